@@ -108,6 +108,7 @@ CAUGHT_BY: dict[str, str] = {
     "data.train": f"{_OPTIONS}::test_data_are_those_of_the_files_that_are_named",
     "data.eval": f"{_OPTIONS}::test_data_are_those_of_the_files_that_are_named",
     "data.columns": f"{_OPTIONS}::test_columns_of_the_run_file_are_read",
+    "data.format": f"{_OPTIONS}::test_rows_are_read_in_the_format_of_the_run_file",
     "data.max_length": f"{_OPTIONS}::test_sequences_are_cut_to_the_length_of_the_run_file",
     "data.packing": f"{_OPTIONS}::test_sequences_share_a_row_where_the_run_file_says_so",
     "data.loss_on": f"{_OPTIONS}::test_prompts_are_trained_where_the_run_file_says_so",

@@ -133,17 +133,21 @@ def test_what_the_chosen_columns_leave_out_is_said_once_for_each_path(tmp_path: 
     columns = {"prompt": "instruction", "completion": "output"}
     path = write(tmp_path / "a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     other = write(tmp_path / "b.csv", "instruction,output,extra\nq,a,1\nq,a,2\n")
-    alpaca = "; in Alpaca's records `input` is part of what is asked: join it to the prompt"
+    read, ways = "read as prompt_completion (instruction, output)", "; data.format and data.columns say otherwise"
+    alpaca = " (in Alpaca's records `input` is part of what is asked: data.format: alpaca reads it)"
     assert _said_of([path, other], columns) == [
-        f"{path}: not read: input, id, n (data.columns says what is)" + alpaca,
-        f"{other}: not read: extra (data.columns says what is)",
+        f"{path}: {read}; not read: input, id, n{alpaca}{ways}",
+        f"{other}: {read}; not read: extra{ways}",
     ]
     dataset = datasets.Dataset.from_list([rows[0]])
-    assert _said_of(dataset, columns) == ["dataset: not read: input, id (data.columns says what is)" + alpaca]
+    assert _said_of(dataset, columns) == [f"dataset: {read}; not read: input, id{alpaca}{ways}"]
     dataset.to_parquet(tmp_path / "a.parquet")
     assert len(_said_of(tmp_path / "a.parquet", columns)) == 1
-    assert _said_of(dataset.select_columns(["instruction", "output"]), columns) == []
-    assert _said_of(write(tmp_path / "c.jsonl", '{"text": "a"}'), None) == []
+    assert _said_of(dataset.select_columns(["instruction", "output"]), columns) == [f"dataset: {read}{ways}"]
+    assert _said_of(write(tmp_path / "c.jsonl", '{"text": "a"}'), None) == [
+        f"{tmp_path}/c.jsonl: read as text (text){ways}"
+    ]
+    assert _said_of([other, other, other], columns)[0].startswith(f"{other}: read as")
 
 
 def test_what_is_said_of_names_that_a_stranger_chose_is_short_and_without_control_characters(tmp_path: Path) -> None:
@@ -163,14 +167,16 @@ def test_what_is_said_of_names_that_a_stranger_chose_is_short_and_without_contro
     [
         ('{"text": "x"', "bad JSON"),
         ('["x"]', "a list, not an object"),
-        ("[", "one object a line is read, not one list"),
         ("{}", "no field"),
         ('{"prompt": "x"}', "'completion' is missing"),
         ('{"completion": "x"}', "'prompt' is missing"),
         ('{"prompt": "x", "completoin": "y"}', "unknown field 'completoin'; did you mean 'completion'?"),
-        ('{"text": "x", "weight": 2}', "unknown field 'weight'"),
-        ('{"text": "x", "prompt": "y", "completion": "z"}', "different kinds"),
-        ('{"prompt": "x", "context": "y", "completion": "z"}', "unknown field 'context'"),
+        ('{"text": "x", "weight": 2}', "'weight' may say something about the training, and would not be read"),
+        ('{"messages": [], "prompt": "y", "completion": "z"}', "different kinds of record, messages (messages) and"),
+        ('{"prompt": "x", "context": "y", "completion": "z"}', "'context' may say something"),
+        ('{"prompt": "x", "completion": "y", "tols": [1]}', "unknown field 'tols'; did you mean 'tools'?"),
+        ('{"prompt": "x", "chosen": "y", "rejected": "z"}', "has chosen and rejected, which train.objective dpo"),
+        ('{"chosen": "y", "rejected": "z"}', "has chosen and rejected, which train.objective dpo"),
         ('{"prompt": "x", "completion": ""}', "empty completion"),
         ('{"prompt": "x", "completion": " \\n"}', "empty completion"),
         ('{"text": ""}', "empty text"),
@@ -278,7 +284,7 @@ def test_a_missing_file_names_the_nearest_in_its_folder(tmp_path: Path) -> None:
 def test_a_folder_that_is_no_dataset_and_one_with_splits_say_what_to_name(tmp_path: Path) -> None:
     import datasets
 
-    assert "save_to_disk did not write" in error_of(tmp_path)
+    assert "neither Dataset.save_to_disk wrote nor has files .jsonl" in error_of(tmp_path)
     splits = datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})})
     splits.save_to_disk(str(tmp_path / "splits"))
     assert f"{tmp_path}/splits/train" in error_of(tmp_path / "splits")
@@ -303,7 +309,7 @@ def test_columns_that_do_not_exist_name_the_nearest(tmp_path: Path) -> None:
 
 
 def test_columns_on_a_file_without_columns_is_an_error_not_an_option_without_effect(tmp_path: Path) -> None:
-    assert "has no effect" in error_of(write(tmp_path / "a.txt", "p||c"), columns={"prompt": "p"})
+    assert "they have no effect on" in error_of(write(tmp_path / "a.txt", "p||c"), columns={"prompt": "p"})
 
 
 def test_a_row_of_a_table_is_named_by_its_number() -> None:

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from meshlora.comm.groups import Mesh
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.file import read_run
-from meshlora.config.run import DataConfig, GenerateConfig, TrainConfig
-from meshlora.data import read_records, tokenize
+from meshlora.config.run import DataConfig, Format, GenerateConfig, TrainConfig
+from meshlora.data import formats, preferences, read_records, tokenize
 from meshlora.loading.blueprint import read_model_config
 from meshlora.train import prepare, trained
 from meshlora.train.batches import MicroBatch
@@ -81,6 +81,20 @@ def test_columns_of_the_run_file_are_read(setup: Setup) -> None:
     found = prepared(setup, data__columns={"prompt": "question", "completion": "answer"}).train_data
     assert found.input_ids.tolist() == expected.input_ids.tolist()
     assert found.is_trained.tolist() == expected.is_trained.tolist()
+
+
+def test_rows_are_read_in_the_format_of_the_run_file(setup: Setup) -> None:
+    setup.data({"text": "a b c d", "instruction": "what?", "output": "that"})
+    setup.drop("data.eval")
+    assert not prepared(setup).train_data.is_trained.all()
+    assert prepared(setup, data__format="text").train_data.is_trained.all()
+    with pytest.raises(UserError, match=r"data\.format=feedback: train\.objective reads other records; one of auto,"):
+        prepared(setup, data__format="feedback")
+
+
+def test_formats_of_run_files_are_those_that_are_read() -> None:
+    read = {one.name for one in (*formats.RECORDS, *preferences.PREFERENCES, *preferences.FEEDBACK)}
+    assert {"auto", *read} == set(get_args(Format))
 
 
 def test_sequences_are_cut_to_the_length_of_the_run_file(setup: Setup) -> None:

@@ -146,5 +146,8 @@ def test_check_says_what_is_not_read_of_alpacas_records(setup: Setup, capfd: pyt
         assert main(["check", str(setup.folder / "run.yaml")]) == 0
         out, _ = capfd.readouterr()
         for name in ("train", "eval"):
-            assert out.count(f"note: {setup.folder}/{name}.jsonl: not read: input (") == 1
-        assert "join it to the prompt" in out
+            assert (
+                out.count(f"note: {setup.folder}/{name}.jsonl: read as prompt_completion (instruction, output); not")
+                == 1
+            )
+        assert "data.format: alpaca reads it" in out

@@ -121,7 +121,9 @@ def _prompts(run: Any) -> tuple[list[Any], list[list[int]]]:
     from meshlora.text.tokenizer import load_tokenizer
 
     config = run.config
-    records = read_records(config.data.eval, columns=config.data.columns)[: config.data.eval_limit]
+    records = read_records(config.data.eval, columns=config.data.columns, format=config.data.format)[
+        : config.data.eval_limit
+    ]
     prompts = prompts_of(records)
     encoded = encode_prompts(
         [prompt.text for prompt in prompts],

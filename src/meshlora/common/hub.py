@@ -46,8 +46,8 @@ CHOICE = "MESHLORA_HF_HUB_OFFLINE"
 _NAME = re.compile(r"(?P<name>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?", re.ASCII)
 _SNAPSHOT = re.compile(r"models--(?P<name>[\w.-]+--[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})", re.ASCII)
 _DATASET = re.compile(r"(?P<name>[^:]+)(:((?P<config>[\w.-]+)/)?(?P<split>[\w.-]+))?", re.ASCII)
-_TABLES = (".parquet", ".jsonl", ".json", ".csv")
-_FILES = {".csv", ".json", ".jsonl", ".parquet", ".safetensors", ".txt", ".yaml", ".yml"}
+_TABLES = (".parquet", *(kind + packed for kind in (".jsonl", ".json", ".csv") for packed in ("", ".gz", ".zst")))
+_FILES = {".csv", ".gz", ".zst", ".json", ".jsonl", ".parquet", ".safetensors", ".txt", ".yaml", ".yml"}
 # Everything of a model but its weights, which its index names. Nothing pickled; code only where it is trusted.
 _SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 _PARTS: dict[Kind, tuple[str, ...]] = {

@@ -19,6 +19,9 @@ from meshlora.plan.topology import Topology
 
 # Upper limits: far above any use, and below the point where arithmetic or a library fails.
 _STEPS, _RATE, _FACTOR = 10**9, 1e3, 1e6
+Format = Literal[
+    "auto", "text", "prompt_completion", "messages", "sharegpt", "alpaca", "tokens", "preference", "feedback"
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +63,11 @@ class ModelConfig(BaseOptions):
 
 @dataclass(frozen=True)
 class DataConfig:
-    """The data. Files are JSONL, `context||completion` text, CSV, parquet, or a saved `datasets` folder.
+    """The data: files, folders or patterns of JSON, CSV, Parquet or `context||completion`, or saved `datasets`.
 
     Attributes:
-        train, eval: a path or a list of paths. columns: our field names -> theirs.
+        train, eval: a path or a list of paths. columns: our field names -> theirs. format: of the
+            rows (`data.formats`), where their fields do not say it.
         max_length: tokens a sequence is cut to. packing: several sequences in one row; they do not attend to each
             other. True: in rows of up to max_length tokens; auto: those of a micro-batch, where that is proved.
         loss_on: which tokens are trained.
@@ -75,6 +79,7 @@ class DataConfig:
     train: str | list[str]
     eval: str | list[str] | None = None
     columns: dict[str, str] | None = None
+    format: Format = "auto"
     max_length: int = number(1024, most=10**8)
     packing: bool | Literal["auto"] = "auto"
     loss_on: Literal["completion", "all"] = "completion"
@@ -280,7 +285,7 @@ class TrainConfig:
 RUN_CONTENT = ("metrics.jsonl", "adapter", "initial", "checkpoints", "merged")
 # Keys that each adapter of a run may set for itself; all others are shared.
 PER_ADAPTER = {
-    "data": {"train", "eval", "columns", "max_length", "loss_on", "eval_limit"},
+    "data": {"train", "eval", "columns", "format", "max_length", "loss_on", "eval_limit"},
     "train": {
         *("steps", "epochs", "batch_size", "lr", "schedule", "warmup_steps", "min_lr", "decay_steps", "cycle"),
         *("weight_decay", "beta1", "beta2", "eps", "max_grad_norm", "lora_plus_ratio", "seed"),

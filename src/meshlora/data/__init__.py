@@ -18,8 +18,10 @@ from meshlora.data.sources import read_records
 from meshlora.data.tokenization import Sequence, TokenizedDataset, tokenize
 
 
-def _read_text(source: Any, tokenizer: Any, *, columns: Any, say: Any, **options: Any) -> TokenizedDataset:
-    return tokenize(read_records(source, columns=columns, say=say), tokenizer, say=say, **options)
+def _read_text(
+    source: Any, tokenizer: Any, *, columns: Any, say: Any, format: str = "auto", **options: Any
+) -> TokenizedDataset:
+    return tokenize(read_records(source, columns=columns, format=format, say=say), tokenizer, say=say, **options)
 
 
 # Readers of records, by the `reader` of the objective: from paths and a tokenizer to tokens.

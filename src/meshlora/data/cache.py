@@ -75,7 +75,7 @@ def cache_key(
         # One JSON list per line: different records give different bytes. Key order in messages is kept, since a
         # template may see it.
         messages = record.messages and [*map(without_paths, record.messages)]  # the content of images is in `options`
-        fields = [record.text, record.prompt, record.completion, messages, record.tools]
+        fields = [record.text, record.prompt, record.completion, messages, record.tools, record.tokens]
         digest.update(b"\n" + json.dumps(fields).encode())
     return digest.hexdigest()
 

@@ -5,21 +5,28 @@ Owns: that no untrusted file blocks or fills the memory. Does not own: formats (
 
 from __future__ import annotations
 
+import codecs
+import contextlib
 import difflib
 import errno
+import io
 import json
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, AnyStr
 
-from meshlora.common.errors import UserError
+from meshlora.common.errors import UserError, reason
 from meshlora.common.reading import once
 from meshlora.data.records import MalformedError, Problems, json_type, quoted
 
 # No example of a million tokens is longer. JSON of small objects takes up to twenty times its length in memory.
 MAX_LINE_BYTES = 16 * 2**20
+COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+_LOOK_BYTES = 2**16
+_NO_SPACE = re.compile(r"[^ \t\n\r]")
 _KINDS = {
     stat.S_ISFIFO: "a named pipe",
     stat.S_ISSOCK: "a socket",
@@ -74,6 +81,47 @@ def nearest_file(path: Path) -> str:
     return f"{folder} holds " + (shown or "nothing")
 
 
+def kind_of(path: Path) -> str:
+    """The suffix that says how a file is read, without that of its compression."""
+    return (Path(path.stem) if path.suffix.lower() in COMPRESSED else path).suffix.lower()
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[IO[bytes]]:
+    """The bytes of a file, decompressed by its suffix.
+
+    Raises:
+        UserError: it is not compressed as its suffix says.
+    """
+    how = COMPRESSED.get(path.suffix.lower())
+    if how is None:
+        with path.open("rb") as file:
+            yield file
+        return
+    import pyarrow
+
+    try:
+        with pyarrow.input_stream(str(path), compression=how) as stream, io.BufferedReader(_Raw(stream)) as file:
+            yield file
+    except OSError as error:
+        raise UserError(f"{path}", f"it cannot be decompressed as {how} ({reason(error)})", "is it whole?") from None
+
+
+class _Raw(io.RawIOBase):
+    """A stream of pyarrow for `io`."""
+
+    def __init__(self, stream: Any) -> None:
+        self.stream = stream
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        part = self.stream.read(len(buffer))
+        buffer[: len(part)] = part
+        return len(part)
+
+
 def bounded_lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
     """The lines of an open file, with their line ends.
 
@@ -94,7 +142,7 @@ def bounded_lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
 
 def text_lines(path: Path, problems: Problems) -> Iterator[tuple[str, str]]:
     """(origin, line) of each non-blank line. Split as bytes: U+2028 inside a string does not end a line."""
-    with path.open("rb") as file:
+    with opened(path) as file:
         for number, raw in enumerate(bounded_lines(file, path), start=1):
             origin = f"{path}:{number}"
             try:
@@ -108,12 +156,107 @@ def text_lines(path: Path, problems: Problems) -> Iterator[tuple[str, str]]:
 
 
 def json_objects(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(origin, JSON object) of each line."""
+    """(origin, JSON object) of each line, or of each entry of the one list that the file holds."""
+    with opened(path) as file:
+        is_list = file.read(_LOOK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
+    if is_list:
+        yield from _entries(path, problems)
+        return
     for origin, line in text_lines(path, problems):
+        if line.strip() == "{":
+            rule = "is an object over several lines; a list of records is read, or one record a line"
+            raise UserError(origin, rule, "jq -c . writes one record a line")
         try:
             yield origin, parse_object(line)
         except MalformedError as error:
             problems.add(origin, error)
+
+
+def _entries(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(origin, JSON object) of each entry of the list in a file, of which little more than one is held at once.
+
+    Raises:
+        UserError: it is no JSON, with the line; what follows cannot be told apart any more.
+    """
+    with opened(path) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig") as file:
+        text = _Text(file, path)
+        text.expect("[")
+        index = 0
+        is_open = text.next_character() != "]" or text.expect("]") == ""
+        while is_open:
+            origin, value = text.value(f"[{index}]")
+            if isinstance(value, dict):
+                yield origin, value
+            else:
+                problems.add(origin, f"{json_type(value)}, not an object")
+            index += 1
+            is_open = text.expect(",]") == ","
+        text.expect("")
+
+
+class _Text:
+    """JSON of which only a part is in memory. line: the number of the line of the next character."""
+
+    def __init__(self, file: IO[str], path: Path) -> None:
+        self.file, self.path, self.line = file, path, 1
+        self.buffer, self.at, self.is_over = "", 0, False
+        self.decoder = json.JSONDecoder(object_pairs_hook=once, parse_constant=_refuse_constant)
+
+    def next_character(self) -> str:
+        """The next one that is no space; empty at the end."""
+        while True:
+            match = _NO_SPACE.search(self.buffer, self.at)
+            end = match.start() if match else len(self.buffer)
+            self._go(end)
+            if match or self.is_over:
+                return self.buffer[end : end + 1]
+            self._read(_LOOK_BYTES)
+
+    def expect(self, characters: str) -> str:
+        """The next character, one of `characters`; none: the end."""
+        found = self.next_character()
+        if found not in characters or bool(found) != bool(characters):
+            wanted = " or ".join(map(repr, characters)) or "the end"
+            raise self._wrong(self.line, f"{wanted} is expected, not {found!r}" if found else "it ends too early")
+        self._go(self.at + len(found))
+        return found
+
+    def value(self, name: str) -> tuple[str, Any]:
+        """(origin, the next value)."""
+        self.next_character()
+        origin = f"{self.path}:{self.line} {name}"
+        while True:
+            try:
+                value, end = self.decoder.raw_decode(self.buffer, self.at)
+                if end < len(self.buffer) or self.is_over:
+                    self._go(end)
+                    return origin, value
+            except json.JSONDecodeError as error:
+                if self.is_over or len(self.buffer) - self.at > MAX_LINE_BYTES:
+                    line = self.line + self.buffer.count("\n", self.at, error.pos)
+                    raise self._wrong(line, error.msg) from None
+            except RecursionError:
+                raise self._wrong(self.line, "nested too deeply") from None
+            except ValueError as error:
+                raise self._wrong(self.line, str(error)) from None
+            if len(self.buffer) - self.at > MAX_LINE_BYTES:
+                raise UserError(origin, f"an entry is longer than {MAX_LINE_BYTES >> 20} MB", "is it one record?")
+            self._read(max(_LOOK_BYTES, len(self.buffer) - self.at))
+
+    def _go(self, at: int) -> None:
+        self.line += self.buffer.count("\n", self.at, at)
+        self.at = at
+
+    def _read(self, number: int) -> None:
+        try:
+            more = self.file.read(number)
+        except UnicodeDecodeError:
+            line = self.line + self.buffer.count("\n", self.at)
+            raise UserError(f"{self.path}:{line}", "from here on it is not UTF-8") from None
+        self.buffer, self.at, self.is_over = self.buffer[self.at :] + more, 0, not more
+
+    def _wrong(self, line: int, why: str) -> UserError:
+        return UserError(f"{self.path}:{line}", f"bad JSON ({why}) in the list that it holds", "correct it")
 
 
 def parse_object(line: str) -> dict[str, Any]:
@@ -127,8 +270,7 @@ def parse_object(line: str) -> dict[str, Any]:
     except RecursionError:
         raise MalformedError("bad JSON (nested too deeply)") from None
     except ValueError as error:  # also raised by a number of thousands of digits
-        hint = "; one object a line is read, not one list" if line.lstrip().startswith("[") else ""
-        raise MalformedError(f"bad JSON ({error}){hint}") from None
+        raise MalformedError(f"bad JSON ({error})") from None
     if not isinstance(row, dict):
         raise MalformedError(f"{json_type(row)}, not an object")
     return row

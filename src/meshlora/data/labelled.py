@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshlora.common.errors import UserError, did_you_mean, reason
+from meshlora.data.formats import Format
 from meshlora.data.images import TOKEN_TYPES, KnownInputs
 from meshlora.data.records import MalformedError, Problems, checked_text, json_type, quoted
 from meshlora.data.sources import read_rows
@@ -35,6 +36,7 @@ def read_labelled(
     max_length: int,
     vocab_size: int,
     columns: Mapping[str, str] | None = None,
+    format: str = "auto",
     say: Callable[[str], None] | None = None,
 ) -> TokenizedDataset:
     """One sequence per row, with `targets` `[N, K]`: the number of its label (K = 1), 0 or 1 for each of K labels, or K
@@ -51,8 +53,8 @@ def read_labelled(
         pair = _text(row, "text_pair") if "text_pair" in row else None
         return origin, _text(row, "text"), pair, _targets(row, objective)
 
-    what = "{text, label}, or {text, text_pair, label}"
-    rows = read_rows(source, checked, what=what, known=("text", "text_pair", "label"), columns=columns, say=say)
+    known = [Format("labelled", ("text", "label"), checked, ("text_pair",))]
+    rows = read_rows(source, known, columns=columns, format=format, say=say)
     if len({pair is None for _, _, pair, _ in rows}) > 1:
         raise UserError(f"{rows[0][0]} and others", "text_pair in some records and not in others", "give it in all")
     texts = [text for _, text, _, _ in rows]
@@ -72,6 +74,7 @@ def read_labelled_words(
     max_length: int,
     vocab_size: int,
     columns: Mapping[str, str] | None = None,
+    format: str = "auto",
     say: Callable[[str], None] | None = None,
 ) -> TokenizedDataset:
     """One sequence per row; the first token of each word is trained, with its label in the column `label`, float32.
@@ -93,13 +96,13 @@ def read_labelled_words(
         found = [_UNLABELLED if label in (None, _UNLABELLED) else _number(label, objective) for label in labels]
         return origin, words, found
 
-    what = "{tokens, labels}: words, and a label for each"
-    rows = read_rows(source, checked, what=what, known=("tokens", "labels"), columns=columns, say=say)
+    known = [Format("labelled_words", ("tokens", "labels"), checked)]
+    rows = read_rows(source, known, columns=columns, format=format, say=say)
     if not getattr(tokenizer, "is_fast", False):
         raise UserError(f"tokenizer {type(tokenizer).__name__}", "it does not say which token is of which word")
     words, origins = [words for _, words, _ in rows], [origin for origin, *_ in rows]
     ids, _, of_words = _encoded(words, None, tokenizer, origins, max_length=max_length, vocab_size=vocab_size)
-    labels, problems = [], Problems(what)
+    labels, problems = [], Problems("{tokens, labels}: words, and a label for each")
     for (origin, _, given), places in zip(rows, of_words, strict=True):
         own = np.full(len(places), _UNLABELLED, dtype=np.float32)
         for token, word in enumerate(places):
@@ -120,6 +123,7 @@ def read_similar(
     max_length: int,
     vocab_size: int,
     columns: Mapping[str, str] | None = None,
+    format: str = "auto",
     say: Callable[[str], None] | None = None,
 ) -> TokenizedDataset:
     """Adjacent sequences of each row: its anchor, its positive, its negatives, of which all rows have as many.
@@ -142,9 +146,8 @@ def read_similar(
         numbers.add(len(negatives))
         return origin, [_text(row, "anchor"), _text(row, "positive"), *negatives]
 
-    what = "{anchor, positive}, and maybe negative or negatives, texts"
-    known = ("anchor", "positive", "negative", "negatives")
-    rows = read_rows(source, checked, what=what, known=known, columns=columns, say=say)
+    known = [Format("similar", ("anchor", "positive"), checked, ("negative", "negatives"))]
+    rows = read_rows(source, known, columns=columns, format=format, say=say)
     texts = [text for _, texts in rows for text in texts]
     origins = [origin for origin, texts in rows for _ in texts]
     ids, _, _ = _encoded(texts, None, tokenizer, origins, max_length=max_length, vocab_size=vocab_size)

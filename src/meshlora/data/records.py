@@ -14,13 +14,8 @@ from typing import Any, Literal
 
 from meshlora.common.errors import UserError
 
-# The three kinds of record, each with the fields it needs.
-KINDS: dict[str, tuple[str, ...]] = {
-    "text": ("text",),
-    "completion": ("prompt", "completion"),
-    "messages": ("messages",),
-}
-FIELDS = tuple(name for names in KINDS.values() for name in names)
+_KINDS = ({"text"}, {"prompt", "completion"}, {"messages"}, {"tokens"})
+_FIELDS = ("text", "prompt", "completion", "messages", "tokens")
 MAX_SHOWN = 5  # places that a message names for one mistake
 _MAX_COUNTED = 1000  # a file of another kind has a mistake in every line: reading on would not tell more
 _MAX_WORDS = 300  # characters of the message about one row
@@ -28,7 +23,7 @@ _MAX_WORDS = 300  # characters of the message about one row
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """One example: exactly one of `text`, (`prompt`, `completion`), `messages`.
+    """One example: exactly one of `text`, (`prompt`, `completion`), `messages`, `tokens`.
 
     Nothing is added between `prompt` and `completion`: a space or newline that joins them is part of one of the two.
 
@@ -40,11 +35,12 @@ class Record:
             `{"type": "text", "text": ...}` and `{"type": "image", "image": path}`; a turn with `tool_calls` may have
             none. An assistant turn with `weight: 0` is not trained.
         tools: functions that a conversation may call, as `apply_chat_template` takes them.
+        tokens: ids, and whether each is trained; nothing is added to them.
         origin: its source for error messages (`train.jsonl:17`, `dataset row 17`). Not part of the content: records
             that differ only in it give the same tokens and share a cache.
 
     Raises:
-        UserError: none, or more than one, of the three is given.
+        UserError: none, or more than one, of the four is given.
     """
 
     text: str | None = None
@@ -52,20 +48,23 @@ class Record:
     completion: str | None = None
     messages: tuple[dict[str, Any], ...] | None = None
     tools: tuple[dict[str, Any], ...] | None = None
+    tokens: tuple[tuple[int, ...], tuple[bool, ...]] | None = None
     origin: str
 
     def __post_init__(self) -> None:
-        given = {name for name in FIELDS if getattr(self, name) not in (None, ())}
-        if given not in ({"text"}, {"prompt", "completion"}, {"messages"}):
+        given = {name for name in _FIELDS if getattr(self, name) not in (None, ())}
+        if given not in _KINDS:
             raise UserError(
                 f"{self.origin}: a record with {', '.join(sorted(given)) or 'no field'}",
-                "must have exactly one of text, (prompt and completion), messages",
+                "must have exactly one of text, (prompt and completion), messages, tokens",
             )
         if self.tools and self.messages is None:
             raise UserError(f"{self.origin}: a record with tools", "only conversations have them", "give messages")
 
     @property
-    def kind(self) -> Literal["text", "completion", "messages"]:
+    def kind(self) -> Literal["text", "completion", "messages", "tokens"]:
+        if self.tokens is not None:
+            return "tokens"
         if self.text is not None:
             return "text"
         return "completion" if self.completion is not None else "messages"
@@ -100,7 +99,7 @@ class MalformedError(ValueError):
 class Problems:
     """Collects malformed rows, so that a user sees several at once. what: the required form of a row."""
 
-    what: str = "{text}, {prompt, completion} or {messages}, with non-empty strings"
+    what: str = "of a format that is known by its fields (docs/data.md)"
     shown: list[str] = field(default_factory=list)
     num: int = 0
 

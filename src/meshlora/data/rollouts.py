@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshlora.data.formats import build_record, select_fields
-from meshlora.data.records import FIELDS as TEXT_FIELDS
+from meshlora.data.formats import RECORDS, Format, Formats
 from meshlora.data.records import MalformedError, Problems, Record, json_type
 from meshlora.data.sources import read_rows
 from meshlora.data.tokenization import TokenizedDataset, tokenize
@@ -27,6 +26,9 @@ _VALUES = {
     ("old_log_probs",): ("old_log_prob", math.nan),
     ("weight", "weights"): ("weight", 1.0),
 }
+_OF_TEXT = [each for each in RECORDS if each.name in ("messages", "prompt_completion", "text")]
+_TEXTS = Formats(_OF_TEXT, "auto", None)
+TEXT_FIELDS = tuple(dict.fromkeys(name for each in _OF_TEXT for name in each.fields))
 FIELDS = (*TEXT_FIELDS, "input_ids", "is_trained", *(name for names in _VALUES for name in names))
 _LARGEST = float(np.finfo(np.float32).max)
 COLUMNS = tuple(column for column, _ in _VALUES.values())
@@ -39,6 +41,7 @@ def read_rollouts(
     max_length: int,
     vocab_size: int,
     columns: Mapping[str, str] | None = None,
+    format: str = "auto",
     say: Callable[[str], None] | None = None,
     **options: Any,
 ) -> TokenizedDataset:
@@ -57,7 +60,8 @@ def read_rollouts(
     def with_record(row: dict[str, Any], origin: str) -> tuple[str, dict[str, Any], Record | None]:
         return origin, row, _record(row, origin)
 
-    rows = read_rows(source, with_record, what=what, known=FIELDS, columns=columns, say=say)
+    known = [Format("rollouts", (), with_record, FIELDS)]
+    rows = read_rows(source, known, columns=columns, format=format, say=say)
     records = [record for _, _, record in rows if record is not None]
     options |= {"max_length": max_length, "vocab_size": vocab_size, "say": say, "processor": None}
     tokenized = iter(tokenize(records, tokenizer, **options) if records else [])
@@ -92,8 +96,7 @@ def _record(row: Mapping[str, Any], origin: str) -> Record | None:
     """The text record of a row; None if it holds tokens instead."""
     text = {name: value for name, value in row.items() if name in TEXT_FIELDS}
     if "input_ids" not in row:
-        select_fields(text, None)
-        return build_record(text, origin=origin)
+        return _TEXTS.choice(tuple(text)).make(text, origin)
     if text:
         raise MalformedError(f"has input_ids and {', '.join(sorted(text))}: one of the two")
     return None

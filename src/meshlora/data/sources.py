@@ -1,26 +1,26 @@
-"""Reading local files, folders and datasets, in order, as `Record`s or as rows for other kinds of record.
+"""Reading local files, folders and datasets, in order: which rows they have, and where each comes from.
 
-Owns: the formats, the origin of each row, which columns are read, and the report of the others. Does not own: the
-content of records (`records.py`, `preferences.py`, `rollouts.py`), safe reading (`files.py`), tokens, or the order of
-training. Nothing is downloaded: a source is a local path or a dataset already in memory.
+Owns: containers (JSON, CSV, `||` text, Parquet, saved datasets), the origin of each row, what is said of the columns
+that are read and not read. Does not own: which files a path means (`places.py`), safe reading (`files.py`), what a row
+is (`formats.py`), tokens, or the order of training. Nothing is downloaded: a source is a local path or a dataset.
 """
 
 from __future__ import annotations
 
 import csv
-import functools
+import io
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from collections.abc import Sequence as AbstractSequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from meshlora.common.errors import UserError, did_you_mean, reason
-from meshlora.data.files import bounded_lines, is_folder, json_objects, parse_object, text_lines
-from meshlora.data.formats import build_record, chosen_fields, select_fields
+from meshlora.common.errors import UserError, reason
+from meshlora.data.files import bounded_lines, is_folder, json_objects, kind_of, opened, text_lines
+from meshlora.data.formats import RECORDS, Choice, Format, Formats
 from meshlora.data.images import locate_images
+from meshlora.data.places import check_saved, places
 from meshlora.data.records import MalformedError, Problems, Record, listed, quoted
 
 if TYPE_CHECKING:
@@ -28,198 +28,201 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 Row = tuple[str, dict[str, Any]]  # origin, for error messages; values
-Header = Callable[[AbstractSequence[str], str], list[str] | None]
+Header = Callable[[Sequence[str], str], list[str]]
 Made = TypeVar("Made")
 
 SEPARATOR = "||"
+_BATCH = 1024  # rows of a table that are held at once
 
 
 def read_records(
-    source: PathLike | AbstractSequence[PathLike] | datasets.Dataset,
+    source: PathLike | Sequence[PathLike] | datasets.Dataset,
     *,
     columns: Mapping[str, str] | None = None,
+    format: str = "auto",
     say: Callable[[str], None] | None = None,
 ) -> list[Record]:
     """All records of `source`, in order.
 
-    By suffix: `.jsonl` and `.json` hold one object per line, `.csv` a header and rows, `.parquet` a table; a folder is
-    the output of `Dataset.save_to_disk`; other files have one `context||completion` per line. Blank lines are skipped.
+        read_records("alpaca.json", say=print)
 
-    An object or row has the fields `text`, or `prompt` (also called `context`) and `completion`, or `messages`, and no
-    others; values are taken literally, spaces included. In the `||` format, which cannot express deliberate spaces,
-    both sides are stripped and the completion starts with exactly one space, as a word after the prompt would.
+    Rows are of the formats of `formats.RECORDS`, in the containers of `read_rows`. Values are taken literally, spaces
+    included. Other files than those have one `context||completion` per line: that format cannot express deliberate
+    spaces, so both sides are stripped, and the completion starts with exactly one space, as a word after the prompt
+    would.
+
+    Args and Raises: as of `read_rows`.
+    """
+    return read_rows(source, RECORDS, columns=columns, format=format, say=say, has_separator=True)
+
+
+def read_rows(
+    source: PathLike | Sequence[PathLike] | datasets.Dataset,
+    formats: Sequence[Format[Made]],
+    *,
+    columns: Mapping[str, str] | None = None,
+    format: str = "auto",
+    say: Callable[[str], None] | None = None,
+    has_separator: bool = False,
+) -> list[Made]:
+    """What `formats` make of all rows, in order.
+
+    By suffix, `.gz` or `.zst` after it or not: `.jsonl` and `.json` hold a list of objects or one object per line,
+    `.csv` a header and rows, `.parquet` a table; a folder is the output of `Dataset.save_to_disk`, or has such files.
 
     Args:
-        source: a path, several paths (read one after the other), or a `datasets.Dataset`.
-        columns: our field -> theirs, e.g. `{"prompt": "question", "completion": "answer"}`; other columns are then
-            ignored.
-        say: called with the names of ignored columns, once per path.
+        source: a path or pattern, several of them (read one after the other), or a `datasets.Dataset`.
+        columns: our field -> theirs, e.g. `{"prompt": "question", "completion": "answer"}`. format: the name of one of
+            `formats`; "auto": by the fields of each row.
+        say: told once what is read and what is not. has_separator: other files are `context||completion`.
 
     Raises:
         UserError: a source that is missing, empty, unreadable or of an unknown kind; a missing column;
             malformed rows, the first five with file and line.
     """
-    chosen = chosen_fields(columns)
-    # Cached, as most rows have the same names.
-    keys_of = functools.lru_cache(64)(lambda names: select_fields(names, chosen))
+    return list(each_row(source, formats, columns=columns, format=format, say=say, has_separator=has_separator))
 
-    def header(names: AbstractSequence[str], origin: str) -> list[str]:
-        """Check a table's header once, so that a wrong one is one mistake and not one per row."""
+
+def each_row(
+    source: PathLike | Sequence[PathLike] | datasets.Dataset,
+    formats: Sequence[Format[Made]],
+    *,
+    columns: Mapping[str, str] | None = None,
+    format: str = "auto",
+    say: Callable[[str], None] | None = None,
+    has_separator: bool = False,
+) -> Iterator[Made]:
+    """As `read_rows`, one at a time. Malformed rows are left out, and raise at the end: use none of it before."""
+    reader = _Reader(Formats(formats, format, columns), has_separator, Problems(_required(formats)))
+    for place in places(source):
+        yield from reader.rows_of(place)
+    reader.problems.raise_if_any()
+    if say is not None:
+        for words in reader.said():
+            say(words)
+
+
+def _required(formats: Sequence[Format[Any]]) -> str:
+    kinds = [f"{{{', '.join(each.needs)}}}" for each in formats if each.needs]
+    return " or ".join(dict.fromkeys(kinds)) or "a record"
+
+
+@dataclass
+class _Seen:
+    """What was read of a place. formats: name -> its columns. unread: columns."""
+
+    formats: dict[str, dict[str, None]] = field(default_factory=dict)
+    unread: dict[str, None] = field(default_factory=dict)
+
+    def add(self, choice: Choice[Any]) -> None:
+        """Add the columns of a row, or of a table."""
+        self.formats.setdefault(choice.format.name, {}).update(dict.fromkeys(choice.keys.values()))
+        self.unread.update(dict.fromkeys(choice.unread))
+
+    def words(self) -> str:
+        """In one line."""
+        read = " and ".join(f"{name} ({listed(columns)})" for name, columns in self.formats.items())
+        every = {name for columns in self.formats.values() for name in columns}
+        unread = [name for name in self.unread if name not in every]
+        rest = f"; not read: {listed(unread)}" if unread else ""
+        if "input" in unread and "instruction" in every:
+            rest += " (in Alpaca's records `input` is part of what is asked: data.format: alpaca reads it)"
+        return f"read as {read}{rest}; data.format and data.columns say otherwise"
+
+
+@dataclass
+class _Reader(Generic[Made]):
+    """Reads places one after the other. seen: what was read of each; here: of the one that is being read."""
+
+    formats: Formats[Made]
+    has_separator: bool
+    problems: Problems
+    seen: dict[str, _Seen] = field(default_factory=dict)
+    here: _Seen = field(default_factory=_Seen)
+
+    def said(self) -> Iterator[str]:
+        """One line for each way in which places were read."""
+        alike: dict[str, list[str]] = {}
+        for name, seen in self.seen.items():
+            if seen.formats:
+                alike.setdefault(seen.words(), []).append(name)
+        for words, (first, *others) in alike.items():
+            more = f" and {len(others)} more file{'s' if len(others) > 1 else ''}" if others else ""
+            yield f"{first}{more}: {words}"
+
+    def rows_of(self, place: Any) -> Iterator[Made]:
+        """What the rows of a file or a dataset become."""
+        name = f"{place}" if isinstance(place, Path) else "dataset"
+        self.here = self.seen.setdefault(name, _Seen())
+        last: Choice[Made] | None = None
+        num_rows, num_before = 0, self.problems.num
         try:
-            return sorted(set(keys_of(tuple(names)).values()))
+            for origin, row in self._rows(place, name):
+                num_rows += 1
+                try:
+                    if isinstance(place, Path):
+                        row = locate_images(row, place if place.is_dir() else place.parent)
+                    choice = self.formats.choice(tuple(row))
+                    made = choice.make(row, origin)
+                except MalformedError as wrong:
+                    self.problems.add(origin, wrong)
+                    continue
+                if choice is not last:
+                    self.here.add(choice)
+                    last = choice
+                yield made
+        except OSError as error:
+            raise UserError(name, f"cannot be read ({error.strerror or error})") from error
+        if not num_rows and self.problems.num == num_before:
+            raise UserError(name, "holds no record", "give one with at least one")
+
+    def _rows(self, place: Any, name: str) -> Iterator[Row]:
+        """The rows of a path or a dataset."""
+        if isinstance(place, Path) and not is_folder(place):
+            kind = kind_of(place)
+            if kind in (".jsonl", ".json"):
+                yield from json_objects(place, self.problems)
+            elif kind == ".csv":
+                yield from _csv_rows(place, self.problems, self._header)
+            elif kind == ".parquet":
+                yield from _numbered(_parquet_rows(place, self._header), name)
+            elif not self.has_separator:
+                raise UserError(
+                    f"{place}",
+                    "these records are read from .jsonl, .json, .csv, .parquet or a saved dataset",
+                    "convert it",
+                )
+            elif self.formats.is_chosen:
+                raise UserError(
+                    f"data.columns or data.format with {place}",
+                    f"they have no effect on {place}, which has no named columns",
+                    "leave them out",
+                )
+            else:
+                yield from _text_rows(place, self.problems)
+        else:
+            dataset = _load_folder(place) if isinstance(place, Path) else place
+            yield from _numbered(_dataset_rows(dataset, name, self._header), name)
+
+    def _header(self, names: Sequence[str], origin: str) -> list[str]:
+        """The columns of a table to read, checked once: a wrong one is one mistake, and not one per row."""
+        twice = sorted(name for name, number in Counter(names).items() if number > 1)
+        if twice:
+            raise UserError(origin, f"has more than one column {quoted(twice[0])}", "rename one")
+        try:
+            choice = self.formats.choice(tuple(names))
         except MalformedError as wrong:
             raise UserError(
                 f"{origin}: columns {listed(names) or '(none)'}",
                 str(wrong),
                 "name the columns to use in data.columns, e.g. {prompt: question, completion: answer}",
             ) from None
-
-    def lines(path: Path, problems: Problems, _: Header) -> Iterator[Row]:
-        if chosen is None:
-            return _text_rows(path, problems)
-        given = f"columns={dict(chosen)}"
-        raise UserError(given, f"has no effect on {path}, which has no named columns", "remove data.columns")
-
-    def make(row: Mapping[str, Any], origin: str) -> tuple[Record, Iterable[str]]:
-        keys = keys_of(tuple(row))
-        ours = {field: row[name] for field, name in keys.items()}
-        return build_record(ours, origin=origin), [name for name in row if name not in keys.values()]
-
-    return _read(source, _RowReader(Problems(), header, {".csv": _csv_rows, "": lines}, make), say)
+        self.here.add(choice)
+        return sorted({*choice.keys.values(), *choice.refused})
 
 
-def read_rows(
-    source: str | list[str],
-    make: Callable[[dict[str, Any], str], Made],
-    *,
-    what: str,
-    known: Collection[str],
-    columns: Mapping[str, str] | None = None,
-    say: Callable[[str], None] | None = None,
-) -> list[Made]:
-    """`make(row, origin)` of all rows of `.jsonl`, `.parquet` or a `Dataset.save_to_disk` folder, in order.
-
-    A row is a dict without null values; origin is its source, for error messages.
-
-    Args:
-        make: raises MalformedError for an invalid row. what: the required form of a row, in words.
-        known: the allowed fields. columns: our field -> theirs; unknown fields are then ignored, and `say` is called
-            with their names, once per path.
-
-    Raises:
-        UserError: a source that is missing, empty or of another kind; a column for an unknown field;
-            malformed rows, the first five with file and line.
-    """
-    for name in columns or {}:
-        if name not in known:
-            raise UserError(f"columns: {quoted(name)}", "is not a field of a record", did_you_mean(name[:60], known))
-    theirs = {name: name for name in known} | dict(columns or {})
-    read = set(theirs.values())
-
-    def refused(path: Path, _: Problems, __: Header) -> Iterator[Row]:
-        raise UserError(f"{path}", "these records are read from .jsonl, .parquet or a saved dataset", "convert it")
-
-    def made(whole: Mapping[str, Any], origin: str) -> tuple[Made, Iterable[str]]:
-        row = {name: value for name, value in whole.items() if value is not None}
-        unread = [name for name in row if name not in read]
-        if columns:
-            row = {ours: row[name] for ours, name in theirs.items() if name in row}
-        elif unread:
-            raise MalformedError(f"unknown field {quoted(unread[0])}; {did_you_mean(unread[0][:60], known)}")
-        return make(row, origin), unread
-
-    return _read(source, _RowReader(Problems(what), lambda *_: None, {"": refused}, made), say)
-
-
-@dataclass(frozen=True)
-class _RowReader(Generic[Made]):
-    """How to read one kind of rows.
-
-    Attributes:
-        header: (columns of a table, origin) -> the columns to read; None: all.
-        lines: suffix of a file that is neither JSON nor Parquet -> reader of its rows; "": any other suffix.
-        make: (row, origin) -> the result, and the names in the row that are not read.
-    """
-
-    problems: Problems
-    header: Header
-    lines: Mapping[str, Callable[[Path, Problems, Header], Iterator[Row]]]
-    make: Callable[[Mapping[str, Any], str], tuple[Made, Iterable[str]]]
-
-
-def _read(source: object, reader: _RowReader[Made], say: Callable[[str], None] | None) -> list[Made]:
-    found: list[Made] = []
-    for place in _places(source):
-        name = f"{place}" if isinstance(place, Path) else "dataset"
-        num_before = reader.problems.num + len(found)
-        unread: dict[str, None] = {}
-        try:
-            for origin, row in _rows_of(place, name, reader, unread):
-                try:
-                    if isinstance(place, Path):
-                        row = locate_images(row, place if place.is_dir() else place.parent)
-                    made, rest = reader.make(row, origin)
-                except MalformedError as wrong:
-                    reader.problems.add(origin, wrong)
-                    continue
-                found.append(made)
-                unread.update(dict.fromkeys(rest))
-        except OSError as error:
-            raise UserError(name, f"cannot be read ({error.strerror or error})") from error
-        if reader.problems.num + len(found) == num_before:
-            raise UserError(name, "holds no record", "give one with at least one")
-        if unread and say is not None:
-            # Reported, because the user chose the columns, and one of these may matter.
-            words = f"{name}: not read: {listed(unread)} (data.columns says what is)"
-            is_alpaca = "; in Alpaca's records `input` is part of what is asked: join it to the prompt"
-            say(words + is_alpaca * ("input" in unread))
-    reader.problems.raise_if_any()
-    return found
-
-
-def _places(source: Any) -> list[Any]:
-    """Paths, or a dataset in memory."""
-    if isinstance(source, (str, os.PathLike)):
-        return [Path(source)]
-    if isinstance(source, (list, tuple)):
-        if not source:
-            raise UserError("source=[]", "names no file")
-        return [Path(path) for path in source]
-    import datasets
-
-    if isinstance(source, datasets.Dataset):
-        return [source]
-    if isinstance(source, (datasets.DatasetDict, datasets.IterableDatasetDict)):
-        raise UserError(
-            "source", "holds several splits", "give one: " + ", ".join(f"source[{key!r}]" for key in source)
-        )
-    raise UserError(f"source of type {type(source).__name__}", "must be a path, a list of paths or a datasets.Dataset")
-
-
-def _rows_of(place: Any, name: str, reader: _RowReader[Any], unread: dict[str, None]) -> Iterator[Row]:
-    """The rows of a path or a dataset. unread: filled with the columns of a table that are not read."""
-
-    def header(names: AbstractSequence[str], origin: str) -> list[str] | None:
-        twice = sorted(name for name, number in Counter(names).items() if number > 1)
-        if twice:
-            raise UserError(origin, f"has more than one column {quoted(twice[0])}", "rename one")
-        columns = reader.header(names, origin)
-        if columns is not None:
-            unread.update(dict.fromkeys(name for name in names if name not in columns))
-        return columns
-
-    if isinstance(place, Path) and not is_folder(place):
-        suffix = place.suffix.lower()
-        if suffix in (".jsonl", ".json"):
-            yield from json_objects(place, reader.problems)
-            return
-        if suffix != ".parquet":
-            yield from reader.lines.get(suffix, reader.lines[""])(place, reader.problems, header)
-            return
-        rows = _parquet_rows(place, header)
-    else:
-        rows = _dataset_rows(_load_folder(place) if isinstance(place, Path) else place, name, header)
-    # Counted from 0, like `dataset[index]`.
+def _numbered(rows: Iterable[dict[str, Any]], name: str) -> Iterator[Row]:
+    """Counted from 0, like `dataset[index]`."""
     yield from ((f"{name} row {index}", row) for index, row in enumerate(rows))
 
 
@@ -234,7 +237,7 @@ def _text_rows(path: Path, problems: Problems) -> Iterator[Row]:
 
 def _csv_rows(path: Path, problems: Problems, header: Header) -> Iterator[Row]:
     """With the standard library: every value stays a string, and its line number is known."""
-    with path.open(newline="", encoding="utf-8-sig") as file:
+    with opened(path) as binary, io.TextIOWrapper(binary, newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(bounded_lines(file, path), strict=True)
         try:
             names = next(reader, None)
@@ -256,17 +259,18 @@ def _csv_rows(path: Path, problems: Problems, header: Header) -> Iterator[Row]:
                 pass
 
 
-def _parquet_rows(path: Path, header: Header) -> list[dict[str, Any]]:
+def _parquet_rows(path: Path, header: Header) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet
 
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            rows: list[dict[str, Any]] = file.read(columns=header(file.schema_arrow.names, f"{path}")).to_pylist()
+            columns = header(file.schema_arrow.names, f"{path}")
+            for batch in file.iter_batches(_BATCH, columns=columns):
+                yield from map(_without_nulls, batch.to_pylist())
     except UserError:
         raise
     except Exception as error:  # untrusted bytes read by a library may raise anything
         raise UserError(f"{path}", f"is not a Parquet file that can be read ({reason(error)})") from error
-    return rows
 
 
 def _load_folder(path: Path) -> datasets.Dataset:
@@ -277,32 +281,34 @@ def _load_folder(path: Path) -> datasets.Dataset:
     """
     import datasets
 
-    if (path / "dataset_dict.json").exists():
-        splits = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
-        raise UserError(
-            f"{path}", "holds several splits", "name one: " + ", ".join(str(path / name) for name in splits[:20])
-        )
-    if not (path / "state.json").exists():
-        raise UserError(
-            f"{path}", "is a folder that Dataset.save_to_disk did not write", "name the files in it instead"
-        )
+    check_saved(path)
     try:
-        state = parse_object((path / "state.json").read_text(encoding="utf-8"))
-        for entry in state["_data_files"]:
-            if Path(entry["filename"]).name != entry["filename"]:
-                raise UserError(f"{path / 'state.json'}", f"names {quoted(entry['filename'])}, outside of its folder")
         return datasets.Dataset.load_from_disk(str(path))
-    except UserError:
-        raise
     except Exception as error:  # untrusted files read by a library may raise anything
         raise UserError(f"{path}", f"cannot be read as a saved dataset ({reason(error)})") from error
 
 
-def _dataset_rows(dataset: datasets.Dataset, name: str, header: Header) -> list[dict[str, Any]]:
+def _dataset_rows(dataset: datasets.Dataset, name: str, header: Header) -> Iterator[dict[str, Any]]:
     """Plain rows of a dataset, whatever its output format; a selection of rows is respected."""
     columns = header(dataset.column_names, name)
     try:
-        rows: list[dict[str, Any]] = (dataset if columns is None else dataset.select_columns(columns)).to_list()
+        chosen = dataset.select_columns(columns)
+        for start in range(0, len(chosen), _BATCH):
+            rows = chosen.select(range(start, min(start + _BATCH, len(chosen)))).to_list()
+            yield from map(_without_nulls, rows)
+    except UserError:
+        raise
     except Exception as error:  # untrusted tables read by a library may raise anything
         raise UserError(name, f"cannot be read as a dataset ({reason(error)})") from error
-    return rows
+
+
+def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """The row without None inside of its values: Arrow gives all structs of a column the same keys."""
+    return {name: _cleaned(value) for name, value in row.items()}
+
+
+def _cleaned(value: Any) -> Any:
+    if isinstance(value, dict):
+        # A content of None says that a turn has none, which templates ask for.
+        return {key: _cleaned(item) for key, item in value.items() if item is not None or key == "content"}
+    return [*map(_cleaned, value)] if isinstance(value, list) else value

@@ -150,6 +150,7 @@ def tokenize(
       boundary is exact in tokens, and the prompt's ids are the same as in generation. Completion and eos are trained;
       with `loss_on="all"` the prompt too.
     - text: `bos? + ids(text) + eos`, all trained.
+    - tokens: as they are.
     - messages: as the chat template renders them, nothing added. The assistant's turns are trained; with
       `loss_on="all"` everything. A turn with `weight: 0` is trained in neither case, nor are images. With images the
       tokenizer is the processor's.
@@ -291,6 +292,7 @@ def _rows(
         "text": _rows_of_text,
         "completion": _rows_of_completions,
         "messages": functools.partial(tokenize_conversations, processor=processor),
+        "tokens": _rows_of_tokens,
     }
     rows: dict[int, Row] = {}
     for kind, make_rows in by_kind.items():
@@ -327,6 +329,14 @@ def _rows_of_completions(
         mask[len(before) :] = True
         rows.append(Row(before + after, mask))
     return rows
+
+
+def _rows_of_tokens(
+    records: list[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, trains_all: bool
+) -> list[Row]:
+    """As they are: which are trained is said by the record."""
+    del tokenizer, max_length, trains_all
+    return [Row(list(record.tokens[0]), np.array(record.tokens[1], bool)) for record in records if record.tokens]
 
 
 def _plain_ids(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> list[list[int]]:

@@ -414,6 +414,7 @@ def read_data(
         paths,
         tokenizer,
         columns=data.columns,
+        format=data.format,
         max_length=data.max_length,
         vocab_size=model.get_text_config().vocab_size,
         say=say,

@@ -73,8 +73,9 @@ def prepare_samples(
         )
     prompts = config.data.sample_prompts
     if prompts is None:
-        assert config.data.eval is not None
-        found = (record.prompt for record in read_records(config.data.eval, columns=config.data.columns))
+        data = config.data
+        assert data.eval is not None
+        found = (record.prompt for record in read_records(data.eval, columns=data.columns, format=data.format))
         prompts = list(dict.fromkeys(prompt for prompt in found if prompt))[:NUM_PROMPTS]
         if not prompts:
             raise UserError(
