@@ -220,6 +220,8 @@ class TrainedAdapter:
 
     def _add_home(self, folder: Path) -> None:
         """Add what the finished adapter needs to be used elsewhere: tokenizer, chat template, model card."""
+        if not self.run.files.get("tokenizer"):  # a twin, whose data are tokens
+            return
         model = self.run.config.model
         add_tokenizer(folder, model.path, trust_remote_code=model.trust_remote_code)
         task = runtime(self.model).plan.task
