@@ -146,6 +146,7 @@ class Formats(Generic[Made]):
                 f"has the fields of different kinds of record, {' and '.join(kinds)}; say which in data.format"
             )
         ((found, keys),) = fitting
+        keys = dict(sorted(keys.items(), key=lambda item: names.index(item[1])))
         unread = tuple(name for name in names if name not in keys.values())
         absent = [field for field in found.fields if field not in keys]
         for name in unread[:_MANY] if not self.is_chosen else ():

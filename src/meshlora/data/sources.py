@@ -109,10 +109,11 @@ def _required(formats: Sequence[Format[Any]]) -> str:
 
 @dataclass
 class _Seen:
-    """What was read of a place. formats: name -> its columns. unread: columns."""
+    """What was read of a place. formats: name -> its columns. unread: columns. ways: how to say otherwise."""
 
     formats: dict[str, dict[str, None]] = field(default_factory=dict)
     unread: dict[str, None] = field(default_factory=dict)
+    ways: str = "; data.format and data.columns say otherwise"
 
     def add(self, choice: Choice[Any]) -> None:
         """Add the columns of a row, or of a table."""
@@ -127,7 +128,7 @@ class _Seen:
         rest = f"; not read: {listed(unread)}" if unread else ""
         if "input" in unread and "instruction" in every:
             rest += " (in Alpaca's records `input` is part of what is asked: data.format: alpaca reads it)"
-        return f"read as {read}{rest}; data.format and data.columns say otherwise"
+        return f"read as {read}{rest}{self.ways}"
 
 
 @dataclass
@@ -199,6 +200,7 @@ class _Reader(Generic[Made]):
                     "leave them out",
                 )
             else:
+                self.here.ways = ""
                 yield from _text_rows(place, self.problems)
         else:
             dataset = _load_folder(place) if isinstance(place, Path) else place
