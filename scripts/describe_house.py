@@ -1,10 +1,10 @@
-"""The tables of docs/architecture.md that the code itself can fill: what may import what, and what each file is.
+"""What the code itself can write: the tables of docs/architecture.md, and the JSON schema of a run file.
 
     .venv/bin/python scripts/describe_house.py           # write them
     .venv/bin/python scripts/describe_house.py --check   # exit code 1 where they differ
 
 Packages are those of `ALLOWED` in tests/unit/test_architecture.py; a file's row is the first paragraph of its
-docstring.
+docstring. The schema is that of scripts/write_schema.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import write_schema
 from tests.unit.test_architecture import ALLOWED, FREE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,14 +60,15 @@ def _first_paragraph(text: str) -> str:
 def main() -> int:
     """The exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where the tables differ")
-    page = PAGE.read_text("utf-8")
-    if (new := described(page)) == page:
-        return 0
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something differs")
+    written = {PAGE: described(PAGE.read_text("utf-8")), write_schema.FILE: write_schema.text()}
+    changed = [file for file, text in written.items() if not file.is_file() or text != file.read_text("utf-8")]
     if parser.parse_args().check:
-        print(f"{PAGE.name} differs from the code: run scripts/describe_house.py", file=sys.stderr)
-        return 1
-    PAGE.write_text(new, "utf-8")
+        for file in changed:
+            print(f"{file.name} differs from the code: run scripts/describe_house.py", file=sys.stderr)
+        return int(bool(changed))
+    for file in changed:
+        file.write_text(written[file], "utf-8")
     return 0
 
 

@@ -1,6 +1,6 @@
 """The JSON schema of a run file, which `meshlora schema` prints and editors read, written from the code.
 
-    .venv/bin/python scripts/write_schema.py           # write it (scripts/describe_house.py does too)
+    .venv/bin/python scripts/write_schema.py    # write it; scripts/describe_house.py does too, and --check compares
 
 Types, choices, limits and defaults are those of the dataclasses; descriptions are the sentences of their docstrings.
 Here besides: what `config.file` allows in other words (an objective by its name, its parameters beside it, several
@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +56,9 @@ def schema() -> dict[str, Any]:
     _describe(whole, RunConfig)
     for cls in (ModelConfig, DataConfig, TrainConfig, GenerateConfig, *KINDS.values()):
         _describe(groups[cls.__name__], cls)
+        groups[cls.__name__]["title"] = cls.__name__.removesuffix("Config").lower()
+    for cls in KINDS.values():
+        groups[cls.__name__]["required"] = ["kind"]
     keys, train = whole["properties"], groups["TrainConfig"]["properties"]
     by_name = {"enum": list(KINDS), "description": "The kind alone, with its own values as they are."}
     train["objective"] = {"anyOf": [by_name, train["objective"]], "description": train["objective"]["description"]}
@@ -106,15 +108,10 @@ def _describe(group: dict[str, Any], cls: type) -> None:
         key.pop("title", None)
 
 
-def main() -> int:
-    """The exit code."""
-    text = json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
-    if "--check" in sys.argv and text != FILE.read_text("utf-8"):
-        print(f"{FILE.name} differs from the code: run scripts/write_schema.py", file=sys.stderr)
-        return 1
-    FILE.write_text(text, "utf-8")
-    return 0
+def text() -> str:
+    """The file."""
+    return json.dumps(schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    FILE.write_text(text(), "utf-8")

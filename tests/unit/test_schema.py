@@ -110,6 +110,7 @@ def test_what_is_right_is_valid(path: str, value: Any, tmp_path: Path) -> None:
         ("train.output", 3),
         ("train.output", NEVER),
         ("train.objective", "dp"),
+        ("train.objective", {}),
         ("train.objective", {"kind": "dpo", "bet": 0.2}),
         ("train.objective", {"kind": "dpo", "beta": -1}),
         ("train.recompute", True),

@@ -84,8 +84,8 @@ def _word(error: Any) -> str:
     """What the value must be."""
     if error["type"] == "dataclass_type":
         return f"a group of keys: {', '.join(_keys(error['loc']))}"
-    alternatives = error.get("ctx", {})
-    return str(_WORDS.get(error["type"]) or alternatives.get("expected") or alternatives["expected_tags"])
+    context = error.get("ctx", {})
+    return str(_WORDS.get(error["type"]) or context.get("expected") or context.get("expected_tags") or error["msg"])
 
 
 def _keys(location: Sequence[Any]) -> list[str]:
