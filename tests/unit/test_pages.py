@@ -104,3 +104,12 @@ def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     found = [(page.parent / file if file else page, place) for file, place in links]
     assert not [file for file, _ in found if not file.exists()]
     assert not [f"{file}#{place}" for file, place in found if place and place not in _places(file.read_text("utf-8"))]
+
+
+def test_every_page_is_in_the_site() -> None:
+    """Where `make docs` would warn: pages are named by one who knows where a reader looks for them."""
+    nav = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:\n")[2]
+    named = re.findall(r"([\w/.-]+\.md)$", nav, re.MULTILINE)
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert len(named) == len(set(named))
+    assert set(named) == pages | {"index.md"}
