@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
@@ -65,3 +66,27 @@ def test_the_pinned_versions_are_in_the_declared_ranges() -> None:
         requirement = Requirement(words)
         if version := versions.get(canonicalize_name(requirement.name)):
             assert requirement.specifier.contains(version), words
+
+
+def test_every_place_has_the_same_version() -> None:
+    version = re.escape(_project()["version"])
+    for name, line in (
+        ("src/meshlora/__init__.py", f'^__version__ = "{version}"$'),
+        ("CITATION.cff", f"^version: {version}$"),
+        ("CHANGELOG.md", f"^## {version}\\b"),
+    ):
+        assert re.search(line, (ROOT / name).read_text(), re.MULTILINE), name
+
+
+def test_workflows_run_what_a_contributor_runs() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    called = set()
+    for file in (ROOT / ".github" / "workflows").glob("*.yml"):
+        for job in yaml.safe_load(file.read_text())["jobs"].values():
+            matrix = job.get("strategy", {}).get("matrix", {})
+            for step in job["steps"]:
+                words = step.get("run", "").split()
+                if words[:1] == ["make"]:
+                    called |= set(matrix["target"] if "matrix.target" in step["run"] else words[1:2])
+    assert {"test", "docs", "proof", "test-wheel", "test-vllm"} <= called
+    assert called <= targets
