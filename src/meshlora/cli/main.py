@@ -30,6 +30,7 @@ from meshlora.cli import (
     evaluate,
     export,
     generate,
+    init,
     inspect,
     launch_script,
     merge,
@@ -47,6 +48,7 @@ from meshlora.common.reading import path_argument
 
 # In the order of --help. Each module's `add` declares the command's arguments and the function that runs it.
 COMMANDS = (
+    init,
     train,
     verify,
     check,

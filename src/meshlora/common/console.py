@@ -60,6 +60,16 @@ class Console(rich.console.Console):
         return text.encode(self.encoding, "backslashreplace").decode(self.encoding)
 
 
+def ask(question: str, default: str | None) -> str | None:
+    """The answer to a question, stripped; None if there is nobody at a terminal."""
+    if not sys.stdin.isatty():
+        return None
+    try:
+        return input(f"{question}{f' [{default}]' if default else ''}: ").strip()
+    except EOFError:
+        return None
+
+
 def hand_over(text: str) -> None:
     """Print the output of a command: unchanged into a pipe or file, escaped on a terminal."""
     if sys.stdout.isatty():

@@ -64,6 +64,11 @@ def _without_regret(facts: Facts, own: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+def has_known_rate(facts: Facts) -> bool:
+    """Whether `lora-without-regret` has a learning rate for the model."""
+    return any(facts.model_type.startswith(name) for name in _EXPONENTS)
+
+
 def _regret_lr(facts: Facts) -> float:
     """`get_lr` of tinker-cookbook/hyperparam_utils.py: ten times the rate of full training, by width and family.
 

@@ -1,0 +1,119 @@
+"""`meshlora init`: the file it writes passes every check and trains; what it asks, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshlora.cli import first_run
+from meshlora.cli.main import main
+from meshlora.common import console
+from meshlora.config.file import read_run
+from meshlora.train.run import train
+from meshlora.train.together import prepare_run
+from tests.run_files import TINY, copy_lines
+
+Init = Callable[..., int]
+
+
+@pytest.fixture
+def init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Init:
+    """`init(*arguments)`: the command, in a folder with `train.jsonl`; its exit code."""
+    copy_lines("train", tmp_path / "train.jsonl", 0, 12)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str) -> int:
+        return main(["init", *arguments])
+
+    return run
+
+
+GIVEN = ("--yes", "--model", str(TINY), "--data", "train.jsonl", "--gpus", "1")
+
+
+def test_file_passes_every_check_and_trains_as_it_says(init: Init, tmp_path: Path) -> None:
+    assert init(*GIVEN, "--length", "2 steps", "--out", "mine.yaml") == 0
+    config = read_run(tmp_path / "mine.yaml")
+    run = prepare_run(config, world=1)
+    assert (run.steps, config.train.batch_size, config.data.max_length) == (2, 12, 128)
+    assert (config.preset, config.train.eps, config.train.output) == ("lora-without-regret", 1e-12, "runs/mine")
+    train({"": run})
+    assert (tmp_path / "runs" / "mine" / "adapter" / "README.md").is_file()
+    text = (tmp_path / "mine.yaml").read_text()
+    assert "#   meshlora train mine.yaml\n" in text
+    schema = text.splitlines()[0].partition("# yaml-language-server: $schema=")[2]
+    assert json.loads(Path(schema).read_text())["properties"]["preset"]
+    assert "12 sequences, " in text
+
+
+def test_preferences_are_recognised_and_get_their_recipe(init: Init, tmp_path: Path) -> None:
+    pairs = [{"prompt": "Colour?", "chosen": f" Red {i}.", "rejected": " No."} for i in range(20)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    assert init(*GIVEN[:3], "--data", "pairs.jsonl", "--gpus", "1", "--eval", "pairs.jsonl") == 0
+    config = read_run(tmp_path / "run.yaml")
+    assert (config.preset, config.train.objective.kind, config.train.epochs) == ("dpo", "dpo", 3)
+    assert "20 pairs" in (tmp_path / "run.yaml").read_text()
+    prepare_run(config, world=1)
+
+
+def test_questions_are_asked_where_nothing_is_given(
+    init: Init, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    answers = {"Model": str(TINY), "Training": "train.jsonl", "Processes": "1", "Goal": "", "Length": "1 epoch"}
+
+    def ask(question: str, default: str | None) -> str:
+        asked.append((question.split(":")[0].split(",")[0], default))
+        return next(answer for name, answer in answers.items() if question.startswith(name))
+
+    wishes = []
+    monkeypatch.setattr(console, "ask", ask)
+    monkeypatch.setattr(first_run, "first_run", lambda wish, **_: wishes.append(wish) or "written\n")
+    assert init() == 0
+    names = [name for name, _ in asked]
+    assert names == ["Model", "Training data", "Processes", "Goal", "Length"]
+    (wish,) = wishes
+    assert (wish.model, wish.data, wish.gpus, wish.goal, wish.epochs, wish.steps) == (
+        *(str(TINY), "train.jsonl"),
+        *(1, None, 1.0, None),
+    )
+    assert (tmp_path / "run.yaml").read_text() == "written\n"
+
+
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "no model": (["--yes", "--data", "train.jsonl"], "--yes without --model: it has no default"),
+    "nobody to ask": (["--model", str(TINY)], "--data: there is nobody to ask"),
+    "no such data": ([*GIVEN[:3], "--data", "nowhere.jsonl"], "nowhere.jsonl"),
+    "length": ([*GIVEN, "--length", "soon"], "--length 'soon': it is a number of epochs or steps"),
+    "no length": ([*GIVEN, "--length", "0 steps"], "as in"),
+    "gpus": ([*GIVEN[:-1], "0"], "--gpus 0: it is a number of processes"),
+    "columns": ([*GIVEN, "--columns", "x"], "--columns x: it must read OURS=THEIRS"),
+    "a folder": ([*GIVEN, "--out", "."], "it is a folder"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistake_is_one_line_and_nothing_is_written(
+    mistake: str, init: Init, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, said = MISTAKES[mistake]
+    assert init(*arguments) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) == 1
+    assert not list(tmp_path.glob("*.yaml"))
+
+
+def test_file_that_is_there_stays_unless_forced(
+    init: Init, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_run, "first_run", lambda *_, **__: "written\n")
+    (tmp_path / "run.yaml").write_text("mine")
+    assert init(*GIVEN) == 2
+    assert "it is there already; choose another, or --force" in capsys.readouterr().err
+    assert (tmp_path / "run.yaml").read_text() == "mine"
+    assert init(*GIVEN, "--force") == 0
+    assert (tmp_path / "run.yaml").read_text() == "written\n"
