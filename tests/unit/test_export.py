@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import GPT2LMHeadModel
 
 import meshlora
 from meshlora.adapter.formats import export as export_module
@@ -235,7 +236,7 @@ def test_mistakes_say_what_to_do(llama: Path, tmp_path: Path, capfd: pytest.Capt
         ([str(adapter), "--layout", "loralib", "--out", new], (".safetensors",)),
         ([str(adapter), "--layout", "loralib", "--out", lora], ("there already",)),
         ([str(adapter), "--layout", "peft", "--out", new, "--lora-alpha", "3"], ("--lora-alpha", "leave out")),
-        ([str(tmp_path / "lora.bin"), "--layout", "peft", "--out", new], ("pickled", "save_file", "convert")),
+        ([str(tmp_path / "lora.bin"), "--layout", "peft", "--out", new], ("lora.bin", "--model")),
         ([str(tmp_path / "other.safetensors"), "--layout", "peft", "--out", new, "--lora-alpha", "3"], ("lora_A",)),
         ([str(tmp_path / "cut.safetensors"), "--layout", "peft", "--out", new], ("damaged",)),
         ([lora, "--layout", "loralib", "--out", new], ("--layout peft",)),
@@ -324,3 +325,81 @@ def test_adapter_of_one_layer_is_none_of_the_others(gpt2: Path, tmp_path: Path) 
     import_loralib(tmp_path / "lora.safetensors", tmp_path / "back")
     found = meshlora.load(gpt2, adapter=tmp_path / "back").meshlora.adapters["default"].targets
     assert list(found) == ["transformer.h.0.attn.c_proj"]
+
+
+def _of_ddp(gpt2: Path, lora: Path, file: Path, *, whole: bool = False, **changed: torch.Tensor) -> Path:
+    """What gpt2_ft.py of microsoft/LoRA saves of a model in DistributedDataParallel, in its last checkpoint all of it.
+
+    changed: tensors of other values, by the end of their names.
+    """
+    state = load_file(lora)
+    if whole:
+        state |= {f"{key}": tensor for key, tensor in GPT2LMHeadModel.from_pretrained(gpt2).state_dict().items()}
+        state["lm_head.decoder.weight"] = state.pop("lm_head.weight")
+        state["transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8).tril()
+    for key in state:
+        state[key] = next((tensor for end, tensor in changed.items() if key.endswith(end)), state[key])
+    torch.save({"model_state_dict": {f"module.{key}": tensor for key, tensor in state.items()}}, file)
+    return file
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_checkpoint_of_microsofts_own_run_becomes_its_adapter(
+    whole: bool, gpt2: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    adapter = make_pieces(gpt2, tmp_path / "adapter")
+    export(adapter, tmp_path / "lora.safetensors", "loralib")
+    file = _of_ddp(gpt2, tmp_path / "lora.safetensors", tmp_path / "model.500.pt", whole=whole)
+    line = ["export", str(file), "--layout", "peft", "--out", str(tmp_path / "back"), "--model", str(gpt2)]
+    assert main([*line, "--lora-alpha", "12", "--enable-lora", "1,0,1"]) == 0
+    said = capfd.readouterr().out
+    assert "all names began with module. " in said
+    assert ("the frozen base too" in said) is whole
+    stored = load_file(tmp_path / "back" / "adapter_model.safetensors")
+    assert all(tensor.any() for key, tensor in stored.items() if ".lora_B." in key)
+    assert torch.equal(peft_logits(gpt2, tmp_path / "back"), peft_logits(gpt2, adapter))
+
+
+class _Runs:
+    """Unpickled in full it would write a file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (str(self.file), "w")
+
+
+def test_pickled_file_that_is_no_adapter_of_the_model_is_refused_and_runs_nothing(
+    gpt2: Path, llama: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    export(make_pieces(gpt2, tmp_path / "adapter"), tmp_path / "lora.safetensors", "loralib")
+    lora, state = tmp_path / "lora.safetensors", load_file(tmp_path / "lora.safetensors")
+    shape = next(tensor.shape for key, tensor in state.items() if key.endswith("lora_B"))
+    good = _of_ddp(gpt2, lora, tmp_path / "good.pt")
+    zero = _of_ddp(gpt2, lora, tmp_path / "zero.pt", lora_B=torch.zeros(shape))
+    wild = _of_ddp(gpt2, lora, tmp_path / "wild.pt", lora_B=torch.full(shape, torch.nan))
+    base = _of_ddp(gpt2, lora, tmp_path / "base.pt", whole=True, **{"c_fc.bias": torch.full((4 * HIDDEN,), 0.1)})
+    torch.save({key: tensor for key, tensor in state.items() if key.endswith("lora_A")}, tmp_path / "half.pt")
+    torch.save({"model_state_dict": state, "args": _Runs(tmp_path / "ran")}, tmp_path / "code.pt")
+    torch.save([1, 2], tmp_path / "list.pt")
+    (tmp_path / "cut.pt").write_bytes(good.read_bytes()[:300])
+    cases: list[tuple[Path, Path | None, str]] = [
+        (good, None, "--model"),
+        (good, llama, "the model has no such matrix"),
+        (zero, gpt2, "every lora_B is zero"),
+        (wild, gpt2, "not finite"),
+        (base, gpt2, "c_fc.bias: it differs from the model's"),
+        (tmp_path / "half.pt", gpt2, "it needs lora_A and lora_B"),
+        (tmp_path / "code.pt", gpt2, "it cannot be read as tensors alone"),
+        (tmp_path / "list.pt", gpt2, "no state dict"),
+        (tmp_path / "cut.pt", gpt2, "it cannot be read as tensors alone"),
+    ]
+    for file, model, word in cases:
+        line = ["export", str(file), "--layout", "peft", "--out", str(tmp_path / "new"), "--lora-alpha", "12"]
+        line += ["--enable-lora", "1,0,1", *(["--model", str(model)] if model else [])]
+        capfd.readouterr()
+        assert main(line) == 2, file
+        assert word in one_error(*capfd.readouterr()), file
+        assert not (tmp_path / "new").exists()
+        assert not (tmp_path / "ran").exists()

@@ -13,7 +13,9 @@ from meshlora.common.errors import UserError
 def add(commands: Any) -> None:
     """Register the command."""
     export = commands.add_parser("export", help="write an adapter as PEFT, microsoft/LoRA or serving engines store it")
-    export.add_argument("adapter", metavar="ADAPTER", help="adapter folder, or a lora_state_dict in safetensors")
+    export.add_argument(
+        "adapter", metavar="ADAPTER", help="adapter folder, or a lora_state_dict in safetensors or a .pt"
+    )
     export.add_argument("--layout", required=True, choices=("peft", "loralib", "per-expert"))
     export.add_argument("--out", required=True, metavar="PATH", help="new folder; for loralib a .safetensors file")
     export.add_argument(
@@ -58,11 +60,25 @@ def _export(options: argparse.Namespace) -> None:
 
 def _import_loralib(options: argparse.Namespace) -> int:
     from meshlora.adapter.formats.export import import_loralib
+    from meshlora.adapter.formats.pickled import PICKLED
     from meshlora.common.console import Console
 
     enabled = _enabled(options.enable_lora)
-    model = read_blueprint(options, "").model if options.model else None
-    done = import_loralib(options.adapter, options.out, lora_alpha=options.lora_alpha, enable_lora=enabled, model=model)
+    model: Any = None
+    base: Any = None
+    if options.model:
+        blueprint = read_blueprint(options, "")
+        model = blueprint.model
+        weights = blueprint.weights() if Path(options.adapter).suffix in PICKLED else None
+
+        def base(name: str) -> Any:
+            return weights.read(name) if weights is not None and name in weights.stored else None
+
+    done = import_loralib(
+        options.adapter, options.out, lora_alpha=options.lora_alpha, enable_lora=enabled, model=model, base=base
+    )
+    if done.num_of_base:
+        Console().say(f"it holds the frozen base too: those {done.num_of_base} tensors, the model's own, are left out")
     if done.prefix:
         Console().say(f"all names began with {done.prefix} of a wrapper around the model: it is taken off")
     if model is None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -39,6 +39,7 @@ from meshlora.adapter.formats.peft_format import (
     write_adapter,
 )
 from meshlora.adapter.formats.per_expert import refuse_per_expert
+from meshlora.adapter.formats.pickled import PICKLED, check_effect, read_pickled, without_base
 from meshlora.adapter.merging.changes import check_mergeable
 from meshlora.adapter.targets.options import check_patterns, matches, rank_and_scaling
 from meshlora.adapter.targets.pieces import own_words, pieces_of
@@ -72,10 +73,11 @@ class Factors:
 
 
 class Imported(NamedTuple):
-    """The result of an import, and the prefix removed from all names."""
+    """The result of an import, the prefix removed from all names, and how many weights of the base were left out."""
 
     num_tensors: int
     prefix: str
+    num_of_base: int = 0
 
 
 def export(adapter: str | Path, out: str | Path, layout: Literal["peft", "loralib"]) -> int:
@@ -113,8 +115,12 @@ def import_loralib(
     lora_alpha: float | None = None,
     enable_lora: Sequence[bool] | None = None,
     model: nn.Module | None = None,
+    base: Callable[[str], Tensor | None] | None = None,
 ) -> Imported:
-    """Write a microsoft/LoRA `lora_state_dict`, stored as safetensors, as the adapter folder `out`.
+    """Write a microsoft/LoRA `lora_state_dict`, in safetensors or a `.pt`, as the adapter folder `out`.
+
+    A `.pt` may be wrapped (`{"model_state_dict": ...}`), and may hold the frozen base too, as the last one of a run of
+    gpt2_ft.py does.
 
     PEFT matches targets by name suffix, and silently initialises those without tensors in the file, with B zero. So
     `target_modules` holds full names: in a model with other names PEFT finds none and raises.
@@ -122,22 +128,28 @@ def import_loralib(
     Args:
         lora_alpha, enable_lora: used if the file's metadata lacks them. enable_lora: for the fused modules, recognised
             by an A with several times the rank of B; with one piece enabled, for all modules.
-        model: the names and shapes to check against; it may be on the meta device.
+        model: the names and shapes to check against; it may be on the meta device. A `.pt` needs it. base: the model's
+            tensor of a name, if it has one, to compare the base of a `.pt` with.
 
     Raises:
-        UserError: the file is pickled, damaged, or no lora_state_dict; an argument is missing or does not fit.
+        UserError: the file is damaged, or no lora_state_dict; it is another model's, or without effect; an argument is
+            missing or does not fit.
     """
     source, target = Path(file), Path(out)
-    if source.suffix in {".bin", ".pt", ".pth", ".ckpt"}:
-        raise UserError(
-            f"{source}",
-            "it is pickled, and meshlora unpickles nothing",
-            "convert it where you trust it: safetensors.torch.save_file(torch.load(file, weights_only=True), new_file)",
-        )
+    is_pickled = source.suffix in PICKLED
+    if is_pickled and (model is None or base is None):
+        rule = "it comes from elsewhere, and PEFT loads an adapter of other names as one without effect"
+        raise UserError(f"{source}", rule, "give --model, the base it was trained on")
     check_new(target)
-    tensors, prefix = _without_wrappers(source, read_tensors(source))
-    with open_safetensors(source) as opened:
-        metadata = _parse_metadata(source, (opened.metadata() or {}).get("loralib"))
+    tensors, prefix = _without_wrappers(source, read_pickled(source) if is_pickled else read_tensors(source))
+    metadata: dict[str, Any] = {}
+    num_of_base = 0
+    if is_pickled:
+        assert base is not None
+        tensors, num_of_base = without_base(source, tensors, base)
+    else:
+        with open_safetensors(source) as opened:
+            metadata = _parse_metadata(source, (opened.metadata() or {}).get("loralib"))
     alpha = lora_alpha if lora_alpha is not None else metadata.get("lora_alpha")
     if alpha is None:
         raise UserError(f"{source}", "it does not say lora_alpha", "give --lora-alpha, the value it was trained with")
@@ -159,10 +171,11 @@ def import_loralib(
         raise UserError(f"{source}: {wrong[0]}", "it is neither lora_A, lora_B nor a bias")
     if model is not None:
         _check_modules(source, factors, biases, model)
+    check_effect(source, {module: each.b for module, each in factors.items()} | biases)
     config, stored = _peft_state(factors, biases)
     pieces = {_short_name(module, factors): list(each.pieces) for module, each in factors.items() if each.pieces}
     write_folder(target, stored, config, {"pieces": pieces} if pieces else {})
-    return Imported(len(stored), prefix)
+    return Imported(len(stored), prefix, num_of_base)
 
 
 def check_new(target: Path, suffix: str = "") -> None:
