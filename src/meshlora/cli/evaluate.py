@@ -16,6 +16,7 @@ from meshlora.cli.arguments import add_local_rank, add_run_file, checked_place, 
 from meshlora.common.errors import UserError
 from meshlora.common.reading import path_argument
 from meshlora.common.tasks import CAUSAL
+from meshlora.text.scores import SCRIPTS
 
 
 def add(commands: Any) -> None:
@@ -35,11 +36,22 @@ def add(commands: Any) -> None:
         "--nproc", type=int, metavar="N", help="N ranks on the run file's topology; default: one process"
     )
     evaluate.add_argument(
-        "--generate", action="store_true", help="also continue the prompts and score the texts; on one process"
+        "--generate",
+        action="store_true",
+        help="also continue the prompts, divided among the ranks, and score the texts",
     )
     evaluate.add_argument("--json", metavar="FILE", help="write the result")
     evaluate.add_argument(
         "--hypotheses", metavar="FILE", help="write generated texts, a line each (default hypotheses.txt in the output)"
+    )
+    evaluate.add_argument(
+        "--references", metavar="PATH", help="also write the references, as the script of --scores reads them"
+    )
+    evaluate.add_argument(
+        "--scores",
+        choices=SCRIPTS,
+        metavar=" | ".join(SCRIPTS),
+        help=f"the script whose scores are computed (default {SCRIPTS[0]})",
     )
     add_local_rank(evaluate)
     evaluate.set_defaults(run=_evaluate)
@@ -47,35 +59,17 @@ def add(commands: Any) -> None:
 
 def _evaluate(options: argparse.Namespace) -> None:
     from meshlora.comm.groups import leave, on_gpus
-    from meshlora.common.files import check_result_file, write_json_atomically
-    from meshlora.common.hub import located_files
-    from meshlora.config.file import read_run
-    from meshlora.text.scores import check_scorers
+    from meshlora.common.files import write_json_atomically
     from meshlora.train.edge import launched_by_us, leave_result, rank_edge
     from meshlora.train.evaluate import adapter_of_run, evaluate, prepare_evaluation
+    from meshlora.train.generated import prepare_prompts
     from meshlora.train.launch import launch
     from meshlora.train.machines import machines
 
     place = checked_place(options)
-    if options.hypotheses and not options.generate:
-        raise UserError(f"--hypotheses {options.hypotheses}", "it has no effect without --generate", "give both")
     with rank_edge(is_watched=True) if place is not None else contextlib.nullcontext() as watch:
-        for file in filter(None, (options.json, options.hypotheses)):
-            check_result_file(Path(file), file)
-        if options.generate and place is not None:
-            rule = "texts are generated on one process"
-            raise UserError("--generate inside a launcher", rule, "use --nproc N for it")
-        config = read_run(options.file, options.overrides)
-        if options.generate and config.train.objective.task != CAUSAL:
-            what = f"--generate with train.objective={config.train.objective.kind}"
-            raise UserError(what, "such a model writes no text", "leave it out")
-        given = {override.partition("=")[0] for override in options.overrides}
-        if place is None and options.nproc is None and "topology" not in given:
-            config = dataclasses.replace(config, topology="")  # one process, whatever the run used
-        if options.data:
-            limit = config.data.eval_limit if "data.eval_limit" in given else None
-            files = located_files(options.data, "--data", split="validation")
-            config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval=files, eval_limit=limit))
+        _check_files(options)
+        config = _config(options, place)
         adapter = Path(options.adapter) if options.adapter else None if options.base else adapter_of_run(config)
         world = options.nproc or (place.world if place else 1)
         if options.nproc is not None:
@@ -84,27 +78,82 @@ def _evaluate(options: argparse.Namespace) -> None:
         machines(config.device, watch)
         is_main = place is None or place.rank == 0
         _say(run.notes if is_main and not launched_by_us() else ())
-        texts = Path(options.hypotheses or Path(config.train.output) / "hypotheses.txt")
-        if options.generate:
-            check_result_file(texts, f"{texts}", makes_folder=True)
-            check_scorers()
-        prompts, encoded = _prompts(run) if options.generate else ([], [])
+        _check_scores(options, config)
+        prompts = prepare_prompts(run) if options.generate else None
         if options.nproc is not None:
             words = ["--adapter", str(adapter)] if adapter is not None else ["--base"]
-            words += ["--data", options.data] if options.data else []
+            words += _own_words(options)
             result = launch(["evaluate", *run_file_words(options), *words], nproc=options.nproc)
         else:
             result = evaluate(run)
+            if prompts is not None:
+                result |= _generate_and_score(run, prompts, options, world=world, is_main=is_main)
             leave_result(result)
             if not is_main or launched_by_us():
                 leave()
                 return
-        if options.generate:
-            result |= _generate_and_score(run, prompts, encoded, texts)
         _show(result)
         if options.json:
             write_json_atomically(Path(options.json), result)
         leave()
+
+
+def _check_files(options: argparse.Namespace) -> None:
+    """Refuse options without effect, and files that could not be written."""
+    from meshlora.common.files import check_result_file
+
+    for name in ("hypotheses", "references", "scores"):
+        if getattr(options, name) and not options.generate:
+            given = f"--{name} {getattr(options, name)}"
+            raise UserError(given, "it has no effect without --generate", "give both")
+    files = [options.json, options.hypotheses]
+    files += [options.references] if options.scores in (None, SCRIPTS[0]) else []
+    for file in filter(None, files):
+        check_result_file(Path(file), file)
+    if options.references and options.references not in files and Path(options.references).exists():
+        raise UserError(f"--references {options.references}", "it is there already", "choose a new folder")
+
+
+def _config(options: argparse.Namespace, place: Any) -> Any:
+    """The run file with the topology and the data of this evaluation."""
+    from meshlora.common.hub import located_files
+    from meshlora.config.file import read_run
+
+    config = read_run(options.file, options.overrides)
+    if options.generate and config.train.objective.task != CAUSAL:
+        what = f"--generate with train.objective={config.train.objective.kind}"
+        raise UserError(what, "such a model writes no text", "leave it out")
+    given = {override.partition("=")[0] for override in options.overrides}
+    if place is None and options.nproc is None and "topology" not in given:
+        config = dataclasses.replace(config, topology="")  # one process, whatever the run used
+    if options.data:
+        limit = config.data.eval_limit if "data.eval_limit" in given else None
+        files = located_files(options.data, "--data", split="validation")
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval=files, eval_limit=limit))
+    return config
+
+
+def _check_scores(options: argparse.Namespace, config: Any) -> None:
+    """Refuse scores that could not be computed, and texts that could not be written."""
+    from meshlora.common.files import check_result_file
+    from meshlora.text.scores import check_scorers
+
+    if options.generate:
+        texts = _texts_file(options, config)
+        check_result_file(texts, f"{texts}", makes_folder=True)
+        check_scorers(options.scores or SCRIPTS[0])
+
+
+def _texts_file(options: argparse.Namespace, config: Any) -> Path:
+    return Path(options.hypotheses or Path(config.train.output) / "hypotheses.txt")
+
+
+def _own_words(options: argparse.Namespace) -> list[str]:
+    """The arguments that ranks are started with, beside the run file and the adapter."""
+    words = ["--generate"] if options.generate else []
+    for name in ("data", "hypotheses", "references", "scores"):
+        words += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
+    return words
 
 
 def _say(notes: tuple[str, ...]) -> None:
@@ -114,59 +163,56 @@ def _say(notes: tuple[str, ...]) -> None:
         Console().say(note)
 
 
-def _prompts(run: Any) -> tuple[list[Any], list[list[int]]]:
-    """(prompts with references, their token ids)."""
-    from meshlora.data import prompts_of, read_records
-    from meshlora.text.decoding import encode_prompts
-    from meshlora.text.tokenizer import load_tokenizer
-
-    config = run.config
-    records = read_records(config.data.eval, columns=config.data.columns, format=config.data.format)[
-        : config.data.eval_limit
-    ]
-    prompts = prompts_of(records)
-    encoded = encode_prompts(
-        [prompt.text for prompt in prompts],
-        load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code),
-        run.blueprint.config,
-        config.generate,
-        names=[prompt.origin for prompt in prompts],
-    )
-    return prompts, encoded
-
-
-def _generate_and_score(run: Any, prompts: list[Any], encoded: list[list[int]], file: Path) -> dict[str, Any]:
-    """Generate from every prompt on this process, write the texts and score them against the references."""
+def _generate_and_score(
+    run: Any, prompts: Any, options: argparse.Namespace, *, world: int, is_main: bool
+) -> dict[str, Any]:
+    """Continue every prompt on all ranks; the main one writes the texts and scores them against the references."""
     from meshlora.common.console import Console
     from meshlora.common.files import write_text_atomically
-    from meshlora.plan.topology import Topology
-    from meshlora.text.decoding import continuations
     from meshlora.text.scores import scores
-    from meshlora.text.tokenizer import load_tokenizer
-    from meshlora.train.evaluate import load_for_evaluation
+    from meshlora.train.generated import generated_texts
 
-    model = load_for_evaluation(dataclasses.replace(run, blueprint=run.blueprint.on(Topology.parse("", world=1))))
-    tokenizer = load_tokenizer(run.config.model.path, trust_remote_code=run.config.model.trust_remote_code)
-    hypotheses: list[str] = []
-    with Console().busy("generating") as update:
-        for text in continuations(model, tokenizer, encoded, run.config.generate):
-            hypotheses.append(" ".join(text.split()))  # one line per text
-            update(f"generating: {len(hypotheses)} of {len(encoded)} prompts")
+    def advance(done: int) -> None:
+        update(f"generating: {done} of {len(prompts.prompts)} prompts" + f", on each of {world} ranks" * (world > 1))
+
+    with Console().busy("generating") if is_main else contextlib.nullcontext(lambda _: None) as update:
+        hypotheses = generated_texts(run, prompts, world=world, advance=advance)
+    if not is_main:
+        return {}
+    file, script = _texts_file(options, run.config), options.scores or SCRIPTS[0]
     file.parent.mkdir(parents=True, exist_ok=True)
     write_text_atomically(file, "".join(f"{text}\n" for text in hypotheses))
-    references = [prompt.references for prompt in prompts]
+    if options.references:
+        _write_references(Path(options.references), hypotheses, prompts.references, script)
     return {
-        "prompts": len(prompts),
-        "references": sum(map(len, references)),
+        "prompts": len(prompts.prompts),
+        "references": sum(map(len, prompts.references)),
         "generate": dataclasses.asdict(run.config.generate),
         "hypotheses": str(file),
-        **scores(hypotheses, references),
+        "scores": script,
+        **scores(hypotheses, prompts.references, script),
     }
+
+
+def _write_references(path: Path, hypotheses: list[str], references: list[tuple[str, ...]], script: Any) -> None:
+    """Write what the script of the scores reads: one file, or a folder that has the texts too."""
+    from meshlora.common.files import new_folder, write_text_atomically
+    from meshlora.text.scores import spaced, written_references
+
+    files = written_references(references, script)
+    if "" in files:
+        write_text_atomically(path, files[""])
+        return
+    with new_folder(path) as folder:
+        for name, text in (files | {"hypothesis": "".join(f"{spaced(text)}\n" for text in hypotheses)}).items():
+            (folder / name).write_text(text, encoding="utf-8")
 
 
 def _show(result: dict[str, Any]) -> None:
     from meshlora.common.console import Console
     from meshlora.config.objective import COUNTED
+    from meshlora.text.meteor import WAY_OUT
+    from meshlora.text.scores import shown as shown_scores
 
     say = Console().say
     adapter = f"adapter {result['adapter']}" if result["adapter"] else "the base, without an adapter"
@@ -178,4 +224,6 @@ def _show(result: dict[str, Any]) -> None:
     say(f"{result['examples']:,} examples, {counted}, on {result['topology']}: loss {result['loss']:.4f}{shown}")
     if "bleu" in result:
         say(f"{result['prompts']:,} prompts, {result['references']:,} references: {result['hypotheses']}")
-        say(f"BLEU {result['bleu']:.2f}  ROUGE-L {result['rouge_l']:.2f}  ({result['bleu_signature']})")
+        say(f"{shown_scores(result)}  ({result['scores']})")
+        if result["meteor"] is None:
+            say(WAY_OUT)

@@ -21,6 +21,13 @@ def add(commands: Any) -> None:
     generate.add_argument(
         "--no-repeat-ngram-size", type=int, default=0, metavar="N", help="no N tokens occur twice (default 0: they may)"
     )
+    generate.add_argument(
+        "--search",
+        choices=("transformers", "gpt2_beam"),
+        default="transformers",
+        help="gpt2_beam: the beam search of microsoft/LoRA (docs/e2e.md)",
+    )
+    generate.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends a text; may be repeated")
     generate.add_argument("--temperature", type=float, default=0.0, help="0: greedy (default)")
     generate.add_argument("--top-p", type=float, default=1.0, help="draw from the likeliest that make up this much")
     generate.add_argument("--seed", type=int, default=0)
@@ -34,7 +41,7 @@ def _generate(options: argparse.Namespace) -> None:
     from meshlora.config.run import GenerateConfig
     from meshlora.text.decoding import generate
 
-    names = ("max_new_tokens", "num_beams", "length_penalty", "no_repeat_ngram_size", "top_p", "seed")
+    names = ("max_new_tokens", "num_beams", "length_penalty", "no_repeat_ngram_size", "search", "stop", "top_p", "seed")
     words = {name: getattr(options, name) for name in names}
     if options.temperature != 0:
         words |= {"do_sample": True, "temperature": options.temperature}

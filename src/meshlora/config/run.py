@@ -107,6 +107,8 @@ class GenerateConfig:
         max_new_tokens: maximum tokens of a continuation. num_beams: 1 is no beam search.
         length_penalty: in beam search, the exponent of the length that divides a beam's score.
         no_repeat_ngram_size: no n-gram of this size occurs twice in a sequence; 0: no such rule.
+        search: transformers: its `generate`; gpt2_beam: the beam search of microsoft/LoRA (`text.gpt2_beam`).
+        stop: texts that end a continuation and are not part of it.
         do_sample: sample with temperature and top_p.
         temperature: divides the logits; top_p: the likeliest tokens that make up this probability (nucleus).
         batch_size: prompts at once. seed: of do_sample.
@@ -116,6 +118,8 @@ class GenerateConfig:
     num_beams: int = number(1, "at least 1", most=10**4)
     length_penalty: float = number(1.0, most=_RATE)
     no_repeat_ngram_size: int = number(0, "not negative", most=10**8)
+    search: Literal["transformers", "gpt2_beam"] = "transformers"
+    stop: list[str] = field(default_factory=list)
     do_sample: bool = False
     temperature: float = number(1.0, "above 0", most=_FACTOR)
     top_p: float = number(1.0, "above 0, at most 1")
@@ -125,8 +129,14 @@ class GenerateConfig:
     def __post_init__(self) -> None:
         check_numbers("generate", self)
         require(self.seed < 2**63, "generate.seed", self.seed, "below 2**63")
-        if self.length_penalty != 1.0 and self.num_beams == 1:
+        if self.length_penalty != 1.0 and self.num_beams == 1 and self.search == "transformers":
             raise UserError("generate.length_penalty", "it has no effect without beams", "give generate.num_beams")
+        if not all(self.stop):
+            raise UserError(
+                "generate.stop: an empty text", "every text would end before its first token", "leave it out"
+            )
+        if self.search == "gpt2_beam" and self.do_sample:
+            raise UserError("generate.do_sample with search=gpt2_beam", "that search draws nothing", "give one of them")
         for name in ("temperature", "top_p"):
             if getattr(self, name) != 1.0 and not self.do_sample:
                 raise UserError(f"generate.{name}", "it has no effect without do_sample", "give generate.do_sample")

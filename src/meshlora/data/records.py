@@ -164,12 +164,13 @@ class Prompt:
 
 
 def prompts_of(records: Sequence[Record]) -> list[Prompt]:
-    """One prompt per run of adjacent records with the same `prompt`; their stripped completions are its references.
+    """One prompt per different `prompt`, in the order of their first records; the stripped completions of all records
+    with it are its references.
 
     Raises:
         UserError: a record has no prompt and completion.
     """
-    grouped: list[tuple[Record, list[str]]] = []
+    grouped: dict[str, tuple[Record, list[str]]] = {}
     for record in records:
         if record.prompt is None or record.completion is None:
             raise UserError(
@@ -177,10 +178,9 @@ def prompts_of(records: Sequence[Record]) -> list[Prompt]:
                 "only records of prompt and completion say what a generated text is compared with",
                 "give such a file with --data, or leave out --generate",
             )
-        if not grouped or grouped[-1][0].prompt != record.prompt:
-            grouped.append((record, []))
-        grouped[-1][1].append(record.completion.strip())
-    return [Prompt(first.prompt or "", tuple(references), first.origin) for first, references in grouped]
+        _, references = grouped.setdefault(record.prompt, (record, []))
+        references.append(record.completion.strip())
+    return [Prompt(prompt, tuple(references), first.origin) for prompt, (first, references) in grouped.items()]
 
 
 def json_type(value: object) -> str:

@@ -1,13 +1,14 @@
 """Continuations of prompts, by transformers' `generate` on a loaded model.
 
-Owns: encoding prompts as in training, left padding, translation of options to transformers; `generate`, from folders
-to texts on one process. Does not own: evaluation (`train.evaluate`), scores (`text.scores`).
+Owns: encoding prompts as in training, left padding, translation of options to transformers, where a text ends;
+`generate`, from folders to texts on one process. Does not own: the other beam search (`text.gpt2_beam`), evaluation
+(`train.evaluate`), scores (`text.scores`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from meshlora.common.errors import UserError
 from meshlora.config.run import GenerateConfig
 from meshlora.loading.blueprint import read_model_config
 from meshlora.loading.load import load
+from meshlora.text.gpt2_beam import gpt2_beam
 from meshlora.text.tokenizer import load_tokenizer, padding_token_id
 
 
@@ -51,7 +53,6 @@ def encode_prompts(
     return encoded
 
 
-@torch.no_grad()
 def continuations(
     network: Any, tokenizer: PreTrainedTokenizerBase, encoded: Sequence[Sequence[int]], options: GenerateConfig
 ) -> Iterator[str]:
@@ -59,6 +60,64 @@ def continuations(
 
     On a mesh every rank calls this with the same prompts, and gets the same texts: tp ranks hold whole logits.
     """
+    for rows in continued(network, tokenizer, dict(enumerate(batches_of(encoded, options))), options):
+        yield from texts_of(rows, tokenizer, options)
+
+
+def texts_of(rows: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, options: GenerateConfig) -> list[str]:
+    """The texts of continuations, without special tokens, each up to the first of `options.stop`."""
+    texts = tokenizer.batch_decode(list(rows), skip_special_tokens=True)
+    for stop in options.stop:
+        texts = [text.partition(stop)[0] for text in texts]
+    return texts
+
+
+def ends_of(tokenizer: PreTrainedTokenizerBase, options: GenerateConfig) -> list[int]:
+    """The tokens that end a continuation: eos, and each of `options.stop` that is one token."""
+    spelt = [tokenizer(stop, add_special_tokens=False, verbose=False).input_ids for stop in options.stop]
+    ends = [ids[0] for ids in spelt if len(ids) == 1]
+    return ends if tokenizer.eos_token_id is None else [tokenizer.eos_token_id, *ends]
+
+
+def batches_of(encoded: Sequence[Sequence[int]], options: GenerateConfig) -> list[Sequence[Sequence[int]]]:
+    """The prompts by `options.batch_size`."""
+    return [encoded[start : start + options.batch_size] for start in range(0, len(encoded), options.batch_size)]
+
+
+@torch.no_grad()
+def continued(
+    network: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    batches: Mapping[int, Sequence[Sequence[int]]],
+    options: GenerateConfig,
+) -> Iterator[list[list[int]]]:
+    """The tokens after each prompt of each batch; see `continuations`.
+
+    batches: by their number in the whole set, from which each batch draws its random numbers, whoever continues it.
+    """
+    pad, ends = padding_token_id(tokenizer), ends_of(tokenizer, options)
+    for number, part in batches.items():
+        torch.manual_seed((options.seed + number) % 2**63)
+        length = max(map(len, part))
+        # Pad on the left: new tokens directly follow each prompt.
+        ids = torch.tensor([[pad] * (length - len(row)) + list(row) for row in part]).to(network.device)
+        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in part]).to(network.device)
+        if options.search == "gpt2_beam":
+            yield gpt2_beam(network, ids, mask, options, ends=ends)
+            continue
+        output = network.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            max_new_tokens=options.max_new_tokens,
+            eos_token_id=ends or None,
+            pad_token_id=pad,
+            **_words(options),
+        )
+        yield output[:, length:].tolist()
+
+
+def _words(options: GenerateConfig) -> dict[str, Any]:
+    """The options as transformers' `generate` takes them."""
     words: dict[str, Any] = {"do_sample": options.do_sample, "num_beams": options.num_beams}
     if options.do_sample:
         words |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
@@ -66,23 +125,7 @@ def continuations(
         words["length_penalty"] = options.length_penalty
     if options.no_repeat_ngram_size:
         words["no_repeat_ngram_size"] = options.no_repeat_ngram_size
-    pad = padding_token_id(tokenizer)
-    torch.manual_seed(options.seed)
-    for start in range(0, len(encoded), options.batch_size):
-        part = encoded[start : start + options.batch_size]
-        length = max(map(len, part))
-        # Pad on the left: new tokens directly follow each prompt.
-        ids = torch.tensor([[pad] * (length - len(row)) + list(row) for row in part])
-        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in part])
-        output = network.generate(
-            input_ids=ids.to(network.device),
-            attention_mask=mask.to(network.device),
-            max_new_tokens=options.max_new_tokens,
-            eos_token_id=tokenizer.eos_token_id,
-            pad_token_id=pad,
-            **words,
-        )
-        yield from tokenizer.batch_decode(output[:, length:], skip_special_tokens=True)
+    return words
 
 
 def generate(
