@@ -19,8 +19,8 @@ from meshlora.common.reading import parse_yaml, read_text
 from meshlora.config.model_presets import Facts, facts_of
 from meshlora.config.objective import KINDS
 from meshlora.config.presets import LENGTH, filled, with_preset
-from meshlora.config.run import PER_ADAPTER, RUN_CONTENT, DataConfig, RunConfig, TrainConfig
-from meshlora.config.types import checked
+from meshlora.config.run import PER_ADAPTER, RUN_CONTENT, RunConfig
+from meshlora.config.types import checked, groups
 
 
 def read_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
@@ -187,10 +187,8 @@ def _tree_of(shared: Mapping[str, Any], name: str, own: Any) -> dict[str, Any]:
         if not isinstance(values, Mapping):
             raise UserError(f"{where}.{group}: {values!r}", "it must be a group of keys")
         for key in values if group in PER_ADAPTER else ():
-            if key not in PER_ADAPTER[group]:
+            if key not in PER_ADAPTER[group] and key in (*groups()[group], *BESIDE):  # `checked` refuses other keys
                 way_out = f"give {group}.{key} outside of adapters:, for all of them"
-                if key not in {item.name for item in dataclasses.fields(_GROUPS[group])}:
-                    way_out = did_you_mean(str(key), PER_ADAPTER[group])
                 raise UserError(f"{where}.{group}.{key}", "an adapter has no such key for itself", way_out)
         for_all = shared.get(group) or {}
         if not isinstance(for_all, Mapping):
@@ -200,9 +198,6 @@ def _tree_of(shared: Mapping[str, Any], name: str, own: Any) -> dict[str, Any]:
     if isinstance(train, Mapping) and isinstance(train.get("output"), str) and train["output"].strip():
         tree["train"] = {**train, "output": str(Path(train["output"]) / name)}
     return tree
-
-
-_GROUPS: Mapping[str, type] = {"data": DataConfig, "train": TrainConfig}
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:

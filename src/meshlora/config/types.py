@@ -17,6 +17,7 @@ from typing import Any
 import pydantic
 
 from meshlora.common.errors import UserError, did_you_mean
+from meshlora.config.aliases import unknown_key
 from meshlora.config.run import RunConfig
 
 # What a value must be, by pydantic's type of error.
@@ -59,7 +60,7 @@ def _message(found: list[tuple[list[str], Any]]) -> UserError:
     path, error = max(inside, key=lambda each: len(each[0]))  # the alternative of a union that came furthest
     where, value, kind = ".".join(path), error["input"], error["type"]
     if kind == "unexpected_keyword_argument":
-        return UserError(where, "unknown key", did_you_mean(path[-1], _keys(error["loc"][:-1])))
+        return unknown_key(path, _keys(error["loc"][:-1]), groups())
     if kind in ("missing", "union_tag_not_found"):
         return UserError(where if kind == "missing" else f"{where}.kind", "this key is required")
     if kind == "union_tag_invalid":
@@ -88,17 +89,23 @@ def _word(error: Any) -> str:
     return str(_WORDS.get(error["type"]) or context.get("expected") or context.get("expected_tags") or error["msg"])
 
 
+def groups() -> dict[str, list[str]]:
+    """Name of each group of a run file -> its keys; "" are the keys outside of groups."""
+    return {"": _keys([]), **{item.name: _keys([item.name]) for item in dataclasses.fields(RunConfig)}}
+
+
 def _keys(location: Sequence[Any]) -> list[str]:
-    """The keys of the group at a location of pydantic."""
+    """The keys of the group at a location of pydantic; none if it is no group."""
     hint: Any = RunConfig
     for part in location:
-        groups = _groups(hint)
-        hint = groups[part] if part in groups else typing.get_type_hints(*groups.values()).get(part, hint)
-    return [item.name for group in _groups(hint).values() for item in dataclasses.fields(group)]
+        inside = _inside(hint)
+        only = next(iter(inside.values())) if len(inside) == 1 else None
+        hint = inside[part] if part in inside else typing.get_type_hints(only).get(part, hint) if only else hint
+    return [item.name for group in _inside(hint).values() for item in dataclasses.fields(group)]
 
 
-def _groups(hint: Any) -> dict[str, Any]:
+def _inside(hint: Any) -> dict[str, Any]:
     """The dataclasses in a declared type, by the names that pydantic has for them in a union."""
     if dataclasses.is_dataclass(hint):
         return {getattr(hint, "kind", getattr(hint, "__name__", "")): hint}
-    return {name: group for part in typing.get_args(hint) for name, group in _groups(part).items()}
+    return {name: group for part in typing.get_args(hint) for name, group in _inside(part).items()}

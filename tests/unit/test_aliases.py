@@ -1,0 +1,78 @@
+"""Keys of other tools: the message names ours, or says why there is none."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from meshlora.adapter.targets.resolve import SUPPORTED
+from meshlora.common.errors import UserError
+from meshlora.config import aliases
+from meshlora.config.file import read_run
+from meshlora.config.types import groups
+
+GOOD = {
+    "model": {"path": "x"},
+    "data": {"train": "a.jsonl"},
+    "train": {"output": "o", "steps": 3},
+    "lora": {"r": 4},
+}
+
+
+def _message(group: str, key: str, folder: Path) -> str:
+    file = folder / "run.yaml"
+    file.write_text(yaml.safe_dump({**GOOD, group: {**GOOD[group], key: 1}} if group else {**GOOD, key: 1}))
+    with pytest.raises(UserError) as caught:
+        read_run(file)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("group", "key", "said"),
+    [
+        ("train", "learning_rate", "train.learning_rate: unknown key; here it is train.lr"),
+        ("", "learning_rate", "learning_rate: unknown key; here it is train.lr"),
+        ("train", "logging_steps", "here it is train.log_every"),
+        ("train", "num_train_epochs", "here it is train.epochs"),
+        ("train", "per_device_train_batch_size", "here it is train.micro_batch_size, and train.batch_size is of all"),
+        ("train", "lr_scheduler_type", "here it is train.schedule"),
+        ("train", "warmup_ratio", "here it is train.warmup_steps"),
+        ("train", "output_dir", "here it is train.output"),
+        ("train", "report_to", "here it is train.track"),
+        ("train", "gradient_checkpointing", "here it is train.recompute"),
+        ("train", "bf16", "here it is model.dtype"),
+        ("train", "deepspeed", "here it is topology"),
+        ("train", "fsdp", "here it is topology"),
+        ("train", "max_seq_length", "here it is data.max_length"),
+        ("", "lora-r", "lora-r: unknown key; here it is lora.r"),
+        ("", "lora_target", "here it is lora.target_modules"),
+        ("", "base_model", "here it is model.path"),
+        ("", "cutoff_len", "here it is data.max_length"),
+        # Ours, in another place.
+        ("", "batch_size", "batch_size: unknown key; here it is train.batch_size"),
+        ("train", "max_length", "train.max_length: unknown key; here it is data.max_length"),
+        ("model", "topology", "model.topology: unknown key; here it is topology"),
+        # None.
+        ("train", "gradient_accumulation_steps", "there is no such key; it follows from train.batch_size"),
+        ("train", "resume_from_checkpoint", "there is no such key; give --resume auto"),
+        # A slip of the finger.
+        ("train", "warmup_step", "unknown key; did you mean 'warmup_steps'?"),
+    ],
+)
+def test_key_of_another_tool(group: str, key: str, said: str, tmp_path: Path) -> None:
+    assert said in _message(group, key, tmp_path)
+
+
+def test_what_is_named_is_there() -> None:
+    known = {f"{group}.{key}".strip(".") for group, keys in groups().items() for key in keys}
+    known |= {f"lora.{key}" for key in SUPPORTED}
+    named = {name: re.match(r"[\w.]*", said)[0] for name, said in aliases._KEYS.items()}  # type: ignore[index]
+    assert {name: key for name, key in named.items() if key not in known} == {}
+
+
+def test_no_alias_hides_a_key_of_ours() -> None:
+    ours = {key for keys in groups().values() for key in keys}
+    assert not (aliases._KEYS.keys() | aliases._NONE.keys()) & ours
