@@ -8,8 +8,9 @@ planner), and each operator that it gives the device is counted with the bytes i
 the longest of its arithmetic, its bytes and its launch, by the planner's numbers for that GPU: a sum, no measurement.
 
 The systems are those of gpu.py: a bf16 base with SDPA, LoRA r=16 on all linears; ours by the parts of its trainer
-(loss, backward, finished gradients, clipping, sums, AdamW), PEFT in a plain loop with fp32 factors under autocast, as
-its Trainer would (which reads the host twice more a step, for its filter of NaN). "Least" is no program: each product
+(loss, backward, finished gradients, clipping, sums, AdamW), with `model.kernels: none` and with liger, of which a kernel is
+one operator; PEFT in a plain loop with fp32 factors under autocast, as its Trainer would (which reads the host
+twice more a step, for its filter of NaN). "Least" is no program: each product
 once with what it reads and writes, and between products one operator that reads and writes each tensor once.
 
 Models of one and of two layers are run; a step is the first, and the difference for each further layer. Counted is what
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import json
 import math
 import os
@@ -217,15 +219,18 @@ class _Autocast(TorchFunctionMode):
 # --- the systems ----------------------------------------------------------------------------------------------------
 
 
-def ours(shape: Shape, num_layers: int) -> Counted:
-    """A step of meshlora's trainer with so many layers."""
+def ours(shape: Shape, num_layers: int, *, has_kernels: bool = False) -> Counted:
+    """A step of meshlora's trainer with so many layers. has_kernels: `model.kernels: liger`."""
     config = resized(shape.config, num_hidden_layers=num_layers)
     options = BaseOptions(dtype="bfloat16", attn_implementation="sdpa")
     blueprint = make_blueprint(config, Topology(), options).with_adapter(shape.lora_config())
     mesh = fake_mesh(Topology(), blueprint.plan.copies, has_experts=bool(blueprint.plan.experts))
     counting, tokens = Counting(), shape.batch_size * shape.seq_len
     with FakeRun() as fake_run:
-        model = assemble(copy.deepcopy(blueprint.model), blueprint, mesh, fake_run)
+        built = copy.deepcopy(blueprint.model)
+        if has_kernels:
+            fuse(built)
+        model = assemble(built, blueprint, mesh, fake_run)
         factors = active_factors(model)
         for factor in factors:
             factor.parameter.requires_grad_()
@@ -248,6 +253,49 @@ def ours(shape: Shape, num_layers: int) -> Counted:
             sums.read(totals, norms, is_asked=False)
         _count_adamw(counting, [factor.parameter for factor in factors])
     return counting.found
+
+
+def fuse(model: Any) -> None:
+    """Let `model` call the kernels of liger-kernel, each one operator, which need a GPU: here of their shapes alone."""
+    from meshlora.layers import fused, liger  # not of each commit that is compared
+
+    def norm(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+        y, r = torch.ops.counted.norm(x, weight)
+        return y, r
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        new_q, new_k = torch.ops.counted.rotate(q, k, cos, sin)
+        return new_q, new_k
+
+    gate = liger.Gate(torch.ops.counted.gate, lambda *given: torch.ops.counted.gate_back(*given), F.silu)
+    nothing: Any = None  # the norms of this shape have torch's backward
+    fused.fuse(model, liger.Kernels(norm, nothing, rotate, rotate, {"silu": gate}))
+
+
+_LIBRARY = torch.library.Library("counted", "DEF")
+_KERNELS: dict[str, Any] = {
+    "norm(Tensor x, Tensor weight) -> (Tensor, Tensor)": lambda x, _: (
+        torch.empty_like(x),
+        x.new_empty(*x.shape[:-1], 1, dtype=torch.float32),
+    ),
+    "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)": lambda q, k, *_: (
+        torch.empty_like(q),
+        torch.empty_like(k),
+    ),
+    "gate(Tensor gate, Tensor up) -> Tensor": lambda gate, _: torch.empty_like(gate),
+    "gate_back(Tensor grad, Tensor gate, Tensor up) -> (Tensor, Tensor)": lambda _, gate, up: (
+        torch.empty_like(gate),
+        torch.empty_like(up),
+    ),
+}
+for _schema, _shapes in _KERNELS.items():
+    _LIBRARY.define(_schema)
+    _LIBRARY.impl(_schema.partition("(")[0], _shapes, "Meta")
+
+
+def ours_with_liger(shape: Shape, num_layers: int) -> Counted:
+    """A step of meshlora's trainer with `model.kernels: liger`."""
+    return ours(shape, num_layers, has_kernels=True)
 
 
 def peft(shape: Shape, num_layers: int) -> Counted:
@@ -332,6 +380,8 @@ def least(shape: Shape, num_layers: int) -> Counted:
 
 
 SYSTEMS = {"meshlora": ours, "PEFT": peft, "least": least}
+if importlib.util.find_spec("meshlora.layers.fused") is not None:  # earlier commits have none
+    SYSTEMS = {"meshlora": ours, "with liger": ours_with_liger, "PEFT": peft, "least": least}
 
 
 def count(shape: Shape) -> dict[str, tuple[Counted, Counted]]:

@@ -21,6 +21,7 @@ gc.disable()
 import pytest
 import torch
 
+from meshlora.layers.liger import liger_version
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.request import Request, prepare_proof
 from tests.pool import Pool
@@ -97,9 +98,9 @@ def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """GPU tests run where there is a GPU, those that mount where a process may, those of `make proof` with `-m proof`,
-    those of two nodes with `-m cluster`, those of SLURM with `-m slurm`, those of vLLM with `-m vllm`,
-    of METEOR with `-m meteor`.
+    """GPU tests run where there is a GPU, those of liger-kernel where it is, those that mount where a process may,
+    those of `make proof` with `-m proof`, those of two nodes with `-m cluster`, those of SLURM with `-m slurm`, those
+    of vLLM with `-m vllm`, of METEOR with `-m meteor`.
 
     Workers of xdist take the longest files first.
     """
@@ -107,6 +108,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     left_out = [] if torch.cuda.is_available() else ["gpu"]
     left_out += [] if own_mounts() else ["mounts"]
+    left_out += [] if liger_version() else ["liger"]
     left_out += [name for name in ("proof", "cluster", "slurm", "vllm", "meteor") if name not in config.option.markexpr]
     others = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
     if others:

@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig
 
 import meshlora
+from meshlora.layers.liger import check_kernels, liger
 from meshlora.layers.rms_norm import RmsNormFunction
 from meshlora.train.losses import language_model_loss
 from tests.conftest import Prove
@@ -52,3 +53,17 @@ def test_the_kernel_of_a_norm_computes_its_formula(dtype: torch.dtype) -> None:
         found[device] = y.detach().cpu().double(), own.grad.cpu().double()
     for on_gpu, on_cpu in zip(found["cuda"], found["cpu"], strict=True):
         assert float((on_gpu - on_cpu).norm() / on_cpu.norm()) < torch.finfo(dtype).eps
+
+
+@pytest.mark.liger
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_kernels_of_liger_compute_their_definitions(dtype: torch.dtype) -> None:
+    check_kernels(liger(), torch.device("cuda"), dtype)
+
+
+@pytest.mark.liger
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "olmo2"])
+def test_a_model_with_kernels_of_liger_matches_one_process(family: str, prove: Prove) -> None:
+    asked = {"dtype": "float32", "kernels": "liger", "device": "cuda", "recompute": True}
+    (outcome,) = prove(family=family, topologies=("",), steps=2, **asked)
+    assert outcome.passed, (outcome.divergence, outcome.error)

@@ -131,6 +131,11 @@ def test_weights_without_a_place_are_left_out_where_the_run_file_allows_it(setup
     assert prepared(setup, model__allow_unused_weights=True).steps == 4
 
 
+def test_kernels_that_a_cpu_has_not_are_refused_where_the_run_file_names_them(setup: Setup) -> None:
+    with pytest.raises(UserError, match=r"model\.kernels: liger: they run on GPUs alone; leave it out"):
+        prepared(setup, model__kernels="liger", device="cpu")
+
+
 def test_dropout_that_is_not_supported_is_disabled_where_the_run_file_says_so(setup: Setup) -> None:
     setup.config(attention_dropout=0.1)
     assert prepared(setup, model__disable_dropout=True).steps == 4

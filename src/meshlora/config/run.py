@@ -43,6 +43,7 @@ class BaseOptions:
     disable_dropout: bool | Literal["unsupported"] = False
     allow_unused_weights: bool = False
     quantization: Literal["nf4", "int8", "mxfp4", "fp8", "keep"] | None = None
+    kernels: Literal["auto", "liger", "none"] = "auto"
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,10 @@ class Activation:
         self._kept = found if keep else None
         return found
 
+    def times(self, gate: Tensor, up: Tensor) -> Tensor:
+        """act(gate) * up, as in the forward. The product's own backward follows, and needs the activation too."""
+        return self.of(gate, keep=True) * up
+
 
 @dataclass(frozen=True)
 class Product:

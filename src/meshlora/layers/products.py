@@ -223,5 +223,5 @@ def _input(ctx: Any, saved: list[Tensor]) -> Tensor:
     if ctx.activation is None:
         return saved[0]
     gate, up = saved
-    # The product's own backward follows, and needs the activation too.
-    return (ctx.activation.of(gate, keep=True) * up).reshape(-1, up.shape[-1])
+    product: Tensor = ctx.activation.times(gate, up)
+    return product.reshape(-1, up.shape[-1])

@@ -25,6 +25,7 @@ from meshlora.common.compat import fused_norm, fused_norm_back
 from meshlora.common.errors import UnsupportedError
 from meshlora.common.float64 import is_lifted
 from meshlora.layers.known_code import digest
+from meshlora.layers.liger import Kernels
 from meshlora.plan.layout import Layout
 
 # `digest` of the code behind the formula below: `LlamaRMSNorm.forward` of transformers 5.23.
@@ -35,15 +36,19 @@ class RmsNormFunction(Function):
     """y = w * n, n = x r, r = (mean(x^2) + eps)^-1/2 over the last dim; x `[..., H]`, w `[H]`.
 
     forward: operation by operation what `LlamaRMSNorm` computes, in float32 (lifted float64: in float64). A kernel has
-    float32 inside too, and n is rounded before w as there.
+    float32 inside too, and n is rounded before w as there. kernels: with that of a package, which has w in it too.
     backward, with g = dL/dy and h = g w:
         dx_i = r h_i - x_i r^3 / H sum_j h_j x_j
     w is frozen: no gradient is computed for it.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, kernels: Kernels | None = None) -> Tensor:
         ctx.is_fused = _has_kernel(x, weight)
+        if kernels is not None:
+            y, r = kernels.norm(x, weight, eps, 0.0, False)
+            ctx.save_for_backward(x, weight, r)
+            return y
         if ctx.is_fused:
             n, r = fused_norm(x, eps)
             ctx.save_for_backward(x, weight, r)
@@ -56,15 +61,15 @@ class RmsNormFunction(Function):
         return n.mul_(weight) if weight.dtype == n.dtype else weight * n
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         x, weight, r = ctx.saved_tensors
         if ctx.is_fused:
-            return fused_norm_back(grads[0], x, weight, r), None, None
+            return fused_norm_back(grads[0], x, weight, r), None, None, None
         x_wide = x.to(r.dtype)
         h = grads[0].to(r.dtype) * weight.to(r.dtype)
         dot = torch.linalg.vecdot(h, x_wide).unsqueeze(-1)
         h.mul_(r).addcmul_(x_wide, r.pow(3).mul_(dot), value=-1 / x.shape[-1])
-        return h.to(x.dtype), None, None
+        return h.to(x.dtype), None, None, None
 
 
 def _has_kernel(x: Tensor, weight: Tensor) -> bool:

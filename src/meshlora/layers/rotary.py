@@ -9,6 +9,7 @@ for the two halves it is three each way: nothing is negated, joined or padded.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -53,12 +54,17 @@ def own_rotations(model: nn.Module) -> None:
     """Give the rotation above to every attention of `model` whose own is known."""
     for module in model.modules():
         forward: Any = type(module).forward
-        if "forward" in vars(module) or not rotates(forward):  # the first: it is of another stage
-            continue
-        names = {**forward.__globals__, _NAME: _rotated(forward.__globals__[_NAME])}
-        own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-        own.__kwdefaults__ = forward.__kwdefaults__
-        module.forward = MethodType(own, module)
+        # Not one that is of another stage, or has kernels.
+        if "forward" not in vars(module) and rotates(forward):
+            module.forward = MethodType(with_rotation(forward, _rotated), module)
+
+
+def with_rotation(forward: Any, rotated: Callable[[Any], Any]) -> Any:
+    """`forward` with another rotation. rotated: transformers' function -> that which is called in its place."""
+    names = {**forward.__globals__, _NAME: rotated(forward.__globals__[_NAME])}
+    own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
+    own.__kwdefaults__ = forward.__kwdefaults__
+    return own
 
 
 def rotates(forward: Any) -> bool:

@@ -16,14 +16,16 @@ from transformers import PretrainedConfig
 
 from meshlora.adapter import attach
 from meshlora.adapter.formats.peft_format import begin_adapter
-from meshlora.comm.groups import join, num_processes, open_mesh
+from meshlora.comm.groups import Mesh, join, num_processes, open_mesh
 from meshlora.common.errors import UserError
 from meshlora.common.hub import located
 from meshlora.common.model_class import model_class
 from meshlora.layers.dropout import replace_dropouts
 from meshlora.layers.experts.same_tokens import compare_first_tokens
+from meshlora.layers.liger import Kernels, check_kernels, liger
 from meshlora.loading.blueprint import BaseOptions, Blueprint, make_blueprint
 from meshlora.loading.guards import guard_model
+from meshlora.loading.kernels import with_kernels
 from meshlora.model.dp_shard import finish_sharding
 from meshlora.model.inject import parallelize
 from meshlora.model.weights import StateDictSource, checkpoint_files, extra_weights, fill
@@ -49,6 +51,7 @@ def load(
     ignore_lora_dropout: bool = False,
     allow_unused_weights: bool = False,
     quantization: str | None = None,
+    kernels: Literal["liger", "none"] = "none",
 ) -> Any:
     """A Hugging Face causal LM with parallel leaves: base frozen, adapter active and trainable.
 
@@ -68,6 +71,8 @@ def load(
         allow_unused_weights: accept a checkpoint with weights that the model does not use.
         quantization: "nf4", "int8", "mxfp4" or "fp8": quantise the matrices of all linears but the head, and of routed
             experts. "keep": those that the checkpoint stores in few bits stay packed.
+        kernels: "liger": norms, rotations and gated MLPs by kernels of liger-kernel, on a GPU. Each is compared with
+            its definition here; that of the whole model is `meshlora verify`.
 
     Raises:
         UserError: a wrong argument, checkpoint or adapter. UnsupportedError: anything not proved to be exact.
@@ -83,10 +88,11 @@ def load(
         disable_dropout=disable_dropout,
         allow_unused_weights=allow_unused_weights,
         quantization=quantization,  # type: ignore[arg-type] # the same
+        kernels=kernels,
     )
     if not isinstance(model, PretrainedConfig):
         model = located(f"{model}", "model", trust_remote_code=trust_remote_code)
-    blueprint = make_blueprint(model, shape, options)
+    blueprint, _ = with_kernels(make_blueprint(model, shape, options), device=device, is_proved=False)
     check_proved_here(blueprint.plan.model_type, shape, has_experts=bool(blueprint.plan.experts))
     if adapter is not None:
         blueprint = blueprint.with_folder(
@@ -116,7 +122,8 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
         else blueprint.weights()
     )
     targets = blueprint.adapter.targets if blueprint.adapter is not None else {}
-    cuts = parallelize(model, plan, mesh, targets={*targets, *plan.quantized}, dtype=blueprint.dtype)
+    kernels = _kernels(blueprint, mesh)
+    cuts = parallelize(model, plan, mesh, targets={*targets, *plan.quantized}, dtype=blueprint.dtype, kernels=kernels)
     of_stage = blueprint.model if plan.stages else None
     unused = blueprint.options.allow_unused_weights
     fill(model, plan, source, mesh, whole=of_stage, allow_unused=unused, fresh=blueprint.fresh, seed=seed)
@@ -132,6 +139,15 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
         begin_adapter(model, "default", blueprint.adapter, seed=seed)
     attach.set_adapter(model, "default" if blueprint.adapter is not None else None)
     return model
+
+
+def _kernels(blueprint: Blueprint, mesh: Mesh) -> Kernels | None:
+    """The kernels of `blueprint`, which give the right numbers on this device; None: it has none."""
+    if blueprint.options.kernels != "liger":
+        return None
+    kernels = liger()
+    check_kernels(kernels, mesh.device, blueprint.dtype)
+    return kernels
 
 
 def _random_weights(config: PretrainedConfig, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:

@@ -16,7 +16,9 @@ from meshlora.layers.context import ContextCut
 from meshlora.layers.embedding import ParallelEmbedding, parallelize_embedding
 from meshlora.layers.experts.module import ParallelExpertLinear, parallelize_block, parallelize_experts
 from meshlora.layers.experts.router import RouterAdapter, adapt_router, router_of
+from meshlora.layers.fused import fuse
 from meshlora.layers.gate_recompute import watch_activations
+from meshlora.layers.liger import Kernels
 from meshlora.layers.linear import ParallelHead, ParallelLinear
 from meshlora.layers.rms_norm import own_gradients_of_norms, widen_norm
 from meshlora.layers.rotary import own_rotations
@@ -33,11 +35,12 @@ def parallelize(
     *,
     targets: set[str],
     dtype: torch.dtype,
+    kernels: Kernels | None = None,
 ) -> tuple[ContextCut, Pipeline]:
     """Replace in place, on the meta device, every split leaf, the head, experts, and every leaf that gets an adapter.
 
     The base is frozen. Everything else stays the model's own. Returns the cut of its forwards over cp, and their
-    way through this stage.
+    way through this stage. kernels: of the modules whose code is known.
     """
     pipeline = Pipeline(mesh, plan)
     take_out(model, pipeline)
@@ -75,6 +78,8 @@ def parallelize(
     for name, layout in plan.wide_norms.items():
         widen_norm(model.get_submodule(name), layout, mesh.over(plan.axes_of_norm(name)), name=name)
     watch_activations(model, plan.owners)
+    if kernels is not None:
+        fuse(model, kernels)
     own_gradients_of_norms(model)
     own_rotations(model)
     context = install_borders(model, plan, mesh, pipeline)

@@ -61,6 +61,7 @@ class Case:
         columns, rows_per_example, targets, predicts_next: as in `TokenizedDataset`.
         attn_implementation: of both sides, as in transformers.
         quantization: of the frozen base: nf4, int8, mxfp4, fp8; keep, as it is stored; or None.
+        kernels: of our side, as in a run file; the reference has none.
         packing: our side packs several sequences into a row, "auto": those of a micro-batch; recompute: it recomputes
             activations; resumes: it stops before its last step and resumes from its checkpoint. The reference does none
             of these.
@@ -100,6 +101,7 @@ class Case:
     resumes: bool = False
     attn_implementation: str | None = "eager"
     quantization: str | None = None
+    kernels: Literal["liger", "none"] = "none"
     router_aux_loss_coef: float = 0.0
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6
@@ -131,6 +133,7 @@ class Case:
             disable_dropout="unsupported",  # whatever the case keeps on is supported
             allow_unused_weights=True,
             quantization=self.quantization,  # type: ignore[arg-type] # the same
+            kernels=self.kernels,
         )
 
     @property

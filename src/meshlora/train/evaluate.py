@@ -118,8 +118,8 @@ def prepare_evaluation(config: RunConfig, *, adapter: Path | None, world: int = 
             "give --adapter FOLDER",
         )
     topology = Topology.parse(config.topology, world=world)
-    # No dropout is active outside of training.
-    options = dataclasses.replace(config.model, disable_dropout=True)
+    # No dropout is active outside of training; nor are kernels, which the preflight proves.
+    options = dataclasses.replace(config.model, disable_dropout=True, kernels="none")
     blueprint = make_blueprint(config.model.path, topology, options, config.train.objective)
     check_proved_here(blueprint.plan.model_type, topology, has_experts=bool(blueprint.plan.experts))
     if adapter is not None:

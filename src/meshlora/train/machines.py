@@ -23,6 +23,7 @@ from meshlora.comm.launchers import Place, launcher_place
 from meshlora.comm.watch import Post, Watch, this_machine
 from meshlora.common.errors import UserError
 from meshlora.common.versions import digest, own_sources, versions
+from meshlora.layers.liger import liger_version
 from meshlora.train.agreement import VERSION
 
 _PATIENCE_S = 600.0
@@ -188,10 +189,11 @@ def line_of(seats: Sequence[Seat]) -> str:
 
 
 def own_versions() -> dict[str, str]:
-    """Name -> version of what computes, and of NCCL where there is a GPU."""
+    """Name -> version of what computes, where there is a GPU also of NCCL and of liger-kernel."""
     found = versions()
     if torch.cuda.is_available():
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        found |= {"liger-kernel": version} if (version := liger_version()) else {}
     return found
 
 

@@ -28,6 +28,7 @@ from meshlora.data import READERS, GlobalBatches, TokenizedDataset
 from meshlora.data.images import FurtherInputs
 from meshlora.loading.blueprint import Blueprint
 from meshlora.loading.guards import longest_fixed_length
+from meshlora.loading.kernels import with_kernels
 from meshlora.model.weights import checkpoint_files
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.stages import check_options
@@ -147,7 +148,9 @@ def blueprint_of(config: RunConfig, base: Blueprint) -> Blueprint:
         blueprint = base.with_adapter(lora_config(config.lora or {}, "lora", unknown_is_error=True))
     _check_model(blueprint, config)
     said = blueprint.check_weights()
-    return dataclasses.replace(blueprint, notes=(said,) if said else ())
+    is_proved = config.preflight in ("auto", "device")
+    blueprint, kernels = with_kernels(blueprint, device=config.device, is_proved=is_proved)
+    return dataclasses.replace(blueprint, notes=tuple(filter(None, (said, kernels))))
 
 
 def read_run_data(config: RunConfig, blueprint: Blueprint) -> RunData:
@@ -201,6 +204,7 @@ def prepare(
             steps=steps,
             tokens=data.train.arrays,
             attention=attention_of(blueprint.model.config),
+            kernels=blueprint.options.kernels,
         ),
         files=contents(
             config,

@@ -25,6 +25,7 @@ from meshlora.common.console import Console
 from meshlora.common.errors import MeshloraError, UnsupportedError
 from meshlora.common.proof_records import CACHE, proved_on, remember, usable_cache
 from meshlora.common.versions import digest, own_sources, versions
+from meshlora.layers.liger import liger_version
 from meshlora.loading.guards import dropout_fields
 from meshlora.oracle.compare import Worst
 from meshlora.oracle.inputs import write_twin
@@ -136,12 +137,17 @@ def _claims(runs: Mapping[str, Prepared], cache_dir: Path) -> list[_Claim]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a proof runs: `cpu` or `cuda`, in which dtype, on how many ranks at most. name: of the devices."""
+    """Where a proof runs: `cpu` or `cuda`, in which dtype, on how many ranks at most. name: of the devices.
+
+    has_kernels: those of the run, if it has any. topology: in place of that of the run.
+    """
 
     device: str
     dtype: str
     most_ranks: int
     name: str
+    has_kernels: bool = False
+    topology: Topology | None = None
 
 
 _ON_CPUS = _Place("cpu", "float64", MOST_RANKS, "")
@@ -159,13 +165,16 @@ def _devices_of(run: Prepared) -> tuple[list[_Place], str]:
     if not on_gpus(run.config.device, num_ranks=1):
         return [_Place("cpu", "float32", MOST_RANKS, "CPUs")] if wanted == "device" else [], ""
     name = torch.cuda.get_device_properties(0).name
-    place = _Place("cuda", "float32", torch.cuda.device_count(), f"{name}, CUDA {torch.version.cuda}")
+    place = _Place("cuda", "float32", torch.cuda.device_count(), f"{name}, CUDA {torch.version.cuda}", True)
     if (needed := provable(run.topology, most_ranks=place.most_ranks).world) <= place.most_ranks:
         return [place], ""
     given = f"preflight on {place.most_ranks} x {name}"
     rule = f"{run.topology} needs {needed} GPUs of one machine to have every axis of more than one rank"
     if wanted == "device":
         raise UnsupportedError(given, rule, "use preflight: cpu")
+    if run.blueprint.options.kernels == "liger":  # which one rank can show
+        note = f"{given} is of one rank, for the kernels: {rule}"
+        return [dataclasses.replace(place, most_ranks=1, topology=Topology())], note
     return [], f"{given} is left out: {rule}"
 
 
@@ -180,6 +189,7 @@ def _of_one(name: str, run: Prepared, cache_dir: Path, place: _Place) -> _Claim:
         command = (
             f"meshlora verify --family {proof.case.model_type} --topology {proof.topologies[0]}"
             f"{f' --dtype {place.dtype} --device {place.device}' * bool(place.name)}"
+            f"{' --kernels liger' * (proof.case.kernels == 'liger')}"
             "  # the twin of your own configuration: --model FOLDER --twin"
         )
         details = functools.partial(document, proof, outcomes, command=command, seconds=time.perf_counter() - started)
@@ -246,6 +256,8 @@ def _refuse(what: str, outcome: Outcome, details: dict[str, Any], key: str, fold
 
 def proof_of(run: Prepared, cache_dir: Path, place: _Place = _ON_CPUS) -> tuple[Proof, str]:
     """The proof that covers `run`, and the key of its record."""
+    if place.topology is not None:
+        run = dataclasses.replace(run, blueprint=run.blueprint.on(place.topology))
     stand_in = StandIn(run, most_ranks=place.most_ranks)
     config, topology, options = stand_in.config, stand_in.topology, run.blueprint.options
     request = Request(
@@ -263,12 +275,14 @@ def proof_of(run: Prepared, cache_dir: Path, place: _Place = _ON_CPUS) -> tuple[
         lora_plus_embedding_lr=run.config.train.lora_plus_embedding_lr,
         dtype=place.dtype,
         device=place.device,
+        kernels="liger" if place.has_kernels and options.kernels == "liger" else "none",
         trust_remote_code=options.trust_remote_code,
         cache_dir=cache_dir,
     )
     proof = prepare_proof(request)
     stand_in.check(proof)
     on = [place.name] if place.name else []
+    on += [f"liger-kernel {liger_version()}"] if proof.case.kernels == "liger" else []
     return proof, digest([proof.key, str(topology), json.dumps(versions()), *on, *own_sources()])
 
 
@@ -288,6 +302,7 @@ def compare_on_twin(runs: Mapping[str, Prepared], topology: Topology, processes:
             attn_implementation=stand_in.attn_implementation,
             disable_dropout="unsupported",
             quantization=stand_in.quantization,  # type: ignore[arg-type] # one of them
+            kernels="none",
         )
         adapters = {
             name: one_of_several(

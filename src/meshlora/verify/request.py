@@ -35,6 +35,7 @@ from meshlora.config.run import BaseOptions
 from meshlora.data import TokenizedDataset, read_records, tokenize
 from meshlora.loading.blueprint import Blueprint, make_blueprint, read_model_config, resolve_dtype
 from meshlora.loading.guards import dropout_fields, handle_dropout
+from meshlora.loading.kernels import with_kernels
 from meshlora.oracle.case import (
     Case,
     as_pairs,
@@ -96,7 +97,7 @@ class Request:
             lora_plus_embedding_lr, packing, quantization: as in a run file. recompute: of all layers. resume: our side
             stops before its last step and resumes from its checkpoint. adapters: from 2 on, also prove that many
             trained together, each against itself alone.
-        attn_implementation: as in transformers; None: its choice.
+        attn_implementation: as in transformers; None: its choice. kernels: of our side, as in a run file.
         router_aux_loss_coef: as in a run file; None: nonzero for a family with a load-balancing loss.
         images: some sequences have images, with random pixels.
         overrides: fields of the twin's configuration.
@@ -122,6 +123,7 @@ class Request:
     images: bool = False
     attn_implementation: str | None = "eager"
     quantization: str | None = None
+    kernels: Literal["liger", "none"] = "none"
     router_aux_loss_coef: float | None = None
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6
@@ -200,6 +202,7 @@ class Proof:
             "adapters": self.request.adapters > 1,
             "one_micro_batch": micro_batches == 1,
             "four_micro_batches": micro_batches > 3,
+            "kernels": case.kernels != "none",
             "quantized": case.quantization is not None,
             "plain_base": case.quantization is None,
             "quantizes": case.quantization not in (None, KEEP),
@@ -276,6 +279,7 @@ def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology
     # Of a checkpoint in few bits the files say which weights are.
     model = request.model if request.quantization == KEEP and request.model is not None else config
     base = make_blueprint(model, given[0] if given else Topology(), options, request.objective)
+    base, _ = with_kernels(base, device=request.device, is_proved=True)
     check_recompute(base.model, "full" if request.recompute else "none")
     lora = lora_config(request.lora, "lora", unknown_is_error=True)
     if request.lora == DEFAULT_LORA:

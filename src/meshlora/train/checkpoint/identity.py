@@ -34,10 +34,12 @@ _TOKENIZER = (
 shown = functools.partial(one_line, limit=200)  # text from a file, for a message
 
 
-def identity(config: Any, *, steps: int, tokens: Mapping[str, Any], attention: str | None) -> dict[str, str]:
+def identity(
+    config: Any, *, steps: int, tokens: Mapping[str, Any], attention: str | None, kernels: str
+) -> dict[str, str]:
     """Name -> value of everything the steps of a run depend on, except the content of files.
 
-    config: the `RunConfig`. tokens: the arrays of the training data. attention: the model's actual implementation.
+    config: the `RunConfig`. tokens: the arrays of the training data. attention, kernels: those that the model has.
     """
     found = {
         f"train.{name}": json.dumps(value, sort_keys=True)
@@ -49,6 +51,8 @@ def identity(config: Any, *, steps: int, tokens: Mapping[str, Any], attention: s
         data.update(name.encode() + tokens[name].tobytes())
     if repository := repository_of(config.model.path):
         found["model.revision"] = f"{repository.name}@{repository.commit}"
+    if kernels != "none":  # which is what no value says
+        found["model.kernels"] = kernels
     if config.adapter is None:
         found["lora"] = json.dumps(config.lora, sort_keys=True)
     return found | {

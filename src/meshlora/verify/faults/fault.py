@@ -57,7 +57,8 @@ class Mutation:
             "odd_dropout" (not a multiple of 0.1), "model_dropout", "dropout" (either), "packing", "m_rope" (positions
             of time, height and width), "resume",
             "one_micro_batch" (per step), "four_micro_batches" (or more); of the frozen base "dp_shard", "quantized",
-            "quantizes" (on load), "four_bits", "plain_base"; of images "images" (some sequences have them),
+            "quantizes" (on load), "four_bits", "plain_base"; "kernels" (fused, of a package); of images "images" (some
+            sequences have them),
             "image_grid" (positions by grids), "image_blocks" (their tokens see each other), "features" (of a tower for
             the first layers), "vision" (an adapter on the tower).
         changes: the replaced functions.

@@ -21,6 +21,7 @@ from meshlora.verify.faults import (
     files,
     gradients,
     images,
+    kernels,
     objectives,
     optimizer,
     ring,
@@ -72,6 +73,7 @@ _THEMES = (
     objectives,
     ring,
     runs,
+    kernels,
 )
 MUTATIONS: dict[str, Mutation] = {
     fault.name: fault for theme in _THEMES for fault in vars(theme).values() if isinstance(fault, Mutation)

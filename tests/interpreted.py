@@ -1,0 +1,48 @@
+"""liger-kernel on CPU tensors, by the interpreter of Triton. Imported only where both are installed.
+
+The interpreter lacks numbers as tensors, and two functions of a GPU's library, which stand here. It computes bfloat16
+wrongly: what runs is float32 and float16.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import pytest
+
+os.environ["TRITON_INTERPRET"] = "1"  # read where kernels are declared, before any is
+import triton
+import triton.language as tl
+from triton.runtime import interpreter
+
+from meshlora.layers.liger import Kernels, liger
+
+
+@triton.jit
+def _tanh(x):  # type: ignore[no-untyped-def]
+    return 2.0 * tl.sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def _rsqrt(x):  # type: ignore[no-untyped-def]
+    return 1.0 / tl.sqrt(x)
+
+
+def interpreted(patch: pytest.MonkeyPatch) -> Kernels:
+    """The kernels of the installed liger-kernel, run by the interpreter for as long as `patch` holds."""
+    converted = interpreter._implicit_cvt
+
+    def with_numbers(given: Any) -> Any:
+        if type(given) is not float:
+            return converted(given)
+        return tl.tensor(interpreter.TensorHandle(np.array([given], dtype=np.float32), tl.float32), tl.float32)
+
+    patch.setattr(interpreter, "_implicit_cvt", with_numbers)
+    kernels = liger()
+    from liger_kernel.ops import geglu, rms_norm
+
+    patch.setattr(geglu, "tanh", _tanh)
+    patch.setattr(rms_norm, "rsqrt", _rsqrt)
+    return kernels

@@ -1,0 +1,194 @@
+"""Fused kernels: which modules take them, what they may write over, and that wrong numbers end a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor, nn
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm
+
+import meshlora
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.config.run import BaseOptions
+from meshlora.layers import fused
+from meshlora.layers.fused import FusedGate, FusedRotation, fusable, fuse
+from meshlora.layers.liger import Kernels, check_kernels
+from meshlora.loading import kernels as module
+from meshlora.loading.blueprint import make_blueprint
+from meshlora.loading.kernels import with_kernels
+from meshlora.plan.families.twin import twin_config
+from meshlora.plan.topology import Topology
+from meshlora.verify.preflight import _devices_of
+from tests.kernels import STAND_IN
+
+CPU = torch.device("cpu")
+
+
+def _blueprint(family: str = "llama", **options: Any) -> Any:
+    return make_blueprint(twin_config(family), Topology(), BaseOptions(**{"dtype": "bfloat16"} | options))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with a GPU and liger-kernel, as far as the choice asks."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(module, "liger_version", lambda: "0.8.5")
+
+
+@pytest.mark.parametrize(
+    ("family", "found"),
+    [
+        ("llama", {"norms": 5, "rotations": 2, "gated MLPs": 2}),
+        ("gemma2", {"norms": 9, "rotations": 2, "gated MLPs": 2}),
+        ("qwen3", {"norms": 9, "rotations": 2, "gated MLPs": 2}),
+        ("olmo2", {"norms": 9, "gated MLPs": 2}),  # its rotation is in float32
+        ("phi3", {"norms": 5}),  # fused matrices
+        ("gpt2", {}),
+    ],
+)
+def test_modules_whose_code_is_known_are_found(family: str, found: dict[str, int]) -> None:
+    assert fusable(_blueprint(family).model) == found
+
+
+def test_changed_code_is_not_known() -> None:
+    class Norm(LlamaRMSNorm):
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return 2 * super().forward(hidden_states)
+
+    class Inner(Gemma2RMSNorm):
+        def _norm(self, x: Tensor) -> Tensor:
+            return 2 * super()._norm(x)
+
+    mlp = LlamaMLP(LlamaConfig(hidden_size=8, num_attention_heads=2, intermediate_size=16))
+    mlp.act_fn = nn.ReLU()
+    assert not fusable(nn.ModuleList([Norm(8), Inner(8), mlp]))
+    assert fusable(nn.ModuleList([LlamaRMSNorm(8), Gemma2RMSNorm(8)])) == {"norms": 2}
+
+
+@pytest.mark.parametrize("wanted", ["auto", "liger"])
+def test_kernels_are_taken_on_a_gpu_and_said(wanted: str, gpu: None) -> None:
+    taken, said = with_kernels(_blueprint(kernels=wanted), device="auto", is_proved=True)
+    assert taken.options.kernels == "liger"
+    assert said == "kernels of liger-kernel 0.8.5: 5 norms, 2 rotations, 2 gated MLPs"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_what_is_not_proved_on_the_device_is_only_taken_if_asked_for() -> None:
+    assert with_kernels(_blueprint(), device="auto", is_proved=False)[0].options.kernels == "none"
+    assert with_kernels(_blueprint(kernels="none"), device="auto", is_proved=True)[0].options.kernels == "none"
+    asked, _ = with_kernels(_blueprint(kernels="liger"), device="auto", is_proved=False)
+    assert asked.options.kernels == "liger"
+
+
+@pytest.mark.parametrize(
+    ("lacking", "options", "device", "rule"),
+    [
+        ("cuda", {}, "auto", "run on GPUs alone; leave it out"),
+        ("", {}, "cpu", "run on GPUs alone; leave it out"),
+        ("", {"dtype": "float64"}, "auto", "compute in float32 and less"),
+        ("liger", {}, "auto", r"is not installed; pip install 'meshlora\[kernels\]'"),
+        ("", {"family": "gpt2"}, "auto", "no code of gpt2 is known"),
+    ],
+)
+@pytest.mark.usefixtures("gpu")
+def test_kernels_that_cannot_be_are_refused_if_asked_for(
+    lacking: str, options: dict[str, Any], device: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lacking == "cuda":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if lacking == "liger":
+        monkeypatch.setattr(module, "liger_version", lambda: "")
+    auto, said = with_kernels(_blueprint(**options), device=device, is_proved=True)
+    assert (auto.options.kernels, said) == ("none", "")
+    with pytest.raises(UserError, match=rule):
+        with_kernels(_blueprint(**options, kernels="liger"), device=device, is_proved=True)
+
+
+def test_load_refuses_them_on_a_cpu() -> None:
+    with pytest.raises(UserError, match=r"model\.kernels: liger: they run on GPUs alone"):
+        meshlora.load(twin_config("llama"), lora=LoraConfig(target_modules=["q_proj"]), kernels="liger")
+
+
+# --- the numbers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_right_kernels_pass_their_check(dtype: torch.dtype) -> None:
+    check_kernels(STAND_IN, CPU, dtype)
+
+
+def _wrong() -> dict[str, Kernels]:
+    gate = STAND_IN.gates["silu"]
+    back = {
+        "no gradient of the gate's slope": lambda g, a, b: (g * b, g * gate.act(a)),
+        "gate for up": lambda g, a, b: gate.back(g, a, b)[::-1],
+    }
+    change = dataclasses.replace
+    return {
+        "epsilon": change(STAND_IN, norm=lambda x, w, eps, *rest: STAND_IN.norm(x, w, eps * 1e4, *rest)),
+        "offset": change(STAND_IN, norm=lambda x, w, eps, _, wide: STAND_IN.norm(x, w, eps, 0.0, wide)),
+        "norm's slope": change(STAND_IN, norm_back=lambda g, x, w, r, *_: g * w * r),
+        "turned forward": change(STAND_IN, rotate_back=STAND_IN.rotate),
+        "signature": change(STAND_IN, rotate=lambda q, k: (q, k)),
+        **{name: change(STAND_IN, gates={"silu": gate._replace(back=wrong)}) for name, wrong in back.items()},
+    }
+
+
+@pytest.mark.parametrize("name", _wrong())
+def test_a_kernel_with_other_numbers_is_refused(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"liger-kernel's .*; use model\.kernels: none"):
+        check_kernels(_wrong()[name], CPU, torch.bfloat16)
+
+
+def test_what_a_kernel_has_written_over_is_known_to_autograd() -> None:
+    gate, up = (torch.randn(3, 8, requires_grad=True) * 1 for _ in range(2))
+    loss = FusedGate.apply(gate, up, STAND_IN.gates["silu"]).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+    q, k = (torch.randn(1, 5, heads, 8, requires_grad=True) * 1 for heads in (4, 2))
+    squares = q * q  # has saved q
+    cos, sin = torch.randn(2, 1, 5, 8)
+    rotated, _ = FusedRotation.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin, STAND_IN)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        (squares.sum() + rotated.sum()).backward()
+
+
+@pytest.mark.parametrize("change", ["trained norm", "wider norm", "rotation of pairs"])
+def test_what_kernels_do_not_compute_is_left_to_transformers(change: str) -> None:
+    norm = LlamaRMSNorm(8).requires_grad_(change == "trained norm")
+    fuse(norm, dataclasses.replace(STAND_IN, norm=None))  # type: ignore[arg-type]
+    x = torch.randn(2, 3, 8, dtype=torch.bfloat16 if change == "wider norm" else torch.float32)
+    if change == "rotation of pairs":
+        calls: list[Any] = []
+        rotate = fused._rotation(STAND_IN)(lambda *given: calls.append(given) or given[:2])
+        cos = torch.randn(1, 3, 4)
+        rotate(torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8), cos, cos)
+        assert len(calls) == 1
+    else:
+        torch.testing.assert_close(norm(x), LlamaRMSNorm.forward(norm, x))
+
+
+# --- the proof --------------------------------------------------------------------------------------------------------
+
+
+def test_kernels_are_proved_on_one_gpu_where_the_topology_needs_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshlora.verify.preflight.on_gpus", lambda *_, **__: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    name = type("Properties", (), {"name": "GPU"})()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: name)
+    for kernels in ("liger", "none"):
+        blueprint = _blueprint(kernels=kernels).on(Topology(tp=2))
+        run: Any = type("Run", (), {"blueprint": blueprint, "topology": blueprint.topology})()
+        run.config = type("Config", (), {"preflight": "auto", "device": "auto"})()
+        places, said = _devices_of(run)
+        assert [(p.topology, p.most_ranks, p.has_kernels) for p in places] == (
+            [(Topology(), 1, True)] if kernels == "liger" else []
+        )
+        assert ("for the kernels" if kernels == "liger" else "is left out") in said

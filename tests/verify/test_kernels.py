@@ -1,0 +1,80 @@
+"""Fused kernels in a proof, as on the devices of a run: on CPUs by a stand-in, and by the real ones where these are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshlora.verify import request as module
+from meshlora.verify.proof import Outcome, Processes, run_proof
+from meshlora.verify.request import Request, prepare_proof
+from tests.kernels import real_kernels, stand_in
+from tests.verify.run_cases import OF_KERNELS, needing
+
+
+@pytest.fixture
+def prove(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, processes: Processes
+) -> Callable[..., dict[str | None, Outcome]]:
+    """`prove(install, family=..., topology=...)`: fault -> outcome, with the kernels that `install` gives each rank."""
+    monkeypatch.setattr(module, "with_kernels", lambda base, **_: (base, ""))  # which asks for a GPU
+
+    def run(install: Callable[[], None], *, topology: str, **asked: Any) -> dict[str | None, Outcome]:
+        given = {"dtype": "float32", "device": "cpu", "kernels": "liger", "cache_dir": tmp_path, "steps": 1}
+        proof = prepare_proof(Request((topology,), **given | asked))
+        processes.ranks(proof.topologies[0].world, "cpu").run(install)
+        return {outcome.mutation: outcome for outcome in run_proof(proof, processes)}
+
+    return run
+
+
+def _check(found: dict[str | None, Outcome]) -> None:
+    plain = found.pop(None)
+    assert plain.passed, (plain.divergence, plain.error)
+    where = {name: (o.divergence.phase, o.divergence.name) for name, o in found.items() if o.divergence}
+    assert where == {name: OF_KERNELS[str(name)] for name in found}
+
+
+def test_every_fault_of_kernels_is_named() -> None:
+    assert OF_KERNELS.keys() == set(needing("kernels"))
+
+
+@pytest.mark.parametrize(
+    ("topology", "faults"),
+    [
+        ("", ("kernel_writes_product_over_gate",)),
+        pytest.param("tp=2,sp", tuple(OF_KERNELS), marks=pytest.mark.proof),
+    ],
+)
+def test_a_model_with_kernels_trains_as_one_process(topology: str, faults: tuple[str, ...], prove: Any) -> None:
+    _check(prove(stand_in, family="llama", topology=topology, recompute=True, mutations=faults))
+
+
+# Norms of gemma and olmo2, gated MLPs with GELU, rotations after a norm, experts, packed rows, a ring, stages.
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        *((family, {"topology": "tp=2,sp"}) for family in ("gemma2", "gemma3_text", "qwen3", "olmo2", "mistral")),
+        ("qwen3_moe", {"topology": "dp=2,ep=2"}),
+        ("llama", {"topology": "tp=2", "packing": "auto"}),
+        ("llama", {"topology": "cp=2,ring"}),
+        ("llama", {"topology": "pp=2"}),
+        ("llama", {"topology": "dp=2,dp_shard"}),
+        (
+            "llama",
+            {"topology": "dp=2", "adapters": 1, "lora": {"r": 4, "target_modules": "all-linear", "use_dora": True}},
+        ),
+    ],
+)
+def test_other_families_and_topologies_do(family: str, options: dict[str, Any], prove: Any) -> None:
+    _check(prove(stand_in, family=family, **options))
+
+
+@pytest.mark.liger
+@pytest.mark.parametrize(("family", "topology"), [("llama", "tp=2,sp"), ("gemma2", ""), ("qwen3", ""), ("olmo2", "")])
+def test_the_real_kernels_do(family: str, topology: str, prove: Any) -> None:
+    _check(prove(real_kernels, family=family, topology=topology, recompute=True))
