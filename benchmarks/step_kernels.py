@@ -8,10 +8,10 @@ planner), and each operator that it gives the device is counted with the bytes i
 the longest of its arithmetic, its bytes and its launch, by the planner's numbers for that GPU: a sum, no measurement.
 
 The systems are those of gpu.py: a bf16 base with SDPA, LoRA r=16 on all linears; ours by the parts of its trainer
-(loss, backward, finished gradients, clipping, sums, AdamW), with `model.kernels: none` and with liger, of which a kernel is
-one operator; PEFT in a plain loop with fp32 factors under autocast, as its Trainer would (which reads the host
-twice more a step, for its filter of NaN). "Least" is no program: each product
-once with what it reads and writes, and between products one operator that reads and writes each tensor once.
+(loss, backward, finished gradients, clipping, sums, AdamW), with `model.kernels: none` and with liger, a kernel of it
+as one operator; PEFT in a plain loop with fp32 factors under autocast, as its Trainer would (which reads the host twice
+more a step, for its filter of NaN). "Least" is no program: each product once with what it reads and writes, and between
+products one operator that reads and writes each tensor once.
 
 Models of one and of two layers are run; a step is the first, and the difference for each further layer. Counted is what
 launches a kernel: no views and no allocations. A row that is gathered counts with its own bytes, an expanded dimension

@@ -62,7 +62,8 @@ class Runtime:
 
     plan: of what this rank's stage has. context: the cut of its forwards over cp. pipeline: their way through this
     stage. whole: all stages. base: the base parameters that adapters have copies of. dropout: the
-    tokens of the running forward, and the adapter of each. rounding: of factors, to the base's dtype.
+    tokens of the running forward, and the adapter of each. rounding: of factors, to the base's dtype. masks_padding:
+    padding at the end of rows is masked, too (`model.padding`).
     """
 
     plan: ModelPlan
@@ -71,6 +72,7 @@ class Runtime:
     context: ContextCut
     pipeline: Pipeline
     whole: Whole
+    masks_padding: bool = True
     adapters: dict[str, Adapter] = field(default_factory=dict)
     active: str | None = None
     base: dict[str, nn.Parameter] = field(default_factory=dict)

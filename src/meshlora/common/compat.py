@@ -361,6 +361,15 @@ def all_rows_packed() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def no_rows_packed() -> Iterator[None]:
+    """Inside the block transformers takes each row for one sequence, and does not ask the device whether it is."""
+    from transformers import masking_utils
+
+    with replaced(masking_utils, "find_packed_sequence_indices", lambda ids: None):
+        yield
+
+
 def rule_of_one_sequence(mask_function: Callable[..., Any]) -> Callable[..., Any] | None:
     """The mask function of one sequence by itself, inside transformers' function for packed rows. None: the function is
     not one for packed rows, or depends on more than positions.

@@ -49,6 +49,7 @@ class Batch:
         lengths: of packed rows the tokens of each sequence, padding as a last one; None: not packed, or not known.
         more: further inputs of the model: token types int64 `[B, S]`, and tensors of images, whose rows are those of
             the sequences' images one after the other, padded with zeros to one shape.
+        pads_right: padding is at the end of rows, as the host knows.
         trained: int64 `[num_trained_tokens]`, indices of (own) flat labels that are not -100; None: not computed yet.
     """
 
@@ -68,6 +69,7 @@ class Batch:
     order: np.ndarray | None = None
     own: Tensor | None = None
     counts_rows: bool = True
+    pads_right: bool = False
 
     def held(self, values: Tensor) -> Tensor:
         """`values` `[B, S]` at this rank's tokens, `[B, S]` or `[B, S/cp]`."""
@@ -144,7 +146,7 @@ def collate(
         nowhere = token_numbers(torch.zeros(1, dtype=torch.int64), length)
         zeros = {name: torch.zeros(1, length) for name in columns}
         targets = torch.zeros(1, num_targets) if num_targets else None
-        return Batch(input_ids, mask, untrained, 0, nowhere, zeros, is_dummy=True, targets=targets)
+        return Batch(input_ids, mask, untrained, 0, nowhere, zeros, is_dummy=True, targets=targets, pads_right=True)
 
     num_rows = len(sequences)
     longest = max(len(sequence.input_ids) for sequence in sequences)
@@ -173,6 +175,7 @@ def collate(
         columns={name: torch.from_numpy(column) for name, column in shifted.items()},
         more=_more([sequence.more() for sequence in sequences], length),
         targets=torch.from_numpy(np.stack([s.targets for s in sequences])) if num_targets else None,  # type: ignore[misc]
+        pads_right=True,
     )
 
 

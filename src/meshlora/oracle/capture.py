@@ -59,6 +59,7 @@ class Capture:
 
     Attributes:
         number: of the micro-batch whose forward may come in parts; None: each forward is one of its own.
+        mask: of the next forwards that get none, `[B, S]`.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class Capture:
     ) -> None:
         self.model, self.held, self.is_absent = model, held, is_absent
         self.number: int | None = None
+        self.mask: Tensor | None = None
         self.micro_batches: list[MicroBatchCapture] = []
         self.is_forward = False
         self._calls: Counter[str] = Counter()
@@ -104,7 +106,9 @@ class Capture:
         held = self.held()
         held = held if held is None else copy(held)
         if self.number is None or self.number >= len(self.micro_batches):
-            self.micro_batches.append(MicroBatchCapture(copy(kwargs["input_ids"]), sequence_numbers(kwargs), held))
+            given = {"attention_mask": self.mask, **{n: value for n, value in kwargs.items() if value is not None}}
+            given = kwargs if given.get("position_ids") is not None else given
+            self.micro_batches.append(MicroBatchCapture(copy(kwargs["input_ids"]), sequence_numbers(given), held))
             self._without_graphs[id(self.micro_batches[-1])] = set()
         self._current = self.micro_batches[-1 if self.number is None else self.number]
         self.is_forward = True

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlora.adapter.attach import runtime
+from meshlora.common.compat import no_rows_packed
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.data import Batch
 from meshlora.data.context import token_order
@@ -240,10 +241,7 @@ def _before_last(model: Any, batch: Batch) -> Tensor | None:
     state = runtime(model)
 
     def run() -> Tensor:
-        inputs = model_inputs(batch.input_ids, batch.attention_mask, batch.position_ids, model.config)
-        state.context.next(batch.order)
-        with rows_of(model, batch.lengths):
-            model(**inputs, **further_inputs(model, batch.more))
+        _run(model, batch)
         return state.pipeline.signal()
 
     for _ in state.pipeline.earlier():
@@ -255,26 +253,20 @@ def _forward(model: Any, batch: Batch) -> _Found:
     if batch.trained is None:
         check_shifted(batch.input_ids, batch.labels, batch.attention_mask, batch.position_ids)
     state = runtime(model)
-    state.context.next(batch.order)
-    inputs = model_inputs(batch.input_ids, batch.attention_mask, batch.position_ids, model.config)
-    inputs |= further_inputs(model, batch.more)
     head = model.get_submodule(state.plan.head) if state.plan.head else None
     if not isinstance(head, ParallelHead):
-        with rows_of(model, batch.lengths):
-            logits = model(**inputs).logits
+        logits = _run(model, batch)
         assert isinstance(logits, Tensor)
         return logits
     head.is_lazy = True
     try:
-        with rows_of(model, batch.lengths):
-            recipe = model(**inputs).logits
+        recipe = _run(model, batch)
     except UnsupportedError:
         if not state.plan.topology.is_whole:
             raise
         # This model's post-processing needs whole logits, which one process can afford.
         head.is_lazy = False
-        with rows_of(model, batch.lengths):
-            logits = model(**inputs).logits
+        logits = _run(model, batch)
         assert isinstance(logits, Tensor)
         return logits
     finally:
@@ -287,6 +279,18 @@ def _forward(model: Any, batch: Batch) -> _Found:
     parameters = _requiring_grad(head.parameters()) if torch.is_grad_enabled() else []
     options = {"parameters": parameters, "axis": state.mesh.tp, "vocab": head.rule.out_features}
     return recipe.hidden.flatten(0, -2), local_logits, options
+
+
+def _run(model: Any, batch: Batch) -> Any:
+    """The logits of a forward, or what stands for them. Padding at the end of rows has no mask where it needs none."""
+    state = runtime(model)
+    state.context.next(batch.order)
+    is_masked = state.masks_padding or not batch.pads_right or bool(batch.more)
+    mask: Any = batch.attention_mask if is_masked else None
+    inputs = model_inputs(batch.input_ids, mask, batch.position_ids, model.config) | further_inputs(model, batch.more)
+    is_packed = batch.position_ids is not None
+    with rows_of(model, batch.lengths) if is_masked or is_packed else no_rows_packed():
+        return model(**inputs).logits
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:

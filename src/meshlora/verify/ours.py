@@ -45,6 +45,7 @@ from meshlora.plan.budget import first_forwards_budget, micro_batch_budget, step
 from meshlora.plan.topology import TOKENS, Topology
 from meshlora.train import trainer as trainer_module
 from meshlora.train.balance import LoadBalancing
+from meshlora.train.batches import MicroBatch
 from meshlora.train.checkpoint.manifest import Saved
 from meshlora.train.checkpoint.resuming import find_checkpoint
 from meshlora.train.gradsync import Adapters
@@ -254,9 +255,9 @@ def _in_phases(counter: CollectiveCounter, capture: Capture) -> list[Any]:
         capture.again(number)
         backward(self, number, losses)
 
-    def numbered_forward(self: Trainer, number: int, *args: Any, **rest: Any) -> Any:
-        capture.number = number
-        return forward(self, number, *args, **rest)
+    def numbered_forward(self: Trainer, number: int, micro: MicroBatch, **rest: Any) -> Any:
+        capture.number, capture.mask = number, micro.batch.attention_mask
+        return forward(self, number, micro, **rest)
 
     return [
         mock.patch.object(trainer_module, "finish_gradients_on_device", counted_finish),

@@ -36,6 +36,7 @@ from meshlora.data import TokenizedDataset, read_records, tokenize
 from meshlora.loading.blueprint import Blueprint, make_blueprint, read_model_config, resolve_dtype
 from meshlora.loading.guards import dropout_fields, handle_dropout
 from meshlora.loading.kernels import with_kernels
+from meshlora.model.padding import leaves_mask
 from meshlora.oracle.case import (
     Case,
     as_pairs,
@@ -198,6 +199,7 @@ class Proof:
             "features": bool(takes and getattr(self.config.vision_config, "deepstack_visual_indexes", None)),
             "vision": bool(takes) and any(not self.plans[topology].is_text(n) for n in config.target_modules or ()),
             "packing": bool(case.packing),
+            "unmasked": not case.packing and not takes and leaves_mask(self.plans[topology]),
             "resume": case.resumes,
             "adapters": self.request.adapters > 1,
             "one_micro_batch": micro_batches == 1,

@@ -130,6 +130,19 @@ def label_smoothing_ignored(original: Any, *args: Any, label_smoothing: float) -
     return original(*args, label_smoothing=0.0)
 
 
+@after(batches, "collate", needs="unmasked")
+def padding_at_the_start(batch: Batch, *_: Any, **__: Any) -> Batch:
+    """padding that has no mask is at the end of its row"""
+    order = batch.attention_mask.argsort(dim=1, stable=True)  # zeros first
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.gather(1, order)
+
+    ids, mask, labels, tokens = map(moved, (batch.input_ids, batch.attention_mask, batch.labels, batch.tokens))
+    columns = {name: moved(column) for name, column in batch.columns.items()}
+    return dataclasses.replace(batch, input_ids=ids, attention_mask=mask, labels=labels, tokens=tokens, columns=columns)
+
+
 @around(trainer, "Batching", needs="packing")
 def packing_left_out(original: Any, mesh: Any, size: int, pad_token_id: int, row_length: Any, **rest: Any) -> Any:
     """sequences share rows if packing is configured"""

@@ -54,8 +54,8 @@ class Mutation:
             rows), "examples" (its mean is over pairs or records) and "pools_to_the_end" (embeddings are of all tokens,
             or of the last); "seed" (not 0),
             "short_batch" (the last of an epoch), "embedding_padding" (a target with a padding token), "lora_dropout",
-            "odd_dropout" (not a multiple of 0.1), "model_dropout", "dropout" (either), "packing", "m_rope" (positions
-            of time, height and width), "resume",
+            "odd_dropout" (not a multiple of 0.1), "model_dropout", "dropout" (either), "packing", "unmasked" (padding
+            at the end of rows has no mask), "m_rope" (positions of time, height and width), "resume",
             "one_micro_batch" (per step), "four_micro_batches" (or more); of the frozen base "dp_shard", "quantized",
             "quantizes" (on load), "four_bits", "plain_base"; "kernels" (fused, of a package); of images "images" (some
             sequences have them),

@@ -1,0 +1,34 @@
+"""Padding at the end of rows: for which models no mask is needed.
+
+Owns: the rule. Does not own: who pads (`data.collate`), the forward (`train.losses`).
+
+A token of a causal model sees none after it, so padding at the end of its row changes nothing for it, with a mask or
+without. A mask `[B, 1, S, S]` would cost: torch's attention has no fused kernel for it on a GPU, and transformers reads
+the device to see whether there is padding at all. Padding itself then has other values, which nothing reads. Shown in
+float64 for every proved dense family by `tests/unit/test_padding_mask.py`, and by the preflight of each run.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshlora.common.tasks import CAUSAL
+from meshlora.plan.families.proved import PROVED
+from meshlora.plan.rules import ModelPlan
+
+
+def needs_mask(model: Any, plan: ModelPlan) -> bool:
+    """Whether `model` must be told which tokens are padding at the end of rows. plan: of all its stages.
+
+    It must if its family is not proved; if it routes tokens to experts, whose choices are counted; and if its tokens
+    see later ones: for another task, or by its configuration.
+    """
+    if not leaves_mask(plan) or not getattr(model.config.get_text_config(), "is_causal", True):
+        return True
+    of_text = (module for name, module in model.named_modules() if plan.is_text(name))
+    return any(getattr(module, "is_causal", True) is False for module in of_text)
+
+
+def leaves_mask(plan: ModelPlan) -> bool:
+    """Whether a model of this plan needs no mask, if each of its attentions is causal."""
+    return plan.model_type in PROVED and plan.task == CAUSAL and not plan.experts

@@ -1,0 +1,127 @@
+"""Padding at the end of rows: no mask where none is needed, and the numbers of one."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor
+
+import meshlora
+from meshlora.adapter.attach import runtime
+from meshlora.common.compat import replaced
+from meshlora.common.float64 import lift
+from meshlora.config.run import BaseOptions
+from meshlora.data import Batch, Sequence, collate
+from meshlora.loading.blueprint import make_blueprint
+from meshlora.model.padding import needs_mask
+from meshlora.plan.families.proved import PROVED, PROVED_EXPERTS
+from meshlora.plan.families.twin import twin_config
+from meshlora.plan.topology import Topology
+from meshlora.train.losses import batch_log_probabilities, language_model_loss
+from meshlora.train.packing_check import _twin
+
+# Longer and shorter than a twin's windows (8).
+LENGTHS = (13, 21, 5)
+# Of all proved families only this has them among its dense ones: it sees its whole prompt.
+SEES_LATER_TOKENS = {"paligemma"}
+
+
+def _model(family: str, **config: Any) -> Any:
+    return make_blueprint(twin_config(family, **config), Topology(), BaseOptions(dtype="float64")).model
+
+
+def _batch(vocab_size: int) -> Batch:
+    generator = np.random.default_rng(0)
+    rows = [generator.integers(3, vocab_size, size=length).astype(np.int32) for length in LENGTHS]
+    return collate([Sequence(ids, np.ones(len(ids), dtype=bool)) for ids in rows], pad_token_id=0)
+
+
+def _needs(family: str) -> bool:
+    blueprint = make_blueprint(twin_config(family), Topology(), BaseOptions(dtype="float64", disable_dropout=True))
+    return needs_mask(blueprint.model, blueprint.plan)
+
+
+def _check(family: str, attention: str | None) -> None:
+    model = _twin(twin_config(family), attention, False)
+    batch = _batch(model.config.get_text_config().vocab_size)
+    with torch.no_grad(), lift():
+        masked, plain = (
+            model(input_ids=batch.input_ids, attention_mask=mask, use_cache=False).logits
+            for mask in (batch.attention_mask, None)
+        )
+    real = batch.attention_mask.bool()
+    scale = float(masked.abs().max())
+    assert float((masked - plain)[real].abs().max()) <= 1e-12 * scale
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_mask_of_padding_changes_no_token(family: str) -> None:
+    assert not _needs(family)
+    _check(family, None)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("attention", [None, "eager"])
+@pytest.mark.parametrize("family", sorted(PROVED - PROVED_EXPERTS))
+def test_a_mask_of_padding_changes_no_token_of_any_family(family: str, attention: str | None) -> None:
+    assert _needs(family) == (family in SEES_LATER_TOKENS)
+    if family not in SEES_LATER_TOKENS:
+        _check(family, attention)
+
+
+def test_who_routes_tokens_or_sees_later_ones_needs_a_mask() -> None:
+    assert _needs("paligemma")
+    assert _needs("qwen3_moe")
+    blueprint = make_blueprint(twin_config("llama"), Topology(), BaseOptions(dtype="float64"))
+    blueprint.model.model.layers[1].self_attn.is_causal = False
+    assert needs_mask(blueprint.model, blueprint.plan)
+    unproved = dataclasses.replace(blueprint.plan, model_type="unheard")
+    assert needs_mask(make_blueprint(twin_config("llama"), Topology(), BaseOptions()).model, unproved)
+
+
+def _given(model: Any, run: Any) -> tuple[Any, list[Any]]:
+    """(what `run()` returns, the masks that the forwards in it were called with)."""
+    masks = []
+    with replaced(type(model), "forward", _watched(type(model).forward, masks)):
+        return run(), masks
+
+
+def _watched(forward: Any, masks: list[Any]) -> Any:
+    def watched(self: Any, **given: Any) -> Any:
+        masks.append(given["attention_mask"])
+        return forward(self, **given)
+
+    return watched
+
+
+def test_rows_of_a_run_have_no_mask_and_those_of_a_loop_have_theirs() -> None:
+    lora = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = meshlora.load(twin_config("llama"), lora=lora, dtype="float64")
+    batch = _batch(model.config.vocab_size)
+    asked = []
+
+    def read(ids: Tensor) -> None:
+        asked.append(ids)
+
+    from transformers import masking_utils
+
+    with replaced(masking_utils, "find_packed_sequence_indices", read), lift():
+        plain, masks = _given(model, lambda: batch_log_probabilities(model, batch))
+    assert masks == [None]
+    assert not asked, "transformers would read position ids on the device"
+
+    runtime(model).masks_padding = True
+    with lift():
+        masked, masks = _given(model, lambda: batch_log_probabilities(model, batch))
+    assert masks[0] is batch.attention_mask
+    torch.testing.assert_close(plain, masked, rtol=0, atol=1e-12)
+
+    runtime(model).masks_padding = False
+    left = tuple(t.flip(1) for t in (batch.input_ids, batch.attention_mask, batch.labels.roll(-1, 1)))
+    _, masks = _given(model, lambda: language_model_loss(model, *left, trained=torch.arange(1)))
+    assert masks[0] is left[1], "where a loop pads is not known"
