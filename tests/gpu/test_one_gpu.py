@@ -9,6 +9,7 @@ import torch
 from peft import LoraConfig
 
 import meshlora
+from meshlora.layers import varlen
 from meshlora.layers.liger import check_kernels, liger
 from meshlora.layers.rms_norm import RmsNormFunction
 from meshlora.train.losses import language_model_loss
@@ -67,3 +68,9 @@ def test_a_model_with_kernels_of_liger_matches_one_process(family: str, prove: P
     asked = {"dtype": "float32", "kernels": "liger", "device": "cuda", "recompute": True}
     (outcome,) = prove(family=family, topologies=("",), steps=2, **asked)
     assert outcome.passed, (outcome.divergence, outcome.error)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("width", [64, 128])
+def test_sequences_of_a_row_are_attended_in_one_call(dtype: torch.dtype, width: int) -> None:
+    assert varlen.agrees(torch.device("cuda"), dtype, width)

@@ -6,9 +6,10 @@ Does not own: which sequences share a row (`data.packing`), position ids, by whi
 cp, whose ranks attend in parts (`layers.context`).
 
 transformers calls attention and makes masks through two registries of functions by name. Ours stand there as
-`meshlora-apart-sdpa` and `meshlora-apart-eager`. So windows, sinks and soft caps are those of the model. A mask that
-depends on more than positions, attention with further values for each token, and a forward without known lengths take
-the whole mask, as without this file.
+`meshlora-apart-sdpa` and `meshlora-apart-eager`. So windows, sinks and soft caps are those of the model. On a GPU one
+kernel takes all sequences at once where it computes the same (`layers.varlen`). A mask that depends on more than
+positions, attention with further values for each token, and a forward without known lengths take the whole mask, as
+without this file.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from meshlora.common import compat
+from meshlora.layers.varlen import Ends, fits, in_one_call
 
 _OURS = "meshlora-apart-"
 BASES = ("sdpa", "eager")
@@ -43,6 +45,7 @@ class Lengths:
         self._next: Sequence[Sequence[int]] | None = None
         self.apart: set[nn.Module] = set()
         self.whole: set[nn.Module] = set()
+        self.ends = Ends()
 
     def next(self, of_rows: Sequence[Sequence[int]] | None) -> None:
         """Say the lengths of the next forward; without a call they are not known."""
@@ -154,6 +157,9 @@ def _attention(
     running.apart.add(module)
     if all(len(of_row) == 1 for of_row in lengths):  # nothing to cut
         return call(query, key, value, attention_mask.alone(query.shape[2]), *args, **kwargs)[0], None
+    masks = [attention_mask.alone(n) for n in {n for of_row in lengths for n in of_row}]
+    if base == "sdpa" and fits(module, query, key, value, masks, args, kwargs):
+        return in_one_call(query, key, value, lengths, running.ends, scale=kwargs.get("scaling")), None
     rows = []
     for row, of_row in enumerate(lengths):
         each = zip(*(x[row : row + 1].split(list(of_row), 2) for x in (query, key, value)), strict=True)
