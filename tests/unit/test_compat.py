@@ -141,6 +141,7 @@ PRIVATE = [
     Private("set_attention", f"{_CONFIG}._attn_implementation_internal", "to attend over cp", of=PretrainedConfig),
     Private("attention_function", f"{_LLAMA}.eager_attention_forward", "to attend over cp"),
     Private("all_rows_packed", f"{_MASKS}.find_packed_sequence_indices", "to ask no device whether rows are packed"),
+    Private("no_rows_packed", f"{_MASKS}.find_packed_sequence_indices", "to ask no device whether padded rows are"),
     Private("packed_sequence_indices", f"{_MASKS}.find_packed_sequence_indices", "to stand in for it"),
     Private("rule_of_one_sequence", f"{_MASKS}.packed_sequence_mask_function", "to attend to one sequence at a time"),
     Private("rule_of_one_sequence", f"{_MASKS}.remap_positions_for_packed_sequence", "to attend to one at a time"),
@@ -235,6 +236,8 @@ def test_numbers_of_sequences_are_those_of_transformers_without_a_look_at_them()
         expected = masks.find_packed_sequence_indices(positions)
         with compat.all_rows_packed():
             assert torch.equal(masks.find_packed_sequence_indices(positions), expected)
+        with compat.no_rows_packed():
+            assert masks.find_packed_sequence_indices(positions) is None
     with compat.all_rows_packed():  # nothing in it depends on a value
         assert masks.find_packed_sequence_indices(torch.arange(3, device="meta").expand(2, 3)).is_meta
 

@@ -86,7 +86,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
 # Faults of fused kernels, which only a GPU has -> (phase, module) where each shows in `tests/verify/test_kernels.py`.
 OF_KERNELS = {
     "kernel_norm_without_weight": ("forward", "model.layers.0.input_layernorm"),
-    "kernel_gate_and_up_exchanged": ("backward", "model.layers.1.mlp.gate_proj"),
-    "kernel_rotates_gradients_forward": ("backward", "model.layers.1.self_attn.q_proj"),
-    "kernel_writes_product_over_gate": ("backward", "model.layers.1.mlp.gate_proj"),
+    "kernel_gate_and_up_exchanged": ("backward", "model.layers.1.mlp.up_proj"),
+    "kernel_rotates_gradients_forward": ("backward", "model.layers.1.self_attn.k_proj"),
+    "kernel_writes_product_over_gate": ("backward", "model.layers.1.mlp.up_proj"),
 }

@@ -169,10 +169,7 @@ class FusedRotation(Function):
 def _activation_of(module: nn.Module) -> str | None:
     if _digest(type(module).forward) not in _MLPS:
         return None
-    act = getattr(module, "act_fn", None)
-    if isinstance(act, GELUTanh) and vars(act).get("act") == act._gelu_tanh_python:
-        return None
-    return _ACTIVATIONS.get(type(act))
+    return _ACTIVATIONS.get(type(getattr(module, "act_fn", None)))
 
 
 def _mlp(gate: Gate) -> Any:
