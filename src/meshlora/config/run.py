@@ -35,6 +35,7 @@ class BaseOptions:
         disable_dropout: set all dropout in the model itself to 0; unsupported: only where it is not supported.
         allow_unused_weights: the checkpoint may hold weights that the model has no place for.
         quantization: of the frozen base while it is loaded; keep: as the checkpoint is stored.
+        kernels: fused ones of a package, on GPUs; auto: liger where it is installed and the preflight proves there.
     """
 
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
