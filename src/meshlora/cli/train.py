@@ -67,7 +67,7 @@ def _train(options: argparse.Namespace) -> None:
         given, rule = f"--stopped-exit-code {options.stopped_exit_code}", "1 and 2 are failures, above 125 are signals"
         raise UserError(given, rule, "use one of 3 to 125, as in 85; or 0, as for a run that is done")
     if options.nproc is not None:
-        _start_ranks(options)
+        start(options)
         return
     with rank_edge(is_watched=True) as watch, contextlib.ExitStack() as held:
         is_done = _train_as_rank(options, place, watch, held)
@@ -75,8 +75,11 @@ def _train(options: argparse.Namespace) -> None:
         raise SystemExit(options.stopped_exit_code)
 
 
-def _start_ranks(options: argparse.Namespace) -> None:
-    """Check and prove the run of `--nproc N`, and start its ranks on this machine."""
+def start(options: argparse.Namespace) -> None:
+    """Check and prove the run of `--nproc N`, and start its ranks on this machine.
+
+    options: of this command.
+    """
     from meshlora.cli.elastic import fitted
     from meshlora.comm.groups import on_gpus
     from meshlora.config.file import read_runs

@@ -15,6 +15,7 @@ from typing import Any
 
 from meshlora.common.errors import UserError, did_you_mean
 from meshlora.common.files import check_result_file, write_atomically
+from meshlora.train.watch.sweep import Sweep
 
 FORMATS = (".png", ".svg", ".pdf", ".html")
 _PAGE = '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n<title>meshlora</title>\n{}\n</html>\n'
@@ -107,6 +108,29 @@ def plot_schedule(rates: Sequence[float], file: Path, *, title: str) -> None:
     axis.set_ylabel("learning rate")
     axis.set_ylim(bottom=0)
     _save(figure, file)
+
+
+def plot_sweep(sweep: Sweep, file: Path, *, title: str) -> None:
+    """Draw the loss over the learning rate into `file`, with the suggested rate.
+
+    Raises:
+        UserError: `file` cannot be drawn.
+    """
+    figure, axis = _pyplot(file).subplots(figsize=(9, 4), layout="constrained")
+    axis.plot(sweep.rates, sweep.losses, alpha=0.35, label="loss of the step")
+    axis.plot(sweep.rates, sweep.smooth, label="smoothed")
+    axis.axvline(sweep.suggested, color="black", linestyle="--", linewidth=1, label="suggested")
+    _label(axis, title)
+    axis.set_xscale("log")
+    axis.set_xlabel("learning rate")
+    axis.set_ylabel("loss")
+    axis.legend()
+    _save(figure, file)
+
+
+def check_picture(file: Path) -> None:
+    """Refuse a picture that could not be drawn, before the work that it shows. Raises: UserError."""
+    _pyplot(file)
 
 
 def _label(axis: Any, title: str) -> None:

@@ -1,0 +1,117 @@
+"""`meshlora lr-find`: the rates of a sweep, what it suggests, and that nothing of its run is left."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshlora.cli import train
+from meshlora.cli.main import main
+from meshlora.common.errors import RankFailedError, UserError
+from meshlora.config.file import read_run
+from meshlora.train.optimizer import learning_rate
+from meshlora.train.watch.sweep import rates_of, sweep_of
+from tests.run_files import copy_lines, write_run_file
+
+
+def valley(rates: list[float], at: float = 1e-2) -> list[float]:
+    """Losses that are lowest about the rate `at`."""
+    return [2.0 + abs(math.log10(rate / at)) for rate in rates]
+
+
+def test_a_tenth_of_the_lowest_is_suggested() -> None:
+    rates = rates_of(1e-6, 1e0, 61)
+    sweep = sweep_of(rates, valley(rates))
+    assert sweep.suggested == 1e-3
+    assert sweep.note == ""
+
+
+def test_loss_that_still_falls_at_the_end_is_said_and_one_that_only_rises_refused() -> None:
+    rates = rates_of(1e-6, 1e-3, 31)
+    assert "still fell at the highest rate" in sweep_of(rates, valley(rates)).note
+    with pytest.raises(UserError, match=r"only rose.*lower --from"):
+        sweep_of(rates, valley(rates, at=1e-7))
+
+
+def test_smoothing_is_not_late() -> None:
+    """A mean of earlier losses alone would find the valley at a rate that is too high."""
+    rates = rates_of(1e-6, 1e-2, 21)
+    assert sweep_of(rates, valley(rates, at=1e-4)).suggested == 1e-5
+
+
+Find = Callable[..., int]
+
+
+@pytest.fixture
+def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
+    """`find(*arguments, ends=...)`: the command, whose run is only looked at: its losses are those of a valley."""
+    copy_lines("train", tmp_path / "train.jsonl", 0, 8)
+    file = write_run_file(tmp_path / "run.yaml", train={"steps": None, "epochs": 2, "save_every": 1, "warmup_steps": 3})
+
+    def run(*arguments: str, ends: int | None = None) -> int:
+        def start(options: argparse.Namespace) -> None:
+            config = read_run(options.file, options.overrides)
+            options_of, steps = config.train, config.train.steps
+            assert steps is not None
+            rates = [learning_rate(step, options=options_of, steps=steps) for step in range(steps)]
+            assert (options_of.save_every, config.data.eval) == (0, None)
+            output = Path(options_of.output)
+            output.mkdir()
+            lines = [
+                {"step": i, "loss": loss, "lr": rate}
+                for i, (rate, loss) in enumerate(zip(rates, valley(rates), strict=True))
+            ]
+            (output / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:ends]))
+            outputs.append(output)
+            if ends is not None:
+                raise RankFailedError("10 steps in a row were left out")
+
+        monkeypatch.setattr(train, "start", start)
+        return main(["lr-find", str(file), *arguments])
+
+    outputs: list[Path] = []
+    monkeypatch.setattr(run, "outputs", outputs, raising=False)
+    return run
+
+
+def test_every_step_has_its_own_rate_and_nothing_is_left(
+    find: Find, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert find("--from", "1e-5", "--to", "1", "--steps", "51", "--json", str(tmp_path / "found.json")) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["rates"] == rates_of(1e-5, 1.0, 51)
+    assert found["losses"] == pytest.approx(valley(found["rates"]))
+    out = capsys.readouterr().out
+    assert f"suggested: train.lr: {found['suggested']:g}, a tenth of the rate" in out
+    assert not any(output.exists() for output in find.outputs)  # type: ignore[attr-defined]
+
+
+def test_run_that_breaks_off_still_suggests(find: Find, capsys: pytest.CaptureFixture[str]) -> None:
+    assert find("--from", "1e-5", "--to", "1", "--steps", "51", ends=45) == 0
+    out = capsys.readouterr().out
+    assert "the run ended at" in out
+    assert "suggested: train.lr" in out
+    assert find(ends=0) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--from", "0"], "rates rise from above 0"),
+        (["--from", "1", "--to", "0.1"], "rates rise from above 0"),
+        (["--to", "nan"], "rates rise from above 0"),
+        (["--steps", "3"], "--steps 3: a sweep has at least 10"),
+        (["--plot", "x.doc"], "a picture ends in"),
+        (["--set", "train.nothing=1"], "train.nothing"),
+    ],
+)
+def test_mistake_is_one_line(find: Find, arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert find(*arguments) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert len(err.splitlines()) == 1
