@@ -239,7 +239,12 @@ def time_runs(folder: Path, steps: int, dtype: str) -> tuple[float, float]:
     shared = {
         "model": {"path": str(folder), "dtype": dtype},
         "lora": {"r": RANK, "lora_alpha": 16, "target_modules": "all-linear"},
-        "data": {"train": str(RECORDS), "max_length": SEQ, "cache_dir": str(folder / "cache"), "loss_on": "all"},
+        "data": {
+            "train": str(RECORDS),
+            "max_length": SEQ,
+            "cache_dir": str(folder / "cache"),
+            "train_on": "everything",
+        },
         "train": {"steps": steps, "batch_size": 1, "micro_batch_size": K, "log_every": steps},
         "device": "cpu",
     }

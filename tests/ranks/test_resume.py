@@ -332,7 +332,7 @@ def test_damaged_checkpoint_is_passed_over_with_a_word(
         ({"train__batch_size": 8}, "train.batch_size"),
         ({"train__seed": 3}, "train.seed"),
         ({"train__steps": STEPS + 1}, "steps"),
-        ({"data__loss_on": "all"}, "data"),
+        ({"data__train_on": "everything"}, "data"),
         ({"lora__r": 8}, "lora"),
         ({"model__dtype": "float32"}, "model.dtype"),
     ],

@@ -38,7 +38,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     },
     "second": {
         "lora": {"r": 8, "lora_alpha": 4, "target_modules": ["q_proj", "v_proj", "down_proj"], "lora_dropout": 0.1},
-        "data": {"train": "second.jsonl", "max_length": 64, "loss_on": "all"},
+        "data": {"train": "second.jsonl", "max_length": 64, "train_on": "everything"},
         "train": {
             "steps": 5,
             "batch_size": 3,

@@ -101,7 +101,9 @@ def changes() -> dict[str, tuple[list[Record], Any, dict[str, Any]]]:
     split.split_special_tokens = True
     return {
         "max_length": (RECORDS, make_tokenizer(), {"max_length": 15}),
-        "loss_on": (RECORDS, make_tokenizer(), {**plain, "loss_on": "all"}),
+        "train_on": (RECORDS, make_tokenizer(), {**plain, "train_on": "everything"}),
+        "too_long": (RECORDS, make_tokenizer(), {**plain, "too_long": "drop"}),
+        "rows of an example": ([tuple(RECORDS)], make_tokenizer(), plain),
         "order of records": (RECORDS[::-1], make_tokenizer(), plain),
         "content of a record": ([*RECORDS[:-1], Record(text="the hous", origin="t")], make_tokenizer(), plain),
         "border of a record": ([pair("near ", "the river"), *RECORDS[1:]], make_tokenizer(), plain),
@@ -315,7 +317,7 @@ def test_the_cache_file_is_plain_safetensors(tmp_path: Path) -> None:
     dataset = tokenize(RECORDS, make_tokenizer(), max_length=16, cache_dir=tmp_path)
     (path,) = files_of(tmp_path)
     arrays = load_file(path)
-    assert set(arrays) == {"input_ids", "is_trained", "offsets"}
+    assert set(arrays) == {"input_ids", "is_trained", "offsets", "sources", "too_long"}
     assert np.array_equal(arrays["input_ids"], dataset.input_ids)
     size = int.from_bytes(path.read_bytes()[:8], "little")
     assert json.loads(path.read_bytes()[8 : 8 + size])["__metadata__"]["key"] == path.stem

@@ -103,10 +103,12 @@ def test_a_turn_that_is_not_to_be_trained_is_not(flag: dict[str, Any], template:
     assert trained_text(tokenize([kept], tokenizer, max_length=99), tokenizer) == f"b{END}"
 
 
-def test_a_turn_of_the_user_that_is_not_to_be_trained_is_refused_where_all_is_trained() -> None:
-    tokenizer = make_tokenizer(chat_template=MARKED)
-    with pytest.raises(UserError, match=r"weight 0 on another turn: with data\.loss_on=all"):
-        tokenize([record(ASK | {"weight": 0}, SAY)], tokenizer, max_length=99, loss_on="all")
+@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+def test_a_turn_of_the_user_that_is_not_to_be_trained_is_left_out_where_all_else_is_trained(template: str) -> None:
+    tokenizer = make_tokenizer(chat_template=template, eos=END)
+    found = tokenize([record(ASK, SAY, ASK | {"weight": 0}, SAY)], tokenizer, max_length=99, train_on="everything")
+    left_out = tokenizer.decode(found.input_ids[~found.is_trained])
+    assert left_out.removesuffix("\n") == tokenizer.apply_chat_template([ASK], tokenize=False).removesuffix("\n")
 
 
 @pytest.mark.parametrize(

@@ -85,15 +85,15 @@ def test_images_are_never_trained(processors: dict[str, Any], folder: Path) -> N
     processor = processors["qwen3_vl"]
     answer = {"role": "assistant", "content": [part("here:"), part("tall.webp")]}
     row = {"messages": [*conversation("wide.png", "what?")["messages"], {"role": "user", "content": "draw"}, answer]}
-    for loss_on in ("completion", "all"):
-        (sequence,) = read(folder, row, processor=processor, loss_on=loss_on)
+    for train_on in ("all", "everything"):
+        (sequence,) = read(folder, row, processor=processor, train_on=train_on)
         of_images = np.isin(sequence.input_ids, [processor.image_token_id])
         assert of_images.sum() == 8 + 10  # two tokens for each 8 x 8 pixels
         assert not sequence.is_trained[of_images].any()
         text = processor.tokenizer.decode(sequence.input_ids[sequence.is_trained])
         assert "a house<|endoftext|>" in text
         assert "here:" in text
-        assert ("draw" in text) == (loss_on == "all")
+        assert ("draw" in text) == (train_on == "everything")
 
 
 def test_a_sequence_is_never_cut_in_an_image_but_after_it(processors: dict[str, Any], folder: Path) -> None:

@@ -151,7 +151,7 @@ def _tokens_of_each_kind(template: str, long: str) -> list[list[Any]]:
     tokenizer = make_tokenizer(chat_template=template, eos=END, adds_bos=True)
     data = tokenize(records, tokenizer, max_length=MAX_LENGTH)
     records.append(Record(prompt=long, completion="c", origin="a:2"))
-    of_all = tokenize(records, tokenizer, max_length=MAX_LENGTH, loss_on="all")
+    of_all = tokenize(records, tokenizer, max_length=MAX_LENGTH, train_on="everything")
     return [array.tolist() for found in (data, of_all) for array in (found.input_ids, found.is_trained, found.offsets)]
 
 

@@ -37,8 +37,8 @@ def test_spaces_around_the_border_are_tokenized_as_they_stand() -> None:
         assert tokenizer.decode(ids) == prompt + completion + EOS
 
 
-def test_loss_on_all_trains_the_prompt_but_its_first_token_does_not_count() -> None:
-    dataset = tokenize([pair("near", " the")], make_tokenizer(), max_length=64, loss_on="all")
+def test_train_on_everything_trains_the_prompt_but_its_first_token_does_not_count() -> None:
+    dataset = tokenize([pair("near", " the")], make_tokenizer(), max_length=64, train_on="everything")
     assert dataset[0].is_trained.all()
     assert dataset.num_trained_tokens == len(dataset.input_ids) - 1
 
@@ -128,7 +128,10 @@ def test_a_record_whose_only_trained_token_is_its_first_has_nothing_to_predict()
     ("options", "reason"),
     [
         ({"max_length": 1}, "max_length=1: must be at least 2"),
-        ({"loss_on": "completions"}, "did you mean 'completion'"),
+        ({"train_on": "everythin"}, "did you mean 'everything'"),
+        ({"train_on": ["asistant"]}, "did you mean 'assistant'"),
+        ({"train_on": []}, "one role or more"),
+        ({"too_long": "drops"}, "did you mean 'drop'"),
         ({"records": []}, "nothing to tokenise"),
         ({"tokenizer": "no eos"}, "has no eos token"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,8 +41,10 @@ def test_spaces_and_split_characters_on_a_turns_border_are_the_assistants(conten
     assert trained_text(tokenize([record], tokenizer, max_length=256), tokenizer) == content * 2
 
 
-def test_loss_on_all_trains_whole_conversations() -> None:
-    assert tokenize([TWO_TURNS], make_tokenizer(chat_template=MARKED), max_length=256, loss_on="all").is_trained.all()
+def test_train_on_everything_trains_whole_conversations() -> None:
+    assert tokenize(
+        [TWO_TURNS], make_tokenizer(chat_template=MARKED), max_length=256, train_on="everything"
+    ).is_trained.all()
 
 
 def test_nothing_is_added_to_what_the_template_wrote() -> None:
@@ -121,9 +124,9 @@ def test_a_turn_with_weight_0_is_not_trained_and_its_neighbours_are(template: st
 
 
 @pytest.mark.parametrize("template", [MARKED, UNMARKED])
-def test_loss_on_all_trains_everything_but_turns_with_weight_0(template: str) -> None:
+def test_train_on_everything_trains_everything_but_turns_with_weight_0(template: str) -> None:
     tokenizer = make_tokenizer(chat_template=template, eos=END)
-    found = tokenize([FIRST_IS_OUT], tokenizer, max_length=256, loss_on="all")
+    found = tokenize([FIRST_IS_OUT], tokenizer, max_length=256, train_on="everything")
     assert tokenizer.decode(found.input_ids[~found.is_trained]) == f"hello{END}"
 
 
@@ -152,7 +155,9 @@ def test_weight_0_under_marks_that_do_not_name_turns_is_refused_not_guessed() ->
     assert twice != MARKED
     tokenizer = make_tokenizer(chat_template=twice)
     tokenize([_without_weights(FIRST_IS_OUT)], tokenizer, max_length=64)
-    with pytest.raises(UserError, match=r"a.jsonl:1: a turn with weight 0: .*cannot be told which is which"):
+    with pytest.raises(
+        UserError, match=r"a.jsonl:1: .*some turns of the assistant are trained: .*cannot be told which is which"
+    ):
         tokenize([FIRST_IS_OUT], tokenizer, max_length=64)
 
 
@@ -190,3 +195,76 @@ def test_keys_that_are_not_read_are_known_when_tokens_come_from_the_cache(tmp_pa
             say=said.append,
         )
     assert len(said) == 2
+
+
+# ---- data.train_on
+
+TOOLS = chat(
+    ("system", "be kind"),
+    ("user", "hi"),
+    ("assistant", "look"),
+    ("tool", "one"),
+    ("tool", "two"),
+    ("assistant", "hello"),
+    ("user", "and?"),
+    ("assistant", "bye"),
+)
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+@pytest.mark.parametrize(
+    ("train_on", "expected"),
+    [
+        ("all", f"look{END}hello{END}bye{END}"),
+        ("last", f"bye{END}"),
+        (["assistant"], f"look{END}hello{END}bye{END}"),
+        (["user"], f"<|start|>user\nhi{END}<|start|>user\nand?{END}"),
+        (["tool", "assistant"], f"look{END}<|start|>tool\none{END}\n<|start|>tool\ntwo{END}hello{END}bye{END}"),
+        (["system"], f"<|start|>system\nbe kind{END}"),
+    ],
+)
+def test_turns_that_are_trained_are_those_that_are_named(template: str, train_on: Any, expected: str) -> None:
+    tokenizer = make_tokenizer(chat_template=template, eos=END)
+    found = tokenize([TOOLS], tokenizer, max_length=256, train_on=train_on)
+    # With marks a turn of another role ends where the template ends it, with a line.
+    assert trained_text(found, tokenizer).replace(f"{END}\n<|start|>user", f"{END}<|start|>user").rstrip("\n") in (
+        expected,
+        expected.replace(f"two{END}", f"two{END}\n"),
+    )
+    plain = tokenize([TOOLS], tokenizer, max_length=256, train_on="everything")
+    assert found.input_ids.tolist() == plain.input_ids.tolist()
+
+
+# A template that puts the results of several tools into one turn, as Qwen's does.
+JOINS_TOOLS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|start|>user\n' }}{% endif %}"
+    "{{ '[' + m.content + ']' }}"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|end|>\n' }}{% endif %}"
+    "{% else %}{{ '<|start|>' + m.role + '\n' + m.content + '<|end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_results_of_tools_that_the_template_joins_are_one_turn() -> None:
+    tokenizer = make_tokenizer(chat_template=JOINS_TOOLS, eos=END)
+    found = tokenize([TOOLS], tokenizer, max_length=256, train_on=["tool"])
+    assert trained_text(found, tokenizer) == f"<|start|>user\n[one][two]{END}"
+
+
+def test_turns_of_users_that_later_messages_change_are_refused_not_guessed() -> None:
+    template = UNMARKED.replace("'\n' + m.content", "'\n' + ('!' if loop.last else '') + m.content")
+    assert template != UNMARKED
+    with pytest.raises(UserError, match=r"messages\[1\] is rendered differently once later messages follow"):
+        tokenize([TOOLS], make_tokenizer(chat_template=template), max_length=256, train_on=["user"])
+
+
+def test_prompt_is_the_users_and_completion_the_assistants() -> None:
+    tokenizer = make_tokenizer()
+    record = Record(prompt="near the river", completion=" the", origin="a:1")
+    for train_on, expected in {
+        ("user",): "near the river",
+        ("assistant",): f" the{EOS}",
+        ("user", "assistant"): f"near the river the{EOS}",
+    }.items():
+        assert trained_text(tokenize([record], tokenizer, max_length=64, train_on=train_on), tokenizer) == expected

@@ -103,8 +103,9 @@ def test_sequences_are_cut_to_the_length_of_the_run_file(setup: Setup) -> None:
     assert {len(sequence.input_ids) for sequence in prepared(setup, data__max_length=12).train_data} == {12}
 
 
-def test_prompts_are_trained_where_the_run_file_says_so(setup: Setup) -> None:
-    data = prepared(setup, data__loss_on="all").train_data
+@pytest.mark.parametrize(("option", "value"), [("train_on", "everything"), ("loss_on", "all")])
+def test_prompts_are_trained_where_the_run_file_says_so(setup: Setup, option: str, value: str) -> None:
+    data = prepared(setup, **{f"data__{option}": value}).train_data
     assert data.num_trained_tokens == len(data.input_ids) - len(data), "all but the first of each sequence"
 
 
@@ -316,3 +317,28 @@ def test_replicas_of_the_first_step_belong_to_the_preflight_on_devices(
     train({"": prepared(setup, preflight=preflight, **options)})
     assert compared[-len(steps) :] == steps
     assert 2 not in compared
+
+
+def test_long_records_are_left_out_where_the_run_file_says_so(setup: Setup) -> None:
+    setup.data({"text": "def g(): return g" * 90}, {"text": "def g(): return g"})
+    setup.drop("data.eval")
+    run = prepared(setup, data__too_long="drop")
+    assert len(run.train_data) == 1
+    assert any("train.jsonl:1 first, are longer than max_length=64: left out" in note for note in run.notes), run.notes
+
+
+def test_conversations_are_rendered_by_the_template_of_the_run_file(setup: Setup) -> None:
+    turns = [{"role": "user", "content": "def g"}, {"role": "assistant", "content": "return g"}]
+    setup.data({"messages": turns})
+    setup.drop("data.eval")
+    file = setup.folder / "own.jinja"
+    file.write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    run, tokenizer = prepared(setup, data__chat_template=str(file)), AutoTokenizer.from_pretrained(setup.model)
+    assert tokenizer.decode(run.train_data.input_ids) == "[user]def g[assistant]return g"
+    tokenizer.chat_template = {"default": "no", "terse": file.read_text().replace("[", "<").replace("]", ">")}
+    tokenizer.save_pretrained(setup.model)
+    run = prepared(setup, data__chat_template="terse")
+    assert tokenizer.decode(run.train_data.input_ids) == "<user>def g<assistant>return g"

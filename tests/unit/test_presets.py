@@ -33,7 +33,7 @@ def test_microsoft_e2e_is_the_recipe_of_the_paper(tmp_path: Path) -> None:
     assert (train.min_lr, train.decay_biases_and_norms, train.lora_plus_ratio) == (0, True, None)
     assert (lora["r"], lora["lora_alpha"], lora["lora_dropout"]) == (4, 32, 0.1)
     assert (lora["target_modules"], lora["pieces"]) == (["c_attn"], {"c_attn": ["q", "v"]})
-    assert (run.data.max_length, run.data.loss_on) == (512, "completion")
+    assert (run.data.max_length, run.data.train_on) == (512, "all")
     assert (generate.num_beams, generate.length_penalty, generate.no_repeat_ngram_size) == (10, 0.8, 4)
     assert not generate.do_sample
 

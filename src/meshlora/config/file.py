@@ -1,6 +1,6 @@
 """Reading a run file: one YAML -> one tree of dataclasses, with errors that name the key.
 
-Owns: YAML, overrides, splitting a file with several adapters into one run each, and the older spelling of objectives.
+Owns: YAML, overrides, splitting a file with several adapters into one run each, and older spellings.
 Does not own: names, defaults and rules of the fields (`config.run`), their types (`config.types`).
 """
 
@@ -52,6 +52,7 @@ def read_runs(path: str | Path, overrides: list[str] | None = None, *, downloads
     tree = _read_tree(Path(path))
     for override in overrides or []:
         _apply(tree, override)
+    _respell(tree, "data")
     if "adapters" not in tree:
         return {"": _run(tree, downloads)}
     adapters = tree.pop("adapters")
@@ -66,6 +67,8 @@ def read_runs(path: str | Path, overrides: list[str] | None = None, *, downloads
             raise UserError(f"adapters.{name}", rule)
         if name.lower() in _TAKEN:
             raise UserError(f"adapters.{name}", "a run keeps something else under this name", "choose another")
+        if isinstance(own, dict):
+            _respell(own, f"adapters.{name}.data")
         own_tree = _tree_of(tree, name, own)
         try:
             runs[name] = _run(own_tree, downloads)
@@ -117,6 +120,25 @@ def _located(config: RunConfig) -> RunConfig:
     return dataclasses.replace(
         config, data=data, model=dataclasses.replace(model, path=folder, revision=None), adapter=adapter
     )
+
+
+# The older `data.loss_on` -> `data.train_on`.
+_LOSS_ON = {"completion": "all", "all": "everything"}
+
+
+def _respell(tree: dict[str, Any], where: str) -> None:
+    """Rewrite `loss_on` in the group `data` of `tree`. Raises: UserError."""
+    data = tree.get("data")
+    if not isinstance(data, Mapping) or "loss_on" not in data:
+        return
+    given = data["loss_on"]
+    if "train_on" in data:
+        raise UserError(f"{where}.loss_on and {where}.train_on", "the first is an older name", "give train_on")
+    if not isinstance(given, str) or given not in _LOSS_ON:
+        known = ", ".join(map(repr, _LOSS_ON))
+        raise UserError(f"{where}.loss_on: {given!r}", f"one of {known}", f"or give {where}.train_on")
+    rest = {key: value for key, value in data.items() if key != "loss_on"}
+    tree["data"] = rest | {"train_on": _LOSS_ON[given]}
 
 
 # Parameters of objectives that run files may also give next to `objective`: key -> its name inside, and its kinds.

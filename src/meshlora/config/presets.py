@@ -21,7 +21,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "target_modules": ["c_attn"],
             "pieces": {"c_attn": ["q", "v"]},
         },
-        "data": {"max_length": 512, "loss_on": "completion"},
+        "data": {"max_length": 512, "train_on": "all"},
         "train": {
             "epochs": 5,
             "batch_size": 8,

@@ -70,9 +70,11 @@ class DataConfig:
     Attributes:
         train, eval: a path or a list of paths. columns: our field names -> theirs. format: of the
             rows (`data.formats`), where their fields do not say it.
-        max_length: tokens a sequence is cut to. packing: several sequences in one row; they do not attend to each
+        max_length: the most tokens of a sequence. packing: several sequences in one row; they do not attend to each
             other. True: in rows of up to max_length tokens; auto: those of a micro-batch, where that is proved.
-        loss_on: which tokens are trained.
+        too_long: what becomes of a record with more tokens (`data.too_long`). train_on: which turns are trained: all of
+            the assistant, its last, everything, or those of these roles (`data.train_on`).
+        chat_template: file of a chat template in place of the tokenizer's own, or the name of one that it has.
         cache_dir: folder of tokenised files.
         eval_limit: use only the first N examples of eval. sample_prompts: prompts continued at `train.sample_every`;
             default: the first prompts of eval.
@@ -84,7 +86,11 @@ class DataConfig:
     format: Format = "auto"
     max_length: int = number(1024, most=10**8)
     packing: bool | Literal["auto"] = "auto"
-    loss_on: Literal["completion", "all"] = "completion"
+    too_long: Literal["truncate", "drop", "split", "error"] = "truncate"
+    train_on: (
+        Literal["all", "last", "everything"] | list[Literal["system", "developer", "user", "assistant", "tool"]]
+    ) = "all"
+    chat_template: str | None = None
     cache_dir: str = str(CACHE / "tokens")
     eval_limit: int | None = number(None, "at least 1", most=10**12)
     sample_prompts: list[str] | None = None
@@ -96,6 +102,7 @@ class DataConfig:
         for name in ("train", "eval", "sample_prompts"):
             require(getattr(self, name) != [], f"data.{name}", [], "one or more")
         check_path("data.cache_dir", self.cache_dir, knows_home=True)
+        check_path("data.chat_template", self.chat_template or "")
         check_numbers("data", self)
         if self.eval_limit is not None and self.eval is None:
             raise UserError(f"data.eval_limit={self.eval_limit}", "it has no effect without data.eval", "give both")
@@ -297,7 +304,7 @@ class TrainConfig:
 RUN_CONTENT = ("metrics.jsonl", "adapter", "initial", "checkpoints", "merged")
 # Keys that each adapter of a run may set for itself; all others are shared.
 PER_ADAPTER = {
-    "data": {"train", "eval", "columns", "format", "max_length", "loss_on", "eval_limit"},
+    "data": {"train", "eval", "columns", "format", "max_length", "too_long", "train_on", "eval_limit"},
     "train": {
         *("steps", "epochs", "batch_size", "lr", "schedule", "warmup_steps", "min_lr", "decay_steps", "cycle"),
         *("weight_decay", "beta1", "beta2", "eps", "max_grad_norm", "lora_plus_ratio", "seed"),
@@ -358,6 +365,9 @@ class RunConfig:
         if self.data.packing is True and (per := self.train.objective.per) != "token":
             given = f"data.packing with train.objective={self.train.objective.kind}"
             raise UserError(given, f"a {per} is two rows", "set data.packing: false")
+        if self.data.too_long == "split" and self.train.objective.reader != "text":
+            given = f"data.too_long=split with train.objective={self.train.objective.kind}"
+            raise UserError(given, "its answers are compared as wholes", "use truncate, drop or error")
         Topology.parse(self.topology)
 
     def _check_task(self) -> None:
@@ -367,7 +377,9 @@ class RunConfig:
             return
         given = {
             "data.packing": data.packing is True,
-            f"data.loss_on={data.loss_on}": data.loss_on != "completion",
+            f"data.train_on={data.train_on}": data.train_on != "all",
+            f"data.too_long={data.too_long}": data.too_long != "truncate",
+            "data.chat_template": data.chat_template is not None,
             "train.sample_every": train.sample_every > 0,
             "train.merge_at_end": train.merge_at_end,
             "train.router_aux_loss_coef": train.router_aux_loss_coef > 0,

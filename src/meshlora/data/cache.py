@@ -34,11 +34,15 @@ if TYPE_CHECKING:
 Arrays = dict[str, np.ndarray]
 
 # Increase it whenever the same records and options give different arrays than before.
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 # More than one core needs for ten gigabytes of text.
 _LONGEST_S = 3600.0
-_LAYOUT = {"input_ids": ("I32", 1), "is_trained": ("BOOL", 1), "offsets": ("I64", 1)}  # name: type, number of dims
+_LAYOUT = {  # name: type, number of dims
+    "input_ids": ("I32", 1),
+    "is_trained": ("BOOL", 1),
+    **dict.fromkeys(("offsets", "sources", "too_long"), ("I64", 1)),
+}
 
 logger = logging.getLogger(__name__)
 
@@ -80,12 +84,10 @@ def cache_key(
     return digest.hexdigest()
 
 
-def load_or_make(
-    cache_dir: Path, key: str, make: Callable[[], Arrays], *, num_sequences: int, max_length: int
-) -> Arrays:
+def load_or_make(cache_dir: Path, key: str, make: Callable[[], Arrays], *, num_records: int, max_length: int) -> Arrays:
     """The arrays of `key`: from the cache, or made by the first process to ask while the others wait.
 
-    num_sequences, max_length: of the requested dataset; a file with a different one is made again.
+    num_records, max_length: of the requested dataset; a file that does not fit is made again.
 
     Raises:
         UserError: `cache_dir` cannot be created or written, or others can write it; another process holds the lock
@@ -94,7 +96,7 @@ def load_or_make(
     folder = PrivateFolder(cache_dir, f"cache_dir={cache_dir}", "choose another folder")
     folder.make()
     path = cache_dir / f"{key}.safetensors"
-    load = functools.partial(_load, path, key, num_sequences=num_sequences, max_length=max_length)
+    load = functools.partial(_load, path, key, num_records=num_records, max_length=max_length)
     if (arrays := load(says_why_not=False)) is not None:
         return arrays
     with locked(folder, f"{key}.lock", "makes the same tokens", limit_s=_LONGEST_S):
@@ -106,7 +108,7 @@ def load_or_make(
         return arrays
 
 
-def _load(path: Path, key: str, *, num_sequences: int, max_length: int, says_why_not: bool) -> Arrays | None:
+def _load(path: Path, key: str, *, num_records: int, max_length: int, says_why_not: bool) -> Arrays | None:
     """The arrays, or None if the file is missing, damaged, or not certain to be this user's."""
     try:
         with open_own(path) as stream:
@@ -114,7 +116,7 @@ def _load(path: Path, key: str, *, num_sequences: int, max_length: int, says_why
         # The checksum covers names, types, shapes and values; the key shows that the file was not renamed.
         if (metadata.get("key"), metadata.get("sha256")) != (key, _checksum(arrays)):
             raise ValueError("its checksum differs")
-        if not _fits(arrays, num_sequences=num_sequences, max_length=max_length):
+        if not _fits(arrays, num_records=num_records, max_length=max_length):
             raise ValueError("its sequences are not those of the records")
     except FileNotFoundError:
         return None
@@ -142,13 +144,19 @@ def _read(descriptor: int) -> tuple[Arrays, Mapping[str, str]]:
         return {name: file.get_tensor(name) for name in _LAYOUT}, file.metadata() or {}
 
 
-def _fits(arrays: Arrays, *, num_sequences: int, max_length: int) -> bool:
-    """Whether the arrays hold `num_sequences` sequences, none of them empty or longer than `max_length`."""
-    ids, offsets = arrays["input_ids"], arrays["offsets"]
-    if len(offsets) != num_sequences + 1 or offsets[0] != 0 or not offsets[-1] == len(ids) == len(arrays["is_trained"]):
+def _fits(arrays: Arrays, *, num_records: int, max_length: int) -> bool:
+    """Whether the arrays hold sequences of `num_records` records, none of them empty or longer than `max_length`."""
+    ids, offsets, sources, too_long = (arrays[name] for name in ("input_ids", "offsets", "sources", "too_long"))
+    if len(offsets) != len(sources) + 1 or offsets[0] != 0 or not offsets[-1] == len(ids) == len(arrays["is_trained"]):
         return False
     lengths = np.diff(offsets)
-    return bool(lengths.min() > 0 and lengths.max() <= max_length and ids.min() >= 0)
+    are_records = all(
+        not len(own) or (own[0] >= 0 and own[-1] < num_records and bool((np.diff(own) >= 0).all()))
+        for own in (sources, too_long)
+    )
+    return (
+        are_records and len(lengths) > 0 and bool(lengths.min() > 0 and lengths.max() <= max_length and ids.min() >= 0)
+    )
 
 
 def _checksum(arrays: Arrays) -> str:

@@ -1,7 +1,7 @@
-"""Tokenisation of conversations, with the assistant's turns marked.
+"""Tokenisation of conversations, with the trained turns marked.
 
-Owns: finding the assistant's turns in a rendered conversation, which turns are not trained, and the placeholders of
-images. Does not own: the template (the tokenizer's), the process it runs in (`common.limits`), truncation, plain text
+Owns: finding turns in a rendered conversation, and the placeholders of images. Does not own: which turns are trained
+(`train_on.py`), the template (the tokenizer's), the process it runs in (`common.limits`), plain text and truncation
 (`tokenization.py`), reading images (`images.py`).
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as AbstractSequence
@@ -26,6 +27,7 @@ from meshlora.common.limits import Failed, each_apart
 from meshlora.data.images import read_image
 from meshlora.data.leading import Leading, Span, batches, leading_tokens
 from meshlora.data.records import Record, listed, without_paths
+from meshlora.data.train_on import TrainOn, chosen, left_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,7 +58,7 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class _Rendered:
-    """A conversation as text. turns: the assistant's turns to train. left_out: its turns with weight 0."""
+    """A conversation as text. turns: those to train. left_out: those that are not trained, whatever else is."""
 
     record: Record
     text: str
@@ -69,15 +71,16 @@ def tokenize_conversations(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_length: int,
-    trains_all: bool,
+    train_on: TrainOn,
     processor: Any,
 ) -> list[Row]:
     """The tokens of each conversation, with the special tokens of the template.
 
-    If the template marks what the assistant generates (`{% generation %}`), that is trained. Otherwise the spans are
-    found by rendering prefixes of the conversation: an assistant turn is the text it adds after the generation prompt,
-    up to and including the eos token if it has one (nothing is generated after that). A token that overlaps a span
-    counts as inside. A turn with `weight: 0` is never trained; with `trains_all` everything else is.
+    If the template marks what the assistant generates (`{% generation %}`), that is a turn of the assistant. Otherwise
+    turns are found by rendering prefixes of the conversation: the assistant's is the text it adds after the generation
+    prompt, up to and including the eos token if it has one (nothing is generated after that). Adjacent messages of
+    another role are one turn: all text that they add, the header that names the role included. A token that overlaps a
+    turn counts as inside. A turn with `weight: 0` is never trained; with train_on "everything" all else is.
 
     In both cases characters are mapped to tokens here. The mask of `apply_chat_template` (seen in transformers 5.23)
     stops at a span that starts with a space trimmed from the tokenizer's offsets, runs to the end of the conversation
@@ -91,7 +94,7 @@ def tokenize_conversations(
     """
     template = chat_template(tokenizer)
     for record in records:
-        _check_is_read(record, tokenizer, template, trains_all=trains_all)
+        _check_is_read(record, tokenizer, template)
     if not tokenizer.is_fast:
         raise UserError(
             f"tokenizer {type(tokenizer).__name__}",
@@ -102,7 +105,8 @@ def tokenize_conversations(
     # Nothing is generated after eos, so a derived span ends there; a marked span is taken as the template gives it.
     eos = None if has_markers else tokenizer.eos_token_id
     rows = []
-    rendered = _rendered(records, template, dict(tokenizer.special_tokens_map), has_markers=has_markers)
+    options = {"has_markers": has_markers, "train_on": train_on}
+    rendered = _rendered(records, template, dict(tokenizer.special_tokens_map), **options)
     for batch in batches(rendered, lambda found: len(found.text)):
         each = [_with_placeholders(found, processor) if found.record.images else (found, None, []) for found in batch]
         texts = [found.text for found, tokens, _ in each if tokens is None]
@@ -110,25 +114,23 @@ def tokenize_conversations(
         for found, with_images, placeholders in each:
             tokens = with_images or next(of_text)
             inside = functools.partial(_inside, tokens, found.text, eos=eos, eos_text=tokenizer.eos_token or "")
-            is_trained = np.ones(len(tokens.ids), dtype=bool) if trains_all else inside(found.turns)
+            has_all = train_on == "everything"
+            is_trained = np.ones(len(tokens.ids), dtype=bool) if has_all else inside(found.turns)
             of_images = _inside(tokens, found.text, placeholders, eos=None, eos_text="")
             whole = int(of_images.nonzero()[0].max(initial=-1)) + 1
             rows.append(Row(tokens.ids, is_trained & ~inside(found.left_out) & ~of_images, whole))
     return rows
 
 
-def _check_is_read(record: Record, tokenizer: PreTrainedTokenizerBase, template: str, *, trains_all: bool) -> None:
-    """Refuse what a conversation says about its training and would be lost."""
+def _check_is_read(record: Record, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
+    """Refuse what a conversation says and would be lost."""
     messages = record.messages or ()
-    if trains_all and any(message.get("weight") == 0 and message["role"] != "assistant" for message in messages):
-        rule = "with data.loss_on=all it would be trained: only turns of the assistant can be left out"
-        raise UserError(f"{record.origin}: weight 0 on another turn", rule, "leave out one of the two")
     if any("tool_calls" in message for message in messages) and not _names(template, "tool_calls"):
         rule = "the chat template does not name tool_calls, so that the assistant would learn to say nothing"
-        raise UserError(f"{record.origin}: a turn that calls tools", rule, "use a chat template that does")
+        raise UserError(f"{record.origin}: a turn that calls tools", rule, "give data.chat_template: one that does")
     if record.tools and isinstance(tokenizer.chat_template, dict) and "tool_use" in tokenizer.chat_template:
         rule = "the tokenizer has a template of its own for them, tool_use, and the default one is used here"
-        raise UserError(f"{record.origin}: a conversation with tools", rule, "set tokenizer.chat_template to that one")
+        raise UserError(f"{record.origin}: a conversation with tools", rule, "give data.chat_template: tool_use")
 
 
 def _names(template: str, name: str) -> bool:
@@ -210,7 +212,7 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
         raise UserError(
             "records with messages",
             f"need a chat template; {name} has no default one",
-            "use the instruction-tuned model's tokenizer, set tokenizer.chat_template, or give prompt and completion",
+            "give data.chat_template, the instruction-tuned model's tokenizer, or prompt and completion",
         ) from None
     if not isinstance(template, str):
         raise UserError(f"the chat template of {name}", f"is a {type(template).__name__}, not a text")
@@ -218,10 +220,10 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _rendered(
-    records: AbstractSequence[Record], template: str, special_tokens: dict[str, Any], *, has_markers: bool
+    records: AbstractSequence[Record], template: str, special_tokens: dict[str, Any], **options: Any
 ) -> Iterator[_Rendered]:
     def work(record: Record) -> tuple[str, list[Span], list[Span]]:
-        return _Chat(template, special_tokens, record, has_markers=has_markers).spans()
+        return _Chat(template, special_tokens, record, **options).spans()
 
     results = each_apart(work, records, seconds=_SECONDS, memory_bytes=_MEMORY_BYTES)
     with contextlib.closing(results):
@@ -241,27 +243,35 @@ def _rendered(
 class _Chat:
     """One conversation and its template, for use in a separate process: the template is untrusted code."""
 
-    def __init__(self, template: str, special_tokens: dict[str, Any], record: Record, *, has_markers: bool) -> None:
+    def __init__(
+        self, template: str, special_tokens: dict[str, Any], record: Record, *, has_markers: bool, train_on: TrainOn
+    ) -> None:
         assert record.messages is not None, record.origin
         self.template, self.special_tokens, self.has_markers = template, special_tokens, has_markers
         self.tools = None if record.tools is None else list(record.tools)
         self.record, self.messages = record, [without_paths(message) for message in record.messages]
+        self.train_on = train_on
         if not record.images and any(map(_has_parts, self.messages)) and not self._reads_parts():
             self.messages = [*map(_joined, self.messages)]
 
     def spans(self) -> tuple[str, list[Span], list[Span]]:
         """(text, turns to train, turns left out)."""
         text, marked = self._render(self.messages)
-        turns = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
-        is_left_out = [self.messages[index].get("weight") == 0 for index in turns]
-        if self.has_markers and not any(is_left_out):
+        has_all, wanted = self.train_on == "everything", chosen(self.messages, self.train_on)
+        out = [index for index in left_out(self.messages) if has_all or index in wanted]
+        trained = [index for index in wanted if index not in out]
+        if has_all and not out:
+            return text, [], []
+        of_assistant = chosen(self.messages, "all")
+        if self.has_markers and trained == of_assistant and not out:
             return text, marked, []
-        spans = self._marked_turns(turns, marked) if self.has_markers else self._derived_turns(turns, text)
-        return (
-            text,
-            [span for span, is_out in zip(spans, is_left_out, strict=True) if not is_out],
-            [span for span, is_out in zip(spans, is_left_out, strict=True) if is_out],
-        )
+        needed = [index for index in of_assistant if index in (*trained, *out)]
+        derive = self._marked_turns if self.has_markers else self._derived_turns
+        found = derive(needed, text, marked) if needed else {}
+        others = self._turns_of_others([index for index in (*trained, *out) if index not in of_assistant], text)
+        spans = found | others
+        of_each = [[spans[index] for index in own if index in spans] for own in (trained, out)]
+        return text, of_each[0], of_each[1]
 
     def _reads_parts(self) -> bool:
         """Whether the template takes apart a content of parts; others refuse it, or print it as Python would."""
@@ -287,40 +297,77 @@ class _Chat:
             raise ValueError(f"its text is longer than {_MAX_CHARACTERS:,} characters")
         return text, spans[0] if self.has_markers else []
 
-    def _marked_turns(self, turns: list[int], marked: list[Span]) -> list[Span]:
-        """`marked`, after checking that there is one span per turn: their number must grow with each turn."""
+    def _marked_turns(self, needed: list[int], text: str, marked: list[Span]) -> dict[int, Span]:
+        """The span of each of the assistant's turns `needed`, after checking that there is one span per turn: their
+        number must grow with each turn.
+        """
+        turns = chosen(self.messages, "all")
         for number, index in enumerate(turns, start=1):
             if len(marked) != len(turns) or len(self._render(self.messages[: index + 1])[1]) != number:
                 raise UserError(
-                    f"{self.record.origin}: a turn with weight 0",
+                    f"{self.record.origin}: a conversation of which some turns of the assistant are trained",
                     "the chat template does not put {% generation %} around each of the assistant's turns once, so it "
                     "cannot be told which is which",
-                    "end the conversation before that turn, or use another chat template",
+                    "train all of them (data.train_on: all, no weight 0), or use another chat template",
                 )
-        return marked
+        return {index: span for index, span in zip(turns, marked, strict=True) if index in needed}
 
-    def _derived_turns(self, turns: list[int], text: str) -> list[Span]:
-        """Spans of `turns` in `text`, the whole rendered conversation, for a template without markers."""
-        if turns[0] == 0:
+    def _derived_turns(self, needed: list[int], text: str, _: list[Span]) -> dict[int, Span]:
+        """The spans of the assistant's turns `needed` in `text`, the whole rendered conversation, for a template
+        without markers.
+        """
+        if needed[0] == 0:
             raise self._cannot_derive("starts with an assistant turn, which no generation prompt leads to")
-        spans = []
-        for index in turns:
-            before, _ = self._render(self.messages[:index], add_generation_prompt=True)
-            through, _ = self._render(self.messages[: index + 1])
+        spans = {}
+        for index in needed:
+            before, _marked = self._render(self.messages[:index], add_generation_prompt=True)
+            through, _marked = self._render(self.messages[: index + 1])
             if not through.startswith(before):
                 raise self._cannot_derive(f"messages[{index}] does not continue the generation prompt before it")
             if not text.startswith(through):
                 raise self._cannot_derive(f"messages[{index}] is rendered differently once later messages follow")
-            spans.append((len(before), len(through)))
+            spans[index] = (len(before), len(through))
+        return spans
+
+    def _turns_of_others(self, needed: list[int], text: str) -> dict[int, Span]:
+        """First message -> span of the turns of other roles that hold a message of `needed`.
+
+        Templates join adjacent messages of one role, as results of several tools, so these are one turn. What the
+        template puts before the first message belongs to it.
+        """
+        spans = {}
+        for first, stop in _runs(self.messages):
+            inside = [index for index in range(first, stop) if index in needed]
+            if not inside:
+                continue
+            if len({self.messages[index].get("weight") for index in range(first, stop)}) > 1:
+                raise self._cannot_derive(f"of messages {first} to {stop - 1}, one turn, some are left out")
+            before = self._render(self.messages[:first])[0] if first else ""
+            through = self._render(self.messages[:stop])[0]
+            if not (through.startswith(before) and text.startswith(through)):
+                raise self._cannot_derive(f"messages[{first}] is rendered differently once later messages follow")
+            spans[first] = (len(before), len(through))
         return spans
 
     def _cannot_derive(self, words: str) -> UserError:
-        return UserError(
-            f"{self.record.origin}: a conversation under a chat template without {{% generation %}}",
-            f"the assistant's turns cannot be told from the rest: {words}",
-            "put {% generation %} … {% endgeneration %} around the assistant's turns in the chat template, "
-            "or give prompt and completion",
-        )
+        given, way_out = "a conversation of which other turns are trained", "train on the assistant's turns alone"
+        if not self.has_markers:
+            given = "a conversation under a chat template without {% generation %}"
+            way_out = (
+                "put {% generation %} … {% endgeneration %} around the assistant's turns in the chat template, "
+                "or give prompt and completion"
+            )
+        rule = f"the trained turns cannot be told from the rest: {words}"
+        return UserError(f"{self.record.origin}: {given}", rule, way_out)
+
+
+def _runs(messages: Messages) -> Iterator[tuple[int, int]]:
+    """(first, stop) of adjacent messages of one role that is not the assistant's."""
+    start = 0
+    for role, group in itertools.groupby(messages, key=lambda message: message["role"]):
+        first, start = start, start + len(list(group))
+        if role != "assistant":
+            yield first, start
 
 
 def _has_parts(message: dict[str, Any]) -> bool:

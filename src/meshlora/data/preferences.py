@@ -34,16 +34,15 @@ def read_preferences(
     """Sequences 2i and 2i + 1 are the chosen and the rejected answer of pair i.
 
     A row has `chosen` and `rejected`, each text or messages, and what they answer (`PREFERENCES`): a `prompt`, an
-    `instruction`, a `question` or `conversations`; or nothing: then what both begin with is the prompt. Tokens and
-    truncation, `say` and `options` are those of `tokenize`.
+    `instruction`, a `question` or `conversations`; or nothing: then what both begin with is the prompt. Tokens, `say`
+    and `options` are those of `tokenize`; too_long drops both sequences.
 
     Raises:
         UserError: as `read_rows` and `tokenize`.
     """
 
     pairs = read_rows(source, PREFERENCES, columns=columns, format=format, say=say)
-    tokens = tokenize([record for pair in pairs for record in pair], tokenizer, say=say, **options)
-    return dataclasses.replace(tokens, rows_per_example=2)
+    return tokenize(pairs, tokenizer, say=say, **options)
 
 
 def read_feedback(
@@ -59,7 +58,8 @@ def read_feedback(
     with another prompt. Column `desirable`, float32 `[N]`: 1 or -1.
 
     A row has `prompt`, `completion` and `label`, true or false; the first two are text, or lists of messages.
-    `FEEDBACK` has the other shapes. Tokens and truncation, `say` and `options` are those of `tokenize`.
+    `FEEDBACK` has the other shapes. Tokens, `say` and `options` are those of `tokenize`; too_long drops
+    both sequences.
 
     Raises:
         UserError: all records have the same prompt; as `read_rows` and `tokenize`.
@@ -71,12 +71,10 @@ def read_feedback(
     records = []
     for (origin, row), other in zip(rows, others, strict=True):
         beside = {**row, "completion": rows[other][1]["completion"]}
-        records += [record_of_answer(each, "completion", origin) for each in (row, beside)]
+        records.append(tuple(record_of_answer(each, "completion", origin) for each in (row, beside)))
     tokens = tokenize(records, tokenizer, say=say, **options)
-    signs = np.repeat([1.0 if row["label"] else -1.0 for _, row in rows], 2).astype(np.float32)
-    return dataclasses.replace(
-        tokens, columns={"desirable": np.repeat(signs, np.diff(tokens.offsets))}, rows_per_example=2
-    )
+    signs = np.repeat([1.0 if row["label"] else -1.0 for _, row in rows], 2).astype(np.float32)[tokens.sources]
+    return dataclasses.replace(tokens, columns={"desirable": np.repeat(signs, np.diff(tokens.offsets))})
 
 
 def _before_with_another_prompt(prompts: list[Any]) -> list[int]:
@@ -94,14 +92,14 @@ def _before_with_another_prompt(prompts: list[Any]) -> list[int]:
     return found
 
 
-def _pair(row: dict[str, Any], origin: str) -> list[Record]:
+def _pair(row: dict[str, Any], origin: str) -> tuple[Record, ...]:
     """The records of the chosen and the rejected answer."""
     both = [_answered(row, name, origin) for name in ("chosen", "rejected")]
     if both[0].kind != both[1].kind:
         raise MalformedError("one of chosen and rejected is text, the other a list of messages")
     if _content(both[0]) == _content(both[1]):
         raise MalformedError("chosen and rejected are the same")
-    return _with_shared_prompt(*both)
+    return tuple(_with_shared_prompt(*both))
 
 
 def _answered(row: dict[str, Any], name: str, origin: str) -> Record:
@@ -174,7 +172,7 @@ def _judged(row: dict[str, Any], origin: str) -> Row:
 
 _BESIDE = ("system", "tools")
 _ANSWERS = ("chosen", "rejected")
-PREFERENCES: tuple[Format[list[Record]], ...] = (
+PREFERENCES: tuple[Format[tuple[Record, ...]], ...] = (
     Format("preference", (*_ANSWERS, "prompt"), _pair, _BESIDE),
     Format("preference", (*_ANSWERS, "conversations"), _pair, _BESIDE),
     Format("preference", (*_ANSWERS, "instruction"), _pair, ("input", "history", *_BESIDE)),

@@ -15,7 +15,8 @@ import numpy as np
 from meshlora.data.formats import RECORDS, Format, Formats
 from meshlora.data.records import MalformedError, Problems, Record, json_type
 from meshlora.data.sources import read_rows
-from meshlora.data.tokenization import TokenizedDataset, tokenize
+from meshlora.data.tokenization import Sequence, TokenizedDataset, tokenize
+from meshlora.data.too_long import Found, Taken
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,6 +41,7 @@ def read_rollouts(
     *,
     max_length: int,
     vocab_size: int,
+    too_long: str = "truncate",
     columns: Mapping[str, str] | None = None,
     format: str = "auto",
     say: Callable[[str], None] | None = None,
@@ -63,33 +65,50 @@ def read_rollouts(
     known = [Format("rollouts", (), with_record, FIELDS)]
     rows = read_rows(source, known, columns=columns, format=format, say=say)
     records = [record for _, _, record in rows if record is not None]
-    options |= {"max_length": max_length, "vocab_size": vocab_size, "say": say, "processor": None}
-    tokenized = iter(tokenize(records, tokenizer, **options) if records else [])
-    mistakes = Problems(what)
-    ids: list[np.ndarray] = []
-    trained: list[np.ndarray] = []
-    values: dict[str, list[np.ndarray]] = {name: [] for name in COLUMNS}
+    options |= {"max_length": max_length, "too_long": too_long, "vocab_size": vocab_size, "say": say, "processor": None}
+    tokenized = _of_records(records, tokenizer, options)
+    mistakes, found = Problems(what), Found()
+    kept: list[tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]] = []
+    number, num_given, first = -1, 0, ""
     for origin, row, record in rows:
         try:
             if record is None:
-                own_ids, own_trained = _tokens(row, vocab_size)
+                ids, trained = _tokens(row, vocab_size)
+                if len(ids) > max_length:
+                    num_given, first = num_given + 1, first or origin
+                    found.too_long.append(f"{origin} ({len(ids)} tokens)")
+                    if too_long == "drop":
+                        continue
             else:
-                sequence = next(tokenized)
-                own_ids, own_trained = sequence.input_ids, sequence.is_trained
-            own = _values(row, own_trained, is_cut=len(own_ids) == max_length and record is not None)
-            if not own_trained[1:max_length].any():
+                number += 1
+                if number not in tokenized:
+                    continue
+                ids, trained = tokenized[number].input_ids, tokenized[number].is_trained
+            own = _values(row, trained, is_cut=len(ids) == max_length and record is not None)
+            if not trained[1:max_length].any():
                 raise MalformedError(f"no trained token within max_length={max_length}")
         except MalformedError as reason:
             mistakes.add(origin, reason)
             continue
-        ids.append(own_ids[:max_length])
-        trained.append(own_trained[:max_length])
-        for name, column in own.items():
-            values[name].append(column[:max_length])
+        kept.append((ids[:max_length], trained[:max_length], {name: c[:max_length] for name, c in own.items()}))
     mistakes.raise_if_any()
-    offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
-    columns_of_all = {name: np.concatenate(parts) for name, parts in values.items()}
-    return TokenizedDataset(np.concatenate(ids), np.concatenate(trained), offsets, columns_of_all)
+    taken = Taken(len(rows), max_length, too_long, num_given, len(rows) - len(kept), first)
+    found.refuse(taken, len(kept))
+    if say is not None and (words := taken.words(len(kept))):
+        say(words)
+    offsets = np.cumsum([0, *(len(ids) for ids, _, _ in kept)], dtype=np.int64)
+    columns_of_all = {name: np.concatenate([own[name] for _, _, own in kept]) for name in COLUMNS}
+    ids_of_all, trained_of_all = (np.concatenate(parts) for parts in list(zip(*kept, strict=True))[:2])
+    return TokenizedDataset(ids_of_all, trained_of_all, offsets, columns_of_all, taken=taken)
+
+
+def _of_records(records: list[Record], tokenizer: Any, options: dict[str, Any]) -> dict[int, Sequence]:
+    """Index of a record -> its tokens; without those that are left out."""
+    if not records:
+        return {}
+    tokens = tokenize(records, tokenizer, **options)
+    assert tokens.sources is not None
+    return {int(source): sequence for source, sequence in zip(tokens.sources, tokens, strict=True)}
 
 
 def _record(row: Mapping[str, Any], origin: str) -> Record | None:

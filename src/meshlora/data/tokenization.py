@@ -1,8 +1,8 @@
 """Tokenisation of records, with the trained tokens marked.
 
-Owns: concatenation of prompt and completion, bos and eos, truncation, and the flat arrays of a dataset. Does not
-own: finding the assistant's turns in a conversation (`chat.py`), how much of a long text is tokenised (`leading.py`),
-caching the arrays (`cache.py`), or batches (`collate.py`).
+Owns: concatenation of prompt and completion, bos and eos, and the flat arrays of a dataset. Does not own: finding turns
+in a conversation (`chat.py`) and which are trained (`train_on.py`), what becomes of long records (`too_long.py`), how
+much of a long text is tokenised (`leading.py`), caching the arrays (`cache.py`), or batches (`collate.py`).
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
-from meshlora.common.errors import UserError, did_you_mean, reason
+from meshlora.common.errors import UserError, reason
 from meshlora.data.cache import Arrays, cache_key, load_or_make
 from meshlora.data.chat import Row, tell_unnamed_keys, tokenize_conversations
 from meshlora.data.images import FurtherInputs, images_of
 from meshlora.data.leading import leading_tokens
-from meshlora.data.records import MAX_SHOWN, Record
+from meshlora.data.records import Record
+from meshlora.data.too_long import Found, Taken, check_too_long, windows
+from meshlora.data.train_on import TrainOn, check_train_on, is_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-LossOn = Literal["completion", "all"]
-
 # Records per call to the tokenizer: enough to keep its threads busy, few enough to bound the Python lists it returns.
 _BLOCK = 4096
+_ALL_TOKENS = 2**40  # as a maximum: more than any text has
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +65,8 @@ class TokenizedDataset:
         targets: float32 `[num_sequences, K]`, what is to be said of each text (`data.labelled`).
         predicts_next: a trained token is predicted by the one before it, and so are its columns; else both are at the
             token's own place.
+        sources: int64 `[num_sequences]`, the index of the record that each sequence is of; None: one of each, in order.
+        taken: what became of the records that are longer than a sequence may be, if it was asked.
     """
 
     input_ids: np.ndarray
@@ -74,6 +77,8 @@ class TokenizedDataset:
     further: FurtherInputs | None = None
     targets: np.ndarray | None = None
     predicts_next: bool = True
+    sources: np.ndarray | None = None
+    taken: Taken | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -134,25 +139,24 @@ class TokenizedDataset:
 
 
 def tokenize(
-    records: AbstractSequence[Record],
+    records: AbstractSequence[Record] | AbstractSequence[tuple[Record, ...]],
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_length: int,
-    loss_on: LossOn = "completion",
+    train_on: TrainOn = "all",
+    too_long: str = "truncate",
     cache_dir: Path | None = None,
     vocab_size: int | None = None,
     say: Callable[[str], None] | None = None,
     processor: Callable[[], Any] | None = None,
 ) -> TokenizedDataset:
-    """One sequence per record, in order.
+    """The sequences of the records, in order.
 
     - prompt and completion: `bos? + ids(prompt) + ids(completion) + eos`. The two are tokenised separately, so the
-      boundary is exact in tokens, and the prompt's ids are the same as in generation. Completion and eos are trained;
-      with `loss_on="all"` the prompt too.
+      boundary is exact in tokens, and the prompt's ids are the same as in generation. Completion and eos are trained.
     - text: `bos? + ids(text) + eos`, all trained.
     - tokens: as they are.
-    - messages: as the chat template renders them, nothing added. The assistant's turns are trained; with
-      `loss_on="all"` everything. A turn with `weight: 0` is trained in neither case, nor are images. With images the
+    - messages: as the chat template renders them, nothing added. The assistant's turns are trained. With images the
       tokenizer is the processor's.
 
     `bos?` is whatever this tokenizer puts before a text by default, found by trying (Llama: bos; GPT-2: nothing).
@@ -160,24 +164,28 @@ def tokenize(
     if the text already contains it. Truncation is on the right, so a truncated sequence has no eos.
 
     Args:
+        records: or tuples of as many, each an example of several sequences.
         max_length: maximum tokens of a sequence, including bos and eos.
-        loss_on: "completion", or "all" for prompts too (`clm` and `jlm` in the LoRA paper's code).
+        train_on: as in `data.train_on`. A turn with `weight: 0` is never trained, nor are images.
+        too_long: what becomes of a longer record: truncate; drop, with its whole example; split into windows of
+            max_length tokens, without those that train nothing; error.
         cache_dir: folder of cached arrays; None: no cache. Safe for concurrent processes: one makes the arrays, the
             others wait and read.
         vocab_size: of the model that will see the tokens, if any. say: told of message keys that the chat template
-            does not name. processor: loads transformers' processor of the model; called if there are images.
+            does not name, and how many records are too long. processor: loads transformers' processor of the model;
+            called if there are images.
 
     Raises:
-        UserError: no records; a tokenizer without eos; records without trained tokens, or with images that would be cut
-            (the first five are named); a token beyond the vocabulary; images without a processor; as
-            `tokenize_conversations` and `images_of`; a `cache_dir` that cannot be written, or that others can write.
+        UserError: no records; a tokenizer without eos; records without trained tokens, with images that would be cut,
+            or too long where that is an error (the first five are named); a token beyond the vocabulary; images without
+            a processor; as `tokenize_conversations` and `images_of`; a `cache_dir` that cannot be written, or that
+            others can write.
     """
     if max_length < 2:
         raise UserError(f"max_length={max_length}", "must be at least 2: one token to see and one to predict")
-    if loss_on not in get_args(LossOn):
-        raise UserError(f"loss_on={loss_on!r}", "is not known", did_you_mean(loss_on, get_args(LossOn)))
-    if not records:
-        raise UserError("records=[]", "there is nothing to tokenise")
+    check_train_on(train_on)
+    check_too_long(too_long)
+    rows_per_example, records = _flat(records)
     images = None
     if (first := next((record for record in records if record.images), None)) is not None:
         if processor is None:
@@ -186,21 +194,33 @@ def tokenize(
         tokenizer = images.processor.tokenizer
     if say is not None:
         tell_unnamed_keys(records, tokenizer, say)
-
-    def make() -> Arrays:
-        used = None if images is None else images.processor
-        return _flat_arrays(records, tokenizer, max_length=max_length, loss_on=loss_on, processor=used)
-
-    options: dict[str, Any] = {"max_length": max_length, "loss_on": loss_on}
+    options: dict[str, Any] = {"max_length": max_length, "too_long": too_long, "rows_per_example": rows_per_example}
+    options["train_on"] = train_on if isinstance(train_on, str) else sorted(train_on)
+    used = None if images is None else images.processor
+    make = functools.partial(_flat_arrays, records, tokenizer, processor=used, **options)
     if images is not None:
         options |= {"images": images.digest().tobytes().hex(), "processor": images.processor.to_json_string()}
     if cache_dir is not None and (key := cache_key(records, tokenizer, options)) is not None:
-        arrays = load_or_make(cache_dir, key, make, num_sequences=len(records), max_length=max_length)
+        arrays = load_or_make(cache_dir, key, make, num_records=len(records), max_length=max_length)
     else:
         arrays = make()
     for array in arrays.values():
         array.flags.writeable = False  # sequences are views of these
-    tokens = TokenizedDataset(arrays["input_ids"], arrays["is_trained"], arrays["offsets"], further=images)
+    long = arrays.pop("too_long")
+    if images is not None:
+        images = dataclasses.replace(images, files=[images.files[index] for index in arrays["sources"]])
+    taken = Taken(
+        len(records),
+        max_length,
+        too_long,
+        num_too_long=len(long),
+        num_dropped=len(records) - len(arrays["sources"]) if too_long == "drop" else 0,
+        first=records[int(long[0])].origin if len(long) else "",
+    )
+    parts: dict[str, Any] = arrays | {"further": images, "taken": taken, "rows_per_example": rows_per_example}
+    tokens = TokenizedDataset(**parts)
+    if say is not None and (words := taken.words(len(tokens))):
+        say(words)
     if vocab_size is not None:
         _check_vocabulary(tokens, records, vocab_size)
     if images is not None:
@@ -208,11 +228,23 @@ def tokenize(
     return tokens
 
 
+def _flat(
+    records: AbstractSequence[Record] | AbstractSequence[tuple[Record, ...]],
+) -> tuple[int, AbstractSequence[Record]]:
+    """(number of sequences of an example, the records one after the other). Raises: UserError: there are none."""
+    if not records:
+        raise UserError("records=[]", "there is nothing to tokenise")
+    if isinstance(first := records[0], Record):
+        return 1, records  # type: ignore[return-value]
+    return len(first), [record for example in records for record in example]  # type: ignore[union-attr]
+
+
 def _check_placeholders(tokens: TokenizedDataset, records: AbstractSequence[Record], processor: Any) -> None:
     """Refuse placeholders of images in text: they would take the features of other sequences' images."""
+    assert tokens.sources is not None
     marks = [number for number in processor.image_token_ids if number is not None]
-    for record, sequence in zip(records, tokens, strict=True):
-        found = np.isin(sequence.input_ids, marks)
+    for source, sequence in zip(tokens.sources, tokens, strict=True):
+        record, found = records[int(source)], np.isin(sequence.input_ids, marks)
         if not record.images and found.any():
             number = int(sequence.input_ids[found][0])
             raise UserError(f"{record.origin}: token {number}", "it stands for an image, but the record has none")
@@ -220,15 +252,16 @@ def _check_placeholders(tokens: TokenizedDataset, records: AbstractSequence[Reco
 
 def _check_vocabulary(tokens: TokenizedDataset, records: AbstractSequence[Record], vocab_size: int) -> None:
     """Check token ids, cached ones too. The tokenizer's size does not bound them: few tokens may have large ids."""
+    assert tokens.sources is not None
     if int(tokens.input_ids.min()) >= 0 and int(tokens.input_ids.max()) < vocab_size:
         return
-    record, sequence = next(
-        (record, sequence)
-        for record, sequence in zip(records, tokens, strict=True)
+    source, sequence = next(
+        (source, sequence)
+        for source, sequence in zip(tokens.sources, tokens, strict=True)
         if sequence.input_ids.min() < 0 or sequence.input_ids.max() >= vocab_size
     )
     wrong = sequence.input_ids[(sequence.input_ids < 0) | (sequence.input_ids >= vocab_size)]
-    raise _outside(record, int(wrong[0]), f"the model has embeddings for {vocab_size}")
+    raise _outside(records[int(source)], int(wrong[0]), f"the model has embeddings for {vocab_size}")
 
 
 def _outside(record: Record, token: int, rule: str) -> UserError:
@@ -240,43 +273,80 @@ def _flat_arrays(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_length: int,
-    loss_on: LossOn,
+    train_on: TrainOn,
+    too_long: str,
+    rows_per_example: int,
     processor: Any,
 ) -> Arrays:
-    input_ids: list[np.ndarray] = []
-    is_trained: list[np.ndarray] = []
-    untrained: list[str] = []
-    cut: list[str] = []
-    for start in range(0, len(records), _BLOCK):
-        block = records[start : start + _BLOCK]
-        rows = _rows(block, tokenizer, max_length=max_length, loss_on=loss_on, processor=processor)
-        for record, (ids, mask, whole) in zip(block, rows, strict=True):
-            if ids and max(ids) > np.iinfo(np.int32).max:
-                raise _outside(record, max(ids), "no model has embeddings for so many")
-            input_ids.append(np.array(ids[:max_length], dtype=np.int32))
-            is_trained.append(mask[:max_length])
-            if whole > max_length:
-                cut.append(f"{record.origin} ({whole} tokens)")
-            elif not mask[1:max_length].any():  # the first token is never a target
-                untrained.append(f"{record.origin} ({_why_untrained(record, len(ids), max_length)})")
-    _refuse(cut, len(records), f"have images that do not end within max_length={max_length}")
-    _refuse(untrained, len(records), f"have no trained token within max_length={max_length}")
-    offsets = np.cumsum([0, *map(len, input_ids)], dtype=np.int64)
-    return {"input_ids": np.concatenate(input_ids), "is_trained": np.concatenate(is_trained), "offsets": offsets}
+    """The arrays of all sequences, and the indices of the records that are too long."""
+    found = Found()
+    input_ids, is_trained, sources, long = list[np.ndarray](), list[np.ndarray](), list[int](), list[int]()
+    # One token more tells a record that is too long.
+    most = _ALL_TOKENS if too_long == "split" else max_length + 1
+    size = _BLOCK - _BLOCK % rows_per_example
+    for start in range(0, len(records), size):
+        block = records[start : start + size]
+        rows = _rows(block, tokenizer, max_length=most, train_on=train_on, processor=processor)
+        is_long = [len(row.ids) > max_length for row in rows]
+        for place, (record, row) in enumerate(zip(block, rows, strict=True)):
+            group = place - place % rows_per_example
+            if is_long[place]:
+                long.append(start + place)
+                found.too_long.append(_with_length(record, row, max_length))
+            if too_long == "drop" and any(is_long[group : group + rows_per_example]):
+                continue
+            for ids, mask in _sequences(record, row, found, max_length=max_length, too_long=too_long):
+                input_ids.append(ids)
+                is_trained.append(mask)
+                sources.append(start + place)
+    found.refuse(Taken(len(records), max_length, too_long), len(sources))
+    return {
+        "input_ids": np.concatenate(input_ids),
+        "is_trained": np.concatenate(is_trained),
+        "offsets": np.cumsum([0, *map(len, input_ids)], dtype=np.int64),
+        "sources": np.array(sources, dtype=np.int64),
+        "too_long": np.array(long, dtype=np.int64),
+    }
 
 
-def _refuse(found: list[str], number: int, rule: str) -> None:
-    if found:
-        more = ", …" if len(found) > MAX_SHOWN else ""
-        given = f"{len(found)} of {number} records: " + ", ".join(found[:MAX_SHOWN]) + more
-        raise UserError(given, rule, "raise data.max_length, or drop them")
+def _sequences(
+    record: Record, row: Row, found: Found, *, max_length: int, too_long: str
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The sequences of a record; where it cannot be used, a note of it in `found`.
+
+    Raises:
+        UserError: a token that no model has.
+    """
+    if row.ids and max(row.ids) > np.iinfo(np.int32).max:
+        raise _outside(record, max(row.ids), "no model has embeddings for so many")
+    ids, is_long = np.array(row.ids, dtype=np.int32), len(row.ids) > max_length
+    if too_long == "split" and is_long:
+        if row.whole:
+            found.split_images.append(_with_length(record, row, max_length))
+        parts = windows(ids, row.is_trained, max_length)
+    else:
+        parts = [(ids[:max_length], row.is_trained[:max_length])]
+        if row.whole > max_length:
+            found.cut_images.append(f"{record.origin} ({row.whole} tokens)")
+            return parts
+    if not any(mask[1:].any() for _, mask in parts):  # the first token is never a target
+        words = found.cut_off if is_long and too_long != "split" else found.untrained
+        words.append(f"{record.origin} ({_why_untrained(record, row, max_length)})")
+    return parts
 
 
-def _why_untrained(record: Record, num_tokens: int, max_length: int) -> str:
+def _with_length(record: Record, row: Row, max_length: int) -> str:
+    """A record that is too long in words. Of a very long one the first tokens alone were made."""
+    return f"{record.origin} ({len(row.ids)} tokens{' or more' if len(row.ids) == max_length + 1 else ''})"
+
+
+def _why_untrained(record: Record, row: Row, max_length: int) -> str:
     turns = [message for message in record.messages or () if message["role"] == "assistant"]
     if turns and all(turn.get("weight") == 0 for turn in turns):
         return "every turn of the assistant has weight 0"
-    return f"{num_tokens} tokens{' or more' if num_tokens >= max_length else ''}"
+    if len(row.ids) <= max_length:
+        return f"{len(row.ids)} tokens"
+    return _with_length(record, row, max_length).removeprefix(f"{record.origin} (").removesuffix(")")
 
 
 def _rows(
@@ -284,7 +354,7 @@ def _rows(
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_length: int,
-    loss_on: LossOn,
+    train_on: TrainOn,
     processor: Any,
 ) -> list[Row]:
     """The rows of a block, in order, with one call per kind of record."""
@@ -299,15 +369,15 @@ def _rows(
         positions = [position for position, record in enumerate(block) if record.kind == kind]
         if positions:
             records = [block[position] for position in positions]
-            made = make_rows(records, tokenizer, max_length=max_length, trains_all=loss_on == "all")
+            made = make_rows(records, tokenizer, max_length=max_length, train_on=train_on)
             rows.update(zip(positions, made, strict=True))
     return [rows[position] for position in range(len(block))]
 
 
 def _rows_of_text(
-    records: list[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, trains_all: bool
+    records: list[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, train_on: TrainOn
 ) -> list[Row]:
-    del trains_all  # all tokens of a text always are
+    del train_on  # all tokens of a text always are
     bos, eos = _leading_ids(tokenizer), _eos_id(tokenizer)
     rows: list[Row] = []
     for ids in _plain_ids([record.text or "" for record in records], tokenizer, max_length=max_length):
@@ -317,7 +387,7 @@ def _rows_of_text(
 
 
 def _rows_of_completions(
-    records: list[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, trains_all: bool
+    records: list[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, train_on: TrainOn
 ) -> list[Row]:
     bos, eos = _leading_ids(tokenizer), _eos_id(tokenizer)
     prompts = _plain_ids([record.prompt or "" for record in records], tokenizer, max_length=max_length)
@@ -325,17 +395,17 @@ def _rows_of_completions(
     rows: list[Row] = []
     for prompt, completion in zip(prompts, completions, strict=True):
         before, after = _with_start(prompt, bos), _with_end(completion, eos)
-        mask = np.full(len(before) + len(after), trains_all)
-        mask[len(before) :] = True
+        mask = np.full(len(before) + len(after), is_of("user", train_on))
+        mask[len(before) :] = is_of("assistant", train_on)
         rows.append(Row(before + after, mask))
     return rows
 
 
 def _rows_of_tokens(
-    records: list[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, trains_all: bool
+    records: list[Record], tokenizer: PreTrainedTokenizerBase, *, max_length: int, train_on: TrainOn
 ) -> list[Row]:
     """As they are: which are trained is said by the record."""
-    del tokenizer, max_length, trains_all
+    del tokenizer, max_length, train_on
     return [Row(list(record.tokens[0]), np.array(record.tokens[1], bool)) for record in records if record.tokens]
 
 

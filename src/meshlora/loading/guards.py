@@ -26,6 +26,7 @@ from meshlora.plan.topology import Topology
 
 _DROPOUT_WORDS = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path", "jitter")
 _LENGTH_DEPENDENT = ("longrope", "dynamic")
+_LENGTHENED = ("linear", "yarn")  # rotary embeddings for `factor` times as many positions
 
 
 def handle_dropout(config: Any, *, disable: bool | Literal["unsupported"]) -> None:
@@ -101,6 +102,26 @@ def longest_fixed_length(config: Any) -> tuple[int, str] | None:
                 limits += [n for n in (own, getattr(part, "original_max_position_embeddings", None)) if n]
                 limits.append(part.max_position_embeddings)
     return (min(limits), "rotary embedding") if limits else None
+
+
+def most_positions(config: Any, model: nn.Module | None = None) -> int | None:
+    """The most tokens of a sequence that the model in `config` has positions for; None: there is no such number.
+
+    Linear scaling and YaRN of rotary embeddings multiply what the configuration gives. model: if known; one that counts
+    positions from its padding token on, as RoBERTa does, has so many less.
+    """
+    text = config.get_text_config()
+    limit = getattr(text, "max_position_embeddings", None)
+    if not isinstance(limit, int):
+        return None
+    rope, most = getattr(text, "rope_parameters", None) or {}, limit
+    if rope.get("rope_type") in _LENGTHENED and isinstance(factor := rope.get("factor"), int | float):
+        most = max(most, int(factor * (rope.get("original_max_position_embeddings") or limit)))
+    for name, module in model.named_modules() if model is not None else ():
+        is_of_positions = isinstance(module, nn.Embedding) and name.endswith("position_embeddings")
+        if is_of_positions and module.padding_idx is not None:
+            most = min(most, module.num_embeddings - module.padding_idx - 1)
+    return most
 
 
 def guard_model(model: Any, topology: Topology) -> None:

@@ -22,6 +22,7 @@ from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.run import RunConfig
 from meshlora.layers.quantized import levels_of_int8
 from meshlora.loading.blueprint import Blueprint, read_model_config
+from meshlora.loading.guards import most_positions
 from meshlora.plan.derive import decoder_layers
 from meshlora.plan.topology import Topology
 from meshlora.planner.hardware import Hardware
@@ -63,7 +64,7 @@ class Problem:
                 raise UserError(f"{name} {value}", f"it must be at least 1 and at most {_MOST:,}")
         if self.micro_batch is not None and self.micro_batch < 1:
             raise UserError(f"--micro-batch {self.micro_batch}", "it must be at least 1")
-        limit = getattr(self.blueprint.config.get_text_config(), "max_position_embeddings", None)
+        limit = most_positions(self.blueprint.config)
         if limit and self.seq > limit:
             raise UserError(f"--seq {self.seq}", f"the model has {limit} positions", f"use at most {limit}")
         if self.lora.layers_to_transform is not None:

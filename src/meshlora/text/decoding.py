@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from meshlora.common.errors import UserError
 from meshlora.config.run import GenerateConfig
 from meshlora.loading.blueprint import read_model_config
+from meshlora.loading.guards import most_positions
 from meshlora.loading.load import load
 from meshlora.text.gpt2_beam import gpt2_beam
 from meshlora.text.tokenizer import load_tokenizer, padding_token_id
@@ -40,7 +41,7 @@ def encode_prompts(
         UserError: one has no tokens, or leaves no room for `max_new_tokens` in the model's positions.
     """
     encoded: list[list[int]] = [tokenizer(prompt, verbose=False).input_ids for prompt in prompts]
-    limit = getattr(model_config.get_text_config(), "max_position_embeddings", None) or math.inf
+    limit = most_positions(model_config) or math.inf
     for name, ids in zip(names or [f"prompt {prompt[:80]!r}" for prompt in prompts], encoded, strict=True):
         if not ids:
             raise UserError(name, "it has no tokens")

@@ -1,6 +1,6 @@
-"""The tokenizer of a model's folder.
+"""The tokenizer of a model's folder, or of a run.
 
-Owns: loading it, and the padding token. Does not own: tokenising data (`data`).
+Owns: loading it, its chat template, and the padding token. Does not own: tokenising data (`data`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from meshlora.common.errors import UserError, reason
-from meshlora.data.files import is_folder
+from meshlora.common.errors import UserError, did_you_mean, reason
+from meshlora.common.reading import read_text
+from meshlora.config.run import RunConfig
+from meshlora.data.files import is_folder, nearest_file
 
 # `tokenizers` loops up to the largest token id of a vocabulary: a second per hundred million.
 _MOST_TOKENS = 10**8
@@ -43,18 +45,53 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     return tokenizer
 
 
-def add_tokenizer(folder: Path, model: str | Path, *, trust_remote_code: bool = False) -> None:
-    """Write the tokenizer of `model`, with its chat template, into `folder`, as it has to be to load from there.
+def add_tokenizer(folder: Path, config: RunConfig) -> None:
+    """Write the tokenizer of a run, with its chat template, into `folder`, as it has to be to load from there.
 
     Its own code, under `trust_remote_code`, is not copied.
     """
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    tokenizer = tokenizer_of(config)
     has_one_template = not isinstance(tokenizer.chat_template, dict)  # several would be a folder of files
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         tokenizer.save_pretrained(temporary, save_jinja_files=has_one_template)
         for file in Path(temporary).iterdir():
             if file.is_file() and file.suffix != ".py":
                 shutil.move(file, folder / file.name)
+
+
+def tokenizer_of(config: RunConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run: its model's, with the chat template of `data.chat_template`.
+
+    Raises:
+        UserError: as `load_tokenizer`; a template that is neither a file nor one of the tokenizer's.
+    """
+    model, given = config.model, config.data.chat_template
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    if given is not None:
+        tokenizer.chat_template = _chat_template(given, tokenizer)
+    return tokenizer
+
+
+def _chat_template(given: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of a chat template: a file, or the name of one of `tokenizer`."""
+    file, option = Path(given), f"data.chat_template={given}"
+    if not file.exists():
+        own: object = tokenizer.chat_template
+        named = own if isinstance(own, dict) else {} if own is None else {"default": own}
+        if given in named:
+            return str(named[given])
+        has = f"the tokenizer has {', '.join(map(repr, named)) or 'none'}"
+        near = did_you_mean(given, named) if file.suffix == "" and file.name == given else nearest_file(file)
+        raise UserError(option, f"there is no such file, and {has}", near)
+    if is_folder(file):
+        raise UserError(option, "it is a folder", "name the file in it")
+    try:
+        text = read_text(file)
+    except (OSError, ValueError) as error:
+        raise UserError(option, f"it cannot be read ({error})", "is it a text in UTF-8?") from None
+    if not text.strip():
+        raise UserError(option, "the file is empty")
+    return text
 
 
 def _check_numbers(file: Path) -> None:

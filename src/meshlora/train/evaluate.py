@@ -31,7 +31,7 @@ from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.plan.families.proved import check_proved_here
 from meshlora.plan.topology import Topology
-from meshlora.text.tokenizer import load_tokenizer, padding_token_id
+from meshlora.text.tokenizer import padding_token_id, tokenizer_of
 from meshlora.train import heads
 from meshlora.train.batches import Batching
 from meshlora.train.objectives import base_log_probabilities, count, first_pass, loss_sums
@@ -125,11 +125,12 @@ def prepare_evaluation(config: RunConfig, *, adapter: Path | None, world: int = 
     if adapter is not None:
         blueprint = blueprint.with_folder(adapter, ignore_dropout=True)
     said = blueprint.check_weights()  # of a head that is new the adapter has the values
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=options.trust_remote_code)
+    tokenizer = tokenizer_of(config)
     check_fits(tokenizer, blueprint, max_length=config.data.max_length)
-    data = read_data(config, config.data.eval, tokenizer, blueprint.config)
-    pad, notes = padding_token_id(tokenizer), (said,) if said else ()
-    return Evaluation(config, blueprint, data.first(config.data.eval_limit), pad, notes)
+    notes = [said] if said else []
+    data = read_data(config, config.data.eval, tokenizer, blueprint.config, say=notes.append)
+    pad = padding_token_id(tokenizer)
+    return Evaluation(config, blueprint, data.first(config.data.eval_limit), pad, tuple(notes))
 
 
 def load_for_evaluation(run: Evaluation) -> Any:

@@ -20,7 +20,7 @@ from meshlora.data import prompts_of, read_records
 from meshlora.data.records import Prompt
 from meshlora.plan.topology import Topology
 from meshlora.text.decoding import batches_of, continued, encode_prompts, texts_of
-from meshlora.text.tokenizer import load_tokenizer
+from meshlora.text.tokenizer import tokenizer_of
 from meshlora.train.evaluate import Evaluation, load_for_evaluation
 
 
@@ -47,7 +47,7 @@ def prepare_prompts(run: Evaluation) -> Prompts:
     assert config.data.eval is not None
     records = read_records(config.data.eval, columns=config.data.columns, format=config.data.format)
     prompts = prompts_of(records[: config.data.eval_limit])
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = tokenizer_of(config)
     names = [prompt.origin for prompt in prompts]
     encoded = encode_prompts(
         [prompt.text for prompt in prompts], tokenizer, run.blueprint.config, config.generate, names=names

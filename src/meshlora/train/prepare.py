@@ -7,7 +7,6 @@ Owns: whether the model, adapter, data and topology of a run fit together. `mesh
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -27,7 +26,7 @@ from meshlora.config.run import RUN_CONTENT, RunConfig
 from meshlora.data import READERS, GlobalBatches, TokenizedDataset
 from meshlora.data.images import FurtherInputs
 from meshlora.loading.blueprint import Blueprint
-from meshlora.loading.guards import longest_fixed_length
+from meshlora.loading.guards import longest_fixed_length, most_positions
 from meshlora.loading.kernels import with_kernels
 from meshlora.model.weights import checkpoint_files
 from meshlora.plan.rules import ModelPlan
@@ -35,7 +34,7 @@ from meshlora.plan.stages import check_options
 from meshlora.plan.table import notes_of_whole
 from meshlora.plan.topology import TOKENS, Topology
 from meshlora.text.processor import load_processor
-from meshlora.text.tokenizer import load_tokenizer, padding_token_id
+from meshlora.text.tokenizer import padding_token_id, tokenizer_of
 from meshlora.train.balance import check_load_balancing
 from meshlora.train.checkpoint.identity import Contents, contents, identity
 from meshlora.train.checkpoint.manifest import Saved
@@ -159,7 +158,7 @@ def read_run_data(config: RunConfig, blueprint: Blueprint) -> RunData:
     Raises:
         UserError: a file, a record or a token that does not fit.
     """
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = tokenizer_of(config)
     check_fits(tokenizer, blueprint, max_length=config.data.max_length)
     notes: list[str] = []
     train_data, eval_data = (
@@ -349,6 +348,7 @@ def _inputs(config: RunConfig) -> list[tuple[str, str]]:
     given = {
         "model.path": config.model.path,
         "adapter": config.adapter,
+        "data.chat_template": config.data.chat_template,
         "data.train": config.data.train,
         "data.eval": config.data.eval,
         "train.routing_replay": config.train.routing_replay,
@@ -389,7 +389,7 @@ def check_fits(tokenizer: PreTrainedTokenizerBase, blueprint: Blueprint, *, max_
             f"beyond {fixed[0]} positions the model's {fixed[1]} depends on the batch, hence on the topology",
             f"use at most {fixed[0]}",
         )
-    limit = getattr(text_config, "max_position_embeddings", None)
+    limit = most_positions(blueprint.config, blueprint.model)
     multiple = topology.size_over(topology.token_cut)  # sequences are padded to a length that can be cut
     if limit and math.ceil(max_length / multiple) * multiple > limit:
         cut = {axis: size for axis, size in topology.sizes.items() if axis in topology.token_cut and size > 1}
@@ -412,8 +412,16 @@ def read_data(
 ) -> TokenizedDataset:
     """The tokens of the files `paths`, read for the run's objective and `data` options. say: told what is skipped."""
     data, objective = config.data, config.train.objective
-    own: dict[str, Any] = {"loss_on": data.loss_on, "cache_dir": Path(data.cache_dir).expanduser()}
-    own["processor"] = functools.partial(load_processor, config.model.path, model)
+    own: dict[str, Any] = {"train_on": data.train_on, "too_long": data.too_long}
+    own["cache_dir"] = Path(data.cache_dir).expanduser()
+
+    def processor() -> Any:
+        found = load_processor(config.model.path, model)
+        if data.chat_template is not None:
+            found.tokenizer.chat_template = tokenizer.chat_template
+        return found
+
+    own["processor"] = processor
     return READERS[objective.reader](
         paths,
         tokenizer,

@@ -222,8 +222,7 @@ class TrainedAdapter:
         """Add what the finished adapter needs to be used elsewhere: tokenizer, chat template, model card."""
         if not self.run.files.get("tokenizer"):  # a twin, whose data are tokens
             return
-        model = self.run.config.model
-        add_tokenizer(folder, model.path, trust_remote_code=model.trust_remote_code)
+        add_tokenizer(folder, self.run.config)
         task = runtime(self.model).plan.task
         (folder / CARD).write_text(model_card(self.run, task=task, eval_loss=self.eval_loss), encoding="utf-8")
 

@@ -1,0 +1,103 @@
+"""What becomes of a record with more tokens than `max_length`: `data.too_long`.
+
+Owns: the choices, the windows of a record that is split, what is said of them, and the errors. Does not own:
+tokenisation (`tokenization.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+import numpy as np
+
+from meshlora.common.errors import UserError, did_you_mean
+from meshlora.data.records import MAX_SHOWN
+
+TooLong = Literal["truncate", "drop", "split", "error"]
+
+
+def check_too_long(too_long: str) -> None:
+    """Raises: UserError: it is none of the choices."""
+    if too_long not in get_args(TooLong):
+        near = did_you_mean(too_long, get_args(TooLong))
+        raise UserError(f"data.too_long={too_long!r}", "it is no such choice", near)
+
+
+def windows(ids: np.ndarray, is_trained: np.ndarray, max_length: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The windows of a record with a trained token in them, each `(ids, is_trained)` of at most `max_length` tokens.
+
+    Neighbours share one token, the last of one and the first of the next, where it is seen and not trained. So every
+    token but the first of the record is predicted exactly once.
+    """
+    found = []
+    for start in range(0, max(len(ids) - 1, 1), max_length - 1):
+        part = slice(start, start + max_length)
+        own = is_trained[part].copy()
+        own[:1] &= start == 0
+        if own[1:].any():
+            found.append((ids[part], own))
+    return found
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What became of the records of a dataset.
+
+    Attributes:
+        num_records: of its files, each answer of a pair by itself. num_too_long: longer than `max_length`. num_dropped:
+            left out, as they are too long, or beside one that is. first: origin of the first that is too long.
+    """
+
+    num_records: int
+    max_length: int
+    too_long: str = "truncate"
+    num_too_long: int = 0
+    num_dropped: int = 0
+    first: str = ""
+
+    def words(self, num_sequences: int) -> str:
+        """One line on records that are too long; empty if there are none. num_sequences: that came of all records."""
+        if not self.num_too_long:
+            return ""
+        done = {
+            "truncate": "cut there (data.too_long: drop, split or error do otherwise)",
+            "drop": "left out" + f", {self.num_dropped:,} in all" * (self.num_dropped != self.num_too_long),
+            "split": f"split: {num_sequences:,} sequences of {self.num_records:,} records",
+        }[self.too_long]
+        given = f"{self.num_too_long:,} of {self.num_records:,} records, {self.first} first, are"
+        return f"{given} longer than max_length={self.max_length}: {done}"
+
+
+@dataclass
+class Found:
+    """Records that cannot be used as they are, as words, collected so that several are named at once.
+
+    cut_off: too long, and trained after `max_length` alone. untrained: not too long, and trained nowhere.
+    """
+
+    too_long: list[str] = field(default_factory=list)
+    cut_images: list[str] = field(default_factory=list)
+    split_images: list[str] = field(default_factory=list)
+    cut_off: list[str] = field(default_factory=list)
+    untrained: list[str] = field(default_factory=list)
+
+    def refuse(self, taken: Taken, num_sequences: int) -> None:
+        """Raises: UserError: there are some; or nothing is left of all records."""
+        number, length = taken.num_records, f"max_length={taken.max_length}"
+        drop = "raise data.max_length, or leave them out: data.too_long: drop"
+        if taken.too_long == "error":
+            _refuse(self.too_long, number, f"are longer than {length}", "raise data.max_length, or data.too_long: drop")
+        _refuse(self.cut_images, number, f"have images that do not end within {length}", drop)
+        _refuse(self.split_images, number, "have images, and cannot be split", drop)
+        _refuse(self.cut_off, number, f"have no trained token within {length}", drop)
+        _refuse(self.untrained, number, "have no trained token", "take them out of the data")
+        if not num_sequences:
+            raise UserError(f"all {number:,} records", f"they are longer than {length}", "raise data.max_length")
+
+
+def _refuse(found: Sequence[str], number: int, rule: str, way_out: str) -> None:
+    if found:
+        more = ", …" if len(found) > MAX_SHOWN else ""
+        raise UserError(f"{len(found)} of {number} records: {', '.join(found[:MAX_SHOWN])}{more}", rule, way_out)

@@ -1,0 +1,154 @@
+"""Records with more tokens than fit: cut, left out, split or refused, and how many is said."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from meshlora.common.errors import UserError
+from meshlora.data import Record, read_preferences, read_rollouts, tokenize
+from meshlora.data.preferences import read_feedback
+from tests.unit.records import MARKED, chat, make_tokenizer, pair, trained_text
+
+LONG = pair("near the river and the city centre " * 3, " the house", origin="a.jsonl:2")
+RECORDS = [pair("near", " the river", origin="a.jsonl:1"), LONG, pair("the city", " is", origin="a.jsonl:3")]
+
+
+def said_of(records: list[Record], tokenizer: Any = None, **options: Any) -> tuple[Any, list[str]]:
+    said: list[str] = []
+    return tokenize(records, tokenizer or make_tokenizer(), say=said.append, **options), said
+
+
+def test_long_record_is_left_out_and_the_others_stay_what_they_are(tmp_path: Path) -> None:
+    for _ in range(2):  # made, and from the cache
+        found, said = said_of(RECORDS, max_length=12, too_long="drop", cache_dir=tmp_path)
+        others = tokenize([RECORDS[0], RECORDS[2]], make_tokenizer(), max_length=12)
+        assert found.input_ids.tolist() == others.input_ids.tolist()
+        assert found.offsets.tolist() == others.offsets.tolist()
+        assert found.sources.tolist() == [0, 2]
+        assert said == ["1 of 3 records, a.jsonl:2 first, are longer than max_length=12: left out"]
+
+
+def test_record_of_exactly_the_length_is_not_too_long() -> None:
+    length = len(tokenize([LONG], make_tokenizer(), max_length=999).input_ids)
+    for too_long in ("truncate", "drop", "split", "error"):
+        found, said = said_of([LONG], max_length=length, too_long=too_long)
+        assert (len(found), said, found.taken.num_too_long) == (1, [], 0)
+    with pytest.raises(UserError, match=rf"1 of 1 records: a.jsonl:2 \({length} tokens or more\): are longer than"):
+        tokenize([LONG], make_tokenizer(), max_length=length - 1, too_long="error")
+
+
+def test_cut_records_are_counted_and_those_without_an_answer_end_the_run_with_the_way_out() -> None:
+    long = Record(text="the house is near the river " * 9, origin="b.jsonl:7")
+    _, said = said_of([RECORDS[0], long], max_length=12)
+    assert said[0].startswith("1 of 2 records, b.jsonl:7 first, are longer than max_length=12: cut there")
+    with pytest.raises(UserError, match=r"a.jsonl:2 \(25 tokens\): have no trained token .*too_long: drop"):
+        tokenize(RECORDS, make_tokenizer(), max_length=12)
+
+
+def test_short_record_that_trains_nothing_is_no_matter_of_length() -> None:
+    record = Record(
+        messages=({"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}), origin="a:1"
+    )
+    with pytest.raises(UserError, match="have no trained token; take them out of the data"):
+        tokenize([record], make_tokenizer(chat_template=MARKED), max_length=64, too_long="drop")
+
+
+@pytest.mark.parametrize("max_length", [2, 3, 7, 20])
+@pytest.mark.parametrize("kind", ["text", "completion", "conversation"])
+def test_windows_predict_every_trained_token_exactly_once(kind: str, max_length: int) -> None:
+    words = "the house is near the river and the city centre " * 4
+    record = {
+        "text": Record(text=words, origin="a:1"),
+        "completion": pair(words, words),
+        "conversation": chat(("user", "hi"), ("assistant", words), ("user", words), ("assistant", "bye")),
+    }[kind]
+    tokenizer = make_tokenizer(chat_template=MARKED)
+    whole = tokenize([record], tokenizer, max_length=999)[0]
+    found = tokenize([record, record], tokenizer, max_length=max_length, too_long="split")
+    assert np.diff(found.offsets).max() == max_length
+    assert set(found.sources.tolist()) == {0, 1}
+    predicted = [
+        (tuple(window.input_ids[place - 1 : place + 1]))
+        for window in found.first(int((found.sources == 0).sum()))
+        for place in range(1, len(window.input_ids))
+        if window.is_trained[place]
+    ]
+    expected = [tuple(whole.input_ids[p - 1 : p + 1]) for p in range(1, len(whole.input_ids)) if whole.is_trained[p]]
+    assert predicted == expected
+    assert found.num_trained_tokens == 2 * len(expected)
+    if kind != "text":  # windows of what is not trained are not kept
+        assert len(found) < 2 * len(whole.input_ids) // (max_length - 1)
+
+
+def test_split_says_how_many_sequences_came_of_how_many_records() -> None:
+    found, said = said_of(RECORDS, max_length=12, too_long="split")
+    assert said == [
+        f"1 of 3 records, a.jsonl:2 first, are longer than max_length=12: split: {len(found)} sequences of 3 records"
+    ]
+
+
+def test_all_too_long_is_an_error_not_an_empty_run() -> None:
+    with pytest.raises(UserError, match=r"all 2 records: they are longer than max_length=4; raise data.max_length"):
+        tokenize([LONG, LONG], make_tokenizer(), max_length=4, too_long="drop")
+
+
+def test_pair_with_one_long_answer_is_left_out_whole(tmp_path: Path) -> None:
+    long = " the river" * 9
+    rows = [
+        {"prompt": "near", "chosen": " the", "rejected": " is"},
+        {"prompt": "near", "chosen": " the city", "rejected": long},
+        {"prompt": "near", "chosen": long, "rejected": " the"},
+        {"prompt": "the", "chosen": " city", "rejected": " river"},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said: list[str] = []
+    options: dict[str, Any] = {"max_length": 12, "too_long": "drop", "say": said.append}
+    found = read_preferences(str(tmp_path / "a.jsonl"), make_tokenizer(), **options)
+    assert (len(found), found.num_examples, found.sources.tolist()) == (4, 2, [0, 1, 6, 7])
+    assert said[0].endswith("max_length=12: left out, 4 in all")
+
+
+def test_judged_answers_keep_their_label_where_another_is_left_out(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "near", "completion": " the river" * 9, "label": True},
+        {"prompt": "the", "completion": " city", "label": False},
+        {"prompt": "is", "completion": " near", "label": True},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = read_feedback(str(tmp_path / "a.jsonl"), make_tokenizer(), max_length=12, too_long="drop")
+    # The second record stands beside the first one's answer, and goes with it.
+    assert found.sources.tolist() == [4, 5]
+    assert set(found.columns["desirable"].tolist()) == {1.0}
+
+
+@pytest.mark.parametrize("has_tokens", [False, True])
+def test_rollout_that_is_too_long_is_left_out_with_its_values(tmp_path: Path, has_tokens: bool) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "near", "completion": " the river" * 9, "advantage": 1.0},
+        {"prompt": "the", "completion": " city", "advantage": -2.0},
+    ]
+    if has_tokens:
+        rows[0] = {"input_ids": [5] * 40, "is_trained": [0, 1] * 20, "advantage": 1.0}
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options: dict[str, Any] = {"max_length": 12, "vocab_size": 2048}
+    found = read_rollouts(str(tmp_path / "a.jsonl"), make_tokenizer(), too_long="drop", **options)
+    assert len(found) == 1
+    assert set(found.columns["advantage"][found.is_trained].tolist()) == {-2.0}
+    with pytest.raises(UserError, match=r"1 of [12] records: .*are longer than"):
+        read_rollouts(str(tmp_path / "a.jsonl"), make_tokenizer(), too_long="error", **options)
+
+
+def test_last_turn_that_is_cut_off_is_left_out_with_drop() -> None:
+    record = chat(("user", "hi"), ("assistant", "hello"), ("user", "near the river " * 9), ("assistant", "bye"))
+    short = chat(("user", "hi"), ("assistant", "hello"))
+    tokenizer = make_tokenizer(chat_template=MARKED)
+    with pytest.raises(UserError, match="have no trained token within max_length=30"):
+        tokenize([record, short], tokenizer, max_length=30, train_on="last")
+    found = tokenize([record, short], tokenizer, max_length=30, train_on="last", too_long="drop")
+    assert len(found) == 1
+    assert trained_text(found, tokenizer).startswith("hello")
