@@ -24,7 +24,6 @@ import argparse
 import copy
 import importlib.util
 import json
-import math
 import os
 import subprocess
 import sys
@@ -71,10 +70,6 @@ TARGET_RATE = 13_000  # tokens/s of the 8B shape on one H100
 TARGET_OPERATORS = 0.7  # of PEFT's in a layer
 PARTS = ("forward", "backward", "update")
 _READS = {"aten::_local_scalar_dense", "aten::nonzero", "aten::is_nonzero", "aten::equal", "aten::masked_select"}
-_NO_KERNEL = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "_unsafe_view")
-_NOT_READ = ("copy_", "fill_", "zero_", "_foreach_copy_")  # these overwrite their first argument
-_GATHERED = ("index_select", "embedding", "gather", "index")  # these read the chosen rows of their first one
-_SCATTERED = ("scatter_add_", "index_add_", "index_copy_")  # these touch as much of it as they are given
 
 
 # --- counting -------------------------------------------------------------------------------------------------------
@@ -148,17 +143,8 @@ class Counting(TorchDispatchMode):
         short = name.partition("::")[2]
         self.found.reads += name in _READS
         made = [result] if isinstance(result, Tensor) else list(tensors_in(result))
-        written = made or (list(tensors_in(args[:1])) if short.endswith("_") else [])  # foreach returns nothing
-        if written and short not in _NO_KERNEL and not fake.is_view(func):
-            given = list(tensors_in(args[1:] if short in _NOT_READ else args))
-            moved = sum(map(_stored_bytes, written)) + sum(_read_bytes(short, t, written) for t in given)
-            if short in _SCATTERED:
-                moved = 3 * _stored_bytes(given[-1])
-            is_causal = any(arg is True for arg in (*args, *kwargs.values()))
-            operands = [*tensors_in(kwargs), *given] if "out" in kwargs else given
-            operands = [t for t in operands if t is not kwargs.get("out")]
-            cost = Work(fake.flops_of(name, operands, written, is_causal=is_causal), moved)
-            casts = short in ("_to_copy", "copy_") and _is_cast_of_factor(list(tensors_in(args))[-1], written[0])
+        if (cost := fake.work_of(func, args, kwargs, made)) is not None:
+            casts = short in ("_to_copy", "copy_") and _is_cast_of_factor(list(tensors_in(args))[-1], made[0])
             self.found.operators[self.part][short, cost, casts] += 1
         return result
 
@@ -176,17 +162,6 @@ class Counting(TorchDispatchMode):
 
 def _is_of_list(name: str) -> bool:
     return name.startswith(("_foreach_", "_fused_adamw"))
-
-
-def _stored_bytes(tensor: Tensor) -> int:
-    """Bytes in memory: an expanded dimension is stored once."""
-    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or size < 2)
-    return math.prod(sizes) * tensor.element_size()
-
-
-def _read_bytes(short: str, tensor: Tensor, written: list[Tensor]) -> int:
-    size = _stored_bytes(tensor)
-    return min(size, *(t.numel() * tensor.element_size() for t in written)) if short in _GATHERED else size
 
 
 def _is_cast_of_factor(given: Tensor, made: Tensor) -> bool:

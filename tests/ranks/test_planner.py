@@ -14,14 +14,21 @@ from torch.distributed.tensor import DTensor
 
 import meshlora
 from meshlora.adapter.attach import active_factors, runtime
+from meshlora.comm.groups import simulated_job
+from meshlora.common.compat import TorchDispatchMode
 from meshlora.layers.experts import same_tokens
-from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.loading.blueprint import BaseOptions, Blueprint, make_blueprint
+from meshlora.loading.load import load_blueprint
+from meshlora.model.regions import tensors_in
 from meshlora.oracle.capture import CollectiveCounter
 from meshlora.plan.families.twin import twin_config
+from meshlora.plan.topology import TOKENS as TOKEN_AXES
 from meshlora.plan.topology import Topology
 from meshlora.planner.choose import choose
+from meshlora.planner.fake import Work, work_of
 from meshlora.planner.hardware import hardware_named
 from meshlora.planner.problem import Problem
+from meshlora.planner.trace import loss_of, trace
 from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.losses import language_model_loss
 from tests.pool import Pool
@@ -129,3 +136,50 @@ def test_real_ranks_send_what_is_planned(
     world = Topology.parse(topology).world
     for rank, found in enumerate(pools(world).run(_step, family, topology, quantization)):
         assert found == planned, rank
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the operators of the code inside by their cost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work: Counter[Work] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [result] if isinstance(result, torch.Tensor) else list(tensors_in(result))
+        work = None if func.namespace.endswith("c10d") else work_of(func, args, kwargs or {}, made)
+        self.work[work or Work(0, 0)] += 1
+        return result
+
+
+def _blueprint(topology: str, dtype: Any) -> Blueprint:
+    base = make_blueprint(_config("llama"), Topology.parse(topology), BaseOptions(dtype=dtype, disable_dropout=True))
+    return base.with_adapter(LoraConfig(r=4, target_modules="all-linear"))
+
+
+def _run_operators(topology: str, dtype: str) -> Counter[Work]:
+    """Of a micro-batch on this rank."""
+    blueprint = _blueprint(topology, dtype)
+    model = load_blueprint(blueprint, device="cpu").train()
+    ids = torch.zeros(ROWS, TOKENS, dtype=torch.int64)
+    own = ROWS * TOKENS // blueprint.plan.topology.size_over(TOKEN_AXES)
+    with _Counting() as counting:
+        loss_of(model, blueprint.plan, runtime(model).mesh, ids, own, at_chunk=lambda: None).backward()
+    return counting.work
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("topology", ["dp=1", "cp=2"])
+def test_operators_of_a_cpu_are_those_that_its_ranks_run(
+    topology: str, dtype: str, pools: Callable[[int], Pool]
+) -> None:
+    """Norms and attention run others there than on a GPU; each with its flops and bytes, but for token numbers."""
+    with simulated_job(2):
+        traced = trace(_blueprint(topology, dtype), rows=ROWS, tokens=TOKENS, device="cpu").work
+    planned = sum(traced.values(), Counter[Work]())
+    run = pools(Topology.parse(topology).world).run(_run_operators, topology, dtype)[0]
+    of_tokens = 3 * 8 * ROWS * TOKENS
+    assert {work: number for work, number in run.items() if work.num_bytes > of_tokens} == {
+        work: number for work, number in planned.items() if work.num_bytes > of_tokens
+    }

@@ -18,7 +18,7 @@ from meshlora.comm.groups import open_mesh
 from meshlora.common.errors import UserError
 from meshlora.plan.topology import Topology
 from meshlora.planner import show
-from meshlora.planner.calibrate import Timing, calibrate, fields_of
+from meshlora.planner.calibrate import Timing, calibrate, fields_of, measure, samples_of
 from meshlora.planner.choose import choose
 from meshlora.planner.fake import Work
 from meshlora.planner.hardware import Hardware, hardware_named
@@ -131,6 +131,39 @@ def test_alpha_and_bandwidth_of_each_link_come_back(sizes: tuple[int, ...]) -> N
         for ranks, wire in ((2, 5e5), (4, 1e7)) if len(sizes) > 1 else ((2, 5e5), (2, 1e7)):
             one = Timing("message", ranks=ranks, is_network=is_network, wire_bytes=wire)
             assert gpu.message_s(wire, ranks=ranks, is_network=is_network) == pytest.approx(message_s(one), rel=1e-3)
+
+
+def test_samples_take_turns_and_count_with_the_median_of_all_rounds() -> None:
+    """So a disturbance is in one turn of each sample, not in all of one."""
+    order = list[str]()
+
+    def clock(what: Timing, run: Callable[[], object]) -> float:
+        order.append(what.what)
+        return 9.0 if len(order) in (3, 4) else float(len(order))
+
+    found = measure([(Timing("a"), lambda: None), (Timing("b"), lambda: None)], clock, rounds=3)
+    assert order == ["a", "b"] * 3
+    assert [timing.seconds for timing in found] == [5.0, 6.0]
+
+
+def test_no_sample_reads_again_what_a_cache_may_still_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes as much memory as caches have before it takes the same again; its results are kept as long."""
+    seen, results = list[int](), list[int]()
+
+    def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        result = left.new_empty(len(left), right.shape[1])
+        seen.append(left.data_ptr())
+        results.append(result.data_ptr())
+        return result
+
+    monkeypatch.setattr(torch.Tensor, "__matmul__", product)
+    run = next(run for what, run in samples_of(open_mesh(Topology()), [torch.float32], gpus_per_node=1))
+    for _ in range(100):
+        run()
+    size, of_result = 256 * 768 * 4, 256 * 2048 * 4
+    assert len(set(seen)) * size > 0.9 * 64 * 2**20
+    number = 64 * 2**20 // of_result
+    assert len(set(results[:number])) == number
 
 
 def test_what_was_not_measured_is_refused(measured: tuple[Hardware, list[Timing]]) -> None:

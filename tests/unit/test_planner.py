@@ -189,6 +189,19 @@ def test_storages_are_counted_until_they_are_freed() -> None:
     assert run.sections["s"].work[Work(2 * 4 * 8 * 2, 4 * (32 + 16 + 8))] == 1
 
 
+def test_bytes_are_those_that_an_operator_reads_and_writes() -> None:
+    """Nothing for memory that is only taken, the chosen rows of a table, an expanded dimension once."""
+    run = FakeRun()
+    with run:
+        x, table, rows = torch.empty(10, 100), torch.empty(1000, 100), torch.zeros(10, dtype=torch.int64)
+        run.begin("s")
+        for _ in (x.new_empty(10, 100), torch.empty_like(x), torch.empty(10, 100)):
+            pass
+        assert not run.sections["s"].work
+        _ = torch.zeros_like(x), table[rows], x + x[:, :1].expand(10, 100)
+    assert run.sections["s"].work == {Work(0, 4000): 1, Work(0, 8000 + 80): 1, Work(0, 8000 + 40): 1}
+
+
 def test_what_links_carry_is_by_ring() -> None:
     def wire(kind: str, ranks: int) -> float:
         return Message("forward", kind, frozenset({"tp"}), 800).wire_bytes(ranks)

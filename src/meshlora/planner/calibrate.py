@@ -6,18 +6,21 @@ Owns: what is timed, the clock, the fields that follow from times. Does not own:
 All ranks measure at once, as they train: they share memory and links, and processors their clock. A number is the
 slowest rank's. Each sample is what a step does: products of a decoder layer and of LoRA with their gradients, causal
 attention, the operators between them, collectives over each axis, and for the host a step of a model so small that
-nothing else takes time.
+nothing else takes time. As in a step each reads other memory than the one before it (`_Memory`): the same tensors, over
+and over, would come from a cache, and a skinny product then takes half of its time. Samples take turns, several rounds
+of all, so that what else the machine does meanwhile is in a few turns of each and not in all turns of one.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
 import math
 import os
 import platform
 import statistics
 import time
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,10 +42,10 @@ from meshlora.plan.topology import Topology
 from meshlora.planner.fake import Work
 from meshlora.planner.trace import loss_of, trace
 
-# How long one sample is repeated, at least; and how often, at least.
-_SAMPLE_S, _TURNS = 0.4, 5
-# Collectives in a row, as in a step, and the most times that they are.
-_AT_ONCE, _MOST_TURNS = 5, 50
+# Rounds, and how long a sample is repeated in each, at least.
+_ROUNDS, _SAMPLE_S = 5, 0.08
+# Collectives in a row, as in a step, and the most times that they are in a round.
+_AT_ONCE, _MOST_TURNS = 5, 10
 # As many, as the host's wait for the last of them takes longer than a small kernel.
 _KERNELS_IN_A_ROW = 20
 # Bytes of a collective's input: from a sum of two numbers to the residual stream of many tokens.
@@ -51,6 +54,8 @@ _MESSAGE_BYTES = (64, 16 * 2**10, 256 * 2**10, 2 * 2**20, 8 * 2**20)
 _CPU, _GPU = (256, 768, 2048, 16), (4096, 4096, 14336, 16)
 _HEAD, _SEQUENCES = 64, (256, 512, 1024)
 _TINY_TOKENS = 8
+# More than the caches that a core of a CPU reaches, or a GPU has.
+_COLD_CPU, _COLD_GPU = 64 * 2**20, 512 * 2**20
 # No `Hardware` may have a zero.
 _LEAST_S = 1e-9
 _NOTHING = Work(0, 0)
@@ -82,13 +87,18 @@ Sample = tuple[Timing, Callable[[], object]]
 Clock = Callable[[Timing, Callable[[], object]], float]
 
 
-def measure(samples: Iterable[Sample], clock: Clock) -> list[Timing]:
-    """The samples with their times. Collective over all ranks."""
-    return [replace(what, seconds=clock(what, run)) for what, run in samples]
+def measure(samples: Iterable[Sample], clock: Clock, *, rounds: int = _ROUNDS) -> list[Timing]:
+    """The samples with their times, each the median of all rounds. Collective over all ranks."""
+    every = list(samples)
+    found = [[clock(what, run) for what, run in every] for _ in range(rounds)]
+    return [
+        replace(what, seconds=statistics.median(times))
+        for (what, _), times in zip(every, zip(*found, strict=True), strict=True)
+    ]
 
 
 def clock_of(mesh: Mesh) -> Clock:
-    """Seconds of one run: the median of many, on the slowest rank, all ranks at once."""
+    """Seconds of one run: the median of those of a round, on the slowest rank, all ranks at once."""
 
     def wait() -> None:
         if mesh.device.type == "cuda":
@@ -109,11 +119,11 @@ def clock_of(mesh: Mesh) -> Clock:
         once(run)  # memory, plans of kernels, sockets
         first = slowest(once(run))
         if what.what == "message":  # as many on every rank, or one would wait for what nobody sends
-            turns = int(min(_MOST_TURNS, max(_TURNS, _SAMPLE_S / _AT_ONCE / first)))
+            turns = int(min(_MOST_TURNS, max(1, _SAMPLE_S / _AT_ONCE / first)))
             return slowest(statistics.median(once(run, _AT_ONCE) for _ in range(turns)))
         found, started = list[float](), time.perf_counter()
         in_a_row = _KERNELS_IN_A_ROW if mesh.device.type == "cuda" else 1
-        while len(found) < _TURNS or time.perf_counter() - started < _SAMPLE_S:
+        while not found or time.perf_counter() - started < _SAMPLE_S:
             found.append(once(run, in_a_row))
         return slowest(statistics.median(found))
 
@@ -126,24 +136,57 @@ def clock_of(mesh: Mesh) -> Clock:
 def samples_of(mesh: Mesh, dtypes: Sequence[torch.dtype], *, gpus_per_node: int) -> Iterator[Sample]:
     """All samples, of products in each of `dtypes`. Every rank must run all of them, in order."""
     for dtype in dtypes:
-        yield from _products(mesh.device, dtype)
+        memory = _Memory(mesh.device, dtype)
+        yield from _products(memory)
         yield from _attention(mesh.device, dtype)
-        yield from _operators(mesh.device, dtype)
+        yield from _operators(memory)
         yield _host(mesh, dtype)
     yield from _messages(mesh, gpus_per_node)
 
 
-def _products(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
+class _Memory:
+    """So much memory, each tensor after the other, that none is in a cache when it is taken again; as in a step, whose
+    weights are those of other layers and whose results are kept for the backward.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self._num_bytes = _COLD_GPU if device.type == "cuda" else _COLD_CPU
+        self._values = _random(self._num_bytes // dtype.itemsize, dtype=dtype, device=device)
+        self._kept, self._kept_bytes, self._taken = deque[Tensor](), 0, 0
+
+    def tensors(self, *shape: int) -> Iterator[Tensor]:
+        """Tensors of `shape`, without end."""
+        number = math.prod(shape)
+        views = [own.view(shape) for own in self._values.split(number) if len(own) == number]
+        self._taken += 1  # two that are taken at once are not the same
+        return itertools.cycle([*views[self._taken % len(views) :], *views[: self._taken % len(views)]])
+
+    def kept(self, run: Callable[..., Tensor], *given: Iterator[Tensor]) -> Callable[[], None]:
+        """`run` of the next tensors of each of `given`, whose result is held for a while."""
+
+        def keep() -> None:
+            found = run(*map(next, given))
+            self._kept.append(found)
+            self._kept_bytes += found.nbytes
+            while self._kept_bytes > self._num_bytes:
+                self._kept_bytes -= self._kept.popleft().nbytes
+
+        return keep
+
+
+def _products(memory: _Memory) -> Iterator[Sample]:
     """`[n, k] x [k, m]`: the layer's own, and LoRA's with r as any of the three."""
-    tokens, hidden, inner, rank = _GPU if device.type == "cuda" else _CPU
+    tokens, hidden, inner, rank = _GPU if memory.device.type == "cuda" else _CPU
+    size, is_half = memory.dtype.itemsize, _is_half(memory.dtype)
     for n, k, m in (
         *((tokens, hidden, inner), (tokens, inner, hidden), (tokens, hidden, hidden), (tokens, hidden, hidden // 4)),
         *((tokens, hidden, rank), (tokens, rank, hidden), (rank, tokens, hidden), (hidden, tokens, rank)),
         *((tokens, inner, rank), (tokens, rank, inner), (tokens, hidden, 4 * rank)),
     ):
-        left, right = _random(n, k, dtype=dtype, device=device), _random(m, k, dtype=dtype, device=device).T
-        work = Work(2 * n * k * m, dtype.itemsize * (n * k + k * m + n * m))
-        yield Timing("product", work, _is_half(dtype)), functools.partial(torch.matmul, left, right)
+        work = Work(2 * n * k * m, size * (n * k + k * m + n * m))
+        left, right = memory.tensors(n, k), memory.tensors(m, k)
+        yield Timing("product", work, is_half), memory.kept(lambda left, right: left @ right.T, left, right)
 
 
 def _attention(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
@@ -164,27 +207,30 @@ def _attention(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         yield Timing("attention", work, _is_half(dtype)), run
 
 
-def _operators(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
-    """Between products: of a norm, a gated MLP, a residual stream, rotary embeddings, and a softmax in float32; on
-    tensors that no cache of a core holds.
+def _operators(memory: _Memory) -> Iterator[Sample]:
+    """Between products, about as often as in a layer: of a residual stream, a gated MLP with its backward, a norm,
+    rotary embeddings, and of a softmax in float32.
     """
-    tokens, _, width, _ = _GPU if device.type == "cuda" else _CPU
-    wide, other = (_random(4 * tokens, width, dtype=dtype, device=device) for _ in range(2))
-    scale = _random(width, dtype=dtype, device=device)
-    logits = _random(4 * tokens, width, dtype=torch.float32, device=device)
-    most, half = logits.amax(-1, keepdim=True), width // 2
-    own, of_logits = wide.nbytes, logits.nbytes
-    for num_bytes, run in (
-        (3 * own, lambda: wide + other),
-        (3 * own, lambda: wide * other),
-        (2 * own, lambda: wide * scale),
-        (2 * own, lambda: F.silu(wide)),
-        (2 * own, lambda: torch.cat((wide[:, half:], wide[:, :half]), -1)),
-        (2 * of_logits, lambda: logits - most),
-        (2 * of_logits, lambda: logits.exp()),
-        (of_logits, lambda: logits.sum(-1)),
-    ):
-        yield Timing("operators", Work(0, num_bytes), _is_half(dtype)), run
+    tokens, _, width, _ = _GPU if memory.device.type == "cuda" else _CPU
+    shape, half, is_half = (tokens, width), width // 2, _is_half(memory.dtype)
+    scale = _random(width, dtype=memory.dtype, device=memory.device)
+    own, wide = tokens * width * memory.dtype.itemsize, 4 * tokens * width
+    logits = memory if memory.dtype == torch.float32 else _Memory(memory.device, torch.float32)
+    samples: tuple[tuple[_Memory, int, int, Callable[..., Tensor]], ...] = (
+        (memory, 3 * own, 2, torch.add),
+        (memory, 3 * own, 2, torch.mul),
+        (memory, 4 * own, 3, torch.addcmul),
+        (memory, 2 * own, 1, lambda x: x * scale),
+        (memory, 2 * own, 1, torch.square),
+        (memory, 2 * own, 1, F.silu),
+        (memory, 3 * own, 2, torch.ops.aten.silu_backward),
+        (memory, 2 * own, 1, lambda x: torch.cat((x[:, half:], x[:, :half]), -1)),
+        (logits, 2 * wide, 1, torch.exp),
+        (logits, wide, 1, lambda x: x.sum(-1)),
+    )
+    for of, num_bytes, number, run in samples:
+        given = [of.tensors(*shape) for _ in range(number)]
+        yield Timing("operators", Work(0, num_bytes), is_half), of.kept(run, *given)
 
 
 def _host(mesh: Mesh, dtype: torch.dtype) -> Sample:
@@ -206,7 +252,7 @@ def _host(mesh: Mesh, dtype: torch.dtype) -> Sample:
     def blueprint(topology: Topology) -> Blueprint:
         return make_blueprint(config, topology, BaseOptions(dtype=name)).with_adapter(lora)
 
-    traced = trace(blueprint(alone), rows=1, tokens=_TINY_TOKENS)
+    traced = trace(blueprint(alone), rows=1, tokens=_TINY_TOKENS, device=mesh.device.type)
     number = sum(work.total() for work in traced.work.values())
     own = blueprint(Topology.parse(f"dp={mesh.topology.world}"))
     model = load_blueprint(own, device=mesh.device.type).train()
@@ -365,12 +411,17 @@ def calibrate(
     mesh: Mesh, dtypes: Sequence[torch.dtype], *, clock: Clock | None = None
 ) -> tuple[dict[str, Any], list[Timing]]:
     """(fields of `Hardware`, what they follow from). Collective over all ranks; in less than two minutes."""
-    per_node, nodes = machines(mesh)
-    device = mesh.device
-    timings = measure(samples_of(mesh, dtypes, gpus_per_node=per_node), clock or clock_of(mesh))
+    samples = samples_of(mesh, dtypes, gpus_per_node=machines(mesh)[0])
+    timings = measure(samples, clock or clock_of(mesh))
+    return hardware_of(mesh, timings), timings
+
+
+def hardware_of(mesh: Mesh, timings: Sequence[Timing]) -> dict[str, Any]:
+    """All fields of `Hardware`, with those that follow from `timings` of its samples. Collective over all ranks."""
+    (per_node, nodes), device = machines(mesh), mesh.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
     threads = f", {torch.get_num_threads()} threads each" if device.type == "cpu" else ""
-    fields = {
+    return {
         "name": "".join(c if c.isalnum() else "-" for c in name).lower(),
         "device": device.type,
         "ranks": mesh.topology.world,
@@ -381,4 +432,3 @@ def calibrate(
         "source": f"measured on {mesh.topology.world} {device.type} ranks at once as {mesh.topology}{threads}, "
         f"torch {torch.__version__}",
     }
-    return fields, timings

@@ -43,9 +43,9 @@ RECOMPUTE: tuple[Recompute, ...] = ("none", 4, 2, "full")
 _MESHES = 3
 # Of how many of the best topologies without stages those with stages are made.
 _STAGED = 6
-# Eager kernels per gradient: copies into and out of its bucket, scaling, squaring in fp64, clipping.
-_KERNELS_OF_A_GRADIENT = 10
-# Memory traffic of AdamW and these kernels, in passes over the gradients.
+# Copies into and out of buckets, scaling, norms, clipping, AdamW: each of all gradients at once.
+_OPERATORS_OF_AN_UPDATE = 30
+# Memory traffic of these, in passes over the gradients.
 _PASSES_OF_A_STEP = 16
 
 
@@ -270,7 +270,7 @@ def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
     # Whatever the number of stages, their layers are alike.
     whole = dataclasses.replace(topology.with_stages(min(2, len(parts))), dp_shard=False, interleave=1)
     if whole not in traces:
-        one, two = (trace(small, rows=n, tokens=tokens) for n in (1, 2))
+        one, two = (trace(small, rows=n, tokens=tokens, device=problem.gpu.device) for n in (1, 2))
         traces[whole] = one, two
     predictions = [
         _prediction(problem, topology, small, parts, states, traces[whole], rows, tokens, recompute)
@@ -432,7 +432,7 @@ def _number_of_micro_batches(problem: Problem, topology: Topology, rows: int) ->
 
 
 def _update_s(gpu: Hardware, states: States) -> float:
-    update = {Work(0, _PASSES_OF_A_STEP * states.gradients): 1, Work(0, 0): _KERNELS_OF_A_GRADIENT * states.parameters}
+    update = {Work(0, _PASSES_OF_A_STEP * states.gradients): 1, Work(0, 0): _OPERATORS_OF_AN_UPDATE}
     return gpu.work_s(update, is_half=False)
 
 

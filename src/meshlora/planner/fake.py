@@ -6,7 +6,8 @@ work of each operator. Does not own: the code that is run, the use of the number
 Floating-point tensors are on torch's meta device. Integer tensors computed from integers alone are real, because code
 branches on them: is there a label? how many rows go where? Reading a fake tensor gives a fixed answer: 1 for a number,
 an equal share per expert for row counts. Collectives carry no data, except integers, which every rank is taken to have
-as this one does. Attention is one fused kernel, as on a GPU.
+as this one does. Attention is one fused kernel, on GPUs and CPUs. Code that asks takes the tensors for a GPU's, or if
+told so for a CPU's, which runs other operators in places.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import functools
 import math
 import weakref
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -43,6 +45,12 @@ from meshlora.model.regions import tensors_in
 _KINDS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast", "send")
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", GROUPED_PRODUCT.removeprefix("aten::"), "linear")
 _ATTENTION = "scaled_dot_product"
+# Nothing runs: what is allocated is written by others.
+_ALLOCATES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "_unsafe_view")
+# These do not read their first argument, but overwrite it, or take its shape.
+_NOT_READ = ("copy_", "fill_", "zero_", "_foreach_copy_", "zeros_like", "ones_like", "full_like", "new_zeros")
+_GATHERS = ("index_select", "embedding", "gather", "index")  # these read the chosen rows of their first one
+_SCATTERS = ("scatter_add_", "index_add_", "index_copy_")  # these touch as much of it as they are given
 # An attention mask of all pairs of tokens is of integers too, and too large to be real.
 _MOST_REAL_ELEMENTS = 2**25
 
@@ -81,15 +89,16 @@ class Section:
 
 
 class FakeRun(TorchDispatchMode):
-    """A context manager in which floating-point tensors have no data.
+    """A context manager in which floating-point tensors have no data. device: what code takes them for, cpu or cuda.
 
     Attributes:
         phase: set by the caller, recorded with each collective. calls: collective -> count. live_bytes: of all storages
             that the mode has seen and that still exist. sections: name -> the record of its last run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cuda") -> None:
         super().__init__()
+        self._is_cpu = device == "cpu"
         self.phase = "forward"
         self.calls: Counter[Call] = Counter()
         self.live_bytes = 0
@@ -109,6 +118,8 @@ class FakeRun(TorchDispatchMode):
         # Freeing and reallocating the memory of a live tensor, as for gathered weights, is not an operator.
         resize = self._resized(torch.UntypedStorage.resize_)
         self._replaced.enter_context(replaced(torch.UntypedStorage, "resize_", resize))
+        if self._is_cpu:
+            self._replaced.enter_context(replaced(Tensor, "is_cpu", True))
         super().__enter__()
         return self
 
@@ -154,10 +165,7 @@ class FakeRun(TorchDispatchMode):
         made = [found] if isinstance(found, Tensor) else list(tensors_in(found))
         for tensor in made:
             self._hold(tensor)
-        if self._section is not None and made and not is_view(func):
-            moved = sum(t.nbytes for t in (*given, *made))
-            is_causal = any(arg is True for arg in (*args, *kwargs.values()))  # of attention, its only flag
-            work = Work(flops_of(name, given, made, is_causal=is_causal), moved, _ATTENTION in name)
+        if self._section is not None and (work := work_of(func, args, kwargs, made)) is not None:
             self._section.work[work] += 1
         return found
 
@@ -291,7 +299,34 @@ def is_view(func: Any) -> bool:
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
-def flops_of(name: str, given: list[Tensor], made: list[Tensor], *, is_causal: bool) -> int:
+def work_of(func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> Work | None:
+    """The cost of an operator whose results are `made`; None if nothing runs, as for a view or an allocation."""
+    name = schema_of(func).name
+    short = name.partition("::")[2]
+    written = made or (list(tensors_in(args[:1])) if short.endswith("_") else [])  # lists of tensors return nothing
+    if not written or short in _ALLOCATES or is_view(func):
+        return None
+    read = tensors_in((args[1:] if short in _NOT_READ else args, kwargs))
+    given = [tensor for tensor in read if tensor is not kwargs.get("out")]
+    moved = sum(map(_stored_bytes, written)) + sum(_read_bytes(short, tensor, written) for tensor in given)
+    if short in _SCATTERS:
+        moved = 3 * _stored_bytes(given[-1])
+    is_causal = any(arg is True for arg in (*args, *kwargs.values()))  # of attention, its only flag
+    return Work(_flops_of(name, given, written, is_causal=is_causal), moved, _ATTENTION in name)
+
+
+def _stored_bytes(tensor: Tensor) -> int:
+    """Bytes in memory: an expanded dimension is stored once."""
+    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or size < 2)
+    return math.prod(sizes) * tensor.element_size()
+
+
+def _read_bytes(short: str, tensor: Tensor, written: Sequence[Tensor]) -> int:
+    size = _stored_bytes(tensor)
+    return min(size, *(t.numel() * tensor.element_size() for t in written)) if short in _GATHERS else size
+
+
+def _flops_of(name: str, given: Sequence[Tensor], made: Sequence[Tensor], *, is_causal: bool) -> int:
     """Floating-point operations of a matrix product or an attention; 0 for other, memory-bound operators."""
     short = name.partition("::")[2]
     if short in _PRODUCTS:

@@ -100,14 +100,14 @@ def simulate(problem: Problem, prediction: Prediction) -> Simulation:
     """Run a step of `prediction` on one rank of each place along pp, and record both sides."""
     started = time.perf_counter()
     blueprint = problem.blueprint.on(prediction.topology).with_adapter(problem.lora)
-    ranks = tuple(_simulate(blueprint, prediction, number) for number in range(len(prediction.ranks)))
+    ranks = tuple(_simulate(problem, blueprint, prediction, number) for number in range(len(prediction.ranks)))
     return Simulation(prediction.topology.world, ranks, time.perf_counter() - started, _most_resident_bytes())
 
 
-def _simulate(blueprint: Blueprint, prediction: Prediction, number: int) -> RankSeen:
+def _simulate(problem: Problem, blueprint: Blueprint, prediction: Prediction, number: int) -> RankSeen:
     """Of pp rank `number`."""
     topology, rows, tokens = prediction.topology, prediction.micro_batch, prediction.tokens
-    run = FakeRun()
+    run = FakeRun(problem.gpu.device)
     with simulated_job(topology.world, number * topology.per_stage):
         plan = plan_of_rank(blueprint.plan, number)
         model, trained = copy.deepcopy(blueprint.model), blueprint.trained.parameters

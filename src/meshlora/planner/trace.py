@@ -105,8 +105,9 @@ def assemble(model: Any, blueprint: Blueprint, mesh: Mesh, run: FakeRun) -> Any:
     return model
 
 
-def trace(small: Blueprint, *, rows: int, tokens: int) -> Trace:
-    """Trace a micro-batch of `rows` sequences of `tokens` tokens. small: blueprint of the shrunk model.
+def trace(small: Blueprint, *, rows: int, tokens: int, device: str = "cuda") -> Trace:
+    """Trace a micro-batch of `rows` sequences of `tokens` tokens. small: blueprint of the shrunk model. device: cpu or
+    cuda, whose operators are run.
 
     Under dp_shard, layers are traced with unsharded weights; the cost of gathers is added analytically.
 
@@ -122,7 +123,7 @@ def trace(small: Blueprint, *, rows: int, tokens: int) -> Trace:
             "its recurrent mixers run on one cp rank after the other, and it is not planned how long they wait",
             "plan it without cp",
         )
-    run = FakeRun()
+    run = FakeRun(device)
     own = rows * tokens // plan.topology.size_over(TOKENS)
     chunk_tokens = tokens_of_chunk(model_vocab(small.model), small.model.dtype, own)
     with run:

@@ -287,7 +287,7 @@ def _transposed(b: Tensor, dtype: torch.dtype) -> Tensor:
 def _groups_factors(x: Tensor, a: Tensor, counts: Sequence[int]) -> bool:
     """Whether the low-rank products also run as one call for all experts."""
     is_aligned = a.shape[1] * x.element_size() % 16 == 0
-    pays = x.device.type != "cpu" or sum(counts) < ROWS_TO_LOOP * len(counts)
+    pays = not x.is_cpu or sum(counts) < ROWS_TO_LOOP * len(counts)
     return is_aligned and pays and sum(counts) > 0 and can_group(x, a.to(x.dtype).mT)
 
 
