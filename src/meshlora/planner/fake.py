@@ -48,7 +48,7 @@ _ATTENTION = "scaled_dot_product"
 # Nothing runs: what is allocated is written by others.
 _ALLOCATES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "_unsafe_view")
 # These do not read their first argument, but overwrite it, or take its shape.
-_NOT_READ = ("copy_", "fill_", "zero_", "_foreach_copy_", "zeros_like", "ones_like", "full_like", "new_zeros")
+_NOT_READ = ("copy_", "fill_", "zero_", "zeros_like", "ones_like", "full_like", "new_zeros")
 _GATHERS = ("index_select", "embedding", "gather", "index")  # these read the chosen rows of their first one
 _SCATTERS = ("scatter_add_", "index_add_", "index_copy_")  # these touch as much of it as they are given
 # An attention mask of all pairs of tokens is of integers too, and too large to be real.
@@ -306,7 +306,7 @@ def work_of(func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> Work |
     written = made or (list(tensors_in(args[:1])) if short.endswith("_") else [])  # lists of tensors return nothing
     if not written or short in _ALLOCATES or is_view(func):
         return None
-    read = tensors_in((args[1:] if short in _NOT_READ else args, kwargs))
+    read = tensors_in((args[1:] if short.removeprefix("_foreach_") in _NOT_READ else args, kwargs))
     given = [tensor for tensor in read if tensor is not kwargs.get("out")]
     moved = sum(map(_stored_bytes, written)) + sum(_read_bytes(short, tensor, written) for tensor in given)
     if short in _SCATTERS:
