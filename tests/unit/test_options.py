@@ -13,7 +13,8 @@ from typing import Any, get_args
 
 import pytest
 import torch
-from transformers import AutoTokenizer, dynamic_module_utils
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_utils
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from meshlora.comm.groups import Mesh
@@ -275,6 +276,18 @@ def test_every_so_many_steps_are_said(setup: Setup, capsys: pytest.CaptureFixtur
     train({"": prepared(setup, **options)})
     said = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("step ")]
     assert [word for word in said if word.endswith("/5")] == ["1/5", "2/5", "4/5", "5/5", "5/5"], "and an evaluation"
+
+
+def test_how_much_is_trained_and_held_is_said(setup: Setup, capsys: pytest.CaptureFixture[str]) -> None:
+    """As PEFT counts it, and in the bytes of what is in memory: here one process has all of it."""
+    run = prepared(setup, train__steps=1, topology="")
+    train({"": run})
+    said = capsys.readouterr().out
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(setup.model), LoraConfig(**setup.tree["lora"]))
+    num_trained, total = model.get_nb_trainable_parameters()
+    held = sum(p.nbytes for p in model.parameters()) + sum(b.nbytes for b in model.buffers())
+    assert f"{num_trained:,} of {total:,} parameters are trained ({num_trained / total:.2%})" in said
+    assert f"weights take {held / 1e6:,.1f} MB of a rank's memory" in said
 
 
 def test_ranks_are_waited_for_as_long_as_the_run_file_says(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:

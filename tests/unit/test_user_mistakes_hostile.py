@@ -405,6 +405,11 @@ def test_powers_of_ten_are_numbers_as_in_yaml_1_2(text: str) -> None:
     assert parse_yaml(f"'{text}'") == text
 
 
+def test_off_is_the_word_that_an_option_has() -> None:
+    """As in `preflight: off`."""
+    assert parse_yaml("[off, yes, No, true, False]") == ["off", "yes", "No", True, False]
+
+
 def test_half_of_a_surrogate_pair_is_no_text_of_a_run_file() -> None:
     with pytest.raises(ValueError, match="characters that no path has, nor any text, in line 2"):
         parse_yaml('a: 1\nb: "x\\ud800"')

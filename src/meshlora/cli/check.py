@@ -64,7 +64,7 @@ def _rows_of(run: Any) -> list[tuple[str, str]]:
         *([(f"preset {config.preset}", resolved(config))] if config.preset is not None else []),
         ("model", f"{config.model.path} ({run.plan.model_type}, {run.plan.num_layers} layers)"),
         ("topology", f"{run.topology} ({run.topology.world} processes)"),
-        ("adapter", "\n".join([f"{adapter.num_trainable:,} trainable parameters", *describe_targets(adapter.targets)])),
+        ("adapter", "\n".join([run.blueprint.size, *describe_targets(adapter.targets)])),
         ("train data", _size(run.train_data)),
         ("eval data", _size(run.eval_data)),
         ("steps", f"{run.steps:,} of {config.train.batch_size} sequences"),

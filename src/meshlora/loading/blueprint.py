@@ -86,6 +86,13 @@ class Blueprint:
         return self.adapter
 
     @property
+    def size(self) -> str:
+        """How many parameters are trained, of how many there are with the adapter."""
+        trained = self.trained.num_trainable
+        total = trained + sum(parameter.numel() for parameter in self.model.parameters())
+        return f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})"
+
+    @property
     def fresh(self) -> tuple[str, ...]:
         """Parameters of a new head, which the checkpoint may lack: those that are trained in full."""
         return self.adapter.copies if self.adapter is not None and self.objective.task != CAUSAL else ()

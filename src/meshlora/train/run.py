@@ -21,7 +21,7 @@ from meshlora.adapter.attach import runtime
 from meshlora.adapter.formats.peft_format import begin_adapter
 from meshlora.adapter.merging.merge import check_merge, merge
 from meshlora.adapter.targets.resolve import describe_targets
-from meshlora.comm.collectives import broadcast_in_place
+from meshlora.comm.collectives import all_gather, broadcast_in_place
 from meshlora.comm.groups import Mesh, join, leave
 from meshlora.comm.launchers import launcher_place
 from meshlora.comm.watch import Watch
@@ -73,7 +73,7 @@ def train(
         model, names = _loaded(runs)
         mesh = runtime(model).mesh
         runs = {name: with_contents(run, hashes, mesh, console=console) for name, run in runs.items()}
-    is_main = mesh.rank == 0
+    is_main, held_bytes = mesh.rank == 0, _held_bytes(model, mesh)
     with contextlib.ExitStack() as opened:
         stop = opened.enter_context(noticing_signals(watch))
         reporters = {}
@@ -81,7 +81,7 @@ def train(
             notes = [*run.notes, *(prepare_output(run) if is_main else ())]
             reporters[name] = opened.enter_context(_reporter(name, run, console, mesh))
             reporters[name].planned = planned
-            introduce(run, notes, reporters[name])
+            introduce(run, notes, reporters[name], held_bytes)
         opened.enter_context(mesh.patient_for(first.config.train.timeout_s, watch=watch))
         check = functools.partial(_check_merge, first) if first.config.train.merge_at_end and is_main else None
         of_adapters = {names[name]: run for name, run in runs.items()}
@@ -206,14 +206,21 @@ def _check_merge(run: Prepared, adapter: Path) -> None:
         raise UserError("train.merge_at_end", f"it would fail at the end ({error})", "leave it out") from None
 
 
-def introduce(run: Prepared, notes: list[str], reporter: Reporter) -> None:
-    """Report what is trained and the starting point, before the first step."""
+def _held_bytes(model: Any, mesh: Mesh) -> int:
+    """Bytes of all parameters and buffers on the rank that has the most. Collective."""
+    own = sum(tensor.nbytes for tensor in itertools.chain(model.parameters(), model.buffers()))
+    return int(all_gather(torch.tensor([own], device=mesh.device), mesh.world).max())
+
+
+def introduce(run: Prepared, notes: list[str], reporter: Reporter, held_bytes: int) -> None:
+    """Report what is trained and the starting point, before the first step. held_bytes: of weights on a rank."""
     for note in notes:
         reporter.say(note)
     reporter.say(
         f"{run.plan.model_type} on {run.topology}: {run.blueprint.trained.num_trainable:,} trainable parameters, "
         f"{len(run.train_data):,} sequences, {run.steps:,} steps"
     )
+    reporter.say(f"{run.blueprint.size}; weights take {held_bytes / 1e6:,.1f} MB of a rank's memory")
     for line in describe_targets(run.blueprint.trained.targets):
         reporter.say(line)
     if (planned := reporter.planned) is not None:

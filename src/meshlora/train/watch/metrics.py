@@ -151,7 +151,7 @@ class Reporter:
         shown = f"loss {metrics.loss:.4f}{means}  {speed:,.0f} tokens/s{skipped}{self._saved}"
         self._progress.update(self._task, completed=metrics.step, shown=shown)
         is_due = metrics.step % self.log_every == 0 or metrics.step in (1, self.steps)
-        if is_due and (self._name or not self.console.is_terminal):
+        if is_due:  # on a terminal above the bar, so that the run's course can be scrolled back to
             self.say(
                 f"step {metrics.step}/{self.steps}  loss {metrics.loss:.4f}{means}  lr {metrics.lr:.2e}"
                 f"  grad_norm {metrics.grad_norm:.3f}  {speed:,.0f} tokens/s{timed}{skipped}"
