@@ -12,6 +12,7 @@ from tests.changed import PACKAGE
 GROUPS: dict[str, type] = {
     "model": module.ModelConfig,
     "data": module.DataConfig,
+    "data.train": module.Source,
     "generate": module.GenerateConfig,
     "train": module.TrainConfig,
     **{f"train.objective.{name}": kind for name, kind in KINDS.items()},
@@ -23,6 +24,7 @@ _LORA = "{'r': 8, 'target_modules': 'all-linear'}"
 _INSTEAD = {
     "model.path": "{'path': 'examples/tiny_base'}",
     "data.train": "{'train': 'examples/docstrings/train.jsonl'}",
+    "data.train.path": "{'path': 'examples/docstrings/train.jsonl'}",
     "train.output": "{'output': self.output + '-of-others'}",
     "train.steps": "{'steps': self.steps and self.steps + 1}",
     "train.epochs": "{'epochs': self.epochs and self.epochs + 1}",
@@ -109,6 +111,13 @@ CAUGHT_BY: dict[str, str] = {
     "data.train": f"{_OPTIONS}::test_data_are_those_of_the_files_that_are_named",
     "data.eval": f"{_OPTIONS}::test_data_are_those_of_the_files_that_are_named",
     "data.columns": f"{_OPTIONS}::test_columns_of_the_run_file_are_read",
+    **dict.fromkeys(
+        ("data.train.path", "data.train.weight"), f"{_OPTIONS}::test_sources_are_drawn_by_their_weights_on_any_mesh"
+    ),
+    **dict.fromkeys(
+        ("data.train.split", "data.train.columns", "data.train.format"),
+        f"{_OPTIONS}::test_a_source_has_a_split_columns_and_a_format_of_its_own",
+    ),
     "data.format": f"{_OPTIONS}::test_rows_are_read_in_the_format_of_the_run_file",
     "data.max_length": f"{_OPTIONS}::test_sequences_are_cut_to_the_length_of_the_run_file",
     "data.packing": f"{_OPTIONS}::test_sequences_share_a_row_where_the_run_file_says_so",

@@ -227,5 +227,5 @@ def test_table_of_the_docs_is_what_is_read() -> None:
 
 def test_every_file_is_in_the_table() -> None:
     there = {path.relative_to(DATA).parts[0] for path in DATA.rglob("*") if path.is_file()}
-    assert there == {case.file.split("/")[0] for case in CASES}
+    assert there - {"nlg"} == {case.file.split("/")[0] for case in CASES}  # those are of another test
     assert len(CASES) >= 20

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
@@ -91,6 +92,37 @@ def test_rows_are_read_in_the_format_of_the_run_file(setup: Setup) -> None:
     assert prepared(setup, data__format="text").train_data.is_trained.all()
     with pytest.raises(UserError, match=r"data\.format=feedback: train\.objective reads other records; one of auto,"):
         prepared(setup, data__format="feedback")
+
+
+def test_sources_are_drawn_by_their_weights_on_any_mesh(setup: Setup) -> None:
+    for name, number in (("a", 6), ("b", 2)):
+        rows = [json.dumps({"text": f"{name} {index}"}) + "\n" for index in range(number)]
+        (setup.folder / f"{name}.jsonl").write_text("".join(rows))
+    files = [str(setup.folder / f"{name}.jsonl") for name in "ab"]
+    weights = [{"path": file, "weight": weight} for file, weight in zip(files, (1, 3), strict=True)]
+    run = prepared(setup, data__train=weights, train__batch_size=4)
+    drawn = np.concatenate([run.batches.batch(step) for step in range(2)])  # an epoch
+    assert ((drawn >= 6).sum(), (drawn < 6).sum()) == (6, 2)
+    assert f"an epoch is 8 draws: 2 of {files[0]} (it has 6), 6 of {files[1]} (it has 2)" in run.notes
+    other = prepared(setup, topology="dp=2,tp=2")
+    assert np.concatenate([other.batches.batch(step) for step in range(2)]).tolist() == drawn.tolist()
+    assert other.identity == run.identity
+    reweighted = prepared(setup, data__train=[weights[0], weights[1] | {"weight": 1}])
+    assert reweighted.identity["data"] != run.identity["data"], "a run of other weights is not resumed"
+
+
+def test_a_source_has_a_split_columns_and_a_format_of_its_own(setup: Setup) -> None:
+    setup.drop("data.eval")
+    folder = setup.folder / "splits"
+    folder.mkdir()
+    (folder / "train.jsonl").write_text(json.dumps({"question": "a b", "answer": "c"}) + "\n")
+    (folder / "test.jsonl").write_text("{broken\n")
+    (setup.folder / "c.jsonl").write_text(json.dumps({"text": "a b c", "instruction": "x", "output": "y"}) + "\n")
+    own = {"path": str(folder), "split": "train", "columns": {"prompt": "question", "completion": "answer"}}
+    found = prepared(setup, data__train=[own, {"path": str(setup.folder / "c.jsonl"), "format": "text"}]).train_data
+    first, second = found
+    assert not first.is_trained.all()
+    assert second.is_trained.all()
 
 
 def test_formats_of_run_files_are_those_that_are_read() -> None:

@@ -129,7 +129,7 @@ def _config(options: argparse.Namespace, place: Any) -> Any:
     if options.data:
         limit = config.data.eval_limit if "data.eval_limit" in given else None
         files = located_files(options.data, "--data", split="validation")
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval=files, eval_limit=limit))
+        config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval=[*files], eval_limit=limit))
     return config
 
 

@@ -19,7 +19,7 @@ from meshlora.common.reading import parse_yaml, read_text
 from meshlora.config.model_presets import Facts, facts_of
 from meshlora.config.objective import KINDS
 from meshlora.config.presets import LENGTH, filled, with_preset
-from meshlora.config.run import PER_ADAPTER, RUN_CONTENT, RunConfig
+from meshlora.config.run import PER_ADAPTER, RUN_CONTENT, Given, RunConfig, Source
 from meshlora.config.types import checked, groups
 
 
@@ -77,12 +77,25 @@ def read_runs(path: str | Path, overrides: list[str] | None = None, *, downloads
     return runs
 
 
-def _files(given: str | list[str], option: str, split: str) -> str | list[str]:
-    """`given` with files for names of datasets."""
+def _files(given: Given, option: str, split: str) -> Given:
+    """`given` with files for names of datasets, and the default split of a folder that has several."""
     if isinstance(given, list):
-        return [file for each in given for file in located_files(each, option, split=split)]
-    found = located_files(given, option, split=split)
-    return given if found == [given] else found
+        parts = [_files(each, option, split) for each in given]
+        return [file for part in parts if part is not None for file in (part if isinstance(part, list) else [part])]
+    if isinstance(given, Source):
+        found = [file for path in given.paths for file in _split_files(path, option, given.split or split)]
+        is_found = found != given.paths
+        return dataclasses.replace(given, path=found, split=None) if is_found else given
+    if given is None:
+        return None
+    found = _split_files(given, option, split)
+    return given if found == [given] else [*found]
+
+
+def _split_files(given: str, option: str, split: str) -> list[str]:
+    if (Path(given) / "dataset_dict.json").is_file() and (Path(given) / split).is_dir():
+        return [str(Path(given) / split)]
+    return located_files(given, option, split=split)
 
 
 # Names of adapters become folders in the output, next to the ranks' logs, and possibly next to the files of an earlier
@@ -115,7 +128,8 @@ def _located(config: RunConfig) -> RunConfig:
     folder = located(model.path, "model.path", revision=model.revision, trust_remote_code=model.trust_remote_code)
     adapter = config.adapter and located(config.adapter, "adapter", kind="adapter")
     train, evaluated = _files(config.data.train, "data.train", "train"), config.data.eval
-    evaluated = None if evaluated is None else _files(evaluated, "data.eval", "validation")
+    evaluated = _files(evaluated, "data.eval", "validation")
+    assert train is not None
     data = dataclasses.replace(config.data, train=train, eval=evaluated)
     return dataclasses.replace(
         config, data=data, model=dataclasses.replace(model, path=folder, revision=None), adapter=adapter

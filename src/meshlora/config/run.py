@@ -64,12 +64,55 @@ class ModelConfig(BaseOptions):
 
 
 @dataclass(frozen=True)
+class Source:
+    """One source of data, with options of its own.
+
+    Attributes:
+        path: as of data.train: a path, or several.
+        weight: its share of the draws, beside the weights of the others.
+        split: of a folder with several, or of a name on the hub.
+        columns: in place of data.columns. format: in place of data.format.
+    """
+
+    path: str | list[str]
+    weight: float | None = number(None, "above 0", most=_FACTOR)
+    split: str | None = None
+    columns: dict[str, str] | None = None
+    format: Format | None = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "path", self.path, "one or more")
+        check_numbers("data.train", self)
+        for path in self.paths:
+            check_path("path", path)
+
+    @property
+    def paths(self) -> list[str]:
+        """Its paths."""
+        return [self.path] if isinstance(self.path, str) else self.path
+
+
+Given = str | Source | list[str | Source] | None
+
+
+def sources_of(given: Given) -> list[Source]:
+    """The sources of `data.train` or `data.eval`."""
+    each = given if isinstance(given, list) else [] if given is None else [given]
+    return [one if isinstance(one, Source) else Source(one) for one in each]
+
+
+def paths_of(given: Given) -> list[str]:
+    """The paths of all sources of `data.train` or `data.eval`."""
+    return [path for each in sources_of(given) for path in each.paths]
+
+
+@dataclass(frozen=True)
 class DataConfig:
     """The data: files, folders or patterns of JSON, CSV, Parquet or `context||completion`, or saved `datasets`.
 
     Attributes:
-        train, eval: a path or a list of paths. columns: our field names -> theirs. format: of the
-            rows (`data.formats`), where their fields do not say it.
+        train, eval: a path, a source, or a list of these. columns: our field names -> theirs. format: of the rows
+            (`data.formats`), where their fields do not say it.
         max_length: the most tokens of a sequence. packing: several sequences in one row; they do not attend to each
             other. True: in rows of up to max_length tokens; auto: those of a micro-batch, where that is proved.
         too_long: what becomes of a record with more tokens (`data.too_long`). train_on: which turns are trained: all of
@@ -80,8 +123,8 @@ class DataConfig:
             default: the first prompts of eval.
     """
 
-    train: str | list[str]
-    eval: str | list[str] | None = None
+    train: str | Source | list[str | Source]
+    eval: str | Source | list[str | Source] | None = None
     columns: dict[str, str] | None = None
     format: Format = "auto"
     max_length: int = number(1024, most=10**8)
@@ -97,8 +140,11 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for name, given in {"data.train": self.train, "data.eval": self.eval}.items():
-            for path in [given] if isinstance(given, str) else given or ():
-                check_path(name, path)
+            for path in [given] if isinstance(given, str) else given if isinstance(given, list) else ():
+                if isinstance(path, str):
+                    check_path(name, path)
+        if any(each.weight is not None for each in sources_of(self.eval)):
+            raise UserError("data.eval with a weight", "an evaluation reads every example once", "leave it out")
         for name in ("train", "eval", "sample_prompts"):
             require(getattr(self, name) != [], f"data.{name}", [], "one or more")
         check_path("data.cache_dir", self.cache_dir, knows_home=True)

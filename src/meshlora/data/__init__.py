@@ -9,6 +9,7 @@ from typing import Any
 
 from meshlora.data.collate import IGNORED, Batch, collate
 from meshlora.data.labelled import read_labelled, read_labelled_words, read_similar
+from meshlora.data.mixture import joined_sources
 from meshlora.data.packing import joined, packed_share, padded_lengths, with_positions
 from meshlora.data.preferences import read_feedback, read_preferences
 from meshlora.data.records import Record, prompts_of
@@ -46,6 +47,7 @@ __all__ = [
     "collate",
     "epoch_order",
     "joined",
+    "joined_sources",
     "packed_share",
     "padded_lengths",
     "prompts_of",

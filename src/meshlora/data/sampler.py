@@ -15,15 +15,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshlora.common.errors import UserError
+from meshlora.data.mixture import Parts, mixed_order
+from meshlora.data.shuffling import shuffled
 
 
 # Every step of an epoch needs the same order; two are cached because a caller may look across the boundary.
 @functools.lru_cache(maxsize=2)
 def epoch_order(num_sequences: int, *, seed: int, epoch: int) -> np.ndarray:
     """A permutation of `range(num_sequences)`: int64, `[num_sequences]`, read-only.
-
-    Bitwise stable across numpy versions: numpy guarantees the raw streams of `PCG64` and `SeedSequence` but not
-    `Generator.permutation`, so the order sorts raw 64-bit keys, with ties in index order.
 
     Raises:
         UserError: a negative seed.
@@ -32,18 +31,20 @@ def epoch_order(num_sequences: int, *, seed: int, epoch: int) -> np.ndarray:
         raise UserError(f"seed={seed}", "must not be negative")
     assert num_sequences >= 0, num_sequences
     assert epoch >= 0, epoch
-    keys = np.random.PCG64(np.random.SeedSequence(seed, spawn_key=(epoch,))).random_raw(num_sequences)
-    order = np.argsort(keys, kind="stable").astype(np.int64)
+    order = shuffled(num_sequences, seed=seed, key=(epoch,))
     order.flags.writeable = False
     return order
 
 
 @dataclass(frozen=True)
 class GlobalBatches:
-    """The global batch of each optimizer step. Every sequence occurs exactly once per epoch.
+    """The global batch of each optimizer step. Every sequence occurs once per epoch, or, of several sources with
+    weights, as often as their shares say (`mixture.py`).
 
     The last batch of an epoch is smaller if `global_batch_size` does not divide `num_sequences`: nothing is dropped,
     repeated, or carried over to the next epoch.
+
+    parts: (sequences of a source, its weight), of several sources with weights.
 
     Raises:
         UserError: a count below 1, a negative seed.
@@ -52,6 +53,7 @@ class GlobalBatches:
     num_sequences: int
     global_batch_size: int
     seed: int
+    parts: Parts = ()
 
     def __post_init__(self) -> None:
         for name in ("num_sequences", "global_batch_size"):
@@ -68,7 +70,11 @@ class GlobalBatches:
         """The indices of optimizer step `step`, counted from 0 across epochs: int64, `[<= global_batch_size]`."""
         assert step >= 0, step
         epoch, position = divmod(step, self.steps_per_epoch)
-        order = epoch_order(self.num_sequences, seed=self.seed, epoch=epoch)
+        order = (
+            mixed_order(self.parts, seed=self.seed, epoch=epoch)
+            if self.parts
+            else epoch_order(self.num_sequences, seed=self.seed, epoch=epoch)
+        )
         return order[position * self.global_batch_size : (position + 1) * self.global_batch_size]
 
 

@@ -67,6 +67,7 @@ class TokenizedDataset:
             token's own place.
         sources: int64 `[num_sequences]`, the index of the record that each sequence is of; None: one of each, in order.
         taken: what became of the records that are longer than a sequence may be, if it was asked.
+        parts: (examples of a source, its weight), of several sources with weights (`data.mixture`).
     """
 
     input_ids: np.ndarray
@@ -79,6 +80,7 @@ class TokenizedDataset:
     predicts_next: bool = True
     sources: np.ndarray | None = None
     taken: Taken | None = None
+    parts: tuple[tuple[int, float], ...] = ()
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -104,7 +106,8 @@ class TokenizedDataset:
         further = {} if self.further is None else {"further": self.further.digest()}
         targets = {} if self.targets is None else {"targets": self.targets}
         tokens = {"input_ids": self.input_ids, "is_trained": self.is_trained, "offsets": self.offsets}
-        return {**tokens, **self.columns, **further, **targets}
+        parts = {"parts": np.array(self.parts)} if self.parts else {}
+        return {**tokens, **self.columns, **further, **targets, **parts}
 
     @property
     def images(self) -> FurtherInputs | None:

@@ -25,7 +25,7 @@ from meshlora.common.errors import UserError
 from meshlora.common.float64 import lift
 from meshlora.common.tasks import CAUSAL
 from meshlora.config.objective import COUNTED, Objective
-from meshlora.config.run import RunConfig
+from meshlora.config.run import RunConfig, paths_of
 from meshlora.data import TokenizedDataset
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.loading.load import load_blueprint
@@ -152,7 +152,7 @@ def evaluate(run: Evaluation) -> dict[str, Any]:
     found: dict[str, Any] = {
         "model": run.config.model.path,
         "adapter": str(adapter.folder) if adapter is not None else None,
-        "data": run.config.data.eval,
+        "data": given if isinstance(given := run.config.data.eval, str) else paths_of(given),
         "topology": str(run.blueprint.topology),
         "examples": run.data.num_examples,
         "loss": loss,

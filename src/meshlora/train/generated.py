@@ -16,12 +16,13 @@ from transformers import PreTrainedTokenizerBase
 from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_gather
 from meshlora.common.float64 import lift
-from meshlora.data import prompts_of, read_records
+from meshlora.data import prompts_of
 from meshlora.data.records import Prompt
 from meshlora.plan.topology import Topology
 from meshlora.text.decoding import batches_of, continued, encode_prompts, texts_of
 from meshlora.text.tokenizer import tokenizer_of
 from meshlora.train.evaluate import Evaluation, load_for_evaluation
+from meshlora.train.sources import records_of
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def prepare_prompts(run: Evaluation) -> Prompts:
     """
     config = run.config
     assert config.data.eval is not None
-    records = read_records(config.data.eval, columns=config.data.columns, format=config.data.format)
+    records = records_of(config.data, config.data.eval)
     prompts = prompts_of(records[: config.data.eval_limit])
     tokenizer = tokenizer_of(config)
     names = [prompt.origin for prompt in prompts]

@@ -17,6 +17,7 @@ from meshlora.common.errors import one_line
 from meshlora.common.hub import repository_of
 from meshlora.common.tasks import CAUSAL
 from meshlora.common.versions import versions
+from meshlora.config.run import Given, paths_of
 from meshlora.train.prepare import Prepared
 
 _DATASET = re.compile(r"datasets--(?P<name>[\w.-]+--[\w.-]+)/snapshots/[0-9a-f]{40}/(?P<file>.+)", re.ASCII)
@@ -102,9 +103,9 @@ def _rows(run: Prepared, base: str, commit: str, eval_loss: float | None) -> Map
     return rows
 
 
-def _names(paths: str | list[str]) -> str:
+def _names(given: Given) -> str:
     """Names of data: of files without their folders, or of a dataset of the hub with the file in it."""
-    return ", ".join(_cell(_name(path)) for path in ([paths] if isinstance(paths, str) else paths))
+    return ", ".join(_cell(_name(path)) for path in paths_of(given))
 
 
 def _name(path: str) -> str:

@@ -7,6 +7,7 @@ Owns: whether the model, adapter, data and topology of a run fit together. `mesh
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -22,7 +23,7 @@ from meshlora.common.compat import attention_of
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.files import why_not_writable
 from meshlora.common.tasks import CAUSAL
-from meshlora.config.run import RUN_CONTENT, RunConfig
+from meshlora.config.run import RUN_CONTENT, Given, RunConfig, paths_of
 from meshlora.data import READERS, GlobalBatches, TokenizedDataset
 from meshlora.data.images import FurtherInputs
 from meshlora.loading.blueprint import Blueprint
@@ -42,6 +43,7 @@ from meshlora.train.checkpoint.resuming import going_on
 from meshlora.train.packing_check import check_packing
 from meshlora.train.recompute import check_recompute
 from meshlora.train.routing import check_routing, step_file
+from meshlora.train.sources import read_sources
 from meshlora.train.watch.samples import Samples, prepare_samples
 from meshlora.train.watch.tracking import check_trackers
 
@@ -92,7 +94,9 @@ class Prepared:
     @property
     def batches(self) -> GlobalBatches:
         """The global order of the training examples."""
-        return GlobalBatches(self.train_data.num_examples, self.config.train.batch_size, self.config.train.seed)
+        return GlobalBatches(
+            self.train_data.num_examples, self.config.train.batch_size, self.config.train.seed, self.train_data.parts
+        )
 
 
 @dataclass(frozen=True)
@@ -349,8 +353,8 @@ def _inputs(config: RunConfig) -> list[tuple[str, str]]:
         "model.path": config.model.path,
         "adapter": config.adapter,
         "data.chat_template": config.data.chat_template,
-        "data.train": config.data.train,
-        "data.eval": config.data.eval,
+        "data.train": paths_of(config.data.train),
+        "data.eval": paths_of(config.data.eval),
         "train.routing_replay": config.train.routing_replay,
     }
     return [
@@ -404,13 +408,13 @@ def check_fits(tokenizer: PreTrainedTokenizerBase, blueprint: Blueprint, *, max_
 
 def read_data(
     config: RunConfig,
-    paths: str | list[str],
+    given: Given,
     tokenizer: PreTrainedTokenizerBase,
     model: PretrainedConfig,
     *,
     say: Callable[[str], None] | None = None,
 ) -> TokenizedDataset:
-    """The tokens of the files `paths`, read for the run's objective and `data` options. say: told what is skipped."""
+    """The tokens of the sources `given`, read for the run's objective and `data` options. say: told what is skipped."""
     data, objective = config.data, config.train.objective
     own: dict[str, Any] = {"train_on": data.train_on, "too_long": data.too_long}
     own["cache_dir"] = Path(data.cache_dir).expanduser()
@@ -422,16 +426,15 @@ def read_data(
         return found
 
     own["processor"] = processor
-    return READERS[objective.reader](
-        paths,
-        tokenizer,
-        columns=data.columns,
-        format=data.format,
+    read = functools.partial(
+        READERS[objective.reader],
+        tokenizer=tokenizer,
         max_length=data.max_length,
         vocab_size=model.get_text_config().vocab_size,
         say=say,
         **(own if objective.task == CAUSAL else {"objective": objective}),
     )
+    return read_sources(data, given, read, say)
 
 
 def check_images(config: RunConfig, images: Iterable[FurtherInputs | None]) -> None:

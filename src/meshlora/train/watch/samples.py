@@ -20,9 +20,9 @@ from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.files import write_atomically
 from meshlora.common.float64 import lift
 from meshlora.config.run import GenerateConfig, RunConfig
-from meshlora.data import read_records
 from meshlora.plan.topology import Topology
 from meshlora.text.decoding import continuations, encode_prompts
+from meshlora.train.sources import records_of
 from meshlora.train.watch.metrics import lines_until
 
 FILE = "samples.jsonl"
@@ -75,7 +75,7 @@ def prepare_samples(
     if prompts is None:
         data = config.data
         assert data.eval is not None
-        found = (record.prompt for record in read_records(data.eval, columns=data.columns, format=data.format))
+        found = (record.prompt for record in records_of(data, data.eval))
         prompts = list(dict.fromkeys(prompt for prompt in found if prompt))[:NUM_PROMPTS]
         if not prompts:
             raise UserError(
