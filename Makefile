@@ -46,7 +46,7 @@ $(VENV)/.docs: $(READY)
 # The wheel and the source archive, in dist.
 dist: $(READY)
 	rm -rf dist
-	$(BIN)/python -m build --outdir dist > /dev/null
+	$(BIN)/python -m build --quiet --outdir dist
 
 # The wheel as a stranger installs it: an empty environment, a folder outside the repository.
 test-wheel: dist
