@@ -31,6 +31,12 @@ topology: tp=2,sp
 PROMPT = 'def list_paths(target):\n    """\n'
 # (words, a part of what is printed, a file that is there afterwards)
 COMMANDS = [
+    (
+        ["init", "--yes", "--model", "tiny_base", "--data", "train.jsonl", "--out", "made.yaml"],
+        "made.yaml",
+        "made.yaml",
+    ),
+    (["check", "made.yaml"], "ready", ""),
     (["check", "run.yaml"], "tp=2,sp", ""),
     (["train", "run.yaml", "--nproc", "2"], "step 20/20", "runs/mine/adapter/adapter_model.safetensors"),
     (["inspect", "runs/mine"], "adapter", ""),

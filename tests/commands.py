@@ -20,8 +20,8 @@ PAGES = [
 ]
 PROGRAMS = r"(?:\.venv/bin/)?(?:meshlora|python3?|pip|pytest)|make|torchrun|mpirun|srun|accelerate|scripts/\w+\.\w+"
 _COMMAND = re.compile(rf"(?:\$ )?((?:[A-Z][A-Z_]*=\S+ )*(?:~/\w+/bin/)?(?:{PROGRAMS}) .*)")
-# A comment, a pipe into another program, or words of the page in brackets at the end of the line.
-_REST = re.compile(r"(?:\s+#\s.*|\s+\|\s.*|\s{2,}\(.*|\s+\[-.*)$")
+# A comment, another program behind it, or words of the page in brackets at the end of the line.
+_REST = re.compile(r"(?:\s+#\s.*|\s+(?:\||&&|>)\s.*|;\s.*|\s{2,}\(.*|\s+\[-.*)$")
 
 # (pattern of a command, the test that runs it, or why none does), the first that matches.
 _HERE, _READERS = "tests/unit/test_commands_of_pages.py", "files of the reader's own"
@@ -33,7 +33,8 @@ RUN_BY: list[tuple[str, str]] = [
     (r"meshlora plan --model examples/.* --gpus T ", "a letter for a number"),
     (r"meshlora plan --model examples/.*16384", "minutes: tests/unit/test_planner.py has a tenth of it"),
     (r"meshlora plan --model examples/", _HERE),
-    (r"meshlora (train|check|evaluate|plot|inspect) .*examples/|python examples/make_", _HERE),
+    (r"meshlora init$", "it asks questions: tests/unit/test_init.py answers them"),
+    (r"meshlora [a-z-]+ .*examples/(?!tiny_base --adapter A)|python examples/make_", _HERE),
     (r"meshlora plot runs/lr-", "tests/unit/test_plot.py"),
     (r"meshlora launch-script", "tests/unit/test_launch_script.py"),
     (r"meshlora calibrate", "tests/ranks/test_calibrate.py"),

@@ -16,8 +16,8 @@ from packaging.utils import canonicalize_name
 
 from tests.scripts import ROOT
 
-# Named in `train.track` by those who have them: importing one is what check_trackers tells to install.
-BY_THEIR_OWN_NAME = {"wandb", "mlflow", "trackio"}
+# Named in `train.track` by those who have them; and what comes with torch for GPUs.
+BY_THEIR_OWN_NAME = {"wandb", "mlflow", "trackio", "triton"}
 
 
 def _project() -> dict[str, Any]:
