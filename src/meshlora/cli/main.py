@@ -27,6 +27,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from meshlora.cli import (
     calibrate,
     check,
+    data,
     evaluate,
     export,
     generate,
@@ -53,6 +54,7 @@ COMMANDS = (
     train,
     verify,
     check,
+    data,
     inspect,
     plan,
     lr_find,

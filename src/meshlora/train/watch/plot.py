@@ -1,7 +1,7 @@
-"""Plots of runs: the content of `metrics.jsonl`, and the learning-rate schedule of a run file.
+"""Plots of runs: the content of `metrics.jsonl`, the learning-rate schedule and the lengths of sequences.
 
 Owns: reading metrics back, and the panels. Does not own: recording (`train.watch.metrics`), the schedule
-(`train.optimizer`).
+(`train.optimizer`), the numbers of lengths (`data.summary`).
 """
 
 from __future__ import annotations
@@ -125,6 +125,22 @@ def plot_sweep(sweep: Sweep, file: Path, *, title: str) -> None:
     axis.set_xlabel("learning rate")
     axis.set_ylabel("loss")
     axis.legend()
+    _save(figure, file)
+
+
+def plot_lengths(bins: Sequence[tuple[int, int, int]], file: Path, *, title: str) -> None:
+    """Draw the number of sequences of each range of lengths, (shortest, longest, number), into `file`.
+
+    Raises:
+        UserError: `file` cannot be drawn.
+    """
+    figure, axis = _pyplot(file).subplots(figsize=(9, 4), layout="constrained")
+    firsts, lasts, numbers = zip(*bins, strict=True)
+    widths = [last - first + 1 for first, last in zip(firsts, lasts, strict=True)]
+    axis.bar(firsts, numbers, width=widths, align="edge", edgecolor="white")
+    _label(axis, title)
+    axis.set_xlabel("tokens")
+    axis.set_ylabel("sequences")
     _save(figure, file)
 
 

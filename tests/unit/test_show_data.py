@@ -1,0 +1,90 @@
+"""`meshlora data`: the sequences, numbers and lengths that it shows are those that a run is trained on."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshlora.cli.main import main
+from meshlora.data import tokenize
+from meshlora.data.summary import parts, summary
+from tests.unit.mistakes import Setup
+from tests.unit.records import MARKED, TWO_TURNS, make_tokenizer, pair
+from tests.unit.test_options import prepared
+
+
+def test_trained_parts_are_marked_and_numbers_are_those_of_the_run(
+    setup: Setup, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup.data(
+        {"prompt": "def f():", "completion": " return \u001b[31mf"},
+        {"prompt": "def g():", "completion": " return g" * 90},
+    )
+    run = prepared(setup, data__too_long="drop").train_data
+    files = [str(tmp_path / "numbers.json"), str(tmp_path / "lengths.png")]
+    main(["data", str(setup.folder / "run.yaml"), "--show", "3", "--json", files[0], "--plot", files[1]])
+    printed = capsys.readouterr().out
+    assert "sequence 0:" in printed
+    assert "sequence 1:" not in printed
+    assert "def f():⟦ return \\x1b[31mf" in printed
+    assert "2 records, 1 longer than max_length=64, 1 left out" in printed
+    found = json.loads(Path(files[0]).read_text())
+    assert (found["tokens"], found["trained_tokens"]) == (len(run.input_ids), run.num_trained_tokens)
+    assert (found["records"], found["too_long"], found["dropped"], found["sequences"]) == (2, 1, 1, 1)
+    assert Path(files[1]).read_bytes().startswith(b"\x89PNG")
+    main(["data", str(setup.folder / "run.yaml"), "--eval", "--show", "0"])
+    assert "data.eval" in capsys.readouterr().out
+
+
+def test_parts_are_all_tokens_in_order_and_the_first_is_no_target() -> None:
+    tokenizer = make_tokenizer(chat_template=MARKED)
+    data = tokenize([TWO_TURNS, pair("", "near the river")], tokenizer, max_length=256)
+    for index in range(2):
+        found = parts(data, index)
+        assert [token for _, ids in found for token in ids] == data[index].input_ids.tolist()
+        assert all(one[0] != other[0] for one, other in itertools.pairwise(found))
+    assert [is_trained for is_trained, _ in parts(data, 1)] == [False, True]
+    assert sum(len(ids) for n in range(2) for is_trained, ids in parts(data, n) if is_trained) == (
+        data.num_trained_tokens
+    )
+
+
+@pytest.mark.parametrize("lengths", [[3], [2, 3, 50, 51], [7] * 5, list(range(2, 200))])
+def test_every_length_is_in_the_bin_that_names_it(lengths: list[int]) -> None:
+    text = "the " * 300
+    records = [pair("a", text) for _ in lengths]
+    data = tokenize(records, make_tokenizer(), max_length=400)
+    ids = [data[0].input_ids[:length] for length in lengths]
+    data = dataclasses.replace(
+        data,
+        input_ids=np.concatenate(ids),
+        is_trained=np.ones(sum(lengths), dtype=bool),
+        offsets=np.cumsum([0, *lengths]),
+    )
+    found = summary(data)
+    assert [sum(first <= length <= last for length in lengths) for first, last, _ in found.bins] == [
+        number for *_, number in found.bins
+    ]
+    assert sum(number for *_, number in found.bins) == len(lengths)
+    assert len(found.bins) <= 12
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--show", "-1"], "must not be negative"),
+        (["--plot", "x.bmp"], "a picture ends in one of"),
+        (["--json", "nowhere/x.json"], "nowhere"),
+    ],
+)
+def test_wrong_request_is_one_line(
+    setup: Setup, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup.write()
+    assert main(["data", str(setup.folder / "run.yaml"), *words]) == 2
+    assert message in capsys.readouterr().err
