@@ -124,6 +124,8 @@ CAUGHT_BY: dict[str, str] = {
     "data.train_on": f"{_OPTIONS}::test_prompts_are_trained_where_the_run_file_says_so[train_on-everything]",
     "data.too_long": f"{_OPTIONS}::test_long_records_are_left_out_where_the_run_file_says_so",
     "data.chat_template": f"{_OPTIONS}::test_conversations_are_rendered_by_the_template_of_the_run_file",
+    "data.separator": "tests/unit/test_nlg_data.py::test_tokens_are_those_of_microsofts_encoder",
+    "data.eval_categories": f"{_EVALUATE}::test_only_categories_that_are_asked_for_are_evaluated",
     "data.cache_dir": f"{_OPTIONS}::test_tokens_are_cached_where_the_run_file_says",
     "data.eval_limit": f"{_EVALUATE}::test_only_the_first_sequences_are_evaluated_where_a_limit_is_set",
     "data.sample_prompts": "tests/ranks/test_samples.py::test_samples_are_what_the_adapter_says_on_one_process[tp=2]",

@@ -32,7 +32,7 @@ def test_jsonl_of_all_three_kinds_is_taken_literally_with_its_lines(tmp_path: Pa
     path = write(
         tmp_path / "a.jsonl",
         '{"text": " one\\u2028two "}\n\n{"prompt": "p ", "completion": "c\\n"}\r\n'
-        '{"context": "p", "completion": " c"}\n' + json.dumps({"messages": CHAT}) + "\n",
+        '{"context": "p", "completion": "c"}\n' + json.dumps({"messages": CHAT}) + "\n",
     )
     assert read_records(path) == [
         Record(text=" one\u2028two ", origin=f"{path}:1"),
@@ -173,7 +173,7 @@ def test_what_is_said_of_names_that_a_stranger_chose_is_short_and_without_contro
         ('{"prompt": "x", "completoin": "y"}', "unknown field 'completoin'; did you mean 'completion'?"),
         ('{"text": "x", "weight": 2}', "'weight' may say something about the training, and would not be read"),
         ('{"messages": [], "prompt": "y", "completion": "z"}', "different kinds of record, messages (messages) and"),
-        ('{"prompt": "x", "context": "y", "completion": "z"}', "'context' may say something"),
+        ('{"prompt": "x", "context": "y", "completion": "z"}', "different kinds of record"),
         ('{"prompt": "x", "completion": "y", "tols": [1]}', "unknown field 'tols'; did you mean 'tools'?"),
         ('{"prompt": "x", "chosen": "y", "rejected": "z"}', "has chosen and rejected, which train.objective dpo"),
         ('{"chosen": "y", "rejected": "z"}', "has chosen and rejected, which train.objective dpo"),

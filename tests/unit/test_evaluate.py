@@ -104,6 +104,14 @@ def test_only_the_first_sequences_are_evaluated_where_a_limit_is_set(setup: Setu
     assert evaluated(setup, "--data", file)["examples"] == 8, "of another file all is meant"
 
 
+def test_only_categories_that_are_asked_for_are_evaluated(setup: Setup) -> None:
+    rows = [{"context": f"x {n}", "completion": "y z", "cate": n < 2} for n in range(5)]
+    (setup.folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for categories, number in {"seen": 2, "unseen": 3, "all": 5}.items():
+        setup.set("data.eval_categories", categories)
+        assert evaluated(setup)["examples"] == number
+
+
 def test_perplexity_of_a_huge_loss_is_infinite() -> None:
     assert perplexity(2.0) == math.exp(2.0)
     assert perplexity(1e6) == math.inf

@@ -16,7 +16,7 @@ from meshlora.config.run import GenerateConfig
 from meshlora.text.decoding import ends_of, generate, texts_of
 from meshlora.text.gpt2_beam import gpt2_beam
 
-RECORDED = json.loads((Path(__file__).parents[1] / "data" / "nlg" / "official_beams.json").read_text())
+RECORDED = json.loads((Path(__file__).parents[1] / "recorded" / "official_beams.json").read_text())
 BASE = str(Path(__file__).parents[2] / "examples" / "tiny_base")
 
 

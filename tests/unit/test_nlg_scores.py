@@ -13,7 +13,7 @@ from meshlora.text.caption_tokens import caption_tokens
 from meshlora.text.meteor import meteor
 from meshlora.text.scores import scores, shown, spaced, written_references
 
-SETS = json.loads((Path(__file__).parents[1] / "data" / "nlg" / "official_scores.json").read_text("utf-8"))["sets"]
+SETS = json.loads((Path(__file__).parents[1] / "recorded" / "official_scores.json").read_text("utf-8"))["sets"]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 

@@ -77,9 +77,9 @@ def _evaluate(options: argparse.Namespace) -> None:
         run = prepare_evaluation(config, adapter=adapter, world=world)
         machines(config.device, watch)
         is_main = place is None or place.rank == 0
-        _say(run.notes if is_main and not launched_by_us() else ())
         _check_scores(options, config)
         prompts = prepare_prompts(run) if options.generate else None
+        _say(run.notes if is_main and not launched_by_us() else ())
         if options.nproc is not None:
             words = ["--adapter", str(adapter)] if adapter is not None else ["--base"]
             words += _own_words(options)

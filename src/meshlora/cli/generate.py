@@ -15,6 +15,7 @@ def add(commands: Any) -> None:
     generate.add_argument("--model", required=True, metavar="FOLDER")
     generate.add_argument("--adapter", metavar="FOLDER", help="PEFT adapter; without it the base model speaks")
     generate.add_argument("--prompt", required=True, action="append", help="may be given more than once")
+    generate.add_argument("--separator", default="", metavar="TEXT", help="data.separator of the run that trained it")
     generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
     generate.add_argument("--num-beams", type=int, default=1, metavar="N", help="beam search (default 1: none)")
     generate.add_argument("--length-penalty", type=float, default=1.0, metavar="X", help="of beam search")
@@ -59,6 +60,7 @@ def _generate(options: argparse.Namespace) -> None:
         adapter=Path(options.adapter) if options.adapter else None,
         options=config,
         names=[f"--prompt {prompt[:80]!r}" for prompt in options.prompt],
+        separator=options.separator,
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
     ):

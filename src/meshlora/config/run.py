@@ -20,7 +20,16 @@ from meshlora.plan.topology import Topology
 # Upper limits: far above any use, and below the point where arithmetic or a library fails.
 _STEPS, _RATE, _FACTOR = 10**9, 1e3, 1e6
 Format = Literal[
-    "auto", "text", "prompt_completion", "messages", "sharegpt", "alpaca", "tokens", "preference", "feedback"
+    "auto",
+    "text",
+    "prompt_completion",
+    "context_completion",
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "tokens",
+    "preference",
+    "feedback",
 ]
 
 
@@ -118,6 +127,8 @@ class DataConfig:
         too_long: what becomes of a record with more tokens (`data.too_long`). train_on: which turns are trained: all of
             the assistant, its last, everything, or those of these roles (`data.train_on`).
         chat_template: file of a chat template in place of the tokenizer's own, or the name of one that it has.
+        separator: text between prompt and completion, special tokens included, as in <|endoftext|>.
+        eval_categories: of WebNLG, the records of eval whose category is in its training data, or is not.
         cache_dir: folder of tokenised files.
         eval_limit: use only the first N examples of eval. sample_prompts: prompts continued at `train.sample_every`;
             default: the first prompts of eval.
@@ -134,6 +145,8 @@ class DataConfig:
         Literal["all", "last", "everything"] | list[Literal["system", "developer", "user", "assistant", "tool"]]
     ) = "all"
     chat_template: str | None = None
+    separator: str = ""
+    eval_categories: Literal["all", "seen", "unseen"] = "all"
     cache_dir: str = str(CACHE / "tokens")
     eval_limit: int | None = number(None, "at least 1", most=10**12)
     sample_prompts: list[str] | None = None
@@ -152,6 +165,9 @@ class DataConfig:
         check_numbers("data", self)
         if self.eval_limit is not None and self.eval is None:
             raise UserError(f"data.eval_limit={self.eval_limit}", "it has no effect without data.eval", "give both")
+        if self.eval_categories != "all" and self.eval is None:
+            given = f"data.eval_categories={self.eval_categories}"
+            raise UserError(given, "it has no effect without data.eval", "give both")
 
 
 @dataclass(frozen=True)
@@ -350,7 +366,18 @@ class TrainConfig:
 RUN_CONTENT = ("metrics.jsonl", "adapter", "initial", "checkpoints", "merged")
 # Keys that each adapter of a run may set for itself; all others are shared.
 PER_ADAPTER = {
-    "data": {"train", "eval", "columns", "format", "max_length", "too_long", "train_on", "eval_limit"},
+    "data": {
+        "train",
+        "eval",
+        "columns",
+        "format",
+        "max_length",
+        "too_long",
+        "train_on",
+        "eval_limit",
+        "separator",
+        "eval_categories",
+    },
     "train": {
         *("steps", "epochs", "batch_size", "lr", "schedule", "warmup_steps", "min_lr", "decay_steps", "cycle"),
         *("weight_decay", "beta1", "beta2", "eps", "max_grad_norm", "lora_plus_ratio", "seed"),
@@ -407,6 +434,10 @@ class RunConfig:
             )
         if self.data.sample_prompts is not None and not self.train.sample_every:
             raise UserError("data.sample_prompts", "it has no effect without train.sample_every", "give both")
+        for name in ("eval_categories", "separator") if self.train.objective.reader != "text" else ():
+            if getattr(self.data, name) not in ("all", ""):
+                given = f"data.{name} with train.objective={self.train.objective.kind}"
+                raise UserError(given, "only records of sft have it", "leave it out")
         self._check_task()
         if self.data.packing is True and (per := self.train.objective.per) != "token":
             given = f"data.packing with train.objective={self.train.objective.kind}"

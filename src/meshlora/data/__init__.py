@@ -10,6 +10,7 @@ from typing import Any
 from meshlora.data.collate import IGNORED, Batch, collate
 from meshlora.data.labelled import read_labelled, read_labelled_words, read_similar
 from meshlora.data.mixture import joined_sources
+from meshlora.data.nlg import of_categories, parted
 from meshlora.data.packing import joined, packed_share, padded_lengths, with_positions
 from meshlora.data.preferences import read_feedback, read_preferences
 from meshlora.data.records import Record, prompts_of
@@ -20,9 +21,18 @@ from meshlora.data.tokenization import Sequence, TokenizedDataset, tokenize
 
 
 def _read_text(
-    source: Any, tokenizer: Any, *, columns: Any, say: Any, format: str = "auto", **options: Any
+    source: Any,
+    tokenizer: Any,
+    *,
+    columns: Any,
+    say: Any,
+    format: str = "auto",
+    categories: str = "all",
+    separator: str = "",
+    **options: Any,
 ) -> TokenizedDataset:
-    return tokenize(read_records(source, columns=columns, format=format, say=say), tokenizer, say=say, **options)
+    records = of_categories(read_records(source, columns=columns, format=format, say=say), categories)
+    return tokenize(parted(records, separator), tokenizer, say=say, **options)
 
 
 # Readers of records, by the `reader` of the objective: from paths and a tokenizer to tokens.

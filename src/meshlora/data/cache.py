@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Arrays = dict[str, np.ndarray]
 
 # Increase it whenever the same records and options give different arrays than before.
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 
 # More than one core needs for ten gigabytes of text.
 _LONGEST_S = 3600.0
@@ -79,7 +79,15 @@ def cache_key(
         # One JSON list per line: different records give different bytes. Key order in messages is kept, since a
         # template may see it.
         messages = record.messages and [*map(without_paths, record.messages)]  # the content of images is in `options`
-        fields = [record.text, record.prompt, record.completion, messages, record.tools, record.tokens]
+        fields = [
+            record.text,
+            record.prompt,
+            record.completion,
+            messages,
+            record.tools,
+            record.tokens,
+            record.separator,
+        ]
         digest.update(b"\n" + json.dumps(fields).encode())
     return digest.hexdigest()
 

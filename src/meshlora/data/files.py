@@ -26,6 +26,7 @@ from meshlora.data.records import MalformedError, Problems, json_type, quoted
 MAX_LINE_BYTES = 16 * 2**20
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 _LOOK_BYTES = 2**16
+_WEBNLG = re.compile(rb'\{\s*"entries"\s*:\s*\[')  # the one list that people keep in an object
 _NO_SPACE = re.compile(r"[^ \t\n\r]")
 _KINDS = {
     stat.S_ISFIFO: "a named pipe",
@@ -158,9 +159,9 @@ def text_lines(path: Path, problems: Problems) -> Iterator[tuple[str, str]]:
 def json_objects(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str, Any]]]:
     """(origin, JSON object) of each line, or of each entry of the one list that the file holds."""
     with opened(path) as file:
-        is_list = file.read(_LOOK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()[:1] == b"["
-    if is_list:
-        yield from _entries(path, problems)
+        start = file.read(_LOOK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
+    if start[:1] == b"[" or _WEBNLG.match(start):
+        yield from _entries(path, problems, inside=start[:1] == b"{")
         return
     for origin, line in text_lines(path, problems):
         if line.strip() == "{":
@@ -172,14 +173,20 @@ def json_objects(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str
             problems.add(origin, error)
 
 
-def _entries(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str, Any]]]:
+def _entries(path: Path, problems: Problems, *, inside: bool) -> Iterator[tuple[str, dict[str, Any]]]:
     """(origin, JSON object) of each entry of the list in a file, of which little more than one is held at once.
+
+    inside: the file is an object, whose one value is the list.
 
     Raises:
         UserError: it is no JSON, with the line; what follows cannot be told apart any more.
     """
     with opened(path) as binary, io.TextIOWrapper(binary, encoding="utf-8-sig") as file:
         text = _Text(file, path)
+        if inside:
+            text.expect("{")
+            text.value("the first key")
+            text.expect(":")
         text.expect("[")
         index = 0
         is_open = text.next_character() != "]" or text.expect("]") == ""
@@ -191,6 +198,8 @@ def _entries(path: Path, problems: Problems) -> Iterator[tuple[str, dict[str, An
                 problems.add(origin, f"{json_type(value)}, not an object")
             index += 1
             is_open = text.expect(",]") == ","
+        if inside:
+            text.expect("}")
         text.expect("")
 
 

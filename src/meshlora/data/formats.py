@@ -17,6 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from meshlora.common.errors import UserError, did_you_mean
 from meshlora.data.conversations import checked_messages, checked_tools, untrained
+from meshlora.data.nlg import context_record
 from meshlora.data.records import MalformedError, Record, checked_text, json_type, quoted
 
 Made = TypeVar("Made")
@@ -332,14 +333,9 @@ RECORDS: tuple[Format[Record], ...] = (
     Format("messages", ("messages",), _messages, ("system", "tools")),
     Format("sharegpt", ("conversations",), _sharegpt, ("system", "tools")),
     Format("alpaca", ("instruction", "output"), _alpaca, ("input", "system", "history")),
-    # The LoRA paper's files call the prompt `context`.
-    Format(
-        "prompt_completion",
-        ("prompt", "completion"),
-        _prompt_completion,
-        ("system", "tools"),
-        aliases={"context": "prompt"},
-    ),
+    Format("prompt_completion", ("prompt", "completion"), _prompt_completion, ("system", "tools")),
+    # The LoRA paper's own files; entries of WebNLG and DART become such rows (`nlg.expanded`).
+    Format("context_completion", ("context", "completion"), context_record, ("cate",)),
     Format("tokens", ("input_ids",), _tokens, TOKEN_MASKS),
     Format("text", ("text",), _text, is_weak=True),
 )

@@ -25,7 +25,7 @@ _MAX_WORDS = 300  # characters of the message about one row
 class Record:
     """One example: exactly one of `text`, (`prompt`, `completion`), `messages`, `tokens`.
 
-    Nothing is added between `prompt` and `completion`: a space or newline that joins them is part of one of the two.
+    A space or newline that joins `prompt` and `completion` is part of one of the two, but for the separator.
 
     Args:
         text: a document; every token is trained.
@@ -36,6 +36,8 @@ class Record:
             none. An assistant turn with `weight: 0` is not trained.
         tools: functions that a conversation may call, as `apply_chat_template` takes them.
         tokens: ids, and whether each is trained; nothing is added to them.
+        separator: between prompt and completion; special tokens may be spelt.
+        is_seen: whether its category is one of WebNLG's training data; None: of other data. Not part of the content.
         origin: its source for error messages (`train.jsonl:17`, `dataset row 17`). Not part of the content: records
             that differ only in it give the same tokens and share a cache.
 
@@ -49,6 +51,8 @@ class Record:
     messages: tuple[dict[str, Any], ...] | None = None
     tools: tuple[dict[str, Any], ...] | None = None
     tokens: tuple[tuple[int, ...], tuple[bool, ...]] | None = None
+    separator: str = ""
+    is_seen: bool | None = None
     origin: str
 
     def __post_init__(self) -> None:

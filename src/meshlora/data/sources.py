@@ -20,6 +20,7 @@ from meshlora.common.errors import UserError, reason
 from meshlora.data.files import bounded_lines, is_folder, json_objects, kind_of, opened, text_lines
 from meshlora.data.formats import RECORDS, Choice, Format, Formats
 from meshlora.data.images import locate_images
+from meshlora.data.nlg import expanded
 from meshlora.data.places import check_saved, places
 from meshlora.data.records import MalformedError, Problems, Record, listed, quoted
 
@@ -182,7 +183,7 @@ class _Reader(Generic[Made]):
         if isinstance(place, Path) and not is_folder(place):
             kind = kind_of(place)
             if kind in (".jsonl", ".json"):
-                yield from json_objects(place, self.problems)
+                yield from expanded(json_objects(place, self.problems), self.problems)
             elif kind == ".csv":
                 yield from _csv_rows(place, self.problems, self._header)
             elif kind == ".parquet":

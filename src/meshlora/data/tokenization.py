@@ -155,8 +155,9 @@ def tokenize(
 ) -> TokenizedDataset:
     """The sequences of the records, in order.
 
-    - prompt and completion: `bos? + ids(prompt) + ids(completion) + eos`. The two are tokenised separately, so the
-      boundary is exact in tokens, and the prompt's ids are the same as in generation. Completion and eos are trained.
+    - prompt and completion: `bos? + ids(prompt) + ids(separator) + ids(completion) + eos`. They are tokenised
+      separately, so the boundary is exact in tokens, and the prompt's ids are the same as in generation. Completion and
+      eos are trained.
     - text: `bos? + ids(text) + eos`, all trained.
     - tokens: as they are.
     - messages: as the chat template renders them, nothing added. The assistant's turns are trained. With images the
@@ -396,12 +397,19 @@ def _rows_of_completions(
     prompts = _plain_ids([record.prompt or "" for record in records], tokenizer, max_length=max_length)
     completions = _plain_ids([record.completion or "" for record in records], tokenizer, max_length=max_length)
     rows: list[Row] = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        before, after = _with_start(prompt, bos), _with_end(completion, eos)
+    separators = {record.separator: separator_ids(tokenizer, record.separator) for record in records}
+    for record, prompt, completion in zip(records, prompts, completions, strict=True):
+        before, after = _with_start(prompt, bos) + separators[record.separator], _with_end(completion, eos)
         mask = np.full(len(before) + len(after), is_of("user", train_on))
         mask[len(before) :] = is_of("assistant", train_on)
         rows.append(Row(before + after, mask))
     return rows
+
+
+def separator_ids(tokenizer: PreTrainedTokenizerBase, separator: str) -> list[int]:
+    """The tokens between a prompt and its completion; special tokens may be spelt, as in `"<|endoftext|>"`."""
+    ids: list[int] = tokenizer(separator, add_special_tokens=False, verbose=False).input_ids if separator else []
+    return ids
 
 
 def _rows_of_tokens(

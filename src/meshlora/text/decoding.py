@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from meshlora.common.errors import UserError
 from meshlora.config.run import GenerateConfig
+from meshlora.data.tokenization import separator_ids
 from meshlora.loading.blueprint import read_model_config
 from meshlora.loading.guards import most_positions
 from meshlora.loading.load import load
@@ -32,15 +33,17 @@ def encode_prompts(
     *,
     names: Sequence[str] = (),
     limit_name: str = "generate.max_new_tokens",
+    separator: str = "",
 ) -> list[list[int]]:
-    """Token ids of each prompt.
+    """Token ids of each prompt, with those of the separator that the model was trained with.
 
     names: of the prompts, and limit_name: of the option, for messages.
 
     Raises:
         UserError: one has no tokens, or leaves no room for `max_new_tokens` in the model's positions.
     """
-    encoded: list[list[int]] = [tokenizer(prompt, verbose=False).input_ids for prompt in prompts]
+    end = separator_ids(tokenizer, separator)
+    encoded: list[list[int]] = [tokenizer(prompt, verbose=False).input_ids + end for prompt in prompts]
     limit = most_positions(model_config) or math.inf
     for name, ids in zip(names or [f"prompt {prompt[:80]!r}" for prompt in prompts], encoded, strict=True):
         if not ids:
@@ -138,10 +141,11 @@ def generate(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     names: Sequence[str] = (),
+    separator: str = "",
 ) -> Iterator[str]:
     """The continuation of each prompt, without the prompt.
 
-    options: default: greedy, one prompt at a time. names: of the prompts, for messages.
+    options: default: greedy, one prompt at a time. names: of the prompts, for messages. separator: as `data.separator`.
 
     Raises:
         UserError: a wrong folder or option.
@@ -149,7 +153,9 @@ def generate(
     options = options or GenerateConfig(batch_size=1)
     config = read_model_config(model, trust_remote_code=trust_remote_code)
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    encoded = encode_prompts(prompts, tokenizer, config, options, names=names, limit_name="--max-new-tokens")
+    encoded = encode_prompts(
+        prompts, tokenizer, config, options, names=names, limit_name="--max-new-tokens", separator=separator
+    )
     network = load(
         model,
         adapter=adapter,

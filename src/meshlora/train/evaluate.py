@@ -128,7 +128,8 @@ def prepare_evaluation(config: RunConfig, *, adapter: Path | None, world: int = 
     tokenizer = tokenizer_of(config)
     check_fits(tokenizer, blueprint, max_length=config.data.max_length)
     notes = [said] if said else []
-    data = read_data(config, config.data.eval, tokenizer, blueprint.config, say=notes.append)
+    categories = config.data.eval_categories
+    data = read_data(config, config.data.eval, tokenizer, blueprint.config, say=notes.append, categories=categories)
     pad = padding_token_id(tokenizer)
     return Evaluation(config, blueprint, data.first(config.data.eval_limit), pad, tuple(notes))
 

@@ -17,6 +17,7 @@ from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_gather
 from meshlora.common.float64 import lift
 from meshlora.data import prompts_of
+from meshlora.data.nlg import of_categories
 from meshlora.data.records import Prompt
 from meshlora.plan.topology import Topology
 from meshlora.text.decoding import batches_of, continued, encode_prompts, texts_of
@@ -44,14 +45,19 @@ def prepare_prompts(run: Evaluation) -> Prompts:
     Raises:
         UserError: a record without a prompt; a prompt that leaves no room for `generate.max_new_tokens`.
     """
-    config = run.config
-    assert config.data.eval is not None
-    records = records_of(config.data, config.data.eval)
-    prompts = prompts_of(records[: config.data.eval_limit])
+    config, data = run.config, run.config.data
+    assert data.eval is not None
+    records = of_categories(records_of(data, data.eval), data.eval_categories)
+    prompts = prompts_of(records[: data.eval_limit])
     tokenizer = tokenizer_of(config)
     names = [prompt.origin for prompt in prompts]
     encoded = encode_prompts(
-        [prompt.text for prompt in prompts], tokenizer, run.blueprint.config, config.generate, names=names
+        [prompt.text for prompt in prompts],
+        tokenizer,
+        run.blueprint.config,
+        config.generate,
+        names=names,
+        separator=data.separator,
     )
     return Prompts(prompts, encoded, tokenizer)
 

@@ -166,8 +166,10 @@ def read_run_data(config: RunConfig, blueprint: Blueprint) -> RunData:
     check_fits(tokenizer, blueprint, max_length=config.data.max_length)
     notes: list[str] = []
     train_data, eval_data = (
-        read_data(config, paths, tokenizer, blueprint.config, say=notes.append) if paths is not None else None
-        for paths in (config.data.train, config.data.eval)
+        read_data(config, paths, tokenizer, blueprint.config, say=notes.append, categories=categories)
+        if paths is not None
+        else None
+        for paths, categories in ((config.data.train, "all"), (config.data.eval, config.data.eval_categories))
     )
     assert train_data is not None
     check_images(config, [data.images for data in (train_data, eval_data) if data is not None])
@@ -413,8 +415,12 @@ def read_data(
     model: PretrainedConfig,
     *,
     say: Callable[[str], None] | None = None,
+    categories: str = "all",
 ) -> TokenizedDataset:
-    """The tokens of the sources `given`, read for the run's objective and `data` options. say: told what is skipped."""
+    """The tokens of the sources `given`, read for the run's objective and `data` options.
+
+    say: told what is skipped. categories: `data.eval_categories`, for held-out files.
+    """
     data, objective = config.data, config.train.objective
     own: dict[str, Any] = {"train_on": data.train_on, "too_long": data.too_long}
     own["cache_dir"] = Path(data.cache_dir).expanduser()
@@ -426,6 +432,8 @@ def read_data(
         return found
 
     own["processor"] = processor
+    own |= {"separator": data.separator} if data.separator else {}
+    own |= {"categories": categories} if categories != "all" else {}
     read = functools.partial(
         READERS[objective.reader],
         tokenizer=tokenizer,

@@ -84,7 +84,7 @@ def prepare_samples(
                 "give data.sample_prompts",
             )
     options = GenerateConfig(max_new_tokens=config.generate.max_new_tokens)
-    encoded = encode_prompts(prompts, tokenizer, model_config, options)
+    encoded = encode_prompts(prompts, tokenizer, model_config, options, separator=config.data.separator)
     return Samples(tuple(prompts), tuple(map(tuple, encoded)), tokenizer, options)
 
 
