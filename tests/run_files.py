@@ -49,4 +49,5 @@ def metrics_of(output: Path) -> list[dict[str, Any]]:
 
 def untimed_metrics_of(output: Path) -> list[dict[str, Any]]:
     """`metrics_of` without what differs from run to run."""
-    return [{key: value for key, value in line.items() if key != "step_time_s"} for line in metrics_of(output)]
+    own = ("step_time_s", "peak_memory_bytes")
+    return [{key: value for key, value in line.items() if key not in own} for line in metrics_of(output)]

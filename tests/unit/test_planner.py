@@ -29,7 +29,8 @@ from meshlora.planner.communication import grouped, span_of
 from meshlora.planner.fake import FakeRun, Work
 from meshlora.planner.hardware import GPUS, hardware_named
 from meshlora.planner.problem import Problem
-from meshlora.planner.simulate import Simulation, _most_resident_bytes, simulate
+from meshlora.planner.simulate import Simulation, simulate
+from meshlora.train.allocator import most_resident_bytes
 
 SHAPE = Path(__file__).parents[2] / "examples" / "llama-3.1-70b-shape.json"
 
@@ -125,7 +126,7 @@ def test_a_70b_model_on_16384_ranks_costs_four_collectives_a_layer(num_layers: i
 
     By default a tenth of its layers, whose weights would still be more than 2 GB on a rank.
     """
-    resident_bytes, started = _most_resident_bytes(), time.process_time()
+    resident_bytes, started = most_resident_bytes(), time.process_time()
     config = AutoConfig.for_model(**json.loads(SHAPE.read_text()) | {"num_hidden_layers": num_layers})
     lora = LoraConfig(r=16, target_modules="all-linear")
     base = make_blueprint(config, Topology(), BaseOptions(dtype="bfloat16"))
@@ -146,7 +147,7 @@ def test_a_70b_model_on_16384_ranks_costs_four_collectives_a_layer(num_layers: i
 def test_memory_of_a_simulation_is_not_that_of_the_process_that_started_it() -> None:
     """A child inherits its parent's ru_maxrss, which here is at least what it takes to be noticed."""
     imports = "import resource, sys\nfrom pathlib import Path\n"  # those of the file take seconds
-    code = f"{imports}{inspect.getsource(_most_resident_bytes)}\nprint(_most_resident_bytes())"
+    code = f"{imports}{inspect.getsource(most_resident_bytes)}\nprint(most_resident_bytes())"
     alone = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
     large = bytearray(alone + 500_000_000)
     large[::4096] = b"1" * len(range(0, len(large), 4096))  # pages that are touched

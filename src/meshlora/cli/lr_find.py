@@ -101,7 +101,13 @@ def _run(options: argparse.Namespace, rates: Sequence[float], output: Path) -> M
     own |= {"output": json.dumps(str(output))}
     overrides = [f"train.{name}={value}" for name, value in own.items()]
     overrides += [f"data.{name}=null" for name in _WITHOUT_DATA]
-    given: dict[str, Any] = {"resume": None, "resume_despite": [], "stopped_exit_code": 0, "hardware": None}
+    given: dict[str, Any] = {
+        "resume": None,
+        "resume_despite": [],
+        "stopped_exit_code": 0,
+        "hardware": None,
+        "watch": False,
+    }
     words = argparse.Namespace(**vars(options) | given | {"overrides": [*options.overrides, *overrides]})
     try:
         train.start(words)

@@ -42,6 +42,7 @@ from meshlora.cli import (
     schema,
     train,
     verify,
+    watch,
 )
 from meshlora.cli.arguments import add_local_rank
 from meshlora.common.errors import MeshloraError, UserError, report
@@ -66,6 +67,7 @@ COMMANDS = (
     export,
     push,
     plot,
+    watch,
     schema,
 )
 # Among words that are joined by NUL: not part of a command that a user would give.

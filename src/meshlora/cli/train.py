@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,7 @@ def add(commands: Any) -> None:
     train.add_argument(
         "--hardware", metavar="FILE", help="of meshlora calibrate: show the planned time of a step beside the seen one"
     )
+    train.add_argument("--watch", action="store_true", help="show the run on a page of this machine, as it goes")
     add_local_rank(train)
     train.set_defaults(run=_train)
 
@@ -105,7 +106,8 @@ def start(options: argparse.Namespace) -> None:
         words += ["--hardware", options.hardware] if options.hardware else []
         words += ["--no-preflight"] if options.no_preflight else []  # for what the adapter's card says
         timeout_s = max(config.train.timeout_s for config in configs.values())
-        is_done = launch(words, nproc=options.nproc, command=options.words, timeout_s=timeout_s)
+        with _watched(runs, options):
+            is_done = launch(words, nproc=options.nproc, command=options.words, timeout_s=timeout_s)
     if is_done is False and options.stopped_exit_code:
         raise SystemExit(options.stopped_exit_code)
 
@@ -151,11 +153,27 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
     if place is not None and place.rank > 0:
         log_to_file(logs_of(runs), place.rank, goes_on=any(run.resume is not None for run in runs.values()))
     go_on = how_to_go_on(options.words)
-    is_done = train(runs, go_on=go_on, watch=watch, planned=planned, ends_if_stopped=True)
+    with _watched(runs, options) if is_main and not launched_by_us() else contextlib.nullcontext():
+        is_done = train(runs, go_on=go_on, watch=watch, planned=planned, ends_if_stopped=True)
     if launched_by_us():  # which ends with the code itself
         leave_result(is_done)
         return True
     return is_done
+
+
+@contextlib.contextmanager
+def _watched(runs: Mapping[str, Any], options: argparse.Namespace) -> Iterator[None]:
+    """With `--watch`, a page shows the run during the block, and the others beside it."""
+    if not options.watch:
+        yield
+        return
+    from meshlora.common.console import Console
+    from meshlora.train.watch.live.server import serving
+
+    output = Path(next(iter(runs.values())).config.train.output).absolute()
+    with serving(output.parent, first=output.name) as url:
+        Console().say(f"watch it: {url}   (on this machine, while the run lasts; whoever has the address may look)")
+        yield
 
 
 def _described(run: Any, note: Sequence[str], options: argparse.Namespace) -> Any:

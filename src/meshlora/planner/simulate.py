@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import resource
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,6 +31,7 @@ from meshlora.planner.memory import local_shape
 from meshlora.planner.pipeline import shown_micro_batches
 from meshlora.planner.problem import Problem
 from meshlora.planner.trace import assemble
+from meshlora.train.allocator import most_resident_bytes
 from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.losses import language_model_loss
 from meshlora.train.optimizer import parameter_groups
@@ -101,7 +99,7 @@ def simulate(problem: Problem, prediction: Prediction) -> Simulation:
     started = time.perf_counter()
     blueprint = problem.blueprint.on(prediction.topology).with_adapter(problem.lora)
     ranks = tuple(_simulate(problem, blueprint, prediction, number) for number in range(len(prediction.ranks)))
-    return Simulation(prediction.topology.world, ranks, time.perf_counter() - started, _most_resident_bytes())
+    return Simulation(prediction.topology.world, ranks, time.perf_counter() - started, most_resident_bytes())
 
 
 def _simulate(problem: Problem, blueprint: Blueprint, prediction: Prediction, number: int) -> RankSeen:
@@ -150,16 +148,6 @@ def _simulate(problem: Problem, blueprint: Blueprint, prediction: Prediction, nu
         },
         tuple(wrong),
     )
-
-
-def _most_resident_bytes() -> int:
-    """Peak memory of this process. ru_maxrss only as a fallback: a child inherits its parent's."""
-    status = Path("/proc/self/status")
-    if status.exists():
-        (line,) = (line for line in status.read_text().splitlines() if line.startswith("VmHWM:"))
-        return int(line.split()[1]) * 1024
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return most if sys.platform == "darwin" else most * 1024
 
 
 def _step(run: FakeRun, model: Any, rows: int, tokens: int, number: int, *, accumulates: bool) -> int:

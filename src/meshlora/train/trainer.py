@@ -30,7 +30,7 @@ from meshlora.common.float64 import lift
 from meshlora.data import Batch, TokenizedDataset
 from meshlora.layers.by_sequence import keep_apart
 from meshlora.plan.schedule import one_forward_one_backward
-from meshlora.train.allocator import keep_freed_memory
+from meshlora.train.allocator import keep_freed_memory, peak_memory_bytes
 from meshlora.train.balance import LoadBalancing
 from meshlora.train.batches import Batching, MicroBatch, Step
 from meshlora.train.gradsync import clip_gradients_on_device, fill_missing, finish_gradients_on_device
@@ -208,8 +208,9 @@ class Trainer:
             one.loss_scale.takes_step(grad_norm, step=step)
         time_s = time.perf_counter() - started
         scale = one.loss_scale.scale if one.loss_scale is not None else None
+        memory = peak_memory_bytes(self.mesh.device)
         return StepMetrics(
-            step + 1, loss, rate, grad_norm, result.tokens, time_s, aux_loss, result.means, scale, not is_finite
+            step + 1, loss, rate, grad_norm, result.tokens, time_s, aux_loss, result.means, scale, not is_finite, memory
         )
 
     def _skip_or_stop(self, one: TrainedAdapter, batches: list[MicroBatch], loss: float, grad_norm: float) -> None:

@@ -37,6 +37,7 @@ class StepMetrics:
         means: other statistics of the objective, by name.
         loss_scale: of the next step, in float16.
         skipped: the step changed nothing, as its loss or gradient was not finite.
+        peak_memory_bytes: of rank 0 since its start: of tensors on a GPU, or of the process.
     """
 
     step: int
@@ -49,6 +50,7 @@ class StepMetrics:
     means: Mapping[str, float] = field(default_factory=dict)
     loss_scale: float | None = None
     skipped: bool = False
+    peak_memory_bytes: int | None = None
 
 
 @dataclass(frozen=True)
