@@ -13,6 +13,7 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshlora.config.file import read_run
+from meshlora.oracle.saved import _difference
 from meshlora.train.checkpoint.manifest import read_whole
 from meshlora.train.run import train
 from meshlora.train.together import prepare_run
@@ -65,3 +66,15 @@ def test_adapter_trained_on_a_relative_path_loads_from_anywhere(
     assert read_whole(adapter, kinds=("adapter",)).files.keys() >= {"tokenizer.json", "chat_template.jinja"}
     stored = json.loads((adapter / "adapter_config.json").read_text())
     assert stored["base_model_name_or_path"] == str(tmp_path / "here" / "base")
+
+
+def test_the_judge_knows_a_relative_base_under_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`meshlora verify --model base`: PEFT's own start adapter names the base as it was given."""
+    (tmp_path / "base").mkdir()
+    monkeypatch.chdir(tmp_path)
+    theirs, ours = tmp_path / "theirs.json", tmp_path / "ours.json"
+    values = {"inference_mode": True, "task_type": "CAUSAL_LM"}
+    theirs.write_text(json.dumps({**values, "base_model_name_or_path": "base"}))
+    for stored, is_right in ((str(tmp_path / "base"), True), ("base", False), (str(tmp_path), False)):
+        ours.write_text(json.dumps({**values, "base_model_name_or_path": stored}))
+        assert (_difference(ours, theirs, "CAUSAL_LM") == "") == is_right, stored

@@ -6,6 +6,7 @@ Owns: reading them. Does not own: the expected contents (`oracle.judge`), or wri
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -101,6 +102,8 @@ def _tensors(file: Path, stacks: Mapping[str, Stack]) -> dict[str, Tensor]:
 def _difference(ours: Path, theirs: Path, task: str) -> str:
     """The first field in which a stored configuration differs from the start adapter's."""
     a, b = (json.loads(file.read_text(encoding="utf-8")) for file in (ours, theirs))
+    if os.path.isdir(base := b.get("base_model_name_or_path") or ""):
+        b["base_model_name_or_path"] = os.path.abspath(base)  # ours is loaded from any folder
     for name, value in sorted((b | _OF_USE | {"task_type": task}).items()):
         if name in _BY_EFFECT and b.get("target_parameters"):
             continue
