@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from meshlora.train.gradsync import clip_gradients as clip_gradients
     from meshlora.train.gradsync import finish_gradients as finish_gradients
     from meshlora.train.losses import language_model_loss as language_model_loss
+    from meshlora.train.losses import token_scores as token_scores
 
 __version__ = "0.1.0"
 
@@ -46,6 +47,7 @@ _HOME = {
     "clip_gradients": "train.gradsync",
     "finish_gradients": "train.gradsync",
     "language_model_loss": "train.losses",
+    "token_scores": "train.losses",
 }
 
 

@@ -162,3 +162,56 @@ def test_all_logits_of_all_tokens_never_exist(pools: Callable[[int], Pool]) -> N
     with _Largest() as largest:  # the plain way is caught
         F.cross_entropy(whole.logits(whole.hidden), whole.labels).backward()
     assert largest.num_elements >= 256 * 512
+
+
+def _weighted(log_p: Tensor, entropy: Tensor) -> Tensor:
+    """A sum in which each token's log-probability and entropy have weights of their own."""
+    weights = torch.linspace(-1, 2, len(log_p), dtype=torch.float64)
+    return (weights * log_p + weights.flip(0) ** 2 * entropy).sum()
+
+
+def _scores(whole: Whole, tp: int) -> dict[str, Tensor]:
+    """Body of a rank: all scores, and the gradients of a weighted sum."""
+    axis = open_mesh(Topology(tp=tp)).tp
+    hidden, a = (x.detach().requires_grad_() for x in (whole.hidden, whole.a))
+    weight, b = (_local(m, axis, padding=3.0) for m in (whole.weight, whole.b))
+    mine = Whole(hidden, weight, a, b, whole.labels)
+    with mock.patch.object(vocabulary, "chunk_tokens", return_value=7):
+        log_p, entropy, mean, is_top = vocabulary.scores_from_hidden(
+            copy_one_to_each(hidden, axis),
+            mine.logits,
+            whole.labels,
+            (weight, a, b),
+            axis=axis,
+            vocab=len(whole.weight),
+        )
+        _weighted(log_p, entropy).backward()
+    gradients = {name: value.grad for name, value in {"hidden": hidden, "weight": weight, "a": a, "b": b}.items()}
+    gradients["a"] = all_reduce_sum(gradients["a"], axis)  # type: ignore[arg-type]
+    found = {"log_p": log_p, "entropy": entropy, "mean": mean, "is_top": is_top, **gradients}
+    return {name: value.detach() for name, value in found.items() if value is not None}
+
+
+@pytest.mark.parametrize(("vocab", "tp"), [(50, 2), (5, 4)])
+def test_scores_and_their_gradients_are_those_of_one_process(vocab: int, tp: int, pools: Callable[[int], Pool]) -> None:
+    whole = _whole(vocab)
+    whole.labels[5] = int(whole.logits(whole.hidden)[5].argmax())
+    logits = whole.logits(whole.hidden)
+    is_trained = whole.labels != IGNORED
+    log_p = torch.log_softmax(logits, -1)
+    expected = {
+        "log_p": log_p.gather(1, whole.labels.clamp(min=0).unsqueeze(1)).squeeze(1).where(is_trained, 0.0),
+        "entropy": -(log_p.exp() * log_p).sum(-1).where(is_trained, 0.0),
+        "mean": logits.mean(-1).where(is_trained, 0.0),
+        "is_top": (logits.argmax(-1) == whole.labels).double(),
+    }
+    leaves = [whole.hidden, whole.weight, whole.a, whole.b]
+    gradients = torch.autograd.grad(_weighted(expected["log_p"], expected["entropy"]), leaves)
+    expected |= dict(zip(("hidden", "weight", "a", "b"), gradients, strict=True))
+    parts = pools(tp).run(_scores, whole, tp)
+    assert 0 < expected["is_top"].sum() < len(whole.labels)
+    for name, value in expected.items():
+        by_rank = [part[name] for part in parts]
+        by_rank = [torch.cat(by_rank)[: len(value)]] if name in ("weight", "b") else by_rank
+        for got in by_rank:
+            torch.testing.assert_close(got, value.detach(), rtol=1e-11, atol=1e-12)

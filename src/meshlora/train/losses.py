@@ -25,6 +25,7 @@ from meshlora.layers.by_sequence import rows_of
 from meshlora.layers.head.loss import (
     IGNORED,
     log_probabilities_from_hidden,
+    scores_from_hidden,
     summed_cross_entropy_from_hidden,
 )
 from meshlora.layers.head.recipe import LogitsRecipe
@@ -113,6 +114,59 @@ def batch_log_probabilities(model: Any, batch: Batch, own: Rows = ()) -> Tensor:
     held = runtime(model).context.held
     assert held is not None
     return held.gathered(log_p)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenScores:
+    """What a model says of chosen tokens, each `[B, S]` and 0 where untrained.
+
+    log_probs: log p(label). entropy: of the distribution that the label was chosen from. mean_logit: the logits' mean
+    over the vocabulary. is_top1: 1 where no token is likelier than the label. The last two have no gradient.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor
+    mean_logit: Tensor
+    is_top1: Tensor
+
+
+def token_scores(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    position_ids: Tensor | None = None,
+    more: Mapping[str, Tensor] | None = None,
+) -> TokenScores:
+    """Log-probabilities of chosen tokens and the entropy there, with gradients; the logits are never whole.
+
+    Arguments are those of `language_model_loss`. temperature: the logits are divided by it.
+
+    Raises:
+        UserError: unshifted labels; temperature not positive. UnsupportedError: cp or pp, whose ranks have a part of
+            the tokens, or of the layers, each.
+    """
+    if not temperature > 0:
+        raise UserError(f"temperature={temperature}", "logits are divided by it", "give a positive number")
+    topology = runtime(model).mesh.topology
+    if topology.cp > 1 or topology.pp > 1:
+        raise UnsupportedError(f"token_scores on {topology}", "its ranks have a part of the tokens or layers each")
+    mask: Any = attention_mask
+    batch = Batch(input_ids, mask, labels, 0, input_ids, position_ids=position_ids, more=more or {})
+    found = _forward(model, batch)
+    if isinstance(found, Tensor):
+        chosen = labels.clamp(min=0).unsqueeze(-1)
+        logits = found.float() / temperature
+        log_p, mean = logits.log_softmax(-1), logits.detach().mean(-1)
+        log_probs, entropy = log_p.gather(-1, chosen).squeeze(-1), torch.special.entr(log_p.exp()).sum(-1)
+        is_top1 = (log_p.detach().amax(-1) <= log_probs.detach()).to(log_p.dtype)
+        is_trained = labels != IGNORED
+        return TokenScores(*(value.where(is_trained, 0.0) for value in (log_probs, entropy, mean, is_top1)))
+    hidden, head, options = found
+    each = scores_from_hidden(hidden, lambda x: head(x) / temperature, labels.flatten(), **options)
+    return TokenScores(*(value.view_as(labels) for value in each))
 
 
 def _per_adapter(model: Any, found: _Found, own: Rows) -> Sequence[_Found]:

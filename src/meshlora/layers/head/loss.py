@@ -1,8 +1,8 @@
 """The loss over a vocabulary split over tp: no rank ever materialises the logits of all tokens, in either pass.
 
-Owns: the cross-entropy and the log-probabilities from hidden states, in chunks of tokens, with their gradients. Does
-not own: the head itself, what a model does to its logits (`layers.head.recipe`), gradient sums over ranks
-(`model.regions`, `train.gradsync`).
+Owns: the cross-entropy, the log-probabilities and the entropy from hidden states, in chunks of tokens, with their
+gradients. Does not own: the head itself, what a model does to its logits (`layers.head.recipe`), gradient sums over
+ranks (`model.regions`, `train.gradsync`).
 
 Rank r of tp holds rows `r*V/tp .. (r+1)*V/tp` of the head, with V padded at its end to a multiple of tp. The padding is
 not part of the vocabulary: it enters neither the softmax nor the mean of label smoothing.
@@ -98,6 +98,28 @@ def log_probabilities_from_hidden(
     return found.new_zeros(labels.shape).index_copy(0, chunks.rows, found)
 
 
+def scores_from_hidden(
+    hidden: Tensor,
+    head: Head,
+    labels: Tensor,
+    parameters: Sequence[Tensor] = (),
+    *,
+    axis: Axis,
+    vocab: int,
+    trained: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(log p(label), entropy, mean logit, 1 if no token is likelier than the label) of each token, `[T]`, 0 where
+    untrained.
+
+    The first two have gradients. Arguments and errors are those of `log_probabilities_from_hidden`.
+    """
+    loss = _ChunkLoss(axis, vocab, 0.0, wide_dtype(hidden.dtype))
+    chunks = _Chunks.of(hidden, head, labels, trained, loss)
+    each = _Scores.apply(hidden, chunks, *parameters)
+    log_p, entropy, mean, is_top = (one.new_zeros(labels.shape).index_copy(0, chunks.rows, one) for one in each)
+    return log_p, entropy, mean, is_top
+
+
 def _check_labels(labels: Tensor, vocab: int) -> None:
     """A label in the padding, or beyond it, would belong to no rank: its loss would be silently wrong."""
     if not labels.numel():
@@ -167,6 +189,44 @@ class _ChunkLoss:
 
 
 @dataclass(frozen=True)
+class _ChunkScores:
+    """Of each token the entropy, the mean logit, and whether its label is the likeliest, beside its `_ChunkLoss`.
+
+    Attributes:
+        found: `[3, T]`, where they are put. weights: `[2, T]` of log p(label) and of the entropy, in the sum whose
+            gradient is wanted; None: no gradient is.
+    """
+
+    found: Tensor
+    weights: Tensor | None = None
+
+    def __call__(self, logits: Tensor, labels: Tensor, gradient: Tensor, chunk: slice, loss: _ChunkLoss) -> None:
+        """gradient: that of `loss`, p - [v == label]; becomes that of the weighted sum. With H = -sum_v p[v] log p[v]:
+            d log p(label) / dx[v] = [v == label] - p[v],    dH / dx[v] = -p[v] log p[v] - p[v] H
+        One more all-gather, of four numbers per token.
+        """
+        num_local = logits.shape[1]
+        first = loss.axis.rank * num_local
+        num_real = min(max(loss.vocab - first, 0), num_local)
+        real, place = logits[:, :num_real].to(loss.dtype), labels - first
+        is_here = (place >= 0) & (place < num_real)
+        at_label = place.clamp(0, num_local - 1).unsqueeze(1)
+        p = gradient.scatter_add(1, at_label, is_here.to(gradient.dtype).unsqueeze(1))[:, :num_real]
+        own = torch.special.entr(p)
+        highest = real.amax(1) if num_real else real.new_full(labels.shape, torch.finfo(loss.dtype).min)
+        label_logit = logits.gather(1, at_label).squeeze(1).to(loss.dtype).where(is_here, 0.0)
+        mine = torch.stack([own.sum(1), highest, label_logit, real.sum(1)])
+        by_rank = all_gather(mine, loss.axis).view(loss.axis.size, *mine.shape)  # [tp, 4, t]
+        entropy = by_rank[:, 0].sum(0)
+        self.found[0, chunk], self.found[1, chunk] = entropy, by_rank[:, 3].sum(0) / loss.vocab
+        self.found[2, chunk] = (by_rank[:, 2].sum(0) >= by_rank[:, 1].amax(0)).to(loss.dtype)
+        if self.weights is not None:
+            of_label, of_entropy = self.weights[:, chunk].unsqueeze(2)
+            gradient.mul_(-of_label)
+            gradient[:, :num_real] += of_entropy * (own - p * entropy.unsqueeze(1))
+
+
+@dataclass(frozen=True)
 class _Chunks:
     """The trained tokens, which pass the head chunk by chunk.
 
@@ -206,10 +266,11 @@ class _Chunks:
         *,
         needs_hidden: bool,
         weights: Tensor | None = None,
+        scores: _ChunkScores | None = None,
     ) -> tuple[Tensor, Tensor | None, list[Tensor]]:
         """(loss of each token, gradient of their sum for `hidden`, and for each of `parameters`).
 
-        weights: token weights in that sum; None: ones.
+        weights: token weights in that sum; None: ones. scores: the gradient is that of their sum instead.
         """
         losses = hidden.new_empty(self.rows.shape, dtype=self.loss.dtype)
         d_hidden = torch.zeros_like(hidden) if needs_hidden else None
@@ -226,6 +287,8 @@ class _Chunks:
                 logits = self.head(x)
             d_logits = buffer.resize_(logits.shape)
             losses[chunk] = self.loss(logits.detach(), self.labels[chunk], d_logits)
+            if scores is not None:
+                scores(logits.detach(), self.labels[chunk], d_logits, chunk, self.loss)
             if not inputs:
                 return
             if weights is not None:
@@ -294,6 +357,32 @@ class _LogProbabilities(Function):
         needs_hidden, _, *needs = ctx.needs_input_grad
         trained = [p for p, is_needed in zip(parameters, needs, strict=True) if is_needed]
         _, d_hidden, sums = ctx.chunks.run(hidden, trained, needs_hidden=needs_hidden, weights=-grads[0])
+        by_parameter = iter(sums)
+        return (d_hidden, None, *(next(by_parameter) if is_needed else None for is_needed in needs))
+
+
+class _Scores(Function):
+    """`_LogProbabilities` with the entropy; and with what has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, chunks: _Chunks, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(hidden, *parameters)
+        ctx.chunks = chunks
+        found = hidden.new_empty(3, len(chunks.rows), dtype=chunks.loss.dtype)
+        losses, _, _ = chunks.run(hidden, (), needs_hidden=False, scores=_ChunkScores(found))
+        entropy, mean, is_top = found.unbind()
+        ctx.mark_non_differentiable(mean, is_top)
+        return losses.neg_(), entropy, mean, is_top
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, *parameters = ctx.saved_tensors
+        needs_hidden, _, *needs = ctx.needs_input_grad
+        trained = [p for p, is_needed in zip(parameters, needs, strict=True) if is_needed]
+        weights = torch.stack(grads[:2])
+        scores = _ChunkScores(weights.new_empty(3, weights.shape[1]), weights)
+        _, d_hidden, sums = ctx.chunks.run(hidden, trained, needs_hidden=needs_hidden, scores=scores)
         by_parameter = iter(sums)
         return (d_hidden, None, *(next(by_parameter) if is_needed else None for is_needed in needs))
 
