@@ -75,10 +75,11 @@ def test_srun_trains_the_adapter_of_one_machine(slurm: Cluster, folder: Path, un
 
 
 def test_two_steps_of_a_job_do_not_meet_at_one_port(slurm: Cluster, folder: Path, undisturbed: str) -> None:
-    one = "srun --exact -N2 -n2 -c1 meshlora train run.yaml --set train.output={} & "
+    one = "srun --exact -N2 -n2 -c1 meshlora train run.yaml --set train.output={0} & {0}=$!; "
     script = "".join(one.format(name) for name in ("left", "right"))
-    wait = "wait %1; a=$?; wait %2; exit $((a + $?))"
-    done = slurm.run("salloc", "-N2", "-n4", "bash", "-c", f"set -m; {script}{wait}", cwd=folder, timeout_s=300)
+    # By process: bash forgets a job that has ended once it has said so.
+    wait = "wait $left; a=$?; wait $right; exit $((a + $?))"
+    done = slurm.run("salloc", "-N2", "-n4", "bash", "-c", script + wait, cwd=folder, timeout_s=300)
     assert done.returncode == 0, done.stderr
     assert [_hash(folder / name) for name in ("left", "right")] == [undisturbed] * 2
 
