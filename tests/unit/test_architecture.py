@@ -28,6 +28,7 @@ ALLOWED: dict[str, set[str]] = {
     "loading": {"plan", "config", "comm", "layers", "model", "adapter"},
     "text": {"data", "config", "loading"},
     "train": {"plan", "data", "config", "comm", "layers", "model", "adapter", "loading", "text"},
+    "hf": {"plan", "comm", "adapter", "train"},
     "planner": {"plan", "data", "config", "comm", "layers", "model", "adapter", "loading", "train"},
     "oracle": {"plan", "data", "config"},
     "verify": {"plan", "data", "config", "comm", "layers", "model", "adapter", "loading", "text", "train", "oracle"},

@@ -122,12 +122,13 @@ def local_store() -> str | None:
 
 def place_in_environment(rank: int, world: int, *, store: str) -> dict[str, str]:
     """Environment of rank `rank` of `world` processes on this machine, which rendezvous through the file `store`."""
-    return {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), STORE: store}
+    own, every = str(rank), str(world)
+    return {"RANK": own, "WORLD_SIZE": every, "LOCAL_RANK": own, "LOCAL_WORLD_SIZE": every, STORE: store}
 
 
 def enter_place(rank: int, world: int, *, store: str) -> None:
     """Make this process rank `rank` of a job on this machine, whatever launcher started it."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", *_OPEN_MPI, *_HYDRA, *_PALS, *_SLURM, STORE):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *_OPEN_MPI, *_HYDRA, *_PALS, *_SLURM, STORE):
         os.environ.pop(name, None)
     if world > 1:
         os.environ.update(place_in_environment(rank, world, store=store))

@@ -1,0 +1,112 @@
+"""The rows of a trainer on a mesh: each rank's share of a global batch, and what all ranks found, in order.
+
+Owns: sharing the rows of a collator over dp, gathering results in the order of the rows, and padding to what sp and cp
+can cut. Does not own: the order of the data, which is the trainer's own sampler's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from accelerate.utils import recursively_apply
+from torch import Tensor
+
+from meshlora.comm.collectives import all_gather
+from meshlora.comm.groups import Axis
+from meshlora.common.errors import UserError
+from meshlora.plan.topology import Topology
+
+# Marks a batch whose rows stand in for none: a rank that has no row of a global batch runs one that does not count.
+STANDS_IN = "meshlora_stands_in"
+_IGNORED = -100
+
+
+class SharedRows:
+    """A collator of global batches: every rank of `dp` is given all rows of one, and collates its own share.
+
+    So the sampler, the skipped batches of a resumed run, and the order are those of one process. A share is contiguous,
+    and as large as the others or one larger.
+    """
+
+    def __init__(self, collate: Callable[[list[Any]], Any], dp: Axis) -> None:
+        self.collate, self.dp = collate, dp
+
+    def __call__(self, rows: list[Any]) -> Any:
+        """Raises UserError: fewer rows than ranks, of a batch without labels, which could not be left out."""
+        share = np.array_split(np.arange(len(rows)), self.dp.size)[self.dp.rank]
+        if len(share):
+            return self.collate([rows[i] for i in share])
+        batch = self.collate(rows[:1])
+        if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), Tensor):
+            raise UserError(
+                f"a batch of {len(rows)} rows for dp={self.dp.size}",
+                "a rank without a row runs one with all labels ignored, and this batch has no labels",
+                "use dataloader_drop_last=True, or a number of rows that all ranks have a share of",
+            )
+        return {**batch, "labels": torch.full_like(batch["labels"], _IGNORED), STANDS_IN: True}
+
+
+def gathered_rows(value: Any, dp: Axis, *, stands_in: bool = False) -> Any:
+    """Tensors `[rows, ...]`, or `[]`, of all ranks of `dp` one after the other, anywhere in `value`. Collective.
+
+    stands_in: this rank's rows count for none.
+    """
+    if dp.size == 1:
+        return value
+    return recursively_apply(lambda tensor: _gathered(tensor, dp, stands_in), value, error_on_other_type=True)
+
+
+def _gathered(tensor: Tensor, dp: Axis, stands_in: bool) -> Tensor:
+    own = tensor.unsqueeze(0) if tensor.ndim == 0 else tensor
+    own = own[:0] if stands_in else own
+    sizes = all_gather(torch.tensor([len(own)], device=own.device), dp).tolist()
+    sent = own.to(torch.uint8) if own.dtype == torch.bool else own
+    room = sent.new_zeros(max(sizes), *own.shape[1:])
+    room[: len(own)] = sent
+    every = all_gather(room, dp).view(dp.size, *room.shape)
+    return torch.cat([rows[:size] for rows, size in zip(every, sizes, strict=True)]).to(own.dtype)
+
+
+def padded_over(value: Any, dp: Axis, *, dim: int, pad_index: float, pad_first: bool) -> Any:
+    """Tensors of `value` filled up along `dim` to the longest of all ranks of `dp`. Collective."""
+    if dp.size == 1:
+        return value
+
+    def pad(tensor: Tensor) -> Tensor:
+        if dim >= tensor.ndim:
+            return tensor
+        sizes = all_gather(torch.tensor([tensor.shape[dim]], device=tensor.device), dp)
+        missing = int(sizes.max()) - tensor.shape[dim]
+        places = [0, 0] * (tensor.ndim - dim)
+        places[-2 if pad_first else -1] = missing
+        return F.pad(tensor, places, value=pad_index)
+
+    return recursively_apply(pad, value, error_on_other_type=True)
+
+
+def fitted(inputs: Mapping[str, Any], topology: Topology, *, pad_token_id: int) -> dict[str, Any]:
+    """`inputs` of a model's forward with `[B, S]` filled up on the right until sp and cp can cut them.
+
+    What is added is masked, untrained, and behind all else: with causal attention it changes nothing.
+    """
+    multiple = (topology.tp if topology.sp else 1) * topology.cp
+    ids = inputs.get("input_ids")
+    if not isinstance(ids, Tensor) or ids.ndim != 2 or not (missing := -ids.shape[1] % multiple):
+        return dict(inputs)
+    filled = {"labels": _IGNORED, "shift_labels": _IGNORED, "input_ids": pad_token_id}
+    found = dict(inputs)
+    if "position_ids" not in found:
+        found.setdefault("attention_mask", torch.ones_like(ids))
+    for name, value in found.items():
+        if isinstance(value, Tensor) and value.shape[:2] == ids.shape and value.ndim == 2:
+            found[name] = F.pad(value, (0, missing), value=filled.get(name, 0))
+    return found
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """Labels `[B, S]` as Hugging Face's models take them -> the label of each token: the one after it."""
+    return F.pad(labels[:, 1:], (0, 1), value=_IGNORED)

@@ -1,0 +1,163 @@
+"""TRL's trainers around a model split over tp end where they end with PEFT on one process, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from peft import LoraConfig, PeftModel
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import meshlora
+from meshlora.common.errors import UserError
+from meshlora.oracle.compare import compare_adapters
+from tests.pool import Pool
+
+ROOT = Path(__file__).parents[2]
+BASE = str(ROOT / "examples/tiny_base")
+LIMIT = 1e-9
+OPTIONS: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 2,
+    "learning_rate": 3e-3,
+    "max_grad_norm": 0.1,
+    "logging_steps": 1,
+    "save_strategy": "no",
+    "report_to": [],
+    "disable_tqdm": True,
+    "use_cpu": True,
+    "bf16": False,
+    "gradient_checkpointing": False,
+    "seed": 5,
+}
+
+
+def _texts(number: int) -> list[str]:
+    return [f"Return the {'sum of ' * (k % 5)}item {k * 7} of the list." for k in range(number)]
+
+
+def _length(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(text)) + text.count("e") for text in completions]
+
+
+def _trainer(kind: str, out: Path) -> tuple[Any, dict[str, Any]]:
+    """(class of TRL, its arguments but for the model), with options away from their defaults."""
+    import trl
+
+    texts = _texts(16)
+    if kind == "sft":
+        args = trl.SFTConfig(str(out), max_length=40, **OPTIONS)
+        return trl.SFTTrainer, {"args": args, "train_dataset": Dataset.from_dict({"text": texts})}
+    if kind == "dpo":
+        args = trl.DPOConfig(str(out), max_length=60, beta=0.3, label_smoothing=0.1, **OPTIONS)
+        answers = {"chosen": [f" Yes {k}" for k in range(16)], "rejected": [" no" * (k % 4 + 1) for k in range(16)]}
+        data = {"prompt": texts, **answers}
+        return trl.DPOTrainer, {"args": args, "train_dataset": Dataset.from_dict(data)}
+    args = trl.GRPOConfig(
+        str(out), num_generations=4, max_completion_length=12, beta=0.2, temperature=0.7, epsilon_high=0.3, **OPTIONS
+    )
+    data = {"args": args, "reward_funcs": _length, "train_dataset": Dataset.from_dict({"prompt": texts})}
+    return trl.GRPOTrainer, data
+
+
+def _said(trainer: Any) -> list[dict[str, float]]:
+    with meshlora.lift():
+        trainer.train()
+    names = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "rewards/margins", "rewards/chosen", "reward", "kl")
+    return [{name: line[name] for name in names if name in line} for line in trainer.state.log_history]
+
+
+class _Exact:
+    """The head of TRL's models by its definition: TRL's own adds up in float32 whatever the model's dtype is."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor, weight: Tensor, bias: Tensor, labels: Tensor, temperature: float, *_: Any
+    ) -> tuple[Tensor, Tensor, None, Tensor, Tensor]:
+        logits = F.linear(hidden, weight, bias) / temperature
+        log_p = logits.log_softmax(-1)
+        chosen, entropy = log_p.gather(-1, labels.unsqueeze(-1)).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+        return chosen, entropy, None, logits.detach().mean(-1), logits.argmax(-1) == labels
+
+
+def _alone(kind: str, start: Path, out: Path) -> list[dict[str, float]]:
+    trainer, options = _trainer(kind, out)
+    model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float64)
+    model = PeftModel.from_pretrained(model, str(start), is_trainable=True)
+    with mock.patch("trl.trainer.utils._ChunkedLogProbFunction", _Exact):
+        said = _said(trainer(model=model, processing_class=AutoTokenizer.from_pretrained(BASE), **options))
+    model.save_pretrained(str(out / "adapter"), selected_adapters=["default"])
+    return said
+
+
+def _on_mesh(kind: str, topology: str, start: Path, out: Path) -> list[dict[str, float]]:
+    """Body of a rank."""
+    from meshlora.hf import on_mesh
+
+    model = meshlora.load(BASE, adapter=str(start), topology=topology, dtype="float64")
+    trainer, options = _trainer(kind, out)
+    made = on_mesh(trainer)(model=model, processing_class=AutoTokenizer.from_pretrained(BASE), **options)
+    said = _said(made)
+    made.save_model(str(out / "adapter"))
+    return said
+
+
+@pytest.fixture(scope="module")
+def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("start") / "adapter"
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear")
+    model = meshlora.load(BASE, lora=lora, dtype="float64", seed=3)
+    # Near the base, so that what GRPO generates is not noise; away from it, so that B has a gradient's history.
+    with torch.no_grad():
+        numbers = torch.Generator().manual_seed(0)
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=numbers, dtype=parameter.dtype) * 1e-3)
+    meshlora.save_adapter(model, folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kind", "topology"),
+    [
+        ("dpo", "tp=2,sp"),
+        *(pytest.param(kind, "tp=2,sp", marks=pytest.mark.proof) for kind in ("sft", "grpo")),
+        *(pytest.param(kind, "tp=2", marks=pytest.mark.proof) for kind in ("sft", "dpo", "grpo")),
+    ],
+)
+def test_ends_where_trl_ends_on_one_process(
+    kind: str, topology: str, start: Path, pools: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    said = pools(1).run(_alone, kind, start, tmp_path / "alone")[0]
+    found = pools(2).run(_on_mesh, kind, topology, start, tmp_path / "mesh")
+    assert len(found[0]) == len(said) > 0
+    for ours, theirs in zip(found[0], said, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            limit = LIMIT if name == "grad_norm" else 1e-5  # Trainer and TRL add up the others in float32
+            assert value == pytest.approx(theirs[name], rel=limit, abs=1e-7), (name, ours, theirs)
+    worst = compare_adapters(tmp_path / "mesh/adapter", tmp_path / "alone/adapter")
+    assert worst.relative <= LIMIT, worst
+
+
+def _refused(topology: str) -> str:
+    import trl
+
+    from meshlora.hf import on_mesh
+
+    model = meshlora.load(BASE, lora=LoraConfig(r=2, target_modules="all-linear"), topology=topology)
+    with pytest.raises(UserError) as caught:
+        on_mesh(trl.SFTTrainer)(model=model, args=None, train_dataset=Dataset.from_dict({"text": ["a"]}))
+    return str(caught.value)
+
+
+def test_dp_is_refused(pools: Callable[[int], Pool]) -> None:
+    assert "SFTTrainer on dp=2" in pools(2).run(_refused, "dp=2")[0]
