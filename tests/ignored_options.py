@@ -148,6 +148,7 @@ CAUGHT_BY: dict[str, str] = {
     "train.lr": _SCHEDULE,
     "train.schedule": _SCHEDULE,
     "train.warmup_steps": _SCHEDULE,
+    "train.warmup_from_zero": "tests/unit/test_schedule.py::test_rates_are_those_of_microsofts_own_schedulers",
     "train.min_lr": _SCHEDULE,
     "train.decay_steps": _SCHEDULE,
     "train.cycle": "tests/unit/test_schedule.py::test_cycle_is_straight_lines_through_its_points",

@@ -34,7 +34,9 @@ def test_microsoft_e2e_is_the_recipe_of_the_paper(tmp_path: Path) -> None:
     assert (lora["r"], lora["lora_alpha"], lora["lora_dropout"]) == (4, 32, 0.1)
     assert (lora["target_modules"], lora["pieces"]) == (["c_attn"], {"c_attn": ["q", "v"]})
     assert (run.data.max_length, run.data.train_on) == (512, "all")
+    assert (run.data.separator, run.model.disable_dropout, train.warmup_from_zero) == ("<|endoftext|>", True, True)
     assert (generate.num_beams, generate.length_penalty, generate.no_repeat_ngram_size) == (10, 0.8, 4)
+    assert (generate.search, generate.max_new_tokens, generate.stop) == ("gpt2_beam", 64, ["\n\n"])
     assert not generate.do_sample
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -74,6 +76,24 @@ def test_run_without_a_warm_up_begins_at_the_peak(name: str) -> None:
     assert rates(options(**{"schedule": name, **PEERS[name][0]}))[0] == pytest.approx(PEAK)
 
 
+MICROSOFTS = json.loads((Path(__file__).parents[1] / "recorded" / "official_schedules.json").read_text())["runs"]
+
+
+@pytest.mark.parametrize("run", MICROSOFTS, ids=lambda run: f"{run['scheduler']}-{run['warmup_step']}")
+def test_rates_are_those_of_microsofts_own_schedulers(run: dict[str, Any]) -> None:
+    """Its cosine gives the first step no rate even without a warm-up, and its cycle divides by a millionth more."""
+    name = {"cosine": "cosine_of_run"}.get(run["scheduler"], run["scheduler"])
+    own: dict[str, Any] = {"schedule": name, "warmup_steps": run["warmup_step"], "warmup_from_zero": True}
+    if not run["warmup_step"]:
+        own = {"schedule": name}
+    if name == "cycle":
+        own["cycle"] = {0: 1e-4, 4: 1e-3, 20: 2e-4}
+    settings = TrainConfig(output="out", steps=STEPS, lr=1e-3, **own)
+    skipped = int(name == "cosine_of_run" and not run["warmup_step"])
+    assert rates(settings)[skipped:] == pytest.approx(run["rates"][skipped:], rel=1e-6)
+    assert rates_of(settings) == pytest.approx(rates(settings), rel=1e-12)
+
+
 @pytest.mark.parametrize("name", [*PEERS, "cycle"])
 def test_reference_follows_each_schedule(name: str) -> None:
     own = {"schedule": name, **PEERS[name][0]} if name in PEERS else {"schedule": name, "cycle": {2: 1e-4, 9: 0.0}}
@@ -100,6 +120,7 @@ def test_peak_of_a_cycle_is_its_highest_point() -> None:
         ({"decay_steps": 3}, "train.decay_steps: it has no effect with train.schedule=linear"),
         ({"cycle": {0: 1e-4, 9: 0.0}}, "train.cycle: it has no effect with train.schedule=linear"),
         ({"min_lr": 1.0}, "train.min_lr=1.0: it must be at most train.lr"),
+        ({"warmup_from_zero": True}, "train.warmup_from_zero: it has no effect without train.warmup_steps"),
         ({"schedule": "warmup_stable_decay"}, "train.decay_steps=0: it must be at least 1 with this schedule"),
         ({"schedule": "cycle", "cycle": {3: 1e-4}}, "it must be two points or more"),
         ({"schedule": "cycle", "cycle": {-1: 1e-4, 3: 0.0}}, "of steps from 0"),

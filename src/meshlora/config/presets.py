@@ -14,6 +14,8 @@ from meshlora.config.model_presets import OF_MODEL, Facts
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     # LoRA of GPT-2 medium on E2E: examples/NLG of microsoft/LoRA (README.md, src/gpt2_ft.py, src/gpt2_beam.py).
     "microsoft-e2e": {
+        # Its GPT-2 (src/model.py) has no dropout but the adapter's.
+        "model": {"disable_dropout": True},
         "lora": {
             "r": 4,
             "lora_alpha": 32,
@@ -21,13 +23,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "target_modules": ["c_attn"],
             "pieces": {"c_attn": ["q", "v"]},
         },
-        "data": {"max_length": 512, "train_on": "all"},
+        "data": {"max_length": 512, "train_on": "all", "separator": "<|endoftext|>"},
         "train": {
             "epochs": 5,
             "batch_size": 8,
             "lr": 2e-4,
             "schedule": "linear",
             "warmup_steps": 500,
+            "warmup_from_zero": True,
             "weight_decay": 0.01,
             "decay_biases_and_norms": True,
             "beta1": 0.9,
@@ -36,7 +39,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "max_grad_norm": 0.0,
             "label_smoothing": 0.1,
         },
-        "generate": {"num_beams": 10, "length_penalty": 0.8, "no_repeat_ngram_size": 4},
+        "generate": {
+            "search": "gpt2_beam",
+            "num_beams": 10,
+            "length_penalty": 0.8,
+            "no_repeat_ngram_size": 4,
+            "max_new_tokens": 64,
+            "stop": ["\n\n"],  # token 628
+        },
     },
     # Schulman et al., "LoRA Without Regret" (thinkingmachines.ai/blog/lora, 2025): all linears, alpha 32 whatever the
     # rank, small batches, a constant rate. beta2, eps and no clipping are defaults of `tinker.AdamParams`.

@@ -227,6 +227,7 @@ class TrainConfig:
             linear to min_lr in the last decay_steps), or cycle: piecewise linear through the points `{step: rate}` of
             cycle, without lr and warm-up.
         warmup_steps: of a linear rise from 0 to lr. min_lr: of the last step. decay_steps: of warmup_stable_decay.
+        warmup_from_zero: the first step has the rate 0, and not 1/warmup_steps of the peak.
         cycle: `{step: rate}`, the points of that schedule.
         weight_decay, beta1, beta2, eps: of AdamW.
         max_grad_norm: clipping threshold of the global gradient norm; 0: no clipping.
@@ -261,8 +262,11 @@ class TrainConfig:
     batch_size: int = number(16, "at least 1", most=10**6)
     micro_batch_size: int = number(4, "at least 1", most=10**6)
     lr: float = number(2e-4, "above 0", most=_RATE)
-    schedule: Literal["linear", "cosine", "constant", "inverse_sqrt", "warmup_stable_decay", "cycle"] = "linear"
+    schedule: Literal[
+        "linear", "cosine", "cosine_of_run", "constant", "inverse_sqrt", "warmup_stable_decay", "cycle"
+    ] = "linear"
     warmup_steps: int = number(0, "not negative", most=_STEPS)
+    warmup_from_zero: bool = False
     min_lr: float = number(0.0, "not negative")
     decay_steps: int = number(0, "not negative", most=_STEPS)
     cycle: dict[int, float] = field(default_factory=dict)
@@ -340,8 +344,11 @@ class TrainConfig:
 
     def _check_schedule(self) -> None:
         """Rules of the options of each schedule."""
-        ends = ("linear", "cosine", "warmup_stable_decay")
-        readers = {"min_lr": ends, "decay_steps": ends[2:], "cycle": ("cycle",)}
+        ends = ("linear", "cosine", "cosine_of_run", "warmup_stable_decay")
+        readers = {"min_lr": ends, "decay_steps": ends[3:], "cycle": ("cycle",)}
+        if self.warmup_from_zero and not self.warmup_steps:
+            rule = "it has no effect without train.warmup_steps"
+            raise UserError("train.warmup_from_zero", rule, "give both")
         for name, schedules in readers.items():
             if getattr(self, name) and self.schedule not in schedules:
                 raise UserError(
@@ -379,7 +386,18 @@ PER_ADAPTER = {
         "eval_categories",
     },
     "train": {
-        *("steps", "epochs", "batch_size", "lr", "schedule", "warmup_steps", "min_lr", "decay_steps", "cycle"),
+        *(
+            "steps",
+            "epochs",
+            "batch_size",
+            "lr",
+            "schedule",
+            "warmup_steps",
+            "warmup_from_zero",
+            "min_lr",
+            "decay_steps",
+            "cycle",
+        ),
         *("weight_decay", "beta1", "beta2", "eps", "max_grad_norm", "lora_plus_ratio", "seed"),
         *("eval_every", "save_every", "keep_last", "keep_best"),
     },

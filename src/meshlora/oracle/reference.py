@@ -281,11 +281,13 @@ def rates_of(settings: TrainConfig) -> list[float]:
         "constant": after**0,
         "linear": 1 - after / number,
         "cosine": (1 + np.cos(np.pi * after / number)) / 2,
+        "cosine_of_run": (1 + np.cos(np.pi * steps / max(1, len(steps)))) / 2,
         "inverse_sqrt": np.sqrt(start / (start + after)),
         "warmup_stable_decay": np.minimum(1, (number - after) / max(1, settings.decay_steps)),
     }[settings.schedule]
     rates = settings.min_lr + (lr - settings.min_lr) * left
-    return [float(rate) for rate in np.where(steps < warmup, lr * (steps + 1) / start, rates)]
+    first = 0 if settings.warmup_from_zero else 1
+    return [float(rate) for rate in np.where(steps < warmup, lr * (steps + first) / start, rates)]
 
 
 def train_run(
