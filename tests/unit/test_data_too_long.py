@@ -110,7 +110,7 @@ def test_pair_with_one_long_answer_is_left_out_whole(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_length": 12, "too_long": "drop", "say": said.append}
     found = read_preferences(str(tmp_path / "a.jsonl"), make_tokenizer(), **options)
     assert (len(found), found.num_examples, found.sources.tolist()) == (4, 2, [0, 1, 6, 7])
-    assert said[0].endswith("max_length=12: left out, 4 in all")
+    assert said[-1].endswith("max_length=12: left out, 4 in all")
 
 
 def test_judged_answers_keep_their_label_where_another_is_left_out(tmp_path: Path) -> None:

@@ -129,6 +129,7 @@ class DataConfig:
         chat_template: file of a chat template in place of the tokenizer's own, or the name of one that it has.
         separator: text between prompt and completion, special tokens included, as in <|endoftext|>.
         eval_categories: of WebNLG, the records of eval whose category is in its training data, or is not.
+        streaming: records are not held in memory, and tokens stay in the file of the cache.
         cache_dir: folder of tokenised files.
         eval_limit: use only the first N examples of eval. sample_prompts: prompts continued at `train.sample_every`;
             default: the first prompts of eval.
@@ -147,6 +148,7 @@ class DataConfig:
     chat_template: str | None = None
     separator: str = ""
     eval_categories: Literal["all", "seen", "unseen"] = "all"
+    streaming: bool = False
     cache_dir: str = str(CACHE / "tokens")
     eval_limit: int | None = number(None, "at least 1", most=10**12)
     sample_prompts: list[str] | None = None
@@ -463,6 +465,13 @@ class RunConfig:
         if self.data.too_long == "split" and self.train.objective.reader != "text":
             given = f"data.too_long=split with train.objective={self.train.objective.kind}"
             raise UserError(given, "its answers are compared as wholes", "use truncate, drop or error")
+        held = {
+            f"train.objective={self.train.objective.kind}": self.train.objective.reader != "text",
+            "data.separator": bool(self.data.separator),
+            f"data.eval_categories={self.data.eval_categories}": self.data.eval_categories != "all",
+        }
+        if self.data.streaming and (option := next((option for option, is_given in held.items() if is_given), None)):
+            raise UserError(f"data.streaming with {option}", "its records are held in memory", "leave out one of them")
         Topology.parse(self.topology)
 
     def _check_task(self) -> None:

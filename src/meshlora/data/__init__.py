@@ -17,6 +17,7 @@ from meshlora.data.records import Record, prompts_of
 from meshlora.data.rollouts import read_rollouts
 from meshlora.data.sampler import GlobalBatches, epoch_order, share
 from meshlora.data.sources import read_records
+from meshlora.data.streamed import read_streamed
 from meshlora.data.tokenization import Sequence, TokenizedDataset, tokenize
 
 
@@ -38,6 +39,7 @@ def _read_text(
 # Readers of records, by the `reader` of the objective: from paths and a tokenizer to tokens.
 READERS: Mapping[str, Callable[..., TokenizedDataset]] = {
     "text": _read_text,
+    "streamed": read_streamed,
     "rollouts": read_rollouts,
     "pairs": read_preferences,
     "feedback": read_feedback,

@@ -173,30 +173,32 @@ def _with_placeholders(found: _Rendered, processor: Any) -> tuple[_Rendered, Lea
     return _Rendered(found.record, text, turns, left_out), tokens, [one["new_span"] for one in replaced]
 
 
-def tell_unnamed_keys(
-    records: AbstractSequence[Record], tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]
-) -> None:
-    """Report keys of messages, and tools, that the chat template does not name, and hence does not read.
+class UnnamedKeys:
+    """Keys of messages, and tools, that the chat template does not name, and hence does not read."""
 
-    Raises:
-        UserError: no chat template.
-    """
-    first: dict[str, str] = {}  # key -> origin of the first message with it
-    for record in records:
+    def __init__(self) -> None:
+        self._first: dict[str, str] = {}  # key -> origin of the first message with it
+
+    def add(self, record: Record) -> None:
+        """Look at a record."""
         if record.tools:
-            first.setdefault("tools", record.origin)
+            self._first.setdefault("tools", record.origin)
         for message in record.messages or ():
             for key in message:
                 if key not in _READ_BY_US:
-                    first.setdefault(key, record.origin)
-    template = chat_template(tokenizer) if first else ""
-    unnamed = {
-        key: origin
-        for key, origin in first.items()
-        if not any(_names(template, name) for name in (_REASONING if key in _REASONING else (key,)))
-    }
-    if unnamed:
-        say(f"{next(iter(unnamed.values()))}: messages have {listed(unnamed)}, which the chat template does not name")
+                    self._first.setdefault(key, record.origin)
+
+    def tell(self, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> None:
+        """Report them. Raises: UserError: no chat template."""
+        template = chat_template(tokenizer) if self._first else ""
+        unnamed = {
+            key: origin
+            for key, origin in self._first.items()
+            if not any(_names(template, name) for name in (_REASONING if key in _REASONING else (key,)))
+        }
+        if unnamed:
+            first = next(iter(unnamed.values()))
+            say(f"{first}: messages have {listed(unnamed)}, which the chat template does not name")
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:

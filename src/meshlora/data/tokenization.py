@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as AbstractSequence
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from meshlora.common.errors import UserError, reason
 from meshlora.data.cache import Arrays, cache_key, load_or_make
-from meshlora.data.chat import Row, tell_unnamed_keys, tokenize_conversations
+from meshlora.data.chat import Row, UnnamedKeys, tokenize_conversations
 from meshlora.data.images import FurtherInputs, images_of
 from meshlora.data.leading import leading_tokens
 from meshlora.data.records import Record
@@ -197,7 +198,10 @@ def tokenize(
         images = images_of(records, processor())
         tokenizer = images.processor.tokenizer
     if say is not None:
-        tell_unnamed_keys(records, tokenizer, say)
+        keys = UnnamedKeys()
+        for record in records:
+            keys.add(record)
+        keys.tell(tokenizer, say)
     options: dict[str, Any] = {"max_length": max_length, "too_long": too_long, "rows_per_example": rows_per_example}
     options["train_on"] = train_on if isinstance(train_on, str) else sorted(train_on)
     used = None if images is None else images.processor
@@ -226,7 +230,7 @@ def tokenize(
     if say is not None and (words := taken.words(len(tokens))):
         say(words)
     if vocab_size is not None:
-        _check_vocabulary(tokens, records, vocab_size)
+        check_vocabulary(tokens, records.__getitem__, vocab_size)
     if images is not None:
         _check_placeholders(tokens, records, images.processor)
     return tokens
@@ -254,8 +258,12 @@ def _check_placeholders(tokens: TokenizedDataset, records: AbstractSequence[Reco
             raise UserError(f"{record.origin}: token {number}", "it stands for an image, but the record has none")
 
 
-def _check_vocabulary(tokens: TokenizedDataset, records: AbstractSequence[Record], vocab_size: int) -> None:
-    """Check token ids, cached ones too. The tokenizer's size does not bound them: few tokens may have large ids."""
+def check_vocabulary(tokens: TokenizedDataset, record_at: Callable[[int], Record], vocab_size: int) -> None:
+    """Check token ids, cached ones too. The tokenizer's size does not bound them: few tokens may have large ids.
+
+    Raises:
+        UserError: names the record, which `record_at` gives for its index.
+    """
     assert tokens.sources is not None
     if int(tokens.input_ids.min()) >= 0 and int(tokens.input_ids.max()) < vocab_size:
         return
@@ -265,15 +273,23 @@ def _check_vocabulary(tokens: TokenizedDataset, records: AbstractSequence[Record
         if sequence.input_ids.min() < 0 or sequence.input_ids.max() >= vocab_size
     )
     wrong = sequence.input_ids[(sequence.input_ids < 0) | (sequence.input_ids >= vocab_size)]
-    raise _outside(records[int(source)], int(wrong[0]), f"the model has embeddings for {vocab_size}")
+    raise _outside(record_at(int(source)), int(wrong[0]), f"the model has embeddings for {vocab_size}")
 
 
 def _outside(record: Record, token: int, rule: str) -> UserError:
     return UserError(f"{record.origin}: token {token}", rule, "is it the tokenizer of another model?")
 
 
-def _flat_arrays(
-    records: AbstractSequence[Record],
+def _flat_arrays(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, **options: Any) -> Arrays:
+    """The arrays of all sequences, and the indices of the records that are too long. options: of `token_blocks`."""
+    blocks = list(token_blocks(records, tokenizer, **options))
+    arrays = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
+    lengths = arrays.pop("lengths")
+    return {**arrays, "offsets": np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)}
+
+
+def token_blocks(
+    records: Iterable[Record],
     tokenizer: PreTrainedTokenizerBase,
     *,
     max_length: int,
@@ -281,36 +297,42 @@ def _flat_arrays(
     too_long: str,
     rows_per_example: int,
     processor: Any,
-) -> Arrays:
-    """The arrays of all sequences, and the indices of the records that are too long."""
-    found = Found()
-    input_ids, is_trained, sources, long = list[np.ndarray](), list[np.ndarray](), list[int](), list[int]()
+) -> Iterator[Arrays]:
+    """The sequences of some thousand records at a time: `input_ids`, `is_trained`, their `lengths` and `sources`; and
+    the indices `too_long` of records.
+
+    Raises:
+        UserError: at the end, as `tokenize`: use none of it before.
+    """
+    found, number, num_sequences = Found(), 0, 0
     # One token more tells a record that is too long.
     most = _ALL_TOKENS if too_long == "split" else max_length + 1
-    size = _BLOCK - _BLOCK % rows_per_example
-    for start in range(0, len(records), size):
-        block = records[start : start + size]
+    size, rest = _BLOCK - _BLOCK % rows_per_example, iter(records)
+    while block := list(itertools.islice(rest, size)):
+        input_ids, is_trained = [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=bool)]
+        sources, long = list[int](), list[int]()
         rows = _rows(block, tokenizer, max_length=most, train_on=train_on, processor=processor)
         is_long = [len(row.ids) > max_length for row in rows]
         for place, (record, row) in enumerate(zip(block, rows, strict=True)):
             group = place - place % rows_per_example
             if is_long[place]:
-                long.append(start + place)
+                long.append(number + place)
                 found.too_long.append(_with_length(record, row, max_length))
             if too_long == "drop" and any(is_long[group : group + rows_per_example]):
                 continue
             for ids, mask in _sequences(record, row, found, max_length=max_length, too_long=too_long):
                 input_ids.append(ids)
                 is_trained.append(mask)
-                sources.append(start + place)
-    found.refuse(Taken(len(records), max_length, too_long), len(sources))
-    return {
-        "input_ids": np.concatenate(input_ids),
-        "is_trained": np.concatenate(is_trained),
-        "offsets": np.cumsum([0, *map(len, input_ids)], dtype=np.int64),
-        "sources": np.array(sources, dtype=np.int64),
-        "too_long": np.array(long, dtype=np.int64),
-    }
+                sources.append(number + place)
+        number, num_sequences = number + len(block), num_sequences + len(sources)
+        yield {
+            "input_ids": np.concatenate(input_ids),
+            "is_trained": np.concatenate(is_trained),
+            "lengths": np.array([len(ids) for ids in input_ids[1:]], dtype=np.int64),
+            "sources": np.array(sources, dtype=np.int64),
+            "too_long": np.array(long, dtype=np.int64),
+        }
+    found.refuse(Taken(number, max_length, too_long), num_sequences)
 
 
 def _sequences(

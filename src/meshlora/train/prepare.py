@@ -431,11 +431,11 @@ def read_data(
             found.tokenizer.chat_template = tokenizer.chat_template
         return found
 
-    own["processor"] = processor
+    own |= {} if data.streaming else {"processor": processor}
     own |= {"separator": data.separator} if data.separator else {}
     own |= {"categories": categories} if categories != "all" else {}
     read = functools.partial(
-        READERS[objective.reader],
+        READERS["streamed" if data.streaming else objective.reader],
         tokenizer=tokenizer,
         max_length=data.max_length,
         vocab_size=model.get_text_config().vocab_size,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from meshlora.common.errors import UserError
+from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.run import DataConfig, Given, Source, sources_of
 from meshlora.data import Record, TokenizedDataset, joined_sources, read_records
 from meshlora.data.mixture import num_draws
@@ -22,13 +22,19 @@ def read_sources(
     """The tokens of all sources of `given`, in order. read: called with paths, `columns` and `format`.
 
     Raises:
-        UserError: as `read`; some of the sources have weights and others not.
+        UserError: as `read`; some of the sources have weights and others not. UnsupportedError: several are streamed.
     """
     groups = _groups(data, given)
     weights = [each.weight for each in sources_of(given)]
     has_weights = any(weight is not None for weight in weights)
     if has_weights and None in weights:
         raise UserError(f"weights {weights}", "some sources have one and others not", "give each a weight, or none")
+    if data.streaming and len(groups) > 1:
+        raise UnsupportedError(
+            f"data.streaming with {len(groups)} sources that have options of their own",
+            "their tokens are joined in memory",
+            "leave out streaming, or the options",
+        )
     found = [read(paths, columns=columns, format=format) for paths, columns, format in groups]
     if len(found) == 1:
         return found[0]

@@ -14,6 +14,8 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from meshlora.common.errors import UserError, did_you_mean, one_line
 from meshlora.common.file_hash import FileHashes
 from meshlora.common.hub import repository_of
@@ -48,7 +50,8 @@ def identity(
     }
     data = hashlib.sha256()
     for name in sorted(tokens):
-        data.update(name.encode() + tokens[name].tobytes())
+        data.update(name.encode())
+        data.update(np.ascontiguousarray(tokens[name]).data)
     if repository := repository_of(config.model.path):
         found["model.revision"] = f"{repository.name}@{repository.commit}"
     if kernels != "none":  # which is what no value says

@@ -1,0 +1,95 @@
+"""Tokens of files that do not fit into memory: `data.streaming`.
+
+Owns: reading records anew for each pass, and tokens that stay in a file of the cache. Does not own: what the tokens are
+(`tokenization.py`), the file (`cache.py`). Records are never held: one pass checks and hashes them, another tokenises
+those that are not in the cache yet.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.data.cache import Arrays, RecordsDigest, cache_key, mapped
+from meshlora.data.chat import UnnamedKeys
+from meshlora.data.formats import RECORDS
+from meshlora.data.records import Record
+from meshlora.data.sources import each_row
+from meshlora.data.tokenization import TokenizedDataset, check_vocabulary, token_blocks
+from meshlora.data.too_long import Taken
+from meshlora.data.train_on import TrainOn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def read_streamed(
+    source: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    max_length: int,
+    cache_dir: Path,
+    vocab_size: int,
+    train_on: TrainOn = "all",
+    too_long: str = "truncate",
+    say: Callable[[str], None] = lambda _: None,
+    **columns: Mapping[str, str] | str | None,
+) -> TokenizedDataset:
+    """The tokens of the records of `source`, as of `read_records` and `tokenize`, mapped from the cache.
+
+    columns: `columns` and `format` of `read_records`.
+
+    Raises:
+        UserError: as `read_records` and `tokenize`; the files changed while they were read. UnsupportedError: images; a
+            tokenizer that cannot be hashed.
+    """
+
+    def records(told: Callable[[str], None] | None = None) -> Iterator[Record]:
+        return each_row(source, RECORDS, say=told, has_separator=True, **columns)  # type: ignore[arg-type]
+
+    seen, keys = RecordsDigest(), UnnamedKeys()
+    for record in records(say):
+        if record.images:
+            raise UnsupportedError(
+                f"{record.origin}: an image with data.streaming", "it is not proved", "leave out one"
+            )
+        seen.add(record)
+        keys.add(record)
+    keys.tell(tokenizer, say)
+    options: dict[str, Any] = {"max_length": max_length, "too_long": too_long, "rows_per_example": 1}
+    options["train_on"] = train_on if isinstance(train_on, str) else sorted(train_on)
+    key = cache_key(seen, tokenizer, options)
+    if key is None:
+        rule = "the cache cannot tell it from another"
+        raise UnsupportedError(f"data.streaming with {type(tokenizer).__name__}", rule, "use a fast tokenizer")
+
+    def blocks() -> Iterator[Arrays]:
+        again = RecordsDigest()
+
+        def noted() -> Iterator[Record]:
+            for record in records():
+                again.add(record)
+                yield record
+
+        yield from token_blocks(noted(), tokenizer, processor=None, **options)
+        if again.hexdigest() != seen.hexdigest():
+            raise UserError("data", "the files changed while they were read", "start again")
+
+    arrays = mapped(cache_dir, key, blocks, num_records=seen.number, max_length=max_length)
+    long, sources = arrays.pop("too_long"), arrays["sources"]
+
+    def record_at(index: int) -> Record:
+        return next(itertools.islice(records(), index, None))
+
+    dropped = seen.number - len(sources) if too_long == "drop" else 0
+    first = record_at(int(long[0])).origin if len(long) else ""
+    taken = Taken(seen.number, max_length, too_long, len(long), dropped, first)
+    parts: dict[str, Any] = {**arrays, "taken": taken}
+    tokens = TokenizedDataset(**parts)
+    if words := taken.words(len(tokens)):
+        say(words)
+    check_vocabulary(tokens, record_at, vocab_size)
+    return tokens
