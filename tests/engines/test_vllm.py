@@ -25,8 +25,8 @@ NUM_TOKENS = 32
 PROMPTS = [
     'def log_last_packets(data, port=0):\n    """',
     'def list_paths(target):\n    """',
-    "def count(",
-    'class Reader:\n    """',
+    'def read_settings(path):\n    """',
+    'def count_events(log, since=None):\n    """',
 ]
 
 
@@ -99,7 +99,6 @@ def test_vllm_says_the_same_tokens(
         with torch.no_grad():
             output = network.generate(input_ids=ids, max_new_tokens=NUM_TOKENS, do_sample=False, pad_token_id=1)
         assert output[0, ids.shape[1] :].tolist() == found["ids"], prompt
-        assert len(set(found["ids"])) > 5, "the base says one token again and again: the comparison shows little"
 
 
 @pytest.mark.parametrize("name", ["base", "adapter"])
@@ -112,9 +111,11 @@ def test_vllm_says_what_the_command_prints(
     assert _run([sys.executable, "-m", "meshlora", *words]) == "".join(f"{x['text']}\n" for x in said_by_vllm[name])
 
 
-def test_the_adapter_shows(said_by_vllm: dict[str, list[dict[str, Any]]]) -> None:
-    base, adapter = said_by_vllm["base"], said_by_vllm["adapter"]
-    assert [x["ids"] for x in base[:2]] != [x["ids"] for x in adapter[:2]]
+def test_there_is_something_to_compare(said_by_vllm: dict[str, list[dict[str, Any]]]) -> None:
+    """Many tokens, and others with the adapter than without."""
+    base, adapter = ([said["ids"] for said in said_by_vllm[name]] for name in ("base", "adapter"))
+    assert all(one != other for one, other in zip(base, adapter, strict=True))
+    assert min(len({token for ids in each for token in ids}) for each in (base, adapter)) > 20
 
 
 def _run(words: list[str], *, said: str | None = None) -> str:

@@ -29,13 +29,12 @@ def test_a_notebook_stores_no_outputs_and_its_cells_are_python(file: Path) -> No
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
 def test_a_notebook_runs(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a copy of the examples, so that nothing is left in the clone."""
-    from jupyter_client.manager import AsyncKernelManager
     from nbclient import NotebookClient
 
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     notebook = nbformat.read(file, as_version=4)
-    kernel = AsyncKernelManager(kernel_name="python3", transport="ipc")  # no port
-    NotebookClient(notebook, km=kernel, timeout=600, resources={"metadata": {"path": tmp_path}}).execute()
+    place = {"metadata": {"path": tmp_path}}
+    NotebookClient(notebook, timeout=600, startup_timeout=300, kernel_name="python3", resources=place).execute()
     assert [cell for cell in notebook.cells if cell.cell_type == "code" and cell.outputs]
