@@ -19,7 +19,16 @@ from meshlora.config import file
 from meshlora.config.file import BESIDE
 from meshlora.config.objective import KINDS
 from meshlora.config.presets import PRESETS
-from meshlora.config.run import PER_ADAPTER, DataConfig, GenerateConfig, ModelConfig, RunConfig, Source, TrainConfig
+from meshlora.config.run import (
+    PER_ADAPTER,
+    DataConfig,
+    EarlyStopping,
+    GenerateConfig,
+    ModelConfig,
+    RunConfig,
+    Source,
+    TrainConfig,
+)
 from meshlora.config.types import adapter
 
 FILE = Path(file.__file__).with_name("run-file.schema.json")
@@ -54,7 +63,7 @@ def schema() -> dict[str, Any]:
     whole = adapter().json_schema()
     groups: dict[str, Any] = whole["$defs"]
     _describe(whole, RunConfig)
-    for cls in (ModelConfig, DataConfig, Source, TrainConfig, GenerateConfig, *KINDS.values()):
+    for cls in (ModelConfig, DataConfig, Source, TrainConfig, EarlyStopping, GenerateConfig, *KINDS.values()):
         _describe(groups[cls.__name__], cls)
         groups[cls.__name__]["title"] = cls.__name__.removesuffix("Config").lower()
     for cls in KINDS.values():

@@ -15,6 +15,7 @@ GROUPS: dict[str, type] = {
     "data.train": module.Source,
     "generate": module.GenerateConfig,
     "train": module.TrainConfig,
+    "train.early_stopping": module.EarlyStopping,
     **{f"train.objective.{name}": kind for name, kind in KINDS.items()},
     "": module.RunConfig,
 }
@@ -85,6 +86,7 @@ _OPTIMIZER, _TRACKING = "tests/unit/test_optimizer.py", "tests/unit/test_trackin
 _DECODING = f"{_EVALUATE}::test_every_option_of_decoding_has_an_effect"
 _AT_ONCE = f"{_EVALUATE}::test_continuations_have_at_most_so_many_tokens_and_so_many_prompts_are_continued_at_once"
 _KEEPING = "tests/ranks/test_not_finite.py::test_last_and_best_checkpoints_stay"
+_EARLY = "tests/unit/test_early_stopping.py::test_run_ends_at_the_evaluation_that_is_one_too_many"
 _EXPERTS = "tests/ranks/test_training_experts.py"
 # What the proof itself sees.
 _POLICY = "tests/verify/test_packing.py::test_policy_reads_its_columns_and_the_base_in_packed_rows"
@@ -159,6 +161,9 @@ CAUGHT_BY: dict[str, str] = {
     "train.beta2": _POLICY,
     "train.eps": _POLICY,
     "train.max_grad_norm": _POLICY,
+    "train.early_stopping": _EARLY,
+    "train.early_stopping.patience": _EARLY,
+    "train.early_stopping.min_delta": "tests/unit/test_early_stopping.py::test_small_improvement_is_none",
     "train.objective": _RUN,
     **{
         f"train.objective.{option}": f"{_FORMULAS}[{option.partition('.')[0]}]"

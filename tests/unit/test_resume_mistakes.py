@@ -142,7 +142,7 @@ def test_finished_adapter_that_is_not_whole_is_set_aside_and_trained_again(
     run = _resumed(finished)
     assert not run.is_finished
     assert (run.resume.step if run.resume is not None else 0) == (3 if checkpoints else 0)
-    assert run.notes[0].startswith("not believed that all steps are done: finished adapter ")
+    assert any(note.startswith("not believed that all steps are done: finished adapter ") for note in run.notes)
     before = sorted(file.name for file in (output / "adapter").glob("*"))
     (said,) = prepare_output(run)
     assert "checkpoints/set-aside-1" in said

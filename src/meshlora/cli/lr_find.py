@@ -30,6 +30,7 @@ _WITHOUT = {
     "sample_every": "0",
     "keep_last": "0",
     "keep_best": "false",
+    "early_stopping": "{}",
     "track": "[]",
     "overwrite": "false",
     "on_nonfinite": "skip",

@@ -36,6 +36,7 @@ _KEYS = {
     ),
     "save_total_limit": "train.keep_last",
     "load_best_model_at_end": "train.keep_best",
+    "early_stopping_patience": "train.early_stopping, as in {patience: 3}",
     **dict.fromkeys(("report_to", "use_wandb", "wandb_project"), "train.track, as in track: [wandb]"),
     **dict.fromkeys(
         ("gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing"),
@@ -62,7 +63,7 @@ _KEYS = {
     **dict.fromkeys(("sample_packing", "multipack"), "data.packing"),
     **dict.fromkeys(
         ("train_on_inputs", "train_on_prompt", "completion_only_loss", "assistant_only_loss"),
-        "data.loss_on: completion or all",
+        "data.train_on: all is completions and answers, everything is prompts too",
     ),
     "dataset_prepared_path": "data.cache_dir",
     **dict.fromkeys(("max_eval_samples", "max_samples"), "data.eval_limit, for evaluation only"),

@@ -216,6 +216,24 @@ class GenerateConfig:
 
 
 @dataclass(frozen=True)
+class EarlyStopping:
+    """When a run ends before its last step: the loss on held-out data has not improved for a while.
+
+    Attributes:
+        patience: evaluations in a row without an improvement, after which the run ends; 0: it never does.
+        min_delta: how far below the lowest loss so far another one is an improvement.
+    """
+
+    patience: int = number(0, "not negative", most=10**6)
+    min_delta: float = number(0.0, "not negative", most=_FACTOR)
+
+    def __post_init__(self) -> None:
+        check_numbers("train.early_stopping", self)
+        if self.min_delta and not self.patience:
+            raise UserError("train.early_stopping.min_delta", "it has no effect without patience", "give both")
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The loop. All sizes are in sequences and global: they do not change with the topology.
 
@@ -244,6 +262,7 @@ class TrainConfig:
         eval_every, save_every: in optimizer steps; 0: only at the end. log_every: steps between printed lines.
         keep_last: number of newest checkpoints kept, 0: all; keep_best: also keep the one with the lowest
             evaluation loss.
+        early_stopping: end the run once the evaluation loss no longer falls.
         on_save_error: whether a checkpoint that cannot be written stops the run. on_nonfinite: stop at a loss or
             gradient that is not finite, or skip the step.
         timeout_s: timeout of collectives in seconds.
@@ -295,6 +314,7 @@ class TrainConfig:
     replica_check_every: int = number(100, "not negative", most=_STEPS)
     keep_last: int = number(0, "not negative", most=_STEPS)
     keep_best: bool = False
+    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
     on_save_error: Literal["stop", "continue"] = "stop"
     on_nonfinite: Literal["stop", "skip"] = "stop"
     timeout_s: float = number(600.0, "above 0", most=10**7)
@@ -332,6 +352,8 @@ class TrainConfig:
         """Rules of the options that keep checkpoints."""
         if self.keep_best and not self.eval_every:
             raise UserError("train.keep_best", "the best is known by evaluations", "give train.eval_every")
+        if self.early_stopping.patience and not self.eval_every:
+            raise UserError("train.early_stopping", "it is decided by evaluations", "give train.eval_every")
         if self.keep_last and not (self.save_every or self.keep_best):
             raise UserError("train.keep_last", "it has no effect without checkpoints", "give train.save_every")
 
@@ -401,7 +423,7 @@ PER_ADAPTER = {
             "cycle",
         ),
         *("weight_decay", "beta1", "beta2", "eps", "max_grad_norm", "lora_plus_ratio", "seed"),
-        *("eval_every", "save_every", "keep_last", "keep_best"),
+        *("eval_every", "save_every", "keep_last", "keep_best", "early_stopping"),
     },
 }
 

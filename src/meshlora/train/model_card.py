@@ -50,14 +50,14 @@ def public(text: str) -> str:
     return "".join(part if number % 2 else _PATH.sub("", part) for number, part in enumerate(kept))
 
 
-def model_card(run: Prepared, *, task: str, eval_loss: float | None) -> str:
-    """README.md of the adapter that `run` has trained. eval_loss: of its last evaluation."""
+def model_card(run: Prepared, *, done: int, task: str, eval_loss: float | None) -> str:
+    """README.md of the adapter that `run` has trained for `done` steps. eval_loss: of its last evaluation."""
     base, commit = base_name(run.config.model.path)
     header: dict[str, Any] = {"library_name": "peft", "tags": ["lora", "meshlora"]}
     header |= {"base_model": base} if commit else {}
     header |= {"pipeline_tag": _PIPELINE[task]} if task in _PIPELINE else {}
     title = f"# {run.config.train.objective.kind} adapter (LoRA) of {_cell(base).strip('`')}\n"
-    rows = [f"| {name} | {value} |" for name, value in _rows(run, base, commit, eval_loss).items()]
+    rows = [f"| {name} | {value} |" for name, value in _rows(run, base, commit, done, eval_loss).items()]
     table = ["| | |", "|---|---|", *rows, ""]
     words = "It is the adapter that one process would have trained; its files do not depend on the mesh.\n"
     parts = ["---", yaml.safe_dump(header, sort_keys=True) + "---", "", title, words, *table]
@@ -77,7 +77,7 @@ def base_name(folder: str | Path) -> tuple[str, str]:
     return Path(folder).absolute().name, ""
 
 
-def _rows(run: Prepared, base: str, commit: str, eval_loss: float | None) -> Mapping[str, str]:
+def _rows(run: Prepared, base: str, commit: str, done: int, eval_loss: float | None) -> Mapping[str, str]:
     """Name -> content of the rows of the table."""
     config, train = run.config, run.config.train
     lora = run.blueprint.trained.config
@@ -93,8 +93,8 @@ def _rows(run: Prepared, base: str, commit: str, eval_loss: float | None) -> Map
     rows |= {
         "adapter": f"{start}r={lora.r}, lora_alpha={lora.lora_alpha:g}, {run.blueprint.trained.num_trainable:,} "
         "trained parameters",
-        "training": f"{run.steps:,} steps of {train.batch_size} sequences, lr {train.peak_lr:g} ({train.schedule}), "
-        f"seed {train.seed}",
+        "training": f"{done:,} of {run.steps:,} steps of {train.batch_size} sequences, lr {train.peak_lr:g} "
+        f"({train.schedule}), seed {train.seed}",
         "mesh": f"{_cell(str(run.topology))}, {run.topology.world} processes"
         + (f"; steps 1 to {run.resume.step} on {_cell(run.resume.topology)}" if run.resume is not None else ""),
         "proof": run.proof or "not recorded",

@@ -40,6 +40,7 @@ from meshlora.train.balance import check_load_balancing
 from meshlora.train.checkpoint.identity import Contents, contents, identity
 from meshlora.train.checkpoint.manifest import Saved
 from meshlora.train.checkpoint.resuming import going_on
+from meshlora.train.early_stopping import Patience, losses_until
 from meshlora.train.packing_check import check_packing
 from meshlora.train.recompute import check_recompute
 from meshlora.train.routing import check_routing, step_file
@@ -309,8 +310,15 @@ def read_output(run: Prepared, *, resume: str | None, despite: Collection[str] =
     if resume is None:
         return run
     own = {name: value for name, value in run.identity.items() if name not in run.files}
+    output, patience = Path(run.config.train.output), run.config.train.early_stopping
     found = going_on(
-        Path(run.config.train.output), resume, steps=run.steps, identity=own, files=run.files, despite=despite
+        output,
+        resume,
+        steps=run.steps,
+        identity=own,
+        files=run.files,
+        despite=despite,
+        stops_early=lambda step: Patience(patience, losses_until(output / "metrics.jsonl", step)).is_out,
     )
     return dataclasses.replace(
         run,

@@ -33,6 +33,7 @@ from meshlora.train.checkpoint.manifest import CARD, Kind, Manifest, write_manif
 from meshlora.train.checkpoint.resuming import FINISHED, FOLDER
 from meshlora.train.checkpoint.retention import Keeping, folder_name
 from meshlora.train.checkpoint.state import restore_optimizer, state_writer
+from meshlora.train.early_stopping import Patience, losses_until
 from meshlora.train.evaluate import mean_loss, perplexity
 from meshlora.train.loss_scale import LossScale
 from meshlora.train.model_card import model_card
@@ -95,6 +96,9 @@ class TrainedAdapter:
             self.last_saved, self.updates = self.run.resume.folder, self.run.resume.updates
             self.skipped_in_row = self.run.resume.skipped_in_row
         self.done = self.start
+        past = losses_until(self.output / "metrics.jsonl", self.start) if self.mesh.rank == 0 else ()
+        self.patience = Patience(options.early_stopping, past)
+        self.stops_early = bool(options.early_stopping.patience) and self._says_rank_0(self.patience.is_out)
 
     @property
     def start(self) -> int:
@@ -103,8 +107,8 @@ class TrainedAdapter:
 
     @property
     def is_done(self) -> bool:
-        """Whether no step is left."""
-        return self.done >= self.run.steps
+        """Whether no step is left, or the run has stopped early."""
+        return self.done >= self.run.steps or self.stops_early
 
     def in_use(self) -> contextlib.AbstractContextManager[None]:
         """Make it the adapter that is saved and evaluated inside the block."""
@@ -145,17 +149,22 @@ class TrainedAdapter:
             return
         is_due = options.eval_every and done % options.eval_every == 0
         loss = self._report_evaluation(done) if is_due else None
+        if loss is not None and options.early_stopping.patience:
+            self.stops_early = self._says_rank_0(self.patience.sees(loss))
+            if self.stops_early:
+                without, best = self.patience.num_without, self.patience.best
+                self.reporter.say(f"step {done}: stops early: {without} evaluations have not improved {best:.4f}")
         is_best = self._is_best(loss)
         if is_best or self.is_to_stop or (options.save_every and done % options.save_every == 0):
             self._save_checkpoint(done, is_best=is_best, loss=loss)
 
     def end(self) -> None:
         """Evaluate and save the finished adapter, after the last step."""
-        if self.start < self.run.steps:
+        if self.start < self.run.steps and not self.stops_early:
             loss = self._report_evaluation(self.run.steps)
             if self._is_best(loss):
                 self._save_checkpoint(self.run.steps, is_best=True, loss=loss)
-        self._save(FINISHED, self._manifest("adapter", done=self.run.steps), state=self._add_home)
+        self._save(FINISHED, self._manifest("adapter", done=self.done), state=self._add_home)
 
     def update(self, step: int, *, is_finite: bool) -> float:
         """Step the optimizer if the gradient is finite; returns the learning rate."""
@@ -224,7 +233,9 @@ class TrainedAdapter:
             return
         add_tokenizer(folder, self.run.config)
         task = runtime(self.model).plan.task
-        (folder / CARD).write_text(model_card(self.run, task=task, eval_loss=self.eval_loss), encoding="utf-8")
+        (folder / CARD).write_text(
+            model_card(self.run, done=self.done, task=task, eval_loss=self.eval_loss), encoding="utf-8"
+        )
 
     def _save_checkpoint(self, done: int, *, is_best: bool, loss: float | None) -> None:
         """Write the checkpoint of step `done`, and remove older ones."""
@@ -254,7 +265,11 @@ class TrainedAdapter:
         """Whether `loss` is the best so far, as decided by rank 0. Collective with `keep_best`."""
         if loss is None or not self.run.config.train.keep_best:
             return False
-        flag = torch.tensor([int(self.keeping.is_best(loss))], device=self.mesh.device)
+        return self._says_rank_0(self.keeping.is_best(loss))
+
+    def _says_rank_0(self, is_true: bool) -> bool:
+        """What rank 0 says, on all. Collective."""
+        flag = torch.tensor([int(is_true)], device=self.mesh.device)
         return bool(broadcast_in_place(flag, self.mesh.world).item())
 
     def _report_evaluation(self, step: int) -> float | None:

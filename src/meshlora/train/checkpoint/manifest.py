@@ -59,7 +59,7 @@ class Manifest:
     """The values that a run records about a folder that it saves.
 
     Attributes:
-        kind: checkpoint, initial (the adapter before step 1) or adapter (after the last).
+        kind: checkpoint, initial (the adapter before step 1) or adapter (after the last that was done).
         step: optimizer steps done. steps: of the whole run.
         updates: steps that changed the adapter: all but skipped ones.
         identity: everything the steps depend on, by name. versions: of the software that computed them.
@@ -240,7 +240,7 @@ def _is_finite(value: Any) -> bool:
 
 def _range_of_step(content: Mapping[str, Any]) -> tuple[int, int]:
     steps: int = content["steps"]
-    return {"checkpoint": (1, steps), "initial": (0, 0), "adapter": (steps, steps)}[content["kind"]]
+    return {"checkpoint": (1, steps), "initial": (0, 0), "adapter": (1, steps)}[content["kind"]]
 
 
 def _is_texts(value: Any) -> bool:

@@ -36,12 +36,20 @@ class GoingOn:
 
 
 def going_on(
-    output: Path, given: str, *, steps: int, identity: Mapping[str, str], files: Contents, despite: Collection[str]
+    output: Path,
+    given: str,
+    *,
+    steps: int,
+    identity: Mapping[str, str],
+    files: Contents,
+    despite: Collection[str],
+    stops_early: Callable[[int], bool] = lambda step: False,
 ) -> GoingOn:
     """The state in `output` that a run of `steps` steps resumes from with `--resume GIVEN`. Nothing is written.
 
     identity: of the run, without its `files`, which are read only if there is something to resume from and all else is
-    the same. despite: names of settings that may differ from the run that saved it.
+    the same. despite: names of settings that may differ from the run that saved it. stops_early: whether the run ends
+    after so many steps, though there are more.
 
     Raises:
         UserError: the output is of another run, by the name that differs; or the given checkpoint is not whole.
@@ -69,8 +77,10 @@ def going_on(
             notes.append(f"not believed that all steps are done: {error}")
         else:
             is_same_run(finished, f"the finished adapter in {output}", "choose another train.output")
-            if finished.step == steps:
+            if finished.step == steps or stops_early(finished.step):
                 return GoingOn(None, True, own, tuple(notes))
+            if finished.step < finished.steps:
+                notes.append(f"not believed that all steps are done: finished adapter {adapter} is of {finished.step}")
     checkpoint = find_checkpoint(output, given, notes.append)
     if checkpoint is not None:
         is_same_run(checkpoint, f"{checkpoint.folder}", "start a new run")
