@@ -160,11 +160,12 @@ def test_what_a_kernel_has_written_over_is_known_to_autograd() -> None:
         (squares.sum() + rotated.sum()).backward()
 
 
-@pytest.mark.parametrize("change", ["trained norm", "wider norm", "rotation of pairs"])
+@pytest.mark.parametrize("change", ["trained norm", "wider dtype", "too wide", "rotation of pairs"])
 def test_what_kernels_do_not_compute_is_left_to_transformers(change: str) -> None:
-    norm = LlamaRMSNorm(8).requires_grad_(change == "trained norm")
+    width = 65544 if change == "too wide" else 8
+    norm = LlamaRMSNorm(width).requires_grad_(change == "trained norm")
     fuse(norm, dataclasses.replace(STAND_IN, norm=None))  # type: ignore[arg-type]
-    x = torch.randn(2, 3, 8, dtype=torch.bfloat16 if change == "wider norm" else torch.float32)
+    x = torch.randn(2, 3, width, dtype=torch.bfloat16 if change == "wider dtype" else torch.float32)
     if change == "rotation of pairs":
         calls: list[Any] = []
         rotate = fused._rotation(STAND_IN)(lambda *given: calls.append(given) or given[:2])

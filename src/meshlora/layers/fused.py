@@ -50,6 +50,7 @@ _ATTENTIONS = {
 }
 # `down_proj(act_fn(gate_proj(x)) * up_proj(x))`: of LlamaMLP, Exaone4_5_MLP.
 _MLPS = {"aff9046952d1b312", "1e2a4e208155eb34"}
+_WIDEST = 65536  # of liger's `calculate_settings`
 _ACTIVATIONS: dict[type, str] = {nn.SiLU: "silu", SiLUActivation: "silu", GELUTanh: "gelu_tanh"}
 
 
@@ -225,5 +226,6 @@ def _digest(function: Any) -> str:
 
 
 def _is_computed(x: Tensor) -> bool:
-    """Whether kernels compute in the dtype of x, which has rows."""
-    return x.dtype in (torch.float32, torch.bfloat16, torch.float16) and x.numel() > 0
+    """Whether kernels compute in the dtype of x, which has rows, of a width that one program can hold."""
+    has_dtype = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return has_dtype and x.numel() > 0 and x.shape[-1] <= _WIDEST
