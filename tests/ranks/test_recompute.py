@@ -164,6 +164,21 @@ def test_evaluation_keeps_nothing_and_computes_once() -> None:
         assert len(passes) == expected
 
 
+def test_layers_that_multiply_their_own_input_are_computed_again() -> None:
+    """olmo2 has no norm before q, k and v: what they share of a layer's input is shared anew the second time."""
+    found = []
+    for recompute in ("none", "full"):
+        lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        model = meshlora.load(twin_config("olmo2"), lora=lora).train()
+        recompute_layers(model, recompute)
+        ids = torch.arange(3, 19).view(1, 16)
+        language_model_loss(model, ids, None, ids.roll(-1, 1)).backward()
+        found.append([factor.parameter.grad for factor in active_factors(model)])
+    for once, again in zip(*found, strict=True):
+        assert once is not None
+        assert torch.equal(once, again)
+
+
 def test_more_layers_than_the_model_has_are_refused() -> None:
     config = twin_config("qwen3", num_hidden_layers=2)
     model, _ = build_meta(config, Topology.parse("tp=2"), dtype=torch.float32)

@@ -90,11 +90,13 @@ class SharedInput(NamedTuple):
 
     gradient: where linears accumulate its gradient. token: `[0]`, passed to each linear with the detached input: by it
     the input's gradient waits for all of them. zs: linear -> its s x A^T `[T, r]`, where it was computed here.
+    backward: that in which it was made, as layers are computed again, -1: in none.
     """
 
     gradient: InputGradient
     token: Tensor
     zs: Mapping[nn.Module, Tensor]
+    backward: int
 
 
 class Joined(NamedTuple):
@@ -115,9 +117,10 @@ def share(x: Tensor, joined: Joined | None = None) -> SharedInput | None:
     if not torch.is_grad_enabled() or x.grad_fn is None:
         return None
     found = noted(x, SharedInput)
-    if found is None:
+    # The input of a layer that is computed again is the tensor of the first time, and must save what it saved then.
+    if found is None or found.backward != running_backward():
         gradient = InputGradient()
         leaves, factors, scale = joined or Joined((), (), 1.0)
         token, *zs = ShareFunction.apply(x, gradient, scale, *factors)
-        found = note(x, SharedInput(gradient, token, dict(zip(leaves, zs, strict=True))))
+        found = note(x, SharedInput(gradient, token, dict(zip(leaves, zs, strict=True)), running_backward()))
     return found
