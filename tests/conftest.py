@@ -28,6 +28,8 @@ from tests.pool import Pool
 
 Prove = Callable[..., list[Outcome]]
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read where Triton is imported, if it is there
 torch.set_num_threads(1)
 pytest.register_assert_rewrite("tests.ranks.jobs", "tests.unit.mistakes", "tests.unit.records")
 

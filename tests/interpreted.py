@@ -1,4 +1,5 @@
-"""liger-kernel on CPU tensors, by the interpreter of Triton. Imported only where both are installed.
+"""liger-kernel on CPU tensors, by the interpreter of Triton. Imported only where both are installed; the interpreter is
+asked for by TRITON_INTERPRET=1 in the environment of the process, as `tests/conftest.py` sets it.
 
 The interpreter lacks numbers as tensors, and two functions of a GPU's library, which stand here. It computes bfloat16
 wrongly: what runs is float32 and float16.
@@ -6,13 +7,10 @@ wrongly: what runs is float32 and float16.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 import pytest
-
-os.environ["TRITON_INTERPRET"] = "1"  # read where kernels are declared, before any is
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
