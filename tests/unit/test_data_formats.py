@@ -109,6 +109,14 @@ CALLS = Says(
     ['<call>now{"city": "Rome"}', "It is noon."],
     TOOLS,
 )
+# Arrow gives both tools the same keys, and None to the one that lacks them.
+SUMS = {
+    "name": "add",
+    "description": "A sum",
+    "parameters": {"type": "object", "properties": {"numbers": {"type": "array"}}},
+}
+TWO_TOOLS = Says(CALLS.messages, CALLS.answers, [*TOOLS, {"type": "function", "function": SUMS}])
+NINE, TEN = (Says([*TWO[:3], assistant(answer)], [answer]) for answer in ("Nine.", "Ten."))
 SIX = Says([TWO[0], assistant("Six.")], ["Six."])
 RED, ONCE = Plain("Name a colour:", " Red."), Plain("", "Once.")
 MILL = [Plain("name : The Mill | food : English", " The Mill is English ."), Plain("name : The Mill", " The Mill .")]
@@ -131,7 +139,7 @@ CASES = [
     Case("openai_tools.jsonl", "OpenAI chat with tools", [CALLS]),
     Case("openai_weights.jsonl", "OpenAI chat with weights", [LAST]),
     Case("openai_parts.jsonl", "OpenAI chat, content in parts", [WHOLE]),
-    Case("tools.parquet", "tools in Parquet", [CALLS]),
+    Case("tools.parquet", "tools in Parquet", [TWO_TOOLS]),
     Case("ultrachat.parquet", "messages in Parquet", [Says(TWO, ["Five.", "Nine."])]),
     Case("prompt_completion.jsonl", "TRL prompt and completion", [RED, ONCE]),
     Case("trl_conversational.jsonl", "TRL prompt and completion, messages", [LAST]),
@@ -149,7 +157,7 @@ CASES = [
     ),
     Case("preference.jsonl", "pairs, text", [RED, Plain("Name a colour:", " Dog.")], **PAIRS),
     Case("preference_messages.jsonl", "pairs, messages", [FIRST, SIX], **PAIRS),
-    Case("preference_conversations.jsonl", "pairs of conversations", [FIRST, SIX], **PAIRS),
+    Case("preference_conversations.jsonl", "pairs of conversations", [NINE, TEN], **PAIRS),
     Case("preference_hh.jsonl", "pairs of whole texts", [Plain(HH, " red."), Plain(HH, " dog.")], **PAIRS),
     Case("preference_sharegpt.json", "pairs, LLaMA-Factory's ShareGPT", [FIRST, SIX], **PAIRS),
     Case(

@@ -46,6 +46,11 @@ def test_examples_of_a_source_all_come_before_any_comes_again_across_epochs() ->
     assert passes[0].tolist() != passes[1].tolist(), "each pass has an order of its own"
 
 
+def test_sources_of_one_size_have_orders_of_their_own() -> None:
+    order = mixed_order(((40, 1.0), (40, 1.0)), seed=2, epoch=0)
+    assert order[order < 40].tolist() != (order[order >= 40] - 40).tolist()
+
+
 def test_a_batch_depends_on_the_seed_and_the_step_alone() -> None:
     batches = GlobalBatches(100, 8, 5, PARTS)
     late = batches.batch(29).tolist()

@@ -185,7 +185,7 @@ class Formats(Generic[Made]):
                 return f"unknown field {quoted(name)}; did you mean {near[0]!r}?"
         if not has:
             known = list(dict.fromkeys(field for each in self.formats for field in each.fields))
-            return f"unknown field {quoted(others[0])}; {did_you_mean(others[0][:60], known)}"
+            return f"unknown field {quoted(others[0])}; known: {', '.join(known)}"
         return f"{missing[0]!r} is missing"
 
 

@@ -163,11 +163,11 @@ def locate_images(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     Raises:
         MalformedError: a path that leads out of `folder`, links followed: data are untrusted.
     """
-    root = folder.resolve()
 
     def part_of(part: Any) -> Any:
         if not is_image(part) or not isinstance(part.get("image"), str):
             return part
+        root = folder.resolve()
         given = part["image"]
         path = Path(os.path.realpath(root / given.replace("\0", "")))  # Path.resolve raises on a circle of links
         if "\0" in given or not path.is_relative_to(root):

@@ -156,14 +156,15 @@ class _Reader(Generic[Made]):
         """What the rows of a file or a dataset become."""
         name = f"{place}" if isinstance(place, Path) else "dataset"
         self.here = self.seen.setdefault(name, _Seen())
+        folder = None if not isinstance(place, Path) else place if place.is_dir() else place.parent
         last: Choice[Made] | None = None
         num_rows, num_before = 0, self.problems.num
         try:
             for origin, row in self._rows(place, name):
                 num_rows += 1
                 try:
-                    if isinstance(place, Path):
-                        row = locate_images(row, place if place.is_dir() else place.parent)
+                    if folder is not None:
+                        row = locate_images(row, folder)
                     choice = self.formats.choice(tuple(row))
                     made = choice.make(row, origin)
                 except MalformedError as wrong:
