@@ -38,7 +38,7 @@ RUN_BY: list[tuple[str, str]] = [
     (r"meshlora plot runs/lr-", "tests/unit/test_plot.py"),
     (r"meshlora launch-script", "tests/unit/test_launch_script.py"),
     (r"meshlora calibrate", "tests/ranks/test_calibrate.py"),
-    (r"meshlora .*(run\.yaml|RUN|runs/|MODEL|FOLDER|ADAPTER|examples/tiny_base|--model M\b|--help)", _READERS),
+    (r"meshlora .*(run\.yaml|RUN|runs\b|MODEL|FOLDER|ADAPTER|examples/tiny_base|--model M\b|--help)", _READERS),
     (r"meshlora verify ", _READERS),
     (r"\bpytest\b", "it runs tests"),
     (r"^make ", "it runs tests, programs of this table or the set-up"),

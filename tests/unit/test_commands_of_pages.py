@@ -80,7 +80,7 @@ def _fault_of_arguments(command: Command, words: list[str]) -> str:
     if not words or words[0] not in parsers:  # the program itself, or a sentence
         return ""
     name, *rest = words
-    if not command.is_whole or "..." in rest:
+    if not command.is_whole or {"...", "ARGUMENTS"} & set(rest):
         flags = {flag for action in parsers[name]._actions for flag in action.option_strings}
         unknown = [word for word in rest if re.fullmatch(r"--[a-z][\w-]*", word) and word not in flags]
         return f"{command.text}: meshlora {name} has no {unknown}" if unknown else ""
