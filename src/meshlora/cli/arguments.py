@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from meshlora.cli.parser import keys_of_run_files
 from meshlora.common.errors import UserError
 
 
 def add_run_file(parser: argparse.ArgumentParser, *, example: str = "train.lr=1e-4") -> None:
     """Add the run file, and `--set` to override its values."""
     parser.add_argument("file", metavar="RUN.yaml", help="the run file")
-    parser.add_argument(
+    override = parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=f"as in --set {example}"
     )
+    override.completer = keys_of_run_files  # type: ignore[attr-defined]
 
 
 def add_local_rank(parser: argparse.ArgumentParser, *, default: Any = argparse.SUPPRESS) -> None:

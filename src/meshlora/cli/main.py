@@ -7,6 +7,7 @@ Owns: which commands there are, and the edge where an error becomes one line and
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import re
 import shlex
@@ -27,7 +28,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 from meshlora.cli import (
     calibrate,
     check,
+    completion,
     data,
+    env,
     evaluate,
     export,
     from_nlg,
@@ -46,9 +49,9 @@ from meshlora.cli import (
     watch,
 )
 from meshlora.cli.arguments import add_local_rank
+from meshlora.cli.parser import Parser
 from meshlora.common.errors import MeshloraError, UserError, report
 from meshlora.common.lifetime import end_with, note_interrupts
-from meshlora.common.reading import path_argument
 
 # In the order of --help. Each module's `add` declares the command's arguments and the function that runs it.
 COMMANDS = (
@@ -71,25 +74,11 @@ COMMANDS = (
     plot,
     watch,
     schema,
+    completion,
+    env,
 )
 # Among words that are joined by NUL: not part of a command that a user would give.
 _LOCAL_RANK = re.compile(r"\0--local[-_]rank[=\0][^\0]*")
-# Metavars of arguments that are paths.
-_PATHS = {"FILE", "FOLDER", "FOLDER|FILE", "auto|FOLDER", "PATH", "ADAPTER", "RUN", "RUN.yaml"}
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse with our error format and exit code 2; rejects strings that cannot be a path."""
-
-    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
-        if options.get("metavar") in _PATHS:
-            options["type"] = path_argument
-        return super().add_argument(*names, **options)
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        said = MeshloraError(f"{message}; see {self.prog} --help")  # escaped: it repeats the arguments
-        print(f"error: {said}", file=sys.stderr)
-        raise SystemExit(UserError.exit_code)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,7 +92,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.excepthook = _say_fault
     try:
         note_interrupts(interrupts)
-        options = _parser().parse_args(arguments)
+        parser = _parser()
+        if "_ARGCOMPLETE" in os.environ:  # a shell asks what may follow; ends this process
+            import argcomplete
+
+            argcomplete.autocomplete(parser)
+        options = parser.parse_args(arguments)
         words = _LOCAL_RANK.sub("", "\0".join(["meshlora", *(sys.argv[1:] if arguments is None else arguments)]))
         options.words = shlex.join(words.split("\0"))
         _take_local_rank(options)
@@ -152,9 +146,10 @@ def _say_fault(_: type[BaseException], error: BaseException, __: TracebackType |
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="meshlora", description="LoRA adapters on any mesh of processes.")
+    parser = Parser(prog="meshlora", description="LoRA adapters on any mesh of processes.")
+    parser.add_argument("--version", action="version", version=f"meshlora {importlib.metadata.version('meshlora')}")
     add_local_rank(parser, default=None)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     for command in COMMANDS:
         command.add(commands)
     return parser

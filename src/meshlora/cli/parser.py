@@ -1,0 +1,67 @@
+"""The parser of all commands: our form of errors, paths that can be paths, and the nearest name for a slip.
+
+Owns: what argparse says, and completion of `--set`. Does not own: commands and their arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from meshlora.common.errors import MeshloraError, UserError, did_you_mean
+from meshlora.common.reading import path_argument
+
+# Metavars of arguments that are paths.
+_PATHS = {"FILE", "FOLDER", "FOLDER|FILE", "auto|FOLDER", "PATH", "ADAPTER", "RUN", "RUN.yaml"}
+_NOT_A_CHOICE = re.compile(
+    r"argument (?P<name>.*?): invalid choice: '(?P<given>.*)' \(choose from (?P<known>.*)\)", re.S
+)
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with our error format and exit code 2; rejects strings that cannot be a path."""
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        if options.get("metavar") in _PATHS:
+            options["type"] = path_argument
+        return super().add_argument(*names, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does, but an option that there is not is the first thing said, with the nearest name."""
+        words = sys.argv[1:] if args is None else args
+        ours = itertools.takewhile(lambda word: word != "--" and (self._subparsers is None or word[:1] == "-"), words)
+        for name in (word.partition("=")[0] for word in ours if word.startswith("--")):
+            known = self._option_string_actions
+            if not any(option.startswith(name) for option in known) and (near := self._near(name, known)):
+                self.error(f"{self.prog} has no option {name}; {near}")
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> None:  # type: ignore[override]
+        """Print one line, and exit."""
+        if (wrong := _NOT_A_CHOICE.fullmatch(message)) and (near := self._near(wrong["given"], _words(wrong["known"]))):
+            message = f"{wrong['name']} {wrong['given']!r}: it is none of {', '.join(_words(wrong['known']))}; {near}"
+        said = MeshloraError(f"{message}; see {self.prog} --help")  # escaped: it repeats the arguments
+        print(f"error: {said}", file=sys.stderr)
+        raise SystemExit(UserError.exit_code)
+
+    @staticmethod
+    def _near(word: str, known: Iterable[str]) -> str:
+        said = did_you_mean(word, known) if word else ""
+        return said if said.startswith("did you mean") else ""
+
+
+def _words(choices: str) -> Sequence[str]:
+    """Of `'a', 'b'`, or `a, b` as newer versions of Python have it."""
+    return [word.strip(" '\"") for word in choices.split(",")]
+
+
+def keys_of_run_files(prefix: str, **_: Any) -> list[str]:
+    """The completions of `--set KEY=`."""
+    from meshlora.config.types import groups
+
+    known = [f"{group}.{key}=".lstrip(".") for group, keys in groups().items() for key in keys]
+    return [key for key in known if key.startswith(prefix)]
