@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from meshlora.cli.parser import keys_of_run_files
 from meshlora.common.errors import UserError
+from meshlora.common.files import check_result_file, write_json_atomically
 
 
 def add_run_file(parser: argparse.ArgumentParser, *, example: str = "train.lr=1e-4") -> None:
@@ -16,6 +19,23 @@ def add_run_file(parser: argparse.ArgumentParser, *, example: str = "train.lr=1e
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=f"as in --set {example}"
     )
     override.completer = keys_of_run_files  # type: ignore[attr-defined]
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add `--json`, for commands that end with `write_result`."""
+    parser.add_argument("--json", metavar="FILE", help="write the result")
+
+
+def check_json(options: argparse.Namespace) -> None:
+    """Refuse, before the work, a file of `--json` that cannot be written. Raises: UserError."""
+    if options.json:
+        check_result_file(Path(options.json), options.json)
+
+
+def write_result(options: argparse.Namespace, result: Mapping[str, Any]) -> None:
+    """Write `result` where `--json` says, if it is given."""
+    if options.json:
+        write_json_atomically(Path(options.json), dict(result))
 
 
 def add_local_rank(parser: argparse.ArgumentParser, *, default: Any = argparse.SUPPRESS) -> None:

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from meshlora.cli.arguments import add_run_file, run_file_words
+from meshlora.cli.arguments import add_json, add_run_file, check_json, run_file_words, write_result
 from meshlora.cli.inspect import show_rows
 from meshlora.common.errors import UserError
 from meshlora.common.lifetime import import_libraries
@@ -19,6 +19,7 @@ def add(commands: Any) -> None:
     add_run_file(check)
     check.add_argument("--plot", metavar="FILE", help="draw the learning rate of every step into a .png, .svg or .html")
     check.add_argument("--prove", action="store_true", help="do the preflight now, as train does before its first step")
+    add_json(check)
     check.set_defaults(run=_check)
 
 
@@ -31,6 +32,7 @@ def _check(options: argparse.Namespace) -> None:
     from meshlora.train.watch.plot import plot_schedule
     from meshlora.verify.preflight import preflight, preflight_state
 
+    check_json(options)
     runs = prepare_runs(read_runs(options.file, options.overrides))
     if options.plot and "" not in runs:
         raise UserError(f"--plot {options.plot}", "it draws the schedule of one adapter", "leave it out")
@@ -50,8 +52,12 @@ def _check(options: argparse.Namespace) -> None:
     command = shlex.join(["meshlora", "train", *run_file_words(options), "--nproc", str(run.topology.world)])
     if options.prove:
         preflight(runs)
-    console.say(preflight_state(runs))
+    state = preflight_state(runs)
+    console.say(state)
     console.say(f"ready: {command}")
+    write_result(
+        options, {"runs": {name: _result(run) for name, run in runs.items()}, "preflight": state, "command": command}
+    )
 
 
 def _rows_of(run: Any) -> list[tuple[str, str]]:
@@ -70,6 +76,36 @@ def _rows_of(run: Any) -> list[tuple[str, str]]:
         ("steps", f"{run.steps:,} of {config.train.batch_size} sequences"),
         ("output", config.train.output),
     ]
+
+
+def _result(run: Any) -> dict[str, Any]:
+    """The same as plain values."""
+    from meshlora.adapter.targets.resolve import describe_targets
+
+    config, adapter = run.config, run.blueprint.trained
+    return {
+        "preset": config.preset,
+        "model": config.model.path,
+        "model_type": run.plan.model_type,
+        "num_layers": run.plan.num_layers,
+        "topology": str(run.topology),
+        "num_processes": run.topology.world,
+        "num_trained_parameters": adapter.num_trainable,
+        "num_parameters": run.blueprint.num_parameters,
+        "targets": [line.strip() for line in describe_targets(adapter.targets)],
+        "train_data": _counts(run.train_data),
+        "eval_data": _counts(run.eval_data),
+        "num_steps": run.steps,
+        "batch_size": config.train.batch_size,
+        "output": config.train.output,
+        "notes": list(run.notes),
+    }
+
+
+def _counts(data: Any) -> dict[str, int] | None:
+    if data is None:
+        return None
+    return {"sequences": len(data), "tokens": len(data.input_ids), "trained_tokens": data.num_trained_tokens}
 
 
 def _size(data: object) -> str:

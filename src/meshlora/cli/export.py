@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from meshlora.cli.arguments import read_blueprint
+from meshlora.cli.arguments import add_json, check_json, read_blueprint, write_result
 from meshlora.common.errors import UserError
 
 
@@ -26,6 +26,7 @@ def add(commands: Any) -> None:
     export.add_argument(
         "--enable-lora", metavar="LIST", help="of a lora_state_dict that does not say it, as in 1,0,1 for q and v"
     )
+    add_json(export)
     export.set_defaults(run=_export)
 
 
@@ -34,6 +35,7 @@ def _export(options: argparse.Namespace) -> None:
     from meshlora.adapter.formats.export import export
     from meshlora.common.console import Console
 
+    check_json(options)
     given, layout = Path(options.adapter), options.layout
     is_file = given.exists() and not given.is_dir()
     for option in () if is_file else ("lora_alpha", "enable_lora"):
@@ -56,6 +58,7 @@ def _export(options: argparse.Namespace) -> None:
     else:
         done = export(given, options.out, layout=layout)
     Console().say(f"exported and read back: {options.out} ({done} tensors)")
+    write_result(options, {"out": options.out, "layout": layout, "num_tensors": int(str(done))})
 
 
 def _import_loralib(options: argparse.Namespace) -> int:

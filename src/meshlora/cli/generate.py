@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from meshlora.cli.arguments import add_json, check_json, write_result
 from meshlora.common.errors import UserError
 
 
@@ -34,6 +35,7 @@ def add(commands: Any) -> None:
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument("--dtype", default="auto")
     generate.add_argument("--trust-remote-code", action="store_true")
+    add_json(generate)
     generate.set_defaults(run=_generate)
 
 
@@ -42,6 +44,7 @@ def _generate(options: argparse.Namespace) -> None:
     from meshlora.config.run import GenerateConfig
     from meshlora.text.decoding import generate
 
+    check_json(options)
     names = ("max_new_tokens", "num_beams", "length_penalty", "no_repeat_ngram_size", "search", "stop", "top_p", "seed")
     words = {name: getattr(options, name) for name in names}
     if options.temperature != 0:
@@ -54,7 +57,7 @@ def _generate(options: argparse.Namespace) -> None:
             "generate.num_beams", "--num-beams"
         )
         raise UserError(given, error.rule, way_out) from None
-    for text in generate(
+    texts = generate(
         options.model,
         options.prompt,
         adapter=Path(options.adapter) if options.adapter else None,
@@ -63,5 +66,9 @@ def _generate(options: argparse.Namespace) -> None:
         separator=options.separator,
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
-    ):
+    )
+    said = []
+    for prompt, text in zip(options.prompt, texts, strict=True):
         hand_over(text)
+        said.append({"prompt": prompt, "text": text})
+    write_result(options, {"texts": said})

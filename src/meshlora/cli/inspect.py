@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshlora.cli.arguments import add_json, check_json, write_result
 from meshlora.common.errors import MeshloraError, UserError
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def add(commands: Any) -> None:
         "2: the folder is nothing that a run left.",
     )
     inspect.add_argument("folder", metavar="FOLDER", help="output of a run, a checkpoint, or an adapter")
+    add_json(inspect)
     inspect.set_defaults(run=_inspect)
 
 
@@ -37,15 +39,19 @@ def _inspect(options: argparse.Namespace) -> None:
     from meshlora.common.console import Console
     from meshlora.train.checkpoint.manifest import is_saved
 
+    check_json(options)
     folder, console = Path(options.folder), Console()
     if is_saved(folder):
-        broken = _show_saved(folder, console)
+        rows, broken = _saved(folder)
     elif _is_run(folder):
-        broken = _show_run(folder, console)
+        rows, broken = _run(folder)
     else:
         raise UserError(
             f"{folder}", "there is nothing in it that a run left", "give an output, a checkpoint or an adapter"
         )
+    if rows:
+        show_rows(rows, console)
+    write_result(options, {"folder": f"{folder}", "is_whole": not broken, "problems": broken, "found": dict(rows)})
     if broken:
         raise MeshloraError(f"{folder}: {broken[0] if len(broken) == 1 else f'{len(broken)} folders are not whole'}")
 
@@ -57,20 +63,19 @@ def _is_run(folder: Path) -> bool:
         return False
 
 
-def _show_saved(folder: Path, console: Console) -> list[str]:
-    """Show a checkpoint or an adapter; returns the problems found."""
+def _saved(folder: Path) -> tuple[list[tuple[str, str]], list[str]]:
+    """What is shown of a checkpoint or an adapter, and the problems found."""
     from meshlora.train.checkpoint.manifest import NotWholeError, file_mistake, read_manifest
 
     try:
         saved = read_manifest(folder)
     except NotWholeError as error:
-        return [str(error)]
+        return [], [str(error)]
     mistakes = {name: file_mistake(saved, name) for name in sorted(saved.files)}
     rows = _rows(saved)
     for name, mistake in mistakes.items():
         rows.append((name, f"{saved.files[name].num_bytes:,} bytes, {mistake or 'as they were saved'}"))
-    show_rows(rows, console)
-    return [mistake for mistake in mistakes.values() if mistake]
+    return rows, [mistake for mistake in mistakes.values() if mistake]
 
 
 def _rows(saved: Saved) -> list[tuple[str, str]]:
@@ -90,8 +95,8 @@ def _rows(saved: Saved) -> list[tuple[str, str]]:
     ]
 
 
-def _show_run(output: Path, console: Console) -> list[str]:
-    """Show the output of a run; returns one problem per broken folder."""
+def _run(output: Path) -> tuple[list[tuple[str, str]], list[str]]:
+    """What is shown of the output of a run, and one problem per broken folder."""
     from meshlora.train.checkpoint.identity import shown
     from meshlora.train.checkpoint.manifest import NotWholeError, Saved, read_whole
     from meshlora.train.checkpoint.resuming import FINISHED, FOLDER, step_folders
@@ -120,8 +125,7 @@ def _show_run(output: Path, console: Console) -> list[str]:
         rows.append(("--resume auto", "begins at the first step"))
     if (holder := holder_of(output)) is not None:
         rows.append(("trains now", str(holder)))
-    show_rows(rows, console)
-    return broken
+    return rows, broken
 
 
 def show_rows(rows: Iterable[tuple[str, str]], console: Console) -> None:

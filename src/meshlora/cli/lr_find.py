@@ -108,6 +108,7 @@ def _run(options: argparse.Namespace, rates: Sequence[float], output: Path) -> M
         "stopped_exit_code": 0,
         "hardware": None,
         "watch": False,
+        "json": None,
     }
     words = argparse.Namespace(**vars(options) | given | {"overrides": [*options.overrides, *overrides]})
     try:

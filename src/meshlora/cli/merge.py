@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from meshlora.cli.arguments import add_json, check_json, write_result
+
 
 def add(commands: Any) -> None:
     """Register the command."""
@@ -16,6 +18,7 @@ def add(commands: Any) -> None:
     merge.add_argument("--quantize", choices=("fp8", "mxfp4"), help="round linears and experts to few bits at the end")
     merge.add_argument("--no-logits", action="store_true", help="do not run model + adapter and the merged model")
     merge.add_argument("--trust-remote-code", action="store_true")
+    add_json(merge)
     merge.set_defaults(run=_merge)
 
 
@@ -24,6 +27,7 @@ def _merge(options: argparse.Namespace) -> None:
     from meshlora.common.console import Console
     from meshlora.loading.blueprint import read_model_config, resolve_dtype
 
+    check_json(options)
     config = read_model_config(options.model, trust_remote_code=options.trust_remote_code)
     done = merge(
         options.model,
@@ -41,3 +45,5 @@ def _merge(options: argparse.Namespace) -> None:
     say(f"{done.num_changed} of {done.num_tensors} tensors changed, {done.num_bytes / 1e9:.3g} GB")
     say(f"checked: {done.check}")
     say(f"merged: {options.out}")
+    names = ("num_tensors", "num_changed", "num_bytes", "is_untied", "check")
+    write_result(options, {"out": options.out, **{name: getattr(done, name) for name in names}})

@@ -21,24 +21,38 @@ _NOT_A_CHOICE = re.compile(
     r"argument (?P<name>.*?): invalid choice: '(?P<given>.*)' \(choose from (?P<known>.*)\)", re.S
 )
 
+_COLOUR = re.compile(r"\x1b\[[\d;]*m")
+
 
 class Parser(argparse.ArgumentParser):
     """argparse with our error format and exit code 2; rejects strings that cannot be a path."""
+
+    has_commands = False
 
     def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
         if options.get("metavar") in _PATHS:
             options["type"] = path_argument
         return super().add_argument(*names, **options)
 
+    def add_subparsers(self, **options: Any) -> Any:
+        self.has_commands = True
+        return super().add_subparsers(**options)
+
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse does, but an option that there is not is the first thing said, with the nearest name."""
         words = sys.argv[1:] if args is None else args
-        ours = itertools.takewhile(lambda word: word != "--" and (self._subparsers is None or word[:1] == "-"), words)
-        for name in (word.partition("=")[0] for word in ours if word.startswith("--")):
-            known = self._option_string_actions
+        ours = itertools.takewhile(lambda word: word != "--" and (not self.has_commands or word[:1] == "-"), words)
+        given = [word.partition("=")[0] for word in ours if word.startswith("--")]
+        known = self._known() if given else []
+        for name in given:
             if not any(option.startswith(name) for option in known) and (near := self._near(name, known)):
                 self.error(f"{self.prog} has no option {name}; {near}")
         return super().parse_known_args(args, namespace)
+
+    def _known(self) -> list[str]:
+        """All options, from the lines of --help that begin with one: argparse has no public list."""
+        lines = re.findall(r"(?m)^ {2}(-.*?)(?: {2}|$)", _COLOUR.sub("", self.format_help()))
+        return [name for line in lines for name in re.findall(r"--[\w-]+", line)]
 
     def error(self, message: str) -> None:  # type: ignore[override]
         """Print one line, and exit."""

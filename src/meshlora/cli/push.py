@@ -9,6 +9,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from meshlora.cli.arguments import add_json, check_json, write_result
+
 
 def add(commands: Any) -> None:
     """Register the command."""
@@ -22,6 +24,7 @@ def add(commands: Any) -> None:
     push.add_argument("name", metavar="OWNER/NAME", help="repository; it is made if it is not there")
     push.add_argument("--base", metavar="OWNER/NAME", help="the base's name on the hub, if it was loaded from a folder")
     push.add_argument("--public", action="store_true", help="everybody may read it (default: nobody else)")
+    add_json(push)
     push.set_defaults(run=_push)
 
 
@@ -31,6 +34,7 @@ def _push(options: argparse.Namespace) -> None:
     from meshlora.common.hub_push import base_to_name, files_to_push, push
     from meshlora.train.checkpoint.manifest import FILE, read_whole
 
+    check_json(options)
     folder = Path(options.folder)
     if not (folder / "adapter_config.json").exists() and (folder / "adapter").is_dir():
         folder = folder / "adapter"
@@ -41,4 +45,6 @@ def _push(options: argparse.Namespace) -> None:
     size = sum(file.stat().st_size for file in files)
     who = "everybody" if options.public else "you and whom you let"
     say(f"sending {len(files)} files, {size / 1e6:,.1f} MB, to {endpoint()} as {options.name}, to be read by {who}")
-    say(f"pushed: {push(folder, options.name, base=base, is_public=options.public)}")
+    where = push(folder, options.name, base=base, is_public=options.public)
+    say(f"pushed: {where}")
+    write_result(options, {"name": options.name, "where": where, "num_files": len(files), "num_bytes": size})

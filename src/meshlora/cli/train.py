@@ -13,7 +13,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from meshlora.cli.arguments import add_local_rank, add_run_file, checked_place, run_file_words
+from meshlora.cli.arguments import (
+    add_json,
+    add_local_rank,
+    add_run_file,
+    check_json,
+    checked_place,
+    run_file_words,
+    write_result,
+)
 from meshlora.cli.plan import hardware_of_run, planned_step
 from meshlora.common.errors import UserError
 from meshlora.common.lifetime import import_libraries
@@ -51,6 +59,7 @@ def add(commands: Any) -> None:
         "--hardware", metavar="FILE", help="of meshlora calibrate: show the planned time of a step beside the seen one"
     )
     train.add_argument("--watch", action="store_true", help="show the run on a page of this machine, as it goes")
+    add_json(train)
     add_local_rank(train)
     train.set_defaults(run=_train)
 
@@ -67,6 +76,7 @@ def _train(options: argparse.Namespace) -> None:
     if options.stopped_exit_code not in {0, *range(3, 126)}:
         given, rule = f"--stopped-exit-code {options.stopped_exit_code}", "1 and 2 are failures, above 125 are signals"
         raise UserError(given, rule, "use one of 3 to 125, as in 85; or 0, as for a run that is done")
+    check_json(options)
     if options.nproc is not None:
         start(options)
         return
@@ -95,6 +105,7 @@ def start(options: argparse.Namespace) -> None:
     runs = prepare_runs(configs, world=options.nproc, resume=resume, despite=despite)
     with holding_outputs(runs, resume=resume, despite=despite) as runs:
         if _are_finished(runs):
+            _write(options, runs, is_done=True)
             return
         if options.hardware:
             hardware_of_run(runs, options.hardware)  # before ranks are started: the file may be wrong
@@ -108,6 +119,7 @@ def start(options: argparse.Namespace) -> None:
         timeout_s = max(config.train.timeout_s for config in configs.values())
         with _watched(runs, options):
             is_done = launch(words, nproc=options.nproc, command=options.words, timeout_s=timeout_s)
+        _write(options, runs, is_done=is_done is not False)
     if is_done is False and options.stopped_exit_code:
         raise SystemExit(options.stopped_exit_code)
 
@@ -138,6 +150,7 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
 
     runs = agreed(look, words_of, own=own_words())
     if _are_finished(runs, is_main=is_main):
+        _write(options, runs if is_main else {}, is_done=True)
         return True
     config = next(iter(runs.values())).config
     if config.train.deterministic:
@@ -158,6 +171,7 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
     if launched_by_us():  # which ends with the code itself
         leave_result(is_done)
         return True
+    _write(options, runs if is_main else {}, is_done=is_done)
     return is_done
 
 
@@ -174,6 +188,24 @@ def _watched(runs: Mapping[str, Any], options: argparse.Namespace) -> Iterator[N
     with serving(output.parent, first=output.name) as url:
         Console().say(f"watch it: {url}   (on this machine, while the run lasts; whoever has the address may look)")
         yield
+
+
+def _write(options: argparse.Namespace, runs: Mapping[str, Any], *, is_done: bool) -> None:
+    """Write the result of `--json`. runs: of the main rank; empty on others, which write nothing."""
+    from meshlora.train.watch.metrics import last_values
+
+    outputs = {name: Path(run.config.train.output) for name, run in runs.items()}
+    found = {
+        name: {
+            "output": f"{output}",
+            "adapter": f"{output / 'adapter'}" if is_done else None,
+            "num_steps": runs[name].steps,
+            **last_values(output / "metrics.jsonl"),
+        }
+        for name, output in outputs.items()
+    }
+    if found:
+        write_result(options, {"is_done": is_done, "runs": found})
 
 
 def _described(run: Any, note: Sequence[str], options: argparse.Namespace) -> Any:

@@ -65,6 +65,7 @@ _KEYS = {
         ("train_on_inputs", "train_on_prompt", "completion_only_loss", "assistant_only_loss"),
         "data.train_on: all is completions and answers, everything is prompts too",
     ),
+    **dict.fromkeys(("excess_length_strategy", "truncation_mode", "truncation"), "data.too_long"),
     "dataset_prepared_path": "data.cache_dir",
     **dict.fromkeys(("max_eval_samples", "max_samples"), "data.eval_limit, for evaluation only"),
     **dict.fromkeys(("lora_r", "lora_rank", "rank"), "lora.r"),

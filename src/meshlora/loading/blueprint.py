@@ -86,10 +86,14 @@ class Blueprint:
         return self.adapter
 
     @property
+    def num_parameters(self) -> int:
+        """Of base and adapter, as PEFT counts them."""
+        return self.trained.num_trainable + sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
     def size(self) -> str:
-        """How many parameters are trained, of how many there are with the adapter."""
-        trained = self.trained.num_trainable
-        total = trained + sum(parameter.numel() for parameter in self.model.parameters())
+        """How many parameters are trained, of how many there are."""
+        trained, total = self.trained.num_trainable, self.num_parameters
         return f"{trained:,} of {total:,} parameters are trained ({trained / total:.2%})"
 
     @property

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import statistics
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -242,6 +243,14 @@ def _is_value(value: object) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
     return value is not None and value is not False
+
+
+def last_values(file: Path) -> dict[str, object]:
+    """The last value of each name in `file`, evaluations included; empty if there is no such file."""
+    values: dict[str, object] = {}
+    for line in lines_until(file, sys.maxsize)[0]:
+        values |= json.loads(line)
+    return values
 
 
 def lines_until(file: Path, done: int) -> tuple[list[bytes], int]:
