@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from meshlora.config import file
-from meshlora.config.file import BESIDE
+from meshlora.config.file import BESIDE, LOSS_ON
 from meshlora.config.objective import KINDS
 from meshlora.config.presets import PRESETS
 from meshlora.config.run import (
@@ -74,6 +74,8 @@ def schema() -> dict[str, Any]:
     for key, (name, kinds) in BESIDE.items():
         inside = groups[KINDS[kinds[0]].__name__]["properties"][name]
         train[key] = inside | {"deprecated": True, "description": f"Older spelling of objective.{name}."}
+    older = {"enum": list(LOSS_ON), "deprecated": True, "description": "Older name of train_on."}
+    groups["DataConfig"]["properties"]["loss_on"] = older
     lora = {
         "type": "object",
         "properties": LORA,

@@ -137,7 +137,7 @@ def _located(config: RunConfig) -> RunConfig:
 
 
 # The older `data.loss_on` -> `data.train_on`.
-_LOSS_ON = {"completion": "all", "all": "everything"}
+LOSS_ON = {"completion": "all", "all": "everything"}
 
 
 def _respell(tree: dict[str, Any], where: str) -> None:
@@ -148,11 +148,11 @@ def _respell(tree: dict[str, Any], where: str) -> None:
     given = data["loss_on"]
     if "train_on" in data:
         raise UserError(f"{where}.loss_on and {where}.train_on", "the first is an older name", "give train_on")
-    if not isinstance(given, str) or given not in _LOSS_ON:
-        known = ", ".join(map(repr, _LOSS_ON))
+    if not isinstance(given, str) or given not in LOSS_ON:
+        known = ", ".join(map(repr, LOSS_ON))
         raise UserError(f"{where}.loss_on: {given!r}", f"one of {known}", f"or give {where}.train_on")
     rest = {key: value for key, value in data.items() if key != "loss_on"}
-    tree["data"] = rest | {"train_on": _LOSS_ON[given]}
+    tree["data"] = rest | {"train_on": LOSS_ON[given]}
 
 
 # Parameters of objectives that run files may also give next to `objective`: key -> its name inside, and its kinds.

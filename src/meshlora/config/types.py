@@ -67,7 +67,7 @@ def _message(found: list[tuple[list[str], Any]]) -> UserError:
         where, value = f"{where}.kind", error["ctx"]["tag"]
     words = list(dict.fromkeys(_word(each) for at, each in found if at == path))
     rule = f"one of {words[0]}" if words[0].startswith("'") and not words[1:] else f"it must be {' or '.join(words)}"
-    near = did_you_mean(value, re.findall("'([^']*)'", words[-1])) if isinstance(value, str) else ""
+    near = did_you_mean(value, re.findall("'([^']*)'", " ".join(words))) if isinstance(value, str) else ""
     return UserError(f"{where or 'the run file'}: {value!r}", rule, near.partition("known: ")[0])
 
 
