@@ -65,7 +65,7 @@ def test_what_is_no_option_of_ours_is_left_alone(capsys: pytest.CaptureFixture[s
 
 
 def test_bash_completes_commands_and_keys_of_run_files() -> None:
-    lines = ["meshlora chec", "meshlora check run.yaml --set train.warmup"]
+    lines = ["meshlora chec", "meshlora check run.yaml --set train.warmup_st"]
     script = "; ".join(
         [
             'eval "$(meshlora completion bash)"',
