@@ -136,7 +136,8 @@ class Formats(Generic[Made]):
         Raises:
             MalformedError: a field is missing or misspelt, or several formats fit.
         """
-        fitting = [(each, keys) for each in self.formats if set(each.needs) <= set(keys := self._keys(each, names))]
+        there = frozenset(names)
+        fitting = [(each, keys) for each in self.formats if set(each.needs) <= set(keys := self._keys(each, there))]
         if len(fitting) > 1:
             fitting = [(each, keys) for each, keys in fitting if not each.is_weak] or fitting[:1]
         if not fitting:
@@ -176,8 +177,9 @@ class Formats(Generic[Made]):
             return "no field"
         if {"chosen", "rejected"} <= set(names) and not any("chosen" in each.fields for each in self.formats):
             return "has chosen and rejected, which train.objective dpo and its like read"
-        nearest = max(self.formats, key=lambda each: len(set(each.needs) & set(self._keys(each, names))))
-        has = set(self._keys(nearest, names))
+        there = frozenset(names)
+        nearest = max(self.formats, key=lambda each: len(set(each.needs) & set(self._keys(each, there))))
+        has = set(self._keys(nearest, there))
         missing = [field for field in nearest.needs if field not in has]
         others = [name for name in some if name not in nearest.fields]
         for name in others:
