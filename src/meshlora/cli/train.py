@@ -220,13 +220,16 @@ def _described(run: Any, note: Sequence[str], options: argparse.Namespace) -> An
 def _are_finished(runs: Mapping[str, Any], *, is_main: bool = True) -> bool:
     """Whether all runs are complete; the main rank then reports each, and writes a merged model that is missing."""
     from meshlora.common.console import Console
+    from meshlora.train.checkpoint.manifest import read_manifest
     from meshlora.train.run import merge_at_end
 
     if not all(run.is_finished for run in runs.values()):
         return False
     for run in runs.values() if is_main else ():
         output = Path(run.config.train.output)
-        Console().say(f"all {run.steps:,} steps are done: {output}/adapter")
+        done = read_manifest(output / "adapter", kinds=("adapter",)).step
+        words = f"all {run.steps:,} steps are done" if done == run.steps else f"stopped early, after {done:,} steps"
+        Console().say(f"{words}: {output}/adapter")
         if run.config.train.merge_at_end:
             merge_at_end(run)
     return True
