@@ -51,7 +51,11 @@ Find = Callable[..., int]
 def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
     """`find(*arguments, ends=...)`: the command, whose run is only looked at: its losses are those of a valley."""
     copy_lines("train", tmp_path / "train.jsonl", 0, 8)
-    file = write_run_file(tmp_path / "run.yaml", train={"steps": None, "epochs": 2, "save_every": 1, "warmup_steps": 3})
+    # What is of no use in a sweep, and would be refused in it.
+    options = {"steps": None, "epochs": 2, "save_every": 1, "warmup_steps": 3, "warmup_from_zero": True}
+    options |= {"eval_every": 1, "keep_best": True, "early_stopping": {"patience": 2}, "min_lr": 1e-6}
+    data = {"eval": str(tmp_path / "train.jsonl"), "eval_limit": 2}
+    file = write_run_file(tmp_path / "run.yaml", train=options, data=data)
 
     def run(*arguments: str, ends: int | None = None) -> int:
         def start(options: argparse.Namespace) -> None:

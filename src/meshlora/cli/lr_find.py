@@ -22,6 +22,7 @@ _ROWS = 12
 _WITHOUT = {
     "epochs": "null",
     "warmup_steps": "0",
+    "warmup_from_zero": "false",
     "min_lr": "0",
     "decay_steps": "0",
     "merge_at_end": "false",
@@ -101,7 +102,7 @@ def _run(options: argparse.Namespace, rates: Sequence[float], output: Path) -> M
     own = {**_WITHOUT, "schedule": "cycle", "cycle": f"{{{points}}}", "steps": f"{len(rates)}", "lr": f"{rates[-1]!r}"}
     own |= {"output": json.dumps(str(output))}
     overrides = [f"train.{name}={value}" for name, value in own.items()]
-    overrides += [f"data.{name}=null" for name in _WITHOUT_DATA]
+    overrides += [*(f"data.{name}=null" for name in _WITHOUT_DATA), "data.eval_categories=all"]
     given: dict[str, Any] = {
         "resume": None,
         "resume_despite": [],
