@@ -7,6 +7,7 @@ tokens are what transformers makes of it, the trained ones those of the answers 
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Any
 
 import pytest
 
-from meshlora.data import READERS
+from meshlora.common.errors import UserError
+from meshlora.data import READERS, read_records, tokenize
 from meshlora.data.places import files_of
+from meshlora.data.preferences import read_feedback
 from tests.unit.records import END, WITH_TOOLS, make_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -237,3 +240,43 @@ def test_every_file_is_in_the_table() -> None:
     there = {path.relative_to(DATA).parts[0] for path in DATA.rglob("*") if path.is_file()}
     assert there - {"nlg"} == {case.file.split("/")[0] for case in CASES}  # those are of another test
     assert len(CASES) >= 20
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt"),
+    [
+        ({"prompt": "q", "completion": "a", "system": "", "tools": "[]"}, "q"),
+        ({"instruction": "q", "output": "a", "history": ""}, None),
+    ],
+)
+def test_empty_cells_of_a_table_are_no_fields(row: dict[str, Any], prompt: str | None, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (record,) = read_records(str(tmp_path / "rows.jsonl"))
+    assert record.prompt == prompt
+
+
+def test_answer_to_another_prompt_does_not_bring_its_own_along(tmp_path: Path) -> None:
+    """Where completions are whole conversations."""
+    rows = [
+        {
+            "prompt": f"q{n}",
+            "completion": [{"role": "user", "content": f"q{n}"}, {"role": "assistant", "content": f"a{n}"}],
+            "label": True,
+        }
+        for n in range(2)
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = WITH_TOOLS
+    found = read_feedback(str(tmp_path / "rows.jsonl"), tokenizer, max_length=64)
+    texts = [tokenizer.decode(sequence.input_ids) for sequence in found]
+    assert "q0" in texts[1]
+    assert "a1" in texts[1]
+    assert "q1" not in texts[1]
+
+
+def test_token_below_zero_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"input_ids": [1, -1099511627776, 3]}\n')
+    records = read_records(str(tmp_path / "rows.jsonl"))
+    with pytest.raises(UserError, match=r"rows\.jsonl:1"):
+        tokenize(records, make_tokenizer(), max_length=8)

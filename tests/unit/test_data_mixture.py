@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -76,3 +78,10 @@ def test_a_source_that_would_never_be_drawn_and_images_are_refused() -> None:
     with_more = TokenizedDataset(np.arange(2), np.ones(2, bool), np.array([0, 2]), further=KnownInputs([{}]))
     with pytest.raises(UnsupportedError, match="these are not joined"):
         joined_sources([with_more, with_more], ["a", "b"], [])
+
+
+def test_examples_of_other_kinds_are_not_joined() -> None:
+    """Else anchors of one source would take sequences of another as their negatives."""
+    pairs, triples = (dataclasses.replace(dataset(*[2] * number), rows_per_example=number) for number in (2, 3))
+    with pytest.raises(UserError, match="a, b: their examples are not of one kind"):
+        joined_sources([pairs, triples], ["a", "b"], [])

@@ -85,6 +85,12 @@ def _files(given: Given, option: str, split: str) -> Given:
     if isinstance(given, Source):
         found = [file for path in given.paths for file in _split_files(path, option, given.split or split)]
         is_found = found != given.paths
+        if given.split and is_found and any(path in found for path in given.paths):
+            raise UserError(
+                f"{option}: path: {', '.join(given.paths)} with split: {given.split}",
+                "some are names of the hub, and some are files or folders of this machine, whose split it would be too",
+                "give them as two sources",
+            )
         return dataclasses.replace(given, path=found, split=None) if is_found else given
     if given is None:
         return None

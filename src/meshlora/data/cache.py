@@ -40,6 +40,7 @@ FORMAT_VERSION = 5
 
 # More than one core needs for ten gigabytes of text.
 _LONGEST_S = 3600.0
+_LONGEST_STREAM_S = 48 * 3600.0  # of what does not fit into memory
 _LAYOUT = {  # name: type, number of dims
     "input_ids": ("I32", 1),
     "is_trained": ("BOOL", 1),
@@ -150,7 +151,7 @@ def mapped(
     path = cache_dir / f"{key}.safetensors"
     options: dict[str, Any] = {"num_records": num_records, "max_length": max_length, "is_mapped": True}
     if (arrays := _load(path, key, says_why_not=False, **options)) is None:
-        with locked(folder, f"{key}.lock", "makes the same tokens", limit_s=_LONGEST_S):
+        with locked(folder, f"{key}.lock", "makes the same tokens", limit_s=_LONGEST_STREAM_S):
             if _load(path, key, says_why_not=True, **options) is None:
                 with folder.usable():
                     write_atomically(path, lambda temporary: _write_blocks(temporary, key, blocks()), mode=0o600)

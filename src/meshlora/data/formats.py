@@ -228,7 +228,7 @@ def alpaca_prompt(row: Row) -> list[dict[str, Any]]:
     if more := checked_text(row.get("input", ""), "input"):
         asked = f"{asked}\n{more}" if asked else more
     messages = []
-    history = row.get("history", [])
+    history = row.get("history") or []  # a table has "" where there is none
     if not isinstance(history, (list, tuple)):
         raise MalformedError(f"history is {json_type(history)}, not a list")
     for index, pair in enumerate(history):
@@ -236,6 +236,15 @@ def alpaca_prompt(row: Row) -> list[dict[str, Any]]:
             raise MalformedError(f"history[{index}] is not a pair, of what the user and the assistant said")
         messages += [{"role": role, "content": said} for role, said in zip(("user", "assistant"), pair, strict=True)]
     return [*messages, {"role": "user", "content": asked}]
+
+
+def answered_alone(row: Row) -> Row:
+    """`row` with what is asked in its `prompt` alone, where `completion` is the whole conversation after a text."""
+    prompt, turns = row.get("prompt"), row["completion"]
+    is_whole = isinstance(prompt, str) and isinstance(turns, (list, tuple)) and len(turns) > 1
+    if not is_whole or not any(isinstance(each, Mapping) and _says(each, str(prompt)) for each in turns):
+        return row
+    return {**row, "prompt": list(turns[:-1]), "completion": list(turns[-1:])}
 
 
 def record_of_answer(row: Row, name: str, origin: str) -> Record:
@@ -250,8 +259,8 @@ def record_of_answer(row: Row, name: str, origin: str) -> Record:
     if isinstance(answer, Mapping):
         answer = [answer]
     if not isinstance(answer, (list, tuple)) and not isinstance(prompt, (list, tuple)):
-        if "tools" in row or "system" in row:
-            raise MalformedError(f"has {'tools' if 'tools' in row else 'system'}, but {name} is no list of messages")
+        if beside := next((key for key in ("tools", "system") if row.get(key) not in (None, "", "[]", [])), None):
+            raise MalformedError(f"has {beside}, but {name} is no list of messages")
         prompt = checked_text(prompt, "prompt")  # may be empty: generation from nothing
         return Record(prompt=prompt, completion=_filled(answer, name), origin=origin)
     if not isinstance(prompt, (list, tuple)):

@@ -30,7 +30,8 @@ def joined_sources(
     """All sequences of `found`, one dataset after the other. weights: of each, or none: every example once an epoch.
 
     Raises:
-        UserError: a weight so small that its source would never be drawn. UnsupportedError: several with images.
+        UserError: a weight so small that its source would never be drawn; examples of other kinds. UnsupportedError:
+            several with images.
     """
     first = found[0]
     if len(found) > 1 and any(each.further is not None for each in found):
@@ -38,6 +39,13 @@ def joined_sources(
             f"several sources, {', '.join(names)}",
             "one has images or segments, and these are not joined",
             "use one file",
+        )
+    kinds = {(each.rows_per_example, each.predicts_next, *sorted(each.columns)) for each in found}
+    if len(kinds) > 1:
+        raise UserError(
+            f"several sources, {', '.join(names)}",
+            "their examples are not of one kind, as of so many rows each (negatives) or with the same fields",
+            "give all rows alike",
         )
     counts = tuple(each.num_examples for each in found)
     parts = tuple(zip(counts, weights, strict=True)) if weights else ()

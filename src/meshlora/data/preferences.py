@@ -13,7 +13,7 @@ import numpy as np
 
 from meshlora.common.errors import UserError
 from meshlora.data.conversations import untrained
-from meshlora.data.formats import Format, alpaca_prompt, record_of_answer
+from meshlora.data.formats import Format, alpaca_prompt, answered_alone, record_of_answer
 from meshlora.data.records import MalformedError, Record, json_type
 from meshlora.data.sources import Row, read_rows
 from meshlora.data.tokenization import TokenizedDataset, tokenize
@@ -167,7 +167,7 @@ def _judged(row: dict[str, Any], origin: str) -> Row:
         row |= {"prompt": alpaca_prompt(row), "completion": [{"role": "assistant", "content": row.pop("output")}]}
         row = {key: value for key, value in row.items() if key not in ("instruction", "input", "history")}
     record_of_answer(row, "completion", origin)  # raises where it is none
-    return origin, row
+    return origin, dict(answered_alone(row))  # else the answer to another prompt would bring that prompt with it
 
 
 _BESIDE = ("system", "tools")

@@ -317,7 +317,8 @@ def token_blocks(
             group = place - place % rows_per_example
             if is_long[place]:
                 long.append(number + place)
-                found.too_long.append(_with_length(record, row, max_length))
+                if too_long == "error":  # else they are counted: there may be more than memory holds
+                    found.too_long.append(_with_length(record, row, max_length))
             if too_long == "drop" and any(is_long[group : group + rows_per_example]):
                 continue
             for ids, mask in _sequences(record, row, found, max_length=max_length, too_long=too_long):
@@ -343,8 +344,9 @@ def _sequences(
     Raises:
         UserError: a token that no model has.
     """
-    if row.ids and max(row.ids) > np.iinfo(np.int32).max:
-        raise _outside(record, max(row.ids), "no model has embeddings for so many")
+    for token in (min(row.ids, default=0), max(row.ids, default=0)):
+        if not 0 <= token <= np.iinfo(np.int32).max:
+            raise _outside(record, token, "no model has embeddings for so many")
     ids, is_long = np.array(row.ids, dtype=np.int32), len(row.ids) > max_length
     if too_long == "split" and is_long:
         if row.whole:
