@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ import yaml
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from meshlora.common.errors import SaveError, UserError
 from meshlora.config.file import read_run
 from meshlora.oracle.saved import _difference
+from meshlora.train import trained
 from meshlora.train.checkpoint.manifest import read_whole
 from meshlora.train.run import train
 from meshlora.train.together import prepare_run
@@ -66,6 +69,51 @@ def test_adapter_trained_on_a_relative_path_loads_from_anywhere(
     assert read_whole(adapter, kinds=("adapter",)).files.keys() >= {"tokenizer.json", "chat_template.jinja"}
     stored = json.loads((adapter / "adapter_config.json").read_text())
     assert stored["base_model_name_or_path"] == str(tmp_path / "here" / "base")
+
+
+def test_template_that_has_changed_since_is_not_shipped_and_a_lost_tokenizer_loses_no_adapter(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy_lines("train", tmp_path / "train.jsonl", 0, 8)
+    shutil.copytree(TINY, tmp_path / "base")
+    template = tmp_path / "mine.jinja"
+    read = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
+    template.write_text(read)
+    for name in ("changed", "moved", "no tokenizer"):
+        options = {"steps": 1, "lr": 0.01, "output": str(tmp_path / name)}
+        data = {"train": str(tmp_path / "train.jsonl"), "chat_template": str(template)}
+        file = write_run_file(tmp_path / "run.yaml", model={"path": str(tmp_path / "base")}, data=data, train=options)
+        run = prepare_run(read_run(file), world=1)
+        if name == "changed":
+            template.write_text("another")
+        elif name == "moved":
+            template.unlink()
+        else:
+            (tmp_path / "base" / "tokenizer.json").write_text("{}")
+        adapter = tmp_path / name / "adapter"
+        train({"": run})
+        found = read_whole(adapter, kinds=("adapter",)).files.keys()
+        assert ("tokenizer.json" in found) == (name != "no tokenizer")
+        if name != "no tokenizer":
+            assert (adapter / "chat_template.jinja").read_text() == read
+        template.write_text(read)
+    assert "note: the adapter is saved without a tokenizer (" in capsys.readouterr().out
+
+
+def test_file_beside_the_adapter_that_cannot_be_made_ends_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a `SaveError`, which is raised on every rank: the others would wait for rank 0."""
+
+    def fail(*_: object) -> None:
+        raise UserError("run.yaml", "it is gone")
+
+    copy_lines("train", tmp_path / "train.jsonl", 0, 8)
+    options, data = {"steps": 1, "output": str(tmp_path / "out")}, {"train": str(tmp_path / "train.jsonl")}
+    run = prepare_run(read_run(write_run_file(tmp_path / "run.yaml", data=data, train=options)), world=1)
+    monkeypatch.setattr(trained, "write_manifest", fail)
+    with pytest.raises(SaveError, match=r"initial: the adapter could not be written \(.*run\.yaml: it is gone\)"):
+        train({"": run})
 
 
 def test_the_judge_knows_a_relative_base_under_its_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

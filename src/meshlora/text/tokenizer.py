@@ -45,12 +45,15 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     return tokenizer
 
 
-def add_tokenizer(folder: Path, config: RunConfig) -> None:
-    """Write the tokenizer of a run, with its chat template, into `folder`, as it has to be to load from there.
+def add_tokenizer(folder: Path, config: RunConfig, *, chat_template: str | None) -> None:
+    """Write the tokenizer of a run into `folder`, as it has to be to load from there.
 
-    Its own code, under `trust_remote_code`, is not copied.
+    Its own code, under `trust_remote_code`, is not copied. chat_template: the text with which the run has read its
+    data, if it is not the tokenizer's own: its file may have changed since.
     """
-    tokenizer = tokenizer_of(config)
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
     has_one_template = not isinstance(tokenizer.chat_template, dict)  # several would be a folder of files
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         tokenizer.save_pretrained(temporary, save_jinja_files=has_one_template)

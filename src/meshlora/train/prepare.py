@@ -59,6 +59,7 @@ class Prepared:
         resumes: `--resume` was given. resume: the checkpoint to resume from, if any.
         is_finished: all its steps are done already. samples: prompts that are continued at intervals.
         notes: messages for the user. command: what started the run. proof: what is proved of it, in words.
+        chat_template: the text of `data.chat_template`, as it was when the data were read; None if it is not given.
     """
 
     config: RunConfig
@@ -76,6 +77,7 @@ class Prepared:
     notes: tuple[str, ...] = ()
     command: str = ""
     proof: str = ""
+    chat_template: str | None = None
 
     @property
     def plan(self) -> ModelPlan:
@@ -102,13 +104,14 @@ class Prepared:
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run. notes: which parts of its files are not read."""
+    """The data of a run. notes: which parts of its files are not read. chat_template: as in `Prepared`."""
 
     pad_token_id: int
     train: TokenizedDataset
     eval: TokenizedDataset | None
     samples: Samples | None
     notes: tuple[str, ...] = ()
+    chat_template: str | None = None
 
 
 def check_request(config: RunConfig, *, world: int | None, resumes: bool) -> Topology:
@@ -181,6 +184,7 @@ def read_run_data(config: RunConfig, blueprint: Blueprint) -> RunData:
         eval_data.first(config.data.eval_limit) if eval_data is not None else None,
         prepare_samples(config, blueprint.topology, tokenizer, blueprint.config),
         tuple(notes),
+        None if config.data.chat_template is None else str(tokenizer.chat_template),
     )
 
 
@@ -220,6 +224,7 @@ def prepare(
         ),
         samples=data.samples,
         notes=(*blueprint.notes, *notes_of_whole(blueprint.plan), *data.notes, *said),
+        chat_template=data.chat_template,
     )
     return read_output(run, resume=resume, despite=despite)
 

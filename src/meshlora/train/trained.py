@@ -22,7 +22,7 @@ from torch import Tensor
 from meshlora.adapter.attach import active_factors, in_use, runtime
 from meshlora.adapter.formats.peft_format import save_adapter
 from meshlora.comm.collectives import broadcast_in_place
-from meshlora.common.errors import MeshloraError, SaveError
+from meshlora.common.errors import MeshloraError, SaveError, reason
 from meshlora.common.float64 import lift
 from meshlora.common.versions import versions
 from meshlora.data import Batch, TokenizedDataset
@@ -228,14 +228,26 @@ class TrainedAdapter:
         self.last_saved = self.output / name
 
     def _add_home(self, folder: Path) -> None:
-        """Add what the finished adapter needs to be used elsewhere: tokenizer, chat template, model card."""
+        """Add what the finished adapter needs to be used elsewhere: tokenizer, chat template, model card.
+
+        What can no longer be read or written is left out, and said: the adapter is worth more.
+        """
         if not self.run.files.get("tokenizer"):  # a twin, whose data are tokens
             return
-        add_tokenizer(folder, self.run.config)
-        task = runtime(self.model).plan.task
-        (folder / CARD).write_text(
-            model_card(self.run, done=self.done, task=task, eval_loss=self.eval_loss), encoding="utf-8"
-        )
+
+        def add_card() -> None:
+            task = runtime(self.model).plan.task
+            card = model_card(self.run, done=self.done, task=task, eval_loss=self.eval_loss)
+            (folder / CARD).write_bytes(card.encode())
+
+        def add_own_tokenizer() -> None:
+            add_tokenizer(folder, self.run.config, chat_template=self.run.chat_template)
+
+        for what, add in {"a tokenizer": add_own_tokenizer, "a model card": add_card}.items():
+            try:
+                add()
+            except (MeshloraError, OSError, ValueError) as error:
+                self.reporter.say(f"note: the adapter is saved without {what} ({reason(error)})")
 
     def _save_checkpoint(self, done: int, *, is_best: bool, loss: float | None) -> None:
         """Write the checkpoint of step `done`, and remove older ones."""

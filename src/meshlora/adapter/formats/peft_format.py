@@ -79,7 +79,7 @@ def save_adapter(
         try:
             own = own_words(planned.stored) | labels_of(model.config)
             write_adapter(Path(path), tensors, config, own, also=also)
-        except (OSError, SafetensorError) as error:  # a full disk must end every rank, not leave them waiting
+        except (OSError, SafetensorError, MeshloraError) as error:  # must end every rank, not leave them waiting
             failure = reason(error)
     if failure := _broadcast_text(failure, state.mesh):
         raise SaveError(f"{path}: the adapter could not be written ({failure})")
