@@ -149,7 +149,7 @@ class _Started:
                     os.close(descriptor)
                 except OSError:  # that of the listing itself
                     continue
-            _become([word for word in args[1:] if word != "-u"], env)
+            _become([word for word in args[1:] if word not in ("-u", "-P")], env)
 
     def poll(self) -> int | None:
         if self.returncode is None:

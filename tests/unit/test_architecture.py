@@ -176,6 +176,14 @@ def test_the_environment_is_read_in_five_files() -> None:
     }
 
 
+def test_no_file_of_the_folder_that_a_process_starts_in_is_its_code() -> None:
+    """Without -P the first place of sys.path is that folder: a yaml.py in it would be run."""
+    text = "\n".join(file.read_text() for file in SOURCE.rglob("*.py"))
+    started = re.findall(r"\[sys\.executable,[^\]\n]*", text)
+    assert len(started) >= 4
+    assert [each for each in started if not each.startswith('[sys.executable, "-P",')] == []
+
+
 def test_only_one_file_prints() -> None:
     """What others wrote would be read as markup, or obeyed by the terminal; a line of an error goes to stderr, and is
     escaped when it is made.

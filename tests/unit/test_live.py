@@ -133,7 +133,16 @@ def test_script_puts_text_in_as_text_only() -> None:
         assert word not in script.replace("http://www.w3.org/2000/svg", ""), word
 
 
-def test_process_of_the_page_ends_with_the_block(tmp_path: Path) -> None:
+def test_address_that_is_none_is_answered_and_nothing_is_printed(
+    server: LiveServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ask(server, "http://[/x", host="x")[0] == 400
+    assert capsys.readouterr() == ("", "")
+
+
+def test_process_of_the_page_ends_with_the_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secrets.py").write_text("raise SystemExit('code of the folder that it was started in')\n")
+    monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "run", STEP)
     write_run(tmp_path / "later", STEP)
     os.utime(tmp_path / "run" / "metrics.jsonl", (1, 1))

@@ -320,7 +320,7 @@ def _download(wanted: _Wanted, option: str, cache: Path) -> Path:
     console.say(f"{wanted.name} ({wanted.revision}) is not in {cache}: asking {where} for it")
     words = json.dumps([os.getpid(), *dataclasses.astuple(wanted)])
     process = subprocess.Popen(
-        [sys.executable, "-c", "from meshlora.common import hub; hub._go_online()", words],
+        [sys.executable, "-P", "-c", "from meshlora.common import hub; hub._go_online()", words],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

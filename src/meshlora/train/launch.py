@@ -98,7 +98,7 @@ def launch(arguments: Sequence[str], *, nproc: int, command: str = "", timeout_s
 
 def _start(arguments: Sequence[str], environment: Mapping[str, str], words: socket.socket) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "meshlora", *arguments],
+        [sys.executable, "-P", "-m", "meshlora", *arguments],  # -P: no file of the folder we are in is code
         env=environment,
         stdin=subprocess.DEVNULL,
         pass_fds=[words.fileno()],

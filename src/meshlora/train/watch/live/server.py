@@ -77,7 +77,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        path = urlsplit(self.path)
+        try:
+            path = urlsplit(self.path)
+        except ValueError:  # as of http://[/
+            self._answer(400, "text/plain; charset=utf-8", b"no address\n")
+            return
         token, _, name = path.path.lstrip("/").partition("/")
         is_known = hmac.compare_digest(token.encode(), self.server.token.encode())
         if self.headers.get("Host", "") not in self.server.hosts or not is_known:
@@ -115,7 +119,7 @@ def serve(runs: Runs, say: Callable[[str], None], *, port: int = 0) -> None:
 def serving(folder: Path, *, first: str) -> Iterator[str]:
     """A process of its own serves the page during the block; yields its address. first: the run that it shows."""
     process = subprocess.Popen(
-        [sys.executable, "-c", "from meshlora.train.watch.live import server; server._serve_for_parent()"],
+        [sys.executable, "-P", "-c", "from meshlora.train.watch.live import server; server._serve_for_parent()"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
