@@ -13,7 +13,7 @@ import pytest
 from meshlora.cli import train
 from meshlora.cli.main import main
 from meshlora.common.errors import RankFailedError, UserError
-from meshlora.config.file import read_run
+from meshlora.config.file import read_runs
 from meshlora.train.optimizer import learning_rate
 from meshlora.train.watch.sweep import rates_of, sweep_of
 from tests.run_files import copy_lines, write_run_file
@@ -54,16 +54,19 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
     # What is of no use in a sweep, and would be refused in it.
     options = {"steps": None, "epochs": 2, "save_every": 1, "warmup_steps": 3, "warmup_from_zero": True}
     options |= {"eval_every": 1, "keep_best": True, "early_stopping": {"patience": 2}, "min_lr": 1e-6}
+    options |= {"routing_record": str(tmp_path / "record")}
     data = {"eval": str(tmp_path / "train.jsonl"), "eval_limit": 2}
     file = write_run_file(tmp_path / "run.yaml", train=options, data=data)
 
-    def run(*arguments: str, ends: int | None = None) -> int:
-        def start(options: argparse.Namespace) -> None:
-            config = read_run(options.file, options.overrides)
+    def run(*arguments: str, ends: int | None = None, is_stopped: bool = False) -> int:
+        def start(options: argparse.Namespace) -> bool:
+            config, *_ = read_runs(options.file, options.overrides).values()
             options_of, steps = config.train, config.train.steps
             assert steps is not None
             rates = [learning_rate(step, options=options_of, steps=steps) for step in range(steps)]
             assert (options_of.save_every, config.data.eval) == (0, None)
+            assert (options_of.routing_record, options_of.routing_replay) == (None, None)
+            assert all(len(each) < 2**17 for each in options.overrides), "one argument of a rank"
             output = Path(options_of.output)
             output.mkdir()
             lines = [
@@ -74,6 +77,7 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
             outputs.append(output)
             if ends is not None:
                 raise RankFailedError("10 steps in a row were left out")
+            return not is_stopped
 
         monkeypatch.setattr(train, "start", start)
         return main(["lr-find", str(file), *arguments])
@@ -103,6 +107,17 @@ def test_run_that_breaks_off_still_suggests(find: Find, capsys: pytest.CaptureFi
     assert find(ends=0) == 1
 
 
+def test_sweep_that_is_stopped_suggests_nothing(find: Find, capsys: pytest.CaptureFixture[str]) -> None:
+    assert find("--from", "1e-5", "--to", "1", "--steps", "51", is_stopped=True) == 1
+    said = capsys.readouterr()
+    assert "suggested" not in said.out
+    assert "the sweep was stopped" in said.err
+
+
+def test_longest_sweep_is_one_argument(find: Find) -> None:
+    assert find("--from", "1.23456e14", "--to", "9.87654e15", "--steps", "5000") == 2, "the valley is below"
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -110,6 +125,8 @@ def test_run_that_breaks_off_still_suggests(find: Find, capsys: pytest.CaptureFi
         (["--from", "1", "--to", "0.1"], "rates rise from above 0"),
         (["--to", "nan"], "rates rise from above 0"),
         (["--steps", "3"], "--steps 3: a sweep has at least 10"),
+        (["--steps", "5001"], "--steps 5001: a sweep has at most 5,000"),
+        (["--set", "adapters={a: {}, b: {}}"], "only train and check take several adapters"),
         (["--plot", "x.doc"], "a picture ends in"),
         (["--set", "train.nothing=1"], "train.nothing"),
     ],

@@ -18,6 +18,8 @@ from meshlora.cli.arguments import add_run_file
 from meshlora.common.errors import MeshloraError, UserError
 
 _ROWS = 12
+# The rates are one argument of each rank, and Linux has none of 128 KiB: 26 characters a step at most.
+_MOST_STEPS = 5_000
 # What a sweep leaves out of the run: everything between its steps, and its end.
 _WITHOUT = {
     "epochs": "null",
@@ -33,6 +35,8 @@ _WITHOUT = {
     "keep_best": "false",
     "early_stopping": "{}",
     "track": "[]",
+    "routing_record": "null",
+    "routing_replay": "null",
     "overwrite": "false",
     "on_nonfinite": "skip",
     "log_every": "10",
@@ -66,6 +70,8 @@ def _find(options: argparse.Namespace) -> None:
     from meshlora.train.watch.plot import check_picture, plot_sweep
     from meshlora.train.watch.sweep import RULE, rates_of, sweep_of
 
+    if options.steps > _MOST_STEPS:
+        raise UserError(f"--steps {options.steps}", f"a sweep has at most {_MOST_STEPS:,}")
     rates = rates_of(options.lowest, options.highest, options.steps)
     if launcher_place() is not None:
         raise UserError("meshlora lr-find inside a launcher", "it starts ranks of its own", "give --nproc N")
@@ -97,7 +103,13 @@ def _find(options: argparse.Namespace) -> None:
 
 
 def _run(options: argparse.Namespace, rates: Sequence[float], output: Path) -> MeshloraError | None:
-    """Train, with the learning rate of each step as in `rates`; returns the error of a run that broke off."""
+    """Train, with the learning rate of each step as in `rates`; returns the error of a run that broke off.
+
+    Raises:
+        MeshloraError: it was asked to stop: its losses are those of too few rates.
+    """
+    from meshlora.config.file import read_run
+
     points = ", ".join(f"{step}: {rate!r}" for step, rate in enumerate(rates))
     own = {**_WITHOUT, "schedule": "cycle", "cycle": f"{{{points}}}", "steps": f"{len(rates)}", "lr": f"{rates[-1]!r}"}
     own |= {"output": json.dumps(str(output))}
@@ -112,12 +124,15 @@ def _run(options: argparse.Namespace, rates: Sequence[float], output: Path) -> M
         "json": None,
     }
     words = argparse.Namespace(**vars(options) | given | {"overrides": [*options.overrides, *overrides]})
+    read_run(words.file, words.overrides)  # refuses several adapters
     try:
-        train.start(words)
+        is_done = train.start(words)
     except UserError:
         raise
     except MeshloraError as error:
         return error
+    if not is_done:
+        raise MeshloraError("the sweep was stopped before its last rate, and suggests nothing")
     return None
 
 
@@ -128,7 +143,7 @@ def _losses(file: Path) -> list[float]:
         return found
     for line in file.read_text(encoding="utf-8").splitlines():
         step = json.loads(line)
-        if "eval_loss" in step:
+        if "eval_tokens" in step:
             continue
         if step.get("skipped") or "loss" not in step:
             break

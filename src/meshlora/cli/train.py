@@ -86,8 +86,8 @@ def _train(options: argparse.Namespace) -> None:
         raise SystemExit(options.stopped_exit_code)
 
 
-def start(options: argparse.Namespace) -> None:
-    """Check and prove the run of `--nproc N`, and start its ranks on this machine.
+def start(options: argparse.Namespace) -> bool:
+    """Check and prove the run of `--nproc N`, and start its ranks on this machine. Returns False if it was stopped.
 
     options: of this command.
     """
@@ -106,7 +106,7 @@ def start(options: argparse.Namespace) -> None:
     with holding_outputs(runs, resume=resume, despite=despite) as runs:
         if _are_finished(runs):
             _write(options, runs, is_done=True)
-            return
+            return True
         if options.hardware:
             hardware_of_run(runs, options.hardware)  # before ranks are started: the file may be wrong
         preflight(runs, skip=options.no_preflight)
@@ -118,10 +118,12 @@ def start(options: argparse.Namespace) -> None:
         words += ["--no-preflight"] if options.no_preflight else []  # for what the adapter's card says
         timeout_s = max(config.train.timeout_s for config in configs.values())
         with _watched(runs, options):
-            is_done = launch(words, nproc=options.nproc, command=options.words, timeout_s=timeout_s)
-        _write(options, runs, is_done=is_done is not False)
-    if is_done is False and options.stopped_exit_code:
+            said = launch(words, nproc=options.nproc, command=options.words, timeout_s=timeout_s)
+        is_done = said is not False
+        _write(options, runs, is_done=is_done)
+    if not is_done and options.stopped_exit_code:
         raise SystemExit(options.stopped_exit_code)
+    return is_done
 
 
 def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: contextlib.ExitStack) -> bool:
