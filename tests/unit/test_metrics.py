@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
 
 from meshlora.common.console import Console
+from meshlora.train.early_stopping import losses_until
+from meshlora.train.watch.live.reading import Runs
 from meshlora.train.watch.metrics import Planned, Reporter, StepMetrics
+from meshlora.train.watch.plot import read_metrics
 from meshlora.train.watch.samples import forget_after
 
 
@@ -28,6 +32,19 @@ def test_line_of_a_step_has_what_its_objective_reports(is_terminal: bool, tmp_pa
     first, second = [line for line in lines if line.startswith("step ") and "grad_norm" in line]
     assert first == "step 1/2  loss 0.5000  accuracy 0.75  margin 0.01235  lr 1.00e-03  grad_norm 2.000  200 tokens/s"
     assert second == "step 2/2  loss 0.4000  lr 1.00e-03  grad_norm inf  200 tokens/s  left out"
+
+
+def test_evaluation_that_is_not_finite_is_no_damage_to_the_file(tmp_path: Path) -> None:
+    file, nan = tmp_path / "run" / "metrics.jsonl", float("nan")
+    file.parent.mkdir()
+    with Reporter(file, steps=2, log_every=1, is_main=True, console=Console(file=io.StringIO())) as reporter:
+        reporter.step(StepMetrics(1, 0.5, 1e-3, 2.0, 100, 0.5))
+        reporter.evaluation(1, nan, 8, perplexity=nan, means={"margin": nan, "accuracy": 0.5})
+    assert json.loads(file.read_text().splitlines()[1]) == {"step": 1, "eval_tokens": 8, "eval_accuracy": 0.5}
+    assert [math.isnan(loss) for loss in losses_until(file, 1)] == [True]
+    assert read_metrics(file.parent).evaluations == []
+    (shown,) = Runs(tmp_path).shown(None)["runs"]
+    assert (len(shown["steps"]), shown["evaluations"]) == (1, [])
 
 
 DAMAGED = (

@@ -169,7 +169,7 @@ class Reporter:
         perplexity: float | None = None,
         means: Mapping[str, float] | None = None,
     ) -> None:
-        """Record the loss on held-out data. An infinite perplexity is left out: JSON has no infinity.
+        """Record the loss on held-out data. Values that are not finite are left out: JSON has none.
 
         means: other statistics, by name.
         """
@@ -183,7 +183,7 @@ class Reporter:
         for name, value in (means or {}).items():
             values[f"eval_{name}"] = value
             shown += f"  {name} {value:.4f}"
-        self._write(values)
+        self._write({name: value for name, value in values.items() if _is_value(value)})
         self.say(f"step {step}/{self.steps}  eval loss {loss:.4f}{shown}")
 
     @contextlib.contextmanager

@@ -63,6 +63,8 @@ def read_metrics(run: Path) -> Metrics:
             break
         try:
             values = json.loads(line)
+            if "eval_tokens" in values and "eval_loss" not in values:  # it was not finite
+                continue
             kind = "eval_loss" if "eval_loss" in values else "loss"
             found[kind].append({key: float(values[key]) for key in _FIELDS[kind]})
         except (ValueError, TypeError, KeyError):

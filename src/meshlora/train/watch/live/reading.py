@@ -103,7 +103,7 @@ def _numbers(file: Path) -> dict[str, list[dict[str, float]]]:
     for line in _lines(file):
         if "eval_loss" in line:
             evaluations.append(_finite(line, _EVALUATION))
-        else:
+        elif "eval_tokens" not in line:  # else an evaluation whose loss was not finite
             steps.append(_finite(line, _STEP))
     steps, evaluations = ([one for one in each if "step" in one] for each in (steps, evaluations))
     return {"steps": _thinned(steps), "evaluations": _thinned(evaluations)}
