@@ -18,6 +18,11 @@ from meshlora.train.model_card import _name, public
         ("--set data.train='[/data/a.jsonl, /data/b.jsonl]'", "--set data.train='[a.jsonl, b.jsonl]'"),
         ("--set x=https://me:secret@host.org/a/b?token=1", "--set x=https://host.org"),
         ("--set x=hf_abcDEF123", "--set x=…"),
+        ("--set data.train=file:///home/me/secret/d.jsonl", "--set data.train=d.jsonl"),
+        ("--set data.columns={prompt:/home/me/x,y:1}", "--set data.columns={prompt:x,y:1}"),
+        ("-/home/me/x host:/home/me/x ~me/x/y", "-x host:x y"),
+        ("./../me/x a/../../me/x ./run.yaml", "x x run.yaml"),
+        ("sk-proj-abcDEF123 hf_abc-def github_pat_11AAA_bb", "… … …"),
         ("meshlora train runs/run.yaml --set model.path=Qwen/Qwen3-0.6B", None),
     ],
 )

@@ -22,8 +22,9 @@ from meshlora.train.prepare import Prepared
 
 _DATASET = re.compile(r"datasets--(?P<name>[\w.-]+--[\w.-]+)/snapshots/[0-9a-f]{40}/(?P<file>.+)", re.ASCII)
 # What may stand in a command and is nobody's business: tokens, places behind URLs, folders of a machine.
-_TOKEN, _URL = re.compile(r"\b(hf_|sk-|gh[pousr]_)\w+"), re.compile(r"(\w+://)(?:[^\s/'\"@]*@)?([^\s/'\"]+)[^\s'\"]*")
-_PATH = re.compile(r"(?<![\w:/.-])(?:~|\.\.)?/(?:[^\s'\"=,/]+/)*(?=[^\s'\"=,/]*)")
+_TOKEN = re.compile(r"\b(?:hf_|sk-|gh[pousr]_|github_pat_)[\w-]+")
+_FILE, _URL = re.compile(r"\bfile:/+", re.I), re.compile(r"(\w+://)(?:[^\s/'\"@]*@)?([^\s/'\"]+)[^\s'\"]*")
+_PATH = re.compile(r"(?<![\w/.])(?:(?:~\w*|\.\.?)?/|(?:[\w.-]+/)+\.\./)(?:[^\s'\"=,/]+/)*")
 _LONGEST = 2000
 _LOADING = """\
 ```python
@@ -45,7 +46,7 @@ def public(text: str) -> str:
     >>> public("meshlora train /home/me/run.yaml --set model.path=~/models/tiny")
     'meshlora train run.yaml --set model.path=tiny'
     """
-    text = _URL.sub(r"\1\2", _TOKEN.sub("…", text))
+    text = _URL.sub(r"\1\2", _FILE.sub("/", _TOKEN.sub("…", text)))
     kept = re.split(r"(\w+://[^\s'\"]+)", text)  # a host is no folder
     return "".join(part if number % 2 else _PATH.sub("", part) for number, part in enumerate(kept))
 
