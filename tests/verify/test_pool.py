@@ -290,3 +290,33 @@ def test_without_memory_that_can_be_written_the_disk_is_scratch(
     assert len(folders) == 1
     assert module.with_room(folders, 1) == folders[0]
     module.remove(folders)
+
+
+def test_ranks_are_started_without_the_working_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Context:
+        def Pipe(self) -> None:
+            raise ConnectionError(os.environ["PYTHONSAFEPATH"])
+
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.setattr(module, "_context", lambda _: (Context(), []))
+    pool = Pool(1)
+    with pytest.raises(ConnectionError, match="1"):
+        pool.start()
+    pool.close()
+    assert "PYTHONSAFEPATH" not in os.environ
+
+
+@pytest.mark.proof  # the next pool waits for a server of its own
+def test_fork_server_runs_no_file_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is started as `python -c`, which looks there first, for the libraries that it imports too."""
+    (tmp_path / "run_by_mistake.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "_LIBRARIES", ("run_by_mistake", "meshlora.verify.forked"))
+    module.stop_forking()
+    pool = Pool(1)
+    try:
+        assert pool.run(os.getppid, timeout_s=60) != [os.getpid()], "a server forks it"
+    finally:
+        pool.close()
+        module.stop_forking()  # the next starts with all libraries
+    assert not (tmp_path / "was_run").exists()

@@ -1,8 +1,8 @@
 """Cache folders and files that only this user can have written, and locks between the processes that share them.
 
 Owns: creating them, detecting that somebody else could have written one, and the error messages; the text of lock
-files, and how long to wait for a lock. Does not own: the content of caches (`data.cache`, `common.proof_records`,
-`verify.proof`).
+files, and how long to wait for a lock; that interpreters which libraries start run no file of the working folder. Does
+not own: the content of caches (`data.cache`, `common.proof_records`, `verify.proof`).
 
 Folders are created with mode 0700 and files with 0600. Anything read must belong to this user, even if that is root,
 and must not be writable by anybody else. A checksum next to the content shows only that it is undamaged: whoever can
@@ -46,6 +46,19 @@ logger = logging.getLogger(__name__)
 
 class NotOwnError(OSError):
     """Somebody else may have written the file; the message says which file and why."""
+
+
+@contextlib.contextmanager
+def no_code_of_working_folder() -> Iterator[None]:
+    """Interpreters that others start in the block, as multiprocessing does, do not look there for modules."""
+    before = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        del os.environ["PYTHONSAFEPATH"]
+        if before is not None:
+            os.environ["PYTHONSAFEPATH"] = before
 
 
 @dataclass(frozen=True)

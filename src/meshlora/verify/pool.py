@@ -27,6 +27,7 @@ from typing import Any
 
 from meshlora.common.errors import MeshloraError
 from meshlora.common.lifetime import Janitor, end_with
+from meshlora.common.private import no_code_of_working_folder
 from meshlora.train.edge import LOST_PEER
 
 # After one rank fails, how long the others may take to fail too before they are killed.
@@ -104,7 +105,7 @@ class Pool:
         if self._pipes:
             return
         context, folders_of_it = _context(self.device)
-        with _signals_held():
+        with no_code_of_working_folder(), _signals_held():
             self._folders = new_scratch()
             self._janitor = Janitor([*self._folders, *folders_of_it])
             for rank in range(self.size):
