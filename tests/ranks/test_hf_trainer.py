@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
+from torch.utils.data import IterableDataset
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DataCollatorForSeq2Seq,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 import meshlora
 from meshlora.common.errors import UserError
+from meshlora.hf.rows import SharedRows
 from meshlora.oracle.compare import compare_adapters
+from meshlora.plan.derive import decoder_layers
 from meshlora.plan.topology import Topology
+from meshlora.train import recompute
 from tests.pool import Pool
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +111,12 @@ def _on_mesh(
     model = meshlora.load(BASE, adapter=str(start), topology=topology, dtype="float64")
     arguments = _arguments(out, batch=batch, **more)
     trainer = _with(model, arguments, MeshTrainer, compute_metrics=_accuracy if metrics else None)
+    _arguments(out / "of another trainer", batch=1)  # undoes what accelerate was told of the processes
     said = _trained(trainer, resume)
+    assert trainer.accelerator.num_processes == 1
+    if more.get("gradient_checkpointing"):
+        functions = {layer._gradient_checkpointing_func for layer in decoder_layers(model)[1]}
+        assert functions == {recompute._checkpointed}, "not transformers' own"
     trainer.save_model(str(out / "adapter"))
     return said
 
@@ -138,7 +155,8 @@ def test_ends_with_the_adapter_of_trainer_and_peft(
     """With accumulation, unequal lengths, a smaller last batch, evaluation in mid-run, and resume."""
     folder, said = alone
     given = str(folder / resume) if resume else None
-    ranks = pools(Topology.parse(topology).world).run(_on_mesh, topology, start, tmp_path, batch, True, given, {})
+    more = {"gradient_checkpointing": topology == "tp=2,sp"}
+    ranks = pools(Topology.parse(topology).world).run(_on_mesh, topology, start, tmp_path, batch, True, given, more)
     found = ranks[0]  # rank 0 logs
     assert len(found) == len(said)
     skipped = found.index(next(line for line in found if line not in said), 0) if resume else 0
@@ -167,23 +185,100 @@ def test_what_a_checkpoint_holds_is_that_of_one_process(
     assert worst.relative <= LIMIT, worst
 
 
-def _refused(topology: str, arguments: dict[str, Any]) -> str:
-    """Body of a rank: the message with which MeshTrainer refuses its arguments."""
+class _OwnLoss(Trainer):
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model(**inputs).loss
+
+
+class _Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return iter(_rows(4, 0))
+
+
+# What a mesh refuses of arguments: (topology, what TrainingArguments are given, the message).
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("tp=2", {"optim": "adafactor"}, "optim=adafactor: it uses whole matrices"),
+    ("tp=2", {"bf16": True}, "bf16=True and a base in float32"),
+    ("tp=2", {"fp16": True}, "fp16=True: its loss scale"),
+    ("tp=2", {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0: it is not proved on a mesh"),
+    ("tp=2", {"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "activation_checkpointing_kwargs="),
+    ("tp=2", {"enable_jit_checkpoint": True}, "enable_jit_checkpoint=True: it is not proved"),
+    ("dp=2", {"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy=group_by_length and dp=2"),
+]
+
+
+def _refused() -> list[str]:
+    """Body of a rank: the messages with which MeshTrainer refuses arguments, and what else it is given."""
+    from meshlora.hf import MeshTrainer, OnMesh, on_mesh
+
+    class Before(OnMesh, Trainer):
+        compute_loss = _OwnLoss.compute_loss
+
+    lora = LoraConfig(r=2, target_modules="all-linear")
+    by_topology = {t: meshlora.load(BASE, lora=lora, topology=t, dtype="float32") for t in ("tp=2", "dp=2")}
+    adafactor = (torch.optim.Adafactor, {"lr": 1.0})
+    given: list[tuple[str, dict[str, Any], Any, dict[str, Any]]] = [
+        *((topology, arguments, MeshTrainer, {}) for topology, arguments, _ in REFUSED),
+        ("tp=2", {}, MeshTrainer, {"optimizer_cls_and_kwargs": adafactor}),
+        ("tp=2", {}, Before, {}),
+        ("dp=2", {}, on_mesh(_OwnLoss), {}),
+        ("dp=2", {}, MeshTrainer, {"eval_dataset": _Stream()}),
+    ]
+    said = []
+    for topology, arguments, kind, options in given:
+        with pytest.raises(UserError) as caught:
+            kind(
+                model=by_topology[topology],
+                args=_arguments(Path("unused"), batch=2, **arguments),
+                **{"train_dataset": _rows(4, 0), "eval_dataset": _rows(4, 0), **options},
+            )
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_a_mesh_cannot_keep_is_refused(pools: Callable[[int], Pool]) -> None:
+    rights = [
+        *(right for _, _, right in REFUSED),
+        "the optimizer Adafactor: it uses whole matrices",
+        "compute_loss of a class before OnMesh",
+        "a compute_loss of your own and dp=2",
+        "an iterable dataset and dp=2",
+    ]
+    for said, right in zip(pools(2).run(_refused)[0], rights, strict=True):
+        assert right in said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_too_few_rows_without_labels_are_refused_on_all_ranks(rank: int) -> None:
+    shared = SharedRows(lambda rows: {"input_ids": torch.tensor(rows)}, cast(Any, SimpleNamespace(size=2, rank=rank)))
+    assert len(shared([[1], [2]])["input_ids"]) == 1
+    with pytest.raises(UserError, match="a batch of 1 rows for dp=2"):
+        shared([[1]])
+
+
+class _Asks(TrainerCallback):
+    """One rank alone asks for the end, after the second step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop |= state.global_step == 2 and torch.distributed.get_rank() == 1
+
+
+def _stopped(out: Path, optim: str) -> list[int]:
+    """Body of a rank: the steps until one rank stopped all; and resumed from there, those of the whole run."""
     from meshlora.hf import MeshTrainer
 
-    model = meshlora.load(BASE, lora=LoraConfig(r=2, target_modules="all-linear"), topology=topology, dtype="float32")
-    with pytest.raises(UserError) as caught:
-        _with(model, _arguments(Path("unused"), batch=2, **arguments), MeshTrainer)
-    return str(caught.value)
+    steps, resume = [], None
+    lora = LoraConfig(r=2, target_modules="all-linear")
+    model = meshlora.load(BASE, lora=lora, topology="dp=2", dtype="float32")
+    for callbacks in ([_Asks()], []):
+        args = _arguments(out, batch=2, optim=optim, max_steps=3, eval_strategy="no")
+        trainer = _with(model, args, MeshTrainer, callbacks=callbacks)
+        _trained(trainer, resume)
+        steps.append(trainer.state.global_step)
+        resume = str(out / "checkpoint-2")
+    return steps
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ({"optim": "adafactor"}, "optim=adafactor: it uses whole matrices"),
-        ({"bf16": True}, "bf16=True and a base in float32"),
-        ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0: it is not proved on a mesh"),
-    ],
-)
-def test_what_a_mesh_cannot_keep_is_refused(arguments: dict[str, Any], said: str, pools: Callable[[int], Pool]) -> None:
-    assert said in pools(2).run(_refused, "tp=2", arguments)[0]
+def test_one_rank_stops_all_and_a_run_without_moments_resumes(pools: Callable[[int], Pool], tmp_path: Path) -> None:
+    """An optimizer without a state of its own leaves none in a checkpoint."""
+    assert pools(2).run(_stopped, tmp_path, "sgd") == [[2, 3], [2, 3]]

@@ -13,11 +13,14 @@ import torch.nn.functional as F
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 import meshlora
 from meshlora.common.errors import UserError
+from meshlora.hf.trl import _scored
 from meshlora.oracle.compare import compare_adapters
+from meshlora.plan.derive import decoder_layers
+from meshlora.train import recompute
 from tests.pool import Pool
 
 ROOT = Path(__file__).parents[2]
@@ -104,8 +107,15 @@ def _on_mesh(kind: str, topology: str, start: Path, out: Path) -> list[dict[str,
 
     model = meshlora.load(BASE, adapter=str(start), topology=topology, dtype="float64")
     trainer, options = _trainer(kind, out)
+    if kind == "dpo":
+        options["ref_model"] = None
+    args = options["args"]
+    args.gradient_checkpointing = args.activation_checkpointing = topology == "tp=2,sp"  # TRL's default
     made = on_mesh(trainer)(model=model, processing_class=AutoTokenizer.from_pretrained(BASE), **options)
     said = _said(made)
+    if topology == "tp=2,sp":
+        functions = {layer._gradient_checkpointing_func for layer in decoder_layers(model)[1]}
+        assert functions == {recompute._checkpointed}, "not transformers' own"
     made.save_model(str(out / "adapter"))
     return said
 
@@ -148,16 +158,30 @@ def test_ends_where_trl_ends_on_one_process(
     assert worst.relative <= LIMIT, worst
 
 
-def _refused(topology: str) -> str:
+def _refused(topology: str, args: Any) -> str:
     import trl
 
     from meshlora.hf import on_mesh
 
     model = meshlora.load(BASE, lora=LoraConfig(r=2, target_modules="all-linear"), topology=topology)
+
+    class Own(trl.SFTTrainer):  # type: ignore[misc]
+        """Of a user's module: one of TRL by its base."""
+
     with pytest.raises(UserError) as caught:
-        on_mesh(trl.SFTTrainer)(model=model, args=None, train_dataset=Dataset.from_dict({"text": ["a"]}))
+        on_mesh(Own)(model=model, args=args, train_dataset=Dataset.from_dict({"text": ["a"]}))
     return str(caught.value)
 
 
-def test_dp_is_refused(pools: Callable[[int], Pool]) -> None:
-    assert "SFTTrainer on dp=2" in pools(2).run(_refused, "dp=2")[0]
+def test_dp_and_arguments_that_trl_would_make_anew_are_refused(pools: Callable[[int], Pool]) -> None:
+    assert "SFTTrainer on dp=2" in pools(2).run(_refused, "dp=2", None)[0]
+    args = TrainingArguments("unused", use_cpu=True, report_to=[])
+    for given, said in ((None, "no args"), (args, "args of TrainingArguments")):
+        assert f"SFTTrainer with {said}" in pools(2).run(_refused, "tp=2", given)[0]
+
+
+def test_input_that_would_not_be_scored_is_refused() -> None:
+    model = meshlora.load(BASE, lora=LoraConfig(r=2, target_modules="all-linear"))
+    ids = torch.ones(1, 4, dtype=torch.long)
+    with pytest.raises(UserError, match="the model's input token_type_ids"):
+        _scored(model, input_ids=ids, token_type_ids=ids, labels=ids, temperature=1.0, fused_lm_head=True)

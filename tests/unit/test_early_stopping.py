@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from meshlora.common.errors import UserError
 from meshlora.config.file import read_run
 from meshlora.config.run import EarlyStopping
 from meshlora.train.checkpoint.manifest import read_whole
-from meshlora.train.early_stopping import Patience
+from meshlora.train.early_stopping import Patience, losses_until
 from meshlora.train.run import train
 from meshlora.train.together import prepare_run
 from meshlora.train.trained import TrainedAdapter
@@ -37,6 +38,13 @@ def test_loss_that_is_no_number_is_no_improvement() -> None:
 
 def test_without_patience_nothing_ends() -> None:
     assert not Patience(EarlyStopping(), [1.0] * 100).is_out
+
+
+def test_evaluations_between_those_of_the_rule_do_not_count(tmp_path: Path) -> None:
+    """One after the last step of a run, which goes on with more."""
+    lines = [{"step": step, "eval_loss": float(step), "eval_tokens": 1} for step in (2, 4, 5, 6)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [{"step": 4}, *lines]))
+    assert losses_until(tmp_path / "metrics.jsonl", 6, 2) == [2.0, 4.0, 6.0]
 
 
 Run = Callable[..., bool]

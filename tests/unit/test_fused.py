@@ -160,6 +160,23 @@ def test_what_a_kernel_has_written_over_is_known_to_autograd() -> None:
         (squares.sum() + rotated.sum()).backward()
 
 
+def test_a_rotation_gives_its_kernels_whole_rows_both_ways() -> None:
+    seen = []
+
+    def noted(function: Any) -> Any:
+        def call(q: Any, k: Any, cos: Any, sin: Any) -> Any:
+            seen.extend((cos.is_contiguous(), sin.is_contiguous()))
+            return function(q, k, cos, sin)
+
+        return call
+
+    kernels = dataclasses.replace(STAND_IN, rotate=noted(STAND_IN.rotate), rotate_back=noted(STAND_IN.rotate_back))
+    q, k = (torch.randn(1, heads, 5, 8, requires_grad=True) * 1 for heads in (4, 2))
+    cos, sin = torch.randn(2, 1, 8, 5).transpose(2, 3)
+    sum(found.sum() for found in FusedRotation.apply(q, k, cos, sin, kernels)).backward()
+    assert seen == [True] * 4
+
+
 @pytest.mark.parametrize("change", ["trained norm", "wider dtype", "too wide", "rotation of pairs"])
 def test_what_kernels_do_not_compute_is_left_to_transformers(change: str) -> None:
     width = 65544 if change == "too wide" else 8

@@ -29,6 +29,16 @@ def be_alone(mesh: Mesh) -> None:
     state.device = mesh.device
 
 
+def stay_alone(accelerator: Accelerator, mesh: Mesh, mixed_precision: str) -> None:
+    """`be_alone` again for an accelerator whose state may be gone: every new `TrainingArguments` throws it away."""
+    be_alone(mesh)
+    if not hasattr(accelerator.state, "mixed_precision"):
+        Accelerator(mixed_precision=mixed_precision)  # of all accelerators there is one state
+    elif accelerator.num_processes != 1:
+        rule = "another Accelerator has counted the processes since this trainer was made"
+        raise UnsupportedError(f"Trainer with {accelerator.num_processes} processes", rule, "make that one after it")
+
+
 class Writer:
     """What `TrainingArguments` see of the processes: as accelerate does, but rank 0 alone writes and logs."""
 

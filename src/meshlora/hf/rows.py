@@ -38,15 +38,17 @@ class SharedRows:
     def __call__(self, rows: list[Any]) -> Any:
         """Raises UserError: fewer rows than ranks, of a batch without labels, which could not be left out."""
         share = np.array_split(np.arange(len(rows)), self.dp.size)[self.dp.rank]
-        if len(share):
-            return self.collate([rows[i] for i in share])
-        batch = self.collate(rows[:1])
-        if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), Tensor):
+        batch = self.collate([rows[i] for i in share] or rows[:1])
+        if len(rows) >= self.dp.size:
+            return batch
+        if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), Tensor):  # on all ranks alike
             raise UserError(
                 f"a batch of {len(rows)} rows for dp={self.dp.size}",
                 "a rank without a row runs one with all labels ignored, and this batch has no labels",
                 "use dataloader_drop_last=True, or a number of rows that all ranks have a share of",
             )
+        if len(share):
+            return batch
         return {**batch, "labels": torch.full_like(batch["labels"], _IGNORED), STANDS_IN: True}
 
 

@@ -87,10 +87,14 @@ def read_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -
     mesh = runtime(model).mesh
     found = torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
     numbered = _numbered(optimizer, active_factors(model))
-    if found["state"].keys() != numbered.keys():
-        given = f"{folder / OPTIMIZER_FILE}: the state of {len(found['state'])} parameters"
-        raise UserError(given, f"the adapter has {len(numbered)}", "resume with the adapter's own options")
-    for number, factor in numbered.items():
+    held, own = (
+        [len(group["params"]) for group in groups] for groups in (found["param_groups"], optimizer.param_groups)
+    )
+    if held != own or not found["state"].keys() <= numbered.keys():
+        given = f"{folder / OPTIMIZER_FILE}: groups of {held} parameters"
+        raise UserError(given, f"the adapter has {own}", "resume with the adapter's own options")
+    for number in found["state"]:  # none, of an optimizer without moments
+        factor = numbered[number]
         for name, value in found["state"][number].items():
             if not isinstance(value, Tensor) or value.ndim == 0:
                 continue

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
@@ -21,19 +22,20 @@ from transformers.trainer_utils import seed_worker
 from meshlora.adapter.attach import active_factors, runtime
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.comm.groups import Mesh
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.hf.processes import Writer, be_alone, collect_over
+from meshlora.common.errors import UnsupportedError
+from meshlora.hf.arguments import check_arguments, check_data, check_loss, check_optimizer
+from meshlora.hf.processes import Writer, be_alone, collect_over, stay_alone
 from meshlora.hf.rows import STANDS_IN, SharedRows, fitted, shifted
 from meshlora.hf.state import OPTIMIZER_FILE, read_adapter_into, read_optimizer, write_adapter_into, write_optimizer
 from meshlora.train.gradsync import clip_gradients, finish_gradients_on_device
 from meshlora.train.losses import language_model_loss
-from meshlora.train.recompute import recompute_layers
+from meshlora.train.recompute import keep_recomputing, recompute_layers
 
 # Its methods are those of the Trainer that stands behind `OnMesh` among the bases.
 _Trainer: Any = Trainer if TYPE_CHECKING else object
 
-# Optimizers that treat each element by itself, so that a shard of a factor is updated as the whole one would be.
-ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+# What callbacks of one rank may ask for, and all must do.
+_FLAGS = ("should_log", "should_evaluate", "should_save", "should_training_stop", "should_epoch_stop")
 _LOSS_INPUTS = {"input_ids", "attention_mask", "labels", "position_ids"}
 
 
@@ -58,19 +60,61 @@ class OnMesh(_Trainer):
         """Raises:
         UserError: the model is not of `meshlora.load`, or has no active adapter; an argument that a mesh cannot keep.
         """
-        self._mesh: Mesh = runtime(model).mesh
-        be_alone(self._mesh)
+        mesh: Mesh = runtime(model).mesh
+        self._mesh = mesh
         if args is None:
             args = TrainingArguments()
         check_arguments(args, model)
-        args.distributed_state = Writer(self._mesh)
         active_factors(model)
-        self._is_finished, self._stands_in, self._added, self._logged_at = True, False, 0, -1
-        super().__init__(model=model, args=args, **options)
-        if self.args.gradient_checkpointing:
+        for data in (options.get("train_dataset"), options.get("eval_dataset")):
+            check_data(data, mesh)
+        if (given := options.get("optimizer_cls_and_kwargs")) is not None:
+            check_optimizer(given[0], mesh)
+        if (optimizer := (options.get("optimizers") or (None,))[0]) is not None:
+            check_optimizer(type(optimizer), mesh)
+        if mesh.topology.world > 1:
+            args.accelerator_config.dispatch_batches = False  # each rank reads an iterable dataset by itself
+            args.mixed_precision = "no"  # the base's own dtype, without autocast
+        if args.activation_checkpointing or args.gradient_checkpointing:
             # Ours, whose second forward runs every collective on every rank; Trainer would turn on transformers' own.
             recompute_layers(model, "full")
-            self.args.gradient_checkpointing = False
+            keep_recomputing(model)
+            args.activation_checkpointing = args.gradient_checkpointing = False
+        self._is_finished, self._stands_in, self._added, self._logged_at = True, False, 0, -1
+        args.distributed_state = Writer(mesh)
+        be_alone(mesh)  # the last: making arguments undoes it
+        super().__init__(model=model, args=args, **options)
+        if self.accelerator.num_processes != 1:
+            rule = "another trainer or Accelerator has counted the processes before"
+            raise UnsupportedError(
+                f"Trainer with {self.accelerator.num_processes} processes", rule, "make this one first"
+            )
+        check_loss(self, self._behind, mesh)
+
+    @property
+    def _behind(self) -> Any:
+        """The `compute_loss` that the mesh's own calls: Trainer's, or that of a subclass."""
+        bases = type(self).__mro__
+        after = bases[bases.index(OnMesh) + 1 :]
+        return next(vars(kind)["compute_loss"] for kind in after if "compute_loss" in vars(kind))
+
+    def _begin(self) -> None:
+        """As in `__init__`, whatever was made since: `TrainingArguments` of another trainer count processes anew."""
+        stay_alone(self.accelerator, self._mesh, self.args.mixed_precision)
+        self.args.distributed_state = Writer(self._mesh)
+
+    def train(self, *args: Any, **options: Any) -> Any:
+        self._begin()
+        self._logged_at = -1
+        return super().train(*args, **options)
+
+    def evaluate(self, *args: Any, **options: Any) -> Any:
+        self._begin()
+        return super().evaluate(*args, **options)
+
+    def predict(self, *args: Any, **options: Any) -> Any:
+        self._begin()
+        return super().predict(*args, **options)
 
     # ---- processes and rows
 
@@ -81,6 +125,7 @@ class OnMesh(_Trainer):
 
     def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *args: Any, **options: Any) -> Any:
         dp = self._mesh.dp
+        check_data(dataset, self._mesh)
         collator, self.data_collator = self.data_collator, SharedRows(self.data_collator, dp)
         try:
             loader = super()._get_dataloader(dataset, description, batch_size * dp.size, *args, **options)
@@ -117,6 +162,7 @@ class OnMesh(_Trainer):
     ) -> Any:
         """Trainer's loss, of this rank's tokens: times dp if it is divided by the tokens of all."""
         is_plain = not return_outputs and self.compute_loss_func is None and inputs.keys() <= _LOSS_INPUTS
+        is_plain = is_plain and self._behind is Trainer.compute_loss
         if not is_plain or num_items_in_batch is None or "labels" not in inputs:
             found = super().compute_loss(
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
@@ -161,10 +207,21 @@ class OnMesh(_Trainer):
         return all_reduce_sum(loss.reshape(1).clone(), self._mesh.data)[0] / self._mesh.dp.size
 
     def _maybe_log_save_evaluate(self, tr_loss: Tensor, *args: Any, **options: Any) -> None:
-        if self.control.should_log and self.state.global_step > self._logged_at:  # a step is logged once
+        self._agree()
+        control = self.control
+        is_heard = control.should_log or control.should_evaluate or control.should_save
+        if control.should_log and self.state.global_step > self._logged_at:  # a step is logged once
             self._logged_at = self.state.global_step
             tr_loss.copy_(self._of_all(tr_loss))
         super()._maybe_log_save_evaluate(tr_loss, *args, **options)
+        if is_heard:  # by callbacks, which may stop the training
+            self._agree()
+
+    def _agree(self) -> None:
+        """What the callbacks of any rank ask for, all ranks do: else they wait for each other."""
+        asked = torch.tensor([float(getattr(self.control, name)) for name in _FLAGS], device=self._mesh.device)
+        for name, number in zip(_FLAGS, all_reduce_sum(asked, self._mesh.world).tolist(), strict=True):
+            setattr(self.control, name, number > 0)
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
         self._tr_loss = self._of_all(self._tr_loss)
@@ -179,7 +236,7 @@ class OnMesh(_Trainer):
         if self._added:
             logits, labels = (_without(value, self._added) for value in (logits, labels))
         if self._stands_in:
-            logits, labels = (None if value is None else value[:0] for value in (logits, labels))
+            logits, labels = (recursively_apply(lambda found: found[:0], value) for value in (logits, labels))
         return loss, logits, labels
 
     # ---- files
@@ -209,6 +266,7 @@ class OnMesh(_Trainer):
         read_adapter_into(self.model, Path(self.state.best_model_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        check_optimizer(type(self.optimizer.optimizer), self._mesh)  # also of a create_optimizer of one's own
         if checkpoint is None or not (Path(checkpoint) / OPTIMIZER_FILE).is_file():
             return
         read_optimizer(self.model, self.optimizer.optimizer, Path(checkpoint))
@@ -220,46 +278,6 @@ class MeshTrainer(OnMesh, Trainer):
     """`transformers.Trainer` for a model of `meshlora.load`, on dp, tp, sp, cp, ep and etp: same arguments, data,
     callbacks, evaluation, checkpoints, and the adapter of one process. See `OnMesh`.
     """
-
-
-def check_arguments(args: TrainingArguments, model: Any) -> None:
-    """Refuse arguments that a mesh cannot keep, before anything is trained.
-
-    Raises:
-        UserError: the argument, why not, and what to use.
-    """
-    mesh = runtime(model).mesh
-    if mesh.topology.pp > 1:
-        raise UnsupportedError(f"Trainer on {mesh.topology}", "its loop has no turns of stages", "use meshlora train")
-    if mesh.topology.world == 1:
-        return
-    optim = getattr(args.optim, "value", args.optim)
-    if optim not in ELEMENTWISE:
-        rule = "it uses whole matrices, or rounds their blocks, and a rank has a part of each"
-        raise UnsupportedError(f"optim={optim}", rule, f"use one of {', '.join(ELEMENTWISE)}")
-    for name, given in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        if getattr(args, name) and model.dtype != given:
-            raise UserError(
-                f"{name}=True and a base in {str(model.dtype).removeprefix('torch.')}",
-                "a mesh computes in the base's own dtype, without autocast",
-                f"load the model with dtype={str(given).removeprefix('torch.')!r}, or leave {name} out",
-            )
-    refused = {
-        "deepspeed": args.deepspeed,
-        "fsdp": args.fsdp,
-        "auto_find_batch_size": args.auto_find_batch_size,
-        "torch_compile": args.torch_compile,
-        "use_liger_kernel": args.use_liger_kernel,
-        "neftune_noise_alpha": args.neftune_noise_alpha,
-        "accelerator_config.split_batches": args.accelerator_config.split_batches,
-        "accelerator_config.dispatch_batches": args.accelerator_config.dispatch_batches,
-    }
-    for name, value in refused.items():
-        if value:
-            raise UnsupportedError(f"{name}={value}", "it is not proved on a mesh", "leave it out")
-    if getattr(model.config, "output_router_logits", False):
-        rule = "the load-balancing loss of Trainer is that of each rank's own tokens"
-        raise UnsupportedError("output_router_logits=True", rule, "leave it out, or use meshlora train")
 
 
 def _without(value: Any, added: int) -> Any:

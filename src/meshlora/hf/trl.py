@@ -67,7 +67,7 @@ def on_mesh(trainer: type) -> type:
     SFTTrainer, DPOTrainer and GRPOTrainer are proved, with tp and sp: the ranks of one replica. dp is refused for them,
     as TRL's own gathers pass by the mesh.
     """
-    is_trl = trainer.__module__.startswith("trl.")
+    is_trl = any(kind.__module__.startswith("trl.") for kind in trainer.__mro__)
     return type(f"Mesh{trainer.__name__}", (_OnMeshOfTrl if is_trl else OnMesh, trainer), {})
 
 
@@ -84,6 +84,11 @@ class _OnMeshOfTrl(OnMesh):
         positional = dict(zip(_NAMES.get(name, ("args",)), given, strict=False))
         options |= positional
         args: Any = options.get("args")
+        config = f"{name.removesuffix('Trainer')}Config"
+        if config not in {kind.__name__ for kind in type(args).__mro__}:
+            given_args = "no args" if args is None else f"args of {type(args).__name__}"
+            rule = "TRL would make new ones, which count the processes anew"
+            raise UserError(f"{name} with {given_args}", rule, f"give args=trl.{config}(...)")
         for refused in _REFUSED:
             if getattr(args, refused, False):
                 raise UnsupportedError(
@@ -95,7 +100,8 @@ class _OnMeshOfTrl(OnMesh):
         beta = getattr(args, "beta", 0.0)
         reference = _Reference(model) if name == "DPOTrainer" or beta else None
         if name == "DPOTrainer":
-            options.setdefault("ref_model", reference)
+            if options.get("ref_model") is None:
+                options["ref_model"] = reference
         elif beta:
             args.beta = 0.0  # else it would load the base a second time, whole, on every rank
         super().__init__(model=model, **options)
@@ -115,6 +121,7 @@ class _OnMeshOfTrl(OnMesh):
         return super(OnMesh, self)._prepare_inputs(inputs)
 
 
+_SCORED = ("input_ids", "attention_mask", "position_ids")
 _NAMES = {"GRPOTrainer": ("reward_funcs", "args"), "DPOTrainer": ("ref_model", "args")}
 
 
@@ -135,7 +142,10 @@ def _scored(
     if inputs.get("output_router_logits"):
         raise UnsupportedError("router_aux_loss_coef", "its loss is not proved on a mesh", "set it to 0")
     length = labels.shape[1]
-    own = {name: value for name, value in inputs.items() if name in ("input_ids", "attention_mask", "position_ids")}
+    own = {name: value for name, value in inputs.items() if name in _SCORED}
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and name not in (*_SCORED, "num_items_in_batch"):
+            raise UnsupportedError(f"the model's input {name}", "only tokens are scored on a mesh", "leave it out")
     pad = model.config.get_text_config().pad_token_id or 0
     own = fitted({**own, "labels": labels}, runtime(model).mesh.topology, pad_token_id=pad)
     scores = token_scores(

@@ -150,6 +150,7 @@ class FusedRotation(Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, kernels: Kernels) -> tuple[Tensor, Tensor]:
+        cos, sin = cos.contiguous(), sin.contiguous()  # kernels read them by the width of a row, both ways
         found = kernels.rotate(q.detach(), k.detach(), cos, sin)
         for before, after in zip((q, k), found, strict=True):
             if after.data_ptr() == before.data_ptr():

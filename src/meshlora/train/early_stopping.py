@@ -42,7 +42,15 @@ class Patience:
         return self.is_out
 
 
-def losses_until(metrics: Path, done: int) -> list[float]:
-    """The losses of a run's evaluations during its first `done` steps. One that was not finite was not written: NaN."""
+def losses_until(metrics: Path, done: int, every: int) -> list[float]:
+    """The losses of a run's evaluations during its first `done` steps, each `every` steps, as the rule sees them.
+
+    Others, as after the last step of a run that goes on with more, are left out. One that was not finite was not
+    written: NaN.
+    """
     found = (json.loads(line) for line in lines_until(metrics, done)[0])
-    return [line.get("eval_loss", math.nan) for line in found if "eval_tokens" in line]
+    return [
+        line.get("eval_loss", math.nan)
+        for line in found
+        if "eval_tokens" in line and every and line["step"] % every == 0
+    ]

@@ -315,7 +315,8 @@ def read_output(run: Prepared, *, resume: str | None, despite: Collection[str] =
     if resume is None:
         return run
     own = {name: value for name, value in run.identity.items() if name not in run.files}
-    output, patience = Path(run.config.train.output), run.config.train.early_stopping
+    options = run.config.train
+    output, patience, every = Path(options.output), options.early_stopping, options.eval_every
     found = going_on(
         output,
         resume,
@@ -323,7 +324,7 @@ def read_output(run: Prepared, *, resume: str | None, despite: Collection[str] =
         identity=own,
         files=run.files,
         despite=despite,
-        stops_early=lambda step: Patience(patience, losses_until(output / "metrics.jsonl", step)).is_out,
+        stops_early=lambda step: Patience(patience, losses_until(output / "metrics.jsonl", step, every)).is_out,
     )
     return dataclasses.replace(
         run,

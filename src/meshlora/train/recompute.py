@@ -47,6 +47,14 @@ def recompute_layers(model: PreTrainedModel, recompute: str | int) -> None:
         checkpoint_with(layer, _checkpointed)
 
 
+def keep_recomputing(model: PreTrainedModel) -> None:
+    """Let nobody turn it off, or on again with transformers' own function, as TRL does around a reference's forward."""
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        for way in ("enable", "disable"):
+            if hasattr(model, f"{name}_{way}"):
+                setattr(model, f"{name}_{way}", lambda *_, **__: None)
+
+
 def check_recompute(model: PreTrainedModel, recompute: str | int) -> None:
     """Refuse recomputation for a model whose layers do not support it. `model` may be on the meta device.
 

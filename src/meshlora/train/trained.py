@@ -96,7 +96,9 @@ class TrainedAdapter:
             self.last_saved, self.updates = self.run.resume.folder, self.run.resume.updates
             self.skipped_in_row = self.run.resume.skipped_in_row
         self.done = self.start
-        past = losses_until(self.output / "metrics.jsonl", self.start) if self.mesh.rank == 0 else ()
+        past = (
+            losses_until(self.output / "metrics.jsonl", self.start, options.eval_every) if self.mesh.rank == 0 else ()
+        )
         self.patience = Patience(options.early_stopping, past)
         self.stops_early = bool(options.early_stopping.patience) and self._says_rank_0(self.patience.is_out)
 

@@ -1,0 +1,123 @@
+"""What a trainer on a mesh refuses: arguments, optimizers, data and losses that would not make the same adapter.
+
+Owns: the refusals, by name and before anything is trained. Does not own: what is kept, and how (`hf.trainer`), what
+TRL's trainers refuse besides (`hf.trl`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainingArguments
+
+from meshlora.adapter.attach import runtime
+from meshlora.comm.groups import Mesh
+from meshlora.common.errors import UnsupportedError, UserError
+
+# Optimizers that treat each element by itself, so that a shard of a factor is updated as the whole one would be.
+ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+_ELEMENTWISE_CLASSES = (
+    torch.optim.AdamW,
+    torch.optim.Adam,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+)
+_WHOLE = "it uses whole matrices, or rounds their blocks, and a rank has a part of each"
+
+
+def check_arguments(args: TrainingArguments, model: Any) -> None:
+    """Refuse arguments that a mesh cannot keep, before anything is trained.
+
+    Raises:
+        UserError: the argument, why not, and what to use.
+    """
+    mesh = runtime(model).mesh
+    if mesh.topology.pp > 1:
+        raise UnsupportedError(f"Trainer on {mesh.topology}", "its loop has no turns of stages", "use meshlora train")
+    if mesh.topology.world == 1:
+        return
+    optim = getattr(args.optim, "value", args.optim)
+    if optim not in ELEMENTWISE:
+        raise UnsupportedError(f"optim={optim}", _WHOLE, f"use one of {', '.join(ELEMENTWISE)}")
+    if args.fp16:
+        rule = "its loss scale would be that of each rank's own gradients"
+        raise UnsupportedError("fp16=True", rule, "load the model with dtype='bfloat16' or 'float32'")
+    if args.bf16 and model.dtype != torch.bfloat16:
+        raise UserError(
+            f"bf16=True and a base in {str(model.dtype).removeprefix('torch.')}",
+            "a mesh computes in the base's own dtype, without autocast",
+            "load the model with dtype='bfloat16', or leave bf16 out",
+        )
+    refused = {
+        "deepspeed": args.deepspeed,
+        "fsdp": args.fsdp,
+        "auto_find_batch_size": args.auto_find_batch_size,
+        "torch_compile": args.torch_compile,
+        "use_liger_kernel": args.use_liger_kernel,
+        "neftune_noise_alpha": args.neftune_noise_alpha,
+        "enable_jit_checkpoint": args.enable_jit_checkpoint,
+        "activation_checkpointing_kwargs": args.activation_checkpointing_kwargs,
+        "gradient_checkpointing_kwargs": args.gradient_checkpointing_kwargs,
+        "accelerator_config.split_batches": args.accelerator_config.split_batches,
+        "accelerator_config.dispatch_batches": args.accelerator_config.dispatch_batches,
+    }
+    for name, value in refused.items():
+        if value:
+            raise UnsupportedError(f"{name}={value}", "it is not proved on a mesh", "leave it out")
+    order = getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy)
+    if mesh.dp.size > 1 and order in ("group_by_length", "batch_rebalance"):
+        rule = "it orders the rows by the batch of one process, and dp ranks share one"
+        raise UnsupportedError(f"train_sampling_strategy={order} and dp={mesh.dp.size}", rule, "use random, or dp=1")
+    if getattr(model.config, "output_router_logits", False):
+        rule = "the load-balancing loss of Trainer is that of each rank's own tokens"
+        raise UnsupportedError("output_router_logits=True", rule, "leave it out, or use meshlora train")
+
+
+def check_optimizer(kind: type, mesh: Mesh) -> None:
+    """Refuse an optimizer that may not treat each element by itself.
+
+    Raises:
+        UnsupportedError: its class is none of those that are known to.
+    """
+    if mesh.topology.world > 1 and kind not in _ELEMENTWISE_CLASSES:
+        names = ", ".join(known.__name__ for known in _ELEMENTWISE_CLASSES)
+        raise UnsupportedError(f"the optimizer {kind.__name__}", _WHOLE, f"use torch's {names}")
+
+
+def check_data(data: Any, mesh: Mesh) -> None:
+    """Refuse a stream of rows, or a dict with one, that dp ranks would have to share.
+
+    Raises:
+        UnsupportedError: `data` has no length.
+    """
+    for one in data.values() if isinstance(data, dict) else (data,):
+        if mesh.dp.size > 1 and one is not None and (isinstance(one, IterableDataset) or not hasattr(one, "__len__")):
+            rule = "its last rows are not proved to be counted once"
+            raise UnsupportedError(f"an iterable dataset and dp={mesh.dp.size}", rule, "use one with a length, or dp=1")
+
+
+def check_loss(trainer: Any, behind: Any, mesh: Mesh) -> None:
+    """Refuse a loss of which a mesh cannot tell what it is divided by.
+
+    behind: the `compute_loss` that the mesh's own calls.
+
+    Raises:
+        UnsupportedError: a method stands before the mesh's, or does not say that it divides by the tokens of all.
+    """
+    if mesh.topology.world == 1:
+        return
+    if not type(trainer).compute_loss.__module__.startswith("meshlora.hf."):
+        rule = "the mesh's own, which counts the ranks, must be the one that Trainer calls"
+        raise UnsupportedError("compute_loss of a class before OnMesh", rule, "use on_mesh(YourTrainer)")
+    if mesh.dp.size == 1:
+        return
+    if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
+        rule = "its loss is a mean of a rank's own rows, and ranks have unequal shares"
+        raise UnsupportedError(f"{type(trainer.model).__name__} and dp={mesh.dp.size}", rule, "use dp=1")
+    if behind is not Trainer.compute_loss and not trainer.loss_is_scaled_for_ga:
+        rule = "a mean of a rank's own rows is not that of all"
+        way_out = "divide by num_items_in_batch and set loss_is_scaled_for_ga = True, or use dp=1"
+        raise UnsupportedError(f"a compute_loss of your own and dp={mesh.dp.size}", rule, way_out)
