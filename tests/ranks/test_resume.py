@@ -317,7 +317,7 @@ def test_damaged_checkpoint_is_passed_over_with_a_word(
     run = _resumed(folder, output)
     assert run.resume is not None
     assert run.resume.step == STOPPED
-    (note,) = run.notes
+    (note,) = (note for note in run.notes if "read as" not in note)
     assert note.startswith("passed over: ")
     assert str(new) in note
     with pytest.raises(UserError) as caught:
@@ -355,7 +355,7 @@ def test_what_changes_no_step_may_differ(folder: Path, stopped: Callable[[str], 
 def test_without_a_checkpoint_the_run_begins_and_says_so(folder: Path) -> None:
     run = _resumed(folder, folder / "nothing-there")
     assert run.resume is None
-    assert "begins at its first step" in run.notes[0]
+    assert "begins at its first step" in run.notes[-1]
 
 
 def test_run_that_has_all_its_steps_is_finished(folder: Path, whole: Callable[[str], Path]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -16,6 +19,13 @@ LINE = """--train_data train.jsonl --valid_data valid.jsonl --train_batch_size 8
     --save_interval 1000 --lora_dim 4 --lora_alpha 32 --lora_dropout 0.1 --label_smooth 0.1 --work_dir e2e
     --random_seed 110 --local_rank=0"""
 README = LINE.split()
+
+
+@pytest.fixture(autouse=True)
+def _environment() -> Iterator[None]:
+    """`--local_rank` becomes a variable of the process."""
+    with mock.patch.dict(os.environ):
+        yield
 
 
 def test_command_of_the_readme_is_the_preset(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

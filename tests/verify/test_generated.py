@@ -30,7 +30,9 @@ def _fault(file: str, before: str, after: str) -> Generated:
 
 def test_a_fault_is_in_while_its_block_runs_and_not_after_it() -> None:
     options, code = TrainConfig(output="runs", steps=9, lr=1e-3, warmup_steps=4), optimizer.learning_rate.__code__
-    with _fault("train/optimizer.py", "step + 1", "step - 1").apply():
+    with _fault(
+        "train/optimizer.py", "step + (not options.warmup_from_zero)", "step - (not options.warmup_from_zero)"
+    ).apply():
         assert optimizer.learning_rate(1, options=options, steps=9) == 0.0
     assert optimizer.learning_rate(1, options=options, steps=9) == 5e-4
     assert optimizer.learning_rate.__code__ is code

@@ -247,8 +247,8 @@ _RECORDS: dict[str, tuple[dict[str, object], list[tuple[dict[str, object], str]]
         [
             ({"prompt": "a", "completion": "b"}, "'label' is missing"),
             ({"prompt": "a", "completion": "b", "label": 1}, "label is a number"),
-            ({"prompt": "a", "completion": "b", "label": True, "weight": 1}, "unknown field 'weight'"),
-            ({"completion": [{"role": "assistant", "content": "b"}], "label": True}, "messages in some records"),
+            ({"prompt": "a", "completion": "b", "label": True, "weight": 1}, "'weight' may say something about"),
+            ({"completion": [{"role": "assistant", "content": "b"}], "label": True}, "'prompt' is missing"),
         ],
     ),
     "pairs": (
@@ -256,8 +256,11 @@ _RECORDS: dict[str, tuple[dict[str, object], list[tuple[dict[str, object], str]]
         [
             ({"prompt": "a", "chosen": "b"}, "'rejected' is missing"),
             ({"prompt": "a", "chosen": "b", "rejected": "b"}, "are the same"),
-            ({"prompt": "a", "chosen": [{"role": "user", "content": "b"}], "rejected": "c"}, "prompt is a string"),
-            ({"prompt": "a", "chosen": "b", "rejected": "c", "score": 1}, "unknown field 'score'"),
+            (
+                {"prompt": "a", "chosen": [{"role": "user", "content": "b"}], "rejected": "c"},
+                "chosen has no assistant turn",
+            ),
+            ({"prompt": "a", "chosen": "b", "rejected": "c", "weight": 1}, "'weight' may say something about"),
         ],
     ),
 }

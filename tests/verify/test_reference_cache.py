@@ -64,6 +64,7 @@ CHANGED: dict[str, Any] = {
     "trust_remote_code": True,
     "attn_implementation": "sdpa",
     "device": "cuda",
+    "kernels": "liger",
 }
 
 

@@ -31,7 +31,7 @@ def add(commands: Any) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from meshlora.adapter.formats.engine_export import export_per_expert, import_per_expert
+    from meshlora.adapter.formats.engine_export import Exported, export_per_expert, import_per_expert
     from meshlora.adapter.formats.export import export
     from meshlora.common.console import Console
 
@@ -48,7 +48,7 @@ def _export(options: argparse.Namespace) -> None:
         raise UserError(f"--model {options.model}", "this needs no model", "leave out --model")
     if not options.model and layout == "per-expert":
         raise UserError("--layout per-expert", "the model says how its experts lie", "give --model FOLDER")
-    done: Any  # str() of it is the number of tensors
+    done: int | Exported
     if is_file:
         done = _import_loralib(options)
     elif options.model:
@@ -58,7 +58,10 @@ def _export(options: argparse.Namespace) -> None:
     else:
         done = export(given, options.out, layout=layout)
     Console().say(f"exported and read back: {options.out} ({done} tensors)")
-    write_result(options, {"out": options.out, "layout": layout, "num_tensors": int(str(done))})
+    write_result(
+        options,
+        {"out": options.out, "layout": layout, "num_tensors": done if isinstance(done, int) else done.num_tensors},
+    )
 
 
 def _import_loralib(options: argparse.Namespace) -> int:

@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
     theirs = command.add_argument_group("of gpt2_ft.py")
     theirs.add_argument("--train_data", required=True, metavar="FILE")
     theirs.add_argument("--valid_data", metavar="FILE")
-    theirs.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    theirs.add_argument("--local_rank", "--local-rank", type=int, help="taken, and not needed")
     numbers = {"train_batch_size": 8, "grad_acc": 1, "seq_len": 512, "log_interval": 100, "eval_interval": 2000}
     numbers |= {"save_interval": 500, "lora_dim": 0, "lora_alpha": 128, "warmup_step": 0, "random_seed": 10}
     for name, value in numbers.items():
@@ -56,7 +56,7 @@ def add(commands: Any) -> None:
     theirs.add_argument("--obj", default="clm", choices=("clm", "jlm"))
     theirs.add_argument("--work_dir", default="gpt2_model", metavar="FOLDER")
     for name in _UNUSED:
-        theirs.add_argument(f"--{name}", help=argparse.SUPPRESS)
+        theirs.add_argument(f"--{name}", help="taken, and not needed")
     command.set_defaults(run=_from_nlg)
 
 

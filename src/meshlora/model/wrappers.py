@@ -59,7 +59,7 @@ def _check_caller(topology: Topology) -> None:
     found = ""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if getattr(frame.f_locals.get("self"), "keeps_the_mesh", False):
+        if getattr(type(frame.f_locals.get("self")), "keeps_the_mesh", False):
             return  # `hf.trainer`, which wraps nothing
         where = (frame.f_globals.get("__name__", ""), frame.f_code.co_qualname)
         if where == COMPOSED and (name := getattr(frame.f_locals.get("func"), "__name__", "")) in _COMPOSABLE:
