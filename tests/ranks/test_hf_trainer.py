@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,27 +91,35 @@ def _with(model: Any, arguments: TrainingArguments, kind: Any, **options: Any) -
     return kind(model=model, args=arguments, data_collator=collator, **data, **options)
 
 
-def _alone(start: Path, out: Path, batch: int, metrics: bool, **more: Any) -> list[dict[str, float]]:
+def _alone(
+    start: Path, out: Path, batch: int, metrics: bool, kind: Any = Trainer, **more: Any
+) -> list[dict[str, float]]:
     """transformers and PEFT on one process."""
     model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float64)
     model = PeftModel.from_pretrained(model, str(start), is_trainable=True)
-    trainer = _with(
-        model, _arguments(out, batch=batch, **more), Trainer, compute_metrics=_accuracy if metrics else None
-    )
+    trainer = _with(model, _arguments(out, batch=batch, **more), kind, compute_metrics=_accuracy if metrics else None)
     said = _trained(trainer)
     model.save_pretrained(str(out / "adapter"))
     return said
 
 
 def _on_mesh(
-    topology: str, start: Path, out: Path, batch: int, metrics: bool, resume: str | None, more: dict[str, Any]
+    topology: str,
+    start: Path,
+    out: Path,
+    batch: int,
+    metrics: bool,
+    resume: str | None,
+    more: dict[str, Any],
+    kind: Any = None,
 ) -> list[dict[str, float]]:
     """Body of a rank."""
-    from meshlora.hf import MeshTrainer
+    from meshlora.hf import MeshTrainer, on_mesh
 
     model = meshlora.load(BASE, adapter=str(start), topology=topology, dtype="float64")
     arguments = _arguments(out, batch=batch, **more)
-    trainer = _with(model, arguments, MeshTrainer, compute_metrics=_accuracy if metrics else None)
+    made = MeshTrainer if kind is None else on_mesh(kind)
+    trainer = _with(model, arguments, made, compute_metrics=_accuracy if metrics else None)
     _arguments(out / "of another trainer", batch=1)  # undoes what accelerate was told of the processes
     said = _trained(trainer, resume)
     assert trainer.accelerator.num_processes == 1
@@ -185,6 +194,28 @@ def test_what_a_checkpoint_holds_is_that_of_one_process(
     assert worst.relative <= LIMIT, worst
 
 
+class _Twice(Trainer):
+    """A loss of a user's own, divided by the tokens of all."""
+
+    loss_is_scaled_for_ga = True
+
+    def compute_loss(self, *args: Any, return_outputs: bool = False, **options: Any) -> Any:
+        found: Any = super().compute_loss(*args, return_outputs=return_outputs, **options)
+        return (2 * found[0], *found[1:]) if return_outputs else 2 * found
+
+
+@pytest.mark.proof
+def test_loss_of_a_users_own_is_that_of_one_process(start: Path, pools: Callable[[int], Pool], tmp_path: Path) -> None:
+    more = {"max_steps": 2, "eval_strategy": "no"}
+    said = pools(1).run(functools.partial(_alone, **more), start, tmp_path / "alone", 4, False, _Twice)[0]
+    found = pools(2).run(_on_mesh, "dp=2", start, tmp_path / "mesh", 2, False, None, more, _Twice)[0]
+    for ours, theirs in zip(found[:2], said[:2], strict=True):
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=LIMIT)
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+    worst = compare_adapters(tmp_path / "mesh/adapter", tmp_path / "alone/adapter")
+    assert worst.relative <= LIMIT, worst
+
+
 class _OwnLoss(Trainer):
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
         return model(**inputs).loss
@@ -233,7 +264,11 @@ def _refused() -> list[str]:
                 **{"train_dataset": _rows(4, 0), "eval_dataset": _rows(4, 0), **options},
             )
         said.append(str(caught.value))
-    return said
+    model = by_topology["dp=2"]
+    model.accepts_loss_kwargs = False
+    with pytest.raises(UserError) as caught:
+        _with(model, _arguments(Path("unused"), batch=2), MeshTrainer)
+    return [*said, str(caught.value)]
 
 
 def test_what_a_mesh_cannot_keep_is_refused(pools: Callable[[int], Pool]) -> None:
@@ -243,6 +278,7 @@ def test_what_a_mesh_cannot_keep_is_refused(pools: Callable[[int], Pool]) -> Non
         "compute_loss of a class before OnMesh",
         "a compute_loss of your own and dp=2",
         "an iterable dataset and dp=2",
+        "its loss is a mean of a rank's own rows",
     ]
     for said, right in zip(pools(2).run(_refused)[0], rights, strict=True):
         assert right in said
@@ -261,6 +297,20 @@ class _Asks(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop |= state.global_step == 2 and torch.distributed.get_rank() == 1
+
+
+def _precision() -> str:
+    """Body of a rank: the precision of the accelerator for `bf16=True` and a base in bfloat16."""
+    from meshlora.hf import MeshTrainer
+
+    lora = LoraConfig(r=2, target_modules="all-linear")
+    model = meshlora.load(BASE, lora=lora, topology="tp=2", dtype="bfloat16")
+    found: str = _with(model, _arguments(Path("unused"), batch=2, bf16=True), MeshTrainer).accelerator.mixed_precision
+    return found
+
+
+def test_bf16_is_the_dtype_of_the_base_without_autocast(pools: Callable[[int], Pool]) -> None:
+    assert pools(2).run(_precision) == ["no", "no"]
 
 
 def _stopped(out: Path, optim: str) -> list[int]:
