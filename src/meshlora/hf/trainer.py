@@ -29,7 +29,7 @@ from meshlora.hf.rows import STANDS_IN, SharedRows, fitted, shifted
 from meshlora.hf.state import OPTIMIZER_FILE, read_adapter_into, read_optimizer, write_adapter_into, write_optimizer
 from meshlora.train.gradsync import clip_gradients, finish_gradients_on_device
 from meshlora.train.losses import language_model_loss
-from meshlora.train.recompute import keep_recomputing, recompute_layers
+from meshlora.train.recompute import recompute_layers, switch_by_own_rule
 
 # Its methods are those of the Trainer that stands behind `OnMesh` among the bases.
 _Trainer: Any = Trainer if TYPE_CHECKING else object
@@ -78,7 +78,7 @@ class OnMesh(_Trainer):
         if args.activation_checkpointing or args.gradient_checkpointing:
             # Ours, whose second forward runs every collective on every rank; Trainer would turn on transformers' own.
             recompute_layers(model, "full")
-            keep_recomputing(model)
+            switch_by_own_rule(model, "full")
             args.activation_checkpointing = args.gradient_checkpointing = False
         self._is_finished, self._stands_in, self._added, self._logged_at = True, False, 0, -1
         args.distributed_state = Writer(mesh)

@@ -47,12 +47,19 @@ def recompute_layers(model: PreTrainedModel, recompute: str | int) -> None:
         checkpoint_with(layer, _checkpointed)
 
 
-def keep_recomputing(model: PreTrainedModel) -> None:
-    """Let nobody turn it off, or on again with transformers' own function, as TRL does around a reference's forward."""
+def switch_by_own_rule(model: PreTrainedModel, recompute: str | int) -> None:
+    """Let who turns recomputation off and on again, as TRL does around generation, get this one, not transformers'."""
+
+    def off(*_: Any, **__: Any) -> None:
+        for layer in decoder_layers(model)[1]:
+            layer.gradient_checkpointing = False  # type: ignore[assignment]
+
+    def on(*_: Any, **__: Any) -> None:
+        recompute_layers(model, recompute)
+
     for name in ("gradient_checkpointing", "activation_checkpointing"):
-        for way in ("enable", "disable"):
-            if hasattr(model, f"{name}_{way}"):
-                setattr(model, f"{name}_{way}", lambda *_, **__: None)
+        setattr(model, f"{name}_enable", on)
+        setattr(model, f"{name}_disable", off)
 
 
 def check_recompute(model: PreTrainedModel, recompute: str | int) -> None:
