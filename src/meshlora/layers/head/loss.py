@@ -353,12 +353,7 @@ class _LogProbabilities(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, *parameters = ctx.saved_tensors
-        needs_hidden, _, *needs = ctx.needs_input_grad
-        trained = [p for p, is_needed in zip(parameters, needs, strict=True) if is_needed]
-        _, d_hidden, sums = ctx.chunks.run(hidden, trained, needs_hidden=needs_hidden, weights=-grads[0])
-        by_parameter = iter(sums)
-        return (d_hidden, None, *(next(by_parameter) if is_needed else None for is_needed in needs))
+        return _again(ctx, weights=-grads[0])
 
 
 class _Scores(Function):
@@ -377,14 +372,18 @@ class _Scores(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, *parameters = ctx.saved_tensors
-        needs_hidden, _, *needs = ctx.needs_input_grad
-        trained = [p for p, is_needed in zip(parameters, needs, strict=True) if is_needed]
         weights = torch.stack(grads[:2])
-        scores = _ChunkScores(weights.new_empty(3, weights.shape[1]), weights)
-        _, d_hidden, sums = ctx.chunks.run(hidden, trained, needs_hidden=needs_hidden, scores=scores)
-        by_parameter = iter(sums)
-        return (d_hidden, None, *(next(by_parameter) if is_needed else None for is_needed in needs))
+        return _again(ctx, scores=_ChunkScores(weights.new_empty(3, weights.shape[1]), weights))
+
+
+def _again(ctx: Any, **options: Any) -> tuple[Tensor | None, ...]:
+    """The chunks once more, for the gradients of what was saved. options: of `_Chunks.run`."""
+    hidden, *parameters = ctx.saved_tensors
+    needs_hidden, _, *needs = ctx.needs_input_grad
+    trained = [p for p, is_needed in zip(parameters, needs, strict=True) if is_needed]
+    _, d_hidden, sums = ctx.chunks.run(hidden, trained, needs_hidden=needs_hidden, **options)
+    by_parameter = iter(sums)
+    return (d_hidden, None, *(next(by_parameter) if is_needed else None for is_needed in needs))
 
 
 def _scaled(tensor: Tensor, factor: Tensor) -> Tensor:
