@@ -65,7 +65,8 @@ def _data(options: argparse.Namespace) -> None:
         check_picture(Path(options.plot))
     model = read_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
     tokenizer, notes = tokenizer_of(config), list[str]()
-    data = read_data(config, paths, tokenizer, model, say=notes.append)
+    categories = config.data.eval_categories if options.eval else "all"
+    data = read_data(config, paths, tokenizer, model, say=notes.append, categories=categories)
     data = data.first(config.data.eval_limit) if options.eval else data
     found, console = summary(data), Console()
     for index in range(min(options.show, len(data))):

@@ -12,7 +12,14 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from meshlora.cli.arguments import add_local_rank, add_run_file, checked_place, run_file_words
+from meshlora.cli.arguments import (
+    add_json,
+    add_local_rank,
+    add_run_file,
+    checked_place,
+    run_file_words,
+    write_result,
+)
 from meshlora.common.errors import UserError
 from meshlora.common.reading import path_argument
 from meshlora.common.tasks import CAUSAL
@@ -40,7 +47,7 @@ def add(commands: Any) -> None:
         action="store_true",
         help="also continue the prompts, divided among the ranks, and score the texts",
     )
-    evaluate.add_argument("--json", metavar="FILE", help="write the result")
+    add_json(evaluate)
     evaluate.add_argument(
         "--hypotheses", metavar="FILE", help="write generated texts, a line each (default hypotheses.txt in the output)"
     )
@@ -59,7 +66,6 @@ def add(commands: Any) -> None:
 
 def _evaluate(options: argparse.Namespace) -> None:
     from meshlora.comm.groups import leave, on_gpus
-    from meshlora.common.files import write_json_atomically
     from meshlora.train.edge import launched_by_us, leave_result, rank_edge
     from meshlora.train.evaluate import adapter_of_run, evaluate, prepare_evaluation
     from meshlora.train.generated import prepare_prompts
@@ -93,8 +99,7 @@ def _evaluate(options: argparse.Namespace) -> None:
                 leave()
                 return
         _show(result)
-        if options.json:
-            write_json_atomically(Path(options.json), result)
+        write_result(options, result)
         leave()
 
 

@@ -85,7 +85,7 @@ def first_run(wish: Wish, *, file: Path, schema: str = "") -> str:
         "# Written by meshlora init; every key: docs/run-file.md. It is started by",
         f"#   {start}",
     ]
-    return "\n".join([*head, "", *_lines(values, _notes(wish, seen, lengths, max_length, plan))]) + "\n"
+    return "\n".join([*head, "", *_lines(values, _notes(seen, lengths, max_length, plan))]) + "\n"
 
 
 def _look(wish: Wish) -> _Seen:
@@ -204,7 +204,7 @@ def _plan(wish: Wish, seen: _Seen, values: dict[str, Any], max_length: int) -> _
     return found
 
 
-def _notes(wish: Wish, seen: _Seen, lengths: np.ndarray, max_length: int, plan: _Planned) -> dict[str, str]:
+def _notes(seen: _Seen, lengths: np.ndarray, max_length: int, plan: _Planned) -> dict[str, str]:
     """Key of the run file -> the reason for its value."""
     cut, data, facts = int((lengths > max_length).sum()), seen.data.train, facts_of(seen.config.model.path)
     what = "pairs" if seen.goal == "dpo" else "sequences"

@@ -115,14 +115,7 @@ def _run(options: argparse.Namespace, rates: Sequence[float], output: Path) -> M
     own |= {"output": json.dumps(str(output))}
     overrides = [f"train.{name}={value}" for name, value in own.items()]
     overrides += [*(f"data.{name}=null" for name in _WITHOUT_DATA), "data.eval_categories=all"]
-    given: dict[str, Any] = {
-        "resume": None,
-        "resume_despite": [],
-        "stopped_exit_code": 0,
-        "hardware": None,
-        "watch": False,
-        "json": None,
-    }
+    given: dict[str, Any] = {"resume": None, "resume_despite": [], "hardware": None, "watch": False, "json": None}
     words = argparse.Namespace(**vars(options) | given | {"overrides": [*options.overrides, *overrides]})
     read_run(words.file, words.overrides)  # refuses several adapters
     try:
@@ -138,10 +131,10 @@ def _run(options: argparse.Namespace, rates: Sequence[float], output: Path) -> M
 
 def _losses(file: Path) -> list[float]:
     """The losses of the steps, up to the first that is not finite."""
+    from meshlora.train.watch.metrics import lines_until
+
     found: list[float] = []
-    if not file.is_file():
-        return found
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in lines_until(file, _MOST_STEPS)[0]:
         step = json.loads(line)
         if "eval_tokens" in step:
             continue

@@ -78,10 +78,10 @@ def _train(options: argparse.Namespace) -> None:
         raise UserError(given, rule, "use one of 3 to 125, as in 85; or 0, as for a run that is done")
     check_json(options)
     if options.nproc is not None:
-        start(options)
-        return
-    with rank_edge(is_watched=True) as watch, contextlib.ExitStack() as held:
-        is_done = _train_as_rank(options, place, watch, held)
+        is_done = start(options)
+    else:
+        with rank_edge(is_watched=True) as watch, contextlib.ExitStack() as held:
+            is_done = _train_as_rank(options, place, watch, held)
     if not is_done and options.stopped_exit_code:  # out here: to the other ranks this one has ended well
         raise SystemExit(options.stopped_exit_code)
 
@@ -121,8 +121,6 @@ def start(options: argparse.Namespace) -> bool:
             said = launch(words, nproc=options.nproc, command=options.words, timeout_s=timeout_s)
         is_done = said is not False
         _write(options, runs, is_done=is_done)
-    if not is_done and options.stopped_exit_code:
-        raise SystemExit(options.stopped_exit_code)
     return is_done
 
 

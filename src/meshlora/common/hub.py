@@ -43,6 +43,7 @@ Kind = Literal["model", "config", "adapter", "dataset"]
 # The user's own `HF_HUB_OFFLINE`, where the command line has set it for all libraries.
 CHOICE = "MESHLORA_HF_HUB_OFFLINE"
 
+HEADER = re.compile(r"---\s*\n(.*?\n)---\s*\n", re.DOTALL)  # of a card
 _NAME = re.compile(r"(?P<name>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?", re.ASCII)
 _SNAPSHOT = re.compile(r"models--(?P<name>[\w.-]+--[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})", re.ASCII)
 _DATASET = re.compile(r"(?P<name>[^:]+)(:((?P<config>[\w.-]+)/)?(?P<split>[\w.-]+))?", re.ASCII)
@@ -291,7 +292,7 @@ def _declared(readme: Path, config: str) -> dict[str, list[str]] | None:
     """
     if not readme.is_file():
         return None
-    header = re.match(r"---\s*\n(.*?\n)---\s*\n", read_text(readme, most_bytes=_INDEX_BYTES), re.DOTALL)
+    header = HEADER.match(read_text(readme, most_bytes=_INDEX_BYTES))
     try:
         values = parse_yaml(header[1]) if header else None
     except ValueError as error:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -24,7 +23,7 @@ import yaml
 
 from meshlora.common.errors import UserError, one_line
 from meshlora.common.files import read_json
-from meshlora.common.hub import endpoint, is_name, is_offline, online_environment, without_secrets
+from meshlora.common.hub import HEADER, endpoint, is_name, is_offline, online_environment, without_secrets
 from meshlora.common.lifetime import end_with
 from meshlora.common.reading import parse_yaml, read_text
 
@@ -44,7 +43,6 @@ _PATTERNS = (
     ),
     "sentencepiece.bpe.model",
 )
-_HEADER = re.compile(r"---\s*\n(.*?\n)---\s*\n", re.DOTALL)
 _LOG_IN = "hf auth login, or HF_TOKEN, with a token that may write"
 
 
@@ -125,7 +123,7 @@ def _name_base(folder: Path, base: str) -> None:
         return
     try:
         text = read_text(card)
-        found = _HEADER.match(text)
+        found = HEADER.match(text)
         header = parse_yaml(found[1]) if found else {}
     except ValueError as error:
         raise UserError(f"{_CARD}", f"its header is not readable YAML ({error})") from None

@@ -268,8 +268,9 @@ class _Chat:
         if self.has_markers and trained == of_assistant and not out:
             return text, marked, []
         needed = [index for index in of_assistant if index in (*trained, *out)]
-        derive = self._marked_turns if self.has_markers else self._derived_turns
-        found = derive(needed, text, marked) if needed else {}
+        found = dict[int, Span]()
+        if needed:
+            found = self._marked_turns(needed, marked) if self.has_markers else self._derived_turns(needed, text)
         others = self._turns_of_others([index for index in (*trained, *out) if index not in of_assistant], text)
         spans = found | others
         of_each = [[spans[index] for index in own if index in spans] for own in (trained, out)]
@@ -299,7 +300,7 @@ class _Chat:
             raise ValueError(f"its text is longer than {_MAX_CHARACTERS:,} characters")
         return text, spans[0] if self.has_markers else []
 
-    def _marked_turns(self, needed: list[int], text: str, marked: list[Span]) -> dict[int, Span]:
+    def _marked_turns(self, needed: list[int], marked: list[Span]) -> dict[int, Span]:
         """The span of each of the assistant's turns `needed`, after checking that there is one span per turn: their
         number must grow with each turn.
         """
@@ -314,7 +315,7 @@ class _Chat:
                 )
         return {index: span for index, span in zip(turns, marked, strict=True) if index in needed}
 
-    def _derived_turns(self, needed: list[int], text: str, _: list[Span]) -> dict[int, Span]:
+    def _derived_turns(self, needed: list[int], text: str) -> dict[int, Span]:
         """The spans of the assistant's turns `needed` in `text`, the whole rendered conversation, for a template
         without markers.
         """

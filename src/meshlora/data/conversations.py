@@ -71,11 +71,15 @@ def _checked_message(value: object, where: str) -> dict[str, Any]:
         if role == "assistant" and is_empty and calls is None:
             raise MalformedError(f"{where} is an assistant turn with empty content")
     _set_weight(message, where)
+    _check_json(message, where)
+    return message
+
+
+def _check_json(value: object, where: str) -> None:
     try:
-        json.dumps(message)
+        json.dumps(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise MalformedError(f"{where} holds what JSON cannot: {error}") from None
-    return message
 
 
 def _role(message: Mapping[str, Any], where: str) -> str:
@@ -189,10 +193,7 @@ def checked_tools(value: object) -> tuple[dict[str, Any], ...] | None:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise MalformedError(f"tools[{index}] is no function with a name")
-        try:
-            json.dumps(tool)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise MalformedError(f"tools[{index}] holds what JSON cannot: {error}") from None
+        _check_json(tool, f"tools[{index}]")
         tools.append(dict(tool))
     return tuple(tools) or None
 

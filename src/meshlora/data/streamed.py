@@ -18,8 +18,7 @@ from meshlora.data.chat import UnnamedKeys
 from meshlora.data.formats import RECORDS
 from meshlora.data.records import Record
 from meshlora.data.sources import each_row
-from meshlora.data.tokenization import TokenizedDataset, check_vocabulary, token_blocks
-from meshlora.data.too_long import Taken
+from meshlora.data.tokenization import TokenizedDataset, check_vocabulary, taken_of, token_blocks
 from meshlora.data.train_on import TrainOn
 
 if TYPE_CHECKING:
@@ -79,14 +78,11 @@ def read_streamed(
             raise UserError("data", "the files changed while they were read", "start again")
 
     arrays = mapped(cache_dir, key, blocks, num_records=seen.number, max_length=max_length)
-    long, sources = arrays.pop("too_long"), arrays["sources"]
 
     def record_at(index: int) -> Record:
         return next(itertools.islice(records(), index, None))
 
-    dropped = seen.number - len(sources) if too_long == "drop" else 0
-    first = record_at(int(long[0])).origin if len(long) else ""
-    taken = Taken(seen.number, max_length, too_long, len(long), dropped, first)
+    taken = taken_of(arrays, record_at, seen.number, max_length=max_length, too_long=too_long)
     parts: dict[str, Any] = {**arrays, "taken": taken}
     tokens = TokenizedDataset(**parts)
     if words := taken.words(len(tokens)):

@@ -214,17 +214,9 @@ def tokenize(
         arrays = make()
     for array in arrays.values():
         array.flags.writeable = False  # sequences are views of these
-    long = arrays.pop("too_long")
+    taken = taken_of(arrays, records.__getitem__, len(records), max_length=max_length, too_long=too_long)
     if images is not None:
         images = dataclasses.replace(images, files=[images.files[index] for index in arrays["sources"]])
-    taken = Taken(
-        len(records),
-        max_length,
-        too_long,
-        num_too_long=len(long),
-        num_dropped=len(records) - len(arrays["sources"]) if too_long == "drop" else 0,
-        first=records[int(long[0])].origin if len(long) else "",
-    )
     parts: dict[str, Any] = arrays | {"further": images, "taken": taken, "rows_per_example": rows_per_example}
     tokens = TokenizedDataset(**parts)
     if say is not None and (words := taken.words(len(tokens))):
@@ -278,6 +270,16 @@ def check_vocabulary(tokens: TokenizedDataset, record_at: Callable[[int], Record
 
 def _outside(record: Record, token: int, rule: str) -> UserError:
     return UserError(f"{record.origin}: token {token}", rule, "is it the tokenizer of another model?")
+
+
+def taken_of(
+    arrays: Arrays, record_at: Callable[[int], Record], number: int, *, max_length: int, too_long: str
+) -> Taken:
+    """What became of `number` records. Takes the indices `too_long` out of `arrays`."""
+    long = arrays.pop("too_long")
+    dropped = number - len(arrays["sources"]) if too_long == "drop" else 0
+    first = record_at(int(long[0])).origin if len(long) else ""
+    return Taken(number, max_length, too_long, num_too_long=len(long), num_dropped=dropped, first=first)
 
 
 def _flat_arrays(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, **options: Any) -> Arrays:

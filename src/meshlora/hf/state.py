@@ -53,13 +53,12 @@ def read_adapter_into(model: Any, folder: Path) -> None:
         rule = "it is of another adapter" + (f": {other[0]} is on one side only" if other else ", by its shapes")
         raise UserError(f"{folder}", rule, "resume with the adapter's own options")
     full, trained = read_factors(planned, state.whole.plan)
-    values = {
+    values = trained | {
         planned.targets[name].name_of(part): value for name, parts in full.items() for part, value in parts.items()
     }
     with torch.no_grad():
         for factor in active_factors(model):
-            value = {**values, **trained}[factor.name]
-            factor.parameter.copy_(local_part(value, factor.rule, state.mesh))
+            factor.parameter.copy_(local_part(values[factor.name], factor.rule, state.mesh))
 
 
 def write_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:

@@ -233,8 +233,12 @@ class OnMesh(_Trainer):
         loss, logits, labels = super().prediction_step(*args, **options)
         if loss is not None:
             loss = self._of_all(loss)
-        if self._added:
-            logits, labels = (_without(value, self._added) for value in (logits, labels))
+        if self._added:  # for sp and cp: from logits `[B, S + added, V]` and labels `[B, S + added]`
+
+            def own(found: Tensor) -> Tensor:
+                return found[:, : -self._added] if found.ndim >= 2 else found
+
+            logits, labels = (recursively_apply(own, value) for value in (logits, labels))
         if self._stands_in:
             logits, labels = (recursively_apply(lambda found: found[:0], value) for value in (logits, labels))
         return loss, logits, labels
@@ -278,13 +282,6 @@ class MeshTrainer(OnMesh, Trainer):
     """`transformers.Trainer` for a model of `meshlora.load`, on dp, tp, sp, cp, ep and etp: same arguments, data,
     callbacks, evaluation, checkpoints, and the adapter of one process. See `OnMesh`.
     """
-
-
-def _without(value: Any, added: int) -> Any:
-    """Logits `[B, S + added, V]` or labels `[B, S + added]` without what was added for sp."""
-    if isinstance(value, tuple | list):
-        return type(value)(_without(one, added) for one in value)
-    return value[:, :-added] if isinstance(value, Tensor) and value.ndim >= 2 else value
 
 
 def _seed_worker(worker_id: int) -> None:

@@ -17,7 +17,7 @@ What is written over is told to autograd: a graph that had saved it ends with an
 from __future__ import annotations
 
 from collections import Counter
-from types import CodeType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -222,8 +222,7 @@ class FusedGate(Function):
 
 
 def _digest(function: Any) -> str:
-    code = getattr(function, "__code__", None)
-    return digest(code) if isinstance(code, CodeType) and isinstance(function, FunctionType) else ""
+    return digest(function.__code__) if isinstance(function, FunctionType) else ""
 
 
 def _is_computed(x: Tensor) -> bool:

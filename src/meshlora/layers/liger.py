@@ -132,8 +132,8 @@ class _Drawn:
         return to_device(rounded, self.device), rounded.double()
 
 
-def check_kernels(kernels: Kernels, device: torch.device, dtype: torch.dtype, *, rows: Sequence[int] = ()) -> None:
-    """Compare each of `kernels` with its definition in float64, both ways. rows: how many of them for norms.
+def check_kernels(kernels: Kernels, device: torch.device, dtype: torch.dtype) -> None:
+    """Compare each of `kernels` with its definition in float64, both ways.
 
     Raises:
         UnsupportedError: one gives other numbers, or does not run.
@@ -142,7 +142,7 @@ def check_kernels(kernels: Kernels, device: torch.device, dtype: torch.dtype, *,
     limit = max(_ROUNDINGS * torch.finfo(dtype).eps, _LEAST)
     many = (_MANY_ROWS,) if device.type == "cuda" else ()
     for name, check in (
-        ("norm", lambda: _of_norms(kernels, drawn, rows or (6, *many))),
+        ("norm", lambda: _of_norms(kernels, drawn, (6, *many))),
         ("rotation", lambda: _of_rotation(kernels, drawn)),
         ("gate", lambda: _of_gates(kernels, drawn)),
     ):

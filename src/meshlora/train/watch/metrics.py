@@ -147,7 +147,7 @@ class Reporter:
             self._times_s.append(metrics.step_time_s)
             values["planned_step_time_s"] = self.planned.step_time_s
             timed = f"  {_time(metrics.step_time_s)} (planned {_time(self.planned.step_time_s)})"
-        self._write({name: value for name, value in {**values, **metrics.means}.items() if _is_value(value)})
+        self._write({**values, **metrics.means})
         speed = metrics.tokens / max(metrics.step_time_s, 1e-9)
         means = "".join(f"  {name} {value:.4g}" for name, value in metrics.means.items())
         skipped = "  left out" if metrics.skipped else ""
@@ -183,7 +183,7 @@ class Reporter:
         for name, value in (means or {}).items():
             values[f"eval_{name}"] = value
             shown += f"  {name} {value:.4f}"
-        self._write({name: value for name, value in values.items() if _is_value(value)})
+        self._write(values)
         self.say(f"step {step}/{self.steps}  eval loss {loss:.4f}{shown}")
 
     @contextlib.contextmanager
@@ -217,6 +217,7 @@ class Reporter:
 
     def _write(self, values: dict[str, object]) -> None:
         assert self._file is not None
+        values = {name: value for name, value in values.items() if _is_value(value)}
         for tracker in self._trackers:
             tracker.log(*tracked(values))
         line = (json.dumps(values) + "\n").encode()
