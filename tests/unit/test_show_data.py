@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from meshlora.cli.main import main
-from meshlora.data import tokenize
+from meshlora.data import read_records, tokenize
+from meshlora.data.nlg import of_categories
 from meshlora.data.summary import parts, summary
 from tests.unit.mistakes import Setup
 from tests.unit.records import MARKED, TWO_TURNS, make_tokenizer, pair
@@ -88,3 +89,23 @@ def test_wrong_request_is_one_line(
     setup.write()
     assert main(["data", str(setup.folder / "run.yaml"), *words]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_held_out_records_are_those_that_are_evaluated(setup: Setup, tmp_path: Path) -> None:
+    webnlg = Path(__file__).parents[1] / "recorded" / "webnlg.json"
+    number = len(of_categories(read_records(webnlg), "unseen"))
+    file = tmp_path / "numbers.json"
+    options = [
+        "--set",
+        f"data.eval={webnlg}",
+        "--set",
+        "data.eval_categories=unseen",
+        "--set",
+        "data.train_on=everything",
+        "--set",
+        "data.too_long=truncate",
+    ]
+    setup.write()
+    main(["data", str(setup.folder / "run.yaml"), "--eval", "--show", "0", "--json", str(file), *options])
+    assert 0 < number < len(read_records(webnlg))
+    assert json.loads(file.read_text())["records"] == number
