@@ -200,6 +200,8 @@ def planned_step(runs: Mapping[str, Any], gpu: Any) -> Any:
     padded = [int(lengths[first : first + rows].max()) for first in range(0, len(lengths), rows)]
     of_rows = lengths if data.packing == "auto" else padded
     try:
+        if len(lengths) == 0:
+            raise UnsupportedError("this run", "plans are of data that are known beforehand")
         if len(runs) > 1 or train.objective.kind != "sft" or run.blueprint.dtype.itemsize > 4:
             raise UnsupportedError("this run", "plans are of one adapter, train.objective=sft, at most four bytes")
         seq = data.max_length if data.packing is True else round(sum(of_rows) / len(of_rows))

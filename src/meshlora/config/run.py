@@ -130,6 +130,8 @@ class DataConfig:
         separator: text between prompt and completion, special tokens included, as in <|endoftext|>.
         eval_categories: of WebNLG, the records of eval whose category is in its training data, or is not.
         streaming: records are not held in memory, and tokens stay in the file of the cache.
+        follow_s: train is a folder of rollouts that grows, one file a step (`data.stream`); a step waits this long for
+            its file.
         cache_dir: folder of tokenised files.
         eval_limit: use only the first N examples of eval. sample_prompts: prompts continued at `train.sample_every`;
             default: the first prompts of eval.
@@ -149,6 +151,7 @@ class DataConfig:
     separator: str = ""
     eval_categories: Literal["all", "seen", "unseen"] = "all"
     streaming: bool = False
+    follow_s: float | None = number(None, "above 0", most=10**7)
     cache_dir: str = str(CACHE / "tokens")
     eval_limit: int | None = number(None, "at least 1", most=10**12)
     sample_prompts: list[str] | None = None
@@ -494,7 +497,23 @@ class RunConfig:
         }
         if self.data.streaming and (option := next((option for option, is_given in held.items() if is_given), None)):
             raise UserError(f"data.streaming with {option}", "its records are held in memory", "leave out one of them")
+        if self.data.follow_s is not None:
+            self._check_stream()
         Topology.parse(self.topology)
+
+    def _check_stream(self) -> None:
+        """Refuse, for data that come step by step, what needs all of them beforehand."""
+        given, train = f"data.follow_s={self.data.follow_s:g}", self.train
+        if train.objective.reader != "rollouts":
+            rule = f"a stream holds rollouts, which train.objective={train.objective.kind} does not read"
+            raise UserError(given, rule, "give an objective that trains on rollouts, or leave it out")
+        if not isinstance(self.data.train, str):
+            raise UserError(given, "a stream is one folder", "give data.train as its path")
+        if train.epochs is not None:
+            raise UserError(f"{given} with train.epochs", "a stream has no epochs", "give train.steps")
+        if train.routing_record or train.routing_replay:
+            rule = "such a record is of data that are known beforehand"
+            raise UserError(f"{given} with train.routing_record or train.routing_replay", rule, "leave them out")
 
     def _check_task(self) -> None:
         """Refuse what only a language model has, for objectives of other models."""

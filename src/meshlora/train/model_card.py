@@ -85,8 +85,12 @@ def _rows(run: Prepared, base: str, commit: str, done: int, eval_loss: float | N
     start = f"{_cell(Path(config.adapter).name)}, " if config.adapter is not None else ""
     rows = {
         "base": _cell(base) + (f", commit {_cell(commit)}" if commit else ""),
-        "data": f"{_names(config.data.train)}: {len(run.train_data):,} sequences, "
-        f"{run.train_data.num_trained_tokens:,} trained tokens",
+        "data": _names(config.data.train)
+        + (
+            ": rollouts, a file a step"
+            if config.data.follow_s is not None
+            else f": {len(run.train_data):,} sequences, {run.train_data.num_trained_tokens:,} trained tokens"
+        ),
     }
     if config.data.eval is not None:
         loss = "" if eval_loss is None else f": loss {eval_loss:.4f}"

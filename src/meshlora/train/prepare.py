@@ -41,6 +41,7 @@ from meshlora.train.checkpoint.identity import Contents, contents, identity
 from meshlora.train.checkpoint.manifest import Saved
 from meshlora.train.checkpoint.resuming import going_on
 from meshlora.train.early_stopping import Patience, losses_until
+from meshlora.train.followed import no_tokens, stream_of
 from meshlora.train.packing_check import check_packing
 from meshlora.train.recompute import check_recompute
 from meshlora.train.routing import check_routing, step_file
@@ -96,7 +97,7 @@ class Prepared:
 
     @property
     def batches(self) -> GlobalBatches:
-        """The global order of the training examples."""
+        """The global order of the training examples, where they are known before the run."""
         return GlobalBatches(
             self.train_data.num_examples, self.config.train.batch_size, self.config.train.seed, self.train_data.parts
         )
@@ -169,13 +170,15 @@ def read_run_data(config: RunConfig, blueprint: Blueprint) -> RunData:
     tokenizer = tokenizer_of(config)
     check_fits(tokenizer, blueprint, max_length=config.data.max_length)
     notes: list[str] = []
+    files = None if stream_of(config) is not None else config.data.train
     train_data, eval_data = (
         read_data(config, paths, tokenizer, blueprint.config, say=notes.append, categories=categories)
         if paths is not None
         else None
-        for paths, categories in ((config.data.train, "all"), (config.data.eval, config.data.eval_categories))
+        for paths, categories in ((files, "all"), (config.data.eval, config.data.eval_categories))
     )
-    assert train_data is not None
+    if train_data is None:
+        train_data = no_tokens()
     check_images(config, [data.images for data in (train_data, eval_data) if data is not None])
     check_vision(blueprint, train_data.images)
     return RunData(
@@ -317,6 +320,7 @@ def read_output(run: Prepared, *, resume: str | None, despite: Collection[str] =
     own = {name: value for name, value in run.identity.items() if name not in run.files}
     options = run.config.train
     output, patience, every = Path(options.output), options.early_stopping, options.eval_every
+    stream = stream_of(run.config)
     found = going_on(
         output,
         resume,
@@ -324,7 +328,10 @@ def read_output(run: Prepared, *, resume: str | None, despite: Collection[str] =
         identity=own,
         files=run.files,
         despite=despite,
-        stops_early=lambda step: Patience(patience, losses_until(output / "metrics.jsonl", step, every)).is_out,
+        stops_early=lambda step: (
+            Patience(patience, losses_until(output / "metrics.jsonl", step, every)).is_out
+            or (stream is not None and stream.num_steps == step)
+        ),
     )
     return dataclasses.replace(
         run,

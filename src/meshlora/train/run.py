@@ -34,6 +34,7 @@ from meshlora.model.weights import checkpoint_files
 from meshlora.train.checkpoint.identity import Contents, identity_of_contents
 from meshlora.train.checkpoint.retention import MERGED, clear_leftovers, set_aside
 from meshlora.train.edge import be_deterministic, hear_no_more, noticing_signals, say_in_training
+from meshlora.train.followed import stream_of
 from meshlora.train.prepare import Prepared
 from meshlora.train.trainer import Trainer
 from meshlora.train.watch.metrics import Planned, Reporter
@@ -216,9 +217,11 @@ def introduce(run: Prepared, notes: list[str], reporter: Reporter, held_bytes: i
     """Report what is trained and the starting point, before the first step. held_bytes: of weights on a rank."""
     for note in notes:
         reporter.say(note)
+    stream = stream_of(run.config)
+    data = f"{len(run.train_data):,} sequences" if stream is None else f"rollouts as they come to {stream.folder}"
     reporter.say(
         f"{run.plan.model_type} on {run.topology}: {run.blueprint.trained.num_trainable:,} trainable parameters, "
-        f"{len(run.train_data):,} sequences, {run.steps:,} steps"
+        f"{data}, {run.steps:,} steps"
     )
     reporter.say(f"{run.blueprint.size}; weights take {held_bytes / 1e6:,.1f} MB of a rank's memory")
     for line in describe_targets(run.blueprint.trained.targets):

@@ -202,6 +202,7 @@ def _check_options(config: RunConfig) -> None:
         f"train.track={train.track}": bool({*train.track} - {"tensorboard"}),  # others: one run per process
         "train.routing_record": train.routing_record is not None,
         "train.routing_replay": train.routing_replay is not None,
+        "data.follow_s": config.data.follow_s is not None,
         f"train.objective={train.objective.kind}": train.objective.task != CAUSAL,
     }
     for option, is_given in given.items():

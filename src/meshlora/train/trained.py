@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from meshlora.common.float64 import lift
 from meshlora.common.versions import versions
 from meshlora.data import Batch, TokenizedDataset
 from meshlora.layers.tokens import Share
-from meshlora.text.tokenizer import add_tokenizer
+from meshlora.text.tokenizer import add_tokenizer, tokenizer_of
 from meshlora.train.batches import Batching
 from meshlora.train.checkpoint.manifest import CARD, Kind, Manifest, write_manifest
 from meshlora.train.checkpoint.resuming import FINISHED, FOLDER
@@ -35,11 +36,12 @@ from meshlora.train.checkpoint.retention import Keeping, folder_name
 from meshlora.train.checkpoint.state import restore_optimizer, state_writer
 from meshlora.train.early_stopping import Patience, losses_until
 from meshlora.train.evaluate import mean_loss, perplexity
+from meshlora.train.followed import Followed, stream_of
 from meshlora.train.loss_scale import LossScale
 from meshlora.train.model_card import model_card
 from meshlora.train.objectives import Point, first_pass
 from meshlora.train.optimizer import learning_rate, parameter_groups
-from meshlora.train.prepare import Prepared
+from meshlora.train.prepare import Prepared, read_data
 from meshlora.train.watch.metrics import Reporter
 from meshlora.train.watch.replicas import check_replicas
 from meshlora.train.watch.samples import FILE as SAMPLES
@@ -66,7 +68,8 @@ class TrainedAdapter:
     def __post_init__(self) -> None:
         options = self.run.config.train
         self.mesh = runtime(self.model).mesh
-        self.batches = self.run.batches
+        self.followed = self._followed()
+        self.batches = None if self.followed is not None else self.run.batches
         self.output = Path(options.output)
         self.last_saved: Path | None = None
         self.updates, self.skipped_in_row = 0, 0
@@ -111,6 +114,42 @@ class TrainedAdapter:
     def is_done(self) -> bool:
         """Whether no step is left, or the run has stopped early."""
         return self.done >= self.run.steps or self.stops_early
+
+    @property
+    def step_data(self) -> tuple[TokenizedDataset, np.ndarray]:
+        """(data, indices of the examples) of its next step. Of a stream: after `fetch`."""
+        if self.followed is not None:
+            return self.followed.current
+        assert self.batches is not None
+        return self.run.train_data, self.batches.batch(self.done)
+
+    def fetch(self, asked: threading.Event) -> bool:
+        """Make sure of the data of its next step. Returns False if there is none: the stream has ended, or a rank was
+        asked to stop while it waited; a checkpoint is then there to resume from. Collective."""
+        if self.followed is None:
+            return True
+        state = self.followed.fetch(self.done + 1, asked)
+        if state == "ended":
+            self.stops_early = True
+            self.reporter.say(f"the stream has ended after {self.done:,} of {self.run.steps:,} steps")
+        if state == "asked":
+            self.is_to_stop = True
+            if self.done and self.last_saved != self.output / FOLDER / folder_name(self.done):
+                self._save_checkpoint(self.done, is_best=False, loss=None)
+        return state == "there"
+
+    def _followed(self) -> Followed | None:
+        """The steps of the stream that the run follows, if it does."""
+        config, stream = self.run.config, stream_of(self.run.config)
+        if stream is None:
+            return None
+        assert config.data.follow_s is not None
+        tokenizer, model = tokenizer_of(config), self.run.blueprint.config
+
+        def read(file: str) -> TokenizedDataset:
+            return read_data(config, file, tokenizer, model)
+
+        return Followed(stream, self.mesh, read, config.data.follow_s, config.train.batch_size)
 
     def in_use(self) -> contextlib.AbstractContextManager[None]:
         """Make it the adapter that is saved and evaluated inside the block."""

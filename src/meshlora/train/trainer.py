@@ -112,6 +112,14 @@ class Trainer:
                 if one.is_done:  # killed between its last checkpoint and its end
                     one.end()
         while left := [one for one in self.adapters if not one.is_done]:
+            if not all(one.fetch(self.stop) for one in left):
+                for one in left:
+                    if one.is_done:
+                        with one.in_use():
+                            one.end()
+                if any(one.is_to_stop for one in left):
+                    return False
+                continue
             for one, metrics in zip(left, self.train_step(left), strict=True):
                 one.done += 1
                 one.reporter.step(metrics)
@@ -132,7 +140,7 @@ class Trainer:
         for one in adapters:
             one.optimizer.zero_grad(set_to_none=True)
         sums = StepSums(self.mesh, [one.name for one in adapters])
-        steps = [(one.run.train_data, one.batches.batch(one.done)) for one in adapters]
+        steps = [one.step_data for one in adapters]
         batches = self._micro_batches(steps)
         for one, (data, indices) in zip(adapters, steps, strict=True):
             if one.objective.has_first_pass:
@@ -219,7 +227,7 @@ class Trainer:
         if one.name:
             one.leave_out(f"adapter {one.name}, step {one.done + 1}: {what}")
             return
-        data, indices = one.run.train_data, one.batches.batch(one.done)
+        data, indices = one.step_data
 
         def examples(dp_rank: int, number: int) -> list[int]:
             rows = self.batching.rows([(data, indices)], dp_rank=dp_rank)[number]

@@ -172,7 +172,7 @@ def _logits(trainer: Trainer) -> list[Tensor]:
     """Logits of the first step's micro-batches, from a plain call of the model: the loss never forms them."""
     model, (one,) = trainer.model, trainer.adapters
     found = []
-    for micro in trainer._micro_batches([(one.run.train_data, one.batches.batch(0))]):
+    for micro in trainer._micro_batches([one.step_data]):
         batch = micro.batch
         with trainer.masks([one], micro), lift(model.dtype == torch.float64):
             found.append(copy(_outputs(model, batch, one.objective)))

@@ -72,7 +72,7 @@ def schedule_begins_again(original: Any, self: TrainedAdapter, step: int, **rest
 @after(TrainedAdapter, "__post_init__", needs="resume")
 def order_begins_again(_: None, self: TrainedAdapter) -> None:
     """the next step takes the next sequences"""
-    batches, start = self.batches, self.start
+    batches, start = self.run.batches, self.start
 
     class Anew:
         def batch(self, step: int) -> Any:

@@ -1,0 +1,98 @@
+"""The steps of a run that follows a stream of rollouts: each waited for, and read, when its turn comes.
+
+Owns: waiting, with a limit, in agreement of all ranks; reading a step's file. Does not own: the stream
+(`data.stream`), the records (`data.rollouts`), making the rollouts (`meshlora.rl`), which only comes in by `make`.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+
+from meshlora.comm.collectives import all_gather
+from meshlora.comm.groups import Mesh
+from meshlora.common.errors import UserError
+from meshlora.config.run import RunConfig, paths_of
+from meshlora.data import TokenizedDataset
+from meshlora.data.stream import RolloutStream
+
+# How often a missing file is looked for: soon after the last look, later more rarely.
+_FIRST_LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0
+# What a rank sees. The largest number of all ranks decides, but for `THERE`, which all must see.
+_THERE, _MISSING, _ENDED, _ASKED = range(4)
+State = Literal["there", "ended", "asked"]
+
+
+def stream_of(config: RunConfig) -> RolloutStream | None:
+    """The stream that a run follows; None if its data are files."""
+    return RolloutStream(paths_of(config.data.train)[0]) if config.data.follow_s is not None else None
+
+
+def no_tokens() -> TokenizedDataset:
+    """The data of a run before its first step is read: none."""
+    return TokenizedDataset(np.empty(0, np.int32), np.empty(0, bool), np.zeros(1, np.int64))
+
+
+@dataclass
+class Followed:
+    """Steps of `stream`. Every rank calls `fetch`, and then has the step's data.
+
+    read: the tokens of a file. wait_s: how long a step may take to come. most: records that a step may have.
+    make: called on all ranks with a step that is missing, if this run makes its own rollouts.
+    """
+
+    stream: RolloutStream
+    mesh: Mesh
+    read: Callable[[str], TokenizedDataset]
+    wait_s: float
+    most: int
+    make: Callable[[int], None] | None = None
+    current: tuple[TokenizedDataset, np.ndarray] = field(default_factory=lambda: (no_tokens(), np.empty(0, np.int64)))
+
+    def fetch(self, step: int, asked: threading.Event) -> State:
+        """Wait for the data of `step`, counted from 1. asked: set once this rank is asked to stop. Collective.
+
+        Raises:
+            UserError: it did not come in time, or it is not what a step's file is.
+        """
+        if self.make is not None and self._seen(step, asked) == _MISSING:
+            self.make(step)
+        started, pause_s = time.monotonic(), _FIRST_LOOK_S
+        while (seen := self._seen(step, asked)) == _MISSING:
+            if time.monotonic() - started > self.wait_s:
+                raise UserError(
+                    f"{self.stream.file(step)}",
+                    f"it has not come within data.follow_s={self.wait_s:g}",
+                    "is what writes the rollouts still at work? Go on later with --resume auto",
+                )
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+        if seen == _THERE:
+            self.current = self._step(step)
+        return {_THERE: "there", _ENDED: "ended", _ASKED: "asked"}[seen]  # type: ignore[return-value]
+
+    def _seen(self, step: int, asked: threading.Event) -> int:
+        """What all ranks see, the same on all: a shared file system may show a file to some later. Collective."""
+        own = (
+            _ASKED
+            if asked.is_set()
+            else {"there": _THERE, "missing": _MISSING, "ended": _ENDED}[self.stream.state(step)]
+        )
+        return int(all_gather(torch.tensor([own], device=self.mesh.device), self.mesh.world).max())
+
+    def _step(self, step: int) -> tuple[TokenizedDataset, np.ndarray]:
+        file = self.stream.file(step)
+        data = self.read(str(file))
+        if data.num_examples > self.most:
+            raise UserError(
+                f"{file} with {data.num_examples} records",
+                f"a step has at most train.batch_size={self.most}",
+                "raise it, or write fewer a step",
+            )
+        return data, np.arange(data.num_examples, dtype=np.int64)
