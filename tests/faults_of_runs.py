@@ -90,14 +90,14 @@ OF_SEVERAL: dict[str, Fault] = {
     "seed_of_the_first": Fault(
         "the masks of an adapter are of its own seed",
         _TRAINER,
-        "adapters[own.number].share(own.batch.tokens)",
+        "adapters[own.number].share(own.batch)",
         _SHARE.format(seed="adapters[0].run.config.train.seed", step="adapters[own.number].done"),
         _SINGLE,
     ),
     "masks_of_the_step_of_the_first": Fault(
         "the masks of an adapter are of its own step",
         _TRAINER,
-        "adapters[own.number].share(own.batch.tokens)",
+        "adapters[own.number].share(own.batch)",
         _SHARE.format(seed="adapters[own.number].run.config.train.seed", step="adapters[0].done"),
         "tests/ranks/test_several_adapters.py::test_each_of_many_goes_on_from_its_own_last_checkpoint",
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import shutil
@@ -249,6 +250,9 @@ def test_what_is_not_proved_with_images_is_refused(processors: dict[str, Any], f
     check_images(run, [None])
     with pytest.raises(UnsupportedError, match=r"data.packing with images"):
         check_images(run, [None, data.images])
+    noisy = dataclasses.replace(run, data=DataConfig("t"), train=TrainConfig("out", steps=1, neftune_alpha=5.0))
+    with pytest.raises(UnsupportedError, match=r"train.neftune_alpha with images"):
+        check_images(noisy, [data.images])
     row = {"messages": ROWS[0]["messages"], "advantage": 1.0}
     with pytest.raises(UserError, match=r"a.jsonl:1: a record with an image: images are not read here"):
         read_rollouts(

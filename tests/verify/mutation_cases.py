@@ -477,6 +477,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "base_with_dropout": LOSS,
         },
     ),
+    "noise on embedded tokens": (
+        {"family": "llama", "topologies": ("dp=2",), "lora": _ALL, "neftune_alpha": 5.0, "steps": 2},
+        {
+            "noise_by_padded_length": ("forward", "model.embed_tokens", "noise on embedded tokens"),
+            "noise_drawn_by_each_rank": ("forward", "model.embed_tokens", "noise on embedded tokens"),
+            "noise_by_local_token": ("forward", "model.embed_tokens", "noise on embedded tokens"),
+            "noise_seed_ignored": ("forward", "model.embed_tokens", "noise on embedded tokens"),
+            "noise_same_in_every_step": ("deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "noise is that of another step"),
+        },
+    ),
     "keys and values that pass by": (
         {"family": "llama", "topologies": ("cp=3,ring",)},
         {

@@ -1,8 +1,9 @@
-"""Dropout masks as a pure function of (seed, optimizer step, module name, token, feature), without a generator.
+"""Dropout masks, and noise of embeddings, as a pure function of (seed, optimizer step, module name, token, feature).
 
-Owns: the function, and the numbering of tokens. Both sides of a proof use it, as they use the same sequences: it is an
-input of a run, like its seed. Does not own: which tokens and features a module sees (`layers.dropout`, and for the
-judge `oracle.dropout`), which dropouts a model has (`plan.dropout`).
+Owns: the functions, without a generator, and the numbering of tokens. Both sides of a proof use them, as they use the
+same sequences: they are an input of a run, like its seed. Does not own: which tokens and features a module sees
+(`layers.dropout` and `layers.noise`, and for the judge `oracle.dropout` and `oracle.noise`), which dropouts a model has
+(`plan.dropout`).
 
 Element (token t, feature f) is kept if 32 hashed bits compare with p. The hash is counter-based: no state, and any
 part of the matrix can be computed alone, in any order. A token contributes two 32-bit words, so that tokens that agree
@@ -12,6 +13,7 @@ in one of them still have unrelated rows. Wrapping integer arithmetic gives the 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -37,7 +39,16 @@ def token_numbers(places: Tensor, length: int) -> Tensor:
 
 def mask_key(seed: int, step: int, module: str) -> int:
     """The 64-bit key of the masks of `module` in optimizer step `step`, counted from 0."""
-    return int.from_bytes(hashlib.sha256(f"dropout:{seed}:{step}:{module}".encode()).digest()[:8], "big")
+    return _key(f"dropout:{seed}:{step}:{module}")
+
+
+def noise_key(seed: int, step: int) -> int:
+    """The 64-bit key of the noise on the embedded tokens in optimizer step `step`, counted from 0."""
+    return _key(f"neftune:{seed}:{step}")
+
+
+def _key(words: str) -> int:
+    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:8], "big")
 
 
 def keep_mask(key: int, tokens: Tensor, features: Tensor, p: float) -> Tensor:
@@ -46,18 +57,34 @@ def keep_mask(key: int, tokens: Tensor, features: Tensor, p: float) -> Tensor:
     tokens: int64 `[T]`, any values; features: int64 `[H]`, in [0, 2**32). p: in [0, 1).
     """
     assert 0.0 <= p < 1.0, p
-    first, second = _row_words(key, tokens).unsqueeze(-1)
-    columns = _signed(features * _GOLDEN)
     least = round(p * 2**32) - 2**31
     kept = torch.empty(len(tokens), len(features), dtype=torch.bool, device=tokens.device)
+    for block, hashed in _hashed(key, tokens, features):
+        torch.ge(hashed, least, out=kept[block])
+    return kept
+
+
+def uniform(key: int, tokens: Tensor, features: Tensor, dtype: torch.dtype) -> Tensor:
+    """`[T, H]`: for feature `features[h]` of token `tokens[t]` a number in (-1, 1), all 2**32 equally likely, with mean
+    0; rounded to `dtype`. Arguments as of `keep_mask`.
+    """
+    drawn = torch.empty(len(tokens), len(features), dtype=dtype, device=tokens.device)
+    for block, hashed in _hashed(key, tokens, features):
+        drawn[block] = hashed.to(torch.float64).add_(0.5).mul_(2.0**-31)
+    return drawn
+
+
+def _hashed(key: int, tokens: Tensor, features: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """(tokens, 32 hashed bits of each of their elements as int32 `[t, H]`), some tokens at a time."""
+    first, second = _row_words(key, tokens).unsqueeze(-1)
+    columns = _signed(features * _GOLDEN)
     rows = max(1, _BLOCK // max(1, len(features)))
     for start in range(0, len(tokens), rows):
         block = slice(start, start + rows)
         x = _xor_shift(first[block] + columns, 17).mul_(_BEFORE - 2**32)
         x = _xor_shift(x.bitwise_xor_(second[block]), 16).mul_(_FIRST)
         x = _xor_shift(x, 15).mul_(_SECOND - 2**32)
-        torch.ge(_xor_shift(x, 16), least, out=kept[block])
-    return kept
+        yield block, _xor_shift(x, 16)
 
 
 def _row_words(key: int, tokens: Tensor) -> Tensor:

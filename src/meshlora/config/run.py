@@ -255,13 +255,15 @@ class TrainConfig:
         weight_decay, beta1, beta2, eps: of AdamW.
         max_grad_norm: clipping threshold of the global gradient norm; 0: no clipping.
         objective: the training objective with its parameters: docs/objectives.md.
+        neftune_alpha: of the noise on embedded tokens in training, uniform within alpha / sqrt(tokens of the sequence *
+            width); 0: none.
         router_aux_loss_coef: weight of the routers' load-balancing loss; 0: not computed.
         recompute: activation checkpointing of decoder layers: none, full, or a number n: every n-th layer.
         routing_record: folder to record every token's experts in every step; routing_replay: folder of such a record,
             whose experts replace the routers' choices.
         lora_plus_ratio: LoRA+: the learning rate of B over that of A; None: the same for both.
         lora_plus_embedding_lr: LoRA+: the peak learning rate of factors on the embedding.
-        seed: of fresh factors, the order of the data and dropout.
+        seed: of fresh factors, the order of the data, dropout and noise.
         eval_every, save_every: in optimizer steps; 0: only at the end. log_every: steps between printed lines.
         keep_last: number of newest checkpoints kept, 0: all; keep_best: also keep the one with the lowest
             evaluation loss.
@@ -301,6 +303,7 @@ class TrainConfig:
     eps: float = number(1e-8, "above 0", most=_RATE)
     max_grad_norm: float = number(1.0, "not negative", most=1e30)
     objective: Objective = field(default_factory=Sft)
+    neftune_alpha: float = number(0.0, "not negative", most=_FACTOR)
     router_aux_loss_coef: float = number(0.0, "not negative", most=_FACTOR)
     recompute: str | int = number("none", most=10**6)
     routing_record: str | None = None

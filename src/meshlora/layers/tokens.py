@@ -51,13 +51,14 @@ class Share:
 
     Attributes:
         adapter: its name; None: the one in use. tokens: int64 `[B, S]`, their numbers in the adapter's optimizer step.
-        seed, step: of the adapter's run, for dropout masks.
+        seed, step: of the adapter's run, for dropout masks and noise. is_token: `[B, S]`, 0 at padding, for noise.
     """
 
     adapter: str | None
     tokens: Tensor
     seed: int = 0
     step: int = 0
+    is_token: Tensor | None = None
 
     def of_sequences(self) -> Share:
         """The first token of each sequence: what a module sees after pooling."""

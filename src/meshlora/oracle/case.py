@@ -30,7 +30,7 @@ _SOURCES = (
     *("config/objective.py", "plan/families/twin.py"),
     *(f"common/{name}.py" for name in ("compat", "float64", "masks", "routing")),
     *(f"oracle/{name}.py" for name in ("batches", "capture", "case", "dropout", "experts", "images", "inputs")),
-    "oracle/objectives.py",
+    *("oracle/noise.py", "oracle/objectives.py"),
     *(
         f"oracle/{name}.py"
         for name in ("ownership", "packed", "pieces", "quantized", "reference", "reference_case", "replay")
@@ -57,6 +57,7 @@ class Case:
         eps: AdamW's; near the size of a clipped gradient, so that AdamW does not turn the rounding of tiny elements
             into large steps, and a gradient of the wrong size shows in its update.
         router_aux_loss_coef: weight of the routers' load-balancing loss.
+        neftune_alpha: of the noise on embedded tokens.
         objective: the training objective. lora_plus_ratio, lora_plus_embedding_lr: LoRA+ options of the optimizer.
         columns, rows_per_example, targets, predicts_next: as in `TokenizedDataset`.
         attn_implementation: of both sides, as in transformers.
@@ -103,6 +104,7 @@ class Case:
     quantization: str | None = None
     kernels: Literal["liger", "none"] = "none"
     router_aux_loss_coef: float = 0.0
+    neftune_alpha: float = 0.0
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6
     pieces: dict[str, list[str]] = field(default_factory=dict)

@@ -22,12 +22,13 @@ class Masks:
     """Replaces the forward of every `nn.Dropout` in the PEFT model `model`. Outside `of_batch` nothing is dropped.
 
     seed: the run's. step: the optimizer step, from 0, set by the caller. rates: module -> dropout rate.
+    batch: that of the running training forward.
     """
 
     def __init__(self, model: nn.Module, *, seed: int) -> None:
         self.seed, self.step = seed, 0
         self.rates: dict[str, float] = {}
-        self._batch: MicroBatch | None = None
+        self.batch: MicroBatch | None = None
         for path, module in model.named_modules():
             if isinstance(module, nn.Dropout) and module.p > 0:
                 name = plain_name(path)
@@ -37,18 +38,18 @@ class Masks:
     @contextlib.contextmanager
     def of_batch(self, batch: MicroBatch) -> Iterator[None]:
         """Inside, forwards are training forwards of `batch`."""
-        self._batch = batch
+        self.batch = batch
         try:
             yield
         finally:
-            self._batch = None
+            self.batch = None
 
     def _forward(self, name: str, p: float) -> Any:
         def forward(input: Tensor) -> Tensor:
-            if self._batch is None:
+            if self.batch is None:
                 return input
-            batch_size, length = self._batch.input_ids.shape
-            place = torch.arange(batch_size, device=input.device) * self._batch.stride + self._batch.first_place
+            batch_size, length = self.batch.input_ids.shape
+            place = torch.arange(batch_size, device=input.device) * self.batch.stride + self.batch.first_place
             number = place[:, None] * 2**32 + torch.arange(length, device=input.device)
             if input.ndim == 2 and len(input) == batch_size:  # after pooling: a sequence counts as its first token
                 number = number[:, :1]

@@ -31,6 +31,7 @@ from meshlora.data import TokenizedDataset
 from meshlora.oracle.batches import MicroBatch, micro_batches_of
 from meshlora.oracle.dropout import Masks
 from meshlora.oracle.experts import PREFIX, adapted_stacks, output_side, plain_name, plain_names, share_adapters
+from meshlora.oracle.noise import add_noise
 from meshlora.oracle.objectives import contrast, embeddings, gained, load_balancing_loss, losses
 from meshlora.oracle.packed import load_base
 from meshlora.oracle.pieces import mask_of, pieces_of
@@ -202,6 +203,7 @@ def accumulate(
 def train(model: nn.Module, steps: Iterable[Sequence[MicroBatch]], settings: TrainConfig) -> list[float]:
     """AdamW over `steps`, each a list of micro-batches; returns the loss of each step."""
     masks = Masks(model, seed=settings.seed)
+    add_noise(model, masks, alpha=settings.neftune_alpha)
     optimizer = make_optimizer(model, settings)
     losses = []
     for step, (batches, rate) in enumerate(zip(steps, rates_of(settings), strict=False)):

@@ -27,6 +27,7 @@ from meshlora.oracle.case import Case
 from meshlora.oracle.dropout import Masks
 from meshlora.oracle.experts import adapted_stacks, expert_modules, in_experts
 from meshlora.oracle.inputs import write_adapter, write_twin
+from meshlora.oracle.noise import add_noise
 from meshlora.oracle.objectives import contrast
 from meshlora.oracle.ownership import fingerprints
 from meshlora.oracle.packed import load_base
@@ -104,6 +105,7 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
     freeze_outside_pieces(model, case.pieces)
     factors = trainable(model)
     settings, masks = case.train, Masks(model, seed=case.seed)
+    add_noise(model, masks, alpha=case.neftune_alpha)
     rates = rates_of(settings)
     optimizer = make_optimizer(model, settings)
     inner = model.get_base_model()

@@ -474,6 +474,7 @@ def check_images(config: RunConfig, images: Iterable[FurtherInputs | None]) -> N
     """
     given = {
         "data.packing": config.data.packing is True,
+        "train.neftune_alpha": config.train.neftune_alpha > 0,
         "train.routing_record": config.train.routing_record is not None,
         "train.routing_replay": config.train.routing_replay is not None,
     }

@@ -156,9 +156,9 @@ class TrainedAdapter:
         is_active = runtime(self.model).active == self.adapter
         return contextlib.nullcontext() if is_active else in_use(self.model, self.adapter)
 
-    def share(self, tokens: Tensor) -> Share:
-        """Its share of a forward of its next step. tokens: int64 `[B, S]`."""
-        return Share(self.adapter, tokens, self.run.config.train.seed, self.done)
+    def share(self, batch: Batch) -> Share:
+        """Its share of a forward of its next step: its rows, a batch of their own."""
+        return Share(self.adapter, batch.tokens, self.run.config.train.seed, self.done, batch.attention_mask)
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss times the loss scale, if there is one."""
@@ -242,7 +242,7 @@ class TrainedAdapter:
         """`objectives.first_pass` over the examples `indices` of its next step. Collective."""
 
         def masks(batch: Batch) -> contextlib.AbstractContextManager[None]:
-            return runtime(self.model).dropout.of([self.share(batch.tokens)], [self.adapter])
+            return runtime(self.model).dropout.of([self.share(batch)], [self.adapter])
 
         with lift(self.model.dtype == torch.float64):
             return first_pass(self.objective, self.model, self.batching, data, indices, masks)

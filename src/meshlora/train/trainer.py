@@ -29,6 +29,7 @@ from meshlora.adapter.attach import Factor, in_use, runtime, set_adapters
 from meshlora.common.float64 import lift
 from meshlora.data import Batch, TokenizedDataset
 from meshlora.layers.by_sequence import keep_apart
+from meshlora.layers.noise import add_noise
 from meshlora.plan.schedule import one_forward_one_backward
 from meshlora.train.allocator import keep_freed_memory, peak_memory_bytes
 from meshlora.train.balance import LoadBalancing
@@ -82,6 +83,8 @@ class Trainer:
         if self.mesh.topology.interleave > 1:
             self.batching = dataclasses.replace(self.batching, multiple=self.mesh.pp.size)
         recompute_layers(self.model, options.recompute)
+        if options.neftune_alpha:
+            add_noise(self.model.get_input_embeddings(), runtime(self.model).dropout, alpha=options.neftune_alpha)
         if self.mesh.device.type == "cpu":
             keep_freed_memory()
         coef = options.router_aux_loss_coef
@@ -245,7 +248,7 @@ class Trainer:
     def masks(self, adapters: Sequence[TrainedAdapter], micro: MicroBatch) -> contextlib.AbstractContextManager[None]:
         """Inside the block each adapter runs on its own rows, with the dropout of its own step in training mode."""
         return runtime(self.model).dropout.of(
-            [adapters[own.number].share(own.batch.tokens) for own in micro.owners],
+            [adapters[own.number].share(own.batch) for own in micro.owners],
             [one.adapter for one in adapters],
         )
 

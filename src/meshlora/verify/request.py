@@ -94,10 +94,10 @@ class Request:
         twin: shrink the model's configuration instead of reading its weights.
         topologies: as text; "auto" is every one that the model and the number of processes allow.
         lora: fields of `peft.LoraConfig`. default_dropout: lora_dropout of the default adapter, unless on experts.
-        dtype, steps, seed: of the run. micro_batch_size: sequences per micro-batch. objective, lora_plus_ratio,
-            lora_plus_embedding_lr, packing, quantization: as in a run file. recompute: of all layers. resume: our side
-            stops before its last step and resumes from its checkpoint. adapters: from 2 on, also prove that many
-            trained together, each against itself alone.
+        dtype, steps, seed: of the run. micro_batch_size: sequences per micro-batch. objective, neftune_alpha,
+            lora_plus_ratio, lora_plus_embedding_lr, packing, quantization: as in a run file. recompute: of all layers.
+            resume: our side stops before its last step and resumes from its checkpoint. adapters: from 2 on, also prove
+            that many trained together, each against itself alone.
         attn_implementation: as in transformers; None: its choice. kernels: of our side, as in a run file.
         router_aux_loss_coef: as in a run file; None: nonzero for a family with a load-balancing loss.
         images: some sequences have images, with random pixels.
@@ -126,6 +126,7 @@ class Request:
     quantization: str | None = None
     kernels: Literal["liger", "none"] = "none"
     router_aux_loss_coef: float | None = None
+    neftune_alpha: float = 0.0
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -215,6 +216,7 @@ class Proof:
             "pools_to_the_end": getattr(case.objective, "pooling", "cls") != "cls",
             case.objective.kind: True,
             "lora_plus": case.lora_plus_ratio is not None,
+            "noise": case.neftune_alpha > 0,
         }
         return has | {name for name, is_there in facts.items() if is_there}
 
@@ -449,6 +451,7 @@ def _check(request: Request) -> None:
         raise UserError(f"--adapters {request.adapters} with --resume", "several adapters are not proved with it")
     refused = {
         "--packing": request.packing,
+        "--neftune-alpha": request.neftune_alpha > 0,
         "--adapters": request.adapters > 1,
         f"--objective {objective.kind}": objective.task != CAUSAL,
     }

@@ -93,6 +93,8 @@ def _forward(case: Failure) -> str:
         if case.adds_up_over("tp"):
             return "the embedding is not summed over tp: each rank has the tokens of its own part of the vocabulary"
         return "a rank looks up rows of the embedding that are another's, or for tokens that are another's"
+    if case.is_embedding(name) and case.evidence.case.neftune_alpha:
+        return "the noise on embedded tokens is not that of one process: its size, or the tokens or seed that it is of"
     has_magnitude = f"{name}.lora_magnitude_vector" in case.evidence.reference.initial
     if has_magnitude and case.ratio is None and is_scaled_by_column(case.result.pieces, whole, case.tolerance):
         return "each output feature is scaled by a number of its own: DoRA's norm, of a part or without the adapter"
@@ -373,6 +375,7 @@ def _deltas(case: Failure) -> str:
     if wrong:
         return f"the learning rate of step {wrong[0] + 1} is {ours[wrong[0]]:.3g}, not {reference[wrong[0]]:.3g}"
     masks = "; or dropout has the masks of another step" if one.dropouts else ""
+    masks += "; or noise is that of another step" if case.evidence.case.neftune_alpha else ""
     return (
         "gradients, clipping and the reported learning rate are right: what the optimizer makes of them (its betas, "
         f"epsilon, weight decay, the rates of its groups, or the factors that it steps){masks}"
