@@ -12,6 +12,7 @@ import copy
 import dataclasses
 import functools
 import json
+import math
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -431,6 +432,8 @@ def _check(request: Request) -> None:
         raise UserError(f"--steps {request.steps}", "at least 1 optimizer step is needed")
     if request.micro_batch_size < 1:
         raise UserError(f"--micro-batch-size {request.micro_batch_size}", "at least 1 sequence is computed at once")
+    if not 0 <= request.neftune_alpha < math.inf:
+        raise UserError(f"--neftune-alpha {request.neftune_alpha}", "it must be a number that is not negative")
     if request.adapters < 1:
         raise UserError(f"--adapters {request.adapters}", "at least 1 adapter is trained")
     if request.resume and request.steps < 2:
