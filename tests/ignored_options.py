@@ -169,11 +169,24 @@ CAUGHT_BY: dict[str, str] = {
     **{
         f"train.objective.{option}": f"{_FORMULAS}[{option.partition('.')[0]}]"
         for option in (
-            *("sft.label_smoothing", "policy.clip_low", "policy.clip_high", "policy.kl_coef"),
+            "sft.label_smoothing",
             *("dpo.beta", "dpo.label_smoothing", "orpo.beta"),
             *("kto.beta", "kto.desirable_weight", "kto.undesirable_weight"),
         )
     },
+    **{
+        f"train.objective.{kind}.{option}": f"{_FORMULAS}[{kind}{case}]"
+        for kind in ("policy", "grpo")
+        for case, options_of_case in {
+            "": ("clip_low", "clip_high", "kl_coef", "importance_cap", "entropy_coef"),
+            "-of sequences": ("ratio",),
+            "-by a constant": ("loss", "kl", "mean_over", "max_completion_length"),
+        }.items()
+        for option in options_of_case
+    },
+    "train.objective.grpo.scale_rewards": (
+        "tests/unit/test_objectives.py::test_rewards_are_compared_within_their_group[batch-divisors2]"
+    ),
     **{
         f"train.objective.{option}": f"{_HEADS}::{test}"
         for option, test in {

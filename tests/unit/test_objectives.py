@@ -5,14 +5,16 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from meshlora.common.float64 import lift
-from meshlora.config.objective import KINDS, Dpo, Kto, Objective, Orpo, Policy, Sft
-from meshlora.data import Batch
+from meshlora.config.objective import Dpo, Grpo, Kto, Objective, Orpo, Policy, Sft
+from meshlora.data import Batch, TokenizedDataset
 from meshlora.train import losses, objectives
+from meshlora.train.advantages import with_advantages
 from meshlora.train.objectives import Seen, count, loss_sums
 
 # Sequences of unequal length, with starts that are not trained.
@@ -64,18 +66,55 @@ def sft(model: Model, columns: dict[str, Tensor]) -> Tensor:
     return torch.stack(each).mean()
 
 
+def _tokens(model: Model, row: int) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[int]]:
+    """log pi, log ref and entropy at each trained token of a row, and its positions."""
+    table, of_base = torch.log_softmax(model.logits, -1)[row], torch.log_softmax(model.of_base, -1)[row]
+    places = [t for t, label in enumerate(LABELS[row]) if label >= 0]
+    chosen = [int(LABELS[row, t]) for t in places]
+    entropies = [-sum(torch.exp(one) * one for one in table[t]) for t in places]
+    of = ([log_p[t, label] for t, label in zip(places, chosen, strict=True)] for log_p in (table, of_base))
+    return *of, entropies, places  # type: ignore[return-value]
+
+
 def policy(model: Model, columns: dict[str, Tensor]) -> Tensor:
-    table, of_base = torch.log_softmax(model.logits, -1), torch.log_softmax(model.of_base, -1)
+    """Clipped ratios of tokens, the third estimate of the divergence, a mean over tokens."""
     each = []
-    for b, row in enumerate(LABELS):
-        for t, label in enumerate(row):
-            if label < 0:
-                continue
-            a, w = columns["advantage"][b, t], columns["weight"][b, t]
-            log_p, log_ref = table[b, t, label], of_base[b, t, label]
-            ratio = torch.exp(log_p - columns["old_log_prob"][b, t])
+    for b in range(ROWS):
+        for log_p, log_ref, entropy, t in zip(*_tokens(model, b), strict=True):
+            a, w, old, engine = (columns[name][b, t] for name in COLUMNS)
+            ratio = torch.exp(log_p - old)
             kl = torch.exp(log_ref - log_p) - (log_ref - log_p) - 1
-            each.append(w * (-torch.min(ratio * a, torch.clamp(ratio, 0.9, 1.4) * a) + 0.25 * kl))
+            surrogate = torch.min(ratio * a, torch.clamp(ratio, 0.9, 1.4) * a)
+            each.append(w * (-min(torch.exp(old - engine), 1.5) * surrogate + 0.25 * kl - 0.3 * entropy))
+    return torch.stack(each).mean()
+
+
+def gspo(model: Model, columns: dict[str, Tensor]) -> Tensor:
+    """One ratio a sequence, the first estimate, the mean of each sequence; uncorrected for the engine."""
+    each = []
+    for b in range(ROWS):
+        log_ps, log_refs, _, places = _tokens(model, b)
+        of = [(columns["advantage"][b, t], columns["weight"][b, t]) for t in places]
+        ratio = torch.exp(sum(p - columns["old_log_prob"][b, t] for p, t in zip(log_ps, places, strict=True)) / len(of))
+        terms = [
+            w * (-torch.min(ratio * a, torch.clamp(ratio, 0.7, 1.1) * a) + 0.2 * (log_p - log_ref))
+            for (a, w), log_p, log_ref in zip(of, log_ps, log_refs, strict=True)
+        ]
+        each.append(sum(terms) / len(terms))
+    return torch.stack(each).mean()
+
+
+def cispo(model: Model, columns: dict[str, Tensor]) -> Tensor:
+    """A clipped ratio without gradient, the second estimate, sums over sequences by a constant."""
+    each = []
+    for b in range(ROWS):
+        total = torch.zeros((), dtype=torch.float64)
+        for log_p, log_ref, _, t in zip(*_tokens(model, b), strict=True):
+            a, w, old, engine = (columns[name][b, t] for name in COLUMNS)
+            held = min(max(torch.exp(log_p - old).item(), 0.6), 1.3)
+            weight = min(torch.exp(old - engine).item(), 2.0)
+            total = total + w * (-weight * held * a * log_p + 0.5 * (log_p - log_ref) ** 2 / 2)
+        each.append(total / 9)
     return torch.stack(each).mean()
 
 
@@ -109,10 +148,22 @@ def kto(model: Model, columns: dict[str, Tensor]) -> Tensor:
     return torch.stack(each).mean()
 
 
-# With no parameter at its default.
+COLUMNS = ("advantage", "weight", "old_log_prob", "engine_log_prob")
+_CLIPPED = {"clip_low": 0.1, "clip_high": 0.4, "kl_coef": 0.25, "importance_cap": 1.5, "entropy_coef": 0.3}
+_OF_SEQUENCES = {"ratio": "sequence", "mean_over": "sequence", "clip_low": 0.3, "clip_high": 0.1, "kl_coef": 0.2}
+_BY_CONSTANT = {"mean_over": "constant", "max_completion_length": 9, "clip_low": 0.4, "clip_high": 0.3, "kl_coef": 0.5}
+# Each parameter of a kind is off its default in one of its cases.
 PAPERS: dict[str, tuple[Objective, Any]] = {
     "sft": (Sft(label_smoothing=0.3), sft),
-    "policy": (Policy(clip_low=0.1, clip_high=0.4, kl_coef=0.25), policy),
+    **{
+        f"{kind.kind}{name}": (kind(**options), formula)
+        for kind in (Policy, Grpo)
+        for name, options, formula in (
+            ("", _CLIPPED, policy),
+            ("-of sequences", {**_OF_SEQUENCES, "kl": "k1", "importance_cap": None}, gspo),
+            ("-by a constant", {**_BY_CONSTANT, "kl": "k2", "loss": "cispo"}, cispo),
+        )
+    },
     "dpo": (Dpo(beta=0.3, label_smoothing=0.2), dpo),
     "orpo": (Orpo(beta=0.3), orpo),
     "kto": (Kto(beta=0.3, desirable_weight=1.5, undesirable_weight=0.7), kto),
@@ -122,12 +173,15 @@ PAPERS: dict[str, tuple[Objective, Any]] = {
 @pytest.mark.parametrize("kind", PAPERS)
 def test_objective_is_the_formula_of_its_paper(kind: str, model: Model) -> None:
     objective, formula = PAPERS[kind]
-    assert all(value != getattr(KINDS[kind](), name) for name, value in vars(objective).items() if name != "kind")
+    cases, usual = [one for one, _ in PAPERS.values() if type(one) is type(objective)], type(objective)()
+    names = set(vars(objective)) - {"kind", "scale_rewards"}  # which is for the advantages, below
+    assert all(any(getattr(one, name) != getattr(usual, name) for one in cases) for name in names)
     shape = (ROWS, LENGTH)
     columns = {
         "advantage": torch.randn(shape),
         "weight": torch.rand(shape),
         "old_log_prob": -torch.rand(shape) * 4,
+        "engine_log_prob": -torch.rand(shape) * 4,
         "desirable": (LABELS >= 0) * torch.tensor([[1.0], [-1.0], [-1.0], [1.0]]),
     }
     batch = batch_of(columns, rows=2 if objective.per == "pair" else 1)
@@ -156,10 +210,31 @@ def test_clipped_tokens_are_those_whose_gradient_is_cut() -> None:
         (2.0, 0.0, 0),
     ]
     ratio, advantage, is_cut = (torch.tensor([values], dtype=torch.float64) for values in zip(*tokens, strict=True))
-    columns = {"advantage": advantage, "old_log_prob": -ratio.log(), "weight": torch.ones_like(ratio)}
+    unknown = torch.full_like(ratio, torch.nan)
+    columns = dict(zip(COLUMNS, (advantage, torch.ones_like(ratio), -ratio.log(), unknown), strict=True))
     seen = Seen(torch.zeros_like(ratio), None, torch.ones_like(ratio).bool(), columns, True)
     loss, values = objectives.policy(Policy(clip_low=0.2, clip_high=0.3), seen)
     assert values["clip_fraction"].sum().item() == is_cut.sum().item()
     cut = ratio.clamp(0.8, 1.3)
     expected = torch.where(is_cut > 0, cut, ratio) * advantage
     assert loss.sum().item() == pytest.approx(-expected.sum().item(), abs=1e-12)
+
+
+# Of 3, 1, 4, 0, 4, 4 in groups a, a, b, c, c, b: deviations sqrt(2), 0, sqrt(8); of all sqrt(46 / 15).
+@pytest.mark.parametrize(
+    ("scale", "divisors"),
+    [
+        ("none", [1.0] * 6),
+        ("group", [2**0.5 + 1e-4] * 2 + [1.0] + [8**0.5 + 1e-4] * 2 + [1.0]),
+        ("batch", [(46 / 15) ** 0.5 + 1e-4] * 6),
+    ],
+)
+def test_rewards_are_compared_within_their_group(scale: Any, divisors: list[float]) -> None:
+    rewards, since = [3.0, 1.0, 4.0, 0.0, 4.0, 4.0], [0, 1, 0, 0, 1, 3]
+    targets = np.array([rewards, since], dtype=np.float32).T
+    offsets = np.arange(0, 13, 2, dtype=np.int64)
+    data = TokenizedDataset(np.arange(12, dtype=np.int32), np.ones(12, dtype=bool), offsets, targets=targets)
+    found = with_advantages(Grpo(scale_rewards=scale), data)
+    assert found.targets is None
+    expected = np.array([1.0, -1.0, 0.0, -2.0, 2.0, 0.0]) / divisors
+    assert found.columns["advantage"] == pytest.approx(np.repeat(expected, 2), rel=1e-6)

@@ -178,6 +178,7 @@ def test_losses_of_the_judge_are_those_of_the_papers() -> None:
             "advantage": torch.tensor([[1.0, -2.0]]),
             "old_log_prob": torch.log(torch.tensor([[0.25, 0.5]])),
             "weight": torch.tensor([[1.0, 3.0]]),
+            "engine_log_prob": torch.full((1, 2), torch.nan),
         },
     )
     # Ratios 2 and 1: the first is clipped to 1.2, the second counts as it is.
@@ -242,6 +243,19 @@ _RECORDS: dict[str, tuple[dict[str, object], list[tuple[dict[str, object], str]]
             ({"prompt": "a", "completion": "b", "advantage": 1, "old_logprobs": [1]}, "did you mean 'old_log_probs'"),
         ],
     ),
+    "rewarded": (
+        {"prompt": "a", "completion": " b", "reward": 1, "group": "a"},
+        [
+            ({"prompt": "a", "completion": " b", "group": "a"}, "has no reward"),
+            ({"prompt": "a", "completion": " b", "group": "a", "reward": "1"}, "reward is not a finite number"),
+            ({"prompt": "a", "completion": " b", "group": 1.5, "reward": 1}, "group is a number"),
+            ({"prompt": "a", "completion": " b", "group": "a", "reward": 1, "advantage": 2}, "'advantage' may say"),
+            (
+                {"input_ids": [5, 6], "is_trained": [0, 1], "group": 1, "reward": 1, "engine_log_probs": [-1, -2, -3]},
+                "engine_log_probs has 3 numbers for 1 trained tokens",
+            ),
+        ],
+    ),
     "feedback": (
         {"prompt": "a", "completion": " b", "label": True},
         [
@@ -280,6 +294,21 @@ def test_record_that_cannot_be_used_is_named_by_line(
     with pytest.raises(UserError, match=words) as error:
         READERS[reader](file, tokenizer, max_length=16, vocab_size=512)
     assert "rows.jsonl:2" in str(error.value)
+
+
+def test_group_is_what_the_record_says_or_its_prompt(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    ids = [[5, 6, 7], [5, 8, 9], [5, 6, 8], [5, 6, 9]]
+    rows = [{"input_ids": each, "is_trained": [0, 0, 1], "reward": n} for n, each in enumerate(ids)]
+    data = READERS["rewarded"](_write(tmp_path, *rows), tokenizer, max_length=16, vocab_size=512)
+    assert data.targets is not None
+    assert data.targets.tolist() == [[0, 0], [1, 0], [2, 2], [3, 3]], "three of them begin alike"
+    named = [row | {"group": group} for row, group in zip(rows, ("a", 1, 1, "a"), strict=True)]
+    data = READERS["rewarded"](_write(tmp_path, *named), tokenizer, max_length=16, vocab_size=512)
+    assert data.targets is not None
+    assert data.targets.tolist() == [[0, 0], [1, 0], [2, 1], [3, 3]]
+    for wrong, words in ((rows[:2], "each has one rollout"), ([rows[0], named[1]], "some rollouts have a group")):
+        with pytest.raises(UserError, match=words):
+            READERS["rewarded"](_write(tmp_path, *wrong), tokenizer, max_length=16, vocab_size=512)
 
 
 def test_pairs_of_text_and_of_messages_are_neighbours(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]

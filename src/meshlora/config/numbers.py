@@ -41,7 +41,7 @@ def check_numbers(group: str, values: Any) -> None:
         value, rule, most = getattr(values, item.name), item.metadata.get("rule"), item.metadata.get("most")
         if most is not None and isinstance(value, int | float):
             require(value <= most, f"{group}.{item.name}", value, f"at most {most:,.0f}")
-        if rule and value != item.default:  # which may be None
+        if rule and value is not None and value != item.default:
             holds = all(_HOLDS[name](value, limit) for name, limit in _RULES[rule].items())
             require(holds, f"{group}.{item.name}", value, rule)
 

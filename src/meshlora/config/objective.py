@@ -24,7 +24,7 @@ COUNTED: dict[Per, str] = {"token": "trained_tokens", "pair": "pairs", "record":
 
 @dataclass(frozen=True, kw_only=True)
 class _Objective:
-    """reader: key of `data.READERS`. per: the unit the loss is a mean over. is_of_text: it trains on plain text.
+    """reader: key of `data.READERS`. unit: what the loss is a mean over. is_of_text: it trains on plain text.
 
     trained_row: the one row of an example's two that is trained on; the loss then has a reference point, the
     divergence from the base over the other rows of all examples of the step. None: all rows are trained on.
@@ -34,12 +34,27 @@ class _Objective:
 
     kind: str
     reader: ClassVar[str] = "text"
-    per: ClassVar[Per] = "token"
+    unit: ClassVar[Per] = "token"
     is_of_text: ClassVar[bool] = False
     trained_row: ClassVar[int | None] = None
     always_needs_base: ClassVar[bool] = False
     task: ClassVar[str] = CAUSAL
     is_of_step: ClassVar[bool] = False
+
+    @property
+    def per(self) -> Per:
+        """The unit the loss is a mean over."""
+        return self.unit
+
+    @property
+    def why_padded(self) -> str:
+        """Why no two sequences may share a row; empty if they may."""
+        return "" if self.unit == "token" else f"a {self.unit} is two rows"
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Whether the loss uses the entropy at each trained token."""
+        return False
 
     @property
     def has_first_pass(self) -> bool:
@@ -73,23 +88,80 @@ class Sft(_Objective):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Policy(_Objective):
-    """Clipped policy gradient from rollouts.
+class _PolicyGradient(_Objective):
+    """Policy gradient from rollouts, weighted by the ratio of the policy to the one that acted.
 
-    clip_low, clip_high: the ratio to the old policy is clipped to [1 - clip_low, 1 + clip_high]. kl_coef: weight of
-    the divergence from the frozen base.
+    ratio: of each token, or of a whole sequence: the geometric mean over its tokens.
+    clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+    loss: clipped: a ratio that has left the interval gains nothing more. cispo: the clipped ratio is a constant weight.
+    importance_cap: the largest weight that corrects for the engine that sampled, of records with its
+        log-probabilities; None: no correction.
+    kl_coef: weight of the divergence from the frozen base, which `kl` estimates. entropy_coef: weight of the entropy.
+    mean_over: tokens of the step; sequences, each the mean of its tokens; constant: sequences, each the sum of its
+        tokens over max_completion_length.
     """
 
-    kind: Literal["policy"] = "policy"
+    ratio: Literal["token", "sequence"] = "token"
     clip_low: float = number(0.2, "above 0, at most 1")
     clip_high: float = number(0.2, "above 0, at most 1,000,000")
+    loss: Literal["clipped", "cispo"] = "clipped"
+    importance_cap: float | None = number(2.0, "above 0, at most 1,000,000")
     kl_coef: float = number(0.0, "not negative, at most 1,000,000")
+    kl: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: float = number(0.0, "not negative, at most 1,000,000")
+    mean_over: Literal["token", "sequence", "constant"] = "token"
+    max_completion_length: int | None = number(None, "at least 1", most=10**9)
     reader: ClassVar[str] = "rollouts"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.mean_over == "constant") != (self.max_completion_length is not None):
+            given = f"train.objective: mean_over={self.mean_over}, max_completion_length={self.max_completion_length}"
+            rule = "the sum over the tokens of a sequence is divided by the constant"
+            raise UserError(given, rule, "give mean_over: constant and max_completion_length, or neither")
+        if self.kl != "k3" and not self.kl_coef:
+            raise UserError(f"train.objective.kl={self.kl}", "it has no effect without kl_coef", "give both")
+
+    @property
+    def per(self) -> Per:
+        """Tokens of the step, or its sequences."""
+        return "token" if self.mean_over == "token" else "record"
+
+    @property
+    def why_padded(self) -> str:
+        """What is made of a whole sequence needs a row of its own."""
+        is_whole = self.ratio == "sequence" or self.mean_over != "token"
+        return "its ratio or its mean is of whole sequences" if is_whole else ""
+
+    @property
+    def needs_entropy(self) -> bool:
+        """Only for the bonus."""
+        return self.entropy_coef > 0
 
     @property
     def needs_base(self) -> bool:
         """Only for the KL penalty."""
         return self.kl_coef > 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(_PolicyGradient):
+    """Policy gradient from rollouts with their advantages."""
+
+    kind: Literal["policy"] = "policy"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grpo(_PolicyGradient):
+    """Policy gradient from rollouts with rewards: those of a group, completions of one prompt, are compared.
+
+    scale_rewards: what divides the reward less the group's mean: the standard deviation of the group, that of all
+    rollouts (batch), or nothing.
+    """
+
+    kind: Literal["grpo"] = "grpo"
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    reader: ClassVar[str] = "rewarded"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +175,7 @@ class Dpo(_Objective):
     beta: float = number(0.1, "above 0, at most 1,000,000")
     label_smoothing: float = number(0.0, "in [0, 0.5): from there on the other answer would be the better")
     reader: ClassVar[str] = "pairs"
-    per: ClassVar[Per] = "pair"
+    unit: ClassVar[Per] = "pair"
     always_needs_base: ClassVar[bool] = True
 
 
@@ -117,7 +189,7 @@ class Orpo(_Objective):
     kind: Literal["orpo"] = "orpo"
     beta: float = number(0.1, "above 0, at most 1,000,000")
     reader: ClassVar[str] = "pairs"
-    per: ClassVar[Per] = "pair"
+    unit: ClassVar[Per] = "pair"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +204,7 @@ class Kto(_Objective):
     desirable_weight: float = number(1.0, "above 0, at most 1,000,000")
     undesirable_weight: float = number(1.0, "above 0, at most 1,000,000")
     reader: ClassVar[str] = "feedback"
-    per: ClassVar[Per] = "record"
+    unit: ClassVar[Per] = "record"
     trained_row: ClassVar[int | None] = 0
     always_needs_base: ClassVar[bool] = True
 
@@ -180,7 +252,7 @@ class Classify(_Labelled):
     kind: Literal["classify"] = "classify"
     problem: Literal["single", "multi", "regression"] = "single"
     reader: ClassVar[str] = "labelled"
-    per: ClassVar[Per] = "record"
+    unit: ClassVar[Per] = "record"
     task: ClassVar[str] = "SEQ_CLS"
 
     def __post_init__(self) -> None:
@@ -218,13 +290,13 @@ class Embed(_Objective):
     temperature: float = number(0.05, "above 0, at most 1,000,000")
     normalize: bool = True
     reader: ClassVar[str] = "similar"
-    per: ClassVar[Per] = "record"
+    unit: ClassVar[Per] = "record"
     task: ClassVar[str] = "FEATURE_EXTRACTION"
     is_of_step: ClassVar[bool] = True
 
 
 Objective = Annotated[
-    Sft | Policy | Dpo | Orpo | Kto | Classify | ClassifyTokens | Embed, pydantic.Discriminator("kind")
+    Sft | Policy | Grpo | Dpo | Orpo | Kto | Classify | ClassifyTokens | Embed, pydantic.Discriminator("kind")
 ]
 TEXT = Sft()  # what a model is for if nothing is said
 KINDS: dict[str, type[Objective]] = {kind.kind: kind for kind in get_args(get_args(Objective)[0])}

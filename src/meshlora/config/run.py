@@ -487,9 +487,9 @@ class RunConfig:
                 given = f"data.{name} with train.objective={self.train.objective.kind}"
                 raise UserError(given, "only records of sft have it", "leave it out")
         self._check_task()
-        if self.data.packing is True and (per := self.train.objective.per) != "token":
+        if self.data.packing is True and (why := self.train.objective.why_padded):
             given = f"data.packing with train.objective={self.train.objective.kind}"
-            raise UserError(given, f"a {per} is two rows", "set data.packing: false")
+            raise UserError(given, why, "set data.packing: false")
         if self.data.too_long == "split" and self.train.objective.reader != "text":
             given = f"data.too_long=split with train.objective={self.train.objective.kind}"
             raise UserError(given, "its answers are compared as wholes", "use truncate, drop or error")

@@ -1,11 +1,12 @@
 """The judge's own batches: the sequences of a step, and the tensors of its micro-batches.
 
-Owns: the global order, the last batch of an epoch, padding and the shift of labels, written a second time from
-docs/oracle.md. Does not own: the sequences themselves, which both sides share.
+Owns: the global order, the last batch of an epoch, padding, the shift of labels, advantages from rewards, written a
+second time from docs/oracle.md. Does not own: the sequences themselves, which both sides share.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshlora.config.objective import Grpo
 from meshlora.config.run import TrainConfig
 from meshlora.data import Sequence as TokenSequence
 from meshlora.data import TokenizedDataset
@@ -92,6 +94,7 @@ def micro_batches(
     pair, the other rows are in `MicroBatch.other`.
     """
     each, size, trained_row = data.rows_per_example, settings.micro_batch_size, settings.objective.trained_row
+    compared = advantages(settings.objective, data) if isinstance(settings.objective, Grpo) else []
     for start in range(0, len(indices), size):
         chosen = indices[start : start + size]
         rows = [data[index * each + row] for index in chosen for row in range(each)]
@@ -107,6 +110,9 @@ def micro_batches(
                     labels[place, own] = token
                     for name, column in columns.items():
                         column[place, own] = float(row.columns[name][position])
+        if compared:
+            of_rows = torch.tensor([compared[index] for index in chosen], dtype=torch.float32).unsqueeze(1)
+            columns["advantage"] = torch.where(labels == UNTRAINED, 0.0, of_rows)
         targets = None if data.targets is None else torch.tensor([row.targets.tolist() for row in rows])  # type: ignore[union-attr]
         found = MicroBatch(
             ids, mask, labels, columns, start * each, is_of_images=data.images is not None, targets=targets, each=each
@@ -119,6 +125,25 @@ def micro_batches(
             for first in (trained_row, 1 - trained_row)
         )
         yield replace(one, other=other)
+
+
+def advantages(objective: Grpo, data: TokenizedDataset) -> list[float]:
+    """How much better each rollout is than those of its group: A of DeepSeekMath's section 4.1.2, with 1e-4 added to
+    the standard deviation as TRL does; that of all rollouts, or none, if the objective says so.
+    """
+    assert data.targets is not None
+    groups: dict[int, list[float]] = {}
+    for number, (reward, since) in enumerate(data.targets.tolist()):
+        groups.setdefault(number - int(since), []).append(reward)
+    every = [reward for group in groups.values() for reward in group]
+    found = []
+    for number, (reward, since) in enumerate(data.targets.tolist()):
+        group = groups[number - int(since)]
+        over = {"group": group, "batch": every, "none": []}[objective.scale_rewards]
+        spread = statistics.stdev(over) if len(over) > 1 else 0.0
+        divisor = 1.0 if objective.scale_rewards == "none" else spread + 1e-4
+        found.append((reward - statistics.fmean(group)) / divisor)
+    return found
 
 
 def further_inputs(rows: Sequence[TokenSequence], length: int) -> dict[str, Tensor]:

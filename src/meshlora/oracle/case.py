@@ -187,18 +187,33 @@ def random_tokens(*, num_sequences: int, vocab_size: int, seed: int, pad_token_i
     return TokenizedDataset(ids, is_trained, offsets)
 
 
-def with_rollouts(data: TokenizedDataset, *, vocab_size: int, seed: int) -> TokenizedDataset:
+def with_rollouts(data: TokenizedDataset, *, vocab_size: int, seed: int, is_rewarded: bool = False) -> TokenizedDataset:
     """The same sequences as rollouts: advantages of both signs, weights, and old log-probabilities around those of a
-    uniform model, so that the ratio is clipped for some tokens and not for others.
+    uniform model, so that the ratio is clipped for some tokens and not for others; an engine's around these, unknown of
+    some sequences. is_rewarded: rewards in place of advantages, of groups of one to four sequences.
     """
     generator = np.random.Generator(np.random.PCG64([seed, 1]))
-    number = len(data.input_ids)
+    number, lengths = len(data.input_ids), np.diff(data.offsets)
     columns = {
         "advantage": generator.normal(size=number),
         "old_log_prob": -np.log(vocab_size) + generator.normal(scale=0.3, size=number),
         "weight": generator.uniform(0.5, 1.5, size=number),
     }
-    return replace(data, columns={name: column.astype(np.float32) for name, column in columns.items()})
+    engine = columns["old_log_prob"] + generator.normal(scale=0.3, size=number)
+    is_known = np.repeat(np.arange(len(data)) % 5 != 1, lengths)
+    columns["engine_log_prob"] = np.where(is_known, engine, np.nan)
+    targets = None
+    if is_rewarded:
+        del columns["advantage"]
+        # Groups of 4, 1, 3 and 2, the third's rollouts between those of the fourth, and one of equal rewards.
+        pattern = np.array([0, 0, 0, 0, 1, 2, 3, 2, 3, 2])
+        groups = np.array([pattern[n % 10] + 4 * (n // 10) for n in range(len(data))])
+        rewards = np.where(groups % 7 == 6, 0.5, generator.normal(size=len(data)))
+        firsts = {group: number for number, group in reversed(list(enumerate(groups.tolist())))}
+        since = [number - firsts[group] for number, group in enumerate(groups.tolist())]
+        targets = np.array([rewards, since], dtype=np.float32).T
+    typed = {name: column.astype(np.float32) for name, column in columns.items()}
+    return replace(data, columns=typed, targets=targets)
 
 
 def as_pairs(data: TokenizedDataset) -> TokenizedDataset:

@@ -1,6 +1,6 @@
 """The judge's own losses, from whole logits on one process, written from the papers' equations.
 
-Owns: cross-entropy, PPO's clipped objective with an estimate of the divergence from the base, DPO, ORPO, KTO, losses
+Owns: cross-entropy, policy gradients with an estimate of the divergence from the base, DPO, ORPO, KTO, losses
 of labels and of embeddings, and the routers' load-balancing loss by the function of transformers, over all tokens of an
 optimizer step at once. Does not own: their parameters (`config.objective`), which both sides share. Nothing of
 `train.objectives` or `train.heads` is used.
@@ -9,7 +9,7 @@ optimizer step at once. Does not own: their parameters (`config.objective`), whi
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlora.common.model_class import own_class
-from meshlora.config.objective import Classify, ClassifyTokens, Dpo, Embed, Kto, Objective, Orpo, Policy, Sft
+from meshlora.config.objective import Classify, ClassifyTokens, Dpo, Embed, Grpo, Kto, Objective, Orpo, Policy, Sft
 from meshlora.oracle.batches import UNTRAINED, MicroBatch
 
 
@@ -56,21 +56,54 @@ def _sft(objective: Sft, logits: Tensor, batch: MicroBatch, base: None, is_train
     return each[batch.labels.flatten() != UNTRAINED]
 
 
-def _policy(objective: Policy, logits: Tensor, batch: MicroBatch, base: Tensor | None, is_training: bool) -> Tensor:
-    is_trained = batch.labels != UNTRAINED
-    log_p = _of_labels(logits, batch.labels)[is_trained]
-    advantage, old, weight = (batch.columns[n][is_trained].to(log_p.dtype) for n in _COLUMNS)
+def _policy(
+    objective: Policy | Grpo, logits: Tensor, batch: MicroBatch, base: Tensor | None, is_training: bool
+) -> Tensor:
+    """One loss per trained token, or per sequence."""
+    found = []
+    of_labels, of_base = _of_labels(logits, batch.labels), None if base is None else _of_labels(base, batch.labels)
+    for row in range(len(logits)):
+        own = batch.labels[row] != UNTRAINED
+        log_p = of_labels[row][own]
+        columns = {name: column[row][own].to(log_p.dtype) for name, column in batch.columns.items()}
+        gain = _gain(objective, log_p, columns)
+        if of_base is not None:
+            gain = gain - objective.kl_coef * _divergence(objective.kl, log_p, of_base[row][own])
+        if objective.entropy_coef:
+            p = logits[row][own].float().softmax(-1)
+            gain = gain - objective.entropy_coef * (p * p.log()).sum(-1)
+        gain = columns["weight"] * gain
+        if objective.mean_over == "token":
+            found += [-one for one in gain]
+        else:
+            found.append(-gain.sum() / (objective.max_completion_length or len(gain)))
+    return torch.stack(found)
+
+
+def _gain(objective: Policy | Grpo, log_p: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+    """What each token of a sequence gains, weighted for the engine that sampled it."""
+    advantage, old, engine = (columns[n] for n in ("advantage", "old_log_prob", "engine_log_prob"))
     acted = torch.where(torch.isnan(old), log_p.detach(), old)  # NaN: the rollout is the current policy's own
-    ratio = torch.exp(log_p - acted)
+    ratio = torch.exp(log_p) / torch.exp(acted)
+    if objective.ratio == "sequence":
+        ratio = torch.ones_like(ratio) * torch.prod(ratio) ** (1 / len(ratio))
     low, high = 1 - objective.clip_low, 1 + objective.clip_high
-    # Clipped only where the ratio has left the interval in the direction of the advantage.
-    is_done = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
-    gain = torch.where(is_done, torch.where(advantage > 0, high * advantage, low * advantage), ratio * advantage)
-    loss = -gain
-    if base is not None:
-        log_ref = _of_labels(base, batch.labels)[is_trained]
-        loss = loss + objective.kl_coef * (torch.exp(log_ref) / torch.exp(log_p) - 1 - (log_ref - log_p))
-    return weight * loss
+    if objective.loss == "cispo":
+        held = torch.where(ratio > high, high, torch.where(ratio < low, low, ratio))
+        gain = held.detach() * advantage * log_p
+    else:  # clipped only where the ratio has left the interval in the direction of the advantage
+        is_done = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
+        gain = torch.where(is_done, torch.where(advantage > 0, high * advantage, low * advantage), ratio * advantage)
+    if objective.importance_cap is None:
+        return gain
+    weight = torch.exp(acted) / torch.exp(torch.where(torch.isnan(engine), acted, engine))
+    return torch.where(weight > objective.importance_cap, objective.importance_cap, weight) * gain
+
+
+def _divergence(estimate: str, log_p: Tensor, log_ref: Tensor) -> Tensor:
+    """k1, k2 or k3 of Schulman's note, with r = ref / pi: -log r, (log r)^2 / 2, r - 1 - log r."""
+    r = torch.exp(log_ref) / torch.exp(log_p)
+    return {"k1": -torch.log(r), "k2": torch.log(r) ** 2 / 2, "k3": r - 1 - (log_ref - log_p)}[estimate]
 
 
 def _dpo(objective: Dpo, logits: Tensor, batch: MicroBatch, base: Tensor | None, is_training: bool) -> Tensor:
@@ -147,8 +180,7 @@ def contrast(objective: Embed, texts: Tensor, each: int) -> Tensor:
     return torch.stack(losses)
 
 
-_LOSSES: dict[type, Any] = {Sft: _sft, Policy: _policy, Dpo: _dpo, Orpo: _orpo, Kto: _kto}
-_COLUMNS = ("advantage", "old_log_prob", "weight")
+_LOSSES: dict[type, Any] = {Sft: _sft, Policy: _policy, Grpo: _policy, Dpo: _dpo, Orpo: _orpo, Kto: _kto}
 
 
 def _of_rows(logits: Tensor, batch: MicroBatch) -> Tensor:

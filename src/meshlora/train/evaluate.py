@@ -33,6 +33,7 @@ from meshlora.plan.families.proved import check_proved_here
 from meshlora.plan.topology import Topology
 from meshlora.text.tokenizer import padding_token_id, tokenizer_of
 from meshlora.train import heads
+from meshlora.train.advantages import with_advantages
 from meshlora.train.batches import Batching
 from meshlora.train.objectives import base_log_probabilities, count, first_pass, loss_sums
 from meshlora.train.prepare import check_fits, read_data
@@ -54,6 +55,7 @@ def mean_loss(
     batch_size: examples that are compared with each other, if the objective does so. advance: called after each
     micro-batch. Collective. Sums are float64.
     """
+    data = with_advantages(objective, data)
     mesh, every = runtime(model).mesh, np.arange(data.num_examples)
     is_training = model.training
     model.eval()

@@ -101,19 +101,43 @@ def batch_log_probabilities(model: Any, batch: Batch, own: Rows = ()) -> Tensor:
     Raises:
         UserError: as in `language_model_loss`.
     """
+    (log_p,) = _of_tokens(model, batch, own, lambda *given: (_log_probabilities(*given),), 1)
+    return log_p
+
+
+def batch_scores(model: Any, batch: Batch, own: Rows = ()) -> tuple[Tensor, Tensor]:
+    """`batch_log_probabilities`, and the entropy at each trained token, `[B, S]` both, with gradients."""
+
+    def scored(found: _Found, labels: Tensor, trained: Tensor | None) -> tuple[Tensor, ...]:
+        scores = _scores(found, labels, 1.0, trained)
+        return scores.log_probs, scores.entropy
+
+    log_p, entropy = _of_tokens(model, batch, own, scored, 2)
+    return log_p, entropy
+
+
+def _of_tokens(
+    model: Any,
+    batch: Batch,
+    own: Rows,
+    of: Callable[[_Found, Tensor, Tensor | None], tuple[Tensor, ...]],
+    number: int,
+) -> tuple[Tensor, ...]:
+    """`number` values of each token, `[B, S]` each: what `of` makes of a forward, given labels and trained indices."""
     if (signal := _before_last(model, batch)) is not None:
-        return signal.expand(batch.labels.shape)
+        return (signal.expand(batch.labels.shape),) * number
     found = _forward(model, batch)
     if not own or isinstance(found, Tensor) or not found[2]["parameters"]:
-        log_p = _log_probabilities(found, batch.own_labels, batch.trained)
+        values = of(found, batch.own_labels, batch.trained)
     else:
         each = zip(_per_adapter(model, found, own), own, strict=True)
-        log_p = torch.cat([_log_probabilities(one, rows.own_labels, rows.trained) for one, (_, rows) in each])
+        of_each = [of(one, rows.own_labels, rows.trained) for one, (_, rows) in each]
+        values = tuple(torch.cat(parts) for parts in zip(*of_each, strict=True))
     if batch.own is None:
-        return log_p
+        return values
     held = runtime(model).context.held
     assert held is not None
-    return held.gathered(log_p)
+    return tuple(held.gathered(value) for value in values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,7 +179,10 @@ def token_scores(
         raise UnsupportedError(f"token_scores on {topology}", "its ranks have a part of the tokens or layers each")
     mask: Any = attention_mask
     batch = Batch(input_ids, mask, labels, 0, input_ids, position_ids=position_ids, more=more or {})
-    found = _forward(model, batch)
+    return _scores(_forward(model, batch), labels, temperature, None)
+
+
+def _scores(found: _Found, labels: Tensor, temperature: float, trained: Tensor | None) -> TokenScores:
     if isinstance(found, Tensor):
         chosen = labels.clamp(min=0).unsqueeze(-1)
         logits = found.float() / temperature
@@ -165,7 +192,7 @@ def token_scores(
         is_trained = labels != IGNORED
         return TokenScores(*(value.where(is_trained, 0.0) for value in (log_probs, entropy, mean, is_top1)))
     hidden, head, options = found
-    each = scores_from_hidden(hidden, lambda x: head(x) / temperature, labels.flatten(), **options)
+    each = scores_from_hidden(hidden, lambda x: head(x) / temperature, labels.flatten(), **options, trained=trained)
     return TokenScores(*(value.view_as(labels) for value in each))
 
 

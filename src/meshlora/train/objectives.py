@@ -24,14 +24,15 @@ from torch import Tensor
 from meshlora.adapter.attach import disable_adapter, runtime
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.common.tasks import CAUSAL
-from meshlora.config.objective import Dpo, Embed, Kto, Objective, Orpo, Policy, Sft
+from meshlora.config.objective import Dpo, Embed, Grpo, Kto, Objective, Orpo, Policy, Sft
 from meshlora.data import Batch, TokenizedDataset
 from meshlora.train import heads
 from meshlora.train.batches import Batching
 from meshlora.train.heads import Compared
-from meshlora.train.losses import Rows, batch_log_probabilities, language_model_losses
+from meshlora.train.losses import Rows, batch_log_probabilities, batch_scores, language_model_losses
+from meshlora.train.mismatch import LARGEST, largest_gap, mismatch_sums
 
-Sums = Mapping[str, Tensor]  # name -> a sum, reported as a mean over the step
+Sums = Mapping[str, Tensor]  # name -> a sum, reported as a mean over the step; of LARGEST the largest value
 Point = Tensor | Compared | None  # the result of `first_pass`
 
 
@@ -41,7 +42,7 @@ class Seen:
 
     log_p, log_ref: log-probabilities `[B, S]` of pi and, if the objective needs them, of ref; 0 where untrained.
     is_trained: bool `[B, S]`. columns: name -> `[B, S]`, from the records. is_training: False in evaluation.
-    point: `[]`, the reference point of the step, if the objective has one.
+    point: `[]`, the reference point of the step, if the objective has one. entropy: `[B, S]`, if it needs that.
     """
 
     log_p: Tensor
@@ -50,6 +51,7 @@ class Seen:
     columns: Mapping[str, Tensor]
     is_training: bool
     point: Tensor | None = None
+    entropy: Tensor | None = None
 
 
 Formula = Callable[[Any, Seen], tuple[Tensor, Sums]]  # -> (losses, values to report), both to be summed
@@ -78,23 +80,34 @@ def loss_sums(
         of_each = heads.outputs_of(model, batch).split(sizes)
         every = zip(of_each, own, points, strict=True)
         return [_of_head(objective, outputs, rows, point) for outputs, (_, rows), point in every]
-    log_ps = batch_log_probabilities(model, batch, own).split(sizes)
+    entropies: Sequence[Tensor | None] = [None] * len(own)
+    if objective.needs_entropy:
+        log_ps, entropies = (values.split(sizes) for values in batch_scores(model, batch, own))
+    else:
+        log_ps = batch_log_probabilities(model, batch, own).split(sizes)
     log_refs = [None] * len(own) if base is None else base.split(sizes)
     found: list[tuple[Tensor, Sums]] = []
-    for (_, part), log_p, log_ref, point in zip(own, log_ps, log_refs, points, strict=True):
+    for (_, part), log_p, log_ref, point, entropy in zip(own, log_ps, log_refs, points, entropies, strict=True):
         rows = slice(0, 0) if part.is_dummy else slice(None)
         columns = {name: column[rows].to(log_p.dtype) for name, column in part.columns.items()}
-        ref = None if log_ref is None else log_ref[rows]
+        ref, spread = (None if values is None else values[rows] for values in (log_ref, entropy))
         assert not isinstance(point, Compared)
-        seen = Seen(log_p[rows], ref, part.labels[rows] >= 0, columns, model.training, point)
+        seen = Seen(log_p[rows], ref, part.labels[rows] >= 0, columns, model.training, point, spread)
         losses, values = FORMULAS[type(objective)](objective, seen)
         if not runtime(model).pipeline.is_last:  # the last stage has the loss
-            found.append((log_p.sum(), {name: torch.zeros_like(value.sum()) for name, value in values.items()}))
+            signal = log_p.sum() if entropy is None else log_p.sum() + entropy.sum()
+            found.append((signal, {name: torch.zeros_like(value.sum()) for name, value in values.items()}))
             continue
         # All cp ranks know all log-probabilities: one counts them, and the others' are in its gradient.
         factor = 1 if part.counts_rows else 0
-        found.append((factor * losses.sum(), {name: factor * value.detach().sum() for name, value in values.items()}))
+        found.append((factor * losses.sum(), {name: factor * _total(name, value) for name, value in values.items()}))
     return found
+
+
+def _total(name: str, values: Tensor) -> Tensor:
+    """The sum of `values`, or the largest, of a micro-batch; a dummy has none."""
+    values = values.detach()
+    return values.amax() if name == LARGEST and values.numel() else values.sum()
 
 
 def _of_head(objective: Objective, outputs: Tensor, batch: Batch, point: Point) -> tuple[Tensor, Sums]:
@@ -103,28 +116,77 @@ def _of_head(objective: Objective, outputs: Tensor, batch: Batch, point: Point) 
     return factor * losses.sum(), {name: factor * value.detach().sum(0) for name, value in values.items()}
 
 
-def policy(objective: Policy, seen: Seen) -> tuple[Tensor, Sums]:
-    """Clipped, importance-weighted policy gradient from records, per token (PPO, equation 7).
+def policy(objective: Policy | Grpo, seen: Seen) -> tuple[Tensor, Sums]:
+    """Policy gradient with importance weights from records, per token, or per sequence (`mean_over`).
 
-    loss_t = w_t (-min(rho_t A_t, clip(rho_t, 1 - clip_low, 1 + clip_high) A_t) + kl_t)
-    rho_t = pi(t) / old(t), with old the policy that wrote the record; kl_t = kl_coef (exp(d) - d - 1),
-    d = log ref(t) - log pi(t): an estimate of KL(pi || ref) that is never negative.
+    loss_t = w_t (-c_t G_t + kl_coef kl_t - entropy_coef H_t)
+    G_t = min(rho_t A_t, clip(rho_t) A_t) (PPO, Schulman et al., 2017, equation 7; GRPO, Shao et al., 2024, equation 3),
+        clip(rho) in [1 - clip_low, 1 + clip_high], two sides of their own (DAPO, Yu et al., 2025, equation 8); or
+        sg(clip(rho_t)) A_t log pi(t) (CISPO, MiniMax, 2025, equations 4 and 5), sg: without gradient
+    rho_t = pi(t) / old(t), old the policy that acted; or (prod_t rho_t)^(1 / |y|), the same at all tokens of a sequence
+        (GSPO, Zheng et al., 2025, equation 7)
+    c_t = min(old(t) / engine(t), importance_cap), without gradient (truncated importance sampling, Yao et al., 2025)
     """
-    log_p = seen.log_p
-    advantage, old, weight = (seen.columns[name] for name in ("advantage", "old_log_prob", "weight"))
+    log_p, columns = seen.log_p, seen.columns
     # NaN: the record was written by the policy being trained. The ratio is 1, its gradient is not 0.
-    log_ratio = log_p - torch.where(old.isnan(), log_p.detach(), old)
+    old = torch.where(columns["old_log_prob"].isnan(), log_p.detach(), columns["old_log_prob"])
+    log_ratio = log_p - old
+    if objective.ratio == "sequence":
+        log_ratio = (_zero_untrained(log_ratio, seen).sum(1, keepdim=True) / num_tokens(seen)).expand_as(log_p)
     ratio = log_ratio.exp()
     clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-    loss = -torch.minimum(ratio * advantage, clipped * advantage)
-    values = {"ratio": ratio, "clip_fraction": (clipped * advantage < ratio * advantage).to(ratio.dtype)}
+    advantage = columns["advantage"]
+    if objective.loss == "cispo":
+        gain, is_clipped = clipped.detach() * advantage * log_p, clipped != ratio
+    else:
+        gain, is_clipped = (
+            torch.minimum(ratio * advantage, clipped * advantage),
+            clipped * advantage < ratio * advantage,
+        )
+    engine = columns["engine_log_prob"]
+    loss = -importance(objective, old, engine) * gain
+    values = {"ratio": ratio, "clip_fraction": is_clipped.to(ratio.dtype)}
     if seen.log_ref is not None:
-        difference = seen.log_ref - log_p
-        kl = difference.exp() - difference - 1
-        loss = loss + objective.kl_coef * kl
-        values["kl"] = kl
+        values["kl"] = divergence(objective, seen.log_ref - log_p)
+        loss = loss + objective.kl_coef * values["kl"]
+    if seen.entropy is not None:
+        values["entropy"] = seen.entropy
+        loss = loss - objective.entropy_coef * seen.entropy
+    values |= mismatch_sums(old, engine, objective.importance_cap)
     # Not indexing by the mask: the host would wait for the count from the GPU.
-    return _zero_untrained(weight * loss, seen), {name: _zero_untrained(value, seen) for name, value in values.items()}
+    found = {name: _averaged(objective, _zero_untrained(value, seen), seen) for name, value in values.items()}
+    found[LARGEST] = _zero_untrained(largest_gap(old, engine), seen)
+    loss = _zero_untrained(columns["weight"] * loss, seen)
+    if objective.max_completion_length is not None:
+        return loss.sum(1) / objective.max_completion_length, found  # Dr. GRPO, Liu et al., 2025, section 3.2
+    return _averaged(objective, loss, seen), found
+
+
+def importance(objective: Policy | Grpo, old: Tensor, engine: Tensor) -> Tensor:
+    """min(old / engine, importance_cap) of each token; 1 without a cap, or where the engine is not known (NaN)."""
+    weight = torch.where(engine.isnan(), 0.0, old - engine).exp().detach()
+    return torch.ones_like(weight) if objective.importance_cap is None else weight.clamp(max=objective.importance_cap)
+
+
+def divergence(objective: Policy | Grpo, difference: Tensor) -> Tensor:
+    """Estimate of KL(pi || ref) at each token, from d = log ref - log pi (Schulman, 2020, "Approximating KL
+    Divergence"). k1: -d. k2: d^2 / 2. k3: exp(d) - d - 1, never negative (GRPO's, equation 4).
+
+    On policy only the gradient of k2 is, on average, that of KL(pi || ref); that of k3 is of KL(ref || pi), of k1 none.
+    """
+    if objective.kl == "k1":
+        return -difference
+    return difference**2 / 2 if objective.kl == "k2" else difference.exp() - difference - 1
+
+
+def num_tokens(seen: Seen) -> Tensor:
+    """Trained tokens of each row, `[B, 1]`."""
+    return seen.is_trained.sum(1, keepdim=True)
+
+
+def _averaged(objective: Policy | Grpo, values: Tensor, seen: Seen) -> Tensor:
+    """`values` `[B, S]` of tokens, or their mean over each sequence, `[B]`, as the loss is averaged."""
+    return values if objective.per == "token" else (values / num_tokens(seen)).sum(1)
 
 
 def _zero_untrained(values: Tensor, seen: Seen) -> Tensor:
@@ -183,7 +245,7 @@ def kto(objective: Kto, seen: Seen) -> tuple[Tensor, Sums]:
     return loss, {"accuracy": (sign * gain > 0).to(sign.dtype), "kl": seen.point.expand_as(sign)}
 
 
-FORMULAS: Mapping[type, Formula] = {Policy: policy, Dpo: dpo, Orpo: orpo, Kto: kto}
+FORMULAS: Mapping[type, Formula] = {Policy: policy, Grpo: policy, Dpo: dpo, Orpo: orpo, Kto: kto}
 
 
 def first_pass(

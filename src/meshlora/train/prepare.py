@@ -284,7 +284,7 @@ def _with_packing(config: RunConfig, blueprint: Blueprint, data: RunData) -> tup
 def _why_padded(config: RunConfig, blueprint: Blueprint, data: RunData) -> str:
     """Why the sequences of a micro-batch keep rows of their own; empty if they need not."""
     objective = config.train.objective
-    if objective.task != CAUSAL or objective.per != "token":
+    if objective.task != CAUSAL or objective.why_padded:
         return f"train.objective={objective.kind} compares whole rows"
     if any(each is not None and each.images is not None for each in (data.train, data.eval)):
         return "the data has images"

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshlora.comm.collectives import all_reduce_sum
+from meshlora.comm.collectives import all_gather, all_reduce_sum
 from meshlora.comm.groups import Mesh
 from meshlora.data import Batch
 from meshlora.train.gradsync import check_total
+from meshlora.train.mismatch import LARGEST, with_mismatch
 
 
 @dataclass(frozen=True)
@@ -45,11 +46,16 @@ class StepSums:
         self._mesh, self._names = mesh, names
         self._tokens, self.counts = [0] * len(names), [0] * len(names)
         self._sums: dict[str, list[Any]] = {}
+        self._largest: list[Tensor] = []  # of each adapter, if the objective reports it
 
     def add(self, number: int, batch: Batch, count: int, loss: Tensor, sums: Mapping[str, Tensor]) -> None:
         """Add the rows of adapter `number` in one micro-batch. count: their items, as counted by the objective."""
         self._tokens[number] += batch.num_trained_tokens
         self.counts[number] += count
+        sums = dict(sums)
+        if (largest := sums.pop(LARGEST, None)) is not None:
+            self._largest = self._largest or [torch.zeros_like(largest, dtype=torch.float64) for _ in self._names]
+            self._largest[number] = torch.maximum(self._largest[number], largest.double())
         for name, value in {"loss": loss, **sums}.items():
             of_each = self._sums.setdefault(name, [0.0] * len(self._names))
             of_each[number] = of_each[number] + value.double()
@@ -72,11 +78,16 @@ class StepSums:
         is_broken = ~(torch.isfinite(means[0]) & torch.isfinite(norms))
         asked = torch.full((number,), float(is_asked), dtype=torch.float64, device=device)
         flags = all_reduce_sum(torch.stack([is_broken.double(), asked]), self._mesh.world)
+        if self._largest:
+            every = all_gather(torch.stack(self._largest).unsqueeze(0), self._mesh.losses)
+            means = torch.cat([means, every.amax(0, keepdim=True)])
         read = torch.cat([flags, norms.unsqueeze(0), totals.unsqueeze(0), tokens, means]).T.tolist()
         results = []
         for name, (num_broken, num_asked, norm, count, num_tokens, *of_loss) in zip(self._names, read, strict=True):
             check_total(int(count), name)
-            named = dict(zip(self._sums, of_loss, strict=True))
+            named = dict(zip([*self._sums, *([LARGEST] if self._largest else [])], of_loss, strict=True))
             loss = named.pop("loss")
-            results.append(StepResult(loss, named, norm, int(num_tokens), num_broken == 0, num_asked > 0))
+            results.append(
+                StepResult(loss, with_mismatch(named), norm, int(num_tokens), num_broken == 0, num_asked > 0)
+            )
         return results

@@ -29,6 +29,7 @@ from meshlora.common.versions import versions
 from meshlora.data import Batch, TokenizedDataset
 from meshlora.layers.tokens import Share
 from meshlora.text.tokenizer import add_tokenizer, tokenizer_of
+from meshlora.train.advantages import with_advantages
 from meshlora.train.batches import Batching
 from meshlora.train.checkpoint.manifest import CARD, Kind, Manifest, write_manifest
 from meshlora.train.checkpoint.resuming import FINISHED, FOLDER
@@ -67,6 +68,8 @@ class TrainedAdapter:
 
     def __post_init__(self) -> None:
         options = self.run.config.train
+        given = with_advantages(options.objective, self.run.train_data)
+        self.run = dataclasses.replace(self.run, train_data=given)
         self.mesh = runtime(self.model).mesh
         self.followed = self._followed()
         self.batches = None if self.followed is not None else self.run.batches

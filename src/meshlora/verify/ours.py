@@ -275,12 +275,15 @@ def _budget(model: Any, micro_batches: int, objective: Objective, *, recomputes:
     per_micro_batch = micro_batch_budget(plan, scaled_rows=rows, recomputes=recomputes)
     budget = Counter({key: n * micro_batches for key, n in per_micro_batch.items()})
     budget += first_forwards_budget(plan, micro_batches)
-    # Unlike a summed loss, log-probabilities recompute the logits in the backward.
+    # Unlike a summed loss, log-probabilities recompute the logits in the backward, and so do entropies.
     if plan.topology.tp > 1 and not isinstance(objective, Sft):
         budget += Counter({("backward", "allgather"): micro_batches})
+    if plan.topology.tp > 1 and objective.needs_entropy:
+        budget += Counter({("loss", "allgather"): micro_batches, ("backward", "allgather"): micro_batches})
     # And each cp rank needs those of all tokens of its rows.
     if plan.topology.size_over(TOKENS) > 1 and not isinstance(objective, Sft):
-        budget += Counter({("loss", "allgather"): micro_batches, ("backward", "reducescatter"): micro_batches})
+        number = micro_batches * (2 if objective.needs_entropy else 1)
+        budget += Counter({("loss", "allgather"): number, ("backward", "reducescatter"): number})
     # Features for the first layers are cut under sp, so that their gradient is gathered.
     features = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
     budget += Counter({("backward", "allgather"): micro_batches * len(features) * plan.topology.sp})

@@ -31,7 +31,7 @@ from meshlora.common.compat import READ_FROM
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean, reason
 from meshlora.common.proof_records import CACHE
 from meshlora.common.tasks import CAUSAL
-from meshlora.config.objective import Objective, Sft
+from meshlora.config.objective import Grpo, Objective, Policy, Sft
 from meshlora.config.run import BaseOptions
 from meshlora.data import TokenizedDataset, read_records, tokenize
 from meshlora.loading.blueprint import Blueprint, make_blueprint, read_model_config, resolve_dtype
@@ -216,6 +216,8 @@ class Proof:
             "examples": case.objective.per != "token",
             "pools_to_the_end": getattr(case.objective, "pooling", "cls") != "cls",
             case.objective.kind: True,
+            "policy_gradient": isinstance(case.objective, Policy | Grpo),
+            "entropy": case.objective.needs_entropy,
             "lora_plus": case.lora_plus_ratio is not None,
             "noise": case.neftune_alpha > 0,
         }
@@ -417,8 +419,9 @@ def as_records(
         return as_pairs(found)
     if objective.reader == "feedback":
         return with_feedback(found)
-    if objective.reader == "rollouts":
-        return with_rollouts(found, vocab_size=vocab_size, seed=seed)
+    if objective.reader in ("rollouts", "rewarded"):
+        is_rewarded = objective.reader == "rewarded"
+        return with_rollouts(found, vocab_size=vocab_size, seed=seed, is_rewarded=is_rewarded)
     if objective.reader in ("labelled", "labelled_words"):
         return with_labels(found, objective, seed=seed, segments=segments)
     if objective.reader == "similar":
@@ -441,10 +444,10 @@ def _check(request: Request) -> None:
     if request.nproc is not None and request.nproc < 1:
         raise UserError(f"--nproc {request.nproc}", "at least 1 process is needed")
     objective = request.objective
-    if request.packing and (objective.per != "token" or objective.task != CAUSAL):
+    if request.packing and (objective.why_padded or objective.task != CAUSAL):
         given = f"--packing with --objective {objective.kind}"
         is_row = objective.task != CAUSAL
-        rule = "packing is for language models" if is_row else f"a {objective.per} is two rows"
+        rule = "packing is for language models" if is_row else objective.why_padded
         raise UserError(given, rule, "leave out --packing")
     if request.adapters > 1 and objective.task != CAUSAL:
         raise UnsupportedError(f"--adapters {request.adapters} with --objective {objective.kind}", "it is not proved")

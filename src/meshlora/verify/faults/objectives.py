@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshlora.common.errors import UserError, did_you_mean
-from meshlora.config.objective import Classify, ClassifyTokens, Dpo, Embed, Kto, Objective, Orpo, Policy, Sft
+from meshlora.config.objective import Classify, ClassifyTokens, Dpo, Embed, Grpo, Kto, Objective, Orpo, Policy, Sft
 from meshlora.data import Batch
 from meshlora.model import regions
 from meshlora.plan.rules import Domain, ModelPlan
@@ -23,6 +23,14 @@ from meshlora.verify.faults.fault import after, around, fault, instead_of
 PROVED: dict[str, Objective] = {
     "sft": Sft(label_smoothing=0.1),
     "policy": Policy(clip_low=0.15, clip_high=0.3, kl_coef=0.1),
+    "grpo": Grpo(
+        clip_low=0.15, clip_high=0.3, importance_cap=1.3, kl_coef=0.1, kl="k2", entropy_coef=0.07, scale_rewards="batch"
+    ),
+    "gspo": Grpo(ratio="sequence", mean_over="sequence", clip_low=0.03, clip_high=0.05, importance_cap=1.2),
+    "dr_grpo": Grpo(
+        scale_rewards="none", mean_over="constant", max_completion_length=9, importance_cap=None, kl_coef=0.2, kl="k1"
+    ),
+    "cispo": Grpo(loss="cispo", clip_low=0.4, clip_high=0.1, importance_cap=1.1, kl_coef=0.1, entropy_coef=0.3),
     "dpo": Dpo(beta=0.3, label_smoothing=0.1),
     "orpo": Orpo(beta=0.4),
     "kto": Kto(beta=0.3, desirable_weight=1.3, undesirable_weight=0.7),
