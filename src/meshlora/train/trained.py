@@ -68,7 +68,8 @@ class TrainedAdapter:
 
     def __post_init__(self) -> None:
         options = self.run.config.train
-        given = with_advantages(options.objective, self.run.train_data)
+        self.objective = options.objective
+        given = with_advantages(self.objective, self.run.train_data)
         self.run = dataclasses.replace(self.run, train_data=given)
         self.mesh = runtime(self.model).mesh
         self.followed = self._followed()
@@ -80,7 +81,6 @@ class TrainedAdapter:
         self.keeping = Keeping(
             self.output, keep_last=options.keep_last, keep_best=options.keep_best, resume=self.run.resume
         )
-        self.objective = options.objective
         self.point: Point = None  # of the current step
         self.means: dict[str, float] = {}  # of the last evaluation
         self.eval_loss: float | None = None
@@ -150,7 +150,7 @@ class TrainedAdapter:
         tokenizer, model = tokenizer_of(config), self.run.blueprint.config
 
         def read(file: str) -> TokenizedDataset:
-            return read_data(config, file, tokenizer, model)
+            return with_advantages(self.objective, read_data(config, file, tokenizer, model))
 
         return Followed(stream, self.mesh, read, config.data.follow_s, config.train.batch_size)
 
