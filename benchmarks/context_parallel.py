@@ -32,7 +32,7 @@ import many_adapters
 import meshlora
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.oracle.capture import CollectiveCounter
-from meshlora.train.losses import language_model_loss
+from meshlora.train.losses import shifted_loss
 from processes import Group, batch_of, be_quiet, begin_high_water_mark, memory_bytes, open_groups
 from table import Findings, Parity, ParityError, Row, faster, parser, run, smaller
 from tp_vs_peft import TINY, Meshlora, difference
@@ -73,7 +73,7 @@ class Candidate(Meshlora):
 
     def gradients(self, ids: torch.Tensor, labels: torch.Tensor) -> float:
         cp = self.model.meshlora.mesh.cp
-        loss = language_model_loss(self.model, ids, torch.ones_like(ids), labels)
+        loss = shifted_loss(self.model, ids, torch.ones_like(ids), labels)
         loss.backward()
         num_tokens = meshlora.finish_gradients(self.model, num_tokens=labels.numel())
         return float(all_reduce_sum(loss.detach().view(1), cp)) / num_tokens

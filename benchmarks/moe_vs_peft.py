@@ -42,7 +42,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import meshlora
 from meshlora.adapter.attach import active_factors
-from meshlora.train.losses import language_model_loss
+from meshlora.train.losses import shifted_loss
 from processes import Group, batch_of, be_quiet, begin_high_water_mark, memory_bytes, open_groups
 from table import Findings, Parity, ParityError, Row, faster, parser, run, smaller, turns_within
 
@@ -148,7 +148,7 @@ class Candidate:
             loss = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
             loss.backward()
             return float(loss.detach())
-        loss = language_model_loss(self.model, ids, mask, labels)
+        loss = shifted_loss(self.model, ids, mask, labels)
         loss.backward()
         if self.system.kind == "base":
             return float(loss.detach()) / labels.numel()

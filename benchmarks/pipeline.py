@@ -29,7 +29,7 @@ from meshlora.loading.load import load_blueprint
 from meshlora.plan.schedule import one_forward_one_backward
 from meshlora.plan.topology import Topology
 from meshlora.train.gradsync import finish_gradients
-from meshlora.train.losses import language_model_loss
+from meshlora.train.losses import shifted_loss
 from processes import Group, batch_of, be_quiet, open_groups
 from table import Findings, Parity, ParityError, parser, run, smaller
 from tp_vs_peft import difference
@@ -75,7 +75,7 @@ def step(number: int, tokens: int) -> tuple[float, float]:
         with pipeline.at(stage):
             if is_forward:
                 ids, labels = rows[micro_batch]
-                waiting[micro_batch, stage] = language_model_loss(model, ids, None, labels), pipeline.noted()
+                waiting[micro_batch, stage] = shifted_loss(model, ids, None, labels), pipeline.noted()
                 continue
             loss, know_again = waiting.pop((micro_batch, stage))
             know_again()

@@ -61,7 +61,7 @@ from meshlora.planner.fake import FakeRun, Work
 from meshlora.planner.hardware import Hardware, hardware_named
 from meshlora.planner.trace import assemble, fake_mesh
 from meshlora.train.gradsync import clip_gradients_on_device, finish_gradients_on_device
-from meshlora.train.losses import language_model_loss
+from meshlora.train.losses import shifted_loss
 from meshlora.train.step_sums import StepSums
 from processes import be_quiet
 from table import RESULTS, Findings, Parity, greater, parser, run, smaller
@@ -215,9 +215,7 @@ def ours(shape: Shape, num_layers: int, *, has_kernels: bool = False) -> Counted
         # What it reads is asserted on a GPU, by the GPU.
         with replaced(vocabulary, "_check_labels", lambda *_: None), counting, counting.reading():
             with rows_of(model, rows):
-                loss = language_model_loss(
-                    model, ids, None, labels, position_ids=positions, trained=torch.arange(tokens)
-                )
+                loss = shifted_loss(model, ids, None, labels, position_ids=positions, trained=torch.arange(tokens))
             counting.part = "backward"
             loss.backward()
             counting.part = "update"

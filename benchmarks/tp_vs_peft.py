@@ -33,7 +33,7 @@ import meshlora
 from cores import dtypes_here, fewer
 from meshlora.adapter.attach import active_factors
 from meshlora.train.allocator import keep_freed_memory
-from meshlora.train.losses import language_model_loss
+from meshlora.train.losses import shifted_loss
 from processes import Group, batch_of, be_quiet, open_groups
 from table import Findings, Parity, ParityError, Row, faster, parser, run, turns_within
 
@@ -151,7 +151,7 @@ class Meshlora(Candidate):
         return {factor.name: factor.parameter for factor in active_factors(self.model)}
 
     def gradients(self, ids: Tensor, labels: Tensor) -> float:
-        loss = language_model_loss(self.model, ids, torch.ones_like(ids), labels)
+        loss = shifted_loss(self.model, ids, torch.ones_like(ids), labels)
         loss.backward()
         return float(loss.detach()) / meshlora.finish_gradients(self.model, num_tokens=labels.numel())
 

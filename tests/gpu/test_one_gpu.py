@@ -12,7 +12,7 @@ import meshlora
 from meshlora.layers import varlen
 from meshlora.layers.liger import check_kernels, liger
 from meshlora.layers.rms_norm import RmsNormFunction
-from meshlora.train.losses import language_model_loss
+from meshlora.train.losses import shifted_loss
 from tests.conftest import Prove
 from tests.twins import make_batches, make_twin
 
@@ -35,7 +35,7 @@ def test_bf16_base_trains_fp32_factors_on_the_gpu(tmp_path: Path) -> None:
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
     model = meshlora.load(folder / "model", lora=lora, dtype="bfloat16", device="cuda").train()
     ids = make_batches().input_ids.cuda()
-    language_model_loss(model, ids, None, ids.roll(-1, 1)).backward()
+    shifted_loss(model, ids, None, ids.roll(-1, 1)).backward()
     meshlora.finish_gradients(model, num_tokens=ids.numel())
     norm = meshlora.clip_gradients(model, 1.0)
     assert 0 < norm < float("inf")

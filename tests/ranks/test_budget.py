@@ -17,7 +17,7 @@ from meshlora.oracle.capture import CollectiveCounter
 from meshlora.plan.budget import first_forwards_budget, micro_batch_budget
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.layout import Split
-from meshlora.train.losses import language_model_loss, summed_cross_entropy
+from meshlora.train.losses import shifted_loss, summed_cross_entropy
 from tests.pool import Pool
 
 BUDGET = {
@@ -88,7 +88,7 @@ def _count_micro_batch(
         model.register_forward_hook(lambda *_: setattr(counter, "phase", "loss")),
     ]
     with counter:
-        loss = language_model_loss(model, ids, None, ids.roll(-1, 1))
+        loss = shifted_loss(model, ids, None, ids.roll(-1, 1))
         counter.phase = "backward"
         loss.backward()
     for hook in hooks:
@@ -126,7 +126,7 @@ def _bytes_of_attention(topology: str) -> tuple[dict[str, float], int]:
     ids, counter = torch.arange(3, 51).view(2, 24), CollectiveCounter()
     counter.phase = "forward"
     with counter:
-        loss = language_model_loss(model, ids, None, ids.roll(-1, 1))
+        loss = shifted_loss(model, ids, None, ids.roll(-1, 1))
         counter.phase = "backward"
         loss.backward()
     config = model.config

@@ -22,7 +22,7 @@ from meshlora.model import weights
 from meshlora.model.dp_shard import whole_weights
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.train.losses import language_model_loss
+from meshlora.train.losses import shifted_loss
 from meshlora.train.recompute import recompute_layers
 from tests.conftest import Prove
 from tests.pool import Pool
@@ -51,7 +51,7 @@ def _steps(topology: str, options: dict[str, Any], recompute: str = "none") -> d
             found = {"logits": model.eval()(input_ids=batches[0]).logits}
         model.train()
         for number, ids in enumerate(batches):
-            loss = language_model_loss(model, ids, torch.ones_like(ids), ids.roll(-1, 1))
+            loss = shifted_loss(model, ids, torch.ones_like(ids), ids.roll(-1, 1))
             loss.backward()
             found[f"loss {number}"] = loss.detach()
     return found | {f.name: f.parameter.grad for f in active_factors(model) if f.parameter.grad is not None}

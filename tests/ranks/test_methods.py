@@ -21,7 +21,7 @@ from meshlora.config.objective import Sft
 from meshlora.oracle.compare import relative
 from meshlora.oracle.inputs import write_twin
 from meshlora.plan.families.twin import twin_config
-from meshlora.train.losses import language_model_loss
+from meshlora.train.losses import shifted_loss
 from tests.blueprints import load_without_proof
 from tests.conftest import Prove
 from tests.pool import Pool
@@ -111,7 +111,7 @@ def _train_a_step(folder: Path, out: Path, topology: str) -> tuple[Tensor, int]:
     for _ in range(2):  # B is zero in the first
         optimizer.zero_grad()
         with meshlora.lift():
-            language_model_loss(model, batch.input_ids, batch.attention_mask, batch.labels).backward()
+            shifted_loss(model, batch.input_ids, batch.attention_mask, batch.labels).backward()
         meshlora.finish_gradients(model, num_tokens=int((batch.labels != -100).sum()))
         optimizer.step()
     meshlora.save_adapter(model, out)

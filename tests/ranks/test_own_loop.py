@@ -112,7 +112,7 @@ def _steps(topology: str, out: Path) -> list[float]:
         loss_sum, num_tokens = torch.zeros(1, dtype=torch.float64), 0
         for part in rows:
             ids = drawn[part]
-            labels = torch.where(documents.roll(-1) == 0, -100, ids.roll(-1, 1))
+            labels = torch.where(documents == 0, -100, ids)
             position_ids = documents.expand_as(ids) if step else None
             mask = None if step else torch.ones_like(ids)
             with meshlora.lift():

@@ -30,7 +30,7 @@ from meshlora.planner.hardware import hardware_named
 from meshlora.planner.problem import Problem
 from meshlora.planner.trace import loss_of, trace
 from meshlora.train.gradsync import clip_gradients, finish_gradients
-from meshlora.train.losses import language_model_loss
+from meshlora.train.losses import shifted_loss
 from tests.pool import Pool
 
 ROWS, TOKENS = 2, 24
@@ -49,7 +49,7 @@ def _step(family: str, topology: str, quantization: str | None) -> tuple[Totals,
         model.register_forward_hook(lambda *_: setattr(counter, "phase", "loss")),
     ]
     with counter:
-        loss = language_model_loss(model, ids, torch.ones_like(ids), ids.roll(-1, 1))
+        loss = shifted_loss(model, ids, torch.ones_like(ids), ids.roll(-1, 1))
         counter.phase = "backward"
         loss.backward()
         counter.phase = "step"

@@ -24,7 +24,7 @@ from meshlora.oracle.compare import compare_adapters
 from meshlora.plan.derive import decoder_layers
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.train.losses import language_model_loss
+from meshlora.train.losses import shifted_loss
 from meshlora.train.recompute import check_recompute, recompute_layers
 from meshlora.train.routing import step_file
 from tests.blueprints import build_meta
@@ -64,7 +64,7 @@ def _one_step(family: str, topology: str, dtype: str) -> Found:
         counter.phase, counter.counts = "outside", Counter()
         with counter:
             with lift(dtype == "float64"), saved_tensors_hooks(keep, lambda tensor: tensor):
-                loss = language_model_loss(model, ids, torch.ones_like(ids), ids.roll(-1, 1))
+                loss = shifted_loss(model, ids, torch.ones_like(ids), ids.roll(-1, 1))
             held = sum(t.untyped_storage().nbytes() for address, t in saved.items() if address not in own)
             counter.phase = "backward"
             loss.backward()
@@ -160,7 +160,7 @@ def test_evaluation_keeps_nothing_and_computes_once() -> None:
     for train, expected in ((True, 2), (False, 1)):
         passes.clear()
         model.train(train)
-        language_model_loss(model, ids, None, ids.roll(-1, 1)).backward()
+        shifted_loss(model, ids, None, ids.roll(-1, 1)).backward()
         assert len(passes) == expected
 
 
@@ -172,7 +172,7 @@ def test_layers_that_multiply_their_own_input_are_computed_again() -> None:
         model = meshlora.load(twin_config("olmo2"), lora=lora).train()
         recompute_layers(model, recompute)
         ids = torch.arange(3, 19).view(1, 16)
-        language_model_loss(model, ids, None, ids.roll(-1, 1)).backward()
+        shifted_loss(model, ids, None, ids.roll(-1, 1)).backward()
         found.append([factor.parameter.grad for factor in active_factors(model)])
     for once, again in zip(*found, strict=True):
         assert once is not None

@@ -22,7 +22,7 @@ from meshlora.oracle.reference import rates_of, train
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
 from meshlora.train.gradsync import clip_gradients, finish_gradients
-from meshlora.train.losses import language_model_loss
+from meshlora.train.losses import shifted_loss
 from tests.blueprints import load_without_proof
 from tests.pool import Pool
 from tests.twins import make_batches
@@ -66,7 +66,7 @@ def _ours(folder: Path, lora: LoraConfig, topology: str, out: Path | None = None
     rates, losses = rates_of(SETTINGS), []
     for rate in rates:
         optimizer.zero_grad(set_to_none=True)
-        loss = language_model_loss(model, batch.input_ids, batch.attention_mask, batch.labels)
+        loss = shifted_loss(model, batch.input_ids, batch.attention_mask, batch.labels)
         loss.backward()
         tokens = finish_gradients(model, num_tokens=batch.num_tokens)
         losses.append(float(loss.detach()) / tokens)

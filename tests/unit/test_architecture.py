@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "layers": {"plan", "comm"},
     "model": {"plan", "comm", "layers"},
     "adapter": {"plan", "comm", "layers", "model"},
-    "loading": {"plan", "config", "comm", "layers", "model", "adapter"},
+    "loading": {"plan", "data", "config", "comm", "layers", "model", "adapter"},
     "text": {"data", "config", "loading"},
     "train": {"plan", "data", "config", "comm", "layers", "model", "adapter", "loading", "text"},
     "hf": {"plan", "comm", "adapter", "train"},

@@ -103,6 +103,12 @@ PRIVATE = [
     Private("assert_on_device", "torch._assert_async", "to check labels without waiting for a GPU"),
     Private("copy_each", "torch._foreach_copy_", "to put summed gradients back"),
     Private("multiply_each", "torch._foreach_mul_", "to divide gradients by the number of tokens"),
+    Private(
+        "is_mean",
+        "torch.autograd.graph.Node._saved_reduction",
+        "to refuse a mean where a sum is meant",
+        of=lambda: F.cross_entropy(torch.zeros(1, 2, requires_grad=True), torch.zeros(1).long()).grad_fn,
+    ),
     Private("norm_of_each", "torch._foreach_norm", "to clip gradients"),
     Private("GROUPED_PRODUCT", "torch.ops.aten._grouped_mm", "to count the work of experts"),
     Private("READ_NUMBER", "torch.ops.aten._local_scalar_dense", "to answer code that asks a tensor without content"),
@@ -636,3 +642,14 @@ def test_peft_says_how_a_stack_of_experts_is_stored() -> None:
         (wrapper,) = (m for m in model.modules() if isinstance(m, ParamWrapper))
         assert compat.is_stored_in_out(wrapper) == is_transposed
         assert wrapper.lora_A["default"].weight.shape == (2, 3 if is_transposed else 5)  # [r E, in]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_a_mean_is_known_by_what_has_made_it(reduction: str) -> None:
+    x = torch.zeros(3, 2, requires_grad=True)
+    for loss in (
+        F.cross_entropy(x, torch.zeros(3).long(), reduction=reduction),
+        F.mse_loss(x, torch.ones(3, 2), reduction=reduction),
+        getattr(x.exp(), reduction)(),
+    ):
+        assert compat.is_mean(loss) == (reduction == "mean")

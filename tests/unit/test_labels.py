@@ -14,7 +14,7 @@ import meshlora
 from meshlora.common.errors import UserError
 from meshlora.data import Batch
 from meshlora.plan.families.twin import twin_config
-from meshlora.train.losses import batch_log_probabilities, check_shifted, language_model_loss
+from meshlora.train.losses import batch_log_probabilities, check_shifted, shifted_loss
 
 TEXT = [[5, 6, 7, 8, 9, 0, 0], [5, 3, 3, 4, 5, 6, 0]]
 MASK = [[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0]]
@@ -41,7 +41,7 @@ def _log_probabilities(model: Any, ids: Tensor, mask: Tensor, labels: Tensor) ->
 
 
 LOSSES: dict[str, Callable[..., Tensor]] = {
-    "language_model_loss": language_model_loss,
+    "shifted_loss": shifted_loss,
     "batch_log_probabilities": _log_probabilities,
 }
 
@@ -101,3 +101,24 @@ def test_labels_without_the_first_column_would_not_fit() -> None:
     ids = torch.tensor(TEXT)
     with pytest.raises(UserError, match=r"labels \[2, 6\] and input_ids \[2, 7\]"):
         check_shifted(ids, ids[:, 1:], None, None)
+
+
+@pytest.mark.parametrize("function", [meshlora.language_model_loss, meshlora.token_scores])
+def test_shifted_labels_would_train_each_token_to_foresee_two(function: Callable[..., Any], model: Any) -> None:
+    ids, mask = torch.tensor(TEXT), torch.tensor(MASK)
+    labels = _of_hugging_face(ids, mask, prompt=1)
+    with pytest.raises(UserError, match="labels that are shifted already"):
+        function(model, ids, mask, _shifted(labels))
+    function(model, ids, mask, labels)
+
+
+def test_scores_stand_at_their_own_tokens(model: Any) -> None:
+    ids, mask = torch.tensor(TEXT), torch.tensor(MASK)
+    labels = _of_hugging_face(ids, mask, prompt=2)
+    found = meshlora.token_scores(model, ids, mask, labels)
+    log_p = model(input_ids=ids, attention_mask=mask).logits.float().log_softmax(-1)
+    expected = log_p[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+    torch.testing.assert_close(found.log_probs[:, 1:], expected * (labels[:, 1:] != -100))
+    assert not found.log_probs[:, :2].any()
+    total = meshlora.language_model_loss(model, ids, mask, labels)
+    torch.testing.assert_close(-found.log_probs.sum(), total)

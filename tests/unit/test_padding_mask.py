@@ -22,7 +22,7 @@ from meshlora.model.padding import needs_mask
 from meshlora.plan.families.proved import PROVED, PROVED_EXPERTS
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.train.losses import batch_log_probabilities, language_model_loss
+from meshlora.train.losses import batch_log_probabilities, shifted_loss
 from meshlora.train.packing_check import _twin
 
 # Longer and shorter than a twin's windows (8).
@@ -123,5 +123,5 @@ def test_rows_of_a_run_have_no_mask_and_those_of_a_loop_have_theirs() -> None:
 
     runtime(model).masks_padding = False
     left = tuple(t.flip(1) for t in (batch.input_ids, batch.attention_mask, batch.labels.roll(-1, 1)))
-    _, masks = _given(model, lambda: language_model_loss(model, *left, trained=torch.arange(1)))
+    _, masks = _given(model, lambda: shifted_loss(model, *left, trained=torch.arange(1)))
     assert masks[0] is left[1], "where a loop pads is not known"

@@ -15,7 +15,7 @@ import meshlora
 from meshlora.adapter.attach import active_factors
 from meshlora.layers import rounded
 from meshlora.plan.families.twin import twin_config
-from meshlora.train.losses import language_model_loss
+from meshlora.train.losses import shifted_loss
 
 R = 5  # no other dim of the twin
 IDS = torch.arange(3, 19).view(2, 8)
@@ -27,7 +27,7 @@ def _model(**options: Any) -> Any:
 
 
 def _backward(model: Any) -> Tensor:
-    loss = language_model_loss(model, IDS, None, IDS.roll(-1, 1))
+    loss = shifted_loss(model, IDS, None, IDS.roll(-1, 1))
     loss.backward()
     return loss.detach()
 
@@ -71,9 +71,9 @@ def test_a_changed_factor_is_rounded_again(
 def test_a_backward_that_waits_for_the_next_forward_has_its_own_factors() -> None:
     """As in a pipeline, where an optimizer's step never comes in between: here one does."""
     model = _model()
-    first = language_model_loss(model, IDS, None, IDS.roll(-1, 1))
+    first = shifted_loss(model, IDS, None, IDS.roll(-1, 1))
     _in_place([factor.parameter for factor in active_factors(model)])
-    language_model_loss(model, IDS, None, IDS.roll(-1, 1))
+    shifted_loss(model, IDS, None, IDS.roll(-1, 1))
     first.backward()
     waited = _gradients(model)
     other = _model()

@@ -23,7 +23,7 @@ from meshlora.layers.products import LoraLinearFunction
 from meshlora.layers.shared_input import Joined, share
 from meshlora.layers.tokens import Segment
 from meshlora.plan.families.twin import twin_config
-from meshlora.train.losses import language_model_loss
+from meshlora.train.losses import shifted_loss
 from tests.pool import Pool
 
 B, S, R = 2, 8, 4
@@ -48,7 +48,7 @@ def _saved(model: nn.Module) -> Counter[int]:
 
     ids = torch.arange(3, 3 + T).view(B, S)
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        language_model_loss(model.train(), ids, None, ids.roll(-1, 1))
+        shifted_loss(model.train(), ids, None, ids.roll(-1, 1))
     return Counter(t.untyped_storage().nbytes() // t.element_size() for t in held.values())
 
 
@@ -240,7 +240,7 @@ def test_gradients_of_a_whole_model_do_not_depend_on_what_is_kept(monkeypatch: p
         lora = LoraConfig(r=R, target_modules="all-linear", init_lora_weights=False)
         model = meshlora.load(twin_config("llama"), lora=lora, dtype="float64")
         ids = torch.arange(3, 3 + T).view(B, S)
-        language_model_loss(model.train(), ids, None, ids.roll(-1, 1)).backward()
+        shifted_loss(model.train(), ids, None, ids.roll(-1, 1)).backward()
         return {f.name: f.parameter.grad for f in active_factors(model) if f.parameter.grad is not None}
 
     ours = gradients()

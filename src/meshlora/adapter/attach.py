@@ -57,13 +57,25 @@ class Whole:
 
 
 @dataclass
+class Loop:
+    """What a loop of a user's own is doing with a model (`train.step`).
+
+    is_divided: a loss that is divided already, as Hugging Face's are, has given gradients since the last step.
+    is_in_step: a step is open, whose forwards compare the rows of ranks.
+    """
+
+    is_divided: bool = False
+    is_in_step: bool = False
+
+
+@dataclass
 class Runtime:
     """The state of a parallel model.
 
     plan: of what this rank's stage has. context: the cut of its forwards over cp. pipeline: their way through this
     stage. whole: all stages. base: the base parameters that adapters have copies of. dropout: the
     tokens of the running forward, and the adapter of each. rounding: of factors, to the base's dtype. masks_padding:
-    padding at the end of rows is masked, too (`model.padding`).
+    padding at the end of rows is masked, too (`model.padding`). loop: of the caller's own.
     """
 
     plan: ModelPlan
@@ -78,6 +90,7 @@ class Runtime:
     base: dict[str, nn.Parameter] = field(default_factory=dict)
     dropout: ForwardTokens = field(init=False)
     rounding: Rounding = field(default_factory=Rounding, init=False)
+    loop: Loop = field(default_factory=Loop, init=False)
 
     def __post_init__(self) -> None:
         self.dropout = ForwardTokens(self.mesh.tp, sp=self.plan.topology.sp, context=self.context)

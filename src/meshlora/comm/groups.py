@@ -218,6 +218,14 @@ class Mesh:
         axis = self.over(self.topology.token_cut - TOKENS)
         return tokens.flatten().tensor_split(axis.size)[axis.rank]
 
+    def wait_at_most(self, timeout_s: float) -> None:
+        """From now on a collective that waits longer for the other ranks raises an error."""
+        for axis in self._axes.values():
+            if isinstance(axis.group, LocalGroup):
+                axis.group.timeout_s = timeout_s
+            elif axis.group is not None:
+                compat.set_timeout(axis.group, timeout_s)
+
     @contextlib.contextmanager
     def patient_for(self, timeout_s: float, *, watch: Watch | None = None) -> Iterator[None]:
         """Inside the block a collective waits `timeout_s` seconds for the other ranks, then reports who is missing.
@@ -228,9 +236,7 @@ class Mesh:
         if self.topology.world == 1:
             yield
             return
-        for axis in self._axes.values():
-            if axis.group is not None and not isinstance(axis.group, LocalGroup):
-                compat.set_timeout(axis.group, timeout_s)
+        self.wait_at_most(timeout_s)
         with contextlib.ExitStack() as opened:
             if watch is None:
                 watch = opened.enter_context(Watch(_board(compat.job_store), self.rank, world=self.topology.world))

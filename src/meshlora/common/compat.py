@@ -477,6 +477,16 @@ def cut_deepstack(model: nn.Module, cut: Callable[[Tensor], Tensor]) -> None:
             object.__setattr__(module, "_deepstack_process", process)
 
 
+def is_mean(loss: Tensor) -> bool:
+    """Whether `loss` is what `mean()`, or a loss function with its default reduction, has returned."""
+    node = loss.grad_fn
+    if node is None:
+        return False
+    return (
+        node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", 0) == 1
+    )  # torch's number of means
+
+
 # ---- PEFT
 
 

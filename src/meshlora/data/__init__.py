@@ -7,7 +7,7 @@ data, the options, and (in `share`) the dp rank.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from meshlora.data.collate import IGNORED, Batch, collate
+from meshlora.data.collate import IGNORED, Batch, collate, shifted
 from meshlora.data.labelled import read_labelled, read_labelled_words, read_similar
 from meshlora.data.mixture import joined_sources
 from meshlora.data.nlg import of_categories, parted
@@ -69,6 +69,7 @@ __all__ = [
     "read_rewarded",
     "read_rollouts",
     "share",
+    "shifted",
     "tokenize",
     "with_positions",
 ]

@@ -15,17 +15,10 @@ from transformers import Trainer, TrainingArguments
 from meshlora.adapter.attach import runtime
 from meshlora.comm.groups import Mesh
 from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.train.optimizer import WHOLE
 
 # Optimizers that treat each element by itself, so that a shard of a factor is updated as the whole one would be.
 ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
-_ELEMENTWISE_CLASSES = (
-    torch.optim.AdamW,
-    torch.optim.Adam,
-    torch.optim.SGD,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-)
-_WHOLE = "it uses whole matrices, or rounds their blocks, and a rank has a part of each"
 
 
 def check_arguments(args: TrainingArguments, model: Any) -> None:
@@ -41,7 +34,7 @@ def check_arguments(args: TrainingArguments, model: Any) -> None:
         return
     optim = getattr(args.optim, "value", args.optim)
     if optim not in ELEMENTWISE:
-        raise UnsupportedError(f"optim={optim}", _WHOLE, f"use one of {', '.join(ELEMENTWISE)}")
+        raise UnsupportedError(f"optim={optim}", WHOLE, f"use one of {', '.join(ELEMENTWISE)}")
     if args.fp16:
         rule = "its loss scale would be that of each rank's own gradients"
         raise UnsupportedError("fp16=True", rule, "load the model with dtype='bfloat16' or 'float32'")
@@ -74,17 +67,6 @@ def check_arguments(args: TrainingArguments, model: Any) -> None:
     if getattr(model.config, "output_router_logits", False):
         rule = "the load-balancing loss of Trainer is that of each rank's own tokens"
         raise UnsupportedError("output_router_logits=True", rule, "leave it out, or use meshlora train")
-
-
-def check_optimizer(kind: type, mesh: Mesh) -> None:
-    """Refuse an optimizer that may not treat each element by itself.
-
-    Raises:
-        UnsupportedError: its class is none of those that are known to.
-    """
-    if mesh.topology.world > 1 and kind not in _ELEMENTWISE_CLASSES:
-        names = ", ".join(known.__name__ for known in _ELEMENTWISE_CLASSES)
-        raise UnsupportedError(f"the optimizer {kind.__name__}", _WHOLE, f"use torch's {names}")
 
 
 def check_data(data: Any, mesh: Mesh) -> None:

@@ -107,8 +107,3 @@ def fitted(inputs: Mapping[str, Any], topology: Topology, *, pad_token_id: int) 
         if isinstance(value, Tensor) and value.shape[:2] == ids.shape and value.ndim == 2:
             found[name] = F.pad(value, (0, missing), value=filled.get(name, 0))
     return found
-
-
-def shifted(labels: Tensor) -> Tensor:
-    """Labels `[B, S]` as Hugging Face's models take them -> the label of each token: the one after it."""
-    return F.pad(labels[:, 1:], (0, 1), value=_IGNORED)

@@ -23,12 +23,13 @@ from meshlora.adapter.attach import active_factors, runtime
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.comm.groups import Mesh
 from meshlora.common.errors import UnsupportedError
-from meshlora.hf.arguments import check_arguments, check_data, check_loss, check_optimizer
+from meshlora.hf.arguments import check_arguments, check_data, check_loss
 from meshlora.hf.processes import Writer, be_alone, collect_over, stay_alone
-from meshlora.hf.rows import STANDS_IN, SharedRows, fitted, shifted
+from meshlora.hf.rows import STANDS_IN, SharedRows, fitted
 from meshlora.hf.state import OPTIMIZER_FILE, read_adapter_into, read_optimizer, write_adapter_into, write_optimizer
 from meshlora.train.gradsync import clip_gradients, finish_gradients_on_device
 from meshlora.train.losses import language_model_loss
+from meshlora.train.optimizer import check_optimizer
 from meshlora.train.recompute import recompute_layers, switch_by_own_rule
 
 # Its methods are those of the Trainer that stands behind `OnMesh` among the bases.
@@ -176,7 +177,7 @@ class OnMesh(_Trainer):
             model,
             inputs["input_ids"],
             inputs.get("attention_mask"),
-            shifted(inputs["labels"]),
+            inputs["labels"],
             label_smoothing=self.args.label_smoothing_factor,
             position_ids=inputs.get("position_ids"),
         )
@@ -193,6 +194,7 @@ class OnMesh(_Trainer):
         self._is_finished = True
         counted = int(self._mesh.cp.rank == 0)
         finish_gradients_on_device(self._mesh, [active_factors(self.model)], [counted])
+        runtime(self.model).loop.is_divided = False  # by the tokens of all, as this expects
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
         self._finish()

@@ -16,7 +16,7 @@ from transformers.utils import ModelOutput
 
 from meshlora.adapter.attach import active_factors, adapter_factors, draw_adapter, in_use, runtime
 from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.hf.rows import fitted, shifted
+from meshlora.hf.rows import fitted
 from meshlora.hf.trainer import OnMesh
 from meshlora.train.losses import token_scores
 
@@ -152,11 +152,11 @@ def _scored(
         model,
         own["input_ids"],
         own.get("attention_mask"),
-        shifted(own["labels"]),
+        own["labels"],
         temperature=temperature,
         position_ids=own.get("position_ids"),
     )
-    log_probs, entropy, mean_logits, is_top1 = (value[:, : length - 1] for value in vars(scores).values())
+    log_probs, entropy, mean_logits, is_top1 = (value[:, 1:length] for value in vars(scores).values())
     mask = labels[:, 1:] != -100
     number = inputs.get("num_items_in_batch")
     loss = -log_probs.sum() / (mask.sum().clamp(min=1) if number is None else number)

@@ -472,7 +472,7 @@ def _begin(context: ContextCut) -> None:
         raise UserError(
             f"a forward with gradients of whole sequences on cp={context.axis.size}",
             "each cp rank would have the gradients of all tokens, and they are summed",
-            "use meshlora.language_model_loss, or torch.no_grad() for logits alone",
+            "give the model labels, use meshlora.language_model_loss, or torch.no_grad() for logits alone",
         )
 
 

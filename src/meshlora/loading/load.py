@@ -26,6 +26,7 @@ from meshlora.layers.liger import Kernels, check_kernels, liger
 from meshlora.loading.blueprint import BaseOptions, Blueprint, make_blueprint
 from meshlora.loading.guards import guard_model
 from meshlora.loading.kernels import with_kernels
+from meshlora.loading.labelled import take_labels
 from meshlora.model.dp_shard import finish_sharding
 from meshlora.model.inject import parallelize
 from meshlora.model.padding import needs_mask
@@ -136,7 +137,9 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
     model.meshlora.masks_padding = needs_mask(blueprint.model, whole)
     replace_dropouts(model, plan.model_type, model.meshlora.dropout)
     guard_model(model, plan.topology)
-    compare_first_tokens(model, mesh.same_rows)
+    take_labels(model)
+    loop = model.meshlora.loop
+    compare_first_tokens(model, mesh.same_rows, always=lambda: loop.is_in_step)
     if blueprint.adapter is not None:
         begin_adapter(model, "default", blueprint.adapter, seed=seed)
     attach.set_adapter(model, "default" if blueprint.adapter is not None else None)

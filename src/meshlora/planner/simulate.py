@@ -33,7 +33,7 @@ from meshlora.planner.problem import Problem
 from meshlora.planner.trace import assemble
 from meshlora.train.allocator import most_resident_bytes
 from meshlora.train.gradsync import clip_gradients, finish_gradients
-from meshlora.train.losses import language_model_loss
+from meshlora.train.losses import shifted_loss
 from meshlora.train.optimizer import parameter_groups
 from meshlora.train.recompute import recompute_layers
 
@@ -174,7 +174,7 @@ def _step(run: FakeRun, model: Any, rows: int, tokens: int, number: int, *, accu
     for micro_batch, stage, is_forward in order:
         with pipeline.at(stage):
             if is_forward:
-                loss = language_model_loss(model, ids, torch.ones_like(ids), ids)
+                loss = shifted_loss(model, ids, torch.ones_like(ids), ids)
                 waiting[micro_batch, stage] = loss, pipeline.noted()
                 del loss
                 continue

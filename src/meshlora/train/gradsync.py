@@ -21,7 +21,7 @@ from meshlora.adapter.attach import Factor, active_factors, runtime
 from meshlora.comm.collectives import all_reduce_in_place, all_reduce_sum
 from meshlora.comm.groups import Mesh
 from meshlora.common.compat import copy_each, multiply_each, norm_of_each
-from meshlora.common.errors import MeshloraError
+from meshlora.common.errors import MeshloraError, UserError
 from meshlora.plan.grads import GradPart, part_of
 
 Adapters = Sequence[Sequence[Factor]]  # the local factors of each
@@ -43,9 +43,18 @@ def finish_gradients(model: Any, *, num_tokens: int) -> int:
         The global number of trained tokens, counted once.
 
     Raises:
-        MeshloraError: a trainable factor has no gradient, or no rank has a trained token.
+        MeshloraError: a trainable factor has no gradient, or no rank has a trained token. UserError: a loss that was
+            divided already, as those of Hugging Face's models are, has given gradients.
     """
-    mesh = runtime(model).mesh
+    mesh, loop = runtime(model).mesh, runtime(model).loop
+    if loop.is_divided:
+        loop.is_divided = False
+        raise UserError(
+            "finish_gradients after the backward of a mean, the loss of model(..., labels=...)",
+            "it divides a sum over tokens by their number; means of micro-batches and ranks cannot be added up",
+            "use `with meshlora.step(model, optimizer) as step: step.backward(loss)`, which takes this loss, or give "
+            "the model num_items_in_batch=1, which makes it a sum",
+        )
     counted = num_tokens if mesh.cp.rank == 0 else 0
     total = int(finish_gradients_on_device(mesh, [active_factors(model)], [counted]).item())
     check_total(total)
@@ -71,7 +80,7 @@ def finish_gradients_on_device(mesh: Mesh, adapters: Adapters, num_tokens: Seque
     for factor in itertools.chain(*adapters):
         if factor.parameter.grad is None:
             raise MeshloraError(f"{factor.name} has no gradient: was backward called, and did the forward use it?")
-        if hasattr(factor.parameter.grad, _FINISHED):
+        if is_finished(factor.parameter.grad):
             raise MeshloraError(
                 f"the gradient of {factor.name} is finished already: call finish_gradients once per optimizer step, "
                 "after the last backward, and zero_grad(set_to_none=True) after the step"
@@ -93,6 +102,11 @@ def finish_gradients_on_device(mesh: Mesh, adapters: Adapters, num_tokens: Seque
     for factor in itertools.chain(*adapters):
         setattr(_grad(factor), _FINISHED, True)
     return totals
+
+
+def is_finished(grad: Tensor) -> bool:
+    """Whether `grad` is of all ranks already."""
+    return hasattr(grad, _FINISHED)
 
 
 def clip_gradients(model: Any, max_norm: float | None) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 from meshlora.adapter.attach import runtime
 from meshlora.common.compat import no_rows_packed
 from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.data import Batch
+from meshlora.data import Batch, shifted
 from meshlora.data.context import token_order
 from meshlora.layers.by_sequence import rows_of
 from meshlora.layers.head.loss import (
@@ -45,23 +45,47 @@ def language_model_loss(
     *,
     label_smoothing: float = 0.0,
     position_ids: Tensor | None = None,
-    trained: Tensor | None = None,
     more: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """Sum over the trained tokens of (1-e) -log p(label) + e times the mean of -log p over the vocabulary.
+    """Sum over the trained tokens of (1-e) -log p(token) + e times the mean of -log p over the vocabulary.
 
-    input_ids, attention_mask, labels: `[B, S]`; labels are already shifted (labels[b, t] is the token after t), -100
-    where untrained. The logits `[B, S, V]` are never materialised: the head runs on a chunk of tokens at a time.
-    Under cp the sum is over this rank's tokens of these rows. Stages of a pipeline before the last have `[]`, 0, whose
-    backward is that of what they sent.
+        loss = meshlora.language_model_loss(model, batch["input_ids"], batch["attention_mask"], batch["labels"])
+
+    input_ids, attention_mask, labels: `[B, S]`; labels as Hugging Face's models take them: `labels[b, t]` is the token
+    at t, -100 where untrained. The logits `[B, S, V]` are never materialised: the head runs on a chunk of tokens at a
+    time. Under cp the sum is over this rank's tokens of these rows.
     position_ids: `[B, S]` of packed rows, restarting at each sequence.
-    trained: `[N]`, the indices where `labels.flatten()` is not -100, in order. Pass it if you know it: the host then
-    need not wait for the device.
     more: further inputs of the model, as its processor makes them of images (`pixel_values` ...).
 
     Raises:
-        UserError: unshifted labels, as Hugging Face's models take them. Not checked if `trained` is given, which would
-            make the host wait. S is not divisible by cp.
+        UserError: labels that are shifted already; S is not divisible by cp.
+    """
+    after = _after(input_ids, labels, attention_mask, position_ids)
+    return shifted_loss(
+        model, input_ids, attention_mask, after, label_smoothing=label_smoothing, position_ids=position_ids, more=more
+    )
+
+
+def shifted_loss(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    labels: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    position_ids: Tensor | None = None,
+    trained: Tensor | None = None,
+    more: Mapping[str, Tensor] | None = None,
+) -> Tensor:
+    """`language_model_loss` of labels as batches of `meshlora.data` have them: `labels[b, t]` is the token after t.
+
+    Stages of a pipeline before the last have `[]`, 0, whose backward is that of what they sent.
+    trained: `[N]`, the indices where `labels.flatten()` is not -100, in order. Pass it if you know it: the host then
+    need not wait for the device.
+
+    Raises:
+        UserError: unshifted labels. Not checked if `trained` is given, which would make the host wait. S is not
+            divisible by cp.
     """
     mask: Any = attention_mask  # None is handed on: transformers need not look for padding
     given = Batch(input_ids, mask, labels, 0, input_ids, position_ids=position_ids, trained=trained, more=more or {})
@@ -72,7 +96,7 @@ def language_model_loss(
 
 
 def language_model_losses(model: Any, batch: Batch, own: Rows, *, label_smoothing: float) -> Sequence[Tensor]:
-    """`language_model_loss` of the rows of each of K adapters, from one forward; the head runs once unless trained."""
+    """`shifted_loss` of the rows of each of K adapters, from one forward; the head runs once unless trained."""
     if (signal := _before_last(model, batch)) is not None:
         return [signal] * len(own)
     found = _forward(model, batch)
@@ -99,7 +123,7 @@ def batch_log_probabilities(model: Any, batch: Batch, own: Rows = ()) -> Tensor:
     counted by one rank (`Batch.counts_rows`). Stages of a pipeline before the last have zeros.
 
     Raises:
-        UserError: as in `language_model_loss`.
+        UserError: as in `shifted_loss`.
     """
     (log_p,) = _of_tokens(model, batch, own, lambda *given: (_log_probabilities(*given),), 1)
     return log_p
@@ -142,10 +166,10 @@ def _of_tokens(
 
 @dataclasses.dataclass(frozen=True)
 class TokenScores:
-    """What a model says of chosen tokens, each `[B, S]` and 0 where untrained.
+    """What a model says of chosen tokens, each `[B, S]`: at t of the token at t, 0 where it is untrained.
 
-    log_probs: log p(label). entropy: of the distribution that the label was chosen from. mean_logit: the logits' mean
-    over the vocabulary. is_top1: 1 where no token is likelier than the label. The last two have no gradient.
+    log_probs: log p(token). entropy: of the distribution that the token was chosen from. mean_logit: the logits' mean
+    over the vocabulary. is_top1: 1 where no token is likelier. The last two have no gradient.
     """
 
     log_probs: Tensor
@@ -166,11 +190,14 @@ def token_scores(
 ) -> TokenScores:
     """Log-probabilities of chosen tokens and the entropy there, with gradients; the logits are never whole.
 
+        scores = meshlora.token_scores(model, input_ids, attention_mask, labels)
+        loss = -(advantages * scores.log_probs).sum()  # advantages `[B, S]`, of the tokens in place
+
     Arguments are those of `language_model_loss`. temperature: the logits are divided by it.
 
     Raises:
-        UserError: unshifted labels; temperature not positive. UnsupportedError: cp or pp, whose ranks have a part of
-            the tokens, or of the layers, each.
+        UserError: labels that are shifted already; temperature not positive. UnsupportedError: cp or pp, whose ranks
+            have a part of the tokens, or of the layers, each.
     """
     if not temperature > 0:
         raise UserError(f"temperature={temperature}", "logits are divided by it", "give a positive number")
@@ -178,11 +205,14 @@ def token_scores(
     if topology.cp > 1 or topology.pp > 1:
         raise UnsupportedError(f"token_scores on {topology}", "its ranks have a part of the tokens or layers each")
     mask: Any = attention_mask
-    batch = Batch(input_ids, mask, labels, 0, input_ids, position_ids=position_ids, more=more or {})
-    return _scores(_forward(model, batch), labels, temperature, None)
+    after = _after(input_ids, labels, attention_mask, position_ids)
+    batch = Batch(input_ids, mask, after, 0, input_ids, position_ids=position_ids, more=more or {})
+    each = vars(_scores(_forward(model, batch), after, temperature, None)).values()
+    return TokenScores(*(F.pad(value[:, :-1], (1, 0)) for value in each))  # from where a token is predicted to itself
 
 
 def _scores(found: _Found, labels: Tensor, temperature: float, trained: Tensor | None) -> TokenScores:
+    """`token_scores` of shifted labels: each at the place before its token."""
     if isinstance(found, Tensor):
         chosen = labels.clamp(min=0).unsqueeze(-1)
         logits = found.float() / temperature
@@ -259,11 +289,7 @@ def check_shifted(
         )
     is_trained = labels != IGNORED
     is_itself = (labels == input_ids) | ~is_trained
-    goes_on = is_trained[:, :-1]  # the next token is of the same sequence
-    if attention_mask is not None and attention_mask.ndim == 2:
-        goes_on = goes_on & (attention_mask[:, 1:] == attention_mask[:, :-1])
-    if position_ids is not None:
-        goes_on = goes_on & (position_ids[:, 1:] == position_ids[:, :-1] + 1)
+    goes_on = _goes_on(is_trained, attention_mask, position_ids)
     differs = goes_on & (labels[:, :-1] != input_ids[:, 1:])
     if bool(is_itself.all() & (2 * differs.sum() > goes_on.sum())):
         raise UserError(
@@ -271,6 +297,36 @@ def check_shifted(
             "labels[b, t] must be the token after input_ids[b, t]; these would train it to repeat each token",
             "shift them: labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)",
         )
+
+
+def _after(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
+    """Labels `[B, S]` as Hugging Face's models take them -> of each token the one after it. The host waits.
+
+    Raises:
+        UserError: labels that are shifted already.
+    """
+    found = shifted(labels)
+    if labels.shape == input_ids.shape:
+        goes_on = _goes_on(labels != IGNORED, attention_mask, position_ids)
+        is_next = (labels[:, :-1] == input_ids[:, 1:]) | ~goes_on
+        differs = goes_on & (labels != input_ids)[:, :-1]
+        if bool(is_next.all() & (2 * differs.sum() > goes_on.sum())):
+            raise UserError(
+                "labels that are shifted already: each is the token after that of its place",
+                "labels[b, t] is the token at t, as Hugging Face's models take it; they are shifted here",
+                "give the input_ids as labels, with -100 where untrained",
+            )
+    return found
+
+
+def _goes_on(is_trained: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
+    """`[B, S-1]`: whether a place has a label, and the next token is of the same sequence."""
+    found = is_trained[:, :-1]
+    if attention_mask is not None and attention_mask.ndim == 2:
+        found = found & (attention_mask[:, 1:] == attention_mask[:, :-1])
+    if position_ids is not None:
+        found = found & (position_ids[:, 1:] == position_ids[:, :-1] + 1)
+    return found
 
 
 def model_inputs(
@@ -375,7 +431,7 @@ def _run(model: Any, batch: Batch) -> Any:
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
-    """`language_model_loss` from whole logits `[B, S, V]`, in fp32 (fp64 inside the lift)."""
+    """`shifted_loss` from whole logits `[B, S, V]`, in fp32 (fp64 inside the lift)."""
     return F.cross_entropy(
         logits.flatten(0, 1).float(),
         labels.flatten(),

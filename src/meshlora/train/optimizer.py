@@ -1,7 +1,7 @@
 """Parameter groups of the optimizer, and learning-rate schedules.
 
 Owns: groups of parameters and their learning rates relative to the schedule's; schedules, pure functions of the
-optimizer step. Does not own: the step, the compatibility of settings (`config`).
+optimizer step; which optimizers a mesh takes. Does not own: the step, the compatibility of settings (`config`).
 """
 
 from __future__ import annotations
@@ -11,11 +11,35 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.pytorch_utils import ALL_LAYERNORM_LAYERS
 
 from meshlora.adapter.attach import active_factors, runtime
+from meshlora.comm.groups import Mesh
+from meshlora.common.errors import UnsupportedError
 from meshlora.config.run import TrainConfig
+
+# Optimizers that treat each element by itself, so that a shard of a factor is updated as the whole one would be.
+_ELEMENTWISE = (
+    torch.optim.AdamW,
+    torch.optim.Adam,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+)
+WHOLE = "it uses whole matrices, or rounds their blocks, and a rank has a part of each"
+
+
+def check_optimizer(kind: type, mesh: Mesh) -> None:
+    """Refuse an optimizer that may not treat each element by itself.
+
+    Raises:
+        UnsupportedError: its class is none of those that are known to.
+    """
+    if mesh.topology.world > 1 and kind not in _ELEMENTWISE:
+        names = ", ".join(known.__name__ for known in _ELEMENTWISE)
+        raise UnsupportedError(f"the optimizer {kind.__name__}", WHOLE, f"use torch's {names}")
 
 
 def parameter_groups(model: Any, options: TrainConfig) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""A check in a model's first forwards that its tp ranks receive the same tokens.
+"""A check in a model's first forwards, and in those of a step, that its tp ranks receive the same tokens.
 
 Owns: which forwards are checked, and what is compared. Does not own: which rows a rank should have (`data.sampler`).
 
@@ -9,6 +9,7 @@ somewhere near the right ones.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Axis
-from meshlora.common.errors import UserError
+from meshlora.common.errors import UserError, numbered
 from meshlora.plan.budget import COMPARED_FORWARDS
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -24,21 +25,24 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 _FACTORS = (-7046029288634856825, -4417276706812531889, 1609587929392839161)
 
 
-def compare_first_tokens(model: nn.Module, tp: Axis) -> None:
+def compare_first_tokens(model: nn.Module, tp: Axis, *, always: Callable[[], bool] = lambda: False) -> None:
     """Make the first forwards of `model`, with gradients and without, compare their inputs over `tp`.
 
-    Each comparison costs a gather of three numbers and a host sync.
+    Each comparison costs a gather of three numbers and a host sync. always: whether the running forward is compared,
+    whatever its number, and with its mask and labels.
     """
     if tp.size == 1:
         return
     left = dict.fromkeys((True, False), COMPARED_FORWARDS)  # with gradients, and without
 
     def compare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        has_gradients = torch.is_grad_enabled()
+        has_gradients, wants_all = torch.is_grad_enabled(), always()
         name, given = given_tokens(args, kwargs)
-        if given is not None and left[has_gradients]:
-            left[has_gradients] -= 1
-            _compare(name, given, tp)
+        if given is None or not (left[has_gradients] or wants_all):
+            return
+        left[has_gradients] = max(0, left[has_gradients] - 1)
+        more = {each: kwargs.get(each) for each in ("attention_mask", "labels") if wants_all}
+        _compare({name: given} | {each: value for each, value in more.items() if isinstance(value, Tensor)}, tp)
 
     model.register_forward_pre_hook(compare, with_kwargs=True)
 
@@ -51,19 +55,24 @@ def given_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Te
     return "input_ids", args[0] if args else None
 
 
-def _compare(name: str, given: Tensor, tp: Axis) -> None:
-    """Raises UserError, on all ranks of `tp`, if their inputs differ."""
-    of_ranks = all_gather(_fingerprint(given), tp).tolist()
-    if any(one != of_ranks[0] for one in of_ranks):
+def _compare(given: dict[str, Tensor], tp: Axis) -> None:
+    """Raises UserError, on all ranks of `tp`, if their inputs differ. given: the tokens first."""
+    tokens, *more = given.values()
+    own = _fingerprint(tokens)
+    for place, value in enumerate(more):
+        own[0, 2] += (place + 3) * _fingerprint(value)[0, 2]
+    of_ranks = all_gather(own, tp).tolist()
+    if other := [rank for rank, one in zip(tp.ranks, of_ranks, strict=True) if one != of_ranks[0]]:
         shapes = [
             f"{rows} rows of {numel // max(rows, 1)} on rank {rank}"
             for rank, (rows, numel, _) in zip(tp.ranks, of_ranks, strict=True)
         ]
         raise UserError(
-            f"tp ranks see different tokens: the {name} of this forward differ ({', '.join(shapes)})",
+            f"tp ranks see different tokens: the {' or '.join(given)} of this forward differ on "
+            f"{numbered('rank', other)} from those of rank {tp.ranks[0]} ({', '.join(shapes)})",
             "tp ranks compute one forward together, each a part of it, and need the same rows in the same order",
-            "give each rank the rows of its dp rank, as meshlora.data.share(..., dp_rank=mesh.dp.rank, "
-            "dp_size=mesh.dp.size) or DistributedSampler(num_replicas=mesh.dp.size, rank=mesh.dp.rank) does",
+            "give each rank the rows of its dp rank, as meshlora.sampler(model, dataset, ...) or "
+            "DistributedSampler(num_replicas=mesh.dp.size, rank=mesh.dp.rank) does",
         )
 
 

@@ -1,0 +1,152 @@
+"""A forward with `labels`: the loss that Hugging Face's models return for one process, and what a step must know of it.
+
+Owns: that loss on any mesh, with its sum and its number of tokens (`own_loss`), and the mark that a divided loss has
+given gradients, which `train.gradsync.finish_gradients` would divide again. Does not own: losses without whole logits
+(`train.losses`), how a step uses a loss (`train.step`).
+
+A loss is a mean over this rank's rows: gradients of dp ranks with unequal numbers of tokens cannot be put together from
+means. So the sum is kept beside it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd import Function
+
+from meshlora.adapter.attach import Loop, runtime
+from meshlora.comm.collectives import reduce_each_to_one
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.common.tasks import CAUSAL, task_of
+from meshlora.data import IGNORED, shifted
+from meshlora.data.context import token_order
+
+_OWN = "_meshlora_own"
+
+
+@dataclass(frozen=True, eq=False)
+class OwnLoss:
+    """The sum behind a loss that a model's forward has returned.
+
+    total: `[]`, over this rank's trained tokens. number: int64 `[]`, of the trained tokens of its rows, which all cp
+    ranks count alike. divisor: what the loss was divided by, if the caller gave it.
+    """
+
+    total: Tensor
+    number: Tensor
+    divisor: Any = None
+
+
+def own_loss(loss: Tensor) -> OwnLoss | None:
+    """The sum behind `loss`, if it is what a forward with labels has returned, untouched."""
+    found = getattr(loss, _OWN, None)
+    return found if isinstance(found, OwnLoss) else None
+
+
+def take_labels(model: Any) -> None:
+    """Let `model(input_ids, attention_mask, labels=labels)` return the loss as Hugging Face's models do, on any mesh.
+
+    labels: `[B, S]`, not shifted, -100 where untrained. num_items_in_batch: divide the sum by it, not by the number
+    of tokens. Under cp all ranks are given the same rows; with gradients there are no logits then.
+    """
+    names = list(inspect.signature(model.forward).parameters)
+
+    @functools.wraps(model.forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        named = dict(zip(names, args, strict=False)) | kwargs
+        if named.get("labels") is None:
+            return type(model).forward(model, *args, **kwargs)
+        return _labelled(model, named)
+
+    object.__setattr__(model, "forward", forward)
+    if runtime(model).mesh.cp.size == 1:
+        return
+
+    def cut(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = dict(zip(names, args, strict=False)) | kwargs
+        if named.get("labels") is not None and torch.is_grad_enabled() and task_of(model.config) == CAUSAL:
+            runtime(model).context.next(_order(model, named["labels"], named.get("position_ids")))
+
+    model.register_forward_pre_hook(cut, with_kwargs=True, prepend=True)  # before that of the cut
+
+
+def _labelled(model: Any, given: dict[str, Any]) -> Any:
+    plain, state = functools.partial(type(model).forward, model), runtime(model)
+    mesh, wants_routers = state.mesh, given.get("output_router_logits")
+    if mesh.topology.pp > 1:
+        raise UnsupportedError(f"labels on {mesh.topology}", "only its last stage has a loss", "use pp=1")
+    if wants_routers is None:
+        wants_routers = getattr(model.config.get_text_config(), "output_router_logits", False)
+    if wants_routers and mesh.topology.world > 1:
+        rule = "the load-balancing loss of Hugging Face's models is that of each rank's own tokens"
+        raise UnsupportedError(f"labels with output_router_logits=True on {mesh.topology}", rule, "leave it out")
+    if wants_routers or task_of(model.config) != CAUSAL:  # a loss that has more in it than a sum over tokens
+        outputs = plain(**given)
+        if isinstance(found := getattr(outputs, "loss", None), Tensor):
+            outputs.loss = _Divided.apply(found, torch.ones_like(found), state.loop)
+        return outputs
+    labels, divisor, after = given.pop("labels"), given.pop("num_items_in_batch", None), given.pop("shift_labels", None)
+    is_tuple = not (model.config.return_dict if given.get("return_dict") is None else given["return_dict"])
+    given["return_dict"] = True
+    after = shifted(labels) if after is None else after
+    number = (after != IGNORED).sum()
+    is_cut = state.context.held is not None
+    if torch.is_grad_enabled():
+        given.setdefault("use_cache", False)
+    outputs = plain(**given)
+    logits = outputs.logits
+    if state.context.held is not None:
+        after = after.gather(1, state.context.held.own.to(after.device))
+    if logits.shape[:-1] != after.shape:
+        rule = f"its logits are of {list(logits.shape[:-1])} tokens, and a loss needs those of each label"
+        raise UserError(f"labels {list(labels.shape)}", rule, "leave out logits_to_keep")
+    total = F.cross_entropy(
+        logits.flatten(0, -2).float(), after.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum"
+    )
+    whole = reduce_each_to_one(total, mesh.cp) if is_cut else total
+    by = number.to(whole) if divisor is None else torch.as_tensor(divisor, device=whole.device).to(whole)
+    is_sum = isinstance(divisor, int | float) and divisor == 1
+    loss = _Divided.apply(whole, by, state.loop) if whole.requires_grad and not is_sum else whole / by
+    setattr(loss, _OWN, OwnLoss(total, number, divisor))
+    rest = {name: value for name, value in outputs.items() if not (is_cut and name == "logits")}
+    found = type(outputs)(loss=loss, **rest)
+    return found.to_tuple() if is_tuple else found
+
+
+def _order(model: Any, labels: Tensor, position_ids: Tensor | None) -> np.ndarray:
+    """int64 `[B, S]`: whose tokens are which under cp; labels give the shape. The host waits for `position_ids`."""
+    state, (rows, length) = runtime(model), labels.shape
+    if length % state.mesh.cp.size:
+        raise UserError(
+            f"rows of {length} tokens",
+            f"cp={state.mesh.cp.size} must divide their number",
+            "pad them, as meshlora.collator(model, tokenizer) does",
+        )
+    documents = [[length]] * rows
+    if position_ids is not None:
+        starts = [(row == 0).nonzero().flatten().tolist() for row in position_ids.expand(rows, length).cpu()]
+        documents = [np.diff([*row, length]).tolist() for row in starts]
+    return token_order(documents, size=state.mesh.cp.size, is_balanced=state.context.balances)
+
+
+class _Divided(Function):
+    """`total / by`, and a mark in `loop` once it gives gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, by: Tensor, loop: Loop) -> Tensor:
+        ctx.save_for_backward(by)
+        ctx.loop = loop
+        return total / by
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (by,) = ctx.saved_tensors
+        ctx.loop.is_divided = True
+        return grads[0] / by, None, None
