@@ -29,10 +29,11 @@ ALLOWED: dict[str, set[str]] = {
     "text": {"data", "config", "loading"},
     "train": {"plan", "data", "config", "comm", "layers", "model", "adapter", "loading", "text"},
     "hf": {"plan", "comm", "adapter", "train"},
+    "rl": {"plan", "data", "config", "comm", "adapter", "text", "train"},
     "planner": {"plan", "data", "config", "comm", "layers", "model", "adapter", "loading", "train"},
     "oracle": {"plan", "data", "config"},
     "verify": {"plan", "data", "config", "comm", "layers", "model", "adapter", "loading", "text", "train", "oracle"},
-    "cli": {"plan", "data", "config", "comm", "adapter", "loading", "text", "train", "planner", "verify"},
+    "cli": {"plan", "data", "config", "comm", "adapter", "loading", "text", "train", "rl", "planner", "verify"},
     "__main__": {"cli"},
 }
 # What any file may use of rich: it shows nothing by itself.

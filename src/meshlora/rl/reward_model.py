@@ -1,0 +1,58 @@
+"""A reward model: a classification model of transformers with one output.
+
+Owns: loading it, and its output for prompt and completion. Does not own: weights of rewards (`rl.rewards`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from meshlora.common.errors import UserError, reason
+
+
+class RewardModel:
+    """The model in folder `path`, in evaluation mode. Its input is the prompt with the completion right after it.
+
+    Raises:
+        UserError: it cannot be loaded, or has another number of outputs than one.
+    """
+
+    def __init__(self, path: str | Path, *, batch_size: int, device: str = "cpu") -> None:
+        given = f"rl.rewards.path={path}"
+        if not Path(path).is_dir():
+            raise UserError(given, "there is no such folder", "give that of a classification model with one label")
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            model = AutoModelForSequenceClassification.from_pretrained(path, local_files_only=True)
+        except (OSError, ValueError) as error:
+            raise UserError(given, f"it cannot be loaded ({reason(error)})") from None
+        if model.config.num_labels != 1:
+            rule = f"it has {model.config.num_labels} outputs; a reward is one number"
+            raise UserError(given, rule, "give a model with num_labels=1")
+        self._model, self._batch_size, self._device = model.eval().to(device), batch_size, device
+
+    @torch.no_grad()
+    def __call__(self, texts: Sequence[str]) -> list[float]:
+        """The output for each text. Raises: UserError: names the first that has too many tokens."""
+        rows = [self._tokenizer(text, verbose=False).input_ids for text in texts]
+        most = getattr(self._model.config, "max_position_embeddings", None)
+        for text, row in zip(texts, rows, strict=True):
+            if most is not None and len(row) > most:
+                rule = f"the reward model has {most} positions, and this text {len(row)} tokens"
+                raise UserError(f"{text[-60:]!r}", rule, "lower rl.max_new_tokens, or leave long prompts out")
+        # The head looks for the last token that is not padding, by its id.
+        can_pad = self._tokenizer.pad_token_id is not None and self._model.config.pad_token_id is not None
+        found, size = list[float](), self._batch_size if can_pad else 1
+        for start in range(0, len(rows), size):
+            part: Any = {"input_ids": rows[start : start + size]}
+            if can_pad:
+                batch = self._tokenizer.pad(part, return_tensors="pt")
+            else:
+                batch = {"input_ids": torch.tensor(part["input_ids"])}
+            found += self._model(**{name: each.to(self._device) for name, each in batch.items()}).logits[:, 0].tolist()
+        return found

@@ -1,0 +1,204 @@
+"""Rewards: what each says of a completion, and that one which fails names the completion."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
+
+from meshlora.common.errors import UserError
+from meshlora.config.rl import (
+    FunctionReward,
+    JsonSchemaReward,
+    MatchReward,
+    ModelReward,
+    RegexReward,
+    UnitTestsReward,
+)
+from meshlora.rl.rewards import Completion, Rewards
+from meshlora.rl.unit_tests import code_in, run_tests
+from meshlora.text.tokenizer import load_tokenizer
+from tests.run_files import copy_tokenizer
+
+LIMITS = UnitTestsReward(cpu_s=1, wall_s=4.0, memory_mb=512)
+
+
+def _said(text: str, prompt: str = "ask ", **fields: Any) -> Completion:
+    return Completion(prompt, text, fields, "prompts.jsonl:3")
+
+
+def _values(reward: Any, *completions: Completion) -> list[float]:
+    return [scored.total for scored in Rewards([reward])(completions)]
+
+
+def test_a_pattern_is_found_or_is_all() -> None:
+    assert _values(RegexReward(pattern="b+"), _said("abc"), _said("ac")) == [1, 0]
+    assert _values(RegexReward(pattern="b+", whole=True), _said("abc"), _said("bb")) == [0, 1]
+
+
+def test_a_pattern_that_never_ends_names_the_completion(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshlora.rl.rewards._PATTERN_S", 0.1)
+    with pytest.raises(UserError, match=r"of the completion 'aaa.* of prompts\.jsonl:3: the pattern .* took longer"):
+        _values(RegexReward(pattern="(a+)+$"), _said("a" * 60 + "b"))
+
+
+def test_json_is_what_the_schema_accepts(tmp_path: Path) -> None:
+    schema = {"type": "object", "required": ["n"], "properties": {"n": {"type": "integer"}}}
+    said = [_said(' {"n": 3}\n'), _said('{"n": "3"}'), _said("n: 3")]
+    assert _values(JsonSchemaReward(schema=schema), *said) == [1, 0, 0]
+    (tmp_path / "schema.json").write_text('{"type": "array"}')
+    assert _values(JsonSchemaReward(schema=str(tmp_path / "schema.json")), _said("[]"), _said("{}")) == [1, 0]
+    with pytest.raises(UserError, match="it is no JSON schema"):
+        Rewards([JsonSchemaReward(schema={"type": "number of"})])
+
+
+def test_an_answer_is_matched_as_text_or_by_its_last_number() -> None:
+    assert _values(MatchReward(), _said(" 42 ", answer="42"), _said("42.", answer="42")) == [1, 0]
+    number = MatchReward(field="solution", how="number")
+    said = [_said(f"so it is {text}", solution="#### 1,200") for text in ("3 * 400 = 1200.", "1200 or 12", "none")]
+    assert _values(number, *said) == [1, 0, 0]
+    with pytest.raises(UserError, match="the prompt's record has no 'solution'"):
+        _values(number, _said("1", answer="1"))
+
+
+def test_the_sum_is_weighted() -> None:
+    rewards = Rewards([RegexReward(pattern="a", weight=0.5), RegexReward(pattern="b", weight=-2.0)])
+    (scored,) = rewards([_said("ab")])
+    assert (scored.total, dict(scored.parts)) == (-1.5, {"regex": 1.0, "regex 2": 1.0})
+    assert rewards.names == ["regex", "regex 2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "program", "end"),
+    [
+        ("well", "assert 1 + 1 == 2", "passed"),
+        ("ill", "assert 1 + 1 == 3", "ended with 1"),
+        ("thinks", "while True: pass", "used more than 1 s of a processor"),
+        ("waits", "import time; time.sleep(100)", "took longer than 1 s"),
+        ("takes", "bytearray(2**30)", "ended with 1"),
+        ("writes", "open('f', 'wb').write(bytes(2**26))", "ended with 1"),
+    ],
+)
+def test_a_program_ends_within_its_limits(name: str, program: str, end: str) -> None:
+    begun = time.monotonic()
+    limits = UnitTestsReward(cpu_s=1, wall_s=1.0 if name == "waits" else 60.0, memory_mb=512)
+    assert run_tests([program], limits) == [end]
+    assert time.monotonic() - begun < 30
+
+
+def test_nothing_is_left_of_a_program(tmp_path: Path) -> None:
+    """Not even what has left its group, or multiplies."""
+    file = tmp_path / "alive"
+    tmp_path.chmod(0o777)
+    for parent in tmp_path.parents[:3]:
+        parent.chmod(0o755)
+    leaves = (
+        "import os, time\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n"
+        f"  while True:\n   open({str(file)!r}, 'a').write('x'); time.sleep(0.01)\n os._exit(0)\ntime.sleep(0.3)"
+    )
+    multiplies = "import os\nwhile True:\n try: os.fork()\n except OSError: pass"
+    assert run_tests([leaves], LIMITS) == ["passed"]
+    size = file.stat().st_size
+    run_tests([multiplies], UnitTestsReward(cpu_s=1, wall_s=0.5, memory_mb=512))
+    assert size
+    assert file.stat().st_size == size
+
+
+def test_a_program_has_no_network_where_the_kernel_allows_to_cut_it() -> None:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        connects = f"import socket\nsocket.create_connection(('127.0.0.1', {listener.getsockname()[1]}), 2)"
+        cut = "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0"
+        (how, can_cut) = run_tests([connects, cut], LIMITS)
+    assert how == "ended with 1" or can_cut != "passed"
+
+
+def test_code_is_that_of_the_block_and_meets_the_tests_of_its_prompt() -> None:
+    assert code_in("Here:\n```python\nx = 1\n```\nthat is it") == "x = 1\n"
+    assert code_in("x = 1") == "x = 1"
+    reward = UnitTestsReward(field="check", with_prompt=True, cpu_s=2, memory_mb=512)
+    said = [_said(f"  return a {sign} b\n", "def f(a, b):\n", check="assert f(2, 3) == 6") for sign in "*+"]
+    assert _values(reward, *said) == [1, 0]
+
+
+def test_tests_that_cannot_be_run_here_are_refused_before_the_run() -> None:
+    with pytest.raises(UserError, match="an empty program does not pass here"):
+        Rewards([UnitTestsReward(memory_mb=1)])
+
+
+def test_a_function_gets_what_it_takes(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(
+        "def one(completion, prompt, level): return len(completion) * level + prompt.count('k')\n"
+        "def many(prompts, completions, level, **kwargs): return [len(c) * l for c, l in zip(completions, level)]\n"
+        "def wrong(completion): return {'x': float('nan'), 'y': None}.get(completion, 1.0)\n"
+        "def fails(completion): return 1 / (len(completion) - 2)\n"
+        "number = 3\n"
+    )
+    assert _values(FunctionReward(name=f"{file}:one"), _said("abc", level=2, other=1)) == [7]
+    assert _values(FunctionReward(name=f"{file}:many"), _said("abc", level=2), _said("a", level=5)) == [6, 5]
+    assert _values(FunctionReward(name="math:sqrt"), *[]) == []
+    for function, text, words in (
+        ("wrong", "x", r"own\.py:wrong of the completion 'x' of prompts\.jsonl:3: it is nan, no finite number"),
+        ("wrong", "y", r"of the completion 'y' of prompts\.jsonl:3: it is None, no finite number"),
+        ("fails", "ab", r"of the completion 'ab' of prompts\.jsonl:3: it raised ZeroDivisionError"),
+    ):
+        with pytest.raises(UserError, match=words):
+            _values(FunctionReward(name=f"{file}:{function}"), _said("abc"), _said(text))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nothing.py:f", "there is no file nothing.py"),
+        ("no_such_module:f", "No module named 'no_such_module'; install it, or name its file"),
+        ("math:no", "math has no function no"),
+        ("math", "as in module:function"),
+    ],
+)
+def test_a_function_that_is_not_there_is_named(name: str, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Rewards([FunctionReward(name=name)])
+
+
+def test_code_of_the_working_folder_is_not_run_by_its_module_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "of_this_folder.py").write_text("def f(completion): return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="No module named"):
+        Rewards([FunctionReward(name="of_this_folder:f")])
+    assert _values(FunctionReward(name="of_this_folder.py:f"), _said("a")) == [1]
+
+
+@pytest.fixture(scope="module")
+def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model without training."""
+    folder = tmp_path_factory.mktemp("judge")
+    copy_tokenizer(folder)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=2048, pad_token_id=1, num_labels=1, max_position_embeddings=64, **sizes)
+    LlamaForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+def test_a_reward_model_says_what_transformers_says_of_the_whole_text(judge: Path) -> None:
+    model, tokenizer = (
+        LlamaForSequenceClassification.from_pretrained(judge).eval(),
+        load_tokenizer(judge, trust_remote_code=False),
+    )
+    said = [_said(text) for text in ("short", "a longer one than that", "x")]
+    with torch.no_grad():
+        alone = [model(**tokenizer("ask " + each.text, return_tensors="pt")).logits.item() for each in said]
+    assert _values(ModelReward(path=str(judge), batch_size=2), *said) == pytest.approx(alone, rel=1e-4)
+    with pytest.raises(UserError, match=r"of prompts\.jsonl:3: .* the reward model has 64 positions"):
+        _values(ModelReward(path=str(judge)), _said("many words " * 60))
+    with pytest.raises(UserError, match="there is no such folder"):
+        Rewards([ModelReward(path="nowhere")])
