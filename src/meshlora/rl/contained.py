@@ -76,7 +76,7 @@ def _become(folder: str, cpu_s: int, memory: int, libc: ctypes.CDLL | None) -> N
         os.dup2(nothing, number)
     os.closerange(3, 1024)
     environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
-    os.execve(sys.executable, [sys.executable, "-I", "main.py"], environment)
+    os.execve(sys.executable, [sys.executable, "-P", "-I", "main.py"], environment)
 
 
 def _is_open(path: str) -> bool:

@@ -47,7 +47,7 @@ def _run(program: str, limits: UnitTestsReward) -> str:
         given = [folder, str(limits.cpu_s), str(limits.wall_s), str(limits.memory_mb * 2**20)]
         try:
             done = subprocess.run(
-                [sys.executable, "-I", str(_CONTAINED), *given],
+                [sys.executable, "-P", "-I", str(_CONTAINED), *given],
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 text=True,
