@@ -50,7 +50,7 @@ def main(words: list[str]) -> int:
             break
         time.sleep(_LOOK_S)
     _end_all(child, is_gone=status is not None)
-    sys.stdout.write(_words(status, cpu_s, wall_s) + "\n")
+    os.write(1, _words(status, cpu_s, wall_s).encode())
     return 0
 
 
