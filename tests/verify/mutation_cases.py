@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshlora.config.objective import Grpo
 from meshlora.verify.faults.objectives import PROVED
+from meshlora.verify.faults.registry import MUTATIONS
 from meshlora.verify.request import DROPOUT
 from tests.verify.run_cases import RUNS, needing
 
@@ -165,6 +167,23 @@ _DELTA_NET, _MAMBA = "model.layers.0.linear_attn", "model.layers.0.mamba"
 _QKV, _C_ATTN = f"{FIRST_ATTENTION}.qkv_proj", f"{_GPT2_BLOCK}.attn.c_attn"
 
 # what it is -> (request, mutation -> (phase, where, words of the cause)).
+# Those that show with any policy gradient; and what the others need, which one objective has.
+_OF_EACH_POLICY = [name for name in needing("policy_gradient") if "examples" not in MUTATIONS[name].needs]
+_OF_OPTIONS = ("importance", "sequence_ratio", "means_of_sequences", "cispo", "entropy", "kl_estimate", "grpo")
+_OF_OPTIONS += ("scaled_otherwise",)
+_EVERYTHING = Grpo(
+    ratio="sequence",
+    loss="cispo",
+    mean_over="sequence",
+    clip_low=0.05,
+    clip_high=0.03,
+    importance_cap=1.2,
+    kl_coef=0.1,
+    kl="k2",
+    entropy_coef=0.07,
+    scale_rewards="batch",
+)
+
 CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     "a block that mixes tokens and is kept whole": (
         {"family": "doge", "topologies": ("tp=2,sp",)},
@@ -371,7 +390,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     ),
     "a clipped policy gradient, held to the base": (
         {"family": "qwen3", "objective": PROVED["policy"], "topologies": ("dp=2",)},
-        dict.fromkeys(needing("policy"), LOSS) | {"base_with_adapter_on": LOSS, "base_halved": LOSS},
+        dict.fromkeys(_OF_EACH_POLICY, LOSS) | {"base_with_adapter_on": LOSS, "base_halved": LOSS},
+    ),
+    "rewards of groups, with every option": (
+        {"family": "qwen3", "objective": _EVERYTHING, "topologies": ("dp=2",)},
+        dict.fromkeys((name for word in _OF_OPTIONS for name in needing(word)), LOSS)
+        | {
+            "grpo_prompts_trained": ("sequences", "tokens of step 1", "tokens are counted that train nothing"),
+            "sequence_means_per_token": LOSS,
+            "cispo_weight_with_gradient": ("backward", "model", "the first gradient, from the loss on"),
+        },
     ),
     "sequences that share a row": (
         {"family": "qwen3", "packing": True, "topologies": ("dp=2",)},

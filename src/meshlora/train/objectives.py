@@ -130,20 +130,8 @@ def policy(objective: Policy | Grpo, seen: Seen) -> tuple[Tensor, Sums]:
     log_p, columns = seen.log_p, seen.columns
     # NaN: the record was written by the policy being trained. The ratio is 1, its gradient is not 0.
     old = torch.where(columns["old_log_prob"].isnan(), log_p.detach(), columns["old_log_prob"])
-    log_ratio = log_p - old
-    if objective.ratio == "sequence":
-        log_ratio = (_zero_untrained(log_ratio, seen).sum(1, keepdim=True) / num_tokens(seen)).expand_as(log_p)
-    ratio = log_ratio.exp()
-    clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-    advantage = columns["advantage"]
-    if objective.loss == "cispo":
-        gain, is_clipped = clipped.detach() * advantage * log_p, clipped != ratio
-    else:
-        gain, is_clipped = (
-            torch.minimum(ratio * advantage, clipped * advantage),
-            clipped * advantage < ratio * advantage,
-        )
-    engine = columns["engine_log_prob"]
+    ratio, engine = log_ratio(objective, old, seen).exp(), columns["engine_log_prob"]
+    gain, is_clipped = surrogate(objective, ratio, columns["advantage"], log_p)
     loss = -importance(objective, old, engine) * gain
     values = {"ratio": ratio, "clip_fraction": is_clipped.to(ratio.dtype)}
     if seen.log_ref is not None:
@@ -160,6 +148,22 @@ def policy(objective: Policy | Grpo, seen: Seen) -> tuple[Tensor, Sums]:
     if objective.max_completion_length is not None:
         return loss.sum(1) / objective.max_completion_length, found  # Dr. GRPO, Liu et al., 2025, section 3.2
     return _averaged(objective, loss, seen), found
+
+
+def log_ratio(objective: Policy | Grpo, old: Tensor, seen: Seen) -> Tensor:
+    """log rho at each token `[B, S]`; old: of the policy that acted."""
+    each = seen.log_p - old
+    if objective.ratio == "token":
+        return each
+    return (_zero_untrained(each, seen).sum(1, keepdim=True) / num_tokens(seen)).expand_as(each)
+
+
+def surrogate(objective: Policy | Grpo, ratio: Tensor, advantage: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
+    """(G of each token, whether its ratio was clipped)."""
+    clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    if objective.loss == "cispo":
+        return clipped.detach() * advantage * log_p, clipped != ratio
+    return torch.minimum(ratio * advantage, clipped * advantage), clipped * advantage < ratio * advantage
 
 
 def importance(objective: Policy | Grpo, old: Tensor, engine: Tensor) -> Tensor:

@@ -216,12 +216,27 @@ class Proof:
             "examples": case.objective.per != "token",
             "pools_to_the_end": getattr(case.objective, "pooling", "cls") != "cls",
             case.objective.kind: True,
-            "policy_gradient": isinstance(case.objective, Policy | Grpo),
             "entropy": case.objective.needs_entropy,
+            **_of_policy(case.objective),
             "lora_plus": case.lora_plus_ratio is not None,
             "noise": case.neftune_alpha > 0,
         }
         return has | {name for name, is_there in facts.items() if is_there}
+
+
+def _of_policy(objective: Objective) -> dict[str, bool]:
+    """Features of policy gradients."""
+    if not isinstance(objective, Policy | Grpo):
+        return {}
+    return {
+        "policy_gradient": True,
+        "importance": objective.importance_cap is not None,
+        "sequence_ratio": objective.ratio == "sequence",
+        "means_of_sequences": objective.mean_over == "sequence" or objective.ratio == "sequence",
+        "cispo": objective.loss == "cispo",
+        "kl_estimate": objective.kl != "k3",
+        "scaled_otherwise": getattr(objective, "scale_rewards", "group") != "group",
+    }
 
 
 def prepare_proof(request: Request) -> Proof:

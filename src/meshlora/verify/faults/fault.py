@@ -52,8 +52,10 @@ class Mutation:
             ring), "balanced" (ranks have heads and tails of sequences), "rope", "recurrent" (mixers over cp),
             "passed_states" (of them); "data" (dp
             or cp above 1); of the objective its name, "base" (it needs the frozen base), "log_probabilities" (of whole
-            rows), "examples" (its mean is over pairs or records) and "pools_to_the_end" (embeddings are of all tokens,
-            or of the last); "seed" (not 0),
+            rows), "examples" (its mean is over pairs or records), "pools_to_the_end" (embeddings are of all tokens,
+            or of the last), "entropy" (a bonus), "policy_gradient", and of one "importance" (a cap of weights),
+            "sequence_ratio", "means_of_sequences", "cispo", "kl_estimate" (not the default), "scaled_otherwise"
+            (rewards, than by default); "seed" (not 0),
             "short_batch" (the last of an epoch), "embedding_padding" (a target with a padding token), "lora_dropout",
             "odd_dropout" (not a multiple of 0.1), "model_dropout", "dropout" (either), "packing", "unmasked" (padding
             at the end of rows has no mask), "m_rope" (positions of time, height and width), "resume",

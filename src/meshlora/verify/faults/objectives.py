@@ -7,6 +7,7 @@ import functools
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,20 +16,27 @@ from meshlora.config.objective import Classify, ClassifyTokens, Dpo, Embed, Grpo
 from meshlora.data import Batch
 from meshlora.model import regions
 from meshlora.plan.rules import Domain, ModelPlan
-from meshlora.train import batches, heads, objectives, trainer
+from meshlora.train import advantages, batches, heads, objectives, trainer
 from meshlora.train.trainer import Trainer
 from meshlora.verify.faults.fault import after, around, fault, instead_of
 
 # Kind -> objective that the command proves: no value is a default, or equal to that of another parameter.
 PROVED: dict[str, Objective] = {
     "sft": Sft(label_smoothing=0.1),
-    "policy": Policy(clip_low=0.15, clip_high=0.3, kl_coef=0.1),
+    "policy": Policy(clip_low=0.15, clip_high=0.3, kl_coef=0.1, importance_cap=1.2),
     "grpo": Grpo(
         clip_low=0.15, clip_high=0.3, importance_cap=1.3, kl_coef=0.1, kl="k2", entropy_coef=0.07, scale_rewards="batch"
     ),
     "gspo": Grpo(ratio="sequence", mean_over="sequence", clip_low=0.03, clip_high=0.05, importance_cap=1.2),
     "dr_grpo": Grpo(
-        scale_rewards="none", mean_over="constant", max_completion_length=9, importance_cap=None, kl_coef=0.2, kl="k1"
+        scale_rewards="none",
+        mean_over="constant",
+        max_completion_length=9,
+        clip_low=0.1,
+        clip_high=0.25,
+        importance_cap=None,
+        kl_coef=0.2,
+        kl="k1",
     ),
     "cispo": Grpo(loss="cispo", clip_low=0.4, clip_high=0.1, importance_cap=1.1, kl_coef=0.1, entropy_coef=0.3),
     "dpo": Dpo(beta=0.3, label_smoothing=0.1),
@@ -64,32 +72,32 @@ of_formula = functools.partial(fault, _in_each, objectives, "FORMULAS")
 of_head = functools.partial(fault, _in_each, heads, "FORMULAS")
 
 
-@after(batches, "collate", needs="policy")
+@after(batches, "collate", needs="policy_gradient")
 def policy_columns_of_next_token(batch: Batch, *_: Any, **__: Any) -> Batch:
     """ratio, advantage and weight of a token are its own"""
     return replace(batch, columns={name: column.roll(1, 1) for name, column in batch.columns.items()})
 
 
-@of_formula(needs="policy")
+@of_formula(needs="policy_gradient")
 def policy_not_clipped(original: Any, objective: Policy, seen: Any) -> Any:
     """a ratio outside its interval gains nothing"""
     return original(replace(objective, clip_low=1.0, clip_high=1e6), seen)
 
 
-@after(batches, "collate", needs="policy")
+@after(batches, "collate", needs="policy_gradient")
 def policy_ratio_always_one(batch: Batch, *_: Any, **__: Any) -> Batch:
     """the ratio is to the policy that wrote the record"""
     unknown = torch.full_like(batch.columns["old_log_prob"], float("nan"))
     return replace(batch, columns={**batch.columns, "old_log_prob": unknown})
 
 
-@after(batches, "collate", needs="policy")
+@after(batches, "collate", needs="policy_gradient")
 def policy_weights_ignored(batch: Batch, *_: Any, **__: Any) -> Batch:
     """the loss of each token has its weight"""
     return replace(batch, columns={**batch.columns, "weight": torch.ones_like(batch.columns["weight"])})
 
 
-@of_formula(needs="policy")
+@of_formula(needs="policy_gradient")
 def policy_sign(original: Any, objective: Policy, seen: Any) -> Any:
     """tokens with a positive advantage become more likely"""
     losses, values = original(objective, seen)
@@ -130,22 +138,153 @@ def dpo_labels_not_smoothed(original: Any, objective: Dpo, seen: Any) -> Any:
     return original(replace(objective, label_smoothing=0.0), seen)
 
 
-@of_formula(needs="policy")
+@of_formula(needs="policy_gradient")
 def policy_clip_sides_swapped(original: Any, objective: Policy, seen: Any) -> Any:
     """a ratio is clipped below at 1 - clip_low, above at 1 + clip_high"""
     return original(replace(objective, clip_low=objective.clip_high, clip_high=objective.clip_low), seen)
 
 
-@of_formula(needs="policy")
+@of_formula(needs="policy_gradient")
 def policy_clip_at_default(original: Any, objective: Policy, seen: Any) -> Any:
     """a ratio is clipped as configured"""
     return original(replace(objective, clip_low=0.2, clip_high=0.2), seen)
 
 
-@of_formula(needs="policy base")
+@of_formula(needs="policy_gradient base")
 def policy_kl_doubled(original: Any, objective: Policy, seen: Any) -> Any:
     """the divergence from the base weighs as configured"""
     return original(replace(objective, kl_coef=2 * objective.kl_coef), seen)
+
+
+@after(batches, "collate", needs="policy_gradient")
+def policy_old_log_probs_of_next_token(batch: Batch, *_: Any, **__: Any) -> Batch:
+    """the ratio of a token is to the old probability of that token"""
+    return replace(batch, columns={**batch.columns, "old_log_prob": batch.columns["old_log_prob"].roll(1, 1)})
+
+
+@after(objectives, "log_ratio", needs="policy_gradient")
+def policy_ratio_upside_down(found: Tensor, *_: Any) -> Tensor:
+    """the ratio is of the new probability to the old one"""
+    return -found
+
+
+@after(batches, "collate", needs="policy_gradient")
+def policy_ratio_to_the_engine(batch: Batch, *_: Any, **__: Any) -> Batch:
+    """the ratio is to the trainer's own old probability, not the engine's"""
+    engine, old = (batch.columns[name] for name in ("engine_log_prob", "old_log_prob"))
+    return replace(batch, columns={**batch.columns, "old_log_prob": torch.where(engine.isnan(), old, engine)})
+
+
+@around(objectives, "importance", needs="importance")
+def engine_weight_not_truncated(original: Any, objective: Any, old: Tensor, engine: Tensor) -> Tensor:
+    """the weight that corrects for the engine is at most the cap"""
+    found: Tensor = original(replace(objective, importance_cap=1e6), old, engine)
+    return found
+
+
+@around(objectives, "importance", needs="importance")
+def engine_weight_upside_down(original: Any, objective: Any, old: Tensor, engine: Tensor) -> Tensor:
+    """the weight that corrects for the engine is of the trainer's probability to the engine's"""
+    found: Tensor = original(objective, torch.where(engine.isnan(), old, engine), old)
+    return found
+
+
+@after(objectives, "importance", needs="importance")
+def engine_not_corrected_for(found: Tensor, *_: Any) -> Tensor:
+    """tokens are weighted for the engine that sampled them"""
+    return torch.ones_like(found)
+
+
+@after(objectives, "log_ratio", needs="sequence_ratio")
+def sequence_ratio_not_normalised(found: Tensor, objective: Any, old: Tensor, seen: Any) -> Tensor:
+    """the ratio of a sequence is the mean over its tokens, by its length"""
+    return found * seen.is_trained.sum(1, keepdim=True)
+
+
+@instead_of(objectives, "num_tokens", needs="means_of_sequences")
+def sequence_length_counts_the_prompt(seen: Any) -> Tensor:
+    """the length of a sequence is that of its completion"""
+    return torch.full_like(seen.is_trained[:, :1], seen.is_trained.shape[1], dtype=torch.int64)
+
+
+@instead_of(trainer, "count", needs="policy_gradient examples")
+def sequence_means_per_token(objective: Objective, batch: Batch) -> int:
+    """a mean over sequences is one over those of all ranks"""
+    return batch.num_trained_tokens
+
+
+@around(objectives, "surrogate", needs="cispo")
+def cispo_weight_with_gradient(
+    original: Any, objective: Any, ratio: Tensor, advantage: Tensor, log_p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """the clipped ratio is a weight without gradient"""
+    clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    return clipped * advantage * log_p, clipped != ratio
+
+
+@around(objectives, "surrogate", needs="cispo")
+def cispo_gains_by_the_ratio(
+    original: Any, objective: Any, ratio: Tensor, advantage: Tensor, log_p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """the loss is the one that is configured"""
+    return original(replace(objective, loss="clipped"), ratio, advantage, log_p)
+
+
+@of_formula(needs="entropy")
+def entropy_punished(original: Any, objective: Any, seen: Any) -> Any:
+    """the entropy is raised, not lowered"""
+    return original(objective, replace(seen, entropy=-seen.entropy))
+
+
+@of_formula(needs="entropy")
+def entropy_coef_halved(original: Any, objective: Any, seen: Any) -> Any:
+    """the entropy weighs as configured"""
+    return original(replace(objective, entropy_coef=objective.entropy_coef / 2), seen)
+
+
+@around(objectives, "divergence", needs="kl_estimate")
+def divergence_estimated_by_default(original: Any, objective: Any, difference: Tensor) -> Tensor:
+    """the divergence is estimated as configured"""
+    found: Tensor = original(replace(objective, kl="k3"), difference)
+    return found
+
+
+@around(advantages, "group_advantages", needs="grpo")
+def grpo_advantage_of_another_group(original: Any, objective: Any, rewards: Any, groups: Any) -> Any:
+    """a rollout is compared with those of its own group"""
+    return original(objective, rewards, np.roll(groups, 1))
+
+
+@around(advantages, "group_advantages", needs="grpo")
+def grpo_reward_of_another_completion(original: Any, objective: Any, rewards: Any, groups: Any) -> Any:
+    """each completion has its own reward"""
+    return original(objective, np.roll(rewards, 1), groups)
+
+
+@after(advantages, "group_advantages", needs="grpo")
+def grpo_advantage_of_next_record(found: Any, *_: Any) -> Any:
+    """each completion has its own advantage"""
+    return np.roll(found, 1)
+
+
+@around(advantages, "group_advantages", needs="grpo")
+def grpo_rewards_not_centred(original: Any, objective: Any, rewards: Any, groups: Any) -> Any:
+    """an advantage is the difference to the mean of the group"""
+    return original(objective, rewards, groups) + rewards.mean()
+
+
+@around(advantages, "group_advantages", needs="scaled_otherwise")
+def grpo_scaled_by_default(original: Any, objective: Any, rewards: Any, groups: Any) -> Any:
+    """rewards are scaled as configured"""
+    return original(replace(objective, scale_rewards="group"), rewards, groups)
+
+
+@around(batches, "collate", needs="grpo")
+def grpo_prompts_trained(original: Any, sequences: Any, **rest: Any) -> Batch:
+    """the tokens of the prompt are not trained"""
+    every = [replace(one, is_trained=np.ones_like(one.is_trained)) for one in sequences]
+    found: Batch = original(every, **rest)
+    return found
 
 
 @of_formula(needs="dpo")

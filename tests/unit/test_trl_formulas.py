@@ -1,0 +1,115 @@
+"""Our policy gradients are TRL's on the same numbers, in float64, where both have them: loss and gradient."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshlora.config.objective import Grpo
+from meshlora.train.objectives import Seen, policy
+
+ROWS, LENGTH, CAP = 4, 6, 2.5
+MASK = torch.arange(LENGTH) < torch.tensor([[6], [3], [1], [5]])  # completions of unequal length
+LOW, HIGH, BETA, ENTROPY = 0.15, 0.3, 0.2, 0.1
+_COMMON: dict[str, Any] = {"clip_low": LOW, "clip_high": HIGH, "importance_cap": CAP, "kl_coef": BETA}
+
+# Ours, and what TRL calls it: loss_type, importance_sampling_level.
+KINDS: dict[str, tuple[dict[str, Any], str, str]] = {
+    "dapo": ({"entropy_coef": ENTROPY}, "dapo", "token"),
+    "grpo": ({"mean_over": "sequence"}, "grpo", "token"),
+    "dr_grpo": ({"mean_over": "constant", "max_completion_length": 9}, "dr_grpo", "token"),
+    "gspo": ({"mean_over": "sequence", "ratio": "sequence"}, "grpo", "sequence"),
+    # TRL's upper limit of CISPO is of the ratio itself, and it has no lower one.
+    "cispo": ({"loss": "cispo", "clip_low": 1.0, "clip_high": HIGH, "entropy_coef": ENTROPY}, "cispo", "token"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradient_are_those_of_trl(kind: str) -> None:
+    options, loss_type, level = KINDS[kind]
+    generator = torch.Generator().manual_seed(7)
+
+    def drawn(scale: float) -> Tensor:
+        return scale * torch.randn(ROWS, LENGTH, generator=generator, dtype=torch.float64)
+
+    log_p, entropy = (drawn(0.5) - 2).requires_grad_(), drawn(0.1).square().requires_grad_()
+    old, ref = log_p.detach() + drawn(0.3), log_p.detach() + drawn(0.4)
+    engine, advantages = old + drawn(0.8), drawn(1.0)[:, 0]
+    assert ((old - engine).exp()[MASK] > CAP).any()
+    objective = Grpo(**_COMMON | options)
+    columns = {
+        "advantage": advantages.unsqueeze(1).expand_as(log_p),
+        "old_log_prob": old,
+        "engine_log_prob": engine,
+        "weight": torch.ones_like(old),
+    }
+    losses, _ = policy(
+        objective, Seen(log_p, ref, MASK, columns, True, None, entropy if options.get("entropy_coef") else None)
+    )
+    ours = losses.sum() / (MASK.sum() if objective.per == "token" else ROWS)
+    theirs = _of_trl(
+        loss_type, level, log_p, entropy, old, ref, (old - engine).exp().clamp(max=CAP), advantages, options
+    )
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-12)
+    for of in (log_p, entropy) if options.get("entropy_coef") else (log_p,):
+        found, expected = (torch.autograd.grad(loss, of, retain_graph=True)[0] for loss in (ours, theirs))
+        assert torch.allclose(found, expected, rtol=1e-10, atol=1e-15)
+
+
+def _of_trl(
+    loss_type: str,
+    level: str,
+    log_p: Tensor,
+    entropy: Tensor,
+    old: Tensor,
+    ref: Tensor,
+    weight: Tensor,
+    advantages: Tensor,
+    options: dict[str, Any],
+) -> Tensor:
+    """The loss of `GRPOTrainer` on given log-probabilities: one process, one micro-batch, nothing but its formula."""
+    from trl import GRPOTrainer
+
+    coef = options.get("entropy_coef", 0.0)
+    args = SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1)
+    itself = mock.MagicMock(
+        args=args,
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        epsilon_low=LOW,
+        epsilon_high=1 + HIGH if loss_type == "cispo" else HIGH,
+        beta=BETA,
+        entropy_coef=coef,
+        _entropy_bonus_enabled=bool(coef),
+        use_adaptive_entropy=False,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=True,
+        vllm_importance_sampling_correction=True,
+        current_gradient_accumulation_steps=1,
+        max_completion_length=options.get("max_completion_length"),
+        aux_loss_enabled=False,
+    )
+    itself.accelerator.num_processes = 1
+    itself.accelerator.gather = lambda value: value
+    itself.accelerator.reduce = lambda value, reduction: value
+    itself._get_per_token_logps_and_entropies.return_value = (log_p, entropy, None)
+    ids, mask = torch.zeros(ROWS, LENGTH, dtype=torch.int64), MASK.long()
+    inputs = {
+        "prompt_ids": ids,
+        "prompt_mask": mask,
+        "completion_ids": ids,
+        "completion_mask": mask,
+        "old_per_token_logps": old,
+        "ref_per_token_logps": ref,
+        "importance_sampling_ratio": weight,
+        "advantages": advantages,
+        "num_items_in_batch": mask.sum(),
+    }
+    found: Tensor = GRPOTrainer._compute_loss(itself, mock.MagicMock(training=True), inputs)
+    return found
