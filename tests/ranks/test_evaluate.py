@@ -41,7 +41,7 @@ def test_loss_does_not_depend_on_the_topology(topology: str, file: Path, pools: 
 
 def _generated(config: RunConfig, world: int) -> list[str]:
     run = prepare_evaluation(config, adapter=None, world=world)
-    return generated_texts(run, prepare_prompts(run), world=world)
+    return generated_texts(run, prepare_prompts(run))
 
 
 @pytest.mark.parametrize("search", ["gpt2_beam", "transformers"])

@@ -161,6 +161,11 @@ PRIVATE = [
         "to compute layers twice",
         of=_named_in(GradientCheckpointingLayer),
     ),
+    Private(
+        "finish_together",
+        "transformers.GenerationMixin._has_unfinished_sequences",
+        "to generate with experts on other ranks",
+    ),
     Private("initialize", f"{_MODEL}._init_weights", "to compute buffers that no checkpoint stores"),
     Private("kept_in_float32", f"{_MODEL}._keep_in_fp32_modules_strict", "to load routers as transformers does"),
     Private("kept_in_float32", f"{_MODEL}._keep_in_fp32_modules", "to load float16 models as transformers does"),

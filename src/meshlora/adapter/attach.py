@@ -30,6 +30,7 @@ from meshlora.layers.rounded import Rounding
 from meshlora.layers.tokens import ForwardTokens
 from meshlora.model.dp_shard import whole_weights
 from meshlora.model.inject import adopt, parallel_leaves
+from meshlora.model.regions import TokenCut
 from meshlora.model.stages import Pipeline
 from meshlora.plan.grads import FactorRule
 from meshlora.plan.rules import ModelPlan
@@ -72,16 +73,17 @@ class Loop:
 class Runtime:
     """The state of a parallel model.
 
-    plan: of what this rank's stage has. context: the cut of its forwards over cp. pipeline: their way through this
-    stage. whole: all stages. base: the base parameters that adapters have copies of. dropout: the
-    tokens of the running forward, and the adapter of each. rounding: of factors, to the base's dtype. masks_padding:
-    padding at the end of rows is masked, too (`model.padding`). loop: of the caller's own.
+    plan: of what this rank's stage has. context, cut: the cuts of its forwards over cp, and over tp under sp. pipeline:
+    their way through this stage. whole: all stages. base: the base parameters that adapters have copies of. dropout:
+    the tokens of the running forward, and the adapter of each. rounding: of factors, to the base's dtype.
+    masks_padding: padding at the end of rows is masked, too (`model.padding`). loop: of the caller's own.
     """
 
     plan: ModelPlan
     mesh: Mesh
     source: str | None
     context: ContextCut
+    cut: TokenCut
     pipeline: Pipeline
     whole: Whole
     masks_padding: bool = True

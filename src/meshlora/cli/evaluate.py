@@ -181,7 +181,7 @@ def _generate_and_score(
         update(f"generating: {done} of {len(prompts.prompts)} prompts" + f", on each of {world} ranks" * (world > 1))
 
     with Console().busy("generating") if is_main else contextlib.nullcontext(lambda _: None) as update:
-        hypotheses = generated_texts(run, prompts, world=world, advance=advance)
+        hypotheses = generated_texts(run, prompts, advance=advance)
     if not is_main:
         return {}
     file, script = _texts_file(options, run.config), options.scores or SCRIPTS[0]

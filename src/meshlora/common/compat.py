@@ -424,6 +424,17 @@ def checkpoint_with(layer: nn.Module, function: Callable[..., Any]) -> None:
     layer._gradient_checkpointing_func = function  # type: ignore[assignment]
 
 
+def finish_together(model: Any, all_finished: Callable[..., bool]) -> None:
+    """Let `model.generate(synced_gpus=True)` of this object ask `all_finished(is_finished=...)` whether to leave its
+    loop. transformers' own asks torch's default group, which has no collectives on CPUs here, and all ranks of the job.
+    """
+
+    def unfinished(this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+        return not (all_finished(is_finished=this_peer_finished) if synced_gpus else this_peer_finished)
+
+    object.__setattr__(model, "_has_unfinished_sequences", unfinished)
+
+
 def initialize(model: Any, module: nn.Module) -> None:
     """Initialize `module` by the rule of `model`. The public API initializes whole models, loaded weights included."""
     model._init_weights(module)

@@ -18,6 +18,7 @@ rank's at a time. A forward that nobody has cut (`ContextCut.next`) runs whole o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -485,3 +486,21 @@ def hold_context(model: Any, layers: nn.ModuleList, context: ContextCut, *, pare
         module.meshlora_context = context  # type: ignore[assignment]
         if (config := getattr(module, "config", None)) is not None:
             compat.set_attention(config, _OURS + base)
+
+
+@contextlib.contextmanager
+def as_transformers_attends(model: nn.Module) -> Iterator[None]:
+    """Inside the block attention of `model` is what it is without this file, and without `layers.by_sequence`: for
+    whole forwards, whose masks the code of a model may look into.
+    """
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    ours = [
+        (config, name) for config in configs.values() if (name := compat.attention_of(config) or "").startswith(_OURS)
+    ]
+    for config, name in ours:
+        compat.set_attention(config, name.rpartition("-")[2])
+    try:
+        yield
+    finally:
+        for config, name in ours:
+            compat.set_attention(config, name)

@@ -22,7 +22,7 @@ from meshlora.layers.liger import Kernels
 from meshlora.layers.linear import ParallelHead, ParallelLinear
 from meshlora.layers.rms_norm import own_gradients_of_norms, widen_norm
 from meshlora.layers.rotary import own_rotations
-from meshlora.model.regions import install_borders
+from meshlora.model.regions import TokenCut, install_borders
 from meshlora.model.stages import Pipeline, take_out, take_turns
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule, ModelPlan
@@ -36,11 +36,11 @@ def parallelize(
     targets: set[str],
     dtype: torch.dtype,
     kernels: Kernels | None = None,
-) -> tuple[ContextCut, Pipeline]:
+) -> tuple[ContextCut, TokenCut, Pipeline]:
     """Replace in place, on the meta device, every split leaf, the head, experts, and every leaf that gets an adapter.
 
-    The base is frozen. Everything else stays the model's own. Returns the cut of its forwards over cp, and their
-    way through this stage. kernels: of the modules whose code is known.
+    The base is frozen. Everything else stays the model's own. Returns the cuts of its forwards over cp and
+    under sp, and their way through this stage. kernels: of the modules whose code is known.
     """
     pipeline = Pipeline(mesh, plan)
     take_out(model, pipeline)
@@ -82,10 +82,10 @@ def parallelize(
         fuse(model, kernels)
     own_gradients_of_norms(model)
     own_rotations(model)
-    context = install_borders(model, plan, mesh, pipeline)
+    cuts = install_borders(model, plan, mesh, pipeline)
     read_positions_in_masks(model)
     take_turns(model, pipeline)
-    return context, pipeline
+    return *cuts, pipeline
 
 
 ParallelLeaf = ParallelLinear | ParallelEmbedding | ParallelExpertLinear | RouterAdapter

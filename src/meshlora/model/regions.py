@@ -11,6 +11,7 @@ transformers' attention reads batch and sequence from the shape.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -26,6 +27,7 @@ from meshlora.common.compat import cut_deepstack, without_fused_projection
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.layers.context import ContextCut, HeldTokens, hold_context
 from meshlora.layers.early_a import pack, unpack
+from meshlora.layers.experts.module import ParallelExperts
 from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.passed_states import pass_states
 from meshlora.model.stages import Pipeline
@@ -34,15 +36,48 @@ from meshlora.plan.rules import ModelPlan, Region
 
 class TokenCut:
     """The split of the running forward's tokens over tp; remembers `[B, S]`, or `[B, S/cp]` under cp, between `cut` and
-    `whole`.
+    `whole`. One object per model.
+
+    sp: whether the tokens are split. is_off: whether they are not, for now (`left`).
     """
 
-    def __init__(self, tp: Axis) -> None:
-        self.tp = tp
+    def __init__(self, tp: Axis, *, sp: bool) -> None:
+        self.tp, self.sp, self.is_off = tp, sp, False
         self.batch_size = self.seq_len = 0
+
+    @contextlib.contextmanager
+    def left(self, model: nn.Module) -> Iterator[None]:
+        """Inside the block forwards of `model`, without a gradient, are those without sp: every tp rank has all tokens
+        between regions, of any number. What a tensor-parallel model needs for this is all there: weights are split in
+        the same way.
+        """
+        if not self.sp or self.is_off:
+            with torch.no_grad():
+                yield
+            return
+        scattering = [leaf for leaf in model.modules() if isinstance(leaf, ParallelLinear) and leaf.scatters_tokens]
+        experts = [module for module in model.modules() if isinstance(module, ParallelExperts)]
+        self._leave(scattering, experts, is_off=True)
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._leave(scattering, experts, is_off=False)
+
+    def _leave(self, leaves: Sequence[ParallelLinear], experts: Sequence[ParallelExperts], *, is_off: bool) -> None:
+        self.is_off = is_off
+        for leaf in leaves:
+            leaf.scatters_tokens = not is_off
+        for module in experts:
+            module.cuts_tokens = is_off
+
+    def __deepcopy__(self, memo: dict[int, object]) -> TokenCut:
+        return self  # of a model and its layers
 
     def cut(self, x: Tensor) -> Tensor:
         """`[B, S, H]`, identical on all tp ranks -> `[1, B*S/tp, H]`."""
+        if self.is_off:
+            return x
         self.batch_size, self.seq_len = x.shape[0], x.shape[1]
         tokens = self.batch_size * self.seq_len
         if tokens % self.tp.size:
@@ -58,20 +93,22 @@ class TokenCut:
 
         terms: whether the gradient on each rank is one term of a sum.
         """
+        if self.is_off:
+            return x
         gather = gather_each_to_each if terms else gather_each_to_one
         whole = gather(x.reshape(-1, x.shape[-1]), self.tp)
         return whole if x.ndim == 2 else whole.view(self.batch_size, self.seq_len, -1)
 
 
-def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh, pipeline: Pipeline) -> ContextCut:
+def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh, pipeline: Pipeline) -> tuple[ContextCut, TokenCut]:
     """Install the borders of `plan` on `model`; there are none if each rank runs whole layers.
 
-    Returns the cut of its forwards over cp.
+    Returns the cuts of its forwards over cp and, under sp, over tp.
     """
-    context = ContextCut(mesh.cp, mesh.device, is_ring=plan.topology.ring)
+    tp, sp = mesh.tp, plan.topology.sp
+    context, cut = ContextCut(mesh.cp, mesh.device, is_ring=plan.topology.ring), TokenCut(tp, sp=sp)
     if plan.topology.is_whole:
-        return context
-    tp, cut, sp = mesh.tp, TokenCut(mesh.tp), plan.topology.sp
+        return context, cut
     for region in plan.regions:
         module = model.get_submodule(region.name)
         _install_region(module, region, cut, sp=sp, riders=_riders(model, plan, region))
@@ -97,7 +134,7 @@ def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh, pipeline: Pip
         )
         cut_deepstack(model, own)
     if not plan.has_last_stage:
-        return context
+        return context, cut
     # Everything after the last layer is a region that ends with the head: there is no sum at its end, as logits stay
     # split, but the gradient on each rank is that of its own part of the vocabulary. Without a vocabulary all ranks
     # compute all of it.
@@ -105,7 +142,7 @@ def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh, pipeline: Pip
         map_output(layers[-1], lambda x: cut.whole(x, terms=plan.has_vocabulary) if pipeline.is_last else x)
     elif plan.has_vocabulary:
         map_output(layers[-1], lambda x: copy_one_to_each(x, tp) if pipeline.is_last else x)
-    return context
+    return context, cut
 
 
 def sees_all(config: Any) -> bool:

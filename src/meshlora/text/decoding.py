@@ -1,24 +1,29 @@
 """Continuations of prompts, by transformers' `generate` on a loaded model.
 
 Owns: encoding prompts as in training, left padding, translation of options to transformers, where a text ends;
-`generate`, from folders to texts on one process. Does not own: the other beam search (`text.gpt2_beam`), evaluation
-(`train.evaluate`), scores (`text.scores`).
+`generate`, from folders to texts on one process. Does not own: what a mesh changes (`loading.generation`), dividing
+prompts among ranks (`train.generated`), the other beam search (`text.gpt2_beam`), evaluation (`train.evaluate`), scores
+(`text.scores`).
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 
-from meshlora.common.errors import UserError
+from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.run import GenerateConfig
 from meshlora.data.tokenization import separator_ids
 from meshlora.loading.blueprint import read_model_config
+from meshlora.loading.generation import all_finished, generating
 from meshlora.loading.guards import most_positions
 from meshlora.loading.load import load
 from meshlora.text.gpt2_beam import gpt2_beam
@@ -64,8 +69,8 @@ def continuations(
 
     On a mesh every rank calls this with the same prompts, and gets the same texts: tp ranks hold whole logits.
     """
-    for rows in continued(network, tokenizer, dict(enumerate(batches_of(encoded, options))), options):
-        yield from texts_of(rows, tokenizer, options)
+    for found in continued(network, tokenizer, dict(enumerate(batches_of(encoded, options))), options):
+        yield from texts_of([each.tokens for each in found], tokenizer, options)
 
 
 def texts_of(rows: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, options: GenerateConfig) -> list[str]:
@@ -88,36 +93,106 @@ def batches_of(encoded: Sequence[Sequence[int]], options: GenerateConfig) -> lis
     return [encoded[start : start + options.batch_size] for start in range(0, len(encoded), options.batch_size)]
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Continuation:
+    """The tokens after one prompt, with the one that ended it, if any.
+
+    log_probs: of each token, in nats, in the distribution that it was drawn from: that of the logits divided by the
+    temperature, before top_p. None if nobody asked.
+    """
+
+    tokens: list[int]
+    log_probs: list[float] | None = None
+
+
 def continued(
     network: Any,
     tokenizer: PreTrainedTokenizerBase,
     batches: Mapping[int, Sequence[Sequence[int]]],
     options: GenerateConfig,
-) -> Iterator[list[list[int]]]:
-    """The tokens after each prompt of each batch; see `continuations`.
+    *,
+    log_probs: bool = False,
+) -> Iterator[list[Continuation]]:
+    """The continuation of each prompt of each batch. The ranks of a replica call it with the same batches, at any time:
+    between two steps of a training too.
 
     batches: by their number in the whole set, from which each batch draws its random numbers, whoever continues it.
+
+    Raises:
+        UnsupportedError: log-probabilities of a beam search, which draws nothing.
     """
-    pad, ends = padding_token_id(tokenizer), ends_of(tokenizer, options)
-    for number, part in batches.items():
-        torch.manual_seed((options.seed + number) % 2**63)
-        length = max(map(len, part))
-        # Pad on the left: new tokens directly follow each prompt.
-        ids = torch.tensor([[pad] * (length - len(row)) + list(row) for row in part]).to(network.device)
-        mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in part]).to(network.device)
-        if options.search == "gpt2_beam":
-            yield gpt2_beam(network, ids, mask, options, ends=ends)
-            continue
-        output = network.generate(
-            input_ids=ids,
-            attention_mask=mask,
-            max_new_tokens=options.max_new_tokens,
-            eos_token_id=ends or None,
-            pad_token_id=pad,
-            **_words(options),
+    if log_probs and (options.num_beams > 1 or options.search == "gpt2_beam"):
+        raise UnsupportedError(
+            "log-probabilities with beams", "a beam is searched for, not drawn", "set generate.num_beams: 1"
         )
-        yield output[:, length:].tolist()
+    for number, part in batches.items():
+        with generating(network):
+            torch.manual_seed((options.seed + number) % 2**63)
+            found = _continued_once(network, tokenizer, part, options, log_probs=log_probs)
+        yield found
+
+
+def _continued_once(
+    network: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    options: GenerateConfig,
+    *,
+    log_probs: bool,
+) -> list[Continuation]:
+    """The continuations of one batch, in turn."""
+    pad, ends = padding_token_id(tokenizer), ends_of(tokenizer, options)
+    length = max(map(len, prompts))
+    # Pad on the left: new tokens directly follow each prompt.
+    ids = torch.tensor([[pad] * (length - len(row)) + list(row) for row in prompts]).to(network.device)
+    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in prompts]).to(network.device)
+    if options.search == "gpt2_beam":
+        rows = gpt2_beam(network, ids, mask, options, ends=ends, all_finished=functools.partial(all_finished, network))
+        return [Continuation(_ended(row, ends)) for row in rows]
+    drawn = _Drawn(options.temperature)
+    output = network.generate(
+        input_ids=ids,
+        attention_mask=mask,
+        max_new_tokens=options.max_new_tokens,
+        eos_token_id=ends or None,
+        pad_token_id=pad,
+        logits_processor=LogitsProcessorList([drawn] if log_probs else []),
+        **_words(options),
+    )
+    found = [Continuation(_ended(row, ends)) for row in output[:, length:].tolist()]
+    if not log_probs:
+        return found
+    scores = drawn.finished(output).tolist()
+    return [Continuation(each.tokens, row[: len(each.tokens)]) for each, row in zip(found, scores, strict=True)]
+
+
+def _ended(tokens: list[int], ends: Sequence[int]) -> list[int]:
+    """`tokens` up to the first of `ends`, which is kept: what follows is padding."""
+    place = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[: place + 1]
+
+
+class _Drawn(LogitsProcessor):
+    """Keeps the log-probability of each token that is drawn. transformers calls it before it divides by temperature."""
+
+    def __init__(self, temperature: float) -> None:
+        self.temperature = temperature
+        self._last: Tensor | None = None  # [B, V], of the token that is drawn next
+        self._found: list[Tensor] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._take(input_ids)
+        self._last = (scores / self.temperature).log_softmax(-1)
+        return scores
+
+    def _take(self, input_ids: Tensor) -> None:
+        if self._last is not None:
+            self._found.append(self._last.gather(1, input_ids[:, -1:]))
+
+    def finished(self, input_ids: Tensor) -> Tensor:
+        """`[B, new tokens]`, once all are drawn."""
+        self._take(input_ids)
+        return torch.cat(self._found, 1)
 
 
 def _words(options: GenerateConfig) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +23,19 @@ from meshlora.config.run import GenerateConfig
 
 
 def gpt2_beam(
-    network: Any, ids: Tensor, mask: Tensor, options: GenerateConfig, *, ends: Collection[int]
+    network: Any,
+    ids: Tensor,
+    mask: Tensor,
+    options: GenerateConfig,
+    *,
+    ends: Collection[int],
+    all_finished: Callable[..., bool] = lambda *, is_finished: is_finished,
 ) -> list[list[int]]:
     """The best continuation of each row of `ids`, with its final token of `ends`, if any.
 
     ids: `[B, S]`, padded on the left, where mask `[B, S]` is 0. The best has the highest sum of log-probabilities over
     `length ** options.length_penalty`. A search whose beams are all finished before goes on without effect.
+    all_finished: of `loading.generation`: whether no other rank needs further forwards of this one.
 
     Raises:
         UnsupportedError: prompts of unequal length for a model without position_ids.
@@ -61,7 +68,7 @@ def gpt2_beam(
         mask = mask[rows]
         is_last = step == options.max_new_tokens - 1
         _keep_best(best, sums, history.tolist(), options.length_penalty, ends=None if is_last else ends)
-        if not torch.isfinite(sums).any():
+        if all_finished(is_finished=not torch.isfinite(sums).any()):
             break
     return [tokens for _, tokens in best]
 

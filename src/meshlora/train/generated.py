@@ -1,7 +1,7 @@
-"""Texts that a model generates for a held-out set, the prompts divided among all ranks.
+"""Texts that a model on a mesh generates, the prompts divided among its replicas.
 
-Owns: which prompts there are, which rank continues which, and gathering. Does not own: decoding (`text.decoding`),
-scores (`text.scores`), losses (`train.evaluate`).
+Owns: the prompts of a held-out set, which rank continues which, and gathering. Does not own: decoding
+(`text.decoding`), scores (`text.scores`), losses (`train.evaluate`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,11 +17,12 @@ from transformers import PreTrainedTokenizerBase
 from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_gather
 from meshlora.common.float64 import lift
+from meshlora.config.run import GenerateConfig
 from meshlora.data import prompts_of
 from meshlora.data.nlg import of_categories
 from meshlora.data.records import Prompt
-from meshlora.plan.topology import Topology
-from meshlora.text.decoding import batches_of, continued, encode_prompts, texts_of
+from meshlora.loading.generation import in_step
+from meshlora.text.decoding import Continuation, batches_of, continued, encode_prompts, texts_of
 from meshlora.text.tokenizer import tokenizer_of
 from meshlora.train.evaluate import Evaluation, load_for_evaluation
 from meshlora.train.sources import records_of
@@ -62,35 +64,69 @@ def prepare_prompts(run: Evaluation) -> Prompts:
     return Prompts(prompts, encoded, tokenizer)
 
 
-def generated_texts(
-    run: Evaluation, prompts: Prompts, *, world: int, advance: Callable[[int], None] = lambda _: None
-) -> list[str]:
+def continued_by_all(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    encoded: Sequence[Sequence[int]],
+    options: GenerateConfig,
+    *,
+    log_probs: bool = False,
+    advance: Callable[[int], None] = lambda _: None,
+) -> list[Continuation]:
+    """The continuation of every prompt, in their order, on every rank; every rank calls it with the same prompts.
+
+        found = continued_by_all(model, tokenizer, [ids, ids, ...], GenerateConfig(do_sample=True, seed=step * 10**6))
+
+    model: on any mesh but one with stages, whole or split, trained or not: it may be called between two steps, and
+    leaves modes, gradients and random numbers as they are. Its batches, of `options.batch_size` prompts in turn, are
+    divided among the ranks that hold replicas, over dp and cp; each draws from `options.seed` plus its number: these
+    are the tokens of one process. Two calls that are to differ need seeds farther apart than there are batches.
+    log_probs: see `Continuation`. advance: called with the number of prompts that this rank is done with.
+
+    Raises:
+        UserError, UnsupportedError: see `generate` and `continued`.
+    """
+    axis, batches = runtime(model).mesh.data, batches_of(encoded, options)
+    turns = -(-len(batches) // axis.size)
+    # Replicas that need each other's forwards take turns together: one without a batch repeats the last.
+    stop = turns * axis.size if in_step(model) is not None else len(batches)
+    own = {number: batches[min(number, len(batches) - 1)] for number in range(axis.rank, stop, axis.size)}
+    rows: list[Continuation] = []
+    with lift(model.dtype == torch.float64):
+        for found in continued(model, tokenizer, own, options, log_probs=log_probs):
+            rows += found
+            advance(min(len(rows), len(encoded)))
+    # All ranks have as many rows of as many tokens in what they exchange; -1 stands for none.
+    most = turns * options.batch_size
+    table = torch.full((most, options.max_new_tokens), -1, dtype=torch.int64)
+    scores = torch.zeros(most if log_probs else 0, options.max_new_tokens, dtype=torch.float64)
+    for place, row in enumerate(rows):
+        table[place, : len(row.tokens)] = torch.tensor(row.tokens, dtype=torch.int64)
+        if row.log_probs is not None:
+            scores[place, : len(row.tokens)] = torch.tensor(row.log_probs, dtype=torch.float64)
+    every = all_gather(table.to(model.device), axis).view(axis.size, most, -1).cpu()
+    every_score = (
+        all_gather(scores.to(model.device), axis).view(axis.size, len(scores), -1).cpu() if log_probs else None
+    )
+    gathered = []
+    for number, batch in enumerate(batches):
+        rank, start = number % axis.size, number // axis.size * options.batch_size
+        for place in range(start, start + len(batch)):
+            tokens = [token for token in every[rank, place].tolist() if token >= 0]
+            own_scores = None if every_score is None else every_score[rank, place, : len(tokens)].tolist()
+            gathered.append(Continuation(tokens, own_scores))
+    return gathered
+
+
+def generated_texts(run: Evaluation, prompts: Prompts, *, advance: Callable[[int], None] = lambda _: None) -> list[str]:
     """The continuation of every prompt, one line each. Every rank calls this, and gets all of them.
 
-    Each of the `world` ranks holds the whole model, whatever the topology of the run, and continues its share of the
-    batches: these are the batches of one process, so their texts are too. advance: called with the number of prompts
-    that this rank is done with.
+    The model is split as for the loss; stages are dp ranks here. advance: see `continued_by_all`.
     """
-    model = load_for_evaluation(
-        dataclasses.replace(run, blueprint=run.blueprint.on(Topology.parse(f"dp={world}", world=world)))
-    )
-    axis, options = runtime(model).mesh.dp, run.config.generate
-    batches = batches_of(prompts.encoded, options)
-    own = {number: batches[number] for number in range(axis.rank, len(batches), axis.size)}
-    rows: list[Sequence[int]] = []
-    with lift(model.dtype == torch.float64):
-        for continuations in continued(model, prompts.tokenizer, own, options):
-            rows += continuations
-            advance(len(rows))
-    # All ranks have as many rows of as many tokens in what they exchange; -1 stands for none.
-    most = -(-len(batches) // axis.size) * options.batch_size
-    table = torch.full((most, options.max_new_tokens), -1, dtype=torch.int64)
-    for place, row in enumerate(rows):
-        table[place, : len(row)] = torch.tensor(row, dtype=torch.int64)
-    every = all_gather(table.to(model.device), axis).view(axis.size, most, -1).tolist()
-    found: list[list[int]] = []
-    for number, batch in enumerate(batches):
-        start = number // axis.size * options.batch_size
-        found += every[number % axis.size][start : start + len(batch)]
-    texts = texts_of([[token for token in row if token >= 0] for row in found], prompts.tokenizer, options)
+    topology = run.blueprint.topology
+    flat = dataclasses.replace(topology.with_stages(1), dp=topology.dp * topology.pp)
+    model = load_for_evaluation(dataclasses.replace(run, blueprint=run.blueprint.on(flat)))
+    options = run.config.generate
+    found = continued_by_all(model, prompts.tokenizer, prompts.encoded, options, advance=advance)
+    texts = texts_of([each.tokens for each in found], prompts.tokenizer, options)
     return [" ".join(text.split()) for text in texts]

@@ -58,9 +58,9 @@ def given_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Te
 def _compare(given: dict[str, Tensor], tp: Axis) -> None:
     """Raises UserError, on all ranks of `tp`, if their inputs differ. given: the tokens first."""
     tokens, *more = given.values()
-    own = _fingerprint(tokens)
+    own = fingerprint(tokens)
     for place, value in enumerate(more):
-        own[0, 2] += (place + 3) * _fingerprint(value)[0, 2]
+        own[0, 2] += (place + 3) * fingerprint(value)[0, 2]
     of_ranks = all_gather(own, tp).tolist()
     if other := [rank for rank, one in zip(tp.ranks, of_ranks, strict=True) if one != of_ranks[0]]:
         shapes = [
@@ -76,7 +76,7 @@ def _compare(given: dict[str, Tensor], tp: Axis) -> None:
         )
 
 
-def _fingerprint(given: Tensor) -> Tensor:
+def fingerprint(given: Tensor) -> Tensor:
     """int64 `[1, 3]`: rows, elements, and a hash of values and positions. Computed on the device, without a sync."""
     bits = given.detach().contiguous()
     if bits.is_floating_point():
