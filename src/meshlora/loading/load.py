@@ -139,7 +139,7 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
     guard_model(model, plan.topology)
     take_labels(model)
     loop = model.meshlora.loop
-    compare_first_tokens(model, mesh.same_rows, always=lambda: loop.is_in_step)
+    compare_first_tokens(model, mesh, model.meshlora.context, always=lambda: loop.is_in_step)
     if blueprint.adapter is not None:
         begin_adapter(model, "default", blueprint.adapter, seed=seed)
     attach.set_adapter(model, "default" if blueprint.adapter is not None else None)

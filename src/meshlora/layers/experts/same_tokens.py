@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from meshlora.comm.collectives import all_gather
-from meshlora.comm.groups import Axis
+from meshlora.comm.groups import Axis, Mesh
 from meshlora.common.errors import UserError, numbered
+from meshlora.layers.context import ContextCut
 from meshlora.plan.budget import COMPARED_FORWARDS
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
@@ -25,13 +26,16 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # b
 _FACTORS = (-7046029288634856825, -4417276706812531889, 1609587929392839161)
 
 
-def compare_first_tokens(model: nn.Module, tp: Axis, *, always: Callable[[], bool] = lambda: False) -> None:
-    """Make the first forwards of `model`, with gradients and without, compare their inputs over `tp`.
+def compare_first_tokens(
+    model: nn.Module, mesh: Mesh, context: ContextCut, *, always: Callable[[], bool] = lambda: False
+) -> None:
+    """Make the first forwards of `model`, with gradients and without, compare their inputs over the ranks that compute
+    them together: those along tp, and along cp if they are cut over it.
 
     Each comparison costs a gather of three numbers and a host sync. always: whether the running forward is compared,
     whatever its number, and with its mask and labels.
     """
-    if tp.size == 1:
+    if mesh.same_rows.size == 1:
         return
     left = dict.fromkeys((True, False), COMPARED_FORWARDS)  # with gradients, and without
 
@@ -40,9 +44,10 @@ def compare_first_tokens(model: nn.Module, tp: Axis, *, always: Callable[[], boo
         name, given = given_tokens(args, kwargs)
         if given is None or not (left[has_gradients] or wants_all):
             return
+        together = mesh.tp if context.held is None else mesh.same_rows
         left[has_gradients] = max(0, left[has_gradients] - 1)
         more = {each: kwargs.get(each) for each in ("attention_mask", "labels") if wants_all}
-        _compare({name: given} | {each: value for each, value in more.items() if isinstance(value, Tensor)}, tp)
+        _compare({name: given} | {each: value for each, value in more.items() if isinstance(value, Tensor)}, together)
 
     model.register_forward_pre_hook(compare, with_kwargs=True)
 
@@ -57,6 +62,8 @@ def given_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Te
 
 def _compare(given: dict[str, Tensor], tp: Axis) -> None:
     """Raises UserError, on all ranks of `tp`, if their inputs differ. given: the tokens first."""
+    if tp.size == 1:
+        return
     tokens, *more = given.values()
     own = fingerprint(tokens)
     for place, value in enumerate(more):
