@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from meshlora.train.gradsync import finish_gradients as finish_gradients
     from meshlora.train.losses import language_model_loss as language_model_loss
     from meshlora.train.losses import token_scores as token_scores
+    from meshlora.train.step import step as step
 
 __version__ = "0.1.0"
 
@@ -48,6 +49,7 @@ _HOME = {
     "finish_gradients": "train.gradsync",
     "language_model_loss": "train.losses",
     "token_scores": "train.losses",
+    "step": "train.step",
 }
 
 

@@ -1,0 +1,261 @@
+"""One optimizer step of a loop of a user's own: `with meshlora.step(model, optimizer) as step: step.backward(loss)`.
+
+Owns: the order of a step (backward, finish gradients, clip, update, zero), the mistakes that a loop can make in it, and
+their agreement: one gather of a row of numbers from each rank, after which all ranks raise the same error or none does.
+Does not own: gradient sums (`train.gradsync`), which rows a rank is given (`train.feeding`), a step of `meshlora train`
+(`train.trainer`).
+
+What is wrong is raised before any gradient is summed. A rank that raised another exception in the block joins the
+gather where no other rank can be waiting in its forward, and says so; where ranks compute a forward together they raise
+together, or the time limit ends the wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from meshlora.adapter.attach import Factor, active_factors, runtime
+from meshlora.comm.collectives import all_gather
+from meshlora.comm.groups import LOADING_S, Mesh
+from meshlora.common.compat import is_mean
+from meshlora.common.errors import MeshloraError, UserError, numbered
+from meshlora.loading.labelled import own_loss
+from meshlora.plan.topology import FEATURES, LAYERS, SEQUENCES
+from meshlora.train.gradsync import check_total, clip_gradients_on_device, finish_gradients_on_device, is_finished
+from meshlora.train.optimizer import check_optimizer
+
+# How far losses of tp ranks, which compute one forward, may be apart: nothing that differs on purpose is that close.
+_ALIKE = 1e-3
+_PATIENCE_S = 1800.0  # torch's own
+_FAILED = 9
+# What a rank tells the others of its step, by number: (what is given, the rule, the way out).
+_MISTAKES = {
+    1: ("a step without backward", "it would leave the adapter as it is", "call step.backward(loss), on every rank"),
+    2: (
+        "a step finished twice",
+        "its end finishes the gradients, and finish_gradients was called in it",
+        "leave finish_gradients out, or use it without meshlora.step",
+    ),
+    3: (
+        "a mean where a sum is meant",
+        "loss.backward() of model(..., labels=...) was called in a step, which divides sums by all tokens",
+        "call step.backward(loss)",
+    ),
+    4: ("a step in which a factor has no gradient", "the forward has not used it", "use the whole model, in each step"),
+}
+
+
+def step(
+    model: Any, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None, timeout_s: float = _PATIENCE_S
+) -> Step:
+    """The next optimizer step of the active adapter, a context. Every rank opens one at the same time.
+
+        with meshlora.step(model, optimizer, max_norm=1.0) as step:
+            for batch in micro_batches:
+                step.backward(model(**batch).loss)
+        scheduler.step()
+        print(step.loss, step.grad_norm, step.num_tokens)
+
+    At its end gradients are summed over the mesh, divided by the number of trained tokens of all micro-batches and
+    ranks, and clipped to `max_norm` (None: not); the optimizer steps, and gradients are set to None. After any error
+    gradients are None too, and the adapter is as it was before.
+
+    timeout_s: how long a rank waits in it for another one, which may still be saving or evaluating.
+
+    Raises:
+        UserError: no adapter is active; the optimizer has not the factors of the adapter, or is not elementwise;
+            gradients are left of before; a step of this model is open.
+    """
+    return Step(model, optimizer, max_norm, timeout_s)
+
+
+class Step:
+    """See `step`.
+
+    Attributes, after the block:
+        loss: the mean over all trained tokens of all ranks. grad_norm: the global 2-norm before clipping. num_tokens:
+            the trained tokens, counted once.
+    """
+
+    loss: float
+    grad_norm: float
+    num_tokens: int
+
+    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, max_norm: float | None, timeout_s: float) -> None:
+        self.model, self.optimizer, self.max_norm, self._timeout_s = model, optimizer, max_norm, timeout_s
+        self._state, self._mesh = runtime(model), runtime(model).mesh
+        self._factors: list[Factor] = []
+        self._is_new, self._is_open = True, False
+        self._sums: list[tuple[Tensor, Any]] = []
+        self._divisor: Any = None
+
+    def __enter__(self) -> Self:
+        loop = self._state.loop
+        if not self._is_new or loop.is_in_step:
+            what = "a step in a step" if loop.is_in_step else "a step that has been used"
+            raise UserError(what, "each is one update of the adapter", "open the next one with meshlora.step")
+        self._factors = active_factors(self.model)
+        _check_optimizer(self.optimizer, self._factors, self._mesh)
+        if left := [factor.name for factor in self._factors if factor.parameter.grad is not None]:
+            rule = "what is left of before would be counted as of this step"
+            raise UserError(f"a step that begins with a gradient of {left[0]}", rule, "call optimizer.zero_grad()")
+        self._is_new, self._is_open, loop.is_in_step, loop.is_divided = False, True, True, False
+        self._mesh.wait_at_most(self._timeout_s)
+        return self
+
+    def backward(self, loss: Tensor, num_tokens: int | None = None) -> None:
+        """Add the gradients of a micro-batch.
+
+        loss: `[]`, of this rank's rows: as `model(..., labels=...)` has returned it, whose tokens are known; or a sum
+            over `num_tokens` trained tokens (or what else the loss is a mean of). tp ranks give the same; cp ranks too
+            the same number, that of the whole rows.
+
+        Raises:
+            UserError: the step is over; the loss is no scalar, has no gradient, or is a mean of its own.
+        """
+        if not self._is_open:
+            raise UserError("backward outside of its step", "the step is over", "call it inside of the `with` block")
+        if loss.ndim != 0:
+            raise UserError(f"a loss of shape {list(loss.shape)}", "it is one number", "call .sum() on it")
+        if not loss.requires_grad:
+            rule = "the forward ran without the adapter, or without gradients"
+            raise UserError("a loss that nothing trained has made", rule, "leave out disable_adapter and no_grad")
+        own = own_loss(loss)
+        if own is not None:
+            if num_tokens is not None and num_tokens != int(own.number):
+                rule = f"the model has counted {int(own.number)} labels that a token before them predicts"
+                raise UserError(f"num_tokens={num_tokens}", rule, "leave it out")
+            own.total.backward()
+            self._sums.append((own.total.detach(), own.number))
+            self._divisor = own.divisor if own.divisor is not None else self._divisor
+            return
+        if num_tokens is None or num_tokens < 0:
+            given = "a loss of your own without num_tokens" if num_tokens is None else f"num_tokens={num_tokens}"
+            raise UserError(given, "the step divides by the tokens of all", "call step.backward(loss_sum, num_tokens)")
+        if num_tokens > 1 and is_mean(loss):
+            rule = "it is divided by the tokens of all micro-batches and ranks at the end of the step"
+            raise UserError("a mean where a sum is meant", rule, "use reduction='sum', or .sum()")
+        loss.backward()
+        self._sums.append((loss.detach(), num_tokens))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_open = False
+        try:
+            if error is None:
+                self._finish()
+            elif isinstance(error, Exception) and self._meets_at_the_end:
+                self._gathered(_FAILED)
+        finally:
+            self._state.loop.is_in_step = self._state.loop.is_divided = False
+            for factor in self._factors:
+                factor.parameter.grad = None
+            self._sums.clear()
+            self._mesh.wait_at_most(LOADING_S)
+
+    def _finish(self) -> None:
+        mesh, factors = self._mesh, self._factors
+        rows = self._gathered(self._mistake())
+        total, self.loss = _checked(rows, mesh)
+        own = int(rows[mesh.rank][1]) if mesh.cp.rank == 0 else 0
+        finish_gradients_on_device(mesh, [factors], [own])
+        self.grad_norm = float(clip_gradients_on_device(mesh, [factors], [self.max_norm]).item())
+        self.num_tokens = total
+        if not math.isfinite(self.loss) or not math.isfinite(self.grad_norm):
+            raise MeshloraError(
+                f"the loss of a step is {self.loss}, its gradient norm {self.grad_norm}: the adapter is left as it was"
+            )
+        self.optimizer.step()
+
+    def _mistake(self) -> int:
+        """The number of this rank's mistake; 0: none."""
+        grads = [factor.parameter.grad for factor in self._factors]
+        if any(grad is not None and is_finished(grad) for grad in grads):
+            return 2
+        if self._state.loop.is_divided:
+            return 3
+        if not self._sums:
+            return 1
+        return 4 if any(grad is None for grad in grads) else 0
+
+    def _gathered(self, mistake: int) -> list[list[float]]:
+        """Of each rank: mistake, number of tokens, summed loss, divisor that was given (0: none). Collective."""
+        device, totals = self._mesh.device, [torch.zeros((), dtype=torch.float64)] * 4
+        totals[0] = torch.tensor(float(mistake), dtype=torch.float64)
+        if mistake == 0:
+            totals[1] = sum((_float64(number, device) for _, number in self._sums), _float64(0, device))
+            totals[2] = sum((loss.double() for loss, _ in self._sums), _float64(0, device))
+            totals[3] = _float64(0 if self._divisor is None else self._divisor, device)
+        own = torch.stack([value.to(device) for value in totals])
+        found: list[list[float]] = all_gather(own, self._mesh.world).view(-1, 4).tolist()
+        return found
+
+    @property
+    def _meets_at_the_end(self) -> bool:
+        """Whether ranks exchange nothing before the end of a step, so that all come to its gather."""
+        topology = self._mesh.topology
+        has_own_forward = self._mesh.same_rows.size == 1 and topology.pp == topology.ep == topology.etp == 1
+        return has_own_forward and not topology.dp_shard
+
+
+def _float64(value: Any, device: torch.device) -> Tensor:
+    return torch.as_tensor(value, dtype=torch.float64, device=device)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, factors: Sequence[Factor], mesh: Mesh) -> None:
+    """Refuse an optimizer that has not exactly the factors of the active adapter, or is not elementwise."""
+    check_optimizer(type(optimizer), mesh)
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    ours = {id(factor.parameter): factor.name for factor in factors}
+    if missing := [name for number, name in ours.items() if number not in held]:
+        given = f"an optimizer without {missing[0]}, and {len(missing) - 1} more of {len(ours)} factors"
+        rule = "it would leave them as they are"
+        way_out = "make it after set_adapter, of all parameters with requires_grad"
+        raise UserError(given, rule, way_out)
+    if mesh.topology.world > 1 and held - ours.keys():
+        given = f"an optimizer with {len(held - ours.keys())} parameters that are not the adapter's"
+        raise UserError(
+            given, "their gradients would be those of this rank alone", "give them an optimizer of their own"
+        )
+
+
+def _checked(rows: Sequence[Sequence[float]], mesh: Mesh) -> tuple[int, float]:
+    """(number of tokens, mean loss) of all ranks, from what each has told; the same errors on all.
+
+    Raises:
+        UserError: a mistake of some rank. MeshloraError: a rank failed; nothing was trained.
+    """
+    said: dict[int, list[int]] = {}
+    for rank, row in enumerate(rows):
+        said.setdefault(int(row[0]), []).append(rank)
+    if failed := said.get(_FAILED):
+        raise MeshloraError(f"{numbered('rank', failed)} raised an error in this step: no rank has made it")
+    if mistakes := sorted(said.keys() - {0}):
+        given, rule, way_out = _MISTAKES[mistakes[0]]
+        raise UserError(f"{given} on {numbered('rank', said[mistakes[0]])}", rule, way_out)
+    topology = mesh.topology
+    for groups, place, what in (
+        (topology.groups_over(frozenset(topology.sizes) - SEQUENCES - LAYERS), 1, "trained tokens"),
+        (topology.groups_over(FEATURES), 2, "loss"),
+    ):
+        for ranks in groups:
+            found = [rows[rank][place] for rank in ranks]
+            limit = _ALIKE * max(map(abs, found)) if place == 2 else 0.0
+            if max(found) - min(found) > limit:
+                each = ", ".join(f"{value:g} on rank {rank}" for rank, value in zip(ranks, found, strict=True))
+                rule = "ranks of one replica compute one step together, and need the same rows and labels"
+                way_out = "give each rank the rows of its dp rank, as meshlora.sampler does"
+                raise UserError(f"ranks with another {what}: {each}", rule, way_out)
+    total = round(sum(row[1] for row in rows) * mesh.data.size / mesh.cp.size / len(rows))
+    check_total(total)
+    if other := sorted({row[3] for row in rows} - {0.0, 1.0, float(total)}):
+        rule = f"the step has {total} trained tokens, of all micro-batches and ranks"
+        raise UserError(f"num_items_in_batch={other[0]:g}", rule, "leave it out: the step divides by itself")
+    return total, sum(row[2] for row in rows) * mesh.data.size / len(rows) / total
