@@ -28,20 +28,26 @@ data: {train: train.jsonl, eval: eval.jsonl, max_length: 128}
 train: {output: runs/mine, steps: 20, batch_size: 16, micro_batch_size: 16, lr: 1e-2, warmup_steps: 2, log_every: 10}
 topology: tp=2,sp
 """
-PROMPT = 'def list_paths(target):\n    """\n'
+PROMPT = 'def list_paths(target):\n    """'
 # (words, a part of what is printed, a file that is there afterwards)
 COMMANDS = [
+    (["--version"], "meshlora 0.", ""),
     (
         ["init", "--yes", "--model", "tiny_base", "--data", "train.jsonl", "--out", "made.yaml"],
         "made.yaml",
         "made.yaml",
     ),
     (["check", "made.yaml"], "ready", ""),
+    (
+        ["train", "made.yaml", "--nproc", "2", "--set", "train.epochs=1"],
+        "step 57/57",
+        "runs/made/adapter/adapter_model.safetensors",
+    ),
     (["check", "run.yaml"], "tp=2,sp", ""),
     (["train", "run.yaml", "--nproc", "2"], "step 20/20", "runs/mine/adapter/adapter_model.safetensors"),
     (["inspect", "runs/mine"], "adapter", ""),
     (["evaluate", "run.yaml", "--adapter", "runs/mine/adapter"], "perplexity", ""),
-    (["generate", "--model", "tiny_base", "--adapter", "runs/mine/adapter", "--prompt", PROMPT], "", ""),
+    (["generate", "--model", "tiny_base", "--adapter", "runs/made/adapter", "--prompt", PROMPT], "List the paths", ""),
     (["plot", "runs/mine", "--out", "loss.png"], "", "loss.png"),
     (["merge", "--model", "tiny_base", "--adapter", "runs/mine/adapter", "--out", "merged"], "", "merged/config.json"),
     (["launch-script", "run.yaml", "--slurm", "--nodes", "1", "--gpus-per-node", "2"], "#SBATCH", ""),
