@@ -1,6 +1,6 @@
 """Write a small GPT-2 with random weights and a tokenizer of its own, for examples/e2e_gpt2.yaml; without a download.
 
-python examples/make_tiny_gpt2.py --data ../shared/data/e2e/valid.txt     # runs/tiny_gpt2, some seconds
+python examples/make_tiny_gpt2.py     # runs/tiny_gpt2, some seconds
 
 With --pretrain N it is first trained for N steps, all its weights, on the right-hand sides of the lines alone: it then
 knows how such a text sounds, and nothing of what a left-hand side has to do with it. That is left to the adapter.
@@ -62,7 +62,9 @@ def train(model: GPT2LMHeadModel, texts: list[list[int]], steps: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--data", default="../shared/data/e2e/valid.txt", help="lines of context||completion")
+    parser.add_argument(
+        "--data", default=str(Path(__file__).parent / "e2e" / "train.txt"), help="lines of context||completion"
+    )
     parser.add_argument("--out", default="runs/tiny_gpt2", help="folder of the checkpoint")
     parser.add_argument("--width", type=int, default=128, help="of the residual stream; a head has 32")
     parser.add_argument("--layers", type=int, default=4)

@@ -6,6 +6,7 @@ tests (`tests/unit/test_commands_of_pages.py`).
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from collections.abc import Iterator
@@ -54,6 +55,7 @@ class Command:
     page: str
     words: tuple[str, ...]
     is_whole: bool  # a line of its own; else words in backquotes, which may leave out arguments
+    error: str = ""  # the message that the page shows below it
 
     @property
     def text(self) -> str:
@@ -72,9 +74,11 @@ def commands() -> Iterator[Command]:
     for page in PAGES:
         name, text = str(page.relative_to(ROOT)), page.read_text("utf-8")
         for block in _blocks(text):
-            for line in block.replace("\\\n", " ").splitlines():
+            lines = block.replace("\\\n", " ").splitlines()
+            for line, below in itertools.pairwise([*lines, ""]):
                 if (match := _COMMAND.match(line.strip())) and (words := _split(match[1])):
-                    yield Command(name, words, is_whole=True)
+                    error = below.strip() if below.strip().startswith("error: ") else ""
+                    yield Command(name, words, is_whole=True, error=error)
         prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
         for inline in re.findall(r"`([^`\n]+)`", prose):
             if (match := _COMMAND.fullmatch(inline)) and (words := _split(match[1])):
