@@ -69,6 +69,7 @@ def simulated(problem: Problem, topology: str) -> Simulation:
         pytest.param("llama", "tp=4", {"lora": {"use_dora": True}}, id="dora"),
         pytest.param("llama", "tp=2", {"lora": {"modules_to_save": ["embed_tokens"]}}, id="embedding_trained"),
         pytest.param("gpt2", "tp=2,sp", {}, id="conv1d_tied"),
+        pytest.param("llama", "tp=2,sp", {"optimizer": "lora_fa", "micro_batch": 1, "batch": 2}, id="lora_fa"),
         pytest.param("minicpm3", "tp=2,sp", {}, id="input_of_low_rank"),
         # By default with the base sharded, in `test_planner_base`.
         pytest.param(

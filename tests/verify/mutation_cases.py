@@ -505,6 +505,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "base_with_dropout": LOSS,
         },
     ),
+    "LoRA-FA": (
+        {"family": "llama", "topologies": ("tp=2,sp",), "lora": _ALL, "optimizer": "lora_fa", "steps": 2},
+        dict.fromkeys(
+            needing("lora_fa"), ("deltas", f"{FIRST_ATTENTION}.q_proj.lora_B", "what the optimizer makes of them")
+        ),
+    ),
     "noise on embedded tokens": (
         {"family": "llama", "topologies": ("dp=2",), "lora": _ALL, "neftune_alpha": 5.0, "steps": 2},
         {

@@ -38,6 +38,7 @@ def add(commands: Any) -> None:
     plan.add_argument("--global-batch", type=int, metavar="N", help="sequences of a step (default: one a GPU)")
     plan.add_argument("--micro-batch", type=int, metavar="N", help="sequences at once (default: what is fastest)")
     plan.add_argument("--recompute", metavar="R", help="none, full or n (default: what is fastest)")
+    plan.add_argument("--optimizer", default="adamw", choices=["adamw", "lora_fa"], help="as train.optimizer")
     plan.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=16, all-linear")
     plan.add_argument("--dtype", default="auto", help="of the base; default: what the configuration says")
     plan.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4, int8, mxfp4, fp8 or keep")
@@ -96,6 +97,7 @@ def _choose(options: argparse.Namespace) -> None:
         global_batch=options.gpus if options.global_batch is None else options.global_batch,
         micro_batch=options.micro_batch,
         recompute=_recompute(options.recompute),
+        optimizer=options.optimizer,
     )
     topologies = [Topology.parse(text, world=options.gpus) for text in options.topology]
     choice = choose(problem, topologies)

@@ -46,6 +46,7 @@ _KEYS = {
     **dict.fromkeys(("stage", "rl", "loss_type", "finetuning_stage"), "train.objective, as in objective: dpo"),
     **dict.fromkeys(("pref_beta", "rl_beta"), "train.objective, as in objective: {kind: dpo, beta: 0.1}"),
     **dict.fromkeys(("neftune_noise_alpha", "noise_alpha"), "train.neftune_alpha"),
+    **dict.fromkeys(("optim", "optimizer_name"), "train.optimizer, as in optimizer: adamw"),
     "loraplus_lr_ratio": "train.lora_plus_ratio",
     "loraplus_lr_embedding": "train.lora_plus_embedding_lr",
     "ddp_timeout": "train.timeout_s",

@@ -252,7 +252,8 @@ class TrainConfig:
         warmup_steps: of a linear rise from 0 to lr. min_lr: of the last step. decay_steps: of warmup_stable_decay.
         warmup_from_zero: the first step has the rate 0, and not 1/warmup_steps of the peak.
         cycle: `{step: rate}`, the points of that schedule.
-        weight_decay, beta1, beta2, eps: of AdamW.
+        optimizer: adamw, or lora_fa, which trains B alone (`train.lora_fa`).
+        weight_decay, beta1, beta2, eps: of the optimizer.
         max_grad_norm: clipping threshold of the global gradient norm; 0: no clipping.
         objective: the training objective with its parameters: docs/objectives.md.
         neftune_alpha: of the noise on embedded tokens in training, uniform within alpha / sqrt(tokens of the sequence *
@@ -296,6 +297,7 @@ class TrainConfig:
     min_lr: float = number(0.0, "not negative")
     decay_steps: int = number(0, "not negative", most=_STEPS)
     cycle: dict[int, float] = field(default_factory=dict)
+    optimizer: Literal["adamw", "lora_fa"] = "adamw"
     weight_decay: float = number(0.0, "not negative", most=_RATE)
     decay_biases_and_norms: bool = True
     beta1: float = number(0.9, "in [0, 1)")
@@ -341,6 +343,9 @@ class TrainConfig:
         self._check_keeping()
         if self.lora_plus_ratio is None and self.lora_plus_embedding_lr != 1e-6:
             raise UserError("train.lora_plus_embedding_lr", "it has no effect without lora_plus_ratio", "give both")
+        if self.lora_plus_ratio is not None and self.optimizer == "lora_fa":
+            given, rule = "train.lora_plus_ratio with train.optimizer=lora_fa", "A is not trained: B alone has a rate"
+            raise UserError(given, rule, "leave out one of them")
         if self.routing_record is not None and self.routing_replay is not None:
             raise UserError(
                 "both train.routing_record and train.routing_replay", "what is replayed is recorded already", "give one"

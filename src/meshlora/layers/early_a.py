@@ -55,20 +55,22 @@ class Pack(Function):
         for rider, a in zip(riders, factors, strict=True):
             seen = x if rider.dropout is None else rider.dropout.drop(x)
             parts.append((seen @ a.to(x.dtype).T).mul_(rider.scale))
-        ctx.save_for_backward(x, *factors)
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[2:]) else None, *factors)
+        ctx.width = x.shape[1]
         ctx.how = [(rider.scale, rider.dropout) for rider in riders]
         return torch.cat(parts, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *factors = ctx.saved_tensors
-        part, *dzs = grads[0].split([x.shape[1], *map(len, factors)], 1)
+        part, *dzs = grads[0].split([ctx.width, *map(len, factors)], 1)
         dx = part.clone()
         found: list[Tensor | None] = []
         for place, ((scale, dropout), a, dz) in enumerate(zip(ctx.how, factors, dzs, strict=True)):
             dz = dz * scale
-            seen = x if dropout is None else dropout.drop(x)
-            found.append((dz.T @ seen).to(a.dtype) if ctx.needs_input_grad[2 + place] else None)
+            is_needed = ctx.needs_input_grad[2 + place]
+            seen = x if dropout is None or not is_needed else dropout.drop(x)
+            found.append((dz.T @ seen).to(a.dtype) if is_needed else None)
             if dropout is None:
                 dx.addmm_(dz, a.to(dz.dtype))
             else:

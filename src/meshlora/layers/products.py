@@ -79,7 +79,7 @@ class LoraLinearFunction(Function):
             zs = [group.product(group.seen(x2), _stacked(a).mT) for group, a, _ in groups]
         y = _sum_of_products(x, plain, bias, [(group, z, b) for z, (group, _, b) in zip(zs, groups, strict=True)])
         inputs: Sequence[Tensor] = (x2,) if product is None else (product.gate, product.up.detach())
-        inputs = () if rides else inputs
+        inputs = () if rides or not any(ctx.needs_input_grad[8::2]) else inputs
         ctx.save_for_backward(None if packed else plain, *factors, *zs, *inputs)
         ctx.segments, ctx.packed, ctx.gradient, ctx.rides = segments, packed, gradient, rides
         ctx.activation = product.activation if product is not None else None

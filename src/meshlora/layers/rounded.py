@@ -106,5 +106,5 @@ class Rounding:
         for leaf in self.leaves:
             for name, pieces in leaf.pieces.items():
                 a, b = leaf.lora_A, leaf.lora_B
-                if not pieces and (name == leaf.active or (leaf.active is None and a[name].requires_grad)):
+                if not pieces and (name == leaf.active or (leaf.active is None and b[name].requires_grad)):
                     yield from (a[name], b[name])

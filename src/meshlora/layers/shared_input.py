@@ -64,7 +64,7 @@ class ShareFunction(Function):
         every = torch.cat([rounded(a, x.dtype) for a in factors])
         ctx.widths = [len(a) for a in factors]
         x2 = x.detach().view(-1, x.shape[-1])  # without the notes of x, as above
-        ctx.save_for_backward(x2, every)
+        ctx.save_for_backward(x2 if any(ctx.needs_input_grad[3:]) else None, every)
         return x.new_empty(0), *scaled_product(x2, every.T, scale).split(ctx.widths, 1)
 
     @staticmethod
@@ -79,9 +79,10 @@ class ShareFunction(Function):
                 every = torch.cat([parts[place] for place in used])
             dz = torch.cat(dzs, 1).mul_(ctx.scale)
             dx = dz @ every if dx is None else dx.addmm_(dz, every)
-            found = wide_product(dz.mT, x, ctx.dtypes[used[0]]).split([ctx.widths[place] for place in used])
-            for place, da in zip(used, found, strict=True):
-                das[place] = da if ctx.needs_input_grad[3 + place] else None
+            if x is not None:
+                found = wide_product(dz.mT, x, ctx.dtypes[used[0]]).split([ctx.widths[place] for place in used])
+                for place, da in zip(used, found, strict=True):
+                    das[place] = da if ctx.needs_input_grad[3 + place] else None
         return None if dx is None else dx.view(ctx.shape), None, None, *das
 
 

@@ -53,6 +53,7 @@ class Case:
         input_ids, is_trained, offsets: the sequences, as in `TokenizedDataset`.
         steps: optimizer steps. batch_size: sequences per step over all ranks. micro_batch_size: sequences per forward.
         lr: peak of a linear decay to zero, after `warmup_steps`. max_grad_norm: low enough to clip.
+        optimizer: as in a run file.
         beta1, beta2, weight_decay, decay_biases_and_norms: AdamW's, none at its default, so an ignored one shows.
         eps: AdamW's; near the size of a clipped gradient, so that AdamW does not turn the rounding of tiny elements
             into large steps, and a gradient of the wrong size shows in its update.
@@ -86,6 +87,7 @@ class Case:
     seed: int
     lr: float = 1e-2
     warmup_steps: int = 0
+    optimizer: Literal["adamw", "lora_fa"] = "adamw"
     beta1: float = 0.8
     beta2: float = 0.95
     weight_decay: float = 0.1

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import PeftModel
-from peft.optimizers import create_loraplus_optimizer
+from peft.optimizers import create_lorafa_optimizer, create_loraplus_optimizer
 from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from transformers import AutoConfig
@@ -219,10 +219,20 @@ def train(model: nn.Module, steps: Iterable[Sequence[MicroBatch]], settings: Tra
 
 
 def make_optimizer(model: nn.Module, settings: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters, with LoRA+ in PEFT's parameter groups. `share`: a group's rate / peak."""
+    """The optimizer over the trainable parameters, with LoRA+ in PEFT's parameter groups; LoRA-FA freezes every A.
+
+    `share`: a group's rate / peak.
+    """
     options: dict[str, Any] = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     optimizer: torch.optim.Optimizer
-    if settings.lora_plus_ratio is None:
+    if settings.optimizer == "lora_fa":
+        own: Any = model.peft_config["default"]  # type: ignore[index]
+        optimizer = create_lorafa_optimizer(
+            model, own.r, own.lora_alpha, settings.lr, weight_decay=settings.weight_decay
+        )
+        for group in optimizer.param_groups:
+            group.update(betas=options["betas"], eps=settings.eps)
+    elif settings.lora_plus_ratio is None:
         parameters = list(trainable(model).values())
         optimizer = torch.optim.AdamW(parameters, weight_decay=settings.weight_decay, **options)
     else:

@@ -261,7 +261,7 @@ def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
     small = small.with_adapter(problem.lora)
     parts = parts_of(problem.model, problem.shrunk, small.plan)
     check_tied(problem.model, small.plan, small.adapter.copies if small.adapter else ())
-    states = [states_of(part.shrunk, small) for part in parts]
+    states = [states_of(part.shrunk, small, problem.optimizer) for part in parts]
     for part, own in zip(parts, states, strict=True):
         if not own.parameters:
             raise idle(topology, part.layers)
@@ -270,7 +270,8 @@ def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
     # Whatever the number of stages, their layers are alike.
     whole = dataclasses.replace(topology.with_stages(min(2, len(parts))), dp_shard=False, interleave=1)
     if whole not in traces:
-        one, two = (trace(small, rows=n, tokens=tokens, device=problem.gpu.device) for n in (1, 2))
+        device, optimizer = problem.gpu.device, problem.optimizer
+        one, two = (trace(small, rows=n, tokens=tokens, device=device, optimizer=optimizer) for n in (1, 2))
         traces[whole] = one, two
     predictions = [
         _prediction(problem, topology, small, parts, states, traces[whole], rows, tokens, recompute)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshlora.adapter.optimizers import is_frozen
 from meshlora.adapter.plan import Trained
 from meshlora.common.float64 import wide_dtype
 from meshlora.layers.quantized import Form, Packed
@@ -37,7 +38,8 @@ class States:
 
     Attributes:
         weights: frozen base. shards: this rank's input to the gather of a layer of each kind; empty without dp_shard.
-            buffers: those of the model. adapter: trained parameters. gradients, moments: theirs.
+            buffers: those of the model. adapter: its parameters. gradients, moments: of those that are trained, with
+            all else that the optimizer keeps.
         buckets: (grad axes, mean axes) -> bytes of gradients reduced over them. largest: of a trained parameter.
         parameters: number of trained parameters.
     """
@@ -58,8 +60,10 @@ class States:
         return self.weights + self.buffers + self.adapter + self.moments
 
 
-def states_of(shrunk: Shrunk, small: Blueprint) -> States:
-    """The states of the whole model, or of a pp rank. small: blueprint of the shrunk model with the adapter."""
+def states_of(shrunk: Shrunk, small: Blueprint, optimizer: str = "adamw") -> States:
+    """The states of the whole model, or of a pp rank. small: blueprint of the shrunk model with the adapter. optimizer:
+    as in a run file.
+    """
     model, plan = shrunk.model, small.plan
     weights, shards = _of_base(shrunk, plan, small.trained.targets)
     buffers = sum(
@@ -68,12 +72,16 @@ def states_of(shrunk: Shrunk, small: Blueprint) -> States:
     )
     each = wide_dtype(model.dtype).itemsize
     buckets: Counter[Axes] = Counter()
-    total, largest, count = 0, 0, 0
+    total, frozen, largest, count, beside = 0, 0, 0, 0, 0
     for name, trained in small.trained.parameters.items():
         times, local = shrunk.times(name), local_shape(trained, plan)
         if not times:
             continue
         number = math.prod(local)
+        if is_frozen(name, optimizer):
+            frozen += times * number
+            beside += times * local[-2] ** 2 * each  # the correction of its B
+            continue
         total += times * number
         largest, count = max(largest, number * each), count + times
         for segment in trained.rule.parts(rank=0, size=plan.topology.tp):
@@ -81,9 +89,10 @@ def states_of(shrunk: Shrunk, small: Blueprint) -> States:
             stop = part[segment.dim] if segment.stop is None else segment.stop
             part[segment.dim] = stop - segment.start
             buckets[segment.grad_axes, segment.mean_axes] += times * math.prod(part) * each
-    # AdamW keeps two moments, and the step number as one fp32 per parameter.
-    moments = 2 * total * each + 4 * count
-    return States(weights, shards, buffers, total * each, total * each, moments, buckets, largest, count)
+    # Two moments, and of AdamW the step number as one fp32 per parameter.
+    moments = 2 * total * each + (beside if optimizer == "lora_fa" else 4 * count)
+    adapter = (total + frozen) * each
+    return States(weights, shards, buffers, adapter, total * each, moments, buckets, largest, count)
 
 
 def local_shape(trained: Trained, plan: ModelPlan) -> tuple[int, ...]:

@@ -18,6 +18,7 @@ from peft import LoraConfig
 from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from meshlora.adapter.optimizers import check_trainable
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.run import RunConfig
 from meshlora.layers.quantized import levels_of_int8
@@ -39,7 +40,8 @@ class Problem:
 
     Attributes:
         blueprint: of the base, on one GPU, without dropout. seq: tokens per sequence.
-        global_batch: sequences per optimizer step. micro_batch, recompute: the user's choice, or None.
+        global_batch: sequences per optimizer step. micro_batch, recompute: the user's choice, or None. optimizer: as in
+            a run file.
 
     Raises:
         UserError: a size out of range; sequences longer than the model's positions; layers that cannot be recomputed.
@@ -55,6 +57,7 @@ class Problem:
     global_batch: int
     micro_batch: int | None = None
     recompute: Recompute | None = None
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         if self.gpus > _MOST_GPUS:
@@ -74,6 +77,7 @@ class Problem:
             levels_of_int8()  # cached for later: they cannot be computed on fake tensors
         if self.recompute not in (None, "none"):
             self._check_recompute()
+        check_trainable(self.optimizer, self.blueprint.with_adapter(self.lora).trained, self.blueprint.plan)
 
     def _check_recompute(self) -> None:
         given, layers = f"--recompute {self.recompute}", decoder_layers(self.model)[1]
@@ -124,6 +128,7 @@ def problem_of_run(config: RunConfig, blueprint: Blueprint, *, gpus: int, gpu: H
         global_batch=config.train.batch_size,
         micro_batch=config.train.micro_batch_size,
         recompute=config.train.recompute,
+        optimizer=config.train.optimizer,
     )
 
 

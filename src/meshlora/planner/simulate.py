@@ -32,7 +32,8 @@ from meshlora.planner.pipeline import shown_micro_batches
 from meshlora.planner.problem import Problem
 from meshlora.planner.trace import assemble
 from meshlora.train.allocator import most_resident_bytes
-from meshlora.train.gradsync import clip_gradients, finish_gradients
+from meshlora.train.gradsync import clip_gradients_on_device, finish_gradients_on_device
+from meshlora.train.lora_fa import LoraFA
 from meshlora.train.losses import shifted_loss
 from meshlora.train.optimizer import parameter_groups
 from meshlora.train.recompute import recompute_layers
@@ -113,7 +114,7 @@ def _simulate(problem: Problem, blueprint: Blueprint, prediction: Prediction, nu
         expected = Counter(local_shape(parameter, plan) for parameter in own)
         mesh = open_mesh(topology, copies=blueprint.plan.copies, has_experts=bool(blueprint.plan.experts))
         with run, meta_parameters_allowed():
-            assemble(model, dataclasses.replace(blueprint, plan=plan), mesh, run)
+            assemble(model, dataclasses.replace(blueprint, plan=plan), mesh, run, optimizer=problem.optimizer)
             recompute_layers(model, prediction.recompute)
             run.calls.clear()  # DoRA's magnitudes are computed once, from the whole base
             adapter = sum(f.parameter.nbytes for f in active_factors(model))
@@ -122,7 +123,7 @@ def _simulate(problem: Problem, blueprint: Blueprint, prediction: Prediction, nu
             largest = _step(run, model, rows, tokens, shown, accumulates=prediction.micro_batches > 1)
             grads = sum(f.parameter.grad.nbytes for f in active_factors(model) if f.parameter.grad is not None)
             before = run.live_bytes
-            optimizer = _update(model)
+            optimizer = _update(model, problem.optimizer)
             moments = run.live_bytes - before
             del optimizer
     shapes = Counter(tuple(f.parameter.shape) for f in active_factors(model))
@@ -156,6 +157,7 @@ def _step(run: FakeRun, model: Any, rows: int, tokens: int, number: int, *, accu
     accumulates: start with the gradients of an earlier micro-batch.
     """
     mesh, pipeline = runtime(model).mesh, runtime(model).pipeline
+    trained = [factor for factor in active_factors(model) if factor.parameter.requires_grad]
     waiting: dict[tuple[int, int], Any] = {}
     ids = torch.zeros(rows, tokens, dtype=torch.int64)
 
@@ -168,7 +170,7 @@ def _step(run: FakeRun, model: Any, rows: int, tokens: int, number: int, *, accu
     ]
     run.begin("step")
     if accumulates:
-        for factor in active_factors(model):
+        for factor in trained:
             factor.parameter.grad = torch.empty_like(factor.parameter)
     order = one_forward_one_backward(number, rank=mesh.pp.rank, size=mesh.pp.size, interleave=mesh.topology.interleave)
     for micro_batch, stage, is_forward in order:
@@ -184,17 +186,24 @@ def _step(run: FakeRun, model: Any, rows: int, tokens: int, number: int, *, accu
             loss.backward()
             del loss, know_again
     run.phase = "step"
-    finish_gradients(model, num_tokens=rows * tokens)
-    clip_gradients(model, 1.0)
+    totals = finish_gradients_on_device(mesh, [trained], [rows * tokens if mesh.cp.rank == 0 else 0])
+    norms = clip_gradients_on_device(mesh, [trained], [1.0])
+    del totals, norms
     run.end()
     for hook in hooks:
         hook.remove()
     return run.sections["step"].peak_bytes
 
 
-def _update(model: Any) -> torch.optim.Optimizer:
-    """AdamW after a step. Not `fused`, which needs a real device; its state is the same."""
-    groups = [{"params": g["params"]} for g in parameter_groups(model, TrainConfig(output="-", steps=1))]
-    optimizer = torch.optim.AdamW(groups, lr=1e-4, foreach=True)
+def _update(model: Any, kind: str) -> torch.optim.Optimizer:
+    """The optimizer after a step. AdamW is not `fused`, which needs a real device; its state is the same."""
+    options = TrainConfig(output="-", steps=1, optimizer=kind)  # type: ignore[arg-type] # one of them
+    groups = [{"params": g["params"]} for g in parameter_groups(model, options)]
+    optimizer: torch.optim.Optimizer
+    if kind == "lora_fa":
+        corrections = {b: b.new_empty(b.shape[-1], b.shape[-1]) for group in groups for b in group["params"]}
+        optimizer = LoraFA(groups, corrections, lr=1e-4, betas=(0.9, 0.999), eps=1e-8)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=1e-4, foreach=True)
     optimizer.step()
     return optimizer

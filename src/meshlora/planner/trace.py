@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from meshlora.adapter import attach
+from meshlora.adapter.optimizers import is_frozen
 from meshlora.adapter.targets.resolve import Target
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.common.compat import replaced
@@ -75,8 +76,9 @@ def fake_mesh(topology: Topology, copies: set[int], *, has_experts: bool) -> Mes
     return Mesh(topology, 0, torch.device("cpu"), axes)
 
 
-def assemble(model: Any, blueprint: Blueprint, mesh: Mesh, run: FakeRun) -> Any:
+def assemble(model: Any, blueprint: Blueprint, mesh: Mesh, run: FakeRun, *, optimizer: str) -> Any:
     """Turn `model`, a copy of the blueprint's, into what `meshlora.load` returns, with fake weights and factors.
+    optimizer: as in a run file; what it freezes is frozen.
 
     Called inside `run`, which then counts the states. With `plan.units` the groups of `mesh` must be real.
     """
@@ -101,13 +103,15 @@ def assemble(model: Any, blueprint: Blueprint, mesh: Mesh, run: FakeRun) -> Any:
 
     attach.attach(model, "default", adapter, factors)
     attach.set_adapter(model, "default")
+    for factor in attach.active_factors(model):
+        factor.parameter.requires_grad_(not is_frozen(factor.name, optimizer))
     model.train()
     return model
 
 
-def trace(small: Blueprint, *, rows: int, tokens: int, device: str = "cuda") -> Trace:
+def trace(small: Blueprint, *, rows: int, tokens: int, device: str = "cuda", optimizer: str = "adamw") -> Trace:
     """Trace a micro-batch of `rows` sequences of `tokens` tokens. small: blueprint of the shrunk model. device: cpu or
-    cuda, whose operators are run.
+    cuda, whose operators are run. optimizer: as in a run file.
 
     Under dp_shard, layers are traced with unsharded weights; the cost of gathers is added analytically.
 
@@ -128,7 +132,9 @@ def trace(small: Blueprint, *, rows: int, tokens: int, device: str = "cuda") -> 
     chunk_tokens = tokens_of_chunk(model_vocab(small.model), small.model.dtype, own)
     with run:
         mesh = fake_mesh(plan.topology, plan.copies, has_experts=bool(plan.experts))
-        model = assemble(copy.deepcopy(small.model), dataclasses.replace(small, plan=plan), mesh, run)
+        model = assemble(
+            copy.deepcopy(small.model), dataclasses.replace(small, plan=plan), mesh, run, optimizer=optimizer
+        )
         watch = _Watch(run, model, plan)
         run.begin("before")
         with (

@@ -1,7 +1,8 @@
-"""Parameter groups of the optimizer, and learning-rate schedules.
+"""The optimizer of a run, its parameter groups, and learning-rate schedules.
 
-Owns: groups of parameters and their learning rates relative to the schedule's; schedules, pure functions of the
-optimizer step; which optimizers a mesh takes. Does not own: the step, the compatibility of settings (`config`).
+Owns: which optimizer `train.optimizer` names; groups of parameters and their learning rates relative to the schedule's;
+schedules, pure functions of the optimizer step; which optimizers a mesh takes. Does not own: the step (`train.lora_fa`,
+torch), the compatibility of settings (`config`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from torch import nn
 from transformers.pytorch_utils import ALL_LAYERNORM_LAYERS
 
 from meshlora.adapter.attach import active_factors, runtime
+from meshlora.adapter.optimizers import is_frozen
 from meshlora.comm.groups import Mesh
 from meshlora.common.errors import UnsupportedError
 from meshlora.config.run import TrainConfig
+from meshlora.train.lora_fa import LoraFA, corrections
 
 # Optimizers that treat each element by itself, so that a shard of a factor is updated as the whole one would be.
 _ELEMENTWISE = (
@@ -29,6 +32,18 @@ _ELEMENTWISE = (
     torch.optim.RMSprop,
 )
 WHOLE = "it uses whole matrices, or rounds their blocks, and a rank has a part of each"
+
+
+def make_optimizer(model: Any, groups: list[dict[str, Any]], options: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer of the active adapter. groups: from `parameter_groups`. Collective.
+
+    Its state of a factor is `exp_avg` and `exp_avg_sq`, of the factor's shape, and `step`.
+    """
+    adam: dict[str, Any] = {"lr": options.lr, "betas": (options.beta1, options.beta2), "eps": options.eps}
+    if options.optimizer == "lora_fa":
+        return LoraFA(groups, corrections(model, active_factors(model)), **adam)
+    # Fused: one kernel for many parameters, as adapters on experts have many.
+    return torch.optim.AdamW(groups, weight_decay=options.weight_decay, fused=True, **adam)
 
 
 def check_optimizer(kind: type, mesh: Mesh) -> None:
@@ -43,7 +58,8 @@ def check_optimizer(kind: type, mesh: Mesh) -> None:
 
 
 def parameter_groups(model: Any, options: TrainConfig) -> list[dict[str, Any]]:
-    """Groups for a torch optimizer; `times_lr` is the ratio of their learning rate to the schedule's.
+    """Groups for a torch optimizer, without frozen factors; `times_lr` is the ratio of their learning rate to the
+    schedule's.
 
     One group without LoRA+. With it (Hayou et al., 2024; groups as in PEFT's `create_loraplus_optimizer`): A and fully
     trained matrices at the schedule's rate; B, magnitudes, norms and biases at `lora_plus_ratio` times that, biases and
@@ -57,6 +73,8 @@ def parameter_groups(model: Any, options: TrainConfig) -> list[dict[str, Any]]:
         times |= {"B": ratio, "embedding": options.lora_plus_embedding_lr / options.peak_lr}
     groups: dict[tuple[str, bool], list[nn.Parameter]] = {}
     for factor in active_factors(model):
+        if is_frozen(factor.name, options.optimizer):
+            continue
         kind = "all" if ratio is None else _kind(factor.name, factor.parameter.ndim, swapped)
         is_decayed = options.decay_biases_and_norms or not _is_bias_or_norm(model, factor.name)
         if kind == "vector":

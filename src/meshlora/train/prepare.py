@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, PIECES_FILE, WEIGHTS_FILE, lora_config
 from meshlora.adapter.initialization import WHOLE_MATRIX
+from meshlora.adapter.optimizers import check_trainable
 from meshlora.common.compat import attention_of
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.files import why_not_writable
@@ -260,6 +261,7 @@ def _check_model(blueprint: Blueprint, config: RunConfig) -> None:
     if config.data.packing is True:
         _check_packing(blueprint)
     check_recompute(blueprint.model, train.recompute)
+    check_trainable(train.optimizer, blueprint.trained, blueprint.plan)
     if train.router_aux_loss_coef:
         check_load_balancing(blueprint.model)
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from meshlora.adapter.attach import active_factors, in_use, runtime
 from meshlora.adapter.formats.peft_format import save_adapter
+from meshlora.adapter.optimizers import is_frozen
 from meshlora.comm.collectives import broadcast_in_place
 from meshlora.common.errors import MeshloraError, SaveError, reason
 from meshlora.common.float64 import lift
@@ -41,7 +42,7 @@ from meshlora.train.followed import Followed, stream_of
 from meshlora.train.loss_scale import LossScale
 from meshlora.train.model_card import model_card
 from meshlora.train.objectives import Point, first_pass
-from meshlora.train.optimizer import learning_rate, parameter_groups
+from meshlora.train.optimizer import learning_rate, make_optimizer, parameter_groups
 from meshlora.train.prepare import Prepared, read_data
 from meshlora.train.watch.metrics import Reporter
 from meshlora.train.watch.replicas import check_replicas
@@ -84,17 +85,12 @@ class TrainedAdapter:
         self.point: Point = None  # of the current step
         self.means: dict[str, float] = {}  # of the last evaluation
         self.eval_loss: float | None = None
-        self.factors = active_factors(self.model)
+        every = active_factors(self.model)
+        self.frozen = [factor for factor in every if is_frozen(factor.name, options.optimizer)]
+        self.factors = [factor for factor in every if not is_frozen(factor.name, options.optimizer)]
         # float16 has a narrow exponent range: small gradients would underflow.
         self.loss_scale = LossScale() if self.model.dtype == torch.float16 else None
-        self.optimizer = torch.optim.AdamW(
-            parameter_groups(self.model, options),
-            lr=options.lr,
-            betas=(options.beta1, options.beta2),
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            fused=True,  # one kernel for many parameters: adapters on experts have many
-        )
+        self.optimizer = make_optimizer(self.model, parameter_groups(self.model, options), options)
         if self.run.resume is not None:
             if self.loss_scale is not None:
                 self.loss_scale.restore(self.run.resume.loss_scale)

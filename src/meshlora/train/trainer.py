@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import math
 import threading
 import time
@@ -139,6 +140,8 @@ class Trainer:
         started = time.perf_counter()
         if self._training != adapters:  # finished adapters get no gradient any more
             set_adapters(self.model, [one.adapter for one in adapters])
+            for factor in itertools.chain(*(one.frozen for one in adapters)):
+                factor.parameter.requires_grad_(False)
             self._training = adapters
         for one in adapters:
             one.optimizer.zero_grad(set_to_none=True)

@@ -43,7 +43,7 @@ def one_of_several(like: RunConfig, number: int, lora: Mapping[str, Any], output
     Both factors are random; max_grad_norm cycles through none, low and high; step counts differ. eps is as large as
     the gradients: with the usual one AdamW cancels their scale, and with it a wrong token count.
     """
-    same = ("objective", "recompute", "neftune_alpha", "lora_plus_ratio", "lora_plus_embedding_lr")
+    same = ("objective", "recompute", "neftune_alpha", "optimizer", "lora_plus_ratio", "lora_plus_embedding_lr")
     options = TrainConfig(
         output=str(output),
         steps=2 + number % 2,

@@ -271,6 +271,7 @@ def proof_of(run: Prepared, cache_dir: Path, place: _Place = _ON_CPUS) -> tuple[
         attn_implementation=stand_in.attn_implementation,
         quantization=stand_in.quantization,
         router_aux_loss_coef=run.config.train.router_aux_loss_coef,
+        optimizer=run.config.train.optimizer,
         neftune_alpha=run.config.train.neftune_alpha,
         lora_plus_ratio=run.config.train.lora_plus_ratio,
         lora_plus_embedding_lr=run.config.train.lora_plus_embedding_lr,

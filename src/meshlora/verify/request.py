@@ -25,6 +25,7 @@ from transformers import PretrainedConfig
 
 from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.adapter.initialization import WHOLE_MATRIX
+from meshlora.adapter.optimizers import check_trainable
 from meshlora.adapter.targets.expert_targets import with_whole_projections
 from meshlora.comm.groups import on_gpus
 from meshlora.common.compat import READ_FROM
@@ -96,9 +97,9 @@ class Request:
         topologies: as text; "auto" is every one that the model and the number of processes allow.
         lora: fields of `peft.LoraConfig`. default_dropout: lora_dropout of the default adapter, unless on experts.
         dtype, steps, seed: of the run. micro_batch_size: sequences per micro-batch. objective, neftune_alpha,
-            lora_plus_ratio, lora_plus_embedding_lr, packing, quantization: as in a run file. recompute: of all layers.
-            resume: our side stops before its last step and resumes from its checkpoint. adapters: from 2 on, also prove
-            that many trained together, each against itself alone.
+            optimizer, lora_plus_ratio, lora_plus_embedding_lr, packing, quantization: as in a run file. recompute: of
+            all layers. resume: our side stops before its last step and resumes from its checkpoint. adapters: from 2
+            on, also prove that many trained together, each against itself alone.
         attn_implementation: as in transformers; None: its choice. kernels: of our side, as in a run file.
         router_aux_loss_coef: as in a run file; None: nonzero for a family with a load-balancing loss.
         images: some sequences have images, with random pixels.
@@ -128,6 +129,7 @@ class Request:
     kernels: Literal["liger", "none"] = "none"
     router_aux_loss_coef: float | None = None
     neftune_alpha: float = 0.0
+    optimizer: Literal["adamw", "lora_fa"] = "adamw"
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -220,6 +222,7 @@ class Proof:
             **_of_policy(case.objective),
             "lora_plus": case.lora_plus_ratio is not None,
             "noise": case.neftune_alpha > 0,
+            case.optimizer: True,
         }
         return has | {name for name, is_there in facts.items() if is_there}
 
@@ -307,6 +310,7 @@ def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology
     if request.lora == DEFAULT_LORA:
         lora = default_adapter(lora, base.plan, dropout=request.default_dropout)
     found = {topology: base.on(topology).with_adapter(lora) for topology in given}
+    check_trainable(request.optimizer, base.with_adapter(lora).trained, base.plan)
     if "auto" in [text.strip() for text in request.topologies]:
         # First on one process: a refusal there is the reason for all.
         has_experts = bool(base.on(Topology()).with_adapter(lora).plan.experts)

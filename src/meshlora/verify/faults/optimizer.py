@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from meshlora.comm.groups import Mesh
-from meshlora.train import trained, trainer
+from meshlora.model.inject import parallel_leaves
+from meshlora.train import lora_fa, trained, trainer
+from meshlora.train import optimizer as optimizers
 from meshlora.train.gradsync import Adapters
+from meshlora.train.lora_fa import LoraFA
 from meshlora.train.trained import TrainedAdapter
 from meshlora.train.trainer import Trainer
 from meshlora.verify.faults.fault import after, around, instead_of
@@ -31,13 +35,13 @@ def warmup_skipped(original: Any, step: int, *, options: Any, steps: int) -> Any
     return original(step, options=replace(options, warmup_steps=0), steps=steps)
 
 
-@around(torch.optim, "AdamW", needs="digits")
+@around(torch.optim, "AdamW", needs="adamw digits")
 def weight_decay_skipped(original: Any, groups: Groups, **given: Any) -> Any:
     """weights decay as configured"""
     return _adamw(original, groups, given, weight_decay=0.0)
 
 
-@around(torch.optim, "AdamW", needs="steps digits")
+@around(torch.optim, "AdamW", needs="adamw steps digits")
 def default_betas(original: Any, groups: Groups, **given: Any) -> Any:
     """AdamW has the configured betas"""
     return _adamw(original, groups, given, betas=(0.9, 0.999))
@@ -84,7 +88,7 @@ def bias_correction_runs_ahead(found: Any, self: TrainedAdapter, *_: Any, **__: 
     return found
 
 
-@around(torch.optim, "AdamW", needs="digits")
+@around(torch.optim, "AdamW", needs="adamw digits")
 def default_eps(original: Any, groups: Groups, **given: Any) -> Any:
     """AdamW has the configured eps"""
     return _adamw(original, groups, given, eps=1e-8)
@@ -118,3 +122,29 @@ def lora_plus_ratio_ignored(groups: Groups, *_: Any) -> Groups:
 def lora_plus_embedding_rate_ignored(original: Any, model: Any, options: Any) -> Any:
     """with LoRA+ the embedding has a learning rate of its own"""
     return original(model, replace(options, lora_plus_embedding_lr=options.peak_lr))
+
+
+@instead_of(lora_fa, "full_factor", needs="lora_fa tp row_target")
+def correction_of_local_a(local: Tensor, *_: Any) -> Tensor:
+    """the gradient of B is corrected by A A^T of the whole A, of which a rank may hold some columns"""
+    return local
+
+
+@after(optimizers, "corrections", needs="lora_fa scale")
+def correction_without_scale(found: Mapping[Any, Tensor], model: Any, *_: Any) -> Mapping[Any, Tensor]:
+    """the corrected gradient is that of the product without its scale"""
+    scales = {scale for leaf in parallel_leaves(model).values() for scale in leaf.scaling.values()}
+    return {b: correction * max(scales) ** 2 for b, correction in found.items()}
+
+
+@after(optimizers, "corrections", needs="lora_fa")
+def correction_left_out(found: Mapping[Any, Tensor], *_: Any) -> Mapping[Any, Tensor]:
+    """with a frozen A the gradient of B is corrected"""
+    return {b: torch.eye(len(correction), dtype=correction.dtype) for b, correction in found.items()}
+
+
+@around(LoraFA, "_update", needs="lora_fa digits")
+def decayed_before_the_step(original: Any, self: LoraFA, b: Any, gradient: Tensor, group: Any) -> Any:
+    """LoRA-FA decays what it has stepped"""
+    b.mul_(1 - group["lr"] * group["weight_decay"])
+    return original(self, b, gradient, {**group, "weight_decay": 0.0})

@@ -111,7 +111,7 @@ def adapters_gradients_kept(original: Any, self: Trainer, adapters: Any) -> Any:
 
     if len(adapters) == 1:
         return original(self, adapters)
-    with mock.patch.object(torch.optim.AdamW, "zero_grad", kept):
+    with mock.patch.object(torch.optim.Optimizer, "zero_grad", kept):
         return original(self, adapters)
 
 
