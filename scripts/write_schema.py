@@ -19,6 +19,7 @@ from meshlora.config import file
 from meshlora.config.file import BESIDE, LOSS_ON
 from meshlora.config.objective import KINDS
 from meshlora.config.presets import PRESETS
+from meshlora.config.rl import REWARDS, RlConfig
 from meshlora.config.run import (
     PER_ADAPTER,
     DataConfig,
@@ -63,11 +64,13 @@ def schema() -> dict[str, Any]:
     whole = adapter().json_schema()
     groups: dict[str, Any] = whole["$defs"]
     _describe(whole, RunConfig)
-    for cls in (ModelConfig, DataConfig, Source, TrainConfig, EarlyStopping, GenerateConfig, *KINDS.values()):
+    kinds = (*KINDS.values(), *REWARDS.values())
+    for cls in (ModelConfig, DataConfig, Source, TrainConfig, EarlyStopping, GenerateConfig, RlConfig, *kinds):
         _describe(groups[cls.__name__], cls)
         groups[cls.__name__]["title"] = cls.__name__.removesuffix("Config").lower()
-    for cls in KINDS.values():
-        groups[cls.__name__]["required"] = ["kind"]
+    for cls in kinds:
+        needs_too = groups[cls.__name__].get("required", [])
+        groups[cls.__name__]["required"] = ["kind", *needs_too]
     keys, train = whole["properties"], groups["TrainConfig"]["properties"]
     by_name = {"enum": list(KINDS), "description": "The kind alone, with its own values as they are."}
     train["objective"] = {"anyOf": [by_name, train["objective"]], "description": train["objective"]["description"]}

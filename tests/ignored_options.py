@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from meshlora.config import rl
 from meshlora.config import run as module
 from meshlora.config.objective import KINDS
 from tests.changed import PACKAGE
@@ -17,6 +18,8 @@ GROUPS: dict[str, type] = {
     "train": module.TrainConfig,
     "train.early_stopping": module.EarlyStopping,
     **{f"train.objective.{name}": kind for name, kind in KINDS.items()},
+    "rl": rl.RlConfig,
+    **{f"rl.rewards.{name}": kind for name, kind in rl.REWARDS.items()},
     "": module.RunConfig,
 }
 
@@ -29,6 +32,11 @@ _INSTEAD = {
     "train.output": "{'output': self.output + '-of-others'}",
     "train.steps": "{'steps': self.steps and self.steps + 1}",
     "train.epochs": "{'epochs': self.epochs and self.epochs + 1}",
+    "rl.rewards": "{'rewards': [RegexReward(pattern='nothing like that')]}",
+    "rl.rewards.regex.pattern": "{'pattern': 'nothing like that'}",
+    "rl.rewards.json_schema.schema": "{'schema': {}}",
+    "rl.rewards.function.name": "{'name': 'math:sqrt'}",
+    "rl.rewards.model.path": "{'path': 'examples/tiny_base'}",
     "lora": f"{{'lora': self.lora and {_LORA}}}",
     "adapter": f"{{'adapter': None, 'lora': self.lora or {_LORA}}}",
 }
@@ -75,7 +83,7 @@ def ignoring(option: str) -> dict[str, str]:
     has_value = option in _INSTEAD or default is not dataclasses.MISSING
     assert has_value, f"{option} has no default: name another legal value in _INSTEAD"
     instead = _INSTEAD.get(option, repr({name: default}))
-    file = "config/run.py" if kind.__module__ == module.__name__ else "config/objective.py"
+    file = f"config/{kind.__module__.rpartition('.')[2]}.py"
     text = (PACKAGE / file).read_text("utf-8")
     return {file: text + _IGNORING.replace("{kind}", kind.__name__).replace("{instead}", instead)}
 
@@ -96,6 +104,10 @@ _FORMULAS = "tests/unit/test_objectives.py::test_objective_is_the_formula_of_its
 _RUN = "tests/ranks/test_train_objectives.py::test_run_gives_the_adapter_of_one_process_on_every_mesh[policy]"
 _DPO = "tests/verify/test_objectives.py::test_layers_that_are_computed_twice_have_the_masks_of_the_first_time"
 _SFT = "tests/verify/test_objectives.py::test_objective_is_that_of_one_process_on_every_mesh[sft]"
+
+_REWARDS, _RL = "tests/unit/test_rewards.py", "tests/ranks/test_rl.py"
+_LIMITS = f"{_REWARDS}::test_a_program_ends_within_its_limits"
+_GENERATION = f"{_RL}::test_own_generation_has_the_options_of_the_run_file"
 
 # Option -> the test that fails where the product ignores it.
 CAUGHT_BY: dict[str, str] = {
@@ -200,6 +212,25 @@ CAUGHT_BY: dict[str, str] = {
             "embed.normalize": "test_embeddings_of_a_step_in_parts_have_the_gradient_of_all_at_once[False]",
         }.items()
     },
+    "rl.rewards": f"{_RL}::test_records_are_the_completions_of_groups_with_their_rewards",
+    "rl.completions": f"{_RL}::test_records_are_the_completions_of_groups_with_their_rewards",
+    **{f"rl.{name}": _GENERATION for name in ("max_new_tokens", "temperature", "stop", "batch_size")},
+    "rl.source": f"{_RL}::test_recorded_rollouts_give_one_adapter_and_that_of_transformers[tp=2,sp]",
+    "rl.updates": f"{_RL}::test_a_generation_is_used_for_several_updates",
+    **{f"rl.rewards.{kind}.weight": f"{_REWARDS}::test_the_sum_is_weighted" for kind in rl.REWARDS},
+    "rl.rewards.regex.pattern": f"{_REWARDS}::test_a_pattern_is_found_or_is_all",
+    "rl.rewards.regex.whole": f"{_REWARDS}::test_a_pattern_is_found_or_is_all",
+    "rl.rewards.json_schema.schema": f"{_REWARDS}::test_json_is_what_the_schema_accepts",
+    "rl.rewards.match.field": f"{_REWARDS}::test_an_answer_is_matched_as_text_or_by_its_last_number",
+    "rl.rewards.match.how": f"{_REWARDS}::test_an_answer_is_matched_as_text_or_by_its_last_number",
+    "rl.rewards.tests.field": f"{_REWARDS}::test_code_is_that_of_the_block_and_meets_the_tests_of_its_prompt",
+    "rl.rewards.tests.with_prompt": f"{_REWARDS}::test_code_is_that_of_the_block_and_meets_the_tests_of_its_prompt",
+    "rl.rewards.tests.cpu_s": f"{_LIMITS}[thinks]",
+    "rl.rewards.tests.wall_s": f"{_LIMITS}[waits]",
+    "rl.rewards.tests.memory_mb": f"{_LIMITS}[takes]",
+    "rl.rewards.function.name": f"{_REWARDS}::test_a_function_gets_what_it_takes",
+    "rl.rewards.model.path": f"{_REWARDS}::test_a_reward_model_says_what_transformers_says_of_the_whole_text",
+    "rl.rewards.model.batch_size": f"{_REWARDS}::test_a_reward_model_says_what_transformers_says_of_the_whole_text",
     "train.router_aux_loss_coef": (f"{_EXPERTS}::test_adapter_and_load_balancing_loss_do_not_depend_on_the_topology"),
     "train.recompute": f"{_OPTIONS}::test_layers_are_computed_twice_where_the_run_file_says_so",
     "train.routing_record": f"{_EXPERTS}::test_shorter_record_leaves_no_tail_of_a_longer_one",

@@ -66,13 +66,6 @@ def test_an_answer_is_matched_as_text_or_by_its_last_number() -> None:
         _values(number, _said("1", answer="1"))
 
 
-def test_the_sum_is_weighted() -> None:
-    rewards = Rewards([RegexReward(pattern="a", weight=0.5), RegexReward(pattern="b", weight=-2.0)])
-    (scored,) = rewards([_said("ab")])
-    assert (scored.total, dict(scored.parts)) == (-1.5, {"regex": 1.0, "regex 2": 1.0})
-    assert rewards.names == ["regex", "regex 2"]
-
-
 @pytest.mark.parametrize(
     ("name", "program", "end"),
     [
@@ -80,9 +73,10 @@ def test_the_sum_is_weighted() -> None:
         ("ill", "assert 1 + 1 == 3", "ended with 1"),
         ("thinks", "while True: pass", "used more than 1 s of a processor"),
         ("waits", "import time; time.sleep(100)", "took longer than 1 s"),
-        ("takes", "bytearray(2**30)", "ended with 1"),
+        ("takes", "bytearray(600 * 2**20)", "ended with 1"),
         ("writes", "open('f', 'wb').write(bytes(2**26))", "ended with 1"),
     ],
+    ids=["well", "ill", "thinks", "waits", "takes", "writes"],
 )
 def test_a_program_ends_within_its_limits(name: str, program: str, end: str) -> None:
     begun = time.monotonic()
@@ -189,7 +183,15 @@ def judge(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_reward_model_says_what_transformers_says_of_the_whole_text(judge: Path) -> None:
+def test_a_reward_model_says_what_transformers_says_of_the_whole_text(
+    judge: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, sizes = LlamaForSequenceClassification.forward, list[int]()
+
+    def counted(self: Any, input_ids: torch.Tensor, **rest: Any) -> Any:
+        sizes.append(len(input_ids))
+        return forward(self, input_ids, **rest)
+
     model, tokenizer = (
         LlamaForSequenceClassification.from_pretrained(judge).eval(),
         load_tokenizer(judge, trust_remote_code=False),
@@ -197,8 +199,30 @@ def test_a_reward_model_says_what_transformers_says_of_the_whole_text(judge: Pat
     said = [_said(text) for text in ("short", "a longer one than that", "x")]
     with torch.no_grad():
         alone = [model(**tokenizer("ask " + each.text, return_tensors="pt")).logits.item() for each in said]
+    monkeypatch.setattr(LlamaForSequenceClassification, "forward", counted)
     assert _values(ModelReward(path=str(judge), batch_size=2), *said) == pytest.approx(alone, rel=1e-4)
+    assert sizes == [2, 1]
     with pytest.raises(UserError, match=r"of prompts\.jsonl:3: .* the reward model has 64 positions"):
         _values(ModelReward(path=str(judge)), _said("many words " * 60))
     with pytest.raises(UserError, match="there is no such folder"):
         Rewards([ModelReward(path="nowhere")])
+
+
+def test_the_sum_is_weighted(judge: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def two(completion): return 2\n")
+    alone = _values(ModelReward(path=str(judge)), _said("7"))[0]
+    rewards = Rewards(
+        [
+            RegexReward(pattern="7", weight=0.5),
+            JsonSchemaReward(schema={}, weight=-4.0),
+            MatchReward(weight=8.0),
+            UnitTestsReward(weight=16.0, memory_mb=512),
+            FunctionReward(name=f"{tmp_path / 'own.py'}:two", weight=16.0),
+            ModelReward(path=str(judge), weight=-64.0),
+            RegexReward(pattern="8", weight=128.0),
+        ]
+    )
+    (scored,) = rewards([_said("7", answer="7", tests="assert 1")])
+    assert scored.total == pytest.approx(0.5 - 4 + 8 + 16 + 32 - 64 * alone)
+    assert [*scored.parts.values()] == [1, 1, 1, 1, 2, alone, 0]
+    assert rewards.names[-1] == "regex 7"

@@ -71,7 +71,7 @@ def _rows_of(run: Any) -> list[tuple[str, str]]:
         ("model", f"{config.model.path} ({run.plan.model_type}, {run.plan.num_layers} layers)"),
         ("topology", f"{run.topology} ({run.topology.world} processes)"),
         ("adapter", "\n".join([run.blueprint.size, *describe_targets(adapter.targets)])),
-        ("train data", _size(run.train_data) if config.data.follow_s is None else "rollouts, a file a step"),
+        ("train data", _size(run.train_data) if not config.is_stream else "rollouts, a file a step"),
         ("eval data", _size(run.eval_data)),
         ("steps", f"{run.steps:,} of {config.train.batch_size} sequences"),
         ("output", config.train.output),

@@ -116,6 +116,7 @@ def _run(options: argparse.Namespace, rates: Sequence[float], output: Path) -> M
     overrides = [f"train.{name}={value}" for name, value in own.items()]
     overrides += [*(f"data.{name}=null" for name in _WITHOUT_DATA), "data.eval_categories=all"]
     given: dict[str, Any] = {"resume": None, "resume_despite": [], "hardware": None, "watch": False, "json": None}
+    given["command"] = "train"
     words = argparse.Namespace(**vars(options) | given | {"overrides": [*options.overrides, *overrides]})
     read_run(words.file, words.overrides)  # refuses several adapters
     try:

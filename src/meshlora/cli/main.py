@@ -43,6 +43,7 @@ from meshlora.cli import (
     plan,
     plot,
     push,
+    rl,
     schema,
     train,
     verify,
@@ -57,6 +58,7 @@ from meshlora.common.lifetime import end_with, note_interrupts
 COMMANDS = (
     init,
     train,
+    rl,
     verify,
     check,
     data,

@@ -29,7 +29,11 @@ from meshlora.common.lifetime import import_libraries
 
 def add(commands: Any) -> None:
     """Register the command."""
-    train = commands.add_parser("train", help="train an adapter as a run file says")
+    add_training(commands.add_parser("train", help="train an adapter as a run file says"), command="train")
+
+
+def add_training(train: argparse.ArgumentParser, *, command: str) -> None:
+    """Add the arguments of a command that trains."""
     add_run_file(train)
     train.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
     train.add_argument(
@@ -61,7 +65,7 @@ def add(commands: Any) -> None:
     train.add_argument("--watch", action="store_true", help="show the run on a page of this machine, as it goes")
     add_json(train)
     add_local_rank(train)
-    train.set_defaults(run=_train)
+    train.set_defaults(run=_train, command=command)
 
 
 def _train(options: argparse.Namespace) -> None:
@@ -94,6 +98,7 @@ def start(options: argparse.Namespace) -> bool:
     from meshlora.cli.elastic import fitted
     from meshlora.comm.groups import on_gpus
     from meshlora.config.file import read_runs
+    from meshlora.rl.run import check_command, check_rewards, check_rl
     from meshlora.train.launch import launch
     from meshlora.train.together import holding_outputs, prepare_runs
     from meshlora.verify.pool import stop_forking
@@ -102,7 +107,10 @@ def start(options: argparse.Namespace) -> bool:
     resume, despite = options.resume, options.resume_despite
     configs, _ = fitted(read_runs(options.file, options.overrides), world=options.nproc)
     on_gpus(next(iter(configs.values())).device, num_ranks=options.nproc)
+    check_command(configs, makes_rollouts=options.command == "rl")
     runs = prepare_runs(configs, world=options.nproc, resume=resume, despite=despite)
+    if options.command == "rl":
+        check_rewards(runs[""], check_rl(runs[""]))
     with holding_outputs(runs, resume=resume, despite=despite) as runs:
         if _are_finished(runs):
             _write(options, runs, is_done=True)
@@ -111,7 +119,7 @@ def start(options: argparse.Namespace) -> bool:
             hardware_of_run(runs, options.hardware)  # before ranks are started: the file may be wrong
         preflight(runs, skip=options.no_preflight)
         stop_forking()
-        words = ["train", *run_file_words(options)]
+        words = [options.command, *run_file_words(options)]
         words += ["--resume", resume] if resume is not None else []
         words += [word for name in despite for word in ("--resume-despite", name)]
         words += ["--hardware", options.hardware] if options.hardware else []
@@ -130,6 +138,7 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
     from meshlora.comm.groups import join
     from meshlora.common.console import Console
     from meshlora.config.file import read_runs
+    from meshlora.rl.run import check_command, check_rewards, check_rl, describe, making
     from meshlora.train.agreement import agreed
     from meshlora.train.edge import be_deterministic, how_to_go_on, launched_by_us, leave_result, log_to_file
     from meshlora.train.machines import machines, own_words
@@ -142,6 +151,7 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
 
     def look() -> dict[str, Any]:
         configs, note = fitted(read_runs(options.file, options.overrides), world=world)
+        check_command(configs, makes_rollouts=options.command == "rl")
         runs = prepare_runs(configs, world=world, resume=options.resume, despite=options.resume_despite)
         runs = {name: _described(run, note, options) for name, run in runs.items()}
         if launched_by_us() or not is_main:
@@ -165,9 +175,16 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
         stop_forking()
     if place is not None and place.rank > 0:
         log_to_file(logs_of(runs), place.rank, goes_on=any(run.resume is not None for run in runs.values()))
+    makes = None
+    if options.command == "rl":
+        prompts = check_rl(runs[""], say=Console().say if is_main else None)
+        makes = making(runs[""], prompts)
+        if is_main:
+            check_rewards(runs[""], prompts if not launched_by_us() else None)
+            describe(runs[""], prompts, Console())
     go_on = how_to_go_on(options.words)
     with _watched(runs, options) if is_main and not launched_by_us() else contextlib.nullcontext():
-        is_done = train(runs, go_on=go_on, watch=watch, planned=planned, ends_if_stopped=True)
+        is_done = train(runs, go_on=go_on, watch=watch, planned=planned, making=makes, ends_if_stopped=True)
     if launched_by_us():  # which ends with the code itself
         leave_result(is_done)
         return True

@@ -133,7 +133,8 @@ def _located(config: RunConfig) -> RunConfig:
     model = config.model
     folder = located(model.path, "model.path", revision=model.revision, trust_remote_code=model.trust_remote_code)
     adapter = config.adapter and located(config.adapter, "adapter", kind="adapter")
-    is_stream, evaluated = config.data.follow_s is not None, config.data.eval  # which need not be there yet
+    evaluated = config.data.eval
+    is_stream = config.data.follow_s is not None and config.rl is None  # which need not be there yet
     train = config.data.train if is_stream else _files(config.data.train, "data.train", "train")
     evaluated = _files(evaluated, "data.eval", "validation")
     assert train is not None

@@ -7,7 +7,7 @@ learnt from them (`config.objective`).
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
 
 import pydantic
@@ -33,7 +33,10 @@ class _Reward:
 
 @dataclass(frozen=True, kw_only=True)
 class RegexReward(_Reward):
-    """1 if the pattern is found in the completion. whole: only if it is the whole completion."""
+    """1 if a pattern is found in the completion.
+
+    pattern: a regular expression. whole: it is to be the whole completion.
+    """
 
     kind: Literal["regex"] = "regex"
     pattern: str
@@ -113,3 +116,50 @@ Reward = Annotated[
     pydantic.Discriminator("kind"),
 ]
 REWARDS: dict[str, type[Any]] = {kind.kind: kind for kind in get_args(get_args(Reward)[0])}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RlConfig:
+    """How the rollouts of a run are made. Prompts are `data.train`; a step has `train.batch_size` completions.
+
+    Attributes:
+        rewards: what a completion is worth: their weighted sum.
+        completions: of each prompt of a step, a group.
+        max_new_tokens: maximum tokens of a completion. temperature: divides the logits. stop: texts that end a
+            completion. batch_size: completions at once, on each replica.
+        source: own: the model generates, on the mesh that trains it; a URL: of an engine that serves the adapter
+            (`rl.engine`); or a folder of recorded rollouts (`data.stream`).
+        updates: optimizer steps on the rollouts of one generation.
+    """
+
+    rewards: list[Reward]
+    completions: int = number(8, "at least 1", most=10**4)
+    max_new_tokens: int = number(64, "at least 1", most=10**8)
+    temperature: float = number(1.0, "above 0", most=1e6)
+    stop: list[str] = field(default_factory=list)
+    batch_size: int = number(16, "at least 1", most=10**6)
+    source: str = "own"
+    updates: int = number(1, "at least 1", most=1000)
+
+    def __post_init__(self) -> None:
+        check_numbers("rl", self)
+        require(bool(self.rewards), "rl.rewards", [], "one or more")
+        require(self.completions >= 2, "rl.completions", self.completions, "at least 2: those of a prompt are compared")
+        require(all(self.stop), "rl.stop", self.stop, "of texts that are not empty")
+        if self.is_folder:
+            check_path("rl.source", self.source)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the model that is trained generates."""
+        return self.source == "own"
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether the rollouts are recorded."""
+        return not self.is_own and not self.is_engine
+
+    @property
+    def is_engine(self) -> bool:
+        """Whether an engine generates."""
+        return self.source.startswith(("http://", "https://"))

@@ -15,6 +15,7 @@ from meshlora.common.reading import check_path
 from meshlora.common.tasks import CAUSAL
 from meshlora.config.numbers import check_numbers, number, require
 from meshlora.config.objective import Objective, Sft
+from meshlora.config.rl import RlConfig
 from meshlora.plan.topology import Topology
 
 # Upper limits: far above any use, and below the point where arithmetic or a library fails.
@@ -405,7 +406,7 @@ class TrainConfig:
 
 
 # Content of an output folder; one that holds any of it is not overwritten unless `overwrite` is set.
-RUN_CONTENT = ("metrics.jsonl", "adapter", "initial", "checkpoints", "merged")
+RUN_CONTENT = ("metrics.jsonl", "adapter", "initial", "checkpoints", "merged", "rollouts")
 # Keys that each adapter of a run may set for itself; all others are shared.
 PER_ADAPTER = {
     "data": {
@@ -451,6 +452,7 @@ class RunConfig:
         preflight: where the proof before the first step runs: on CPUs in float64; also on the devices of the run in
             float32; auto: on these too if they are GPUs; off: nowhere.
         generate: options of `meshlora evaluate --generate`.
+        rl: how rollouts are made, of `meshlora rl`.
         preset: a recipe for values missing in the file (`config.presets`), already filled in here.
     """
 
@@ -466,6 +468,7 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     preflight: Literal["auto", "cpu", "device", "off"] = "auto"
     generate: GenerateConfig = field(default_factory=GenerateConfig)
+    rl: RlConfig | None = None
     preset: str | None = None
 
     def __post_init__(self) -> None:
@@ -505,17 +508,44 @@ class RunConfig:
         }
         if self.data.streaming and (option := next((option for option, is_given in held.items() if is_given), None)):
             raise UserError(f"data.streaming with {option}", "its records are held in memory", "leave out one of them")
-        if self.data.follow_s is not None:
+        if self.rl is not None:
+            self._check_rl(self.rl)
+        if self.is_stream:
             self._check_stream()
         Topology.parse(self.topology)
 
+    @property
+    def is_stream(self) -> bool:
+        """Whether its data come step by step."""
+        return self.data.follow_s is not None or self.rl is not None
+
+    def _check_rl(self, rl: RlConfig) -> None:
+        """Refuse what does not go with rollouts that the run makes."""
+        train = self.train
+        if train.objective.kind != "grpo":
+            given = f"rl with train.objective={train.objective.kind}"
+            raise UserError(given, "it learns from rewards, compared within groups", "give objective: {kind: grpo}")
+        if train.batch_size % rl.completions:
+            given = f"train.batch_size={train.batch_size} with rl.completions={rl.completions}"
+            raise UserError(given, "a step has whole groups", f"use a multiple of {rl.completions}")
+        if self.data.eval is not None:
+            raise UserError("rl with data.eval", "a run of rl is watched by its rewards", "leave it out")
+        if self.data.follow_s is not None and (rl.is_own or rl.is_engine):
+            raise UserError(f"data.follow_s with rl.source={rl.source}", "it makes its rollouts", "leave it out")
+        if rl.max_new_tokens >= self.data.max_length:
+            given = f"rl.max_new_tokens={rl.max_new_tokens} with data.max_length={self.data.max_length}"
+            raise UserError(given, "a sequence holds the prompt, too", "raise data.max_length")
+        if rl.temperature != 1.0 and train.objective.importance_cap is None and not rl.is_folder:
+            given = f"rl.temperature={rl.temperature:g} with train.objective.importance_cap=null"
+            raise UserError(given, "what is trained is not what samples: that is to be corrected", "leave out one")
+
     def _check_stream(self) -> None:
         """Refuse, for data that come step by step, what needs all of them beforehand."""
-        given, train = f"data.follow_s={self.data.follow_s:g}", self.train
-        if train.objective.reader != "rollouts":
+        given, train = "rl" if self.data.follow_s is None else f"data.follow_s={self.data.follow_s:g}", self.train
+        if train.objective.reader not in ("rollouts", "rewarded"):
             rule = f"a stream holds rollouts, which train.objective={train.objective.kind} does not read"
             raise UserError(given, rule, "give an objective that trains on rollouts, or leave it out")
-        if not isinstance(self.data.train, str):
+        if self.rl is None and not isinstance(self.data.train, str):
             raise UserError(given, "a stream is one folder", "give data.train as its path")
         if train.epochs is not None:
             raise UserError(f"{given} with train.epochs", "a stream has no epochs", "give train.steps")

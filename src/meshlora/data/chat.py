@@ -105,8 +105,9 @@ def tokenize_conversations(
     # Nothing is generated after eos, so a derived span ends there; a marked span is taken as the template gives it.
     eos = None if has_markers else tokenizer.eos_token_id
     rows = []
-    options = {"has_markers": has_markers, "train_on": train_on}
-    rendered = _rendered(records, template, dict(tokenizer.special_tokens_map), **options)
+    rendered = _rendered(
+        records, template, dict(tokenizer.special_tokens_map), has_markers=has_markers, train_on=train_on
+    )
     for batch in batches(rendered, lambda found: len(found.text)):
         each = [_with_placeholders(found, processor) if found.record.images else (found, None, []) for found in batch]
         texts = [found.text for found, tokens, _ in each if tokens is None]
@@ -120,6 +121,20 @@ def tokenize_conversations(
             whole = int(of_images.nonzero()[0].max(initial=-1)) + 1
             rows.append(Row(tokens.ids, is_trained & ~inside(found.left_out) & ~of_images, whole))
     return rows
+
+
+def conversation_prompts(records: AbstractSequence[Record], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The text of each conversation, with what leads to the assistant's next turn after it.
+
+    Raises:
+        UserError: as in `tokenize_conversations`.
+    """
+    template = chat_template(tokenizer)
+    for record in records:
+        _check_is_read(record, tokenizer, template)
+    given = dict(tokenizer.special_tokens_map)
+    rendered = _rendered(records, template, given, leads_on=True, has_markers=False, train_on="all")
+    return [found.text for found in rendered]
 
 
 def _check_is_read(record: Record, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
@@ -222,10 +237,19 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def _rendered(
-    records: AbstractSequence[Record], template: str, special_tokens: dict[str, Any], **options: Any
+    records: AbstractSequence[Record],
+    template: str,
+    special_tokens: dict[str, Any],
+    *,
+    has_markers: bool,
+    train_on: TrainOn,
+    leads_on: bool = False,
 ) -> Iterator[_Rendered]:
+    """leads_on: to the assistant's next turn, without spans."""
+
     def work(record: Record) -> tuple[str, list[Span], list[Span]]:
-        return _Chat(template, special_tokens, record, **options).spans()
+        chat = _Chat(template, special_tokens, record, has_markers=has_markers, train_on=train_on)
+        return (chat.prompt(), [], []) if leads_on else chat.spans()
 
     results = each_apart(work, records, seconds=_SECONDS, memory_bytes=_MEMORY_BYTES)
     with contextlib.closing(results):
@@ -255,6 +279,10 @@ class _Chat:
         self.train_on = train_on
         if not record.images and any(map(_has_parts, self.messages)) and not self._reads_parts():
             self.messages = [*map(_joined, self.messages)]
+
+    def prompt(self) -> str:
+        """The text that the assistant's next turn follows."""
+        return self._render(self.messages, add_generation_prompt=True)[0]
 
     def spans(self) -> tuple[str, list[Span], list[Span]]:
         """(text, turns to train, turns left out)."""

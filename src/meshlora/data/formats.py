@@ -55,7 +55,7 @@ class Format(Generic[Made]):
         needs: fields that a row must have. may: fields that are read where a row has them.
         make: (the row's fields, origin) -> what is read; raises MalformedError.
         is_weak: another format that fits goes before: a `text` often stands beside what it was made of.
-        aliases: other name -> field.
+        aliases: other name -> field. takes_rest: all other fields are read, too, under their own names.
     """
 
     name: str
@@ -64,6 +64,7 @@ class Format(Generic[Made]):
     may: tuple[str, ...] = ()
     is_weak: bool = False
     aliases: Mapping[str, str] | None = None
+    takes_rest: bool = False
 
     @property
     def fields(self) -> tuple[str, ...]:
@@ -150,6 +151,8 @@ class Formats(Generic[Made]):
         ((found, keys),) = fitting
         keys = dict(sorted(keys.items(), key=lambda item: names.index(item[1])))
         unread = tuple(name for name in names if name not in keys.values())
+        if found.takes_rest:
+            return Choice(found, keys | {name: name for name in unread if name not in keys}, (), ())
         absent = [field for field in found.fields if field not in keys]
         for name in unread[:_MANY] if not self.is_chosen else ():
             if near := difflib.get_close_matches(name[:60], absent, n=1, cutoff=_NEAR):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -22,6 +23,9 @@ from meshlora.config.run import RunConfig, paths_of
 from meshlora.data import TokenizedDataset
 from meshlora.data.stream import RolloutStream
 
+FOLDER = "rollouts"  # in the output
+# How long a step waits for recorded rollouts, if data.follow_s does not say it.
+WAIT_S = 600.0
 # How often a missing file is looked for: soon after the last look, later more rarely.
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0
 # What a rank sees. The largest number of all ranks decides, but for `THERE`, which all must see.
@@ -30,7 +34,9 @@ State = Literal["there", "ended", "asked"]
 
 
 def stream_of(config: RunConfig) -> RolloutStream | None:
-    """The stream that a run follows; None if its data are files."""
+    """The stream that a run follows; None if its data are files. Rollouts that a run makes lie in its output."""
+    if config.rl is not None:
+        return RolloutStream(config.rl.source if config.rl.is_folder else Path(config.train.output) / FOLDER)
     return RolloutStream(paths_of(config.data.train)[0]) if config.data.follow_s is not None else None
 
 
@@ -44,7 +50,8 @@ class Followed:
     """Steps of `stream`. Every rank calls `fetch`, and then has the step's data.
 
     read: the tokens of a file. wait_s: how long a step may take to come. most: records that a step may have.
-    make: called on all ranks with a step that is missing, if this run makes its own rollouts.
+    make: called on all ranks with a step that is missing, if this run makes its own rollouts. check: called after a
+        step with its statistics.
     """
 
     stream: RolloutStream
@@ -53,6 +60,7 @@ class Followed:
     wait_s: float
     most: int
     make: Callable[[int], None] | None = None
+    check: Callable[[int, Mapping[str, float]], None] | None = None
     current: tuple[TokenizedDataset, np.ndarray] = field(default_factory=lambda: (no_tokens(), np.empty(0, np.int64)))
 
     def fetch(self, step: int, asked: threading.Event) -> State:

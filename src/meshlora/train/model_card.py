@@ -88,7 +88,7 @@ def _rows(run: Prepared, base: str, commit: str, done: int, eval_loss: float | N
         "data": _names(config.data.train)
         + (
             ": rollouts, a file a step"
-            if config.data.follow_s is not None
+            if config.is_stream
             else f": {len(run.train_data):,} sequences, {run.train_data.num_trained_tokens:,} trained tokens"
         ),
     }

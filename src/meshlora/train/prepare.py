@@ -27,6 +27,7 @@ from meshlora.common.tasks import CAUSAL
 from meshlora.config.run import RUN_CONTENT, Given, RunConfig, paths_of
 from meshlora.data import READERS, GlobalBatches, TokenizedDataset
 from meshlora.data.images import FurtherInputs
+from meshlora.data.places import places
 from meshlora.loading.blueprint import Blueprint
 from meshlora.loading.guards import longest_fixed_length, most_positions
 from meshlora.loading.kernels import with_kernels
@@ -225,6 +226,7 @@ def prepare(
             weights=checkpoint_files(Path(config.model.path)),
             adapter=(CONFIG_FILE, WEIGHTS_FILE, PIECES_FILE),
             replay=_check_routing(blueprint.plan, config, steps, resume),
+            prompts=[] if config.rl is None else [*places(paths_of(config.data.train))],
         ),
         samples=data.samples,
         notes=(*blueprint.notes, *notes_of_whole(blueprint.plan), *data.notes, *said),

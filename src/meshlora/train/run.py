@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import itertools
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,9 @@ from meshlora.model.weights import checkpoint_files
 from meshlora.train.checkpoint.identity import Contents, identity_of_contents
 from meshlora.train.checkpoint.retention import MERGED, clear_leftovers, set_aside
 from meshlora.train.edge import be_deterministic, hear_no_more, noticing_signals, say_in_training
-from meshlora.train.followed import stream_of
+from meshlora.train.followed import FOLDER, stream_of
 from meshlora.train.prepare import Prepared
+from meshlora.train.trained import TrainedAdapter
 from meshlora.train.trainer import Trainer
 from meshlora.train.watch.metrics import Planned, Reporter
 from meshlora.train.watch.samples import FILE as SAMPLES
@@ -54,6 +55,7 @@ def train(
     watch: Watch | None = None,
     ends_if_stopped: bool = False,
     planned: Planned | None = None,
+    making: Callable[[TrainedAdapter], None] | None = None,
 ) -> bool:
     """Train the adapters of `runs`, by name, on one base; a single one is named "". Finished ones are left as they are.
 
@@ -62,7 +64,8 @@ def train(
 
     go_on: the command to print for resuming runs that were asked to stop. watch: of this rank (`edge.rank_edge`).
     ends_if_stopped: the caller then ends this process, which hears no signal any more. planned: the planner's step, on
-    rank 0, to be shown beside the seen one.
+    rank 0, to be shown beside the seen one. making: called with each adapter that follows a stream which the run makes
+    itself, to set what makes its steps (`train.followed`).
     """
     given = runs
     runs = {name: run for name, run in given.items() if not run.is_finished}
@@ -87,6 +90,9 @@ def train(
         check = functools.partial(_check_merge, first) if first.config.train.merge_at_end and is_main else None
         of_adapters = {names[name]: run for name, run in runs.items()}
         trainer = Trainer(of_adapters, model, {names[name]: one for name, one in reporters.items()}, stop, check)
+        if making is not None:
+            for one in trainer.adapters:
+                making(one)
         say_in_training()
         is_done = trainer.train()
         for one in trainer.adapters:
@@ -237,7 +243,7 @@ def prepare_output(run: Prepared) -> list[str]:
     one resumes, the results of later steps. Returns messages for the user."""
     output, done = Path(run.config.train.output), run.resume.step if run.resume is not None else 0
     output.mkdir(parents=True, exist_ok=True)
-    for name in () if run.resumes else ("adapter", "checkpoints", MERGED):
+    for name in () if run.resumes else ("adapter", "checkpoints", MERGED, FOLDER):
         shutil.rmtree(output / name, ignore_errors=True)
     clear_leftovers(output)
     if run.is_finished:  # one of several adapters may have all its steps

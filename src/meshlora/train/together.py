@@ -203,6 +203,7 @@ def _check_options(config: RunConfig) -> None:
         "train.routing_record": train.routing_record is not None,
         "train.routing_replay": train.routing_replay is not None,
         "data.follow_s": config.data.follow_s is not None,
+        "rl": config.rl is not None,
         f"train.objective={train.objective.kind}": train.objective.task != CAUSAL,
     }
     for option, is_given in given.items():

@@ -38,7 +38,7 @@ from meshlora.train.checkpoint.retention import Keeping, folder_name
 from meshlora.train.checkpoint.state import restore_optimizer, state_writer
 from meshlora.train.early_stopping import Patience, losses_until
 from meshlora.train.evaluate import mean_loss, perplexity
-from meshlora.train.followed import Followed, stream_of
+from meshlora.train.followed import WAIT_S, Followed, stream_of
 from meshlora.train.loss_scale import LossScale
 from meshlora.train.model_card import model_card
 from meshlora.train.objectives import Point, first_pass
@@ -73,6 +73,7 @@ class TrainedAdapter:
         given = with_advantages(self.objective, self.run.train_data)
         self.run = dataclasses.replace(self.run, train_data=given)
         self.mesh = runtime(self.model).mesh
+        self.step_facts: dict[str, float] = {}  # of the data of the current step, to be reported
         self.followed = self._followed()
         self.batches = None if self.followed is not None else self.run.batches
         self.output = Path(options.output)
@@ -142,13 +143,14 @@ class TrainedAdapter:
         config, stream = self.run.config, stream_of(self.run.config)
         if stream is None:
             return None
-        assert config.data.follow_s is not None
         tokenizer, model = tokenizer_of(config), self.run.blueprint.config
 
         def read(file: str) -> TokenizedDataset:
-            return with_advantages(self.objective, read_data(config, file, tokenizer, model))
+            data = read_data(config, file, tokenizer, model)
+            self.step_facts = {} if data.targets is None else {"reward": float(data.targets[:, 0].mean())}
+            return with_advantages(self.objective, data)
 
-        return Followed(stream, self.mesh, read, config.data.follow_s, config.train.batch_size)
+        return Followed(stream, self.mesh, read, config.data.follow_s or WAIT_S, config.train.batch_size)
 
     def in_use(self) -> contextlib.AbstractContextManager[None]:
         """Make it the adapter that is saved and evaluated inside the block."""

@@ -127,6 +127,8 @@ class Trainer:
             for one, metrics in zip(left, self.train_step(left), strict=True):
                 one.done += 1
                 one.reporter.step(metrics)
+                if one.followed is not None and one.followed.check is not None:
+                    one.followed.check(one.done, metrics.means)
                 with one.in_use():
                     one.between(one.done)
                     if one.is_done:
@@ -223,8 +225,9 @@ class Trainer:
         time_s = time.perf_counter() - started
         scale = one.loss_scale.scale if one.loss_scale is not None else None
         memory = peak_memory_bytes(self.mesh.device)
+        means = {**one.step_facts, **result.means}
         return StepMetrics(
-            step + 1, loss, rate, grad_norm, result.tokens, time_s, aux_loss, result.means, scale, not is_finite, memory
+            step + 1, loss, rate, grad_norm, result.tokens, time_s, aux_loss, means, scale, not is_finite, memory
         )
 
     def _skip_or_stop(self, one: TrainedAdapter, batches: list[MicroBatch], loss: float, grad_norm: float) -> None:

@@ -56,6 +56,8 @@ def identity(
         found["model.revision"] = f"{repository.name}@{repository.commit}"
     if kernels != "none":  # which is what no value says
         found["model.kernels"] = kernels
+    if config.rl is not None:
+        found["rl"] = json.dumps(dataclasses.asdict(config.rl), sort_keys=True)
     if config.adapter is None:
         found["lora"] = json.dumps(config.lora, sort_keys=True)
     return found | {
@@ -69,10 +71,18 @@ def identity(
     }
 
 
-def contents(config: Any, *, weights: Collection[Path], adapter: Collection[str], replay: Collection[Path]) -> Contents:
+def contents(
+    config: Any,
+    *,
+    weights: Collection[Path],
+    adapter: Collection[str],
+    replay: Collection[Path],
+    prompts: Collection[Path] = (),
+) -> Contents:
     """Name -> the files that a run reads, all part of its identity.
 
-    weights: files of the base. adapter: names of an adapter's files. replay: files of the replayed routing.
+    weights: files of the base. adapter: names of an adapter's files. replay: files of the replayed routing. prompts:
+    files and folders of the prompts of rollouts.
     """
     model = Path(config.model.path)
     code = model.rglob("*.py") if config.model.trust_remote_code else ()
@@ -82,6 +92,9 @@ def contents(config: Any, *, weights: Collection[Path], adapter: Collection[str]
     if config.adapter is not None:
         start = (Path(config.adapter) / name for name in adapter)
         found["adapter"] = [file for file in start if file.is_file()]
+    if prompts:
+        files = [file for path in prompts for file in ([*path.rglob("*")] if path.is_dir() else [path])]
+        found["rl.prompts"] = [file for file in files if file.is_file()]
     if replay:
         found["train.routing_replay"] = list(replay)
     return {name: tuple(sorted(set(files))) for name, files in found.items()}

@@ -1,0 +1,94 @@
+"""A run that makes its own rollouts: its checks, and what makes them on a rank.
+
+Owns: which runs those are, and what they refuse. Does not own: the run (`train.run`), making rollouts (`rl.rollouts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from meshlora.common.console import Console
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.config.run import RunConfig
+from meshlora.rl.prompts import Prompts, read_prompts
+from meshlora.rl.rewards import Rewards
+from meshlora.rl.rollouts import OwnGenerator, Rollouts
+from meshlora.text.tokenizer import tokenizer_of
+from meshlora.train.prepare import Prepared
+from meshlora.train.trained import TrainedAdapter
+
+
+def check_command(configs: Mapping[str, RunConfig], *, makes_rollouts: bool) -> None:
+    """Refuse a run file that is not for this command. makes_rollouts: it is `meshlora rl`.
+
+    Raises:
+        UserError: it has a group `rl`, or has none.
+    """
+    for config in configs.values():
+        if makes_rollouts and config.rl is None:
+            raise UserError("this run file", "it has no group rl", "meshlora train runs it")
+        if not makes_rollouts and config.rl is not None:
+            raise UserError("rl", "only meshlora rl makes rollouts", "use that, or leave it out")
+
+
+def check_rl(run: Prepared, *, say: Callable[[str], None] | None = None) -> Prompts | None:
+    """The prompts of a run with `rl`; None if its rollouts are recorded. say: told what is read.
+
+    Raises:
+        UserError: prompts that cannot be used. UnsupportedError: what is not proved.
+    """
+    rl = run.config.rl
+    assert rl is not None
+    if rl.is_folder:
+        return None
+    if run.topology.pp > 1:
+        raise UnsupportedError(f"rl on {run.topology}", "nothing is generated through stages of layers", "leave out pp")
+    if dropout := run.blueprint.trained.config.lora_dropout:
+        rule = "the policy that is trained would be another one than the one that acts"
+        raise UnsupportedError(f"rl with lora_dropout={dropout}", rule, "leave it out")
+    return read_prompts(run.config, tokenizer_of(run.config), run.blueprint.config, say)
+
+
+def check_rewards(run: Prepared, prompts: Prompts | None) -> None:
+    """Refuse, before any rank starts, rewards that could not be computed. prompts: of `check_rl`.
+
+    Raises:
+        UserError: names the reward.
+    """
+    assert run.config.rl is not None
+    if prompts is not None:
+        Rewards(run.config.rl.rewards)
+
+
+def making(run: Prepared, prompts: Prompts | None) -> Callable[[TrainedAdapter], None] | None:
+    """What sets how the rollouts of `run` are made, for `train.run.train`; None if they are recorded. prompts: of
+    `check_rl`.
+    """
+    rl, tokenizer = run.config.rl, tokenizer_of(run.config)
+    assert rl is not None
+    if prompts is None:
+        return None
+
+    def set_up(one: TrainedAdapter) -> None:
+        assert one.followed is not None
+        assert rl is not None
+        assert prompts is not None
+        rewards = Rewards(rl.rewards) if one.mesh.rank == 0 else None  # once: each rank for itself could differ
+        rollouts = Rollouts(one, rl, prompts, OwnGenerator(one, rl, tokenizer), rewards, tokenizer)
+        one.followed.make, one.followed.check = rollouts.make, rollouts.check
+
+    return set_up
+
+
+def describe(run: Prepared, prompts: Prompts | None, console: Console) -> None:
+    """Say what a run makes, before its first step."""
+    rl = run.config.rl
+    assert rl is not None
+    if prompts is None:
+        console.say(f"rollouts: recorded in {rl.source}")
+        return
+    each = ", ".join(f"{one.kind} x {one.weight:g}" for one in rl.rewards)
+    console.say(
+        f"rollouts: {len(prompts.prompts):,} prompts, {prompts.per_step} a step with {rl.completions} completions "
+        f"each, from {'this model' if rl.is_own else rl.source}; rewards: {each}"
+    )
