@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import meshlora
+from meshlora.cli.generate import _config, prepare, spoken
+from meshlora.cli.main import _parser, main
 from meshlora.common.compat import targets_as_configured
 from meshlora.common.errors import UserError
 from meshlora.config.run import GenerateConfig
-from meshlora.train.generated import continued_by_all
+from meshlora.train.generated import blueprint_to_generate, continued_by_all
 from tests.pool import Pool
+from tests.run_files import copy_tokenizer
 from tests.twins import make_twin
 
 # Three prompts of unequal lengths, of 7 tokens with the padding on the left; one in seven tokens ends a text. Of the
@@ -210,3 +215,78 @@ def test_ranks_that_would_draw_different_tokens_are_refused(
     for said in pools(2).run(_drawn_apart, twins("llama")):
         assert "the random states of tp ranks differ" in said
         assert "the input_ids of tp ranks differ" in said
+
+
+def _command(model: Path, topology: str | None, *more: str) -> list[str]:
+    words = ["generate", "--model", str(model), "--adapter", str(model.parent / "adapter"), "--max-new-tokens", "9"]
+    words += [f"--prompt={prompt}" for prompt in SAID]
+    return [*words, *more, *(["--topology", topology] if topology else [])]
+
+
+SAID = ["def f(a, b):", "--n", "return"]
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`speaking("llama")`: the model of a twin with a tokenizer, beside its adapter."""
+
+    @functools.cache
+    def get(family: str) -> Path:
+        folder = make_twin(tmp_path_factory.mktemp(family), family, vocab_size=2048) / "model"
+        copy_tokenizer(folder)
+        return folder
+
+    return get
+
+
+def _said_by_one(model: Path, draws: bool) -> list[str]:
+    reference, tokenizer, said = one_process(model.parent), AutoTokenizer.from_pretrained(model), []
+    for number, prompt in enumerate(SAID):
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        torch.manual_seed(4 + number)
+        words = {"do_sample": True, "temperature": 0.9, "top_p": 0.8, "top_k": 0} if draws else {}
+        with meshlora.lift():
+            found = reference.generate(input_ids=ids, max_new_tokens=9, **words, eos_token_id=0, pad_token_id=1)
+        said.append(tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True))
+    return said
+
+
+ON_TWO_RANKS = [("llama", "tp=2"), ("llama", "tp=2,sp"), ("qwen3_moe", "ep=2")]
+DRAWS = ("--temperature", "0.9", "--top-p", "0.8", "--seed", "4")
+
+
+def _spoken(words: list[str], world: int) -> tuple[str, list[str]]:
+    """Body of a rank of the command."""
+    options = _parser().parse_args(words)
+    run, config = prepare(options, _config(options), world=world), _config(options)
+    return str(run[0].topology), spoken(run, config)
+
+
+def test_command_says_on_each_mesh_what_one_process_says(
+    speaking: Callable[[str], Path], pools: Callable[[int], Pool]
+) -> None:
+    model = speaking("llama")
+    expected = _said_by_one(model, draws=True)
+    for topology, on in ((None, "tp=2"), ("tp=2,sp", "tp=2,sp"), ("dp=2", "dp=2")):
+        found = pools(2).run(_spoken, _command(model, topology, *DRAWS), 2)
+        assert found == [(on, expected)] * 2
+    assert blueprint_to_generate(model, adapter=None, topology=None, world=6).topology == meshlora.Topology(tp=2, dp=3)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("family", "topology", "draws"),
+    [
+        *((family, on, draws) for family, on in ON_TWO_RANKS for draws in (False, True)),
+        ("qwen3_moe", None, True),
+    ],
+)
+def test_command_starts_its_ranks(
+    family: str, topology: str | None, draws: bool, speaking: Callable[[str], Path], tmp_path: Path
+) -> None:
+    model = speaking(family)
+    words = _command(model, topology, "--nproc", "2", "--json", str(tmp_path / "said.json"), *(DRAWS if draws else ()))
+    assert main(words) == 0
+    said = json.loads((tmp_path / "said.json").read_text())["texts"]
+    assert [each["prompt"] for each in said] == SAID
+    assert [each["text"] for each in said] == _said_by_one(model, draws)

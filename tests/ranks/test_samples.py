@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import meshlora
-from meshlora.common.errors import UnsupportedError
 from meshlora.config.file import read_run
 from meshlora.text.decoding import generate
 from meshlora.train.together import prepare_run
@@ -38,7 +37,7 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("topology", ["tp=2", pytest.param("dp=2", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("topology", ["tp=2,sp", pytest.param("dp=2", marks=pytest.mark.proof)])
 def test_samples_are_what_the_adapter_says_on_one_process(
     topology: str, tmp_path: Path, pools: Callable[[int], Pool]
 ) -> None:
@@ -84,9 +83,3 @@ def test_prompts_are_those_of_the_held_out_data_where_none_are_given(tmp_path: P
     run = prepare_run(read_run(run_file(tmp_path, "run", eval=str(tmp_path / "eval.jsonl"))))
     assert run.samples is not None
     assert run.samples.prompts == ("a", "b", "c", "d")
-
-
-def test_sequence_parallelism_is_refused(tmp_path: Path) -> None:
-    file = run_file(tmp_path, "run", "tp=2,sp", sample_prompts=[PROMPT])
-    with pytest.raises(UnsupportedError, match=r"sample_every=2 on .*sp cannot cut"):
-        prepare_run(read_run(file))

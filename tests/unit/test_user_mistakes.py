@@ -69,9 +69,6 @@ MISTAKES: dict[str, Case] = {
     "sample_prompts_that_are_never_used": case(
         setting("data.sample_prompts", ["a"]), "data.sample_prompts", "no effect without train.sample_every"
     ),
-    "samples_on_sp": case(
-        several(setting("train.sample_every", 2), setting("topology", "tp=2,sp")), "train.sample_every=2", "sp"
-    ),
     "sample_prompt_beyond_the_positions": case(
         several(setting("train.sample_every", 2), setting("data.sample_prompts", ["a " * 100])),
         "generate.max_new_tokens 64",

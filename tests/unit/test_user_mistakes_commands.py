@@ -59,6 +59,15 @@ MISTAKES: dict[str, Case] = {
         f"{UP}.weight",
         "[96, 64]",
     ),
+    "generate_on_too_few_processes": case(generate("--topology", "tp=2"), "tp=2 on 1 processes", "use tp in {1}"),
+    "generate_on_no_process": case(generate("--nproc", "0"), "--nproc 0", "at least 1"),
+    "generate_on_stages": case(generate("--nproc", "2", "--topology", "pp=2"), "generate on pp=2", "use pp=1"),
+    "generate_on_heads_in_thirds": case(
+        generate("--nproc", "3", "--topology", "tp=3"), "tp=3", "num_attention_heads=8", "{1, 2, 4, 8}"
+    ),
+    "generate_adapter_missing_before_ranks_start": case(
+        generate("--nproc", "2", "--adapter", "nowhere"), "nowhere", "no such folder"
+    ),
     "plan_model_missing": case(
         command("plan", "--model", "nowhere", "--topology", "tp=2"), "nowhere", "no such folder"
     ),

@@ -1,18 +1,27 @@
-"""`meshlora generate`: its arguments. The decoding is in `text.decoding`."""
+"""`meshlora generate`: its arguments, and the ranks that answer them.
+
+Owns: the arguments, and handing the texts over. Does not own: decoding (`text.decoding`), dividing prompts among ranks
+(`train.generated`).
+"""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from meshlora.cli.arguments import add_json, check_json, write_result
+from meshlora.cli.arguments import add_json, add_local_rank, check_json, checked_place, write_result
 from meshlora.common.errors import UserError
+
+# Options of decoding, under the names of `config.run.GenerateConfig`.
+_DECODING = ("max_new_tokens", "num_beams", "length_penalty", "no_repeat_ngram_size", "search", "stop", "top_p", "seed")
 
 
 def add(commands: Any) -> None:
     """Register the command."""
-    generate = commands.add_parser("generate", help="continue prompts on one process")
+    generate = commands.add_parser("generate", help="continue prompts, on one process or a mesh")
     generate.add_argument("--model", required=True, metavar="FOLDER")
     generate.add_argument("--adapter", metavar="FOLDER", help="PEFT adapter; without it the base model speaks")
     generate.add_argument("--prompt", required=True, action="append", help="may be given more than once")
@@ -35,38 +44,134 @@ def add(commands: Any) -> None:
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument("--dtype", default="auto")
     generate.add_argument("--trust-remote-code", action="store_true")
+    generate.add_argument("--nproc", type=int, metavar="N", help="N ranks on this machine; default: one process")
+    generate.add_argument(
+        "--topology", metavar="AXES", help="as in a run file; default: tp as far as the model can be split, then dp"
+    )
     add_json(generate)
+    add_local_rank(generate)
     generate.set_defaults(run=_generate)
 
 
 def _generate(options: argparse.Namespace) -> None:
-    from meshlora.common.console import hand_over
-    from meshlora.config.run import GenerateConfig
-    from meshlora.text.decoding import generate
+    from meshlora.comm.groups import leave, on_gpus
+    from meshlora.train.edge import rank_edge
+    from meshlora.train.launch import launch
+    from meshlora.train.machines import machines
 
-    check_json(options)
-    names = ("max_new_tokens", "num_beams", "length_penalty", "no_repeat_ngram_size", "search", "stop", "top_p", "seed")
-    words = {name: getattr(options, name) for name in names}
+    place = checked_place(options)
+    with rank_edge(is_watched=True) if place is not None else contextlib.nullcontext() as watch:
+        world = options.nproc or (place.world if place else 1)
+        check_json(options)
+        config = _config(options)
+        if world == 1 and options.topology is None:
+            _hand_over_each(options, _texts_of_one_process(options, config))
+            return
+        if options.nproc is not None:
+            on_gpus("auto", num_ranks=options.nproc)
+        run = prepare(options, config, world=world)
+        machines("auto", watch)
+        if options.nproc is not None:
+            launch(["generate", *_own_words(options)], nproc=options.nproc)
+            return
+        texts = spoken(run, config)
+        if place is None or place.rank == 0:
+            _hand_over_each(options, texts)
+        leave()
+
+
+def _config(options: argparse.Namespace) -> Any:
+    """The options of decoding. Raises: UserError, in this command's option names."""
+    from meshlora.config.run import GenerateConfig
+
+    words = {name: getattr(options, name) for name in _DECODING}
     if options.temperature != 0:
         words |= {"do_sample": True, "temperature": options.temperature}
     try:
-        config = GenerateConfig(**words, batch_size=1)
-    except UserError as error:  # in this command's option names
+        return GenerateConfig(**words, batch_size=1)
+    except UserError as error:
         given = error.given.replace("generate.", "--").replace("_", "-").replace("=", " ")
         way_out = error.way_out.replace("generate.do_sample", "--temperature").replace(
             "generate.num_beams", "--num-beams"
         )
         raise UserError(given, error.rule, way_out) from None
-    texts = generate(
+
+
+def _names(options: argparse.Namespace) -> list[str]:
+    return [f"--prompt {prompt[:80]!r}" for prompt in options.prompt]
+
+
+def _texts_of_one_process(options: argparse.Namespace, config: Any) -> Iterator[str]:
+    from meshlora.text.decoding import generate
+
+    return generate(
         options.model,
         options.prompt,
         adapter=Path(options.adapter) if options.adapter else None,
         options=config,
-        names=[f"--prompt {prompt[:80]!r}" for prompt in options.prompt],
+        names=_names(options),
         separator=options.separator,
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
     )
+
+
+def prepare(options: argparse.Namespace, config: Any, *, world: int) -> tuple[Any, Any, Any]:
+    """(blueprint, tokenizer, token ids of the prompts) for `world` ranks, with all that can be known before they start.
+
+    Raises:
+        UserError: the first thing that does not fit.
+    """
+    from meshlora.text.decoding import read_prompts
+    from meshlora.train.generated import blueprint_to_generate
+
+    code = options.trust_remote_code
+    tokenizer, encoded = read_prompts(
+        options.model,
+        options.prompt,
+        config,
+        trust_remote_code=code,
+        names=_names(options),
+        separator=options.separator,
+    )
+    blueprint = blueprint_to_generate(
+        options.model,
+        adapter=Path(options.adapter) if options.adapter else None,
+        topology=options.topology,
+        world=world,
+        dtype=options.dtype,
+        trust_remote_code=code,
+    )
+    return blueprint, tokenizer, encoded
+
+
+def spoken(run: tuple[Any, Any, Any], config: Any) -> list[str]:
+    """The texts, on every rank of the job. All of them call it."""
+    from meshlora.loading.load import load_blueprint
+    from meshlora.text.decoding import texts_of
+    from meshlora.train.generated import continued_by_all
+
+    blueprint, tokenizer, encoded = run
+    found = continued_by_all(load_blueprint(blueprint).eval(), tokenizer, encoded, config)
+    return texts_of([each.tokens for each in found], tokenizer, config)
+
+
+def _own_words(options: argparse.Namespace) -> list[str]:
+    """The arguments that ranks are started with: all but `--nproc`. Each is one word, whatever its text begins with."""
+    given = {"model": options.model, "adapter": options.adapter, "topology": options.topology, "json": options.json}
+    given |= {name: getattr(options, name) for name in (*_DECODING, "prompt", "separator", "temperature", "dtype")}
+    words = [
+        f"--{name.replace('_', '-')}={each}"
+        for name, value in given.items()
+        for each in (value if isinstance(value, list) else [value])
+        if each is not None
+    ]
+    return words + ["--trust-remote-code"] * options.trust_remote_code
+
+
+def _hand_over_each(options: argparse.Namespace, texts: Iterable[str]) -> None:
+    from meshlora.common.console import hand_over
+
     said = []
     for prompt, text in zip(options.prompt, texts, strict=True):
         hand_over(text)

@@ -207,6 +207,28 @@ def _words(options: GenerateConfig) -> dict[str, Any]:
     return words
 
 
+def read_prompts(
+    model: str | Path,
+    prompts: Sequence[str],
+    options: GenerateConfig,
+    *,
+    trust_remote_code: bool = False,
+    names: Sequence[str] = (),
+    separator: str = "",
+) -> tuple[PreTrainedTokenizerBase, list[list[int]]]:
+    """(the tokenizer of the folder `model`, the token ids of each prompt); arguments as in `generate`.
+
+    Raises:
+        UserError: a wrong folder; a prompt without tokens, or too long.
+    """
+    config = read_model_config(model, trust_remote_code=trust_remote_code)
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    encoded = encode_prompts(
+        prompts, tokenizer, config, options, names=names, limit_name="--max-new-tokens", separator=separator
+    )
+    return tokenizer, encoded
+
+
 def generate(
     model: str | Path,
     prompts: Sequence[str],
@@ -218,7 +240,7 @@ def generate(
     names: Sequence[str] = (),
     separator: str = "",
 ) -> Iterator[str]:
-    """The continuation of each prompt, without the prompt.
+    """The continuation of each prompt, without the prompt, by one process.
 
     options: default: greedy, one prompt at a time. names: of the prompts, for messages. separator: as `data.separator`.
 
@@ -226,10 +248,8 @@ def generate(
         UserError: a wrong folder or option.
     """
     options = options or GenerateConfig(batch_size=1)
-    config = read_model_config(model, trust_remote_code=trust_remote_code)
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    encoded = encode_prompts(
-        prompts, tokenizer, config, options, names=names, limit_name="--max-new-tokens", separator=separator
+    tokenizer, encoded = read_prompts(
+        model, prompts, options, trust_remote_code=trust_remote_code, names=names, separator=separator
     )
     network = load(
         model,

@@ -1,14 +1,16 @@
 """Texts that a model on a mesh generates, the prompts divided among its replicas.
 
-Owns: the prompts of a held-out set, which rank continues which, and gathering. Does not own: decoding
-(`text.decoding`), scores (`text.scores`), losses (`train.evaluate`).
+Owns: the prompts of a held-out set, the split of a model that generates, which rank continues which prompt, and
+gathering. Does not own: decoding (`text.decoding`), scores (`text.scores`), losses (`train.evaluate`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,12 +18,17 @@ from transformers import PreTrainedTokenizerBase
 
 from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_gather
+from meshlora.common.errors import UserError
 from meshlora.common.float64 import lift
 from meshlora.config.run import GenerateConfig
 from meshlora.data import prompts_of
 from meshlora.data.nlg import of_categories
 from meshlora.data.records import Prompt
+from meshlora.loading.blueprint import BaseOptions, Blueprint, make_blueprint
 from meshlora.loading.generation import in_step
+from meshlora.plan.families.proved import check_proved_here
+from meshlora.plan.stages import check_options
+from meshlora.plan.topology import Topology, divisors
 from meshlora.text.decoding import Continuation, batches_of, continued, encode_prompts, texts_of
 from meshlora.text.tokenizer import tokenizer_of
 from meshlora.train.evaluate import Evaluation, load_for_evaluation
@@ -130,3 +137,34 @@ def generated_texts(run: Evaluation, prompts: Prompts, *, advance: Callable[[int
     found = continued_by_all(model, prompts.tokenizer, prompts.encoded, options, advance=advance)
     texts = texts_of([each.tokens for each in found], prompts.tokenizer, options)
     return [" ".join(text.split()) for text in texts]
+
+
+def blueprint_to_generate(
+    model: str | Path,
+    *,
+    adapter: Path | None,
+    topology: str | None,
+    world: int,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+) -> Blueprint:
+    """The blueprint of a model that generates on `world` ranks.
+
+    topology: None: tp over as many of the ranks as the model can be split over, and dp over the rest.
+
+    Raises:
+        UserError: the model or the adapter cannot be split so. UnsupportedError: it is not proved; it has stages.
+    """
+    options = BaseOptions(dtype=dtype, disable_dropout=True, trust_remote_code=trust_remote_code)  # type: ignore[arg-type]
+    found = made = make_blueprint(model, Topology.parse("", world=1), options)
+    for tp in [size for size in reversed(divisors(world)) if topology is None]:
+        with contextlib.suppress(UserError):  # such a tp does not divide its heads, or the family has no split
+            found = made.on(Topology(tp=tp, dp=world // tp))
+            check_proved_here(found.plan.model_type, found.plan.topology, has_experts=bool(found.plan.experts))
+            break
+    if topology is not None:
+        shape = Topology.parse(topology, world=world)
+        check_options(shape, {"meshlora generate": True})
+        found = made.on(shape)
+        check_proved_here(found.plan.model_type, shape, has_experts=bool(found.plan.experts))
+    return found if adapter is None else found.with_folder(adapter, ignore_dropout=True)

@@ -187,7 +187,7 @@ def read_run_data(config: RunConfig, blueprint: Blueprint) -> RunData:
         padding_token_id(tokenizer),
         train_data,
         eval_data.first(config.data.eval_limit) if eval_data is not None else None,
-        prepare_samples(config, blueprint.topology, tokenizer, blueprint.config),
+        prepare_samples(config, tokenizer, blueprint.config),
         tuple(notes),
         None if config.data.chat_template is None else str(tokenizer.chat_template),
     )

@@ -16,11 +16,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from meshlora.adapter.attach import runtime
-from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.common.errors import UserError
 from meshlora.common.files import write_atomically
 from meshlora.common.float64 import lift
 from meshlora.config.run import GenerateConfig, RunConfig
-from meshlora.plan.topology import Topology
 from meshlora.text.decoding import continuations, encode_prompts
 from meshlora.train.sources import records_of
 from meshlora.train.watch.metrics import lines_until
@@ -40,12 +39,8 @@ class Samples:
 
     def write(self, model: Any, file: Path, *, step: int, say: Callable[[str], None]) -> None:
         """Continue every prompt; rank 0 appends the texts to `file` and passes them to `say`. Collective."""
-        is_training = model.training
-        model.eval()
-        # Sampling must not change the trainer's random state.
-        with lift(model.dtype == torch.float64), torch.random.fork_rng():
+        with lift(model.dtype == torch.float64):
             texts = list(continuations(model, self.tokenizer, self.encoded, self.options))
-        model.train(is_training)
         if runtime(model).mesh.rank:
             return
         with file.open("a", encoding="utf-8") as opened:
@@ -55,22 +50,14 @@ class Samples:
             say(f"  {' '.join(prompt.split())[-60:]!r} -> {' '.join(text.split())!r}")
 
 
-def prepare_samples(
-    config: RunConfig, topology: Topology, tokenizer: PreTrainedTokenizerBase, model_config: Any
-) -> Samples | None:
+def prepare_samples(config: RunConfig, tokenizer: PreTrainedTokenizerBase, model_config: Any) -> Samples | None:
     """The prompts of a run with `train.sample_every`.
 
     Raises:
-        UserError: there are none, or they are too long. UnsupportedError: sequence parallelism.
+        UserError: there are none, or they are too long.
     """
     if not config.train.sample_every:
         return None
-    if topology.sp:
-        raise UnsupportedError(
-            f"train.sample_every={config.train.sample_every} on {topology}",
-            "generation goes one token at a time, which sp cannot cut",
-            "leave out sp, or use meshlora evaluate --generate",
-        )
     prompts = config.data.sample_prompts
     if prompts is None:
         data = config.data
