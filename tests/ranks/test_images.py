@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from meshlora.common.float64 import lift
 from meshlora.data import read_records
@@ -93,5 +93,6 @@ def test_run_with_images_is_that_of_transformers_and_peft(
     ours = load_file(output / "adapter" / "adapter_model.safetensors")
     assert ours.keys() == theirs.keys()
     assert any("visual" in name for name in ours)
+    assert AutoImageProcessor.from_pretrained(output / "adapter").patch_size == 4  # from its folder alone
     for name, value in theirs.items():
         torch.testing.assert_close(ours[name].double(), value, rtol=1e-6, atol=1e-9)

@@ -23,7 +23,7 @@ from meshlora.config.file import read_run
 from meshlora.config.model_presets import facts_of, has_known_rate
 from meshlora.config.run import RunConfig
 from meshlora.loading.blueprint import Blueprint, make_blueprint
-from meshlora.loading.guards import longest_fixed_length
+from meshlora.loading.guards import longest_fixed_length, most_positions
 from meshlora.plan.topology import Topology
 from meshlora.planner.choose import choose
 from meshlora.planner.hardware import Hardware
@@ -124,8 +124,7 @@ def _looked(wish: Wish, goal: Goal) -> _Seen:
 def _most_positions(blueprint: Blueprint) -> int:
     """The longest sequences that the model takes."""
     fixed = longest_fixed_length(blueprint.config)
-    limit = getattr(blueprint.config.get_text_config(), "max_position_embeddings", None)
-    return min(each for each in (fixed[0] if fixed else None, limit, _LONGEST) if each)
+    return min(each for each in (fixed[0] if fixed else None, most_positions(blueprint.config), _LONGEST) if each)
 
 
 def _max_length(lengths: np.ndarray, most: int) -> int:

@@ -12,7 +12,7 @@ from transformers import PROCESSOR_MAPPING, PretrainedConfig
 
 from meshlora.common.errors import UnsupportedError, UserError, reason
 
-_FILES = ("preprocessor_config.json", "processor_config.json")
+FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def load_processor(path: str | Path, config: PretrainedConfig) -> Any:
@@ -32,8 +32,8 @@ def load_processor(path: str | Path, config: PretrainedConfig) -> Any:
             "use a model with a vision part, or leave the images out",
         )
     # Where it has neither, transformers would name the hub.
-    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in _FILES):
-        given, rule = f"images for the model in {path}", f"it has no processor, as in {_FILES[0]}"
+    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in FILES):
+        given, rule = f"images for the model in {path}", f"it has no processor, as in {FILES[0]}"
         raise UserError(given, rule, "copy the files of its processor there, or leave the images out")
     try:
         processor = _without_videos(kind).from_pretrained(path, local_files_only=True)

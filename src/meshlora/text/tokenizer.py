@@ -19,6 +19,7 @@ from meshlora.common.errors import UserError, did_you_mean, reason
 from meshlora.common.reading import read_text
 from meshlora.config.run import RunConfig
 from meshlora.data.files import is_folder, nearest_file
+from meshlora.text.processor import FILES as PROCESSOR_FILES
 
 # `tokenizers` loops up to the largest token id of a vocabulary: a second per hundred million.
 _MOST_TOKENS = 10**8
@@ -46,7 +47,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
 
 
 def add_tokenizer(folder: Path, config: RunConfig, *, chat_template: str | None) -> None:
-    """Write the tokenizer of a run into `folder`, as it has to be to load from there.
+    """Write the tokenizer of a run into `folder`, as it has to be to load from there, and what a processor adds to it.
 
     Its own code, under `trust_remote_code`, is not copied. chat_template: the text with which the run has read its
     data, if it is not the tokenizer's own: its file may have changed since.
@@ -60,6 +61,9 @@ def add_tokenizer(folder: Path, config: RunConfig, *, chat_template: str | None)
         for file in Path(temporary).iterdir():
             if file.is_file() and file.suffix != ".py":
                 shutil.move(file, folder / file.name)
+    for name in PROCESSOR_FILES:
+        if (file := Path(config.model.path, name)).is_file():
+            shutil.copyfile(file, folder / name)
 
 
 def tokenizer_of(config: RunConfig) -> PreTrainedTokenizerBase:
