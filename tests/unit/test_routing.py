@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.limits import time_limit
 from meshlora.common.routing import Routing, RoutingRecord
-from meshlora.train.routing import check_routing, step_file
+from meshlora.train.routing import check_routed, check_routing, step_file
 
 T, H, E, K = 10, 4, 8, 2
 
@@ -227,3 +228,41 @@ def test_folder_that_holds_any_step_is_overwritten_only_where_asked(tmp_path: Pa
     with pytest.raises(UserError, match="holds a record already"):
         _check(tmp_path)
     _check(tmp_path, may_overwrite=True)
+
+
+def _plan(*layers: int, pp: int = 1) -> Any:
+    blocks = {
+        f"model.layers.{layer}.mlp": SimpleNamespace(block=f"model.layers.{layer}.mlp", num_experts=E)
+        for layer in layers
+    }
+    return SimpleNamespace(
+        experts=blocks, layers="model.layers", model_type="moe", topology=SimpleNamespace(pp=pp, __str__=lambda: "pp")
+    )
+
+
+def test_layers_of_a_record_are_all_or_those_with_experts() -> None:
+    routed = np.arange(K, dtype=np.int16) + np.zeros((3, 2, 1), dtype=np.int16)
+    assert check_routed(routed, _plan(3, 10)) == {"model.layers.3.mlp": 0, "model.layers.10.mlp": 1}
+    whole = np.zeros((3, 12, K), dtype=np.int16)  # dense layers have zeros, as vLLM fills them
+    whole[:, [3, 10]] = routed
+    whole[-1] = -1  # a last token
+    assert check_routed(whole, _plan(10, 3)) == {"model.layers.10.mlp": 10, "model.layers.3.mlp": 3}
+
+
+@pytest.mark.parametrize(
+    ("change", "plan", "words"),
+    [
+        ({}, _plan(), "moe has no routed experts"),
+        ({}, _plan(1, pp=2), "not replayed with pp"),
+        ({}, _plan(0, 1, 2), "of 2 layers, and 3 of moe have experts"),
+        ({}, _plan(4), "of 2 layers, and 1 of moe have experts"),
+        ({(2, 1, 0): 1}, _plan(0, 1), "to one expert twice"),
+        ({(2, 1, 1): E}, _plan(0, 1), f"there are {E}"),
+    ],
+)
+def test_experts_that_a_model_does_not_have_are_refused(change: dict[Any, int], plan: Any, words: str) -> None:
+    routed = np.arange(K, dtype=np.int16) + np.zeros((3, 2, 1), dtype=np.int16)
+    for place, expert in change.items():
+        routed[place] = expert
+    with pytest.raises(UserError, match=words):
+        check_routed(routed, plan)

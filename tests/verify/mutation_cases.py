@@ -401,6 +401,11 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "cispo_weight_with_gradient": ("backward", "model", "the first gradient, from the loss on"),
         },
     ),
+    "rollouts that say the experts of each token": (
+        {"family": "qwen3_moe", "objective": PROVED["grpo"], "topologies": ("tp=2,sp,ep=2",), "routed": True},
+        dict.fromkeys(needing("routed"), ("forward", f"{LAST_MLP}.experts", "tokens are sent to other experts"))
+        | {"base_goes_to_the_experts_of_the_engine": LOSS},
+    ),
     "sequences that share a row": (
         {"family": "qwen3", "packing": True, "topologies": ("dp=2",)},
         {

@@ -16,6 +16,7 @@ from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.objective import Policy
 from meshlora.config.run import TrainConfig
 from meshlora.data import READERS, collate
+from meshlora.data.mixture import joined_sources
 from meshlora.data.preferences import read_feedback, read_preferences
 from meshlora.data.rollouts import read_rollouts
 from meshlora.oracle.batches import micro_batches
@@ -133,9 +134,14 @@ def test_neither_mesh_nor_micro_batches_change_what_is_compared(
     assert all(o.passed for o in outcomes), [(o.topology, o.divergence, o.error) for o in outcomes]
 
 
-def test_policy_over_experts_with_load_balancing_is_that_of_one_process(prove: Prove) -> None:
-    (outcome,) = prove(family="qwen3_moe", objective=PROVED["policy"], topologies=("tp=2,sp,ep=2",), steps=1)
-    assert outcome.passed, (outcome.divergence, outcome.error)
+@pytest.mark.proof
+@pytest.mark.parametrize("packing", [False, True])
+def test_experts_that_rollouts_say_are_those_of_tokens_on_every_mesh(packing: bool, prove: Prove) -> None:
+    """With load balancing and the base, which chooses by itself; on tp=2,sp,ep=2 the kill table has it."""
+    topologies = ("dp=2,ep=2", "dp=2", "tp=2", "tp=2,sp,etp=2", *(() if packing else ("cp=2", "dp=2,cp=2,ep=2")))
+    options = {"packing": packing, "routed": True, "recompute": not packing}
+    outcomes = prove(family="qwen3_moe", objective=PROVED["grpo"], topologies=topologies, steps=2, **options)
+    assert all(o.passed for o in outcomes), [(o.topology, o.divergence, o.error) for o in outcomes]
 
 
 def test_lora_on_the_head_is_off_in_the_base(prove: Prove) -> None:
@@ -240,6 +246,19 @@ _RECORDS: dict[str, tuple[dict[str, object], list[tuple[dict[str, object], str]]
             ({"input_ids": [5, 6], "is_trained": [0, 1], "advantage": float("nan")}, "not a finite number"),
             ({"input_ids": [5, 6], "is_trained": [0, 1], "advantage": "1"}, "not a finite number"),
             ({"input_ids": [5, 6], "is_trained": [0, 1], "advantage": 1, "text": "x"}, "one of the two"),
+            ({"prompt": "a", "completion": "b", "advantage": 1, "routed_experts": [[[1]]]}, "give input_ids"),
+            *(
+                ({"input_ids": [5, 6], "is_trained": [0, 1], "advantage": 1, "routed_experts": experts}, words)
+                for experts, words in (
+                    ([[1, 2]], "no list .tokens..layers..k. of whole numbers"),
+                    ([[[1, 2]], [[1]]], "no list"),
+                    ([[[1.5]]], "no list"),
+                    ([[[True]]], "no list"),
+                    ([[[1]]] * 3, "has 3 tokens, input_ids 2"),
+                    ([[[40000]]], "no number of an expert"),
+                    ([[[-1]]], "no number of an expert"),
+                )
+            ),
             ({"prompt": "a", "completion": "b", "advantage": 1, "old_logprobs": [1]}, "did you mean 'old_log_probs'"),
         ],
     ),
@@ -309,6 +328,30 @@ def test_group_is_what_the_record_says_or_its_prompt(tmp_path: Path, tokenizer) 
     for wrong, words in ((rows[:2], "each has one rollout"), ([rows[0], named[1]], "some rollouts have a group")):
         with pytest.raises(UserError, match=words):
             READERS["rewarded"](_write(tmp_path, *wrong), tokenizer, max_length=16, vocab_size=512)
+
+
+def test_experts_of_a_rollout_stand_at_their_tokens(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    """The last token, which predicts nothing, may have none; what is cut off is cut off of them too."""
+    experts = [[[token, 7], [token, 6]] for token in range(4)]
+    row = {"input_ids": [5, 6, 7, 8], "is_trained": [0, 0, 1, 1], "advantage": 1, "routed_experts": experts}
+    data = read_rollouts(_write(tmp_path, row, row | {"routed_experts": experts[:3]}), tokenizer, **_LIMITS)
+    assert data.routed is not None
+    assert data.routed.tolist() == experts + experts[:3] + [[[-1, -1], [-1, -1]]]
+    assert data.first(1).routed.tolist() == experts  # type: ignore[union-attr]
+    both = joined_sources([data, data.first(1)], ["a", "b"], ())
+    assert both.routed.tolist() == data.routed.tolist() + experts  # type: ignore[union-attr]
+    cut = read_rollouts(_write(tmp_path, row), tokenizer, **_LIMITS | {"max_length": 3})
+    assert cut.routed.tolist() == experts[:3]  # type: ignore[union-attr]
+    plain = {name: value for name, value in row.items() if name != "routed_experts"}
+    for rows, words in (
+        ((row, plain), "some rollouts have routed_experts"),
+        ((row, row | {"routed_experts": [[[1, 2]]] * 4}), "1 layers of 2, 2 layers of 2"),
+    ):
+        with pytest.raises(UserError, match=words):
+            read_rollouts(_write(tmp_path, *rows), tokenizer, **_LIMITS)
+
+
+_LIMITS = {"max_length": 16, "vocab_size": 512}
 
 
 def test_pairs_of_text_and_of_messages_are_neighbours(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]

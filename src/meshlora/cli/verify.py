@@ -86,12 +86,14 @@ def _verify(options: argparse.Namespace) -> None:
                 "start it once, without torchrun or srun",
             )
     names = [name for each in options.mutation for name in (MUTATIONS if each == "all" else [each])]
+    objective = as_proved(options.objective)
     given = same_fields(Request, options) | {
         "topologies": tuple(options.topology or ["tp=2,sp"]),
         "overrides": _fields(options.overrides),
         "lora": read_lora(options.lora) if options.lora else dict(DEFAULT_LORA),
         "default_dropout": 0.0 if options.lora else DROPOUT,
-        "objective": as_proved(options.objective),
+        "objective": objective,
+        "routed": "auto" if objective.kind == "grpo" else False,
         "seed": SEED if options.seed is None else options.seed,
         "mutations": tuple(dict.fromkeys(names)),
     }

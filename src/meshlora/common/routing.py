@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +127,13 @@ class Routing:
         record: written, or read if it `replays`.
         step, tokens: set by the caller before each forward: the optimizer step, from 0, and the numbers of the tokens
             that the routers of this rank see, int64 `[T]`; -1 for padding, which the router places freely.
+        is_on: whether the routers are watched at all; else they choose freely, and nothing is recorded.
     """
 
     def __init__(self, model: nn.Module, record: RoutingRecord, *, replays: bool) -> None:
         self.record, self.replays = record, replays
         self.step, self.tokens = 0, torch.empty(0, dtype=torch.int64)
+        self.is_on = True
         self._blocks = {name: model.get_submodule(name) for name in record.num_experts}
         self._replaced = contextlib.ExitStack()
 
@@ -143,8 +145,19 @@ class Routing:
     def __exit__(self, *_: object) -> None:
         self._replaced.close()
 
+    @contextlib.contextmanager
+    def off(self) -> Iterator[None]:
+        """Inside the block the routers choose freely: what runs there is another model, or no step."""
+        before, self.is_on = self.is_on, False
+        try:
+            yield
+        finally:
+            self.is_on = before
+
     def _watched(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
+            if not self.is_on:
+                return forward(*args, **kwargs)
             given = self.record.get(self.step, name, self.tokens) if self.replays else None
             choosing = _Choosing(name, self.record.num_experts[name], len(self.tokens), given)
             with choosing:

@@ -45,8 +45,12 @@ def facts_of(folder: str | Path) -> Facts:
     width = next((text[name] for name in _WIDTHS if isinstance(text.get(name), int)), 0)
     if width < 1:
         raise UserError(f"{folder}/config.json", "it has no hidden_size", "leave out the preset")
-    chosen = next((text[name] for name in _CHOSEN if isinstance(text.get(name), int)), 0)
-    return Facts(str(text.get("model_type") or whole.get("model_type") or ""), width, chosen)
+    return Facts(str(text.get("model_type") or whole.get("model_type") or ""), width, num_chosen(text))
+
+
+def num_chosen(text: Mapping[str, Any]) -> int:
+    """Experts of a token, by the configuration of a text model; 0: it names none."""
+    return next((text[name] for name in _CHOSEN if isinstance(text.get(name), int)), 0)
 
 
 def _without_regret(facts: Facts, own: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,7 +29,8 @@ class _Objective:
     trained_row: the one row of an example's two that is trained on; the loss then has a reference point, the
     divergence from the base over the other rows of all examples of the step. None: all rows are trained on.
     always_needs_base: for any parameters. task: of the model (`common.tasks`). is_of_step: the loss compares all
-    examples of a step with each other, so a first pass over it is needed too.
+    examples of a step with each other, so a first pass over it is needed too. is_of_rollouts: its records may come as a
+    stream, and may say the experts of each token.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class _Objective:
     always_needs_base: ClassVar[bool] = False
     task: ClassVar[str] = CAUSAL
     is_of_step: ClassVar[bool] = False
+    is_of_rollouts: ClassVar[bool] = False
 
     @property
     def per(self) -> Per:
@@ -112,6 +114,7 @@ class _PolicyGradient(_Objective):
     mean_over: Literal["token", "sequence", "constant"] = "token"
     max_completion_length: int | None = number(None, "at least 1", most=10**9)
     reader: ClassVar[str] = "rollouts"
+    is_of_rollouts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         super().__post_init__()

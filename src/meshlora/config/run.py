@@ -542,7 +542,7 @@ class RunConfig:
     def _check_stream(self) -> None:
         """Refuse, for data that come step by step, what needs all of them beforehand."""
         given, train = "rl" if self.data.follow_s is None else f"data.follow_s={self.data.follow_s:g}", self.train
-        if train.objective.reader not in ("rollouts", "rewarded"):
+        if not train.objective.is_of_rollouts:
             rule = f"a stream holds rollouts, which train.objective={train.objective.kind} does not read"
             raise UserError(given, rule, "give an objective that trains on rollouts, or leave it out")
         if self.rl is None and not isinstance(self.data.train, str):

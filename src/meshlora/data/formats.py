@@ -27,7 +27,7 @@ Row = Mapping[str, Any]
 _MATTERS = frozenset(
     {
         *("weight", "weights", "train", "training", "loss_mask", "is_trained", "labels", "completion_mask"),
-        *("assistant_masks", "advantage", "advantages", "old_log_probs", "engine_log_probs"),
+        *("assistant_masks", "advantage", "advantages", "old_log_probs", "engine_log_probs", "routed_experts"),
         *(
             "context",
             "system",

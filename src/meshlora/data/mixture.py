@@ -40,7 +40,16 @@ def joined_sources(
             "one has images or segments, and these are not joined",
             "use one file",
         )
-    kinds = {(each.rows_per_example, each.predicts_next, *sorted(each.columns)) for each in found}
+    routed = [each.routed for each in found if each.routed is not None]
+    kinds = {
+        (
+            each.rows_per_example,
+            each.predicts_next,
+            () if each.routed is None else each.routed.shape[1:],
+            *sorted(each.columns),
+        )
+        for each in found
+    }
     if len(kinds) > 1:
         raise UserError(
             f"several sources, {', '.join(names)}",
@@ -62,6 +71,7 @@ def joined_sources(
         columns={name: np.concatenate([each.columns[name] for each in found]) for name in first.columns},
         targets=None if first.targets is None else np.concatenate([_targets(each) for each in found]),
         parts=parts,
+        routed=np.concatenate(routed) if routed else None,
         sources=None,
         taken=None,
     )

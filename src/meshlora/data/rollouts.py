@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,11 +33,11 @@ _VALUES = {
 _OF_TEXT = [each for each in RECORDS if each.name in ("messages", "prompt_completion", "text")]
 _TEXTS = Formats(_OF_TEXT, "auto", None)
 TEXT_FIELDS = tuple(dict.fromkeys(name for each in _OF_TEXT for name in each.fields))
-_COMMON = (*TEXT_FIELDS, "input_ids", "is_trained", *(name for names in _VALUES for name in names))
+_ROUTED = "routed_experts"
+_COMMON = (*TEXT_FIELDS, "input_ids", "is_trained", _ROUTED, *(name for names in _VALUES for name in names))
 FIELDS = (*_COMMON, *(name for names in _ADVANTAGE for name in names))
 REWARDED_FIELDS = (*_COMMON, "reward", "group")
 _LISTS = ("advantages", "old_log_probs", "engine_log_probs", "weights")
-_Kept = tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]  # tokens, which are trained, columns
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -60,6 +61,8 @@ def read_rollouts(
     acted; the default is on-policy. `engine_log_probs` are those of the engine that sampled; the default is no
     correction. `weight` or `weights` scale the loss of tokens; the default is 1.
     Lists have one number per trained token, or, with `input_ids`, one per token. options: of `tokenize`.
+    `routed_experts`, with `input_ids`, `[tokens][layers][k]`: the experts that the engine sent each token to, in each
+    layer or in each that has experts; of the last token, which predicts nothing, they may be missing.
     is_rewarded: rows have `reward`, a number, in place of advantages, and may have `group`, a text or whole number;
         without it the records of one prompt are a group. `targets` are then float32 `[num_sequences, 2]`: the reward,
         and how many sequences before this one the first of its group is.
@@ -81,8 +84,7 @@ def read_rollouts(
     options |= {"max_length": max_length, "too_long": too_long, "vocab_size": vocab_size, "say": say, "processor": None}
     tokenized = _of_records(records, tokenizer, options)
     mistakes, found = Problems(what), Found()
-    kept: list[_Kept] = []
-    rewards: list[tuple[float, Hashable]] = []
+    kept: list[_Rollout] = []
     number, num_given, first = -1, 0, ""
     for origin, row, record in rows:
         try:
@@ -100,19 +102,19 @@ def read_rollouts(
                 ids, trained = tokenized[number].input_ids, tokenized[number].is_trained
             own = _values(row, values, trained, is_cut=len(ids) == max_length and record is not None)
             graded = _graded(row, ids, trained) if is_rewarded else None
+            experts = _routed(row, len(ids))
             if not trained[1:max_length].any():
                 raise MalformedError(f"no trained token within max_length={max_length}")
         except MalformedError as reason:
             mistakes.add(origin, reason)
             continue
-        rewards += [] if graded is None else [graded]
-        kept.append((ids[:max_length], trained[:max_length], {name: c[:max_length] for name, c in own.items()}))
+        kept.append(_Rollout(ids, trained, own, experts, graded).cut(max_length))
     mistakes.raise_if_any()
     taken = Taken(len(rows), max_length, too_long, num_given, len(rows) - len(kept), first)
     found.refuse(taken, len(kept))
     if say is not None and (words := taken.words(len(kept))):
         say(words)
-    return _dataset(kept, taken, _targets(rewards) if is_rewarded else None)
+    return _dataset(kept, taken)
 
 
 def read_rewarded(source: str | list[str], tokenizer: PreTrainedTokenizerBase, **options: Any) -> TokenizedDataset:
@@ -120,11 +122,68 @@ def read_rewarded(source: str | list[str], tokenizer: PreTrainedTokenizerBase, *
     return read_rollouts(source, tokenizer, is_rewarded=True, **options)
 
 
-def _dataset(kept: list[_Kept], taken: Taken, targets: np.ndarray | None) -> TokenizedDataset:
-    offsets = np.cumsum([0, *(len(ids) for ids, _, _ in kept)], dtype=np.int64)
-    columns = {name: np.concatenate([own[name] for _, _, own in kept]) for name in kept[0][2]}
-    ids, trained = (np.concatenate(parts) for parts in list(zip(*kept, strict=True))[:2])
-    return TokenizedDataset(ids, trained, offsets, columns, targets=targets, taken=taken)
+@dataclass(frozen=True)
+class _Rollout:
+    """A row that was read. columns: name -> `[S]`. routed: as in `TokenizedDataset`. graded: (reward, group)."""
+
+    ids: np.ndarray
+    is_trained: np.ndarray
+    columns: Mapping[str, np.ndarray]
+    routed: np.ndarray | None
+    graded: tuple[float, Hashable] | None
+
+    def cut(self, length: int) -> _Rollout:
+        """Its first `length` tokens."""
+        columns = {name: column[:length] for name, column in self.columns.items()}
+        routed = None if self.routed is None else self.routed[:length]
+        return replace(self, ids=self.ids[:length], is_trained=self.is_trained[:length], columns=columns, routed=routed)
+
+
+def _dataset(kept: list[_Rollout], taken: Taken) -> TokenizedDataset:
+    graded = [one.graded for one in kept if one.graded is not None]
+    return TokenizedDataset(
+        np.concatenate([one.ids for one in kept]),
+        np.concatenate([one.is_trained for one in kept]),
+        np.cumsum([0, *(len(one.ids) for one in kept)], dtype=np.int64),
+        {name: np.concatenate([one.columns[name] for one in kept]) for name in kept[0].columns},
+        targets=_targets(graded) if graded else None,
+        taken=taken,
+        routed=_routed_of_all([one.routed for one in kept]),
+    )
+
+
+def _routed(row: Mapping[str, Any], length: int) -> np.ndarray | None:
+    """int16 `[S, L, k]`, -1 at a last token that is missing; None if the row has none. Raises: MalformedError."""
+    if _ROUTED not in row:
+        return None
+    if "input_ids" not in row:
+        raise MalformedError(f"{_ROUTED} are of tokens: give input_ids")
+    try:
+        found = np.array(row[_ROUTED])
+    except ValueError:  # lists of unequal length
+        found = np.empty(0)
+    if found.ndim != 3 or found.dtype.kind != "i" or not found.size:
+        raise MalformedError(f"{_ROUTED} is no list [tokens][layers][k] of whole numbers")
+    if len(found) not in (length, length - 1):
+        raise MalformedError(f"{_ROUTED} has {len(found)} tokens, input_ids {length}")
+    if found.min() < 0 or found.max() > np.iinfo(np.int16).max:
+        raise MalformedError(f"{_ROUTED} holds what is no number of an expert")
+    missing = np.full((length - len(found), *found.shape[1:]), -1)
+    return np.concatenate([found, missing]).astype(np.int16)
+
+
+def _routed_of_all(routed: list[np.ndarray | None]) -> np.ndarray | None:
+    """Those of all rows, end to end. Raises: UserError unless all have them alike, or none."""
+    given = [experts for experts in routed if experts is not None]
+    if not given:
+        return None
+    if len(given) < len(routed):
+        rule = "a token without them would go to other experts than in the engine"
+        raise UserError(f"some rollouts have {_ROUTED} and others not", rule, "give all, or none")
+    if len(shapes := {experts.shape[1:] for experts in given}) > 1:
+        found = ", ".join(f"{layers} layers of {k}" for layers, k in sorted(shapes))
+        raise UserError(f"{_ROUTED}: {found}", "all are of one model", "give those of one")
+    return np.concatenate(given)
 
 
 class _Prompt(tuple[int, ...]):

@@ -67,6 +67,8 @@ class TokenizedDataset:
         predicts_next: a trained token is predicted by the one before it, and so are its columns; else both are at the
             token's own place.
         sources: int64 `[num_sequences]`, the index of the record that each sequence is of; None: one of each, in order.
+        routed: int16 `[N, L, k]`, the experts of each token in L layers, of rollouts whose engine said them; -1 where
+            it did not.
         taken: what became of the records that are longer than a sequence may be, if it was asked.
         parts: (examples of a source, its weight), of several sources with weights (`data.mixture`).
     """
@@ -80,6 +82,7 @@ class TokenizedDataset:
     targets: np.ndarray | None = None
     predicts_next: bool = True
     sources: np.ndarray | None = None
+    routed: np.ndarray | None = None
     taken: Taken | None = None
     parts: tuple[tuple[int, float], ...] = ()
 
@@ -108,7 +111,8 @@ class TokenizedDataset:
         targets = {} if self.targets is None else {"targets": self.targets}
         tokens = {"input_ids": self.input_ids, "is_trained": self.is_trained, "offsets": self.offsets}
         parts = {"parts": np.array(self.parts)} if self.parts else {}
-        return {**tokens, **self.columns, **further, **targets, **parts}
+        routed = {} if self.routed is None else {"routed": self.routed}
+        return {**tokens, **self.columns, **further, **targets, **parts, **routed}
 
     @property
     def images(self) -> FurtherInputs | None:
@@ -134,6 +138,7 @@ class TokenizedDataset:
         columns = {name: column[:end] for name, column in self.columns.items()}
         parts = {"input_ids": self.input_ids[:end], "is_trained": self.is_trained[:end], "columns": columns}
         parts |= {} if self.targets is None else {"targets": self.targets[:rows]}
+        parts |= {} if self.routed is None else {"routed": self.routed[:end]}
         return dataclasses.replace(self, **parts, offsets=self.offsets[: rows + 1])  # type: ignore[arg-type]
 
     @property

@@ -69,6 +69,8 @@ class Case:
             of these.
         pieces: fused target -> its pieces with an adapter. share_experts: all experts of a layer share one adapter.
         further: what the model takes beside the tokens, if anything: images, token types.
+        routed: of rollouts whose engine said them, the experts of each token in every layer, dense ones too; -1 where
+            it did not.
         dropout: fields of the model's configuration whose dropouts stay on; LoRA's is in `lora`.
         device: "cpu" or "cuda".
     """
@@ -112,6 +114,7 @@ class Case:
     pieces: dict[str, list[str]] = field(default_factory=dict)
     share_experts: bool = False
     further: KnownInputs | None = None
+    routed: tuple[tuple[tuple[int, ...], ...], ...] = ()
     dropout: tuple[str, ...] = ()
     pad_token_id: int = 0
     trust_remote_code: bool = False
@@ -159,6 +162,7 @@ class Case:
             self.further,
             targets=np.array(self.targets, dtype=np.float32) if self.targets else None,
             predicts_next=self.predicts_next,
+            routed=np.array(self.routed, dtype=np.int16) if self.routed else None,
         )
 
 
@@ -216,6 +220,15 @@ def with_rollouts(data: TokenizedDataset, *, vocab_size: int, seed: int, is_rewa
         targets = np.array([rewards, since], dtype=np.float32).T
     typed = {name: column.astype(np.float32) for name, column in columns.items()}
     return replace(data, columns=typed, targets=targets)
+
+
+def with_routed(data: TokenizedDataset, *, layers: int, experts: int, chosen: int, seed: int) -> TokenizedDataset:
+    """The same sequences with `chosen` random experts of each token in each layer; of last tokens none, as engines."""
+    generator = np.random.Generator(np.random.PCG64([seed, 3]))
+    scores = generator.random((len(data.input_ids), layers, experts))
+    routed = np.argsort(scores, axis=2)[:, :, :chosen].astype(np.int16)
+    routed[data.offsets[1:] - 1] = -1
+    return replace(data, routed=routed)
 
 
 def as_pairs(data: TokenizedDataset) -> TokenizedDataset:

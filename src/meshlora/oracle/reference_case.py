@@ -45,7 +45,7 @@ from meshlora.oracle.reference import (
     set_rate,
     trainable,
 )
-from meshlora.oracle.replay import after_step, at_step, new_record, record_file, routed
+from meshlora.oracle.replay import after_step, as_the_engine, at_step, free, new_record, record_file, routed
 from meshlora.oracle.trace import Trace
 
 
@@ -86,6 +86,9 @@ def trace_case(case: Case, *, precision: str, autocast: bool = False) -> Trace:
     """
     with torch.autocast(case.device, torch.bfloat16, enabled=autocast):
         model = _case_model(case, case.adapter, precision)
+        if case.routed:
+            with as_the_engine(model.get_base_model(), case) as routing:
+                return _trace_case(case, model, routing)
         if case.dtype == "float64" or not expert_modules(model):
             return _trace_case(case, model, None)
         if precision != "float64":
@@ -119,7 +122,8 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
         masks.step = step
         batches = _case_batches(case, step)
         optimizer.zero_grad(set_to_none=True)
-        before = before_losses(model, batches, case.objective)
+        with free(case, routing):
+            before = before_losses(model, batches, case.objective)
         with Capture(inner) if step == 0 else contextlib.nullcontext() as capture:
             loss, aux = accumulate(model, batches, settings, before=before, masks=masks)
         if capture is not None:
@@ -137,9 +141,11 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
         trace.num_tokens.append(sum(batch.num_tokens for batch in batches))
         after_step(routing, step, case)
         if step + 1 == case.steps or (step + 1) % case.eval_every == 0:
-            trace.eval_losses.append(evaluate(case, model))
+            with free(case, routing):
+                trace.eval_losses.append(evaluate(case, model))
     trace.final = _apart(case, model, factors)
-    trace.final_logits = _first_logits(case, model)
+    with free(case, routing):
+        trace.final_logits = _first_logits(case, model)
     return trace
 
 

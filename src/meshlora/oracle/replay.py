@@ -1,4 +1,5 @@
-"""Replay: in low precision all runs route as the float64 reference did.
+"""Replay: in low precision all runs route as the float64 reference did; on rollouts that say each token's experts the
+reference takes these.
 
 Owns: the position of each token of a case in a batch, identified by its sequence, and the path of a case's record.
 Does not own: the mechanism (`meshlora.common.routing`).
@@ -7,10 +8,12 @@ Does not own: the mechanism (`meshlora.common.routing`).
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from meshlora.common.routing import Routing, RoutingRecord
@@ -61,12 +64,38 @@ def routed(
             yield None
             return
         record = RoutingRecord.load(record_file(case))
+    with _following(model, case, Routing(model, record, replays=replays), cut) as routing:
+        yield routing
+
+
+@contextlib.contextmanager
+def as_the_engine(model: Any, case: Case) -> Iterator[Routing]:
+    """Send each token of the reference's `model` to the experts that its rollout says, in every optimizer step."""
+    record, of_tokens = new_record(model, case), torch.tensor(case.routed, dtype=torch.int32)
+    for block in record.num_experts:
+        (layer,) = re.findall(r"\.(\d+)\.", block)
+        for step in range(case.steps):
+            record.choices[step, block] = of_tokens[:, int(layer)]
+    is_known = (of_tokens >= 0).all(2).all(1)
+    only_known = lambda tokens: torch.where(is_known[tokens], tokens, -1)  # noqa: E731 - padding is -1 already
+    with _following(model, case, Routing(model, record, replays=True), only_known) as routing:
+        yield routing
+
+
+def free(case: Case, routing: Routing | None) -> contextlib.AbstractContextManager[None]:
+    """Inside the block routers choose freely, where rollouts say the experts: of the base, and in evaluations."""
+    return routing.off() if routing is not None and case.routed else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _following(model: Any, case: Case, routing: Routing, cut: Callable[[Tensor], Tensor]) -> Iterator[Routing]:
+    """`routing` in force, told before each forward of `model` which tokens of the case it has."""
     starts = {tuple(s.input_ids.tolist()): start for s, start in zip(case.data, case.offsets, strict=False)}
 
     def begin(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         routing.tokens = cut(rows_of_tokens(kwargs["input_ids"], sequence_numbers(kwargs), starts))
 
-    with Routing(model, record, replays=replays) as routing:
+    with routing:
         handle = model.register_forward_pre_hook(begin, with_kwargs=True)
         try:
             yield routing

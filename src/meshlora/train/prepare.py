@@ -46,7 +46,7 @@ from meshlora.train.early_stopping import Patience, losses_until
 from meshlora.train.followed import no_tokens, stream_of
 from meshlora.train.packing_check import check_packing
 from meshlora.train.recompute import check_recompute
-from meshlora.train.routing import check_routing, step_file
+from meshlora.train.routing import check_routed, check_routing, step_file
 from meshlora.train.sources import read_sources
 from meshlora.train.watch.samples import Samples, prepare_samples
 from meshlora.train.watch.tracking import check_trackers
@@ -183,6 +183,11 @@ def read_run_data(config: RunConfig, blueprint: Blueprint) -> RunData:
         train_data = no_tokens()
     check_images(config, [data.images for data in (train_data, eval_data) if data is not None])
     check_vision(blueprint, train_data.images)
+    if train_data.routed is not None:
+        check_routed(train_data.routed, blueprint.plan)
+        if config.train.routing_record or config.train.routing_replay:
+            given = "routed_experts of the data with train.routing_record or train.routing_replay"
+            raise UserError(given, "the data say the experts of each token", "leave one out")
     return RunData(
         padding_token_id(tokenizer),
         train_data,

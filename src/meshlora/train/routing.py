@@ -1,15 +1,18 @@
-"""Routing of a training run, recorded and replayed: one file for each optimizer step.
+"""Routing of a training run: recorded and replayed, one file for each optimizer step; or replayed from rollouts that
+say the experts of each token.
 
 Owns: numbering the tokens of a step, the files, and combining the parts of all ranks. Does not own: reading choices
-from routers and forcing them (`meshlora.common.routing`).
+from routers and forcing them (`meshlora.common.routing`), rollouts (`data.rollouts`).
 
 A token's number is its position among all tokens of the step's sequences, in the order of the global batch: the same on
-every topology. Padding has none, and its routing does not matter. In evaluations routers choose freely.
+every topology. Padding has none, and its routing does not matter. In evaluations routers choose freely, and so does the
+frozen base: it is another policy, whose experts nobody has recorded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +26,7 @@ from torch import Tensor
 
 from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_gather, broadcast_in_place
-from meshlora.common.errors import MeshloraError, UserError
+from meshlora.common.errors import MeshloraError, UnsupportedError, UserError
 from meshlora.common.files import why_not_writable, write_atomically
 from meshlora.common.routing import Routing, RoutingRecord
 from meshlora.data import Batch, TokenizedDataset
@@ -32,41 +35,46 @@ from meshlora.train.batches import Batching
 
 
 class RunRouting:
-    """Records the choices of a run in a folder, or replays those of another.
+    """Records the choices of a run in a folder, or replays those of another, or those that its data say.
 
-    folder: of the files. replays: which of the two.
+    folder: of the files; None: of data that say them. replays: which of the two.
     """
 
-    def __init__(self, model: Any, data: TokenizedDataset, folder: Path, batching: Batching, *, replays: bool) -> None:
-        self.model, self.data, self.folder, self.replays = model, data, folder, replays
+    def __init__(self, model: Any, folder: Path | None, batching: Batching, *, replays: bool) -> None:
+        self.model, self.folder, self.replays = model, folder, replays
         self.mesh, self.plan, self.batching = runtime(model).mesh, runtime(model).plan, batching
         self._tokens: list[list[Tensor]] = []  # of each micro-batch: the token numbers of its rows
         self._routing: Routing | None = None
         self._has_begun = False
 
     @contextlib.contextmanager
-    def step(self, step: int, indices: np.ndarray) -> Iterator[None]:
-        """One optimizer step on the sequences `indices` of the global batch. Collective where it records.
+    def step(self, step: int, data: TokenizedDataset, indices: np.ndarray) -> Iterator[None]:
+        """One optimizer step on the sequences `indices` of `data`, the global batch. Collective where it records.
 
         Raises:
-            UserError: the step's file is missing, or of another model or batch. MeshloraError: the record cannot be
-                written (on all ranks).
+            UserError: the step's file is missing, or of another model or batch; experts in `data` that this model does
+                not have. MeshloraError: the record cannot be written (on all ranks).
         """
-        if not self.replays and not self._has_begun:
-            self._on_rank_0(lambda: _make_room(self.folder, step))
+        if self.folder is None and data.routed is None:
+            yield
+            return
+        if self.folder is not None and not self.replays and not self._has_begun:
+            self._on_rank_0(functools.partial(_make_room, self.folder, step))
             self._has_begun = True
-        ids = [self.data[int(index)].input_ids for index in indices]
+        ids = [data[int(index)].input_ids for index in indices]
         lengths = list(map(len, ids))
         total = sum(lengths)
         numbers = torch.arange(total).split(lengths)
         self._tokens = [
             [torch.cat([numbers[place] for place in row]) for _, row in part]
-            for part in self.batching.rows([(self.data, indices)])
+            for part in self.batching.rows([(data, indices)])
         ]
         experts = {rule.block: rule.num_experts for rule in self.plan.experts.values()}
         digest = _digest(ids)
         record = RoutingRecord(total, experts, digest=digest)
-        if self.replays:
+        if self.folder is None:
+            record = self._of_data(data, indices, step, record)
+        elif self.replays:
             record = RoutingRecord.load(step_file(self.folder, step))
             if (record.num_tokens, record.num_experts) != (total, experts):
                 raise UserError(
@@ -90,19 +98,37 @@ class RunRouting:
         if not self.replays:
             self._save(record, step)
 
+    def _of_data(self, data: TokenizedDataset, indices: np.ndarray, step: int, record: RoutingRecord) -> RoutingRecord:
+        """`record` with the experts that `data` say. Tokens whose experts are not known lose their numbers."""
+        assert data.routed is not None
+        columns = check_routed(data.routed, self.plan)
+        routed = np.concatenate([data.routed[data.offsets[index] : data.offsets[index + 1]] for index in indices])
+        for block, column in columns.items():
+            record.choices[step, block] = torch.from_numpy(routed[:, column].astype(np.int32))
+        is_known = torch.from_numpy((routed >= 0).all((1, 2)))
+        self._tokens = [[torch.where(is_known[row], row, -1) for row in of_batch] for of_batch in self._tokens]
+        return record
+
+    def off(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block routers choose freely, and nothing is recorded."""
+        return contextlib.nullcontext() if self._routing is None else self._routing.off()
+
     def before(self, number: int, batch: Batch) -> None:
         """Announce that micro-batch `number` of this rank runs next."""
-        assert self._routing is not None
+        if self._routing is None:  # these data do not say their experts
+            return
         whole = torch.full(tuple(batch.input_ids.shape), -1, dtype=torch.int64)
         for row, tokens in zip(whole, self._tokens[number], strict=False):  # a dummy has a row but no tokens
             row[: len(tokens)] = tokens
         self._routing.tokens = self.mesh.own_tokens(batch.held(whole))
 
     def _save(self, record: RoutingRecord, step: int) -> None:
+        assert self.folder is not None
+        file = step_file(self.folder, step)
         for key in sorted(record.choices):
             every = all_gather(record.choices[key].to(self.mesh.device).unsqueeze(0), self.mesh.world)
             record.choices[key] = every.amax(0).cpu()
-        self._on_rank_0(lambda: write_atomically(step_file(self.folder, step), record.save))
+        self._on_rank_0(lambda: write_atomically(file, record.save))
 
     def _on_rank_0(self, write: Callable[[], None]) -> None:
         """Call `write` on rank 0 alone. Collective: a full disk must end every rank, not leave them waiting."""
@@ -151,6 +177,39 @@ def check_routing(folder: Path, *, replays: bool, steps: int, plan: ModelPlan, m
             f"{step_file(folder, missing).name} is not there ({steps - len(there)} of {steps} steps have no file)",
             "record them with train.routing_record on the same data, batch size and seed",
         )
+
+
+def check_routed(routed: np.ndarray, plan: ModelPlan) -> dict[str, int]:
+    """Block of experts -> its layer in `routed`, int16 `[N, L, k]`: of the layers with experts, or of all.
+
+    Raises:
+        UserError: the model has no experts, or another number of layers, or they are no experts of it.
+        UnsupportedError: stages of layers.
+    """
+    option = "routed_experts of the data"
+    if plan.topology.pp > 1:
+        raise UnsupportedError(f"{option} on {plan.topology}", "they are not replayed with pp", "use other axes")
+    if not plan.experts:
+        raise UserError(option, f"{plan.model_type} has no routed experts", "leave them out")
+    layers = {
+        rule.block: int(re.findall(r"\d+", rule.block.removeprefix(plan.layers))[0]) for rule in plan.experts.values()
+    }
+    ordered = sorted(layers, key=lambda block: layers[block])
+    number = routed.shape[1]
+    columns = layers if number > len(ordered) else {block: column for column, block in enumerate(ordered)}
+    if number < len(ordered) or max(columns.values()) >= number:
+        rule = f"they are of {number} layers, and {len(ordered)} of {plan.model_type} have experts"
+        raise UserError(option, rule, "give those of the model that is trained")
+    for experts in plan.experts.values():
+        own = routed[:, columns[experts.block]]
+        if own.shape[1] > 1 and bool((np.diff(np.sort(own), axis=1) == 0)[own[:, 0] >= 0].any()):
+            raise UserError(
+                f"{option}, {experts.block}", "a token goes to one expert twice", "are they of this engine?"
+            )
+        if own.max(initial=-1) >= experts.num_experts:
+            given = f"{option}, {experts.block}: expert {own.max()}"
+            raise UserError(given, f"there are {experts.num_experts}", "give those of the model that is trained")
+    return columns
 
 
 def _step_files(folder: Path) -> dict[int, Path]:

@@ -92,6 +92,9 @@ def prepare_runs(
         for name, run in runs.items():
             if any(data is not None and data.images is not None for data in (run.train_data, run.eval_data)):
                 raise UnsupportedError(f"adapter {name}: images", "they are not proved with several adapters", _WAY_OUT)
+            if run.train_data.routed is not None:
+                what = f"adapter {name}: routed_experts"
+                raise UnsupportedError(what, "they are not supported with several adapters", _WAY_OUT)
             check_adapter_together(name, run.blueprint.trained.config, run.blueprint.trained.targets, run.plan)
     return runs
 

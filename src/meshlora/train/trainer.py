@@ -90,11 +90,12 @@ class Trainer:
             keep_freed_memory()
         coef = options.router_aux_loss_coef
         self.balance = LoadBalancing(self.model, coef=coef) if coef else None
-        folder = options.routing_replay or options.routing_record
+        given = options.routing_replay or options.routing_record
+        folder = None if given is None else Path(given)
         self.routing: RunRouting | None = None
-        if folder is not None:
-            replays = options.routing_replay is not None
-            self.routing = RunRouting(self.model, first.train_data, Path(folder), self.batching, replays=replays)
+        if folder is not None or (runtime(self.model).plan.experts and options.objective.is_of_rollouts):
+            replays = options.routing_record is None
+            self.routing = RunRouting(self.model, folder, self.batching, replays=replays)
         self.is_to_stop = False  # as all ranks agreed in the last step
         self.adapters: list[TrainedAdapter] = []
         for adapter, run in self.runs.items():
@@ -154,7 +155,10 @@ class Trainer:
             if one.objective.has_first_pass:
                 with one.in_use():
                     one.point = one.first_pass(data, indices)
-        with self.routing.step(adapters[0].done, steps[0][1]) if self.routing is not None else contextlib.nullcontext():
+        routes = (
+            self.routing.step(adapters[0].done, *steps[0]) if self.routing is not None else contextlib.nullcontext()
+        )
+        with routes:
             if self.balance is not None and len(batches) > 1:
                 self.balance.count(batches, self._log_probabilities)
             self._run(batches, sums)
@@ -299,7 +303,8 @@ class Trainer:
         """Log-probabilities of a batch under the frozen base, if the objective needs them."""
         if not self._training[0].objective.needs_base:
             return None
-        with lift(self.model.dtype == torch.float64):
+        routes = self.routing.off() if self.routing is not None else contextlib.nullcontext()
+        with lift(self.model.dtype == torch.float64), routes:
             return base_log_probabilities(self.model, batch)
 
     def _micro_batches(self, steps: Sequence[Step]) -> list[MicroBatch]:

@@ -170,12 +170,14 @@ class Recorder(Reporter):
 @torch.no_grad()
 def _logits(trainer: Trainer) -> list[Tensor]:
     """Logits of the first step's micro-batches, from a plain call of the model: the loss never forms them."""
-    model, (one,) = trainer.model, trainer.adapters
+    model, (one,), routing = trainer.model, trainer.adapters, trainer.routing
     found = []
-    for micro in trainer._micro_batches([one.step_data]):
-        batch = micro.batch
-        with trainer.masks([one], micro), lift(model.dtype == torch.float64):
-            found.append(copy(_outputs(model, batch, one.objective)))
+    with routing.step(0, *one.step_data) if routing is not None else contextlib.nullcontext():
+        for number, micro in enumerate(trainer._micro_batches([one.step_data])):
+            if routing is not None:
+                routing.before(number, micro.batch)
+            with trainer.masks([one], micro), lift(model.dtype == torch.float64):
+                found.append(copy(_outputs(model, micro.batch, one.objective)))
     return found
 
 

@@ -267,6 +267,7 @@ def proof_of(run: Prepared, cache_dir: Path, place: _Place = _ON_CPUS) -> tuple[
         objective=run.config.train.objective,
         packing=run.config.data.packing,
         images=run.train_data.images is not None,
+        routed=run.train_data.routed is not None and place.dtype == "float64",
         recompute=run.config.train.recompute != "none",
         attn_implementation=stand_in.attn_implementation,
         quantization=stand_in.quantization,

@@ -32,6 +32,7 @@ from meshlora.common.compat import READ_FROM
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean, reason
 from meshlora.common.proof_records import CACHE
 from meshlora.common.tasks import CAUSAL
+from meshlora.config.model_presets import num_chosen
 from meshlora.config.objective import Grpo, Objective, Policy, Sft
 from meshlora.config.run import BaseOptions
 from meshlora.data import TokenizedDataset, read_records, tokenize
@@ -52,6 +53,7 @@ from meshlora.oracle.case import (
     with_feedback,
     with_labels,
     with_rollouts,
+    with_routed,
 )
 from meshlora.oracle.images import with_images
 from meshlora.oracle.objectives import has_load_balancing
@@ -102,6 +104,7 @@ class Request:
             on, also prove that many trained together, each against itself alone.
         attn_implementation: as in transformers; None: its choice. kernels: of our side, as in a run file.
         router_aux_loss_coef: as in a run file; None: nonzero for a family with a load-balancing loss.
+        routed: the rollouts say the experts of each token, random ones; auto: if that can be proved of the model.
         images: some sequences have images, with random pixels.
         overrides: fields of the twin's configuration.
         data: source of sequences; None: random tokens. nproc: maximum number of processes.
@@ -123,6 +126,7 @@ class Request:
     packing: bool | Literal["auto"] = False
     recompute: bool = False
     resume: bool = False
+    routed: bool | Literal["auto"] = False
     images: bool = False
     attn_implementation: str | None = "eager"
     quantization: str | None = None
@@ -219,6 +223,7 @@ class Proof:
             "pools_to_the_end": getattr(case.objective, "pooling", "cls") != "cls",
             case.objective.kind: True,
             "entropy": case.objective.needs_entropy,
+            "routed": bool(case.routed),
             **_of_policy(case.objective),
             "lora_plus": case.lora_plus_ratio is not None,
             "noise": case.neftune_alpha > 0,
@@ -280,7 +285,7 @@ def prepare_proof(request: Request) -> Proof:
     words = json.loads(json.dumps(_in_peft_words(request.lora, lora, plans)))
     of_adapter = {"lora": words, "pieces": pieces, "share_experts": bool(getattr(lora, "share_experts", False))}
     case = dataclasses.replace(
-        _case(request, config, batch_size_for(max(t.dp for t in plans))),
+        _case(request, config, first.plan, batch_size_for(max(t.dp for t in plans))),
         model="" if is_twin else str(request.model),
         dtype=dtype,
         router_aux_loss_coef=_aux_loss_coef(request, config, plans),
@@ -288,7 +293,9 @@ def prepare_proof(request: Request) -> Proof:
         **of_adapter,
     )
     files = [_config_text(config)] if is_twin else file_fingerprint(Path(str(request.model)))
-    return Proof(request, config, plans, case, case_hash(case, inputs=files), () if is_twin else _notes(request, first))
+    notes = () if is_twin else _notes(request, first)
+    notes += ("each token goes to the experts that its rollout says",) if case.routed else ()
+    return Proof(request, config, plans, case, case_hash(case, inputs=files), notes)
 
 
 def _notes(request: Request, blueprint: Blueprint) -> tuple[str, ...]:
@@ -372,7 +379,7 @@ def _in_full(lora: LoraConfig, targets: Collection[str], plan: ModelPlan) -> Lor
     return found
 
 
-def _case(request: Request, config: PretrainedConfig, batch_size: int) -> Case:
+def _case(request: Request, config: PretrainedConfig, plan: ModelPlan, batch_size: int) -> Case:
     """The case of `request`, on random sequences or those of the user."""
     objective, number = request.objective, num_sequences_for(batch_size, request.steps)
     found, pad = _sequences(request, config, _ROWS.get(objective.reader, 1) * number)
@@ -381,6 +388,8 @@ def _case(request: Request, config: PretrainedConfig, batch_size: int) -> Case:
     segments = (getattr(config, "type_vocab_size", None) or 0) > 1
     vocab_size = config.get_text_config().vocab_size
     data = as_records(found, objective, vocab_size=vocab_size, seed=request.seed, segments=segments)
+    if request.routed:
+        data = _with_experts(request, config, plan, data)
     own = {
         "adapter": "",
         "model_type": config.model_type,
@@ -390,6 +399,7 @@ def _case(request: Request, config: PretrainedConfig, batch_size: int) -> Case:
         "rows_per_example": data.rows_per_example,
         "targets": () if data.targets is None else tuple(map(tuple, data.targets.tolist())),
         "predicts_next": data.predicts_next,
+        "routed": () if data.routed is None else tuple(tuple(map(tuple, token)) for token in data.routed.tolist()),
         "input_ids": tuple(data.input_ids.tolist()),
         "is_trained": tuple(data.is_trained.tolist()),
         "offsets": tuple(data.offsets.tolist()),
@@ -399,6 +409,26 @@ def _case(request: Request, config: PretrainedConfig, batch_size: int) -> Case:
         "dropout": tuple(sorted(dropout_fields(config))),
     }
     return Case(**(same_fields(Case, request) | own))
+
+
+def _with_experts(
+    request: Request, config: PretrainedConfig, plan: ModelPlan, data: TokenizedDataset
+) -> TokenizedDataset:
+    """`data` with random experts of each token.
+
+    Raises:
+        UnsupportedError: below float64, where all runs replay the reference's routing; stages of layers; a router that
+            chooses among groups, or an unknown number of experts, whose random choices would be none that it makes.
+    """
+    text = config.get_text_config()
+    chosen, groups = num_chosen(text.to_dict()), getattr(text, "n_group", None) or 1
+    numbers = {rule.num_experts for rule in plan.experts.values()}
+    if request.dtype == "float64" and chosen and groups == 1 and len(numbers) == 1 and plan.topology.pp == 1:
+        size = {"layers": text.num_hidden_layers, "experts": min(numbers), "chosen": chosen}
+        return with_routed(data, **size, seed=request.seed)
+    if request.routed == "auto":
+        return data
+    raise UnsupportedError("routed_experts", "they are proved in float64, of routers that choose among all experts")
 
 
 def _sequences(request: Request, config: PretrainedConfig, number: int) -> tuple[TokenizedDataset, int]:

@@ -55,7 +55,7 @@ class Mutation:
             rows), "examples" (its mean is over pairs or records), "pools_to_the_end" (embeddings are of all tokens,
             or of the last), "entropy" (a bonus), "policy_gradient", and of one "importance" (a cap of weights),
             "sequence_ratio", "means_of_sequences", "cispo", "kl_estimate" (not the default), "scaled_otherwise"
-            (rewards, than by default); "seed" (not 0),
+            (rewards, than by default), "routed" (rollouts say the experts of tokens); "seed" (not 0),
             "short_batch" (the last of an epoch), "embedding_padding" (a target with a padding token), "lora_dropout",
             "odd_dropout" (not a multiple of 0.1), "model_dropout", "dropout" (either), "packing", "unmasked" (padding
             at the end of rows has no mask), "m_rope" (positions of time, height and width), "resume",

@@ -16,7 +16,8 @@ from meshlora.config.objective import Classify, ClassifyTokens, Dpo, Embed, Grpo
 from meshlora.data import Batch
 from meshlora.model import regions
 from meshlora.plan.rules import Domain, ModelPlan
-from meshlora.train import advantages, batches, heads, objectives, trainer
+from meshlora.train import advantages, batches, heads, objectives, routing, trainer
+from meshlora.train.routing import RunRouting
 from meshlora.train.trainer import Trainer
 from meshlora.verify.faults.fault import after, around, fault, instead_of
 
@@ -277,6 +278,36 @@ def grpo_rewards_not_centred(original: Any, objective: Any, rewards: Any, groups
 def grpo_scaled_by_default(original: Any, objective: Any, rewards: Any, groups: Any) -> Any:
     """rewards are scaled as configured"""
     return original(replace(objective, scale_rewards="group"), rewards, groups)
+
+
+@around(RunRouting, "before", needs="routed")
+def experts_of_next_token(original: Any, routing: Any, number: int, batch: Batch) -> None:
+    """each token goes to the experts that its rollout says"""
+    original(routing, number, batch)
+    tokens = routing._routing.tokens
+    routing._routing.tokens = torch.where((tokens >= 0) & (tokens.roll(1) >= 0), tokens.roll(1), tokens)
+
+
+@around(routing, "check_routed", needs="routed")
+def experts_of_another_layer(original: Any, routed: Any, plan: ModelPlan) -> dict[str, int]:
+    """each layer has its own experts of the record"""
+    return {block: (column + 1) % routed.shape[1] for block, column in original(routed, plan).items()}
+
+
+@instead_of(RunRouting, "before", needs="routed")
+def experts_of_the_record_ignored(routing: Any, number: int, batch: Batch) -> None:
+    """routers do not choose for a token whose experts its rollout says"""
+    routing._routing.tokens = routing.mesh.own_tokens(batch.held(torch.full_like(batch.input_ids, -1)))
+
+
+_NEVER_OFF = (RunRouting, "off", lambda _: lambda _: contextlib.nullcontext())
+
+
+@around(Trainer, "_forward", needs="routed base", also=(_NEVER_OFF,))
+def base_goes_to_the_experts_of_the_engine(original: Any, self: Any, number: int, micro: Any, **rest: Any) -> Any:
+    """the frozen base is another policy and chooses its own experts"""
+    self.routing.before(number, micro.batch)
+    return original(self, number, micro, **rest)
 
 
 @around(batches, "collate", needs="grpo")
