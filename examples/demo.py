@@ -19,11 +19,7 @@ from rich.panel import Panel
 from rich.text import Text
 from transformers.utils import logging
 
-from meshlora.config.file import read_run
-from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
-from meshlora.oracle.reference import train_run
-from meshlora.text.decoding import generate
-from meshlora.train.together import prepare_run
+from meshlora import compare_adapters, generate, largest_loss_gap, prepare_run, read_losses, read_run, reference_run
 
 RUN = Path("examples/demo.yaml")
 BASE = "examples/tiny_base"
@@ -63,7 +59,7 @@ def main() -> int:
     run = prepare_run(config)
     torch.set_num_threads(2)  # the two cores that the ranks had
     with console.status("training the reference"):
-        reference = train_run(
+        reference = reference_run(
             config,
             run.train_data,
             steps=run.steps,

@@ -5,44 +5,37 @@ torchrun --nproc-per-node 2 examples/own_loop.py --topology tp=2,sp
 """
 
 import argparse
+import itertools
+import json
+from pathlib import Path
 
 import torch
 from peft import LoraConfig
+from torch.utils.data import DataLoader
 from transformers import AutoTokenizer
 
 import meshlora
-from meshlora.comm.collectives import all_reduce_sum
-from meshlora.comm.groups import leave
-from meshlora.data import GlobalBatches, collate, read_records, share, tokenize
-from meshlora.train.losses import summed_cross_entropy
 
 
 def main(topology: str, dtype: str, steps: int, out: str) -> None:
     lora = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
     model = meshlora.load("examples/tiny_base", lora=lora, topology=topology, dtype=dtype).train()
-    mesh = model.meshlora.mesh
-    tokenizer = AutoTokenizer.from_pretrained("examples/tiny_base")
-    data = tokenize(read_records("examples/docstrings/train.jsonl"), tokenizer, max_length=128)
-    batches = GlobalBatches(len(data), global_batch_size=7, seed=0)
+    mesh, tokenizer = model.meshlora.mesh, AutoTokenizer.from_pretrained("examples/tiny_base")
+    texts = map(json.loads, Path("examples/docstrings/train.jsonl").read_text(encoding="utf-8").splitlines())
+    data = [tokenizer(text["prompt"] + text["completion"], truncation=True, max_length=128) for text in texts]
+    rows = meshlora.sampler(model, data, batch_size=6 // mesh.dp.size, seed=0)
+    loader = DataLoader(data, batch_sampler=rows, collate_fn=meshlora.collator(model, tokenizer))
+    batches = itertools.chain.from_iterable(loader for _ in itertools.count())  # epoch after epoch
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3)
-    for step in range(steps):
-        loss_sum, num_tokens = torch.zeros(1, device=mesh.device), 0
-        for part in share(batches.batch(step), dp_rank=mesh.dp.rank, dp_size=mesh.dp.size, micro_batch_size=3):
-            batch = collate([data[i] for i in part], pad_token_id=tokenizer.pad_token_id, token_multiple=mesh.tp.size)
-            ids, mask, labels = (t.to(mesh.device) for t in (batch.input_ids, batch.attention_mask, batch.labels))
-            with meshlora.lift():  # for comparisons in float64; changes nothing for other dtypes
-                loss = summed_cross_entropy(model(input_ids=ids, attention_mask=mask, use_cache=False).logits, labels)
-            loss.backward()
-            loss_sum, num_tokens = loss_sum + loss.detach(), num_tokens + batch.num_trained_tokens
-        total = meshlora.finish_gradients(model, num_tokens=num_tokens)
-        meshlora.clip_gradients(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        mean_loss = float(all_reduce_sum(loss_sum, mesh.dp)) / total
+    for number in range(steps):
+        # The lift is for comparisons in float64; it changes nothing for other dtypes.
+        with meshlora.step(model, optimizer, max_norm=1.0) as step, meshlora.lift():
+            for batch in itertools.islice(batches, 2):  # accumulation
+                step.backward(model(**{name: value.to(mesh.device) for name, value in batch.items()}).loss)
         if mesh.rank == 0:
-            print(f"step {step + 1}  loss {mean_loss:.4f}")
+            print(f"step {number + 1}  loss {step.loss:.4f}  norm {step.grad_norm:.4f}  {step.num_tokens} tokens")
     meshlora.save_adapter(model, out)
-    leave()
+    meshlora.leave()
 
 
 if __name__ == "__main__":

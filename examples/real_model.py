@@ -24,12 +24,16 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging
 
-from meshlora.config.file import read_run
-from meshlora.config.run import GenerateConfig
-from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
-from meshlora.oracle.reference import train_run
-from meshlora.text.decoding import generate
-from meshlora.train.together import prepare_run
+from meshlora import (
+    GenerateConfig,
+    compare_adapters,
+    generate,
+    largest_loss_gap,
+    prepare_run,
+    read_losses,
+    read_run,
+    reference_run,
+)
 
 DATA = Path(__file__).parent / "e2e"
 RUN: dict[str, Any] = {
@@ -78,7 +82,7 @@ def main() -> int:
     config = read_run(file, ["topology=dp=1", "train.overwrite=true"])
     run = prepare_run(config)
     losses = read_losses(output / "metrics.jsonl")
-    reference = train_run(
+    reference = reference_run(
         config,
         run.train_data,
         steps=run.steps,

@@ -35,7 +35,7 @@ from meshlora.config.file import read_run
 from meshlora.loading.blueprint import BaseOptions, make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
-from meshlora.oracle.reference import train_run
+from meshlora.oracle.reference import reference_run
 from meshlora.plan.topology import Topology
 from meshlora.train.together import prepare_run
 
@@ -159,7 +159,7 @@ def _reference(folder: Path, options: argparse.Namespace, dtype: str) -> tuple[l
     config = read_run(_run_file(folder, options, dtype, first), ["train.overwrite=true"])
     run = prepare_run(config)
     started = time.perf_counter()
-    losses = train_run(
+    losses = reference_run(
         config,
         run.train_data,
         steps=run.steps,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from meshlora.config.file import read_run
-from meshlora.oracle.reference import train_run
+from meshlora.oracle.reference import reference_run
 from meshlora.train.together import prepare_run
 
 
 def train_alone(file: Path, *, initial: Path, out: Path) -> list[float]:
     """Train from the adapter in `initial`, save it to `out`; returns the losses. An output of `file` is left alone."""
     run = prepare_run(read_run(file, ["train.overwrite=true"]))
-    return train_run(
+    return reference_run(
         run.config, run.train_data, steps=run.steps, pad_token_id=run.pad_token_id, adapter=initial, out=out
     )

@@ -15,18 +15,31 @@ if TYPE_CHECKING:
     from meshlora.adapter.attach import disable_adapter as disable_adapter
     from meshlora.adapter.attach import set_adapter as set_adapter
     from meshlora.adapter.formats.peft_format import load_adapter as load_adapter
+    from meshlora.adapter.formats.peft_format import lora_config as lora_config
     from meshlora.adapter.formats.peft_format import save_adapter as save_adapter
+    from meshlora.comm.groups import leave as leave
     from meshlora.common.errors import MeshloraError as MeshloraError
     from meshlora.common.errors import UnsupportedError as UnsupportedError
     from meshlora.common.errors import UserError as UserError
     from meshlora.common.float64 import lift as lift
+    from meshlora.config.file import read_run as read_run
+    from meshlora.config.run import GenerateConfig as GenerateConfig
+    from meshlora.data.stream import RolloutStream as RolloutStream
     from meshlora.loading.load import load as load
+    from meshlora.oracle.compare import compare_adapters as compare_adapters
+    from meshlora.oracle.compare import largest_loss_gap as largest_loss_gap
+    from meshlora.oracle.compare import read_losses as read_losses
+    from meshlora.oracle.reference import reference_run as reference_run
     from meshlora.plan.topology import Topology as Topology
+    from meshlora.text.decoding import generate as generate
+    from meshlora.train.feeding import collator as collator
+    from meshlora.train.feeding import sampler as sampler
     from meshlora.train.gradsync import clip_gradients as clip_gradients
     from meshlora.train.gradsync import finish_gradients as finish_gradients
     from meshlora.train.losses import language_model_loss as language_model_loss
     from meshlora.train.losses import token_scores as token_scores
     from meshlora.train.step import step as step
+    from meshlora.train.together import prepare_run as prepare_run
 
 __version__ = "0.1.0"
 
@@ -38,6 +51,7 @@ _HOME = {
     "disable_adapter": "adapter.attach",
     "set_adapter": "adapter.attach",
     "load_adapter": "adapter.formats.peft_format",
+    "lora_config": "adapter.formats.peft_format",
     "save_adapter": "adapter.formats.peft_format",
     "load": "loading.load",
     "MeshloraError": "common.errors",
@@ -45,11 +59,23 @@ _HOME = {
     "UserError": "common.errors",
     "lift": "common.float64",
     "Topology": "plan.topology",
+    "leave": "comm.groups",
+    "collator": "train.feeding",
+    "sampler": "train.feeding",
     "clip_gradients": "train.gradsync",
     "finish_gradients": "train.gradsync",
     "language_model_loss": "train.losses",
     "token_scores": "train.losses",
     "step": "train.step",
+    "read_run": "config.file",
+    "prepare_run": "train.together",
+    "GenerateConfig": "config.run",
+    "generate": "text.decoding",
+    "RolloutStream": "data.stream",
+    "reference_run": "oracle.reference",
+    "compare_adapters": "oracle.compare",
+    "largest_loss_gap": "oracle.compare",
+    "read_losses": "oracle.compare",
 }
 
 

@@ -135,6 +135,7 @@ def _steps(topology: str, out: Path) -> list[float]:
     return losses
 
 
+@pytest.mark.proof
 def test_a_loop_of_ones_own_on_cut_sequences_is_that_of_one_process(
     pools: Callable[[int], Pool], tmp_path: Path
 ) -> None:

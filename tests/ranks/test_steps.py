@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import meshlora
-from meshlora.hf.rows import fitted
 from meshlora.oracle.compare import compare_adapters
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
+from meshlora.train.feeding import fitted
 from tests.pool import Pool
 
 BASE = str(Path(__file__).parents[2] / "examples/tiny_base")

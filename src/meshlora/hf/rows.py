@@ -1,7 +1,7 @@
 """The rows of a trainer on a mesh: each rank's share of a global batch, and what all ranks found, in order.
 
-Owns: sharing the rows of a collator over dp, gathering results in the order of the rows, and padding to what sp and cp
-can cut. Does not own: the order of the data, which is the trainer's own sampler's.
+Owns: sharing the rows of a collator over dp, and gathering results in the order of the rows. Does not own: the order of
+the data, which is the trainer's own sampler's, padding to what sp and cp can cut (`train.feeding`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from torch import Tensor
 from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Axis
 from meshlora.common.errors import UserError
-from meshlora.plan.topology import Topology
 
 # Marks a batch whose rows stand in for none: a rank that has no row of a global batch runs one that does not count.
 STANDS_IN = "meshlora_stands_in"
@@ -88,22 +87,3 @@ def padded_over(value: Any, dp: Axis, *, dim: int, pad_index: float, pad_first: 
         return F.pad(tensor, places, value=pad_index)
 
     return recursively_apply(pad, value, error_on_other_type=True)
-
-
-def fitted(inputs: Mapping[str, Any], topology: Topology, *, pad_token_id: int) -> dict[str, Any]:
-    """`inputs` of a model's forward with `[B, S]` filled up on the right until sp and cp can cut them.
-
-    What is added is masked, untrained, and behind all else: with causal attention it changes nothing.
-    """
-    multiple = (topology.tp if topology.sp else 1) * topology.cp
-    ids = inputs.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or not (missing := -ids.shape[1] % multiple):
-        return dict(inputs)
-    filled = {"labels": _IGNORED, "shift_labels": _IGNORED, "input_ids": pad_token_id}
-    found = dict(inputs)
-    if "position_ids" not in found:
-        found.setdefault("attention_mask", torch.ones_like(ids))
-    for name, value in found.items():
-        if isinstance(value, Tensor) and value.shape[:2] == ids.shape and value.ndim == 2:
-            found[name] = F.pad(value, (0, missing), value=filled.get(name, 0))
-    return found

@@ -25,8 +25,9 @@ from meshlora.comm.groups import Mesh
 from meshlora.common.errors import UnsupportedError
 from meshlora.hf.arguments import check_arguments, check_data, check_loss
 from meshlora.hf.processes import Writer, be_alone, collect_over, stay_alone
-from meshlora.hf.rows import STANDS_IN, SharedRows, fitted
+from meshlora.hf.rows import STANDS_IN, SharedRows
 from meshlora.hf.state import OPTIMIZER_FILE, read_adapter_into, read_optimizer, write_adapter_into, write_optimizer
+from meshlora.train.feeding import fitted
 from meshlora.train.gradsync import clip_gradients, finish_gradients_on_device
 from meshlora.train.losses import language_model_loss
 from meshlora.train.optimizer import check_optimizer

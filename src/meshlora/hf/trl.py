@@ -16,8 +16,8 @@ from transformers.utils import ModelOutput
 
 from meshlora.adapter.attach import active_factors, adapter_factors, draw_adapter, in_use, runtime
 from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.hf.rows import fitted
 from meshlora.hf.trainer import OnMesh
+from meshlora.train.feeding import fitted
 from meshlora.train.losses import token_scores
 
 _REFERENCE = "ref"  # TRL's name

@@ -302,7 +302,7 @@ def rates_of(settings: TrainConfig) -> list[float]:
     return [float(rate) for rate in np.where(steps < warmup, lr * (steps + first) / start, rates)]
 
 
-def train_run(
+def reference_run(
     config: RunConfig,
     data: TokenizedDataset,
     *,

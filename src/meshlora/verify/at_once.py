@@ -23,7 +23,7 @@ from meshlora.loading.blueprint import make_blueprint, read_model_config
 from meshlora.loading.load import load_blueprint
 from meshlora.oracle.case import Case
 from meshlora.oracle.compare import Worst, compare_adapters
-from meshlora.oracle.reference import train_run
+from meshlora.oracle.reference import reference_run
 from meshlora.oracle.trace import Trace
 from meshlora.plan.topology import Topology
 from meshlora.train.prepare import Prepared
@@ -151,5 +151,5 @@ def train_alone(runs: Mapping[str, RunConfig], dropouts: Collection[str]) -> dic
     for name, run in runs.items():
         begin, steps = Path(run.train.output) / "initial", run.train.steps or 0
         options: dict[str, Any] = {"pad_token_id": 0, "adapter": begin, "out": _alone(run), "dropouts": dropouts}
-        losses[name] = train_run(run, _data(run), steps=steps, **options)
+        losses[name] = reference_run(run, _data(run), steps=steps, **options)
     return losses
