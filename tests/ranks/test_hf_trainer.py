@@ -254,6 +254,7 @@ def _refused() -> list[str]:
         ("tp=2", {}, Before, {}),
         ("dp=2", {}, on_mesh(_OwnLoss), {}),
         ("dp=2", {}, MeshTrainer, {"eval_dataset": _Stream()}),
+        ("tp=2", {}, MeshTrainer, {"optimizers": (torch.optim.Adafactor([torch.zeros(1)]), None)}),
     ]
     said = []
     for topology, arguments, kind, options in given:
@@ -278,6 +279,7 @@ def test_what_a_mesh_cannot_keep_is_refused(pools: Callable[[int], Pool]) -> Non
         "compute_loss of a class before OnMesh",
         "a compute_loss of your own and dp=2",
         "an iterable dataset and dp=2",
+        "the optimizer Adafactor: it uses whole matrices",
         "its loss is a mean of a rank's own rows",
     ]
     for said, right in zip(pools(2).run(_refused)[0], rights, strict=True):
@@ -293,10 +295,13 @@ def test_too_few_rows_without_labels_are_refused_on_all_ranks(rank: int) -> None
 
 
 class _Asks(TrainerCallback):
-    """One rank alone asks for the end, after the second step."""
+    """One rank alone asks for the end, after the second step, before the first, or within it."""
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        control.should_training_stop |= state.global_step == 2 and torch.distributed.get_rank() == 1
+    def __init__(self, event: str, step: int) -> None:
+        def ask(args: Any, state: Any, control: Any, **_: Any) -> None:
+            control.should_training_stop |= state.global_step == step and torch.distributed.get_rank() == 1
+
+        setattr(self, event, ask)
 
 
 def _precision() -> str:
@@ -320,7 +325,13 @@ def _stopped(out: Path, optim: str) -> list[int]:
     steps, resume = [], None
     lora = LoraConfig(r=2, target_modules="all-linear")
     model = meshlora.load(BASE, lora=lora, topology="dp=2", dtype="float32")
-    for callbacks in ([_Asks()], []):
+    for event in ("on_step_begin", "on_substep_end"):  # Trainer leaves the step that has begun
+        args = _arguments(out / event, batch=2, optim=optim, max_steps=3, eval_strategy="no", save_strategy="no")
+        trainer = _with(model, args, MeshTrainer, callbacks=[_Asks(event, 0)])
+        _trained(trainer)
+        steps.append(trainer.state.global_step)
+        model.zero_grad()
+    for callbacks in ([_Asks("on_step_end", 2)], []):
         args = _arguments(out, batch=2, optim=optim, max_steps=3, eval_strategy="no")
         trainer = _with(model, args, MeshTrainer, callbacks=callbacks)
         _trained(trainer, resume)
@@ -331,4 +342,4 @@ def _stopped(out: Path, optim: str) -> list[int]:
 
 def test_one_rank_stops_all_and_a_run_without_moments_resumes(pools: Callable[[int], Pool], tmp_path: Path) -> None:
     """An optimizer without a state of its own leaves none in a checkpoint."""
-    assert pools(2).run(_stopped, tmp_path, "sgd") == [[2, 3], [2, 3]]
+    assert pools(2).run(_stopped, tmp_path, "sgd") == [[0, 0, 2, 3]] * 2

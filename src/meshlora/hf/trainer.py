@@ -92,6 +92,7 @@ class OnMesh(_Trainer):
                 f"Trainer with {self.accelerator.num_processes} processes", rule, "make this one first"
             )
         check_loss(self, self._behind, mesh)
+        self._agree_after_substeps()
 
     @property
     def _behind(self) -> Any:
@@ -225,6 +226,18 @@ class OnMesh(_Trainer):
         asked = torch.tensor([float(getattr(self.control, name)) for name in _FLAGS], device=self._mesh.device)
         for name, number in zip(_FLAGS, all_reduce_sum(asked, self._mesh.world).tolist(), strict=True):
             setattr(self.control, name, number > 0)
+
+    def _agree_after_substeps(self) -> None:
+        """Let ranks agree within an accumulation too: Trainer looks after each micro-batch whether it is to stop."""
+        handler = self.callback_handler
+        theirs = handler.on_substep_end
+
+        def on_substep_end(*args: Any, **options: Any) -> Any:
+            self.control = theirs(*args, **options)
+            self._agree()
+            return self.control
+
+        handler.on_substep_end = on_substep_end
 
     def _finalize_training(self, *args: Any, **options: Any) -> Any:
         self._tr_loss = self._of_all(self._tr_loss)
