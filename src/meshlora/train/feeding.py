@@ -161,8 +161,7 @@ class RankCollator:
                     rule = "every token of a row has one"
                     raise UserError(f"row {number} of a batch: {what} for {length} input_ids", rule)
                 own = torch.as_tensor(values[name], dtype=torch.float32 if name in columns else torch.int64)
-                fill = {"input_ids": pad, "labels": IGNORED}.get(name, 0)
-                tensors.append(F.pad(own, (0, longest - length), value=fill))
+                tensors.append(F.pad(own, (0, longest - length), value=pad if name == "input_ids" else 0))
         batch = {name: torch.stack(each) for name, each in found.items()}
         batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, IGNORED)
         return fitted(batch, self.topology, pad_token_id=pad)
