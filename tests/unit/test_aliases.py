@@ -47,6 +47,7 @@ def _message(group: str, key: str, folder: Path) -> str:
         ("train", "deepspeed", "here it is topology"),
         ("train", "fsdp", "here it is topology"),
         ("train", "max_seq_length", "here it is data.max_length"),
+        ("train", "epsilon_high", "here it is train.objective, as in {kind: grpo, clip_high: 0.28}"),
         ("", "lora-r", "lora-r: unknown key; here it is lora.r"),
         ("", "lora_target", "here it is lora.target_modules"),
         ("", "base_model", "here it is model.path"),

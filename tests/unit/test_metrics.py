@@ -22,8 +22,12 @@ def test_line_of_a_step_has_what_its_objective_reports(is_terminal: bool, tmp_pa
     said = io.StringIO()
     console = Console(file=said, force_terminal=is_terminal, width=200)
     with Reporter(tmp_path / "metrics.jsonl", steps=2, log_every=1, is_main=True, console=console) as reporter:
-        reporter.step(StepMetrics(1, 0.5, 1e-3, 2.0, 100, 0.5, means={"accuracy": 0.75, "margin": 0.0123456}))
+        reporter.step(
+            StepMetrics(1, 0.5, 1e-3, 2.0, 100, 0.5, means={"accuracy": 0.75, "margin": 0.0123456, "engine_kl": 0.5})
+        )
         reporter.step(StepMetrics(2, 0.4, 1e-3, float("inf"), 100, 0.5, skipped=True))
+    first_line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
+    assert first_line["engine_kl"] == 0.5, "it is in the file, and not in the line"
     text = said.getvalue()
     if is_terminal:
         assert "loss 0.4000  200 tokens/s  left out" in text, "in the bar"

@@ -43,10 +43,26 @@ _KEYS = {
         "train.recompute, as in recompute: full",
     ),
     "label_smoothing_factor": "train.objective, as in objective: {kind: sft, label_smoothing: 0.1}",
-    **dict.fromkeys(("stage", "rl", "loss_type", "finetuning_stage"), "train.objective, as in objective: dpo"),
+    **dict.fromkeys(("stage", "loss_type", "finetuning_stage"), "train.objective, as in objective: dpo"),
     **dict.fromkeys(("pref_beta", "rl_beta"), "train.objective, as in objective: {kind: dpo, beta: 0.1}"),
     **dict.fromkeys(("neftune_noise_alpha", "noise_alpha"), "train.neftune_alpha"),
     **dict.fromkeys(("optim", "optimizer_name"), "train.optimizer, as in optimizer: adamw"),
+    # Of TRL's and verl's GRPO.
+    **{
+        name: f"train.objective, as in {{kind: grpo, {ours}}}"
+        for ours, names in {
+            "clip_low: 0.2": ("epsilon", "clip_ratio", "clip_ratio_low"),
+            "clip_high: 0.28": ("epsilon_high", "clip_ratio_high"),
+            "ratio: sequence": ("importance_sampling_level",),
+            "importance_cap: 2": ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max", "tis_cap"),
+            "kl_coef: 0.01": ("kl_loss_coef", "use_kl_loss"),
+            "kl: k3": ("kl_loss_type",),
+            "mean_over: sequence": ("loss_agg_mode",),
+            "scale_rewards: none": ("norm_adv_by_std_in_grpo",),
+            "entropy_coef: 0.001": ("entropy_coeff", "ent_coef"),
+        }.items()
+        for name in names
+    },
     "loraplus_lr_ratio": "train.lora_plus_ratio",
     "loraplus_lr_embedding": "train.lora_plus_embedding_lr",
     "ddp_timeout": "train.timeout_s",

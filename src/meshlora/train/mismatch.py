@@ -13,6 +13,7 @@ from torch import Tensor
 _KNOWN = "engine_known"
 _GIVEN = ("engine_gap", "engine_kl", "engine_weight", "engine_weight_squared", "engine_truncated")
 LARGEST = "largest_engine_gap"
+OF_FILE = (LARGEST, "engine_kl", "effective_samples")  # in the metrics, and not in the line of a step
 
 
 def mismatch_sums(old: Tensor, engine: Tensor, cap: float | None) -> dict[str, Tensor]:

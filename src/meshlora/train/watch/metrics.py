@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from meshlora.common.console import Console
 from meshlora.common.errors import SaveError
 from meshlora.common.files import write_atomically
+from meshlora.train.mismatch import OF_FILE
 from meshlora.train.watch.tracking import Tracker, tracked
 
 
@@ -149,7 +150,7 @@ class Reporter:
             timed = f"  {_time(metrics.step_time_s)} (planned {_time(self.planned.step_time_s)})"
         self._write({**values, **metrics.means})
         speed = metrics.tokens / max(metrics.step_time_s, 1e-9)
-        means = "".join(f"  {name} {value:.4g}" for name, value in metrics.means.items())
+        means = "".join(f"  {name} {value:.4g}" for name, value in metrics.means.items() if name not in OF_FILE)
         skipped = "  left out" if metrics.skipped else ""
         shown = f"loss {metrics.loss:.4f}{means}  {speed:,.0f} tokens/s{skipped}{self._saved}"
         self._progress.update(self._task, completed=metrics.step, shown=shown)
