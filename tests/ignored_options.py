@@ -106,6 +106,7 @@ _DPO = "tests/verify/test_objectives.py::test_layers_that_are_computed_twice_hav
 _SFT = "tests/verify/test_objectives.py::test_objective_is_that_of_one_process_on_every_mesh[sft]"
 
 _REWARDS, _RL = "tests/unit/test_rewards.py", "tests/ranks/test_rl.py"
+_PUBLISH = "tests/ranks/test_publish.py"
 _LIMITS = f"{_REWARDS}::test_a_program_ends_within_its_limits"
 _GENERATION = f"{_RL}::test_own_generation_has_the_options_of_the_run_file"
 
@@ -217,6 +218,9 @@ CAUGHT_BY: dict[str, str] = {
     **{f"rl.{name}": _GENERATION for name in ("max_new_tokens", "temperature", "stop", "batch_size")},
     "rl.source": f"{_RL}::test_recorded_rollouts_give_one_adapter_and_that_of_transformers[tp=2,sp]",
     "rl.updates": f"{_RL}::test_a_generation_is_used_for_several_updates",
+    "rl.publish_to": f"{_PUBLISH}::test_an_adapter_is_published_every_so_many_steps_and_at_the_end",
+    "rl.publish_every": f"{_PUBLISH}::test_an_adapter_is_published_every_so_many_steps_and_at_the_end",
+    "rl.adapter_name": f"{_PUBLISH}::test_an_engine_samples_with_the_adapter_of_the_step_before",
     **{f"rl.rewards.{kind}.weight": f"{_REWARDS}::test_the_sum_is_weighted" for kind in rl.REWARDS},
     "rl.rewards.regex.pattern": f"{_REWARDS}::test_a_pattern_is_found_or_is_all",
     "rl.rewards.regex.whole": f"{_REWARDS}::test_a_pattern_is_found_or_is_all",

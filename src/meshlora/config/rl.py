@@ -130,6 +130,9 @@ class RlConfig:
         source: own: the model generates, on the mesh that trains it; a URL: of an engine that serves the adapter
             (`rl.engine`); or a folder of recorded rollouts (`data.stream`).
         updates: optimizer steps on the rollouts of one generation.
+        publish_to: folder that gets the adapter in the layout of engines (`rl.publishing`); of an engine, which reads
+            it there, default: published in the output. publish_every: in optimizer steps.
+        adapter_name: of the adapter in the engine.
     """
 
     rewards: list[Reward]
@@ -140,14 +143,26 @@ class RlConfig:
     batch_size: int = number(16, "at least 1", most=10**6)
     source: str = "own"
     updates: int = number(1, "at least 1", most=1000)
+    publish_to: str | None = None
+    publish_every: int = number(1, "at least 1", most=10**9)
+    adapter_name: str = "meshlora"
 
     def __post_init__(self) -> None:
         check_numbers("rl", self)
         require(bool(self.rewards), "rl.rewards", [], "one or more")
         require(self.completions >= 2, "rl.completions", self.completions, "at least 2: those of a prompt are compared")
         require(all(self.stop), "rl.stop", self.stop, "of texts that are not empty")
+        check_path("rl.publish_to", self.publish_to or "")
+        require(bool(self.adapter_name.strip()), "rl.adapter_name", repr(self.adapter_name), "a name")
         if self.is_folder:
             check_path("rl.source", self.source)
+        if self.publish_every > 1 and self.publish_to is None and not self.is_engine:
+            raise UserError("rl.publish_every", "it has no effect without rl.publish_to", "give both")
+        if self.adapter_name != "meshlora" and not self.is_engine:
+            rule = "it is the adapter's name in an engine, and rl.source is none"
+            raise UserError(f"rl.adapter_name={self.adapter_name}", rule, "leave it out")
+        if self.is_folder and self.publish_to is not None:
+            raise UserError("rl.publish_to with recorded rollouts", "nothing is generated", "use meshlora publish")
 
     @property
     def is_own(self) -> bool:

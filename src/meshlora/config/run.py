@@ -538,6 +538,13 @@ class RunConfig:
         if rl.temperature != 1.0 and train.objective.importance_cap is None and not rl.is_folder:
             given = f"rl.temperature={rl.temperature:g} with train.objective.importance_cap=null"
             raise UserError(given, "what is trained is not what samples: that is to be corrected", "leave out one")
+        if rl.is_engine and rl.temperature != 1.0:
+            given = f"rl.temperature={rl.temperature:g} with rl.source={rl.source}"
+            rule = "an engine's log-probabilities are those before the temperature, unless it was started otherwise"
+            raise UserError(given, rule, "leave it out")
+        if rl.is_engine and max(rl.publish_every, rl.updates) > 1 and train.objective.importance_cap is None:
+            given = f"rl.publish_every={rl.publish_every}, rl.updates={rl.updates} with importance_cap=null"
+            raise UserError(given, "the adapter that samples is an older one: that is to be corrected", "leave out one")
 
     def _check_stream(self) -> None:
         """Refuse, for data that come step by step, what needs all of them beforehand."""

@@ -11,27 +11,36 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from meshlora.comm.collectives import all_reduce_sum
+from meshlora.adapter.formats.peft_format import save_adapter
+from meshlora.comm.collectives import all_reduce_sum, broadcast_in_place
+from meshlora.comm.groups import Mesh
 from meshlora.common.errors import MeshloraError, UserError
 from meshlora.common.float64 import lift
 from meshlora.config.rl import RlConfig
 from meshlora.config.run import GenerateConfig
 from meshlora.data import TokenizedDataset
+from meshlora.rl.engine import Engine
 from meshlora.rl.prompts import Prompt, Prompts
+from meshlora.rl.publishing import publish, remove_older
 from meshlora.rl.rewards import Completion, Rewards, Scored
 from meshlora.text.decoding import texts_of
 from meshlora.train.generated import continued_by_all
 from meshlora.train.losses import batch_log_probabilities
 from meshlora.train.trained import TrainedAdapter
 
+_SAVED = ".publishing"  # in the output, while the adapter is on its way
+_KEPT = 3  # published versions: one that is still being read is among them
 # The mean of |log p when generating - log p when training| over a step, above which these are two policies. Rounding
 # is far below; in float16 and bfloat16 it is not, and nothing is concluded.
 _LARGEST_GAP = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -66,6 +75,7 @@ class Rollouts:
     generate: Generator
     rewards: Rewards | None
     tokenizer: PreTrainedTokenizerBase
+    publish: Publisher | None = None
 
     def make(self, step: int) -> None:
         """Make those of `step`, from 1, with the adapter as it is, and of all updates on the same generation.
@@ -81,6 +91,8 @@ class Rollouts:
                 f"the file is missing, and was made together with {stream.file(step - later).name}",
                 f"remove that one, too, and go on from a checkpoint of at most {step - 1 - later} steps",
             )
+        if self.publish is not None and self.publish.steps is None:  # this process has not yet
+            self.publish(step - 1)
         asked = [prompt for prompt in self.prompts.of_round(number) for _ in range(self.config.completions)]
         with self.one.reporter.doing("rollouts"):
             said = self.generate(asked, step)
@@ -115,17 +127,21 @@ class Rollouts:
                 "said": completion.text,
                 "parts": dict(score.parts),
                 "origin": prompt.origin,
-                "adapter_steps": step - 1,
+                "adapter_steps": step - 1 if self.publish is None or self.config.is_own else self.publish.steps,
             }
             for place, (prompt, each, completion, score) in enumerate(zip(asked, said, given, scored, strict=True))
         ]
 
     def check(self, step: int, means: Mapping[str, float]) -> None:
-        """After a step: was it on policy, and was what generated what was trained?
+        """After a step: publish the adapter if it is due. Was the step on policy, and did the policy that is trained
+        generate it?
 
         Raises:
             MeshloraError: the policy that generated was another one.
         """
+        is_last = step == self.one.run.steps
+        if self.publish is not None and (step % self.config.publish_every == 0 or is_last):
+            self.publish(step)
         if (step - 1) % self.config.updates:
             return
         assert means["ratio"] == 1.0, f"step {step}: the first ratio is {means['ratio']!r}"
@@ -144,6 +160,74 @@ def _tell(say: Callable[[str], None], step: int, scored: Sequence[Scored], said:
     totals = torch.tensor([each.total for each in scored], dtype=torch.float64)
     length = sum(len(each.tokens) for each in said) / len(said)
     say(f"rollouts of step {step}: reward {totals.mean():.3f} ± {totals.std():.3f}, {length:.1f} tokens each")
+
+
+@dataclass
+class Publisher:
+    """Publishes the adapter of `one` in `to`, and lets `engine` load it, if there is one. Every rank calls it.
+
+    steps: of the adapter that was published last; None: none was.
+    """
+
+    one: TrainedAdapter
+    to: Path
+    engine: Engine | None
+    name: str
+    steps: int | None = None
+
+    def __call__(self, steps: int) -> None:
+        """Publish the adapter as it is, after `steps` steps.
+
+        Raises:
+            UserError: the folder cannot be written, or the engine refuses it.
+        """
+        saved = self.one.output / _SAVED
+        with self.one.reporter.doing("publish"):
+            with self.one.in_use():
+                save_adapter(self.one.model, saved)
+            if self.one.mesh.rank == 0:
+                blueprint = self.one.run.blueprint
+                version = publish(
+                    saved, self.to, name=f"step-{steps:06d}", model_and_plan=lambda: (blueprint.model, blueprint.plan)
+                )
+                if self.engine is not None:
+                    self.engine.load_adapter(self.name, version)
+                remove_older(self.to, _KEPT)
+                shutil.rmtree(saved, ignore_errors=True)
+        self.steps = steps
+
+
+@dataclass(frozen=True)
+class EngineGenerator:
+    """An engine, which serves the published adapter. Rank 0 asks it."""
+
+    one: TrainedAdapter
+    config: RlConfig
+    engine: Engine
+
+    def __call__(self, prompts: Sequence[Prompt], step: int) -> list[Said]:
+        said = ""
+        if self.one.mesh.rank == 0:
+            found = self.engine.complete(
+                self.config.adapter_name,
+                [prompt.ids for prompt in prompts[:: self.config.completions]],
+                n=self.config.completions,
+                max_tokens=self.config.max_new_tokens,
+                temperature=self.config.temperature,
+                stop=self.config.stop,
+                seed=seed_of(self.one.run.config.train.seed, step),
+            )
+            said = json.dumps([(each.tokens, each.log_probs) for group in found for each in group])
+        return [Said(tokens, log_probs) for tokens, log_probs in json.loads(broadcast_text(said, self.one.mesh))]
+
+
+def broadcast_text(text: str, mesh: Mesh) -> str:
+    """The text of rank 0, on all. Collective."""
+    content = text.encode()
+    size = broadcast_in_place(torch.tensor([len(content)], dtype=torch.int64, device=mesh.device), mesh.world)
+    given = content if mesh.rank == 0 else bytes(int(size.item()))
+    there = torch.frombuffer(bytearray(given), dtype=torch.uint8).to(mesh.device)
+    return bytes(broadcast_in_place(there, mesh.world).tolist()).decode()
 
 
 @dataclass(frozen=True)

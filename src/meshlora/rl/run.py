@@ -6,16 +6,21 @@ Owns: which runs those are, and what they refuse. Does not own: the run (`train.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from meshlora.common.console import Console
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.run import RunConfig
+from meshlora.rl.engine import Engine
 from meshlora.rl.prompts import Prompts, read_prompts
+from meshlora.rl.publishing import check_for_engines
 from meshlora.rl.rewards import Rewards
-from meshlora.rl.rollouts import OwnGenerator, Rollouts
+from meshlora.rl.rollouts import EngineGenerator, OwnGenerator, Publisher, Rollouts
 from meshlora.text.tokenizer import tokenizer_of
 from meshlora.train.prepare import Prepared
 from meshlora.train.trained import TrainedAdapter
+
+PUBLISHED = "published"  # in the output
 
 
 def check_command(configs: Mapping[str, RunConfig], *, makes_rollouts: bool) -> None:
@@ -46,6 +51,8 @@ def check_rl(run: Prepared, *, say: Callable[[str], None] | None = None) -> Prom
     if dropout := run.blueprint.trained.config.lora_dropout:
         rule = "the policy that is trained would be another one than the one that acts"
         raise UnsupportedError(f"rl with lora_dropout={dropout}", rule, "leave it out")
+    if rl.is_engine or rl.publish_to is not None:
+        check_for_engines(run.blueprint.trained.config, "lora")
     return read_prompts(run.config, tokenizer_of(run.config), run.blueprint.config, say)
 
 
@@ -74,7 +81,11 @@ def making(run: Prepared, prompts: Prompts | None) -> Callable[[TrainedAdapter],
         assert rl is not None
         assert prompts is not None
         rewards = Rewards(rl.rewards) if one.mesh.rank == 0 else None  # once: each rank for itself could differ
-        rollouts = Rollouts(one, rl, prompts, OwnGenerator(one, rl, tokenizer), rewards, tokenizer)
+        engine = Engine(rl.source, one.run.config.train.timeout_s) if rl.is_engine else None
+        generate = OwnGenerator(one, rl, tokenizer) if engine is None else EngineGenerator(one, rl, engine)
+        to = rl.publish_to or (one.output / PUBLISHED if rl.is_engine else None)
+        publisher = None if to is None else Publisher(one, Path(to), engine, rl.adapter_name)
+        rollouts = Rollouts(one, rl, prompts, generate, rewards, tokenizer, publisher)
         one.followed.make, one.followed.check = rollouts.make, rollouts.check
 
     return set_up

@@ -29,6 +29,7 @@ _FREE = {*_CHOICES, "keep_last", "keep_best", "early_stopping", "routing_replay"
     *(f"{name}_every" for name in ("eval", "save", "log", "replica_check", "sample")),
     *("on_save_error", "on_nonfinite", "timeout_s", "on_fewer", "deterministic"),
 }
+_FREE_OF_RL = ("publish_to", "adapter_name")
 _TOKENIZER = (
     *("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template*", "additional_chat_templates/*", "preprocessor_config.json", "processor_config.json"),
@@ -57,7 +58,8 @@ def identity(
     if kernels != "none":  # which is what no value says
         found["model.kernels"] = kernels
     if config.rl is not None:
-        found["rl"] = json.dumps(dataclasses.asdict(config.rl), sort_keys=True)
+        own = {name: value for name, value in dataclasses.asdict(config.rl).items() if name not in _FREE_OF_RL}
+        found["rl"] = json.dumps(own, sort_keys=True)
     if config.adapter is None:
         found["lora"] = json.dumps(config.lora, sort_keys=True)
     return found | {
