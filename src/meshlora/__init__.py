@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from meshlora.adapter.formats.peft_format import load_adapter as load_adapter
     from meshlora.adapter.formats.peft_format import lora_config as lora_config
     from meshlora.adapter.formats.peft_format import save_adapter as save_adapter
+    from meshlora.adapter.merging.in_memory import merge as merge
+    from meshlora.adapter.merging.in_memory import merged as merged
+    from meshlora.adapter.merging.in_memory import unmerge as unmerge
     from meshlora.comm.groups import leave as leave
     from meshlora.common.errors import MeshloraError as MeshloraError
     from meshlora.common.errors import UnsupportedError as UnsupportedError
@@ -53,6 +56,9 @@ _HOME = {
     "load_adapter": "adapter.formats.peft_format",
     "lora_config": "adapter.formats.peft_format",
     "save_adapter": "adapter.formats.peft_format",
+    "merge": "adapter.merging.in_memory",
+    "merged": "adapter.merging.in_memory",
+    "unmerge": "adapter.merging.in_memory",
     "load": "loading.load",
     "MeshloraError": "common.errors",
     "UnsupportedError": "common.errors",

@@ -76,7 +76,8 @@ class Runtime:
     plan: of what this rank's stage has. context, cut: the cuts of its forwards over cp, and over tp under sp. pipeline:
     their way through this stage. whole: all stages. base: the base parameters that adapters have copies of. dropout:
     the tokens of the running forward, and the adapter of each. rounding: of factors, to the base's dtype.
-    masks_padding: padding at the end of rows is masked, too (`model.padding`). loop: of the caller's own.
+    masks_padding: padding at the end of rows is masked, too (`model.padding`). loop: of the caller's own. unmerged:
+    while the active adapter is merged (`adapter.merging.in_memory`), the weights before, by leaf.
     """
 
     plan: ModelPlan
@@ -90,6 +91,7 @@ class Runtime:
     adapters: dict[str, Adapter] = field(default_factory=dict)
     active: str | None = None
     base: dict[str, nn.Parameter] = field(default_factory=dict)
+    unmerged: dict[str, Tensor] | None = None
     dropout: ForwardTokens = field(init=False)
     rounding: Rounding = field(default_factory=Rounding, init=False)
     loop: Loop = field(default_factory=Loop, init=False)
@@ -117,6 +119,18 @@ def runtime(model: nn.Module) -> Runtime:
     if not isinstance(found, Runtime):
         raise UserError(f"{type(model).__name__}", "it is not a parallel model", "make it with meshlora.load")
     return found
+
+
+def check_not_merged(state: Runtime, what: str) -> None:
+    """Refuse `what` while the active adapter is merged into the weights.
+
+    Raises:
+        UserError: it is.
+    """
+    if state.unmerged is not None:
+        raise UserError(
+            f"{what} while an adapter is merged", "its weights are those of one adapter", "call meshlora.unmerge before"
+        )
 
 
 def add_adapter(model: Any, name: str, config: LoraConfig, *, seed: int = 0) -> None:
@@ -151,6 +165,7 @@ def attach(
     """
     state, mesh, dtype = runtime(model), runtime(model).mesh, wide_dtype(model.dtype)
     config = planned.config
+    check_not_merged(state, f"adding adapter {name!r}")
     _check_name(state, name, config)
     for target in planned.targets.values():
         if not state.plan.holds(target.name):
@@ -259,6 +274,7 @@ def set_adapters(model: Any, names: Sequence[str]) -> None:
 def _activate(model: Any, name: str | None) -> None:
     """Make `name` active, its copies in place of the base parameters; None: the base with its own."""
     state = runtime(model)
+    check_not_merged(state, "choosing or switching off an adapter")
     state.active = name
     for leaf in parallel_leaves(model).values():
         leaf.active = name
@@ -303,6 +319,7 @@ def active_factors(model: Any) -> list[Factor]:
         UserError: no adapter is active.
     """
     state = runtime(model)
+    check_not_merged(state, "training")
     if state.active is None:
         raise UserError("no active adapter", "there is nothing to train", "call set_adapter, or give lora= to load")
     return adapter_factors(model, state.active)

@@ -161,16 +161,17 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
     def _with_magnitudes(self, y: Tensor) -> Tensor:
         """y `[..., out_local]` with the rows of each adapter with magnitudes multiplied by `m / ||W + s B A||`."""
         if self.in_use is not None:
-            return y * self._ratio(self.in_use).to(y.dtype)
+            return y * self.magnitude_ratio(self.in_use).to(y.dtype)
         rows = y.reshape(-1, y.shape[-1])
         found = []
         for part in self._parts(y):
             adapter, own = str(part.share.adapter), rows[part.start : part.stop]
             has_magnitude = adapter in self.lora_magnitude_vector
-            found.append(own * self._ratio(adapter).to(y.dtype) if has_magnitude else own)
+            found.append(own * self.magnitude_ratio(adapter).to(y.dtype) if has_magnitude else own)
         return torch.cat(found).view(y.shape)
 
-    def _ratio(self, adapter: str) -> Tensor:
+    def magnitude_ratio(self, adapter: str) -> Tensor:
+        """`m / ||W + s B A||` of each row, `[out_local]`, of an adapter with magnitudes."""
         magnitude = self.lora_magnitude_vector[adapter]
         return magnitude / self.weight_norm(adapter).to(magnitude.dtype)
 

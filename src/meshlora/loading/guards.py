@@ -133,6 +133,8 @@ def guard_model(model: Any, topology: Topology) -> None:
 
     def check(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _check_outputs(model.config, kwargs, topology)
+        if torch.is_grad_enabled():
+            attach.check_not_merged(model.meshlora, "a forward with gradients")
         tokens = given_tokens(args, kwargs)[1]
         if fixed is not None and torch.is_grad_enabled() and tokens is not None and tokens.shape[1] > fixed[0]:
             raise UnsupportedError(
