@@ -205,7 +205,7 @@ def ours(shape: Shape, num_layers: int, *, has_kernels: bool = False) -> Counted
         built = copy.deepcopy(blueprint.model)
         if has_kernels:
             fuse(built)
-        model = assemble(built, blueprint, mesh, fake_run)
+        model = assemble(built, blueprint, mesh, fake_run, optimizer="adamw")
         factors = active_factors(model)
         for factor in factors:
             factor.parameter.requires_grad_()

@@ -98,9 +98,10 @@ class _PolicyGradient(_Objective):
     loss: clipped: a ratio that has left the interval gains nothing more. cispo: the clipped ratio is a constant weight.
     importance_cap: the largest weight that corrects for the engine that sampled, of records with its
         log-probabilities; None: no correction.
-    kl_coef: weight of the divergence from the frozen base, which `kl` estimates. entropy_coef: weight of the entropy.
+    kl_coef: weight of the divergence from the frozen base. kl: Schulman's estimate of it from one token.
+    entropy_coef: weight of the entropy.
     mean_over: tokens of the step; sequences, each the mean of its tokens; constant: sequences, each the sum of its
-        tokens over max_completion_length.
+        tokens over a constant. max_completion_length: that constant.
     """
 
     ratio: Literal["token", "sequence"] = "token"

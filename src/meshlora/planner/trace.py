@@ -78,6 +78,7 @@ def fake_mesh(topology: Topology, copies: set[int], *, has_experts: bool) -> Mes
 
 def assemble(model: Any, blueprint: Blueprint, mesh: Mesh, run: FakeRun, *, optimizer: str) -> Any:
     """Turn `model`, a copy of the blueprint's, into what `meshlora.load` returns, with fake weights and factors.
+
     optimizer: as in a run file; what it freezes is frozen.
 
     Called inside `run`, which then counts the states. With `plan.units` the groups of `mesh` must be real.
