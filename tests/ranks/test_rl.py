@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import json
+import math
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,14 +19,17 @@ from safetensors.torch import load_file
 
 from meshlora.adapter.formats.peft_format import WEIGHTS_FILE
 from meshlora.cli.main import main
-from meshlora.common.errors import MeshloraError
+from meshlora.common.errors import MeshloraError, UnsupportedError
 from meshlora.config.file import read_run
+from meshlora.config.objective import Grpo
 from meshlora.config.run import GenerateConfig
 from meshlora.data.stream import RolloutStream
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.rl.prompts import Prompt
-from meshlora.rl.rollouts import OwnGenerator, Said
+from meshlora.rl.rollouts import OwnGenerator, Rollouts, Said
 from meshlora.rl.run import check_rl, making
+from meshlora.train.checkpoint.manifest import read_whole
+from meshlora.train.run import prepare_output
 from meshlora.train.together import prepare_run
 from tests.one_process import train_alone
 from tests.pool import Pool, RankError, wait_for_all
@@ -167,6 +173,24 @@ def test_a_run_that_goes_on_ends_with_the_same_bytes(
     assert (output / "adapter" / WEIGHTS_FILE).read_bytes() == (made / "adapter" / WEIGHTS_FILE).read_bytes()
 
 
+@pytest.mark.parametrize(("done", "updates", "kept"), [(0, 1, 0), (2, 1, 2), (3, 2, 4), (2, 2, 2)])
+def test_rollouts_of_a_run_with_other_settings_are_not_found(
+    done: int, updates: int, kept: int, made: Path, folder: Path
+) -> None:
+    """They are of other rewards, or of an adapter that had another rate; a run without a checkpoint is not compared."""
+    name = f"other-{done}-{updates}"
+    run = prepare_run(read_run(rl_file(folder, name, "dp=2", rl={"updates": updates})), world=2)
+    saved = next(iter(sorted((made / "checkpoints").glob("step-*"))))
+    output = folder / name
+    for is_same in (True, False) if done else (False,):
+        shutil.copytree(made / "rollouts", output / "rollouts", dirs_exist_ok=True)
+        identity = run.identity if is_same else {**run.identity, "train.lr": "1"}
+        found = dataclasses.replace(read_whole(saved), step=done, identity=identity) if done else None
+        prepare_output(dataclasses.replace(run, resumes=True, resume=found))
+        left = [step for step in range(1, STEPS + 1) if RolloutStream(output / "rollouts").file(step).exists()]
+        assert left == [step for step in range(1, STEPS + 1) if is_same or step <= kept]
+
+
 def _stale(self: OwnGenerator, prompts: Sequence[Prompt], step: int) -> list[Said]:
     """Generates with the adapter of one step before."""
     now = [factor.parameter.detach().clone() for factor in self.one.factors]
@@ -231,6 +255,7 @@ def test_a_generation_is_used_for_several_updates(folder: Path, pools: Callable[
         ({"data.follow_s": "3"}, "data.follow_s with rl.source=own: it makes its rollouts"),
         ({"train.epochs": "1", "train.steps": "null"}, "rl with train.epochs"),
         ({"lora.lora_dropout": "0.1"}, "rl with lora_dropout=0.1"),
+        ({"train.neftune_alpha": "5"}, "rl with train.neftune_alpha=5: the policy that is trained would be another"),
         ({"topology": "pp=2"}, "rl on pp=2: nothing is generated through stages of layers"),
         ({"rl": "null"}, "this run file: it has no group rl; meshlora train runs it"),
     ],
@@ -243,6 +268,33 @@ def test_what_does_not_fit_is_said_before_the_run(
     number = "2" if changes.get("topology") else "1"
     assert main(["rl", str(file), "--nproc", number, *overrides]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_dropout_of_the_model_itself_is_refused(folder: Path) -> None:
+    run = prepare_run(read_run(rl_file(folder, "dropout", "")))
+    config = copy.deepcopy(run.blueprint.config)
+    config.resid_pdrop = 0.1  # exact on a mesh, as of GPT-2, and so no error before
+    dropping = dataclasses.replace(run, blueprint=dataclasses.replace(run.blueprint, config=config))
+    with pytest.raises(UnsupportedError, match=r"rl with the model's resid_pdrop=0.1: the policy that is trained"):
+        check_rl(dropping)
+
+
+@pytest.mark.parametrize("mean_over", ["token", "sequence"])
+def test_a_mean_over_sequences_may_round_the_first_ratio(mean_over: Any) -> None:
+    """Ten times 0.1 in float32 is above 1. A step that was left out has none."""
+    one: Any = SimpleNamespace(objective=Grpo(mean_over=mean_over), model=torch.nn.Linear(1, 1), run=SimpleNamespace())
+    one.run.steps, one.model.dtype = 9, torch.float32
+    config: Any = SimpleNamespace(updates=1, is_own=True, temperature=1.0)
+    rollouts = Rollouts(one, config, *[None] * 4)  # type: ignore[arg-type]
+    rollouts.check(1, {"ratio": 1.0, "engine_gap": 0.0})
+    rollouts.check(1, {"ratio": math.nan, "engine_gap": math.nan})
+    ratio = float((torch.ones(10) / 10).sum())
+    assert ratio != 1.0
+    for wrong in [1.001] + [ratio] * (mean_over == "token"):
+        with pytest.raises(AssertionError, match="the first ratio is"):
+            rollouts.check(1, {"ratio": wrong, "engine_gap": 0.0})
+    if mean_over == "sequence":
+        rollouts.check(1, {"ratio": ratio, "engine_gap": 0.0})
 
 
 def test_only_rl_makes_rollouts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,13 @@ class RolloutStream:
             raise UserError(f"{file}", f"it cannot be written ({error.strerror or error})") from None
         return file
 
+    def forget_after(self, step: int) -> None:
+        """Remove the files of later steps, if there are any."""
+        for file in Path(self.folder).glob("step_*.jsonl"):
+            number = file.stem.removeprefix("step_")
+            if number.isdecimal() and int(number) > step:
+                file.unlink()
+
     def end(self, steps: int) -> None:
         """Mark that the stream has `steps` steps, and no more."""
         Path(self.folder).mkdir(parents=True, exist_ok=True)

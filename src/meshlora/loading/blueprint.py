@@ -28,7 +28,7 @@ from meshlora.common.tasks import CAUSAL
 from meshlora.config.objective import TEXT, Objective
 from meshlora.config.run import BaseOptions as BaseOptions
 from meshlora.layers.quantized import check_library
-from meshlora.loading.guards import check_dropouts, handle_dropout
+from meshlora.loading.guards import check_dropouts, dropout_fields, handle_dropout
 from meshlora.model.building import build_on_meta
 from meshlora.model.dp_shard import check_units
 from meshlora.model.packed import check_packing
@@ -84,6 +84,11 @@ class Blueprint:
         """The adapter; asserts that there is one."""
         assert self.adapter is not None
         return self.adapter
+
+    @property
+    def dropouts(self) -> dict[str, float]:
+        """Field of the configuration -> rate, of the model's own dropouts that are on."""
+        return dropout_fields(self.config)
 
     @property
     def num_parameters(self) -> int:

@@ -48,12 +48,21 @@ def check_rl(run: Prepared, *, say: Callable[[str], None] | None = None) -> Prom
         return None
     if run.topology.pp > 1:
         raise UnsupportedError(f"rl on {run.topology}", "nothing is generated through stages of layers", "leave out pp")
-    if dropout := run.blueprint.trained.config.lora_dropout:
-        rule = "the policy that is trained would be another one than the one that acts"
-        raise UnsupportedError(f"rl with lora_dropout={dropout}", rule, "leave it out")
+    _check_policy(run)
     if rl.is_engine or rl.publish_to is not None:
         check_for_engines(run.blueprint.trained.config, "lora")
     return read_prompts(run.config, tokenizer_of(run.config), run.blueprint.config, say)
+
+
+def _check_policy(run: Prepared) -> None:
+    """Refuse what acts in training alone."""
+    rule = "the policy that is trained would be another one than the one that acts"
+    if dropout := run.blueprint.trained.config.lora_dropout:
+        raise UnsupportedError(f"rl with lora_dropout={dropout}", rule, "leave it out")
+    if alpha := run.config.train.neftune_alpha:
+        raise UnsupportedError(f"rl with train.neftune_alpha={alpha:g}", rule, "leave it out")
+    for name, rate in run.blueprint.dropouts.items():
+        raise UnsupportedError(f"rl with the model's {name}={rate:g}", rule, "set model.disable_dropout: true")
 
 
 def check_rewards(run: Prepared, prompts: Prompts | None) -> None:

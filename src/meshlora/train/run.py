@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -238,6 +239,15 @@ def introduce(run: Prepared, notes: list[str], reporter: Reporter, held_bytes: i
         reporter.say(f"goes on after step {run.resume.step} of {run.resume.topology}: {run.resume.folder}")
 
 
+def _forget_rollouts(run: Prepared, done: int) -> None:
+    """Remove rollouts of steps after `done` that a run with other settings made: this one makes its own."""
+    rl, stream = run.config.rl, stream_of(run.config)
+    if rl is None or rl.is_folder or (run.resume is not None and run.resume.identity == run.identity):
+        return
+    assert stream is not None
+    stream.forget_after(math.ceil(done / rl.updates) * rl.updates)  # of its last generation are all updates
+
+
 def prepare_output(run: Prepared) -> list[str]:
     """Make the output folder, on rank 0. Removes an earlier run (`prepare` has checked `train.overwrite`), or if this
     one resumes, the results of later steps. Returns messages for the user."""
@@ -248,6 +258,7 @@ def prepare_output(run: Prepared) -> list[str]:
     clear_leftovers(output)
     if run.is_finished:  # one of several adapters may have all its steps
         return []
+    _forget_rollouts(run, done)
     said = set_aside(output, done) if run.resumes else None
     if done:
         forget_after(output / SAMPLES, done)
