@@ -30,6 +30,7 @@ from meshlora.plan.derive import decoder_layers
 from meshlora.plan.topology import Topology
 from meshlora.train import recompute
 from tests.pool import Pool
+from tests.ranks.masked import MaskedPeft
 
 ROOT = Path(__file__).parents[2]
 BASE = str(ROOT / "examples/tiny_base")
@@ -212,6 +213,37 @@ def test_loss_of_a_users_own_is_that_of_one_process(start: Path, pools: Callable
     for ours, theirs in zip(found[:2], said[:2], strict=True):
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=LIMIT)
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)
+    worst = compare_adapters(tmp_path / "mesh/adapter", tmp_path / "alone/adapter")
+    assert worst.relative <= LIMIT, worst
+
+
+class _Masked(Trainer):
+    """With the masks of dropout that a mesh has."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.masks = MaskedPeft(cast(Any, self.model), seed=self.args.seed)
+
+    def training_step(self, *args: Any, **options: Any) -> Any:
+        self.masks.step = self.state.global_step
+        return super().training_step(*args, **options)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("topology", "batch"), [("tp=2,sp", 4), ("dp=2", 2)])
+def test_dropout_is_that_of_one_process(
+    topology: str, batch: int, pools: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    """Also where layers run again in the backward (tp)."""
+    lora = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.2)
+    start = tmp_path / "start"
+    meshlora.save_adapter(meshlora.load(BASE, lora=lora, dtype="float64", seed=3), start)
+    more = {"max_steps": 3, "eval_strategy": "no"}
+    said = pools(1).run(functools.partial(_alone, **more), start, tmp_path / "alone", 4, False, _Masked)[0]
+    more["gradient_checkpointing"] = topology == "tp=2,sp"
+    found = pools(2).run(_on_mesh, topology, start, tmp_path / "mesh", batch, False, None, more)[0]
+    for ours, theirs in zip(found[:3], said[:3], strict=True):
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=LIMIT)
     worst = compare_adapters(tmp_path / "mesh/adapter", tmp_path / "alone/adapter")
     assert worst.relative <= LIMIT, worst
 

@@ -19,6 +19,7 @@ from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
 from meshlora.train.feeding import fitted
 from tests.pool import Pool
+from tests.ranks.masked import MaskedPeft
 
 BASE = str(Path(__file__).parents[2] / "examples/tiny_base")
 LIMIT = 1e-9
@@ -44,13 +45,16 @@ def _optimizer(model: Any) -> tuple[torch.optim.Optimizer, Any]:
     return optimizer, torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, total_iters=STEPS)
 
 
-def _alone(start: Path, out: Path) -> list[tuple[float, float, int]]:
+def _alone(start: Path, out: Path, drops: bool = False) -> list[tuple[float, float, int]]:
     """Plain torch, transformers and PEFT: what HF's own loss with the number of all tokens gives."""
     model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float64)
     model = PeftModel.from_pretrained(model, str(start), is_trainable=True).train()
     optimizer, scheduler = _optimizer(model)
+    masks = MaskedPeft(model, seed=7) if drops else None
     said = []
     for step in range(STEPS):
+        if masks is not None:
+            masks.step = step
         batches, mean = _micro_batches(step), 0.0
         number = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
         for batch in batches:
@@ -64,6 +68,7 @@ def _alone(start: Path, out: Path) -> list[tuple[float, float, int]]:
         scheduler.step()
         optimizer.zero_grad()
         said.append((mean, float(norm), number))
+    assert masks is None or masks.num_dropped > 0
     model.save_pretrained(str(out))
     return said
 
@@ -104,7 +109,7 @@ def _on_mesh(topology: str, name: str, start: Path, out: Path) -> list[tuple[flo
         batches = _micro_batches(step)
         if mesh.dp.size > 1:  # the second rank has the last two micro-batches
             batches = batches[:1] if mesh.dp.rank == 0 else batches[1:]
-        with meshlora.step(model, optimizer, max_norm=MAX_NORM) as one:
+        with meshlora.step(model, optimizer, max_norm=MAX_NORM, seed=7) as one:
             for batch in batches:
                 with meshlora.lift():
                     LOSSES[name](model, one, fitted(batch, mesh.topology, pad_token_id=0))
@@ -153,6 +158,23 @@ def test_steps_end_with_the_adapter_of_a_plain_loop(
         for ours, theirs in zip(found, said, strict=True):
             assert ours == pytest.approx(theirs, rel=LIMIT)
     worst = compare_adapters(tmp_path / "adapter", folder)
+    assert worst.relative <= LIMIT, worst
+
+
+@pytest.mark.parametrize(
+    "topology",
+    ["dp=2", *(pytest.param(topology, marks=pytest.mark.proof) for topology in ("tp=2,sp", "cp=2", "dp=2,tp=2,sp"))],
+)
+def test_dropout_of_a_step_is_that_of_one_process(topology: str, pools: Callable[[int], Pool], tmp_path: Path) -> None:
+    """The masks are those of the tokens, whatever rank has them, and however their rows are filled up."""
+    lora = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.2)
+    meshlora.save_adapter(meshlora.load(BASE, lora=lora, dtype="float64", seed=3), tmp_path / "start")
+    said = pools(1).run(_alone, tmp_path / "start", tmp_path / "alone", True)[0]
+    world = Topology.parse(topology).world
+    found = pools(world).run(_on_mesh, topology, "_labels", tmp_path / "start", tmp_path / "mesh")[0]
+    for ours, theirs in zip(found, said, strict=True):
+        assert ours == pytest.approx(theirs, rel=LIMIT)
+    worst = compare_adapters(tmp_path / "mesh", tmp_path / "alone")
     assert worst.relative <= LIMIT, worst
 
 

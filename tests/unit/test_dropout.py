@@ -15,7 +15,7 @@ import meshlora
 from meshlora.comm.groups import Axis
 from meshlora.common import masks as dropout
 from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.common.masks import keep_mask, mask_key, token_numbers
+from meshlora.common.masks import keep_mask, mask_key, numbers_by_content, token_numbers
 from meshlora.data import collate
 from meshlora.data.tokenization import Sequence
 from meshlora.layers.dropout import TokenDropout, input_features
@@ -42,6 +42,21 @@ def _kept(key: int = KEY, tokens: Tensor = TOKENS, features: Tensor = FEATURES, 
 
 
 # --- the function
+
+
+def test_tokens_are_numbered_by_their_sequence_on_whichever_side_it_is_filled_up() -> None:
+    """And rows of the same tokens in another order, or with one more, are others."""
+    ids = torch.tensor([[5, 6, 7, 8]])
+    alone = numbers_by_content(ids, None)[0]
+    rows = torch.tensor([[5, 6, 7, 8, 0, 0], [0, 0, 5, 6, 7, 8], [6, 5, 7, 8, 0, 0], [5, 6, 7, 8, 0, 9]])
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0]])
+    found = numbers_by_content(rows, mask)
+    assert torch.equal(found[0, :4], alone)
+    assert torch.equal(found[1, 2:], alone)
+    assert (alone & 0xFFFFFFFF).tolist() == [0, 1, 2, 3]
+    places = (found >> 32)[:, 3].tolist()
+    assert all(0 <= place < 2**31 for place in places)
+    assert len(set(places[1:])) == 3
 
 
 def test_masks_are_those_of_every_other_day() -> None:

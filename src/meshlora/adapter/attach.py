@@ -62,11 +62,14 @@ class Loop:
     """What a loop of a user's own is doing with a model (`train.step`).
 
     is_divided: a loss that is divided already, as Hugging Face's are, has given gradients since the last step.
-    is_in_step: a step is open, whose forwards compare the rows of ranks.
+    is_in_step: a step is open, whose forwards compare the rows of ranks. masks: (seed, number of the step) of dropout,
+    if a step is running. num_steps: those that have begun.
     """
 
     is_divided: bool = False
     is_in_step: bool = False
+    masks: tuple[int, int] | None = None
+    num_steps: int = 0
 
 
 @dataclass

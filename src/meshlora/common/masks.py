@@ -26,6 +26,8 @@ _WORD = 0xFFFFFFFF
 _GOLDEN = 0x9E3779B9  # 2**32 over the golden ratio: features land far from each other
 # lowbias32 (Wellons, "Prospecting for hash functions"): its two multipliers.
 _FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
+# Odd, with random bits: constants of xxHash.
+_FACTORS = (-7046029288634856825, -4417276706812531889, 1609587929392839161)
 _BEFORE = 0xED5AD4BB  # of triple32: a round before the second word enters, two after it
 
 
@@ -35,6 +37,20 @@ def token_numbers(places: Tensor, length: int) -> Tensor:
     A number encodes the sequence and the position in it; it does not depend on topology, batch size or padding.
     """
     return (places << POSITION_BITS).unsqueeze(1) + torch.arange(length, device=places.device)
+
+
+def numbers_by_content(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Token numbers, int64 `[B, S]`, of sequences whose places nobody knows: 31 bits hashed of their tokens in place.
+
+    As `token_numbers` they depend on neither topology nor padding, on whichever side of a row. Equal sequences have
+    equal numbers.
+    """
+    is_token = torch.ones_like(input_ids) if attention_mask is None else attention_mask.ne(0).to(input_ids.dtype)
+    position = (is_token.cumsum(1) - 1).clamp(min=0)
+    mixed = input_ids * _FACTORS[0] + position * _FACTORS[1]  # wraps around
+    mixed = (mixed ^ (mixed >> 29)) * _FACTORS[2]
+    place = ((mixed ^ (mixed >> 32)) * is_token).sum(1) & 0x7FFFFFFF
+    return (place << POSITION_BITS).unsqueeze(1) + position
 
 
 def mask_key(seed: int, step: int, module: str) -> int:

@@ -187,7 +187,13 @@ class OnMesh(_Trainer):
 
     def training_step(self, *args: Any, **options: Any) -> Tensor:
         self._is_finished = False
-        return super().training_step(*args, **options)
+        state = runtime(self.model)
+        state.loop.masks = (self.args.seed, self.state.global_step)
+        try:
+            return super().training_step(*args, **options)
+        finally:
+            state.loop.masks = None
+            state.dropout.say(None)
 
     def _finish(self) -> None:
         """Sum the gradients of all micro-batches over the mesh, once a step, before anything reads them."""

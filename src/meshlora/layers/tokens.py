@@ -13,7 +13,8 @@ tp=1, a row of each sequence. The number of rows tells which.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -96,6 +97,7 @@ class ForwardTokens:
         self._shares: tuple[Share, ...] | None = None
         self.adapters: tuple[str | None, ...] = ()
         self._is_base = False
+        self._said: Callable[[], Share] | None = None
 
     def at(self, seed: int, step: int, tokens: Tensor) -> contextlib.AbstractContextManager[None]:
         """Inside the block forwards and backwards belong to optimizer step `step` and `tokens`, int64 `[B, S]`."""
@@ -112,6 +114,14 @@ class ForwardTokens:
             yield
         finally:
             self._shares, self.adapters = before
+
+    def say(self, share: Callable[[], Share] | None) -> Callable[[], Share] | None:
+        """Forwards and backwards from now on that are in no block have the tokens `share()`, made once it is needed.
+
+        Returns what was said before.
+        """
+        before, self._said = self._said, None if share is None else functools.cache(share)
+        return before
 
     @contextlib.contextmanager
     def of_base(self) -> Iterator[None]:
@@ -133,13 +143,15 @@ class ForwardTokens:
         Raises:
             UserError: no shares are set. UnsupportedError: the rows are not tokens.
         """
-        if self._shares is None:
+        given = self._shares if self._shares is not None or self._said is None else (self._said(),)
+        if given is None:
             raise UserError(
                 f"a forward in training with dropout in {module}",
                 "masks are a function of the step and the tokens, and nobody has said which they are",
-                "call it inside `model.meshlora.dropout.at(seed, step, tokens)`, or use model.eval(), or no dropout",
+                "call it in a `meshlora.step`, with gradients, or in `model.meshlora.dropout.at(seed, step, tokens)`, "
+                "or use model.eval(), or no dropout",
             )
-        first, shares = 0, list(self._shares)
+        first, shares = 0, list(given)
         if num_rows != _number(shares):
             pooled = [share.of_sequences() for share in shares] if self.tp.size == 1 else []
             if num_rows == _number(pooled):

@@ -27,6 +27,7 @@ from meshlora.loading.blueprint import BaseOptions, Blueprint, make_blueprint
 from meshlora.loading.guards import guard_model
 from meshlora.loading.kernels import with_kernels
 from meshlora.loading.labelled import take_labels
+from meshlora.loading.numbered import number_tokens
 from meshlora.model.dp_shard import finish_sharding
 from meshlora.model.inject import parallelize
 from meshlora.model.padding import needs_mask
@@ -138,6 +139,7 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
     replace_dropouts(model, plan.model_type, model.meshlora.dropout)
     guard_model(model, plan.topology)
     take_labels(model)
+    number_tokens(model)
     loop = model.meshlora.loop
     compare_first_tokens(model, mesh, model.meshlora.context, always=lambda: loop.is_in_step)
     if blueprint.adapter is not None:

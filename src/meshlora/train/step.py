@@ -52,7 +52,13 @@ _MISTAKES = {
 
 
 def step(
-    model: Any, optimizer: torch.optim.Optimizer, *, max_norm: float | None = None, timeout_s: float = _PATIENCE_S
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    *,
+    max_norm: float | None = None,
+    seed: int = 0,
+    number: int | None = None,
+    timeout_s: float = _PATIENCE_S,
 ) -> Step:
     """The next optimizer step of the active adapter, a context. Every rank opens one at the same time.
 
@@ -66,13 +72,15 @@ def step(
     ranks, and clipped to `max_norm` (None: not); the optimizer steps, and gradients are set to None. After any error
     gradients are None too, and the adapter is as it was before.
 
+    seed, number: of the masks of dropout, which are a function of both, and of each token and its sequence: the same on
+    every mesh. number: of the step, from 0; None: one more than of the last. Give it in a loop that resumes.
     timeout_s: how long a rank waits in it for another one, which may still be saving or evaluating.
 
     Raises:
         UserError: no adapter is active; the optimizer has not the factors of the adapter, or is not elementwise;
             gradients are left of before; a step of this model is open.
     """
-    return Step(model, optimizer, max_norm, timeout_s)
+    return Step(model, optimizer, max_norm, (seed, number), timeout_s)
 
 
 class Step:
@@ -87,8 +95,16 @@ class Step:
     grad_norm: float
     num_tokens: int
 
-    def __init__(self, model: Any, optimizer: torch.optim.Optimizer, max_norm: float | None, timeout_s: float) -> None:
-        self.model, self.optimizer, self.max_norm, self._timeout_s = model, optimizer, max_norm, timeout_s
+    def __init__(
+        self,
+        model: Any,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float | None,
+        masks: tuple[int, int | None],
+        timeout_s: float,
+    ) -> None:
+        self.model, self.optimizer, self.max_norm = model, optimizer, max_norm
+        self._masks, self._timeout_s = masks, timeout_s
         self._state, self._mesh = runtime(model), runtime(model).mesh
         self._factors: list[Factor] = []
         self._is_new, self._is_open = True, False
@@ -106,6 +122,9 @@ class Step:
             rule = "what is left of before would be counted as of this step"
             raise UserError(f"a step that begins with a gradient of {left[0]}", rule, "call optimizer.zero_grad()")
         self._is_new, self._is_open, loop.is_in_step, loop.is_divided = False, True, True, False
+        seed, number = self._masks
+        loop.masks = (seed, loop.num_steps if number is None else number)
+        loop.num_steps = loop.masks[1] + 1
         self._mesh.wait_at_most(self._timeout_s)
         return self
 
@@ -155,6 +174,8 @@ class Step:
                 self._gathered(_FAILED)
         finally:
             self._state.loop.is_in_step = self._state.loop.is_divided = False
+            self._state.loop.masks = None
+            self._state.dropout.say(None)
             for factor in self._factors:
                 factor.parameter.grad = None
             self._sums.clear()

@@ -1,0 +1,44 @@
+"""The numbers of tokens in a loop of a user's own, by which dropout masks are the same on every topology.
+
+Owns: which forwards get them: those of a step with gradients (`adapter.attach.Loop.masks`), by the tokens themselves,
+as nobody knows the place of a row in a global batch. Does not own: the numbering (`common.masks`), what is done with it
+(`layers.tokens`). `meshlora train` knows the places, and says them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshlora.adapter.attach import runtime
+from meshlora.common.masks import numbers_by_content
+from meshlora.layers.experts.same_tokens import given_tokens
+from meshlora.layers.tokens import Share
+
+
+def number_tokens(model: Any) -> None:
+    """Let the forwards of a step say their tokens; what one says holds in its backward too."""
+    state, before = runtime(model), list[Any]()
+
+    def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name, ids = given_tokens(args, kwargs)
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
+        masks, is_known = state.loop.masks, name == "input_ids" and ids is not None and torch.is_grad_enabled()
+
+        def share() -> Share:
+            assert ids is not None
+            assert masks is not None
+            return Share(None, numbers_by_content(ids, mask), *masks)
+
+        before.append(state.dropout.say(share if is_known and masks is not None else None))
+
+    def end(*_: Any) -> None:
+        earlier = before.pop() if before else None  # of a forward that another hook has refused
+        if not torch.is_grad_enabled():  # between a forward and its backward, as of a reference
+            state.dropout.say(earlier)
+
+    model.register_forward_pre_hook(begin, with_kwargs=True)
+    model.register_forward_hook(end, always_call=True)
