@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import json
 import math
@@ -15,7 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from meshlora.adapter.formats.peft_format import WEIGHTS_FILE
 from meshlora.cli.main import main
@@ -24,6 +25,7 @@ from meshlora.config.file import read_run
 from meshlora.config.objective import Grpo
 from meshlora.config.run import GenerateConfig
 from meshlora.data.stream import RolloutStream
+from meshlora.loading.blueprint import BaseOptions, make_blueprint
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.rl.prompts import Prompt
 from meshlora.rl.rollouts import OwnGenerator, Rollouts, Said
@@ -270,11 +272,17 @@ def test_what_does_not_fit_is_said_before_the_run(
     assert words in capsys.readouterr().err
 
 
-def test_dropout_of_the_model_itself_is_refused(folder: Path) -> None:
+@pytest.mark.parametrize("is_off", [False, True])
+def test_dropout_of_the_model_itself_is_refused_unless_it_is_off(is_off: bool, folder: Path) -> None:
+    """GPT-2's own on hidden states is exact on a mesh, and so no error before."""
+    base = folder / "gpt2"
+    AutoConfig.for_model("gpt2", n_embd=32, n_layer=2, n_head=2, vocab_size=2048).save_pretrained(base)
     run = prepare_run(read_run(rl_file(folder, "dropout", "")))
-    config = copy.deepcopy(run.blueprint.config)
-    config.resid_pdrop = 0.1  # exact on a mesh, as of GPT-2, and so no error before
-    dropping = dataclasses.replace(run, blueprint=dataclasses.replace(run.blueprint, config=config))
+    blueprint = make_blueprint(base, run.topology, BaseOptions(disable_dropout=is_off or "unsupported"))
+    dropping = dataclasses.replace(run, blueprint=blueprint.with_adapter(LoraConfig(target_modules=["c_attn"])))
+    if is_off:
+        assert check_rl(dropping) is not None
+        return
     with pytest.raises(UnsupportedError, match=r"rl with the model's resid_pdrop=0.1: the policy that is trained"):
         check_rl(dropping)
 

@@ -88,7 +88,7 @@ class Blueprint:
     @property
     def dropouts(self) -> dict[str, float]:
         """Field of the configuration -> rate, of the model's own dropouts that are on."""
-        return dropout_fields(self.config)
+        return dropout_fields(self.model.config)  # of which those to be off are 0
 
     @property
     def num_parameters(self) -> int:
