@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import time
 from pathlib import Path
@@ -9,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from safetensors.torch import load_file
+from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
 
 from meshlora.common.errors import UserError
 from meshlora.config.rl import (
@@ -85,6 +87,30 @@ def test_a_program_ends_within_its_limits(name: str, program: str, end: str) -> 
     assert time.monotonic() - begun < 30
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        "import sys\nsys.exit(0)",
+        "def f(x): raise SystemExit",
+        "import os\nos._exit(0)",
+        "import atexit, os\natexit.register(lambda: os._exit(0))",
+        "tests = 'pass'\nopen('tests.py', 'w').write(tests)",
+    ],
+    ids=["exit", "in a function", "at once", "at exit", "other tests"],
+)
+def test_a_program_that_ends_before_its_tests_has_not_passed(program: str) -> None:
+    (how,) = run_tests([program], LIMITS, ["assert f(3) == 6"])
+    assert how in ("ended with 1", "ended before its tests did")
+
+
+def test_tests_may_end_the_program_themselves() -> None:
+    cases = "import unittest\nclass T(unittest.TestCase):\n def test(self): assert f(3) == 6\nunittest.main()"
+    ends = [cases, "import sys\nsys.exit(f(3) != 6)", "assert f(3) == 6\nexit()"]
+    right, wrong = (f"def f(x): return x {sign} 2" for sign in "*+")
+    assert run_tests([right] * 3, LIMITS, ends) == ["passed"] * 3
+    assert run_tests([wrong] * 3, LIMITS, ends) == ["ended with 1"] * 3
+
+
 def test_nothing_is_left_of_a_program(tmp_path: Path) -> None:
     """Not even what has left its group, or multiplies."""
     file = tmp_path / "alive"
@@ -133,14 +159,18 @@ def test_a_function_gets_what_it_takes(tmp_path: Path) -> None:
         "def many(prompts, completions, level, **kwargs): return [len(c) * l for c, l in zip(completions, level)]\n"
         "def wrong(completion): return {'x': float('nan'), 'y': None}.get(completion, 1.0)\n"
         "def fails(completion): return 1 / (len(completion) - 2)\n"
+        "def alone(completions): return [len(completions[0])]\n"
+        "def ends(completion): raise SystemExit(0)\n"
         "number = 3\n"
     )
     assert _values(FunctionReward(name=f"{file}:one"), _said("abc", level=2, other=1)) == [7]
     assert _values(FunctionReward(name=f"{file}:many"), _said("abc", level=2), _said("a", level=5)) == [6, 5]
+    assert _values(FunctionReward(name=f"{file}:alone"), _said("abc")) == [3]
     assert _values(FunctionReward(name="math:sqrt"), *[]) == []
     for function, text, words in (
         ("wrong", "x", r"own\.py:wrong of the completion 'x' of prompts\.jsonl:3: it is nan, no finite number"),
         ("wrong", "y", r"of the completion 'y' of prompts\.jsonl:3: it is None, no finite number"),
+        ("ends", "abc", r"of the completion 'abc' of prompts\.jsonl:3: it raised SystemExit"),
         ("fails", "ab", r"of the completion 'ab' of prompts\.jsonl:3: it raised ZeroDivisionError"),
     ):
         with pytest.raises(UserError, match=words):
@@ -154,6 +184,7 @@ def test_a_function_gets_what_it_takes(tmp_path: Path) -> None:
         ("no_such_module:f", "No module named 'no_such_module'; install it, or name its file"),
         ("math:no", "math has no function no"),
         ("math", "as in module:function"),
+        ("builtins:max", "no signature found for builtin .*give a function of Python"),
     ],
 )
 def test_a_function_that_is_not_there_is_named(name: str, words: str) -> None:
@@ -206,6 +237,38 @@ def test_a_reward_model_says_what_transformers_says_of_the_whole_text(
         _values(ModelReward(path=str(judge)), _said("many words " * 60))
     with pytest.raises(UserError, match="there is no such folder"):
         Rewards([ModelReward(path="nowhere")])
+
+
+def test_code_that_ends_the_process_as_it_is_loaded_is_named(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text("raise SystemExit(0)\n")
+    with pytest.raises(UserError, match="its code raised SystemExit"):
+        Rewards([FunctionReward(name=f"{tmp_path / 'ends.py'}:f")])
+
+
+def test_a_reward_model_pads_where_positions_and_its_head_do_not_see_it(tmp_path: Path) -> None:
+    """Whatever side its tokenizer says: BERT takes the first token, at its place."""
+    copy_tokenizer(tmp_path)
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"padding_side": "left"}))
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    BertForSequenceClassification(BertConfig(vocab_size=2048, num_labels=1, **sizes)).save_pretrained(tmp_path)
+    said = [_said("short"), _said("a longer one than that")]
+    alone = [_values(ModelReward(path=str(tmp_path)), one)[0] for one in said]
+    assert _values(ModelReward(path=str(tmp_path)), *said) == pytest.approx(alone, rel=1e-4)
+
+
+def test_a_reward_model_without_its_head_or_with_pickles_is_refused(judge: Path, tmp_path: Path) -> None:
+    LlamaForSequenceClassification.from_pretrained(judge).model.save_pretrained(tmp_path)
+    config = json.loads((judge / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    copy_tokenizer(tmp_path)
+    with pytest.raises(UserError, match=r"it lacks score\.weight, which would be random"):
+        Rewards([ModelReward(path=str(tmp_path))])
+    torch.save(load_file(judge / "model.safetensors"), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(UserError, match="it cannot be loaded"):
+        Rewards([ModelReward(path=str(tmp_path))])
 
 
 def test_the_sum_is_weighted(judge: Path, tmp_path: Path) -> None:

@@ -19,7 +19,8 @@ class RewardModel:
     """The model in folder `path`, in evaluation mode. Its input is the prompt with the completion right after it.
 
     Raises:
-        UserError: it cannot be loaded, or has another number of outputs than one.
+        UserError: it cannot be loaded, without code or pickles of its own; it has another number of outputs than one,
+            or lacks weights.
     """
 
     def __init__(self, path: str | Path, *, batch_size: int, device: str = "cpu") -> None:
@@ -27,13 +28,19 @@ class RewardModel:
         if not Path(path).is_dir():
             raise UserError(given, "there is no such folder", "give that of a classification model with one label")
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-            model = AutoModelForSequenceClassification.from_pretrained(path, local_files_only=True)
+            own: Any = {"local_files_only": True, "trust_remote_code": False}
+            # On the right: a head that takes the first token, and positions by place, are wrong behind padding.
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(path, padding_side="right", **own)
+            model, found = AutoModelForSequenceClassification.from_pretrained(
+                path, use_safetensors=True, output_loading_info=True, **own
+            )
         except (OSError, ValueError) as error:
             raise UserError(given, f"it cannot be loaded ({reason(error)})") from None
         if model.config.num_labels != 1:
             rule = f"it has {model.config.num_labels} outputs; a reward is one number"
             raise UserError(given, rule, "give a model with num_labels=1")
+        if missing := sorted(found["missing_keys"]):
+            raise UserError(given, f"it lacks {missing[0]}, which would be random", "give a trained reward model")
         self._model, self._batch_size, self._device = model.eval().to(device), batch_size, device
 
     @torch.no_grad()

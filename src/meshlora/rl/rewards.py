@@ -121,7 +121,7 @@ def _each(name: str, score: Callable[[Completion], Any]) -> Score:
                 values.append(score(completion))
             except UserError as error:
                 raise UserError(_of(name, completion), f"{error.given}: {error.rule}", error.way_out) from None
-            except Exception as error:  # a user's function may raise anything
+            except (Exception, SystemExit) as error:  # a user's function may raise anything
                 raise UserError(_of(name, completion), f"it raised {type(error).__name__} ({reason(error)})") from error
         return values
 
@@ -202,27 +202,25 @@ def _tests(one: UnitTestsReward, name: str) -> Score:
         raise UserError(name, rule, "raise its limits, and look whether other users may read this Python")
 
     def of_all(completions: Sequence[Completion]) -> list[float]:
-        programs = []
-        for completion, tests in zip(
-            completions, _each(name, lambda each: _field(each, one.field))(completions), strict=True
-        ):
-            code = code_in(completion.text)
-            programs.append(f"{completion.prompt * one.with_prompt}{code}\n\n{tests}\n")
-        return [float(how == "passed") for how in run_tests(programs, one)]
+        tests = [str(each) for each in _each(name, lambda each: _field(each, one.field))(completions)]
+        programs = [each.prompt * one.with_prompt + code_in(each.text) for each in completions]
+        return [float(how == "passed") for how in run_tests(programs, one, tests)]
 
     return of_all
 
 
 def _function(one: FunctionReward, name: str) -> Score:
     call = _loaded(one.name)
-    takes = inspect.signature(call).parameters
+    try:
+        takes = inspect.signature(call).parameters
+    except ValueError as error:  # of some that are written in C
+        raise UserError(f"rl.rewards.name={one.name}", reason(error), "give a function of Python") from None
     if "completions" in takes:  # as TRL has it; of one at a time, to name the one that it fails on
 
         def score(completion: Completion) -> Any:
             fields = {key: [value] for key, value in completion.fields.items()}
-            (value,) = call(
-                **{"prompts": [completion.prompt], "completions": [completion.text]} | _taken(fields, takes)
-            )
+            given = {"prompts": [completion.prompt], "completions": [completion.text]}
+            (value,) = call(**_taken(fields | given, takes))
             return value
 
     else:
@@ -264,7 +262,7 @@ def _loaded(name: str) -> Callable[..., Any]:
         raise
     except ModuleNotFoundError as error:
         raise UserError(given, f"{error}", f"install it, or name its file: path/to/{place}.py:{function}") from None
-    except Exception as error:  # a user's code may raise anything
+    except (Exception, SystemExit) as error:  # a user's code may raise anything
         raise UserError(given, f"its code raised {type(error).__name__} ({reason(error)})") from error
     found = getattr(module, function, None)
     if not callable(found):
