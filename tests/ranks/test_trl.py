@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
 import meshlora
 from meshlora.common.errors import UserError
@@ -22,6 +22,7 @@ from meshlora.oracle.compare import compare_adapters
 from meshlora.plan.derive import decoder_layers
 from meshlora.train import recompute
 from tests.pool import Pool
+from tests.ranks.masked import MaskedPeft
 
 ROOT = Path(__file__).parents[2]
 BASE = str(ROOT / "examples/tiny_base")
@@ -91,10 +92,12 @@ class _Exact:
         return chosen, entropy, None, logits.detach().mean(-1), logits.argmax(-1) == labels
 
 
-def _alone(kind: str, start: Path, out: Path) -> list[dict[str, float]]:
+def _alone(kind: str, start: Path, out: Path, drops: bool = False) -> list[dict[str, float]]:
     trainer, options = _trainer(kind, out)
     model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float64)
     model = PeftModel.from_pretrained(model, str(start), is_trainable=True)
+    if drops:
+        options["callbacks"] = [_Steps(MaskedPeft(model, seed=OPTIONS["seed"]))]
     with mock.patch("trl.trainer.utils._ChunkedLogProbFunction", _Exact):
         said = _said(trainer(model=model, processing_class=AutoTokenizer.from_pretrained(BASE), **options))
     model.save_pretrained(str(out / "adapter"), selected_adapters=["default"])
@@ -156,6 +159,45 @@ def test_ends_where_trl_ends_on_one_process(
             assert value == pytest.approx(theirs[name], rel=limit, abs=1e-7), (name, ours, theirs)
     worst = compare_adapters(tmp_path / "mesh/adapter", tmp_path / "alone/adapter")
     assert worst.relative <= LIMIT, worst
+
+
+class _Steps(TrainerCallback):
+    """Tells the masks of one process the step."""
+
+    def __init__(self, masks: MaskedPeft) -> None:
+        self.masks = masks
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.masks.step = state.global_step
+
+
+@pytest.mark.proof
+def test_dropout_of_sft_is_that_of_one_process(pools: Callable[[int], Pool], tmp_path: Path) -> None:
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.2)
+    meshlora.save_adapter(meshlora.load(BASE, lora=lora, dtype="float64", seed=3), tmp_path / "start")
+    pools(1).run(_alone, "sft", tmp_path / "start", tmp_path / "alone", True)
+    pools(2).run(_on_mesh, "sft", "tp=2,sp", tmp_path / "start", tmp_path / "mesh")
+    worst = compare_adapters(tmp_path / "mesh/adapter", tmp_path / "alone/adapter")
+    assert worst.relative <= LIMIT, worst
+
+
+def _with_dropout() -> list[str]:
+    """Body of a rank."""
+    from meshlora.hf import on_mesh
+
+    model, said = meshlora.load(BASE, lora=LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1)), []
+    for kind in ("dpo", "grpo"):
+        trainer, options = _trainer(kind, Path("unused"))
+        with pytest.raises(UserError) as caught:
+            on_mesh(trainer)(model=model, **options)
+        said.append(str(caught.value))
+    return said
+
+
+def test_dropout_in_what_is_generated_or_compared_with_is_refused(pools: Callable[[int], Pool]) -> None:
+    (said,) = pools(1).run(_with_dropout)
+    for kind, text in zip(("DPO", "GRPO"), said, strict=True):
+        assert f"{kind}Trainer with lora_dropout=0.1: what is generated" in text
 
 
 def _refused(topology: str, args: Any) -> str:

@@ -89,6 +89,11 @@ class _OnMeshOfTrl(OnMesh):
             given_args = "no args" if args is None else f"args of {type(args).__name__}"
             rule = "TRL would make new ones, which count the processes anew"
             raise UserError(f"{name} with {given_args}", rule, f"give args=trl.{config}(...)")
+        state = runtime(model)
+        rate = 0.0 if state.active is None else state.adapters[state.active].plan.stored.lora_dropout
+        if rate and name != "SFTTrainer":
+            rule = "what is generated, and the reference, run in training mode, with dropout of their own"
+            raise UnsupportedError(f"{name} with lora_dropout={rate}", rule, "use an adapter with lora_dropout=0")
         for refused in _REFUSED:
             if getattr(args, refused, False):
                 raise UnsupportedError(
