@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
@@ -36,7 +37,7 @@ from meshlora.train.together import prepare_run
 from tests.one_process import train_alone
 from tests.pool import Pool, RankError, wait_for_all
 from tests.ranks.test_trainer import small_base
-from tests.run_files import EXAMPLES, metrics_of, write_run_file
+from tests.run_files import EXAMPLES, TINY, metrics_of, write_run_file
 
 STEPS, SIZE = 4, 8
 
@@ -365,3 +366,29 @@ def test_own_generation_has_the_options_of_the_run_file(folder: Path, monkeypatc
         max_new_tokens=5, stop=["."], do_sample=True, temperature=0.7, batch_size=2, seed=options.seed
     )
     assert abs(options.seed - other[1].seed) > 10**6
+
+
+@pytest.mark.parametrize(
+    ("topology", "steps"),
+    [
+        ("dp=2", 8),
+        pytest.param("", 60, marks=pytest.mark.proof, id="whole"),
+        pytest.param("tp=2,sp", 60, marks=pytest.mark.proof, id="whole-tp=2,sp"),
+        pytest.param("dp=2", 60, marks=pytest.mark.proof, id="whole-dp=2"),
+    ],
+)
+def test_the_reward_of_the_example_rises(
+    topology: str, steps: int, tmp_path: Path, pools: Callable[[int], Pool]
+) -> None:
+    tree = yaml.safe_load((EXAMPLES / "rl.yaml").read_text())
+    assert tree["train"]["steps"] == 60
+    tree["model"]["path"], tree["data"]["train"] = str(TINY), str(EXAMPLES / "docstrings" / "train.jsonl")
+    tree["data"]["cache_dir"] = str(tmp_path / "cache")
+    tree["train"] |= {"output": str(tmp_path / "run"), "steps": steps}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(tree | {"topology": topology}))
+    world = 2 if topology else 1
+    pools(world).run(run_rl, file, world, timeout_s=300)
+    rewards = [line["reward"] for line in metrics_of(tmp_path / "run")]
+    assert sum(rewards[:3]) / 3 < 0.4
+    assert min(rewards[-2:] if steps == 8 else rewards[-20:]) > 0.9

@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -118,7 +118,7 @@ class Rollouts:
             for prompt, text in zip(asked, texts, strict=True)
         ]
         scored = self.rewards(given)
-        _tell(self.one.reporter.say, step, scored, said)
+        self._tell(step, scored, said)
         return [
             {
                 "input_ids": [*prompt.ids, *each.tokens],
@@ -133,6 +133,17 @@ class Rollouts:
             }
             for place, (prompt, each, completion, score) in enumerate(zip(asked, said, given, scored, strict=True))
         ]
+
+    def _tell(self, step: int, scored: Sequence[Scored], said: Sequence[Said]) -> None:
+        """One line about a generation. A group of equal rewards teaches nothing."""
+        totals = torch.tensor([each.total for each in scored], dtype=torch.float64)
+        groups = totals.view(-1, self.config.completions)
+        num_of_use = int((groups != groups[:, :1]).any(1).sum())
+        length = sum(len(each.tokens) for each in said) / len(said)
+        self.one.reporter.say(
+            f"rollouts of step {step}: reward {totals.mean():.3f} ± {totals.std():.3f}, which differs within "
+            f"{num_of_use} of {len(groups)} groups; {length:.1f} tokens each"
+        )
 
     def check(self, step: int, means: Mapping[str, float]) -> None:
         """After a step: publish the adapter if it is due. Was the step on policy, and did the policy that is trained
@@ -158,13 +169,6 @@ class Rollouts:
                 f"{means['engine_gap']:.1e} apart on average, where rounding is below {most:.0e}: the adapter that "
                 "generated is not the one that is trained"
             )
-
-
-def _tell(say: Callable[[str], None], step: int, scored: Sequence[Scored], said: Sequence[Said]) -> None:
-    """One line about a generation."""
-    totals = torch.tensor([each.total for each in scored], dtype=torch.float64)
-    length = sum(len(each.tokens) for each in said) / len(said)
-    say(f"rollouts of step {step}: reward {totals.mean():.3f} ± {totals.std():.3f}, {length:.1f} tokens each")
 
 
 @dataclass
