@@ -306,6 +306,18 @@ def test_a_mean_over_sequences_may_round_the_first_ratio(mean_over: Any) -> None
         rollouts.check(1, {"ratio": ratio, "engine_gap": 0.0})
 
 
+def test_a_run_is_checked_with_its_prompts_and_rewards(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = str(rl_file(folder, "checked", ""))
+    assert main(["check", file]) == 0
+    said = capsys.readouterr().out
+    assert "rollouts: 5 prompts, 2 a step with 4 completions each, from this model; rewards: regex x 1" in said
+    assert f"ready: meshlora rl {file}" in said.replace("\n", " ").replace("  ", " ")
+    assert main(["check", file, "--set", "rl.rewards=[{kind: model, path: nowhere}]"]) == 2
+    assert "rl.rewards.path=nowhere: there is no such folder" in capsys.readouterr().err
+    assert main(["data", file]) == 2
+    assert "its data are prompts, whose completions the run makes" in capsys.readouterr().err
+
+
 def test_only_rl_makes_rollouts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(rl_file(folder, "wrong", "")), "--nproc", "1"]) == 2
     assert "rl: only meshlora rl makes rollouts" in capsys.readouterr().err

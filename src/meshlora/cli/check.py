@@ -27,6 +27,7 @@ def _check(options: argparse.Namespace) -> None:
     import_libraries()
     from meshlora.common.console import Console
     from meshlora.config.file import read_runs
+    from meshlora.rl.run import check_rewards, check_rl, describe
     from meshlora.train.optimizer import learning_rate
     from meshlora.train.together import prepare_runs
     from meshlora.train.watch.plot import plot_schedule
@@ -43,13 +44,17 @@ def _check(options: argparse.Namespace) -> None:
         show_rows(_rows_of(run), console)
         for note in run.notes:
             console.say(f"note: {note}")
-    run = next(iter(runs.values()))
+    run, command_name = next(iter(runs.values())), "train"
+    if run.config.rl is not None:
+        prompts, command_name = check_rl(run, say=console.say), "rl"
+        check_rewards(run, prompts)
+        describe(run, prompts, console)
     if options.plot:
         train = run.config.train
         rates = [learning_rate(step, options=train, steps=run.steps) for step in range(run.steps)]
         plot_schedule(rates, Path(options.plot), title=f"{train.schedule}, {run.steps:,} steps")
         console.say(f"learning rate: {options.plot}")
-    command = shlex.join(["meshlora", "train", *run_file_words(options), "--nproc", str(run.topology.world)])
+    command = shlex.join(["meshlora", command_name, *run_file_words(options), "--nproc", str(run.topology.world)])
     if options.prove:
         preflight(runs)
     state = preflight_state(runs)

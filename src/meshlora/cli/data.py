@@ -57,6 +57,9 @@ def _data(options: argparse.Namespace) -> None:
     paths = config.data.eval if options.eval else config.data.train
     if paths is None:
         raise UserError("--eval", "the run file has no data.eval", "leave it out")
+    if config.rl is not None:
+        rule = "its data are prompts, whose completions the run makes"
+        raise UserError(f"{options.file} with rl", rule, "meshlora check reads them")
     if options.show < 0:
         raise UserError(f"--show {options.show}", "it must not be negative")
     if options.json:
