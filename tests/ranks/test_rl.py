@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
 import yaml
+from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
