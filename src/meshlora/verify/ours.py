@@ -175,7 +175,7 @@ def _logits(trainer: Trainer) -> list[Tensor]:
     with routing.step(0, *one.step_data) if routing is not None else contextlib.nullcontext():
         for number, micro in enumerate(trainer._micro_batches([one.step_data])):
             if routing is not None:
-                routing.before(number, micro.batch)
+                routing.before(number, dataclasses.replace(micro.batch, own=None))  # a plain call is not cut over cp
             with trainer.masks([one], micro), lift(model.dtype == torch.float64):
                 found.append(copy(_outputs(model, micro.batch, one.objective)))
     return found
