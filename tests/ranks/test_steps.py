@@ -14,10 +14,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import meshlora
+from meshlora.adapter.attach import gather_adapter
 from meshlora.oracle.compare import compare_adapters
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
 from meshlora.train.feeding import fitted
+from meshlora.train.recompute import recompute_layers
 from tests.pool import Pool
 from tests.ranks.masked import MaskedPeft
 
@@ -176,6 +178,33 @@ def test_dropout_of_a_step_is_that_of_one_process(topology: str, pools: Callable
         assert ours == pytest.approx(theirs, rel=LIMIT)
     worst = compare_adapters(tmp_path / "mesh", tmp_path / "alone")
     assert worst.relative <= LIMIT, worst
+
+
+def _of_two_forwards(topology: str, recompute: str, is_summed: bool) -> dict[str, Tensor]:
+    """Body of a rank: the adapter after a step with two forwards of other shapes, and a backward of each or of both."""
+    lora = LoraConfig(r=4, lora_dropout=0.4, target_modules="all-linear", init_lora_weights=False)
+    model = meshlora.load(BASE, lora=lora, dtype="float64", topology=topology, seed=3).train()
+    recompute_layers(model, recompute)
+    optimizer, losses = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), list[Tensor]()
+    with meshlora.step(model, optimizer) as step, meshlora.lift():
+        for rows, length in ((2, 8), (4, 4)):
+            ids = torch.randint(3, 200, (rows, length), generator=torch.Generator().manual_seed(rows))
+            losses.append(meshlora.language_model_loss(model, ids, None, ids))
+            if not is_summed:
+                step.backward(losses[-1], rows * (length - 1))
+        if is_summed:
+            step.backward(losses[0] + losses[1], 26)
+    return gather_adapter(model, "default")
+
+
+@pytest.mark.parametrize("topology", ["", "tp=2,sp"])
+def test_layers_are_recomputed_with_the_masks_of_their_own_forward(topology: str, pools: Callable[[int], Pool]) -> None:
+    """Whatever forwards were between it and its backward."""
+    pool = pools(2 if topology else 1)
+    expected = pool.run(_of_two_forwards, topology, "none", False)[0]
+    found = pool.run(_of_two_forwards, topology, "full", True)[0]
+    worst = max(float((found[name] - value).norm() / value.norm()) for name, value in expected.items())
+    assert worst < LIMIT
 
 
 LORA = LoraConfig(r=2, target_modules="all-linear")

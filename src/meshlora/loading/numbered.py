@@ -7,19 +7,24 @@ as nobody knows the place of a row in a global batch. Does not own: the numberin
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshlora.adapter.attach import runtime
+from meshlora.adapter.attach import Runtime, runtime
 from meshlora.common.masks import numbers_by_content
 from meshlora.layers.experts.same_tokens import given_tokens
+from meshlora.layers.head.recipe import LogitsRecipe
 from meshlora.layers.tokens import Share
 
 
 def number_tokens(model: Any) -> None:
-    """Let the forwards of a step say their tokens; what one says holds in its backward too."""
+    """Let the forwards of a step say their tokens; what one says holds in its backward too, where layers may be
+    recomputed, whatever other forwards there are between the two.
+    """
     state, before = runtime(model), list[Any]()
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -28,17 +33,36 @@ def number_tokens(model: Any) -> None:
         mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
         masks, is_known = state.loop.masks, name == "input_ids" and ids is not None and torch.is_grad_enabled()
 
+        @functools.cache
         def share() -> Share:
             assert ids is not None
             assert masks is not None
             return Share(None, numbers_by_content(ids, mask), *masks)
 
-        before.append(state.dropout.say(share if is_known and masks is not None else None))
+        own = share if is_known and masks is not None else None
+        before.append((state.dropout.say(own), own))
 
-    def end(*_: Any) -> None:
-        earlier = before.pop() if before else None  # of a forward that another hook has refused
+    def end(_: nn.Module, __: Any, output: Any) -> None:
+        earlier, own = before.pop() if before else (None, None)  # none of a forward that another hook has refused
         if not torch.is_grad_enabled():  # between a forward and its backward, as of a reference
             state.dropout.say(earlier)
+        elif own is not None:
+            know_again = state.pipeline.noted()
+            for tensor in _with_gradients(output):
+                tensor.register_hook(functools.partial(_begin_backward, state, own, know_again))
 
     model.register_forward_pre_hook(begin, with_kwargs=True)
     model.register_forward_hook(end, always_call=True)
+
+
+def _begin_backward(state: Runtime, share: Callable[[], Share], know_again: Callable[[], None], _: Tensor) -> None:
+    """The gradient of a forward's result is there: what is recomputed from now on is of its tokens."""
+    know_again()
+    state.dropout.say(share)
+
+
+def _with_gradients(output: Any) -> list[Tensor]:
+    """The tensors of a model's output that a backward may begin with."""
+    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else [output]
+    found = [value.hidden if isinstance(value, LogitsRecipe) else value for value in values]
+    return [value for value in found if isinstance(value, Tensor) and value.requires_grad]
