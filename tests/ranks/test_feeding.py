@@ -157,9 +157,13 @@ def _alone(start: Path, out: Path) -> None:
     model.save_pretrained(str(out))
 
 
-def _on_mesh(topology: str, batch_size: int, start: Path, out: Path) -> None:
-    """Body of a rank."""
-    model = meshlora.load(BASE, adapter=start, topology=topology, dtype="float64").train()
+def _on_mesh(topology: str, batch_size: int, start: Path | None, out: Path) -> None:
+    """Body of a rank. start: None: a mixture of experts, with an adapter of its own."""
+    if start is None:
+        lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        model = meshlora.load(twin_config("qwen3_moe"), lora=lora, topology=topology, dtype="float64", seed=3).train()
+    else:
+        model = meshlora.load(BASE, adapter=start, topology=topology, dtype="float64").train()
     data = Dataset.from_list(_rows())
     rows = meshlora.sampler(model, data, batch_size=batch_size, seed=5)
     collate = meshlora.collator(model, TOKENIZER)
@@ -191,5 +195,17 @@ def test_epochs_of_a_loader_end_with_the_adapter_of_one_process(
     meshlora.save_adapter(meshlora.load(BASE, lora=lora, dtype="float64", seed=3), start)
     _alone(start, tmp_path / "alone")
     pools(2).run(_on_mesh, topology, batch_size, start, tmp_path / "mesh")
+    worst = compare_adapters(tmp_path / "mesh", tmp_path / "alone")
+    assert worst.relative <= 1e-9, worst
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("topology", "batch_size"), [("dp=2,ep=2", 2), ("tp=2,sp,ep=2", 4), ("dp=2,dp_shard", 2)])
+def test_ranks_that_share_experts_or_weights_have_equally_many_forwards(
+    topology: str, batch_size: int, pools: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    """Also where one of them has no row: it would be waited for."""
+    pools(1).run(_on_mesh, "", 4, None, tmp_path / "alone")
+    pools(2).run(_on_mesh, topology, batch_size, None, tmp_path / "mesh")
     worst = compare_adapters(tmp_path / "mesh", tmp_path / "alone")
     assert worst.relative <= 1e-9, worst
