@@ -82,8 +82,20 @@ def test_a_version_never_changes_and_latest_is_the_newest(tmp_path: Path, capsys
     }
     assert f"published: {paths[0]}" in capsys.readouterr().out
     assert {file.name for file in Path(paths[0]).iterdir()} == {CONFIG_FILE, WEIGHTS_FILE}
+
+
+def test_only_older_versions_of_steps_are_removed(tmp_path: Path) -> None:
+    """Not what else lies in a folder that is published to."""
+    one, other = (peft_folder(tmp_path / f"adapter-{seed}", seed=seed) for seed in (1, 2))
+    to = tmp_path / "models"
+    kept = [to / "my-model", to / "step-000001", to / "step-000001-0a1b2c3d"]
+    for folder in kept:
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"mine")
+    kept.append(publish(one, to, name="adapter"))
+    versions = [publish(adapter, to, name=f"step-{step:06d}") for step, adapter in enumerate([one, other, one])]
     remove_older(to, 1)
-    assert [each.name for each in to.iterdir() if not each.is_symlink()] == [Path(paths[0]).name]
+    assert {each.name for each in to.iterdir()} == {"latest", *(each.name for each in [*kept, versions[-1]])}
 
 
 def test_what_is_half_written_is_not_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

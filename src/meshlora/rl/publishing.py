@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -30,6 +31,7 @@ from meshlora.common.files import fsync
 from meshlora.train.checkpoint.retention import point
 
 LATEST = "latest"
+_OF_A_STEP = re.compile(r"step-[0-9]{6,}-[0-9a-f]{8}")
 
 
 def publish(adapter: Path, to: Path, *, name: str, model_and_plan: Callable[[], tuple[Any, Any]] | None = None) -> Path:
@@ -85,10 +87,13 @@ def check_for_engines(config: Any, where: str) -> None:
 
 
 def remove_older(to: Path, keep: int) -> None:
-    """Remove all versions in `to` but the last `keep`, and whatever `latest` names."""
+    """Remove the versions that steps of a run have published in `to`, but the last `keep`, and what `latest` names.
+    What has another name is not a run's to remove.
+    """
     with contextlib.suppress(OSError):
         latest = os.path.realpath(to / LATEST)
-        versions = [each for each in to.iterdir() if each.is_dir() and not each.is_symlink() and each.name[0] != "."]
+        named = [each for each in to.iterdir() if _OF_A_STEP.fullmatch(each.name)]
+        versions = [each for each in named if not each.is_symlink() and (each / CONFIG_FILE).is_file()]
         for old in sorted(versions, key=lambda each: each.stat().st_mtime_ns)[:-keep]:
             if os.path.realpath(old) != latest:
                 shutil.rmtree(old, ignore_errors=True)
