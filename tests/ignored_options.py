@@ -240,6 +240,7 @@ CAUGHT_BY: dict[str, str] = {
     "train.routing_record": f"{_EXPERTS}::test_shorter_record_leaves_no_tail_of_a_longer_one",
     "train.routing_replay": f"{_EXPERTS}::test_record_of_another_order_of_the_data_is_refused",
     "train.optimizer": "tests/verify/test_lora_fa.py::test_preflight_proves_the_optimizer_of_the_run",
+    "train.min_8bit_size": "tests/verify/test_eight_bit.py::test_run_goes_on_with_its_codes_on_another_mesh",
     "train.neftune_alpha": "tests/verify/test_noise.py::test_preflight_proves_the_noise_of_the_run",
     "train.lora_plus_ratio": f"{_OPTIMIZER}::test_biases_and_norms_are_left_out_beside_lora_plus",
     "train.lora_plus_embedding_lr": f"{_OPTIMIZER}::test_embedding_has_its_own_rate_beside_lora_plus",

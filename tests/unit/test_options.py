@@ -55,6 +55,7 @@ GOES_WITH: dict[str, dict[str, Any]] = {
     "lora_plus_embedding_lr": {"lora_plus_ratio": 2.0},
     "temperature": {"do_sample": True},
     "length_penalty": {"num_beams": 2},
+    "min_8bit_size": {"optimizer": "adamw_8bit"},
 }
 
 

@@ -70,6 +70,7 @@ def simulated(problem: Problem, topology: str) -> Simulation:
         pytest.param("llama", "tp=2", {"lora": {"modules_to_save": ["embed_tokens"]}}, id="embedding_trained"),
         pytest.param("gpt2", "tp=2,sp", {}, id="conv1d_tied"),
         pytest.param("llama", "tp=2,sp", {"optimizer": "lora_fa", "micro_batch": 1, "batch": 2}, id="lora_fa"),
+        pytest.param("llama", "tp=2,sp", {"optimizer": "adamw_8bit", "min_8bit_size": 300}, id="adamw_8bit"),
         pytest.param("minicpm3", "tp=2,sp", {}, id="input_of_low_rank"),
         # By default with the base sharded, in `test_planner_base`.
         pytest.param(

@@ -510,6 +510,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "base_with_dropout": LOSS,
         },
     ),
+    "moments in 8 bits": (
+        {"family": "llama", "topologies": ("tp=2,sp",), "optimizer": "adamw_8bit"},
+        dict.fromkeys(
+            needing("adamw_8bit"), ("deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "what the optimizer makes of them")
+        ),
+    ),
     "LoRA-FA": (
         {"family": "llama", "topologies": ("tp=2,sp",), "lora": _ALL, "optimizer": "lora_fa", "steps": 2},
         dict.fromkeys(

@@ -38,7 +38,9 @@ def add(commands: Any) -> None:
     plan.add_argument("--global-batch", type=int, metavar="N", help="sequences of a step (default: one a GPU)")
     plan.add_argument("--micro-batch", type=int, metavar="N", help="sequences at once (default: what is fastest)")
     plan.add_argument("--recompute", metavar="R", help="none, full or n (default: what is fastest)")
-    plan.add_argument("--optimizer", default="adamw", choices=["adamw", "lora_fa"], help="as train.optimizer")
+    plan.add_argument(
+        "--optimizer", default="adamw", choices=["adamw", "adamw_8bit", "lora_fa"], help="as train.optimizer"
+    )
     plan.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=16, all-linear")
     plan.add_argument("--dtype", default="auto", help="of the base; default: what the configuration says")
     plan.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4, int8, mxfp4, fp8 or keep")

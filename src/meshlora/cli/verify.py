@@ -49,7 +49,9 @@ def add(commands: Any) -> None:
     verify.add_argument("--recompute", action="store_true", help="train.recompute: full, against none")
     verify.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4, int8, mxfp4, fp8 or keep")
     verify.add_argument("--kernels", default="none", choices=["liger", "none"], help="of our side, on GPUs")
-    verify.add_argument("--optimizer", default="adamw", choices=["adamw", "lora_fa"], help="as train.optimizer")
+    verify.add_argument(
+        "--optimizer", default="adamw", choices=["adamw", "adamw_8bit", "lora_fa"], help="as train.optimizer"
+    )
     verify.add_argument("--neftune-alpha", type=float, default=0.0, metavar="A", help="of noise on embedded tokens")
     verify.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default 3)")
     verify.add_argument("--micro-batch-size", type=int, default=2, metavar="N", help="sequences at once (default 2)")

@@ -253,7 +253,9 @@ class TrainConfig:
         warmup_steps: of a linear rise from 0 to lr. min_lr: of the last step. decay_steps: of warmup_stable_decay.
         warmup_from_zero: the first step has the rate 0, and not 1/warmup_steps of the peak.
         cycle: `{step: rate}`, the points of that schedule.
-        optimizer: adamw, or lora_fa, which trains B alone (`train.lora_fa`).
+        optimizer: adamw; adamw_8bit, with moments in 8 bits (`train.eight_bit`); or lora_fa, which trains B alone
+            (`train.lora_fa`).
+        min_8bit_size: of adamw_8bit: elements of a parameter from which on its moments have 8 bits.
         weight_decay, beta1, beta2, eps: of the optimizer.
         max_grad_norm: clipping threshold of the global gradient norm; 0: no clipping.
         objective: the training objective with its parameters: docs/objectives.md.
@@ -298,7 +300,8 @@ class TrainConfig:
     min_lr: float = number(0.0, "not negative")
     decay_steps: int = number(0, "not negative", most=_STEPS)
     cycle: dict[int, float] = field(default_factory=dict)
-    optimizer: Literal["adamw", "lora_fa"] = "adamw"
+    optimizer: Literal["adamw", "adamw_8bit", "lora_fa"] = "adamw"
+    min_8bit_size: int = number(4096, "at least 1", most=10**12)
     weight_decay: float = number(0.0, "not negative", most=_RATE)
     decay_biases_and_norms: bool = True
     beta1: float = number(0.9, "in [0, 1)")
@@ -344,6 +347,9 @@ class TrainConfig:
         self._check_keeping()
         if self.lora_plus_ratio is None and self.lora_plus_embedding_lr != 1e-6:
             raise UserError("train.lora_plus_embedding_lr", "it has no effect without lora_plus_ratio", "give both")
+        if self.min_8bit_size != 4096 and self.optimizer != "adamw_8bit":
+            given = f"train.min_8bit_size with train.optimizer={self.optimizer}"
+            raise UserError(given, "it has no effect: it is of moments in 8 bits", "it goes with optimizer: adamw_8bit")
         if self.lora_plus_ratio is not None and self.optimizer == "lora_fa":
             given, rule = "train.lora_plus_ratio with train.optimizer=lora_fa", "A is not trained: B alone has a rate"
             raise UserError(given, rule, "leave out one of them")

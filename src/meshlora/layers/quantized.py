@@ -47,7 +47,7 @@ def check_library(kinds: Iterable[str]) -> None:
         raise UserError(f"quantization {needs[0]}", "it needs bitsandbytes", "pip install 'meshlora[quantization]'")
 
 
-def _functional() -> Any:
+def bitsandbytes_functions() -> Any:
     """bitsandbytes' functions. Imported on use: it takes seconds."""
     import bitsandbytes.functional
 
@@ -207,7 +207,7 @@ def values_of(kind: str) -> Tensor:
     """The 16 numbers of a kind of 4 bits, float32."""
     if kind == "mxfp4":
         return torch.tensor([*E2M1, *(-value for value in E2M1)], device="cpu")
-    found: Tensor = _functional().get_4bit_type(kind, device="cpu").float()
+    found: Tensor = bitsandbytes_functions().get_4bit_type(kind, device="cpu").float()
     return found
 
 
@@ -221,7 +221,7 @@ def pack(weight: Tensor, kind: str) -> Packed:
         return _pack_mxfp4(exact, weight.dtype)
     rows, width = exact.shape
     assert width % _BLOCK == 0, (rows, width)
-    library = _functional()
+    library = bitsandbytes_functions()
     if kind == "nf4":
         codes, state = library.quantize_4bit(exact, blocksize=_BLOCK, quant_type="nf4")
     else:
@@ -268,7 +268,7 @@ def _levels(device: torch.device) -> Tensor:
 @functools.cache
 def levels_of_int8() -> tuple[float, ...]:
     """The 256 levels, float32, as the library computes them: not under the meta device."""
-    return tuple(_functional().create_linear_map(signed=True, total_bits=8).tolist())
+    return tuple(bitsandbytes_functions().create_linear_map(signed=True, total_bits=8).tolist())
 
 
 class FrozenMatrix(nn.Module):

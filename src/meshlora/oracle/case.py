@@ -53,7 +53,7 @@ class Case:
         input_ids, is_trained, offsets: the sequences, as in `TokenizedDataset`.
         steps: optimizer steps. batch_size: sequences per step over all ranks. micro_batch_size: sequences per forward.
         lr: peak of a linear decay to zero, after `warmup_steps`. max_grad_norm: low enough to clip.
-        optimizer: as in a run file.
+        optimizer, min_8bit_size: as in a run file.
         beta1, beta2, weight_decay, decay_biases_and_norms: AdamW's, none at its default, so an ignored one shows.
         eps: AdamW's; near the size of a clipped gradient, so that AdamW does not turn the rounding of tiny elements
             into large steps, and a gradient of the wrong size shows in its update.
@@ -89,7 +89,8 @@ class Case:
     seed: int
     lr: float = 1e-2
     warmup_steps: int = 0
-    optimizer: Literal["adamw", "lora_fa"] = "adamw"
+    optimizer: Literal["adamw", "adamw_8bit", "lora_fa"] = "adamw"
+    min_8bit_size: int = 4096
     beta1: float = 0.8
     beta2: float = 0.95
     weight_decay: float = 0.1
@@ -299,7 +300,8 @@ def case_hash(case: Case, *, inputs: Iterable[str]) -> str:
     """
     further = None if case.further is None else case.further.digest().tobytes().hex()
     values = dataclasses.asdict(dataclasses.replace(case, model="", adapter="", further=None)) | {"further": further}
-    library = [importlib.metadata.version("bitsandbytes")] if case.quantization in ("nf4", "int8") else []
+    of_bitsandbytes = case.quantization in ("nf4", "int8") or case.optimizer == "adamw_8bit"
+    library = [importlib.metadata.version("bitsandbytes")] if of_bitsandbytes else []
     made_with = [json.dumps(versions()), *library, *_own_sources()]
     return digest([json.dumps(values, sort_keys=True, default=str), *inputs, *made_with])
 

@@ -225,6 +225,11 @@ def make_optimizer(model: nn.Module, settings: TrainConfig) -> torch.optim.Optim
     """
     options: dict[str, Any] = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
     optimizer: torch.optim.Optimizer
+    kind: Any = torch.optim.AdamW
+    if settings.optimizer == "adamw_8bit":
+        from bitsandbytes.optim import AdamW8bit  # takes seconds
+
+        kind, options = AdamW8bit, options | {"min_8bit_size": settings.min_8bit_size}
     if settings.optimizer == "lora_fa":
         own: Any = model.peft_config["default"]  # type: ignore[index]
         optimizer = create_lorafa_optimizer(
@@ -234,11 +239,11 @@ def make_optimizer(model: nn.Module, settings: TrainConfig) -> torch.optim.Optim
             group.update(betas=options["betas"], eps=settings.eps)
     elif settings.lora_plus_ratio is None:
         parameters = list(trainable(model).values())
-        optimizer = torch.optim.AdamW(parameters, weight_decay=settings.weight_decay, **options)
+        optimizer = kind(parameters, weight_decay=settings.weight_decay, **options)
     else:
         optimizer = create_loraplus_optimizer(
             model,
-            torch.optim.AdamW,
+            kind,
             loraplus_lr_ratio=settings.lora_plus_ratio,
             loraplus_weight_decay=settings.weight_decay,
             loraplus_lr_embedding=settings.lora_plus_embedding_lr,

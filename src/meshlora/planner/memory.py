@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshlora.adapter.optimizers import is_frozen
+from meshlora.adapter.optimizers import BLOCK, cuts_blocks, has_eight_bits, is_frozen
 from meshlora.adapter.plan import Trained
 from meshlora.common.float64 import wide_dtype
 from meshlora.layers.quantized import Form, Packed
@@ -60,9 +60,9 @@ class States:
         return self.weights + self.buffers + self.adapter + self.moments
 
 
-def states_of(shrunk: Shrunk, small: Blueprint, optimizer: str = "adamw") -> States:
-    """The states of the whole model, or of a pp rank. small: blueprint of the shrunk model with the adapter. optimizer:
-    as in a run file.
+def states_of(shrunk: Shrunk, small: Blueprint, optimizer: str = "adamw", min_8bit_size: int = 4096) -> States:
+    """The states of the whole model, or of a pp rank. small: blueprint of the shrunk model with the adapter. optimizer,
+    min_8bit_size: as in a run file.
     """
     model, plan = shrunk.model, small.plan
     weights, shards = _of_base(shrunk, plan, small.trained.targets)
@@ -72,7 +72,7 @@ def states_of(shrunk: Shrunk, small: Blueprint, optimizer: str = "adamw") -> Sta
     )
     each = wide_dtype(model.dtype).itemsize
     buckets: Counter[Axes] = Counter()
-    total, frozen, largest, count, beside = 0, 0, 0, 0, 0
+    total, frozen, moments, largest, count = 0, 0, 0, 0, 0
     for name, trained in small.trained.parameters.items():
         times, local = shrunk.times(name), local_shape(trained, plan)
         if not times:
@@ -80,8 +80,9 @@ def states_of(shrunk: Shrunk, small: Blueprint, optimizer: str = "adamw") -> Sta
         number = math.prod(local)
         if is_frozen(name, optimizer):
             frozen += times * number
-            beside += times * local[-2] ** 2 * each  # the correction of its B
+            moments += times * local[-2] ** 2 * each  # the correction of its B
             continue
+        moments += times * _bytes_of_moments(trained, plan, optimizer, each, min_8bit_size)
         total += times * number
         largest, count = max(largest, number * each), count + times
         for segment in trained.rule.parts(rank=0, size=plan.topology.tp):
@@ -89,10 +90,20 @@ def states_of(shrunk: Shrunk, small: Blueprint, optimizer: str = "adamw") -> Sta
             stop = part[segment.dim] if segment.stop is None else segment.stop
             part[segment.dim] = stop - segment.start
             buckets[segment.grad_axes, segment.mean_axes] += times * math.prod(part) * each
-    # Two moments, and of AdamW the step number as one fp32 per parameter.
-    moments = 2 * total * each + (beside if optimizer == "lora_fa" else 4 * count)
     adapter = (total + frozen) * each
     return States(weights, shards, buffers, adapter, total * each, moments, buckets, largest, count)
+
+
+def _bytes_of_moments(trained: Trained, plan: ModelPlan, optimizer: str, each: int, min_8bit_size: int) -> int:
+    """What a rank keeps of one parameter besides its value and gradient. each: bytes of an element of it."""
+    number = math.prod(local_shape(trained, plan))
+    if optimizer != "adamw_8bit":
+        return 2 * number * each + (4 if optimizer == "adamw" else 0)  # and torch's AdamW the step number, in fp32
+    if not has_eight_bits(trained.shape, min_8bit_size):
+        return 2 * 4 * number
+    if cuts_blocks(trained, plan.topology):
+        number = math.prod(trained.shape)
+    return 2 * (number + 4 * -(-number // BLOCK))
 
 
 def local_shape(trained: Trained, plan: ModelPlan) -> tuple[int, ...]:

@@ -40,8 +40,8 @@ class Problem:
 
     Attributes:
         blueprint: of the base, on one GPU, without dropout. seq: tokens per sequence.
-        global_batch: sequences per optimizer step. micro_batch, recompute: the user's choice, or None. optimizer: as in
-            a run file.
+        global_batch: sequences per optimizer step. micro_batch, recompute: the user's choice, or None. optimizer,
+            min_8bit_size: as in a run file.
 
     Raises:
         UserError: a size out of range; sequences longer than the model's positions; layers that cannot be recomputed.
@@ -58,6 +58,7 @@ class Problem:
     micro_batch: int | None = None
     recompute: Recompute | None = None
     optimizer: str = "adamw"
+    min_8bit_size: int = 4096
 
     def __post_init__(self) -> None:
         if self.gpus > _MOST_GPUS:
@@ -129,6 +130,7 @@ def problem_of_run(config: RunConfig, blueprint: Blueprint, *, gpus: int, gpu: H
         micro_batch=config.train.micro_batch_size,
         recompute=config.train.recompute,
         optimizer=config.train.optimizer,
+        min_8bit_size=config.train.min_8bit_size,
     )
 
 

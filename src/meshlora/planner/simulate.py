@@ -32,10 +32,11 @@ from meshlora.planner.pipeline import shown_micro_batches
 from meshlora.planner.problem import Problem
 from meshlora.planner.trace import assemble
 from meshlora.train.allocator import most_resident_bytes
+from meshlora.train.eight_bit import AdamW8bit
 from meshlora.train.gradsync import clip_gradients_on_device, finish_gradients_on_device
 from meshlora.train.lora_fa import LoraFA
 from meshlora.train.losses import shifted_loss
-from meshlora.train.optimizer import parameter_groups
+from meshlora.train.optimizer import make_optimizer, parameter_groups
 from meshlora.train.recompute import recompute_layers
 
 MOST_ERROR = 0.05
@@ -123,7 +124,7 @@ def _simulate(problem: Problem, blueprint: Blueprint, prediction: Prediction, nu
             largest = _step(run, model, rows, tokens, shown, accumulates=prediction.micro_batches > 1)
             grads = sum(f.parameter.grad.nbytes for f in active_factors(model) if f.parameter.grad is not None)
             before = run.live_bytes
-            optimizer = _update(model, problem.optimizer)
+            optimizer = _update(model, problem.optimizer, problem.min_8bit_size)
             moments = run.live_bytes - before
             del optimizer
     shapes = Counter(tuple(f.parameter.shape) for f in active_factors(model))
@@ -195,14 +196,22 @@ def _step(run: FakeRun, model: Any, rows: int, tokens: int, number: int, *, accu
     return run.sections["step"].peak_bytes
 
 
-def _update(model: Any, kind: str) -> torch.optim.Optimizer:
-    """The optimizer after a step. AdamW is not `fused`, which needs a real device; its state is the same."""
-    options = TrainConfig(output="-", steps=1, optimizer=kind)  # type: ignore[arg-type] # one of them
+def _update(model: Any, kind: str, min_8bit_size: int) -> torch.optim.Optimizer:
+    """The optimizer after a step. AdamW is not `fused`, which needs a real device, and that in 8 bits has not stepped;
+    their state is the same.
+    """
+    options = TrainConfig(output="-", steps=1, optimizer=kind, min_8bit_size=min_8bit_size)  # type: ignore[arg-type]
     groups = [{"params": g["params"]} for g in parameter_groups(model, options)]
     optimizer: torch.optim.Optimizer
     if kind == "lora_fa":
         corrections = {b: b.new_empty(b.shape[-1], b.shape[-1]) for group in groups for b in group["params"]}
         optimizer = LoraFA(groups, corrections, lr=1e-4, betas=(0.9, 0.999), eps=1e-8)
+    elif kind == "adamw_8bit":
+        optimizer = make_optimizer(model, groups, options)
+        assert isinstance(optimizer, AdamW8bit)
+        for factor in active_factors(model):
+            optimizer.state[factor.parameter].update(optimizer.begin(factor))
+        return optimizer
     else:
         optimizer = torch.optim.AdamW(groups, lr=1e-4, foreach=True)
     optimizer.step()

@@ -2,7 +2,7 @@
 
 Owns: which optimizer `train.optimizer` names; groups of parameters and their learning rates relative to the schedule's;
 schedules, pure functions of the optimizer step; which optimizers a mesh takes. Does not own: the step (`train.lora_fa`,
-torch), the compatibility of settings (`config`).
+`train.eight_bit`, torch), the compatibility of settings (`config`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from meshlora.adapter.optimizers import is_frozen
 from meshlora.comm.groups import Mesh
 from meshlora.common.errors import UnsupportedError
 from meshlora.config.run import TrainConfig
+from meshlora.train.eight_bit import AdamW8bit
 from meshlora.train.lora_fa import LoraFA, corrections
 
 # Optimizers that treat each element by itself, so that a shard of a factor is updated as the whole one would be.
@@ -37,11 +38,16 @@ WHOLE = "it uses whole matrices, or rounds their blocks, and a rank has a part o
 def make_optimizer(model: Any, groups: list[dict[str, Any]], options: TrainConfig) -> torch.optim.Optimizer:
     """The optimizer of the active adapter. groups: from `parameter_groups`. Collective.
 
-    Its state of a factor is `exp_avg` and `exp_avg_sq`, of the factor's shape, and `step`.
+    Its state of a factor is `exp_avg` and `exp_avg_sq`, of the factor's shape except in 8 bits, and `step`.
     """
     adam: dict[str, Any] = {"lr": options.lr, "betas": (options.beta1, options.beta2), "eps": options.eps}
     if options.optimizer == "lora_fa":
         return LoraFA(groups, corrections(model, active_factors(model)), **adam)
+    if options.optimizer == "adamw_8bit":
+        state = runtime(model)
+        assert state.active is not None
+        parameters = state.adapters[state.active].plan.parameters
+        return AdamW8bit(groups, active_factors(model), parameters, state.mesh, least=options.min_8bit_size, **adam)
     # Fused: one kernel for many parameters, as adapters on experts have many.
     return torch.optim.AdamW(groups, weight_decay=options.weight_decay, fused=True, **adam)
 

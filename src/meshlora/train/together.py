@@ -89,6 +89,9 @@ def prepare_runs(
     if "" not in runs:
         if runs[name].blueprint.dtype == torch.float16:
             raise UnsupportedError("float16 with several adapters", "their loss scale is not proved", "use bfloat16")
+        if runs[name].config.train.optimizer == "adamw_8bit":
+            given = "train.optimizer=adamw_8bit with several adapters"
+            raise UnsupportedError(given, "it is not proved with them", "use optimizer: adamw")
         for name, run in runs.items():
             if any(data is not None and data.images is not None for data in (run.train_data, run.eval_data)):
                 raise UnsupportedError(f"adapter {name}: images", "they are not proved with several adapters", _WAY_OUT)

@@ -78,6 +78,7 @@ _AUTO_PROCESSES = 4
 _MAX_LENGTH, _MAX_LENGTH_WITH_IMAGES = 128, 2048  # tokens of a sequence of the user's
 _CHOICE = 2  # records that are read, for each that is needed: some may be equal, or have nothing trained
 _AUX_LOSS_COEF = 0.1  # large enough for a wrong one to show
+_MIN_8BIT_SIZE = 600  # of a twin's factors some are below it, and some above
 _DTYPES = ("float64", "float32", "bfloat16")
 # Sequences of a record, by the reader of its objective; of the others 1.
 _ROWS = {"pairs": 2, "feedback": 2, "similar": 3}
@@ -133,7 +134,7 @@ class Request:
     kernels: Literal["liger", "none"] = "none"
     router_aux_loss_coef: float | None = None
     neftune_alpha: float = 0.0
-    optimizer: Literal["adamw", "lora_fa"] = "adamw"
+    optimizer: Literal["adamw", "adamw_8bit", "lora_fa"] = "adamw"
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6
     overrides: dict[str, Any] = field(default_factory=dict)
@@ -273,6 +274,9 @@ def prepare_proof(request: Request) -> Proof:
         for piece in pieces_of(name, pieces):  # refuse early what the judge does not know
             rows_of(config, name, piece, rule.out_features)
     device = _device(request.device, max(t.world for t in plans))
+    if request.optimizer == "adamw_8bit" and (dtype, device) != ("float64", "cpu"):
+        asked, why = f"--optimizer adamw_8bit in {dtype} on {device}", "rounding moves codes, as a fault would"
+        raise UnsupportedError(asked, why, "prove it in float64 on CPUs: --device cpu")
     if request.adapters > 1 and (dtype != "float64" or not is_twin or device != "cpu"):
         raise UserError(
             f"--adapters {request.adapters}",
@@ -403,6 +407,7 @@ def _case(request: Request, config: PretrainedConfig, plan: ModelPlan, batch_siz
         "input_ids": tuple(data.input_ids.tolist()),
         "is_trained": tuple(data.is_trained.tolist()),
         "offsets": tuple(data.offsets.tolist()),
+        "min_8bit_size": _MIN_8BIT_SIZE if request.optimizer == "adamw_8bit" else Case.min_8bit_size,
         "batch_size": batch_size,
         "warmup_steps": min(1, request.steps - 1),
         "pad_token_id": pad,
@@ -498,6 +503,9 @@ def _check(request: Request) -> None:
         is_row = objective.task != CAUSAL
         rule = "packing is for language models" if is_row else objective.why_padded
         raise UserError(given, rule, "leave out --packing")
+    if request.adapters > 1 and request.optimizer == "adamw_8bit":
+        given = f"--adapters {request.adapters} with --optimizer adamw_8bit"
+        raise UnsupportedError(given, "several adapters are not proved with it")
     if request.adapters > 1 and objective.task != CAUSAL:
         raise UnsupportedError(f"--adapters {request.adapters} with --objective {objective.kind}", "it is not proved")
     if request.router_aux_loss_coef and objective.task != CAUSAL:

@@ -1,8 +1,9 @@
 """The training state beside an adapter: the moments of the optimizer as logical tensors.
 
-Owns: their file: full tensors named after the factors, whatever the topology. Does not own: the adapter's files
-(`adapter.formats.peft_format`), other state (`train.checkpoint.manifest`), the choice of the checkpoint to resume from
-(`train.checkpoint.resuming`). Data order and learning rate are functions of the step, and need no state.
+Owns: their file: full tensors named after the factors, whatever the topology. Does not own: moments in 8 bits
+(`train.eight_bit`), the adapter's files (`adapter.formats.peft_format`), other state (`train.checkpoint.manifest`), the
+choice of the checkpoint to resume from (`train.checkpoint.resuming`). Data order and learning rate are functions of the
+step, and need no state.
 """
 
 from __future__ import annotations
@@ -15,24 +16,62 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from meshlora.adapter.attach import active_factors, gather_values, local_part, runtime
+from meshlora.adapter.attach import Factor, active_factors, gather_values, local_part, runtime
 from meshlora.common.errors import UserError
 from meshlora.common.files import open_safetensors
 from meshlora.train.checkpoint.manifest import STATE_FILE, Saved
+from meshlora.train.eight_bit import MOMENTS, AdamW8bit
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+class _InFull:
+    """The moments of torch's optimizers and of LoRA-FA: of each factor's shape and dtype. As `AdamW8bit` has them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def keys(self, name: str) -> tuple[str, ...]:
+        return MOMENTS
+
+    def held(self, key: str, factor: Factor) -> Tensor:
+        # Before the first update there are none: zero.
+        found: Tensor = self.optimizer.state[factor.parameter].get(key, torch.zeros_like(factor.parameter))
+        return found
+
+    def stored(self, key: str, name: str, whole: Tensor) -> Tensor:
+        return whole.contiguous()
+
+    def spread(self, key: str, name: str, stored: Tensor) -> Tensor:
+        return stored
+
+    def is_cut(self, factor: Factor) -> bool:
+        return False
+
+    def packed(self, key: str, factor: Factor, own: Tensor) -> Tensor:
+        value = factor.parameter.detach()
+        return torch.empty_like(value).copy_(own) if own.shape == value.shape else own
+
+    def begin(self, factor: Factor) -> dict[str, Any]:
+        return dict.fromkeys(MOMENTS, factor.parameter.detach())
+
+
+def _moments(optimizer: torch.optim.Optimizer) -> _InFull | AdamW8bit:
+    return optimizer if isinstance(optimizer, AdamW8bit) else _InFull(optimizer)
 
 
 def state_writer(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Path], None]:
     """Gather the training state. Returns a function for rank 0 that writes it to a folder. Collective."""
     state, factors = runtime(model), active_factors(model)
     assert state.active is not None
+    moments, names = _moments(optimizer), state.adapters[state.active].plan.parameters
     tensors: dict[str, Tensor] = {}
-    for moment in _MOMENTS:
-        # Before the first update there are none: zero.
-        held = {f.name: optimizer.state[f.parameter].get(moment, torch.zeros_like(f.parameter)) for f in factors}
+    for key in sorted({key for name in names for key in moments.keys(name)}):
+        held = {factor.name: moments.held(key, factor) for factor in factors}
         full = gather_values(model, state.active, held, only_rank=0)
-        tensors |= {f"{moment}/{name}": tensor.contiguous() for name, tensor in full.items()}
+        tensors |= {
+            f"{key}/{name}": moments.stored(key, name, whole)
+            for name, whole in full.items()
+            if key in moments.keys(name)
+        }
 
     def write(folder: Path) -> None:
         save_file(tensors, folder / STATE_FILE, metadata={"format": "pt"})
@@ -50,19 +89,21 @@ def restore_optimizer(model: Any, optimizer: torch.optim.Optimizer, checkpoint: 
     state = runtime(model)
     mesh, file = state.mesh, checkpoint.folder / STATE_FILE
     assert state.active is not None
+    moments = _moments(optimizer)
     with open_safetensors(file) as opened:
         every = state.adapters[state.active].plan.parameters
-        names = {f"{moment}/{name}" for name in every for moment in _MOMENTS}
+        names = {f"{key}/{name}" for name in every for key in moments.keys(name)}
         if names != set(opened.keys()):
             other = sorted(names ^ set(opened.keys()))[0]
             raise UserError(f"{file}", f"it is of another adapter: {other} is on one side only")
         for factor in active_factors(model):
+            like, held = moments.begin(factor), {}
+            for key in moments.keys(factor.name):
+                whole = moments.spread(key, factor.name, opened.get_tensor(f"{key}/{factor.name}"))
+                own = whole if moments.is_cut(factor) else local_part(whole, factor.rule, mesh)
+                held[key] = moments.packed(key, factor, own)
+                if held[key].shape != like[key].shape:
+                    raise UserError(f"{file}: {key}/{factor.name}", "its shape is not that of the factor")
             value = factor.parameter
-            held = {}
-            for moment in _MOMENTS:
-                part = local_part(opened.get_tensor(f"{moment}/{factor.name}"), factor.rule, mesh)
-                if part.shape != value.shape:
-                    raise UserError(f"{file}: {moment}/{factor.name}", "its shape is not that of the factor")
-                held[moment] = torch.empty_like(value).copy_(part)
             step = torch.tensor(float(checkpoint.updates), dtype=torch.float32, device=value.device)
             optimizer.state[value] = {"step": step, **held}

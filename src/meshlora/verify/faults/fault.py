@@ -48,9 +48,9 @@ class Mutation:
             output), "dense_dp_is_not_edp", "expert_target", "shared_experts_adapter", "aux_loss", "other_tokens"
             (ranks route different tokens); of the adapter and the run "pieces", "embedding_target", "uneven_heads"
             (not a power of two), "ranks_by_pattern", "scales_by_pattern", "trained" (modules trained in full), "dora",
-            "smoothing", "lora_plus", "noise" (on embedded tokens), "adamw" or "lora_fa" (the optimizer); of cp
-            "gathered_keys" (attention over cp, not as a ring), "balanced" (ranks have heads and tails of sequences),
-            "rope", "recurrent" (mixers over cp), "passed_states" (of them); "data" (dp
+            "smoothing", "lora_plus", "noise" (on embedded tokens), "adamw", "adamw_8bit" or "lora_fa" (the
+            optimizer); of cp "gathered_keys" (attention over cp, not as a ring), "balanced" (ranks have heads and tails
+            of sequences), "rope", "recurrent" (mixers over cp), "passed_states" (of them); "data" (dp
             or cp above 1); of the objective its name, "base" (it needs the frozen base), "log_probabilities" (of whole
             rows), "examples" (its mean is over pairs or records), "pools_to_the_end" (embeddings are of all tokens,
             or of the last), "entropy" (a bonus), "policy_gradient", and of one "importance" (a cap of weights),

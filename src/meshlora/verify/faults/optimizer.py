@@ -13,8 +13,9 @@ from torch import Tensor
 
 from meshlora.comm.groups import Mesh
 from meshlora.model.inject import parallel_leaves
-from meshlora.train import lora_fa, trained, trainer
+from meshlora.train import eight_bit, lora_fa, trained, trainer
 from meshlora.train import optimizer as optimizers
+from meshlora.train.eight_bit import AdamW8bit
 from meshlora.train.gradsync import Adapters
 from meshlora.train.lora_fa import LoraFA
 from meshlora.train.trained import TrainedAdapter
@@ -148,3 +149,16 @@ def decayed_before_the_step(original: Any, self: LoraFA, b: Any, gradient: Tenso
     """LoRA-FA decays what it has stepped"""
     b.mul_(1 - group["lr"] * group["weight_decay"])
     return original(self, b, gradient, {**group, "weight_decay": 0.0})
+
+
+@instead_of(eight_bit, "cuts_blocks", needs="adamw_8bit tp row_target steps")
+def blocks_of_the_part(*_: Any) -> bool:
+    """moments in 8 bits have the scales of blocks of the whole factor, of which a rank may hold parts"""
+    return False
+
+
+@after(AdamW8bit, "is_small", needs="adamw_8bit tp steps")
+def small_by_the_part(_: bool, self: AdamW8bit, name: str) -> bool:
+    """whether moments have 8 bits depends on the size of the whole factor"""
+    (factor,) = (factor for factor in self.factors.values() if factor.name == name)
+    return factor.parameter.numel() < self.least
