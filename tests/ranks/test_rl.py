@@ -21,7 +21,7 @@ from transformers import AutoConfig
 
 from meshlora.adapter.formats.peft_format import WEIGHTS_FILE
 from meshlora.cli.main import main
-from meshlora.common.errors import MeshloraError, UnsupportedError
+from meshlora.common.errors import MeshloraError, UnsupportedError, UserError
 from meshlora.config.file import read_run
 from meshlora.config.objective import Grpo
 from meshlora.config.run import GenerateConfig
@@ -259,6 +259,8 @@ def test_a_generation_is_used_for_several_updates(folder: Path, pools: Callable[
         ({"train.epochs": "1", "train.steps": "null"}, "rl with train.epochs"),
         ({"lora.lora_dropout": "0.1"}, "rl with lora_dropout=0.1"),
         ({"train.neftune_alpha": "5"}, "rl with train.neftune_alpha=5: the policy that is trained would be another"),
+        ({"rl.source": "http://me:secret@host:80"}, "rl.source: a name or password in it would be written to logs"),
+        ({"rl.source": "http://host:eighty"}, "rl.source=http://host:eighty: it must be an address"),
         ({"topology": "pp=2"}, "rl on pp=2: nothing is generated through stages of layers"),
         ({"rl": "null"}, "this run file: it has no group rl; meshlora train runs it"),
     ],
@@ -271,6 +273,33 @@ def test_what_does_not_fit_is_said_before_the_run(
     number = "2" if changes.get("topology") else "1"
     assert main(["rl", str(file), "--nproc", number, *overrides]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_recorded_rollouts_in_the_output_are_not_overwritten(made: Path, folder: Path) -> None:
+    output = folder / "kept"
+    shutil.copytree(made / "rollouts", output / "rollouts")
+    file = rl_file(folder, "kept", "", rl={"source": str(output / "rollouts")}, overwrite=True)
+    with pytest.raises(UserError, match=r"rl\.source=.*rollouts is there, and could be overwritten"):
+        prepare_run(read_run(file))
+    assert records_of(output, 1)
+
+
+def test_other_rewards_are_another_run(folder: Path) -> None:
+    """By the content of their files, too."""
+    for name in ("own.py", "schema.json", "judge/config.json"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("{}")
+    rewards = [
+        {"kind": "function", "name": f"{folder / 'own.py'}:f"},
+        {"kind": "function", "name": "math:sqrt"},
+        {"kind": "json_schema", "schema": str(folder / "schema.json")},
+        {"kind": "json_schema", "schema": {}},
+        {"kind": "model", "path": str(folder / "judge")},
+    ]
+    run = prepare_run(read_run(rl_file(folder, "graded", "", rl={"rewards": rewards})))
+    assert sorted(run.files["rl.rewards"]) == sorted(
+        folder / name for name in ("own.py", "schema.json", "judge/config.json")
+    )
 
 
 @pytest.mark.parametrize("is_off", [False, True])

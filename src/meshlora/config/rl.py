@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
 import pydantic
 
@@ -156,6 +157,8 @@ class RlConfig:
         require(bool(self.adapter_name.strip()), "rl.adapter_name", repr(self.adapter_name), "a name")
         if self.is_folder:
             check_path("rl.source", self.source)
+        if self.is_engine:
+            _check_address(self.source)
         if self.publish_every > 1 and self.publish_to is None and not self.is_engine:
             raise UserError("rl.publish_every", "it has no effect without rl.publish_to", "give both")
         if self.adapter_name != "meshlora" and not self.is_engine:
@@ -163,6 +166,19 @@ class RlConfig:
             raise UserError(f"rl.adapter_name={self.adapter_name}", rule, "leave it out")
         if self.is_folder and self.publish_to is not None:
             raise UserError("rl.publish_to with recorded rollouts", "nothing is generated", "use meshlora publish")
+
+    @property
+    def files(self) -> list[str]:
+        """Files and folders that decide of the rewards."""
+        found = []
+        for one in self.rewards:
+            if isinstance(one, FunctionReward) and ".py:" in one.name:
+                found.append(one.name.rpartition(":")[0])
+            elif isinstance(one, ModelReward):
+                found.append(one.path)
+            elif isinstance(one, JsonSchemaReward) and isinstance(one.schema, str):
+                found.append(one.schema)
+        return found
 
     @property
     def is_own(self) -> bool:
@@ -178,3 +194,16 @@ class RlConfig:
     def is_engine(self) -> bool:
         """Whether an engine generates."""
         return self.source.startswith(("http://", "https://"))
+
+
+def _check_address(url: str) -> None:
+    """Refuse an address that says nobody where the engine is, or whoever reads the run's files a password."""
+    try:
+        parts = urlsplit(url)
+        has_host, has_secret = bool(parts.hostname) and parts.port != 0, "@" in parts.netloc
+    except ValueError:
+        has_host, has_secret = False, "@" in url
+    if has_secret:
+        rule = "a name or password in it would be written to logs and checkpoints"
+        raise UserError("rl.source", rule, "give the address alone, as in http://127.0.0.1:8000")
+    require(has_host, "rl.source", url, "an address, as in http://127.0.0.1:8000")

@@ -232,6 +232,7 @@ def prepare(
             adapter=(CONFIG_FILE, WEIGHTS_FILE, PIECES_FILE),
             replay=_check_routing(blueprint.plan, config, steps, resume),
             prompts=[] if config.rl is None else [*places(paths_of(config.data.train))],
+            rewards=[] if config.rl is None else [*map(Path, config.rl.files)],
         ),
         samples=data.samples,
         notes=(*blueprint.notes, *notes_of_whole(blueprint.plan), *data.notes, *said),
@@ -389,6 +390,8 @@ def _inputs(config: RunConfig) -> list[tuple[str, str]]:
         "data.eval": paths_of(config.data.eval),
         "train.routing_replay": config.train.routing_replay,
     }
+    if config.rl is not None:
+        given |= {"rl.source": config.rl.source if config.rl.is_folder else None, "rl.rewards": config.rl.files}
     return [
         (name, path) for name, paths in given.items() for path in ([paths] if isinstance(paths, str) else paths or ())
     ]

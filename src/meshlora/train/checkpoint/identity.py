@@ -80,11 +80,12 @@ def contents(
     adapter: Collection[str],
     replay: Collection[Path],
     prompts: Collection[Path] = (),
+    rewards: Collection[Path] = (),
 ) -> Contents:
     """Name -> the files that a run reads, all part of its identity.
 
-    weights: files of the base. adapter: names of an adapter's files. replay: files of the replayed routing. prompts:
-    files and folders of the prompts of rollouts.
+    weights: files of the base. adapter: names of an adapter's files. replay: files of the replayed routing. prompts,
+    rewards: files and folders of the prompts of rollouts, and of their rewards.
     """
     model = Path(config.model.path)
     code = model.rglob("*.py") if config.model.trust_remote_code else ()
@@ -94,9 +95,10 @@ def contents(
     if config.adapter is not None:
         start = (Path(config.adapter) / name for name in adapter)
         found["adapter"] = [file for file in start if file.is_file()]
-    if prompts:
-        files = [file for path in prompts for file in ([*path.rglob("*")] if path.is_dir() else [path])]
-        found["rl.prompts"] = [file for file in files if file.is_file()]
+    for name, paths in {"rl.prompts": prompts, "rl.rewards": rewards}.items():
+        files = [file for path in paths for file in ([*path.rglob("*")] if path.is_dir() else [path])]
+        if paths:
+            found[name] = [file for file in files if file.is_file()]
     if replay:
         found["train.routing_replay"] = list(replay)
     return {name: tuple(sorted(set(files))) for name, files in found.items()}
