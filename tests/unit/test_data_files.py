@@ -183,6 +183,17 @@ def test_a_number_that_float32_cannot_hold_is_named_by_line(value: object, tmp_p
     assert "a.jsonl:1: advantage holds what is not a finite number" in message
 
 
+@pytest.mark.parametrize("name", ["old_log_probs", "engine_log_probs"])
+def test_probabilities_in_place_of_their_logarithms_are_named_by_line(name: str, tmp_path: Path) -> None:
+    row = {"input_ids": [5, 6, 7], "is_trained": [0, 1, 1], "advantage": 1.0}
+    for values in ([-0.2, 0.8], [-0.2, 1e-6]):
+        (tmp_path / "a.jsonl").write_text(json.dumps(row | {name: values}) + "\n")
+        if max(values) > 0.1:
+            assert f"a.jsonl:1: {name} holds 0.8: the logarithm" in _error(READERS["policy"], tmp_path / "a.jsonl")
+        else:
+            assert READERS["policy"](str(tmp_path / "a.jsonl")).num_examples == 1
+
+
 def test_a_number_that_float32_can_hold_is_taken(tmp_path: Path) -> None:
     largest = float(np.finfo(np.float32).max)
     row = {"input_ids": [5, 6], "is_trained": [0, 1], "advantage": largest}

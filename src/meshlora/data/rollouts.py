@@ -38,6 +38,7 @@ _COMMON = (*TEXT_FIELDS, "input_ids", "is_trained", _ROUTED, *(name for names in
 FIELDS = (*_COMMON, *(name for names in _ADVANTAGE for name in names))
 REWARDED_FIELDS = (*_COMMON, "reward", "group")
 _LISTS = ("advantages", "old_log_probs", "engine_log_probs", "weights")
+_LOG_PROBS, _ROUNDING = ("old_log_prob", "engine_log_prob"), 1e-3
 _LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -273,6 +274,8 @@ def _values(
                 raise MalformedError(f"{given[0]} has {len(value)} numbers for {number} trained tokens")
         if given and any(not _is_number(v) for v in (value if isinstance(value, list) else [value])):
             raise MalformedError(f"{given[0]} holds what is not a finite number")
+        if given and column in _LOG_PROBS and max(value, default=0) > _ROUNDING:
+            raise MalformedError(f"{given[0]} holds {max(value):g}: the logarithm of a probability is at most 0")
         found[is_trained] = value
         columns[column] = found
     return columns
