@@ -124,12 +124,13 @@ def test_merged_model_says_what_peft_says_and_comes_back_bit_for_bit(
 
 
 def test_pissa_merged_at_its_start_is_the_base(tmp_path: Path) -> None:
-    write_twin(twin_config("llama"), tmp_path / "model", dtype=torch.float64, seed=0)
-    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64).eval()
+    """In float32, in which alone PEFT has it. Without its product the base lacks its largest part."""
+    write_twin(twin_config("llama"), tmp_path / "model", dtype=torch.float32, seed=0)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
     lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights="pissa")
     model = meshlora.load(tmp_path / "model", lora=lora).eval()
-    with meshlora.lift(), torch.no_grad(), meshlora.merged(model):
-        assert torch.allclose(model(input_ids=IDS).logits, base(input_ids=IDS).logits, rtol=1e-9, atol=1e-11)
+    with torch.no_grad(), meshlora.merged(model):
+        assert torch.allclose(model(input_ids=IDS).logits, base(input_ids=IDS).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_base_in_few_bits_is_refused(tmp_path: Path) -> None:
