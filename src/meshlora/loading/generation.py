@@ -42,7 +42,7 @@ def generating(model: Any) -> Iterator[None]:
     devices = [model.device] if model.device.type == "cuda" else []
     model.eval()
     try:
-        with _whole(model), torch.random.fork_rng(devices):
+        with whole_tokens(model), torch.random.fork_rng(devices):
             yield
     finally:
         for module, was_training in modes:
@@ -50,8 +50,8 @@ def generating(model: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _whole(model: Any) -> Iterator[None]:
-    """Inside the block every rank has all tokens of its rows, and forwards have no gradient."""
+def whole_tokens(model: Any) -> Iterator[None]:
+    """Inside the block every rank has all tokens of its rows, and forwards of this thread have no gradient."""
     with runtime(model).cut.left(model), as_transformers_attends(model):
         yield
 
@@ -96,9 +96,11 @@ def generate(model: Any, *args: Any, **options: Any) -> Any:
     for name in _REFUSED:
         if options.get(name) is not None:
             raise UnsupportedError(f"generate({name}=...) on {mesh.topology}", "it is not proved on a mesh", "omit it")
+    if options.get("cache_implementation") == "paged":
+        raise UnsupportedError("cache_implementation='paged'", "it is continuous batching", "use model.generate_batch")
     _compare(model, args, options)
     options["synced_gpus"] = in_step(model) is not None
-    with _whole(model):
+    with whole_tokens(model):
         found = own(model, *args, **options)
     tokens = found if isinstance(found, Tensor) else found.sequences
     _check_drawn(tokens, mesh.tp)

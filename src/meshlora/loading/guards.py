@@ -20,6 +20,7 @@ from meshlora.common import compat
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.tasks import CAUSAL, task_of
 from meshlora.layers.experts.same_tokens import given_tokens
+from meshlora.loading.continuous import generate_batch, refuse_manager
 from meshlora.loading.generation import all_finished, generate
 from meshlora.model.wrappers import refuse_wrappers
 from meshlora.plan.dropout import is_exact_dropout, is_exact_module
@@ -173,7 +174,7 @@ def _guard_methods(model: Any) -> None:
         "save_adapter": peft_format.save_adapter,
     }
     if hasattr(model, "generate"):
-        methods["generate"] = generate
+        methods |= {"generate": generate, "generate_batch": generate_batch, "init_continuous_batching": refuse_manager}
         compat.finish_together(model, functools.partial(all_finished, model))
     for name, function in methods.items():
         object.__setattr__(model, name, functools.partial(function, model))
