@@ -1,6 +1,7 @@
 """Faults in what of a run is outside of its proof, each with the test that fails with it.
 
-That is routing recorded and replayed, several adapters in one run, `meshlora evaluate`, and checkpoints with experts.
+That is routing recorded and replayed, several adapters in one run, `meshlora evaluate`, checkpoints with experts,
+generation, and adapters merged in memory.
 The faults are of the kind that nobody sees: wrong numbers, and no error.
 """
 
@@ -163,5 +164,83 @@ OF_DATA_AND_STATE: dict[str, Fault] = {
         "                part = part.roll(1, 0) if part.ndim == 3 else part\n"
         "                if part.shape != value.shape:",
         f"{_TRAINING}::test_run_with_experts_goes_on_as_if_it_had_not_been_stopped",
+    ),
+}
+
+_REGIONS, _GENERATION, _GENERATED = "model/regions.py", "loading/generation.py", "train/generated.py"
+_TOKENS = "tests/ranks/test_generate.py::test_tokens_are_those_of_one_process"
+_ROLLOUTS = "tests/ranks/test_generate.py::test_rollouts_between_two_steps_are_those_of_one_process_and_leave_no_trace"
+_MERGED = "tests/ranks/test_merge_in_memory.py::test_merged_model_says_what_peft_says_and_comes_back_bit_for_bit"
+
+OF_GENERATION: dict[str, Fault] = {
+    "decode_step_stays_in_sp": Fault(
+        "a decode step has all its tokens on every rank",
+        _REGIONS,
+        "if not self.sp or self.is_off:",
+        "if True:",
+        f"{_TOKENS}[llama-tp=2,sp]",
+    ),
+    "steps_without_sp_stay_after_generation": Fault(
+        "a step of training is cut again",
+        _REGIONS,
+        "leaf.scatters_tokens = not is_off",
+        "leaf.scatters_tokens = False",
+        f"{_ROLLOUTS}[llama-tp=2,sp]",
+    ),
+    "ranks_draw_from_states_of_their_own": Fault(
+        "the ranks of a replica draw from one random state",
+        _GENERATION,
+        "if draws else torch.zeros(1, 1, device=device)",
+        "if False else torch.zeros(1, 1, device=device)",
+        "tests/ranks/test_generate.py::test_ranks_that_would_draw_different_tokens_are_refused",
+    ),
+    "batch_drawn_from_the_seed_of_its_rank": Fault(
+        "a batch draws from its number in the whole set, whoever continues it",
+        "text/decoding.py",
+        "for number, part in batches.items():",
+        "for number, part in enumerate(batches.values()):",
+        f"{_ROLLOUTS}[qwen3_moe-dp=2,ep=2]",
+    ),
+    "log_probability_of_the_token_before": Fault(
+        "a log-probability is of the token that was drawn from its distribution",
+        "text/decoding.py",
+        "self._found.append(self._last.gather(1, input_ids[:, -1:]))",
+        "self._found.append(self._last.gather(1, input_ids[:, -2:-1]))",
+        f"{_ROLLOUTS}[llama-tp=2,sp]",
+    ),
+    "generation_trains_on_in_evaluation_mode": Fault(
+        "after generation each module is in the mode that it was in",
+        _GENERATION,
+        "module.training = was_training",
+        "pass",
+        f"{_ROLLOUTS}[llama-tp=2,sp]",
+    ),
+    "rows_of_another_rank": Fault(
+        "each batch is taken from the rank that continued it",
+        _GENERATED,
+        "rank, start = number % axis.size,",
+        "rank, start = 0,",
+        f"{_ROLLOUTS}[qwen3_moe-dp=2,ep=2]",
+    ),
+    "adapter_merged_and_beside": Fault(
+        "a merged adapter is not added a second time",
+        "adapter/merging/in_memory.py",
+        "    leaf.active = None\n",
+        "    pass\n",
+        f"{_MERGED}[dora-tp=2,sp]",
+    ),
+    "head_merged_with_the_embedding": Fault(
+        "the change of an embedding is not that of the head that is tied to it",
+        "adapter/merging/in_memory.py",
+        "leaf.weight = nn.Parameter(total.to(weight.dtype), requires_grad=False)",
+        "state.unmerged[name] = nn.Parameter(weight.clone(), requires_grad=False); weight.copy_(total)",
+        f"{_MERGED}[tied-tp=2]",
+    ),
+    "shard_of_the_first_rank_merged": Fault(
+        "a rank merges the rows of its own shard",
+        "adapter/merging/in_memory.py",
+        "first = min(each * state.mesh.data.rank, weight.shape[0]) if isinstance(weight, DTensor) else 0",
+        "first = 0",
+        f"{_MERGED}[experts-dp=2,ep=2,dp_shard]",
     ),
 }
