@@ -26,6 +26,7 @@ from tests.one_process import train_alone
 from tests.pool import Pool
 from tests.ranks.test_train_objectives import SHORT, objective_file
 from tests.ranks.test_trainer import run_and_keep_groups
+from tests.run_files import metrics_of
 
 RECORD = {"input_ids": [5, 6, 7], "is_trained": [0, 1, 1], "advantage": 1.0}
 
@@ -58,6 +59,7 @@ def test_steps_are_the_files_as_they_come(topology: str, tmp_path: Path, pools: 
         "data__train": str(stream.folder),
         "data__follow_s": 60.0,
         "train__steps": 5,
+        "train__eval_every": 2,
         "train__schedule": "constant",
     }
     file = objective_file(tmp_path, "followed", topology, "policy", **SHORT | follows)
@@ -71,6 +73,7 @@ def test_steps_are_the_files_as_they_come(topology: str, tmp_path: Path, pools: 
     assert compare_adapters(output / "adapter", tmp_path / "reference").relative < 1e-6
     assert largest_loss_gap(read_losses(output / "metrics.jsonl"), losses) < 1e-11
     assert read_whole(output / "adapter", kinds=("adapter",)).step == 3
+    assert [line["step"] for line in metrics_of(output) if "eval_loss" in line] == [2, 3]
     assert prepare_run(read_run(file), resume="auto").is_finished
 
 

@@ -86,6 +86,7 @@ class TrainedAdapter:
         self.point: Point = None  # of the current step
         self.means: dict[str, float] = {}  # of the last evaluation
         self.eval_loss: float | None = None
+        self.evaluated, self.ends_with_stream = 0, False  # evaluated: after so many steps, last
         every = active_factors(self.model)
         self.frozen = [factor for factor in every if is_frozen(factor.name, options.optimizer)]
         self.factors = [factor for factor in every if not is_frozen(factor.name, options.optimizer)]
@@ -130,7 +131,7 @@ class TrainedAdapter:
             return True
         state = self.followed.fetch(self.done + 1, asked)
         if state == "ended":
-            self.stops_early = True
+            self.stops_early = self.ends_with_stream = True
             self.reporter.say(f"the stream has ended after {self.done:,} of {self.run.steps:,} steps")
         if state == "asked":
             self.is_to_stop = True
@@ -202,10 +203,11 @@ class TrainedAdapter:
 
     def end(self) -> None:
         """Evaluate and save the finished adapter, after the last step."""
-        if self.start < self.run.steps and not self.stops_early:
-            loss = self._report_evaluation(self.run.steps)
+        is_whole = self.start < self.run.steps and not self.stops_early
+        if is_whole or (self.ends_with_stream and self.start < self.done != self.evaluated):
+            loss = self._report_evaluation(self.done)
             if self._is_best(loss):
-                self._save_checkpoint(self.run.steps, is_best=True, loss=loss)
+                self._save_checkpoint(self.done, is_best=True, loss=loss)
         self._save(FINISHED, self._manifest("adapter", done=self.done), state=self._add_home)
 
     def update(self, step: int, *, is_finite: bool) -> float:
@@ -333,5 +335,5 @@ class TrainedAdapter:
         of_text = self.objective.is_of_text
         of_loss = perplexity(loss) if of_text else None
         self.reporter.evaluation(step, loss, number, perplexity=of_loss, means=self.means)
-        self.eval_loss = loss
+        self.eval_loss, self.evaluated = loss, step
         return loss
