@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from meshlora.train.feeding import sampler as sampler
     from meshlora.train.gradsync import clip_gradients as clip_gradients
     from meshlora.train.gradsync import finish_gradients as finish_gradients
+    from meshlora.train.held_out import mean_loss as mean_loss
     from meshlora.train.losses import language_model_loss as language_model_loss
     from meshlora.train.losses import token_scores as token_scores
     from meshlora.train.step import step as step
@@ -70,6 +71,7 @@ _HOME = {
     "sampler": "train.feeding",
     "clip_gradients": "train.gradsync",
     "finish_gradients": "train.gradsync",
+    "mean_loss": "train.held_out",
     "language_model_loss": "train.losses",
     "token_scores": "train.losses",
     "step": "train.step",

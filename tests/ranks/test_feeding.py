@@ -139,7 +139,7 @@ def test_a_collator_pads_masks_and_takes_columns_along() -> None:
         collate([{"input_ids": [1, 2]}])
 
 
-def _alone(start: Path, out: Path) -> None:
+def _alone(start: Path, out: Path) -> float:
     """A plain loop with transformers and PEFT over the global batches, two of them a step, two epochs."""
     model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float64)
     model = PeftModel.from_pretrained(model, str(start), is_trainable=True).train()
@@ -155,9 +155,16 @@ def _alone(start: Path, out: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
     model.save_pretrained(str(out))
+    total, number = 0.0, 0
+    with torch.no_grad(), meshlora.lift():
+        for row in data:
+            ids, labels = (torch.tensor([row[name]]) for name in ("input_ids", "labels"))
+            total += float(model.eval()(input_ids=ids, labels=labels, num_items_in_batch=1).loss)
+            number += sum(label != -100 for label in row["labels"][1:])
+    return total / number
 
 
-def _on_mesh(topology: str, batch_size: int, start: Path | None, out: Path) -> None:
+def _on_mesh(topology: str, batch_size: int, start: Path | None, out: Path) -> float:
     """Body of a rank. start: None: a mixture of experts, with an adapter of its own."""
     if start is None:
         lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
@@ -176,6 +183,11 @@ def _on_mesh(topology: str, batch_size: int, start: Path | None, out: Path) -> N
                 for batch in epoch[place : place + PER_STEP]:
                     step.backward(model(**batch).loss)
     meshlora.save_adapter(model, out)
+    held_out = meshlora.sampler(model, data, batch_size=batch_size, shuffle=False)
+    with meshlora.lift():
+        found = meshlora.mean_loss(model, DataLoader(data, batch_sampler=held_out, collate_fn=collate))
+    assert model.training
+    return found
 
 
 @pytest.mark.parametrize(
@@ -193,8 +205,9 @@ def test_epochs_of_a_loader_end_with_the_adapter_of_one_process(
     start = tmp_path / "start"
     lora = LoraConfig(r=4, lora_alpha=16, target_modules="all-linear", init_lora_weights=False)
     meshlora.save_adapter(meshlora.load(BASE, lora=lora, dtype="float64", seed=3), start)
-    _alone(start, tmp_path / "alone")
-    pools(2).run(_on_mesh, topology, batch_size, start, tmp_path / "mesh")
+    loss = _alone(start, tmp_path / "alone")
+    found = pools(2).run(_on_mesh, topology, batch_size, start, tmp_path / "mesh")
+    assert found == pytest.approx([loss] * 2, rel=1e-9)
     worst = compare_adapters(tmp_path / "mesh", tmp_path / "alone")
     assert worst.relative <= 1e-9, worst
 
