@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 import json
 import os
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -19,12 +23,20 @@ from transformers import AutoModelForCausalLM
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from meshlora.cli.main import main
 from meshlora.common.errors import UserError
+from meshlora.config.file import read_run
 from meshlora.rl.engine import Completed, Engine
 from meshlora.rl.publishing import publish, remove_older
+from meshlora.rl.rewards import Rewards
+from meshlora.rl.rollouts import Rollouts, Said
+from meshlora.rl.run import check_rl
+from meshlora.text.tokenizer import load_tokenizer
+from meshlora.train.together import prepare_run
 from tests.pool import Pool, RankError
-from tests.ranks.test_rl import records_of, rl_file, run_rl
+from tests.ranks.test_rl import folder, records_of, rl_file, run_rl
 from tests.ranks.test_trainer import small_base
 from tests.run_files import metrics_of
+
+__all__ = ["folder"]  # a fixture
 
 Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]
 
@@ -179,6 +191,38 @@ def test_completions_are_in_the_order_of_their_prompts() -> None:
         "min_p": 0.0,
         "repetition_penalty": 1.0,
     }
+
+
+def _npy(array: np.ndarray) -> str:
+    with io.BytesIO() as file:
+        np.save(file, array)
+        return base64.b64encode(file.getbuffer()).decode()
+
+
+def test_experts_of_an_engine_that_says_them_are_in_the_records(folder: Path) -> None:
+    routed = np.arange(24, dtype=np.uint8).reshape(3, 4, 2)  # of two tokens of the prompt and the first after it
+    with serving(lambda *_: (200, {"choices": [_choice(0, routed_experts=_npy(routed)), _choice(1)]})) as (url, _):
+        ((one, other),) = Engine(url).complete("mine", [[1, 2]], n=2)
+    assert one.routed_experts == routed.tolist()
+    assert other.routed_experts is None
+    run = prepare_run(read_run(rl_file(folder, "experts", "")))
+    prompts, config = check_rl(run), run.config.rl
+    assert prompts is not None
+    assert config is not None
+    says: Any = SimpleNamespace(reporter=SimpleNamespace(say=lambda _: None))
+    tokenizer = load_tokenizer(small_base(), trust_remote_code=False)
+    maker = Rollouts(says, config, prompts, None, Rewards(config.rewards), tokenizer)  # type: ignore[arg-type]
+    said = [Said([5, 6], [-1.0, -2.0], routed.tolist()), *[Said([7], [-1.0])] * 3]
+    first, *rest = maker._records(prompts.of_round(0)[:1] * 4, said, 1)
+    assert first["routed_experts"] == routed.tolist()
+    assert all("routed_experts" not in record for record in rest)
+    for wrong in ("AAAA", "not base64", _npy(np.zeros((2, 2))), _npy(np.array([{}], dtype=object))):
+        answer = (200, {"choices": [_choice(0, routed_experts=wrong)]})
+        with (
+            serving(lambda *_, answer=answer: answer) as (url, _),
+            pytest.raises(UserError, match="its routed_experts"),
+        ):
+            Engine(url).complete("mine", [[1, 2]], n=1)
 
 
 @pytest.mark.parametrize(

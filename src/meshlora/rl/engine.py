@@ -9,6 +9,8 @@ vLLM lets adapters be loaded while it serves if it was started with VLLM_ALLOW_R
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import math
 import urllib.error
@@ -19,6 +21,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import numpy as np
+
 from meshlora.common.errors import MeshloraError, UserError, reason
 
 _LONGEST_ANSWER = 2**30
@@ -27,10 +31,14 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 @dataclass(frozen=True)
 class Completed:
-    """One completion. tokens: with the one that ended it. log_probs: of each, as it was sampled."""
+    """One completion. tokens: with the one that ended it. log_probs: of each, as it was sampled.
+
+    routed_experts: `[tokens of prompt and completion - 1][layers][k]`, of an engine that says them.
+    """
 
     tokens: list[int]
     log_probs: list[float]
+    routed_experts: list[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,21 @@ class Engine:
             raise self._wrong("a completion has no token_ids (return_token_ids, of vLLM from 0.10.2 on)")
         if not isinstance(scores, list) or len(scores) != len(tokens) or not all(map(_is_finite, scores)):
             raise self._wrong("a completion has not one log-probability for each token")
-        return Completed(tokens, [float(each) for each in scores])
+        return Completed(tokens, [float(each) for each in scores], self._routed(choice.get("routed_experts")))
+
+    def _routed(self, text: Any) -> list[Any] | None:
+        """The experts in an answer: a `.npy` in base64, as vLLM with --enable-return-routed-experts gives them."""
+        if text is None:
+            return None
+        try:
+            found = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+        except (ValueError, TypeError, EOFError) as error:
+            raise self._wrong(f"its routed_experts cannot be read ({reason(error)})") from None
+        if found.ndim != 3 or found.dtype.kind not in "ui":
+            raise self._wrong(
+                f"its routed_experts are {found.dtype} of {found.ndim} dimensions, not [tokens, layers, k]"
+            )
+        return list(found.tolist())
 
     def _wrong(self, rule: str) -> UserError:
         return UserError(f"the engine at {self.url}", rule, "is it one like vLLM's?")

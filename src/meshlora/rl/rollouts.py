@@ -50,10 +50,14 @@ _ROUNDING = 1e-6  # of a mean over each sequence
 
 @dataclass(frozen=True)
 class Said:
-    """A completion. tokens: with the one that ended it. log_probs: of each, in what it was drawn from."""
+    """A completion. tokens: with the one that ended it. log_probs: of each, in what it was drawn from.
+
+    routed_experts: of each token of prompt and completion but the last, of an engine that says them.
+    """
 
     tokens: Sequence[int]
     log_probs: Sequence[float]
+    routed_experts: Sequence[Any] | None = None
 
 
 class Generator(Protocol):
@@ -126,6 +130,7 @@ class Rollouts:
                 "reward": score.total,
                 "group": place // self.config.completions,
                 "engine_log_probs": [*each.log_probs],
+                **({} if each.routed_experts is None else {"routed_experts": each.routed_experts}),
                 "said": completion.text,
                 "parts": dict(score.parts),
                 "origin": prompt.origin,
@@ -226,8 +231,9 @@ class EngineGenerator:
                 stop=self.config.stop,
                 seed=seed_of(self.one.run.config.train.seed, step),
             )
-            said = json.dumps([(each.tokens, each.log_probs) for group in found for each in group])
-        return [Said(tokens, log_probs) for tokens, log_probs in json.loads(broadcast_text(said, self.one.mesh))]
+            every = [each for group in found for each in group]
+            said = json.dumps([(each.tokens, each.log_probs, each.routed_experts) for each in every])
+        return [Said(*each) for each in json.loads(broadcast_text(said, self.one.mesh))]
 
 
 def broadcast_text(text: str, mesh: Mesh) -> str:
