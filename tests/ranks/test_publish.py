@@ -309,8 +309,8 @@ def test_an_engine_samples_with_the_adapter_of_the_step_before(tmp_path: Path, p
 def test_an_adapter_is_published_every_so_many_steps_and_at_the_end(
     tmp_path: Path, pools: Callable[[int], Pool]
 ) -> None:
-    file = rl_file(tmp_path, "every", "", rl={"publish_to": str(tmp_path / "to"), "publish_every": 2}, steps=3)
-    pools(1).run(run_rl, file, 1)
+    file = rl_file(tmp_path, "every", "dp=2", rl={"publish_to": str(tmp_path / "to"), "publish_every": 2}, steps=3)
+    pools(2).run(run_rl, file, 2)
     assert sorted(each.name[:11] for each in (tmp_path / "to").iterdir()) == [
         "latest",
         "step-000000",
@@ -327,7 +327,7 @@ def test_an_engine_that_ends_in_mid_run_ends_the_run_with_its_words(
 
     words = "it completes prompts not: 400 no such model"
     with serving(answer) as (url, _), pytest.raises((UserError, RankError), match=words):
-        pools(1).run(run_rl, rl_file(tmp_path, "refused", "", rl={"source": url}), 1)
+        pools(2).run(run_rl, rl_file(tmp_path, "refused", "dp=2", rl={"source": url}), 2)
 
 
 @pytest.mark.parametrize(
