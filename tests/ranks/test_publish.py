@@ -319,6 +319,7 @@ def test_an_adapter_is_published_every_so_many_steps_and_at_the_end(
     ]
 
 
+@pytest.mark.proof
 def test_an_engine_that_ends_in_mid_run_ends_the_run_with_its_words(
     tmp_path: Path, pools: Callable[[int], Pool]
 ) -> None:
