@@ -32,11 +32,9 @@ from meshlora.rl.run import check_rl
 from meshlora.text.tokenizer import load_tokenizer
 from meshlora.train.together import prepare_run
 from tests.pool import Pool, RankError
-from tests.ranks.test_rl import folder, records_of, rl_file, run_rl
+from tests.ranks.test_rl import records_of, rl_file, run_rl
 from tests.ranks.test_trainer import small_base
 from tests.run_files import metrics_of
-
-__all__ = ["folder"]  # a fixture
 
 Answer = Callable[[str, dict[str, Any]], tuple[int, Any]]
 
@@ -199,13 +197,13 @@ def _npy(array: np.ndarray) -> str:
         return base64.b64encode(file.getbuffer()).decode()
 
 
-def test_experts_of_an_engine_that_says_them_are_in_the_records(folder: Path) -> None:
+def test_experts_of_an_engine_that_says_them_are_in_the_records(tmp_path: Path) -> None:
     routed = np.arange(24, dtype=np.uint8).reshape(3, 4, 2)  # of two tokens of the prompt and the first after it
     with serving(lambda *_: (200, {"choices": [_choice(0, routed_experts=_npy(routed)), _choice(1)]})) as (url, _):
         ((one, other),) = Engine(url).complete("mine", [[1, 2]], n=2)
     assert one.routed_experts == routed.tolist()
     assert other.routed_experts is None
-    run = prepare_run(read_run(rl_file(folder, "experts", "")))
+    run = prepare_run(read_run(rl_file(tmp_path, "experts", "")))
     prompts, config = check_rl(run), run.config.rl
     assert prompts is not None
     assert config is not None
