@@ -228,6 +228,13 @@ def test_experts_of_an_engine_that_says_them_are_in_the_records(tmp_path: Path) 
     [
         ([_choice(0)], "it gave 1 completions, and 2 were asked for"),
         ([_choice(0), _choice(1, token_ids=None)], "a completion has no token_ids"),
+        ([_choice(0), _choice(1, token_ids=[3, -1])], "a completion has no token_ids"),
+        ([_choice(0), _choice(0)], "its completions are not numbered from 0 to 1"),
+        ([_choice(0), _choice(1, index=None)], "its completions are not numbered from 0 to 1"),
+        ([_choice(0), _choice(1, index=[1])], "its completions are not numbered from 0 to 1"),
+        ([_choice(0), "text"], "its completions are not numbered from 0 to 1"),
+        (2, "it gave 0 completions, and 2 were asked for"),
+        ([_choice(0), _choice(1, logprobs=[-1.0, -0.5])], "a completion has not one log-probability"),
         ([_choice(0), _choice(1, logprobs=None)], "a completion has not one log-probability for each token"),
         ([_choice(0), _choice(1, logprobs={"token_logprobs": [-1.0, float("nan")]})], "has not one log-probability"),
     ],

@@ -73,14 +73,20 @@ class Engine:
         body = {"model": model, "prompt": [[*ids] for ids in prompts], **whole, "return_token_ids": True, **options}
         answer = self._answer("completions", body, why="it completes prompts")
         choices = answer.get("choices") if isinstance(answer, Mapping) else None
-        if not isinstance(choices, list) or len(choices) != number * len(prompts):
-            raise self._wrong(f"it gave {len(choices or ())} completions, and {number * len(prompts)} were asked for")
-        found = [self._completed(choice) for choice in sorted(choices, key=lambda choice: int(choice.get("index", 0)))]
+        asked, given = number * len(prompts), choices if isinstance(choices, list) else []
+        if len(given) != asked:
+            raise self._wrong(f"it gave {len(given)} completions, and {asked} were asked for")
+        numbered = [choice for choice in given if isinstance(choice, dict) and type(choice.get("index")) is int]
+        by_index = {choice["index"]: choice for choice in numbered}
+        if by_index.keys() != set(range(asked)):  # whose prompt is whose would be a guess
+            raise self._wrong(f"its completions are not numbered from 0 to {asked - 1}")
+        found = [self._completed(by_index[place]) for place in range(asked)]
         return [found[start : start + number] for start in range(0, len(found), number)]
 
-    def _completed(self, choice: Any) -> Completed:
-        tokens, scores = choice.get("token_ids"), (choice.get("logprobs") or {}).get("token_logprobs")
-        if not isinstance(tokens, list) or not tokens or any(type(token) is not int for token in tokens):
+    def _completed(self, choice: Mapping[str, Any]) -> Completed:
+        tokens, said = choice.get("token_ids"), choice.get("logprobs")
+        scores = said.get("token_logprobs") if isinstance(said, dict) else None
+        if not isinstance(tokens, list) or not tokens or any(type(one) is not int or one < 0 for one in tokens):
             raise self._wrong("a completion has no token_ids (return_token_ids, of vLLM from 0.10.2 on)")
         if not isinstance(scores, list) or len(scores) != len(tokens) or not all(map(_is_finite, scores)):
             raise self._wrong("a completion has not one log-probability for each token")
