@@ -24,11 +24,12 @@ from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from meshlora.cli.main import main
 from meshlora.common.errors import UserError
 from meshlora.config.file import read_run
-from meshlora.rl.engine import Completed, Engine
+from meshlora.rl.engine import Engine
 from meshlora.rl.publishing import publish, remove_older
 from meshlora.rl.rewards import Rewards
-from meshlora.rl.rollouts import Rollouts, Said
+from meshlora.rl.rollouts import Rollouts
 from meshlora.rl.run import check_rl
+from meshlora.text.decoding import Continuation
 from meshlora.text.tokenizer import load_tokenizer
 from meshlora.train.together import prepare_run
 from tests.pool import Pool, RankError
@@ -173,7 +174,7 @@ def _choice(index: int, **changes: Any) -> dict[str, Any]:
 def test_completions_are_in_the_order_of_their_prompts() -> None:
     with serving(lambda *_: (200, {"choices": [_choice(index) for index in (3, 0, 2, 1)]})) as (url, seen):
         found = Engine(url).complete("mine", [[1, 2], [3]], n=2, max_tokens=5, temperature=1.0)
-    assert found == [[Completed([i, 9], [-1.0, -0.5]) for i in pair] for pair in ((0, 1), (2, 3))]
+    assert found == [[Continuation([i, 9], [-1.0, -0.5]) for i in pair] for pair in ((0, 1), (2, 3))]
     ((path, body),) = seen
     assert path == "/v1/completions"
     assert body == {
@@ -210,7 +211,7 @@ def test_experts_of_an_engine_that_says_them_are_in_the_records(tmp_path: Path) 
     says: Any = SimpleNamespace(reporter=SimpleNamespace(say=lambda _: None))
     tokenizer = load_tokenizer(small_base(), trust_remote_code=False)
     maker = Rollouts(says, config, prompts, None, Rewards(config.rewards), tokenizer)  # type: ignore[arg-type]
-    said = [Said([5, 6], [-1.0, -2.0], routed.tolist()), *[Said([7], [-1.0])] * 3]
+    said = [Continuation([5, 6], [-1.0, -2.0], routed.tolist()), *[Continuation([7], [-1.0])] * 3]
     first, *rest = maker._records(prompts.of_round(0)[:1] * 4, said, 1)
     assert first["routed_experts"] == routed.tolist()
     assert all("routed_experts" not in record for record in rest)

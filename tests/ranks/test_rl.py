@@ -29,8 +29,9 @@ from meshlora.data.stream import RolloutStream
 from meshlora.loading.blueprint import BaseOptions, make_blueprint
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.rl.prompts import Prompt
-from meshlora.rl.rollouts import OwnGenerator, Rollouts, Said
+from meshlora.rl.rollouts import OwnGenerator, Rollouts
 from meshlora.rl.run import check_rl, making
+from meshlora.text.decoding import Continuation
 from meshlora.train.checkpoint.manifest import read_whole
 from meshlora.train.run import prepare_output
 from meshlora.train.together import prepare_run
@@ -194,7 +195,7 @@ def test_rollouts_of_a_run_with_other_settings_are_not_found(
         assert left == [step for step in range(1, STEPS + 1) if is_same or step <= kept]
 
 
-def _stale(self: OwnGenerator, prompts: Sequence[Prompt], step: int) -> list[Said]:
+def _stale(self: OwnGenerator, prompts: Sequence[Prompt], step: int) -> list[Continuation]:
     """Generates with the adapter of one step before."""
     now = [factor.parameter.detach().clone() for factor in self.one.factors]
     before = vars(self.one).get("_before", now)

@@ -144,6 +144,16 @@ def broadcast_in_place(tensor: Tensor, axis: Axis) -> Tensor:
     return tensor
 
 
+def broadcast_text(text: str, axis: Axis, device: torch.device) -> str:
+    """The text of the group's first rank, on all."""
+    content = text.encode()
+    size = int(broadcast_in_place(torch.tensor([len(content)], device=device), axis).item())
+    if not size:
+        return ""
+    held = torch.frombuffer(bytearray(content if axis.rank == 0 else size), dtype=torch.uint8).to(device)
+    return bytes(broadcast_in_place(held, axis).tolist()).decode()
+
+
 def broadcast_of(tensor: Tensor | None, like: Tensor, axis: Axis, *, source: int, device: torch.device) -> Tensor:
     """`tensor` of rank `source` of `axis`, the others of which give None, on all of them. like: its shape and dtype."""
     own = torch.empty_like(like, device=device) if tensor is None else tensor

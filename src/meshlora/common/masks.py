@@ -47,10 +47,15 @@ def numbers_by_content(input_ids: Tensor, attention_mask: Tensor | None) -> Tens
     """
     is_token = torch.ones_like(input_ids) if attention_mask is None else attention_mask.ne(0).to(input_ids.dtype)
     position = (is_token.cumsum(1) - 1).clamp(min=0)
-    mixed = input_ids * _FACTORS[0] + position * _FACTORS[1]  # wraps around
-    mixed = (mixed ^ (mixed >> 29)) * _FACTORS[2]
-    place = ((mixed ^ (mixed >> 32)) * is_token).sum(1) & 0x7FFFFFFF
+    place = (hashed_in_place(input_ids, position) * is_token).sum(1) & 0x7FFFFFFF
     return (place << POSITION_BITS).unsqueeze(1) + position
+
+
+def hashed_in_place(values: Tensor, places: Tensor) -> Tensor:
+    """64 hashed bits of each of `values`, int64, at its place. A sum over them tells values, and their order, apart."""
+    mixed = values * _FACTORS[0] + places * _FACTORS[1]  # wraps around
+    mixed = (mixed ^ (mixed >> 29)) * _FACTORS[2]
+    return mixed ^ (mixed >> 32)
 
 
 def mask_key(seed: int, step: int, module: str) -> int:

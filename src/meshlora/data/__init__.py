@@ -4,6 +4,7 @@ Owns: everything up to the tensors of one micro-batch. Does not own: processes; 
 data, the options, and (in `share`) the dp rank.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,7 +15,7 @@ from meshlora.data.nlg import of_categories, parted
 from meshlora.data.packing import joined, packed_share, padded_lengths, with_positions
 from meshlora.data.preferences import read_feedback, read_preferences
 from meshlora.data.records import Record, prompts_of
-from meshlora.data.rollouts import read_rewarded, read_rollouts
+from meshlora.data.rollouts import read_rollouts
 from meshlora.data.sampler import GlobalBatches, epoch_order, share
 from meshlora.data.sources import read_records
 from meshlora.data.streamed import read_streamed
@@ -41,7 +42,7 @@ READERS: Mapping[str, Callable[..., TokenizedDataset]] = {
     "text": _read_text,
     "streamed": read_streamed,
     "rollouts": read_rollouts,
-    "rewarded": read_rewarded,
+    "rewarded": functools.partial(read_rollouts, is_rewarded=True),
     "pairs": read_preferences,
     "feedback": read_feedback,
     "labelled": read_labelled,
@@ -66,7 +67,6 @@ __all__ = [
     "prompts_of",
     "read_preferences",
     "read_records",
-    "read_rewarded",
     "read_rollouts",
     "share",
     "shifted",

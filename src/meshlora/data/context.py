@@ -8,6 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
+
+from meshlora.common.errors import UserError
 
 
 def token_order(rows: Sequence[Sequence[int]], *, size: int, is_balanced: bool = True) -> np.ndarray:
@@ -29,6 +32,25 @@ def token_order(rows: Sequence[Sequence[int]], *, size: int, is_balanced: bool =
             owner = np.concatenate(_owners(documents, size))
         found.append(np.argsort(owner, kind="stable"))
     return np.stack(found)
+
+
+def order_of_rows(
+    shape: Sequence[int], position_ids: Tensor | None, *, size: int, is_balanced: bool = True
+) -> np.ndarray:
+    """`token_order` of rows `[B, S]`, whose documents begin at position 0. The host waits for `position_ids`.
+
+    Raises:
+        UserError: size does not divide S.
+    """
+    rows, length = shape
+    if length % size:
+        way_out = "pad them, as meshlora.collator(model, tokenizer) does"
+        raise UserError(f"rows of {length} tokens", f"cp={size} must divide their number", way_out)
+    documents = [[length]] * rows
+    if position_ids is not None:
+        starts = [(row == 0).nonzero().flatten().tolist() for row in position_ids.expand(rows, length).cpu()]
+        documents = [np.diff([*row, length]).tolist() for row in starts]
+    return token_order(documents, size=size, is_balanced=is_balanced)
 
 
 def _owners(documents: Sequence[int], size: int) -> list[np.ndarray]:

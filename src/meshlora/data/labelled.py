@@ -15,7 +15,7 @@ import numpy as np
 from meshlora.common.errors import UserError, did_you_mean, reason
 from meshlora.data.formats import Format
 from meshlora.data.images import TOKEN_TYPES, KnownInputs
-from meshlora.data.records import MalformedError, Problems, checked_text, json_type, quoted
+from meshlora.data.records import MalformedError, Problems, checked_text, is_number, json_type, quoted
 from meshlora.data.sources import read_rows
 from meshlora.data.tokenization import TokenizedDataset
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BLOCK = 4096  # texts per call to the tokenizer
-_LARGEST = float(np.finfo(np.float32).max)
 _UNLABELLED = -100  # transformers' label of a word that is not trained
 _SEGMENTS = TOKEN_TYPES[0]
 
@@ -197,13 +196,9 @@ def _targets(row: Mapping[str, Any], objective: Any) -> list[float]:
         own = {_number(one, objective) for one in label}
         return [float(number in own) for number in range(size)]
     values = label if isinstance(label, list) else [label]
-    if len(values) != size or not all(_is_finite(value) for value in values):
+    if len(values) != size or not all(is_number(value) for value in values):
         raise MalformedError(f"label is not {size} finite number{'s' if size > 1 else ''}")
     return values
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 def _encoded(

@@ -12,12 +12,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from meshlora.common.errors import UserError
 
 _KINDS = ({"text"}, {"prompt", "completion"}, {"messages"}, {"tokens"})
 _FIELDS = ("text", "prompt", "completion", "messages", "tokens")
 MAX_SHOWN = 5  # places that a message names for one mistake
 _MAX_COUNTED = 1000  # a file of another kind has a mistake in every line: reading on would not tell more
+_LARGEST = float(np.finfo(np.float32).max)
 _MAX_WORDS = 300  # characters of the message about one row
 
 
@@ -185,6 +188,11 @@ def prompts_of(records: Sequence[Record]) -> list[Prompt]:
         _, references = grouped.setdefault(record.prompt, (record, []))
         references.append(record.completion.strip())
     return [Prompt(prompt, tuple(references), first.origin) for prompt, (first, references) in grouped.items()]
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is finite in float32. NaN fails any comparison; `float` of a huge integer would overflow."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
 
 
 def json_type(value: object) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 
 from meshlora.common.errors import UserError
 from meshlora.data.formats import RECORDS, Format, Formats
-from meshlora.data.records import MalformedError, Problems, Record, json_type
+from meshlora.data.records import MalformedError, Problems, Record, is_number, json_type
 from meshlora.data.sources import read_rows
 from meshlora.data.tokenization import Sequence, TokenizedDataset, tokenize
 from meshlora.data.too_long import Found, Taken
@@ -32,14 +32,13 @@ _VALUES = {
 }
 _OF_TEXT = [each for each in RECORDS if each.name in ("messages", "prompt_completion", "text")]
 _TEXTS = Formats(_OF_TEXT, "auto", None)
-TEXT_FIELDS = tuple(dict.fromkeys(name for each in _OF_TEXT for name in each.fields))
+_TEXT_FIELDS = tuple(dict.fromkeys(name for each in _OF_TEXT for name in each.fields))
 _ROUTED = "routed_experts"
-_COMMON = (*TEXT_FIELDS, "input_ids", "is_trained", _ROUTED, *(name for names in _VALUES for name in names))
+_COMMON = (*_TEXT_FIELDS, "input_ids", "is_trained", _ROUTED, *(name for names in _VALUES for name in names))
 FIELDS = (*_COMMON, *(name for names in _ADVANTAGE for name in names))
 REWARDED_FIELDS = (*_COMMON, "reward", "group")
 _LISTS = ("advantages", "old_log_probs", "engine_log_probs", "weights")
 _LOG_PROBS, _ROUNDING = ("old_log_prob", "engine_log_prob"), 1e-3
-_LARGEST = float(np.finfo(np.float32).max)
 
 
 def read_rollouts(
@@ -118,11 +117,6 @@ def read_rollouts(
     return _dataset(kept, taken)
 
 
-def read_rewarded(source: str | list[str], tokenizer: PreTrainedTokenizerBase, **options: Any) -> TokenizedDataset:
-    """`read_rollouts` of rows with rewards."""
-    return read_rollouts(source, tokenizer, is_rewarded=True, **options)
-
-
 @dataclass(frozen=True)
 class _Rollout:
     """A row that was read. columns: name -> `[S]`. routed: as in `TokenizedDataset`. graded: (reward, group)."""
@@ -195,7 +189,7 @@ def _graded(row: Mapping[str, Any], ids: np.ndarray, is_trained: np.ndarray) -> 
     """(reward, group) of a row. Raises: MalformedError."""
     if "reward" not in row:
         raise MalformedError("has no reward")
-    if not _is_number(row["reward"]):
+    if not is_number(row["reward"]):
         raise MalformedError("reward is not a finite number")
     if "group" not in row:
         return row["reward"], _Prompt(ids[: int(is_trained.argmax())].tolist())
@@ -230,7 +224,7 @@ def _of_records(records: list[Record], tokenizer: Any, options: dict[str, Any]) 
 
 def _record(row: Mapping[str, Any], origin: str) -> Record | None:
     """The text record of a row; None if it holds tokens instead."""
-    text = {name: value for name, value in row.items() if name in TEXT_FIELDS}
+    text = {name: value for name, value in row.items() if name in _TEXT_FIELDS}
     if "input_ids" not in row:
         return _TEXTS.choice(tuple(text)).make(text, origin)
     if text:
@@ -272,15 +266,10 @@ def _values(
                 value = value[:number]
             if len(value) != number:
                 raise MalformedError(f"{given[0]} has {len(value)} numbers for {number} trained tokens")
-        if given and any(not _is_number(v) for v in (value if isinstance(value, list) else [value])):
+        if given and any(not is_number(v) for v in (value if isinstance(value, list) else [value])):
             raise MalformedError(f"{given[0]} holds what is not a finite number")
         if given and column in _LOG_PROBS and max(value, default=0) > _ROUNDING:
             raise MalformedError(f"{given[0]} holds {max(value):g}: the logarithm of a probability is at most 0")
         found[is_trained] = value
         columns[column] = found
     return columns
-
-
-def _is_number(value: Any) -> bool:
-    """Whether `value` is finite in float32. NaN fails any comparison; `float` of a huge integer would overflow."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST

@@ -15,7 +15,6 @@ import inspect
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -26,7 +25,7 @@ from meshlora.comm.collectives import reduce_each_to_one
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.tasks import CAUSAL, task_of
 from meshlora.data import IGNORED, shifted
-from meshlora.data.context import token_order
+from meshlora.data.context import order_of_rows
 
 _OWN = "_meshlora_own"
 
@@ -66,13 +65,16 @@ def take_labels(model: Any) -> None:
         return _labelled(model, named)
 
     object.__setattr__(model, "forward", forward)
-    if runtime(model).mesh.cp.size == 1:
+    state = runtime(model)
+    if state.mesh.cp.size == 1:
         return
 
     def cut(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named = dict(zip(names, args, strict=False)) | kwargs
         if named.get("labels") is not None and torch.is_grad_enabled() and task_of(model.config) == CAUSAL:
-            runtime(model).context.next(_order(model, named["labels"], named.get("position_ids")))
+            context = state.context
+            given = (named["labels"].shape, named.get("position_ids"))
+            context.next(order_of_rows(*given, size=state.mesh.cp.size, is_balanced=context.balances))
 
     model.register_forward_pre_hook(cut, with_kwargs=True, prepend=True)  # before that of the cut
 
@@ -118,22 +120,6 @@ def _labelled(model: Any, given: dict[str, Any]) -> Any:
     rest = {name: value for name, value in outputs.items() if not (is_cut and name == "logits")}
     found = type(outputs)(loss=loss, **rest)
     return found.to_tuple() if is_tuple else found
-
-
-def _order(model: Any, labels: Tensor, position_ids: Tensor | None) -> np.ndarray:
-    """int64 `[B, S]`: whose tokens are which under cp; labels give the shape. The host waits for `position_ids`."""
-    state, (rows, length) = runtime(model), labels.shape
-    if length % state.mesh.cp.size:
-        raise UserError(
-            f"rows of {length} tokens",
-            f"cp={state.mesh.cp.size} must divide their number",
-            "pad them, as meshlora.collator(model, tokenizer) does",
-        )
-    documents = [[length]] * rows
-    if position_ids is not None:
-        starts = [(row == 0).nonzero().flatten().tolist() for row in position_ids.expand(rows, length).cpu()]
-        documents = [np.diff([*row, length]).tolist() for row in starts]
-    return token_order(documents, size=state.mesh.cp.size, is_balanced=state.context.balances)
 
 
 class _Divided(Function):

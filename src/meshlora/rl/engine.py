@@ -12,7 +12,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import math
 import urllib.error
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -24,21 +23,11 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from meshlora.common.errors import MeshloraError, UserError, reason
+from meshlora.data.records import is_number
+from meshlora.text.decoding import Continuation
 
 _LONGEST_ANSWER = 2**30
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
-
-
-@dataclass(frozen=True)
-class Completed:
-    """One completion. tokens: with the one that ended it. log_probs: of each, as it was sampled.
-
-    routed_experts: `[tokens of prompt and completion - 1][layers][k]`, of an engine that says them.
-    """
-
-    tokens: list[int]
-    log_probs: list[float]
-    routed_experts: list[Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +48,7 @@ class Engine:
         body = {"lora_name": name, "lora_path": str(folder.absolute()), "load_inplace": True}
         self._answer("load_lora_adapter", body, why="it loads an adapter", is_json=False)
 
-    def complete(self, model: str, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[Completed]]:
+    def complete(self, model: str, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[Continuation]]:
         """`n` completions of each prompt by the adapter, or base, `model`, sampled as they are.
 
             Engine(url).complete("meshlora", [[5, 6, 7]], n=8, max_tokens=64, temperature=1.0, seed=3)
@@ -83,14 +72,14 @@ class Engine:
         found = [self._completed(by_index[place]) for place in range(asked)]
         return [found[start : start + number] for start in range(0, len(found), number)]
 
-    def _completed(self, choice: Mapping[str, Any]) -> Completed:
+    def _completed(self, choice: Mapping[str, Any]) -> Continuation:
         tokens, said = choice.get("token_ids"), choice.get("logprobs")
         scores = said.get("token_logprobs") if isinstance(said, dict) else None
         if not isinstance(tokens, list) or not tokens or any(type(one) is not int or one < 0 for one in tokens):
             raise self._wrong("a completion has no token_ids (return_token_ids, of vLLM from 0.10.2 on)")
-        if not isinstance(scores, list) or len(scores) != len(tokens) or not all(map(_is_finite, scores)):
+        if not isinstance(scores, list) or len(scores) != len(tokens) or not all(map(is_number, scores)):
             raise self._wrong("a completion has not one log-probability for each token")
-        return Completed(tokens, [float(each) for each in scores], self._routed(choice.get("routed_experts")))
+        return Continuation(tokens, [float(each) for each in scores], self._routed(choice.get("routed_experts")))
 
     def _routed(self, text: Any) -> list[Any] | None:
         """The experts in an answer: a `.npy` in base64, as vLLM with --enable-return-routed-experts gives them."""
@@ -133,10 +122,6 @@ class Engine:
         if error.code == 404 and path == "load_lora_adapter" and "Not Found" in said:
             way_out = "start vLLM with VLLM_ALLOW_RUNTIME_LORA_UPDATING=true and --enable-lora"
         return UserError(f"the engine at {self.url}", f"{why} not: {error.code} {_message(said)}", way_out)
-
-
-def _is_finite(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _message(said: str) -> str:

@@ -76,11 +76,6 @@ class Rewards:
             name = f"{name} {number + 1}" if name in self._scores else name
             self._scores[name] = (one.weight, _MAKERS[type(one)](one, f"rl.rewards.{number} ({name})"))
 
-    @property
-    def names(self) -> list[str]:
-        """What `Scored.parts` has."""
-        return [*self._scores]
-
     def __call__(self, completions: Sequence[Completion]) -> list[Scored]:
         """Raises: UserError: a reward failed on a completion, or gave no finite number; it is named."""
         values = {name: score(completions) for name, (_, score) in self._scores.items()}

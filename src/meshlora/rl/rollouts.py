@@ -24,8 +24,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from meshlora.adapter.formats.peft_format import save_adapter
-from meshlora.comm.collectives import all_reduce_sum, broadcast_in_place
-from meshlora.comm.groups import Mesh
+from meshlora.comm.collectives import all_reduce_sum, broadcast_text
 from meshlora.common.errors import MeshloraError, UserError
 from meshlora.common.float64 import lift
 from meshlora.config.rl import RlConfig
@@ -35,7 +34,7 @@ from meshlora.rl.engine import Engine
 from meshlora.rl.prompts import Prompt, Prompts
 from meshlora.rl.publishing import publish, remove_older
 from meshlora.rl.rewards import Completion, Rewards, Scored
-from meshlora.text.decoding import texts_of
+from meshlora.text.decoding import Continuation, texts_of
 from meshlora.train.generated import continued_by_all
 from meshlora.train.losses import batch_log_probabilities
 from meshlora.train.trained import TrainedAdapter
@@ -48,22 +47,10 @@ _LARGEST_GAP = {torch.float64: 1e-6, torch.float32: 1e-3}
 _ROUNDING = 1e-6  # of a mean over each sequence
 
 
-@dataclass(frozen=True)
-class Said:
-    """A completion. tokens: with the one that ended it. log_probs: of each, in what it was drawn from.
-
-    routed_experts: of each token of prompt and completion but the last, of an engine that says them.
-    """
-
-    tokens: Sequence[int]
-    log_probs: Sequence[float]
-    routed_experts: Sequence[Any] | None = None
-
-
 class Generator(Protocol):
     """Who continues prompts."""
 
-    def __call__(self, prompts: Sequence[Prompt], step: int) -> list[Said]:
+    def __call__(self, prompts: Sequence[Prompt], step: int) -> list[Continuation]:
         """A completion of each prompt, of which some are given several times, for `step`. Collective: the same on all
         ranks."""
 
@@ -113,7 +100,7 @@ class Rollouts:
         if records is not None:  # last: whoever finds it finds the others
             stream.write(step, records)
 
-    def _records(self, asked: Sequence[Prompt], said: Sequence[Said], step: int) -> list[dict[str, Any]]:
+    def _records(self, asked: Sequence[Prompt], said: Sequence[Continuation], step: int) -> list[dict[str, Any]]:
         assert self.rewards is not None
         options = GenerateConfig(stop=self.config.stop)
         texts = texts_of([each.tokens for each in said], self.tokenizer, options)
@@ -129,7 +116,7 @@ class Rollouts:
                 "is_trained": [0] * len(prompt.ids) + [1] * len(each.tokens),
                 "reward": score.total,
                 "group": place // self.config.completions,
-                "engine_log_probs": [*each.log_probs],
+                "engine_log_probs": each.log_probs,
                 **({} if each.routed_experts is None else {"routed_experts": each.routed_experts}),
                 "said": completion.text,
                 "parts": dict(score.parts),
@@ -139,7 +126,7 @@ class Rollouts:
             for place, (prompt, each, completion, score) in enumerate(zip(asked, said, given, scored, strict=True))
         ]
 
-    def _tell(self, step: int, scored: Sequence[Scored], said: Sequence[Said]) -> None:
+    def _tell(self, step: int, scored: Sequence[Scored], said: Sequence[Continuation]) -> None:
         """One line about a generation. A group of equal rewards teaches nothing."""
         totals = torch.tensor([each.total for each in scored], dtype=torch.float64)
         groups = totals.view(-1, self.config.completions)
@@ -219,7 +206,7 @@ class EngineGenerator:
     config: RlConfig
     engine: Engine
 
-    def __call__(self, prompts: Sequence[Prompt], step: int) -> list[Said]:
+    def __call__(self, prompts: Sequence[Prompt], step: int) -> list[Continuation]:
         said = ""
         if self.one.mesh.rank == 0:
             found = self.engine.complete(
@@ -233,16 +220,8 @@ class EngineGenerator:
             )
             every = [each for group in found for each in group]
             said = json.dumps([(each.tokens, each.log_probs, each.routed_experts) for each in every])
-        return [Said(*each) for each in json.loads(broadcast_text(said, self.one.mesh))]
-
-
-def broadcast_text(text: str, mesh: Mesh) -> str:
-    """The text of rank 0, on all. Collective."""
-    content = text.encode()
-    size = broadcast_in_place(torch.tensor([len(content)], dtype=torch.int64, device=mesh.device), mesh.world)
-    given = content if mesh.rank == 0 else bytes(int(size.item()))
-    there = torch.frombuffer(bytearray(given), dtype=torch.uint8).to(mesh.device)
-    return bytes(broadcast_in_place(there, mesh.world).tolist()).decode()
+        of_all = broadcast_text(said, self.one.mesh.world, self.one.mesh.device)
+        return [Continuation(*each) for each in json.loads(of_all)]
 
 
 @dataclass(frozen=True)
@@ -253,7 +232,7 @@ class OwnGenerator:
     config: RlConfig
     tokenizer: PreTrainedTokenizerBase
 
-    def __call__(self, prompts: Sequence[Prompt], step: int) -> list[Said]:
+    def __call__(self, prompts: Sequence[Prompt], step: int) -> list[Continuation]:
         options = GenerateConfig(
             max_new_tokens=self.config.max_new_tokens,
             stop=self.config.stop,
@@ -263,10 +242,9 @@ class OwnGenerator:
             seed=seed_of(self.one.run.config.train.seed, step),
         )
         with self.one.in_use():
-            found = continued_by_all(
+            return continued_by_all(
                 self.one.model, self.tokenizer, [prompt.ids for prompt in prompts], options, log_probs=True
             )
-        return [Said(each.tokens, each.log_probs or ()) for each in found]
 
 
 def seed_of(seed: int, step: int) -> int:

@@ -99,10 +99,13 @@ class Continuation:
 
     log_probs: of each token, in nats, in the distribution that it was drawn from: that of the logits divided by the
     temperature, before top_p. None if nobody asked.
+    routed_experts: of each token of prompt and continuation but the last, `[tokens][layers][k]`, of an engine that says
+        them.
     """
 
     tokens: list[int]
     log_probs: list[float] | None = None
+    routed_experts: list[Any] | None = None
 
 
 def continued(

@@ -27,6 +27,7 @@ from meshlora.comm.groups import Mesh
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.data import IGNORED, GlobalBatches
 from meshlora.plan.topology import Topology
+from meshlora.text.tokenizer import padding_token_id
 
 
 def sampler(
@@ -133,8 +134,7 @@ def collator(model: Any, tokenizer: Any, *, columns: Sequence[str] = ()) -> Rank
     right, and further until sp and cp can cut them. columns: names of what else rows have for each token, such as
     advantages: float32 `[B, S]`, 0 where there is no token.
     """
-    ids = (getattr(tokenizer, name, None) for name in ("pad_token_id", "eos_token_id"))
-    pad = next((number for number in ids if isinstance(number, int)), 0)
+    pad = padding_token_id(getattr(tokenizer, "tokenizer", tokenizer))  # of a processor its tokenizer
     return RankCollator(runtime(model).mesh.topology, pad, tuple(columns))
 
 

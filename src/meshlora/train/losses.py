@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,7 +19,7 @@ from meshlora.adapter.attach import runtime
 from meshlora.common.compat import no_rows_packed
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.data import Batch, shifted
-from meshlora.data.context import token_order
+from meshlora.data.context import order_of_rows
 from meshlora.layers.by_sequence import rows_of
 from meshlora.layers.head.loss import (
     IGNORED,
@@ -357,19 +356,8 @@ def _held(model: Any, batch: Batch) -> Batch:
     cp, context = runtime(model).mesh.cp, runtime(model).context
     if cp.size == 1:
         return batch
-    length = batch.input_ids.shape[1]
-    if length % cp.size:
-        raise UserError(
-            f"rows of {length} tokens",
-            f"cp={cp.size} must divide their number",
-            f"pad them (meshlora.data.collate does, with row_multiple={cp.size})",
-        )
-    documents = [[length]] * len(batch.input_ids)
-    if batch.position_ids is not None:
-        starts = [(row == 0).nonzero().flatten().tolist() for row in batch.position_ids.cpu()]
-        documents = [np.diff([*row, length]).tolist() for row in starts]
     on_host = dataclasses.replace(batch.to("cpu"), trained=None)
-    order = token_order(documents, size=cp.size, is_balanced=context.balances)
+    order = order_of_rows(batch.input_ids.shape, batch.position_ids, size=cp.size, is_balanced=context.balances)
     return on_host.cut(order, rank=cp.rank, size=cp.size).to(batch.input_ids.device)
 
 

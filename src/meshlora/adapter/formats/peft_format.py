@@ -33,8 +33,7 @@ from meshlora.adapter.formats.per_expert import engine_config, engine_factors
 from meshlora.adapter.plan import AdapterPlan, plan_adapter, rule_of_parameter, whole_shape
 from meshlora.adapter.targets.pieces import own_words, with_own_words, with_pieces
 from meshlora.adapter.targets.resolve import Target
-from meshlora.comm.collectives import broadcast_in_place
-from meshlora.comm.groups import Mesh
+from meshlora.comm.collectives import broadcast_text
 from meshlora.common.errors import MeshloraError, SaveError, UnsupportedError, UserError, did_you_mean, reason
 from meshlora.common.files import new_folder, open_safetensors, read_json, write_json_atomically
 from meshlora.common.hub import repository_of
@@ -46,8 +45,6 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 # Written for adapters on pieces of fused matrices or shared by experts: PEFT does not need it, further training does.
 PIECES_FILE = "meshlora.json"
-# Bytes of an error message that rank 0 broadcasts.
-_MAX_TEXT_BYTES = 1024
 
 
 def save_adapter(
@@ -61,7 +58,7 @@ def save_adapter(
     Raises:
         UserError: no such adapter. SaveError: the folder could not be written (on all ranks, with the same message).
     """
-    state = runtime(model)
+    state, mesh = runtime(model), runtime(model).mesh
     name = adapter or state.active
     if name is None or name not in state.adapters:
         raise UserError(f"adapter {name!r}", "the model has no such adapter", did_you_mean(name or "", state.adapters))
@@ -70,18 +67,18 @@ def save_adapter(
     config = config_to_store(planned.stored, state.source, state.plan.task)
     full = gather_adapter(model, name, only_rank=0)
     tensors, broken, failure = {}, "", ""
-    if state.mesh.rank == 0:
+    if mesh.rank == 0:
         tensors = file_tensors(full, planned.targets)
         broken = next((key for key, tensor in tensors.items() if not torch.isfinite(tensor).all()), "")
-    if broken := _broadcast_text(broken, state.mesh):
+    if broken := broadcast_text(broken, mesh.world, mesh.device):
         raise MeshloraError(f"{path}: not saved, {broken} holds values that are not finite")
-    if state.mesh.rank == 0:
+    if mesh.rank == 0:
         try:
             own = own_words(planned.stored) | labels_of(model.config)
             write_adapter(Path(path), tensors, config, own, also=also)
         except (OSError, SafetensorError, MeshloraError) as error:  # must end every rank, not leave them waiting
             failure = reason(error)
-    if failure := _broadcast_text(failure, state.mesh):
+    if failure := broadcast_text(failure, mesh.world, mesh.device):
         raise SaveError(f"{path}: the adapter could not be written ({failure})")
 
 
@@ -331,12 +328,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: _plain(v) for k, v in value.items()}
     return getattr(value, "value", value)  # enums
-
-
-def _broadcast_text(text: str, mesh: Mesh) -> str:
-    """Broadcast the text of rank 0. Collective."""
-    held = torch.zeros(_MAX_TEXT_BYTES, dtype=torch.uint8)
-    words = text.encode()[:_MAX_TEXT_BYTES]
-    held[: len(words)] = torch.tensor(list(words), dtype=torch.uint8)
-    held = broadcast_in_place(held.to(mesh.device), mesh.world)
-    return bytes(held.tolist()).rstrip(b"\0").decode(errors="ignore")

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.common.errors import UserError, numbered
+from meshlora.common.masks import hashed_in_place
 from meshlora.layers.context import ContextCut
 from meshlora.plan.budget import COMPARED_FORWARDS
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
-# Odd, with random bits: constants of xxHash.
-_FACTORS = (-7046029288634856825, -4417276706812531889, 1609587929392839161)
 
 
 def compare_first_tokens(
@@ -89,8 +88,7 @@ def fingerprint(given: Tensor) -> Tensor:
     if bits.is_floating_point():
         bits = bits.view(_INTEGERS[bits.element_size()])
     bits = bits.flatten().long()
-    mixed = bits * _FACTORS[0] + torch.arange(len(bits), device=bits.device) * _FACTORS[1]  # wraps around
-    mixed = (mixed ^ (mixed >> 29)) * _FACTORS[2]
+    hashed = hashed_in_place(bits, torch.arange(len(bits), device=bits.device))
     found = torch.empty(1, 3, dtype=torch.int64, device=given.device)
-    found[0, 0], found[0, 1], found[0, 2] = given.shape[0], given.numel(), (mixed ^ (mixed >> 32)).sum()
+    found[0, 0], found[0, 1], found[0, 2] = given.shape[0], given.numel(), hashed.sum()
     return found
