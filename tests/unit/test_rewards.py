@@ -155,6 +155,7 @@ def test_tests_that_cannot_be_run_here_are_refused_before_the_run() -> None:
 def test_a_function_gets_what_it_takes(tmp_path: Path) -> None:
     file = tmp_path / "own.py"
     file.write_text(
+        "from __future__ import annotations\nimport dataclasses\n@dataclasses.dataclass\nclass Kept:\n    level: int\n"
         "def one(completion, prompt, level): return len(completion) * level + prompt.count('k')\n"
         "def many(prompts, completions, level, **kwargs): return [len(c) * l for c, l in zip(completions, level)]\n"
         "def wrong(completion): return {'x': float('nan'), 'y': None}.get(completion, 1.0)\n"
@@ -288,4 +289,4 @@ def test_the_sum_is_weighted(judge: Path, tmp_path: Path) -> None:
     (scored,) = rewards([_said("7", answer="7", tests="assert 1")])
     assert scored.total == pytest.approx(0.5 - 4 + 8 + 16 + 32 - 64 * alone)
     assert [*scored.parts.values()] == [1, 1, 1, 1, 2, alone, 0]
-    assert rewards.names[-1] == "regex 7"
+    assert [*scored.parts][-1] == "regex 7"

@@ -17,6 +17,7 @@ import inspect
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -250,6 +251,7 @@ def _loaded(name: str) -> Callable[..., Any]:
             assert spec is not None
             assert spec.loader is not None
             module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # where dataclasses of the file look for its names
             spec.loader.exec_module(module)
         else:
             module = importlib.import_module(place)
