@@ -51,19 +51,15 @@ class SharedRows:
         return {**batch, "labels": torch.full_like(batch["labels"], _IGNORED), STANDS_IN: True}
 
 
-def gathered_rows(value: Any, dp: Axis, *, stands_in: bool = False) -> Any:
-    """Tensors `[rows, ...]`, or `[]`, of all ranks of `dp` one after the other, anywhere in `value`. Collective.
-
-    stands_in: this rank's rows count for none.
-    """
+def gathered_rows(value: Any, dp: Axis) -> Any:
+    """Tensors `[rows, ...]`, or `[]`, of all ranks of `dp` one after the other, anywhere in `value`. Collective."""
     if dp.size == 1:
         return value
-    return recursively_apply(lambda tensor: _gathered(tensor, dp, stands_in), value, error_on_other_type=True)
+    return recursively_apply(lambda tensor: _gathered(tensor, dp), value, error_on_other_type=True)
 
 
-def _gathered(tensor: Tensor, dp: Axis, stands_in: bool) -> Tensor:
+def _gathered(tensor: Tensor, dp: Axis) -> Tensor:
     own = tensor.unsqueeze(0) if tensor.ndim == 0 else tensor
-    own = own[:0] if stands_in else own
     sizes = all_gather(torch.tensor([len(own)], device=own.device), dp).tolist()
     sent = own.to(torch.uint8) if own.dtype == torch.bool else own
     room = sent.new_zeros(max(sizes), *own.shape[1:])

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -28,9 +28,9 @@ FOLDER = "rollouts"  # in the output
 WAIT_S = 600.0
 # How often a missing file is looked for: soon after the last look, later more rarely.
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0
-# What a rank sees. The largest number of all ranks decides, but for `THERE`, which all must see.
-_THERE, _MISSING, _ENDED, _ASKED = range(4)
-State = Literal["there", "ended", "asked"]
+# What a rank sees. The last of these that any rank sees decides: a step is there once all see it.
+State = Literal["there", "missing", "ended", "asked"]
+_STATES = get_args(State)
 
 
 def stream_of(config: RunConfig) -> RolloutStream | None:
@@ -69,10 +69,10 @@ class Followed:
         Raises:
             UserError: it did not come in time, or it is not what a step's file is.
         """
-        if self.make is not None and self._seen(step, asked) == _MISSING:
+        if self.make is not None and self._seen(step, asked) == "missing":
             self.make(step)
         started, pause_s = time.monotonic(), _FIRST_LOOK_S
-        while (seen := self._seen(step, asked)) == _MISSING:
+        while (seen := self._seen(step, asked)) == "missing":
             if time.monotonic() - started > self.wait_s:
                 raise UserError(
                     f"{self.stream.file(step)}",
@@ -81,18 +81,16 @@ class Followed:
                 )
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
-        if seen == _THERE:
+        if seen == "there":
             self.current = self._step(step)
-        return {_THERE: "there", _ENDED: "ended", _ASKED: "asked"}[seen]  # type: ignore[return-value]
+        return seen
 
-    def _seen(self, step: int, asked: threading.Event) -> int:
+    def _seen(self, step: int, asked: threading.Event) -> State:
         """What all ranks see, the same on all: a shared file system may show a file to some later. Collective."""
-        own = (
-            _ASKED
-            if asked.is_set()
-            else {"there": _THERE, "missing": _MISSING, "ended": _ENDED}[self.stream.state(step)]
-        )
-        return int(all_gather(torch.tensor([own], device=self.mesh.device), self.mesh.world).max())
+        own: State = "asked" if asked.is_set() else self.stream.state(step)
+        every = all_gather(torch.tensor([_STATES.index(own)], device=self.mesh.device), self.mesh.world)
+        found: State = _STATES[int(every.max())]
+        return found
 
     def _step(self, step: int) -> tuple[TokenizedDataset, np.ndarray]:
         file = self.stream.file(step)
