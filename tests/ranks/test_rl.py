@@ -126,6 +126,7 @@ def test_recorded_rollouts_give_one_adapter_and_that_of_transformers(
     file = rl_file(folder, name, topology, rl={"source": str(made / "rollouts")})
     pools(world).run(run_rl, file, world)
     output = folder / name
+    assert not (output / "rollouts").exists()  # its own would be the same
     assert compare_adapters(output / "adapter", made / "adapter").relative < 1e-9
     losses = train_alone(_ordinary(made, folder), initial=made / "initial", out=folder / f"alone-{topology}")
     assert compare_adapters(output / "adapter", folder / f"alone-{topology}").relative < 1e-6
