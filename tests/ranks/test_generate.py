@@ -187,6 +187,7 @@ def test_rollouts_between_two_steps_are_those_of_one_process_and_leave_no_trace(
     folder = twins(family)
     reference = one_process(folder)
     eos = _alone(reference, None, DRAWING)[0][0][4]  # one that a row draws before its last token
+    assert continued_by_all(meshlora.load(folder / "model"), SimpleNamespace(), [], DRAWING) == []  # type: ignore[arg-type]
     expected = _alone(reference, eos, DRAWING)
     assert len({len(tokens) for tokens, _ in expected}) > 1, "no row ends early: this shows nothing"
     for found in pools(2).run(_in_training, folder, topology, eos, DRAWING):

@@ -94,6 +94,8 @@ def continued_by_all(
         UserError, UnsupportedError: see `generate` and `continued`.
     """
     axis, batches = runtime(model).mesh.data, batches_of(encoded, options)
+    if not batches:
+        return []
     turns = -(-len(batches) // axis.size)
     # Replicas that need each other's forwards take turns together: one without a batch repeats the last.
     stop = turns * axis.size if in_step(model) is not None else len(batches)
