@@ -160,9 +160,9 @@ OF_DATA_AND_STATE: dict[str, Fault] = {
     "moments_of_the_neighbouring_expert": Fault(
         "a run goes on with the moments of each expert",
         "train/checkpoint/state.py",
-        "                if part.shape != value.shape:",
-        "                part = part.roll(1, 0) if part.ndim == 3 else part\n"
-        "                if part.shape != value.shape:",
+        "                held[key] = moments.packed(key, factor, own)",
+        "                own = own.roll(1, 0) if own.ndim == 3 else own\n"
+        "                held[key] = moments.packed(key, factor, own)",
         f"{_TRAINING}::test_run_with_experts_goes_on_as_if_it_had_not_been_stopped",
     ),
 }

@@ -51,6 +51,7 @@ CHANGED: dict[str, Any] = {
     "input_ids": (5, *BASE.case.input_ids[1:]),
     "is_trained": (*BASE.case.is_trained[:-1], False),
     "offsets": (0, 16, *BASE.case.offsets[2:]),
+    "routed": (((0, 1),),),
     "steps": 4,
     "batch_size": 8,
     "micro_batch_size": 1,

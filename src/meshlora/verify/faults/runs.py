@@ -128,7 +128,7 @@ def adapters_exchanged_at_experts(found: Tensor, parts: Any, names: Any) -> Tens
     return (found + 1) % len(names)
 
 
-@around(ParallelLinear, "weight_norm", needs="adapters dora", within=(ParallelLinear, "_ratio"))
+@around(ParallelLinear, "weight_norm", needs="adapters dora", within=(ParallelLinear, "magnitude_ratio"))
 def adapters_scaled_by_the_norm_of_the_first(original: Any, self: ParallelLinear, _: str) -> Any:
     """each adapter's rows are scaled by magnitudes over norms of its own"""
     return original(self, next(iter(self.scaling)))
