@@ -15,10 +15,12 @@ import pytest
 import torch
 
 from meshlora.cli.main import main
+from meshlora.comm.groups import open_mesh
 from meshlora.common.errors import UserError
 from meshlora.config.file import read_run
 from meshlora.data.stream import RolloutStream
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
+from meshlora.plan.topology import Topology
 from meshlora.train.checkpoint.manifest import read_whole
 from meshlora.train.followed import Followed, no_tokens
 from meshlora.train.together import prepare_run
@@ -89,6 +91,20 @@ def test_a_file_is_waited_for_until_the_limit_or_a_request_to_stop(tmp_path: Pat
     assert followed.fetch(1, threading.Event()) == "there"
     RolloutStream(tmp_path).end(1)
     assert followed.fetch(2, threading.Event()) == "ended"
+
+
+def _waits_otherwise(folder: Path) -> str:
+    """What a rank says whose clock has run longer than that of the other."""
+    mesh = open_mesh(Topology(dp=2))
+    followed = Followed(RolloutStream(folder), mesh, lambda _: no_tokens(), 600.0 * mesh.rank, 4)
+    try:
+        return followed.fetch(1, threading.Event())
+    except UserError as error:
+        return str(error)
+
+
+def test_all_ranks_end_by_the_first_clock(tmp_path: Path, pools: Callable[[int], Pool]) -> None:
+    assert all("it has not come within" in said for said in pools(2).run(_waits_otherwise, tmp_path))
 
 
 def test_a_stream_is_whole(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "text": {"data", "config", "loading"},
     "train": {"plan", "data", "config", "comm", "layers", "model", "adapter", "loading", "text"},
     "hf": {"plan", "comm", "adapter", "train"},
-    "rl": {"plan", "data", "config", "comm", "adapter", "text", "train"},
+    "rl": {"plan", "data", "config", "comm", "adapter", "loading", "text", "train"},
     "planner": {"plan", "data", "config", "comm", "layers", "model", "adapter", "loading", "train"},
     "oracle": {"plan", "data", "config"},
     "verify": {"plan", "data", "config", "comm", "layers", "model", "adapter", "loading", "text", "train", "oracle"},

@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForSequenceClassification
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
 
 from meshlora.common.errors import UserError
 from meshlora.config.rl import (
@@ -257,6 +264,19 @@ def test_a_reward_model_pads_where_positions_and_its_head_do_not_see_it(tmp_path
     said = [_said("short"), _said("a longer one than that")]
     alone = [_values(ModelReward(path=str(tmp_path)), one)[0] for one in said]
     assert _values(ModelReward(path=str(tmp_path)), *said) == pytest.approx(alone, rel=1e-4)
+
+
+def test_positions_of_a_reward_model_are_counted_as_it_counts_them(tmp_path: Path) -> None:
+    """RoBERTa begins behind its padding token: two fewer than its configuration says."""
+    copy_tokenizer(tmp_path)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = RobertaConfig(vocab_size=2048, num_labels=1, pad_token_id=1, max_position_embeddings=20, **sizes)
+    RobertaForSequenceClassification(config).save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(tmp_path, trust_remote_code=False)
+    texts = {len(tokenizer("ask " + "x " * number).input_ids): "x " * number for number in range(30)}
+    assert _values(ModelReward(path=str(tmp_path)), _said(texts[18]))
+    with pytest.raises(UserError, match="the reward model has 18 positions, and this text 19 tokens"):
+        _values(ModelReward(path=str(tmp_path)), _said(texts[19]))
 
 
 def test_a_reward_model_without_its_head_or_with_pickles_is_refused(judge: Path, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from meshlora.common.errors import UserError, reason
+from meshlora.loading.guards import most_positions
 
 
 class RewardModel:
@@ -47,7 +48,7 @@ class RewardModel:
     def __call__(self, texts: Sequence[str]) -> list[float]:
         """The output for each text. Raises: UserError: names the first that has too many tokens."""
         rows = [self._tokenizer(text, verbose=False).input_ids for text in texts]
-        most = getattr(self._model.config, "max_position_embeddings", None)
+        most = most_positions(self._model.config, self._model)
         for text, row in zip(texts, rows, strict=True):
             if most is not None and len(row) > most:
                 rule = f"the reward model has {most} positions, and this text {len(row)} tokens"

@@ -6,6 +6,7 @@ Owns: waiting, with a limit, in agreement of all ranks; reading a step's file. D
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,7 +30,7 @@ WAIT_S = 600.0
 # How often a missing file is looked for: soon after the last look, later more rarely.
 _FIRST_LOOK_S, _LONGEST_LOOK_S = 0.02, 1.0
 # What a rank sees. The last of these that any rank sees decides: a step is there once all see it.
-State = Literal["there", "missing", "ended", "asked"]
+State = Literal["there", "missing", "late", "ended", "asked"]
 _STATES = get_args(State)
 
 
@@ -71,23 +72,28 @@ class Followed:
         """
         if self.make is not None and self._seen(step, asked) == "missing":
             self.make(step)
-        started, pause_s = time.monotonic(), _FIRST_LOOK_S
-        while (seen := self._seen(step, asked)) == "missing":
-            if time.monotonic() - started > self.wait_s:
-                raise UserError(
-                    f"{self.stream.file(step)}",
-                    f"it has not come within data.follow_s={self.wait_s:g}",
-                    "is what writes the rollouts still at work? Go on later with --resume auto",
-                )
+        until, pause_s = time.monotonic() + self.wait_s, _FIRST_LOOK_S
+        while (seen := self._seen(step, asked, until)) == "missing":
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
+        if seen == "late":  # by the first clock: a rank that ended alone would leave the others waiting for it
+            raise UserError(
+                f"{self.stream.file(step)}",
+                f"it has not come within data.follow_s={self.wait_s:g}",
+                "is what writes the rollouts still at work? Go on later with --resume auto",
+            )
         if seen == "there":
             self.current = self._step(step)
         return seen
 
-    def _seen(self, step: int, asked: threading.Event) -> State:
-        """What all ranks see, the same on all: a shared file system may show a file to some later. Collective."""
+    def _seen(self, step: int, asked: threading.Event, until: float = math.inf) -> State:
+        """What all ranks see, the same on all: a shared file system may show a file to some later. Collective.
+
+        until: by this rank's monotonic clock; what is missing then is late.
+        """
         own: State = "asked" if asked.is_set() else self.stream.state(step)
+        if own == "missing" and time.monotonic() > until:
+            own = "late"
         every = all_gather(torch.tensor([_STATES.index(own)], device=self.mesh.device), self.mesh.world)
         found: State = _STATES[int(every.max())]
         return found
