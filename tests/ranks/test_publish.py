@@ -305,8 +305,12 @@ def test_an_engine_samples_with_the_adapter_of_the_step_before(tmp_path: Path, p
     assert last.name.startswith("step-000002-")
     assert (last / WEIGHTS_FILE).read_bytes() == (output / "adapter" / WEIGHTS_FILE).read_bytes()
     assert not (output / ".publishing").exists()
+
+
+@pytest.mark.proof
+def test_an_engine_that_goes_on_with_its_first_adapter_is_seen(tmp_path: Path, pools: Callable[[int], Pool]) -> None:
     engine = _PeftEngine()
-    engine.loads_once = True  # the fault: it goes on with the first one
+    engine.loads_once = True
     with serving(engine) as (url, _):
         pools(2).run(run_rl, _by_engine(tmp_path, "stale", url), 2)
     assert [line["largest_engine_gap"] < 1e-5 for line in metrics_of(tmp_path / "stale")] == [True, False]

@@ -38,7 +38,11 @@ def _of(number: int, **more: Any) -> dict[str, Any]:
         pytest.param("llama", "pp=2,interleave=2", _of(5), id="interleaved"),
         # Rows and stages enough that rank 0 has many first inputs in memory: its own share of each.
         pytest.param(
-            "llama", "pp=3,interleave=2,tp=2,sp", _of(6, batch=24, micro_batch=2, recompute="full"), id="sp_recomputed"
+            "llama",
+            "pp=3,interleave=2,tp=2,sp",
+            _of(6, batch=24, micro_batch=2, recompute="full"),
+            id="sp_recomputed",
+            marks=pytest.mark.proof,
         ),
         pytest.param("llama", "pp=2,cp=2", _of(2, batch=1), id="cp_one_micro_batch"),
         pytest.param("llama", "pp=2,dp=2,dp_shard", _of(3, micro_batch=2), id="sharded"),

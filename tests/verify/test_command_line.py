@@ -24,7 +24,8 @@ FAMILY = ["--family", "llama", "--topology", "tp=2"]
 VERIFY = ["-m", "meshlora", "verify", *FAMILY]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_during_a_proof_ends_all_ranks_and_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
     with Started(tmp_path, *VERIFY, "--mutation", "all") as started:
         # A run has begun where the folder of the ranks has a folder in it. Others come and go meanwhile.

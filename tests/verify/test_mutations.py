@@ -171,6 +171,15 @@ def test_every_fault_is_put_in_somewhere() -> None:
     assert set(MUTATIONS) - put_in <= in_cases | set(OF_KERNELS)
 
 
+# Combinations of what other cases have one by one.
+COMBINED = (
+    "several adapters with DoRA",
+    "several adapters on experts",
+    "copies of experts that are on ranks of their own",
+    "experts on cp ranks",
+)
+
+
 def _of_each_phase(diagnoses: dict[str, tuple[str, str, str]]) -> tuple[str, ...]:
     return _of_each_place({name: phase for name, (phase, _, _) in diagnoses.items()})
 
@@ -178,7 +187,12 @@ def _of_each_phase(diagnoses: dict[str, tuple[str, str, str]]) -> tuple[str, ...
 @pytest.mark.parametrize(
     ("case", "chosen"),
     [
-        *(pytest.param(case, _of_each_phase(diagnoses), id=case) for case, (_, diagnoses) in CASES.items()),
+        *(
+            pytest.param(
+                case, _of_each_phase(diagnoses), id=case, marks=[pytest.mark.proof] if case in COMBINED else []
+            )
+            for case, (_, diagnoses) in CASES.items()
+        ),
         *(
             pytest.param(case, tuple(diagnoses), id=f"{case}, all", marks=pytest.mark.proof)
             for case, (_, diagnoses) in CASES.items()

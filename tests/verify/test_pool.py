@@ -194,23 +194,12 @@ def write_for_ever(folders: list[str]) -> None:
 
 
 # What a rank of a test needs: of all libraries, which take five seconds more, nothing shows in how processes end.
-_FEW = (module._LIBRARIES[0], "torch.distributed", "transformers.utils", "tests.verify.test_pool")
 
 
-@pytest.mark.parametrize(
-    ("number", "libraries"),
-    [
-        (signal.SIGKILL, _FEW),
-        *(
-            pytest.param(number, module._LIBRARIES, marks=pytest.mark.proof, id=f"{number:d} with all libraries")
-            for number in (signal.SIGKILL, signal.SIGINT)
-        ),
-    ],
-)
-def test_parent_that_is_killed_leaves_neither_ranks_nor_files(
-    number: signal.Signals, libraries: tuple[str, ...], tmp_path: Path
-) -> None:
-    (tmp_path / "parent.py").write_text(PARENT.format(libraries=libraries))
+@pytest.mark.proof
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_parent_that_is_killed_leaves_neither_ranks_nor_files(number: signal.Signals, tmp_path: Path) -> None:
+    (tmp_path / "parent.py").write_text(PARENT.format(libraries=module._LIBRARIES))
     root = Path(__file__).parents[2]
     source = Path(module.__file__).parents[2]
     path = os.pathsep.join([str(source), str(root)])
