@@ -193,9 +193,6 @@ def write_for_ever(folders: list[str]) -> None:
             (new / "file").write_bytes(bytes(1000))
 
 
-# What a rank of a test needs: of all libraries, which take five seconds more, nothing shows in how processes end.
-
-
 @pytest.mark.proof
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_parent_that_is_killed_leaves_neither_ranks_nor_files(number: signal.Signals, tmp_path: Path) -> None:
