@@ -136,7 +136,7 @@ def _loop(topology: str, fault: str | None, start: Path, out: Path) -> list[tupl
 def _steps(topology: str, rows: Any, start: Path, out: Path) -> list[tuple[float, float, int]]:
     model = meshlora.load(BASE, adapter=start, topology=topology, dtype="float64").train()
     sampler = meshlora.sampler(model, rows, batch_size=4 // model.meshlora.mesh.dp.size, seed=5)
-    collate = meshlora.collator(model, SimpleNamespace(pad_token_id=0))
+    collate = meshlora.collator(model, SimpleNamespace(pad_token_id=0, eos_token_id=0))
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
     said = []
     for _ in range(2):
