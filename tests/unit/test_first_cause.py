@@ -56,5 +56,5 @@ def test_rank_that_does_not_end_after_rank_0_is_ended(monkeypatch: pytest.Monkey
     monkeypatch.setattr(module, "_start", start)
     begun = time.monotonic()
     with pytest.raises(RankFailedError, match=r"rank 1 had not ended 0.5 s after rank 0, which ended well"):
-        launch([], nproc=2, timeout_s=0.5)
+        launch([], nproc=2, on_gpus=False, timeout_s=0.5)
     assert time.monotonic() - begun < 10

@@ -53,9 +53,10 @@ def _calibrate(options: argparse.Namespace) -> None:
 
     if options.nproc is not None:
         check()
-        on_gpus(options.device, num_ranks=options.nproc)
+        takes_gpus = on_gpus(options.device, num_ranks=options.nproc)
         words = ["calibrate", "--topology", options.topology, "--device", options.device, "--out", options.out]
-        launch([*words, *(word for name in dtypes for word in ("--dtype", name))], nproc=options.nproc)
+        words += [word for name in dtypes for word in ("--dtype", name)]
+        launch(words, nproc=options.nproc, on_gpus=takes_gpus)
         return
     with rank_edge(is_watched=True) if place is not None else contextlib.nullcontext():
         _as_rank(check(), dtypes, options)

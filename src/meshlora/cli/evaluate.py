@@ -78,8 +78,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         config = _config(options, place)
         adapter = Path(options.adapter) if options.adapter else None if options.base else adapter_of_run(config)
         world = options.nproc or (place.world if place else 1)
-        if options.nproc is not None:
-            on_gpus(config.device, num_ranks=options.nproc)
+        takes_gpus = options.nproc is not None and on_gpus(config.device, num_ranks=options.nproc)
         run = prepare_evaluation(config, adapter=adapter, world=world)
         machines(config.device, watch)
         is_main = place is None or place.rank == 0
@@ -89,7 +88,8 @@ def _evaluate(options: argparse.Namespace) -> None:
         if options.nproc is not None:
             words = ["--adapter", str(adapter)] if adapter is not None else ["--base"]
             words += _own_words(options)
-            result = launch(["evaluate", *run_file_words(options), *words], nproc=options.nproc)
+            words = ["evaluate", *run_file_words(options), *words]
+            result = launch(words, nproc=options.nproc, on_gpus=takes_gpus)
         else:
             result = evaluate(run)
             if prompts is not None:

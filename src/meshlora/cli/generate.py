@@ -67,12 +67,11 @@ def _generate(options: argparse.Namespace) -> None:
         if world == 1 and options.topology is None:
             _hand_over_each(options, _texts_of_one_process(options, config))
             return
-        if options.nproc is not None:
-            on_gpus("auto", num_ranks=options.nproc)
+        takes_gpus = options.nproc is not None and on_gpus("auto", num_ranks=options.nproc)
         run = prepare(options, config, world=world)
         machines("auto", watch)
         if options.nproc is not None:
-            launch(["generate", *_own_words(options)], nproc=options.nproc)
+            launch(["generate", *_own_words(options)], nproc=options.nproc, on_gpus=takes_gpus)
             return
         texts = spoken(run, config)
         if place is None or place.rank == 0:

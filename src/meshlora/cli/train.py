@@ -106,7 +106,7 @@ def start(options: argparse.Namespace) -> bool:
 
     resume, despite = options.resume, options.resume_despite
     configs, _ = fitted(read_runs(options.file, options.overrides), world=options.nproc)
-    on_gpus(next(iter(configs.values())).device, num_ranks=options.nproc)
+    takes_gpus = on_gpus(next(iter(configs.values())).device, num_ranks=options.nproc)
     check_command(configs, makes_rollouts=options.command == "rl")
     runs = prepare_runs(configs, world=options.nproc, resume=resume, despite=despite)
     if options.command == "rl":
@@ -126,7 +126,7 @@ def start(options: argparse.Namespace) -> bool:
         words += ["--no-preflight"] if options.no_preflight else []  # for what the adapter's card says
         timeout_s = max(config.train.timeout_s for config in configs.values())
         with _watched(runs, options):
-            said = launch(words, nproc=options.nproc, command=options.words, timeout_s=timeout_s)
+            said = launch(words, nproc=options.nproc, on_gpus=takes_gpus, command=options.words, timeout_s=timeout_s)
         is_done = said is not False
         _write(options, runs, is_done=is_done)
     return is_done
@@ -165,19 +165,20 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
     config = next(iter(runs.values())).config
     if config.train.deterministic:
         be_deterministic()
+    # Before this process opens its GPU: templates of prompts are rendered in a fork of it.
+    prompts = check_rl(runs[""], say=Console().say if is_main else None) if options.command == "rl" else None
     if line := machines(config.device, watch):
         Console().say(line)
     planned = planned_step(runs, hardware_of_run(runs, options.hardware)) if options.hardware and is_main else None
     if not launched_by_us() and is_main:
-        # Join first: ranks that wait for this one then notice if it ends here.
-        join(config.device)
+        if place is not None:  # join first: ranks that wait for this one then notice if it ends here
+            join(config.device)
         preflight(runs, skip=options.no_preflight)
         stop_forking()
     if place is not None and place.rank > 0:
         log_to_file(logs_of(runs), place.rank, goes_on=any(run.resume is not None for run in runs.values()))
     makes = None
     if options.command == "rl":
-        prompts = check_rl(runs[""], say=Console().say if is_main else None)
         makes = making(runs[""], prompts)
         if is_main:
             check_rewards(runs[""], prompts if not launched_by_us() else None)

@@ -10,6 +10,7 @@ what SLURM says to ranks is about those: MPI is asked first.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -17,6 +18,7 @@ import socket
 import subprocess
 import time
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +35,8 @@ _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
 # Ranks of one mpirun share these, and those of another on the same host do not.
 _MPI_JOB = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID")
 _FIRST_PORT, _NUM_PORTS = 20000, 12768  # below 32768, where Linux begins to give ports to whoever asks for any
+# With it a process sees no GPU, whatever library asks: of CUDA, and of ROCm, which takes an empty text for none given.
+NO_GPUS = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 # In Kubernetes the name of another pod is known only once that pod has started.
 _RESOLVES_IN_S = 30.0
 _AGAIN_S = 1.0
@@ -108,6 +112,20 @@ def _sees_its_own_gpu() -> bool:
 def hides_gpus() -> bool:
     """Whether this process was asked to see no GPU."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").strip() in ("", "-1")
+
+
+@contextlib.contextmanager
+def gpus_hidden() -> Iterator[None]:
+    """Interpreters that are started in the block see no GPU. This process sees those that it has asked for before."""
+    before = {name: os.environ.get(name) for name in NO_GPUS}
+    os.environ.update(NO_GPUS)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 def is_by_torchrun() -> bool:

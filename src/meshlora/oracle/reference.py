@@ -77,7 +77,8 @@ def reference_model(
         base.config.get_text_config().pad_token_id = pad
     quantize_base(base, model.quantization)
     with contextlib.nullcontext() if is_stock else targets_as_configured():
-        found = PeftModel.from_pretrained(base, str(adapter), is_trainable=True)
+        # Where the base is: PEFT would read it onto a GPU that it sees.
+        found = PeftModel.from_pretrained(base, str(adapter), is_trainable=True, torch_device="cpu")
     for name, module in found.named_modules():
         assert not type(module).__module__.startswith("meshlora"), name  # the judge runs none of our layers
     if own_words(adapter).get("share_experts") and not is_stock:

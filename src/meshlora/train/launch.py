@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshlora.comm.launchers import place_in_environment
+from meshlora.comm.launchers import NO_GPUS, place_in_environment
 from meshlora.common.errors import MeshloraError, RankFailedError, UserError
 from meshlora.common.lifetime import Janitor
 from meshlora.train.edge import ASKING, COMMAND, INSISTING, LAUNCHER, LOST_CONTACT, WORDS, handling_signals
@@ -58,13 +58,13 @@ class _Rank:
     was_killed: bool = False
 
 
-def launch(arguments: Sequence[str], *, nproc: int, command: str = "", timeout_s: float = 600.0) -> Any:
+def launch(arguments: Sequence[str], *, nproc: int, on_gpus: bool, command: str = "", timeout_s: float = 600.0) -> Any:
     """Run `python -m meshlora ARGUMENTS` as `nproc` ranks; returns when all have succeeded, with the result of rank 0
     (`edge.leave_result`), if any.
 
     When one rank fails the others are killed. While all ranks train, a request to stop (`edge.ASKING`) is forwarded to
-    them, and they save and exit. command: the user's command, for messages on how to resume. timeout_s: how long the
-    others may take to end after rank 0.
+    them, and they save and exit. on_gpus: whether the ranks see GPUs. command: the user's command, for messages on how
+    to resume. timeout_s: how long the others may take to end after rank 0.
 
     Raises:
         RankFailedError: the first rank that failed, with its cause; `exit_code` is that rank's.
@@ -78,6 +78,7 @@ def launch(arguments: Sequence[str], *, nproc: int, command: str = "", timeout_s
                 for number in range(nproc):
                     environment = os.environ | place_in_environment(number, nproc, store=str(folder / "store"))
                     environment |= {LAUNCHER: str(os.getpid()), COMMAND: command, WORDS: str(theirs.fileno())}
+                    environment |= {} if on_gpus else NO_GPUS
                     # Temporary files of a rank are removed with the run.
                     environment |= {"TMPDIR": str(folder)}
                     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))

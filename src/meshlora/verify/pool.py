@@ -25,6 +25,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from meshlora.comm.launchers import gpus_hidden
 from meshlora.common.errors import MeshloraError
 from meshlora.common.lifetime import Janitor, end_with
 from meshlora.common.private import no_code_of_working_folder
@@ -54,6 +55,9 @@ _LIBRARIES = (
     "transformers.modeling_utils",
     "peft",
 )
+
+# Numbers of the fork servers that pools have started.
+_own: set[int] = set()
 
 # A socket's path is limited to 107 bytes; multiprocessing appends "/listener-" and eight characters.
 _LONGEST_FOLDER_OF_SOCKETS = 85
@@ -104,8 +108,9 @@ class Pool:
         """Start the ranks without waiting for them."""
         if self._pipes:
             return
-        context, folders_of_it = _context(self.device)
-        with no_code_of_working_folder(), _signals_held():
+        sees = gpus_hidden() if self.device == "cpu" else contextlib.nullcontext()
+        with no_code_of_working_folder(), _signals_held(), sees:
+            context, folders_of_it = _context(self.device)
             self._folders = new_scratch()
             self._janitor = Janitor([*self._folders, *folders_of_it])
             for rank in range(self.size):
@@ -217,21 +222,43 @@ def _context(device: str) -> tuple[Any, list[Path]]:
     """(multiprocessing context, its folders that would outlive this process if it is killed).
 
     Ranks are forked from a server that has only imported the libraries, which saves five seconds each. With CUDA they
-    are spawned: an import may query devices, after which a fork cannot use CUDA.
+    are spawned: an import may query devices, after which a fork cannot use CUDA. For the same reason the server sees no
+    GPU: a library in a rank would take one that was only counted in the server.
     """
     if device == "cpu" and sys.platform == "linux":
         folder = Path(util.get_temp_dir())  # of the fork server's socket
         if len(os.fsencode(folder)) <= _LONGEST_FOLDER_OF_SOCKETS:
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload(list(_LIBRARIES))
-            return context, [folder]
+            if _server_is_ours():
+                return context, [folder]
     return multiprocessing.get_context("spawn"), []
 
 
+def _server_is_ours() -> bool:
+    """Start the fork server if none runs; whether the one that runs is that of a pool.
+
+    A process has one. If others have started it, as workers of a DataLoader may, it has not imported our libraries, so
+    nothing is lost by spawning; and it may have counted GPUs.
+    """
+    server: Any = _server()
+    before = server._forkserver_pid
+    with gpus_hidden():
+        forkserver.ensure_running()
+    if server._forkserver_pid != before:
+        _own.add(server._forkserver_pid)
+    return server._forkserver_pid in _own
+
+
+def _server() -> Any:
+    """The fork server of this process; its number and `_stop`, which is meant for tests, are there for nobody else."""
+    return vars(forkserver)["_forkserver"]
+
+
 def stop_forking() -> None:
-    """Kill the fork server, which holds some 300 MB, if no rank is left. The next rank restarts it."""
-    server: Any = vars(forkserver)["_forkserver"]  # `_stop` is meant for tests, and the only way
-    if server._forkserver_pid is None or multiprocessing.active_children():
+    """Kill the fork server of pools, which holds some 300 MB, if no rank is left. The next rank restarts it."""
+    server: Any = _server()
+    if server._forkserver_pid not in _own or multiprocessing.active_children():
         return
     os.kill(server._forkserver_pid, signal.SIGKILL)  # it has nothing to clean up
     server._stop()
