@@ -112,6 +112,8 @@ def _pretend(torch: Any) -> None:
             module._lazy_init = _compute  # type: ignore[attr-defined]
     torch.cuda.nccl.version = lambda: (2, 28, 3)
     torch.accelerator.is_available, torch.accelerator.device_count = _is_available, _device_count
+    torch.accelerator.current_device_index = _answer(0)
+    torch.accelerator.current_stream = _answer(types.SimpleNamespace(is_capturing=lambda: False))  # optimizers ask
     torch.accelerator.current_accelerator = lambda check_available=False: (
         None if check_available and not _is_available() else torch.device("cuda")
     )
