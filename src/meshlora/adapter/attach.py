@@ -79,8 +79,9 @@ class Runtime:
     plan: of what this rank's stage has. context, cut: the cuts of its forwards over cp, and over tp under sp. pipeline:
     their way through this stage. whole: all stages. base: the base parameters that adapters have copies of. dropout:
     the tokens of the running forward, and the adapter of each. rounding: of factors, to the base's dtype.
-    masks_padding: padding at the end of rows is masked, too (`model.padding`). loop: of the caller's own. unmerged:
-    while the active adapter is merged (`adapter.merging.in_memory`), the weights before, by leaf.
+    masks_padding: padding at the end of rows is masked, too; is_causal: no token sees a later one (`model.padding`).
+    loop: of the caller's own. unmerged: while the active adapter is merged (`adapter.merging.in_memory`), the weights
+    before, by leaf.
     """
 
     plan: ModelPlan
@@ -91,6 +92,7 @@ class Runtime:
     pipeline: Pipeline
     whole: Whole
     masks_padding: bool = True
+    is_causal: bool = False
     adapters: dict[str, Adapter] = field(default_factory=dict)
     active: str | None = None
     base: dict[str, nn.Parameter] = field(default_factory=dict)

@@ -47,6 +47,7 @@ class Batch:
         is_dummy: it holds no sequence and only keeps collectives matched.
         position_ids: int64 `[B, S]` of packed rows (`packing.py`), restarting with each sequence; else None.
         lengths: of packed rows the tokens of each sequence, padding as a last one; None: not packed, or not known.
+        has_one_each: each packed row holds one sequence, besides padding.
         more: further inputs of the model: token types int64 `[B, S]`, and tensors of images, whose rows are those of
             the sequences' images one after the other, padded with zeros to one shape.
         pads_right: padding is at the end of rows, as the host knows.
@@ -62,6 +63,7 @@ class Batch:
     is_dummy: bool = False
     position_ids: Tensor | None = None
     lengths: AbstractSequence[AbstractSequence[int]] | None = None
+    has_one_each: bool = False
     trained: Tensor | None = None
     more: Mapping[str, Tensor] = field(default_factory=dict)
     targets: Tensor | None = None

@@ -90,7 +90,10 @@ def with_positions(
         tokens[row] = torch.cat(
             [token_numbers(torch.tensor([place]), length)[0] for place, length in zip(own, of_row, strict=False)]
         )
-    return dataclasses.replace(batch, position_ids=position_ids, tokens=tokens, lengths=of_rows)
+    has_one_each = all(len(of_row) < 2 for of_row in lengths)
+    return dataclasses.replace(
+        batch, position_ids=position_ids, tokens=tokens, lengths=of_rows, has_one_each=has_one_each
+    )
 
 
 def padded_lengths(lengths: AbstractSequence[int], row_length: int) -> list[int]:

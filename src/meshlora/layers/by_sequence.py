@@ -6,10 +6,10 @@ Does not own: which sequences share a row (`data.packing`), position ids, by whi
 cp, whose ranks attend in parts (`layers.context`).
 
 transformers calls attention and makes masks through two registries of functions by name. Ours stand there as
-`meshlora-apart-sdpa` and `meshlora-apart-eager`. So windows, sinks and soft caps are those of the model. On a GPU one
-kernel takes all sequences at once where it computes the same (`layers.varlen`). A mask that depends on more than
-positions, attention with further values for each token, and a forward without known lengths take the whole mask, as
-without this file.
+`meshlora-apart-sdpa` and `meshlora-apart-eager`. So windows, sinks and soft caps are those of the model. Sequences of
+one length are a batch; of others on a GPU one kernel takes all at once where it computes the same (`layers.varlen`).
+Rows of one sequence each are none of packed ones. A mask that depends on more than positions, attention with further
+values for each token, and a forward without known lengths take the whole mask, as without this file.
 """
 
 from __future__ import annotations
@@ -155,9 +155,12 @@ def _attention(
         mask = attention_mask.whole if isinstance(attention_mask, PackedMask) else attention_mask
         return call(query, key, value, mask, *args, **kwargs)
     running.apart.add(module)
-    if all(len(of_row) == 1 for of_row in lengths):  # nothing to cut
-        return call(query, key, value, attention_mask.alone(query.shape[2]), *args, **kwargs)[0], None
-    masks = [attention_mask.alone(n) for n in {n for of_row in lengths for n in of_row}]
+    sizes = {n for of_row in lengths for n in of_row}
+    masks = [attention_mask.alone(n) for n in sizes]
+    if len(sizes) == 1:
+        # `[B, h, N L, d]` -> `[B N, h, L, d]`, a view of one row: a batch, for which there are the fastest kernels.
+        batch = (x.unflatten(2, (-1, *sizes)).transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        return call(*batch, *masks, *args, **kwargs)[0].unflatten(0, (len(lengths), -1)).flatten(1, 2), None
     if base == "sdpa" and fits(module, query, key, value, masks, args, kwargs):
         return in_one_call(query, key, value, lengths, running.ends, scale=kwargs.get("scaling")), None
     rows = []
@@ -208,6 +211,10 @@ def rows_of(model: Any, lengths: Sequence[Sequence[int]] | None) -> Iterator[Non
     """The block runs one forward of `model`, on packed rows whose sequences have these lengths; None: on others."""
     if lengths is None:
         yield
+        return
+    if all(len(of_row) == 1 for of_row in lengths):  # transformers' own rule for one sequence a row has no mask
+        with compat.no_rows_packed():
+            yield
         return
     if (running := _lengths_of(model)) is not None:
         running.next(lengths)

@@ -30,7 +30,7 @@ from meshlora.loading.labelled import take_labels
 from meshlora.loading.numbered import number_tokens
 from meshlora.model.dp_shard import finish_sharding
 from meshlora.model.inject import parallelize
-from meshlora.model.padding import needs_mask
+from meshlora.model.padding import is_causal, needs_mask
 from meshlora.model.weights import StateDictSource, checkpoint_files, extra_weights, fill
 from meshlora.plan.families.proved import check_proved_here
 from meshlora.plan.stages import check_options, plan_of_rank
@@ -136,6 +136,7 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
     source_of = None if blueprint.source is None else str(blueprint.source)
     model.meshlora = attach.Runtime(plan, mesh, source_of, *cuts, attach.Whole(blueprint.model, whole))
     model.meshlora.masks_padding = needs_mask(blueprint.model, whole)
+    model.meshlora.is_causal = is_causal(blueprint.model, whole)
     replace_dropouts(model, plan.model_type, model.meshlora.dropout)
     guard_model(model, plan.topology)
     take_labels(model)

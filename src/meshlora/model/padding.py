@@ -21,12 +21,18 @@ def needs_mask(model: Any, plan: ModelPlan) -> bool:
     """Whether `model` must be told which tokens are padding at the end of rows. plan: of all its stages.
 
     It must if its family is not proved; if it routes tokens to experts, whose choices are counted; and if its tokens
-    see later ones: for another task, or by its configuration.
+    see later ones.
     """
-    if not leaves_mask(plan) or not getattr(model.config.get_text_config(), "is_causal", True):
-        return True
+    return not leaves_mask(plan) or not is_causal(model, plan)
+
+
+def is_causal(model: Any, plan: ModelPlan) -> bool:
+    """Whether no token of `model`, of a proved family, sees a later one, as for other tasks or by its configuration."""
+    if plan.model_type not in PROVED or plan.task != CAUSAL:
+        return False
     of_text = (module for name, module in model.named_modules() if plan.is_text(name))
-    return any(getattr(module, "is_causal", True) is False for module in of_text)
+    parts = (model.config.get_text_config(), *of_text)
+    return all(getattr(part, "is_causal", True) is not False for part in parts)
 
 
 def leaves_mask(plan: ModelPlan) -> bool:

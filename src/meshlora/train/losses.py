@@ -413,8 +413,10 @@ def _run(model: Any, batch: Batch) -> Any:
     is_masked = state.masks_padding or not batch.pads_right or bool(batch.more)
     mask: Any = batch.attention_mask if is_masked else None
     inputs = model_inputs(batch.input_ids, mask, batch.position_ids, model.config) | further_inputs(model, batch.more)
-    is_packed = batch.position_ids is not None
-    with rows_of(model, batch.lengths) if is_masked or is_packed else no_rows_packed():
+    is_packed, lengths = batch.position_ids is not None, batch.lengths
+    if batch.has_one_each and state.is_causal:  # no token sees the padding behind it
+        lengths = [[batch.input_ids.shape[1]]] * len(batch.input_ids)
+    with rows_of(model, lengths) if is_masked or is_packed else no_rows_packed():
         return model(**inputs).logits
 
 
