@@ -265,6 +265,9 @@ CAUGHT_BY: dict[str, str] = {
     "train.timeout_s": f"{_OPTIONS}::test_ranks_are_waited_for_as_long_as_the_run_file_says",
     "train.on_fewer": "tests/unit/test_elastic.py::test_planner_chooses_what_fits",
     "train.deterministic": f"{_OPTIONS}::test_the_same_bytes_are_asked_of_torch_where_the_run_file_says_so",
+    "train.require_fast": (
+        "tests/unit/test_slow_paths.py::test_a_slow_path_that_is_known_before_ends_a_run_that_requires_fast[check]"
+    ),
     "train.overwrite": f"{_EXPERTS}::test_shorter_record_leaves_no_tail_of_a_longer_one",
     "lora": f"{_OPTIONS}::test_adapter_and_topology_are_those_of_the_run_file",
     "adapter": "tests/ranks/test_trainer.py::test_going_on_from_an_adapter_starts_where_it_ended",

@@ -144,6 +144,7 @@ PRIVATE = [
     Private("COMPOSED", "torch.distributed._composable.contract", "to refuse fully_shard around a divided model"),
     Private("READ_FROM", f"{_CONFIG}._name_or_path", "to know a model again in another folder", of=PretrainedConfig),
     Private("attention_of", f"{_CONFIG}._attn_implementation", "to resume with the attention that a run had"),
+    Private("has_sdpa", "transformers.PreTrainedModel._supports_sdpa", "to say what eager attention costs"),
     Private("set_attention", f"{_CONFIG}._attn_implementation_internal", "to attend over cp", of=PretrainedConfig),
     Private("attention_function", f"{_LLAMA}.eager_attention_forward", "to attend over cp"),
     Private("all_rows_packed", f"{_MASKS}.find_packed_sequence_indices", "to ask no device whether rows are packed"),

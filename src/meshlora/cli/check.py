@@ -44,6 +44,8 @@ def _check(options: argparse.Namespace) -> None:
         show_rows(_rows_of(run), console)
         for note in run.notes:
             console.say(f"note: {note}")
+        for path in run.slow_paths:
+            console.say(f"slow path: {path}")
     run, command_name = next(iter(runs.values())), "train"
     if run.config.rl is not None:
         prompts, command_name = check_rl(run, say=console.say), "rl"
@@ -104,6 +106,7 @@ def _result(run: Any) -> dict[str, Any]:
         "batch_size": config.train.batch_size,
         "output": config.train.output,
         "notes": list(run.notes),
+        "slow_paths": [str(path) for path in run.slow_paths],
     }
 
 

@@ -23,6 +23,7 @@ from torch.autograd import Function
 
 from meshlora.comm import direct
 from meshlora.comm.groups import Axis
+from meshlora.common.slow_paths import OVER_CPU, take
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,6 +35,8 @@ def _together(name: str, ours: Callable[..., Any], torchs: Callable[..., Any], a
     with axis.arrivals.at(name, axis.ranks):
         if axis.is_direct and given[0].is_cpu:
             return ours(*given, axis)
+        if axis.is_direct:
+            take(OVER_CPU, given[0].device)
         return torchs(*given, group=axis.group)
 
 

@@ -323,6 +323,11 @@ def attention_of(config: Any) -> str | None:
     return found
 
 
+def has_sdpa(model: nn.Module) -> bool:
+    """Whether transformers has attention by sdpa for `model`. The public way is to build one and see it refused."""
+    return bool(getattr(model, "_supports_sdpa", False))
+
+
 def set_attention(config: Any, name: str) -> None:
     """Set the attention implementation of `config` alone. Publicly it is set on all of a model's parts together, towers
     included, and only to names that transformers knows.

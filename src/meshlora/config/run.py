@@ -278,6 +278,7 @@ class TrainConfig:
         on_fewer: if started with another number of processes than the topology has, as by torchrun after a node was
             lost: stop, or continue on a topology that fits.
         deterministic: the same bytes on the same topology and devices, on GPUs too, where kernels are slower for it.
+        require_fast: a slow path (`train.slow_paths`) is an error.
         replica_check_every: steps between comparisons of the replicas of each factor, which are also compared before
             every save; 0: never.
         decay_biases_and_norms: apply weight decay to biases and norm weights too.
@@ -332,6 +333,7 @@ class TrainConfig:
     timeout_s: float = number(600.0, "above 0", most=10**7)
     on_fewer: Literal["stop", "continue"] = "stop"
     deterministic: bool = False
+    require_fast: bool = False
     overwrite: bool = False
 
     def __post_init__(self) -> None:

@@ -21,9 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
+from transformers.masking_utils import create_causal_mask
 
 from meshlora.common import compat
+from meshlora.common.slow_paths import ONE_BY_ONE, WHOLE_MASK, take
 from meshlora.layers.varlen import Ends, fits, in_one_call
 
 _OURS = "meshlora-apart-"
@@ -152,6 +154,7 @@ def _attention(
     if lengths is None or _has_more(args, kwargs, key.shape[2], query.shape[2]):
         if isinstance(attention_mask, PackedMask) or running.of_rows is not None:
             running.whole.add(module)
+            take(WHOLE_MASK, query.device)
         mask = attention_mask.whole if isinstance(attention_mask, PackedMask) else attention_mask
         return call(query, key, value, mask, *args, **kwargs)
     running.apart.add(module)
@@ -163,6 +166,7 @@ def _attention(
         return call(*batch, *masks, *args, **kwargs)[0].unflatten(0, (len(lengths), -1)).flatten(1, 2), None
     if base == "sdpa" and fits(module, query, key, value, masks, args, kwargs):
         return in_one_call(query, key, value, lengths, running.ends, scale=kwargs.get("scaling")), None
+    take(ONE_BY_ONE, query.device)
     rows = []
     for row, of_row in enumerate(lengths):
         each = zip(*(x[row : row + 1].split(list(of_row), 2) for x in (query, key, value)), strict=True)
@@ -184,6 +188,16 @@ def _register() -> None:
 
 
 _register()
+
+
+def knows_packed_rows() -> bool:
+    """Whether the installed transformers masks packed rows of plain attention by a rule that is known here."""
+    config = LlamaConfig()
+    compat.set_attention(config, f"{_OURS}sdpa")
+    rows = {"inputs_embeds": torch.zeros(1, 2, 1), "position_ids": torch.zeros(1, 2, dtype=torch.int64)}
+    with compat.all_rows_packed():
+        mask = create_causal_mask(config=config, attention_mask=None, past_key_values=None, **rows)
+    return isinstance(mask, PackedMask)
 
 
 def keep_apart(model: Any) -> Lengths | None:

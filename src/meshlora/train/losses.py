@@ -18,6 +18,7 @@ from torch import Tensor
 from meshlora.adapter.attach import runtime
 from meshlora.common.compat import no_rows_packed
 from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.common.slow_paths import PADDING_MASK, take
 from meshlora.data import Batch, shifted
 from meshlora.data.context import order_of_rows
 from meshlora.layers.by_sequence import rows_of
@@ -413,6 +414,8 @@ def _run(model: Any, batch: Batch) -> Any:
     is_masked = state.masks_padding or not batch.pads_right or bool(batch.more)
     mask: Any = batch.attention_mask if is_masked else None
     inputs = model_inputs(batch.input_ids, mask, batch.position_ids, model.config) | further_inputs(model, batch.more)
+    if mask is not None and batch.position_ids is None and len(mask) > 1:
+        take(PADDING_MASK, batch.input_ids.device)
     is_packed, lengths = batch.position_ids is not None, batch.lengths
     if batch.has_one_each and state.is_causal:  # no token sees the padding behind it
         lengths = [[batch.input_ids.shape[1]]] * len(batch.input_ids)

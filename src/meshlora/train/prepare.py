@@ -23,6 +23,7 @@ from meshlora.adapter.optimizers import check_trainable
 from meshlora.common.compat import attention_of
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.files import why_not_writable
+from meshlora.common.slow_paths import SlowPath
 from meshlora.common.tasks import CAUSAL
 from meshlora.config.run import RUN_CONTENT, Given, RunConfig, paths_of
 from meshlora.data import READERS, GlobalBatches, TokenizedDataset
@@ -47,6 +48,7 @@ from meshlora.train.followed import no_tokens, stream_of
 from meshlora.train.packing_check import check_packing
 from meshlora.train.recompute import check_recompute
 from meshlora.train.routing import check_routed, check_routing, step_file
+from meshlora.train.slow_paths import check_fast, slow_paths
 from meshlora.train.sources import read_sources
 from meshlora.train.watch.samples import Samples, prepare_samples
 from meshlora.train.watch.tracking import check_trackers
@@ -61,7 +63,8 @@ class Prepared:
         identity: what its steps depend on, by name. The content of `files` is included only once it had to be read.
         resumes: `--resume` was given. resume: the checkpoint to resume from, if any.
         is_finished: all its steps are done already. samples: prompts that are continued at intervals.
-        notes: messages for the user. command: what started the run. proof: what is proved of it, in words.
+        notes: messages for the user. slow_paths: those known before it starts.
+        command: what started the run. proof: what is proved of it, in words.
         chat_template: the text of `data.chat_template`, as it was when the data were read; None if it is not given.
     """
 
@@ -78,6 +81,7 @@ class Prepared:
     is_finished: bool = False
     samples: Samples | None = None
     notes: tuple[str, ...] = ()
+    slow_paths: tuple[SlowPath, ...] = ()
     command: str = ""
     proof: str = ""
     chat_template: str | None = None
@@ -211,7 +215,10 @@ def prepare(
     """
     steps = _num_steps(config, data.train.num_examples)
     _check_warmup(config, steps)
-    config, said = _with_packing(config, blueprint, data)
+    config, said, is_apart = _with_packing(config, blueprint, data)
+    slow = tuple(slow_paths(config, blueprint, data.train, is_apart=is_apart))
+    if config.train.require_fast:
+        check_fast(slow)
     run = Prepared(
         config,
         blueprint,
@@ -236,6 +243,7 @@ def prepare(
         ),
         samples=data.samples,
         notes=(*blueprint.notes, *notes_of_whole(blueprint.plan), *data.notes, *said),
+        slow_paths=slow,
         chat_template=data.chat_template,
     )
     return read_output(run, resume=resume, despite=despite)
@@ -266,8 +274,6 @@ def _check_model(blueprint: Blueprint, config: RunConfig) -> None:
             "it needs the frozen base, which has given its principal part to the adapter",
             "use init_lora_weights: true",
         )
-    if config.data.packing is True:
-        _check_packing(blueprint)
     check_recompute(blueprint.model, train.recompute)
     check_trainable(train.optimizer, blueprint.trained, blueprint.plan)
     if train.router_aux_loss_coef:
@@ -280,31 +286,38 @@ def _check_packing(blueprint: Blueprint) -> bool:
     return check_packing(blueprint.config, attn_implementation=attention, trust_remote_code=trust)
 
 
-def _with_packing(config: RunConfig, blueprint: Blueprint, data: RunData) -> tuple[RunConfig, tuple[str, ...]]:
-    """(`config` with `data.packing: auto` only where the sequences of a micro-batch can be one row; messages)."""
-    if config.data.packing != "auto":
-        return config, ()
+def _with_packing(
+    config: RunConfig, blueprint: Blueprint, data: RunData
+) -> tuple[RunConfig, tuple[str, ...], bool | None]:
+    """(`config` with `data.packing: auto` only where the sequences of a micro-batch can be one row; messages; whether
+    attention keeps joined sequences apart without a mask of the whole row, None if there would be none anyway).
+
+    Raises:
+        UnsupportedError: `data.packing: true` of a model whose sequences would not be kept apart.
+    """
+    if config.data.packing is True:
+        is_apart = _check_packing(blueprint)
+        return config, (), None if blueprint.topology.size_over(TOKENS) > 1 else is_apart
     padded = dataclasses.replace(config, data=dataclasses.replace(config.data, packing=False))
-    if config.train.micro_batch_size == 1:
-        return padded, ()
-    why = _why_padded(config, blueprint, data)
-    return (padded, (f"data.packing: auto: rows are padded: {why}",)) if why else (config, ())
+    if config.data.packing is False or config.train.micro_batch_size == 1:
+        return padded, (), None
+    why, found = _why_padded(config, blueprint, data), None
+    try:
+        if not why and not (found := _check_packing(blueprint)):
+            why = f"attention of {blueprint.plan.model_type} takes a mask of the whole row"
+    except UnsupportedError as error:
+        why = error.rule
+    return (padded, (f"data.packing: auto: rows are padded: {why}",), found) if why else (config, (), found)
 
 
 def _why_padded(config: RunConfig, blueprint: Blueprint, data: RunData) -> str:
-    """Why the sequences of a micro-batch keep rows of their own; empty if they need not."""
+    """Why the sequences of a micro-batch keep rows of their own, whatever the model is; empty if they need not."""
     objective = config.train.objective
     if objective.task != CAUSAL or objective.why_padded:
         return f"train.objective={objective.kind} compares whole rows"
     if any(each is not None and each.images is not None for each in (data.train, data.eval)):
         return "the data has images"
-    if blueprint.topology.size_over(TOKENS) > 1:
-        return "cp cuts each row"
-    try:
-        is_apart = _check_packing(blueprint)
-    except UnsupportedError as error:
-        return error.rule
-    return "" if is_apart else f"attention of {blueprint.plan.model_type} takes a mask of the whole row"
+    return "cp cuts each row" if blueprint.topology.size_over(TOKENS) > 1 else ""
 
 
 def _check_warmup(config: RunConfig, steps: int) -> None:

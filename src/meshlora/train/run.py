@@ -224,6 +224,9 @@ def introduce(run: Prepared, notes: list[str], reporter: Reporter, held_bytes: i
     """Report what is trained and the starting point, before the first step. held_bytes: of weights on a rank."""
     for note in notes:
         reporter.say(note)
+    for path in run.slow_paths:
+        reporter.say(f"slow path: {path}")
+    reporter.slow_paths = run.slow_paths
     stream = stream_of(run.config)
     data = f"{len(run.train_data):,} sequences" if stream is None else f"rollouts as they come to {stream.folder}"
     reporter.say(

@@ -6,7 +6,7 @@ gradient norm and the token count (`train.gradsync`), handling of non-finite ste
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from meshlora.comm.collectives import all_gather, all_reduce_sum
 from meshlora.comm.groups import Mesh
+from meshlora.common.slow_paths import TAKEN, SlowPath
+from meshlora.common.transfer import to_device
 from meshlora.data import Batch
 from meshlora.train.gradsync import check_total
 from meshlora.train.mismatch import LARGEST, with_mismatch
@@ -25,7 +27,7 @@ class StepResult:
     """The statistics of a step, the same on all ranks.
 
     means: other statistics of the objective, by name, averaged as the loss. tokens: number of trained tokens.
-    is_finite: of loss and norm, on all ranks. is_to_stop: a rank was asked to stop.
+    is_finite: of loss and norm, on all ranks. is_to_stop: a rank was asked to stop. slow_paths: that a rank has taken.
     """
 
     loss: float
@@ -34,6 +36,7 @@ class StepResult:
     tokens: int
     is_finite: bool
     is_to_stop: bool
+    slow_paths: tuple[SlowPath, ...] = ()
 
 
 class StepSums:
@@ -60,10 +63,13 @@ class StepSums:
             of_each = self._sums.setdefault(name, [0.0] * len(self._names))
             of_each[number] = of_each[number] + value.double()
 
-    def read(self, totals: Tensor, norms: Tensor, *, is_asked: bool) -> list[StepResult]:
+    def read(
+        self, totals: Tensor, norms: Tensor, *, is_asked: bool, taken: Collection[SlowPath] = ()
+    ) -> list[StepResult]:
         """The statistics of each adapter's step, over all ranks. Collective; waits for the device.
 
         totals: `[K]`, divisors of the sums. norms: `[K]`, float64, of the gradients. is_asked: to stop, this rank.
+        taken: slow paths, by this rank.
 
         Raises:
             MeshloraError: nothing was trained.
@@ -76,18 +82,20 @@ class StepSums:
         summed = all_reduce_sum(torch.stack(filled), self._mesh.losses).view(-1, number)
         tokens, means = summed[:1], summed[1:] / totals  # the loss comes first
         is_broken = ~(torch.isfinite(means[0]) & torch.isfinite(norms))
-        asked = torch.full((number,), float(is_asked), dtype=torch.float64, device=device)
-        flags = all_reduce_sum(torch.stack([is_broken.double(), asked]), self._mesh.world)
+        said = torch.tensor([is_asked, *(path in taken for path in TAKEN)], dtype=torch.float64, device="cpu")
+        of_rank = to_device(said, device).unsqueeze(1).expand(-1, number)
+        flags = all_reduce_sum(torch.cat([is_broken.double().unsqueeze(0), of_rank]), self._mesh.world)
         if self._largest:
             every = all_gather(torch.stack(self._largest).unsqueeze(0), self._mesh.losses)
             means = torch.cat([means, every.amax(0, keepdim=True)])
         read = torch.cat([flags, norms.unsqueeze(0), totals.unsqueeze(0), tokens, means]).T.tolist()
         results = []
-        for name, (num_broken, num_asked, norm, count, num_tokens, *of_loss) in zip(self._names, read, strict=True):
+        for name, (num_broken, num_asked, *numbers) in zip(self._names, read, strict=True):
+            num_slow, (norm, count, num_tokens, *of_loss) = numbers[: len(TAKEN)], numbers[len(TAKEN) :]
             check_total(int(count), name)
             named = dict(zip([*self._sums, *([LARGEST] if self._largest else [])], of_loss, strict=True))
             loss = named.pop("loss")
-            results.append(
-                StepResult(loss, with_mismatch(named), norm, int(num_tokens), num_broken == 0, num_asked > 0)
-            )
+            slow = tuple(path for path, num_ranks in zip(TAKEN, num_slow, strict=True) if num_ranks)
+            means_of = with_mismatch(named)
+            results.append(StepResult(loss, means_of, norm, int(num_tokens), num_broken == 0, num_asked > 0, slow))
         return results

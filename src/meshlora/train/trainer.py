@@ -28,6 +28,7 @@ from torch import Tensor
 
 from meshlora.adapter.attach import Factor, in_use, runtime, set_adapters
 from meshlora.common.float64 import lift
+from meshlora.common.slow_paths import SlowPath, watching
 from meshlora.data import Batch, TokenizedDataset
 from meshlora.layers.by_sequence import keep_apart
 from meshlora.layers.noise import add_noise
@@ -42,6 +43,7 @@ from meshlora.train.objectives import Sums, base_log_probabilities, count, loss_
 from meshlora.train.prepare import Prepared
 from meshlora.train.recompute import recompute_layers
 from meshlora.train.routing import RunRouting
+from meshlora.train.slow_paths import check_fast, new_ones
 from meshlora.train.step_sums import StepResult, StepSums
 from meshlora.train.trained import TrainedAdapter
 from meshlora.train.watch.metrics import Reporter, StepMetrics
@@ -97,6 +99,8 @@ class Trainer:
             replays = options.routing_record is None
             self.routing = RunRouting(self.model, folder, self.batching, replays=replays)
         self.is_to_stop = False  # as all ranks agreed in the last step
+        self.taken = set[SlowPath]()  # by this rank
+        self.slow_paths = [path for run in self.runs.values() for path in run.slow_paths]  # known to all ranks
         self.adapters: list[TrainedAdapter] = []
         for adapter, run in self.runs.items():
             name = adapter if len(self.runs) > 1 else ""
@@ -161,7 +165,8 @@ class Trainer:
         with routes:
             if self.balance is not None and len(batches) > 1:
                 self.balance.count(batches, self._log_probabilities)
-            self._run(batches, sums)
+            with watching(self.taken):
+                self._run(batches, sums)
         aux_loss = self.balance.finish() if self.balance is not None else None
         factors = [self._trained(one, *step) for one, step in zip(adapters, steps, strict=True)]
         totals = finish_gradients_on_device(self.mesh, factors, sums.counts)
@@ -169,9 +174,13 @@ class Trainer:
             if one.loss_scale is not None:
                 one.loss_scale.unscale(trained)
         norms = clip_gradients_on_device(self.mesh, factors, [one.run.config.train.max_grad_norm for one in adapters])
-        results = sums.read(totals, norms, is_asked=self.stop.is_set())
+        results = sums.read(totals, norms, is_asked=self.stop.is_set(), taken=self.taken)
+        slow = new_ones(results[0].slow_paths, self.slow_paths)
+        self.slow_paths += slow
+        if adapters[0].run.config.train.require_fast:
+            check_fast(slow)
         return [
-            self._updated(one, result, batches, aux_loss, started)
+            dataclasses.replace(self._updated(one, result, batches, aux_loss, started), slow_paths=tuple(slow))
             for one, result in zip(adapters, results, strict=True)
         ]
 

@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshlora.common.slow_paths import EXPERTS_ONE_BY_ONE, take
 from meshlora.common.transfer import to_device
 from meshlora.layers.quantized import Packed
 
@@ -121,6 +122,8 @@ def grouped_product(x: Tensor, weight: Tensor | Packed, counts: Sequence[int]) -
     if not isinstance(weight, Packed) and len(x) and can_group(x, weight):
         ends = torch.tensor(counts, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
         return F.grouped_mm(x, weight, offs=to_device(ends, x.device))
+    if not isinstance(weight, Packed) and len(x):
+        take(EXPERTS_ONE_BY_ONE, x.device)
     y = x.new_empty(len(x), weight.shape[2])
     for e, (count, x_e, y_e) in enumerate(zip(counts, x.split(counts), y.split(counts), strict=True)):
         if count:
@@ -288,7 +291,10 @@ def _groups_factors(x: Tensor, a: Tensor, counts: Sequence[int]) -> bool:
     """Whether the low-rank products also run as one call for all experts."""
     is_aligned = a.shape[1] * x.element_size() % 16 == 0
     pays = not x.is_cpu or sum(counts) < ROWS_TO_LOOP * len(counts)
-    return is_aligned and pays and sum(counts) > 0 and can_group(x, a.to(x.dtype).mT)
+    groups = is_aligned and pays and sum(counts) > 0 and can_group(x, a.to(x.dtype).mT)
+    if not groups and sum(counts) > 0:
+        take(EXPERTS_ONE_BY_ONE, x.device)
+    return groups
 
 
 def _factor_product(x: Tensor, factor: Tensor, counts: Sequence[int]) -> Tensor:

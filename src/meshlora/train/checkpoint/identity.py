@@ -27,7 +27,7 @@ Contents = Mapping[str, tuple[Path, ...]]
 _CHOICES = ("output", "overwrite", "epochs", "steps", "micro_batch_size", "recompute", "track", "merge_at_end")
 _FREE = {*_CHOICES, "keep_last", "keep_best", "early_stopping", "routing_replay"} | {
     *(f"{name}_every" for name in ("eval", "save", "log", "replica_check", "sample")),
-    *("on_save_error", "on_nonfinite", "timeout_s", "on_fewer", "deterministic"),
+    *("on_save_error", "on_nonfinite", "timeout_s", "on_fewer", "deterministic", "require_fast"),
 }
 _FREE_OF_RL = ("publish_to", "adapter_name")
 _TOKENIZER = (

@@ -6,7 +6,6 @@ Owns: the record of a step and where it is shown. Does not own: computing the nu
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import json
 import math
@@ -24,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from meshlora.common.console import Console
 from meshlora.common.errors import SaveError
 from meshlora.common.files import write_atomically
+from meshlora.common.slow_paths import SlowPath
 from meshlora.train.mismatch import OF_FILE
 from meshlora.train.watch.tracking import Tracker, tracked
 
@@ -40,6 +40,7 @@ class StepMetrics:
         loss_scale: of the next step, in float16.
         skipped: the step changed nothing, as its loss or gradient was not finite.
         peak_memory_bytes: of rank 0 since its start: of tensors on a GPU, or of the process.
+        slow_paths: that no step before has taken, on any rank.
     """
 
     step: int
@@ -53,6 +54,7 @@ class StepMetrics:
     loss_scale: float | None = None
     skipped: bool = False
     peak_memory_bytes: int | None = None
+    slow_paths: Sequence[SlowPath] = ()
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,11 @@ _WARM_UP = 2
 class Reporter:
     """Writes metrics as they come; a context manager that leaves the terminal as it was. Silent off rank 0.
 
-    planned: the planner's step, if there is one; set before the first step.
+    planned: the planner's step, if there is one; slow_paths: those known by now. Both are set before the first step.
     """
 
     planned: Planned | None = None
+    slow_paths: Sequence[SlowPath] = ()
 
     def __init__(
         self,
@@ -142,7 +145,11 @@ class Reporter:
         """Record one step."""
         if self._file is None:
             return
-        values = {name: value for name, value in dataclasses.asdict(metrics).items() if name != "means"}
+        values = {name: value for name, value in vars(metrics).items() if name not in ("means", "slow_paths")}
+        for path in metrics.slow_paths:
+            self.say(f"slow path: {path}")
+        if slow := [str(path) for path in (*self.slow_paths, *metrics.slow_paths)]:
+            values["slow_paths"], self.slow_paths = slow, ()
         timed = ""
         if self.planned is not None:
             self._times_s.append(metrics.step_time_s)
