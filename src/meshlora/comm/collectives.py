@@ -179,7 +179,8 @@ def send(tensor: Tensor, axis: Axis) -> None:
         if axis.is_direct and tensor.is_cpu:
             direct.send(tensor.contiguous(), axis)
         else:
-            dist.isend(tensor.contiguous(), group=axis.group, group_dst=1 - axis.rank)
+            axis.leaving[:] = [work for work in axis.leaving if not work.is_completed()]
+            axis.leaving.extend(_batch_of_one(dist.isend, tensor.contiguous(), axis))
 
 
 def receive(into: Tensor, axis: Axis) -> Tensor:
@@ -188,8 +189,22 @@ def receive(into: Tensor, axis: Axis) -> Tensor:
         if axis.is_direct and into.is_cpu:
             direct.receive(into, axis)
         else:
-            dist.recv(into, group=axis.group, group_src=1 - axis.rank)
+            for work in _batch_of_one(dist.irecv, into, axis):
+                work.wait()  # on NCCL the device waits, not the host
     return into
+
+
+def _batch_of_one(call: Callable[..., Any], tensor: Tensor, axis: Axis) -> list[Any]:
+    """Begin a message to, or from, the other of the two ranks of `axis`; returns the works to wait for.
+
+    NCCL runs a message outside a batch as a collective of its group, and torch warns of it. In one batch with others a
+    message would have to wait for them. So each has a batch, and each direction a group, which on NCCL is a stream: a
+    send that is not taken yet holds up those after it, and nothing else (`plan.schedule`).
+    """
+    operation = dist.P2POp(call, tensor, group=axis.group, group_peer=1 - axis.rank)
+    if tensor.is_meta:  # of a simulated rank: torch looks for a backend of its device
+        return [call(tensor, operation.peer, axis.group)]
+    return dist.batch_isend_irecv([operation])
 
 
 def _share(tensor: Tensor, axis: Axis) -> int:

@@ -102,7 +102,7 @@ class Axis:
         ranks: their global ranks, in order. group: the process group, None if size is 1.
         arrivals: this rank's arrivals at the collectives of all its groups.
         links: the sockets to the other ranks, or None if there are none; empty until first needed.
-        outbox: messages that leave while this rank computes.
+        outbox: messages that leave while this rank computes. leaving: those of torch, kept until they have left.
     """
 
     size: int
@@ -112,6 +112,7 @@ class Axis:
     arrivals: Arrivals = field(default_factory=Arrivals, compare=False)
     links: list[Links | None] = field(default_factory=list, compare=False, repr=False)
     outbox: Outbox = field(default_factory=Outbox, compare=False, repr=False)
+    leaving: list[Any] = field(default_factory=list, compare=False, repr=False)
 
     @functools.cached_property
     def is_direct(self) -> bool:

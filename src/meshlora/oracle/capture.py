@@ -254,7 +254,7 @@ def copy(tensor: Tensor) -> Tensor:
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts all collectives by phase and kind, at dispatch level.
+    """Counts all collectives and messages by phase and kind, at dispatch level; torch's `recv` is a `receive`.
 
     Attributes:
         phase: the phase to count under; None: do not count.
@@ -283,6 +283,7 @@ class CollectiveCounter(TorchDispatchMode):
     def _kind(func: Any) -> str:
         space, _, name = func.name().partition("::")
         plain = name.replace("_", "") if "c10d" in space else ""
+        plain = "receive" if plain.startswith("recv") else plain
         return next((kind for kind in CollectiveCounter.KINDS if kind in plain), plain)
 
 

@@ -427,7 +427,10 @@ def _fresh_adapter(case: Failure) -> str:
 
 
 def _collectives(case: Failure) -> str:
-    phase, has_cp = case.result.name.partition(" ")[0], case.evidence.topology.cp > 1
+    phase, _, kind = case.result.name.partition(" ")
+    if kind in ("send", "receive"):
+        return f"{case.result.note}: in the {phase} stages hand on another number of tensors than one a micro-batch"
+    has_cp = case.evidence.topology.cp > 1
     often = ["once per linear instead of once per region"] if case.tp > 1 or not has_cp else []
     often += ["more than once for the keys and values of an attention over cp"] if has_cp else []
     return f"{case.result.note}: the {phase} communicates {', or '.join(often)}"
