@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from meshlora.adapter.attach import runtime
 from meshlora.loading.blueprint import BaseOptions, make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.oracle.capture import CollectiveCounter
+from meshlora.oracle.judge import _Judge
 from meshlora.plan.budget import Flow, Sizes, micro_batch_messages
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import LAYERS, Topology
@@ -74,6 +76,16 @@ def test_what_is_sent_by_torch_arrives_in_order_though_nobody_waits_for_it_to_le
     first, last = torchs(2).ranks(2, "cpu").run(_passed_on, "pp=2")
     assert first == ([], [2.0, 3.0, 4.0, 5.0])
     assert last == ([0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 5.0])
+
+
+@pytest.mark.parametrize(("kind", "counted", "wrong"), [("send", 2, 1), ("send", 4, 1), ("allreduce", 2, 0)])
+def test_of_messages_fewer_than_planned_are_as_wrong_as_more(kind: str, counted: int, wrong: int) -> None:
+    """A count that missed all of them had passed."""
+    planned = {f"forward {kind}": 3}
+    ranks = [SimpleNamespace(collectives=own, budget=planned) for own in (planned, {f"forward {kind}": counted})]
+    (found,) = _Judge.collectives(SimpleNamespace(ranks=ranks))  # type: ignore[arg-type]
+    assert (found.error > 0, found.passed) == (bool(wrong), not wrong)
+    assert not wrong or found.note == f"{counted} calls, the plan has 3"
 
 
 @pytest.mark.proof

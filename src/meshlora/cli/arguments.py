@@ -38,6 +38,22 @@ def write_result(options: argparse.Namespace, result: Mapping[str, Any]) -> None
         write_json_atomically(Path(options.json), dict(result))
 
 
+def add_ranks_per_gpu(parser: argparse.ArgumentParser) -> None:
+    """Add `--ranks-per-gpu`."""
+    parser.add_argument(
+        "--ranks-per-gpu",
+        type=int,
+        default=1,
+        metavar="N",
+        help="let N ranks share each GPU over NCCL, to try and to prove what needs several (default 1)",
+    )
+
+
+def ranks_per_gpu_words(options: argparse.Namespace) -> list[str]:
+    """The argument of `add_ranks_per_gpu`, to pass on, if any ranks share a GPU."""
+    return ["--ranks-per-gpu", str(options.ranks_per_gpu)] if options.ranks_per_gpu != 1 else []
+
+
 def add_local_rank(parser: argparse.ArgumentParser, *, default: Any = argparse.SUPPRESS) -> None:
     """Add `--local-rank`, which `torch.distributed.launch` and deepspeed put before the command or after its words."""
     parser.add_argument(

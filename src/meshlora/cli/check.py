@@ -7,7 +7,15 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from meshlora.cli.arguments import add_json, add_run_file, check_json, run_file_words, write_result
+from meshlora.cli.arguments import (
+    add_json,
+    add_ranks_per_gpu,
+    add_run_file,
+    check_json,
+    ranks_per_gpu_words,
+    run_file_words,
+    write_result,
+)
 from meshlora.cli.inspect import show_rows
 from meshlora.common.errors import UserError
 from meshlora.common.lifetime import import_libraries
@@ -19,12 +27,14 @@ def add(commands: Any) -> None:
     add_run_file(check)
     check.add_argument("--plot", metavar="FILE", help="draw the learning rate of every step into a .png, .svg or .html")
     check.add_argument("--prove", action="store_true", help="do the preflight now, as train does before its first step")
+    add_ranks_per_gpu(check)
     add_json(check)
     check.set_defaults(run=_check)
 
 
 def _check(options: argparse.Namespace) -> None:
     import_libraries()
+    from meshlora.comm.groups import on_gpus
     from meshlora.common.console import Console
     from meshlora.config.file import read_runs
     from meshlora.rl.run import check_rewards, check_rl, describe
@@ -34,7 +44,16 @@ def _check(options: argparse.Namespace) -> None:
     from meshlora.verify.preflight import preflight, preflight_state
 
     check_json(options)
+    shares = options.ranks_per_gpu
+    if shares != 1 and not options.prove:
+        raise UserError(f"--ranks-per-gpu {shares}", "it has no effect without --prove", "give both")
     runs = prepare_runs(read_runs(options.file, options.overrides))
+    if shares != 1:
+        config = next(iter(runs.values())).config
+        on_gpus(config.device, num_ranks=1, ranks_per_gpu=shares)
+        if config.preflight in ("cpu", "off"):
+            rule = f"with preflight: {config.preflight} no proof is on GPUs"
+            raise UserError(f"--ranks-per-gpu {shares}", rule, "leave out one of them")
     if options.plot and "" not in runs:
         raise UserError(f"--plot {options.plot}", "it draws the schedule of one adapter", "leave it out")
     console = Console()
@@ -56,10 +75,11 @@ def _check(options: argparse.Namespace) -> None:
         rates = [learning_rate(step, options=train, steps=run.steps) for step in range(run.steps)]
         plot_schedule(rates, Path(options.plot), title=f"{train.schedule}, {run.steps:,} steps")
         console.say(f"learning rate: {options.plot}")
-    command = shlex.join(["meshlora", command_name, *run_file_words(options), "--nproc", str(run.topology.world)])
+    words = [*run_file_words(options), "--nproc", str(run.topology.world), *ranks_per_gpu_words(options)]
+    command = shlex.join(["meshlora", command_name, *words])
     if options.prove:
-        preflight(runs)
-    state = preflight_state(runs)
+        preflight(runs, ranks_per_gpu=shares)
+    state = preflight_state(runs, ranks_per_gpu=shares)
     console.say(state)
     console.say(f"ready: {command}")
     write_result(

@@ -16,6 +16,7 @@ from typing import Any
 from meshlora.cli.arguments import (
     add_json,
     add_local_rank,
+    add_ranks_per_gpu,
     add_run_file,
     check_json,
     checked_place,
@@ -36,6 +37,7 @@ def add_training(train: argparse.ArgumentParser, *, command: str) -> None:
     """Add the arguments of a command that trains."""
     add_run_file(train)
     train.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
+    add_ranks_per_gpu(train)
     train.add_argument(
         "--no-preflight",
         action="store_true",
@@ -81,6 +83,7 @@ def _train(options: argparse.Namespace) -> None:
         given, rule = f"--stopped-exit-code {options.stopped_exit_code}", "1 and 2 are failures, above 125 are signals"
         raise UserError(given, rule, "use one of 3 to 125, as in 85; or 0, as for a run that is done")
     check_json(options)
+    _check_sharing(options)
     if options.nproc is not None:
         is_done = start(options)
     else:
@@ -88,6 +91,19 @@ def _train(options: argparse.Namespace) -> None:
             is_done = _train_as_rank(options, place, watch, held)
     if not is_done and options.stopped_exit_code:  # out here: to the other ranks this one has ended well
         raise SystemExit(options.stopped_exit_code)
+
+
+def _check_sharing(options: argparse.Namespace) -> None:
+    """Refuse a `--ranks-per-gpu` that could not be followed, whatever the machine has. Raises: UserError."""
+    shares = options.ranks_per_gpu
+    if shares == 1:
+        return
+    if options.nproc is None:
+        rule = "ranks share GPUs only where this command starts them, on one machine"
+        raise UserError(f"--ranks-per-gpu {shares}", rule, "give --nproc N, without another launcher")
+    if options.hardware:
+        rule = "a planned step is one of ranks with GPUs of their own"
+        raise UserError(f"--ranks-per-gpu {shares} with --hardware", rule, "leave out one of them")
 
 
 def start(options: argparse.Namespace) -> bool:
@@ -106,7 +122,9 @@ def start(options: argparse.Namespace) -> bool:
 
     resume, despite = options.resume, options.resume_despite
     configs, _ = fitted(read_runs(options.file, options.overrides), world=options.nproc)
-    takes_gpus = on_gpus(next(iter(configs.values())).device, num_ranks=options.nproc)
+    shares = options.ranks_per_gpu
+    device = next(iter(configs.values())).device
+    takes_gpus = on_gpus(device, num_ranks=options.nproc, ranks_per_gpu=shares)
     check_command(configs, makes_rollouts=options.command == "rl")
     runs = prepare_runs(configs, world=options.nproc, resume=resume, despite=despite)
     if options.command == "rl":
@@ -117,7 +135,7 @@ def start(options: argparse.Namespace) -> bool:
             return True
         if options.hardware:
             hardware_of_run(runs, options.hardware)  # before ranks are started: the file may be wrong
-        preflight(runs, skip=options.no_preflight)
+        preflight(runs, skip=options.no_preflight, ranks_per_gpu=shares)
         stop_forking()
         words = [options.command, *run_file_words(options)]
         words += ["--resume", resume] if resume is not None else []
@@ -126,7 +144,14 @@ def start(options: argparse.Namespace) -> bool:
         words += ["--no-preflight"] if options.no_preflight else []  # for what the adapter's card says
         timeout_s = max(config.train.timeout_s for config in configs.values())
         with _watched(runs, options):
-            said = launch(words, nproc=options.nproc, on_gpus=takes_gpus, command=options.words, timeout_s=timeout_s)
+            said = launch(
+                words,
+                nproc=options.nproc,
+                on_gpus=takes_gpus,
+                ranks_per_gpu=shares,
+                command=options.words,
+                timeout_s=timeout_s,
+            )
         is_done = said is not False
         _write(options, runs, is_done=is_done)
     return is_done
@@ -153,7 +178,8 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
         configs, note = fitted(read_runs(options.file, options.overrides), world=world)
         check_command(configs, makes_rollouts=options.command == "rl")
         runs = prepare_runs(configs, world=world, resume=options.resume, despite=options.resume_despite)
-        runs = {name: _described(run, note, options) for name, run in runs.items()}
+        shares = place.ranks_per_gpu if place else 1
+        runs = {name: _described(run, note, options, ranks_per_gpu=shares) for name, run in runs.items()}
         if launched_by_us() or not is_main:
             return runs
         return held.enter_context(holding_outputs(runs, resume=options.resume, despite=options.resume_despite))
@@ -226,12 +252,12 @@ def _write(options: argparse.Namespace, runs: Mapping[str, Any], *, is_done: boo
         write_result(options, {"is_done": is_done, "runs": found})
 
 
-def _described(run: Any, note: Sequence[str], options: argparse.Namespace) -> Any:
+def _described(run: Any, note: Sequence[str], options: argparse.Namespace, *, ranks_per_gpu: int) -> Any:
     """`run` with its command, what is proved of it, and a further note."""
     from meshlora.train.edge import command_of
     from meshlora.verify.preflight import proof_words
 
-    proof = proof_words(run, skip=options.no_preflight)
+    proof = proof_words(run, skip=options.no_preflight, ranks_per_gpu=ranks_per_gpu)
     return dataclasses.replace(run, notes=(*note, *run.notes), command=command_of(options.words), proof=proof)
 
 

@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+from meshlora.cli.arguments import add_ranks_per_gpu
 from meshlora.common.errors import UserError
 from meshlora.common.lifetime import import_libraries
 
@@ -65,6 +66,7 @@ def add(commands: Any) -> None:
     )
     verify.add_argument("--seed", type=int)
     verify.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add_ranks_per_gpu(verify)
     verify.add_argument("--trust-remote-code", action="store_true")
     verify.set_defaults(run=_verify)
 

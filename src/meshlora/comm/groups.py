@@ -256,12 +256,12 @@ def num_processes() -> int:
     return place.world if place else 1
 
 
-def become_rank(rank: int, world: int, device_type: str, *, store: str) -> torch.device:
+def become_rank(rank: int, world: int, device_type: str, *, store: str, ranks_per_gpu: int = 1) -> torch.device:
     """Make this process rank `rank` of its parent's local job; the ranks rendezvous through the file `store`.
 
     Whatever launcher started the parent, this process is not a rank of that job.
     """
-    enter_place(rank, world, store=store)
+    enter_place(rank, world, store=store, ranks_per_gpu=ranks_per_gpu)
     return join(device_type)
 
 
@@ -310,7 +310,7 @@ def _store(file: str | None, rank: int, world: int) -> dist.Store:
 
 
 def join(device_type: str = "auto", *, timeout_s: float = LOADING_S) -> torch.device:
-    """Join the launcher's job, or run alone; returns this rank's device.
+    """Join the launcher's job, or run alone; returns this rank's device, of which it takes its share if others have it.
 
     NCCL on GPUs. On CPUs a `LocalGroup` if meshlora started the ranks, else gloo. timeout_s: of its collectives, until
     `Mesh.patient_for`.
@@ -322,10 +322,13 @@ def join(device_type: str = "auto", *, timeout_s: float = LOADING_S) -> torch.de
     if dist.is_initialized() and place is None:  # the script opened the group, and chose its device
         on_gpu = on_gpus(device_type, num_ranks=1)
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    on_gpu = on_gpus(device_type, num_ranks=place.local_rank + 1 if place else 1)
-    device = torch.device("cuda", place.local_rank if place else 0) if on_gpu else torch.device("cpu")
+    shares = place.ranks_per_gpu if place else 1
+    on_gpu = on_gpus(device_type, num_ranks=place.local_rank + 1 if place else 1, ranks_per_gpu=shares)
+    device = torch.device("cuda", place.gpu if place else 0) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
+        if shares > 1:
+            torch.cuda.set_per_process_memory_fraction(1 / shares, device)
         # Autograd runs in its own threads, and cuBLAS warns if a matmul is the first CUDA work of a thread.
         torch.zeros((), device=device, requires_grad=True).mul(2).backward()
     if place is None or dist.is_initialized():
@@ -350,13 +353,14 @@ def join(device_type: str = "auto", *, timeout_s: float = LOADING_S) -> torch.de
     return device
 
 
-def on_gpus(device_type: str, *, num_ranks: int) -> bool:
-    """Whether the `num_ranks` ranks of this machine compute on its GPUs.
+def on_gpus(device_type: str, *, num_ranks: int, ranks_per_gpu: int = 1) -> bool:
+    """Whether the `num_ranks` ranks of this machine compute on its GPUs, `ranks_per_gpu` on each.
 
     Raises:
-        UserError: `device_type` is cuda and there is none, or there are fewer GPUs than ranks; or it is auto, and this
-            machine has a GPU that torch cannot use.
+        UserError: `device_type` is cuda and there is none, or there are too few GPUs for the ranks; or it is auto, and
+            this machine has a GPU that torch cannot use; or ranks on CPUs, or a single one, are to share GPUs.
     """
+    check_ranks_per_gpu(ranks_per_gpu)
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device_type == "auto" and not num_gpus and not hides_gpus() and any(f.exists() for f in _DRIVER):
         raise UserError(
@@ -365,16 +369,34 @@ def on_gpus(device_type: str, *, num_ranks: int) -> bool:
             "does the build of torch fit the driver, and was the process given a GPU? Or give device: cpu",
         )
     if device_type == "cpu" or (device_type == "auto" and not num_gpus):
+        if ranks_per_gpu > 1:
+            rule = "it needs CUDA: these ranks would compute on CPUs, which they share anyway"
+            raise UserError(f"--ranks-per-gpu {ranks_per_gpu}", rule, "leave it out")
         return False
     if not num_gpus:
         raise UserError("device: cuda", "this machine has no CUDA device that torch can use", "use device: cpu")
-    if num_gpus < num_ranks:
+    if num_gpus * ranks_per_gpu < num_ranks:
+        needed = -(-num_ranks // num_gpus)
         raise UserError(
             f"{num_ranks} processes on this machine",
-            f"each needs a GPU of its own, and there are {num_gpus}",
-            "start fewer, or use device: cpu",
+            f"each needs a GPU of its own, and there are {num_gpus}"
+            if ranks_per_gpu == 1
+            else f"--ranks-per-gpu {ranks_per_gpu} has room for {ranks_per_gpu * num_gpus}",
+            "start fewer, use device: cpu, or let ranks share a GPU, to try and to prove (train --nproc, verify, "
+            f"check --prove): --ranks-per-gpu {needed}",
         )
     return True
+
+
+def sharing_note(ranks_per_gpu: int) -> str:
+    """The words on ranks that share GPUs, with which a run or a proof begins."""
+    return f"{ranks_per_gpu} ranks share each GPU: for trying and proving; not for speed"
+
+
+def check_ranks_per_gpu(number: int) -> None:
+    """Raises: UserError: no rank could compute on any GPU."""
+    if number < 1:
+        raise UserError(f"--ranks-per-gpu {number}", "at least 1 rank computes on each GPU", "leave it out")
 
 
 def leave() -> None:

@@ -27,6 +27,8 @@ from meshlora.common.errors import UserError
 
 # Names the rendezvous file of ranks that were started on one machine, in a folder private to this user.
 STORE = "MESHLORA_STORE"
+# How many of the ranks that were started on one machine share each GPU, where more than one does.
+RANKS_PER_GPU = "MESHLORA_RANKS_PER_GPU"
 # (rank, number of ranks, rank on this host, ranks on this host) of launchers that speak MPI or PMI.
 _OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE")
 _HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
@@ -45,11 +47,20 @@ _SCONTROL_S = 10.0  # the longest that SLURM is asked for an address
 
 @dataclass(frozen=True)
 class Place:
-    """What the launcher assigned: this process' rank, the world size, and the rank on this host (its device)."""
+    """What the launcher assigned: this process' rank, the world size, and the rank on this host.
+
+    ranks_per_gpu: of `--ranks-per-gpu`; 1 under any launcher but ours.
+    """
 
     rank: int
     world: int
     local_rank: int
+    ranks_per_gpu: int = 1
+
+    @property
+    def gpu(self) -> int:
+        """The number of this rank's GPU on this host, if it computes on one."""
+        return self.local_rank // self.ranks_per_gpu
 
 
 def launcher_place() -> Place | None:
@@ -81,7 +92,8 @@ def _is_one_of_several(rank: str, world: str) -> bool:
 
 
 def _place(rank: str, world: str, local_rank: str) -> Place:
-    place = Place(_number(rank), _number(world), _number(local_rank, 0))
+    shares = _number(RANKS_PER_GPU, 1) if STORE in os.environ else 1
+    place = Place(_number(rank), _number(world), _number(local_rank, 0), shares)
     if not 0 <= place.rank < place.world:
         raise UserError(
             f"{rank}={place.rank} with {world}={place.world}", f"ranks are 0 to {place.world - 1}", "mend the launcher"
@@ -138,18 +150,28 @@ def local_store() -> str | None:
     return os.environ.get(STORE)
 
 
-def place_in_environment(rank: int, world: int, *, store: str) -> dict[str, str]:
-    """Environment of rank `rank` of `world` processes on this machine, which rendezvous through the file `store`."""
+def place_in_environment(rank: int, world: int, *, store: str, ranks_per_gpu: int = 1) -> dict[str, str]:
+    """Environment of rank `rank` of `world` processes on this machine, which rendezvous through the file `store`.
+
+    ranks_per_gpu: so many share each GPU, by NCCL, which refuses two ranks of a host on one GPU: each says that it is
+    a host of its own, and nothing but sockets over loopback is left to reach the others by.
+    """
     own, every = str(rank), str(world)
-    return {"RANK": own, "WORLD_SIZE": every, "LOCAL_RANK": own, "LOCAL_WORLD_SIZE": every, STORE: store}
+    place = {"RANK": own, "WORLD_SIZE": every, "LOCAL_RANK": own, "LOCAL_WORLD_SIZE": every, STORE: store}
+    if ranks_per_gpu == 1:
+        return place
+    place |= {RANKS_PER_GPU: str(ranks_per_gpu), "NCCL_HOSTID": f"meshlora-rank-{rank}"}
+    place |= {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+    return place | {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
 
 
-def enter_place(rank: int, world: int, *, store: str) -> None:
+def enter_place(rank: int, world: int, *, store: str, ranks_per_gpu: int = 1) -> None:
     """Make this process rank `rank` of a job on this machine, whatever launcher started it."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", *_OPEN_MPI, *_HYDRA, *_PALS, *_SLURM, STORE):
+    own = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", STORE, RANKS_PER_GPU)
+    for name in (*own, *_OPEN_MPI, *_HYDRA, *_PALS, *_SLURM):
         os.environ.pop(name, None)
     if world > 1:
-        os.environ.update(place_in_environment(rank, world, store=store))
+        os.environ.update(place_in_environment(rank, world, store=store, ranks_per_gpu=ranks_per_gpu))
 
 
 def set_rendezvous() -> None:

@@ -58,7 +58,15 @@ class _Rank:
     was_killed: bool = False
 
 
-def launch(arguments: Sequence[str], *, nproc: int, on_gpus: bool, command: str = "", timeout_s: float = 600.0) -> Any:
+def launch(
+    arguments: Sequence[str],
+    *,
+    nproc: int,
+    on_gpus: bool,
+    ranks_per_gpu: int = 1,
+    command: str = "",
+    timeout_s: float = 600.0,
+) -> Any:
     """Run `python -m meshlora ARGUMENTS` as `nproc` ranks; returns when all have succeeded, with the result of rank 0
     (`edge.leave_result`), if any.
 
@@ -76,7 +84,10 @@ def launch(arguments: Sequence[str], *, nproc: int, on_gpus: bool, command: str 
         try:
             with _requests_handed_on(ranks, nproc):
                 for number in range(nproc):
-                    environment = os.environ | place_in_environment(number, nproc, store=str(folder / "store"))
+                    store = str(folder / "store")
+                    environment = os.environ | place_in_environment(
+                        number, nproc, store=store, ranks_per_gpu=ranks_per_gpu
+                    )
                     environment |= {LAUNCHER: str(os.getpid()), COMMAND: command, WORDS: str(theirs.fileno())}
                     environment |= {} if on_gpus else NO_GPUS
                     # Temporary files of a rank are removed with the run.

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from meshlora.comm.groups import meet, on_gpus
+from meshlora.comm.groups import meet, on_gpus, sharing_note
 from meshlora.comm.launchers import Place, launcher_place
 from meshlora.comm.watch import Post, Watch, this_machine
 from meshlora.common.errors import UserError
@@ -40,7 +40,8 @@ class Seat:
     Attributes:
         machine: names the machine, as host does, but so that no two machines have the same. pid: of the process.
         device: `cuda` or `cpu`. name: of the GPU. unit: names the GPU among all there are.
-        free_bytes: memory of the device that nobody uses. mistake: the parts of a user error instead of a device.
+        free_bytes: its share of the memory of the device that nobody uses. ranks_per_gpu: so many share each GPU.
+        mistake: the parts of a user error instead of a device.
     """
 
     rank: int
@@ -51,6 +52,7 @@ class Seat:
     name: str = ""
     unit: str = ""
     free_bytes: int = 0
+    ranks_per_gpu: int = 1
     mistake: tuple[str, ...] = ()
 
     @property
@@ -117,14 +119,16 @@ def seat_of(place: Place, device_type: str) -> Seat:
         "pid": os.getpid(),
     }
     try:
-        is_on_gpu = on_gpus(device_type, num_ranks=place.local_rank + 1)
+        is_on_gpu = on_gpus(device_type, num_ranks=place.local_rank + 1, ranks_per_gpu=place.ranks_per_gpu)
     except UserError as error:
         return Seat(**here, device="", mistake=(error.given, error.rule, error.way_out))
     if not is_on_gpu:
         return Seat(**here, device="cpu")
-    unit = torch.cuda.get_device_properties(place.local_rank)
-    free, _ = torch.cuda.mem_get_info(place.local_rank)
-    return Seat(**here, device="cuda", name=unit.name, unit=str(unit.uuid), free_bytes=free)
+    unit, shares = torch.cuda.get_device_properties(place.gpu), place.ranks_per_gpu
+    free, _ = torch.cuda.mem_get_info(place.gpu)
+    return Seat(
+        **here, device="cuda", name=unit.name, unit=str(unit.uuid), free_bytes=free // shares, ranks_per_gpu=shares
+    )
 
 
 def mistake_of(seats: Sequence[Seat]) -> tuple[str, ...]:
@@ -142,11 +146,13 @@ def mistake_of(seats: Sequence[Seat]) -> tuple[str, ...]:
             "all ranks of a run compute on one kind of device",
             "can torch use the GPUs of all machines (driver, container, build of torch)? Or use device: cpu",
         )
-    taken: dict[str, Seat] = {}
+    taken: dict[tuple[str, str], list[Seat]] = {}
     for seat in seats if first.device == "cuda" else ():
-        if (before := taken.setdefault(f"{seat.machine} {seat.unit}", seat)) is not seat:
+        sharing = taken.setdefault((seat.machine, seat.unit), [])
+        sharing.append(seat)
+        if len(sharing) > seat.ranks_per_gpu:
             return (
-                f"{before.where} and {seat.where} would compute on one GPU ({seat.name})",
+                f"{sharing[0].where} and {seat.where} would compute on one GPU ({seat.name})",
                 "each rank needs a GPU of its own",
                 "start fewer ranks on that machine, or give each its GPU, as --gpus-per-task=1 does under SLURM",
             )
@@ -178,8 +184,10 @@ def line_of(seats: Sequence[Seat]) -> str:
     if seats[0].device == "cpu":
         words[0] += "CPUs"
     else:
-        names = Counter(seat.name for seat in seats)
+        names = Counter({(seat.machine, seat.unit): seat.name for seat in seats}.values())
         words[0] += ", ".join(f"{number} x {name}" for name, number in names.items())
+        if seats[0].ranks_per_gpu > 1:
+            words.append(sharing_note(seats[0].ranks_per_gpu))
         least = min(seats, key=lambda seat: seat.free_bytes)
         most = max(seat.free_bytes for seat in seats)
         words.append(f"{least.free_bytes / 1e9:.1f} GB free")

@@ -95,10 +95,10 @@ class RankEndedError(MeshloraError):
 
 
 class Pool:
-    """`size` processes that share one process group; of size 1, a plain process."""
+    """`size` processes that share one process group; of size 1, a plain process. `ranks_per_gpu` share each GPU."""
 
-    def __init__(self, size: int, *, device: str = "cpu") -> None:
-        self.size, self.device = size, device
+    def __init__(self, size: int, *, device: str = "cpu", ranks_per_gpu: int = 1) -> None:
+        self.size, self.device, self.ranks_per_gpu = size, device, ranks_per_gpu
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
         self._folders: list[Path] = []
@@ -116,7 +116,7 @@ class Pool:
             for rank in range(self.size):
                 ours, theirs = context.Pipe()
                 store = str(self._folders[0] / "store")
-                arguments = (rank, self.size, self.device, store, theirs)
+                arguments = (rank, self.size, self.device, store, self.ranks_per_gpu, theirs)
                 process = context.Process(target=_serve, args=arguments, daemon=True)
                 process.start()
                 theirs.close()
@@ -278,14 +278,14 @@ def _signals_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _serve(rank: int, size: int, device: str, store: str, pipe: Connection) -> None:
+def _serve(rank: int, size: int, device: str, store: str, ranks_per_gpu: int, pipe: Connection) -> None:
     """Main loop of a rank: answer calls until the pipe closes or the parent dies."""
     end_with(os.getppid())
     # multiprocessing terminates unclosed processes with it
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     with contextlib.suppress(EOFError, ConnectionError):
         try:
-            _become_rank(rank, size, store, device)
+            _become_rank(rank, size, store, device, ranks_per_gpu)
         except BaseException as error:  # noqa: BLE001 - returned as the answer to the first call
             pipe.send(_failure(error))
             return
@@ -298,7 +298,7 @@ def _serve(rank: int, size: int, device: str, store: str, pipe: Connection) -> N
             pipe.send(answer)
 
 
-def _become_rank(rank: int, size: int, store: str, device: str) -> None:
+def _become_rank(rank: int, size: int, store: str, device: str, ranks_per_gpu: int) -> None:
     import torch
     from transformers.utils import logging
 
@@ -311,7 +311,7 @@ def _become_rank(rank: int, size: int, store: str, device: str) -> None:
     )  # peft calls what transformers deprecates
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False  # float32 is meant
-    become_rank(rank, size, device, store=store)
+    become_rank(rank, size, device, store=store, ranks_per_gpu=ranks_per_gpu)
 
 
 def _failure(error: BaseException) -> Answer:

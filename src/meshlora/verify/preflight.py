@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from meshlora.comm.groups import on_gpus
+from meshlora.comm.groups import on_gpus, sharing_note
 from meshlora.common.console import Console
 from meshlora.common.errors import MeshloraError, UnsupportedError
 from meshlora.common.proof_records import CACHE, proved_on, remember, usable_cache
@@ -61,13 +61,18 @@ class _Claim:
 
 
 def preflight(
-    runs: Mapping[str, Prepared], *, skip: bool = False, console: Console | None = None, cache_dir: Path = CACHE
+    runs: Mapping[str, Prepared],
+    *,
+    skip: bool = False,
+    ranks_per_gpu: int = 1,
+    console: Console | None = None,
+    cache_dir: Path = CACHE,
 ) -> None:
     """Prove that each of `runs`, by adapter, trains as one process would, and that several do together.
 
     On CPUs in float64, and on the devices of the run in float32, as `preflight` of the run file says. What is on record
     is not proved again. skip: as `preflight: off`: accept only families that ship with a proof, and say what is given
-    up.
+    up. ranks_per_gpu: so many share each GPU.
 
     Raises:
         UnsupportedError: a twin trains differently, or lacks a kind of block of the model; with `skip`, a family
@@ -82,8 +87,8 @@ def preflight(
             "machine"
         )
         return
-    claims = _claims(runs, cache_dir)
-    if note := _devices_of(next(iter(runs.values())))[1]:
+    claims = _claims(runs, cache_dir, ranks_per_gpu)
+    if note := _devices_of(next(iter(runs.values())), ranks_per_gpu)[1]:
         console.say(note)
     for claim in claims:
         if proved_on(cache_dir, claim.asked):
@@ -98,18 +103,19 @@ def preflight(
         console.say(f"preflight: {claim.what} proved in {time.perf_counter() - started:.0f} s{lost}")
 
 
-def proof_words(run: Prepared, *, skip: bool) -> str:
-    """What a run shows by having got past its preflight, for the card of its adapter. skip: as in `preflight`."""
+def proof_words(run: Prepared, *, skip: bool, ranks_per_gpu: int = 1) -> str:
+    """What a run shows by having got past its preflight, for the card of its adapter. Arguments: as of `preflight`."""
     if skip or run.config.preflight == "off":
         return "none of this run: it was started without a preflight, and its family ships with a proof"
-    places = ["in float64", *(f"on {place.name} in {place.dtype}" for place in _devices_of(run)[0])]
+    devices, _ = _devices_of(run, ranks_per_gpu)
+    places = ["in float64", *(f"on {place.name} in {place.dtype}" for place in devices)]
     return (
         f"before its first step a twin of model, adapter and mesh ({provable(run.topology)}) was trained as "
         f"transformers + peft train it on one process, compared tensor by tensor {' and '.join(places)}"
     )
 
 
-def preflight_state(runs: Mapping[str, Prepared], *, cache_dir: Path = CACHE) -> str:
+def preflight_state(runs: Mapping[str, Prepared], *, ranks_per_gpu: int = 1, cache_dir: Path = CACHE) -> str:
     """The lines of `meshlora check` on the preflight of `runs`.
 
     Raises:
@@ -118,8 +124,8 @@ def preflight_state(runs: Mapping[str, Prepared], *, cache_dir: Path = CACHE) ->
     first = next(iter(runs.values()))
     if first.config.preflight == "off":
         return "preflight: off"
-    lines = [note] if (note := _devices_of(first)[1]) else []
-    for claim in _claims(runs, cache_dir):
+    lines = [note] if (note := _devices_of(first, ranks_per_gpu)[1]) else []
+    for claim in _claims(runs, cache_dir, ranks_per_gpu):
         date = proved_on(cache_dir, claim.asked)
         state = f"proved, {date}" if date else f"train will prove {claim.when}"
         state = f"{claim.where}: {state}" if claim.where else state
@@ -127,11 +133,15 @@ def preflight_state(runs: Mapping[str, Prepared], *, cache_dir: Path = CACHE) ->
     return "\n".join(lines)
 
 
-def _claims(runs: Mapping[str, Prepared], cache_dir: Path) -> list[_Claim]:
+def _claims(runs: Mapping[str, Prepared], cache_dir: Path, ranks_per_gpu: int = 1) -> list[_Claim]:
     """For each run one on CPUs, and one on its devices if it asks for that; of several a last one for all together."""
     claims = [_of_one(name, run, cache_dir, _ON_CPUS) for name, run in runs.items()]
     all_at_once = [] if "" in runs else [_of_all(runs, [claim.asked["key"] for claim in claims])]
-    on_devices = [_of_one(name, run, cache_dir, place) for name, run in runs.items() for place in _devices_of(run)[0]]
+    on_devices = [
+        _of_one(name, run, cache_dir, place)
+        for name, run in runs.items()
+        for place in _devices_of(run, ranks_per_gpu)[0]
+    ]
     return [*claims, *all_at_once, *on_devices]
 
 
@@ -139,7 +149,7 @@ def _claims(runs: Mapping[str, Prepared], cache_dir: Path) -> list[_Claim]:
 class _Place:
     """Where a proof runs: `cpu` or `cuda`, in which dtype, on how many ranks at most. name: of the devices.
 
-    has_kernels: those of the run, if it has any. topology: in place of that of the run.
+    has_kernels: those of the run, if it has any. topology: in place of that of the run. ranks_per_gpu: of `preflight`.
     """
 
     device: str
@@ -148,13 +158,14 @@ class _Place:
     name: str
     has_kernels: bool = False
     topology: Topology | None = None
+    ranks_per_gpu: int = 1
 
 
 _ON_CPUS = _Place("cpu", "float64", MOST_RANKS, "")
 
 
-def _devices_of(run: Prepared) -> tuple[list[_Place], str]:
-    """(the devices on which `run` is proved besides, in float32: GPUs, or CPUs if it says so; why not on its GPUs).
+def _devices_of(run: Prepared, ranks_per_gpu: int = 1) -> tuple[list[_Place], str]:
+    """(the devices on which `run` is proved besides, in float32: GPUs, or CPUs if it says so; a note on its GPUs).
 
     Raises:
         UnsupportedError: it asks for its devices, and this machine has too few of them.
@@ -164,18 +175,21 @@ def _devices_of(run: Prepared) -> tuple[list[_Place], str]:
         return [], ""
     if not on_gpus(run.config.device, num_ranks=1):
         return [_Place("cpu", "float32", MOST_RANKS, "CPUs")] if wanted == "device" else [], ""
-    name = torch.cuda.get_device_properties(0).name
-    place = _Place("cuda", "float32", torch.cuda.device_count(), f"{name}, CUDA {torch.version.cuda}", True)
-    if (needed := provable(run.topology, most_ranks=place.most_ranks).world) <= place.most_ranks:
-        return [place], ""
-    given = f"preflight on {place.most_ranks} x {name}"
+    name, num_gpus = torch.cuda.get_device_properties(0).name, torch.cuda.device_count()
+    most = num_gpus * ranks_per_gpu
+    shown = f"{name}, CUDA {torch.version.cuda}"
+    place = _Place("cuda", "float32", most, shown, has_kernels=True, ranks_per_gpu=ranks_per_gpu)
+    if (needed := provable(run.topology, most_ranks=most).world) <= most:
+        return [place], sharing_note(ranks_per_gpu) if ranks_per_gpu > 1 else ""
+    given = f"preflight on {num_gpus} x {name}" + f", {ranks_per_gpu} ranks on each" * (ranks_per_gpu > 1)
+    share = f"--ranks-per-gpu {-(-needed // num_gpus)}"
     rule = f"{run.topology} needs {needed} GPUs of one machine to have every axis of more than one rank"
     if wanted == "device":
-        raise UnsupportedError(given, rule, "use preflight: cpu")
+        raise UnsupportedError(given, rule, f"use preflight: cpu, or let ranks share GPUs for it: {share}")
     if run.blueprint.options.kernels == "liger":  # which one rank can show
         note = f"{given} is of one rank, for the kernels: {rule}"
         return [dataclasses.replace(place, most_ranks=1, topology=Topology())], note
-    return [], f"{given} is left out: {rule}"
+    return [], f"{given} is left out: {rule}; check --prove {share} lets ranks share them for it"
 
 
 def _of_one(name: str, run: Prepared, cache_dir: Path, place: _Place) -> _Claim:
@@ -189,6 +203,7 @@ def _of_one(name: str, run: Prepared, cache_dir: Path, place: _Place) -> _Claim:
         command = (
             f"meshlora verify --family {proof.case.model_type} --topology {proof.topologies[0]}"
             f"{f' --dtype {place.dtype} --device {place.device}' * bool(place.name)}"
+            f"{f' --ranks-per-gpu {place.ranks_per_gpu}' * (place.ranks_per_gpu > 1)}"
             f"{' --kernels liger' * (proof.case.kernels == 'liger')}"
             "  # the twin of your own configuration: --model FOLDER --twin"
         )
@@ -280,6 +295,7 @@ def proof_of(run: Prepared, cache_dir: Path, place: _Place = _ON_CPUS) -> tuple[
         lora_plus_embedding_lr=run.config.train.lora_plus_embedding_lr,
         dtype=place.dtype,
         device=place.device,
+        ranks_per_gpu=place.ranks_per_gpu,
         kernels="liger" if place.has_kernels and options.kernels == "liger" else "none",
         trust_remote_code=options.trust_remote_code,
         cache_dir=cache_dir,

@@ -86,9 +86,10 @@ class Processes:
         """The process of the reference, which builds no layer of meshlora."""
         return self._pools.setdefault((0, device), Pool(1, device=device))
 
-    def ranks(self, number: int, device: str) -> Pool:
+    def ranks(self, number: int, device: str, *, ranks_per_gpu: int = 1) -> Pool:
         """A pool of `number` ranks for our side."""
-        return self._pools.setdefault((number, device), Pool(number, device=device))
+        key = (number, f"{device} {ranks_per_gpu}")
+        return self._pools.setdefault(key, Pool(number, device=device, ranks_per_gpu=ranks_per_gpu))
 
 
 def run_proof(
@@ -102,11 +103,12 @@ def run_proof(
     """
     worker = processes.reference(proof.case.device)
     worker.start()
-    processes.ranks(proof.topologies[0].world, proof.case.device).start()
+    shares = proof.request.ranks_per_gpu
+    processes.ranks(proof.topologies[0].world, proof.case.device, ranks_per_gpu=shares).start()
     progress("the reference: transformers + peft on one process")
     made = reference_of(proof, worker)
     for topology in proof.topologies:
-        pool = processes.ranks(topology.world, proof.case.device)
+        pool = processes.ranks(topology.world, proof.case.device, ranks_per_gpu=shares)
         for mutation in (None, *proof.mutations_on(topology)):
             progress(_called(topology, mutation))
             yield _run(proof, made, topology, mutation, pool, worker)

@@ -27,7 +27,7 @@ from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.adapter.initialization import WHOLE_MATRIX
 from meshlora.adapter.optimizers import check_trainable
 from meshlora.adapter.targets.expert_targets import with_whole_projections
-from meshlora.comm.groups import on_gpus
+from meshlora.comm.groups import on_gpus, sharing_note
 from meshlora.common.compat import READ_FROM
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean, reason
 from meshlora.common.proof_records import CACHE
@@ -110,6 +110,7 @@ class Request:
         overrides: fields of the twin's configuration.
         data: source of sequences; None: random tokens. nproc: maximum number of processes.
         mutations: faults to inject, one per run, after the runs without any.
+        ranks_per_gpu: so many share each GPU.
     """
 
     topologies: tuple[str, ...]
@@ -142,6 +143,7 @@ class Request:
     nproc: int | None = None
     mutations: tuple[str, ...] = ()
     device: str = "auto"
+    ranks_per_gpu: int = 1
     trust_remote_code: bool = False
     cache_dir: Path = CACHE
 
@@ -273,7 +275,7 @@ def prepare_proof(request: Request) -> Proof:
     for name, rule in first.plan.linears.items():
         for piece in pieces_of(name, pieces):  # refuse early what the judge does not know
             rows_of(config, name, piece, rule.out_features)
-    device = _device(request.device, max(t.world for t in plans))
+    device = _device(request.device, max(t.world for t in plans), request.ranks_per_gpu)
     if request.optimizer == "adamw_8bit" and (dtype, device) != ("float64", "cpu"):
         asked, why = f"--optimizer adamw_8bit in {dtype} on {device}", "rounding moves codes, as a fault would"
         raise UnsupportedError(asked, why, "prove it in float64 on CPUs: --device cpu")
@@ -299,6 +301,8 @@ def prepare_proof(request: Request) -> Proof:
     files = [_config_text(config)] if is_twin else file_fingerprint(Path(str(request.model)))
     notes = () if is_twin else _notes(request, first)
     notes += ("each token goes to the experts that its rollout says",) if case.routed else ()
+    if request.ranks_per_gpu > 1:
+        notes = (*notes, sharing_note(request.ranks_per_gpu))
     return Proof(request, config, plans, case, case_hash(case, inputs=files), notes)
 
 
@@ -628,11 +632,11 @@ def with_biases(config: PretrainedConfig, given: Collection[str] = ()) -> Pretra
     return config
 
 
-def _device(wanted: str, ranks: int) -> str:
-    if wanted == "auto":
+def _device(wanted: str, ranks: int, ranks_per_gpu: int) -> str:
+    """Where to prove. Of "auto" the GPUs if they are enough; with ranks that share them they must be."""
+    if wanted == "auto" and ranks_per_gpu == 1:
         return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else "cpu"
-    on_gpus(wanted, num_ranks=ranks)
-    return wanted
+    return "cuda" if on_gpus(wanted, num_ranks=ranks, ranks_per_gpu=ranks_per_gpu) else "cpu"
 
 
 def _config_text(config: PretrainedConfig) -> str:
