@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from meshlora.comm.collectives import all_reduce_sum, broadcast_of, hand_on, open_channel, take_over
-from meshlora.comm.groups import open_mesh
+from meshlora.comm.groups import LocalGroup, open_mesh
 from meshlora.plan.schedule import one_forward_one_backward
 from meshlora.plan.topology import Topology
 from tests.pool import Pool
@@ -48,6 +48,18 @@ def test_a_stage_gets_what_the_one_before_sent_and_its_gradient_goes_back(
         before = range(rank % shape.per_stage, rank, shape.per_stage)  # its counterparts in all stages before
         assert came == [sum(100.0 * r + n for r in before) for n in range(len(_SIZES)) if before]
         assert grads == [n + 2.0 for n in range(len(_SIZES))]
+
+
+def _limits_s() -> list[float]:
+    mesh = open_mesh(Topology(pp=2))
+    mesh.wait_at_most(7.0)
+    groups = [channel.group for channel in mesh.channels.in_order]
+    return [group.timeout_s for group in groups if isinstance(group, LocalGroup)]
+
+
+def test_a_stage_waits_for_another_no_longer_than_for_any_rank(pools: Callable[[int], Pool]) -> None:
+    """Groups between stages kept the limit of loading, which is what NCCL waits."""
+    assert pools(2).run(_limits_s) == [[7.0, 7.0]] * 2
 
 
 def _from_stage(source: int) -> tuple[bool, bool]:

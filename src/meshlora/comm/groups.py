@@ -221,7 +221,7 @@ class Mesh:
 
     def wait_at_most(self, timeout_s: float) -> None:
         """From now on a collective that waits longer for the other ranks raises an error."""
-        for axis in self._axes.values():
+        for axis in (*self._axes.values(), *self.channels.in_order):
             if isinstance(axis.group, LocalGroup):
                 axis.group.timeout_s = timeout_s
             elif axis.group is not None:
