@@ -12,7 +12,9 @@ from typing import Any
 from torch import nn
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-# Of transformers 5.17 to 5.23. Both take a dict of masks by the type of layer, as generation makes it.
+from meshlora.common.caches import cache_argument
+
+# Of transformers 5.17 to 5.24. Both take a dict of masks by the type of layer, as generation makes it.
 _WITHOUT_POSITIONS = {"AfmoeModel", "GptOssModel"}
 
 
@@ -26,7 +28,7 @@ def read_positions_in_masks(model: nn.Module) -> None:
 
 def _with_masks(module: Any, args: Any, given: dict[str, Any]) -> Any:
     given = {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **given}
-    has_others = any(given.get(name) is not None for name in ("attention_mask", "past_key_values"))
+    has_others = any(given.get(name) is not None for name in ("attention_mask", cache_argument(module.forward)))
     if has_others or given.get("position_ids") is None:
         return (), given
     if given.get("inputs_embeds") is None:  # masks take their shape and dtype
@@ -35,7 +37,7 @@ def _with_masks(module: Any, args: Any, given: dict[str, Any]) -> Any:
         "config": module.config,
         "inputs_embeds": given["inputs_embeds"],
         "attention_mask": None,
-        "past_key_values": None,
+        cache_argument(create_causal_mask): None,
         "position_ids": given["position_ids"],
     }
     masks = {

@@ -10,7 +10,6 @@ goes from rank to rank, as the next one needs it first: the ranks compute a laye
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -19,11 +18,10 @@ from torch.autograd import Function
 
 from meshlora.comm.collectives import gather_each_to_each, receive_from_neighbour, send_to_neighbour
 from meshlora.comm.groups import Axis
+from meshlora.common.caches import cache_argument
 from meshlora.common.errors import UnsupportedError
 from meshlora.common.float64 import wide_dtype
 from meshlora.layers.context import ContextCut
-
-_CACHES = ("cache_params", "past_key_values")  # names of the argument
 
 
 class PassedStates:
@@ -105,9 +103,11 @@ class _Sent(Function):
 def pass_states(module: nn.Module, name: str, state: tuple[str, ...], context: ContextCut) -> None:
     """Let `module` go on from the states of the cp ranks before this one. state: attributes with the sizes of its
     state `[B, ...]` on this rank; empty if it is a convolution alone.
+
+    Raises:
+        UnsupportedError: its forward takes no cache under a name that is known.
     """
-    parameters = inspect.signature(module.forward).parameters
-    argument = next(name for name in _CACHES if name in parameters)
+    argument = cache_argument(module.forward)
     running: list[PassedStates] = []
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:

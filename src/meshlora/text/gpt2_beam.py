@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshlora.common.caches import cache_argument
 from meshlora.common.errors import UnsupportedError
 from meshlora.config.run import GenerateConfig
 
@@ -38,12 +39,13 @@ def gpt2_beam(
     all_finished: of `loading.generation`: whether no other rank needs further forwards of this one.
 
     Raises:
-        UnsupportedError: prompts of unequal length for a model without position_ids.
+        UnsupportedError: prompts of unequal length for a model without position_ids; no cache.
     """
     num, beams, device = len(ids), options.num_beams, ids.device
     positions = _positions(network, mask)
+    in_cache = cache_argument(network.forward)
     output = network(input_ids=ids, attention_mask=mask, use_cache=True, **positions)
-    cache, mask = output.past_key_values, mask.repeat_interleave(beams, 0)
+    cache, mask = output[in_cache], mask.repeat_interleave(beams, 0)
     cache.batch_repeat_interleave(beams)
     logits = output.logits[:, -1].repeat_interleave(beams, 0)  # [B * beams, V]
     sums = torch.zeros(num, beams, device=device, dtype=logits.dtype)
@@ -54,10 +56,9 @@ def gpt2_beam(
         if step:
             positions = {name: mask.sum(1, keepdim=True) for name in positions}  # of the token that follows
             mask = torch.cat((mask, mask.new_ones(len(mask), 1)), 1)
-            output = network(
-                input_ids=history[:, -1:], attention_mask=mask, past_key_values=cache, use_cache=True, **positions
-            )
-            cache, logits = output.past_key_values, output.logits[:, -1]
+            given = {"input_ids": history[:, -1:], "attention_mask": mask, in_cache: cache, **positions}
+            output = network(**given, use_cache=True)
+            cache, logits = output[in_cache], output.logits[:, -1]
         _ban(logits, history.tolist(), options.no_repeat_ngram_size)
         # Sums of finished beams are -inf, and a row of banned tokens alone would be nan.
         found = sums[..., None] + logits.log_softmax(-1).nan_to_num(nan=-math.inf).view(num, beams, -1)
