@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from packaging.version import Version
 from peft import LoraConfig
 from peft.tuners.lora import ParamWrapper
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from meshlora.comm.groups import simulated_job
 from meshlora.common import compat
+from meshlora.common.caches import cache_argument
 from tests.unit.private_names import defined, private_names
 
 
@@ -39,12 +41,14 @@ class Private:
     Attributes:
         ours: the name in compat that rests on it. name: with its dots, from the library on. need: "to ...".
         of: what has the name, where dots do not lead to it: it is set on instances.
+        since: the version from which the library has it; compat does without it before.
     """
 
     ours: str
     name: str
     need: str
     of: Callable[[], Any] | None = None
+    since: str = ""
 
     @property
     def gone(self) -> str:
@@ -52,9 +56,10 @@ class Private:
         library, leaf = self.name.partition(".")[0], self.name.rpartition(".")[2]
         is_there = _is_there(self.name) if self.of is None else hasattr(self.of(), leaf)
         version = importlib.metadata.version(library)
+        is_needed = not self.since or Version(version) >= Version(self.since)
         return (
             ""
-            if is_there
+            if is_there or not is_needed
             else f"{library} {version} has no {self.name} any more: compat.{self.ours} needs it {self.need}"
         )
 
@@ -151,7 +156,15 @@ PRIVATE = [
     Private("no_rows_packed", f"{_MASKS}.find_packed_sequence_indices", "to ask no device whether padded rows are"),
     Private("packed_sequence_indices", f"{_MASKS}.find_packed_sequence_indices", "to stand in for it"),
     Private("rule_of_one_sequence", f"{_MASKS}.packed_sequence_mask_function", "to attend to one sequence at a time"),
-    Private("rule_of_one_sequence", f"{_MASKS}.remap_positions_for_packed_sequence", "to attend to one at a time"),
+    Private(
+        "rule_of_one_sequence",
+        f"{_MASKS}.remap_positions_for_packed_sequence",
+        "to attend to one at a time",
+        since="5.23",
+    ),
+    Private("rule_of_one_sequence", f"{_MASKS}.and_masks", "to attend to one at a time"),
+    Private("rule_of_one_sequence", f"{_MASKS}.causal_mask_function", "to attend to one at a time"),
+    Private("rule_of_one_sequence", f"{_MASKS}.sliding_window_overlay", "to attend to one at a time"),
     Private("calls_attention", f"{_LLAMA}.ALL_ATTENTION_FUNCTIONS", "to find what attends to other tokens"),
     Private("calls_of_attention", f"{_LLAMA}.ALL_ATTENTION_FUNCTIONS.get_interface", "to count its messages"),
     Private("keeps_inputs", f"{_CACHE}.update_conv_state", "to pass states over cp"),
@@ -254,21 +267,64 @@ def test_numbers_of_sequences_are_those_of_transformers_without_a_look_at_them()
         assert masks.find_packed_sequence_indices(torch.arange(3, device="meta").expand(2, 3)).is_meta
 
 
-def test_rule_of_one_sequence_is_found_where_it_is_one_of_positions() -> None:
+def remap_positions_for_packed_sequence(rule: Any, positions: Tensor) -> Any:
+    """As in transformers 5.23, by its name and variables; older ones have none."""
+    mask_function = rule
+
+    def inner_mask(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return mask_function(batch, head, positions[batch, query], positions[batch, key])
+
+    return inner_mask
+
+
+# How transformers puts together the mask of packed rows: its rule, and its test of whether two tokens share a sequence.
+_FORMS: dict[str, Callable[[Any, Any, Tensor], tuple[Any, Any]]] = {
+    "5.17": lambda rule, same, positions: (rule, same),
+    "5.23": lambda rule, same, positions: (same, remap_positions_for_packed_sequence(rule, positions)),
+    "5.24": lambda rule, same, positions: (remap_positions_for_packed_sequence(rule, positions), same),
+}
+
+
+@pytest.mark.parametrize("form", _FORMS)
+def test_rule_of_one_sequence_is_found_where_it_is_one_of_positions(form: str) -> None:
     masks = importlib.import_module(_MASKS)
     positions = torch.tensor([[0, 1, 2, 0, 1]])
-    numbers = masks.find_packed_sequence_indices(positions)
+    same = masks.packed_sequence_mask_function(masks.find_packed_sequence_indices(positions))
 
-    def packed(rule: Any) -> Any:
-        return masks.packed_sequence_compatibility_function(rule, positions, numbers)
+    def found(rule: Any) -> Any:
+        return compat.rule_of_one_sequence(masks.and_masks(*_FORMS[form](rule, same, positions)))
 
     window = masks.sliding_window_causal_mask_function(2)
-    of_tokens = masks.and_masks(masks.causal_mask_function, masks.packed_sequence_mask_function(numbers))
-    assert compat.rule_of_one_sequence(packed(masks.causal_mask_function)) is masks.causal_mask_function
-    assert compat.rule_of_one_sequence(packed(window)) is window
-    assert compat.rule_of_one_sequence(packed(of_tokens)) is None, "it holds a tensor with something of each token"
+    of_tokens = masks.and_masks(masks.causal_mask_function, same)
+    third = masks.and_masks(masks.causal_mask_function, lambda batch, head, query, key: key % 3 == 0)
+    assert found(masks.causal_mask_function) is masks.causal_mask_function
+    assert found(window) is window
+    assert found(of_tokens) is None, "it holds a tensor with something of each token"
+    assert found(third) is (None if form == "5.17" else third), "5.17 counts places in the row"
     assert compat.rule_of_one_sequence(masks.causal_mask_function) is None, "rows of one sequence"
     assert compat.rule_of_one_sequence(window) is None, "rows of one sequence"
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_rule_of_one_sequence_is_found_in_the_installed_transformers(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import AttentionMaskInterface
+
+    masks = importlib.import_module(_MASKS)
+    given: list[Any] = []
+    monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", lambda **of: given.append(of["mask_function"]))
+    config = LlamaConfig(attn_implementation="sdpa", **({"sliding_window": window} if window else {}))
+    make = masks.create_sliding_window_causal_mask if window else masks.create_causal_mask
+    cache = {cache_argument(make): None}
+    make(config, torch.zeros(1, 5, 4), None, position_ids=torch.tensor([[0, 1, 2, 0, 1]]), **cache)
+    rule = compat.rule_of_one_sequence(given[0])
+    assert rule is not None
+    places = torch.arange(3)
+    expected = places[:, None] >= places
+    if window:
+        expected &= places[:, None] - places < window
+    assert torch.equal(rule(0, 0, places[:, None], places), expected)
 
 
 def test_features_of_images_are_added_to_the_tokens_of_this_rank() -> None:

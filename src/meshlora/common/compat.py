@@ -378,11 +378,17 @@ def no_rows_packed() -> Iterator[None]:
 def rule_of_one_sequence(mask_function: Callable[..., Any]) -> Callable[..., Any] | None:
     """The mask function of one sequence by itself, inside transformers' function for packed rows. None: the function is
     not one for packed rows, or depends on more than positions.
+
+    From 5.23 on transformers gives it positions in the sequence; before, places in the row. There it is that of one
+    sequence only if it compares distances: causal, or a window.
     """
 
     def captured(function: Callable[..., Any]) -> dict[str, Any]:
         cells = getattr(function, "__closure__", None) or ()
         return dict(zip(function.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+
+    def maker(function: Any) -> str:  # the function that made it, or its own name
+        return str(getattr(function, "__qualname__", "")).partition(".")[0]
 
     def is_of_positions(value: Any) -> bool:  # made of plain numbers alone
         if isinstance(value, (tuple, list)):
@@ -391,12 +397,19 @@ def rule_of_one_sequence(mask_function: Callable[..., Any]) -> Callable[..., Any
             return all(map(is_of_positions, captured(value).values()))
         return value is None or isinstance(value, (int, float))
 
+    def is_of_distances(function: Callable[..., Any]) -> bool:
+        if maker(function) == "and_masks":
+            return all(map(is_of_distances, captured(function)["mask_functions"]))
+        return maker(function) in ("causal_mask_function", "sliding_window_overlay")
+
     found = captured(mask_function).get("mask_functions", ())
-    names = [getattr(function, "__qualname__", "").partition(".")[0] for function in found]
-    if names != ["packed_sequence_mask_function", "remap_positions_for_packed_sequence"]:
+    others = [function for function in found if maker(function) != "packed_sequence_mask_function"]
+    if len(found) != 2 or len(others) != 1:
         return None
-    alone: Callable[..., Any] = captured(found[1])["mask_function"]
-    return alone if is_of_positions(alone) else None
+    if maker(others[0]) == "remap_positions_for_packed_sequence":
+        alone: Callable[..., Any] = captured(others[0])["mask_function"]
+        return alone if is_of_positions(alone) else None
+    return others[0] if is_of_distances(others[0]) else None
 
 
 def calls_attention(module: nn.Module) -> bool:
