@@ -20,7 +20,9 @@ CPU = torch.device("cpu")
 
 
 class StandIn:
-    """`torch.nn.attention.varlen.varlen_attn` in plain torch, with what it asks of its arguments."""
+    """`torch.nn.attention.varlen.varlen_attn` in plain torch, with the signature of torch 2.13 and what it asks of its
+    arguments.
+    """
 
     def __init__(self) -> None:
         self.ends: list[Tensor] = []
@@ -31,14 +33,19 @@ class StandIn:
         key: Tensor,
         value: Tensor,
         cu_seq_q: Tensor,
-        cu_seq_k: Tensor,
+        cu_seq_k: Tensor | None,
         max_q: int,
         max_k: int,
         *,
+        return_aux: Any = None,
         scale: float | None = None,
         window_size: tuple[int, int] = (-1, -1),
         enable_gqa: bool = False,
+        seqused_k: Tensor | None = None,
+        block_table: Tensor | None = None,
+        num_splits: int | None = None,
     ) -> Tensor:
+        assert cu_seq_k is not None
         assert query.ndim == key.ndim == value.ndim == 3
         assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
         assert enable_gqa or query.shape[1] == key.shape[1], "query and key have another number of heads"
@@ -54,6 +61,27 @@ class StandIn:
             found = F.scaled_dot_product_attention(q, k, v, is_causal=window_size == (-1, 0), scale=scale)
             out.append(found[0].transpose(0, 1))
         return torch.cat(out)
+
+
+class StandIn211(StandIn):
+    """With the signature of torch 2.11, whose kernel takes fewer heads of keys without being asked."""
+
+    def __call__(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cu_seq_q: Tensor,
+        cu_seq_k: Tensor,
+        max_q: int,
+        max_k: int,
+        *,
+        return_aux: Any = None,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+    ) -> Tensor:
+        options: dict[str, Any] = {"scale": scale, "window_size": window_size, "enable_gqa": True}
+        return super().__call__(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, **options)
 
 
 @pytest.fixture
@@ -85,6 +113,31 @@ def test_one_call_a_layer_has_the_values_and_gradients_of_the_whole_mask(family:
     assert len(kernel.ends) == model.config.num_hidden_layers
     assert len({id(ends) for ends in kernel.ends}) == 1, "made once a batch"
     assert kernel.ends[0].tolist() == [0, 13, 18, 21, 24, 35, 42]
+
+
+def test_joined_rows_take_one_call_with_the_signature_of_torch_2_11(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = StandIn211()
+    monkeypatch.setattr(varlen, "_kernel", lambda: kernel)
+    agrees.cache_clear()
+    assert agrees(CPU, torch.bfloat16, 16)
+    monkeypatch.setattr(varlen, "has_kernel", lambda query: True)
+    kernel.ends.clear()
+    model = _model("llama", "sdpa")
+    assert model.config.num_key_value_heads < model.config.num_attention_heads
+    whole = _run(model, None)
+    keep_apart(model)
+    _same(_run(model, _LENGTHS), whole)
+    assert [ends.tolist() for ends in kernel.ends] == model.config.num_hidden_layers * [[0, 13, 18, 21, 24, 35, 42]]
+
+
+def test_a_mistake_in_a_call_of_the_kernel_is_no_missing_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, scale: float, window_size: tuple[int, int]) -> Tensor:
+        raise TypeError("a mistake")
+
+    monkeypatch.setattr(varlen, "_kernel", lambda: broken)
+    agrees.cache_clear()
+    with pytest.raises(TypeError, match="a mistake"):
+        agrees(CPU, torch.bfloat16, 16)
 
 
 def test_a_window_that_cuts_a_sequence_goes_on_as_it_is(kernel: StandIn) -> None:

@@ -12,6 +12,7 @@ dtypes: windows that cut a sequence, soft caps and sinks go on as they are, and 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,8 @@ from meshlora.common.transfer import to_device
 Lengths = Sequence[Sequence[int]]
 # Arguments of transformers' sdpa that it heeds; others it passes over.
 _HEEDED = {"dropout": (None, 0.0), "is_causal": (None, True), "position_bias": (None,)}
+# Arguments of the kernel by name, besides those by place.
+_NEEDED = {"scale", "window_size"}
 _LIMIT = 0.02  # of two-byte dtypes, as in `layers.attention_parts`
 
 
@@ -68,9 +71,11 @@ def in_one_call(
     """
     each = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]
     marks, longest = ends.of(lengths, query.device), max(n for row in lengths for n in row)
-    has_groups = query.shape[1] != key.shape[1]
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0), "enable_gqa": has_groups}
-    out: Tensor = _kernel()(*each, marks, marks, longest, longest, **options)
+    kernel = _kernel()
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
+    if "enable_gqa" in _arguments(kernel):  # torch 2.11 has no such argument, and takes fewer heads of keys unasked
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
+    out: Tensor = kernel(*each, marks, marks, longest, longest, **options)
     return out.unflatten(0, (query.shape[0], -1))
 
 
@@ -88,15 +93,22 @@ def _kernel() -> Callable[..., Any]:
 
 
 @functools.cache
+def _arguments(kernel: Callable[..., Any]) -> frozenset[str]:
+    return frozenset(inspect.signature(kernel).parameters)
+
+
+@functools.cache
 def agrees(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Whether `in_one_call` computes on `device` what its definition says, both ways, for rows of several sequences."""
+    if not _arguments(_kernel()) >= _NEEDED:
+        return False  # of another torch
     lengths, generator = [[3, 9, 5], [16, 1]], torch.Generator().manual_seed(0)
     given = [torch.randn(2, heads, 17, width, generator=generator, device="cpu").to(dtype) for heads in (4, 2, 2, 4)]
     *inputs, grad = (to_device(tensor, device) for tensor in given)
     grad = grad.transpose(1, 2)
     try:
         found = _both_ways(inputs, grad, lambda q, k, v: in_one_call(q, k, v, lengths, Ends(), scale=width**-0.5))
-    except (ImportError, RuntimeError, TypeError):  # of another torch, or no such kernel here
+    except RuntimeError:  # no such kernel for this device
         return False
     wide = [tensor.double().cpu() for tensor in (*inputs, grad)]
     expected = _both_ways(wide[:3], wide[3], lambda q, k, v: _by_definition(q, k, v, lengths))
