@@ -2,7 +2,8 @@
 
 Model code computes norms, rotary tables, softmaxes and the loss in float32 whatever the model's dtype. In a float64
 run each of these turns a last-bit difference into 1e-7, which hides small faults. Inside `lift()` a request for float32
-on a float64 tensor gives float64 instead; nothing else changes. In a comparison both sides must run inside it.
+on a float64 tensor gives float64 instead, and so does a product of matrices of both; nothing else changes. In a
+comparison both sides must run inside it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+_PRODUCTS = {Tensor.__matmul__, Tensor.matmul, torch.matmul}
+
+
 class _Lift(TorchFunctionMode):
     depth = 0  # of nested blocks
 
@@ -34,6 +38,10 @@ class _Lift(TorchFunctionMode):
                 args = tuple([torch.float64 if a is torch.float32 else a for a in args])
             if kwargs:
                 kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
+        # Other operations promote by themselves. Of transformers below 5.23: frequencies times positions, which are
+        # integers made float32.
+        if func in _PRODUCTS and {x.dtype for x in args[:2]} == {torch.float32, torch.float64}:
+            args = tuple([x.double() for x in args[:2]])
         return func(*args, **kwargs) if kwargs else func(*args)
 
 

@@ -1,0 +1,22 @@
+"""The lift: what is float32 in a float64 run becomes float64, and what is neither stays as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from meshlora.common.float64 import lift
+
+
+def test_frequencies_and_positions_of_two_dtypes_have_a_product() -> None:
+    """transformers below 5.23 rotates by `inv_freq.float() @ position_ids.float()`: the first stays float64."""
+    frequencies, positions = torch.rand(2, 4, 1, dtype=torch.float64), torch.arange(5).expand(2, 1, 5)
+    with lift():
+        found = frequencies.float() @ positions.float()
+        turned = torch.matmul(positions.float().mT, frequencies.mT)
+        low = frequencies.to(torch.bfloat16) @ positions.to(torch.bfloat16)
+    assert torch.equal(found, frequencies * positions)
+    assert torch.equal(turned, found.mT)
+    assert low.dtype == torch.bfloat16
+    with pytest.raises(RuntimeError, match="expected"):
+        frequencies @ positions.float()
