@@ -364,7 +364,7 @@ def test_shards_are_those_of_the_index(cache: Path, setup: Setup) -> None:
 
 
 def test_an_old_huggingface_hub_takes_folders_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(hub, "version", lambda _: "1.5.0")
+    monkeypatch.setattr(hub, "version_of", lambda _: "1.5.0")
     assert located(str(tmp_path), "model.path") == str(tmp_path)
     with pytest.raises(UserError, match=r"need huggingface_hub 2\.4; 1\.5\.0 is installed; give a folder"):
         located("acme/tiny", "model.path")

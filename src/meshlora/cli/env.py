@@ -7,7 +7,6 @@ but where caches are. Does not own: the machines of a job (`train.machines`).
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -51,12 +50,12 @@ def environment() -> dict[str, Any]:
 
     from meshlora.common.hub import endpoint, is_offline
     from meshlora.common.private import CACHE
-    from meshlora.common.versions import versions
+    from meshlora.common.versions import version_of, versions
 
     has_gpu = torch.cuda.is_available()
     return {
         **versions(),
-        **{name: found for name in _LIBRARIES if (found := _installed(name))},
+        **{name: found for name in _LIBRARIES if (found := version_of(name))},
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, {torch.get_num_threads()} threads",
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
@@ -72,13 +71,6 @@ def environment() -> dict[str, Any]:
 def _gpu(properties: Any) -> str:
     capability = f"{properties.major}.{properties.minor}"
     return f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, compute capability {capability}"
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _from_home(path: str) -> str:

@@ -7,7 +7,6 @@ Owns: which commands there are, and the edge where an error becomes one line and
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import re
 import shlex
@@ -54,6 +53,7 @@ from meshlora.cli.arguments import add_local_rank
 from meshlora.cli.parser import Parser
 from meshlora.common.errors import MeshloraError, UserError, report
 from meshlora.common.lifetime import end_with, note_interrupts
+from meshlora.common.versions import version_of
 
 # In the order of --help. Each module's `add` declares the command's arguments and the function that runs it.
 COMMANDS = (
@@ -151,7 +151,7 @@ def _say_fault(_: type[BaseException], error: BaseException, __: TracebackType |
 
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="meshlora", description="LoRA adapters on any mesh of processes.")
-    parser.add_argument("--version", action="version", version=f"meshlora {importlib.metadata.version('meshlora')}")
+    parser.add_argument("--version", action="version", version=f"meshlora {version_of('meshlora')}")
     add_local_rank(parser, default=None)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     for command in COMMANDS:

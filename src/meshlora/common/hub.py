@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import IO, Any, Literal
 from urllib.parse import urlsplit
@@ -38,6 +37,7 @@ from meshlora.common.files import read_json
 from meshlora.common.lifetime import end_with
 from meshlora.common.private import PrivateFolder, locked
 from meshlora.common.reading import parse_yaml, read_text
+from meshlora.common.versions import version_of
 
 Kind = Literal["model", "config", "adapter", "dataset"]
 # The user's own `HF_HUB_OFFLINE`, where the command line has set it for all libraries.
@@ -158,7 +158,7 @@ def _name_in(given: str) -> re.Match[str] | None:
 
 def _had(wanted: _Wanted, given: str, option: str) -> Path:
     """The folder with all of `wanted`: the cache's, or downloaded by this process or by another one meanwhile."""
-    if Version(installed := version("huggingface_hub")) < _OLDEST:
+    if Version(installed := version_of("huggingface_hub")) < _OLDEST:
         rule = f"there is no such folder, and names of the hub need huggingface_hub {_OLDEST}; {installed} is installed"
         raise UserError(f"{option}={given}", rule, "give a folder, or pip install -U huggingface_hub")
     stays_here = is_offline()

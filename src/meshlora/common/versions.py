@@ -1,14 +1,17 @@
 """Versions of everything numbers depend on: meshlora's code, Python, and the libraries that compute.
 
-Owns: their names and versions, when two are close enough for a proof, and hashes for cache keys.
+Owns: their names and versions, also of what is on the path without metadata, when two are close enough for a proof, and
+hashes for cache keys.
 Does not own: how callers react to a difference.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import platform
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -19,12 +22,25 @@ COMPUTING = ("torch", "transformers", "peft")
 
 def versions() -> dict[str, str]:
     """Name -> version, including safetensors, which reads the files of transformers and PEFT."""
-    installed = {name: _installed(name) for name in ("meshlora", *COMPUTING, "safetensors")}
+    installed = {name: version_of(name) for name in ("meshlora", *COMPUTING, "safetensors")}
     return {**installed, "python": platform.python_version()}
 
 
-# Three milliseconds each, and every checkpoint asks for all of them.
-_installed = functools.cache(importlib.metadata.version)
+@functools.cache  # three milliseconds each, and every checkpoint asks for all of them
+def version_of(name: str) -> str:
+    """The version of a distribution, "" if it is not installed.
+
+        version_of("liger-kernel")
+
+    A source tree on PYTHONPATH, or folders copied into an image, have no metadata: then what the module says of itself,
+    "unknown" if it says nothing.
+    """
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(name)
+    module = name.replace("-", "_")
+    if importlib.util.find_spec(module) is None:
+        return ""
+    return str(getattr(importlib.import_module(module), "__version__", "unknown"))
 
 
 def other_minors(there: Mapping[str, str], here: Mapping[str, str]) -> list[str]:

@@ -9,7 +9,6 @@ The package is imported only where a run uses it: it needs Triton, which needs a
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from meshlora.common.errors import UnsupportedError, UserError, reason
 from meshlora.common.transfer import to_device
+from meshlora.common.versions import version_of
 
 # A kernel may be off by so many roundings of its dtype, as the norm of the error over that of the result; and what its
 # approximations of exp and tanh add in float32.
@@ -69,7 +69,7 @@ def liger_version() -> str:
     """The version of the installed liger-kernel; empty if it, or Triton, is not installed."""
     if importlib.util.find_spec("liger_kernel") is None or importlib.util.find_spec("triton") is None:
         return ""
-    return importlib.metadata.version("liger-kernel")
+    return version_of("liger-kernel")
 
 
 def liger() -> Kernels:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib.metadata
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -18,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from meshlora.common.errors import UserError
-from meshlora.common.versions import digest, versions
+from meshlora.common.versions import digest, version_of, versions
 from meshlora.config.objective import Objective, Sft
 from meshlora.config.run import ModelConfig, TrainConfig
 from meshlora.data import TokenizedDataset
@@ -301,7 +300,7 @@ def case_hash(case: Case, *, inputs: Iterable[str]) -> str:
     further = None if case.further is None else case.further.digest().tobytes().hex()
     values = dataclasses.asdict(dataclasses.replace(case, model="", adapter="", further=None)) | {"further": further}
     of_bitsandbytes = case.quantization in ("nf4", "int8") or case.optimizer == "adamw_8bit"
-    library = [importlib.metadata.version("bitsandbytes")] if of_bitsandbytes else []
+    library = [version_of("bitsandbytes")] if of_bitsandbytes else []
     made_with = [json.dumps(versions()), *library, *_own_sources()]
     return digest([json.dumps(values, sort_keys=True, default=str), *inputs, *made_with])
 
