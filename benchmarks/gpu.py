@@ -1,20 +1,23 @@
 """Training steps on one GPU at real shapes, against PEFT, and against the GPU's own matmul ceiling, in one run.
 
-    python benchmarks/gpu.py [--shape NAME ...] [--turns N] [--json FILE]
+    python benchmarks/gpu.py [--shape NAME ...] [--system NAME ...] [--turns N] [--kernels] [--json FILE]
     python benchmarks/gpu.py --dry-run              # without a GPU: the plan, then the whole of it at tiny sizes
     python benchmarks/gpu.py --device cpu --tiny    # the same at tiny sizes on the CPU
     python benchmarks/gpu.py --topology tp=8 ...    # several GPUs, with torchrun and NCCL: gpu_ranks.py
 
 Random weights, made on the device; bf16 base, factors of LoRA in fp32 unless a system says otherwise, SDPA attention.
-All systems of a shape share the tensors of one base, take turns, and start from one adapter, which meshlora writes and
-PEFT reads. A step is forward, loss, backward, AdamW (fused), nothing recomputed. Each shape is measured on one long
-sequence a row, and on packed rows of the same length.
+All systems of a shape share the tensors of one base, but for those that a system keeps in few bits, take turns, and
+start from one adapter, which meshlora writes and PEFT reads. A step is forward, loss, backward, AdamW (fused). Each
+shape is measured on one long sequence a row, and on packed rows of the same length.
 
-Parity first: the same systems with two layers in fp32, loss and every gradient against PEFT + SDPA; then, at full size
-in bf16, the loss and the gradient as a whole. What of ours differs ends the benchmark; another peer that differs, or
-that does not run here, is left out with its reason.
+Parity first: the same systems with two layers in fp32, loss and every gradient against PEFT in fp32. Then at full size
+in bf16, on at most 4,096 tokens a row: each side against PEFT in fp32 on the same weights, of a base in few bits those
+that its codes stand for. There ours may be four times as far off as the rounding of PEFT in bf16, as in the judge of
+`meshlora verify`: deep models with random weights amplify rounding, so two right systems may differ from each other by
+more than any fixed limit. What of ours differs ends the benchmark; another peer that differs, or that does not run
+here, is left out with its reason.
 
-Peak memory of a system is that of the allocator in its own turns, less what the other systems keep.
+Peak memory of a system is that of the allocator in its own turns, less what only other systems keep.
 """
 
 from __future__ import annotations
@@ -22,14 +25,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import gc
+import functools
 import math
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MethodType, ModuleType
 from typing import Any
@@ -37,11 +40,13 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from peft import PeftModel
+from peft import PeftModel, prepare_model_for_kbit_training
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import meshlora
+from gpu_kernels import kernels_of, table_of
+from gpu_machine import Machine
 from gpu_ranks import measure_topologies
 from gpu_shapes import (
     RANK,
@@ -52,22 +57,25 @@ from gpu_shapes import (
     inputs_of,
     packed_lengths,
     real_shapes,
-    resized,
+    shallow,
     tiny,
 )
 from meshlora.adapter.attach import active_factors, runtime
+from meshlora.common.errors import UserError
 from meshlora.layers.by_sequence import keep_apart
+from meshlora.layers.quantized import pack, unpacked
 from meshlora.loading import load as api
 from meshlora.train.gradsync import finish_gradients_on_device
 from meshlora.train.losses import language_model_losses
-from processes import be_quiet, begin_high_water_mark, memory_bytes
+from meshlora.train.recompute import recompute_layers
+from processes import be_quiet
 from table import Findings, Parity, ParityError, Row, greater, parser, run, smaller
 
 FP32_LIMIT = 1e-3  # relative, two layers; a wrong scale of LoRA is 1 off
-BF16_LOSS_LIMIT = 1e-2  # relative, at full size: rounding is about 1e-3
-BF16_GRADIENT_LIMIT = 0.1  # relative, all gradients as one vector; without experts, whose routing rounding changes
+NOISE = 4.0  # in bf16: how much further from fp32 than PEFT's own rounding, as `meshlora.oracle.judge` has it
+ROUNDING = torch.finfo(torch.bfloat16).eps  # what one number of PEFT may be nearer by luck
+PARITY_TOKENS = 4096  # of a row, in bf16
 LEARNING_RATE = 1e-4
-STEPS = 3  # timed ones a turn
 
 
 # --- the systems' names ---------------------------------------------------------------------------------------------
@@ -75,82 +83,49 @@ STEPS = 3  # timed ones a turn
 
 @dataclass(frozen=True)
 class System:
-    """One competitor. kind: "meshlora", "peft", "compile" or "liger"; factors_dtype: of LoRA's factors."""
+    """One competitor.
+
+    Attributes:
+        kind: "meshlora", "peft", "compile", "liger" or "qlora". factors_dtype: of LoRA's factors.
+        kernels, quantization: as in `meshlora.load`; a peer's quantization is that which it is compared with.
+    """
 
     name: str
     kind: str
     factors_dtype: torch.dtype = torch.float32
+    kernels: str = "none"
+    quantization: str | None = None
+
+    @property
+    def is_ours(self) -> bool:
+        return self.kind == "meshlora"
 
 
 OURS = System("meshlora", "meshlora")
+OURS_LIGER = System("meshlora + liger", "meshlora", kernels="liger")
 PEER = System("PEFT + SDPA", "peft")
+PEER_LIGER = System("PEFT + liger-kernel", "liger")
 SYSTEMS = (
     OURS,
+    OURS_LIGER,
     PEER,
     System("PEFT + SDPA, bf16 factors", "peft", torch.bfloat16),
     System("PEFT + torch.compile", "compile"),
-    System("PEFT + liger-kernel", "liger"),
+    PEER_LIGER,
+)
+QUANTIZED = (
+    OURS,
+    PEER,
+    System("meshlora, nf4", "meshlora", quantization="nf4"),
+    System("meshlora, fp8", "meshlora", quantization="fp8"),
+    System("meshlora, mxfp4", "meshlora", quantization="mxfp4"),
+    System("PEFT QLoRA, nf4", "qlora", quantization="nf4"),
 )
 
 
-# --- the device -----------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What is different between a GPU and the CPU that stands for it in a dry run."""
-
-    device: torch.device
-
-    @property
-    def is_gpu(self) -> bool:
-        return self.device.type == "cuda"
-
-    def synchronize(self) -> None:
-        if self.is_gpu:
-            torch.cuda.synchronize(self.device)
-
-    def allocated_bytes(self) -> int:
-        """What tensors take now."""
-        return torch.cuda.memory_allocated(self.device) if self.is_gpu else memory_bytes("VmRSS")
-
-    def begin_peak(self) -> None:
-        if self.is_gpu:
-            torch.cuda.reset_peak_memory_stats(self.device)
-        else:
-            begin_high_water_mark()
-
-    def peak_bytes(self) -> int:
-        """The most since `begin_peak`."""
-        return torch.cuda.max_memory_allocated(self.device) if self.is_gpu else memory_bytes("VmHWM")
-
-    def collect(self) -> None:
-        """Give back what nobody uses."""
-        gc.collect()
-        if self.is_gpu:
-            torch.cuda.empty_cache()
-
-    def name(self) -> str:
-        return torch.cuda.get_device_name(self.device) if self.is_gpu else "CPU, which stands for a GPU"
-
-    def matmul_flops(self, sizes: list[tuple[int, int, int]], dtype: torch.dtype, repeats: int = 10) -> float:
-        """The most FLOP/s that a product of one of `sizes` (m, k, n) reaches: the ceiling of this run."""
-        best = 0.0
-        for m, k, n in sizes:
-            a, b = (torch.randn(*size, device=self.device, dtype=dtype) for size in ((m, k), (k, n)))
-            out = torch.empty(m, n, device=self.device, dtype=dtype)
-            for _ in range(3):
-                torch.mm(a, b, out=out)
-            seconds = []
-            for _ in range(5):
-                self.synchronize()
-                started = time.perf_counter()
-                for _ in range(repeats):
-                    torch.mm(a, b, out=out)
-                self.synchronize()
-                seconds.append((time.perf_counter() - started) / repeats)
-            best = max(best, 2 * m * k * n / statistics.median(seconds))
-        return best
+def systems_of(shape: Shape) -> tuple[System, ...]:
+    """Those that are measured on `shape`: ours first."""
+    return QUANTIZED if shape.is_quantized else SYSTEMS
 
 
 # --- the systems ----------------------------------------------------------------------------------------------------
@@ -255,6 +230,9 @@ class ModulePatch:
             vars(self.module).update(before)
 
 
+Found = tuple[float, dict[str, Tensor]]  # a loss, and the gradient of every factor
+
+
 class NotHere(RuntimeError):
     """A peer that cannot run on this machine; the message says why."""
 
@@ -263,7 +241,7 @@ class NotHere(RuntimeError):
 class Bench:
     """One shape on one machine: the shared base, and the systems on it.
 
-    resident: bytes that a system keeps between its turns, its factors and their moments. left_out: reasons by system.
+    kept: bytes by address of what a system holds between its turns. left_out: reasons by system.
     """
 
     shape: Shape
@@ -271,51 +249,91 @@ class Bench:
     dtype: torch.dtype
     folder: Path
     compile_backend: str
+    base: Any = None
     candidates: dict[str, Candidate] = field(default_factory=dict)
-    resident: dict[str, int] = field(default_factory=dict)
+    kept: dict[str, dict[int, int]] = field(default_factory=dict)
     left_out: dict[str, str] = field(default_factory=dict)
 
     def build(self, systems: tuple[System, ...]) -> None:
         """All of `systems`; ours first, since the others read its adapter."""
         assert systems[0] is OURS, systems
         torch.manual_seed(0)
-        implementation = {"experts_implementation": self._experts()} if self.shape.has_experts else {}
-        with torch.device(self.machine.device):
-            base = AutoModelForCausalLM.from_config(
-                copy.deepcopy(self.shape.config), dtype=self.dtype, attn_implementation="sdpa", **implementation
-            )
-        base.requires_grad_(False)
+        self.base = self._random_base(self.dtype)
         for system in systems:
-            for candidate in self._attempt(system, self._make, system, base):
+            for candidate in self._attempt(system, self._make, system):
                 self.candidates[system.name] = candidate
 
-    def _experts(self) -> str:
+    def _random_base(self, dtype: torch.dtype) -> Any:
         # grouped_mm is the fastest of PEFT's (moe_vs_peft.py); on GPUs its kernel is for bf16.
-        return "grouped_mm" if self.dtype == torch.bfloat16 or not self.machine.is_gpu else "eager"
+        experts = "grouped_mm" if dtype == torch.bfloat16 or not self.machine.is_gpu else "eager"
+        implementation = {"experts_implementation": experts} if self.shape.has_experts else {}
+        with torch.device(self.machine.device):
+            base = AutoModelForCausalLM.from_config(
+                copy.deepcopy(self.shape.config), dtype=dtype, attn_implementation="sdpa", **implementation
+            )
+        return base.requires_grad_(False)
 
-    def _make(self, system: System, base: Any) -> Candidate:
-        if system.kind == "meshlora":
-            # Whole tensors are not copied: the base is there once.
-            with mock.patch.object(api, "_random_weights", return_value=dict(base.state_dict())):
-                model = meshlora.load(
-                    copy.deepcopy(self.shape.config),
-                    lora=self.shape.lora_config(),
-                    dtype=self.dtype,
-                    device=self.machine.device.type,
-                    attn_implementation="sdpa",
-                )
-            meshlora.save_adapter(model, self.folder / "adapter")
+    def _make(self, system: System) -> Candidate:
+        if system.is_ours:
+            return self._make_ours(system)
+        if system.kind == "qlora":
+            return self._make_qlora(system)
+        own = copy.deepcopy(self.base, {id(p): p for p in self.base.parameters()})  # modules of its own, same tensors
+        patch = _liger(own) if system.kind == "liger" else None
+        model = self._with_adapter(own, system)
+        if patch is not None:
+            return Liger(system, model, self.dtype, patch)
+        if system.kind == "compile":
+            # Two shapes of input, each a graph of its own: packed rows have a mask.
+            model = torch.compile(model, backend=self.compile_backend, dynamic=False)
+        return Candidate(system, model, self.dtype)
+
+    def _make_ours(self, system: System) -> Candidate:
+        adapter = self.folder / "adapter"
+        begun = {"lora": self.shape.lora_config()} if system is OURS else {"adapter": adapter}
+        # Whole tensors are not copied: the base is there once.
+        with mock.patch.object(api, "_random_weights", return_value=dict(self.base.state_dict())):
+            model = meshlora.load(
+                copy.deepcopy(self.shape.config),
+                dtype=self.dtype,
+                device=self.machine.device.type,
+                attn_implementation="sdpa",
+                kernels=system.kernels,  # type: ignore[arg-type] # of the literals
+                quantization=system.quantization,
+                **begun,
+            )
+        if self.shape.recompute:
+            recompute_layers(model, "full")
+        if system is OURS:
+            meshlora.save_adapter(model, adapter)
             # Else the peak of every system would hold a second base.
-            shared = {p.untyped_storage().data_ptr() for p in base.parameters()}
-            own_base = [name for name, p in model.named_parameters() if not p.requires_grad]
-            copied = [n for n in own_base if model.get_parameter(n).untyped_storage().data_ptr() not in shared]
+            shared, own_base = _storages(self.base.parameters()), [p for p in model.parameters() if not p.requires_grad]
+            copied = [name for name, p in model.named_parameters() if not p.requires_grad and _address(p) not in shared]
             assert own_base, "no frozen base"
             assert not copied, copied
-            return Meshlora(system, model, self.dtype)
-        own = copy.deepcopy(base, {id(p): p for p in base.parameters()})  # modules of its own, the same tensors
-        patch = _liger(own) if system.kind == "liger" else None
+        return Meshlora(system, model, self.dtype)
+
+    def _make_qlora(self, system: System) -> Candidate:
+        """As in PEFT's guide: read by transformers in 4 bits, prepared, then the adapter."""
+        folder = self.folder / "base"
+        self.base.save_pretrained(folder)
+        bits = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type=system.quantization, bnb_4bit_compute_dtype=self.dtype
+        )
+        own = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=self.dtype,
+            attn_implementation="sdpa",
+            quantization_config=bits,
+            device_map={"": self.machine.device},
+        )
+        own = prepare_model_for_kbit_training(own, use_gradient_checkpointing=False)
+        return Candidate(system, self._with_adapter(own, system), self.dtype)
+
+    def _with_adapter(self, base: Any, system: System) -> Any:
+        """PEFT's model of `base` with the adapter that ours has written."""
         model = PeftModel.from_pretrained(
-            own,
+            base,
             str(self.folder / "adapter"),
             is_trainable=True,
             autocast_adapter_dtype=system.factors_dtype == torch.float32,
@@ -324,26 +342,26 @@ class Bench:
             if parameter.requires_grad:
                 wanted = torch.float32 if self.dtype == torch.float32 else system.factors_dtype
                 parameter.data = parameter.data.to(wanted)
-        if patch is not None:
-            return Liger(system, model, self.dtype, patch)
-        if system.kind == "compile":
-            # Two shapes of input, each a graph of its own: packed rows have a mask.
-            model = torch.compile(model, backend=self.compile_backend, dynamic=False)
-        return Candidate(system, model, self.dtype)
+        if self.shape.recompute:
+            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return model
 
     def _attempt(self, system: System, work: Callable[..., Any], *args: Any) -> list[Any]:
         """What `work(*args)` returns, alone in a list; empty if it failed and left `system` out.
 
-        What we cannot do is an error, and what the reference cannot: but that it may be out of memory.
+        What we cannot do is an error, unless we refuse it in words, as kernels that are not installed; so is what the
+        reference cannot, unless it is out of memory.
         """
         try:
             return [work(*args)]
         except Exception as error:  # a peer fails in ways of its own
-            if system is OURS or (system is PEER and not isinstance(error, torch.OutOfMemoryError)):
+            allowed = UserError if system.is_ours and system is not OURS else torch.OutOfMemoryError
+            if system is OURS or ((system.is_ours or system is PEER) and not isinstance(error, allowed)):
                 raise
             reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:160]}"
         self.left_out[system.name] = reason
         self.candidates.pop(system.name, None)
+        self.kept.pop(system.name, None)
         self.machine.collect()
         print(f"{self.shape.name}: {system.name} is left out: {reason}", file=sys.stderr, flush=True)
         return []
@@ -351,46 +369,73 @@ class Bench:
     # --- parity -----------------------------------------------------------------------------------------------------
 
     def check(self, batches: list[Inputs]) -> float | None:
-        """The worst difference of a loss or a gradient from the reference, relative, of what is not left out; None
-        where the reference itself found no room.
+        """How far the systems are from PEFT in fp32 on the same weights, the worst of what is not left out: relative in
+        fp32, in bf16 as a multiple of PEFT's own rounding. None where the reference found no room.
 
         Raises:
             ParityError: ours differs.
         """
         worst = 0.0
-        for inputs in batches:
-            if PEER.name not in self.candidates:
+        for kind in {candidate.system.quantization: None for candidate in self.candidates.values()}:
+            try:
+                exact, rounded = self._references(kind, batches)
+            except torch.OutOfMemoryError:
+                print(f"{self.shape.name}: no room for the reference in fp32", file=sys.stderr, flush=True)
                 return None
-            found = self._attempt(PEER, self._first_gradients, self.candidates[PEER.name], inputs)
-            if not found:
-                return None
-            [(loss, reference)] = found
-            for candidate in list(self.candidates.values()):
-                if candidate.system is PEER:
-                    continue
-                off = self._attempt(candidate.system, self._difference, candidate, inputs, loss, reference)
-                worst = max([worst, *off])
+            finally:
+                self.machine.collect()
+            for candidate in [c for c in self.candidates.values() if c.system.quantization == kind]:
+                for index, inputs in enumerate(batches):
+                    low = [found[index] for found in rounded]
+                    off = self._attempt(candidate.system, self._difference, candidate, inputs, exact[index], low)
+                    if not off:
+                        break
+                    worst = max(worst, *off)
         return worst
 
-    def _difference(self, candidate: Candidate, inputs: Inputs, loss: float, reference: dict[str, Tensor]) -> float:
+    def _references(self, kind: str | None, batches: list[Inputs]) -> tuple[list[Found], list[list[Found]]]:
+        """What PEFT finds in fp32, of each of `batches`; and if this is bf16, in the two ways in which one can train in
+        it: with factors in fp32, and in bf16."""
+        exact = self._found_by_peft(torch.float32, torch.float32, kind, batches)
+        if self.dtype == torch.float32:
+            return exact, []
+        ways = (torch.float32, torch.bfloat16)
+        return exact, [self._found_by_peft(self.dtype, factors, kind, batches) for factors in ways]
+
+    def _found_by_peft(
+        self, dtype: torch.dtype, factors_dtype: torch.dtype, kind: str | None, batches: list[Inputs]
+    ) -> list[Found]:
+        """Of a model of its own on a copy of the base in `dtype`, rounded to `kind`."""
+        base = self._random_base(dtype)
+        base.load_state_dict(self.base.state_dict())
+        if kind is not None:
+            _round_linears(base, kind)
+        # Else the activations of 8B in fp32 would not fit beside its two bases.
+        base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        system = System("PEFT", "peft", factors_dtype)
+        candidate = Candidate(system, self._with_adapter(base, system), dtype)
+        return [self._first_gradients(candidate, inputs) for inputs in batches]
+
+    def _difference(self, candidate: Candidate, inputs: Inputs, exact: Found, rounded: list[Found]) -> float:
         what = f"{candidate.system.name}, {self.shape.name}, {inputs.name}, {str(self.dtype).removeprefix('torch.')}"
-        own_loss, own = self._first_gradients(candidate, inputs)
+        (own_loss, own), (loss, reference) = self._first_gradients(candidate, inputs), exact
         if own.keys() != reference.keys():
             odd = sorted(own.keys() ^ reference.keys())[:4]
             raise ParityError(f"{what}: factors that the other has not, {odd}", math.inf, FP32_LIMIT)
-        of_loss = abs(own_loss - loss) / abs(loss)
-        if self.dtype == torch.float32:
-            of_factors = max(_distance([own[name]], [whole]) for name, whole in reference.items())
-            return _within(what, max(of_loss, of_factors), FP32_LIMIT)
-        _within(f"{what}, loss", of_loss, BF16_LOSS_LIMIT)
-        if self.shape.has_experts:
-            return of_loss
-        names = list(reference)
-        of_all = _distance([own[name] for name in names], [reference[name] for name in names])
-        _within(f"{what}, gradient", of_all, BF16_GRADIENT_LIMIT)
-        return max(of_loss, of_all)
+        off = {"loss": abs(own_loss - loss) / abs(loss)}
+        noise = {"loss": max((abs(low - loss) / abs(loss) for low, _ in rounded), default=0.0)}
+        # Rounding changes which experts tokens go to.
+        names = [] if rounded and self.shape.has_experts else list(reference)
+        for name in names:
+            off[name] = _distance(own[name], reference[name])
+            noise[name] = max((_distance(low[name], reference[name]) for _, low in rounded), default=0.0)
+        if rounded:  # NOISE times the noise and one rounding, as the limit of the judge
+            off = {name: value / (noise[name] + ROUNDING / NOISE) for name, value in off.items()}
+        name = max(off, key=lambda name: off[name] if off[name] == off[name] else math.inf)
+        unit = ", as a multiple of PEFT's rounding" if rounded else ""
+        return _within(f"{what}, {name}, against PEFT in fp32{unit}", off[name], NOISE if rounded else FP32_LIMIT)
 
-    def _first_gradients(self, candidate: Candidate, inputs: Inputs) -> tuple[float, dict[str, Tensor]]:
+    def _first_gradients(self, candidate: Candidate, inputs: Inputs) -> Found:
         """The loss, and every gradient under our names and in our shapes."""
         for parameter in candidate.factors().values():
             parameter.grad = None
@@ -398,8 +443,7 @@ class Bench:
         gradients = {}
         for name, parameter in candidate.factors().items():
             assert parameter.grad is not None, name
-            is_ours = candidate.system is OURS
-            own, gradient = (name, parameter.grad) if is_ours else self._as_ours(name, parameter.grad)
+            own, gradient = (name, parameter.grad) if candidate.system.is_ours else self._as_ours(name, parameter.grad)
             gradients[own] = gradient.float().clone()
             parameter.grad = None
         return loss, gradients
@@ -420,19 +464,22 @@ class Bench:
     # --- times and memory -------------------------------------------------------------------------------------------
 
     def warm_up(self, batches: list[Inputs]) -> None:
-        """Two steps on each input: kernels are chosen, graphs compiled, moments there; then what a system keeps."""
+        """Some steps on each input: kernels are chosen, graphs compiled, moments there; then what a system keeps."""
+        self.kept[""] = _storages([*self.base.parameters(), *self.base.buffers()])
         for candidate in list(self.candidates.values()):
             self._attempt(candidate.system, self._warm_up, candidate, batches)
 
     def _warm_up(self, candidate: Candidate, batches: list[Inputs]) -> None:
         for inputs in batches:
-            for _ in range(2):
+            for _ in range(min(2, self.shape.steps)):
                 candidate.step(inputs)
         assert candidate.optimizer is not None
         candidate.optimizer.zero_grad(set_to_none=True)
-        kept = [*candidate.factors().values()]
-        kept += [t for state in candidate.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-        self.resident[candidate.system.name] = sum(t.numel() * t.element_size() for t in kept)
+        held = [*candidate.model.parameters(), *candidate.model.buffers()]
+        states = [state for p in held if (state := getattr(p, "quant_state", None)) is not None]  # of bitsandbytes
+        held += [state.absmax for state in states]
+        held += [t for state in candidate.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        self.kept[candidate.system.name] = _storages(held)
 
     def measure(self, batches: list[Inputs], turns: int) -> dict[str, dict[str, list[dict[str, float]]]]:
         """By input and system, of each turn: `step_time_s`, the median, and `peak_bytes`. Systems take turns."""
@@ -451,7 +498,7 @@ class Bench:
         self.machine.synchronize()
         self.machine.begin_peak()
         seconds = []
-        for _ in range(STEPS):
+        for _ in range(self.shape.steps):
             started = time.perf_counter()
             candidate.step(inputs)
             self.machine.synchronize()
@@ -459,22 +506,44 @@ class Bench:
         peak = self.machine.peak_bytes()
         assert candidate.optimizer is not None
         candidate.optimizer.zero_grad(set_to_none=True)  # no system's gradients lie there in the turn of another
-        others = sum(
-            size for name, size in self.resident.items() if name != candidate.system.name and name in self.candidates
-        )
-        return {"step_time_s": statistics.median(seconds), "peak_bytes": peak - others}
+        own = self.kept[candidate.system.name]
+        others = {at: size for held in self.kept.values() for at, size in held.items() if at not in own}
+        return {"step_time_s": statistics.median(seconds), "peak_bytes": peak - sum(others.values())}
+
+    def kernels(self, inputs: Inputs) -> dict[str, Any]:
+        """`gpu_kernels.Step` of each system, as plain values."""
+        return {
+            name: kernels_of(functools.partial(candidate.step, inputs), self.machine).as_dict()
+            for name, candidate in self.candidates.items()
+        }
 
 
 def _within(what: str, difference: float, limit: float) -> float:
     if not difference <= limit:
-        raise ParityError(f"{what}, against {PEER.name}", difference, limit)
+        raise ParityError(what, difference, limit)
     return difference
 
 
-def _distance(own: list[Tensor], reference: list[Tensor]) -> float:
-    """Relative L2 distance of the tensors as one vector."""
-    difference = sum(float((a - b).double().norm() ** 2) for a, b in zip(own, reference, strict=True))
-    return math.sqrt(difference / sum(float(b.double().norm() ** 2) for b in reference))
+def _distance(own: Tensor, reference: Tensor) -> float:
+    """Relative L2 distance."""
+    return float((own - reference).double().norm() / reference.double().norm())
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
+    """Address -> bytes of the memory of `tensors`."""
+    return {_address(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+@torch.no_grad()
+def _round_linears(model: Any, kind: str) -> None:
+    """Replace the weights of all linears but the head by what their codes stand for."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module is not model.get_output_embeddings():
+            module.weight.copy_(unpacked(pack(module.weight, kind)))
 
 
 def _liger(model: Any) -> ModulePatch:
@@ -496,31 +565,29 @@ def _liger(model: Any) -> ModulePatch:
 
 
 def measure_shape(
-    shape: Shape, machine: Machine, systems: tuple[System, ...], turns: int, backend: str
+    shape: Shape, machine: Machine, systems: tuple[System, ...], turns: int, *, backend: str, with_kernels: bool
 ) -> dict[str, Any]:
-    """Parity in fp32 with two layers, then parity, memory and times in bf16."""
-    shallow = Shape(shape.name, resized(shape.config, num_hidden_layers=2), 1, min(shape.seq_len, 512), shape.lora)
+    """Parity in fp32 with two layers, then parity, memory and times in bf16, and the kernels of a step."""
     result: dict[str, Any] = {"left_out": {}}
-    for dtype, of in ((torch.float32, shallow), (torch.bfloat16, shape)):
-        with tempfile.TemporaryDirectory() as folder:
-            bench = Bench(of, machine, dtype, Path(folder), backend)
-            wanted = [s for s in systems if s.name not in result["left_out"]]
-            if dtype == torch.float32:  # the same as PEER there
-                wanted = [s for s in wanted if s.factors_dtype == torch.float32]
-            bench.build(tuple(wanted))
-            batches = inputs_of(of, machine.device)
-            off = result[f"off_{str(dtype).removeprefix('torch.')}"] = bench.check(batches)
-            if off is None and dtype == torch.float32:
-                raise RuntimeError(f"{shape.name}: no room to compare two layers: {bench.left_out}")
-            if dtype == torch.bfloat16:
-                bench.warm_up(batches)
-                result["runs"] = bench.measure(batches, turns)
-            result["left_out"] |= bench.left_out
-        del bench
-        machine.collect()
+    # Of fp32 and bf16 factors only one is another system there.
+    in_fp32 = tuple(system for system in systems if system.factors_dtype == torch.float32)
+    with _bench(shallow(shape), machine, torch.float32, in_fp32, backend) as bench:
+        off = result["off_float32"] = bench.check(inputs_of(bench.shape, machine.device))
+        if off is None:
+            raise RuntimeError(f"{shape.name}: no room to compare two layers")
+        result["left_out"] |= bench.left_out
+    batches = inputs_of(shape, machine.device)
+    short = replace(shape, seq_len=min(shape.seq_len, PARITY_TOKENS))
+    with _bench(shape, machine, torch.bfloat16, without(systems, result["left_out"]), backend) as bench:
+        result["off_bfloat16"] = bench.check(batches if short == shape else inputs_of(short, machine.device))
+        bench.warm_up(batches)
+        result["runs"] = bench.measure(batches, turns)
+        if with_kernels:
+            result["kernels"] = bench.kernels(batches[0])
+        result["left_out"] |= bench.left_out
     h, m = (shape.config.hidden_size, shape.batch_size * shape.seq_len)
     wide = shape.config.moe_intermediate_size if shape.has_experts else shape.config.intermediate_size
-    sizes = [(m, h, h), (m, h, wide), (m, wide, h), (2 * m, 2 * m, 2 * m)]
+    sizes = [(m, h, h), (m, h, wide), (m, wide, h), (8192, 8192, 8192) if machine.is_gpu else (m, m, m)]
     result["ceiling_flops"] = machine.matmul_flops(sizes, torch.bfloat16)
     result["inputs"] = {
         inputs.name: {
@@ -534,43 +601,76 @@ def measure_shape(
     return result
 
 
+@contextlib.contextmanager
+def _bench(
+    shape: Shape, machine: Machine, dtype: torch.dtype, systems: tuple[System, ...], backend: str
+) -> Iterator[Bench]:
+    """With `systems` built, and ours for the adapter that it writes, if it is not one of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(shape, machine, dtype, Path(folder), backend)
+        bench.build((OURS, *(system for system in systems if system is not OURS)))
+        if OURS not in systems:
+            del bench.candidates[OURS.name]
+            machine.collect()
+        yield bench
+    bench.candidates.clear()
+    bench.base = None
+    machine.collect()
+
+
+def without(systems: Iterable[System], left_out: Iterable[str]) -> tuple[System, ...]:
+    """Those of `systems` that are not named."""
+    return tuple(system for system in systems if system.name not in {*left_out})
+
+
 def rows_of(shape: Shape, result: dict[str, Any]) -> list[Row]:
-    """Ours against each peer that ran, against the ceiling, and against what is asked for."""
+    """Each of ours against its peers that ran, against the ceiling, and against what is asked for."""
     rows = []
     for name, runs in result["runs"].items():
         about = result["inputs"][name]
         rates = {s: [about["num_tokens"] / turn["step_time_s"] for turn in turns] for s, turns in runs.items()}
         peaks = {s: [turn["peak_bytes"] / 2**30 for turn in turns] for s, turns in runs.items()}
-        what, ours = f"{shape.name}, {name}", {"ours_name": OURS.name}
-        is_asked = name == "one sequence"
-        for peer in (s for s in rates if s != OURS.name):
-            speed, memory = (
-                (shape.target_speed, shape.target_memory) if peer == PEER.name and is_asked else (None, None)
-            )
-            names = {**ours, "peer_name": peer}
-            rows.append(greater(what, rates[OURS.name], rates[peer], unit="tokens/s", target=speed, **names))
-            rows.append(
-                smaller(f"{what}, peak memory", peaks[OURS.name], peaks[peer], unit="GiB", target=memory, **names)
-            )
-        ceiling = len(rates[OURS.name]) * [about["ceiling_tokens_per_s"]]
-        rows.append(greater(what, rates[OURS.name], ceiling, unit="tokens/s", peer_name="matmul ceiling", **ours))
-        if shape.target_rate is not None and is_asked:
-            asked = len(ceiling) * [shape.target_rate]
-            rows.append(
-                greater(
-                    what, rates[OURS.name], asked, unit="tokens/s", peer_name="asked of an H200", target=1.0, **ours
-                )
-            )
+        what, is_asked = f"{shape.name}, {name}", name == "one sequence"
+        for ours, peer in _pairs(shape, rates):
+            speed, memory = _targets(shape, ours, peer) if is_asked else (None, None)
+            names = {"ours_name": ours.name, "peer_name": peer.name}
+            own, other = ours.name, peer.name
+            rows.append(greater(what, rates[own], rates[other], unit="tokens/s", target=speed, **names))
+            rows.append(smaller(f"{what}, peak memory", peaks[own], peaks[other], unit="GiB", target=memory, **names))
+        for system in systems_of(shape):
+            if system.is_ours and system.name in rates:
+                ceiling = len(rates[system.name]) * [about["ceiling_tokens_per_s"]]
+                names = {"ours_name": system.name, "peer_name": "matmul ceiling"}
+                rows.append(greater(what, rates[system.name], ceiling, unit="tokens/s", **names))
+        if shape.target_rate is not None and is_asked and OURS.name in rates:
+            asked = len(rates[OURS.name]) * [shape.target_rate]
+            names = {"ours_name": OURS.name, "peer_name": "asked of an H200"}
+            rows.append(greater(what, rates[OURS.name], asked, unit="tokens/s", target=1.0, **names))
     return rows
+
+
+def _pairs(shape: Shape, ran: Iterable[str]) -> list[tuple[System, System]]:
+    """(ours, a peer) that ran: peers with a base in few bits beside ours of the same kind alone."""
+    there = [system for system in systems_of(shape) if system.name in {*ran}]
+    peers = [system for system in there if not system.is_ours]
+    return [(own, p) for own in there if own.is_ours for p in peers if p.quantization in (None, own.quantization)]
+
+
+def _targets(shape: Shape, ours: System, peer: System) -> tuple[float | None, float | None]:
+    """Of speed and of memory."""
+    if (ours, peer) == (OURS, PEER):
+        return shape.target_speed, shape.target_memory
+    return (shape.target_liger if (ours, peer) == (OURS_LIGER, PEER_LIGER) else None), None
 
 
 def page(shapes: list[Shape], results: dict[str, dict[str, Any]], machine: Machine) -> str:
     """tokens/s, part of the ceiling and peak memory of each system."""
-    lines = [f"{machine.name()}. bf16 base, r={RANK}, SDPA, nothing recomputed; medians of the turns."]
+    lines = [f"{machine.name()}. bf16 base, r={RANK}, SDPA; medians of the turns."]
     for shape in shapes:
         result = results[shape.name]
         lines += ["", f"## {shape.name}: {describe(shape)}", ""]
-        in_bf16 = "not compared" if result["off_bfloat16"] is None else f"{result['off_bfloat16']:.0e}"
+        off = result["off_bfloat16"]
+        in_bf16 = "not compared" if off is None else f"at most {off:.2f} times as far from fp32 as PEFT's rounding"
         lines += [
             f"matmul ceiling {result['ceiling_flops'] / 1e12:.1f} TFLOP/s; parity: fp32, two layers "
             f"{result['off_float32']:.0e}, bf16 {in_bf16}.",
@@ -590,19 +690,22 @@ def page(shapes: list[Shape], results: dict[str, dict[str, Any]], machine: Machi
                 )
         if result["left_out"]:
             lines += ["", *(f"- {name} is left out: {reason}" for name, reason in result["left_out"].items())]
+        if "kernels" in result:
+            lines += ["", "A step by classes of kernels, ms (kernels):", "", table_of(result["kernels"])]
     return "\n".join(lines)
 
 
-def print_plan(shapes: list[Shape], systems: tuple[System, ...], turns: int) -> None:
+def print_plan(shapes: list[Shape], turns: int, wanted: Callable[[Shape], tuple[System, ...]]) -> None:
     """What a run on a GPU would measure."""
-    print(f"plan: {turns} turns of {STEPS} steps of each system, after parity in fp32 with two layers and in bf16")
+    print(f"plan: {turns} turns of each system, after parity in fp32 with two layers and in bf16")
     for shape in shapes:
         print(f"- {shape.name}: {describe(shape)}")
         asked = {"times as fast as PEFT + SDPA": shape.target_speed, "of its memory": shape.target_memory}
-        asked |= {"tokens/s on an H200": shape.target_rate}
+        asked |= {"tokens/s on an H200": shape.target_rate, "times PEFT + liger-kernel": shape.target_liger}
         targets = [f"{value:,g} {what}" for what, value in asked.items() if value is not None]
-        print(f"  packed rows of {packed_lengths(shape.seq_len)}; asked for: {', '.join(targets) or 'nothing'}")
-    print(f"- systems: {', '.join(system.name for system in systems)}", flush=True)
+        packed = f"packed rows of {packed_lengths(shape.seq_len)}; " if shape.is_packed else ""
+        print(f"  {packed}asked for: {', '.join(targets) or 'nothing'}")
+        print(f"  {shape.steps} steps a turn of: {', '.join(system.name for system in wanted(shape))}", flush=True)
 
 
 def measure(options: argparse.Namespace) -> Findings:
@@ -610,34 +713,43 @@ def measure(options: argparse.Namespace) -> Findings:
     machine = Machine(
         torch.device("cuda", torch.cuda.current_device()) if options.device == "cuda" else torch.device("cpu")
     )
-    systems = tuple(s for s in SYSTEMS if options.compile or s.kind != "compile")
+
+    def wanted(shape: Shape) -> tuple[System, ...]:
+        there = [system for system in systems_of(shape) if options.compile or system.kind != "compile"]
+        return tuple(system for system in there if options.system is None or system.name in options.system)
+
     shapes = [shape for shape in real_shapes() if options.shape is None or shape.name in options.shape]
     turns = 2 if options.quick else options.turns
     if options.dry_run:
-        print_plan(shapes, systems, turns)
+        print_plan(shapes, turns, wanted)
     if options.tiny:
-        shapes, turns = [tiny(shape) for shape in shapes], 2
+        shapes, turns = [tiny(shape) for shape in shapes], min(turns, 2)
     # Inductor needs a compiler, and minutes; that dynamo takes the model shows without it.
-    backend = "inductor" if machine.is_gpu else "eager"
-    results = {shape.name: measure_shape(shape, machine, systems, turns, backend) for shape in shapes}
+    how = {"backend": "inductor" if machine.is_gpu else "eager", "with_kernels": options.kernels}
+    results = {shape.name: measure_shape(shape, machine, wanted(shape), turns, **how) for shape in shapes}
     worst = max(result["off_float32"] for result in results.values())
     details = {
         "device": machine.name(),
-        "systems": [{**asdict(s), "factors_dtype": str(s.factors_dtype)} for s in systems],
+        "bf16_flops": max(result["ceiling_flops"] for result in results.values()),
+        "copy_bytes_s": machine.copy_bytes_s(),
+        "launch_s": machine.launch_s(),
         "shapes": results,
     }
-    what = f"loss and every gradient, two layers in fp32, and loss and gradient in bf16, against {PEER.name}"
+    what = "loss and every gradient against PEFT in fp32, two layers in fp32, and all layers in bf16"
     rows = [row for shape in shapes for row in rows_of(shape, results[shape.name])]
     return Findings(Parity(what, worst, FP32_LIMIT, agrees=True), rows, details, page(shapes, results, machine))
 
 
 def main() -> int:
+    every = dict.fromkeys(system.name for system in (*SYSTEMS, *QUANTIZED))
     made = parser(__doc__)
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for --tiny")
     made.add_argument("--dry-run", action="store_true", help="print the plan, then run all of it tiny on the CPU")
     made.add_argument("--shape", action="append", choices=[s.name for s in real_shapes()], help="only this; may repeat")
-    made.add_argument("--turns", type=int, default=5, help=f"of each system and input, {STEPS} timed steps each")
+    made.add_argument("--system", action="append", choices=every, metavar="NAME", help=f"only this: {', '.join(every)}")
+    made.add_argument("--turns", type=int, default=5, help="of each system and input, of 3 timed steps, long rows of 1")
     made.add_argument("--no-compile", dest="compile", action="store_false", help="leave torch.compile out")
+    made.add_argument("--kernels", action="store_true", help="also the kernels of a step, by classes")
     made.add_argument("--topology", action="append", help="several GPUs, as in tp=8 (gpu_ranks.py); may be repeated")
     options = made.parse_args()
     if options.dry_run:
@@ -650,7 +762,7 @@ def main() -> int:
     if options.topology:
         title = "LoRA steps on several GPUs: topologies of meshlora against one process"
         return run(title, options, measure_topologies, name="gpu_ranks")
-    return run("LoRA steps on one GPU: meshlora against PEFT", options, measure, name="gpu")
+    return run("LoRA steps on one GPU: meshlora against PEFT", options, measure, name="gpu_steps")
 
 
 if __name__ == "__main__":

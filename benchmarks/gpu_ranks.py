@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from gpu_shapes import Shape, real_shapes, resized, tiny
+from gpu_shapes import Shape, real_shapes, shallow, tiny
 from meshlora.adapter.attach import runtime
 from meshlora.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora.data import TokenizedDataset
@@ -114,8 +114,7 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
     shape = tiny(shape) if options.tiny else shape
     how = {"device": options.device, "batch_size": options.batch_size}
     if options.parity:
-        shallow = Shape(shape.name, resized(shape.config, num_hidden_layers=2), 1, min(shape.seq_len, 512), shape.lora)
-        _, metrics = run_rank(shallow, topology, dtype="float32", steps=PARITY_STEPS, **how)
+        _, metrics = run_rank(shallow(shape), topology, dtype="float32", steps=PARITY_STEPS, **how)
         return {"loss": [m.loss for m in metrics], "grad_norm": [m.grad_norm for m in metrics]}
     dtype = "float32" if options.device == "cpu" else "bfloat16"
     trainer, metrics = run_rank(shape, topology, dtype=dtype, steps=WARM_UP + TIMED, **how)

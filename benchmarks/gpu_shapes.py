@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -21,22 +21,33 @@ from meshlora.data import Batch, collate, joined, with_positions
 from meshlora.data.tokenization import Sequence
 
 RANK = 16
+LONG = 32_768  # tokens of a long row
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model, the tokens of a step, what is trained, and what is asked for."""
+    """A model, the tokens of a step, what is trained, and what is asked for.
+
+    Attributes:
+        is_packed: also measured on packed rows. recompute: all layers compute their activations twice. is_quantized:
+            measured with its base in few bits too. steps: timed ones of a turn.
+    """
 
     name: str
     config: PretrainedConfig
     batch_size: int
     seq_len: int
     lora: Mapping[str, Any]
+    is_packed: bool = True
+    recompute: bool = False
+    is_quantized: bool = False
+    steps: int = 3
     target_speed: float | None = None  # against PEFT + SDPA
     target_memory: float | None = None
     target_rate: float | None = None  # tokens/s on an H200
+    target_liger: float | None = None  # both with kernels of liger-kernel, against PEFT + liger-kernel
 
     @property
     def has_experts(self) -> bool:
@@ -52,7 +63,7 @@ def _llama(**sizes: Any) -> LlamaConfig:
 
 
 def real_shapes() -> list[Shape]:
-    """Llama 3.1 8B, Llama 3.2 1B, 12 of the 48 layers of Qwen3-30B-A3B."""
+    """Llama 3.1 8B, Llama 3.2 1B, 12 of the 48 layers of Qwen3-30B-A3B, 8B on a long row, 8 of 8B in few bits."""
     eight = _llama(
         hidden_size=4096,
         intermediate_size=14336,
@@ -86,12 +97,15 @@ def real_shapes() -> list[Shape]:
         max_position_embeddings=8192,
         use_cache=False,
     )
+    long = resized(eight, max_position_embeddings=LONG)
     dense = {"target_modules": "all-linear"}
     mixed = {"target_modules": LINEARS, "target_parameters": EXPERTS}
     return [
-        Shape("8b", eight, 1, 4096, dense, target_speed=1.3, target_memory=0.75, target_rate=14_000),
-        Shape("1b", one, 4, 4096, dense),
+        Shape("8b", eight, 1, 4096, dense, target_speed=1.3, target_memory=0.75, target_rate=14_000, target_liger=1.2),
+        Shape("1b", one, 4, 4096, dense, target_liger=1.05),
         Shape("moe", experts, 1, 4096, mixed),
+        Shape("32k", long, 1, LONG, dense, is_packed=False, recompute=True, steps=1),
+        Shape("quantized", resized(eight, num_hidden_layers=8), 1, 4096, dense, is_packed=False, is_quantized=True),
     ]
 
 
@@ -109,7 +123,17 @@ def tiny(shape: Shape) -> Shape:
     }
     if shape.has_experts:
         sizes |= {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
-    return Shape(shape.name, resized(shape.config, **sizes), min(shape.batch_size, 2), 64, shape.lora)
+    if shape.is_quantized:
+        sizes |= {"hidden_size": 64, "intermediate_size": 128}  # whole blocks of 64
+    config = resized(shape.config, **sizes)
+    no_targets = dict.fromkeys(("target_speed", "target_memory", "target_rate", "target_liger"))
+    return replace(shape, config=config, batch_size=min(shape.batch_size, 2), seq_len=64, **no_targets)
+
+
+def shallow(shape: Shape) -> Shape:
+    """Two layers of it on one short row: for a comparison in float32."""
+    config = resized(shape.config, num_hidden_layers=2)
+    return replace(shape, config=config, batch_size=1, seq_len=min(shape.seq_len, 512))
 
 
 def resized(config: PretrainedConfig, **sizes: Any) -> PretrainedConfig:
@@ -150,12 +174,15 @@ class Inputs:
 
 
 def inputs_of(shape: Shape, device: torch.device) -> list[Inputs]:
-    """One sequence a row, and packed rows."""
+    """One sequence a row, and packed rows, if they are asked for."""
     generator = torch.Generator().manual_seed(0)
     size = (shape.batch_size, shape.seq_len)
     ids = torch.randint(0, shape.config.vocab_size, size, generator=generator)
     found = []
-    for name, lengths in (("one sequence", [shape.seq_len]), ("packed", packed_lengths(shape.seq_len))):
+    kinds = {"one sequence": [shape.seq_len]}
+    if shape.is_packed:
+        kinds["packed"] = packed_lengths(shape.seq_len)
+    for name, lengths in kinds.items():
         positions = torch.cat([torch.arange(length) for length in lengths]).expand(size).contiguous()
         labels = torch.where(positions == 0, -100, ids)
         shifted = F.pad(labels[:, 1:], (0, 1), value=-100)
@@ -206,6 +233,7 @@ def describe(shape: Shape) -> str:
     return (
         f"{shape.config.model_type}, {shape.config.num_hidden_layers} layers, {num_params / 1e9:.3f} billion "
         f"parameters ({num_params * 2 / 2**30:.2f} GiB in bf16), LoRA on {'attention, ' if shape.has_experts else ''}"
-        f"{', '.join(trained)}, {shape.batch_size} × {shape.seq_len} tokens, {giga[0]:.2f} GFLOP a token "
+        f"{', '.join(trained)}, {shape.batch_size} × {shape.seq_len} tokens, "
+        f"{'all layers recomputed, ' if shape.recompute else ''}{giga[0]:.2f} GFLOP a token "
         f"({giga[1]:.2f} packed)"
     )

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-SCRIPTS = ("gpu", "gpu_shapes", "processes", "table")
+SCRIPTS = ("gpu", "gpu_kernels", "gpu_machine", "gpu_ranks", "gpu_shapes", "processes", "table")
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +28,23 @@ def gpu() -> Iterator[ModuleType]:
 
 
 def test_shapes_are_those_of_the_models_they_are_named_after(gpu: ModuleType) -> None:
-    eight, one, experts = gpu.real_shapes()
+    eight, one, experts, long, quantized = gpu.real_shapes()
     assert "8.030 billion parameters" in gpu.describe(eight)  # of meta-llama/Llama-3.1-8B
     assert "1.236 billion parameters" in gpu.describe(one)  # of meta-llama/Llama-3.2-1B
     assert experts.config.num_hidden_layers == 12
     assert experts.has_experts
     assert not eight.has_experts
+    assert (long.seq_len, long.recompute, long.config.num_hidden_layers) == (32_768, True, 32)
+    assert (quantized.is_quantized, quantized.config.num_hidden_layers) == (True, 8)
     # 2 x 7.5 billion matrix entries forward and as many for the gradient of the input; attention 3.2 G, LoRA 0.25 G.
     assert gpu.flops_per_token(eight, [4096]) == pytest.approx(33.5e9, rel=1e-3)
+
+
+def test_a_base_in_few_bits_is_compared_with_peers_of_its_kind_and_with_a_plain_one(gpu: ModuleType) -> None:
+    shape = gpu.real_shapes()[-1]
+    pairs = {(ours.name, peer.name) for ours, peer in gpu._pairs(shape, [s.name for s in gpu.systems_of(shape)])}
+    of_ours = {"meshlora", "meshlora, nf4", "meshlora, fp8", "meshlora, mxfp4"}
+    assert pairs == {*((name, "PEFT + SDPA") for name in of_ours), ("meshlora, nf4", "PEFT QLoRA, nf4")}
 
 
 def test_packed_rows_fill_the_row_and_no_label_crosses_a_border(gpu: ModuleType) -> None:
@@ -70,7 +79,7 @@ def test_dry_run_measures_every_system_at_tiny_sizes(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "found.json"
-    arguments = ["--dry-run", "--no-compile", "--shape", "moe", "--json", str(file)]
+    arguments = ["--dry-run", "--no-compile", "--kernels", "--turns", "1", "--shape", "moe", "--json", str(file)]
     monkeypatch.setattr(sys, "argv", ["benchmarks/gpu.py", *arguments])
     assert gpu.main() == 0
     printed = capsys.readouterr().out
@@ -80,8 +89,63 @@ def test_dry_run_measures_every_system_at_tiny_sizes(
     assert document["parity"]["difference"] < 1e-5
     peers = {row["peer_name"] for row in document["rows"]}
     assert peers == {"PEFT + SDPA", "PEFT + SDPA, bf16 factors", "matmul ceiling"}
-    # Where it is installed, it needs a GPU.
-    assert set(document["details"]["shapes"]["moe"]["left_out"]) == {"PEFT + liger-kernel"}
+    found = document["details"]["shapes"]["moe"]
+    # Where liger-kernel is installed, it needs a GPU.
+    assert set(found["left_out"]) == {"PEFT + liger-kernel", "meshlora + liger"}
+    assert set(found["kernels"]) == {"meshlora", "PEFT + SDPA", "PEFT + SDPA, bf16 factors"}
+    assert found["kernels"]["meshlora"]["classes"]["gemm"][1] > 0
+    assert all(document["details"][name] > 0 for name in ("bf16_flops", "copy_bytes_s", "launch_s"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_bases_in_few_bits_are_measured_beside_qlora(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file, systems = tmp_path / "found.json", ["meshlora, nf4", "PEFT QLoRA, nf4"]
+    arguments = ["--dry-run", "--shape", "quantized", "--turns", "1", "--json", str(file)]
+    arguments += [word for system in systems for word in ("--system", system)]
+    monkeypatch.setattr(sys, "argv", ["benchmarks/gpu.py", *arguments])
+    assert gpu.main() == 0
+    document = json.loads(file.read_text())
+    assert document["parity"]["difference"] < 1e-5, "both round the base to the same numbers"
+    assert list(document["details"]["shapes"]["quantized"]["runs"]["one sequence"]) == systems
+    peers = [(row["ours_name"], row["peer_name"]) for row in document["rows"]]
+    assert peers == [*2 * [tuple(systems)], ("meshlora, nf4", "matmul ceiling")]
+
+
+def test_in_bf16_each_side_is_held_against_fp32_and_not_against_the_other(
+    gpu: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 layers of random weights make of two roundings a tenth: each is right, and they differ by more than that."""
+    exact = torch.randn(10_000, generator=torch.Generator().manual_seed(0))
+    ours, theirs = 0.1 * torch.randn(2, 10_000, generator=torch.Generator().manual_seed(1))
+    bench = gpu.Bench(gpu.tiny(gpu.real_shapes()[0]), gpu.Machine(torch.device("cpu")), torch.bfloat16, Path(), "eager")
+    rounded = [(10.0, {"a": exact + theirs})]
+
+    def off(own: torch.Tensor, loss: float = 10.0) -> float:
+        monkeypatch.setattr(bench, "_first_gradients", lambda *_: (loss, {"a": own}))
+        candidate = gpu.Candidate(gpu.OURS, torch.nn.Linear(1, 1), torch.bfloat16)
+        (inputs, _) = gpu.inputs_of(bench.shape, torch.device("cpu"))
+        found: float = bench._difference(candidate, inputs, (10.0, {"a": exact}), rounded)
+        return found
+
+    assert float((ours - theirs).norm() / exact.norm()) > 0.13
+    assert 0.9 < off(exact + ours) < 1.1
+    for wrong in (1.5 * exact, exact * float("nan")):
+        with pytest.raises(gpu.ParityError, match="meshlora, 8b, one sequence, bfloat16, a, against PEFT in fp32"):
+            off(wrong)
+    with pytest.raises(gpu.ParityError, match="bfloat16, loss, against PEFT in fp32"):
+        off(exact + ours, loss=10.1)
+
+
+def test_time_in_which_kernels_overlap_counts_once_and_copies_are_no_arithmetic(gpu: ModuleType) -> None:
+    import gpu_kernels
+
+    spans = [(0.0, 2e6, "nvjet_sm90_tst_320x128_badd"), (1e6, 3e6, "fmha_reduce_head"), (5e6, 6e6, "Memset (Device)")]
+    assert gpu_kernels.busy_s(spans) == 4.0
+    assert gpu_kernels.by_class(spans) == {"gemm": (2.0, 1), "attention": (2.0, 1), "copy": (1.0, 1)}
+    copy = "void at::native::vectorized_elementwise_kernel<8, at::native::bfloat16_copy_kernel_cuda(...)>"
+    assert [gpu_kernels.class_of(name) for name in (copy, copy.replace("copy", "mul"))] == ["copy", "elementwise"]
 
 
 def test_a_wrong_adapter_ends_the_benchmark(
