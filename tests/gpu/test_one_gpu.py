@@ -11,7 +11,9 @@ from peft import LoraConfig
 import meshlora
 from meshlora.layers import varlen
 from meshlora.layers.liger import check_kernels, liger
+from meshlora.layers.quantized import pack, unpacked_slowly
 from meshlora.layers.rms_norm import RmsNormFunction
+from meshlora.plan.quantization import KINDS
 from meshlora.train.losses import shifted_loss
 from tests.conftest import Prove
 from tests.twins import make_batches, make_twin
@@ -74,3 +76,14 @@ def test_a_model_with_kernels_of_liger_matches_one_process(family: str, prove: P
 @pytest.mark.parametrize("width", [64, 128])
 def test_sequences_of_a_row_are_attended_in_one_call(dtype: torch.dtype, width: int) -> None:
     assert varlen.agrees(torch.device("cuda"), dtype, width)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_quantised_matrix_is_unpacked_to_the_bits_of_the_cpu(kind: str, dtype: torch.dtype) -> None:
+    packed = pack(torch.randn(300, 1280).to(dtype), kind)
+    expected, on_gpu = packed.whole(), packed.to(torch.device("cuda"), dtype)
+    assert unpacked_slowly(on_gpu) is None
+    assert torch.equal(on_gpu.whole().cpu(), expected)
+    cut = on_gpu.part((7, 300), (32, 1200))  # across blocks
+    assert torch.equal(cut.whole().cpu(), expected[7:300, 32:1200])

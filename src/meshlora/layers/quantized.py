@@ -5,6 +5,9 @@ weights. Does not own: which matrices are packed (`plan.quantization`), reading 
 quantisation to nf4 and int8 and their levels, which are bitsandbytes'.
 
 The backward unpacks the matrix again; the unpacked one is never saved. Of a stack of experts one is unpacked at a time.
+
+A GPU unpacks a matrix at once: nf4, fp4 and int8 by bitsandbytes' kernel, if it gives the bits of the definition
+(`_by_definition`), others in two to four launches. A CPU goes by the definition, some rows at a time.
 """
 
 from __future__ import annotations
@@ -16,15 +19,14 @@ import importlib.util
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from meshlora.common.errors import UserError
-from meshlora.common.transfer import to_device
+from meshlora.common.errors import UserError, reason
 from meshlora.plan.quantization import BITS, OF_LIBRARY, Touched
 
 _BLOCK = 64  # of bitsandbytes, consecutive input features
@@ -32,8 +34,13 @@ _FP8_BLOCK, _FP8_MOST = 128, 448.0
 _MX_BLOCK = 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _OF_8_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "integers": torch.int8}
-# Elements unpacked in float32 at once: they stay in a CPU's cache, and hardly count beside the matrix.
-_AT_ONCE = 2**18
+# Kinds whose numbers, without scales, need no more than 16 bits.
+_SHORT = (*_OF_8_BITS, "mxfp4")
+# Blocks that bitsandbytes' kernels take.
+_BLOCKS_OF_LIBRARY = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+# Elements unpacked at once. On a CPU they stay in its cache, and hardly count beside the matrix. On a GPU they are a
+# whole matrix of all but the largest models, and need at most 2 GiB beside it.
+_IN_CACHE, _ON_GPU = 2**18, 2**28
 
 
 def check_library(kinds: Iterable[str]) -> None:
@@ -70,6 +77,44 @@ class Form:
     columns: tuple[int, ...]
     is_transposed: bool = False
 
+    @functools.cached_property
+    def mT(self) -> Form:
+        """Of the transpose. Cached, as all that follows from thousands of rows is."""
+        return dataclasses.replace(self, is_transposed=not self.is_transposed)
+
+    @functools.cached_property
+    def equal(self) -> tuple[Equal, Equal]:
+        """Of rows, and of columns: (elements of a block, number of equal blocks that follow one another), ..."""
+        rows, columns = (
+            tuple((count, len(list(blocks))) for count, blocks in itertools.groupby(counts))
+            for counts in (self.rows, self.columns)
+        )
+        return rows, columns
+
+
+# How a dim is cut into blocks.
+Equal = tuple[tuple[int, int], ...]
+
+
+class Run(NamedTuple):
+    """Equal blocks that follow one another along a dim, or a part of one block: their elements, and the blocks."""
+
+    elements: slice
+    blocks: slice
+
+
+def runs(equal: Equal, most: int) -> Iterator[Run]:
+    """Runs of at most `most` elements: of as many blocks as fit, or a part of one that does not."""
+    start = first = 0
+    for count, number in equal:
+        last = first + number
+        while first < last:
+            blocks = slice(first, min(first + max(1, most // count), last))
+            stop = start + count * (blocks.stop - first)
+            for begin in range(start, stop, most):
+                yield Run(slice(begin, min(begin + most, stop)), blocks)
+            start, first = stop, blocks.stop
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -87,13 +132,13 @@ class Packed:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the plain weight."""
-        ends = sum(self.form.rows), sum(self.form.columns)
+        ends = self.codes.shape[-2], self.codes.shape[-1] * 8 // BITS[self.form.kind]
         return *self.codes.shape[:-2], *(ends[::-1] if self.form.is_transposed else ends)
 
     @property
     def mT(self) -> Packed:
         """The transpose of the last two dims."""
-        return dataclasses.replace(self, form=dataclasses.replace(self.form, is_transposed=not self.form.is_transposed))
+        return dataclasses.replace(self, form=self.form.mT)
 
     def __len__(self) -> int:
         return self.shape[0]
@@ -163,44 +208,105 @@ def numbers_of_scales(scales: Tensor) -> Tensor:
     return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
 
 
+# --- unpacking --------------------------------------------------------------------------------------------------------
+
+
+def elements_at_once(number: int, *, on_cpu: bool) -> int:
+    """How many of the `number` elements of a matrix are unpacked at once."""
+    return max(_IN_CACHE, number // 32) if on_cpu else _ON_GPU
+
+
 def _by_rows(packed: Packed) -> Tensor:
-    """Some rows at a time: codes to float32, times the scales of their blocks."""
-    form, codes = packed.form, packed.codes
-    scales = _spread(numbers_of_scales(packed.scales), form.rows, 0)
-    found = torch.empty(len(codes), sum(form.columns), dtype=form.dtype, device=codes.device)
-    table = to_device(_table(form.kind), codes.device)
-    each = max(1, max(_AT_ONCE, found.numel() // 32) // max(1, found.shape[1]))
-    for start in range(0, len(codes), each):
-        part, own = codes[start : start + each], scales[start : start + each]
-        values = table.index_select(0, part.reshape(-1).int()).view(torch.float32).view(len(part), -1)
-        if len({*form.columns}) == 1:
-            values.view(*own.shape, form.columns[0]).mul_(own.unsqueeze(-1))
-        else:
-            values.mul_(_spread(own, form.columns, 1))
-        found[start : start + each] = values
+    """The matrix of the codes, unpacked at once or some rows at a time."""
+    form, codes, scales = packed.form, packed.codes, numbers_of_scales(packed.scales)
+    takes_kernel = form.kind in OF_LIBRARY and not scales.is_cpu and unpacked_slowly(packed) is None
+
+    def unpack(codes: Tensor, scales: Tensor, rows: Equal) -> Tensor:
+        return _by_library(codes, scales, form) if takes_kernel else _by_definition(codes, scales, rows, form)
+
+    rows, width = len(codes), codes.shape[1] * 8 // BITS[form.kind]
+    at_once = elements_at_once(rows * width, on_cpu=scales.is_cpu)
+    if rows * width <= at_once:
+        return unpack(codes, scales, form.equal[0]).to(form.dtype)
+    found = torch.empty(rows, width, dtype=form.dtype, device=codes.device)
+    for part in runs(form.equal[0], max(1, at_once // width)):
+        values, own = codes[part.elements], scales[part.blocks]
+        found[part.elements] = unpack(values, own, ((len(values) // len(own), len(own)),))
     return found
 
 
-def _spread(scales: Tensor, counts: tuple[int, ...], dim: int) -> Tensor:
-    """Each scale repeated for the elements of its block."""
-    if {*counts} == {1}:
-        return scales
-    if len(counts) == 1:
-        return scales.expand(*((counts[0], -1) if dim == 0 else (-1, counts[0])))
-    repeats = to_device(torch.tensor(counts), scales.device)
-    return scales.repeat_interleave(repeats, dim, output_size=sum(counts))
+def _by_definition(codes: Tensor, scales: Tensor, rows: Equal, form: Form) -> Tensor:
+    """The number of each code times the scale of its block, computed in float32.
+
+    codes, scales: of these rows; scales in float32.
+    """
+    on_cpu = scales.is_cpu
+    is_short = form.kind in _SHORT and form.dtype in (torch.bfloat16, torch.float16)
+    # In place a product is computed in float32 and rounded: on a GPU in one launch, on a CPU by copies.
+    dtype = form.dtype if is_short and not on_cpu else torch.float32
+    if form.kind in _OF_8_BITS and not on_cpu:  # on CPUs a table is five times as fast
+        values = codes.view(_OF_8_BITS[form.kind]).to(dtype)
+    else:
+        table = _table(form.kind, dtype, scales.device)
+        values = table.index_select(0, codes.reshape(-1).int()).view(dtype).view(len(codes), -1)
+    for down, across in itertools.product(runs(rows, len(values)), runs(form.equal[1], values.shape[1])):
+        own = scales[down.blocks, across.blocks]
+        blocks = values[down.elements, across.elements].unflatten(1, (own.shape[1], -1)).unflatten(0, (len(own), -1))
+        blocks.mul_(own[:, None, :, None])
+    return values
 
 
-def _table(kind: str) -> Tensor:
-    """The numbers that a byte stands for, by its value: one, float32, or two in one int64."""
-    if kind in _OF_8_BITS:  # a table is five times as fast as the conversion, on CPUs
-        return torch.arange(256, dtype=torch.uint8, device="cpu").view(_OF_8_BITS[kind]).float()
+def _by_library(codes: Tensor, scales: Tensor, form: Form) -> Tensor:
+    """As `_by_definition`, by bitsandbytes' kernel: rows of equal blocks, which lie in memory as it takes them."""
+    bitsandbytes_functions()  # which defines the operators
+    kernels, block, scales = torch.ops.bitsandbytes, form.columns[0], scales.contiguous()
+    dtype = torch.float32 if form.dtype == torch.float64 else form.dtype
+    if form.kind == "int8":
+        table = _table("int8", torch.float32, scales.device)
+        found: Tensor = kernels.dequantize_blockwise(codes, scales, table, block, dtype)
+    else:
+        found = kernels.dequantize_4bit(codes, scales, block, form.kind, (len(codes), codes.shape[1] * 2), dtype)
+    return found
+
+
+def unpacked_slowly(packed: Packed) -> str | None:
+    """Why a GPU unpacks `packed` in several launches and not by bitsandbytes' kernel, which has its kind; else None."""
+    form, device = packed.form, packed.scales.device
+    if form.kind not in OF_LIBRARY or packed.scales.is_cpu:
+        return None
+    sizes = {count for count, _ in form.equal[1]}
+    if len(sizes) != 1 or not sizes <= {*_BLOCKS_OF_LIBRARY} or {count for count, _ in form.equal[0]} != {1}:
+        return f"a cut crosses the blocks of {form.kind}, and bitsandbytes' kernel takes whole ones"
+    return None if device.type == "meta" else _disagreement(form.kind, *sizes, form.dtype, device)
+
+
+@functools.cache
+def _disagreement(kind: str, block: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """What a small matrix says against bitsandbytes' kernel; None if it gives the bits of the definition."""
+    given = f"bitsandbytes' kernel for {kind} on {device.type} in {dtype}"
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(256, (5, 3 * block * BITS[kind] // 8), generator=generator, device="cpu").to(torch.uint8)
+    scales = torch.randn(5, 3, generator=generator, device="cpu").mul(4).exp2()
+    codes, scales, form = codes.to(device), scales.to(device), Form(kind, dtype, (1,) * 5, (block,) * 3)
+    try:
+        found = _by_library(codes, scales, form)
+    except (AttributeError, RuntimeError) as error:  # no such operator, or not for this device
+        return f"{given} does not run ({reason(error)})"
+    is_equal = torch.equal(found, _by_definition(codes, scales, form.equal[0], form).to(found.dtype))
+    return None if is_equal else f"{given} gives other numbers"
+
+
+@functools.cache
+def _table(kind: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers that a byte stands for, by its value: one in `dtype`, or two in one integer."""
+    if kind in _OF_8_BITS:
+        return torch.arange(256, dtype=torch.uint8, device="cpu").view(_OF_8_BITS[kind]).to(dtype).to(device)
     if kind == "int8":
-        return torch.tensor(levels_of_int8(), device="cpu")
-    values = values_of(kind)
-    byte = torch.arange(256, device="cpu")
+        return torch.tensor(levels_of_int8(), device="cpu").to(device)
+    values, byte = values_of(kind).to(dtype), torch.arange(256, device="cpu")
     pairs = [values[byte & 15], values[byte >> 4]]  # the low half first
-    return torch.stack(pairs if kind == "mxfp4" else pairs[::-1], -1).view(torch.int64).flatten()
+    both = torch.stack(pairs if kind == "mxfp4" else pairs[::-1], -1)
+    return both.view(torch.int64 if dtype == torch.float32 else torch.int32).flatten().to(device)
 
 
 def values_of(kind: str) -> Tensor:
@@ -209,6 +315,9 @@ def values_of(kind: str) -> Tensor:
         return torch.tensor([*E2M1, *(-value for value in E2M1)], device="cpu")
     found: Tensor = bitsandbytes_functions().get_4bit_type(kind, device="cpu").float()
     return found
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -225,7 +334,8 @@ def pack(weight: Tensor, kind: str) -> Packed:
     if kind == "nf4":
         codes, state = library.quantize_4bit(exact, blocksize=_BLOCK, quant_type="nf4")
     else:
-        codes, state = library.quantize_blockwise(exact, code=_levels(weight.device), blocksize=_BLOCK)
+        levels = _table(kind, torch.float32, weight.device)
+        codes, state = library.quantize_blockwise(exact, code=levels, blocksize=_BLOCK)
     form = Form(kind, weight.dtype, (1,) * rows, (_BLOCK,) * (width // _BLOCK))
     return Packed(codes.view(rows, -1), state.absmax.view(rows, -1), form)
 
@@ -234,10 +344,11 @@ def _pack_fp8(exact: Tensor, dtype: torch.dtype) -> Packed:
     """The largest of each block of 128 x 128 becomes 448, the largest of e4m3 (DeepSeek-V3, section 3.3)."""
     rows, columns = (Touched.by(0, size, _FP8_BLOCK).counts for size in exact.shape)
     missing = [-size % _FP8_BLOCK for size in exact.shape]
-    padded = F.pad(exact.abs(), (0, missing[1], 0, missing[0])).view(len(rows), _FP8_BLOCK, len(columns), _FP8_BLOCK)
-    scales = padded.amax((1, 3)) / _FP8_MOST
+    padded = F.pad(exact, (0, missing[1], 0, missing[0])).view(len(rows), _FP8_BLOCK, len(columns), _FP8_BLOCK)
+    scales = padded.abs().amax((1, 3)) / _FP8_MOST
     scales[scales == 0] = 1.0
-    codes = (exact / _spread(_spread(scales, rows, 0), columns, 1)).to(torch.float8_e4m3fn)
+    codes = (padded / scales[:, None, :, None]).to(torch.float8_e4m3fn).flatten(2).flatten(0, 1)
+    codes = codes[: exact.shape[0], : exact.shape[1]].contiguous()
     return Packed(codes.view(torch.uint8), scales, Form("fp8", dtype, rows, columns))
 
 
@@ -260,14 +371,9 @@ def _pack_mxfp4(exact: Tensor, dtype: torch.dtype) -> Packed:
     return Packed(pairs[..., 0] | (pairs[..., 1] << 4), scales, form)
 
 
-def _levels(device: torch.device) -> Tensor:
-    """-1, -126/127, ..., 1, and a second zero."""
-    return torch.tensor(levels_of_int8(), device=device)
-
-
 @functools.cache
 def levels_of_int8() -> tuple[float, ...]:
-    """The 256 levels, float32, as the library computes them: not under the meta device."""
+    """-1, -126/127, ..., 1, and a second zero, float32, as the library computes them: not under the meta device."""
     return tuple(bitsandbytes_functions().create_linear_map(signed=True, total_bits=8).tolist())
 
 

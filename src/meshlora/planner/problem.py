@@ -25,6 +25,7 @@ from meshlora.layers.quantized import levels_of_int8
 from meshlora.loading.blueprint import Blueprint, read_model_config
 from meshlora.loading.guards import most_positions
 from meshlora.plan.derive import decoder_layers
+from meshlora.plan.quantization import OF_LIBRARY
 from meshlora.plan.topology import Topology
 from meshlora.planner.hardware import Hardware
 from meshlora.planner.kinds import Shrunk, shrink
@@ -74,8 +75,8 @@ class Problem:
         if self.lora.layers_to_transform is not None:
             rule = "a layer of each kind stands for all of them, whether they have adapters or not"
             raise UnsupportedError("layers_to_transform", rule, "plan it on all layers: it costs no less")
-        if self.quantization == "int8":
-            levels_of_int8()  # cached for later: they cannot be computed on fake tensors
+        if {packing.kind for packing in self.blueprint.plan.quantized.values()} & {*OF_LIBRARY}:
+            levels_of_int8()  # cached, and bitsandbytes imported: its tables cannot be made of fake tensors
         if self.recompute not in (None, "none"):
             self._check_recompute()
         check_trainable(self.optimizer, self.blueprint.with_adapter(self.lora).trained, self.blueprint.plan)

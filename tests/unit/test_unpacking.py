@@ -1,0 +1,158 @@
+"""Unpacking quantised matrices: the same bits for any blocks, in any number of parts, on CPUs and as GPUs do it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshlora.common.compat import TorchDispatchMode
+from meshlora.layers import quantized
+from meshlora.layers.quantized import Form, Packed
+from meshlora.plan.quantization import BITS, OF_LIBRARY, Touched
+from meshlora.planner.fake import is_view
+
+CPU = torch.device("cpu")
+# (rows, columns) of blocks. Three times 96 is all of 96, 128 and 64.
+_BLOCKS = {
+    "equal": ((1,) * 40, (64,) * 4),
+    "cut columns": ((1,) * 40, (96, 128, 64)),
+    "cut rows and columns": ((96, 128, 64), (96, 128, 64)),
+    "joined": ((30, 64, 64, 2, 30, 64), (64, 64, 2, 62)),
+    "one": ((40,), (192,)),
+}
+
+
+def _random(kind: str, rows: tuple[int, ...], columns: tuple[int, ...], dtype: torch.dtype) -> Packed:
+    """A matrix of blocks of these sizes."""
+    generator = torch.Generator().manual_seed(5)
+    codes = torch.randint(256, (sum(rows), sum(columns) * BITS[kind] // 8), generator=generator).to(torch.uint8)
+    if kind in ("fp8", "fp8_e5m2"):
+        codes &= 0xBF  # all are numbers
+    scales = torch.randn(len(rows), len(columns), generator=generator)
+    if kind == "mxfp4":
+        scales = (127 + 3 * scales).to(torch.uint8)
+    return Packed(codes, scales, Form(kind, dtype, rows, columns))
+
+
+def _expected(packed: Packed) -> Tensor:
+    """Each number times its scale, element by element."""
+    kind, codes, scales = packed.form.kind, packed.codes, packed.scales
+    if BITS[kind] == 4:
+        halves = [codes & 15, codes >> 4] if kind == "mxfp4" else [codes >> 4, codes & 15]
+        numbers = quantized.values_of(kind)[torch.stack(halves, -1).flatten(1).long()]
+    elif kind == "int8":
+        numbers = torch.tensor(quantized.levels_of_int8())[codes.long()]
+    else:
+        dtypes = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "integers": torch.int8}
+        numbers = codes.view(dtypes[kind]).float()
+    if kind == "mxfp4":
+        scales = torch.exp2(scales.float() - 127)
+    for dim, counts in enumerate((packed.form.rows, packed.form.columns)):
+        scales = scales.repeat_interleave(torch.tensor(counts), dim)
+    return (numbers * scales).to(packed.form.dtype)
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "as a gpu"])
+@pytest.mark.parametrize("kind", BITS)
+def test_rows_unpacked_in_parts_take_the_scales_of_their_own_blocks(
+    kind: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five rows at a time, 130, all. bitsandbytes' kernels run on CPUs too."""
+    if on_gpu:
+        monkeypatch.setattr(Tensor, "is_cpu", False)
+    for name, blocks in _BLOCKS.items():
+        for dtype in (torch.bfloat16, torch.float16, torch.float64):
+            packed = _random(kind, *blocks, dtype)
+            expected = _expected(packed)
+            for elements in (5 * 288, 130 * 288, 2**28):
+                monkeypatch.setattr(quantized, "elements_at_once", lambda *_, found=elements, **__: found)
+                assert torch.equal(packed.whole(), expected), (name, dtype, elements)
+
+
+class _Launches(TorchDispatchMode):
+    """Records the operators on more elements than tables have, of which one is made once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        name = func.name()
+        is_large = any(isinstance(t, Tensor) and t.numel() > 512 for t in (found, *args))
+        if is_large and not is_view(func) and not name.startswith("aten::empty"):
+            self.names.append(name)
+        return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "block", "number"),
+    [
+        ("nf4", (1, 64), 1),
+        ("int8", (1, 64), 1),
+        ("fp8", (128, 128), 2),
+        ("fp8", (96, 128), 3),  # the last rows are a block of their own
+        ("mxfp4", (1, 32), 4),
+        ("nf4", (1, 56), 4),  # in blocks that the kernel does not take
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_gpu_unpacks_a_matrix_in_few_launches(
+    kind: str, block: tuple[int, int], number: int, dtype: torch.dtype
+) -> None:
+    """One of an 8B model. In parts for a CPU's cache they would be 32 times as many, and more."""
+    shape = (4096, 14336)
+    rows, columns = (Touched.by(0, size, each).counts for size, each in zip(shape, block, strict=True))
+    of_scales = torch.uint8 if kind == "mxfp4" else torch.float32
+    packed = Packed(
+        torch.empty(4096, 14336 * BITS[kind] // 8, dtype=torch.uint8, device="meta"),
+        torch.empty(len(rows), len(columns), dtype=of_scales, device="meta"),
+        Form(kind, dtype, rows, columns),
+    )
+    with _Launches() as launches:
+        found = packed.whole()
+    assert (found.shape, found.dtype) == (shape, dtype)
+    assert len(launches.names) == number, launches.names
+
+
+def test_what_a_gpu_unpacks_at_once_has_a_limit() -> None:
+    rows, width = 2**15, 2**15
+    at_once = quantized.elements_at_once(rows * width, on_cpu=False)
+    parts = list(quantized.runs(((128, rows // 128),), at_once // width))
+    assert len(parts) == 4
+    assert all((part.elements.stop - part.elements.start) * width <= 2**28 for part in parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", OF_LIBRARY)
+def test_the_librarys_kernel_gives_the_bits_of_the_definition(kind: str, dtype: torch.dtype) -> None:
+    for block in (32, 64, 128):
+        assert quantized._disagreement(kind, block, dtype, CPU) is None
+
+
+def test_a_kernel_with_other_numbers_or_none_is_not_used_and_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = _random("nf4", *_BLOCKS["equal"], torch.bfloat16)
+    assert quantized.unpacked_slowly(packed) is None  # a CPU's own way
+    monkeypatch.setattr(Tensor, "is_cpu", False)
+    assert quantized.unpacked_slowly(packed) is None
+    assert quantized.unpacked_slowly(_random("fp8", *_BLOCKS["equal"], torch.bfloat16)) is None
+    cut = quantized.unpacked_slowly(_random("nf4", *_BLOCKS["cut columns"], torch.bfloat16))
+    assert cut == "a cut crosses the blocks of nf4, and bitsandbytes' kernel takes whole ones"
+    kernel = quantized._by_library
+
+    def missing(*_: Any) -> Tensor:
+        raise NotImplementedError("no kernel")
+
+    cases = {
+        "gives other numbers": lambda codes, *rest: kernel((codes >> 4) | (codes << 4), *rest),
+        "does not run (NotImplementedError: no kernel)": missing,
+    }
+    for words, wrong in cases.items():
+        quantized._disagreement.cache_clear()
+        monkeypatch.setattr(quantized, "_by_library", wrong)
+        assert quantized.unpacked_slowly(packed) == f"bitsandbytes' kernel for nf4 on cpu in torch.bfloat16 {words}"
+        assert torch.equal(packed.whole(), _expected(packed))
+    quantized._disagreement.cache_clear()
