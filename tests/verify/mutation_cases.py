@@ -558,7 +558,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     ),
     "a frozen base in few bits, on whole matrices": (
         {"family": "llama", "topologies": ("dp=2",), "quantization": "int8"},
-        {"quantized_otherwise_in_backward": ("backward", f"{LAST_MLP}.up_proj", "the backward of what this module's")},
+        {
+            "quantized_otherwise_in_backward": (
+                "backward",
+                f"{LAST_MLP}.up_proj",
+                "the backward of what this module's",
+            ),
+            "quantized_parts_by_first_scales": ("deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", ""),
+        },
     ),
     "a frozen base that is sharded over dp": (
         {"family": "llama", "topologies": ("dp=2,dp_shard",)},

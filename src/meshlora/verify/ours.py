@@ -29,6 +29,7 @@ from meshlora.common.tasks import CAUSAL
 from meshlora.config.objective import Objective, Sft
 from meshlora.config.run import DataConfig, RunConfig, TrainConfig
 from meshlora.data import Batch
+from meshlora.layers import quantized
 from meshlora.layers.head import loss as vocabulary
 from meshlora.layers.quantized import plain_weights
 from meshlora.loading.blueprint import make_blueprint
@@ -130,10 +131,11 @@ def _train(run: Prepared, model: Any, trace: Trace, case: Case) -> Saved | None:
 
 @contextlib.contextmanager
 def _in_parts() -> Iterator[None]:
-    """Force several head chunks and message rounds: a twin is small enough for one of each."""
+    """Force several head chunks, message rounds, parts of packed matrices: a twin is small enough for one of each."""
     tokens = mock.patch.object(vocabulary, "chunk_tokens", return_value=7)
     rounds = mock.patch("meshlora.comm.direct.ONE_ROUND_BYTES", 4096)
-    with tokens, rounds:
+    unpacked = mock.patch.object(quantized, "elements_at_once", return_value=512)
+    with tokens, rounds, unpacked:
         yield
 
 

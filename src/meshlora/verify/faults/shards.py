@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from meshlora.comm.groups import Axis
 from meshlora.common.compat import running_backward
 from meshlora.layers import quantized
 from meshlora.layers.linear import ParallelLinear
-from meshlora.layers.quantized import Packed
+from meshlora.layers.quantized import Equal, Packed, Run
 from meshlora.model import dp_shard, regions, weights
 from meshlora.model.weights import Placement
 from meshlora.plan.layout import Layout, Piece
@@ -212,6 +213,14 @@ def quantized_expert_transposed(found: Tensor, self: Packed, expert: int) -> Ten
 def quantized_otherwise_in_backward(found: Tensor, packed: Packed) -> Tensor:
     """a backward computes with the same numbers as its forward"""
     return found.bfloat16().to(found.dtype) if running_backward() >= 0 else found
+
+
+@after(quantized, "runs", needs="quantized steps")
+def quantized_parts_by_first_scales(found: Iterator[Run], equal: Equal, most: int) -> Iterator[Run]:
+    """rows that are unpacked a part at a time take the scales of their own blocks"""
+    is_in_parts = most < sum(count * number for count, number in equal)
+    for run in found:
+        yield run._replace(blocks=slice(0, run.blocks.stop - run.blocks.start)) if is_in_parts else run
 
 
 @after(dp_shard, "all_gather_into", needs="dp_shard")
