@@ -103,10 +103,10 @@ if "RANK" in os.environ and moment:
         from meshlora.train import trainer
         train_step = trainer.Trainer.train_step
 
-        def held_step(self, step):
-            if step == 2:
+        def held_step(self, adapters):
+            if adapters[0].done == 1:
                 hold()
-            return train_step(self, step)
+            return train_step(self, adapters)
 
         trainer.Trainer.train_step = held_step
     if rank == 0 and moment == "save":

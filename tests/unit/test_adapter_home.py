@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import yaml
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from meshlora.cli.train import _described
 from meshlora.common.errors import SaveError, UserError
 from meshlora.config.file import read_run
 from meshlora.oracle.saved import _difference
@@ -69,6 +72,30 @@ def test_adapter_trained_on_a_relative_path_loads_from_anywhere(
     assert read_whole(adapter, kinds=("adapter",)).files.keys() >= {"tokenizer.json", "chat_template.jinja"}
     stored = json.loads((adapter / "adapter_config.json").read_text())
     assert stored["base_model_name_or_path"] == str(tmp_path / "here" / "base")
+
+
+def test_card_of_a_resumed_run_is_that_of_the_run_that_nothing_interrupted(
+    tmp_path: Path,
+) -> None:
+    """It named `--resume`, and a step, and lost the loss where the last checkpoint was of the last step."""
+    copy_lines("train", tmp_path / "train.jsonl", 0, 8)
+    copy_lines("eval", tmp_path / "eval.jsonl", 0, 2)
+    options = {"steps": 2, "save_every": 1, "eval_every": 1, "keep_best": True, "keep_last": 2}
+    file = write_run_file(tmp_path / "run.yaml", data={"eval": str(tmp_path / "eval.jsonl")}, train=options)
+
+    def run(*resume: str) -> dict[str, bytes]:
+        words = argparse.Namespace(words=shlex.join(["meshlora", "train", "run.yaml", *resume]), no_preflight=True)
+        prepared = prepare_run(read_run(file), world=1, resume=resume[1] if resume else None)
+        train({"": _described(prepared, (), words)})
+        return {each.name: each.read_bytes() for each in (tmp_path / "run" / "adapter").iterdir()}
+
+    whole = run()
+    assert b"`eval.jsonl`: loss " in whole["README.md"]
+    shutil.rmtree(tmp_path / "run" / "adapter")
+    assert run("--resume", "auto") == whole
+    for folder in ("adapter", "checkpoints/step-000002"):
+        shutil.rmtree(tmp_path / "run" / folder)
+    assert run("--resume", "auto") == whole
 
 
 def test_template_that_has_changed_since_is_not_shipped_and_a_lost_tokenizer_loses_no_adapter(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from meshlora.train.edge import whole_command
 from meshlora.train.model_card import _name, public
 
 
@@ -34,3 +35,16 @@ def test_data_is_named_without_its_folder_or_by_its_repository() -> None:
     assert _name("/home/me/secret-project/a.jsonl") == "a.jsonl"
     cached = f"/home/me/.cache/huggingface/hub/datasets--acme--set/snapshots/{'1' * 40}/data/train.parquet"
     assert _name(cached) == "acme/set/data/train.parquet"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("meshlora train 'my run.yaml' --resume auto --nproc 2", "meshlora train 'my run.yaml' --nproc 2"),
+        ("meshlora train run.yaml --resume=out/checkpoints/latest", "meshlora train run.yaml"),
+        ("meshlora train run.yaml --resume auto --resume-despite train.lr", None),
+        ("meshlora train run.yaml --resume auto --resume-despite=train.lr", None),
+    ],
+)
+def test_command_of_a_resumed_run_is_the_one_that_trains_all_of_it(given: str, expected: str | None) -> None:
+    assert whole_command(given) == (given if expected is None else expected)

@@ -254,11 +254,12 @@ def _write(options: argparse.Namespace, runs: Mapping[str, Any], *, is_done: boo
 
 def _described(run: Any, note: Sequence[str], options: argparse.Namespace, *, ranks_per_gpu: int) -> Any:
     """`run` with its command, what is proved of it, and a further note."""
-    from meshlora.train.edge import command_of
+    from meshlora.train.edge import command_of, whole_command
     from meshlora.verify.preflight import proof_words
 
     proof = proof_words(run, skip=options.no_preflight, ranks_per_gpu=ranks_per_gpu)
-    return dataclasses.replace(run, notes=(*note, *run.notes), command=command_of(options.words), proof=proof)
+    command = whole_command(command_of(options.words))
+    return dataclasses.replace(run, notes=(*note, *run.notes), command=command, proof=proof)
 
 
 def _are_finished(runs: Mapping[str, Any], *, is_main: bool = True) -> bool:

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,15 +103,32 @@ def command_of(words: str) -> str:
 
 def how_to_go_on(words: str) -> str:
     """The command that resumes the run that `words` started."""
-    given, kept = shlex.split(command_of(words)), []
+    command = shlex.join([*_without_resume(shlex.split(command_of(words))), "--resume", "auto"])
+    return command if launched_by_us() or launcher_place() is None else f"{command}   (with the same launcher)"
+
+
+def whole_command(command: str) -> str:
+    """`command` without `--resume`: it trains the whole run, however often that was interrupted.
+
+    A run that goes on despite a difference keeps it: no command alone trains its adapter.
+
+    >>> whole_command("meshlora train run.yaml --resume auto --nproc 2")
+    'meshlora train run.yaml --nproc 2'
+    """
+    words = shlex.split(command)
+    is_changed = any(word.startswith("--resume-") for word in words)
+    return command if is_changed else shlex.join(_without_resume(words))
+
+
+def _without_resume(words: Sequence[str]) -> list[str]:
+    given, kept = list(words), []
     while given:
         word = given.pop(0)
         if word == "--resume":
             given = given[1:]
         elif not word.startswith("--resume="):
             kept.append(word)
-    command = shlex.join([*kept, "--resume", "auto"])
-    return command if launched_by_us() or launcher_place() is None else f"{command}   (with the same launcher)"
+    return kept
 
 
 def be_deterministic() -> None:

@@ -64,7 +64,7 @@ class Prepared:
         resumes: `--resume` was given. resume: the checkpoint to resume from, if any.
         is_finished: all its steps are done already. samples: prompts that are continued at intervals.
         notes: messages for the user. slow_paths: those known before it starts.
-        command: what started the run. proof: what is proved of it, in words.
+        command: what trains the whole run. proof: what is proved of it, in words.
         chat_template: the text of `data.chat_template`, as it was when the data were read; None if it is not given.
     """
 

@@ -99,6 +99,7 @@ class TrainedAdapter:
             restore_optimizer(self.model, self.optimizer, self.run.resume)
             self.last_saved, self.updates = self.run.resume.folder, self.run.resume.updates
             self.skipped_in_row = self.run.resume.skipped_in_row
+            self.eval_loss = self.run.resume.eval_loss
         self.done = self.start
         past = (
             losses_until(self.output / "metrics.jsonl", self.start, options.eval_every) if self.mesh.rank == 0 else ()
