@@ -15,7 +15,7 @@ from meshlora.config.run import TrainConfig
 from meshlora.oracle.inputs import write_twin
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
-from meshlora.train.optimizer import parameter_groups
+from meshlora.train.optimizer import make_optimizer, parameter_groups
 from tests.blueprints import load_without_proof
 
 DECAY, LR = 0.1, 0.5
@@ -69,6 +69,13 @@ def without_decay_in_transformers(family: str) -> set[str]:
 def test_all_is_decayed_unless_asked_otherwise(model: tuple[str, Any]) -> None:
     shares = step_without_gradient(model[1])
     assert shares == pytest.approx(dict.fromkeys(shares, LR * DECAY), rel=1e-12)
+
+
+def test_adam_has_the_constants_of_the_run_file(model: tuple[str, Any]) -> None:
+    """A proof gives both of its sides the same ones, whatever has become of them."""
+    options = TrainConfig(output="out", steps=1, beta1=0.8, beta2=0.7, eps=0.01)
+    optimizer = make_optimizer(model[1], parameter_groups(model[1], options), options)
+    assert [(group["betas"], group["eps"]) for group in optimizer.param_groups] == [((0.8, 0.7), 0.01)]
 
 
 def test_biases_and_norms_are_left_out_as_in_transformers(model: tuple[str, Any]) -> None:
