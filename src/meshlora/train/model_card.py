@@ -84,7 +84,7 @@ def _rows(run: Prepared, base: str, commit: str, done: int, eval_loss: float | N
     lora = run.blueprint.trained.config
     start = f"{_cell(Path(config.adapter).name)}, " if config.adapter is not None else ""
     # A run that goes on where it was has the card of one that nothing interrupted, as it has its adapter.
-    is_on_another = run.resume is not None and run.resume.topology != str(run.topology)
+    other = run.resume if run.resume is not None and run.resume.topology != str(run.topology) else None
     rows = {
         "base": _cell(base) + (f", commit {_cell(commit)}" if commit else ""),
         "data": _names(config.data.train)
@@ -103,7 +103,7 @@ def _rows(run: Prepared, base: str, commit: str, done: int, eval_loss: float | N
         "training": f"{done:,} of {run.steps:,} steps of {train.batch_size} sequences, lr {train.peak_lr:g} "
         f"({train.schedule}), seed {train.seed}",
         "mesh": f"{_cell(str(run.topology))}, {run.topology.world} processes"
-        + (f"; steps 1 to {run.resume.step} on {_cell(run.resume.topology)}" if is_on_another else ""),
+        + (f"; steps 1 to {other.step} on {_cell(other.topology)}" if other is not None else ""),
         "proof": run.proof or "not recorded",
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
     }
