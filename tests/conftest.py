@@ -24,6 +24,7 @@ import torch
 from meshlora.layers.liger import liger_version
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.request import Request, prepare_proof
+from tests.changed import COLLECTED
 from tests.pool import Pool
 
 Prove = Callable[..., list[Outcome]]
@@ -108,6 +109,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """
     from tests.processes import own_mounts  # after its assertions were asked to be rewritten
 
+    config.stash[COLLECTED] = frozenset(item.nodeid for item in items if not item.get_closest_marker("proof"))
     left_out = [] if torch.cuda.is_available() else ["gpu"]
     left_out += [] if own_mounts() else ["mounts"]
     left_out += [] if liger_version() else ["liger"]

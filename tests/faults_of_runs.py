@@ -41,7 +41,7 @@ OF_ROUTING: dict[str, Fault] = {
         _OF_RUN,
         "zip(whole, self._tokens[number], strict=False)",
         "zip(whole, self._tokens[number][::-1], strict=False)",
-        f"{_RECORDED}[dp=2,ep=2]",
+        f"{_RECORDED}[tp=2,sp,ep=2]",
     ),
     "slice_of_the_first_rank": Fault(
         "under sp a rank's choices are those of its own slice",
@@ -135,7 +135,7 @@ OF_SEVERAL: dict[str, Fault] = {
         _GRADIENTS,
         "flat = all_reduce_in_place(torch.cat([g.reshape(-1) for g in every]), mesh.over(axes))",
         "flat = torch.cat([g.reshape(-1) for g in every])",
-        f"{_SINGLE.removesuffix('[]')}[dp=2]",
+        f"{_SINGLE.removesuffix('[]')}[tp=2,sp]",
     ),
 }
 

@@ -20,9 +20,9 @@ def test_every_option_has_a_test_that_shows_it() -> None:
     assert not gone, f"there is no option {', '.join(sorted(gone))}: take it out of CAUGHT_BY"
 
 
-def test_every_named_test_is_there() -> None:
+def test_every_named_test_is_there(pytestconfig: pytest.Config) -> None:
     for option, test in CAUGHT_BY.items():
-        assert is_there(test), f"{option}: there is no test {test}"
+        assert is_there(test, pytestconfig), f"{option}: there is no test {test}"
 
 
 def test_what_is_given_is_checked_and_then_ignored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,12 @@ TIMEOUT_S = 500.0  # of a copy of the package with its tests, for which ten seco
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault_can_be_put_in_and_its_test_is_there(name: str) -> None:
+def test_fault_can_be_put_in_and_its_test_is_there(name: str, pytestconfig: pytest.Config) -> None:
     fault = FAULTS[name]
     for file, text in fault.sources().items():
         compile(text, file, "exec")
     assert fault.new != fault.old
-    assert is_there(fault.test), f"there is no test {fault.test}"
+    assert is_there(fault.test, pytestconfig), f"there is no test {fault.test}"
 
 
 @pytest.mark.proof
