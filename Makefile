@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start some hundred processes, each of which would compile this package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slurm test-wheel test-vllm test-meteor proof bench check static lint types house dist docs setup clean
+.PHONY: demo test test-slurm test-wheel test-vllm test-meteor proof proof-slice claims bench check static lint types house dist docs setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -27,6 +27,14 @@ test: static
 # And all else: every family, topology, fault and signal. Some hours on two cores.
 proof: test
 	$(PYTEST) -m proof
+
+# A fortieth of what is marked, whose turn it is at this commit: forty commits run all of it.
+proof-slice: $(READY)
+	$(BIN)/python scripts/proof_slice.py
+
+# Every script behind a claim of a page, in small: below four minutes on two idle cores.
+claims: $(READY)
+	$(BIN)/python scripts/run_claims.py
 
 # A real SLURM with two virtual nodes on this machine, started and ended by the tests, and a real mpirun.
 SLURM := slurmctld slurmd srun munged mpirun

@@ -1,13 +1,13 @@
 """Disturb runs of two ranks at chosen moments, let each go on, and compare what it ends in with the undisturbed run.
 
-    .venv/bin/python scripts/chaos.py --rounds 40 [--seed 0] [--only MOMENT:FAULT ...]
+    .venv/bin/python scripts/chaos.py --rounds 40 [--seed 0] [--start N] [--only MOMENT:FAULT ...]
 
 A round starts a run and holds it at a moment: as its ranks start, in a step, in a save, right before a folder gets its
 name, or at the end. There it puts in a fault: a process is killed or stopped (the launcher, a rank, the shell that
 cleans up after the launcher), the disk is full or read-only, or the output folder is gone. What follows must be the
 adapter of the undisturbed run, byte for byte, or one clear line; then `--resume auto` must end in that adapter. After
 each of the two no process of the run is alive 5 s later, and no file is left. Every pair of moment and fault comes once
-before one comes again. Exit code 0 when all rounds end so, else 1.
+before one comes again; --start N begins where N times as many rounds have been. Exit code 0 when all end so, else 1.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ FAULTS = (
 )
 # No limit holds yet while ranks start: they may load for long. What is stopped then is waited for.
 PAIRS = [pair for pair in itertools.product(MOMENTS, FAULTS) if not (pair[0] == "start" and pair[1].endswith("good"))]
-# Of a rank that is stopped; from a fault to the end of all processes; of a run that nothing disturbs.
-STOPPED_S, LIMIT_S, END_S, WHOLE_S = 3.0, 8.0, 5.0, 120.0
+# Of a rank that is stopped; `train.timeout_s`; from a fault to the end of all processes; patience with everything else.
+STOPPED_S, LIMIT_S, END_S, WHOLE_S = 3.0, 8.0, 5.0, 600.0
 
 # Every rank imports this first. Where it stands at the chosen moment it says so, and waits for the fault to be done.
 # And bitsandbytes is not there: PEFT imports it, a fifth of the start of a process.
@@ -147,19 +147,15 @@ def main() -> int:
     pairs = [tuple(each.split(":")) for each in options.only] or PAIRS
     choose, good, begun = random.Random(options.seed), 0, time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-        undisturbed = _prepared(Path(folder) / "undisturbed")
-        with _run(undisturbed) as run:
-            code, _, error = run.end(WHOLE_S)
-        if code:
-            print(f"the undisturbed run ended with {code}: {error}")
-            return 1
+        expected = undisturbed(Path(folder) / "undisturbed")
         order: list[Sequence[str]] = []
-        while len(order) < options.rounds:
+        first = options.start * options.rounds
+        while len(order) < first + options.rounds:
             order += choose.sample(pairs, len(pairs))
-        for number, (moment, fault) in enumerate(order[: options.rounds], start=1):
-            own = _prepared(Path(folder) / f"round-{number}")
+        for number, (moment, fault) in enumerate(order[first : first + options.rounds], start=1):
+            own = Path(folder) / f"round-{number}"
             try:
-                said, is_good = _round(own, moment, fault, undisturbed / "output" / "adapter"), True
+                said, is_good = disturbed(own, moment, fault, expected), True
             except AssertionError as failed:
                 said, is_good = f"FAILED: {failed}", False
             good += is_good
@@ -169,6 +165,14 @@ def main() -> int:
     print(f"{time.monotonic() - begun:.0f} s")
     print(f"{good} of {options.rounds}: same bytes or one clear line; no process, no file left")
     return 0 if good == options.rounds else 1
+
+
+def undisturbed(folder: Path) -> Path:
+    """The adapter of a run that nothing disturbs."""
+    with _run(_prepared(folder)) as run:
+        code, _, error = run.end(WHOLE_S)
+    assert code == 0, f"the undisturbed run ended with {code}: {error}"
+    return folder / "output" / "adapter"
 
 
 def _prepared(folder: Path) -> Path:
@@ -199,13 +203,13 @@ def _run(folder: Path, *more: str, moment: str = "") -> Started:
     return Started(folder, *words, PYTHONPATH=path, TORCHINDUCTOR_CACHE_DIR=str(folder / "inductor"))
 
 
-def _round(folder: Path, moment: str, fault: str, expected: Path) -> str:
-    """What came of a round.
+def disturbed(folder: Path, moment: str, fault: str, expected: Path) -> str:
+    """What came of a round, in words.
 
     Raises:
         AssertionError: something else than the bytes of `expected` or one clear line; or something is left.
     """
-    adapter = folder / "output" / "adapter"
+    adapter = _prepared(folder) / "output" / "adapter"
     with _run(folder, moment=moment) as run:
         ended = _disturbed(run, folder, moment, fault)
         if ended.code == 0:
@@ -292,6 +296,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=len(PAIRS))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=int, default=0, metavar="N", help="as after N calls with as many rounds")
     parser.add_argument("--only", nargs="+", default=[], metavar="MOMENT:FAULT", help="as in 'save:SIGKILL rank 0'")
     return parser.parse_args()
 

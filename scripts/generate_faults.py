@@ -1,6 +1,7 @@
 """Faults that nobody thought of, put into what a proof runs: how many are caught?
 
     .venv/bin/python scripts/generate_faults.py --sample 300 --seed 1
+    .venv/bin/python scripts/generate_faults.py --sample 100 --case "llama tp=2,sp" --slice 3/10
     .venv/bin/python scripts/generate_faults.py --list train/gradsync.py
     .venv/bin/python scripts/generate_faults.py --under FAULT tests/unit/test_layout.py
 
@@ -9,6 +10,9 @@ each is put into the proofs that come by its line, one after another, until one 
 loudly, by an error. What every proof lets pass is looked up in docs/survivors.md, which says why: equivalent, speed or
 words, or the test that catches it; what does not stand there is open. Verdicts are kept in a file (--verdicts), and the
 next run goes on from it, but for files that have changed since. Exit code 1 where a survivor is open.
+
+With --case they are drawn from the lines of some proofs alone; all others are tried on what those let pass and the page
+does not know. --slice K/N takes each N-th of what is drawn, from the K-th.
 """
 
 from __future__ import annotations
@@ -209,6 +213,8 @@ def main() -> int:
     parser.add_argument("--sample", type=int, metavar="N", help="so many, drawn by --seed; default: all")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--verdicts", type=Path, default=Path("runs/faults.jsonl"), help="go on from this file")
+    parser.add_argument("--case", nargs="+", choices=CASES, metavar="NAME", help=f"of {'; '.join(CASES)}; default: all")
+    parser.add_argument("--slice", default="0/1", metavar="K/N", help="only a part of them; K from 0")
     parser.add_argument("--list", metavar="FILE", help="only print the changes of a file, as in train/gradsync.py")
     parser.add_argument("--under", nargs="+", metavar="NAME TEST", help="run tests on a copy that has the fault")
     options = parser.parse_args()
@@ -226,14 +232,17 @@ def main() -> int:
     started = time.monotonic()
     with Processes() as processes, options.verdicts.open("a", encoding="utf-8") as file:
         runner = Runner(processes)
-        reached = {name: runner.lines(name) for name in CASES}
-        drawn = draw(reached, options.sample, options.seed)
+        reached = {name: runner.lines(name) for name in options.case or CASES}
+        others, known = [name for name in CASES if name not in reached], known_survivors()
+        slice_, slices = map(int, options.slice.split("/"))
+        drawn = draw(reached, options.sample, options.seed)[slice_::slices]
         for number, (fault, names) in enumerate(drawn, 1):
             if fault.name in done:
                 continue
             if number % CONTROL_EVERY == 0 and (control := runner.run("llama tp=2,sp", None))[0] != "survives":
                 print(f"a run without a fault is {control}: one before it has left something behind", file=sys.stderr)
                 return 2
+            names = names if key(fault) in known else [*names, *others]
             verdict = done[fault.name] = runner.verdict(fault, names)
             entry = {"fault": fault.name, "source": _digest(fault.file), **vars(verdict)}
             print(json.dumps(entry), file=file, flush=True)

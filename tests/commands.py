@@ -43,8 +43,10 @@ RUN_BY: list[tuple[str, str]] = [
     (r"meshlora verify ", _READERS),
     (r"\bpytest\b", "it runs tests"),
     (r"^make ", "it runs tests, programs of this table or the set-up"),
-    (r"benchmarks/", "minutes to hours; tests/unit/test_benchmark_*.py run their code"),
-    (r"scripts/(prove_|chaos|generate_faults|same_adapter|describe_house|two_nodes)", "minutes to hours"),
+    (r"benchmarks/", "minutes to hours; tests/ranks/test_benchmarks.py runs each in small"),
+    (r"scripts/describe_house", "make house"),
+    (r"scripts/(prove_|chaos|generate_faults|same_adapter|two_nodes)", "minutes to hours; make claims, each in small"),
+    (r"scripts/(run_claims|proof_slice)", "make claims, make proof-slice"),
     (r"\bpip\d? |^python3 -m venv", "it installs"),
     (r"examples/launch/", "it needs a cluster of Ray"),
 ]

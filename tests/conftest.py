@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,13 @@ _LONGEST = (
 
 # The suite writes some hundred megabytes, most of them with fsync.
 _MEMORY, _ENOUGH_BYTES = Path("/dev/shm"), 4 * 2**30
+
+# Marked tests of a file that has no more than so many share a slice, as they share what they need.
+_TOGETHER = 8
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slice", metavar="K/N", help="of N parts of the chosen tests only the K-th, from 0")
 
 
 def pytest_configure() -> None:
@@ -115,12 +124,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out += [] if liger_version() else ["liger"]
     left_out += [name for name in ("proof", "cluster", "slurm", "vllm", "meteor") if name not in config.option.markexpr]
     others = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
-    if others:
-        config.hook.pytest_deselected(items=others)
-        unwanted = set(others)
+    if config.option.slice:
+        others += _not_of_slice([item for item in items if item.get_closest_marker("proof")], config.option.slice)
+    if unwanted := dict.fromkeys(others):
+        config.hook.pytest_deselected(items=list(unwanted))
         items[:] = [item for item in items if item not in unwanted]
     if os.environ.get("PYTEST_XDIST_WORKER"):
         items.sort(key=_place)
+
+
+def _not_of_slice(items: list[pytest.Item], chosen: str) -> list[pytest.Item]:
+    """Those of `items` that are in another slice than `chosen`, as in 3/40. By hashes, so that each stays in its slice
+    when others come and go.
+    """
+    number, slices = map(int, chosen.split("/"))
+    files = Counter(item.location[0] for item in items)
+    own = [item.location[0] if files[item.location[0]] <= _TOGETHER else item.nodeid for item in items]
+    return [item for item, name in zip(items, own, strict=True) if zlib.crc32(name.encode()) % slices != number]
 
 
 def _place(item: pytest.Item) -> int:

@@ -1,0 +1,45 @@
+"""Each benchmark runs at tiny sizes, with its own check that all systems agree; the numbers mean nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.scripts import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+# What makes a benchmark small where it has no `--tiny`; None: a test of `make test` runs it.
+OPTIONS: dict[str, list[str] | None] = {
+    "activation_memory": ["--quick", "--seq", "16", "--batch", "1"],
+    "expert_products": [],
+    "gpu": None,  # tests/unit/test_benchmark_gpu.py
+    "gpu_ranks": ["--topology", "dp=1", "--tiny", "--device", "cpu"],
+    "run_all": ["--tiny", "--item", "6", "--out", "{folder}/all"],
+    "save_checkpoint": ["--experts", "4", "--rank", "2"],
+}
+SCRIPTS = [file.stem for file in sorted(BENCHMARKS.glob("*.py")) if "\nif __name__ ==" in file.read_text("utf-8")]
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if OPTIONS.get(name, []) is not None])
+def test_benchmark_runs_in_small(name: str, tmp_path: Path) -> None:
+    given = OPTIONS.get(name) if name in OPTIONS else ["--tiny", "--json", "{folder}/found.json"]
+    words = [word.format(folder=tmp_path) for word in given or ()]
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / f"{name}.py"), *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.strip()
+
+
+def test_options_are_of_benchmarks_that_there_are() -> None:
+    assert OPTIONS.keys() <= set(SCRIPTS)
+    assert len(SCRIPTS) > 15
