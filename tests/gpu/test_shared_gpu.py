@@ -74,17 +74,16 @@ def test_messages_over_nccl_arrive_in_order_and_no_send_is_waited_for() -> None:
     assert of_first == of_last == [micro + 2.0 for micro in range(8)]
 
 
-@pytest.mark.parametrize("topology", ["tp=2,sp", "pp=2"])
-def test_a_run_of_two_ranks_on_one_gpu_has_the_losses_of_one(
-    topology: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_a_run_of_two_ranks_on_one_gpu_is_proved_there_and_has_the_losses_of_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "train.jsonl").write_text('{"prompt": "def f(x):", "completion": " return x"}\n' * 8)
     losses = []
     given: dict[str, Any] = {"model": {"path": str(TINY), "dtype": "float32"}, "device": "cuda"}
-    for name, mesh, words in (("one", "dp=1", ["1"]), ("two", topology, ["2", "--ranks-per-gpu", "2"])):
+    for name, mesh, words in (("one", "dp=1", ["1"]), ("two", "pp=2", ["2", "--ranks-per-gpu", "2"])):
         file = write_run_file(tmp_path / f"{name}.yaml", **given, topology=mesh)
-        assert main(["train", str(file), "--no-preflight", "--nproc", *words]) == 0, capfd.readouterr().err
+        assert main(["train", str(file), "--nproc", *words]) == 0, capfd.readouterr().err
         losses.append([line["loss"] for line in metrics_of(tmp_path / name) if "loss" in line])
-    assert "2 ranks share each GPU" in capfd.readouterr().out
+    assert capfd.readouterr().out.count("2 ranks share each GPU") >= 2  # before the proof, and on the machines
     assert losses[0]
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
