@@ -118,6 +118,7 @@ def _pretend(torch: Any) -> None:
         None if check_available and not _is_available() else torch.device("cuda")
     )
     os.register_at_fork(before=_before_fork)
+    _count()  # as some imports do, among them that of bitsandbytes
 
 
 class _Finder(importlib.abc.MetaPathFinder):
