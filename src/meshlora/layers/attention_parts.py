@@ -98,6 +98,13 @@ class Seen:
         return all(map(np.array_equal, mine, theirs))
 
 
+def columns_of(seen: Sequence[Seen], queries: slice) -> slice:
+    """From the first to the last key that any of `queries` sees in any row; none at all: 0 to 0."""
+    see = [(one, np.flatnonzero(one.number[queries]) + queries.start) for one in seen]
+    ends = [(int(one.first[which].min()), int(one.last[which].max()) + 1) for one, which in see if len(which)]
+    return slice(min(first for first, _ in ends), max(stop for _, stop in ends)) if ends else slice(0, 0)
+
+
 def groups_of(seen: Seen) -> Iterator[tuple[slice, list[tuple[slice, bool]] | None]]:
     """(queries, the slices of keys that they see, and whether causally) of neighbours that see alike.
 

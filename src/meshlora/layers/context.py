@@ -35,7 +35,7 @@ from meshlora.comm.groups import Axis
 from meshlora.common import compat
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.transfer import to_device
-from meshlora.layers.attention_parts import How, Part, Seen, attend, groups_of, has_kernel
+from meshlora.layers.attention_parts import How, Part, Seen, attend, columns_of, groups_of, has_kernel
 from meshlora.plan.rules import CONTEXT_ATTENTIONS
 
 _OURS = "meshlora-"
@@ -252,22 +252,25 @@ class RowsOfMask:
             are_alike = all(one.is_equal(seen[0][0]) for one in seen[0])
             if are_alike or held.per_rank < _ALONE:
                 groups = groups_of(seen[0][0]) if are_alike else [(slice(0, held.per_rank), None)]
-                yield from self._parts_of(held, keys, slice(None), groups)
+                yield from self._parts_of(held, keys, slice(None), seen[0], groups)
                 return
             seen = [[one] for one in seen[0]]
         for row, (one,) in enumerate(seen):
-            yield from self._parts_of(held, keys, slice(row, row + 1), groups_of(one))
+            yield from self._parts_of(held, keys, slice(row, row + 1), [one], groups_of(one))
 
-    def _parts_of(self, held: HeldTokens, keys: np.ndarray, rows: slice, groups: Iterable[Any]) -> Iterator[Part]:
+    def _parts_of(
+        self, held: HeldTokens, keys: np.ndarray, rows: slice, seen: Sequence[Seen], groups: Iterable[Any]
+    ) -> Iterator[Part]:
+        """seen: by each of the rows, or by all of them alike."""
         row = rows.start or 0
         for queries, slices in groups:
             if slices is not None:
                 yield from (Part(rows, queries, where, None, is_causal) for where, is_causal in slices)
                 continue
             for own in held.cut_up(queries, row):
-                mask = self._rows(rows, held.own_on_host[row, own], keys[row])
-                columns = _seen_columns(mask)
+                columns = columns_of(seen, own)
                 if columns.stop:
+                    mask = self._rows(rows, held.own_on_host[row, own], keys[row])
                     yield Part(rows, own, columns, mask[..., columns].contiguous())
 
     def _seen(self, held: HeldTokens, keys: np.ndarray, row: int) -> Iterator[Seen]:
