@@ -8,7 +8,7 @@ own: the data types of a plan (`plan.rules`), families (`plan.families.explicit`
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -411,18 +411,24 @@ def _fused(model: Any, linears: Mapping[str, LinearRule]) -> dict[str, LinearRul
     return found
 
 
+def _outer_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.ModuleList]]:
+    """Without a look inside them: the layers of a large model have thousands of modules."""
+    for name, child in module.named_children():
+        path = f"{prefix}.{name}" if prefix else name
+        if isinstance(child, nn.ModuleList) and len(child):
+            yield path, child
+        else:
+            yield from _outer_lists(child, path)
+
+
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """(name, decoder layers): the only ModuleList that is not nested in another.
 
     Raises:
         UnsupportedError: there is none, or more than one.
     """
-    lists: dict[str, nn.ModuleList] = {}
     text, decoder = text_decoder(model)
-    for name, module in decoder.named_modules(prefix=text):
-        inner = any(name.startswith(f"{outer}.") for outer in lists)
-        if isinstance(module, nn.ModuleList) and len(module) and not inner:
-            lists[name] = module
+    lists = dict(_outer_lists(decoder, text))
     if len(lists) > 1:
         lists = {name: m for name, m in lists.items() if name.rpartition(".")[2] in ("layers", "h", "blocks")}
     if len(lists) != 1:

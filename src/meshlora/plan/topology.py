@@ -298,16 +298,22 @@ class Topology:
         """
         of_experts = axes & set(EXPERT_AXES)
         assert not of_experts or of_experts == axes, axes
-        copies = math.prod(filter(None, map(size_of_copies, axes)))
-        by_place: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world):
-            place = self.expert_coordinates(rank) if of_experts else self.coordinates(rank)
-            if of_experts:
-                place |= dict.fromkeys(LAYERS, self.stage_of(rank))
+        if of_experts:
+            parts = [(name, size, self.per_stage) for name, size in self.sizes.items() if name in LAYERS]
+            parts += [(name, size, self.stride_of(name)) for name, size in self.expert_sizes.items()]
+        else:
+            parts = [(name, size, self.stride_of(name)) for name, size in self.sizes.items()]
+            for axis in axes:
+                if copies := size_of_copies(axis):
+                    name, size, _ = parts.pop()
+                    parts += [(name, size // copies, copies), (axis, copies, 1)]
+        first, inside = [0], [0]  # the first ranks of all groups; how far the ranks of a group are from its first
+        for name, size, stride in parts:
+            if name in axes:
+                inside = [rank + place * stride for rank in inside for place in range(size)]
             else:
-                place[DENSE_AXES[-1]] //= copies
-            by_place.setdefault(tuple(i for axis, i in place.items() if axis not in axes), []).append(rank)
-        return list(by_place.values())
+                first = [rank + place * stride for rank in first for place in range(size)]
+        return [[begin + rank for rank in inside] for begin in first]
 
     def size_over(self, axes: Iterable[str]) -> int:
         """The number of ranks in a group over `axes`."""

@@ -49,7 +49,7 @@ class Shrunk:
     @property
     def num_kinds(self) -> int:
         """How many kinds of layers the whole model has."""
-        return len(decoder_layers(self.model)[1])
+        return len(self.model.get_submodule(self.layers))
 
 
 def shrink(model: Any) -> Shrunk:

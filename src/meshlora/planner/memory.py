@@ -130,7 +130,7 @@ def _of_base(shrunk: Shrunk, plan: ModelPlan, targets: Collection[str]) -> tuple
             if plan.is_sharded(name, ndim=tensor.ndim):
                 kind = shrunk.kind_of(name)
                 assert kind is not None, name
-                num_bytes = tensor.chunk(plan.topology.size_over(DATA))[0].nbytes
+                num_bytes = -(-len(tensor) // plan.topology.size_over(DATA)) * tensor[0].nbytes
                 shards[kind] += num_bytes
             weights += shrunk.times(name) * num_bytes
     return weights, tuple(shards) if plan.units else ()

@@ -98,7 +98,7 @@ class Problem:
         """The model with one layer of each kind."""
         return shrink(self.model)
 
-    @property
+    @cached_property
     def can_recompute(self) -> bool:
         """Whether transformers can recompute every layer."""
         return all(isinstance(layer, GradientCheckpointingLayer) for layer in decoder_layers(self.model)[1])
