@@ -24,6 +24,7 @@ from meshlora.plan.budget import Message, micro_batch_budget
 from meshlora.plan.derive import plan_model
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
+from meshlora.planner import fake
 from meshlora.planner.choose import all_topologies, choose
 from meshlora.planner.communication import grouped, span_of
 from meshlora.planner.fake import FakeRun, Work
@@ -203,6 +204,26 @@ def test_bytes_are_those_that_an_operator_reads_and_writes() -> None:
         assert not run.sections["s"].work
         _ = torch.zeros_like(x), table[rows], x + x[:, :1].expand(10, 100)
     assert run.sections["s"].work == {Work(0, 4000): 1, Work(0, 8000 + 80): 1, Work(0, 8000 + 40): 1}
+
+
+def test_step_takes_what_the_host_or_the_gpu_takes_whichever_is_longer() -> None:
+    """A host that runs ahead of large kernels has launched the small ones before their turn."""
+    gpu = dataclasses.replace(GPUS["h100"], memory_gb_s=1000, memory_efficiency=1, kernel_s=1e-3)
+    large, small = Work(0, 10 * 10**9), Work(0, 10**6)
+    assert gpu.work_s({large: 1, small: 5}, is_half=True) == pytest.approx(10e-3 + 5e-6)
+    assert gpu.work_s({large: 1, small: 20}, is_half=True) == pytest.approx(21e-3)
+
+
+def test_operators_of_equal_layers_are_asked_of_torch_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulation of 80 layers would take most of its time to hear 80 times what shapes the first had."""
+    numbers = []
+    for layers in (3, 6):
+        known: dict[Any, Any] = {}
+        monkeypatch.setattr(fake, "_KNOWN", known)
+        problem = problem_of("llama", 2, config={"num_hidden_layers": layers}, recompute="none")
+        assert not list(simulated(problem, "tp=2,sp").differences())
+        numbers.append(len(known))
+    assert numbers[0] == numbers[1]
 
 
 def test_what_links_carry_is_by_ring() -> None:

@@ -19,6 +19,7 @@ from meshlora.planner.choose import Prediction, all_topologies, choose
 from meshlora.planner.hardware import GPUS
 from meshlora.planner.problem import Problem
 from meshlora.planner.show import why_best
+from meshlora.planner.simulate import simulate
 from meshlora.planner.trace import trace
 from tests.unit.test_planner import SHAPE, problem_of, simulated
 
@@ -37,6 +38,8 @@ from tests.unit.test_planner import SHAPE, problem_of, simulated
         pytest.param(
             "llama", "cp=2,ring", {"lora": {"target_modules": ["q_proj"]}}, id="ring_of_keys_without_gradient"
         ),
+        # Three tokens of a rank in one place take a mask.
+        pytest.param("llama", "cp=8", {"seq": 48, "batch": 1, "dtype": torch.bfloat16}, id="few_tokens"),
         pytest.param("deepseek_v3", "cp=2,tp=2,sp", {}, id="values_narrower_than_keys", marks=pytest.mark.proof),
         pytest.param("qwen3_moe", "tp=2,cp=2,ep=2,etp=2,two-stage", {}, id="two_stage", marks=pytest.mark.proof),
         pytest.param("llama", "dp=512,cp=4,tp=8,sp", {}, id="16384", marks=pytest.mark.proof),
@@ -138,10 +141,14 @@ def test_recurrent_mixers_are_left_out_with_the_reason() -> None:
 def test_a_ring_is_looked_at_where_gathered_keys_and_values_do_not_fit() -> None:
     problem = problem_of("llama", 2, seq=128, batch=1)
     assert not [found for found in choose(problem).ranked if found.topology.ring]
-    small = dataclasses.replace(problem.gpu, memory_gb=1e-6)
+    (whole,) = choose(problem, [Topology.parse("cp=2,ring")]).ranked
+    room = 0.5 * (whole.states.kept + whole.memory_bytes) / problem.gpu.usable_memory
+    small = dataclasses.replace(problem.gpu, memory_gb=room / 1e9)
     found = {str(found.topology): found for found in choose(dataclasses.replace(problem, gpu=small)).ranked}
     assert {"cp=2,ring", "cp=2,dp_shard,ring"} < found.keys()
     assert found["cp=2,ring"].memory_bytes < found["cp=2"].memory_bytes
+    less = dataclasses.replace(problem.gpu, memory_gb=1e-6)  # no room for the base
+    assert not [p for p in choose(dataclasses.replace(problem, gpu=less)).ranked if p.topology.ring]
 
 
 def test_with_experts_cp_is_looked_at_on_the_fastest_of_their_meshes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,3 +160,41 @@ def test_with_experts_cp_is_looked_at_on_the_fastest_of_their_meshes_alone(monke
         meshes[topology.size_over(TOKENS) > 1][topology.ep, topology.etp] = None
     assert len(meshes[False]) == 3
     assert list(meshes[True]) == list(meshes[False])[:1]
+
+
+def test_axis_is_longer_as_long_as_that_gains_and_no_micro_batch_is_traced_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of what fits on one GPU, halves of sequences are looked at, and not their sixteenths."""
+    traced: list[str] = []
+
+    def counted(small: Any, **options: Any) -> Any:
+        traced.append(str(small.plan.topology))
+        return trace(small, **options)
+
+    monkeypatch.setattr("meshlora.planner.choose.trace", counted)
+    problem = problem_of("llama", 16, batch=16, seq=64, micro_batch=1, recompute="none")
+    found = [one.topology for one in choose(problem).ranked]
+    assert {topology.cp for topology in found} == {1, 2}
+    assert len(traced) == 2 * len({(t.is_whole, t.cp, t.tp, t.sp) for t in found})
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("seq", [8192, 131_072])
+def test_plan_of_a_70b_model_on_16384_gpus_is_simulated(seq: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `plan --simulate` does, with cp among the candidates. Its time is that of traces, three a second."""
+    config = AutoConfig.for_model(**json.loads(SHAPE.read_text()))
+    base = make_blueprint(config, Topology(), BaseOptions(dtype="bfloat16"))
+    lora = LoraConfig(r=16, target_modules="all-linear")
+    problem = Problem(base, lora, gpus=16384, gpu=GPUS["h200"], seq=seq, global_batch=16384)
+    traced: list[int] = []
+
+    def counted(small: Any, **options: Any) -> Any:
+        traced.append(options["rows"])
+        return trace(small, **options)
+
+    monkeypatch.setattr("meshlora.planner.choose.trace", counted)
+    choice = choose(problem)
+    assert len(traced) <= 60
+    assert any(one.topology.cp > 1 for one in choice.ranked)
+    assert not list(simulate(problem, choice.ranked[0]).differences())

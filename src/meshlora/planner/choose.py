@@ -21,7 +21,7 @@ from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.budget import Flow, Message, Sizes
 from meshlora.plan.families.proved import check_proved
 from meshlora.plan.stages import check_tied, idle
-from meshlora.plan.topology import DATA, FLAGS, LAYERS, TOKENS, TP, Topology, dense_sizes, divisors, field_of
+from meshlora.plan.topology import DATA, FLAGS, LAYERS, SEQUENCES, TOKENS, TP, Topology, dense_sizes, divisors, field_of
 from meshlora.planner.communication import Traffic, hop_s, messages_of, span_of, traffic_of
 from meshlora.planner.fake import Work
 from meshlora.planner.hardware import Hardware
@@ -37,12 +37,15 @@ from meshlora.planner.pipeline import (
 from meshlora.planner.problem import Problem, Recompute
 from meshlora.planner.trace import Trace, model_vocab, tokens_of_chunk, trace
 
-Traces = dict[Topology, tuple[Trace, Trace]]
+# By what of a topology a trace depends on, of one sequence and of two.
+Traces = dict[tuple[Any, ...], tuple[Trace, Trace]]
 RECOMPUTE: tuple[Recompute, ...] = ("none", 4, 2, "full")
 # How many meshes of experts are looked at with cp: all, on 64 GPUs, would be thousands of topologies.
 _MESHES = 3
 # Of how many of the best topologies without stages those with stages are made.
 _STAGED = 6
+# So many longer sizes of an axis that gain nothing end the search along it. Stages may have to be as many as nodes.
+_TRIED = {"cp": 1, "pp": 2}
 # Copies into and out of buckets, scaling, norms, clipping, AdamW: each of all gradients at once.
 _OPERATORS_OF_AN_UPDATE = 30
 # Memory traffic of these, in passes over the gradients.
@@ -136,8 +139,9 @@ class Choice:
 
 
 def choose(problem: Problem, topologies: Sequence[Topology] = ()) -> Choice:
-    """Predict and rank `topologies`, by default all: with cp on the meshes of experts that are the fastest without, and
-    with a ring those that do not fit without. With pp those whose stages are a part of one of the best.
+    """Predict and rank `topologies`, by default all: with cp on the meshes of experts that are the fastest without,
+    and with a ring those that do not fit without. With pp those whose stages are a part of one of the best. Both are
+    longer as long as that gains. With a tp group across nodes only if nothing else fits.
 
     Raises:
         UserError: no topology can be predicted.
@@ -155,19 +159,26 @@ def choose(problem: Problem, topologies: Sequence[Topology] = ()) -> Choice:
                     raise
                 left_out.append((str(topology), error.rule.replace(str(topology), "this")))  # said once for all
 
+    def look_through(every: Sequence[Topology]) -> None:
+        look_at(topology for topology in every if not _is_cut(topology))
+        meshes = list(dict.fromkeys(_experts_of(p.topology) for p in _ranked(found)))[:_MESHES]
+        waiting = (t for t in every if _is_cut(t) and (not meshes or _experts_of(t) in meshes))
+        look_at(t for t in waiting if not _is_over(found, t, "cp"))
+        # A ring sends more, and holds fewer keys and values.
+        tight = [p.topology for p in found if p.states.kept <= p.usable_bytes < p.memory_bytes]
+        look_at(dataclasses.replace(topology, ring=True) for topology in tight if _is_cut(topology))
+        best = [prediction.topology for prediction in _ranked(found)[:_STAGED]]
+        staged = dict.fromkeys(staged for topology in best for staged in _in_stages(topology, problem))
+        look_at(t for t in sorted(staged, key=lambda t: t.pp) if not _is_over(found, t, "pp"))
+
     with simulated_job(2):
         if topologies:
             look_at(topologies)
         else:
-            every = list(all_topologies(problem))
-            look_at(topology for topology in every if not _is_cut(topology))
-            meshes = list(dict.fromkeys(_experts_of(p.topology) for p in _ranked(found)))[:_MESHES]
-            look_at(t for t in every if _is_cut(t) and (not meshes or _experts_of(t) in meshes))
-            # A ring sends more, and holds fewer keys and values.
-            tight = [prediction.topology for prediction in found if not prediction.fits]
-            look_at(dataclasses.replace(topology, ring=True) for topology in tight if _is_cut(topology))
-            best = [prediction.topology for prediction in _ranked(found)[:_STAGED]]
-            look_at(dict.fromkeys(staged for topology in best for staged in _in_stages(topology, problem)))
+            every = sorted(all_topologies(problem), key=lambda topology: topology.cp)
+            look_through([topology for topology in every if not problem.gpu.crosses_nodes(topology.tp)])
+            if not any(prediction.fits for prediction in found):
+                look_through([topology for topology in every if problem.gpu.crosses_nodes(topology.tp)])
     if not found:
         name, why = left_out[0]
         raise UserError(f"{problem.gpus} GPUs", f"none of the topologies can be; {name}: {why}", "change --gpus")
@@ -211,6 +222,21 @@ def _is_cut(topology: Topology) -> bool:
     return topology.size_over(TOKENS) > 1
 
 
+def _is_over(found: Iterable[Prediction], topology: Topology, axis: str) -> bool:
+    """Whether a longer `axis`, all else alike but dp, has stopped to gain; with cp, whether states alone do not fit."""
+
+    def others(topology: Topology) -> list[Any]:
+        return [value for name, value in vars(topology).items() if name not in (axis, *SEQUENCES)]
+
+    alike = [p for p in found if others(p.topology) == others(topology)]
+    alike.sort(key=lambda p: p.topology.size_over({axis}))
+    if axis in TOKENS and any(p.states.kept > p.usable_bytes for p in alike):
+        return True
+    before, last = alike[: -_TRIED[axis]], alike[-_TRIED[axis] :]
+    best_s = min((p.time_s for p in before if p.fits), default=math.inf)
+    return best_s < math.inf and not any(p.fits and p.time_s < best_s for p in last)
+
+
 def _experts_of(topology: Topology) -> tuple[int, int, bool]:
     return topology.ep, topology.etp, topology.two_stage
 
@@ -246,7 +272,7 @@ def _shapes(problem: Problem) -> Iterator[Topology]:
 def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
     """The best way to run `topology`: the fastest that fits, else the one with the lowest peak.
 
-    traces: cache by topology without dp_shard; this topology's are added.
+    traces: cache; this topology's are added.
 
     Raises:
         UserError: the model cannot be split so, or there are fewer sequences than dp ranks. UnsupportedError: unproved.
@@ -267,17 +293,23 @@ def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
             raise idle(topology, part.layers)
     cut = topology.size_over(topology.token_cut)
     tokens = -(-problem.seq // cut) * cut
-    # Whatever the number of stages, their layers are alike.
-    whole = dataclasses.replace(topology.with_stages(min(2, len(parts))), dp_shard=False, interleave=1)
-    if whole not in traces:
+    # Of a micro-batch, however many ranks have other sequences and other layers.
+    apart = {*SEQUENCES, *LAYERS, "interleave", "dp_shard"}
+    alike = topology.is_whole, *(value for name, value in vars(topology).items() if name not in apart)
+    if alike not in traces:
         device, optimizer = problem.gpu.device, problem.optimizer
-        one, two = (trace(small, rows=n, tokens=tokens, device=device, optimizer=optimizer) for n in (1, 2))
-        traces[whole] = one, two
-    predictions = [
-        _prediction(problem, topology, small, parts, states, traces[whole], rows, tokens, recompute)
-        for rows in _micro_batches(problem, share)
-        for recompute in _recomputations(problem)
-    ]
+        single, double = (trace(small, rows=n, tokens=tokens, device=device, optimizer=optimizer) for n in (1, 2))
+        traces[alike] = single, double
+    predictions: list[Prediction] = []
+    waiting = _micro_batches(problem, share)
+    for recompute in _recomputations(problem):
+        # More sequences at once need more memory, and those that fit take less time without more recomputation.
+        while waiting:
+            one = _prediction(problem, topology, small, parts, states, traces[alike], waiting[0], tokens, recompute)
+            predictions.append(one)
+            if not one.fits:
+                break
+            waiting = waiting[1:]
     fitting = [prediction for prediction in predictions if prediction.fits]
     if fitting:
         return min(fitting, key=lambda p: p.time_s)
@@ -328,21 +360,25 @@ class KernelTimes:
         return layers + (self.back if stage.is_last else 0.0)
 
 
-def _kernel_times(problem: Problem, traces: tuple[Trace, Trace], rows: int, own: int) -> KernelTimes:
-    """own: the tokens of a sequence that a rank has."""
+def _kernel_times(problem: Problem, traces: tuple[Trace, Trace], rows: int, own: int, chunk_tokens: int) -> KernelTimes:
+    """own: the tokens of a sequence that a rank has. chunk_tokens: those of a chunk of the loss."""
     gpu, two = problem.gpu, traces[1]
 
     def seconds(part: str) -> float:
-        """Of one run of a part with `rows` sequences, linear in their number."""
-        times = [gpu.work_s(t.work.get(part, Counter()), is_half=problem.is_half) for t in traces]
-        return times[0] + (rows - 1) * (times[1] - times[0])
+        """Of one run of a part with `rows` sequences: device and host each linear in their number."""
+        work = [t.work.get(part, Counter()) for t in traces]
+        busy = [gpu.busy_s(each, is_half=problem.is_half) for each in work]
+        launched = [gpu.launches_s(each) for each in work]
+        return max(times[0] + (rows - 1) * (times[1] - times[0]) for times in (busy, launched))
 
     # The larger of the two traced chunks stands for all of them.
-    chunk_s = gpu.work_s(two.work["chunk"], is_half=problem.is_half) / two.memory.chunk_tokens
+    chunk, tokens = two.work["chunk"], rows * own
+    busy_s = gpu.busy_s(chunk, is_half=problem.is_half) * tokens / two.memory.chunk_tokens
+    chunks_s = max(busy_s, gpu.launches_s(chunk) * -(-tokens // chunk_tokens))
     kinds = range(problem.shrunk.num_kinds)
     return KernelTimes(
         seconds("before"),
-        seconds("after") + chunk_s * rows * own,
+        seconds("after") + chunks_s,
         seconds("back"),
         {k: seconds(f"layer {k}") for k in kinds},
         {k: seconds(f"layer {k} back") for k in kinds},
@@ -368,7 +404,7 @@ def _prediction(
     chunk_tokens = tokens_of_chunk(vocab, dtype, rows * own)
     memory = one.memory.at(two.memory, rows, chunk_tokens)
     sizes = Sizes(rows * tokens, chunk_tokens, width, dtype)
-    kernels = _kernel_times(problem, traces, rows, own)
+    kernels = _kernel_times(problem, traces, rows, own, chunk_tokens)
     ranks: list[RankCost] = []
     turns: list[TurnTimes] = []
     for number, (part, held) in enumerate(zip(parts, states, strict=True)):

@@ -47,6 +47,8 @@ _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", GROUPED_PRODUCT.removepr
 _ATTENTION = "scaled_dot_product"
 # Nothing runs: what is allocated is written by others.
 _ALLOCATES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "_unsafe_view")
+# Overwritten, their first argument has another shape or storage.
+_MOVES = ("aten::resize_", "aten::set_", "aten::as_strided_", "aten::squeeze_", "aten::unsqueeze_", "aten::transpose_")
 # These do not read their first argument, but overwrite it, or take its shape.
 _NOT_READ = ("copy_", "fill_", "zero_", "zeros_like", "ones_like", "full_like", "new_zeros")
 _GATHERS = ("index_select", "embedding", "gather", "index")  # these read the chosen rows of their first one
@@ -86,6 +88,22 @@ class Section:
     peak_bytes: int = 0
     end_bytes: int = 0
     work: Counter[Work] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class Known:
+    """What an operator makes of arguments that have been seen. made: (shape, strides, dtype) of each of its tensors;
+    None: the first argument, overwritten.
+    """
+
+    made: tuple[tuple[Any, Any, torch.dtype], ...] | None
+    is_single: bool
+    work: Work | None
+
+
+# Layers and traces are alike: torch says once what an operator makes of tensors of some shapes, which takes it ten
+# times as long as looking it up.
+_KNOWN: dict[Any, Known] = {}
 
 
 class FakeRun(TorchDispatchMode):
@@ -160,12 +178,10 @@ class FakeRun(TorchDispatchMode):
             args, kwargs = map_tensors(_without_content, (args, kwargs))
         if "device" in kwargs or (not given and _takes_device(func)):
             kwargs = {**kwargs, "device": torch.device("meta")}
-        is_grouped = name == GROUPED_PRODUCT and args[0].dtype != torch.bfloat16
-        found = _grouped_product(*args[:3]) if is_grouped else func(*args, **kwargs)
-        made = [found] if isinstance(found, Tensor) else list(tensors_in(found))
+        found, made, work = _run(func, args, kwargs)
         for tensor in made:
             self._hold(tensor)
-        if self._section is not None and (work := work_of(func, args, kwargs, made)) is not None:
+        if self._section is not None and work is not None:
             self._section.work[work] += 1
         return found
 
@@ -297,6 +313,53 @@ def is_view(func: Any) -> bool:
     """Whether an operator only returns views of its input."""
     returns = schema_of(func).returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Tensor], Work | None]:
+    """(result, its tensors, cost) of an operator on fake tensors."""
+    key = func, _key_of(args), _key_of(tuple(kwargs.items()))
+    if (known := _KNOWN.get(key)) is not None:
+        if known.made is None:
+            return args[0], [args[0]], known.work
+        made = [torch.empty_strided(*each[:2], dtype=each[2], device="meta") for each in known.made]
+        return made[0] if known.is_single else tuple(made), made, known.work
+    name = schema_of(func).name
+    if name.startswith("aten::_foreach_") and name.endswith("_"):  # it changes numbers alone
+        return None, [], work_of(func, args, kwargs, [])
+    is_grouped = name == GROUPED_PRODUCT and args[0].dtype != torch.bfloat16
+    found = _grouped_product(*args[:3]) if is_grouped else func(*args, **kwargs)
+    made = [found] if isinstance(found, Tensor) else list(tensors_in(found))
+    work = work_of(func, args, kwargs, made)
+    if (known := _known_of(func, args, kwargs, found, work)) is not None:
+        _KNOWN[key] = known
+    return found, made, work
+
+
+def _key_of(value: Any) -> Any:
+    """A key that is equal for arguments of which an operator makes the same."""
+    if isinstance(value, Tensor):
+        return type(value), value.shape, value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return tuple([_key_of(each) for each in value])
+    return type(value), value  # 1, 1.0 and True are equal
+
+
+def _known_of(func: Any, args: Any, kwargs: Any, found: Any, work: Work | None) -> Known | None:
+    """None where the result is anything but new tensors, or the first argument overwritten."""
+    given, is_single = list(tensors_in((args, kwargs))), isinstance(found, Tensor)
+    made = [found] if is_single else found
+    if not isinstance(made, list | tuple) or not made or {*map(type, (*given, *made))} - {Tensor, nn.Parameter}:
+        return None
+    aliases = [argument.alias_info is not None for argument in schema_of(func).arguments]
+    if any(aliases):
+        is_overwritten = found is args[0] and aliases[0] and sum(aliases) == 1
+        return Known(None, True, work) if is_overwritten and schema_of(func).name not in _MOVES else None
+    storages = [tensor.untyped_storage() for tensor in made]
+    alike = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta").untyped_storage() for t in made]
+    are_new = len({*map(storage_id, storages)} - {storage_id(t.untyped_storage()) for t in given}) == len(made)
+    if not are_new or [s.nbytes() for s in storages] != [s.nbytes() for s in alike]:  # `_unsafe_view` is of its input
+        return None
+    return Known(tuple((t.shape, t.stride(), t.dtype) for t in made), is_single, work)
 
 
 def work_of(func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> Work | None:

@@ -36,7 +36,8 @@ class Hardware:
         half_tflops: dense bf16 and fp16. full_tflops: fp32 (not tf32).
         matmul_efficiency: share of these that matrix products reach. memory_gb_s: bandwidth of the GPU's memory.
             memory_efficiency: share of it that is reached.
-        kernel_s: the least time between kernel launches, as eager code launches each from Python.
+        kernel_s: of the host for an operator: Python, autograd, the launch. It runs ahead of the GPU, so a step takes
+            its time or the GPU's, whichever is longer.
         gpus_per_node, node_gb_s: the GPUs joined by the fast link, and its bandwidth. network_gb_s: bandwidth between
             nodes. link_efficiency: share of either that collectives reach.
         overlap_efficiency: share of kernels' time that a gather of weights can overlap with.
@@ -64,7 +65,7 @@ class Hardware:
     memory_efficiency: float = 0.8
     link_efficiency: float = 0.8
     overlap_efficiency: float = 0.8
-    kernel_s: float = 6e-6
+    kernel_s: float = 55e-6
     launch_s: float = 12e-6
     node_hop_s: float = 2e-6
     network_hop_s: float = 6e-6
@@ -85,8 +86,16 @@ class Hardware:
         return int(self.memory_gb * 1e9 * self.usable_memory)
 
     def work_s(self, work: Mapping[Work, float], *, is_half: bool) -> float:
-        """Time of consecutive kernels, each bound by its flops, its bytes or its launch, whichever is slowest; and of
-        the host for each, if that waits for them.
+        """Time of consecutive kernels: what keeps the device busy, or the launches of them, whichever takes longer."""
+        return max(self.busy_s(work, is_half=is_half), self.launches_s(work))
+
+    def launches_s(self, work: Mapping[Work, float]) -> float:
+        """Of the host, which runs ahead of the kernels."""
+        return self.kernel_s * sum(work.values())
+
+    def busy_s(self, work: Mapping[Work, float], *, is_half: bool) -> float:
+        """Time of kernels, each bound by its flops or its bytes, whichever is slower; and of the host for each, if that
+        waits for them.
         """
         efficiency = (self.half_memory_efficiency if is_half else 0.0) or self.memory_efficiency
         bytes_s = 1e9 * efficiency * self.memory_gb_s
@@ -96,7 +105,7 @@ class Hardware:
             # A measured rate is that of the whole operator, its bytes included.
             is_measured = one.flops and self._rates(one, is_half=is_half)
             moved_s = 0.0 if is_measured else one.num_bytes / bytes_s
-            total += number * (self.host_s + max(one.flops / flops_s, moved_s, self.kernel_s))
+            total += number * (self.host_s + max(one.flops / flops_s, moved_s))
         return total
 
     def _rates(self, work: Work, *, is_half: bool) -> Rates:
@@ -135,8 +144,10 @@ class Hardware:
         return self.launch_s + hop_s * math.log2(ranks) + wire_bytes / (1e9 * gb_s * self.link_efficiency)
 
 
-# Datasheets sum both directions of NVLink and PCIe: half of it here. Networks: one NIC per GPU, as in the
-# manufacturer's reference systems (DGX A100 200 Gb/s, DGX H100, H200 and B200 400 Gb/s; L40S servers 200 Gb/s per two).
+# `kernel_s` of all is the host's beside one H200, 2026-11, torch 2.11, which enqueued steps of 2,692 to 3,802 operators
+# in 142 to 222 ms. Datasheets sum both directions of NVLink and PCIe: half of it here. Networks: one NIC per GPU, as in
+# the manufacturer's reference systems (DGX A100 200 Gb/s, DGX H100, H200 and B200 400 Gb/s; L40S servers 200 Gb/s per
+# two).
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -144,7 +155,20 @@ GPUS = {
             "a100", 80, 312, 19.5, 2039, 300, 25, source="NVIDIA A100 80GB SXM datasheet (2021); DGX A100 datasheet"
         ),
         Hardware("h100", 80, 989, 67, 3350, 450, 50, source="NVIDIA H100 SXM5 datasheet (2023); DGX H100 datasheet"),
-        Hardware("h200", 141, 989, 67, 4800, 450, 50, source="NVIDIA H200 SXM datasheet (2024); DGX H200 datasheet"),
+        Hardware(
+            "h200",
+            141,
+            989,
+            67,
+            4800,
+            450,
+            50,
+            matmul_efficiency=0.68,  # 644 to 678 TFLOP/s in steps; 726 to 753 of 8192 x 8192 x 8192
+            memory_efficiency=0.9,  # a copy: 4.3 TB/s
+            half_attention=((1.0, 440.0),),  # one sequence a row; joined rows, in torch 2.11: 250
+            source="NVIDIA H200 SXM datasheet (2024); DGX H200 datasheet; efficiencies measured: one H200, 2026-11, "
+            "torch 2.11",
+        ),
         Hardware("b200", 180, 2250, 75, 7700, 900, 50, source="NVIDIA DGX B200 datasheet (2024), an eighth of it"),
         Hardware("l40s", 48, 362, 91.6, 864, 32, 12.5, source="NVIDIA L40S datasheet (2023), PCIe 4.0 x16"),
     )

@@ -144,7 +144,7 @@ def assumptions(problem: Problem) -> str:
     tflops = gpu.half_tflops if problem.is_half else gpu.full_tflops
     return (
         f"times are estimates: {tflops:,.0f} TFLOP/s at {gpu.matmul_efficiency:.0%}, {gpu.memory_gb_s:,.0f} GB/s of "
-        f"memory at {gpu.memory_efficiency:.0%}, {gpu.kernel_s * 1e6:g} us a kernel at least, links of "
+        f"memory at {gpu.memory_efficiency:.0%}, {gpu.kernel_s * 1e6:g} us of the host for an operator, links of "
         f"{gpu.node_gb_s:g} GB/s in nodes of {gpu.gpus_per_node} and {gpu.network_gb_s:g} GB/s between them at "
         f"{gpu.link_efficiency:.0%}, nothing overlaps but gathers of weights (dp_shard), beside "
         f"{gpu.overlap_efficiency:.0%} of the kernels of the layer before ({gpu.source or 'given'}); "
@@ -199,8 +199,7 @@ def calibrated(fields: Mapping[str, Any], timings: Sequence[Timing]) -> Table:
     if "half_memory_efficiency" in fields:
         share = fields["half_memory_efficiency"]
         table.add_row("in bfloat16", f"{fields['memory_gb_s'] * share:,.3g}")
-    host = "host, for each operator" if "host_s" in fields else "least time between kernels"
-    table.add_row(f"{host}, us", f"{1e6 * fields.get('host_s', fields['kernel_s']):.1f}")
+    table.add_row("host, for each operator, us", f"{1e6 * fields.get('host_s', fields['kernel_s']):.1f}")
     for axis in dict.fromkeys(t.axis for t in timings if t.what == "message"):
         own = [timing for timing in timings if timing.axis == axis]
         most = max(timing.wire_bytes / timing.seconds for timing in own)

@@ -1,0 +1,49 @@
+"""What the planner says of a step on one H200, beside what was measured there.
+
+    python benchmarks/planned_gpu.py
+
+Owns: the measured steps, the comparison. Does not own: the models (`gpu_shapes`), the prices (`planner.hardware`).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.gpu_shapes import real_shapes
+
+from meshlora.common.console import Console
+from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.plan.topology import Topology
+from meshlora.planner.choose import choose
+from meshlora.planner.hardware import GPUS
+from meshlora.planner.problem import Problem
+
+# ms of a step: one H200, 2026-11, torch 2.11, kernels: liger, nothing recomputed; the middle of what was seen.
+SEEN = {"8b": 273, "1b": 260, "moe": 152}
+
+
+def main() -> None:
+    """Print a line per model."""
+    console = Console()
+    for shape in real_shapes():
+        problem = Problem(
+            make_blueprint(shape.config, Topology(), BaseOptions(dtype="bfloat16")),
+            shape.lora_config(),
+            gpus=1,
+            gpu=GPUS["h200"],
+            seq=shape.seq_len,
+            global_batch=shape.batch_size,
+            micro_batch=shape.batch_size,
+            recompute="none",
+        )
+        (planned,) = choose(problem, [Topology()]).ranked
+        seen = SEEN[shape.name]
+        ratio = 1e3 * planned.time_s / seen
+        console.say(f"{shape.name}: {1e3 * planned.time_s:.0f} ms planned, {seen} seen: {ratio:.2f}")
+
+
+if __name__ == "__main__":
+    main()
