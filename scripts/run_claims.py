@@ -57,6 +57,7 @@ CLAIMS: dict[str, Claim] = {
         "scripts/generate_faults.py --sample 100 --case 'llama tp=2,sp' --slice {tenth}/10 --verdicts {folder}/verdicts"
     ),
     "two nodes": Claim("scripts/two_nodes.sh -k 'one_process and dp=2-1'", may_refuse=True),
+    "one GPU": Claim("scripts/prove_on_gpu.py --dry-run"),
     "same adapter": Claim(f"scripts/same_adapter.py --data {DATA} --steps 4 --dtype float64 --topology tp=2,sp"),
     "simulate": Claim(f"-m meshlora plan --model {SHAPE} --gpus 16384 --gpu h200 --seq 8192 --simulate"),
     "families": Claim("scripts/prove_families.py --family llama qwen3_moe --topology tp=2,sp --out {folder}/out.md"),

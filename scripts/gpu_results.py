@@ -1,0 +1,255 @@
+"""Results of `scripts/prove_on_gpu.py`: the file, its page, and what other pages and the planner say of it.
+
+Owns: the form of `benchmarks/results/gpu_<card>_<yyyymm>.json`, merging a second run into it, tables. Does not own:
+what is run, and how (`prove_on_gpu.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+import table
+from meshlora.common.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- written by scripts/prove_on_gpu.py --write-docs -->\n\n", "\n\n<!-- end -->"
+# (part, what it is, ours, a peer), the order of the page; README has those with a star.
+COMPARISONS = (
+    ("8b", "Llama 8B, against PEFT + SDPA*", "meshlora", "PEFT + SDPA"),
+    ("8b", "Llama 8B, kernels of liger-kernel on both sides*", "meshlora + liger", "PEFT + liger-kernel"),
+    ("1b", "Llama 1B, 4 rows, against PEFT + SDPA", "meshlora", "PEFT + SDPA"),
+    ("1b", "Llama 1B, 4 rows, kernels of liger-kernel on both sides", "meshlora + liger", "PEFT + liger-kernel"),
+    ("moe", "Qwen3-MoE, 12 layers of 128 experts, against PEFT + SDPA*", "meshlora", "PEFT + SDPA"),
+    ("32k", "Llama 8B, a row of 32,768, all recomputed, liger-kernel", "meshlora + liger", "PEFT + liger-kernel"),
+    ("quantized", "8 layers of Llama 8B in nf4, against PEFT QLoRA", "meshlora, nf4", "PEFT QLoRA, nf4"),
+    ("quantized", "8 layers of Llama 8B in fp8, against PEFT + SDPA in bf16", "meshlora, fp8", "PEFT + SDPA"),
+    ("quantized", "8 layers of Llama 8B in mxfp4, against PEFT + SDPA in bf16", "meshlora, mxfp4", "PEFT + SDPA"),
+)
+Status = Literal["ok", "failed", "timed out", "not run"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """What came of one step of a part.
+
+    Attributes:
+        found: in words, a line for each thing. data: the same as plain values. is_fault: whether the command has failed
+            with it; a step that a dry run leaves out is none.
+    """
+
+    part: str
+    step: str
+    status: Status
+    seconds: float
+    found: str
+    data: Mapping[str, Any] = field(default_factory=dict)
+    is_fault: bool = False
+
+
+class Results:
+    """The file of a campaign: rewritten after each step, so that one that is killed leaves what it had."""
+
+    def __init__(self, path: Path, *, card: str, command: str, versions: Mapping[str, str]) -> None:
+        """Go on from `path` if it is there: parts that run again are replaced, the others stay.
+
+        Raises:
+            UserError: what is there is of another card or of other versions, or no campaign's.
+        """
+        self.path, self.versions = path, dict(versions)
+        self.document: dict[str, Any] = {"card": card, "versions": self.versions, "parts": {}}
+        if path.is_file():
+            self.document = read_results(path)
+            for name, own in (("card", card), ("versions", self.versions)):
+                if self.document[name] != own:
+                    raise UserError(
+                        f"{path}: its {name} are {_words(self.document[name])}",
+                        f"this run's are {_words(own)}, and numbers of one file belong together",
+                        "give another --out, or remove the file",
+                    )
+        self.command = command
+        self.begun: set[str] = set()
+
+    def add(self, line: Line) -> None:
+        """Keep `line`, and write all."""
+        parts = self.document["parts"]
+        if line.part not in self.begun:
+            parts[line.part] = {"date": time.strftime("%Y-%m-%d"), "command": self.command, "lines": []}
+            self.begun.add(line.part)
+        parts[line.part]["lines"].append(dataclasses.asdict(line))
+        self.document["measured"] = measured(self.document)
+        table.write(self.path, json.dumps(self.document, indent=1) + "\n")
+        table.write(self.path.with_suffix(".md"), page(self.document))
+
+
+def read_results(path: Path) -> dict[str, Any]:
+    """The document in `path`.
+
+    Raises:
+        UserError: it is no campaign's.
+    """
+    if not path.is_file():
+        raise UserError(f"{path}", "there is no such file", "scripts/prove_on_gpu.py writes it on a GPU")
+    try:
+        document = json.loads(path.read_text("utf-8"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}", f"it is no JSON ({error})", "remove it") from None
+    if not isinstance(document, dict) or not {"card", "versions", "parts"} <= document.keys():
+        raise UserError(f"{path}", "it has no results of scripts/prove_on_gpu.py", "give another file")
+    return document
+
+
+def file_of(folder: Path, card: str) -> Path:
+    """`gpu_<card>_<yyyymm>.json`."""
+    return folder / f"gpu_{re.sub(r'[^a-z0-9]+', '-', card.lower()).strip('-')}_{time.strftime('%Y%m')}.json"
+
+
+def lines_of(document: Mapping[str, Any]) -> list[Line]:
+    """Of all parts, in their order."""
+    return [Line(**line) for part in document["parts"].values() for line in part["lines"]]
+
+
+# --- what was measured ----------------------------------------------------------------------------------------------
+
+
+def measured(document: Mapping[str, Any]) -> dict[str, float]:
+    """The most that the card did: FLOP/s of products in bf16, bytes/s of copies (read and written), s a launch."""
+    found = [line.data["details"] for line in lines_of(document) if "details" in line.data]
+    best = {"bf16_flops": max, "copy_bytes_s": max, "launch_s": min}
+    return {name: choose(each[name] for each in found) for name, choose in best.items()} if found else {}
+
+
+def hardware_fields(document: Mapping[str, Any]) -> dict[str, float]:
+    """Fields of the planner's `Hardware` that were measured, for the card in its table; empty if it is not there."""
+    seen, card = document.get("measured"), document["card"].lower()
+    if not seen:
+        return {}
+    from meshlora.planner.hardware import GPUS  # takes seconds, and imports what a campaign is to run apart
+
+    gpu = next((gpu for name, gpu in GPUS.items() if name in card), None)
+    if gpu is None:
+        return {}
+    return {
+        "matmul_efficiency": min(1.0, round(seen["bf16_flops"] / (gpu.half_tflops * 1e12), 3)),
+        "memory_efficiency": min(1.0, round(seen["copy_bytes_s"] / (gpu.memory_gb_s * 1e9), 3)),
+        "kernel_s": float(f"{seen['launch_s']:.2g}"),
+    }
+
+
+def rows_of(document: Mapping[str, Any], part: str) -> list[table.Row]:
+    """Rows of the benchmark of a part; empty if it did not run."""
+    lines = document["parts"].get(part, {}).get("lines", [])
+    return [row for line in lines if "rows" in line["data"] for row in table.rows_of(line["data"])]
+
+
+# --- pages ----------------------------------------------------------------------------------------------------------
+
+
+def page(document: Mapping[str, Any]) -> str:
+    """The results as Markdown: the table of all steps, then each benchmark's own."""
+    lines = [f"# meshlora on one {document['card']}", "", f"Versions: {_words(document['versions'])}.", ""]
+    for name, part in document["parts"].items():
+        lines.append(f"- {name}: `{part['command']}`, {part['date']}")
+    if seen := document.get("measured"):
+        shown = (seen["bf16_flops"] / 1e12, seen["copy_bytes_s"] / 1e12, seen["launch_s"] * 1e6)
+        lines += ["", "Most: {:.0f} TFLOP/s in bf16, {:.2f} TB/s copied, {:.1f} µs a launch.".format(*shown)]
+    lines += ["", "| part | step | result | seconds | found |", "|---|---|---|---|---|"]
+    for line in lines_of(document):
+        found = "<br>".join(_one_cell(text) for text in line.found.splitlines())
+        lines.append(f"| {line.part} | {line.step} | {line.status} | {line.seconds:.0f} | {found} |")
+    for line in lines_of(document):
+        if "page" in line.data:
+            lines += ["", line.data["page"].strip()]
+    return "\n".join(lines) + "\n"
+
+
+def write_docs(path: Path, *, root: Path = ROOT) -> list[Path]:
+    """Write the sections of the GPU in docs/performance.md and README.md from the results in `path`; the files.
+
+    Raises:
+        UserError: `path` has no results, or no speeds; a page has no place for them.
+    """
+    document = read_results(path)
+    if not any(rows_of(document, part) for part, *_ in COMPARISONS):
+        raise UserError(f"{path}", "it has no speeds", "run the parts 8b, 1b and moe")
+    sections = {"docs/performance.md": performance(document, path), "README.md": readme(document)}
+    written = []
+    for name, section in sections.items():
+        before, begin, rest = (root / name).read_text("utf-8").partition(BEGIN)
+        _, end, after = rest.partition(END)
+        if not end:
+            raise UserError(name, "it has no place for results of a GPU", f"put {BEGIN.strip()}, {END.strip()} there")
+        (root / name).write_text(f"{before}{begin}{section}{end}{after}", "utf-8")
+        written.append(root / name)
+    return written
+
+
+def performance(document: Mapping[str, Any], path: Path) -> str:
+    """The section of docs/performance.md."""
+    parts = ",".join(dict.fromkeys(part for part, *_ in COMPARISONS if part in document["parts"]))
+    intro = (
+        f"One {document['card']}, bfloat16 base, r=16, 4,096 tokens a row, in the same run as the peer "
+        f"(`scripts/prove_on_gpu.py --parts {parts}`; [all numbers](../benchmarks/results/{path.stem}.md)):"
+    )
+    lines = [intro, "", "| | speed, one sequence a row | packed rows | peak memory |", "|---|---|---|---|"]
+    for part, what, ours, peer in COMPARISONS:
+        rows = _by_what(document, part, ours, peer)
+        speed, packed, memory = (rows.get(name) for name in ("one sequence", "packed", "one sequence, peak memory"))
+        cells = [f"{_times(speed)}{_rate(speed)}{_missed(speed)}", _times(packed), f"{_times(memory)}{_rate(memory)}"]
+        lines.append(f"| {what.rstrip('*')} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def readme(document: Mapping[str, Any]) -> str:
+    """The table of README.md."""
+    lines = [f"| one {document['card']}, bfloat16, 4,096 tokens a row | speed | peak memory |", "|---|---|---|"]
+    for part, what, ours, peer in COMPARISONS:
+        if what.endswith("*"):
+            rows = _by_what(document, part, ours, peer)
+            speed, memory = rows.get("one sequence"), rows.get("one sequence, peak memory")
+            lines.append(f"| {what.rstrip('*')}{_missed(speed)} | {_times(speed)} | {_times(memory)} |")
+    return "\n".join(lines)
+
+
+def _by_what(document: Mapping[str, Any], part: str, ours: str, peer: str) -> dict[str, table.Row]:
+    """`one sequence`, and so on -> the row of these two."""
+    rows = [row for row in rows_of(document, part) if (row.ours_name, row.peer_name) == (ours, peer)]
+    return {row.what.removeprefix(f"{part}, "): row for row in rows}
+
+
+def _times(row: table.Row | None) -> str:
+    return "not measured" if row is None else f"{row.ratio:.2f}×"
+
+
+def _rate(row: table.Row | None) -> str:
+    return "" if row is None else f" ({table.number(row.ours)} {row.unit})"
+
+
+def _missed(row: table.Row | None) -> str:
+    return f", the goal of {row.target:g} is missed" if row is not None and row.is_met is False else ""
+
+
+def _words(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {text}" for name, text in value.items())
+    return str(value)
+
+
+def _one_cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def counts(lines: Iterable[Line]) -> str:
+    """`12 ok, 1 failed`."""
+    statuses: Sequence[str] = [line.status for line in lines]
+    order = ("ok", "failed", "timed out", "not run")
+    return ", ".join(f"{statuses.count(name)} {name}" for name in order if name in statuses)

@@ -1,0 +1,576 @@
+"""meshlora on one GPU: one command, one table, at most eight minutes on one H100 or H200.
+
+    python scripts/prove_on_gpu.py                          # on a machine with a GPU
+    python scripts/prove_on_gpu.py --parts train,8b         # these alone; in its file the others' results stay
+    python scripts/prove_on_gpu.py --dry-run                # without a GPU: all of it, tiny, on the CPU
+    python scripts/prove_on_gpu.py --write-docs RESULTS.json    # docs/performance.md and README.md from results
+
+Parts run in the order of `PARTS`: first those without times, several steps at once, then each that is timed alone.
+Each step is a process of its own with a limit of its own; one that fails, hangs or raises ends no other, and what has
+not run is in the table with its reason. Results are written after each step, to
+`benchmarks/results/gpu_<card>_<yyyymm>.json` and `.md`; logs are in `runs/prove_on_gpu`. With `--out FOLDER` both go
+there. Exit code 1: a step failed, or found no time.
+
+Owns: what is run, limits, the table. Does not own: the file and the pages (`gpu_results.py`), speeds and their parity
+(`benchmarks/gpu.py`), proofs (`meshlora verify`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import re
+import shlex
+import signal
+import site
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import gpu_results
+from gpu_results import ROOT, Line, Results, Status, counts
+from rich.console import Console
+from rich.table import Table
+
+import table
+from meshlora.common.errors import UserError, did_you_mean
+
+TOTAL_S = 470.0  # and some to begin: eight minutes
+TINY_LIMIT_S = 600.0  # of a step of a dry run: a slow machine is no fault
+LEAST_S = 10.0  # no step begins with less
+LOSS_LIMIT = 1e-6  # relative, in float64: what the judge allows after AdamW
+MESHLORA = [sys.executable, "-m", "meshlora"]
+FOUND, RUN = "{folder}/found.json", "{folder}/run"  # the folder of a step, filled in where it starts
+ONLY_ON_GPU = "a dry run has no GPU"
+LEFT_OUT = "left out of a dry run: its code is that of the steps above"
+
+Read = Callable[[Path], tuple[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a campaign runs. is_tiny: on the CPU, at sizes that only show that everything runs."""
+
+    folder: Path
+    is_tiny: bool
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.is_tiny else "cuda"
+
+    @property
+    def at_once(self) -> int:
+        """How many steps run at once, where none is timed: each starts some processes."""
+        return max(2, min(8, len(os.sched_getaffinity(0)) // 2))
+
+    def ranks(self, number: int = 2) -> list[str]:
+        """Options for `number` ranks: on the one GPU, or on the CPU."""
+        return ["--nproc", f"{number}", *([] if self.is_tiny else ["--ranks-per-gpu", f"{number}"])]
+
+    def unless_tiny(self, reason: str) -> str:
+        return reason if self.is_tiny else ""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One process.
+
+    Attributes:
+        read: what it found, in words and as plain values, from its folder, which has its `log`. good_codes: its exit
+            codes without a fault. not_run: why it does not run here.
+    """
+
+    name: str
+    argv: Sequence[str] = ()
+    read: Read = lambda folder: ("", {})
+    good_codes: tuple[int, ...] = (0,)
+    not_run: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some steps that show one thing.
+
+    Attributes:
+        limit_s: of each step, from its own start. is_timed: each step has the machine for itself.
+        compare: a further line from those of the steps.
+    """
+
+    shows: str
+    limit_s: float
+    steps: Callable[[Setting], list[Step]]
+    is_timed: bool = False
+    compare: Callable[[list[Line]], Line] | None = None
+
+
+# --- versions, tests, commands --------------------------------------------------------------------------------------
+
+
+def environment(_: Setting) -> list[Step]:
+    return [Step("meshlora env", [*MESHLORA, "env", "--json", FOUND], read_environment)]
+
+
+def read_environment(folder: Path) -> tuple[str, dict[str, Any]]:
+    found = _json(folder)
+    names = ("torch", "transformers", "peft", "liger-kernel", "bitsandbytes", "cuda", "nccl", "gpus")
+    return "\n".join(f"{name} {found[name]}" for name in names if name in found), {"environment": found}
+
+
+def gpu_tests(setting: Setting) -> list[Step]:
+    pytest = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"]
+    no_test_ran = 5
+    return [Step("tests/gpu", pytest, read_pytest, good_codes=(0, no_test_ran) if setting.is_tiny else (0,))]
+
+
+def read_pytest(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Its last line, and the names of what failed."""
+    lines = (folder / "log").read_text("utf-8", "replace").splitlines()
+    failed = [line.removeprefix("FAILED ").partition(" - ")[0] for line in lines if line.startswith("FAILED ")]
+    summary = next((line.strip("= ") for line in reversed(lines) if re.search(r"\d+ (passed|failed|desel)", line)), "")
+    return "\n".join([summary, *failed]), {"failed": failed}
+
+
+TRAIN, TRAIN_ON_CPU = "train, float64, preflight", "train, float64, on the CPU"
+
+
+def commands(setting: Setting) -> list[Step]:
+    """What a user starts first, each from an empty cache."""
+    few = [f"train.steps={2 if setting.is_tiny else 40}", "train.warmup_steps=1", "train.log_every=1"]
+    few = [word for given in few for word in ("--set", given)]
+    demo, one = ["examples/demo.yaml", *few, "--set", f"train.output={RUN}"], ["--set", "topology=dp=1"]
+    there = ["--set", f"device={setting.device}"]
+    bf16 = ["--set", "model.dtype=bfloat16", "--set", "model.kernels=liger"]
+    rl = ["rl", "examples/rl.yaml", "--set", "train.steps=4", "--set", f"train.output={RUN}"]
+    says = ["generate", "--model", "examples/tiny_base", "--prompt", "def add(a, b):", "--max-new-tokens", "8"]
+    on_gpu = {
+        "train, bfloat16, liger": (["train", *demo, *one, *there, *bf16], read_losses),
+        "train, two ranks": (["train", *demo, *there, *setting.ranks()], read_losses),
+        "check --prove": (["check", *demo, *one, *there, "--prove"], read_last),
+        "rl": ([*rl, *one, *there], read_losses),
+        "generate": (says, read_last),
+    }
+    return [
+        Step(TRAIN, [*MESHLORA, "train", *demo, *one, *there], read_losses),
+        Step(TRAIN_ON_CPU, [*MESHLORA, "train", *demo, *one, "--set", "device=cpu", "--no-preflight"], read_losses),
+        *(
+            Step(name, [*MESHLORA, *argv], read, not_run=setting.unless_tiny(LEFT_OUT))
+            for name, (argv, read) in on_gpu.items()
+        ),
+    ]
+
+
+def read_losses(folder: Path) -> tuple[str, dict[str, Any]]:
+    metrics = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text("utf-8").splitlines()]
+    losses = {str(line["step"]): line["loss"] for line in metrics if "loss" in line}
+    proofs = re.findall(r"^preflight: (.* proved in .*)$", (folder / "log").read_text("utf-8", "replace"), re.MULTILINE)
+    first, *_, last = losses.values()
+    return "\n".join([f"{len(losses)} steps, loss {first:.4f} to {last:.4f}", *proofs]), {"losses": losses}
+
+
+def read_last(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Its last line."""
+    lines = [line.strip() for line in (folder / "log").read_text("utf-8", "replace").splitlines() if line.strip()]
+    return (lines[-1][:200] if lines else ""), {}
+
+
+def compare_losses(lines: list[Line]) -> Line:
+    """Those of the device beside those of the CPU."""
+    losses = {line.step: line.data["losses"] for line in lines if line.status == "ok" and "losses" in line.data}
+    what = "losses beside the CPU's"
+    if not {TRAIN, TRAIN_ON_CPU} <= losses.keys():
+        return Line("train", what, "not run", 0.0, "one of the two did not train", is_fault=True)
+    own, cpu = losses[TRAIN], losses[TRAIN_ON_CPU]
+    errors = [abs(own[step] - cpu[step]) / abs(cpu[step]) for step in own.keys() & cpu.keys()]
+    is_right = own.keys() == cpu.keys() and all(error <= LOSS_LIMIT for error in errors)  # NaN is not
+    off = max(errors, key=lambda error: math.inf if math.isnan(error) else error, default=math.nan)
+    found = f"{len(own)} and {len(cpu)} steps, at most {off:.1e} off, limit {LOSS_LIMIT:.0e}"
+    return Line("train", what, "ok" if is_right else "failed", 0.0, found, {"difference": off}, is_fault=not is_right)
+
+
+# --- proofs ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Arguments of one `meshlora verify`."""
+
+    arguments: str
+    topologies: tuple[str, ...]
+    num_ranks: int = 2
+
+
+LLAMA, QWEN3, MIXTURE = "--family llama", "--family qwen3", "--family qwen3_moe"
+FLOAT32, BFLOAT16 = "--dtype float32", "--dtype bfloat16"
+PROOFS = {
+    "dense, float64": Proof(LLAMA, ("tp=2,sp", "dp=2", "dp=2,dp_shard")),
+    "mixture, float64": Proof(MIXTURE, ("dp=2,ep=2", "tp=2,sp,etp=2", "tp=2,sp,ep=2")),
+    "stages, float64": Proof(LLAMA, ("pp=2", "pp=2,interleave=2")),
+    "context, float64": Proof(LLAMA, ("cp=2", "cp=2,ring")),
+    "dense, float32": Proof(f"{LLAMA} {FLOAT32}", ("", "tp=2,sp", "dp=2,dp_shard")),
+    "mixture, float32": Proof(f"{MIXTURE} {FLOAT32}", ("", "dp=2,ep=2")),
+    "dense, bfloat16": Proof(f"{LLAMA} {BFLOAT16}", ("", "tp=2,sp", "pp=2")),
+    "mixture, bfloat16": Proof(f"{MIXTURE} {BFLOAT16}", ("", "dp=2,ep=2")),
+    "joined rows": Proof(f"{LLAMA} {BFLOAT16} --packing auto", ("", "tp=2,sp", "cp=2")),
+    "liger": Proof(f"{LLAMA} {FLOAT32} --kernels liger", ("", "tp=2,sp")),
+    "recomputation": Proof(f"{QWEN3} {FLOAT32} --recompute", ("tp=2,sp", "pp=2")),
+    "nf4": Proof(f"{LLAMA} {FLOAT32} --quantization nf4", ("", "tp=2,sp")),
+    "fp8": Proof(f"{LLAMA} {FLOAT32} --quantization fp8", ("", "tp=2,sp")),
+    "mxfp4": Proof(f"{MIXTURE} {FLOAT32} --quantization mxfp4", ("", "dp=2,ep=2")),
+    "int8": Proof(f"{LLAMA} {FLOAT32} --quantization int8", ("", "tp=2,sp")),
+    "four ranks": Proof(MIXTURE, ("dp=2,tp=2,sp", "dp=4,ep=2,etp=2,two_stage"), num_ranks=4),
+}
+TINY_PROOFS = 2  # of the first topology each
+
+
+def proofs(setting: Setting) -> list[Step]:
+    """Every axis by NCCL, the ranks on one GPU."""
+    steps = []
+    for number, (name, proof) in enumerate(PROOFS.items()):
+        topologies = proof.topologies[:1] if setting.is_tiny else proof.topologies
+        argv = [*MESHLORA, "verify", *proof.arguments.split(), "--device", setting.device, "--steps", "2"]
+        argv += setting.ranks(proof.num_ranks)
+        each = [word for topology in topologies for word in ("--topology", topology)]
+        left_out = ONLY_ON_GPU if "liger" in proof.arguments else LEFT_OUT
+        not_run = setting.unless_tiny(left_out) if number >= TINY_PROOFS else ""
+        steps.append(Step(name, [*argv, *each, "--json", FOUND], read_proof, not_run=not_run))
+    return steps
+
+
+def read_proof(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Each topology, with its worst relative error or the place where it differs."""
+    found = []
+    for run in _json(folder)["runs"]:
+        worst = max((phase["worst_relative"] or 0.0 for phase in run["phases"].values()), default=0.0)
+        found.append(f"{run['topology'] or 'one rank'}: {f'proved, {worst:.0e}' if run['passed'] else _reason(run)}")
+    return "\n".join(found), {}
+
+
+def _reason(run: dict[str, Any]) -> str:
+    """Why a run is not proved."""
+    if run["error"]:
+        return str(run["error"]).strip().splitlines()[-1][:200]
+    place = run["first_divergence"]
+    return f"{place['phase']}: {place['name']}: {place['cause']}"[:200] if place else "it differs"
+
+
+# --- speeds ---------------------------------------------------------------------------------------------------------
+
+FOUR = ("meshlora", "meshlora + liger", "PEFT + SDPA", "PEFT + liger-kernel")
+
+
+def speeds(
+    shape: str, *systems: str, turns: int = 2, kernels: bool = False, in_dry_run: bool = True
+) -> Callable[[Setting], list[Step]]:
+    """`benchmarks/gpu.py` of one shape; without systems, all of it."""
+
+    def steps(setting: Setting) -> list[Step]:
+        argv = [sys.executable, "benchmarks/gpu.py", "--shape", shape, "--no-compile"]
+        # Kernels of liger-kernel run on GPUs alone: without ours beside it a dry run would have nothing of ours.
+        chosen = FOUR if setting.is_tiny and systems else systems
+        argv += [word for system in chosen for word in ("--system", system)]
+        argv += [*(["--kernels"] if kernels else []), "--turns", str(1 if setting.is_tiny else turns)]
+        argv += ["--device", "cpu", "--tiny"] if setting.is_tiny else []
+        not_run = "" if in_dry_run else setting.unless_tiny(LEFT_OUT)
+        return [Step("benchmarks/gpu.py", [*argv, "--json", FOUND], read_speeds, not_run=not_run)]
+
+    return steps
+
+
+def read_speeds(folder: Path) -> tuple[str, dict[str, Any]]:
+    """A line for each of ours on each input, one for the kernels of its step, and what was left out."""
+    document = _json(folder)
+    if not document["parity"]["agrees"]:
+        return f"PARITY FAILED: {document['parity']['what']}", {}
+    lines: dict[tuple[str, str], list[str]] = {}
+    for row in table.rows_of(document):
+        what = row.what.partition(", ")[2]
+        if row.unit != "tokens/s" or row.peer_name == "asked of an H200":
+            continue
+        name, about = (what, row.ours_name), f"{row.ratio:.2f} of {row.peer_name}"
+        about += {None: "", True: f" (≥ {row.target})", False: f" (NO: ≥ {row.target})"}[row.is_met]
+        lines.setdefault(name, [f"{what}, {row.ours_name}: {row.ours:,.0f} tokens/s"]).append(about)
+    shown = ["; ".join(words) for words in lines.values()]
+    for shape in document["details"]["shapes"].values():
+        shown += [kernel_words(system, step) for system, step in shape.get("kernels", {}).items()]
+        shown += [f"{system} is left out: {reason}" for system, reason in shape["left_out"].items()]
+    own_page = (folder / "found.md").read_text("utf-8").partition("\n\n")[2].partition("\n\n")[2]
+    return "\n".join(shown), {"rows": document["rows"], "details": document["details"], "page": own_page}
+
+
+def kernel_words(system: str, step: dict[str, Any]) -> str:
+    """One line of the kernels of a step."""
+    classes = ", ".join(f"{name} {1e3 * seconds:.0f}" for name, (seconds, _) in list(step["classes"].items())[:5])
+    step_ms, busy_ms, host_ms = (1e3 * step[name] for name in ("step_time_s", "busy_s", "host_s"))
+    return f"{system}, ms of {step_ms:.0f}: GPU busy {busy_ms:.0f} ({classes}), host enqueues in {host_ms:.0f}"
+
+
+# The most telling first. Steps of parts that are not timed run together, before the others.
+PARTS = {
+    "versions": Part("what is installed, and the card", 60, environment),
+    "tests": Part("tests/gpu", 170, gpu_tests),
+    "train": Part(
+        "the first commands, from an empty cache; losses beside the CPU's", 150, commands, compare=compare_losses
+    ),
+    "proofs": Part("every axis and option, by NCCL on one GPU", 150, proofs),
+    "8b": Part("Llama 8B beside PEFT", 100, speeds("8b", *FOUR, kernels=True), is_timed=True),
+    "1b": Part("Llama 1B, 4 rows, beside PEFT", 80, speeds("1b", *FOUR, kernels=True, in_dry_run=False), is_timed=True),
+    "moe": Part("a mixture of 128 experts beside PEFT", 90, speeds("moe", *FOUR, kernels=True), is_timed=True),
+    "quantized": Part("bases in few bits beside QLoRA", 90, speeds("quantized"), is_timed=True),
+    "32k": Part("one row of 32,768 tokens", 100, speeds("32k", *FOUR[1:], turns=1), is_timed=True),
+}
+
+
+# --- running --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Campaign:
+    """Runs steps, and hands each line to `keep`. total_s: for all of it."""
+
+    setting: Setting
+    keep: Callable[[Line], None]
+    total_s: float = TOTAL_S
+    began: float = field(default_factory=time.monotonic)
+    running: set[int] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    is_stopped: bool = False
+
+    def run(self, parts: dict[str, Part]) -> None:
+        """All of `parts`. Whatever ends this ends the processes that it has started."""
+        try:
+            for wave in self._waves(parts):
+                self._run_together(wave)
+                for name in dict.fromkeys(name for name, _ in wave):
+                    self._compare(name, parts[name])
+        except BaseException:
+            self._stop()
+            raise
+
+    def _waves(self, parts: dict[str, Part]) -> Iterator[list[tuple[str, Step]]]:
+        """Steps that may run at once: nothing is timed in a dry run."""
+        self.lines: dict[str, list[Line]] = {name: [] for name in parts}
+        together, alone = list[tuple[str, Step]](), list[list[tuple[str, Step]]]()
+        self.limits = {name: TINY_LIMIT_S if self.setting.is_tiny else part.limit_s for name, part in parts.items()}
+        for name, part in parts.items():
+            try:
+                steps = [(name, step) for step in part.steps(self.setting)]
+            except Exception as error:  # noqa: BLE001 - no part ends another
+                self._add(Line(name, "its steps", "failed", 0.0, f"{type(error).__name__}: {error}", is_fault=True))
+                continue
+            if part.is_timed and not self.setting.is_tiny:
+                alone += [[step] for step in steps]
+            else:
+                together += steps
+        yield from [together, *alone]
+
+    def _run_together(self, wave: list[tuple[str, Step]]) -> None:
+        with ThreadPoolExecutor(self.setting.at_once) as pool:
+            try:
+                for done in as_completed([pool.submit(self._line, name, step) for name, step in wave]):
+                    self._add(done.result())
+            except BaseException:
+                self._stop()  # before the pool waits for its threads
+                raise
+
+    def _add(self, line: Line) -> None:
+        self.lines[line.part].append(line)
+        self.keep(line)
+
+    def _compare(self, name: str, part: Part) -> None:
+        if part.compare is None:
+            return
+        try:
+            line = part.compare(self.lines[name])
+        except Exception as error:  # noqa: BLE001 - no part ends another
+            line = Line(name, "comparison", "failed", 0.0, f"{type(error).__name__}: {error}", is_fault=True)
+        self._add(line)
+
+    def _line(self, part: str, step: Step) -> Line:
+        """Run a step; whatever comes of it is a line."""
+        left_s = self.total_s - (time.monotonic() - self.began)
+        if step.not_run or self.is_stopped:
+            return Line(part, step.name, "not run", 0.0, step.not_run)
+        if left_s < LEAST_S:
+            return Line(part, step.name, "not run", 0.0, f"no time left of {self.total_s:.0f} s", is_fault=True)
+        folder = self.setting.folder / f"{part}-{re.sub(r'[^a-z0-9]+', '-', step.name.lower())}"
+        started, limit_s = time.monotonic(), min(self.limits[part], left_s)
+        try:
+            code = self._process(step, folder, limit_s)
+            seconds = time.monotonic() - started
+            if code is None:
+                found = f"more than {limit_s:.0f} s; its last line: {read_last(folder)[0]}"
+                return Line(part, step.name, "timed out", seconds, found, is_fault=True)
+            return _read(part, step, folder, code, seconds)
+        except Exception as error:  # noqa: BLE001 - no part ends another
+            found = f"{type(error).__name__}: {error}"
+            return Line(part, step.name, "failed", time.monotonic() - started, found, is_fault=True)
+
+    def _process(self, step: Step, folder: Path, limit_s: float) -> int | None:
+        """The exit code of `step`; None after `limit_s`. Its home is empty, as a new user's; its log is in `folder`."""
+        folder.mkdir(parents=True)
+        argv = [word.replace("{folder}", str(folder)) for word in step.argv]
+        path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
+        env = {**os.environ, "PYTHONPATH": path, "HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
+        env["PYTHONUSERBASE"] = site.getuserbase()  # packages may be in the home of who started this
+        env |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+        (folder / "home").mkdir()
+        with (folder / "log").open("w") as log:
+            log.write(f"{shlex.join(argv)}\n")
+            log.flush()
+            # A session of its own: a step that is stopped takes its ranks with it.
+            with self.lock:
+                how: dict[str, Any] = {"cwd": ROOT, "env": env, "start_new_session": True}
+                process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, **how)
+                self.running.add(process.pid)
+            try:
+                return process.wait(timeout=limit_s)
+            except subprocess.TimeoutExpired:
+                return None
+            finally:
+                _kill(process.pid)
+                process.wait()
+                with self.lock:
+                    self.running.discard(process.pid)
+
+    def _stop(self) -> None:
+        self.is_stopped = True
+        with self.lock:
+            for pid in self.running:
+                _kill(pid)
+
+
+def _kill(session: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(session, signal.SIGKILL)
+
+
+def _read(part: str, step: Step, folder: Path, code: int, seconds: float) -> Line:
+    """The line of a step that has ended: what it wrote, or the last line of its log."""
+    is_good = code in step.good_codes
+    try:
+        found, data = step.read(folder)
+    except Exception as error:  # noqa: BLE001 - what a failed step leaves may be anything
+        found, data = "", {}
+        if is_good:
+            found, is_good = f"what it left cannot be read: {type(error).__name__}: {error}", False
+    if code not in step.good_codes:
+        found = "\n".join(filter(None, [f"exit code {code}: {read_last(folder)[0]}", found]))
+    status: Status = "ok" if is_good else "failed"
+    return Line(part, step.name, status, seconds, found, data, is_fault=not is_good)
+
+
+def _json(folder: Path) -> Any:
+    return json.loads((folder / "found.json").read_text("utf-8"))
+
+
+# --- the command ----------------------------------------------------------------------------------------------------
+
+
+def card_here() -> str:
+    """What the GPU calls itself; "" without one. In a process of its own, which leaves no context on the GPU."""
+    code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def chosen(text: str | None) -> dict[str, Part]:
+    """The parts that `text` names, in the order of `PARTS`; all without it.
+
+    Raises:
+        UserError: one is unknown.
+    """
+    names = list(PARTS) if text is None else text.split(",")
+    for name in names:
+        if name not in PARTS:
+            raise UserError(f"--parts {name}", "there is no such part", did_you_mean(name, PARTS))
+    return {name: part for name, part in PARTS.items() if name in names}
+
+
+def shown(lines: Sequence[Line]) -> Table:
+    """The table."""
+    made = Table("part", "step", "result", "s", "found", show_lines=True)
+    for line in lines:
+        style = "red" if line.is_fault else ""
+        made.add_row(line.part, line.step, f"[{style}]{line.status}[/]" if style else line.status, *_rest(line))
+    return made
+
+
+def _rest(line: Line) -> tuple[str, str]:
+    return f"{line.seconds:.0f}", line.found.replace("[", r"\[")
+
+
+def campaign(options: argparse.Namespace, console: Console, scratch: Path) -> int:
+    """Run the chosen parts, and print their table; the exit code."""
+    parts = chosen(options.parts)
+    card = "CPU, a dry run" if options.dry_run else card_here()
+    if not card:
+        raise UserError("no GPU", "prove_on_gpu.py needs one", "--dry-run runs all of its code without one")
+    results_folder = options.out or (scratch if options.dry_run else table.RESULTS)
+    logs = (options.out or (scratch if options.dry_run else ROOT / "runs" / "prove_on_gpu")) / "logs"
+    words = f" --parts {options.parts}" if options.parts else ""
+    command = f"python scripts/prove_on_gpu.py{' --dry-run' if options.dry_run else ''}{words}"
+    file = gpu_results.file_of(results_folder, card)
+    results = Results(file, card=card, command=command, versions=table.versions())
+    lines: list[Line] = []
+
+    def keep(line: Line) -> None:
+        lines.append(line)
+        results.add(line)
+        console.print(f"{line.part}: {line.step}: {line.status}, {line.seconds:.0f} s", markup=False, highlight=False)
+
+    setting = Setting(logs / time.strftime("%Y%m%d-%H%M%S"), options.dry_run)
+    total_s = float("inf") if options.dry_run else options.total_s
+    began = time.monotonic()
+    Campaign(setting, keep, total_s).run(parts)
+    console.print(shown(sorted(lines, key=lambda line: list(parts).index(line.part))))
+    for line in filter(lambda line: line.is_fault, lines):
+        console.print(f"{line.part}: {line.step}: {line.found}", markup=False, highlight=False)
+    where = "" if options.dry_run and options.out is None else f"; {file}, logs in {setting.folder}"
+    ended = f"{counts(lines)} in {time.monotonic() - began:.0f} s{where}"
+    console.print(ended, markup=False, highlight=False, soft_wrap=True)
+    return int(any(line.is_fault for line in lines))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 1 where a step failed or found no time, 2 for a wrong request."""
+    made = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    made.add_argument("--parts", metavar="NAME,NAME", help=f"of {', '.join(PARTS)}; default: all")
+    made.add_argument("--dry-run", action="store_true", help="all of it at tiny sizes on the CPU")
+    made.add_argument("--out", type=Path, metavar="FOLDER", help="results and logs go there")
+    made.add_argument("--total-s", type=float, default=TOTAL_S, metavar="S", help="no step runs longer than this")
+    made.add_argument("--write-docs", type=Path, metavar="RESULTS.json", help="only write pages from these results")
+    options = made.parse_args(arguments)
+    if options.write_docs is not None and (options.parts or options.dry_run or options.out):
+        made.error("--write-docs runs nothing: leave the other options out")
+    console = Console()
+    try:
+        if options.write_docs is not None:
+            for file in gpu_results.write_docs(options.write_docs):
+                console.print(f"written: {file.relative_to(ROOT)}", highlight=False)
+            document = gpu_results.read_results(options.write_docs)
+            fields = gpu_results.hardware_fields(document) or "nothing: its table has no such card"
+            console.print(f"for the planner: {fields}", markup=False, highlight=False)
+            return 0
+        with tempfile.TemporaryDirectory(prefix="prove_on_gpu-") as scratch:
+            return campaign(options, console, Path(scratch))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    # Who ends this with SIGTERM ends its steps too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    sys.exit(main())
