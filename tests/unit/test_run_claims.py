@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import subprocess
 from collections import Counter
@@ -39,8 +40,10 @@ def test_no_script_is_there_that_nobody_runs(claims: ModuleType) -> None:
     """chaos.py had not run for weeks, and ended in 3 of 10."""
     of_claims = {Path(claim.words.split()[0]).name for claim in claims.CLAIMS.values()} - {"-m"}
     there = {file.name for file in SCRIPTS.iterdir() if file.suffix in (".py", ".sh")}
-    assert there == of_claims | ELSEWHERE.keys()
-    assert not of_claims & ELSEWHERE.keys()
+    text = "".join(file.read_text("utf-8") for file in SCRIPTS.glob("*.py"))
+    of_others = {name for name in there if re.search(rf"^(from|import) {Path(name).stem}\b", text, re.MULTILINE)}
+    assert there - of_others <= of_claims | ELSEWHERE.keys(), "nobody runs it: name it in CLAIMS of run_claims.py"
+    assert of_claims | ELSEWHERE.keys() <= there
     for script, who in ELSEWHERE.items():
         assert Path(script).stem in (ROOT / who).read_text("utf-8"), f"{who} does not run {script}"
 
