@@ -41,7 +41,7 @@ class Private:
     Attributes:
         ours: the name in compat that rests on it. name: with its dots, from the library on. need: "to ...".
         of: what has the name, where dots do not lead to it: it is set on instances.
-        since: the version from which the library has it; compat does without it before.
+        since, until: compat needs it from that version of the library on, and up to the one that has a public API.
     """
 
     ours: str
@@ -49,6 +49,7 @@ class Private:
     need: str
     of: Callable[[], Any] | None = None
     since: str = ""
+    until: str = ""
 
     @property
     def gone(self) -> str:
@@ -56,7 +57,7 @@ class Private:
         library, leaf = self.name.partition(".")[0], self.name.rpartition(".")[2]
         is_there = _is_there(self.name) if self.of is None else hasattr(self.of(), leaf)
         version = importlib.metadata.version(library)
-        is_needed = not self.since or Version(version) >= Version(self.since)
+        is_needed = Version(self.since or "0") <= Version(version) < Version(self.until or "1000")
         return (
             ""
             if is_there or not is_needed
@@ -141,7 +142,12 @@ PRIVATE = [
         "to open an axis at once",
     ),
     Private("abort_groups", "torch.distributed.distributed_c10d._abort_process_group", "to end with a failed rank"),
-    Private("set_timeout", "torch.distributed.distributed_c10d._set_pg_timeout", "to end a run whose rank hangs"),
+    Private(
+        "set_timeout",
+        "torch.distributed.distributed_c10d._set_pg_timeout",
+        "to end a run whose rank hangs",
+        until="2.14",
+    ),
     Private("timeout_of", "torch.distributed.ProcessGroup._get_backend", "to wait as long as gloo does"),
     Private("timeout_of", "torch.distributed.ProcessGroupGloo._Options._timeout", "to wait as long as gloo does"),
     Private("fake_store", "torch.testing._internal.distributed.fake_pg.FakeStore", "to simulate a job"),

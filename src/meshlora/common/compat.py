@@ -276,10 +276,13 @@ def abort_groups() -> None:
 
 
 def set_timeout(group: ProcessGroup, limit_s: float) -> None:
-    """Set the timeout of later collectives of `group`. The public API sets it only when a group is created."""
+    """Set the timeout of later collectives of `group`. Before torch 2.14 the public API sets it only when a group is
+    created.
+    """
     from torch.distributed import distributed_c10d
 
-    distributed_c10d._set_pg_timeout(timedelta(seconds=limit_s), group)
+    set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=limit_s), group)
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
