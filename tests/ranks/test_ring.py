@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import (
+    and_masks,
     causal_mask_function,
-    packed_sequence_compatibility_function,
+    packed_sequence_mask_function,
     sliding_window_causal_mask_function,
 )
 
@@ -38,14 +39,13 @@ def test_each_rank_has_what_the_one_before_it_had(size: int, pools: Callable[[in
 
 
 def _mask(window: int) -> RowsOfMask:
-    positions = torch.stack([torch.cat([torch.arange(length) for length in row]) for row in ROWS])
     numbers = torch.stack([torch.repeat_interleave(torch.arange(4), torch.tensor(row)) for row in ROWS])
     base = sliding_window_causal_mask_function(window)
     given: dict[str, Any] = {
         "batch_size": 2,
         "q_length": 36,
         "kv_length": 36,
-        "mask_function": packed_sequence_compatibility_function(base, positions, numbers),
+        "mask_function": and_masks(base, packed_sequence_mask_function(numbers)),
         "attention_mask": None,
         "allow_is_causal_skip": False,
         "device": torch.device("cpu"),

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import (
+    and_masks,
     causal_mask_function,
-    packed_sequence_compatibility_function,
+    packed_sequence_mask_function,
     sliding_window_causal_mask_function,
 )
 
@@ -124,7 +125,7 @@ def packed_positions(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
 
 
 def mask_of(kind: str, *, function: str = "causal") -> RowsOfMask:
-    positions, documents = packed_positions(PACKED)
+    _, documents = packed_positions(PACKED)
     base = causal_mask_function if function == "causal" else sliding_window_causal_mask_function(5)
     given: dict[str, Any] = {
         "batch_size": 2,
@@ -132,7 +133,7 @@ def mask_of(kind: str, *, function: str = "causal") -> RowsOfMask:
         "kv_length": 36,
         "q_offset": 0,
         "kv_offset": 0,
-        "mask_function": packed_sequence_compatibility_function(base, positions, documents),
+        "mask_function": and_masks(base, packed_sequence_mask_function(documents)),
         "attention_mask": None,
         "allow_is_causal_skip": False,
         "dtype": torch.float64,

@@ -10,6 +10,9 @@ goes from rank to rank, as the next one needs it first: the ranks compute a laye
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -62,6 +65,20 @@ class PassedStates:
     def update_recurrent_state(self, state: Tensor, *_: Any, **__: Any) -> None:
         """Keep the state after this rank's tokens for the next rank."""
         self.last = state
+
+    # transformers before 5.21 asks whether there are states, and reads them as attributes of the layer.
+
+    def has_previous_state(self, *_: Any, **__: Any) -> bool:
+        """Whether there are states. A mixer asks it first: from here on there is one, as with `get_recurrent_state`."""
+        if self.first is None and len(self.shape) > 1:
+            self.get_recurrent_state()
+        return True
+
+    @property
+    def layers(self) -> Mapping[int, Any]:
+        """The states by the number of the layer, whichever it is."""
+        own = SimpleNamespace(record_past=True, conv_states=(None,), recurrent_states=(self.first,))
+        return defaultdict(lambda: own)
 
     def sent(self, output: Tensor) -> Tensor:
         """`output` of the mixer, with its state on the way to the next rank."""
