@@ -12,7 +12,8 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start some hundred processes, each of which would compile this package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-slurm test-wheel test-vllm test-meteor proof proof-slice claims bench check static lint types house dist docs setup clean
+.PHONY: demo test test-versions test-floor test-newest test-slurm test-wheel test-vllm test-meteor proof proof-slice claims
+.PHONY: bench check static lint types house dist docs setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -35,6 +36,30 @@ proof-slice: $(READY)
 # Every script behind a claim of a page, in small: below four minutes on two idle cores.
 claims: $(READY)
 	$(BIN)/python scripts/run_claims.py
+
+# What a version can break, in the oldest versions that pyproject.toml allows and in the newest that there are.
+# Floor: below 5 minutes, with the pinned torch; FLOOR_TORCH=2.11.0 takes that one instead, 5 GB.
+FLOOR := .venv-floor$(if $(FLOOR_TORCH),-torch-$(FLOOR_TORCH))
+NEWEST := .venv-newest
+IN_VERSIONS := -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "proof or not proof" @tests/versions.txt
+test-versions: test-floor test-newest
+
+test-floor: $(FLOOR)/.ready
+	$(FLOOR)/bin/python $(IN_VERSIONS)
+
+test-newest: $(NEWEST)/.ready
+	$(NEWEST)/bin/python $(IN_VERSIONS)
+
+$(FLOOR)/.ready: pyproject.toml constraints.txt scripts/set_up.sh scripts/floor.py
+	mkdir -p $(FLOOR)
+	$$(scripts/set_up.sh --python) scripts/floor.py > $(FLOOR)/floor.txt
+	CONSTRAINTS=$(FLOOR)/floor.txt scripts/set_up.sh $(FLOOR) -e ".[dev]"
+	touch $@
+
+# Newest on the day it is made: `make clean` to have it made anew.
+$(NEWEST)/.ready: pyproject.toml scripts/set_up.sh
+	CONSTRAINTS=/dev/null scripts/set_up.sh $(NEWEST) -e ".[dev]"
+	touch $@
 
 # A real SLURM with two virtual nodes on this machine, started and ended by the tests, and a real mpirun.
 SLURM := slurmctld slurmd srun munged mpirun
@@ -106,4 +131,4 @@ $(READY): pyproject.toml constraints.txt scripts/set_up.sh
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VLLM) runs dist build site
+	rm -rf $(VENV) $(VENV)-* runs dist build site

@@ -3,6 +3,7 @@
 #
 #     scripts/set_up.sh FOLDER WORDS...     # make FOLDER, install the pinned torch, then WORDS with constraints.txt
 #     scripts/set_up.sh --python            # the Python that FOLDER would be made with
+#     CONSTRAINTS=FILE scripts/set_up.sh ...    # with FILE instead of constraints.txt; without a torch in it: the newest
 #
 # Python: $PYTHON, or the first from 3.11 on that can make environments, those that the tests run on first.
 # Installs with uv where it is there, else with pip.
@@ -39,5 +40,6 @@ else
     install="$folder/bin/python -m pip install --quiet --disable-pip-version-check"
 fi
 # torch first and alone: with the pinned one in place nothing else asks for another build of it.
-$install "$(grep '^torch==' constraints.txt)"
-[ $# = 0 ] || $install -c constraints.txt "$@"
+constraints=${CONSTRAINTS:-constraints.txt}
+$install "$(grep '^torch==' "$constraints" || echo torch)"
+[ $# = 0 ] || $install -c "$constraints" "$@"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-from tests.scripts import ROOT
+from tests.scripts import ROOT, load_script
 
 # A real one that says it is of another version; else it notes how it was called.
 PYTHON = """#!/bin/sh
@@ -24,7 +25,7 @@ echo "uv $*" >> "{log}"
 """
 
 
-def _set_up(folder: Path, *words: str, **pythons: str) -> tuple[int, str, list[str]]:
+def _set_up(folder: Path, *words: str, constraints: Path | None = None, **pythons: str) -> tuple[int, str, list[str]]:
     """(exit code, what it printed, the commands it gave) where `pythons`, name -> version, is all there is."""
     binaries, log = folder / "bin", folder / "log"
     binaries.mkdir()
@@ -38,6 +39,8 @@ def _set_up(folder: Path, *words: str, **pythons: str) -> tuple[int, str, list[s
         )
         (binaries / name.replace("_", ".")).chmod(0o755)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHON"} | {"PATH": str(binaries)}
+    if constraints is not None:
+        environment["CONSTRAINTS"] = str(constraints)
     done = subprocess.run(
         [ROOT / "scripts" / "set_up.sh", *words], env=environment, capture_output=True, text=True, check=False
     )
@@ -77,3 +80,24 @@ def test_torch_is_installed_alone_and_first(has_uv: bool, tmp_path: Path) -> Non
     assert "torch==" in torch
     assert torch.endswith(next(x for x in (ROOT / "constraints.txt").read_text().split() if x.startswith("torch==")))
     assert rest.endswith("-c constraints.txt -e .[dev]")
+
+
+@pytest.mark.parametrize(("given", "torch"), [("peft==0.21\ntorch==2.11.0\n", "torch==2.11.0"), ("", "torch")])
+def test_other_constraints_have_their_own_torch_or_the_newest(given: str, torch: str, tmp_path: Path) -> None:
+    file = tmp_path / "floor.txt"
+    file.write_text(given)
+    code, _, commands = _set_up(tmp_path, str(tmp_path / "env"), "-e", ".", constraints=file, python3_12="3.12.1")
+    assert code == 0
+    assert commands[1].endswith(f" {torch}")
+    assert commands[2].endswith(f"-c {file} -e .")
+
+
+def test_the_floor_is_every_lower_bound_of_the_project() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    found = dict(line.split("==") for line in load_script("floor").floor(project, "2.13.0"))
+    assert found["torch"] == "2.13.0"
+    assert found["trl"], "extras too"
+    for each in tomllib.loads(project)["project"]["dependencies"]:
+        name, _, bound = each.partition(">=")
+        assert bound, f"{each} has no lower bound: nobody knows the oldest that works"
+        assert name == "torch" or found[name] == bound
