@@ -274,6 +274,8 @@ def _check_model(blueprint: Blueprint, config: RunConfig) -> None:
             "it needs the frozen base, which has given its principal part to the adapter",
             "use init_lora_weights: true",
         )
+    if config.data.packing is True:
+        _check_packing(blueprint)  # before weights and data, which the message would wait for
     check_recompute(blueprint.model, train.recompute)
     check_trainable(train.optimizer, blueprint.trained, blueprint.plan)
     if train.router_aux_loss_coef:
@@ -290,11 +292,7 @@ def _with_packing(
     config: RunConfig, blueprint: Blueprint, data: RunData
 ) -> tuple[RunConfig, tuple[str, ...], bool | None]:
     """(`config` with `data.packing: auto` only where the sequences of a micro-batch can be one row; messages; whether
-    attention keeps joined sequences apart without a mask of the whole row, None if there would be none anyway).
-
-    Raises:
-        UnsupportedError: `data.packing: true` of a model whose sequences would not be kept apart.
-    """
+    attention keeps joined sequences apart without a mask of the whole row, None if there would be none anyway)."""
     if config.data.packing is True:
         is_apart = _check_packing(blueprint)
         return config, (), None if blueprint.topology.size_over(TOKENS) > 1 else is_apart
