@@ -129,7 +129,10 @@ def measured(document: Mapping[str, Any]) -> dict[str, float]:
 
 
 def hardware_fields(document: Mapping[str, Any]) -> dict[str, float]:
-    """Fields of the planner's `Hardware` that were measured, for the card in its table; empty if it is not there."""
+    """Fields of the planner's `Hardware` that were measured, for the card in its table; empty if it is not there.
+
+    `kernel_s` is not among them: it is the host's time for an operator of a step, not that of a bare launch.
+    """
     seen, card = document.get("measured"), document["card"].lower()
     if not seen:
         return {}
@@ -141,7 +144,6 @@ def hardware_fields(document: Mapping[str, Any]) -> dict[str, float]:
     return {
         "matmul_efficiency": min(1.0, round(seen["bf16_flops"] / (gpu.half_tflops * 1e12), 3)),
         "memory_efficiency": min(1.0, round(seen["copy_bytes_s"] / (gpu.memory_gb_s * 1e9), 3)),
-        "kernel_s": float(f"{seen['launch_s']:.2g}"),
     }
 
 

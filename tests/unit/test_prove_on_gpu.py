@@ -308,7 +308,7 @@ def test_pages_and_the_planners_numbers_are_written_from_results(tmp_path: Path)
     assert "| Llama 8B, against PEFT + SDPA, the goal of 1.3 is missed | 1.25× | 0.62× |" in short
     assert "Llama 1B" not in short
     fields = results.hardware_fields(json.loads(path.read_text()))
-    assert fields == {"matmul_efficiency": 0.708, "memory_efficiency": 0.8, "kernel_s": 9e-06}
+    assert fields == {"matmul_efficiency": 0.708, "memory_efficiency": 0.8}
 
 
 def test_the_pages_have_places_for_results() -> None:
