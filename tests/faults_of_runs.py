@@ -86,7 +86,7 @@ OF_SEVERAL: dict[str, Fault] = {
         _LINEAR,
         "self.dropout[adapter], part",
         "next(iter(self.dropout.values())), part",
-        f"{_ALONE}[with dropouts of their own]",
+        "tests/unit/test_several_adapters.py::test_each_adapter_drops_at_its_own_rate",
     ),
     "seed_of_the_first": Fault(
         "the masks of an adapter are of its own seed",

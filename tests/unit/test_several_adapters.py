@@ -132,6 +132,21 @@ def test_each_adapter_of_many_computes_what_it_computes_alone(case: str) -> None
     assert _largest(_together(leaf, x, g, rows), _one_by_one(leaf, x, g, rows)) < 1e-14
 
 
+def test_each_adapter_drops_at_its_own_rate() -> None:
+    """Above both sides would drop at another's."""
+    leaf = _linear("abc", dropout={"a": 0.2, "c": 0.5})
+    assert leaf.tokens is not None
+    rates = {}
+    for share in _shares({"a": 1, "c": 1}):
+        assert share.adapter is not None
+        leaf.active = share.adapter
+        with leaf.tokens.at(share.seed, share.step, share.tokens):
+            mask = leaf._mask(share.adapter, torch.ones(1, SEQ, IN))
+        assert mask is not None
+        rates[share.adapter] = mask.p
+    assert rates == {"a": 0.2, "c": 0.5}
+
+
 def _boundary_off_by_one(patch: pytest.MonkeyPatch) -> None:
     parts = ForwardTokens.parts
 
