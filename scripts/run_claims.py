@@ -55,9 +55,9 @@ class Claim:
 CLAIMS: dict[str, Claim] = {
     "chaos": Claim("scripts/chaos.py --rounds 3 --start {turn}", is_timed=True),
     "generated faults": Claim(
-        "scripts/generate_faults.py --sample 100 --case 'llama tp=2,sp' --slice {tenth}/10 --verdicts {folder}/verdicts"
+        "scripts/generate_faults.py --sample 50 --case 'llama tp=2,sp' --slice {tenth}/10 --verdicts {folder}/verdicts"
     ),
-    "two nodes": Claim("scripts/two_nodes.sh -k 'one_process and dp=2-1'", may_refuse=True),
+    "two nodes": Claim("scripts/two_nodes.sh -k 'one_process and dp and 2-1'", may_refuse=True),
     "one GPU": Claim("scripts/prove_on_gpu.py --dry-run"),
     "same adapter": Claim(f"scripts/same_adapter.py --data {DATA} --steps 4 --dtype float64 --topology tp=2,sp"),
     "simulate": Claim(f"-m meshlora plan --model {SHAPE} --gpus 16384 --gpu h200 --seq 8192 --simulate"),
