@@ -19,6 +19,7 @@ SCRIPTS = ROOT / "scripts"
 # Script -> who runs it, where `make claims` does not.
 ELSEWHERE = {
     "describe_house.py": "Makefile",
+    "floor.py": "Makefile",
     "gpu_results.py": "scripts/prove_on_gpu.py",
     "proof_slice.py": "Makefile",
     "run_claims.py": "Makefile",
