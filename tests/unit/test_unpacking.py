@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from meshlora.common.compat import TorchDispatchMode
+from meshlora.common.slow_paths import UNPACKED_IN_PIECES, UNPACKED_WITHOUT_KERNEL, SlowPath
 from meshlora.layers import quantized
 from meshlora.layers.quantized import Form, Packed
 from meshlora.plan.quantization import BITS, OF_LIBRARY, Touched
@@ -156,3 +157,16 @@ def test_a_kernel_with_other_numbers_or_none_is_not_used_and_it_says_so(monkeypa
         assert quantized.unpacked_slowly(packed) == f"bitsandbytes' kernel for nf4 on cpu in torch.bfloat16 {words}"
         assert torch.equal(packed.whole(), _expected(packed))
     quantized._disagreement.cache_clear()
+
+
+def test_a_gpu_that_unpacks_in_pieces_or_without_the_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[SlowPath] = []
+    monkeypatch.setattr(quantized, "take", lambda path, device: taken.append(path))
+    monkeypatch.setattr(Tensor, "is_cpu", False)
+    _random("nf4", *_BLOCKS["equal"], torch.bfloat16).whole()
+    assert taken == []
+    _random("nf4", *_BLOCKS["cut columns"], torch.bfloat16).whole()
+    assert taken == [UNPACKED_WITHOUT_KERNEL]
+    monkeypatch.setattr(quantized, "_ON_GPU", 512)
+    _random("fp8", *_BLOCKS["equal"], torch.bfloat16).whole()
+    assert taken == [UNPACKED_WITHOUT_KERNEL, UNPACKED_IN_PIECES]

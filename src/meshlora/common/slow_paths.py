@@ -60,8 +60,14 @@ EXPERTS_ONE_BY_ONE = SlowPath(
 )
 UNPACKED_IN_PIECES = SlowPath(
     "quantised matrices unpacked in pieces",
-    "a whole one does not fit beside what the GPU holds",
-    "a smaller train.micro_batch_size, or a larger tp",
+    "a whole one has more than 268 million elements",
+    "a larger tp",
+    ("cuda",),
+)
+UNPACKED_WITHOUT_KERNEL = SlowPath(
+    "matrices of bitsandbytes' kinds unpacked without its kernel",
+    "a cut of this topology crosses their blocks, or the kernel gives other numbers on this GPU",
+    "a smaller tp, or another bitsandbytes",
     ("cuda",),
 )
 OVER_CPU = SlowPath(
@@ -71,7 +77,15 @@ OVER_CPU = SlowPath(
     ("cuda",),
 )
 # All that `take` is called with, in the order in which ranks tell each other.
-TAKEN = (WHOLE_MASK, ONE_BY_ONE, PADDING_MASK, EXPERTS_ONE_BY_ONE, UNPACKED_IN_PIECES, OVER_CPU)
+TAKEN = (
+    WHOLE_MASK,
+    ONE_BY_ONE,
+    PADDING_MASK,
+    EXPERTS_ONE_BY_ONE,
+    UNPACKED_IN_PIECES,
+    UNPACKED_WITHOUT_KERNEL,
+    OVER_CPU,
+)
 
 
 class _Watcher:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from meshlora.common.errors import UserError, reason
+from meshlora.common.slow_paths import UNPACKED_IN_PIECES, UNPACKED_WITHOUT_KERNEL, take
 from meshlora.plan.quantization import BITS, OF_LIBRARY, Touched
 
 _BLOCK = 64  # of bitsandbytes, consecutive input features
@@ -220,6 +221,8 @@ def _by_rows(packed: Packed) -> Tensor:
     """The matrix of the codes, unpacked at once or some rows at a time."""
     form, codes, scales = packed.form, packed.codes, numbers_of_scales(packed.scales)
     takes_kernel = form.kind in OF_LIBRARY and not scales.is_cpu and unpacked_slowly(packed) is None
+    if form.kind in OF_LIBRARY and not takes_kernel:
+        take(UNPACKED_WITHOUT_KERNEL, codes.device)
 
     def unpack(codes: Tensor, scales: Tensor, rows: Equal) -> Tensor:
         return _by_library(codes, scales, form) if takes_kernel else _by_definition(codes, scales, rows, form)
@@ -228,6 +231,7 @@ def _by_rows(packed: Packed) -> Tensor:
     at_once = elements_at_once(rows * width, on_cpu=scales.is_cpu)
     if rows * width <= at_once:
         return unpack(codes, scales, form.equal[0]).to(form.dtype)
+    take(UNPACKED_IN_PIECES, codes.device)
     found = torch.empty(rows, width, dtype=form.dtype, device=codes.device)
     for part in runs(form.equal[0], max(1, at_once // width)):
         values, own = codes[part.elements], scales[part.blocks]
