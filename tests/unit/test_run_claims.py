@@ -73,6 +73,7 @@ def test_one_that_fails_or_hangs_ends_no_other_and_is_named(
         "fails": says("raise SystemExit('error: 7 of 8')"),
         "may refuse": says(refuses, may_refuse=True),
         "may not": says(refuses),
+        "other words": says("print('0 ready, 1 refused')", says="1 ready"),
     }
     monkeypatch.setattr(claims, "CLAIMS", made)
     monkeypatch.setattr(claims, "LIMIT_S", 2.0)
@@ -87,8 +88,9 @@ def test_one_that_fails_or_hangs_ends_no_other_and_is_named(
         ("FAILED", "fails: error: 7 of 8"),
         ("not here", "may refuse: error: no namespaces"),
         ("FAILED", "may not: error: no namespaces"),
+        ("FAILED", "other words: 0 ready, 1 refused"),
     ]
-    assert last.endswith("failed: hangs, fails, may not")
+    assert last.endswith("failed: hangs, fails, may not, other words")
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
 
 
