@@ -86,7 +86,7 @@ def test_card_of_a_resumed_run_is_that_of_the_run_that_nothing_interrupted(
     def run(*resume: str) -> dict[str, bytes]:
         words = argparse.Namespace(words=shlex.join(["meshlora", "train", "run.yaml", *resume]), no_preflight=True)
         prepared = prepare_run(read_run(file), world=1, resume=resume[1] if resume else None)
-        train({"": _described(prepared, (), words)})
+        train({"": _described(prepared, (), words, ranks_per_gpu=1)})
         return {each.name: each.read_bytes() for each in (tmp_path / "run" / "adapter").iterdir()}
 
     whole = run()

@@ -117,6 +117,7 @@ PRIVATE = [
     ),
     Private("norm_of_each", "torch._foreach_norm", "to clip gradients"),
     Private("GROUPED_PRODUCT", "torch.ops.aten._grouped_mm", "to count the work of experts"),
+    Private("ON_EACH", "torch.ops.aten._foreach_mul_", "not to change numbers that are not there"),
     Private("READ_NUMBER", "torch.ops.aten._local_scalar_dense", "to answer code that asks a tensor without content"),
     Private("map_tensors", "torch.utils._pytree.tree_map_only", "to take the content of tensors away"),
     Private("schema_of", "torch._ops.OpOverload._schema", "to know views", of=lambda: torch.ops.aten.mm.default),
@@ -428,7 +429,9 @@ def test_operators_have_the_names_that_the_planner_looks_for() -> None:
     with _Names() as names:
         x.sum().item()
         F.grouped_mm(x, w, offs=torch.tensor([2, 4], dtype=torch.int32))
+        compat.multiply_each([x.clone()], x.new_ones(()))
     assert {compat.READ_NUMBER, compat.GROUPED_PRODUCT} <= set(names.seen)
+    assert any(name.startswith(compat.ON_EACH) and name.endswith("_") for name in names.seen)
 
 
 def test_a_schema_tells_views_and_arguments() -> None:

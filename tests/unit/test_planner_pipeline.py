@@ -107,7 +107,7 @@ def test_parts_of_a_step_are_those_of_the_busiest_rank_and_what_it_waits(vocab_s
     config = {"num_hidden_layers": 3, "vocab_size": vocab_size}
     problem = dataclasses.replace(
         problem_of("llama", 2, batch=6, micro_batch=1, recompute="full", config=config),
-        gpu=dataclasses.replace(GPUS["h100"], gpus_per_node=1),
+        gpu=dataclasses.replace(GPUS["h100"], gpus_per_node=1, kernel_s=0.0),  # so small a model waits for the host
     )
     found = _predicted(problem, "pp=2")
     small = problem.small.on(Topology(pp=2), has_stages=False).with_adapter(problem.lora)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import _not_of_slice
+from tests.processes import wait_until
 from tests.scripts import ROOT, load_script
 
 SCRIPTS = ROOT / "scripts"
@@ -91,7 +92,8 @@ def test_one_that_fails_or_hangs_ends_no_other_and_is_named(
         ("FAILED", "other words: 0 ready, 1 refused"),
     ]
     assert last.endswith("failed: hangs, fails, may not, other words")
-    assert not Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}").exists()
+    child = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}")
+    wait_until(lambda: not child.exists(), timeout_s=10.0)  # killed, and somebody else's to bury
 
 
 def _git(folder: Path, *words: str) -> None:

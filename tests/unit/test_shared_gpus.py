@@ -96,11 +96,11 @@ def test_launched_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(launching, "_start", start)
     monkeypatch.setattr(launching, "_watch", lambda *_: None)
-    launching.launch(["train"], nproc=3, ranks_per_gpu=2)
+    launching.launch(["train"], nproc=3, on_gpus=True, ranks_per_gpu=2)
     assert [(one["RANK"], one[launchers.RANKS_PER_GPU]) for one in started] == [("0", "2"), ("1", "2"), ("2", "2")]
     assert len({one["NCCL_HOSTID"] for one in started}) == 3
     started.clear()
-    launching.launch(["train"], nproc=2)
+    launching.launch(["train"], nproc=2, on_gpus=True)
     assert not any("NCCL_HOSTID" in one or launchers.RANKS_PER_GPU in one for one in started)
 
 

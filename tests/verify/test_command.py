@@ -159,8 +159,8 @@ class _FaultyProcesses:
     def reference(self, device: str) -> Pool:
         return self.processes.reference(device)
 
-    def ranks(self, number: int, device: str) -> Any:
-        return _Faulty(self.processes.ranks(number, device), self.kind)
+    def ranks(self, number: int, device: str, **options: Any) -> Any:
+        return _Faulty(self.processes.ranks(number, device, **options), self.kind)
 
 
 Sliced = Callable[[str], Outcome]
@@ -296,8 +296,8 @@ class _Failing(_FaultyProcesses):
         super().__init__(processes, "")
         self.end, self.without_fault = end, without_fault
 
-    def ranks(self, number: int, device: str) -> Any:
-        ranks = self.processes.ranks(number, device)
+    def ranks(self, number: int, device: str, **options: Any) -> Any:
+        ranks = self.processes.ranks(number, device, **options)
         faulty = _Faulty(ranks, "")
 
         def run(function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:

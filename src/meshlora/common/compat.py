@@ -103,6 +103,8 @@ def norm_of_each(tensors: list[Tensor], *, dtype: torch.dtype) -> list[Tensor]:
 
 # The operators behind `F.grouped_mm`, and behind `Tensor.item` and `int(tensor)`.
 GROUPED_PRODUCT, READ_NUMBER = "aten::_grouped_mm", "aten::_local_scalar_dense"
+# How those begin that change each tensor of a list. Exposed only through torch's optimizers.
+ON_EACH = "aten::_foreach_mul_".removesuffix("mul_")
 
 
 def map_tensors(function: Callable[[Tensor], Any], nested: Any) -> Any:

@@ -194,7 +194,10 @@ def knows_packed_rows() -> bool:
     """Whether the installed transformers masks packed rows of plain attention by a rule that is known here."""
     config = LlamaConfig()
     compat.set_attention(config, f"{_OURS}sdpa")
-    rows = {"inputs_embeds": torch.zeros(1, 2, 1), "position_ids": torch.zeros(1, 2, dtype=torch.int64)}
+    rows = {
+        "inputs_embeds": torch.zeros(1, 2, 1, device="cpu"),
+        "position_ids": torch.arange(2, device="cpu")[None] * 0,
+    }
     with compat.all_rows_packed():
         mask = create_causal_mask(config=config, attention_mask=None, past_key_values=None, **rows)
     return isinstance(mask, PackedMask)

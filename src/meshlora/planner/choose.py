@@ -21,7 +21,19 @@ from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.budget import Flow, Message, Sizes
 from meshlora.plan.families.proved import check_proved
 from meshlora.plan.stages import check_tied, idle
-from meshlora.plan.topology import DATA, FLAGS, LAYERS, SEQUENCES, TOKENS, TP, Topology, dense_sizes, divisors, field_of
+from meshlora.plan.topology import (
+    DATA,
+    FLAGS,
+    LAYERS,
+    NUMBERS,
+    SEQUENCES,
+    TOKENS,
+    TP,
+    Topology,
+    dense_sizes,
+    divisors,
+    field_of,
+)
 from meshlora.planner.communication import Traffic, hop_s, messages_of, span_of, traffic_of
 from meshlora.planner.fake import Work
 from meshlora.planner.hardware import Hardware
@@ -45,7 +57,7 @@ _MESHES = 3
 # Of how many of the best topologies without stages those with stages are made.
 _STAGED = 6
 # So many longer sizes of an axis that gain nothing end the search along it. Stages may have to be as many as nodes.
-_TRIED = {"cp": 1, "pp": 2}
+_TRIED = {TOKENS: 1, LAYERS: 2}
 # Copies into and out of buckets, scaling, norms, clipping, AdamW: each of all gradients at once.
 _OPERATORS_OF_AN_UPDATE = 30
 # Memory traffic of these, in passes over the gradients.
@@ -163,13 +175,13 @@ def choose(problem: Problem, topologies: Sequence[Topology] = ()) -> Choice:
         look_at(topology for topology in every if not _is_cut(topology))
         meshes = list(dict.fromkeys(_experts_of(p.topology) for p in _ranked(found)))[:_MESHES]
         waiting = (t for t in every if _is_cut(t) and (not meshes or _experts_of(t) in meshes))
-        look_at(t for t in waiting if not _is_over(found, t, "cp"))
+        look_at(t for t in waiting if not _is_over(found, t, TOKENS))
         # A ring sends more, and holds fewer keys and values.
         tight = [p.topology for p in found if p.states.kept <= p.usable_bytes < p.memory_bytes]
         look_at(dataclasses.replace(topology, ring=True) for topology in tight if _is_cut(topology))
         best = [prediction.topology for prediction in _ranked(found)[:_STAGED]]
         staged = dict.fromkeys(staged for topology in best for staged in _in_stages(topology, problem))
-        look_at(t for t in sorted(staged, key=lambda t: t.pp) if not _is_over(found, t, "pp"))
+        look_at(t for t in sorted(staged, key=lambda t: t.pp) if not _is_over(found, t, LAYERS))
 
     with simulated_job(2):
         if topologies:
@@ -222,17 +234,17 @@ def _is_cut(topology: Topology) -> bool:
     return topology.size_over(TOKENS) > 1
 
 
-def _is_over(found: Iterable[Prediction], topology: Topology, axis: str) -> bool:
-    """Whether a longer `axis`, all else alike but dp, has stopped to gain; with cp, whether states alone do not fit."""
+def _is_over(found: Iterable[Prediction], topology: Topology, axes: frozenset[str]) -> bool:
+    """Whether longer `axes`, all else alike but dp, have stopped to gain; with cp, whether states alone do not fit."""
 
     def others(topology: Topology) -> list[Any]:
-        return [value for name, value in vars(topology).items() if name not in (axis, *SEQUENCES)]
+        return [value for name, value in vars(topology).items() if name not in axes | SEQUENCES]
 
     alike = [p for p in found if others(p.topology) == others(topology)]
-    alike.sort(key=lambda p: p.topology.size_over({axis}))
-    if axis in TOKENS and any(p.states.kept > p.usable_bytes for p in alike):
+    alike.sort(key=lambda p: p.topology.size_over(axes))
+    if axes == TOKENS and any(p.states.kept > p.usable_bytes for p in alike):
         return True
-    before, last = alike[: -_TRIED[axis]], alike[-_TRIED[axis] :]
+    before, last = alike[: -_TRIED[axes]], alike[-_TRIED[axes] :]
     best_s = min((p.time_s for p in before if p.fits), default=math.inf)
     return best_s < math.inf and not any(p.fits and p.time_s < best_s for p in last)
 
@@ -294,7 +306,8 @@ def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
     cut = topology.size_over(topology.token_cut)
     tokens = -(-problem.seq // cut) * cut
     # Of a micro-batch, however many ranks have other sequences and other layers.
-    apart = {*SEQUENCES, *LAYERS, "interleave", "dp_shard"}
+    apart = SEQUENCES | LAYERS
+    apart |= {field_of(name) for name, (axes, _) in (FLAGS | NUMBERS).items() if apart & {*axes}}
     alike = topology.is_whole, *(value for name, value in vars(topology).items() if name not in apart)
     if alike not in traces:
         device, optimizer = problem.gpu.device, problem.optimizer

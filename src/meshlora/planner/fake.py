@@ -30,6 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from meshlora.common.compat import (
     GROUPED_PRODUCT,
+    ON_EACH,
     READ_NUMBER,
     TorchDispatchMode,
     fused_attention,
@@ -324,7 +325,7 @@ def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Tensor], Work | N
         made = [torch.empty_strided(*each[:2], dtype=each[2], device="meta") for each in known.made]
         return made[0] if known.is_single else tuple(made), made, known.work
     name = schema_of(func).name
-    if name.startswith("aten::_foreach_") and name.endswith("_"):  # it changes numbers alone
+    if name.startswith(ON_EACH) and name.endswith("_"):  # it changes numbers alone
         return None, [], work_of(func, args, kwargs, [])
     is_grouped = name == GROUPED_PRODUCT and args[0].dtype != torch.bfloat16
     found = _grouped_product(*args[:3]) if is_grouped else func(*args, **kwargs)

@@ -9,7 +9,6 @@ Only what has a better way on the devices of the run is one: on CPUs nothing is 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from importlib.metadata import version
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from meshlora.common.compat import attention_of, has_sdpa
 from meshlora.common.errors import UserError
 from meshlora.common.slow_paths import EXPERTS_ONE_BY_ONE, WHOLE_MASK, SlowPath
+from meshlora.common.versions import version_of
 from meshlora.config.run import RunConfig
 from meshlora.data import TokenizedDataset
 from meshlora.layers.by_sequence import knows_packed_rows
@@ -46,7 +46,7 @@ def slow_paths(
     if is_apart is False:
         yield from _of_masks(config, blueprint, data)
     if not is_known(LlamaRMSNorm) and any("RMSNorm" in type(m).__name__ for m in blueprint.model.modules()):
-        cause = f"transformers {version('transformers')} writes them in another way than is known here"
+        cause = f"transformers {version_of('transformers')} writes them in another way than is known here"
         yield SlowPath("norms in separate operations, saved in float32", cause, _TRANSFORMERS)
     if has_gpu and config.device != "cpu" and blueprint.dtype != torch.float64:
         yield from _of_kernels(config, blueprint)
@@ -56,7 +56,7 @@ def _of_masks(config: RunConfig, blueprint: Blueprint, data: TokenizedDataset) -
     """Of attention that joined sequences would have a mask of the whole row for."""
     is_of_version = not knows_packed_rows()
     cause = (
-        f"transformers {version('transformers')} makes masks of packed rows in a way that is not known here"
+        f"transformers {version_of('transformers')} makes masks of packed rows in a way that is not known here"
         if is_of_version
         else f"attention of {blueprint.plan.model_type} depends on more than the positions of tokens"
     )
