@@ -93,13 +93,17 @@ class Section:
 
 @dataclass(frozen=True)
 class Known:
-    """What an operator makes of arguments that have been seen. made: (shape, strides, dtype) of each of its tensors;
-    None: the first argument, overwritten.
+    """What an operator makes of arguments that have been seen.
+
+    Attributes:
+        made: (shape, strides, dtype) of each of its tensors, None for one not asked for; or None: the first argument,
+            overwritten. must_run: only its cost is known.
     """
 
-    made: tuple[tuple[Any, Any, torch.dtype], ...] | None
+    made: tuple[tuple[Any, Any, torch.dtype] | None, ...] | None
     is_single: bool
     work: Work | None
+    must_run: bool = False
 
 
 # Layers and traces are alike: torch says once what an operator makes of tensors of some shapes, which takes it ten
@@ -168,14 +172,15 @@ class FakeRun(TorchDispatchMode):
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
-        given = list(tensors_in((args, kwargs)))
+        given = _flat(args) + _flat(kwargs) if kwargs else _flat(args)
         name: str = schema_of(func).name
-        if any(t.is_meta for t in given):
+        num_fake = sum([t.is_meta for t in given])
+        if num_fake:
             if name == READ_NUMBER:
                 return 1.0 if given[0].is_floating_point() else 1
         elif _stays_real(given, args, kwargs):
             return func(*args, **kwargs)
-        if not all(t.is_meta for t in given):
+        if num_fake < len(given):
             args, kwargs = map_tensors(_without_content, (args, kwargs))
         if "device" in kwargs or (not given and _takes_device(func)):
             kwargs = {**kwargs, "device": torch.device("meta")}
@@ -318,22 +323,43 @@ def is_view(func: Any) -> bool:
 
 def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Tensor], Work | None]:
     """(result, its tensors, cost) of an operator on fake tensors."""
+    if is_view(func):
+        found = func(*args, **kwargs)
+        return found, _flat(found), None
     key = func, _key_of(args), _key_of(tuple(kwargs.items()))
-    if (known := _KNOWN.get(key)) is not None:
+    known = _KNOWN.get(key)
+    if known is not None and not known.must_run:
         if known.made is None:
             return args[0], [args[0]], known.work
-        made = [torch.empty_strided(*each[:2], dtype=each[2], device="meta") for each in known.made]
-        return made[0] if known.is_single else tuple(made), made, known.work
+        new = [each and torch.empty_strided(*each[:2], dtype=each[2], device="meta") for each in known.made]
+        return new[0] if known.is_single else tuple(new), [tensor for tensor in new if tensor is not None], known.work
     name = schema_of(func).name
     if name.startswith(ON_EACH) and name.endswith("_"):  # it changes numbers alone
         return None, [], work_of(func, args, kwargs, [])
     is_grouped = name == GROUPED_PRODUCT and args[0].dtype != torch.bfloat16
     found = _grouped_product(*args[:3]) if is_grouped else func(*args, **kwargs)
-    made = [found] if isinstance(found, Tensor) else list(tensors_in(found))
-    work = work_of(func, args, kwargs, made)
-    if (known := _known_of(func, args, kwargs, found, work)) is not None:
-        _KNOWN[key] = known
-    return found, made, work
+    made = _flat(found)
+    if known is None:
+        work = work_of(func, args, kwargs, made)
+        _KNOWN[key] = known = _known_of(func, args, kwargs, found, work) or Known(None, True, work, must_run=True)
+    return found, made, known.work
+
+
+def _flat(value: Any) -> list[Tensor]:
+    """`tensors_in(value)`, which is asked of every operator: without a generator for each level."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, tuple | list):
+        return []
+    found: list[Tensor] = []
+    for each in value:
+        if isinstance(each, Tensor):
+            found.append(each)
+        elif isinstance(each, tuple | list | dict):
+            found += _flat(each)
+    return found
 
 
 def _key_of(value: Any) -> Any:
@@ -348,8 +374,11 @@ def _key_of(value: Any) -> Any:
 def _known_of(func: Any, args: Any, kwargs: Any, found: Any, work: Work | None) -> Known | None:
     """None where the result is anything but new tensors, or the first argument overwritten."""
     given, is_single = list(tensors_in((args, kwargs))), isinstance(found, Tensor)
-    made = [found] if is_single else found
-    if not isinstance(made, list | tuple) or not made or {*map(type, (*given, *made))} - {Tensor, nn.Parameter}:
+    results = [found] if is_single else found
+    if not isinstance(results, list | tuple):
+        return None
+    made = [tensor for tensor in results if tensor is not None]
+    if not made or {*map(type, (*given, *made))} - {Tensor, nn.Parameter}:
         return None
     aliases = [argument.alias_info is not None for argument in schema_of(func).arguments]
     if any(aliases):
@@ -360,7 +389,7 @@ def _known_of(func: Any, args: Any, kwargs: Any, found: Any, work: Work | None) 
     are_new = len({*map(storage_id, storages)} - {storage_id(t.untyped_storage()) for t in given}) == len(made)
     if not are_new or [s.nbytes() for s in storages] != [s.nbytes() for s in alike]:  # `_unsafe_view` is of its input
         return None
-    return Known(tuple((t.shape, t.stride(), t.dtype) for t in made), is_single, work)
+    return Known(tuple(t if t is None else (t.shape, t.stride(), t.dtype) for t in results), is_single, work)
 
 
 def work_of(func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> Work | None:
