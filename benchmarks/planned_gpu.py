@@ -28,7 +28,7 @@ SEEN = {"8b": 273, "1b": 260, "moe": 152}
 def main() -> None:
     """Print a line per model."""
     console = Console()
-    for shape in real_shapes():
+    for shape in (shape for shape in real_shapes() if shape.name in SEEN):
         problem = Problem(
             make_blueprint(shape.config, Topology(), BaseOptions(dtype="bfloat16")),
             shape.lora_config(),

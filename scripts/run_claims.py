@@ -63,6 +63,7 @@ CLAIMS: dict[str, Claim] = {
     "one GPU": Claim("scripts/prove_on_gpu.py --dry-run"),
     "same adapter": Claim(f"scripts/same_adapter.py --data {DATA} --steps 4 --dtype float64 --topology tp=2,sp"),
     "simulate": Claim(f"-m meshlora plan --model {SHAPE} --gpus 16384 --gpu h200 --seq 8192 --simulate"),
+    "prices": Claim("benchmarks/planned_gpu.py"),
     "families": Claim("scripts/prove_families.py --family llama qwen3_moe --topology tp=2,sp --out {folder}/out.md"),
     "published": Claim("scripts/prove_published.py --only Qwen--Qwen3-8B --tp 2"),
 }

@@ -40,7 +40,8 @@ def claims(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_no_script_is_there_that_nobody_runs(claims: ModuleType) -> None:
     """chaos.py had not run for weeks, and ended in 3 of 10."""
-    of_claims = {Path(claim.words.split()[0]).name for claim in claims.CLAIMS.values()} - {"-m"}
+    first = [Path(claim.words.split()[0]) for claim in claims.CLAIMS.values()]
+    of_claims = {path.name for path in first if path.parent.name == "scripts"}
     there = {file.name for file in SCRIPTS.iterdir() if file.suffix in (".py", ".sh")}
     text = "".join(file.read_text("utf-8") for file in SCRIPTS.glob("*.py"))
     of_others = {name for name in there if re.search(rf"^(from|import) {Path(name).stem}\b", text, re.MULTILINE)}
