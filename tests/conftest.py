@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import shutil
 import zlib
@@ -23,7 +24,11 @@ gc.disable()
 import pytest
 import torch
 
+from meshlora.common.proof_records import remember
+from meshlora.common.versions import other_minors, versions
 from meshlora.layers.liger import liger_version
+from meshlora.plan.families.proved import _FILE, proof_of_family
+from meshlora.plan.topology import Topology
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.request import Request, prepare_proof
 from tests.changed import COLLECTED
@@ -56,6 +61,9 @@ _LONGEST = (
 
 # The suite writes some hundred megabytes, most of them with fsync.
 _MEMORY, _ENOUGH_BYTES = Path("/dev/shm"), 4 * 2**30
+
+# Of tests that tests/versions.txt names, with the fewest dp ranks.
+_SPLITS = ("tp=2", "tp=2,sp", "tp=4", "dp=2,tp=2", "dp=2,tp=2,sp", "cp=2", "pp=2")
 
 # Marked tests of a file that has no more than so many share a slice, as they share what they need.
 _TOGETHER = 8
@@ -105,8 +113,19 @@ def prove(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Pro
 def _own_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Caches of this session's own, here and in what the tests start."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))
+        home = tmp_path_factory.mktemp("home")
+        patch.setenv("HOME", str(home))
+        _remember_proofs_of_versions(home)
         yield
+
+
+def _remember_proofs_of_versions(home: Path) -> None:
+    """In other versions than the pinned ones: that splits of the tests are proved, as tests/parity/test_versions.py
+    does in the same `make test-floor`; else ranks would refuse them, and what they do would not be tested there."""
+    if not other_minors(_FILE["versions"], versions()):
+        return
+    for family, topology in itertools.product(("llama", "doge", "bamba"), _SPLITS):
+        remember(home / ".cache" / "meshlora" / "proofs", proof_of_family(family, Topology.parse(topology)), {})
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -264,7 +264,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("tp=2", {"bf16": True}, "bf16=True and a base in float32"),
     ("tp=2", {"fp16": True}, "fp16=True: its loss scale"),
     ("tp=2", {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0: it is not proved on a mesh"),
-    ("tp=2", {"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "activation_checkpointing_kwargs="),
+    ("tp=2", {"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "checkpointing_kwargs="),
     ("tp=2", {"enable_jit_checkpoint": True}, "enable_jit_checkpoint=True: it is not proved"),
     ("dp=2", {"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy=group_by_length and dp=2"),
 ]

@@ -19,6 +19,12 @@ from meshlora.train.optimizer import WHOLE
 
 # Optimizers that treat each element by itself, so that a shard of a factor is updated as the whole one would be.
 ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+# Arguments of Trainer, and those of its `accelerator_config`, that nobody has proved on a mesh.
+_NOT_PROVED = (
+    *("deepspeed", "fsdp", "auto_find_batch_size", "torch_compile", "use_liger_kernel", "neftune_noise_alpha"),
+    *("enable_jit_checkpoint", "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
+)
+_NOT_PROVED_TO_SPLIT = ("split_batches", "dispatch_batches")
 
 
 def check_arguments(args: TrainingArguments, model: Any) -> None:
@@ -44,20 +50,10 @@ def check_arguments(args: TrainingArguments, model: Any) -> None:
             "a mesh computes in the base's own dtype, without autocast",
             "load the model with dtype='bfloat16', or leave bf16 out",
         )
-    refused = {
-        "deepspeed": args.deepspeed,
-        "fsdp": args.fsdp,
-        "auto_find_batch_size": args.auto_find_batch_size,
-        "torch_compile": args.torch_compile,
-        "use_liger_kernel": args.use_liger_kernel,
-        "neftune_noise_alpha": args.neftune_noise_alpha,
-        "enable_jit_checkpoint": args.enable_jit_checkpoint,
-        "activation_checkpointing_kwargs": args.activation_checkpointing_kwargs,
-        "gradient_checkpointing_kwargs": args.gradient_checkpointing_kwargs,
-        "accelerator_config.split_batches": args.accelerator_config.split_batches,
-        "accelerator_config.dispatch_batches": args.accelerator_config.dispatch_batches,
-    }
-    for name, value in refused.items():
+    # Each by its name: versions of transformers have some of them.
+    given = {name: getattr(args, name, None) for name in _NOT_PROVED}
+    given |= {f"accelerator_config.{name}": getattr(args.accelerator_config, name) for name in _NOT_PROVED_TO_SPLIT}
+    for name, value in given.items():
         if value:
             raise UnsupportedError(f"{name}={value}", "it is not proved on a mesh", "leave it out")
     order = getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy)
@@ -99,7 +95,7 @@ def check_loss(trainer: Any, behind: Any, mesh: Mesh) -> None:
     if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
         rule = "its loss is a mean of a rank's own rows, and ranks have unequal shares"
         raise UnsupportedError(f"{type(trainer.model).__name__} and dp={mesh.dp.size}", rule, "use dp=1")
-    if behind is not Trainer.compute_loss and not trainer.loss_is_scaled_for_ga:
+    if behind is not Trainer.compute_loss and not getattr(trainer, "loss_is_scaled_for_ga", None):
         rule = "a mean of a rank's own rows is not that of all"
         way_out = "divide by num_items_in_batch and set loss_is_scaled_for_ga = True, or use dp=1"
         raise UnsupportedError(f"a compute_loss of your own and dp={mesh.dp.size}", rule, way_out)

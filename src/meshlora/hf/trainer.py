@@ -38,6 +38,8 @@ _Trainer: Any = Trainer if TYPE_CHECKING else object
 
 # What callbacks of one rank may ask for, and all must do.
 _FLAGS = ("should_log", "should_evaluate", "should_save", "should_training_stop", "should_epoch_stop")
+# Arguments that turn recomputation on; older versions of transformers have one of them.
+_RECOMPUTATION = ("activation_checkpointing", "gradient_checkpointing")
 _LOSS_INPUTS = {"input_ids", "attention_mask", "labels", "position_ids"}
 
 
@@ -77,11 +79,12 @@ class OnMesh(_Trainer):
         if mesh.topology.world > 1:
             args.accelerator_config.dispatch_batches = False  # each rank reads an iterable dataset by itself
             args.mixed_precision = "no"  # the base's own dtype, without autocast
-        if args.activation_checkpointing or args.gradient_checkpointing:
+        if asked := [name for name in _RECOMPUTATION if getattr(args, name, False)]:
             # Ours, whose second forward runs every collective on every rank; Trainer would turn on transformers' own.
             recompute_layers(model, "full")
             switch_by_own_rule(model, "full")
-            args.activation_checkpointing = args.gradient_checkpointing = False
+            for name in asked:
+                setattr(args, name, False)
         self._is_finished, self._stands_in, self._added, self._logged_at = True, False, 0, -1
         args.distributed_state = Writer(mesh)
         be_alone(mesh)  # the last: making arguments undoes it
@@ -266,6 +269,11 @@ class OnMesh(_Trainer):
         return loss, logits, labels
 
     # ---- files
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        self._save(output_dir)  # on every rank, of which older versions of transformers let the first alone save
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         folder = Path(output_dir or self.args.output_dir or ".")
