@@ -69,13 +69,14 @@ from meshlora.train.gradsync import finish_gradients_on_device
 from meshlora.train.losses import language_model_losses
 from meshlora.train.recompute import recompute_layers
 from processes import be_quiet
-from table import Findings, Parity, ParityError, Row, greater, parser, run, smaller
+from table import Findings, Parity, ParityError, Row, greater, parser, run, seconds_left, smaller, turns_within
 
 FP32_LIMIT = 1e-3  # relative, two layers; a wrong scale of LoRA is 1 off
 NOISE = 4.0  # in bf16: how much further from fp32 than PEFT's own rounding, as `meshlora.oracle.judge` has it
 ROUNDING = torch.finfo(torch.bfloat16).eps  # what one number of PEFT may be nearer by luck
 PARITY_TOKENS = 4096  # of a row, in bf16
 LEARNING_RATE = 1e-4
+KERNELS_S = 15.0  # what a profile of all systems takes
 
 
 # --- the systems' names ---------------------------------------------------------------------------------------------
@@ -414,7 +415,10 @@ class Bench:
         base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         system = System("PEFT", "peft", factors_dtype)
         candidate = Candidate(system, self._with_adapter(base, system), dtype)
-        return [self._first_gradients(candidate, inputs) for inputs in batches]
+        found = [self._first_gradients(candidate, inputs) for inputs in batches]
+        del base, candidate  # PEFT's models are in cycles, and the next base would not fit beside this one
+        self.machine.collect()
+        return found
 
     def _difference(self, candidate: Candidate, inputs: Inputs, exact: Found, rounded: list[Found]) -> float:
         what = f"{candidate.system.name}, {self.shape.name}, {inputs.name}, {str(self.dtype).removeprefix('torch.')}"
@@ -481,16 +485,16 @@ class Bench:
         held += [t for state in candidate.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
         self.kept[candidate.system.name] = _storages(held)
 
-    def measure(self, batches: list[Inputs], turns: int) -> dict[str, dict[str, list[dict[str, float]]]]:
+    def measure(self, batches: list[Inputs], turns: Iterable[int]) -> dict[str, dict[str, list[dict[str, float]]]]:
         """By input and system, of each turn: `step_time_s`, the median, and `peak_bytes`. Systems take turns."""
         found: dict[str, dict[str, list[dict[str, float]]]] = {
             inputs.name: {name: [] for name in self.candidates} for inputs in batches
         }
-        for turn in range(turns):
+        for turn in turns:
             for inputs in batches:
                 for name, candidate in list(self.candidates.items()):
                     found[inputs.name][name] += self._attempt(candidate.system, self._turn, candidate, inputs)
-            print(f"{self.shape.name}: turn {turn + 1} of {turns}", file=sys.stderr, flush=True)
+            print(f"{self.shape.name}: turn {turn + 1}", file=sys.stderr, flush=True)
         return {given: {name: by[name] for name in self.candidates} for given, by in found.items()}
 
     def _turn(self, candidate: Candidate, inputs: Inputs) -> dict[str, float]:
@@ -565,9 +569,11 @@ def _liger(model: Any) -> ModulePatch:
 
 
 def measure_shape(
-    shape: Shape, machine: Machine, systems: tuple[System, ...], turns: int, *, backend: str, with_kernels: bool
+    shape: Shape, machine: Machine, systems: tuple[System, ...], turns: int, options: argparse.Namespace
 ) -> dict[str, Any]:
     """Parity in fp32 with two layers, then parity, memory and times in bf16, and the kernels of a step."""
+    # Inductor needs a compiler, and minutes; that dynamo takes the model shows without it.
+    backend = "inductor" if machine.is_gpu else "eager"
     result: dict[str, Any] = {"left_out": {}}
     # Of fp32 and bf16 factors only one is another system there.
     in_fp32 = tuple(system for system in systems if system.factors_dtype == torch.float32)
@@ -581,8 +587,10 @@ def measure_shape(
     with _bench(shape, machine, torch.bfloat16, without(systems, result["left_out"]), backend) as bench:
         result["off_bfloat16"] = bench.check(batches if short == shape else inputs_of(short, machine.device))
         bench.warm_up(batches)
-        result["runs"] = bench.measure(batches, turns)
-        if with_kernels:
+        result["runs"] = bench.measure(batches, turns_within(turns, options))
+        if options.kernels and (left_s := seconds_left(options)) < KERNELS_S:
+            result["left_out"]["kernels of a step"] = f"{left_s:.0f} s are left of {options.budget_s:.0f}"
+        elif options.kernels:
             result["kernels"] = bench.kernels(batches[0])
         result["left_out"] |= bench.left_out
     h, m = (shape.config.hidden_size, shape.batch_size * shape.seq_len)
@@ -623,8 +631,8 @@ def without(systems: Iterable[System], left_out: Iterable[str]) -> tuple[System,
     return tuple(system for system in systems if system.name not in {*left_out})
 
 
-def rows_of(shape: Shape, result: dict[str, Any]) -> list[Row]:
-    """Each of ours against its peers that ran, against the ceiling, and against what is asked for."""
+def rows_of(shape: Shape, result: dict[str, Any], card: str) -> list[Row]:
+    """Each of ours against its peers that ran, against the ceiling, and against what is asked for on `card`."""
     rows = []
     for name, runs in result["runs"].items():
         about = result["inputs"][name]
@@ -642,7 +650,7 @@ def rows_of(shape: Shape, result: dict[str, Any]) -> list[Row]:
                 ceiling = len(rates[system.name]) * [about["ceiling_tokens_per_s"]]
                 names = {"ours_name": system.name, "peer_name": "matmul ceiling"}
                 rows.append(greater(what, rates[system.name], ceiling, unit="tokens/s", **names))
-        if shape.target_rate is not None and is_asked and OURS.name in rates:
+        if "H200" in card and shape.target_rate is not None and is_asked and OURS.name in rates:
             asked = len(rates[OURS.name]) * [shape.target_rate]
             names = {"ours_name": OURS.name, "peer_name": "asked of an H200"}
             rows.append(greater(what, rates[OURS.name], asked, unit="tokens/s", target=1.0, **names))
@@ -724,9 +732,7 @@ def measure(options: argparse.Namespace) -> Findings:
         print_plan(shapes, turns, wanted)
     if options.tiny:
         shapes, turns = [tiny(shape) for shape in shapes], min(turns, 2)
-    # Inductor needs a compiler, and minutes; that dynamo takes the model shows without it.
-    how = {"backend": "inductor" if machine.is_gpu else "eager", "with_kernels": options.kernels}
-    results = {shape.name: measure_shape(shape, machine, wanted(shape), turns, **how) for shape in shapes}
+    results = {shape.name: measure_shape(shape, machine, wanted(shape), turns, options) for shape in shapes}
     worst = max(result["off_float32"] for result in results.values())
     details = {
         "device": machine.name(),
@@ -736,7 +742,7 @@ def measure(options: argparse.Namespace) -> Findings:
         "shapes": results,
     }
     what = "loss and every gradient against PEFT in fp32, two layers in fp32, and all layers in bf16"
-    rows = [row for shape in shapes for row in rows_of(shape, results[shape.name])]
+    rows = [row for shape in shapes for row in rows_of(shape, results[shape.name], machine.name())]
     return Findings(Parity(what, worst, FP32_LIMIT, agrees=True), rows, details, page(shapes, results, machine))
 
 

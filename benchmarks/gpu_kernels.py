@@ -64,7 +64,8 @@ def kernels_of(step: Callable[[], object], machine: Machine) -> Step:
     host_s = time.perf_counter() - started
     machine.synchronize()
     step_time_s = time.perf_counter() - started
-    with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if machine.is_gpu else [])]) as seen:
+    # Operators beside kernels would take seconds to read.
+    with profile(activities=[ProfilerActivity.CUDA if machine.is_gpu else ProfilerActivity.CPU]) as seen:
         step()
         machine.synchronize()
     kind = torch.autograd.DeviceType.CUDA if machine.is_gpu else torch.autograd.DeviceType.CPU

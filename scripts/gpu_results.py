@@ -60,7 +60,7 @@ class Results:
     """The file of a campaign: rewritten after each step, so that one that is killed leaves what it had."""
 
     def __init__(self, path: Path, *, card: str, command: str, versions: Mapping[str, str]) -> None:
-        """Go on from `path` if it is there: parts that run again are replaced, the others stay.
+        """Go on from `path` if it is there: steps that run again are replaced, the others stay.
 
         Raises:
             UserError: what is there is of another card or of other versions, or no campaign's.
@@ -77,15 +77,12 @@ class Results:
                         "give another --out, or remove the file",
                     )
         self.command = command
-        self.begun: set[str] = set()
 
     def add(self, line: Line) -> None:
         """Keep `line`, and write all."""
-        parts = self.document["parts"]
-        if line.part not in self.begun:
-            parts[line.part] = {"date": time.strftime("%Y-%m-%d"), "command": self.command, "lines": []}
-            self.begun.add(line.part)
-        parts[line.part]["lines"].append(dataclasses.asdict(line))
+        steps = self.document["parts"].setdefault(line.part, {})
+        begun = {"date": time.strftime("%Y-%m-%d"), "command": self.command}
+        steps[line.step] = begun | {name: value for name, value in dataclasses.asdict(line).items() if name != "step"}
         self.document["measured"] = measured(self.document)
         table.write(self.path, json.dumps(self.document, indent=1) + "\n")
         table.write(self.path.with_suffix(".md"), page(self.document))
@@ -115,7 +112,12 @@ def file_of(folder: Path, card: str) -> Path:
 
 def lines_of(document: Mapping[str, Any]) -> list[Line]:
     """Of all parts, in their order."""
-    return [Line(**line) for part in document["parts"].values() for line in part["lines"]]
+    names = {field.name for field in dataclasses.fields(Line)}
+    return [
+        Line(step=step, **{name: value for name, value in found.items() if name in names})
+        for steps in document["parts"].values()
+        for step, found in steps.items()
+    ]
 
 
 # --- what was measured ----------------------------------------------------------------------------------------------
@@ -149,8 +151,8 @@ def hardware_fields(document: Mapping[str, Any]) -> dict[str, float]:
 
 def rows_of(document: Mapping[str, Any], part: str) -> list[table.Row]:
     """Rows of the benchmark of a part; empty if it did not run."""
-    lines = document["parts"].get(part, {}).get("lines", [])
-    return [row for line in lines if "rows" in line["data"] for row in table.rows_of(line["data"])]
+    found = [line.data for line in lines_of(document) if line.part == part and "rows" in line.data]
+    return [row for data in found for row in table.rows_of(data)]
 
 
 # --- pages ----------------------------------------------------------------------------------------------------------
@@ -159,8 +161,9 @@ def rows_of(document: Mapping[str, Any], part: str) -> list[table.Row]:
 def page(document: Mapping[str, Any]) -> str:
     """The results as Markdown: the table of all steps, then each benchmark's own."""
     lines = [f"# meshlora on one {document['card']}", "", f"Versions: {_words(document['versions'])}.", ""]
-    for name, part in document["parts"].items():
-        lines.append(f"- {name}: `{part['command']}`, {part['date']}")
+    for name, steps in document["parts"].items():
+        runs = dict.fromkeys(f"`{step['command']}`, {step['date']}" for step in steps.values())
+        lines.append(f"- {name}: {'; '.join(runs)}")
     if seen := document.get("measured"):
         shown = (seen["bf16_flops"] / 1e12, seen["copy_bytes_s"] / 1e12, seen["launch_s"] * 1e6)
         lines += ["", "Most: {:.0f} TFLOP/s in bf16, {:.2f} TB/s copied, {:.1f} µs a launch.".format(*shown)]
@@ -203,21 +206,25 @@ def performance(document: Mapping[str, Any], path: Path) -> str:
         f"(`scripts/prove_on_gpu.py --parts {parts}`; [all numbers](../benchmarks/results/{path.stem}.md)):"
     )
     lines = [intro, "", "| | speed, one sequence a row | packed rows | peak memory |", "|---|---|---|---|"]
+    missing = []
     for part, what, ours, peer in COMPARISONS:
         rows = _by_what(document, part, ours, peer)
         speed, packed, memory = (rows.get(name) for name in ("one sequence", "packed", "one sequence, peak memory"))
+        if speed is None:
+            missing.append(what.rstrip("*"))
+            continue
         cells = [f"{_times(speed)}{_rate(speed)}{_missed(speed)}", _times(packed), f"{_times(memory)}{_rate(memory)}"]
         lines.append(f"| {what.rstrip('*')} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return "\n".join([*lines, *(["", f"Not measured on it: {'; '.join(missing)}."] if missing else [])])
 
 
 def readme(document: Mapping[str, Any]) -> str:
     """The table of README.md."""
     lines = [f"| one {document['card']}, bfloat16, 4,096 tokens a row | speed | peak memory |", "|---|---|---|"]
     for part, what, ours, peer in COMPARISONS:
-        if what.endswith("*"):
-            rows = _by_what(document, part, ours, peer)
-            speed, memory = rows.get("one sequence"), rows.get("one sequence, peak memory")
+        rows = _by_what(document, part, ours, peer)
+        speed, memory = rows.get("one sequence"), rows.get("one sequence, peak memory")
+        if what.endswith("*") and speed is not None:
             lines.append(f"| {what.rstrip('*')}{_missed(speed)} | {_times(speed)} | {_times(memory)} |")
     return "\n".join(lines)
 

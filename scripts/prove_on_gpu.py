@@ -2,6 +2,7 @@
 
     python scripts/prove_on_gpu.py                          # on a machine with a GPU
     python scripts/prove_on_gpu.py --parts train,8b         # these alone; in its file the others' results stay
+    python scripts/prove_on_gpu.py --parts proofs --step int8      # of these parts these alone; may repeat
     python scripts/prove_on_gpu.py --dry-run                # without a GPU: all of it, tiny, on the CPU
     python scripts/prove_on_gpu.py --write-docs RESULTS.json    # docs/performance.md and README.md from results
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import math
 import os
@@ -33,7 +35,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,10 +51,11 @@ from meshlora.common.errors import UserError, did_you_mean
 
 TOTAL_S = 470.0  # and some to begin: eight minutes
 TINY_LIMIT_S = 600.0  # of a step of a dry run: a slow machine is no fault
-LEAST_S = 10.0  # no step begins with less
+LEAST_S = 10.0  # no step that is not timed begins with less
 LOSS_LIMIT = 1e-6  # relative, in float64: what the judge allows after AdamW
 MESHLORA = [sys.executable, "-m", "meshlora"]
-FOUND, RUN = "{folder}/found.json", "{folder}/run"  # the folder of a step, filled in where it starts
+FOUND, RUN, BUDGET = "{folder}/found.json", "{folder}/run", "{budget_s}"  # of a step, filled in where it starts
+ENDING_S = 25.0  # of a benchmark: its imports, and what it does after the last turn that fits
 ONLY_ON_GPU = "a dry run has no GPU"
 LEFT_OUT = "left out of a dry run: its code is that of the steps above"
 
@@ -123,23 +126,39 @@ def environment(_: Setting) -> list[Step]:
 
 
 def read_environment(folder: Path) -> tuple[str, dict[str, Any]]:
-    found = _json(folder)
+    found = {
+        name: value for name, value in _json(folder).items() if name not in ("platform", "hub", "hub_cache", "cache")
+    }
     names = ("torch", "transformers", "peft", "liger-kernel", "bitsandbytes", "cuda", "nccl", "gpus")
     return "\n".join(f"{name} {found[name]}" for name in names if name in found), {"environment": found}
 
 
 def gpu_tests(setting: Setting) -> list[Step]:
-    pytest = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/gpu", "-p", "no:cacheprovider"]
+    """A step for each file. Its commands wait for processes of their own, one after the other for minutes; what is
+    proved shares processes."""
     no_test_ran = 5
-    return [Step("tests/gpu", pytest, read_pytest, good_codes=(0, no_test_ran) if setting.is_tiny else (0,))]
+    good_codes = (0, no_test_ran) if setting.is_tiny else (0,)
+    steps = []
+    for file in sorted(ROOT.glob("tests/gpu/test_*.py")):
+        pytest = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", f"tests/gpu/{file.name}", "-p", "no:cacheprovider"]
+        if "commands" in file.name and not setting.is_tiny:  # which has none to run
+            pytest += ["-n", f"{setting.at_once}", "-p", "no:benchmark"]  # it warns of workers, and warnings are errors
+        steps.append(Step(f"tests/gpu/{file.name}", pytest, read_pytest, good_codes=good_codes))
+    return steps
 
 
 def read_pytest(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Its last line, and the names of what failed."""
-    lines = (folder / "log").read_text("utf-8", "replace").splitlines()
-    failed = [line.removeprefix("FAILED ").partition(" - ")[0] for line in lines if line.startswith("FAILED ")]
-    summary = next((line.strip("= ") for line in reversed(lines) if re.search(r"\d+ (passed|failed|desel)", line)), "")
-    return "\n".join([summary, *failed]), {"failed": failed}
+    """Its last line, or how many have ended if it was stopped, and the names of what failed."""
+    said = (folder / "log").read_text("utf-8", "replace")
+    ended = [
+        (m[1], m[2]) for m in re.finditer(r"^(?:\[gw\d+\] \[.*?\] )?(PASSED|FAILED|ERROR) (\S+)", said, re.MULTILINE)
+    ]
+    ended += [(m[2], m[1]) for m in re.finditer(r"^(\S+::.*?) (PASSED|FAILED|ERROR) +\[", said, re.MULTILINE)]
+    failed = list(dict.fromkeys(name for how, name in ended if how != "PASSED"))
+    passed = {name for how, name in ended if how == "PASSED"}
+    summary = [line.strip("= ") for line in said.splitlines() if re.search(r"\d+ (passed|failed|desel).* in \d", line)]
+    counted = f"{len(passed) + len(failed)} have ended, {len(passed)} passed"
+    return "\n".join([*(summary[-1:] or [counted]), *failed]), {"failed": failed}
 
 
 TRAIN, TRAIN_ON_CPU = "train, float64, preflight", "train, float64, on the CPU"
@@ -229,7 +248,7 @@ PROOFS = {
     "fp8": Proof(f"{LLAMA} {FLOAT32} --quantization fp8", ("", "tp=2,sp")),
     "mxfp4": Proof(f"{MIXTURE} {FLOAT32} --quantization mxfp4", ("", "dp=2,ep=2")),
     "int8": Proof(f"{LLAMA} {FLOAT32} --quantization int8", ("", "tp=2,sp")),
-    "four ranks": Proof(MIXTURE, ("dp=2,tp=2,sp", "dp=4,ep=2,etp=2,two_stage"), num_ranks=4),
+    "four ranks": Proof(MIXTURE, ("dp=2,tp=2,sp", "dp=4,ep=2,etp=2,two-stage"), num_ranks=4),
 }
 TINY_PROOFS = 2  # of the first topology each
 
@@ -283,7 +302,8 @@ def speeds(
         argv += [*(["--kernels"] if kernels else []), "--turns", str(1 if setting.is_tiny else turns)]
         argv += ["--device", "cpu", "--tiny"] if setting.is_tiny else []
         not_run = "" if in_dry_run else setting.unless_tiny(LEFT_OUT)
-        return [Step("benchmarks/gpu.py", [*argv, "--json", FOUND], read_speeds, not_run=not_run)]
+        argv += ["--budget-s", BUDGET, "--json", FOUND]
+        return [Step("benchmarks/gpu.py", argv, read_speeds, not_run=not_run)]
 
     return steps
 
@@ -324,11 +344,15 @@ PARTS = {
         "the first commands, from an empty cache; losses beside the CPU's", 150, commands, compare=compare_losses
     ),
     "proofs": Part("every axis and option, by NCCL on one GPU", 150, proofs),
-    "8b": Part("Llama 8B beside PEFT", 100, speeds("8b", *FOUR, kernels=True), is_timed=True),
-    "1b": Part("Llama 1B, 4 rows, beside PEFT", 80, speeds("1b", *FOUR, kernels=True, in_dry_run=False), is_timed=True),
-    "moe": Part("a mixture of 128 experts beside PEFT", 90, speeds("moe", *FOUR, kernels=True), is_timed=True),
-    "quantized": Part("bases in few bits beside QLoRA", 90, speeds("quantized"), is_timed=True),
-    "32k": Part("one row of 32,768 tokens", 100, speeds("32k", *FOUR[1:], turns=1), is_timed=True),
+    "8b": Part("Llama 8B beside PEFT", 150, speeds("8b", *FOUR, kernels=True), is_timed=True),
+    "1b": Part(
+        "Llama 1B, 4 rows, beside PEFT", 110, speeds("1b", *FOUR, kernels=True, in_dry_run=False), is_timed=True
+    ),
+    "moe": Part(
+        "a mixture of 128 experts beside PEFT", 110, speeds("moe", FOUR[0], FOUR[2], kernels=True), is_timed=True
+    ),
+    "quantized": Part("bases in few bits beside QLoRA", 110, speeds("quantized"), is_timed=True),
+    "32k": Part("one row of 32,768 tokens", 130, speeds("32k", FOUR[1], FOUR[3], turns=1), is_timed=True),
 }
 
 
@@ -363,6 +387,8 @@ class Campaign:
         self.lines: dict[str, list[Line]] = {name: [] for name in parts}
         together, alone = list[tuple[str, Step]](), list[list[tuple[str, Step]]]()
         self.limits = {name: TINY_LIMIT_S if self.setting.is_tiny else part.limit_s for name, part in parts.items()}
+        # Half of what a benchmark may take: with less it would be ended before its first number.
+        self.least = {name: part.limit_s / 2 if part.is_timed else LEAST_S for name, part in parts.items()}
         for name, part in parts.items():
             try:
                 steps = [(name, step) for step in part.steps(self.setting)]
@@ -402,7 +428,7 @@ class Campaign:
         left_s = self.total_s - (time.monotonic() - self.began)
         if step.not_run or self.is_stopped:
             return Line(part, step.name, "not run", 0.0, step.not_run)
-        if left_s < LEAST_S:
+        if left_s < self.least[part]:
             return Line(part, step.name, "not run", 0.0, f"no time left of {self.total_s:.0f} s", is_fault=True)
         folder = self.setting.folder / f"{part}-{re.sub(r'[^a-z0-9]+', '-', step.name.lower())}"
         started, limit_s = time.monotonic(), min(self.limits[part], left_s)
@@ -410,8 +436,7 @@ class Campaign:
             code = self._process(step, folder, limit_s)
             seconds = time.monotonic() - started
             if code is None:
-                found = f"more than {limit_s:.0f} s; its last line: {read_last(folder)[0]}"
-                return Line(part, step.name, "timed out", seconds, found, is_fault=True)
+                return Line(part, step.name, "timed out", seconds, _until_stopped(step, folder, limit_s), is_fault=True)
             return _read(part, step, folder, code, seconds)
         except Exception as error:  # noqa: BLE001 - no part ends another
             found = f"{type(error).__name__}: {error}"
@@ -420,7 +445,8 @@ class Campaign:
     def _process(self, step: Step, folder: Path, limit_s: float) -> int | None:
         """The exit code of `step`; None after `limit_s`. Its home is empty, as a new user's; its log is in `folder`."""
         folder.mkdir(parents=True)
-        argv = [word.replace("{folder}", str(folder)) for word in step.argv]
+        filled = {"{folder}": str(folder), BUDGET: f"{max(1.0, limit_s - ENDING_S):.0f}"}
+        argv = [functools.reduce(lambda text, key: text.replace(key, filled[key]), filled, word) for word in step.argv]
         path = os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])])
         env = {**os.environ, "PYTHONPATH": path, "HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
         env["PYTHONUSERBASE"] = site.getuserbase()  # packages may be in the home of who started this
@@ -456,6 +482,15 @@ def _kill(session: int) -> None:
         os.killpg(session, signal.SIGKILL)
 
 
+def _until_stopped(step: Step, folder: Path, limit_s: float) -> str:
+    """What a step has left that ran out of time."""
+    try:
+        found, _ = step.read(folder)
+    except Exception:  # noqa: BLE001 - what is half written may be anything
+        found = ""
+    return f"more than {limit_s:.0f} s; " + (found or f"its last line: {read_last(folder)[0]}")
+
+
 def _read(part: str, step: Step, folder: Path, code: int, seconds: float) -> Line:
     """The line of a step that has ended: what it wrote, or the last line of its log."""
     is_good = code in step.good_codes
@@ -468,6 +503,7 @@ def _read(part: str, step: Step, folder: Path, code: int, seconds: float) -> Lin
     if code not in step.good_codes:
         found = "\n".join(filter(None, [f"exit code {code}: {read_last(folder)[0]}", found]))
     status: Status = "ok" if is_good else "failed"
+    found = found.replace(f"{folder}", "FOLDER")
     return Line(part, step.name, status, seconds, found, data, is_fault=not is_good)
 
 
@@ -498,6 +534,25 @@ def chosen(text: str | None) -> dict[str, Part]:
     return {name: part for name, part in PARTS.items() if name in names}
 
 
+def only(parts: dict[str, Part], setting: Setting, asked: Sequence[str] | None) -> dict[str, Part]:
+    """`parts` with those of their steps alone that are `asked` for; all without it.
+
+    Raises:
+        UserError: no part has one of them.
+    """
+    if asked is None:
+        return parts
+    there = [step.name for part in parts.values() for step in part.steps(setting)]
+    for name in asked:
+        if name not in there:
+            raise UserError(f"--step {name}", "no chosen part has such a step", did_you_mean(name, there))
+
+    def some(part: Part) -> Part:
+        return replace(part, steps=lambda setting: [step for step in part.steps(setting) if step.name in asked])
+
+    return {name: some(part) for name, part in parts.items()}
+
+
 def shown(lines: Sequence[Line]) -> Table:
     """The table."""
     made = Table("part", "step", "result", "s", "found", show_lines=True)
@@ -513,14 +568,16 @@ def _rest(line: Line) -> tuple[str, str]:
 
 def campaign(options: argparse.Namespace, console: Console, scratch: Path) -> int:
     """Run the chosen parts, and print their table; the exit code."""
-    parts = chosen(options.parts)
+    parts = only(chosen(options.parts), Setting(scratch, options.dry_run), options.step)
     card = "CPU, a dry run" if options.dry_run else card_here()
     if not card:
         raise UserError("no GPU", "prove_on_gpu.py needs one", "--dry-run runs all of its code without one")
     results_folder = options.out or (scratch if options.dry_run else table.RESULTS)
     logs = (options.out or (scratch if options.dry_run else ROOT / "runs" / "prove_on_gpu")) / "logs"
-    words = f" --parts {options.parts}" if options.parts else ""
-    command = f"python scripts/prove_on_gpu.py{' --dry-run' if options.dry_run else ''}{words}"
+    words = ["python", "scripts/prove_on_gpu.py", *(["--dry-run"] if options.dry_run else [])]
+    words += ["--parts", options.parts] if options.parts else []
+    words += [word for name in options.step or () for word in ("--step", name)]
+    command = shlex.join(words)
     file = gpu_results.file_of(results_folder, card)
     results = Results(file, card=card, command=command, versions=table.versions())
     lines: list[Line] = []
@@ -547,12 +604,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The exit code: 1 where a step failed or found no time, 2 for a wrong request."""
     made = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     made.add_argument("--parts", metavar="NAME,NAME", help=f"of {', '.join(PARTS)}; default: all")
+    made.add_argument("--step", action="append", metavar="NAME", help="of these parts this step; may repeat")
     made.add_argument("--dry-run", action="store_true", help="all of it at tiny sizes on the CPU")
     made.add_argument("--out", type=Path, metavar="FOLDER", help="results and logs go there")
     made.add_argument("--total-s", type=float, default=TOTAL_S, metavar="S", help="no step runs longer than this")
     made.add_argument("--write-docs", type=Path, metavar="RESULTS.json", help="only write pages from these results")
     options = made.parse_args(arguments)
-    if options.write_docs is not None and (options.parts or options.dry_run or options.out):
+    if options.write_docs is not None and (options.parts or options.step or options.dry_run or options.out):
         made.error("--write-docs runs nothing: leave the other options out")
     console = Console()
     try:

@@ -16,7 +16,7 @@ import pytest
 
 from meshlora.cli.main import _parser
 from meshlora.common.errors import UserError
-from meshlora.plan.topology import Topology
+from meshlora.plan.topology import Topology, field_of
 from tests.scripts import ROOT, load_script
 
 script = load_script("prove_on_gpu")
@@ -140,6 +140,8 @@ def test_a_timed_step_has_the_machine_for_itself_and_is_the_last(tmp_path: Path)
 def test_a_step_that_finds_no_time_is_a_fault_and_says_so(tmp_path: Path) -> None:
     line = _run(tmp_path, {"late": _part(_step(""))}, total_s=script.LEAST_S - 1)["late"]
     assert (line.status, line.is_fault, line.found) == ("not run", True, "no time left of 9 s")
+    timed = _run(tmp_path, {"late": _part(_step(""), limit_s=60, is_timed=True)}, total_s=29)["late"]
+    assert timed.found == "no time left of 29 s", "a benchmark that would be ended before its first number"
 
 
 def test_limits_fit_into_eight_minutes() -> None:
@@ -161,8 +163,11 @@ def test_every_command_of_a_step_is_one_that_there_is(is_tiny: bool) -> None:
 
 def test_proofs_cover_every_axis_precision_and_option() -> None:
     proofs = script.PROOFS.values()
-    axes = {word.partition("=")[0] for proof in proofs for topology in proof.topologies for word in topology.split(",")}
-    assert axes - {""} == {axis.name for axis in dataclasses.fields(Topology)}
+    words = {word for proof in proofs for topology in filter(None, proof.topologies) for word in topology.split(",")}
+    assert {field_of(word.partition("=")[0]) for word in words} == {axis.name for axis in dataclasses.fields(Topology)}
+    for proof in proofs:
+        for topology in filter(None, proof.topologies):  # without one it is that of the number of ranks
+            assert Topology.parse(topology).world == proof.num_ranks, topology
     options = {word for proof in proofs for word in proof.arguments.split()}
     assert {"float32", "bfloat16", "llama", "qwen3_moe", "liger", "--recompute", "--packing"} <= options
     assert {"nf4", "fp8", "mxfp4", "int8"} <= options
@@ -219,6 +224,15 @@ def test_parts_are_chosen_by_name_in_their_own_order(capsys: pytest.CaptureFixtu
     assert "--parts trian: there is no such part; did you mean 'train'?" in capsys.readouterr().err
 
 
+def test_steps_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    setting = script.Setting(Path("logs"), is_tiny=False)
+    parts = script.only(script.chosen("tests,proofs,8b"), setting, ["dense, float64", "tests/gpu/test_one_gpu.py"])
+    steps = {name: [step.name for step in part.steps(setting)] for name, part in parts.items()}
+    assert steps == {"tests": ["tests/gpu/test_one_gpu.py"], "proofs": ["dense, float64"], "8b": []}
+    assert script.main(["--dry-run", "--parts", "train,8b", "--step", "int8"]) == 2
+    assert "--step int8: no chosen part has such a step" in capsys.readouterr().err
+
+
 def test_a_dry_run_prints_its_table_and_keeps_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,13 +281,14 @@ def _file(tmp_path: Path, *lines: Any, versions: dict[str, str] = VERSIONS) -> P
     return path
 
 
-def test_a_second_run_replaces_its_parts_and_keeps_the_others(tmp_path: Path) -> None:
+def test_a_second_run_replaces_its_steps_and_keeps_the_others(tmp_path: Path) -> None:
     old = [results.Line(part, step, "ok", 1.0, "old") for part, step in (("a", "1"), ("a", "2"), ("b", "1"))]
     path = _file(tmp_path, *old)
     assert path.name.startswith("gpu_nvidia-h100-80gb-hbm3_2")
     _file(tmp_path, results.Line("a", "1", "failed", 1.0, "new"))
     lines = results.lines_of(json.loads(path.read_text()))
-    assert [(line.part, line.step, line.found) for line in lines] == [("a", "1", "new"), ("b", "1", "old")]
+    found = [(line.part, line.step, line.found) for line in lines]
+    assert found == [("a", "1", "new"), ("a", "2", "old"), ("b", "1", "old")]
     with pytest.raises(UserError, match=r"its versions are torch 2\.13\.0: this run's are torch 2\.11\.0"):
         _file(tmp_path, versions={"torch": "2.11.0"})
     path.write_text('{"title": "of another script"}')
@@ -302,7 +317,8 @@ def test_pages_and_the_planners_numbers_are_written_from_results(tmp_path: Path)
     expected = "1.25× (13,000 tokens/s), the goal of 1.3 is missed | 1.50× | 0.62× (29.9 GiB) |"
     assert f"| Llama 8B, against PEFT + SDPA | {expected}" in page
     # Of these two kernels are liger's on one side only, and this was not measured.
-    assert "| Llama 8B, kernels of liger-kernel on both sides | not measured | not measured | not measured |" in page
+    assert "| Llama 8B, kernels of liger-kernel on both sides |" not in page
+    assert "Not measured on it: Llama 8B, kernels of liger-kernel on both sides; Llama 1B" in page
     assert f"results/{path.stem}.md" in page
     short = places["README.md"].read_text()
     assert "| Llama 8B, against PEFT + SDPA, the goal of 1.3 is missed | 1.25× | 0.62× |" in short
