@@ -1,4 +1,4 @@
-"""What the planner says of a step on one H200, beside what was measured there.
+"""What the planner says of a step on one GPU, beside what was measured there.
 
     python benchmarks/planned_gpu.py
 
@@ -21,28 +21,29 @@ from meshlora.planner.choose import choose
 from meshlora.planner.hardware import GPUS
 from meshlora.planner.problem import Problem
 
-# ms of a step: one H200, 2026-11, torch 2.11, kernels: liger, nothing recomputed; the middle of what was seen.
-SEEN = {"8b": 273, "1b": 260, "moe": 152}
+# ms of a step: 2026-11, torch 2.11, kernels: liger, nothing recomputed; the middle of what was seen.
+SEEN = {"h200": {"8b": 273, "1b": 260, "moe": 152}, "h100": {"8b": 291, "1b": 260}}
 
 
 def main() -> None:
-    """Print a line per model."""
+    """Print a line per card and model."""
     console = Console()
-    for shape in (shape for shape in real_shapes() if shape.name in SEEN):
+    shapes = {shape.name: shape for shape in real_shapes()}
+    for card, name, seen in ((card, name, seen) for card, steps in SEEN.items() for name, seen in steps.items()):
+        shape = shapes[name]
         problem = Problem(
             make_blueprint(shape.config, Topology(), BaseOptions(dtype="bfloat16")),
             shape.lora_config(),
             gpus=1,
-            gpu=GPUS["h200"],
+            gpu=GPUS[card],
             seq=shape.seq_len,
             global_batch=shape.batch_size,
             micro_batch=shape.batch_size,
             recompute="none",
         )
         (planned,) = choose(problem, [Topology()]).ranked
-        seen = SEEN[shape.name]
         ratio = 1e3 * planned.time_s / seen
-        console.say(f"{shape.name}: {1e3 * planned.time_s:.0f} ms planned, {seen} seen: {ratio:.2f}")
+        console.say(f"{card}, {name}: {1e3 * planned.time_s:.0f} ms planned, {seen} seen: {ratio:.2f}")
 
 
 if __name__ == "__main__":
