@@ -36,7 +36,7 @@ def test_the_most_expensive_stage_is_as_cheap_as_it_can_be(costs: list[float], a
         sums = [sum(costs[start:stop]) for start, stop in cuts]
         return max([*sums[:-1], sums[-1] + after])
 
-    found = cut_layers(costs, number, after=after)
+    found = cut_layers(tuple(costs), number, after=after)
     edges = [0, *(stop for _, stop in found)]
     assert list(itertools.pairwise(edges)) == list(found)
     assert edges[-1] == len(costs)

@@ -11,6 +11,7 @@ from typing import Any
 from meshlora.cli.arguments import read_blueprint
 from meshlora.common.errors import MeshloraError, UnsupportedError, UserError
 from meshlora.common.hub import repository_of
+from meshlora.common.lifetime import import_libraries
 
 
 def add(commands: Any) -> None:
@@ -53,6 +54,7 @@ def add(commands: Any) -> None:
 
 
 def _plan(options: argparse.Namespace) -> None:
+    import_libraries()
     if options.gpus is not None or options.gpu is not None:
         _choose(options)
         return

@@ -9,6 +9,7 @@ elements of the matrices that a token is multiplied with; the embedding, a looku
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,7 +34,7 @@ def with_stages(model: Any, plan: ModelPlan) -> ModelPlan:
     found = replace(
         plan,
         stages=cut_layers(
-            [layer_cost(model, plan, f"{plan.layers}.{i}") for i in range(plan.num_layers)],
+            tuple(layer_cost(model, plan, f"{plan.layers}.{i}") for i in range(plan.num_layers)),
             number,
             after=layer_cost(model, plan, plan.head),
         ),
@@ -134,7 +135,8 @@ def check_shared(model: Any, plan: ModelPlan) -> None:
             )
 
 
-def cut_layers(costs: Sequence[float], number: int, *, after: float = 0.0) -> tuple[tuple[int, int], ...]:
+@functools.lru_cache(maxsize=64)  # a planner asks for the same again with every topology
+def cut_layers(costs: tuple[float, ...], number: int, *, after: float = 0.0) -> tuple[tuple[int, int], ...]:
     """(first layer, layer after the last) of each of `number` stages, such that the most expensive is cheapest.
 
     costs: of each layer, at least `number`. after: the cost of what the last stage has besides its layers. Of equally

@@ -132,6 +132,10 @@ class FakeRun(TorchDispatchMode):
         self._replaced = contextlib.ExitStack()
         self._is_off = False
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and keeping dynamo out costs as much as looking an operator up
+
     def __enter__(self) -> FakeRun:
         # On the meta device torch would choose the attention that materialises all pairs of tokens, which no GPU runs.
         # Not a TorchFunctionMode: that is off while a backward recomputes forwards.

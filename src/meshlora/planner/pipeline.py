@@ -60,8 +60,8 @@ def parts_of(model: Any, shrunk: Shrunk, plan: ModelPlan) -> list[PartOfModel]:
     if number == 1:
         return [PartOfModel(shrunk, plan, tuple(range(len(order))), (Stage(0, len(order)),))]
     check_stages(model, dataclasses.replace(plan, num_layers=len(order)))
-    costs = [layer_cost(shrunk.model, plan, f"{plan.layers}.{kind}") for kind in order]
-    cuts = cut_layers(costs, number, after=layer_cost(shrunk.model, plan, plan.head))
+    costs = {kind: layer_cost(shrunk.model, plan, f"{plan.layers}.{kind}") for kind in {*order}}
+    cuts = cut_layers(tuple(costs[kind] for kind in order), number, after=layer_cost(shrunk.model, plan, plan.head))
     check_shared(model, dataclasses.replace(plan, stages=cuts))
     size = topology.size_over(LAYERS)
     found = []

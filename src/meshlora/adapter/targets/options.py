@@ -141,7 +141,8 @@ def rank_and_scaling(config: LoraConfig, name: str) -> tuple[int, float]:
 
 def matches(ends: Collection[str], names: Iterable[str]) -> list[str]:
     """The `names` that equal one of `ends` or end with a dot and one of them."""
-    return [name for name in names if any(name == end or name.endswith(f".{end}") for end in ends)]
+    whole, tails = {*ends}, tuple(f".{end}" for end in ends)
+    return [name for name in names if name in whole or name.endswith(tails)]
 
 
 def _patterns(config: LoraConfig) -> Iterator[tuple[str, str]]:

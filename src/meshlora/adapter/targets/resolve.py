@@ -175,8 +175,9 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
     config = dataclasses.replace(config, target_modules=_explicit_targets(model, plan, config))
     # On a parallel model projections of experts are modules; otherwise, as in PEFT, parameters.
     names = [name for name, _ in model.named_modules() if name and name not in plan.projections]
-    matched = [name for name in names if check_target_module_exists(config, name) is True]
-    matched += [name for name in names if isinstance(check_target_module_exists(config, name), re.Match)]
+    found = {name: check_target_module_exists(config, name) for name in names}
+    matched = [name for name, match in found.items() if match is True]
+    matched += [name for name, match in found.items() if isinstance(match, re.Match)]
     if strict:  # a file's keys decide
         matched = [name for name in matched if is_open(plan, config, name)]
     for name in matched:
@@ -190,13 +191,12 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
         _check_fan_in_fan_out(plan, config)
     if not matched:
         raise _no_match(config, plan)
-    chosen = [
-        name for name in (plan.embedding, *plan.linears, *plan.projections, *plan.matrices) if name in set(matched)
-    ]
+    known, asked = (plan.embedding, *plan.linears, *plan.projections, *plan.matrices), {*matched}
+    chosen = [name for name in known if name in asked]
     by_weight = set(parameters) - plan.projections.keys()
-    found = {name: _target(model, name, config, plan, by_weight=name in by_weight) for name in chosen}
-    _check_size(found)
-    return found
+    targets = {name: _target(model, name, config, plan, by_weight=name in by_weight) for name in chosen}
+    _check_size(targets)
+    return targets
 
 
 def _check_task(config: LoraConfig, plan: ModelPlan) -> None:
