@@ -7,6 +7,7 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,21 @@ import torch
 import transformers
 
 from meshlora.cli.main import main
+from meshlora.comm import collectives
+from meshlora.comm.who_is_missing import Arrivals
 from meshlora.common import compat
 from meshlora.common import slow_paths as module
 from meshlora.common.console import Console
 from meshlora.common.errors import UserError
-from meshlora.common.slow_paths import EXPERTS_ONE_BY_ONE, ONE_BY_ONE, PADDING_MASK, WHOLE_MASK, take, watching
+from meshlora.common.slow_paths import (
+    EXPERTS_ONE_BY_ONE,
+    ONE_BY_ONE,
+    OVER_CPU,
+    PADDING_MASK,
+    WHOLE_MASK,
+    take,
+    watching,
+)
 from meshlora.layers import by_sequence, varlen
 from meshlora.layers.experts import products
 from meshlora.layers.experts.products import grouped_product
@@ -203,3 +214,11 @@ def test_a_watcher_hears_what_is_taken_inside_it_alone() -> None:
         take(ONE_BY_ONE, GPU)
     take(WHOLE_MASK, GPU)
     assert (outer, mine) == (set(), {ONE_BY_ONE})
+
+
+def test_a_tensor_of_a_gpu_that_leaves_over_a_group_of_cpus_is_said() -> None:
+    axis: Any = SimpleNamespace(is_direct=True, group=None, ranks=(0, 1), arrivals=Arrivals())
+    tensor = SimpleNamespace(is_cpu=False, device=torch.device("cuda"))
+    with watching() as taken:
+        collectives._together("all_reduce", pytest.fail, lambda tensor, group: tensor, axis, tensor)
+    assert taken == {OVER_CPU}

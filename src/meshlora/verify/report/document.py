@@ -34,6 +34,7 @@ def document(
         "objective": case.objective.kind,
         **{name: value for name, value in vars(case.objective).items() if name != "kind"},
         "adapters": proof.request.adapters,
+        "ranks_per_gpu": proof.request.ranks_per_gpu,
         "passed": is_proved(outcomes),
         "seconds": round(seconds, 2),
         "runs": [_run(outcome) | (_details(outcome) if details else {}) for outcome in outcomes],
