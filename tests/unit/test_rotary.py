@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from typing import Any
 
 import pytest
@@ -100,3 +102,27 @@ def test_the_model_of_another_reads_the_functions_of_transformers() -> None:
     (first, *_) = (m for m in model.modules() if isinstance(m, LlamaAttention))
     assert "forward" in vars(first)
     assert modeling_llama.apply_rotary_pos_emb is before
+
+
+def test_a_forward_that_is_decorated_keeps_its_decorators() -> None:
+    def renames(function: Any) -> Any:
+        @functools.wraps(function)
+        def renaming(*args: Any, old: Any = None, **kwargs: Any) -> Any:
+            return function(*args, **kwargs, new=old)
+
+        return renaming
+
+    def forward(x: int, new: int = 0) -> int:
+        return apply_rotary_pos_emb(x) + new
+
+    own = rotary.with_rotation(renames(forward), lambda _: lambda x: 10 * x)
+    assert own(1, old=2) == 12
+    assert inspect.unwrap(own).__globals__ is not forward.__globals__, "the one of transformers is as it was"
+
+
+def test_a_decorator_that_hides_what_it_wraps_is_left_alone() -> None:
+    class Hides:
+        def __init__(self, function: Any) -> None:
+            functools.update_wrapper(self, function)
+
+    assert not rotates(Hides(LlamaAttention.forward))

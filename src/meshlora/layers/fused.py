@@ -27,7 +27,7 @@ from torch.autograd.graph import increment_version
 from transformers.activations import GELUTanh, SiLUActivation
 
 from meshlora.layers.gate_recompute import Activation, Product
-from meshlora.layers.known_code import digest
+from meshlora.layers.known_code import digest, undecorated
 from meshlora.layers.liger import Gate, Kernels
 from meshlora.layers.notes import note
 from meshlora.layers.rms_norm import RmsNormFunction
@@ -43,10 +43,12 @@ _NORMS = {
 # Of `_norm`, which GemmaRMSNorm calls.
 _NORM_OF_GEMMA = "75ad3dab46c7e16e"
 # Attentions that give the rotation fresh queries and keys, and do not read these again: of llama, qwen2, qwen3,
-# mistral, gemma2, gemma3 and smollm3, and of the families with the code of one of them.
+# mistral, gemma2, gemma3 and smollm3, and of the families with the code of one of them; below as 5.24 has them.
 _ATTENTIONS = {
     *("a8d13fe2a6be4594", "db5241fa49e17edc", "d630d3c34cd20646", "48223065e20a9050"),
     *("b47595a84d97d9c8", "10d0b3cbac5fc2ad", "9e530b6f556fde24"),
+    *("d34a67d9e153db6f", "2550e308421a26f9", "837da7ae5bc2c8de", "964b8783fb667d01"),
+    *("60833fe06346cad6", "e78354d891bb2eb7", "50afcd340fd32acc"),
 }
 # `down_proj(act_fn(gate_proj(x)) * up_proj(x))`: of LlamaMLP, Exaone4_5_MLP.
 _MLPS = {"aff9046952d1b312", "1e2a4e208155eb34"}
@@ -125,7 +127,7 @@ class WideNormFunction(Function):
 
 def _rotates_safely(module: nn.Module) -> bool:
     forward: Any = type(module).forward
-    return rotates(forward) and _digest(forward) in _ATTENTIONS
+    return rotates(forward) and digest(undecorated(forward).__code__, may_be_decorated=True) in _ATTENTIONS
 
 
 def _rotation(kernels: Kernels) -> Any:

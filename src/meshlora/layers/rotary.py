@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from meshlora.layers.known_code import digest
+from meshlora.layers.known_code import decorated_as, digest, undecorated
 
 _NAME = "apply_rotary_pos_emb"
 # `digest` of the two functions behind the formula below: of transformers 5.23.
@@ -61,15 +61,19 @@ def own_rotations(model: nn.Module) -> None:
 
 def with_rotation(forward: Any, rotated: Callable[[Any], Any]) -> Any:
     """`forward` with another rotation. rotated: transformers' function -> that which is called in its place."""
-    names = {**forward.__globals__, _NAME: rotated(forward.__globals__[_NAME])}
-    own = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    own.__kwdefaults__ = forward.__kwdefaults__
-    return own
+    own = undecorated(forward)
+    names = {**own.__globals__, _NAME: rotated(own.__globals__[_NAME])}
+    new = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
+    new.__kwdefaults__ = own.__kwdefaults__
+    return decorated_as(forward, new)
 
 
 def rotates(forward: Any) -> bool:
     """Whether this forward of a module calls the rotation that the formula above was written for."""
+    decorated, forward = forward, undecorated(forward)
     if not isinstance(forward, FunctionType) or _NAME not in forward.__code__.co_names:
+        return False
+    if decorated_as(decorated, forward) is None:
         return False
     code = getattr(forward.__globals__.get(_NAME), "__code__", None)
     if not isinstance(code, CodeType) or digest(code, may_be_decorated=True) != _ROTATION:
