@@ -46,7 +46,8 @@ def write_twin(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype, se
             buffers = (b for name, b in model.named_buffers() if name in stored and b.is_floating_point())
             for tensor in (*model.parameters(), *buffers):
                 tensor.add_(torch.randn_like(tensor), alpha=0.05)
-    model.to(dtype).save_pretrained(folder)
+                tensor.data = tensor.to(dtype)  # not all of the model: complex numbers of Llama 4 would become real
+    model.save_pretrained(folder)
 
 
 def write_adapter(
