@@ -56,3 +56,11 @@ def test_best_that_training_refuses_is_passed_over(tmp_path: Path, monkeypatch: 
 def test_mistake_in_a_topology_is_no_reason_for_another(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'tq' is not an axis"):
         fitted(_configs(tmp_path, topology="tq=4"), world=2)
+
+
+def test_the_name_of_a_gpu_is_read_without_opening_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "0000:00:06.0").mkdir()
+    (tmp_path / "0000:00:06.0" / "information").write_text("Model: \t\t NVIDIA H200\nIRQ:   \t\t 11\n")
+    monkeypatch.setattr(elastic, "_DRIVER", tmp_path)
+    monkeypatch.setattr(elastic, "on_gpus", lambda device, num_ranks: True)
+    assert elastic._gpu_of(_configs(tmp_path)[""]).name == "h200"

@@ -8,7 +8,9 @@ topology (`train.checkpoint`).
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import torch
 
@@ -24,6 +26,8 @@ from meshlora.train.prepare import blueprint_of, check_request
 
 # A run on devices that no table has, as CPUs, is ranked as if it were on these: any topology trains the same adapter.
 _ELSE = "h100"
+# Where NVIDIA's driver describes each GPU.
+_DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def fitted(configs: Mapping[str, RunConfig], *, world: int) -> tuple[dict[str, RunConfig], tuple[str, ...]]:
@@ -72,5 +76,14 @@ def _ranked(config: RunConfig, world: int, gpu: Hardware) -> Iterator[Topology]:
 def _gpu_of(config: RunConfig) -> Hardware:
     if not on_gpus(config.device, num_ranks=1):
         return GPUS[_ELSE]
-    name = torch.cuda.get_device_properties(0).name.lower()
+    name = _name_of_gpu().lower()
     return next((gpu for short, gpu in GPUS.items() if short in name), GPUS[_ELSE])
+
+
+def _name_of_gpu() -> str:
+    """As the driver says it. Asking torch opens CUDA, in a process that is to fork for templates: only without."""
+    for file in sorted(_DRIVER.glob("*/information")):
+        if found := re.search(r"^Model:\s*(.+)$", file.read_text("utf-8", "replace"), re.MULTILINE):
+            return found[1]
+    name: str = torch.cuda.get_device_properties(0).name
+    return name
