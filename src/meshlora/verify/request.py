@@ -210,6 +210,7 @@ class Proof:
             "features": bool(takes and getattr(self.config.vision_config, "deepstack_visual_indexes", None)),
             "vision": bool(takes) and any(not self.plans[topology].is_text(n) for n in config.target_modules or ()),
             "packing": bool(case.packing),
+            "whole_rows": topology.cp == 1,
             "unmasked": not case.packing and not takes and leaves_mask(self.plans[topology]),
             "resume": case.resumes,
             "adapters": self.request.adapters > 1,

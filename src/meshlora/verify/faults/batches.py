@@ -161,7 +161,7 @@ def packing_seen_across(position_ids: Tensor) -> None:
     """a token attends to its own sequence alone"""
 
 
-@around(PackedMask, "lengths", needs="packing")
+@around(PackedMask, "lengths", needs="packing whole_rows")
 def packing_cut_a_token_late(original: Any, self: PackedMask, running: Any) -> Any:
     """attention of packed rows is cut where sequences end"""
     found = original(self, running)
@@ -171,7 +171,7 @@ def packing_cut_a_token_late(original: Any, self: PackedMask, running: Any) -> A
 @after(losses, "model_inputs", needs="packing")
 def packing_with_a_mask(inputs: dict[str, Any], ids: Any, mask: Any, *_: Any) -> dict[str, Any]:
     """transformers gets no mask: with one it does not look for the borders of sequences"""
-    return {**inputs, "attention_mask": mask}
+    return {**inputs, "attention_mask": torch.ones_like(ids) if mask is None else mask}
 
 
 @around(losses, "packed_positions", needs="packing m_rope")
