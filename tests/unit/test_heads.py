@@ -195,6 +195,7 @@ def test_records_of_similar_texts_are_neighbours(tmp_path: Path) -> None:
         (Classify(num_labels=2, problem="multi"), {"text": "a", "label": 1}, "not a list of labels"),
         (ClassifyTokens(num_labels=2), {"tokens": ["a", "b"], "labels": [1]}, "one label for each of 2 tokens"),
         (ClassifyTokens(num_labels=2), {"tokens": ["a"], "labels": [-100]}, "no labelled word"),
+        (ClassifyTokens(num_labels=2), {"tokens": ["a"], "labels": [2]}, "label 2 is not one of 0 to 1"),
         (Embed(), {"anchor": "a"}, "'positive' is missing"),
         (Embed(), {"anchor": "a", "positive": "b", "negatives": "c"}, "not a list of texts"),
     ],
