@@ -65,7 +65,7 @@ def test_tools_and_calls_reach_the_template_as_transformers_passes_them(template
 def test_a_call_is_refused_where_the_template_would_lose_it() -> None:
     tokenizer = make_tokenizer(chat_template=MARKED)
     with pytest.raises(
-        UserError, match=r"a.jsonl:1: a turn that calls tools: the chat template does not name tool_calls"
+        UserError, match=r"a.jsonl:1: messages\[1\], a turn that calls tools: the chat template leaves out a call of it"
     ):
         tokenize([record(ASK, {"role": "assistant", "tool_calls": [CALL]})], tokenizer, max_length=99)
     said: list[str] = []

@@ -54,15 +54,15 @@ def test_nothing_is_added_to_what_the_template_wrote() -> None:
     assert tokenizer.eos_token_id not in ids
 
 
-def test_a_derived_turn_without_eos_is_trained_to_its_end() -> None:
+def test_a_turn_that_no_stop_token_ends_is_trained_to_its_last_special_token_and_said() -> None:
     tokenizer = make_tokenizer(chat_template=UNMARKED, eos=EOS)
-    dataset = tokenize([TWO_TURNS], tokenizer, max_length=256)
-    assert trained_text(dataset, tokenizer) == f"hello{END}\nbye{END}\n"
+    said: list[str] = []
+    dataset = tokenize([TWO_TURNS], tokenizer, max_length=256, say=said.append)
+    assert trained_text(dataset, tokenizer) == f"hello{END}bye{END}"
+    words = "the rendered text does not end trained answers with a token that the model stops at"
+    assert said == [f"1 of 1 records, a.jsonl:1 first: {words}"]
 
 
-# Like the templates of reasoning models: what it makes of a turn depends on whether it is the last.
-REWRITES = UNMARKED.replace("m.content + '<|end|>'", "m.content + ('!' if loop.last else '') + '<|end|>'")
-PROMPTS_OTHERWISE = UNMARKED.replace("prompt %}{{ '<|start|>assistant\n", "prompt %}{{ '<|start|>assistant\n<think>")
 REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}" + MARKED
 
 
@@ -70,10 +70,8 @@ REFUSES = "{% if messages[0].role == 'system' %}{{ raise_exception('no system ro
     ("template", "record", "reason"),
     [
         (None, TWO_TURNS, "need a chat template"),
-        (REWRITES, TWO_TURNS, "a.jsonl:1: .*messages.2. is rendered differently once later messages follow"),
-        (PROMPTS_OTHERWISE, TWO_TURNS, "a.jsonl:1: .*messages.2. does not continue the generation prompt"),
         (REFUSES, TWO_TURNS, "a.jsonl:1: 5 messages .*no system role"),
-        (UNMARKED, chat(("assistant", "hello")), "a.jsonl:1: .*starts with an assistant turn"),
+        (UNMARKED, chat(("assistant", "hello")), r"a.jsonl:1: messages\[0\].*no generation prompt leads to it"),
     ],
 )
 def test_a_conversation_whose_assistant_turns_are_unknown_is_refused_not_guessed(

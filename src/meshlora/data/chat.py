@@ -1,8 +1,8 @@
 """Tokenisation of conversations, with the trained turns marked.
 
-Owns: finding turns in a rendered conversation, and the placeholders of images. Does not own: which turns are trained
-(`train_on.py`), the template (the tokenizer's), the process it runs in (`common.limits`), plain text and truncation
-(`tokenization.py`), reading images (`images.py`).
+Owns: rendering a conversation, the turns of other roles in it, and the placeholders of images. Does not own: which
+turns are trained (`train_on.py`), where an answer begins and ends (`turns.py`), the template (the tokenizer's), the
+process it runs in (`common.limits`), plain text and truncation (`tokenization.py`), reading images (`images.py`).
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import bisect
 import contextlib
 import functools
 import itertools
+import json
 import re
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as AbstractSequence
@@ -18,26 +19,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-import jinja2
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from meshlora.common.errors import UserError, reason
+from meshlora.common.files import read_json
 from meshlora.common.limits import Failed, each_apart
 from meshlora.data.images import read_image
 from meshlora.data.leading import Leading, Span, batches, leading_tokens
+from meshlora.data.lost import AS_KIND, NO_END
 from meshlora.data.records import Record, listed, without_paths
 from meshlora.data.train_on import TrainOn, chosen, left_out
+from meshlora.data.turns import FAILURES, REASONING, Ends, Messages, Turns, UntoldError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Messages = AbstractSequence[dict[str, Any]]
-
 _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_READ_BY_US = {"role", "content", "weight"}
-# transformers passes each of them to a template under all of these names.
-_REASONING = {"reasoning_content", "reasoning", "thinking"}
+# Keys of messages whose loss is told otherwise: of reasoning by what is rendered (`turns.py`).
+_READ_BY_US = {"role", "content", "weight", *REASONING}
 # Limits of rendering one conversation. An honest template takes milliseconds, and its text is little longer than its
 # input.
 _SECONDS = 5.0
@@ -48,22 +48,27 @@ _MAX_CHARACTERS = 2**25
 class Row(NamedTuple):
     """A tokenised record: all tokens, or at least the first `max_length`.
 
-    is_trained: bool `[S]`. whole: how many of the first tokens must not be cut, as they stand for images.
+    is_trained: bool `[S]`. whole: how many of the first tokens must not be cut, as they stand for images. lost: what
+    the template leaves out of the trained answers (`lost.py`).
     """
 
     ids: list[int]
     is_trained: np.ndarray
     whole: int = 0
+    lost: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class _Rendered:
-    """A conversation as text. turns: those to train. left_out: those that are not trained, whatever else is."""
+    """A conversation as text. turns: those to train. left_out: those that are not trained, whatever else is. lost: as
+    in `Row`.
+    """
 
     record: Record
     text: str
     turns: list[Span]
     left_out: list[Span]
+    lost: list[str]
 
 
 def tokenize_conversations(
@@ -77,10 +82,10 @@ def tokenize_conversations(
     """The tokens of each conversation, with the special tokens of the template.
 
     If the template marks what the assistant generates (`{% generation %}`), that is a turn of the assistant. Otherwise
-    turns are found by rendering prefixes of the conversation: the assistant's is the text it adds after the generation
-    prompt, up to and including the eos token if it has one (nothing is generated after that). Adjacent messages of
-    another role are one turn: all text that they add, the header that names the role included. A token that overlaps a
-    turn counts as inside. A turn with `weight: 0` is never trained; with train_on "everything" all else is.
+    it is what the assistant writes after the generation prompt, up to the first token that the model stops at
+    (`turns.py`). Adjacent messages of another role are one turn: all text that they add, the header that names the role
+    included. A token that overlaps a turn counts as inside. A turn with `weight: 0` is never trained; with train_on
+    "everything" all else is.
 
     In both cases characters are mapped to tokens here. The mask of `apply_chat_template` (seen in transformers 5.23)
     stops at a span that starts with a space trimmed from the tokenizer's offsets, runs to the end of the conversation
@@ -89,37 +94,33 @@ def tokenize_conversations(
     processor: of transformers, if some have images. What it puts into the text for an image is never trained.
 
     Raises:
-        UserError: no chat template; a template that refuses a conversation, rewrites its earlier turns or takes too
-            long; a tokenizer without character offsets.
+        UserError: no chat template; a template that refuses a conversation, or takes too long; one under which it
+            cannot be told which text is a trained turn; a tokenizer without character offsets.
     """
-    template = chat_template(tokenizer)
+    template = _template_of(tokenizer)
     for record in records:
-        _check_is_read(record, tokenizer, template)
+        _check_tools(record, tokenizer)
     if not tokenizer.is_fast:
         raise UserError(
             f"tokenizer {type(tokenizer).__name__}",
             "has no character offsets, which conversations need to find the assistant's turns",
             "use a fast tokenizer (one with a tokenizer.json), or prompt and completion instead of messages",
         )
-    has_markers = _GENERATION_MARKER.search(template) is not None
-    # Nothing is generated after eos, so a derived span ends there; a marked span is taken as the template gives it.
-    eos = None if has_markers else tokenizer.eos_token_id
     rows = []
-    rendered = _rendered(
-        records, template, dict(tokenizer.special_tokens_map), has_markers=has_markers, train_on=train_on
-    )
+    rendered = _rendered(records, template, train_on=train_on)
     for batch in batches(rendered, lambda found: len(found.text)):
         each = [_with_placeholders(found, processor) if found.record.images else (found, None, []) for found in batch]
         texts = [found.text for found, tokens, _ in each if tokens is None]
         of_text = iter(leading_tokens(texts, tokenizer, max_length=max_length, has_offsets=True))
         for found, with_images, placeholders in each:
             tokens = with_images or next(of_text)
-            inside = functools.partial(_inside, tokens, found.text, eos=eos, eos_text=tokenizer.eos_token or "")
+            inside = functools.partial(_inside, tokens, len(found.text))
             has_all = train_on == "everything"
             is_trained = np.ones(len(tokens.ids), dtype=bool) if has_all else inside(found.turns)
-            of_images = _inside(tokens, found.text, placeholders, eos=None, eos_text="")
+            of_images = inside(placeholders)
             whole = int(of_images.nonzero()[0].max(initial=-1)) + 1
-            rows.append(Row(tokens.ids, is_trained & ~inside(found.left_out) & ~of_images, whole))
+            is_trained &= ~inside(found.left_out) & ~of_images
+            rows.append(Row(tokens.ids, is_trained, whole, tuple(found.lost)))
     return rows
 
 
@@ -129,23 +130,27 @@ def conversation_prompts(records: AbstractSequence[Record], tokenizer: PreTraine
     Raises:
         UserError: as in `tokenize_conversations`.
     """
-    template = chat_template(tokenizer)
+    template = _template_of(tokenizer)
     for record in records:
-        _check_is_read(record, tokenizer, template)
-    given = dict(tokenizer.special_tokens_map)
-    rendered = _rendered(records, template, given, leads_on=True, has_markers=False, train_on="all")
+        _check_tools(record, tokenizer)
+        if any("tool_calls" in message for message in record.messages or ()) and not _names(
+            template.text, "tool_calls"
+        ):
+            raise _call_is_lost(f"{record.origin}: a turn that calls tools")
+    rendered = _rendered(records, template, leads_on=True, train_on="all")
     return [found.text for found in rendered]
 
 
-def _check_is_read(record: Record, tokenizer: PreTrainedTokenizerBase, template: str) -> None:
-    """Refuse what a conversation says and would be lost."""
-    messages = record.messages or ()
-    if any("tool_calls" in message for message in messages) and not _names(template, "tool_calls"):
-        rule = "the chat template does not name tool_calls, so that the assistant would learn to say nothing"
-        raise UserError(f"{record.origin}: a turn that calls tools", rule, "give data.chat_template: one that does")
+def _check_tools(record: Record, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse tools that the template at hand was not written for."""
     if record.tools and isinstance(tokenizer.chat_template, dict) and "tool_use" in tokenizer.chat_template:
         rule = "the tokenizer has a template of its own for them, tool_use, and the default one is used here"
         raise UserError(f"{record.origin}: a conversation with tools", rule, "give data.chat_template: tool_use")
+
+
+def _call_is_lost(given: str) -> UserError:
+    rule = "the chat template leaves out a call of it, so that the assistant would learn to say nothing"
+    return UserError(given, rule, "give data.chat_template: one that writes calls")
 
 
 def _names(template: str, name: str) -> bool:
@@ -185,7 +190,7 @@ def _with_placeholders(found: _Rendered, processor: Any) -> tuple[_Rendered, Lea
     turns, left_out = [moved(span) for span in found.turns], [moved(span) for span in found.left_out]
     (ids,), (offsets,) = made["input_ids"], made["offset_mapping"]
     tokens = Leading(list(ids), [tuple(pair) for pair in offsets], is_whole=True)
-    return _Rendered(found.record, text, turns, left_out), tokens, [one["new_span"] for one in replaced]
+    return _Rendered(found.record, text, turns, left_out, found.lost), tokens, [one["new_span"] for one in replaced]
 
 
 class UnnamedKeys:
@@ -206,11 +211,7 @@ class UnnamedKeys:
     def tell(self, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> None:
         """Report them. Raises: UserError: no chat template."""
         template = chat_template(tokenizer) if self._first else ""
-        unnamed = {
-            key: origin
-            for key, origin in self._first.items()
-            if not any(_names(template, name) for name in (_REASONING if key in _REASONING else (key,)))
-        }
+        unnamed = {key: origin for key, origin in self._first.items() if not _names(template, key)}
         if unnamed:
             first = next(iter(unnamed.values()))
             say(f"{first}: messages have {listed(unnamed)}, which the chat template does not name")
@@ -236,20 +237,54 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     return template
 
 
+@dataclass(frozen=True)
+class _Template:
+    """A chat template, and what of its tokenizer it takes: texts of special tokens by name.
+
+    has_markers: it says itself what the assistant generates.
+    """
+
+    text: str
+    special_tokens: dict[str, Any]
+    ends: Ends
+    has_markers: bool
+
+
+def _template_of(tokenizer: PreTrainedTokenizerBase) -> _Template:
+    """Raises: UserError: it has none."""
+    text = chat_template(tokenizer)
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    ends = Ends.of(stop_tokens(tokenizer), [*special, *tokenizer.all_special_tokens])
+    has_markers = _GENERATION_MARKER.search(text) is not None
+    return _Template(text, dict(tokenizer.special_tokens_map), ends, has_markers)
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The texts of the tokens at which a model stops: eos, and those of the model in the tokenizer's folder, as
+    transformers reads them for generation.
+    """
+    eos = tokenizer.eos_token
+    ids = _ids_of_generation(Path(tokenizer.name_or_path)) if tokenizer.name_or_path else []
+    return [*([] if eos is None else [str(eos)]), *(text for each in ids if (text := tokenizer.decode([each])))]
+
+
+def _ids_of_generation(folder: Path) -> list[int]:
+    """Of `generation_config.json`; without that file, of `config.json`."""
+    files = [file for name in ("generation_config.json", "config.json") if (file := folder / name).is_file()]
+    found = read_json(files[0]) if files else {}
+    given = found.get("eos_token_id") if isinstance(found, dict) else None
+    ids = given if isinstance(given, list) else [given]
+    return [each for each in ids if isinstance(each, int) and not isinstance(each, bool) and each >= 0]
+
+
 def _rendered(
-    records: AbstractSequence[Record],
-    template: str,
-    special_tokens: dict[str, Any],
-    *,
-    has_markers: bool,
-    train_on: TrainOn,
-    leads_on: bool = False,
+    records: AbstractSequence[Record], template: _Template, *, train_on: TrainOn, leads_on: bool = False
 ) -> Iterator[_Rendered]:
     """leads_on: to the assistant's next turn, without spans."""
 
-    def work(record: Record) -> tuple[str, list[Span], list[Span]]:
-        chat = _Chat(template, special_tokens, record, has_markers=has_markers, train_on=train_on)
-        return (chat.prompt(), [], []) if leads_on else chat.spans()
+    def work(record: Record) -> tuple[str, list[Span], list[Span], list[str]]:
+        chat = _Chat(template, record, train_on=train_on)
+        return (chat.prompt(), [], [], []) if leads_on else chat.spans()
 
     results = each_apart(work, records, seconds=_SECONDS, memory_bytes=_MEMORY_BYTES)
     with contextlib.closing(results):
@@ -262,54 +297,100 @@ def _rendered(
                     f"the chat template refuses them, or fails on them ({result.reason})",
                     "reorder or drop these messages, or use another chat template",
                 )
-            text, turns, left_out = cast(tuple[str, list[Span], list[Span]], result)
-            yield _Rendered(record, text, turns, left_out)
+            yield _Rendered(record, *cast(tuple[str, list[Span], list[Span], list[str]], result))
 
 
 class _Chat:
     """One conversation and its template, for use in a separate process: the template is untrusted code."""
 
-    def __init__(
-        self, template: str, special_tokens: dict[str, Any], record: Record, *, has_markers: bool, train_on: TrainOn
-    ) -> None:
+    def __init__(self, template: _Template, record: Record, *, train_on: TrainOn) -> None:
         assert record.messages is not None, record.origin
-        self.template, self.special_tokens, self.has_markers = template, special_tokens, has_markers
+        self.template, self.has_markers = template, template.has_markers
         self.tools = None if record.tools is None else list(record.tools)
         self.record, self.messages = record, [without_paths(message) for message in record.messages]
         self.train_on = train_on
         if not record.images and any(map(_has_parts, self.messages)) and not self._reads_parts():
             self.messages = [*map(_joined, self.messages)]
+        if any(message.get("content") is None or message.get("tool_calls") for message in self.messages):
+            self.messages = self._as_read()
 
     def prompt(self) -> str:
         """The text that the assistant's next turn follows."""
         return self._render(self.messages, add_generation_prompt=True)[0]
 
-    def spans(self) -> tuple[str, list[Span], list[Span]]:
-        """(text, turns to train, turns left out)."""
-        text, marked = self._render(self.messages)
+    def spans(self) -> tuple[str, list[Span], list[Span], list[str]]:
+        """(text, turns to train, turns left out, what is lost of the trained answers)."""
         has_all, wanted = self.train_on == "everything", chosen(self.messages, self.train_on)
         out = [index for index in left_out(self.messages) if has_all or index in wanted]
         trained = [index for index in wanted if index not in out]
-        if has_all and not out:
-            return text, [], []
         of_assistant = chosen(self.messages, "all")
-        if self.has_markers and trained == of_assistant and not out:
-            return text, marked, []
-        needed = [index for index in of_assistant if index in (*trained, *out)]
-        found = dict[int, Span]()
-        if needed:
-            found = self._marked_turns(needed, marked) if self.has_markers else self._derived_turns(needed, text)
-        others = self._turns_of_others([index for index in (*trained, *out) if index not in of_assistant], text)
-        spans = found | others
+        # An answer that is not trained has no need of a place, unless all around it is trained.
+        answers = [index for index in (*trained, *(out if has_all else ())) if index in of_assistant]
+        turns = self._turns()
+        lost = [kind for index in trained if index in of_assistant for kind in self._lost(turns, index)]
+        if has_all and not out:
+            return turns.text, [], [], lost
+        if self.has_markers:
+            marked = self._render(self.messages)[1]
+            if trained == of_assistant and not out:
+                return turns.text, marked, [], lost
+            spans = self._marked_turns(answers, marked) if answers else {}
+        else:
+            spans = {index: self._span(turns, index) for index in answers}
+            if not all(turns.is_ended(spans[index]) for index in answers if index in trained):
+                lost.append(NO_END)
+        others = self._turns_of_others([index for index in (*trained, *out) if index not in of_assistant], turns.text)
+        spans |= {index: turns.until_stop(span) for index, span in others.items()}
         of_each = [[spans[index] for index in own if index in spans] for own in (trained, out)]
-        return text, of_each[0], of_each[1]
+        return turns.text, of_each[0], of_each[1], lost
+
+    def _turns(self) -> Turns:
+        try:
+            return Turns(self.messages, self._text, self.template.ends, avoid=self.template.text)
+        except UntoldError as error:
+            raise self._untold("a conversation", str(error)) from None
+
+    def _span(self, turns: Turns, index: int) -> Span:
+        try:
+            return turns.span(index)
+        except UntoldError as error:
+            raise self._untold(f"messages[{index}], an answer to train", str(error)) from None
+
+    def _lost(self, turns: Turns, index: int) -> list[str]:
+        """Refuse a call that is not rendered: the assistant would learn to say nothing."""
+        lost = turns.lost(index)
+        if lost & {"call", "name"}:
+            raise _call_is_lost(f"{self.record.origin}: messages[{index}], a turn that calls tools")
+        return sorted(AS_KIND[kind] for kind in lost)
+
+    def _as_read(self) -> list[dict[str, Any]]:
+        """The messages as this template reads them, if it has trouble with what is as good as the same: no content
+        beside calls, which some write as the word None, and arguments of calls as an object.
+        """
+        empty = [{**each, "content": ""} if each.get("content") is None else each for each in self.messages]
+        found = [
+            (text.count("None"), form) for form in (self.messages, empty) if (text := self._tried(form)) is not None
+        ]
+        if found:
+            return min(found, key=lambda each: each[0])[1]
+        as_json = [*map(_with_json, empty)]
+        return as_json if self._tried(as_json) is not None else self.messages
+
+    def _tried(self, messages: list[dict[str, Any]]) -> str | None:
+        try:
+            return self._text(messages, False)
+        except FAILURES:
+            return None
+
+    def _text(self, messages: Messages, leads_on: bool) -> str:
+        return self._render(messages, add_generation_prompt=leads_on)[0]
 
     def _reads_parts(self) -> bool:
         """Whether the template takes apart a content of parts; others refuse it, or print it as Python would."""
         parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
         try:
             text, _ = self._render([{"role": "user", "content": parts}])
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError):
+        except FAILURES:
             return False
         return "one" in text and "two" in text and not re.search(r"""['"]text['"]""", text)
 
@@ -318,14 +399,15 @@ class _Chat:
         texts, spans = render_jinja_template(
             conversations=[list(messages)],
             tools=self.tools,
-            chat_template=self.template,
+            chat_template=self.template.text,
             return_assistant_tokens_mask=self.has_markers,
             add_generation_prompt=add_generation_prompt,
-            **self.special_tokens,
+            **self.template.special_tokens,
         )
         text: str = texts[0]
         if len(text) > _MAX_CHARACTERS:
             raise ValueError(f"its text is longer than {_MAX_CHARACTERS:,} characters")
+        text.encode()  # half of a surrogate pair is no text
         return text, spans[0] if self.has_markers else []
 
     def _marked_turns(self, needed: list[int], marked: list[Span]) -> dict[int, Span]:
@@ -342,23 +424,6 @@ class _Chat:
                     "train all of them (data.train_on: all, no weight 0), or use another chat template",
                 )
         return {index: span for index, span in zip(turns, marked, strict=True) if index in needed}
-
-    def _derived_turns(self, needed: list[int], text: str) -> dict[int, Span]:
-        """The spans of the assistant's turns `needed` in `text`, the whole rendered conversation, for a template
-        without markers.
-        """
-        if needed[0] == 0:
-            raise self._cannot_derive("starts with an assistant turn, which no generation prompt leads to")
-        spans = {}
-        for index in needed:
-            before, _marked = self._render(self.messages[:index], add_generation_prompt=True)
-            through, _marked = self._render(self.messages[: index + 1])
-            if not through.startswith(before):
-                raise self._cannot_derive(f"messages[{index}] does not continue the generation prompt before it")
-            if not text.startswith(through):
-                raise self._cannot_derive(f"messages[{index}] is rendered differently once later messages follow")
-            spans[index] = (len(before), len(through))
-        return spans
 
     def _turns_of_others(self, needed: list[int], text: str) -> dict[int, Span]:
         """First message -> span of the turns of other roles that hold a message of `needed`.
@@ -381,15 +446,16 @@ class _Chat:
         return spans
 
     def _cannot_derive(self, words: str) -> UserError:
-        given, way_out = "a conversation of which other turns are trained", "train on the assistant's turns alone"
-        if not self.has_markers:
-            given = "a conversation under a chat template without {% generation %}"
-            way_out = (
-                "put {% generation %} … {% endgeneration %} around the assistant's turns in the chat template, "
-                "or give prompt and completion"
-            )
-        rule = f"the trained turns cannot be told from the rest: {words}"
-        return UserError(f"{self.record.origin}: {given}", rule, way_out)
+        return self._untold("a conversation of which other turns are trained", words)
+
+    def _untold(self, given: str, words: str) -> UserError:
+        rule = f"under this chat template it cannot be told which text is trained, and which is not: {words}"
+        ways = ["use another chat template (data.chat_template)", "give prompt and completion as texts"]
+        if self.train_on == "all":
+            ways.insert(0, "train the last answers alone (data.train_on: last)")
+        elif self.train_on != "last":
+            ways.insert(0, "train on the assistant's turns alone (data.train_on: all)")
+        return UserError(f"{self.record.origin}: {given}", rule, ", or ".join(ways))
 
 
 def _runs(messages: Messages) -> Iterator[tuple[int, int]]:
@@ -412,20 +478,23 @@ def _joined(message: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _inside(tokens: Leading, text: str, spans: AbstractSequence[Span], *, eos: int | None, eos_text: str) -> np.ndarray:
-    """bool `[S]`: the tokens that overlap a span of `text`, each span cut after its last `eos` if it has one."""
+def _inside(tokens: Leading, length: int, spans: AbstractSequence[Span]) -> np.ndarray:
+    """bool `[S]`: the tokens that overlap a span of the text, of `length` characters."""
     starts, ends = np.array(tokens.offsets, dtype=np.int64).reshape(-1, 2).T
     # A tokenizer may trim a token of spaces to the empty range at its end: it still covers the character before.
     starts = np.minimum(starts, ends - 1)
-    end_of_tokens = len(text) if tokens.is_whole else int(ends.max())
+    end_of_tokens = length if tokens.is_whole else int(ends.max())
     result = np.zeros(len(tokens.ids), dtype=bool)
     for start, end in spans:
-        if start >= end_of_tokens:
-            continue
-        (inside,) = np.nonzero((ends > start) & (starts < end))
-        ends_turn = [position for position in inside.tolist() if tokens.ids[position] == eos]
-        # The part that was not tokenised may hold another eos: its text tells.
-        if ends_turn and eos_text not in text[end_of_tokens:end]:
-            inside = inside[inside <= ends_turn[-1]]
-        result[inside] = True
+        if start < end_of_tokens:
+            result |= (ends > start) & (starts < end)
     return result
+
+
+def _with_json(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with the arguments of its calls as JSON."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = json.dumps(call["function"].get("arguments", {}), ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls} if calls else message

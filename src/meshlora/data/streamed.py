@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.data.cache import Arrays, RecordsDigest, cache_key, mapped
-from meshlora.data.chat import UnnamedKeys
+from meshlora.data.chat import UnnamedKeys, stop_tokens
 from meshlora.data.formats import RECORDS
+from meshlora.data.lost import words_of
 from meshlora.data.records import Record
 from meshlora.data.sources import each_row
 from meshlora.data.tokenization import TokenizedDataset, check_vocabulary, taken_of, token_blocks
@@ -60,7 +61,7 @@ def read_streamed(
     keys.tell(tokenizer, say)
     options: dict[str, Any] = {"max_length": max_length, "too_long": too_long, "rows_per_example": 1}
     options["train_on"] = train_on if isinstance(train_on, str) else sorted(train_on)
-    key = cache_key(seen, tokenizer, options)
+    key = cache_key(seen, tokenizer, options | {"stops": stop_tokens(tokenizer)})
     if key is None:
         rule = "the cache cannot tell it from another"
         raise UnsupportedError(f"data.streaming with {type(tokenizer).__name__}", rule, "use a fast tokenizer")
@@ -82,10 +83,12 @@ def read_streamed(
     def record_at(index: int) -> Record:
         return next(itertools.islice(records(), index, None))
 
+    lost = words_of(arrays.pop("lost"), record_at, seen.number)
     taken = taken_of(arrays, record_at, seen.number, max_length=max_length, too_long=too_long)
     parts: dict[str, Any] = {**arrays, "taken": taken}
     tokens = TokenizedDataset(**parts)
-    if words := taken.words(len(tokens)):
-        say(words)
+    for words in (*lost, taken.words(len(tokens))):
+        if words:
+            say(words)
     check_vocabulary(tokens, record_at, vocab_size)
     return tokens

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from meshlora.common.errors import UserError, reason
 from meshlora.data.cache import Arrays, cache_key, load_or_make
-from meshlora.data.chat import Row, UnnamedKeys, tokenize_conversations
+from meshlora.data.chat import Row, UnnamedKeys, stop_tokens, tokenize_conversations
 from meshlora.data.images import FurtherInputs, images_of
 from meshlora.data.leading import leading_tokens
+from meshlora.data.lost import as_array, words_of
 from meshlora.data.records import Record
 from meshlora.data.too_long import Found, Taken, check_too_long, windows
 from meshlora.data.train_on import TrainOn, check_train_on, is_of
@@ -211,6 +212,7 @@ def tokenize(
     options["train_on"] = train_on if isinstance(train_on, str) else sorted(train_on)
     used = None if images is None else images.processor
     make = functools.partial(_flat_arrays, records, tokenizer, processor=used, **options)
+    options["stops"] = stop_tokens(tokenizer)
     if images is not None:
         options |= {"images": images.digest().tobytes().hex(), "processor": images.processor.to_json_string()}
     if cache_dir is not None and (key := cache_key(records, tokenizer, options)) is not None:
@@ -219,13 +221,15 @@ def tokenize(
         arrays = make()
     for array in arrays.values():
         array.flags.writeable = False  # sequences are views of these
+    lost = words_of(arrays.pop("lost"), records.__getitem__, len(records))
     taken = taken_of(arrays, records.__getitem__, len(records), max_length=max_length, too_long=too_long)
     if images is not None:
         images = dataclasses.replace(images, files=[images.files[index] for index in arrays["sources"]])
     parts: dict[str, Any] = arrays | {"further": images, "taken": taken, "rows_per_example": rows_per_example}
     tokens = TokenizedDataset(**parts)
-    if say is not None and (words := taken.words(len(tokens))):
-        say(words)
+    for words in (*lost, taken.words(len(tokens))):
+        if say is not None and words:
+            say(words)
     if vocab_size is not None:
         check_vocabulary(tokens, records.__getitem__, vocab_size)
     if images is not None:
@@ -288,7 +292,7 @@ def taken_of(
 
 
 def _flat_arrays(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, **options: Any) -> Arrays:
-    """The arrays of all sequences, and the indices of the records that are too long. options: of `token_blocks`."""
+    """The arrays of all sequences, and of what `token_blocks` says of records. options: of `token_blocks`."""
     blocks = list(token_blocks(records, tokenizer, **options))
     arrays = {name: np.concatenate([block[name] for block in blocks]) for name in blocks[0]}
     lengths = arrays.pop("lengths")
@@ -305,8 +309,8 @@ def token_blocks(
     rows_per_example: int,
     processor: Any,
 ) -> Iterator[Arrays]:
-    """The sequences of some thousand records at a time: `input_ids`, `is_trained`, their `lengths` and `sources`; and
-    the indices `too_long` of records.
+    """The sequences of some thousand records at a time: `input_ids`, `is_trained`, their `lengths` and `sources`; the
+    indices `too_long` of records; and what is `lost` of them (`lost.py`).
 
     Raises:
         UserError: at the end, as `tokenize`: use none of it before.
@@ -332,13 +336,14 @@ def token_blocks(
                 input_ids.append(ids)
                 is_trained.append(mask)
                 sources.append(number + place)
-        number, num_sequences = number + len(block), num_sequences + len(sources)
+        first, number, num_sequences = number, number + len(block), num_sequences + len(sources)
         yield {
             "input_ids": np.concatenate(input_ids),
             "is_trained": np.concatenate(is_trained),
             "lengths": np.array([len(ids) for ids in input_ids[1:]], dtype=np.int64),
             "sources": np.array(sources, dtype=np.int64),
             "too_long": np.array(long, dtype=np.int64),
+            "lost": as_array((first + place, row.lost) for place, row in enumerate(rows)),
         }
     found.refuse(Taken(number, max_length, too_long), num_sequences)
 

@@ -1,0 +1,205 @@
+"""Answers are found under templates in the shape of published ones, without knowing any family."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from meshlora.common.errors import UserError
+from meshlora.data import Record, tokenize
+from meshlora.data.chat import stop_tokens
+from meshlora.data.turns import Ends
+from tests.unit.records import END, EOS, MARKED, UNMARKED, chat, make_tokenizer, trained_text
+
+_HEADER = "{{ '<|start|>' + m.role + '\n' }}"
+_PROMPT = "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+_THOUGHT = "{% if '</think>' in m.content %}{% set said = m.content.split('</think>')[1].strip() %}{% endif %}"
+
+# Writes an empty thought before the last answer alone, and drops those of earlier ones (Qwen3).
+THINKS_LAST = (
+    "{% for m in messages %}"
+    + _HEADER
+    + "{% set said = m.content %}{% if m.role == 'assistant' %}"
+    + _THOUGHT
+    + "{% if loop.last %}"
+    "{{ '<think>\n' + (m.content.split('</think>')[0].split('<think>')[-1].strip() if '</think>' in m.content else '')"
+    " + '\n</think>\n\n' }}{% endif %}{% endif %}{{ said + '<|end|>\n' }}{% endfor %}" + _PROMPT
+)
+# Its generation prompt begins a thought that no stored answer has (R1's distillations).
+PROMPTS_THOUGHT = (
+    "{% for m in messages %}"
+    + _HEADER
+    + "{% set said = m.content %}{% if m.role == 'assistant' %}"
+    + _THOUGHT
+    + "{% endif %}{{ said + '<|end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n<think>\n' }}{% endif %}"
+)
+# The last answer ends in another token than those before it (gpt-oss).
+RETURNS_LAST = UNMARKED.replace("+ '<|end|>'", "+ ('<eos>' if loop.last else '<|end|>')", 1)
+# All ends with one more token, which nobody generates (Phi-3.5).
+FINAL = UNMARKED + "{% if not add_generation_prompt %}{{ '<eos>' }}{% endif %}"
+# No generation prompt: an answer follows the turn before it (Mistral).
+BARE = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|start|>' + m.content + '[/INST]' }}"
+    "{% else %}{{ m.content + '<|end|>' }}{% endif %}{% endfor %}"
+)
+# What the model has to say at an answer's end is the next header (GLM).
+NEXT_HEADER_ENDS = (
+    "{% for m in messages %}{{ ('<|end|>' if m.role == 'user' else '<|start|>assistant\n') + m.content }}{% endfor %}"
+    + _PROMPT
+)
+# Cuts, counts or repeats what it is given.
+READS = UNMARKED.replace("m.content + '<|end|>' }}{{", "m.content + (m.content | length | string) + '<|end|>' }}{{", 1)
+TWICE = UNMARKED.replace("m.content + '<|end|>'", "m.content + m.content + '<|end|>'", 1)
+THREE = chat(("user", "hi"), ("assistant", "hello"), ("user", "and?"), ("assistant", "bye"))
+
+
+def _trained(template: str, record: Record = THREE, *, eos: str = END, **options: Any) -> str:
+    tokenizer = make_tokenizer(chat_template=template, eos=eos)
+    return trained_text(tokenize([record], tokenizer, max_length=512, **options), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (THINKS_LAST, f"hello{END}<think>\n\n</think>\n\nbye{END}"),
+        (PROMPTS_THOUGHT, f"hello{END}bye{END}"),
+        (FINAL, f"hello{END}bye{END}"),
+        (BARE, f"hello{END}bye{END}"),
+        (NEXT_HEADER_ENDS, f"hello{END}bye"),
+    ],
+)
+def test_answers_of_a_plain_chat_are_trained_with_their_ends(template: str, expected: str) -> None:
+    assert _trained(template) == expected
+
+
+def test_what_two_texts_have_in_common_does_not_end_inside_a_special_token() -> None:
+    ends = Ends.of(["<|eot|>"], ["<|end|>", "<|e"])
+    assert ends.common("a<|end|>b", "a<|eot|>b") == 1
+    assert ends.common("a<|end|>b", "a<|end|>c") == 8
+    assert ends.common("abc", "ab") == 2
+
+
+def test_an_answer_ends_at_each_token_that_the_model_stops_at(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(chat_template=RETURNS_LAST, eos=EOS)
+    tokenizer.name_or_path = str(tmp_path)
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": tokenizer.convert_tokens_to_ids([EOS, END])})
+    )
+    assert stop_tokens(tokenizer) == [EOS, EOS, END]
+    found = tokenize([THREE], tokenizer, max_length=512, say=pytest.fail)
+    assert trained_text(found, tokenizer) == f"hello{END}bye{EOS}"
+
+
+def test_stop_tokens_are_part_of_the_cache_key(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(chat_template=FINAL, eos=EOS)
+    tokenizer.name_or_path = str(tmp_path)
+    first = tokenize([THREE], tokenizer, max_length=512, cache_dir=tmp_path)
+    assert trained_text(first, tokenizer) == f"hello{END}bye{END}\n{EOS}", "no stop token but eos, at the very end"
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": tokenizer.convert_tokens_to_ids(END)}))
+    second = tokenize([THREE], tokenizer, max_length=512, cache_dir=tmp_path)
+    assert trained_text(second, tokenizer) == f"hello{END}bye{END}"
+
+
+def test_a_stop_config_that_is_none_is_one_message(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(chat_template=UNMARKED)
+    tokenizer.name_or_path = str(tmp_path)
+    (tmp_path / "generation_config.json").write_text("[")
+    with pytest.raises(UserError, match=r"generation_config.json: it is not a readable JSON file"):
+        stop_tokens(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("template", "words"), [(READS, "it writes others when they are marked"), (TWICE, "a text of it is rendered twice")]
+)
+def test_an_answer_that_cannot_be_told_is_refused_with_the_template_as_cause(template: str, words: str) -> None:
+    with pytest.raises(UserError, match=f"under this chat template it cannot be told .*{words}.*data.train_on: last"):
+        _trained(template)
+
+
+def test_an_answer_in_a_prompt_needs_no_place() -> None:
+    prompt = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello", "weight": 0})
+    twice_in_prompts = TWICE.replace("m.content + m.content", "m.content + (m.content if not loop.last else '')")
+    answer = ({"role": "user", "content": "and?"}, {"role": "assistant", "content": "bye"})
+    assert _trained(twice_in_prompts, Record(messages=prompt + answer, origin="a.jsonl:1")) == f"bye{END}"
+
+
+def test_reasoning_that_the_template_drops_is_said_with_the_first_place() -> None:
+    thought = chat(
+        ("user", "hi"),
+        ("assistant", "<think>why</think>hello"),
+        ("user", "and?"),
+        ("assistant", "bye"),
+        origin="a.jsonl:2",
+    )
+    said: list[str] = []
+    tokenizer = make_tokenizer(chat_template=THINKS_LAST, eos=END)
+    found = tokenize([THREE, thought], tokenizer, max_length=512, say=said.append)
+    assert trained_text(found, tokenizer, 1) == f"hello{END}<think>\n\n</think>\n\nbye{END}"
+    words = "reasoning of trained answers is not in the text that the chat template renders, and so not trained"
+    assert said == [f"1 of 2 records, a.jsonl:2 first: {words}"]
+
+
+def test_what_is_lost_is_said_again_when_tokens_come_from_the_cache(tmp_path: Path) -> None:
+    record = chat(("user", "hi"), ("assistant", "<think>why</think>hello"))
+    tokenizer = make_tokenizer(chat_template=PROMPTS_THOUGHT, eos=END)
+    said: list[str] = []
+    for _ in range(2):
+        tokenize([record], tokenizer, max_length=512, cache_dir=tmp_path, say=said.append)
+    assert len(said) == 2
+    assert said[0] == said[1]
+
+
+def test_reasoning_in_a_field_that_a_template_with_markers_drops_is_said() -> None:
+    messages = (
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello", "reasoning_content": "why"},
+    )
+    said: list[str] = []
+    tokenize(
+        [Record(messages=messages, origin="a.jsonl:1")],
+        make_tokenizer(chat_template=MARKED),
+        max_length=512,
+        say=said.append,
+    )
+    assert len(said) == 1
+    assert said[0].startswith("1 of 1 records, a.jsonl:1 first: reasoning of trained answers")
+
+
+_CALLS = (
+    "{% for m in messages %}" + _HEADER + "{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '<call>' + c.function.name + (c.function.arguments | tojson) }}{% endfor %}{{ '<|end|>\n' }}{% endfor %}"
+    + _PROMPT
+)
+
+
+def test_no_content_beside_a_call_is_not_the_word_none() -> None:
+    call = {"type": "function", "function": {"name": "now", "arguments": {"zone": "utc"}}}
+    messages = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": None, "tool_calls": [call]})
+    assert _trained(_CALLS, Record(messages=messages, origin="a:1")) == f'<call>now{{"zone": "utc"}}{END}'
+
+
+_WORD = st.sampled_from(
+    ["the river", "house.", " city ", "name : The Mill", "é🙂", "a\n\nb", "<b>bold</b>", "{}", "[x]"]
+)
+_TURNS = st.lists(st.tuples(_WORD, _WORD), min_size=1, max_size=4)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(turns=_TURNS, template=st.sampled_from([UNMARKED, THINKS_LAST, PROMPTS_THOUGHT, RETURNS_LAST, FINAL, BARE]))
+def test_random_conversations_train_every_word_of_an_answer_and_none_of_others(
+    turns: list[tuple[str, str]], template: str
+) -> None:
+    # Each text has a word of its own, so that it is known whose it is.
+    texts = [(f"u{n}q {user}", f"s{n}a {answer}") for n, (user, answer) in enumerate(turns)]
+    record = chat(*(turn for user, answer in texts for turn in (("user", user), ("assistant", answer))))
+    trained = _trained(template, record)
+    for user, answer in texts:
+        assert answer.strip() in trained
+        assert user.partition(" ")[0] not in trained
+    assert "<|start|>" not in trained
