@@ -22,7 +22,7 @@ from meshlora.common.proof_records import record_of, remember
 from meshlora.config.file import read_run
 from meshlora.loading.blueprint import read_model_config
 from meshlora.oracle.inputs import write_twin
-from meshlora.plan.families.twin import twin_config
+from meshlora.plan.families.twin import layers_of_twin, twin_config
 from meshlora.plan.topology import Topology
 from meshlora.train.prepare import Prepared
 from meshlora.train.together import prepare_run
@@ -249,6 +249,25 @@ def test_attention_of_the_run_is_that_of_the_proof(of_run: str | None, of_proof:
     options = dataclasses.replace(run.blueprint.options, attn_implementation=of_run)
     changed = dataclasses.replace(run, blueprint=dataclasses.replace(run.blueprint, options=options))
     assert module.proof_of(changed, tmp_path / "cache")[0].case.attn_implementation == of_proof
+
+
+@pytest.mark.parametrize("topology", ["dp=1", "tp=2"])
+@pytest.mark.parametrize("layer", [3, 4])
+def test_a_layer_that_a_pattern_names_has_one_of_the_twin(layer: int, topology: str, tmp_path: Path) -> None:
+    pattern = {rf".*\.layers\.{layer}\..*q_proj$": 8}
+    lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "rank_pattern": pattern}
+    proof, _ = module.proof_of(_prepared(tmp_path, lora=lora, topology=topology), tmp_path / "cache")
+    (name,) = proof.case.lora["rank_pattern"]
+    assert name.endswith("self_attn.q_proj")
+    assert proof.case.lora["rank_pattern"][name] == 8
+    assert proof.config.num_hidden_layers > 2
+
+
+def test_more_kinds_of_layers_than_fit_beside_each_other_have_one_layer_each() -> None:
+    config = twin_config("llama", num_hidden_layers=32)
+    assert {3, 20} <= {*layers_of_twin(config, layers={3: "one", 20: "another"})}
+    many = {layer: f"rank {layer}" for layer in range(3, 30, 4)}
+    assert layers_of_twin(config, layers=many) == [0, *many]
 
 
 def test_patterns_of_ranks_and_scales_are_proved(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def plan_model(model: PreTrainedModel, topology: Topology, *, has_stages: bool =
     whole = ModelPlan(
         model.config.model_type,
         topology,
-        "",
+        _name_of_layers(model),
         model.config.get_text_config().num_hidden_layers if topology.is_whole else len(decoder_layers(model)[1]),
         (),
         linears,
@@ -87,6 +87,14 @@ def plan_model(model: PreTrainedModel, topology: Topology, *, has_stages: bool =
         return whole
     plan = _Planner(model, whole).plan()
     return with_stages(model, plan) if has_stages else plan
+
+
+def _name_of_layers(model: Any) -> str:
+    """Of the decoder layers; "" for a model that has none to find, which one process trains all the same."""
+    try:
+        return decoder_layers(model)[0]
+    except UnsupportedError:
+        return ""
 
 
 def _readers(model: Any, experts: Mapping[str, ExpertsRule]) -> frozenset[str]:

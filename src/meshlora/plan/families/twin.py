@@ -347,21 +347,26 @@ def _tiny_layer(own: dict[str, Any], whole: dict[str, Any], sizes: dict[str, int
 def _kept_layers(whole: dict[str, Any], num_layers: int | None, differ: Mapping[int, Hashable] | None) -> list[int]:
     """The first layer of each kind, at least two; or `num_layers`, cycling through the kinds.
 
-    differ: further properties that distinguish layers. If given, each kind is kept next to each of its neighbours. Both
-    hold only as long as they keep at most `_MOST_LAYERS`.
+    differ: further properties that distinguish layers. If given, each kind is kept next to each of its neighbours; else
+    one layer of each. Both hold only as long as they keep at most `_MOST_LAYERS`.
     """
     total = whole.get("num_hidden_layers") or 0
     kinds: list[Any] = [_kind(layer, whole, total) for layer in range(total)]
-    layers = [layer for layer, kind in enumerate(kinds) if kind not in kinds[:layer]]
+    layers = _first_of_each(kinds)
     if differ is not None:
         marked = [(kind, differ.get(layer)) for layer, kind in enumerate(kinds)]
-        beside = (_beside_neighbours(kinds) for kinds in (marked, kinds))
-        layers = next((kept for kept in beside if len(kept) <= _MOST_LAYERS), layers)
+        ways = (_beside_neighbours(marked), _first_of_each(marked), _beside_neighbours(kinds))
+        layers = next((kept for kept in ways if len(kept) <= _MOST_LAYERS), layers)
     if any(_is_period(field, value, whole) for field, value in whole.items()):
         layers = list(range(max(layers) + 1))  # a period counts layers, so it only makes sense without gaps
     if "per_layer_config" in whole and kinds[layers[-1]] != kinds[-1]:
         layers.append(total - 1)  # transformers makes the last one of its kind, but for what the layer has of its own
     return sorted(layers[i % len(layers)] for i in range(num_layers or max(2, len(layers)))) if layers else []
+
+
+def _first_of_each(kinds: list[Any]) -> list[int]:
+    """The first layer of each kind."""
+    return [layer for layer, kind in enumerate(kinds) if kind not in kinds[:layer]]
 
 
 def _beside_neighbours(kinds: list[Any]) -> list[int]:
