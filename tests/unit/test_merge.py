@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM, conversion_mapping
 from transformers.core_model_loading import Concatenate, WeightConverter
 
 from meshlora.adapter.merging import merge as merge_module
-from meshlora.adapter.merging.merge import INDEX, merge
+from meshlora.adapter.merging.merge import merge
 from meshlora.cli.main import main
 from meshlora.common.errors import MeshloraError
+from meshlora.common.weight_files import INDEX
 from meshlora.loading.blueprint import read_model_config
 from meshlora.model.stream import write_stream
 from meshlora.plan.families.twin import twin_config

@@ -17,6 +17,7 @@ def index_of_a_missing_shard(s: Setup) -> None:
     names = load_file(s.model / "model.safetensors").keys()
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, "model-00001-of-00002.safetensors")}
     (s.model / "model.safetensors.index.json").write_text(json.dumps(index))
+    (s.model / "model.safetensors").unlink()
 
 
 def index_that_maps_a_weight_to_the_wrong_shard(s: Setup) -> None:

@@ -33,11 +33,11 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from meshlora.common import private
 from meshlora.common.console import Console
 from meshlora.common.errors import UserError, did_you_mean, one_line
-from meshlora.common.files import read_json
 from meshlora.common.lifetime import end_with
 from meshlora.common.private import PrivateFolder, locked
 from meshlora.common.reading import parse_yaml, read_text
 from meshlora.common.versions import version_of
+from meshlora.common.weight_files import INDEX, SINGLE, check_no_single, shard_names
 
 Kind = Literal["model", "config", "adapter", "dataset"]
 # The user's own `HF_HUB_OFFLINE`, where the command line has set it for all libraries.
@@ -57,9 +57,8 @@ _PARTS: dict[Kind, tuple[str, ...]] = {
     "adapter": ("adapter_config.json", "meshlora.json"),
     "dataset": ("README.md",),
 }
-_WEIGHTS = {"model": ["model.safetensors"], "config": [], "adapter": ["adapter_model.safetensors"]}
-_INDEX = "model.safetensors.index.json"
-_INDEX_BYTES = 32 * 2**20
+_WEIGHTS = {"model": [SINGLE], "config": [], "adapter": ["adapter_model.safetensors"]}
+_README_BYTES = 32 * 2**20
 _LOCKS = private.CACHE / "hub"
 # A transfer that has not moved for so long is given up; the library's own limits are shorter, and it tries again.
 _STALLED_S = 300.0
@@ -246,13 +245,20 @@ class _Wanted:
         """The files of the weights, or of the split; other formats lie beside them in many repositories."""
         if self.kind == "dataset":
             return self._tables(folder)
-        if self.kind != "model" or not (folder / _INDEX).is_file():
+        if self.kind != "model" or not (folder / INDEX).is_file():
             return _WEIGHTS[self.kind]
-        index = read_json(folder / _INDEX, most_bytes=_INDEX_BYTES)
-        files = index.get("weight_map") if isinstance(index, dict) else None
-        if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
-            raise UserError(f"{folder / _INDEX}", "it does not say which file holds which weight")
-        return sorted(set(files.values()))
+        shards = shard_names(folder / INDEX)
+        check_no_single(f"{self.name}", shards, has_single=self._holds(folder, SINGLE))
+        return shards
+
+    def _holds(self, folder: Path, file: str) -> bool:
+        """Whether the repository has `file`, downloaded or not; a cache that cannot say has what is there."""
+        from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+        try:
+            return file in self.tree(folder.name)
+        except CachedRepoTreeNotFoundError:
+            return (folder / file).is_file()
 
     def _tables(self, folder: Path) -> list[str]:
         """The files of the split, as the repository's README.md says, or else by their names."""
@@ -292,7 +298,7 @@ def _declared(readme: Path, config: str) -> dict[str, list[str]] | None:
     """
     if not readme.is_file():
         return None
-    header = HEADER.match(read_text(readme, most_bytes=_INDEX_BYTES))
+    header = HEADER.match(read_text(readme, most_bytes=_README_BYTES))
     try:
         values = parse_yaml(header[1]) if header else None
     except ValueError as error:

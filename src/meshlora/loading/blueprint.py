@@ -25,6 +25,7 @@ from meshlora.common.errors import UnsupportedError, UserError, did_you_mean, re
 from meshlora.common.files import read_json
 from meshlora.common.model_class import take_quantization
 from meshlora.common.tasks import CAUSAL
+from meshlora.common.weight_files import check_one_model
 from meshlora.config.objective import TEXT, Objective
 from meshlora.config.run import BaseOptions as BaseOptions
 from meshlora.layers.quantized import check_library
@@ -245,8 +246,8 @@ def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code
     """The configuration of a local checkpoint, its `quantization_config` included; never contacts a hub.
 
     Raises:
-        UserError: no such folder, no config.json, an adapter beside it, absurd sizes, or a model type unknown to
-            transformers.
+        UserError: no such folder, no config.json, an adapter or a second model beside it, absurd sizes, or a model type
+            unknown to transformers.
     """
     if isinstance(model, PretrainedConfig):
         return model
@@ -267,6 +268,7 @@ def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code
     stored = read_json(file, most_bytes=_CONFIG_BYTES)
     if not isinstance(stored, dict):
         raise UserError(f"{file}", "it must be a JSON object, as transformers writes it")
+    check_one_model(folder)
     model_type = stored.get("model_type")
     if model_type is not None and not isinstance(model_type, str):
         raise UserError(f"{file}: model_type {model_type!r}", "it must be text")

@@ -20,6 +20,7 @@ from meshlora.comm.groups import Mesh, join, num_processes, open_mesh
 from meshlora.common.errors import UserError
 from meshlora.common.hub import located
 from meshlora.common.model_class import model_class
+from meshlora.common.weight_files import weight_files
 from meshlora.layers.dropout import replace_dropouts
 from meshlora.layers.experts.same_tokens import compare_first_tokens
 from meshlora.layers.liger import Kernels, check_kernels, liger
@@ -31,7 +32,7 @@ from meshlora.loading.numbered import number_tokens
 from meshlora.model.dp_shard import finish_sharding
 from meshlora.model.inject import parallelize
 from meshlora.model.padding import is_causal, needs_mask
-from meshlora.model.weights import StateDictSource, checkpoint_files, extra_weights, fill
+from meshlora.model.weights import StateDictSource, extra_weights, fill
 from meshlora.plan.families.proved import check_proved_here
 from meshlora.plan.stages import check_options, plan_of_rank
 from meshlora.plan.topology import Topology
@@ -116,7 +117,7 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
     """
     whole, model = blueprint.plan, copy.deepcopy(blueprint.model)
     if blueprint.source is not None:
-        checkpoint_files(blueprint.source)
+        weight_files(blueprint.source)
     mesh = open_mesh(whole.topology, device=join(device), copies=whole.copies, has_experts=bool(whole.experts))
     plan = plan_of_rank(whole, mesh.pp.rank)
     source: Any = (

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -26,14 +25,12 @@ import torch
 from torch import Tensor
 
 from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.common.files import open_safetensors, read_json
+from meshlora.common.files import open_safetensors
+from meshlora.common.weight_files import weight_files
 from meshlora.model.packed import Format, find_packed
 from meshlora.model.stream import dtype_name
 from meshlora.plan.rules import Packing
 
-# The largest checkpoints have some 100,000 tensors.
-_INDEX_BYTES = 32 * 2**20
-_LONGEST_NAME = 100
 _ROWS_AT_ONCE = 4096
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
@@ -188,37 +185,6 @@ def shape_mistake(given: tuple[int, ...], needed: tuple[int, ...]) -> str:
     return f"its shape is {list(given)}, config.json says {list(needed)}"
 
 
-def checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint.
-
-    Raises:
-        UserError: none found, an index that names a missing file, or pickled weights only.
-    """
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        content = read_json(index, most_bytes=_INDEX_BYTES)
-        weight_map = content.get("weight_map") if isinstance(content, dict) else None
-        if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-            raise UserError(f"{index}", "it has no weight_map from names to files", "download it again")
-        files = [folder / name for name in sorted(set(weight_map.values()))]
-        there = set(os.listdir(folder))
-        for name, file in zip(sorted(set(weight_map.values())), files, strict=True):
-            if name not in there or not file.is_file():
-                raise UserError(
-                    f"{index}", f"it names {name[-_LONGEST_NAME:]!r}, which is not in the folder", "download it again"
-                )
-        return files
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-        raise UserError(
-            f"{folder}",
-            "it holds pickled weights only, and meshlora unpickles nothing",
-            "convert it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)",
-        )
-    raise UserError(f"{folder}", "it holds no model.safetensors and no model.safetensors.index.json")
-
-
 def num_stored(folder: Path) -> int:
     """The number of tensors in a checkpoint; 0 if none can be read."""
     try:
@@ -257,7 +223,7 @@ def _same_values(one: StoredTensor, other: StoredTensor) -> bool:
 
 
 def _stored_tensors(folder: Path) -> Iterator[StoredTensor]:
-    for path in checkpoint_files(folder):
+    for path in weight_files(folder):
         with open_safetensors(path) as file:
             for key in file.keys():  # noqa: SIM118 - not a dict
                 view = file.get_slice(key)

@@ -34,7 +34,6 @@ from meshlora.layers.quantized import FrozenMatrix, Packed, joined, pack, stacke
 from meshlora.model.dp_shard import shard_unit
 from meshlora.model.packed import Bounds
 from meshlora.model.stored import Part, Stored, StoredTensor, find_stored
-from meshlora.model.stored import checkpoint_files as checkpoint_files
 from meshlora.model.stream import FLOATS
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.quantization import KEEP, contiguous

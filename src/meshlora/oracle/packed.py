@@ -18,6 +18,7 @@ from transformers import FineGrainedFP8Config, Mxfp4Config, PretrainedConfig
 
 from meshlora.common.errors import UserError
 from meshlora.common.model_class import model_class, own_class, take_quantization
+from meshlora.common.weight_files import weight_files
 
 # Ends of the names of floating-point tensors that are parts of a weight.
 _PARTS = ("scale", "scales", "scale_ub", "scale_2", "absmax", "quant_map", "SCB")
@@ -36,7 +37,7 @@ def load_base(folder: str | Path, config: PretrainedConfig, **options: Any) -> A
         options["quantization_config"] = FineGrainedFP8Config(dequantize=True, weight_block_size=block)
     elif method is not None:
         tensors: dict[str, Tensor] = {}
-        for file in sorted(Path(folder).glob("*.safetensors")):
+        for file in weight_files(Path(folder)):
             tensors |= load_file(file)
         del options["local_files_only"], options["trust_remote_code"]
         return own_class(config).from_pretrained(

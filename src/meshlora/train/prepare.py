@@ -25,6 +25,7 @@ from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.files import why_not_writable
 from meshlora.common.slow_paths import SlowPath
 from meshlora.common.tasks import CAUSAL
+from meshlora.common.weight_files import weight_files
 from meshlora.config.run import RUN_CONTENT, Given, RunConfig, paths_of
 from meshlora.data import READERS, GlobalBatches, TokenizedDataset
 from meshlora.data.images import FurtherInputs
@@ -32,7 +33,6 @@ from meshlora.data.places import places
 from meshlora.loading.blueprint import Blueprint
 from meshlora.loading.guards import longest_fixed_length, most_positions
 from meshlora.loading.kernels import with_kernels
-from meshlora.model.weights import checkpoint_files
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.stages import check_options
 from meshlora.plan.table import notes_of_whole
@@ -235,7 +235,7 @@ def prepare(
         ),
         files=contents(
             config,
-            weights=checkpoint_files(Path(config.model.path)),
+            weights=weight_files(Path(config.model.path)),
             adapter=(CONFIG_FILE, WEIGHTS_FILE, PIECES_FILE),
             replay=_check_routing(blueprint.plan, config, steps, resume),
             prompts=[] if config.rl is None else [*places(paths_of(config.data.train))],

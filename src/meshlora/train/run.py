@@ -30,8 +30,8 @@ from meshlora.common.console import Console
 from meshlora.common.errors import UserError
 from meshlora.common.file_hash import FileHashes
 from meshlora.common.files import open_safetensors
+from meshlora.common.weight_files import weight_files
 from meshlora.loading.load import load_blueprint
-from meshlora.model.weights import checkpoint_files
 from meshlora.train.checkpoint.identity import Contents, identity_of_contents
 from meshlora.train.checkpoint.retention import MERGED, clear_leftovers, set_aside
 from meshlora.train.edge import be_deterministic, hear_no_more, noticing_signals, say_in_training
@@ -193,7 +193,7 @@ def merge_at_end(run: Prepared, *, console: Console | None = None) -> None:
 def _is_merged(folder: Path) -> bool:
     """Whether `folder` holds a whole merged model. Its values were compared when it was written."""
     try:
-        for file in checkpoint_files(folder):
+        for file in weight_files(folder):
             with open_safetensors(file):
                 pass
     except UserError:

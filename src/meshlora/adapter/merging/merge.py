@@ -32,12 +32,12 @@ from meshlora.common.errors import MeshloraError, UnsupportedError, UserError, r
 from meshlora.common.files import new_folder, open_safetensors, read_json, write_json_atomically
 from meshlora.common.float64 import wide_dtype
 from meshlora.common.tasks import CAUSAL, HEADS, task_of
+from meshlora.common.weight_files import INDEX
 from meshlora.model.building import build_on_meta
 from meshlora.model.stored import StoredTensor, has_own_head
 from meshlora.model.stream import FLOATS, Entry, check_stream, dtype_name, write_stream
 from meshlora.model.weights import CheckpointSource, check_checkpoint, check_tied, kept_wide, read_slice
 
-INDEX = "model.safetensors.index.json"
 _LARGEST_TO_RUN = 2 * 2**30
 # Weights in any format.
 _NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ckpt"}

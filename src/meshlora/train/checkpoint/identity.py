@@ -19,6 +19,7 @@ import numpy as np
 from meshlora.common.errors import UserError, did_you_mean, one_line
 from meshlora.common.file_hash import FileHashes
 from meshlora.common.hub import repository_of
+from meshlora.common.weight_files import INDEX
 
 # Name in an identity -> files.
 Contents = Mapping[str, tuple[Path, ...]]
@@ -89,7 +90,7 @@ def contents(
     """
     model = Path(config.model.path)
     code = model.rglob("*.py") if config.model.trust_remote_code else ()
-    own = (model / "config.json", model / "model.safetensors.index.json")
+    own = (model / "config.json", model / INDEX)
     found = {"model": [*weights, *(file for file in own if file.is_file()), *code]}
     found["tokenizer"] = [file for pattern in _TOKENIZER for file in model.glob(pattern) if file.is_file()]
     if config.adapter is not None:
