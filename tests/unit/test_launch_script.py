@@ -121,3 +121,28 @@ def test_mistake_is_one_line_and_nothing_is_written(
 def test_time_limits_are_read_as_slurm_reads_them(time: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("examples/launch/llama-8b.yaml", "--slurm", "--gpus-per-node", "8", "--time", time)
     assert f"#SBATCH --time={time}\n" in _written(capsys, *words, "--stop-before", "65000")
+
+
+def test_no_word_of_an_argument_is_read_by_a_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Kubernetes puts a variable of the container in the place of $(NAME), and makes $ of $$."""
+    run = str(write_run_file(tmp_path / "$(OMP_NUM_THREADS)$$run.yaml", topology="dp=2", device="cpu"))
+    text = _written(capsys, run, "--k8s", "--cpus-per-gpu", "3")
+    (container,) = [*yaml.safe_load_all(text)][1]["spec"]["template"]["spec"]["containers"]
+    (script,) = container["args"]
+    assert "$(" not in script.replace("$$", "")
+    # As the kubelet expands it: pairs first, from the left.
+    assert run in shlex.split(script.replace("$$", "$"))
+    assert run in shlex.split(_written(capsys, run, "--torchrun"))
+
+
+@pytest.mark.parametrize("end", ["\x85", "\u2028", "\u2029", "\n"])
+def test_the_command_stays_a_comment(end: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / f"job{end}kind: Evil"
+    for kind in KINDS:
+        out.unlink(missing_ok=True)
+        line = ("examples/launch/llama-8b.yaml", f"--{kind}", "--gpus-per-node", "8", "--out", str(out))
+        assert main(["launch-script", *line]) == 0
+        capsys.readouterr()
+        lines = [part for part in out.read_text().splitlines() if "Evil" in part]  # at all that YAML takes for an end
+        assert len(lines) == 1
+        assert lines[0].startswith("# Written by: ")

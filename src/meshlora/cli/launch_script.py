@@ -99,11 +99,12 @@ def filled(options: argparse.Namespace, *, ranks: int, has_gpus: bool) -> str:
     """The file for the launcher `options.kind`, with `ranks` ranks on each node."""
     given = {name: getattr(options, name) for name in _DEFAULTS if getattr(options, name) is not None}
     words = [*run_file_words(options), "--resume", "auto", "--stopped-exit-code", str(STOPPED)]
+    quoted = shlex.join(words)
     values = (
         _DEFAULTS
         | given
         | {
-            "command": re.sub(r"\s*[\r\n]\s*", " ", options.words),
+            "command": _as_comment(options.words),
             "name": options.name or _as_name(Path(options.file).stem),
             "partition": options.partition,
             "account": options.account,
@@ -114,13 +115,19 @@ def filled(options: argparse.Namespace, *, ranks: int, has_gpus: bool) -> str:
             "if_gpus": "" if has_gpus else None,
             "cpus": options.cpus_per_gpu,
             "all_cpus": options.cpus_per_gpu * ranks,
-            "words": shlex.join(words),
+            "words": quoted.replace("$", "$$") if options.kind == "k8s" else quoted,  # Kubernetes reads $(NAME)
             "stopped": STOPPED,
         }
     )
     template = resources.files("meshlora.cli").joinpath("scripts", _KINDS[options.kind][0]).read_text("utf-8")
     lines = (_line(line, values) for line in template.splitlines())
     return "".join(f"{line.rstrip()}\n" for line in lines if line is not None)
+
+
+def _as_comment(text: str) -> str:
+    """`text` without what ends a line, which YAML sees in more characters than a shell does."""
+    one_line = re.sub(r"\s*[\r\n]\s*", " ", text)
+    return "".join(each if each.isprintable() else " " for each in one_line)
 
 
 def _line(line: str, values: Mapping[str, Any]) -> str | None:
