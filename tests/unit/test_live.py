@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import threading
+import time
 from collections.abc import Iterator
 from importlib import resources
 from pathlib import Path
@@ -125,6 +126,34 @@ def test_long_run_is_thinned_and_one_that_goes_on_is_read_again(
     with (run / "metrics.jsonl").open("a") as file:
         file.write(json.dumps({**STEP, "step": 96}) + "\n")
     assert runs.shown("run")["runs"][0]["steps"][-1]["step"] == 96
+
+
+def test_an_answer_reads_the_end_of_long_samples_and_metrics_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", *({**STEP, "step": step} for step in range(1, 96)))
+    with (run / "samples.jsonl").open("w") as file:
+        for step in range(1, 100):
+            file.write(json.dumps({"step": step, "prompt": "p" * 20_000, "text": "t"}) + "\n")
+    read: list[tuple[str, int]] = []
+    whole = reading._lines
+
+    def lines(file: Path, *, most_bytes: int) -> list[dict[str, Any]]:
+        found = whole(file, most_bytes=most_bytes)
+        read.append((file.name, sum(len(json.dumps(line)) for line in found)))
+        time.sleep(0.05)  # so that pages that ask at once would meet here
+        return found
+
+    monkeypatch.setattr(reading, "_lines", lines)
+    runs = Runs(tmp_path)
+    pages = [threading.Thread(target=runs.shown, args=(None,)) for _ in range(5)]
+    for page in pages:
+        page.start()
+    for page in pages:
+        page.join()
+    assert [name for name, _ in read].count("metrics.jsonl") == 1
+    assert max(size for name, size in read if name == "samples.jsonl") < 2**18
+    assert [sample["step"] for sample in runs.shown(None)["samples"]] == [99, 98, 97, 96, 95, 94, 93, 92]
 
 
 def test_script_puts_text_in_as_text_only() -> None:

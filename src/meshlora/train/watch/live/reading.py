@@ -12,6 +12,7 @@ import json
 import math
 import os
 import stat
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +24,7 @@ _STEP = ("step", "loss", "lr", "grad_norm", "tokens", "step_time_s", "planned_st
 _EVALUATION = ("step", "eval_loss")
 _MOST_RUNS, _MOST_POINTS, _MOST_SAMPLES, _LONGEST = 40, 1500, 8, 2000
 # Read of a file, from its end: a million steps of 200 bytes are more than a page can show.
-_MOST_BYTES = 32 * 2**20
+_MOST_BYTES, _MOST_SAMPLE_BYTES = 32 * 2**20, 2**18
 
 
 class Runs:
@@ -32,6 +33,7 @@ class Runs:
     def __init__(self, folder: Path, *, first: str = "") -> None:
         """first: the run that is shown if none is asked for; else the one written last."""
         self.folder, self.first = folder, first
+        self._lock = threading.Lock()  # pages ask at once, and each file is read once
         self._read: dict[Path, tuple[tuple[int, int], dict[str, Any]]] = {}
 
     def names(self) -> list[str]:
@@ -60,9 +62,10 @@ class Runs:
         if status is None:
             return {"steps": [], "evaluations": [], "written": 0.0}
         mark = (status.st_size, status.st_mtime_ns)
-        known = self._read.get(file)
-        if known is None or known[0] != mark:
-            self._read[file] = known = (mark, _numbers(file))
+        with self._lock:
+            known = self._read.get(file)
+            if known is None or known[0] != mark:
+                self._read[file] = known = (mark, _numbers(file))
         steps, evaluations = known[1]["steps"], known[1]["evaluations"]
         if not is_chosen:
             steps = [{key: step[key] for key in ("step", "loss") if key in step} for step in steps]
@@ -78,13 +81,13 @@ def _status(file: Path) -> os.stat_result | None:
     return found if stat.S_ISREG(found.st_mode) else None
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
-    """The whole lines of a file that are JSON objects, of its last `_MOST_BYTES`."""
+def _lines(file: Path, *, most_bytes: int) -> list[dict[str, Any]]:
+    """The whole lines of a file that are JSON objects, of its last `most_bytes`."""
     try:
         with file.open("rb") as opened:
-            start = max(0, opened.seek(0, os.SEEK_END) - _MOST_BYTES)
+            start = max(0, opened.seek(0, os.SEEK_END) - most_bytes)
             opened.seek(start)
-            content = opened.read(_MOST_BYTES)
+            content = opened.read(most_bytes)
     except OSError:
         return []
     found = []
@@ -100,7 +103,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 def _numbers(file: Path) -> dict[str, list[dict[str, float]]]:
     steps, evaluations = [], []
-    for line in _lines(file):
+    for line in _lines(file, most_bytes=_MOST_BYTES):
         if "eval_loss" in line:
             evaluations.append(_finite(line, _EVALUATION))
         elif "eval_tokens" not in line:  # else an evaluation whose loss was not finite
@@ -130,7 +133,7 @@ def _samples(file: Path) -> list[dict[str, Any]]:
     if _status(file) is None:
         return []
     found = []
-    for line in reversed(_lines(file)[-_MOST_SAMPLES:]):
+    for line in reversed(_lines(file, most_bytes=_MOST_SAMPLE_BYTES)[-_MOST_SAMPLES:]):
         step, prompt, text = (line.get(name) for name in ("step", "prompt", "text"))
         if _is_finite(step) and isinstance(prompt, str) and isinstance(text, str):
             found.append({"step": step, "prompt": prompt[-_LONGEST:], "text": text[:_LONGEST]})
