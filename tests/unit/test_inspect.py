@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from meshlora.cli.main import main
 from meshlora.train.lock import hold
@@ -92,6 +95,25 @@ def test_text_of_strangers_is_shown_as_text(tmp_path: Path, capfd: pytest.Captur
     assert r"[bold]\x1b]0;title" in out
     assert len(out) < 5000
     assert manifest_of(folder)["versions"] == {"\x9b1m": "[/]"}
+
+
+def test_a_plain_adapter_of_peft_is_shown_and_a_damaged_one_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It has no manifest: nothing of a run is missing there."""
+    folder = tmp_path / "plain"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, folder / "adapter_model.safetensors")
+    code, out, err = _inspect(folder, capfd)
+    assert (code, err) == (0, "")
+    for words in ("of PEFT, with no manifest", "LORA", "2 tensors"):
+        assert words in " ".join(out.split())
+    (folder / "adapter_model.safetensors").write_bytes(b"cut")
+    code, _, err = _inspect(folder, capfd)
+    assert code == 1
+    assert "adapter_model.safetensors" in err
+    assert "manifest" not in err
 
 
 @pytest.mark.parametrize("what", ["nothing there", "empty", "a file", "a link to itself", "a long name", "a NUL"])

@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
         "inspect",
         help="show and check what a run left: its output, a checkpoint or an adapter",
         description="Every file is compared with the manifest. Exit code 0: all is whole; 1: something is not; "
-        "2: the folder is nothing that a run left.",
+        "2: the folder is nothing that a run left. A plain PEFT adapter has no manifest: its files are read.",
     )
     inspect.add_argument("folder", metavar="FOLDER", help="output of a run, a checkpoint, or an adapter")
     add_json(inspect)
@@ -41,7 +41,9 @@ def _inspect(options: argparse.Namespace) -> None:
 
     check_json(options)
     folder, console = Path(options.folder), Console()
-    if is_saved(folder):
+    if _is_plain(folder):
+        rows, broken = _plain(folder)
+    elif is_saved(folder):
         rows, broken = _saved(folder)
     elif _is_run(folder):
         rows, broken = _run(folder)
@@ -61,6 +63,38 @@ def _is_run(folder: Path) -> bool:
         return any((folder / name).exists() for name in _OF_A_RUN)
     except OSError:
         return False
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether it is an adapter that no run of meshlora has saved: PEFT's two files, and no manifest."""
+    from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE
+    from meshlora.train.checkpoint.manifest import FILE, STATE_FILE
+
+    try:
+        there = {file.name for file in folder.iterdir()}
+    except (OSError, ValueError):
+        return False
+    return {CONFIG_FILE, WEIGHTS_FILE} <= there and not {FILE, STATE_FILE} & there
+
+
+def _plain(folder: Path) -> tuple[list[tuple[str, str]], list[str]]:
+    """What is shown of an adapter without a manifest, and the problem of a file that cannot be read."""
+    from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE
+    from meshlora.common.files import open_safetensors, read_json
+    from meshlora.train.checkpoint.identity import shown
+
+    rows = [("adapter", "of PEFT, with no manifest to compare its files with: only that they can be read is known")]
+    try:
+        config = read_json(folder / CONFIG_FILE)
+        if not isinstance(config, dict):
+            raise UserError(f"{folder / CONFIG_FILE}", "it must be a JSON object, as PEFT writes it")
+        names = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules")
+        rows += [(name, shown(f"{config[name]}")) for name in names if config.get(name) is not None]
+        with open_safetensors(folder / WEIGHTS_FILE) as file:
+            rows.append((WEIGHTS_FILE, f"{len(file.keys()):,} tensors"))
+    except UserError as error:
+        return rows, [str(error)]
+    return rows, []
 
 
 def _saved(folder: Path) -> tuple[list[tuple[str, str]], list[str]]:
