@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
+from meshlora.config.file import read_run
 from meshlora.train.edge import whole_command
-from meshlora.train.model_card import _name, public
+from meshlora.train.model_card import _name, model_card, public
+from meshlora.train.together import prepare_run
+from meshlora.verify.preflight import proof_words
+from tests.unit.mistakes import Setup
 
 
 @pytest.mark.parametrize(
@@ -48,3 +54,15 @@ def test_data_is_named_without_its_folder_or_by_its_repository() -> None:
 )
 def test_command_of_a_resumed_run_is_the_one_that_trains_all_of_it(given: str, expected: str | None) -> None:
     assert whole_command(given) == (given if expected is None else expected)
+
+
+def test_a_run_that_nothing_has_proved_does_not_claim_to_be(setup: Setup) -> None:
+    setup.write()
+    run = prepare_run(read_run(setup.folder / "run.yaml"))
+    claim = "It is the adapter that one process would have trained"
+    for skip in (False, True):
+        proof = proof_words(run, skip=skip)
+        card = model_card(dataclasses.replace(run, proof=proof), done=1, task="CAUSAL_LM", eval_loss=None)
+        assert (claim in card) == (not skip)
+        assert ("was not proved before this run" in card) == skip
+    assert claim not in model_card(dataclasses.replace(run, proof=""), done=1, task="CAUSAL_LM", eval_loss=None)

@@ -37,6 +37,8 @@ tokenizer = AutoTokenizer.from_pretrained(folder)
 ```
 """
 _AUTO = {CAUSAL: "AutoPeftModelForCausalLM", "SEQ_CLS": "AutoPeftModelForSequenceClassification"}
+# How `run.proof` begins where the run has no proof of its own.
+NOT_PROVED = "none of this run"
 _PIPELINE = {CAUSAL: "text-generation", "SEQ_CLS": "text-classification", "FEATURE_EXTRACTION": "feature-extraction"}
 
 
@@ -61,6 +63,8 @@ def model_card(run: Prepared, *, done: int, task: str, eval_loss: float | None) 
     rows = [f"| {name} | {value} |" for name, value in _rows(run, base, commit, done, eval_loss).items()]
     table = ["| | |", "|---|---|", *rows, ""]
     words = "It is the adapter that one process would have trained; its files do not depend on the mesh.\n"
+    if not run.proof or run.proof.startswith(NOT_PROVED):
+        words = "That it is the adapter that one process would have trained was not proved before this run.\n"
     parts = ["---", yaml.safe_dump(header, sort_keys=True) + "---", "", title, words, *table]
     if run.command:
         parts += ["## Command", "", f"    {one_line(public(run.command), _LONGEST)}", ""]

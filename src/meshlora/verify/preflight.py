@@ -32,6 +32,7 @@ from meshlora.oracle.inputs import write_twin
 from meshlora.plan.families.proved import check_proved_here
 from meshlora.plan.topology import Topology
 from meshlora.train.launch import signals_end_what_was_started
+from meshlora.train.model_card import NOT_PROVED
 from meshlora.train.prepare import Prepared
 from meshlora.verify.at_once import LIMIT, compare_at_once, one_of_several
 from meshlora.verify.proof import Outcome, Processes, run_proof
@@ -106,7 +107,7 @@ def preflight(
 def proof_words(run: Prepared, *, skip: bool, ranks_per_gpu: int = 1) -> str:
     """What a run shows by having got past its preflight, for the card of its adapter. Arguments: as of `preflight`."""
     if skip or run.config.preflight == "off":
-        return "none of this run: it was started without a preflight, and its family ships with a proof"
+        return f"{NOT_PROVED}: it was started without a preflight, and its family ships with a proof"
     devices, _ = _devices_of(run, ranks_per_gpu)
     places = ["in float64", *(f"on {place.name} in {place.dtype}" for place in devices)]
     return (
