@@ -60,6 +60,7 @@ def test_missing_dp_without_a_world_is_the_smallest_that_experts_need() -> None:
     [
         ("tq=2", None, "did you mean 'tp'"),
         ("tp=two", None, "whole number"),
+        ("tp=\u0662", None, "whole number"),
         ("tp=0", None, "at least 1"),
         ("tp=2,tp=2", None, "twice"),
         ("sp", None, "raise tp or leave out sp"),

@@ -124,7 +124,7 @@ def _length(text: str) -> tuple[float | None, int | None]:
 
 
 def _number(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 10**5:
+    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) <= 10**5:
         raise UserError(f"--gpus {text}", "it is a number of processes, at least 1")
     return int(text)
 

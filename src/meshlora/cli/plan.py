@@ -168,7 +168,7 @@ def _lora(file: str | None) -> Any:
 def _recompute(text: str | None) -> str | int | None:
     if text is None or text in ("none", "full"):
         return text
-    if not text.isdecimal():
+    if not (text.isascii() and text.isdecimal()):
         raise UserError(f"--recompute {text}", "it must be none, full or a number n, for every n-th layer")
     return int(text)
 

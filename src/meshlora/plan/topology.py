@@ -240,7 +240,7 @@ class Topology:
             elif name not in (*_SIZES, *NUMBERS):
                 known = [*_SIZES, *FLAGS, *NUMBERS]
                 raise UserError(f"topology {text!r}", f"{name!r} is not an axis", did_you_mean(name, known))
-            elif not value.isdecimal():
+            elif not (value.isascii() and value.isdecimal()):
                 raise UserError(
                     f"topology {text!r}", f"{name} needs a whole number, as in {name}=2", f"it has {value!r}"
                 )
