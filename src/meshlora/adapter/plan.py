@@ -56,6 +56,7 @@ class AdapterPlan:
         parameters: all trained ones: `MODULE.lora_A`, `.lora_B`, `.lora_A.q` of a piece, `.lora_magnitude_vector`,
             `.lora_embedding_A`, then the `copies` (base parameters) under their own names.
         folder: the PEFT adapter that holds the initial values; None: they are drawn.
+        vocabulary: the embedding and the head by name -> the full shape of their weight.
     """
 
     config: LoraConfig
@@ -64,6 +65,7 @@ class AdapterPlan:
     parameters: Mapping[str, Trained]
     copies: tuple[str, ...] = ()
     folder: Path | None = None
+    vocabulary: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     @property
     def num_trainable(self) -> int:
@@ -93,7 +95,8 @@ def plan_adapter(
     }
     parameters |= {name: Trained(whole_shape(model, plan, name), rule_of_parameter(plan, name)) for name in copies}
     check_trained(model, plan, parameters, copies)
-    return AdapterPlan(config, stored, targets, parameters, tuple(copies), folder)
+    vocabulary = {name: whole_shape(model, plan, f"{name}.weight") for name in (plan.embedding, plan.head) if name}
+    return AdapterPlan(config, stored, targets, parameters, tuple(copies), folder, vocabulary)
 
 
 def with_trained_head(config: LoraConfig, model: Any) -> LoraConfig:

@@ -46,7 +46,7 @@ def parallelize(
     take_out(model, pipeline)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    tied = _tied(model, plan)
+    tied = is_tied(model, plan)
     for name, rule in plan.linears.items():
         if rule.split is Split.WHOLE and name not in targets and name != plan.head:
             continue
@@ -153,7 +153,7 @@ def _replace(model: nn.Module, leaf: ParallelLinear) -> None:
     setattr(model.get_submodule(parent), child, leaf)
 
 
-def _tied(model: nn.Module, plan: ModelPlan) -> bool:
+def is_tied(model: nn.Module, plan: ModelPlan) -> bool:
     """Whether head and embedding are one parameter."""
     if not plan.head or not plan.embedding:
         return False

@@ -10,20 +10,20 @@ scale are padded with zeros to the largest rank, which changes no product; diffe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from meshlora.adapter.formats.adapter_file import open_adapter, read_adapter_tensors
 from meshlora.adapter.formats.export import check_new, write_folder
 from meshlora.adapter.formats.file_tensors import (
     ExpertFactors,
     base_keys,
     file_keys,
     file_tensors,
-    read_tensors,
 )
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, plan_folder, read_config, read_factors
 from meshlora.adapter.formats.per_expert import (
@@ -39,7 +39,7 @@ from meshlora.adapter.plan import plan_adapter
 from meshlora.adapter.targets.pieces import own_words
 from meshlora.adapter.targets.resolve import Target
 from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.common.files import open_safetensors, read_json
+from meshlora.common.files import read_json
 from meshlora.plan.rules import ExpertsRule, ModelPlan
 
 
@@ -72,13 +72,14 @@ def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
         raise UserError("--layout per-expert", why, "engines read its adapters in PEFT's form")
     names = engine_names(plan.model_type)
     config = read_config(folder, ignore_dropout=True)
-    tensors = read_tensors(folder / WEIGHTS_FILE)
+    tensors = read_adapter_tensors(folder / WEIGHTS_FILE)
     if is_per_expert(tensors):
         raise UserError(f"{folder}", "it has one adapter for each expert already", "serve it as it is")
     check_lora_alone(config, f"{folder / CONFIG_FILE}")
     planned = plan_adapter(model, plan, config, strict=False, folder=folder)
     targets = planned.targets
     _check_targets(folder, targets, plan)
+    _check_no_base(folder, tensors, targets, plan)
     full, _ = read_factors(planned, plan)
     # On disk the pieces of a linear are one adapter whose rank is the sum of theirs.
     ranks = {name: each.r if each.num_experts else each.r * max(1, len(each.pieces)) for name, each in targets.items()}
@@ -115,8 +116,8 @@ def import_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
         )
     full = {targets[name].name_of(part): tensor for name, parts in factors.items() for part, tensor in parts.items()}
     written = file_tensors(full, targets)
-    with open_safetensors(file) as opened:
-        besides = set(opened.keys()).intersection(base_keys(targets, plan).values())
+    with open_adapter(file) as opened:
+        besides = opened.keys().intersection(base_keys(targets, plan).values())
         written |= {key: opened.get_tensor(key).clone() for key in besides}
     stored = read_json(folder / CONFIG_FILE) | {
         "target_modules": sorted(config.target_modules or ()),
@@ -141,6 +142,15 @@ def _check_targets(folder: Path, targets: Mapping[str, Target], plan: ModelPlan)
         if name in plan.routers:
             raise UnsupportedError(
                 f"{folder}: LoRA on the router {name}", "not every engine applies it", "merge it: meshlora merge"
+            )
+
+
+def _check_no_base(folder: Path, tensors: Collection[str], targets: Collection[str], plan: ModelPlan) -> None:
+    """Refuse an embedding or a head of the base in the folder: PEFT loads it, engines do not."""
+    for name, key in base_keys(targets, plan).items():
+        if name not in targets and key in tensors:
+            raise UnsupportedError(
+                f"{folder}: {key}", "it is a weight of the base, which engines do not read", "merge it: meshlora merge"
             )
 
 

@@ -29,7 +29,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from meshlora.adapter.formats.file_tensors import PREFIX, ExpertFactors, from_blocks, read_tensors, to_blocks
+from meshlora.adapter.formats.adapter_file import PREFIX, read_adapter_tensors, read_tensors
+from meshlora.adapter.formats.file_tensors import ExpertFactors, from_blocks, to_blocks
 from meshlora.adapter.formats.peft_format import (
     CONFIG_FILE,
     PIECES_FILE,
@@ -97,7 +98,7 @@ def export(adapter: str | Path, out: str | Path, layout: Literal["peft", "lorali
     config = read_config(folder, ignore_dropout=True)
     if layout == "loralib":
         _check_for_loralib(config, f"{folder / CONFIG_FILE}")
-    tensors = read_tensors(folder / WEIGHTS_FILE)
+    tensors = read_adapter_tensors(folder / WEIGHTS_FILE)
     refuse_per_expert(folder, tensors, *(["use --layout peft"] if layout == "peft" else []))
     factors, biases = _factors(tensors, config, f"{folder}", strict=layout == "loralib")
     if layout == "peft":
@@ -198,7 +199,7 @@ def _check_for_loralib(config: LoraConfig, where: str) -> None:
         raise UnsupportedError(
             f"{where}: init_lora_weights={init!r}", "its base is not the model's; loralib adds to that"
         )
-    for option in ("use_dora", "lora_bias", "modules_to_save"):
+    for option in ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices"):
         if value := getattr(config, option, None):
             raise UnsupportedError(f"{where}: {option}={value!r}", "loralib has no such option", "use --layout peft")
 

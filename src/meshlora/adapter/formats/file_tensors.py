@@ -1,9 +1,9 @@
 """The tensors of a PEFT adapter file: keys, shapes, and conversion from and to factors.
 
 Owns: the mapping between full factors of targets and the tensors of `adapter_model.safetensors`: adapters on pieces of
-a fused matrix in block form, adapters on experts in PEFT's order; checks on any tensor of such a file. Does not own:
-the folder (`adapter.formats.peft_format`), the targets (`adapter.targets.resolve`), one pair of factors per expert
-(`adapter.formats.per_expert`).
+a fused matrix in block form, adapters on experts in PEFT's order. Does not own: reading them
+(`adapter.formats.adapter_file`), the folder (`adapter.formats.peft_format`), the targets (`adapter.targets.resolve`),
+one pair of factors per expert (`adapter.formats.per_expert`).
 
 Ours, for a projection of E experts: A `[E, r, in]` on the input side, B `[E, out, r]` on the output side; E = 1 for an
 adapter (or one side of it) shared by all experts of a layer. A fused gate_up matrix is one projection, or two pieces,
@@ -18,18 +18,16 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from meshlora.adapter.formats.adapter_file import PREFIX
 from meshlora.adapter.targets.resolve import Target
 from meshlora.common.errors import UserError
-from meshlora.common.files import open_safetensors
-from meshlora.model.stream import FLOATS
 from meshlora.plan.rules import ModelPlan
 
-PREFIX = "base_model.model."
 # In registration order of the experts modules: PEFT wraps the first one first, innermost.
 _PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")
 
@@ -129,42 +127,14 @@ def key_of_parameter(name: str, targets: Collection[str]) -> str:
     return f"{PREFIX}{owner}.base_layer.{leaf}" if owner in targets else f"{PREFIX}{name}"
 
 
-def base_keys(targets: Collection[str], plan: ModelPlan) -> dict[str, str]:
-    """Embedding and head, if targets -> the key under which PEFT may also store the base weight."""
-    return {name: f"{PREFIX}{name}.base_layer.weight" for name in (plan.embedding, plan.head) if name in targets}
-
-
-def read_tensors(file: Path) -> dict[str, Tensor]:
-    """All tensors of an adapter file, checked by `read_tensor`."""
-    with open_safetensors(file) as opened:
-        return {key: read_tensor(opened, file, key) for key in opened.keys()}  # noqa: SIM118 - not a dict
-
-
-def read_tensor(opened: Any, file: Path, key: str, shape: tuple[int, ...] | None = None) -> Tensor:
-    """A copy of the tensor `key` of an open adapter file.
-
-    Raises:
-        UserError: its shape is not `shape`, its type is not a float, or its values are not all finite.
-    """
-    view = opened.get_slice(key)
-    if shape is not None:
-        check_shape(file, key, tuple(view.get_shape()), shape)
-    if view.get_dtype() not in FLOATS:
-        raise UserError(f"{file}: {key}", f"its type is {view.get_dtype()}", f"it must be one of {', '.join(FLOATS)}")
-    tensor: Tensor = opened.get_tensor(key).clone()
-    if not torch.isfinite(tensor).all():
-        raise UserError(f"{file}: {key}", "it holds values that are not finite", "use an earlier checkpoint")
-    return tensor
-
-
-def check_shape(file: Path, what: str, found: tuple[int, ...], needed: tuple[int, ...]) -> None:
-    """Refuse a tensor whose shape does not fit the model and the configuration."""
-    if found != needed:
-        raise UserError(
-            f"{file}: {what}",
-            f"its shape is {list(found)}, this model and adapter_config.json need {list(needed)}",
-            "it belongs to another model or another rank",
-        )
+def base_keys(targets: Collection[str], plan: ModelPlan, copies: Collection[str] = ()) -> dict[str, str]:
+    """Embedding and head -> the key under which PEFT may also store the base weight, as it does of a resized one."""
+    found = {}
+    for name in (plan.embedding, plan.head):
+        if name:
+            infix = ".base_layer" if name in targets else ".original_module" if f"{name}.weight" in copies else ""
+            found[name] = f"{PREFIX}{name}{infix}.weight"
+    return found
 
 
 def to_peft(a: Tensor, b: Tensor, *, num_experts: int, is_swapped: bool = False) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +21,24 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshlora.adapter.attach import attach, draw_adapter, gather_adapter, local_part, runtime
+from meshlora.adapter.formats.adapter_file import check_keys, check_vocabulary, open_adapter, read_tensor
 from meshlora.adapter.formats.file_tensors import (
     base_keys,
     factors_of_file,
     file_shapes,
     file_tensors,
     key_of_parameter,
-    read_tensor,
 )
 from meshlora.adapter.formats.per_expert import engine_config, engine_factors
 from meshlora.adapter.plan import AdapterPlan, plan_adapter, rule_of_parameter, whole_shape
 from meshlora.adapter.targets.pieces import own_words, with_own_words, with_pieces
-from meshlora.adapter.targets.resolve import Target
 from meshlora.comm.collectives import broadcast_text
 from meshlora.common.errors import MeshloraError, SaveError, UnsupportedError, UserError, did_you_mean, reason
-from meshlora.common.files import new_folder, open_safetensors, read_json, write_json_atomically
+from meshlora.common.files import new_folder, read_json, write_json_atomically
 from meshlora.common.hub import repository_of
 from meshlora.common.reading import parse_yaml, read_text
 from meshlora.common.tasks import CAUSAL, labels_of, set_labels, set_task, task_of
+from meshlora.model.inject import is_tied
 from meshlora.plan.rules import ModelPlan
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -135,7 +135,7 @@ def begin_adapter(model: Any, name: str, planned: AdapterPlan, *, seed: int) -> 
 def read_adapter(model: Any, name: str, planned: AdapterPlan) -> None:
     """Attach the adapter in the folder of `planned`; every rank keeps its slices."""
     assert planned.folder is not None
-    _check_same_base(model, planned.folder / WEIGHTS_FILE, planned.targets)
+    _check_same_base(model, planned.folder / WEIGHTS_FILE, planned)
     full, trained = read_factors(planned, runtime(model).whole.plan)
     attach(model, name, planned, lambda target: full[target.name], trained)
 
@@ -262,22 +262,32 @@ def read_factors(planned: AdapterPlan, plan: ModelPlan) -> tuple[dict[str, dict[
         return of_single_experts, {}
     of_copies = {name: key_of_parameter(name, targets) for name in planned.copies}
     expected = file_shapes(targets) | {key: planned.parameters[name].shape for name, key in of_copies.items()}
-    with open_safetensors(file) as opened:
-        check_keys(file, set(opened.keys()) - {*base_keys(targets, plan).values()}, expected)
+    of_base = {key: planned.vocabulary[name] for name, key in base_keys(targets, plan, planned.copies).items()}
+    with open_adapter(file) as opened:
+        rows = {name: shape[0] for name, shape in planned.vocabulary.items()}
+        check_vocabulary(opened, file, of_base | expected, rows)
+        check_keys(file, opened.keys() - of_base.keys(), expected)
         tensors = {key: read_tensor(opened, file, key, shape) for key, shape in expected.items()}
     return factors_of_file(tensors, targets, file), {name: tensors[key] for name, key in of_copies.items()}
 
 
-def _check_same_base(model: Any, file: Path, targets: Mapping[str, Target]) -> None:
+def _check_same_base(model: Any, file: Path, planned: AdapterPlan) -> None:
     """Check that base weights stored in the file, which PEFT would load, equal those of this model.
+
+    What a trained copy takes the place of is compared only if another module is tied to it and has no copy of its own.
 
     Raises:
         UserError: they differ, for example after a change of the vocabulary.
     """
     state = runtime(model)
-    with open_safetensors(file) as opened:
-        for name, key in base_keys(targets, state.plan).items():
-            if key not in opened.keys() or not state.plan.holds(name):  # noqa: SIM118 - not a dict
+    keys = base_keys(planned.targets, state.plan, planned.copies)
+    in_use = {name for name in keys if f"{name}.weight" not in planned.copies}
+    if in_use and is_tied(state.whole.model, state.whole.plan):
+        in_use = set(keys)
+    with open_adapter(file) as opened:
+        for name in sorted(in_use):
+            key = keys[name]
+            if key not in opened or not state.plan.holds(name):
                 continue
             parameter = state.base.get(f"{name}.weight", model.get_parameter(f"{name}.weight"))
             given, rule = opened.get_tensor(key), rule_of_parameter(state.plan, f"{name}.weight")
@@ -287,24 +297,10 @@ def _check_same_base(model: Any, file: Path, targets: Mapping[str, Target]) -> N
                 is_same = torch.equal(own, parameter.detach())
             if not is_same:
                 raise UserError(
-                    f"{file}: {key}", "it is not the weight of this model", "is it the model that was trained on?"
+                    f"{file}: {key}",
+                    "it is not the weight of this model, and PEFT would put it there",
+                    "give the model that was trained on, or merge the adapter, which takes it: meshlora merge",
                 )
-
-
-def check_keys(file: Path, given: set[str], expected: Iterable[str]) -> None:
-    wanted = set(expected)
-    if missing := sorted(wanted - given):
-        raise UserError(
-            f"{file}",
-            f"it lacks {len(missing)} of {len(wanted)} tensors, first {missing[0]}",
-            did_you_mean(missing[0], given) if 0 < len(given) <= 10_000 else "",
-        )
-    if extra := sorted(given - wanted):
-        raise UserError(
-            f"{file}",
-            f"{len(extra)} of its tensors have no place in this model, first {extra[0]}",
-            "it belongs to another model, or its adapter_config.json does",
-        )
 
 
 def config_to_store(config: LoraConfig, source: str | None, task: str = CAUSAL) -> dict[str, Any]:

@@ -21,21 +21,18 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 
+from meshlora.adapter.formats.adapter_file import PREFIX, check_shape, open_adapter, read_tensor
 from meshlora.adapter.formats.file_tensors import (
-    PREFIX,
     ExpertFactors,
     base_keys,
-    check_shape,
     factors_of_file,
     file_shapes,
-    read_tensor,
     to_shared,
 )
 from meshlora.adapter.targets.options import check_patterns, pattern_key
 from meshlora.adapter.targets.pieces import with_own_words, with_pieces
 from meshlora.adapter.targets.resolve import Target
 from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.common.files import open_safetensors
 from meshlora.plan.rules import ExpertsRule, ModelPlan
 
 _OF_ONE_EXPERT = re.compile(r"\.experts\.\d+\.[^.]+\.lora_[AB]\.weight$")
@@ -282,8 +279,8 @@ def engine_config(file: Path, config: LoraConfig, plan: ModelPlan) -> LoraConfig
         UserError: the file is damaged, or of another model. UnsupportedError: engines use another form for this family,
             or the adapter is more than LoRA of one rank on experts.
     """
-    with open_safetensors(file) as opened:
-        keys = set(opened.keys())
+    with open_adapter(file) as opened:
+        keys = opened.keys()
         if not plan.experts or not is_per_expert(keys):
             return config
         names = engine_names(plan.model_type)
@@ -325,8 +322,8 @@ def engine_factors(file: Path, targets: Mapping[str, Target], plan: ModelPlan) -
         UserError: names, shapes or types do not fit the model, or values are not finite.
     """
     found: dict[str, dict[str, Tensor]] = {}
-    with open_safetensors(file) as opened:
-        keys = set(opened.keys())
+    with open_adapter(file) as opened:
+        keys = opened.keys()
         if not plan.experts or not is_per_expert(keys):
             return None
         linears = {name: target for name, target in targets.items() if not target.num_experts}
@@ -349,7 +346,7 @@ def check_lora_alone(config: LoraConfig, where: str) -> None:
     Raises:
         UnsupportedError: names the option.
     """
-    for option in ("modules_to_save", "bias"):
+    for option in ("modules_to_save", "bias", "trainable_token_indices"):
         value = getattr(config, option)
         if value and value != "none":
             raise UnsupportedError(

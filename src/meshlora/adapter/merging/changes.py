@@ -19,24 +19,36 @@ from typing import Any
 import torch
 from peft import LoraConfig, PeftModel, PeftModelForCausalLM, get_peft_model_state_dict
 from peft.tuners import lora as peft_lora
-from torch import Tensor
+from peft.utils.other import TrainableTokensWrapper
+from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from meshlora.adapter.formats.file_tensors import PREFIX, read_tensor
-from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, check_keys, read_config
+from meshlora.adapter.formats.adapter_file import (
+    PREFIX,
+    another_vocabulary,
+    check_keys,
+    check_vocabulary,
+    open_adapter,
+    read_tensor,
+)
+from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_config
 from meshlora.adapter.formats.per_expert import refuse_per_expert
 from meshlora.adapter.targets.options import check_patterns, check_values
 from meshlora.adapter.targets.resolve import DESCRIPTIVE, SUPPORTED
 from meshlora.common.compat import is_stored_in_out, targets_as_configured
 from meshlora.common.errors import UnsupportedError, UserError, reason
-from meshlora.common.files import open_safetensors
 from meshlora.common.float64 import wide_dtype
 from meshlora.common.tasks import CAUSAL, task_of
 
 # Options that change neither the base PEFT runs nor the product it adds in evaluation; all others are refused.
-_FOLLOWED = SUPPORTED | DESCRIPTIVE | {"lora_bias", "eva_config", "loftq_config", "ensure_weight_tying"}
+_FOLLOWED = (
+    SUPPORTED
+    | DESCRIPTIVE
+    | {"lora_bias", "eva_config", "loftq_config", "ensure_weight_tying", "trainable_token_indices"}
+)
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal", "mica")
 _RESIDUAL_INITS = ("pissa", "olora")
+_DELTA = "token_adapter.trainable_tokens_delta"
 
 
 @dataclass(frozen=True)
@@ -70,24 +82,32 @@ class Change:
         whole: key of the replacement tensor in the adapter file.
         lora: the product to add. bias: key of a bias to add, and its scale.
         is_own: `whole` replaces this name only, not the names tied to it (`modules_to_save`).
+        beside: key of the tensor that then replaces the names tied to it.
+        rows: key of rows of a vocabulary that replace its own, and their indices (`trainable_token_indices`).
     """
 
     whole: str | None = None
     lora: Lora | None = None
     bias: tuple[str, float] | None = None
     is_own: bool = False
+    beside: str | None = None
+    rows: tuple[str, tuple[int, ...]] | None = None
 
 
 @dataclass(frozen=True)
 class Changes:
-    """All changes, by the model's own names; tensors are read from `file` on demand."""
+    """All changes, by the model's own names; tensors are read from `file` on demand.
+
+    names: PEFT's name of a tensor -> its name in `file`.
+    """
 
     file: Path
     by_name: Mapping[str, Change]
+    names: Mapping[str, str]
 
     def read(self, key: str) -> Tensor:
         """One tensor of the adapter file, in memory of its own."""
-        with open_safetensors(self.file) as file:
+        with open_adapter(self.file, self.names) as file:
             tensor: Tensor = file.get_tensor(key).clone()
         return tensor
 
@@ -105,32 +125,50 @@ def read_changes(model: Any, folder: Path) -> Changes:
     except ImportError as error:  # some options need extra packages
         raise UnsupportedError(where, f"peft cannot read it here ({reason(error)})") from error
     check_mergeable(config, where)
-    with open_safetensors(folder / WEIGHTS_FILE) as file:
-        refuse_per_expert(folder, file.keys())
+    with open_adapter(folder / WEIGHTS_FILE) as file:
+        names = file.names
+    refuse_per_expert(folder, names)
     check_patterns(config, [*(name for name, _ in model.named_modules()), *model.state_dict()])
     base_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    vocabulary = _vocabulary(model)
     wrapped = _attach(model, config, where)
     expected = {
         key: tuple(tensor.shape)
         for key, tensor in _quietly(get_peft_model_state_dict, wrapped, save_embedding_layers=False).items()
     }
-    # PEFT also loads any base tensors in the file: embeddings stored with LoRA on them, biases.
+    # PEFT also loads any base tensors in the file: embeddings that were resized or have LoRA on them, biases.
     optional = {
         key: tuple(tensor.shape)
         for key, tensor in wrapped.state_dict().items()
-        if _base_name(key) in base_shapes and ".modules_to_save." not in key and ".original_module." not in key
+        if _base_name(key) in base_shapes and ".modules_to_save." not in key
     }
-    by_name = _products(wrapped, config)
-    given = _check_file(folder / WEIGHTS_FILE, expected, optional)
-    products = {key for c in by_name.values() if c.lora for key in (c.lora.a, c.lora.b, c.lora.magnitude) if key}
-    products |= {c.bias[0] for c in by_name.values() if c.bias}
-    assert products <= given, products - given
-    for key in sorted(given - products):
+    by_name = _products(wrapped, config) | _token_rows(wrapped, where)
+    again = _repeated_rows(wrapped)
+    names = {name: key for name, key in names.items() if name not in again}
+    _check_file(folder / WEIGHTS_FILE, names, expected, optional, vocabulary)
+    added = {key for c in by_name.values() if c.lora for key in (c.lora.a, c.lora.b, c.lora.magnitude) if key}
+    added |= {c.bias[0] for c in by_name.values() if c.bias} | {c.rows[0] for c in by_name.values() if c.rows}
+    assert added <= names.keys(), added - names.keys()
+    for key in sorted(names.keys() - added):
         name = _base_name(key)
         if name not in base_shapes:
             raise UnsupportedError(f"{folder / WEIGHTS_FILE}: {key}", "merging this kind of tensor is not supported")
-        by_name[name] = dataclasses.replace(by_name.get(name, Change()), whole=key, is_own=key not in optional)
-    return Changes(folder / WEIGHTS_FILE, by_name)
+        change = by_name.get(name, Change())
+        if ".original_module." in key:
+            by_name[name] = dataclasses.replace(change, beside=key)
+        else:
+            by_name[name] = dataclasses.replace(change, whole=key, is_own=key not in optional)
+    return Changes(folder / WEIGHTS_FILE, by_name, names)
+
+
+def _vocabulary(model: Any) -> dict[str, int]:
+    """The embedding and the head of a model by name -> their rows."""
+    ends = [model.get_input_embeddings(), model.get_output_embeddings()]
+    return {
+        name: len(module.weight)
+        for name, module in model.named_modules()
+        if any(module is end for end in ends) and isinstance(getattr(module, "weight", None), Tensor)
+    }
 
 
 def check_mergeable(config: LoraConfig, where: str) -> None:
@@ -177,21 +215,24 @@ def _quietly(function: Any, *arguments: Any, **options: Any) -> Any:
 
 
 def _base_name(key: str) -> str:
-    return re.sub(r"(\.base_layer)+\.", ".", key.removeprefix(PREFIX))
+    return re.sub(r"(\.token_adapter|\.base_layer|\.original_module)+\.", ".", key.removeprefix(PREFIX))
 
 
 def _check_file(
-    file: Path, expected: Mapping[str, tuple[int, ...]], optional: Mapping[str, tuple[int, ...]]
-) -> set[str]:
-    """The keys of the file, checked: all of `expected`, any of `optional`, each of its shape, with finite floats."""
-    with open_safetensors(file) as opened:
-        given = set(opened.keys())
-        check_keys(file, given - (optional.keys() - expected.keys()), expected)
+    file: Path,
+    names: Mapping[str, str],
+    expected: Mapping[str, tuple[int, ...]],
+    optional: Mapping[str, tuple[int, ...]],
+    vocabulary: Mapping[str, int],
+) -> None:
+    """Check `names` in the file: all of `expected`, any of `optional`, each of its shape, with finite floats."""
     shapes = {**optional, **expected}
-    for key in sorted(given):
-        with open_safetensors(file) as opened:  # reopened, so that at most one tensor is in memory
+    with open_adapter(file, names) as opened:
+        check_vocabulary(opened, file, shapes, vocabulary)
+    check_keys(file, names.keys() - (optional.keys() - expected.keys()), expected)
+    for key in sorted(names):
+        with open_adapter(file, names) as opened:  # reopened, so that at most one tensor is in memory
             read_tensor(opened, file, key, shapes[key])
-    return given
 
 
 def _products(wrapped: Any, config: LoraConfig) -> dict[str, Change]:
@@ -230,6 +271,37 @@ def _products(wrapped: Any, config: LoraConfig) -> dict[str, Change]:
                 )
             found[f"{name}.bias"] = Change(bias=(f"{path}.lora_B.bias", product.scaling))
     return found
+
+
+def _token_rows(wrapped: Any, where: str) -> dict[str, Change]:
+    """The rows of `trainable_token_indices`, by the name of the weight that they are in; a tied head has the same.
+
+    Raises:
+        UserError: a token is past the end of the vocabulary. UnsupportedError: PEFT itself computes something else.
+    """
+    layers = _token_layers(wrapped)
+    keys = {id(layer): f"{path}.{_DELTA}" for path, layer in layers.items()}
+    found = {}
+    for path, layer in layers.items():
+        base, indices = layer.base_layer, layer.token_indices["default"]
+        # PEFT takes the weight alone of what it wraps.
+        if not isinstance(base, nn.Embedding | nn.Linear) or getattr(base, "bias", None) is not None:
+            rule = f"PEFT has no such rows in a {type(base).__name__} with a bias or an adapter of its own"
+            raise UnsupportedError(f"{where}: trainable_token_indices on {path.removeprefix(PREFIX)}", rule)
+        if max(indices) >= len(base.weight):
+            past = max(indices) + 1
+            raise another_vocabulary(f"{where}: trainable_token_indices", past, len(base.weight), at_least=True)
+        found[_base_name(f"{path}.weight")] = Change(rows=(keys[id(layer.tied_adapter or layer)], tuple(indices)))
+    return found
+
+
+def _repeated_rows(wrapped: Any) -> set[str]:
+    """Keys that PEFT writes once more for a tied head if the vocabulary was resized, and passes over."""
+    return {f"{path}.{_DELTA}" for path, layer in _token_layers(wrapped).items() if layer.tied_adapter}
+
+
+def _token_layers(wrapped: Any) -> dict[str, Any]:
+    return {p: m.token_adapter for p, m in wrapped.named_modules() if isinstance(m, TrainableTokensWrapper)}
 
 
 def _residual(wrapped: Any, name: str, base: Any, config: LoraConfig, *, is_matrix: bool) -> str:

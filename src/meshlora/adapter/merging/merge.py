@@ -7,24 +7,27 @@ arithmetic (`adapter.merging.changes`), file bytes (`model.stream`), comparing l
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import json
 import math
 import shutil
-from collections.abc import Callable, Collection, Mapping
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from meshlora.adapter.formats.peft_format import set_head
+from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, set_head
 from meshlora.adapter.merging.changes import Change, Changes, merged_expert, merged_weight, read_changes
 from meshlora.adapter.merging.check import Base, compare_logits
 from meshlora.adapter.merging.rounding import Rounding, rounding_of
@@ -168,10 +171,23 @@ def _compared(planned: _Planned, adapter: Path, folder: Path, *, trust_remote_co
     """The relative difference of logits; where weights are rounded to few bits, it is said and not judged."""
     source = planned.source
     base = Base(source.folder, trust_remote_code, source if source.packed() else None, adapter)
-    if planned.rounding is None:
-        return compare_logits(base, adapter, Base(folder, trust_remote_code), _narrowest(planned.outputs))
-    merged = CheckpointSource(folder, source.model, planned.rounding.config)
-    return compare_logits(base, adapter, Base(folder, trust_remote_code, merged), None)
+    with _as_peft_names_it(adapter, planned.changes) as readable:
+        if planned.rounding is None:
+            return compare_logits(base, readable, Base(folder, trust_remote_code), _narrowest(planned.outputs))
+        merged = CheckpointSource(folder, source.model, planned.rounding.config)
+        return compare_logits(base, readable, Base(folder, trust_remote_code, merged), None)
+
+
+@contextlib.contextmanager
+def _as_peft_names_it(adapter: Path, changes: Changes) -> Iterator[Path]:
+    """`adapter`, or a copy of it whose tensors have the names that PEFT loads, where a wrapper gave them others."""
+    if all(name == key for name, key in changes.names.items()):
+        yield adapter
+        return
+    with tempfile.TemporaryDirectory() as made:
+        shutil.copyfile(adapter / CONFIG_FILE, Path(made) / CONFIG_FILE)
+        save_file({name: changes.read(name) for name in changes.names}, Path(made) / WEIGHTS_FILE)
+        yield Path(made)
 
 
 def _planned(
@@ -251,13 +267,15 @@ def _with_aliases(changes: Changes, aliases: Mapping[str, list[str]]) -> Changes
     """Replace a base parameter under all names that share it; LoRA applies to one name only."""
     by_name = dict(changes.by_name)
     for name, change in changes.by_name.items():
-        if change.whole is None or change.is_own:
+        whole = change.beside if change.is_own else change.whole
+        by_name[name] = dataclasses.replace(by_name[name], beside=None)
+        if whole is None:
             continue
         for alias in aliases.get(name, [name]):
             there = by_name.get(alias, Change())
             if not there.is_own:
-                by_name[alias] = Change(change.whole, there.lora, there.bias)
-    return Changes(changes.file, by_name)
+                by_name[alias] = dataclasses.replace(there, whole=whole)
+    return dataclasses.replace(changes, by_name=by_name)
 
 
 def _with_equal_changes(changes: Changes, aliases: Mapping[str, list[str]]) -> Changes:
@@ -266,11 +284,13 @@ def _with_equal_changes(changes: Changes, aliases: Mapping[str, list[str]]) -> C
     for first, *others in {tuple(names) for names in aliases.values() if len(names) > 1}:
         if first in by_name and all(_is_equal_change(changes, first, name) for name in others):
             by_name |= dict.fromkeys(others, by_name[first])
-    return Changes(changes.file, by_name)
+    return dataclasses.replace(changes, by_name=by_name)
 
 
 def _is_equal_change(changes: Changes, first: str, second: str) -> bool:
     one, two = changes.by_name[first], changes.by_name.get(second, Change())
+    if one.rows != two.rows:
+        return False
     if (one.whole is None) != (two.whole is None) or (one.lora is None) != (two.lora is None):
         return False
     if one.whole and two.whole and not torch.equal(changes.read(one.whole), changes.read(two.whole)):
@@ -429,6 +449,9 @@ def _merged_parameter(name: str, change: Change, planned: _Planned) -> Tensor:
     if lora := change.lora:
         magnitude = changes.read(lora.magnitude) if lora.magnitude else None
         value = merged_weight(value, lora, changes.read(lora.a), changes.read(lora.b), magnitude)
+    if change.rows is not None:
+        key, indices = change.rows
+        value = value.index_copy(0, torch.tensor(indices), changes.read(key).to(value.dtype))
     if change.bias is not None:
         key, scaling = change.bias
         wide = wide_dtype(value.dtype)

@@ -49,6 +49,14 @@ def _are_indices(value: object) -> bool:
     return value is None or all(type(i) is int for i in (value if isinstance(value, list | tuple) else [value]))
 
 
+def _are_tokens(value: object) -> bool:
+    if isinstance(value, dict):
+        return bool(value) and all(isinstance(each, list) and _are_tokens(each) for each in value.values())
+    if not isinstance(value, list):
+        return value is None
+    return all(type(i) is int and i >= 0 for i in value) and 0 < len(value) == len(set(value))
+
+
 def _is_mapping(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
@@ -57,6 +65,7 @@ def _is_mapping(value: object) -> bool:
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bias": (lambda value: value in ("none", "all", "lora_only"), "one of none, all, lora_only"),
     "layers_to_transform": (_are_indices, "it is a whole number or a list of them"),
+    "trainable_token_indices": (_are_tokens, "it is a list of token ids, each once, or of each of several modules one"),
     "layers_pattern": (_are_texts, "it is a name or a list of names"),
     **dict.fromkeys(
         ("use_rslora", "use_dora", "fan_in_fan_out"), (lambda value: isinstance(value, bool), "it is true or false")

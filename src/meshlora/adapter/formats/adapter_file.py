@@ -1,0 +1,184 @@
+"""The one reader of `adapter_model.safetensors`: its tensors under the names that PEFT loads.
+
+Owns: names as people's files have them (wrappers, a prefix that is missing or there twice, embeddings that PEFT writes
+several times), and the checks on any tensor: its shape, its type, its values, and whether its vocabulary is the base's.
+Does not own: which tensors an adapter has (`adapter.formats.file_tensors`), the folder (`adapter.formats.peft_format`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshlora.common.errors import UserError, did_you_mean
+from meshlora.common.files import open_safetensors
+from meshlora.model.stream import FLOATS
+
+PREFIX = "base_model.model."
+# torch.compile, FSDP and activation checkpointing name what they wrap, at any depth.
+_WRAPPERS = re.compile(r"(?<![^.])(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+_COPY = re.compile(r"^(?P<owner>.*)\.modules_to_save\.(?P<leaf>.*)$")
+
+
+class AdapterFile:
+    """An open adapter file whose tensors have the names that PEFT loads: `base_model.model.` and the module's name."""
+
+    def __init__(self, opened: Any, names: Mapping[str, str]) -> None:
+        self._opened, self.names = opened, names
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.names
+
+    def keys(self) -> set[str]:
+        """The names of its tensors."""
+        return set(self.names)
+
+    def get_slice(self, key: str) -> Any:
+        """As of a safetensors file."""
+        return self._opened.get_slice(self.names[key])
+
+    def get_tensor(self, key: str) -> Tensor:
+        """As of a safetensors file."""
+        tensor: Tensor = self._opened.get_tensor(self.names[key])
+        return tensor
+
+
+@contextlib.contextmanager
+def open_adapter(file: Path, names: Mapping[str, str] | None = None) -> Iterator[AdapterFile]:
+    """Open the adapter file `file`. names: its `AdapterFile.names`, where they are known.
+
+    Raises:
+        UserError: it cannot be read, or two of its tensors have one name.
+    """
+    with open_safetensors(file) as opened:
+        yield AdapterFile(opened, names_of(file, opened.keys()) if names is None else names)
+
+
+def names_of(file: Path, stored: Iterable[str]) -> dict[str, str]:
+    """The name that PEFT loads -> the name in the file, without what PEFT passes over.
+
+    `embed_tokens.modules_to_save.weight` is such: PEFT writes a trained embedding as `embed_tokens.weight`, and once
+    more under this name if the vocabulary was resized.
+
+    Raises:
+        UserError: two of its tensors have one name.
+    """
+    found: dict[str, str] = {}
+    for key in sorted(stored):
+        name = _without_wrappers(key)
+        if name in found:
+            rule = f"without the names of wrappers it is {found[name]}, which is in the file too"
+            raise UserError(f"{file}: {key}", rule, "save the adapter again with save_pretrained of peft")
+        found[name] = key
+    if not any(name.startswith(PREFIX) for name in found):
+        found = {f"{PREFIX}{name}": key for name, key in found.items()}
+    return {name: key for name, key in found.items() if not _is_second_copy(name, found)}
+
+
+def _without_wrappers(key: str) -> str:
+    name = _WRAPPERS.sub("", key)
+    while name.startswith(("module.", PREFIX * 2, f"{PREFIX}module.")):
+        name = name.removeprefix("module.") if name.startswith("module.") else name.removeprefix(PREFIX)
+    return name
+
+
+def _is_second_copy(name: str, names: Collection[str]) -> bool:
+    match = _COPY.match(name)
+    return match is not None and f"{match['owner']}.{match['leaf']}" in names
+
+
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """All tensors of a safetensors file under the names they have there, checked by `read_tensor`."""
+    with open_safetensors(file) as opened:
+        return {key: read_tensor(opened, file, key) for key in opened.keys()}  # noqa: SIM118 - not a dict
+
+
+def read_adapter_tensors(file: Path) -> dict[str, Tensor]:
+    """All tensors of an adapter file under the names that PEFT loads, checked by `read_tensor`."""
+    with open_adapter(file) as opened:
+        return {key: read_tensor(opened, file, key) for key in sorted(opened.keys())}
+
+
+def read_tensor(opened: Any, file: Path, key: str, shape: tuple[int, ...] | None = None) -> Tensor:
+    """A copy of the tensor `key` of an open adapter file.
+
+    Raises:
+        UserError: its shape is not `shape`, its type is not a float, or its values are not all finite.
+    """
+    view = opened.get_slice(key)
+    if shape is not None:
+        check_shape(file, key, tuple(view.get_shape()), shape)
+    if view.get_dtype() not in FLOATS:
+        raise UserError(f"{file}: {key}", f"its type is {view.get_dtype()}", f"it must be one of {', '.join(FLOATS)}")
+    tensor: Tensor = opened.get_tensor(key).clone()
+    if not torch.isfinite(tensor).all():
+        raise UserError(f"{file}: {key}", "it holds values that are not finite", "use an earlier checkpoint")
+    return tensor
+
+
+def check_shape(file: Path, what: str, found: tuple[int, ...], needed: tuple[int, ...]) -> None:
+    """Refuse a tensor whose shape does not fit the model and the configuration."""
+    if found != needed:
+        raise UserError(
+            f"{file}: {what}",
+            f"its shape is {list(found)}, this model and adapter_config.json need {list(needed)}",
+            "it belongs to another model or another rank",
+        )
+
+
+def check_keys(file: Path, given: set[str], expected: Iterable[str]) -> None:
+    """Refuse a file that lacks one of `expected`, or has others.
+
+    Raises:
+        UserError: names the first.
+    """
+    wanted = set(expected)
+    if missing := sorted(wanted - given):
+        raise UserError(
+            f"{file}",
+            f"it lacks {len(missing)} of {len(wanted)} tensors, first {missing[0]}",
+            did_you_mean(missing[0], given) if 0 < len(given) <= 10_000 else "",
+        )
+    if extra := sorted(given - wanted):
+        raise UserError(
+            f"{file}",
+            f"{len(extra)} of its tensors have no place in this model, first {extra[0]}",
+            "it belongs to another model, or its adapter_config.json does",
+        )
+
+
+def check_vocabulary(
+    opened: AdapterFile, file: Path, shapes: Mapping[str, tuple[int, ...]], rows: Mapping[str, int]
+) -> None:
+    """Refuse an adapter that was made on another vocabulary than the base's.
+
+    shapes: key -> the shape that this base needs. rows: the embedding and the head by name -> their rows.
+
+    Raises:
+        UserError: how many rows the adapter was made on, and how to get such a base.
+    """
+    for key in sorted(opened.keys() & shapes.keys()):
+        name = key.removeprefix(PREFIX)
+        owner = next((module for module in rows if name.startswith(f"{module}.")), None)
+        found, needed = tuple(opened.get_slice(key).get_shape()), shapes[key]
+        if owner is None or len(found) != len(needed):
+            continue
+        differing = [dim for dim in range(len(found)) if found[dim] != needed[dim]]
+        if len(differing) == 1 and needed[differing[0]] == rows[owner]:
+            raise another_vocabulary(f"{file}: {key}", found[differing[0]], rows[owner])
+
+
+def another_vocabulary(where: str, made_on: int, rows: int, *, at_least: bool = False) -> UserError:
+    """The error for an adapter that was made on `made_on` rows, or at_least as many, where the base has `rows`."""
+    given = f"the adapter was made on a vocabulary of {'at least ' if at_least else ''}{made_on} rows"
+    given += f", this base has {rows}"
+    if made_on < rows:
+        return UserError(where, given, "give the base that it was made on")
+    way_out = f"make such a base: tokenizer.add_tokens, model.resize_token_embeddings({made_on}), and save_pretrained"
+    return UserError(where, given, f"{way_out} of both into one folder")
