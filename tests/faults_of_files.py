@@ -9,6 +9,7 @@ from tests.changed import Fault
 
 _CHANGES, _MERGE = "adapter/merging/changes.py", "adapter/merging/merge.py"
 _LOGITS = "tests/unit/test_merge.py::test_logits_are_those_of_model_and_adapter"
+_FILE = "tests/unit/test_adapter_file.py"
 _ROUNDED = "tests/unit/test_merge.py::test_half_precision_is_rounded_once"
 _OF_PARTS = "tests/unit/test_merge.py::test_update_of_a_concatenation_goes_to_its_parts"
 
@@ -66,9 +67,23 @@ OF_MERGING: dict[str, Fault] = {
     "trained_norms_not_written": Fault(
         "what is trained whole is written too",
         _CHANGES,
-        "for key in sorted(given - products):",
-        'for key in sorted(key for key in given - products if not key.endswith("norm.weight")):',
+        "for key in sorted(names.keys() - added):",
+        'for key in sorted(key for key in names.keys() - added if not key.endswith("norm.weight")):',
         f"{_LOGITS}[modules_to_save]",
+    ),
+    "rows_of_tokens_in_order": Fault(
+        "each row of trainable_token_indices goes to its own token, in the order of the configuration",
+        _CHANGES,
+        "tuple(indices)))",
+        "tuple(sorted(indices))))",
+        f"{_FILE}::test_merged_model_is_the_one_that_peft_merges[rows]",
+    ),
+    "rows_beside_a_copy_not_taken": Fault(
+        "what a file holds of its base replaces the weight tied to a trained copy",
+        _MERGE,
+        "whole = change.beside if change.is_own else change.whole",
+        "whole = None if change.is_own else change.whole",
+        f"{_FILE}::test_base_under_a_trained_copy_replaces_what_is_tied_to_it",
     ),
     "bias_of_lora_not_scaled": Fault(
         "the bias of B is scaled as the product is",

@@ -96,6 +96,15 @@ def _make(root: Path, family: str, *, is_resized: bool, **lora: Any) -> tuple[Pa
     return published, base, root / "adapter"
 
 
+def _drop_repeated_head(adapter: Path) -> None:
+    """Leave the base weight of a tied embedding that is trained under one of its names, the other one."""
+    tensors = load_file(adapter / WEIGHTS_FILE)
+    one, other = (tensors[f"{PREFIX}{name}.weight"] for name in ("lm_head", "model.embed_tokens.original_module"))
+    assert torch.equal(one, other)
+    del tensors[f"{PREFIX}lm_head.weight"]
+    save_file(tensors, adapter / WEIGHTS_FILE)
+
+
 def _logits(model: Any) -> Tensor:
     ids = torch.randint(0, _ROWS, (2, 9), generator=torch.Generator().manual_seed(5))
     ids[:, :4] = torch.tensor([3, 7, 9, len(model.get_input_embeddings().weight) - 1])
@@ -124,6 +133,14 @@ def test_merged_model_is_the_one_that_peft_merges(form: str, tmp_path: Path) -> 
         assert (tensor - theirs[name]).abs().max() <= 1e-12, name
 
 
+def test_base_under_a_trained_copy_replaces_what_is_tied_to_it(tmp_path: Path) -> None:
+    family, is_resized, lora = _FORMS["resized and tied, embedding trained"]
+    _, base, adapter = _make(tmp_path, family, is_resized=is_resized, **lora)
+    _drop_repeated_head(adapter)
+    merge(base, adapter, tmp_path / "out", config=read_model_config(base), check_logits=False)
+    assert (_logits(_load(tmp_path / "out").eval()) - _logits(_attached(base, adapter))).abs().max() <= 1e-12
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma"])
 def test_resized_adapter_is_loaded_on_a_base_whose_new_rows_were_drawn_anew(family: str, tmp_path: Path) -> None:
     _, base, adapter = _make(tmp_path, family, is_resized=True, modules_to_save=_BOTH)
@@ -143,6 +160,8 @@ def test_resized_adapter_is_loaded_on_a_base_whose_new_rows_were_drawn_anew(fami
 def test_rows_of_a_base_that_peft_would_put_there_are_not_passed_over(form: str, tmp_path: Path) -> None:
     family, is_resized, lora = _FORMS[form]
     _, base, adapter = _make(tmp_path, family, is_resized=is_resized, **lora)
+    if family == "gemma":
+        _drop_repeated_head(adapter)
     options = {"topology": Topology(), "dtype": torch.float64, "adapter": adapter, "device": "cpu"}
     with pytest.raises(UserError, match=r"not the weight of this model, and PEFT would put it there.*meshlora merge"):
         load_without_proof(base, **options)
