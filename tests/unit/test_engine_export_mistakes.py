@@ -98,6 +98,13 @@ def test_options_that_engines_do_not_have_are_refused(
         export_per_expert(adapter, tmp_path / "out", **meta(models("qwen3_moe")))
 
 
+def test_embedding_that_was_resized_is_refused_for_engines(models: Callable[[str], Path], tmp_path: Path) -> None:
+    adapter = KINDS["qwen3_moe"][1](tmp_path / "adapter")
+    change(adapter, load_file(adapter / WEIGHTS) | {"base_model.model.model.embed_tokens.weight": torch.ones(4, 4)})
+    with pytest.raises(UnsupportedError, match=r"embed_tokens.weight: it is a weight of the base.*meshlora merge"):
+        export_per_expert(adapter, tmp_path / "out", **meta(models("qwen3_moe")))
+
+
 def expert_key(name: str, layer: int = 1, e: int = 2) -> str:
     return f"base_model.model.model.layers.{layer}.mlp.experts.{e}.{name}.weight"
 
