@@ -16,6 +16,7 @@ from torch import Tensor
 import meshlora
 import meshlora.train.run
 from meshlora.adapter.attach import active_factors, runtime
+from meshlora.adapter.replicas import check_replicas, find_drifts, fingerprint, position_weights, replicated_over
 from meshlora.config.file import read_run
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.grads import FactorRule, Side, expert_rule, split_rule
@@ -25,7 +26,6 @@ from meshlora.plan.topology import Topology
 from meshlora.train.together import prepare_run
 from meshlora.train.trained import TrainedAdapter
 from meshlora.train.trainer import Trainer
-from meshlora.train.watch.replicas import check_replicas, find_drifts, fingerprint, position_weights, replicated_over
 from tests.pool import Pool, wait_for_all
 from tests.ranks.test_budget import CommCounter
 from tests.run_files import copy_lines, metrics_of, write_run_file
@@ -129,7 +129,7 @@ def test_equal_copies_pass_for_one_collective(topology: str, pools: Callable[[in
 
 
 def test_one_process_has_no_copies_and_does_nothing() -> None:
-    with mock.patch("meshlora.train.watch.replicas.fingerprint", side_effect=AssertionError("work for nothing")):
+    with mock.patch("meshlora.adapter.replicas.fingerprint", side_effect=AssertionError("work for nothing")):
         assert _verdict("", {}, "float32", "llama", {}) == ("", Counter())
 
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from meshlora.adapter.initialization import WHOLE_MATRIX, draw_factors, take_out_of_base
 from meshlora.adapter.plan import AdapterPlan, plan_adapter
 from meshlora.adapter.targets.resolve import Target
+from meshlora.adapter.updates import guard_updates
 from meshlora.comm.collectives import all_gather, broadcast_of
 from meshlora.comm.groups import Mesh
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
@@ -213,6 +214,9 @@ def attach(
     leaves = parallel_leaves(model).values()
     state.rounding.leaves = [leaf for leaf in leaves if isinstance(leaf, ParallelLinear | ParallelExpertLinear)]
     state.adapters[name] = Adapter(planned, copies)
+    if mesh.topology.world > 1:
+        for factor in adapter_factors(model, name):
+            guard_updates(factor.name, factor.parameter)
 
 
 def _take_any_dtype(name: str, module: nn.Module, copied: Collection[str], dtype: torch.dtype) -> None:

@@ -126,6 +126,25 @@ def most_positions(config: Any, model: nn.Module | None = None) -> int | None:
     return most
 
 
+# Methods of transformers and torch that know nothing of the mesh -> (what they would do, the way out).
+_NAMES = "enable one with set_adapter(name), none with `with disable_adapter()`"
+_REFUSED = {
+    "save_pretrained": ("it would write one rank's shard", "use meshlora.save_adapter"),
+    "resize_token_embeddings": (
+        "each rank would resize its own part of the vocabulary",
+        "resize the base on one process, save_pretrained it, and load that folder",
+    ),
+    "delete_adapter": ("an adapter stays until the model is gone", "add the next one under another name"),
+    "enable_adapters": ("it turns PEFT's layers on, and this model has others", _NAMES),
+    "disable_adapters": ("it turns PEFT's layers off, and this model has others", _NAMES),
+    "half": ("sums of its factors need float32", "give meshlora.load dtype='float16'"),
+    "bfloat16": ("sums of its factors need float32", "give meshlora.load dtype='bfloat16'"),
+    "compile": ("compiled code was not proved", "leave it out"),
+    "__deepcopy__": ("a copy would share its groups and its state with this model", "load the model once more"),
+    "__reduce_ex__": ("its groups are of this process", "use meshlora.save_adapter, and load the model there"),
+}
+
+
 def guard_model(model: Any, topology: Topology) -> None:
     """Install the guards on a parallel model."""
     _guard_methods(model)
@@ -161,11 +180,6 @@ def _guard_methods(model: Any) -> None:
     transformers' own would inject layers that ignore the mesh, or save one rank's shard as the model.
     """
 
-    def refuse(*_: Any, **__: Any) -> None:
-        raise UserError(
-            "save_pretrained on a parallel model", "it would write one rank's shard", "use meshlora.save_adapter"
-        )
-
     methods: dict[str, Callable[..., Any]] = {
         "add_adapter": attach.add_adapter,
         "set_adapter": attach.set_adapter,
@@ -178,7 +192,13 @@ def _guard_methods(model: Any) -> None:
         compat.finish_together(model, functools.partial(all_finished, model))
     for name, function in methods.items():
         object.__setattr__(model, name, functools.partial(function, model))
-    object.__setattr__(model, "save_pretrained", refuse)
+    for name, (rule, way_out) in _REFUSED.items():
+        if hasattr(model, name) or name.startswith("__"):
+            object.__setattr__(model, name, functools.partial(_refuse, name, rule, way_out))
+
+
+def _refuse(name: str, rule: str, way_out: str, *_: Any, **__: Any) -> None:
+    raise UserError(f"{name} on a parallel model", rule, way_out)
 
 
 def _configs(config: Any) -> Iterator[Any]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from meshlora.adapter.attach import Factor, active_factors, runtime
+from meshlora.adapter.updates import is_finished, mark_finished
 from meshlora.comm.collectives import all_reduce_in_place, all_reduce_sum
 from meshlora.comm.groups import Mesh
 from meshlora.common.compat import copy_each, multiply_each, norm_of_each
@@ -27,7 +28,6 @@ from meshlora.plan.grads import GradPart, part_of
 Adapters = Sequence[Sequence[Factor]]  # the local factors of each
 
 # Marks a finished gradient: summing and dividing it again would be silently wrong.
-_FINISHED = "_meshlora_finished"
 
 
 def finish_gradients(model: Any, *, num_tokens: int) -> int:
@@ -100,13 +100,8 @@ def finish_gradients_on_device(mesh: Mesh, adapters: Adapters, num_tokens: Seque
         scales = 1 / (totals.clamp(min=1).double() * mesh.over(mean_axes).size)
         _sum_bucket(grads, axes | mean_axes, mesh, scales=scales)
     for factor in itertools.chain(*adapters):
-        setattr(_grad(factor), _FINISHED, True)
+        mark_finished(_grad(factor))
     return totals
-
-
-def is_finished(grad: Tensor) -> bool:
-    """Whether `grad` is of all ranks already."""
-    return hasattr(grad, _FINISHED)
 
 
 def clip_gradients(model: Any, max_norm: float | None) -> float:

@@ -21,18 +21,22 @@ import torch
 from torch import Tensor
 
 from meshlora.adapter.attach import Factor, active_factors, runtime
+from meshlora.adapter.replicas import check_replicas
+from meshlora.adapter.updates import is_finished
 from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import LOADING_S, Mesh
 from meshlora.common.compat import is_mean
 from meshlora.common.errors import MeshloraError, UserError, numbered
 from meshlora.loading.labelled import own_loss
 from meshlora.plan.topology import FEATURES, LAYERS, SEQUENCES
-from meshlora.train.gradsync import check_total, clip_gradients_on_device, finish_gradients_on_device, is_finished
+from meshlora.train.gradsync import check_total, clip_gradients_on_device, finish_gradients_on_device
 from meshlora.train.optimizer import check_optimizer
 
 # How far losses of tp ranks, which compute one forward, may be apart: nothing that differs on purpose is that close.
 _ALIKE = 1e-3
 _PATIENCE_S = 1800.0  # torch's own
+# Steps between comparisons of the copies that ranks hold, as `train.replica_check_every` has it by default.
+_REPLICAS_EVERY = 100
 _FAILED = 9
 # What a rank tells the others of its step, by number: (what is given, the rule, the way out).
 _MISTAKES = {
@@ -194,6 +198,8 @@ class Step:
                 f"the loss of a step is {self.loss}, its gradient norm {self.grad_norm}: the adapter is left as it was"
             )
         self.optimizer.step()
+        if (number := self._state.loop.num_steps) % _REPLICAS_EVERY == 0:
+            check_replicas(self.model, step=number)
 
     def _mistake(self) -> int:
         """The number of this rank's mistake; 0: none."""
@@ -207,15 +213,18 @@ class Step:
         return 4 if any(grad is None for grad in grads) else 0
 
     def _gathered(self, mistake: int) -> list[list[float]]:
-        """Of each rank: mistake, number of tokens, summed loss, divisor that was given (0: none). Collective."""
-        device, totals = self._mesh.device, [torch.zeros((), dtype=torch.float64)] * 4
+        """Of each rank: mistake, number of tokens, summed loss, divisor that was given (0: none), sum of the learning
+        rates. Collective.
+        """
+        device, totals = self._mesh.device, [torch.zeros((), dtype=torch.float64)] * 5
         totals[0] = torch.tensor(float(mistake), dtype=torch.float64)
         if mistake == 0:
             totals[1] = sum((_float64(number, device) for _, number in self._sums), _float64(0, device))
             totals[2] = sum((loss.double() for loss, _ in self._sums), _float64(0, device))
             totals[3] = _float64(0 if self._divisor is None else self._divisor, device)
+            totals[4] = sum((_float64(group["lr"], device) for group in self.optimizer.param_groups), totals[4])
         own = torch.stack([value.to(device) for value in totals])
-        found: list[list[float]] = all_gather(own, self._mesh.world).view(-1, 4).tolist()
+        found: list[list[float]] = all_gather(own, self._mesh.world).view(-1, 5).tolist()
         return found
 
     @property
@@ -274,6 +283,12 @@ def _checked(rows: Sequence[Sequence[float]], mesh: Mesh) -> tuple[int, float]:
                 rule = "ranks of one replica compute one step together, and need the same rows and labels"
                 way_out = "give each rank the rows of its dp rank, as meshlora.sampler does"
                 raise UserError(f"ranks with another {what}: {each}", rule, way_out)
+    for ranks in topology.groups_over(frozenset(topology.sizes) - LAYERS):
+        rates = {rank: rows[rank][4] for rank in ranks}
+        if len(set(rates.values())) > 1:
+            each = ", ".join(f"{rate:g} on rank {rank}" for rank, rate in rates.items())
+            rule = "all ranks make the same update of their parts"
+            raise UserError(f"learning rates that differ: {each}", rule, "set them alike, as a scheduler on each does")
     total = round(sum(row[1] for row in rows) * mesh.data.size / mesh.cp.size / len(rows))
     check_total(total)
     if other := sorted({row[3] for row in rows} - {0.0, 1.0, float(total)}):

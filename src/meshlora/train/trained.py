@@ -23,6 +23,7 @@ from torch import Tensor
 from meshlora.adapter.attach import active_factors, in_use, runtime
 from meshlora.adapter.formats.peft_format import save_adapter
 from meshlora.adapter.optimizers import is_frozen
+from meshlora.adapter.replicas import check_replicas
 from meshlora.comm.collectives import broadcast_in_place
 from meshlora.common.errors import MeshloraError, SaveError, reason
 from meshlora.common.float64 import lift
@@ -45,7 +46,6 @@ from meshlora.train.objectives import Point, first_pass
 from meshlora.train.optimizer import learning_rate, make_optimizer, parameter_groups
 from meshlora.train.prepare import Prepared, read_data
 from meshlora.train.watch.metrics import Reporter
-from meshlora.train.watch.replicas import check_replicas
 from meshlora.train.watch.samples import FILE as SAMPLES
 
 # A run that skips non-finite steps ends after so many in a row: it no longer learns.
@@ -269,7 +269,7 @@ class TrainedAdapter:
             write_manifest(folder, manifest)
 
         with self.reporter.doing("save"):
-            save_adapter(self.model, self.output / name, also=add)
+            save_adapter(self.model, self.output / name, also=add, compares=False)
         self.last_saved = self.output / name
 
     def _add_home(self, folder: Path) -> None:

@@ -85,7 +85,7 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
     trace.fresh = _fresh(model, case, "fresh")
     trace.fresh_both = _fresh(model, case, "fresh_both")
     trace.fresh_scalings = _scalings(model, "fresh")
-    peft_format.save_adapter(model, folder / FRESH, adapter="fresh_both")
+    peft_format.save_adapter(model, folder / FRESH, adapter="fresh_both", compares=False)
     run = Prepared(config, blueprint, case.pad_token_id, case.data, case.data, case.steps)
     stopped = _train(run, model, trace, case)
     if stopped is not None:

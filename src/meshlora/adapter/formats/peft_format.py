@@ -31,6 +31,7 @@ from meshlora.adapter.formats.file_tensors import (
 )
 from meshlora.adapter.formats.per_expert import engine_config, engine_factors
 from meshlora.adapter.plan import AdapterPlan, plan_adapter, rule_of_parameter, whole_shape
+from meshlora.adapter.replicas import check_replicas
 from meshlora.adapter.targets.pieces import own_words, with_own_words, with_pieces
 from meshlora.comm.collectives import broadcast_text
 from meshlora.common.errors import MeshloraError, SaveError, UnsupportedError, UserError, did_you_mean, reason
@@ -48,20 +49,28 @@ PIECES_FILE = "meshlora.json"
 
 
 def save_adapter(
-    model: Any, path: str | Path, *, adapter: str | None = None, also: Callable[[Path], None] | None = None
+    model: Any,
+    path: str | Path,
+    *,
+    adapter: str | None = None,
+    also: Callable[[Path], None] | None = None,
+    compares: bool = True,
 ) -> None:
     """Write `adapter` (the active one by default) as a PEFT adapter folder. Collective: all ranks must call it.
 
     The folder appears complete or not at all, and exists when any rank returns. also: called on rank 0 with the folder
-    after the adapter is written, to add files.
+    after the adapter is written, to add files. compares: the copies that ranks hold of a factor, before.
 
     Raises:
-        UserError: no such adapter. SaveError: the folder could not be written (on all ranks, with the same message).
+        UserError: no such adapter. MeshloraError: ranks hold other copies of a factor (`adapter.replicas`). SaveError:
+            the folder could not be written (on all ranks, with the same message).
     """
     state, mesh = runtime(model), runtime(model).mesh
     name = adapter or state.active
     if name is None or name not in state.adapters:
         raise UserError(f"adapter {name!r}", "the model has no such adapter", did_you_mean(name or "", state.adapters))
+    if compares:
+        check_replicas(model, adapter=name)
     # On every rank, so that a configuration that cannot be stored ends all of them.
     planned = state.adapters[name].plan
     config = config_to_store(planned.stored, state.source, state.plan.task)

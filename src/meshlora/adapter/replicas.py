@@ -1,12 +1,12 @@
 """The replica check: replicated parameters are equal to the bit on all ranks, or the run stops.
 
 Owns: which copies must agree, their fingerprints, the one collective that compares them, and the error that names a
-drift. Does not own: when it is called (`train.trained`), the layout of factors on the mesh (`plan.grads`).
+drift. Does not own: when it is called, the layout of factors on the mesh (`plan.grads`).
 
 A factor is replicated along dp, and along tp if it is not split; one of experts along edp. Copies start equal and get
 the same updates, so one differing bit is a fault, and a silent one: a file holds the copy of one rank only.
 
-Only factors of the active adapter are checked. Drifting AdamW state makes the parameters drift in the next step; the
+Only factors of one adapter are checked. Drifting AdamW state makes the parameters drift in the next step; the
 frozen base is never written.
 """
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshlora.adapter.attach import active_factors, runtime
+from meshlora.adapter.attach import active_factors, adapter_factors, runtime
 from meshlora.comm.collectives import all_gather, all_reduce_sum
 from meshlora.common.errors import MeshloraError, numbered
 from meshlora.plan.grads import GradPart, part_of
@@ -38,15 +38,18 @@ _LIKELY_CAUSE = (
 
 
 @torch.no_grad()
-def check_replicas(model: Any, *, step: int, last_saved: Path | None = None) -> None:
-    """Compare all copies of every active factor, to the bit. Collective: all ranks must call it, and all raise.
+def check_replicas(
+    model: Any, *, step: int | None = None, last_saved: Path | None = None, adapter: str | None = None
+) -> None:
+    """Compare all copies of every factor of `adapter`, by default the active one, to the bit. Collective: all ranks
+    must call it, and all raise.
 
     One all-gather of 16 bytes per factor: every rank sees all fingerprints, so it can name the odd ranks, and all reach
     the same verdict. With 448 factors (7 linears, 32 layers) a rank receives 57 kB on 8 ranks and 29 MB on 4096.
     All-reduces would stay small there, but need one collective per axis, and could not name the odd ranks.
 
     Args:
-        step: steps done, for the message. last_saved: the folder of the last save, for the message.
+        step: steps done, for the message; None: not known. last_saved: the folder of the last save, for the message.
 
     Raises:
         MeshloraError: a factor has drifted; names it, the axes, the ranks, a likely cause and the way out.
@@ -56,7 +59,7 @@ def check_replicas(model: Any, *, step: int, last_saved: Path | None = None) -> 
         return
     parts = [
         (factor.name, part, part_of(factor.parameter, part))
-        for factor in active_factors(model)
+        for factor in (active_factors(model) if adapter is None else adapter_factors(model, adapter))
         for part in factor.rule.parts(rank=mesh.tp.rank, size=mesh.tp.size)
     ]
     weights = position_weights(mesh.device)
@@ -71,15 +74,16 @@ def check_replicas(model: Any, *, step: int, last_saved: Path | None = None) -> 
     drifted = all_reduce_sum(drifted, mesh.pp)
     if not drifted.any():
         return
+    when = "the adapter" if step is None else f"step {step}"
     if not drifts:
         others = numbered("stage", drifted.nonzero().flatten().tolist())
-        raise MeshloraError(f"step {step}: parameters of {others} drifted, as its ranks say")
+        raise MeshloraError(f"{when}: parameters of {others} drifted, as its ranks say")
     first, axes = next(iter(drifts.items()))
     who = _who(everyone[:, first], replicas[first], topology, first_rank=mesh.stage.ranks[0])
     saved = "nothing has been saved yet" if last_saved is None else f"the last save, of equal copies, is {last_saved}"
     way_out = "start again" if last_saved is None else f"go on from there in a new run (adapter: {last_saved})"
     raise MeshloraError(
-        f"step {step}: {parts[first][0]} must be the same to the bit over "
+        f"{when}: {parts[first][0]} must be the same to the bit over "
         f"{_words(replicas[first])}, and differs over {_words(axes)}: "
         f"{who}; drifted are {len(drifts)} of {len(parts)} parameters. "
         f"Nothing is saved at this step; {saved}. Likely cause: {_LIKELY_CAUSE}. "
