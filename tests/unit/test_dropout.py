@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
@@ -18,6 +19,7 @@ from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.masks import keep_mask, mask_key, numbers_by_content, token_numbers
 from meshlora.data import collate
 from meshlora.data.tokenization import Sequence
+from meshlora.layers.context import ContextCut
 from meshlora.layers.dropout import TokenDropout, input_features
 from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.products import LoraLinearFunction
@@ -179,6 +181,19 @@ def test_only_the_adapters_term_sees_dropout_and_what_is_kept_is_scaled() -> Non
     linear.eval()
     expected = x @ linear.weight.T + linear.bias + 0.5 * x @ a.T @ b.T
     assert torch.allclose(linear(x), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_of_cp_with_as_many_tokens_as_there_are_sequences_has_the_masks_of_its_tokens(rank: int) -> None:
+    """Two sequences of two tokens: one token of each on a rank, and not the first token of each on both."""
+    cut = ContextCut(Axis(2, rank, (0, 1), None), torch.device("cpu"))
+    cut.next(np.array([[0, 1], [0, 1]]))
+    cut.begin()
+    tokens = ForwardTokens(ALONE, sp=False, context=cut)
+    numbers = token_numbers(torch.arange(2), 2)
+    with tokens.at(0, 0, numbers):
+        (part,) = tokens.parts("up", 2)
+    assert part.tokens.tolist() == numbers[:, rank].tolist()
 
 
 def _run(recomputes: bool, step: int = 0) -> list[Tensor]:

@@ -153,10 +153,12 @@ class ForwardTokens:
             )
         first, shares = 0, list(given)
         if num_rows != _number(shares):
-            pooled = [share.of_sequences() for share in shares] if self.tp.size == 1 else []
+            held = self._held(shares)
+            # A rank of cp may have as many tokens as there are sequences: its rows are tokens. Nobody pools over cp.
+            pooled = [share.of_sequences() for share in shares] if self.tp.size == 1 and held is shares else []
             if num_rows == _number(pooled):
                 return _in_turn(pooled, 0, num_rows)
-            shares = self._held(shares)
+            shares = held
             total = _number(shares)
             if num_rows != total and not (self.sp and num_rows * self.tp.size == total):
                 raise UnsupportedError(
@@ -168,7 +170,7 @@ class ForwardTokens:
         return _in_turn(shares, first, num_rows)
 
     def _held(self, shares: list[Share]) -> list[Share]:
-        """The shares with the tokens of this cp rank alone."""
+        """The shares with the tokens of this cp rank alone; `shares` itself where nothing is cut."""
         held = None if self.context is None else self.context.held
         if held is None:
             return shares
