@@ -415,6 +415,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "packing_with_a_mask": ("sequences", "sequence 0", "takes other sequences"),
             "packing_cut_a_token_late": ("forward", f"{FIRST_ATTENTION}.o_proj", "which tokens see each other"),
             "packing_labels_across": ("sequences", "tokens of step 1", "tokens are counted that train nothing"),
+            "packing_first_tokens_trained": ("sequences", "tokens of step 1", "tokens are counted that train nothing"),
         },
     ),
     "sequences that share a row, with M-RoPE": (

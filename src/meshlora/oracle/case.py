@@ -179,8 +179,9 @@ def num_sequences_for(batch_size: int, steps: int) -> int:
 
 
 def random_tokens(*, num_sequences: int, vocab_size: int, seed: int, pad_token_id: int = 0) -> TokenizedDataset:
-    """Sequences of unequal length, each with an untrained prefix of unequal length. The padding token also occurs as a
-    trained token, as with a tokenizer that pads with eos.
+    """Sequences of unequal length, each with an untrained prefix of unequal length, one in four with none: text is
+    trained from its first token on, which no token predicts. The padding token also occurs as a trained token, as with
+    a tokenizer that pads with eos.
     """
     generator = np.random.Generator(np.random.PCG64(seed))
     lengths = [_LENGTHS[i % len(_LENGTHS)] for i in range(num_sequences)]
@@ -189,7 +190,7 @@ def random_tokens(*, num_sequences: int, vocab_size: int, seed: int, pad_token_i
     ids[offsets[1::2] - 1] = ids[offsets[1::2] - 4] = pad_token_id
     is_trained = np.ones(len(ids), dtype=bool)
     for index, start in enumerate(offsets[:-1]):
-        is_trained[start : start + 2 + index % 3] = False
+        is_trained[start : start + (2 + index % 3) * (index % 4 > 0)] = False
     return TokenizedDataset(ids, is_trained, offsets)
 
 

@@ -181,6 +181,12 @@ def packing_without_positions_in_the_row(original: Any, config: Any, position_id
 
 
 @after(batches, "joined", needs="packing")
+def packing_first_tokens_trained(joined: Sequence, sequences: AbstractSequence[Sequence]) -> Sequence:
+    """the first token of a sequence, though it is trained text, is predicted by no token of another"""
+    return dataclasses.replace(joined, is_trained=np.concatenate([sequence.is_trained for sequence in sequences]))
+
+
+@after(batches, "joined", needs="packing")
 def packing_labels_across(joined: Sequence, sequences: AbstractSequence[Sequence]) -> Sequence:
     """the last token of a sequence predicts nothing of the next one"""
     # The last token of each sequence then predicts the first of the next.
