@@ -180,8 +180,8 @@ def test_axis_is_longer_as_long_as_that_gains_and_no_micro_batch_is_traced_twice
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("seq", [8192, 131_072])
-def test_plan_of_a_70b_model_on_16384_gpus_is_simulated(seq: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("seq", "most"), [(8192, 60), (131_072, 70)])  # of long sequences more cuts are worth a look
+def test_plan_of_a_70b_model_on_16384_gpus_is_simulated(seq: int, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `plan --simulate` does, with cp among the candidates. Its time is that of traces, three a second."""
     config = AutoConfig.for_model(**json.loads(SHAPE.read_text()))
     base = make_blueprint(config, Topology(), BaseOptions(dtype="bfloat16"))
@@ -195,6 +195,6 @@ def test_plan_of_a_70b_model_on_16384_gpus_is_simulated(seq: int, monkeypatch: p
 
     monkeypatch.setattr("meshlora.planner.choose.trace", counted)
     choice = choose(problem)
-    assert len(traced) <= 60
+    assert len(traced) <= most
     assert any(one.topology.cp > 1 for one in choice.ranked)
     assert not list(simulate(problem, choice.ranked[0]).differences())
