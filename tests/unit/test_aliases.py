@@ -77,3 +77,12 @@ def test_what_is_named_is_there() -> None:
 def test_no_alias_hides_a_key_of_ours() -> None:
     ours = {key for keys in groups().values() for key in keys}
     assert not (aliases._KEYS.keys() | aliases._NONE.keys()) & ours
+
+
+@pytest.mark.parametrize("objective", [{"kind": "dpo", "loss_type": "ipo"}, "ipo", {"kind": "simpo"}])
+def test_losses_of_pairs_that_are_not_here_are_said_with_those_that_are(objective: object, tmp_path: Path) -> None:
+    run = {"model": {"path": "m"}, "data": {"train": "d"}, "train": {"output": "o", "objective": objective}}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(run))
+    with pytest.raises(UserError, match="of pairs there are dpo, whose loss is the sigmoid one, and orpo"):
+        read_run(file)

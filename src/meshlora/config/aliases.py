@@ -119,9 +119,26 @@ _NONE = {
 }
 
 
+# Losses of preferences that TRL and others name, and that are not here.
+_LOSSES_ELSEWHERE = {
+    *("ipo", "hinge", "simpo", "cpo", "rpo", "robust", "apo_zero", "apo_down", "sigmoid_norm", "exo_pair", "nca_pair"),
+    *("bco", "bco_pair", "sppo", "sppo_hard", "aot", "aot_pair", "aot_unpaired", "discopop"),
+}
+_LOSSES_HERE = "of pairs there are dpo, whose loss is the sigmoid one, and orpo; of single answers kto"
+
+
+def unknown_loss(path: str, name: object) -> UserError | None:
+    """The error for the name of an objective that is a loss of preferences elsewhere; None if it is none."""
+    if str(name).lower() not in _LOSSES_ELSEWHERE:
+        return None
+    return UserError(f"{path}: {name!r}", "this loss of preferences is not there", _LOSSES_HERE)
+
+
 def unknown_key(path: Sequence[str], near: Iterable[str], groups: Mapping[str, Iterable[str]]) -> UserError:
     """The error for a key that its group has not. near: the keys of the group. groups: name -> keys, "" the top."""
     where, name = ".".join(path), path[-1].lower().replace("-", "_")
+    if name == "loss_type" and "objective" in path:
+        return UserError(where, "there is no such key: an objective has one loss", _LOSSES_HERE)
     if name in _NONE:
         return UserError(where, "there is no such key", _NONE[name])
     ours = _KEYS.get(name) or next((f"{group}.{name}".strip(".") for group, keys in groups.items() if name in keys), "")

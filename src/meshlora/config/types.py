@@ -17,7 +17,7 @@ from typing import Any
 import pydantic
 
 from meshlora.common.errors import UserError, did_you_mean
-from meshlora.config.aliases import unknown_key
+from meshlora.config.aliases import unknown_key, unknown_loss
 from meshlora.config.run import RunConfig
 
 # What a value must be, by pydantic's type of error.
@@ -65,6 +65,8 @@ def _message(found: list[tuple[list[str], Any]]) -> UserError:
         return UserError(where if kind == "missing" else f"{where}.kind", "this key is required")
     if kind == "union_tag_invalid":
         where, value = f"{where}.kind", error["ctx"]["tag"]
+        if (unknown := unknown_loss(where, value)) is not None:
+            return unknown
     words = list(dict.fromkeys(_word(each) for at, each in found if at == path))
     rule = f"one of {words[0]}" if words[0].startswith("'") and not words[1:] else f"it must be {' or '.join(words)}"
     near = did_you_mean(value, re.findall("'([^']*)'", " ".join(words))) if isinstance(value, str) else ""
