@@ -146,7 +146,7 @@ def test_scale_follows_the_rules_of_grad_scaler() -> None:
     theirs = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    for step, is_finite in enumerate([1, 1, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1]):
+    for step, is_finite in enumerate([1, 1, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1]):
         theirs.scale(torch.ones(1))
         parameter.grad = torch.full((1,), 1.0 if is_finite else math.nan)
         theirs.step(optimizer)
@@ -155,6 +155,7 @@ def test_scale_follows_the_rules_of_grad_scaler() -> None:
         assert ours.scale == theirs.get_scale()
         assert ours.good_steps == theirs.state_dict()["_growth_tracker"]
     assert ours.skipped == 3
+    assert ours.good_steps == 1, "not what a new one has"
     again = LossScale()
     again.restore(json.loads(json.dumps(ours.state())))
     assert again.state() == ours.state()

@@ -143,6 +143,26 @@ def test_rollout_that_is_too_long_is_left_out_with_its_values(tmp_path: Path, ha
         read_rollouts(str(tmp_path / "a.jsonl"), make_tokenizer(), too_long="error", **options)
 
 
+def test_rollout_that_is_cut_keeps_the_values_of_its_first_tokens(tmp_path: Path) -> None:
+    """Of text, whose log-probabilities are one a token of the completion."""
+    completion = " the river" * 9
+    options: dict[str, Any] = {"vocab_size": 2048}
+
+    def read(number: int, max_length: int) -> Any:
+        row = {"prompt": "near", "completion": completion, "advantage": 1.0}
+        row["old_log_probs"] = [-1.0 - place for place in range(number)]
+        (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
+        return read_rollouts(str(tmp_path / "a.jsonl"), make_tokenizer(), max_length=max_length, **options)
+
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "near", "completion": completion, "advantage": 1.0}) + "\n")
+    whole = read_rollouts(str(tmp_path / "a.jsonl"), make_tokenizer(), max_length=64, **options)
+    number = int(whole.is_trained.sum())
+    cut = read(number, 12)
+    values = cut.columns["old_log_prob"][cut.is_trained]
+    assert 1 < len(values) < number
+    assert values.tolist() == [-1.0 - place for place in range(len(values))]
+
+
 def test_last_turn_that_is_cut_off_is_left_out_with_drop() -> None:
     record = chat(("user", "hi"), ("assistant", "hello"), ("user", "near the river " * 9), ("assistant", "bye"))
     short = chat(("user", "hi"), ("assistant", "hello"))

@@ -198,6 +198,15 @@ def test_objective_is_the_formula_of_its_paper(kind: str, model: Model) -> None:
     assert torch.allclose(torch.autograd.grad(found, model.logits)[0], gradient, rtol=1e-10, atol=1e-14)
 
 
+def test_reported_accuracy_is_of_any_margin_above_zero() -> None:
+    """And margins are those of the loss: of sums over tokens, times beta."""
+    log_p = torch.tensor([[-1.0, -1.0], [-1.5, -1.0], [-2.0, -1.0], [-1.5, -1.0]], dtype=torch.float64)
+    seen = Seen(log_p, torch.full_like(log_p, -1.0), torch.ones_like(log_p).bool(), {}, True)
+    _, values = objectives.dpo(Dpo(beta=0.1), seen)
+    assert values["margin"].tolist() == pytest.approx([0.05, -0.05])
+    assert values["accuracy"].tolist() == [1.0, 0.0]
+
+
 def test_clipped_tokens_are_those_whose_gradient_is_cut() -> None:
     # ratio, advantage, and whether the clipped product is the smaller one, at 0.8 and 1.3.
     tokens = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from meshlora.config.run import TrainConfig
 from meshlora.oracle.inputs import write_twin
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
+from meshlora.train.checkpoint.state import restore_optimizer, state_writer
 from meshlora.train.optimizer import make_optimizer, parameter_groups
 from tests.blueprints import load_without_proof
 
@@ -106,3 +108,19 @@ def test_embedding_has_its_own_rate_beside_lora_plus(tmp_path: Path) -> None:
     of_embedding = {name: share for name, share in shares.items() if ".lora_embedding_" in name}
     assert len(of_embedding) == 2
     assert of_embedding == pytest.approx(dict.fromkeys(of_embedding, 1e-4 * DECAY), rel=1e-9)
+
+
+def test_steps_that_were_left_out_are_none_of_adams_after_a_resume(model: tuple[str, Any], tmp_path: Path) -> None:
+    """Its bias correction counts updates: 2 of 5 steps here."""
+    network = model[1]
+    factors = active_factors(network)
+    optimizer = torch.optim.AdamW([factor.parameter for factor in factors])
+    for factor in factors:
+        factor.parameter.grad = torch.ones_like(factor.parameter)
+    optimizer.step()
+    state_writer(network, optimizer)(tmp_path)
+    again = torch.optim.AdamW([factor.parameter for factor in factors])
+    restore_optimizer(network, again, SimpleNamespace(folder=tmp_path, step=5, updates=2))  # type: ignore[arg-type]
+    assert {float(state["step"]) for state in again.state.values()} == {2.0}
+    for factor in factors:
+        assert torch.equal(again.state[factor.parameter]["exp_avg"], optimizer.state[factor.parameter]["exp_avg"])
