@@ -105,7 +105,9 @@ def adapter_config(**values: Any) -> Callable[[Setup], None]:
 
 
 def index_of(name: str) -> Callable[[Setup], Any]:
-    return text("model/model.safetensors.index.json", json.dumps({"weight_map": {"x": name}}))
+    """The index of shards, which are then the model."""
+    index = text("model/model.safetensors.index.json", json.dumps({"weight_map": {"x": name}}))
+    return several(index, lambda s: (s.model / "model.safetensors").unlink())
 
 
 RUN_FILE: dict[str, Case] = {
