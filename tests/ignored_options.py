@@ -100,6 +100,7 @@ _EXPERTS = "tests/ranks/test_training_experts.py"
 # What the proof itself sees.
 _POLICY = "tests/verify/test_packing.py::test_policy_reads_its_columns_and_the_base_in_packed_rows"
 # Both sides of a proof are given the same value: that its parameters are read is seen by formulas in plain torch.
+_REFERENCE = "tests/ranks/test_reference.py"
 _HEADS = "tests/unit/test_heads.py"
 _FORMULAS = "tests/unit/test_objectives.py::test_objective_is_the_formula_of_its_paper"
 _RUN = "tests/ranks/test_train_objectives.py::test_run_gives_the_adapter_of_one_process_on_every_mesh[policy]"
@@ -197,6 +198,10 @@ CAUGHT_BY: dict[str, str] = {
             "-by a constant": ("loss", "kl", "mean_over", "max_completion_length"),
         }.items()
         for option in options_of_case
+    },
+    **{
+        f"train.objective.{kind}.reference": f"{_REFERENCE}::test_evaluate_compares_with_the_same_policy"
+        for kind in ("policy", "grpo", "dpo", "kto")
     },
     "train.objective.grpo.scale_rewards": (
         "tests/unit/test_objectives.py::test_rewards_are_compared_within_their_group[batch-divisors2]"

@@ -81,6 +81,7 @@ class Runtime:
     their way through this stage. whole: all stages. base: the base parameters that adapters have copies of. dropout:
     the tokens of the running forward, and the adapter of each. rounding: of factors, to the base's dtype.
     masks_padding: padding at the end of rows is masked, too; is_causal: no token sees a later one (`model.padding`).
+    references: adapter -> the frozen one that its objective compares it with; without one it is compared with the base.
     loop: of the caller's own. unmerged: while the active adapter is merged (`adapter.merging.in_memory`), the weights
     before, by leaf.
     """
@@ -95,6 +96,7 @@ class Runtime:
     masks_padding: bool = True
     is_causal: bool = False
     adapters: dict[str, Adapter] = field(default_factory=dict)
+    references: dict[str, str] = field(default_factory=dict)
     active: str | None = None
     base: dict[str, nn.Parameter] = field(default_factory=dict)
     unmerged: dict[str, Tensor] | None = None
@@ -319,6 +321,19 @@ def disable_adapter(model: Any) -> Iterator[None]:
     with in_use(model, None), state.dropout.of_base():
         state.active = active  # so that it can still be saved
         yield
+
+
+@contextlib.contextmanager
+def reference_in_use(model: Any) -> Iterator[None]:
+    """Run the frozen policy that the active adapter is compared with inside the block: its reference, or the base."""
+    state = runtime(model)
+    if not state.references:
+        with disable_adapter(model):
+            yield
+    else:
+        assert state.active is not None
+        with in_use(model, state.references[state.active]):
+            yield
 
 
 def active_factors(model: Any) -> list[Factor]:

@@ -17,7 +17,7 @@ from meshlora.common.errors import UserError, did_you_mean
 from meshlora.common.hub import located, located_files
 from meshlora.common.reading import parse_yaml, read_text
 from meshlora.config.model_presets import Facts, facts_of
-from meshlora.config.objective import KINDS
+from meshlora.config.objective import KINDS, Referenced
 from meshlora.config.presets import LENGTH, filled, with_preset
 from meshlora.config.run import PER_ADAPTER, RUN_CONTENT, Given, RunConfig, Source
 from meshlora.config.types import checked, groups
@@ -133,15 +133,18 @@ def _located(config: RunConfig) -> RunConfig:
     model = config.model
     folder = located(model.path, "model.path", revision=model.revision, trust_remote_code=model.trust_remote_code)
     adapter = config.adapter and located(config.adapter, "adapter", kind="adapter")
+    train, reference = config.train, config.reference
+    if isinstance(train.objective, Referenced) and reference is not None and reference != config.adapter:
+        found = located(reference, "train.objective.reference", kind="adapter")
+        train = dataclasses.replace(train, objective=dataclasses.replace(train.objective, reference=found))
     evaluated = config.data.eval
     is_stream = config.data.follow_s is not None and config.rl is None  # which need not be there yet
-    train = config.data.train if is_stream else _files(config.data.train, "data.train", "train")
+    trained = config.data.train if is_stream else _files(config.data.train, "data.train", "train")
     evaluated = _files(evaluated, "data.eval", "validation")
-    assert train is not None
-    data = dataclasses.replace(config.data, train=train, eval=evaluated)
-    return dataclasses.replace(
-        config, data=data, model=dataclasses.replace(model, path=folder, revision=None), adapter=adapter
-    )
+    assert trained is not None
+    data = dataclasses.replace(config.data, train=trained, eval=evaluated)
+    model = dataclasses.replace(model, path=folder, revision=None)
+    return dataclasses.replace(config, data=data, model=model, adapter=adapter, train=train)
 
 
 # The older `data.loss_on` -> `data.train_on`.

@@ -73,7 +73,7 @@ class _Objective:
 
     @property
     def needs_base(self) -> bool:
-        """Whether the loss uses outputs of the frozen base: the model with its adapter off."""
+        """Whether the loss uses outputs of a frozen policy: the base, or the base with a reference adapter."""
         return self.always_needs_base
 
     def __post_init__(self) -> None:
@@ -90,7 +90,31 @@ class Sft(_Objective):
 
 
 @dataclass(frozen=True, kw_only=True)
-class _PolicyGradient(_Objective):
+class Referenced(_Objective):
+    """An objective that may compare the policy with a frozen one.
+
+    reference: the frozen policy. start: the adapter that the run goes on from, or the base where it begins a new one,
+    as in TRL; base: the base without an adapter; else the folder of an adapter.
+    """
+
+    reference: str = "start"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.reference:
+            raise UserError(
+                "train.objective.reference is empty", "it must name a policy", "give start, base or a folder"
+            )
+        if self.reference != "start" and not self.needs_base:
+            raise UserError(
+                f"train.objective.reference={self.reference}",
+                "it has no effect without kl_coef",
+                "give both, or neither",
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PolicyGradient(Referenced):
     """Policy gradient from rollouts, weighted by the ratio of the policy to the one that acted.
 
     ratio: of each token, or of a whole sequence: the geometric mean over its tokens.
@@ -98,7 +122,7 @@ class _PolicyGradient(_Objective):
     loss: clipped: a ratio that has left the interval gains nothing more. cispo: the clipped ratio is a constant weight.
     importance_cap: the largest weight that corrects for the engine that sampled, of records with its
         log-probabilities; None: no correction.
-    kl_coef: weight of the divergence from the frozen base. kl: Schulman's estimate of it from one token.
+    kl_coef: weight of the divergence from the reference. kl: Schulman's estimate of it from one token.
     entropy_coef: weight of the entropy.
     mean_over: tokens of the step; sequences, each the mean of its tokens; constant: sequences, each the sum of its
         tokens over a constant. max_completion_length: that constant.
@@ -169,8 +193,8 @@ class Grpo(_PolicyGradient):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Dpo(_Objective):
-    """Direct preference optimisation over pairs. beta: how closely the policy is held to the base.
+class Dpo(Referenced):
+    """Direct preference optimisation over pairs. beta: how closely the policy is held to the reference.
 
     label_smoothing: the assumed fraction of pairs with swapped labels.
     """
@@ -185,7 +209,7 @@ class Dpo(_Objective):
 
 @dataclass(frozen=True, kw_only=True)
 class Orpo(_Objective):
-    """Odds-ratio preference optimisation over pairs, without the base.
+    """Odds-ratio preference optimisation over pairs, without a reference.
 
     beta: weight of the odds ratio relative to the cross-entropy of the chosen answer (lambda in the paper).
     """
@@ -197,10 +221,11 @@ class Orpo(_Objective):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kto(_Objective):
+class Kto(Referenced):
     """Kahneman-Tversky optimisation over single answers labelled desirable or not.
 
-    beta: how closely the policy is held to the base. desirable_weight, undesirable_weight: loss weights of either kind.
+    beta: how closely the policy is held to the reference. desirable_weight, undesirable_weight: loss weights of either
+    kind.
     """
 
     kind: Literal["kto"] = "kto"

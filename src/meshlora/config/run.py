@@ -14,7 +14,7 @@ from meshlora.common.private import CACHE
 from meshlora.common.reading import check_path
 from meshlora.common.tasks import CAUSAL
 from meshlora.config.numbers import check_numbers, number, require
-from meshlora.config.objective import Objective, Sft
+from meshlora.config.objective import Objective, Referenced, Sft
 from meshlora.config.rl import RlConfig
 from meshlora.plan.topology import Topology
 
@@ -478,6 +478,14 @@ class RunConfig:
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     rl: RlConfig | None = None
     preset: str | None = None
+
+    @property
+    def reference(self) -> str | None:
+        """Folder of the adapter with which the objective compares; None: it compares with the base, or with nothing."""
+        objective = self.train.objective
+        if not isinstance(objective, Referenced) or not objective.needs_base or objective.reference == "base":
+            return None
+        return self.adapter if objective.reference == "start" else objective.reference
 
     def __post_init__(self) -> None:
         check_path("adapter", self.adapter or "")

@@ -20,6 +20,7 @@ from peft import LoraConfig
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, plan_folder, read_factors
+from meshlora.adapter.initialization import WHOLE_MATRIX
 from meshlora.adapter.plan import AdapterPlan, plan_adapter, with_trained_head
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean, reason
 from meshlora.common.files import read_json
@@ -58,7 +59,9 @@ class Blueprint:
     Attributes:
         source: folder of the checkpoint; None: only a configuration, with random weights.
         config: as read. model: on the meta device, not split; never modified.
-        dtype: of the base. plan: the split. adapter: what is trained. notes: messages for the user.
+        dtype: of the base. plan: the split. adapter: what is trained.
+        reference: the frozen adapter that it is compared with; None: with the base, or with nothing.
+        notes: messages for the user.
         packing: the `quantization_config` of the checkpoint; None if it is in plain numbers.
         kept: parameter -> how it stays packed in memory. objective: which decides of the model's head.
     """
@@ -70,6 +73,7 @@ class Blueprint:
     model: Any
     plan: ModelPlan
     adapter: AdapterPlan | None = None
+    reference: AdapterPlan | None = None
     notes: tuple[str, ...] = ()
     packing: Mapping[str, Any] | None = None
     kept: Mapping[str, Packing] = field(default_factory=dict)
@@ -114,11 +118,14 @@ class Blueprint:
             UserError: the model cannot be split so. UnsupportedError: the split is not proved.
         """
         plan = _split(self.model, topology, self.options.quantization, self.kept, has_stages=has_stages)
-        adapter = self.adapter
-        if adapter is not None:
+
+        def planned(adapter: AdapterPlan | None) -> AdapterPlan | None:
+            if adapter is None:
+                return None
             is_fresh = adapter.folder is None
-            adapter = plan_adapter(self.model, plan, adapter.config, strict=is_fresh, folder=adapter.folder)
-        return dataclasses.replace(self, plan=plan, adapter=adapter)
+            return plan_adapter(self.model, plan, adapter.config, strict=is_fresh, folder=adapter.folder)
+
+        return dataclasses.replace(self, plan=plan, adapter=planned(self.adapter), reference=planned(self.reference))
 
     def with_adapter(self, config: LoraConfig) -> Blueprint:
         """This base with a fresh adapter.
@@ -138,6 +145,26 @@ class Blueprint:
         adapter = plan_folder(self.model, self.plan, folder, ignore_dropout=ignore_dropout)
         read_factors(adapter, self.plan)
         return dataclasses.replace(self, adapter=adapter)
+
+    def with_reference(self, folder: str | None) -> Blueprint:
+        """This base with the PEFT adapter in `folder` as the policy that the trained one is compared with; None: with
+        the base itself.
+
+        Raises:
+            UserError: as of `with_folder`. UnsupportedError: one of the two adapters has changed the base.
+        """
+        if folder is not None and not Path(folder).is_dir():
+            way_out = "give start, base or the folder of an adapter"
+            raise UserError(f"train.objective.reference={folder}", "there is no such folder", way_out)
+        reference = None if folder is None else self.with_folder(Path(folder), ignore_dropout=True).trained
+        for adapter in (self.adapter, reference) if self.objective.needs_base else ():
+            if adapter is not None and (init := adapter.config.init_lora_weights) in WHOLE_MATRIX:
+                raise UnsupportedError(
+                    f"train.objective={self.objective.kind} with init_lora_weights={init!r}",
+                    "it needs the frozen base, which has given its principal part to the adapter",
+                    "use init_lora_weights: true",
+                )
+        return dataclasses.replace(self, reference=reference)
 
     @property
     def stored_config(self) -> PretrainedConfig:

@@ -15,7 +15,7 @@ from peft import LoraConfig
 from transformers import PretrainedConfig
 
 from meshlora.adapter import attach
-from meshlora.adapter.formats.peft_format import begin_adapter
+from meshlora.adapter.formats.peft_format import begin_adapter, begin_reference
 from meshlora.comm.groups import Mesh, join, num_processes, open_mesh
 from meshlora.common.errors import UserError
 from meshlora.common.hub import located
@@ -125,7 +125,8 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
         if blueprint.source is None
         else blueprint.weights()
     )
-    targets = blueprint.adapter.targets if blueprint.adapter is not None else {}
+    adapters = [adapter for adapter in (blueprint.adapter, blueprint.reference) if adapter is not None]
+    targets = {name for adapter in adapters for name in adapter.targets}
     kernels = _kernels(blueprint, mesh)
     cuts = parallelize(model, plan, mesh, targets={*targets, *plan.quantized}, dtype=blueprint.dtype, kernels=kernels)
     of_stage = blueprint.model if plan.stages else None
@@ -146,6 +147,7 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
     compare_first_tokens(model, mesh, model.meshlora.context, always=lambda: loop.is_in_step)
     if blueprint.adapter is not None:
         begin_adapter(model, "default", blueprint.adapter, seed=seed)
+        begin_reference(model, "default", blueprint.reference)
     attach.set_adapter(model, "default" if blueprint.adapter is not None else None)
     return model
 

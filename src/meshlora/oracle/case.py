@@ -39,6 +39,7 @@ _SOURCES = (
 # Checkpoint files above this size are identified by size and modification time instead of content.
 _HASHED_BYTES = 256 * 2**20
 _INVENTORY = "files.json"
+REFERENCE = "reference"  # the folder beside that of the adapter
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class Case:
         model: checkpoint folder. adapter: folder of the PEFT adapter both sides start from, A and B non-zero.
         model_type: from the model's configuration. dtype: dtype of the base.
         lora: the user's LoRA configuration as plain values, for fresh adapters.
+        reference: that of the frozen adapter that the objective compares with, in the folder `REFERENCE`; None: it
+            compares with the base, or with nothing.
         input_ids, is_trained, offsets: the sequences, as in `TokenizedDataset`.
         steps: optimizer steps. batch_size: sequences per step over all ranks. micro_batch_size: sequences per forward.
         lr: peak of a linear decay to zero, after `warmup_steps`. max_grad_norm: low enough to clip.
@@ -86,6 +89,7 @@ class Case:
     batch_size: int
     micro_batch_size: int
     seed: int
+    reference: dict[str, Any] | None = None
     lr: float = 1e-2
     warmup_steps: int = 0
     optimizer: Literal["adamw", "adamw_8bit", "lora_fa"] = "adamw"

@@ -122,28 +122,36 @@ def losses_of(
     return each, outputs
 
 
+def frozen_policy(model: ModelConfig, adapter: str | Path | None, **options: Any) -> Any:
+    """A second model: the checkpoint with the adapter in the folder `adapter`, frozen; None: there is no such folder.
+
+    options: of `reference_model`.
+    """
+    return None if adapter is None else reference_model(model, adapter, **options).eval().requires_grad_(False)
+
+
 @torch.no_grad()
-def base_logits(model: Any, batch: MicroBatch, objective: Objective) -> Tensor | None:
-    """Logits of the frozen base, or None if the objective does not need them."""
+def base_logits(model: Any, batch: MicroBatch, objective: Objective, policy: Any = None) -> Tensor | None:
+    """Logits of the frozen `policy`, or of the base for None; None if the objective does not need them."""
     if not objective.needs_base:
         return None
-    with model.disable_adapter():
-        return losses_of(model, batch)[1]
+    with model.disable_adapter() if policy is None else contextlib.nullcontext():
+        return losses_of(model if policy is None else policy, batch)[1]
 
 
 def before_losses(
-    model: Any, batches: Sequence[MicroBatch], objective: Objective
+    model: Any, batches: Sequence[MicroBatch], objective: Objective, policy: Any = None
 ) -> tuple[list[Tensor | None], Tensor | None]:
     """(`base_logits` of each batch; KTO's reference point, the mean gain of all their other rows, or None)."""
     others = [batch.other for batch in batches if batch.other is not None]
     rows = []
     for other in others:
-        base = base_logits(model, other, objective)
+        base = base_logits(model, other, objective, policy)
         assert base is not None
         with torch.no_grad(), lift(next(model.parameters()).dtype == torch.float64):
             rows.append(gained(losses_of(model, other)[1], base, other))
     point = torch.cat(rows).mean().clamp(min=0) if rows else None
-    return [base_logits(model, batch, objective) for batch in batches], point
+    return [base_logits(model, batch, objective, policy) for batch in batches], point
 
 
 def accumulate(
@@ -201,8 +209,10 @@ def accumulate(
     return sum(float(each.detach()) for each in sums) / number, aux
 
 
-def train(model: nn.Module, steps: Iterable[Sequence[MicroBatch]], settings: TrainConfig) -> list[float]:
-    """AdamW over `steps`, each a list of micro-batches; returns the loss of each step."""
+def train(
+    model: nn.Module, steps: Iterable[Sequence[MicroBatch]], settings: TrainConfig, policy: Any = None
+) -> list[float]:
+    """AdamW over `steps`, each a list of micro-batches; returns the loss of each step. policy: `frozen_policy`."""
     masks = Masks(model, seed=settings.seed)
     add_noise(model, masks, alpha=settings.neftune_alpha)
     optimizer = make_optimizer(model, settings)
@@ -210,7 +220,8 @@ def train(model: nn.Module, steps: Iterable[Sequence[MicroBatch]], settings: Tra
     for step, (batches, rate) in enumerate(zip(steps, rates_of(settings), strict=False)):
         masks.step = step
         optimizer.zero_grad(set_to_none=True)
-        loss, _ = accumulate(model, batches, settings, masks=masks)
+        before = before_losses(model, batches, settings.objective, policy)
+        loss, _ = accumulate(model, batches, settings, before=before, masks=masks)
         losses.append(loss)
         if settings.max_grad_norm:
             torch.nn.utils.clip_grad_norm_(list(trainable(model).values()), settings.max_grad_norm)
@@ -323,10 +334,12 @@ def reference_run(
     The token batches are the run's; everything else is transformers, peft and torch. dropouts: see `reference_model`.
     """
     settings = dataclasses.replace(config.train, steps=steps, epochs=None)
-    model = reference_model(config.model, adapter, objective=settings.objective, pad=pad_token_id, dropouts=dropouts)
+    options: dict[str, Any] = {"objective": settings.objective, "pad": pad_token_id}
+    model = reference_model(config.model, adapter, dropouts=dropouts, **options)
+    policy = frozen_policy(config.model, config.reference, **options)
     batches = (micro_batches_of(data, settings, step, pad_token_id=pad_token_id) for step in range(steps))
     freeze_outside_pieces(model, own_words(adapter).get("pieces", {}))
-    losses = train(model, batches, settings)
+    losses = train(model, batches, settings, policy)
     model.save_pretrained(str(out), save_embedding_layers=False)
     return losses
 

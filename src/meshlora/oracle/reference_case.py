@@ -23,7 +23,7 @@ from meshlora.common.routing import Routing
 from meshlora.config.objective import Embed
 from meshlora.oracle.batches import MicroBatch, micro_batches, micro_batches_of
 from meshlora.oracle.capture import CHOICES, SCORES, Capture, copy
-from meshlora.oracle.case import Case
+from meshlora.oracle.case import REFERENCE, Case
 from meshlora.oracle.dropout import Masks
 from meshlora.oracle.experts import adapted_stacks, expert_modules, in_experts
 from meshlora.oracle.inputs import write_adapter, write_twin
@@ -59,16 +59,12 @@ def make_reference(case: Case, twin: PretrainedConfig | None, folder: str) -> No
     if twin is not None:
         write_twin(twin, root / "model", dtype=getattr(torch, case.dtype), seed=case.seed)
     model = str(root / "model") if twin is not None else case.model
-    write_adapter(
-        model,
-        case.lora,
-        root / "adapter",
-        seed=case.seed,
-        objective=case.objective,
-        trust_remote_code=case.trust_remote_code,
-        pieces=case.pieces,
-        share_experts=case.share_experts,
-    )
+    options: dict[str, Any] = {"objective": case.objective, "trust_remote_code": case.trust_remote_code}
+    of_lora: dict[str, Any] = {"pieces": case.pieces, "share_experts": case.share_experts}
+    write_adapter(model, case.lora, root / "adapter", seed=case.seed, **options, **of_lora)
+    if case.reference is not None:
+        options |= of_lora if case.reference == case.lora else {}
+        write_adapter(model, case.reference, root / REFERENCE, seed=case.seed + 1, **options)
     here = dataclasses.replace(case, model=model, adapter=str(root / "adapter"))
     trace_case(here, precision="float64").save(root / "reference.safetensors")
     if case.dtype != "float64":
@@ -86,11 +82,16 @@ def trace_case(case: Case, *, precision: str, autocast: bool = False) -> Trace:
     """
     with torch.autocast(case.device, torch.bfloat16, enabled=autocast):
         model = _case_model(case, case.adapter, precision)
+        policy = None
+        if case.reference is not None:
+            folder = Path(case.adapter).parent / REFERENCE
+            policy = _case_model(case, folder, precision).eval().requires_grad_(False)
         if case.routed:
             with as_the_engine(model.get_base_model(), case) as routing:
-                return _trace_case(case, model, routing)
+                return _trace_case(case, model, routing, policy)
         if case.dtype == "float64" or not expert_modules(model):
-            return _trace_case(case, model, None)
+            return _trace_case(case, model, None, policy)
+        assert policy is None  # of experts in float64 alone
         if precision != "float64":
             with routed(model.get_base_model(), case) as routing:
                 return _trace_case(case, model, routing)
@@ -104,7 +105,8 @@ def trace_case(case: Case, *, precision: str, autocast: bool = False) -> Trace:
         return trace
 
 
-def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
+def _trace_case(case: Case, model: Any, routing: Routing | None, policy: Any = None) -> Trace:
+    """policy: the frozen one of `base_logits`."""
     freeze_outside_pieces(model, case.pieces)
     factors = trainable(model)
     settings, masks = case.train, Masks(model, seed=case.seed)
@@ -123,7 +125,7 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
         batches = _case_batches(case, step)
         optimizer.zero_grad(set_to_none=True)
         with free(case, routing):
-            before = before_losses(model, batches, case.objective)
+            before = before_losses(model, batches, case.objective, policy)
         with Capture(inner) if step == 0 else contextlib.nullcontext() as capture:
             loss, aux = accumulate(model, batches, settings, before=before, masks=masks)
         if capture is not None:
@@ -142,7 +144,7 @@ def _trace_case(case: Case, model: Any, routing: Routing | None) -> Trace:
         after_step(routing, step, case)
         if step + 1 == case.steps or (step + 1) % case.eval_every == 0:
             with free(case, routing):
-                trace.eval_losses.append(evaluate(case, model))
+                trace.eval_losses.append(evaluate(case, model, policy))
     trace.final = _apart(case, model, factors)
     with free(case, routing):
         trace.final_logits = _first_logits(case, model)
@@ -184,14 +186,14 @@ def _base_values(case: Case, factors: dict[str, nn.Parameter]) -> tuple[dict[str
 
 
 @torch.no_grad()
-def evaluate(case: Case, model: Any) -> float:
-    """Mean loss over all sequences of the case."""
+def evaluate(case: Case, model: Any, policy: Any = None) -> float:
+    """Mean loss over all sequences of the case. policy: the frozen one of `base_logits`."""
     total, number, objective, every = 0.0, 0, case.objective, range(case.data.num_examples)
     size = case.batch_size if isinstance(objective, Embed) else len(every)  # texts are compared as in training
     for start in range(0, len(every), size):
         found = micro_batches(case.data, every[start : start + size], case.train, pad_token_id=case.pad_token_id)
         batches = [batch.to(case.device) for batch in found]
-        bases, point = before_losses(model, batches, objective)
+        bases, point = before_losses(model, batches, objective, policy)
         of_each = [
             losses_of(model, batch, objective=objective, base=base, point=point)[0]
             for batch, base in zip(batches, bases, strict=True)

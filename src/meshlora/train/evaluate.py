@@ -35,7 +35,7 @@ from meshlora.text.tokenizer import padding_token_id, tokenizer_of
 from meshlora.train import heads
 from meshlora.train.advantages import with_advantages
 from meshlora.train.batches import Batching
-from meshlora.train.objectives import base_log_probabilities, count, first_pass, loss_sums
+from meshlora.train.objectives import count, first_pass, loss_sums, reference_log_probabilities
 from meshlora.train.prepare import check_fits, read_data
 
 
@@ -67,8 +67,8 @@ def mean_loss(
             point = first_pass(objective, model, batching, data, indices)
         for batch in batching.batches(data, indices):
             with lift(model.dtype == torch.float64):
-                base = base_log_probabilities(model, batch) if objective.needs_base else None
-                ((loss, values),) = loss_sums(objective, model, batch, [("", batch)], base, [point])
+                reference = reference_log_probabilities(model, batch) if objective.needs_base else None
+                ((loss, values),) = loss_sums(objective, model, batch, [("", batch)], reference, [point])
             sums[0] += loss
             sums[1] += count(objective, batch) * mesh.is_counted
             if objective.task != CAUSAL:
@@ -125,7 +125,7 @@ def prepare_evaluation(config: RunConfig, *, adapter: Path | None, world: int = 
     blueprint = make_blueprint(config.model.path, topology, options, config.train.objective)
     check_proved_here(blueprint.plan.model_type, topology, has_experts=bool(blueprint.plan.experts))
     if adapter is not None:
-        blueprint = blueprint.with_folder(adapter, ignore_dropout=True)
+        blueprint = blueprint.with_folder(adapter, ignore_dropout=True).with_reference(config.reference)
     said = blueprint.check_weights()  # of a head that is new the adapter has the values
     tokenizer = tokenizer_of(config)
     check_fits(tokenizer, blueprint, max_length=config.data.max_length)

@@ -4,7 +4,8 @@ Owns: the formula of each objective. Does not own: their parameters (`config.obj
 (`train.losses`), the records (`data.rollouts`, `data.preferences`), the sum over ranks and the division
 (`train.gradsync`).
 
-Legend: pi the model with its adapter, ref the frozen base without; t trained tokens, y a whole completion.
+Legend: pi the model with its adapter, ref the frozen policy that it is compared with; t trained tokens, y a whole
+completion.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlora.adapter.attach import disable_adapter, runtime
+from meshlora.adapter.attach import reference_in_use, runtime
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.common.tasks import CAUSAL
 from meshlora.config.objective import Dpo, Embed, Grpo, Kto, Objective, Orpo, Policy, Sft
@@ -65,11 +66,11 @@ def count(objective: Objective, batch: Batch) -> int:
 
 
 def loss_sums(
-    objective: Objective, model: Any, batch: Batch, own: Rows, base: Tensor | None, points: Sequence[Point]
+    objective: Objective, model: Any, batch: Batch, own: Rows, reference: Tensor | None, points: Sequence[Point]
 ) -> list[tuple[Tensor, Sums]]:
     """(summed loss on the model's device, sums to report) of the rows of each of K adapters in a batch.
 
-    base: log-probabilities `[B, S]` of the frozen base, if the objective needs them. points: `first_pass` over the step
+    reference: log-probabilities `[B, S]` of ref, if the objective needs them. points: `first_pass` over the step
     of each adapter.
     """
     if isinstance(objective, Sft):  # neither logits nor log-probabilities of single tokens are materialised
@@ -85,7 +86,7 @@ def loss_sums(
         log_ps, entropies = (values.split(sizes) for values in batch_scores(model, batch, own))
     else:
         log_ps = batch_log_probabilities(model, batch, own).split(sizes)
-    log_refs = [None] * len(own) if base is None else base.split(sizes)
+    log_refs = [None] * len(own) if reference is None else reference.split(sizes)
     found: list[tuple[Tensor, Sums]] = []
     for (_, part), log_p, log_ref, point, entropy in zip(own, log_ps, log_refs, points, entropies, strict=True):
         rows = slice(0, 0) if part.is_dummy else slice(None)
@@ -294,19 +295,19 @@ def reference_point(
 
 def gained(model: Any, batch: Batch) -> Tensor:
     """`[]`: log pi - log ref, summed over the trained tokens of a batch."""
-    return (batch_log_probabilities(model, batch) - base_log_probabilities(model, batch)).sum()
+    return (batch_log_probabilities(model, batch) - reference_log_probabilities(model, batch)).sum()
 
 
 @torch.no_grad()
-def base_log_probabilities(model: Any, batch: Batch) -> Tensor:
-    """`batch_log_probabilities` of the frozen base, without adapter and dropout.
+def reference_log_probabilities(model: Any, batch: Batch) -> Tensor:
+    """`batch_log_probabilities` of the frozen policies that the adapters in use are compared with, without dropout.
 
-    There is no second model: the adapter is switched off for the call.
+    There is no second model: one of its adapters is used for the call, or none.
     """
     is_training = model.training
     model.eval()
     try:
-        with disable_adapter(model):
+        with reference_in_use(model):
             return batch_log_probabilities(model, batch)
     finally:
         model.train(is_training)

@@ -18,7 +18,6 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, PIECES_FILE, WEIGHTS_FILE, lora_config
-from meshlora.adapter.initialization import WHOLE_MATRIX
 from meshlora.adapter.optimizers import check_trainable
 from meshlora.common.compat import attention_of
 from meshlora.common.errors import UnsupportedError, UserError
@@ -160,6 +159,7 @@ def blueprint_of(config: RunConfig, base: Blueprint) -> Blueprint:
         blueprint = base.with_folder(Path(config.adapter))
     else:
         blueprint = base.with_adapter(lora_config(config.lora or {}, "lora", unknown_is_error=True))
+    blueprint = blueprint.with_reference(config.reference)
     _check_model(blueprint, config)
     said = blueprint.check_weights()
     is_proved = config.preflight in ("auto", "device")
@@ -267,13 +267,7 @@ def _check_model(blueprint: Blueprint, config: RunConfig) -> None:
     Raises:
         UnsupportedError: names the option.
     """
-    train, init = config.train, blueprint.trained.config.init_lora_weights
-    if train.objective.needs_base and init in WHOLE_MATRIX:
-        raise UnsupportedError(
-            f"train.objective={train.objective.kind} with init_lora_weights={init!r}",
-            "it needs the frozen base, which has given its principal part to the adapter",
-            "use init_lora_weights: true",
-        )
+    train = config.train
     if config.data.packing is True:
         _check_packing(blueprint)  # before weights and data, which the message would wait for
     check_recompute(blueprint.model, train.recompute)
@@ -396,6 +390,7 @@ def _inputs(config: RunConfig) -> list[tuple[str, str]]:
     given = {
         "model.path": config.model.path,
         "adapter": config.adapter,
+        "train.objective.reference": config.reference,
         "data.chat_template": config.data.chat_template,
         "data.train": paths_of(config.data.train),
         "data.eval": paths_of(config.data.eval),

@@ -236,10 +236,20 @@ def introduce(run: Prepared, notes: list[str], reporter: Reporter, held_bytes: i
     reporter.say(f"{run.blueprint.size}; weights take {held_bytes / 1e6:,.1f} MB of a rank's memory")
     for line in describe_targets(run.blueprint.trained.targets):
         reporter.say(line)
+    if run.config.train.objective.needs_base:
+        reporter.say(f"reference: {reference_words(run)}")
     if (planned := reporter.planned) is not None:
         reporter.say(f"planned {planned.step_time_s:.3g} s a step ({planned.words})")
     if run.resume is not None:
         reporter.say(f"goes on after step {run.resume.step} of {run.resume.topology}: {run.resume.folder}")
+
+
+def reference_words(run: Prepared) -> str:
+    """The frozen policy that the objective of `run` compares with."""
+    folder = run.config.reference
+    if folder is None:
+        return "the base, without an adapter"
+    return f"the adapter in {folder}" + ", from which the run starts" * (folder == run.config.adapter)
 
 
 def _forget_rollouts(run: Prepared, done: int) -> None:

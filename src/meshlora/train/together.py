@@ -98,6 +98,12 @@ def prepare_runs(
             if run.train_data.routed is not None:
                 what = f"adapter {name}: routed_experts"
                 raise UnsupportedError(what, "they are not supported with several adapters", _WAY_OUT)
+            if run.config.reference is not None:
+                given, why = (
+                    f"adapter {name}: reference: {run.config.reference}",
+                    "it is not proved with several adapters",
+                )
+                raise UnsupportedError(given, why, "use reference: base, or train the adapters one by one")
             check_adapter_together(name, run.blueprint.trained.config, run.blueprint.trained.targets, run.plan)
     return runs
 
@@ -129,6 +135,7 @@ def _options(config: RunConfig) -> str:
     for part, paths in {"model": ("path",), "data": ("train", "eval", "cache_dir")}.items():
         given[part] = {name: value for name, value in given[part].items() if name not in paths}
     del given["adapter"]
+    given["train"]["objective"].pop("reference", None)
     return digest([json.dumps(given, sort_keys=True, default=str)])
 
 

@@ -39,7 +39,7 @@ from meshlora.train.batches import Batching, MicroBatch, Step
 from meshlora.train.gradsync import clip_gradients_on_device, fill_missing, finish_gradients_on_device
 from meshlora.train.heads import set_padding
 from meshlora.train.losses import batch_log_probabilities
-from meshlora.train.objectives import Sums, base_log_probabilities, count, loss_sums
+from meshlora.train.objectives import Sums, count, loss_sums, reference_log_probabilities
 from meshlora.train.prepare import Prepared
 from meshlora.train.recompute import recompute_layers
 from meshlora.train.routing import RunRouting
@@ -261,7 +261,7 @@ class Trainer:
     def _loss_again(self, micro: MicroBatch) -> Tensor:
         """The summed loss of one micro-batch of the only adapter, recomputed."""
         with self.masks(self._training, micro):
-            ((loss, _),) = self._losses(micro, self._base_log_probabilities(micro.batch))
+            ((loss, _),) = self._losses(micro, self._reference_log_probabilities(micro.batch))
             return loss
 
     def masks(self, adapters: Sequence[TrainedAdapter], micro: MicroBatch) -> contextlib.AbstractContextManager[None]:
@@ -282,11 +282,11 @@ class Trainer:
         self, number: int, micro: MicroBatch, *, is_only: bool
     ) -> tuple[list[Tensor], list[tuple[Tensor, Sums]]]:
         """(arguments of `_backward`; result of `_losses`, without the load-balancing loss) of one micro-batch."""
-        base = self._base_log_probabilities(micro.batch)
+        reference = self._reference_log_probabilities(micro.batch)
         if self.routing is not None:
             self.routing.before(number, micro.batch)
         with self.balance.watching() if self.balance is not None else contextlib.nullcontext():
-            found = self._losses(micro, base)
+            found = self._losses(micro, reference)
         scaled = [self._training[own.number].scaled(loss) for own, (loss, _) in zip(micro.owners, found, strict=True)]
         if self.balance is not None:
             if is_only:
@@ -300,21 +300,21 @@ class Trainer:
         """Backward of micro-batch `number`."""
         torch.autograd.backward(losses)
 
-    def _losses(self, micro: MicroBatch, base: Tensor | None) -> list[tuple[Tensor, Sums]]:
-        """(summed loss, other sums to report) of each owner of rows. base: result of `_base_log_probabilities`."""
+    def _losses(self, micro: MicroBatch, reference: Tensor | None) -> list[tuple[Tensor, Sums]]:
+        """(summed loss, other sums to report) of each owner of rows. reference: of `_reference_log_probabilities`."""
         owners = [self._training[own.number] for own in micro.owners]
         rows = [(one.adapter, own.batch) for one, own in zip(owners, micro.owners, strict=True)]
         points = [one.point for one in owners]
         with lift(self.model.dtype == torch.float64):
-            return loss_sums(owners[0].objective, self.model, micro.batch, rows, base, points)
+            return loss_sums(owners[0].objective, self.model, micro.batch, rows, reference, points)
 
-    def _base_log_probabilities(self, batch: Batch) -> Tensor | None:
-        """Log-probabilities of a batch under the frozen base, if the objective needs them."""
+    def _reference_log_probabilities(self, batch: Batch) -> Tensor | None:
+        """Log-probabilities of a batch under the frozen policies, if the objective needs them."""
         if not self._training[0].objective.needs_base:
             return None
         routes = self.routing.off() if self.routing is not None else contextlib.nullcontext()
         with lift(self.model.dtype == torch.float64), routes:
-            return base_log_probabilities(self.model, batch)
+            return reference_log_probabilities(self.model, batch)
 
     def _micro_batches(self, steps: Sequence[Step]) -> list[MicroBatch]:
         return list(self.batching.micro_batches(steps))

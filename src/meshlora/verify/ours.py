@@ -37,7 +37,7 @@ from meshlora.loading.load import load_blueprint
 from meshlora.model.dp_shard import whole_weights
 from meshlora.model.inject import parallel_leaves
 from meshlora.oracle.capture import Capture, CollectiveCounter, copy
-from meshlora.oracle.case import Case
+from meshlora.oracle.case import REFERENCE, Case
 from meshlora.oracle.ownership import fingerprints
 from meshlora.oracle.replay import after_step, at_step, routed
 from meshlora.oracle.saved import FRESH, LAST
@@ -76,6 +76,8 @@ def lines_of(case: Case, topology: str, folder: str) -> set[tuple[str, int]]:
 def _run_case(case: Case, topology: Topology, folder: Path) -> None:
     config = run_config(case, str(topology), folder)
     blueprint = make_blueprint(case.model, topology, config.model, case.objective).with_folder(Path(case.adapter))
+    if case.reference is not None:
+        blueprint = blueprint.with_reference(str(Path(case.adapter).parent / REFERENCE))
     model = load_blueprint(blueprint, device=case.device)
     state = runtime(model)
     trace = Trace(initial=_locals(model, "default"), facts=_facts(model), terms=_terms(model))
@@ -227,7 +229,7 @@ def _watch(model: Any, trace: Trace, objective: Objective, *, recomputes: bool) 
             stack.enter_context(patch)
         for name in ("count", "count_here", "finish"):
             stack.enter_context(apart(LoadBalancing, name))
-        stack.enter_context(apart(Trainer, "_base_log_probabilities"))
+        stack.enter_context(apart(Trainer, "_reference_log_probabilities"))
         stack.enter_context(apart(TrainedAdapter, "first_pass"))
         stack.enter_context(counter)
         yield

@@ -25,6 +25,7 @@ from meshlora.common.console import Console
 from meshlora.common.errors import MeshloraError, UnsupportedError
 from meshlora.common.proof_records import CACHE, proved_on, remember, usable_cache
 from meshlora.common.versions import digest, own_sources, versions
+from meshlora.config.objective import Objective, Referenced
 from meshlora.layers.liger import liger_version
 from meshlora.loading.guards import dropout_fields
 from meshlora.oracle.compare import Worst
@@ -270,6 +271,15 @@ def _refuse(what: str, outcome: Outcome, details: dict[str, Any], key: str, fold
     )
 
 
+def _objective(run: Prepared) -> Objective:
+    """The objective of `run`, with what its reference is in place of where: the base, or an adapter."""
+    objective = run.config.train.objective
+    if not isinstance(objective, Referenced):
+        return objective
+    is_adapter = run.config.reference is not None or not objective.needs_base
+    return dataclasses.replace(objective, reference="start" if is_adapter else "base")
+
+
 def proof_of(run: Prepared, cache_dir: Path, place: _Place = _ON_CPUS) -> tuple[Proof, str]:
     """The proof that covers `run`, and the key of its record."""
     if place.topology is not None:
@@ -281,7 +291,8 @@ def proof_of(run: Prepared, cache_dir: Path, place: _Place = _ON_CPUS) -> tuple[
         topologies=(str(topology),),
         model=config,
         lora=stand_in.lora(run),
-        objective=run.config.train.objective,
+        reference=stand_in.reference(run),
+        objective=_objective(run),
         packing=run.config.data.packing,
         images=run.train_data.images is not None,
         routed=run.train_data.routed is not None and place.dtype == "float64",

@@ -33,7 +33,7 @@ from meshlora.common.errors import UnsupportedError, UserError, did_you_mean, re
 from meshlora.common.proof_records import CACHE
 from meshlora.common.tasks import CAUSAL
 from meshlora.config.model_presets import num_chosen
-from meshlora.config.objective import Grpo, Objective, Policy, Sft
+from meshlora.config.objective import Grpo, Objective, Policy, Referenced, Sft
 from meshlora.config.run import BaseOptions
 from meshlora.data import TokenizedDataset, read_records, tokenize
 from meshlora.loading.blueprint import Blueprint, make_blueprint, read_model_config, resolve_dtype
@@ -99,6 +99,8 @@ class Request:
         twin: shrink the model's configuration instead of reading its weights.
         topologies: as text; "auto" is every one that the model and the number of processes allow.
         lora: fields of `peft.LoraConfig`. default_dropout: lora_dropout of the default adapter, unless on experts.
+        reference: fields of the frozen adapter that the objective compares with, unless it does with the base; None: as
+            `lora`.
         dtype, steps, seed: of the run. micro_batch_size: sequences per micro-batch. objective, neftune_alpha,
             optimizer, lora_plus_ratio, lora_plus_embedding_lr, packing, quantization: as in a run file. recompute: of
             all layers. resume: our side stops before its last step and resumes from its checkpoint. adapters: from 2
@@ -118,6 +120,7 @@ class Request:
     family: str | None = None
     twin: bool = False
     lora: dict[str, Any] = field(default_factory=lambda: dict(DEFAULT_LORA))
+    reference: dict[str, Any] | None = None
     default_dropout: float = 0.0
     dtype: str = "float64"
     steps: int = 3
@@ -222,6 +225,7 @@ class Proof:
             "quantizes": case.quantization not in (None, KEEP),
             "four_bits": case.quantization in ("nf4", "mxfp4"),
             "base": case.objective.needs_base,
+            "reference": case.reference is not None,
             "log_probabilities": not isinstance(case.objective, Sft) and case.objective.task == CAUSAL,
             "examples": case.objective.per != "token",
             "pools_to_the_end": getattr(case.objective, "pooling", "cls") != "cls",
@@ -290,7 +294,12 @@ def prepare_proof(request: Request) -> Proof:
         why = "routing is replayed below float64, and the frozen base routes by itself"
         raise UnsupportedError(f"--objective {request.objective.kind} of experts in {dtype}", why, "use float64")
     words = json.loads(json.dumps(_in_peft_words(request.lora, lora, plans)))
-    of_adapter = {"lora": words, "pieces": pieces, "share_experts": bool(getattr(lora, "share_experts", False))}
+    of_adapter = {
+        "lora": words,
+        "reference": _reference(request, plans, words),
+        "pieces": pieces,
+        "share_experts": bool(getattr(lora, "share_experts", False)),
+    }
     case = dataclasses.replace(
         _case(request, config, first.plan, batch_size_for(max(t.dp for t in plans))),
         model="" if is_twin else str(request.model),
@@ -305,6 +314,30 @@ def prepare_proof(request: Request) -> Proof:
     if request.ranks_per_gpu > 1:
         notes = (*notes, sharing_note(request.ranks_per_gpu))
     return Proof(request, config, plans, case, case_hash(case, inputs=files), notes)
+
+
+def _reference(request: Request, plans: dict[Topology, ModelPlan], words: dict[str, Any]) -> dict[str, Any] | None:
+    """The configuration of the frozen adapter that the objective compares with, in PEFT's words; words: of the trained
+    one. None: it compares with the base, or with nothing.
+
+    Raises:
+        UnsupportedError: it has an option that only the trained one is proved with.
+    """
+    objective = request.objective
+    if not isinstance(objective, Referenced) or not objective.needs_base or objective.reference == "base":
+        return None
+    if request.reference is None:
+        return words
+    lora = lora_config(request.reference, "reference", unknown_is_error=True)
+    for name in ("pieces", "share_experts"):
+        if getattr(lora, name, None):
+            raise UnsupportedError(
+                f"a reference with {name}", "it is proved of the adapter of the run alone", "use start"
+            )
+    plan = next(iter(plans.values()))
+    own = _in_full(lora, lora.target_modules if isinstance(lora.target_modules, set | list) else (), plan)
+    found: dict[str, Any] = json.loads(json.dumps(_in_peft_words(request.reference, own, plans)))
+    return found
 
 
 def _notes(request: Request, blueprint: Blueprint) -> tuple[str, ...]:

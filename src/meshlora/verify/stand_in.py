@@ -57,6 +57,14 @@ class StandIn:
         for name, rate in dropout_fields(given).items():  # the twin has none by default
             setattr(self.config, name, rate)
 
+    def reference(self, run: Prepared) -> dict[str, Any] | None:
+        """The frozen adapter that `run` compares with, on the twin; None: its configuration is that of `lora`, or there
+        is none."""
+        reference = run.blueprint.reference
+        if reference is None or run.config.reference == run.config.adapter:
+            return None
+        return self.lora(dataclasses.replace(run, blueprint=dataclasses.replace(run.blueprint, adapter=reference)))
+
     def lora(self, run: Prepared) -> dict[str, Any]:
         """The adapter of `run` on the twin: each of its linears has the adapter of its counterpart in the model."""
         trust = run.blueprint.options.trust_remote_code

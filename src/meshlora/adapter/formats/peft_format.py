@@ -141,6 +141,14 @@ def begin_adapter(model: Any, name: str, planned: AdapterPlan, *, seed: int) -> 
         draw_adapter(model, name, planned, seed=seed)
 
 
+def begin_reference(model: Any, of: str, planned: AdapterPlan | None) -> None:
+    """Attach the frozen adapter that adapter `of` is compared with, if it is one."""
+    if planned is not None:
+        name = f"reference of {of}"
+        read_adapter(model, name, planned)
+        runtime(model).references[of] = name
+
+
 def read_adapter(model: Any, name: str, planned: AdapterPlan) -> None:
     """Attach the adapter in the folder of `planned`; every rank keeps its slices."""
     assert planned.folder is not None

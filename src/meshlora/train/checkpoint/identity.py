@@ -50,6 +50,10 @@ def identity(
         for name, value in dataclasses.asdict(config.train).items()
         if name not in _FREE
     }
+    own = dataclasses.asdict(config.train.objective)
+    if (policy := own.pop("reference", None)) is not None and config.reference is not None:  # else it is the base
+        own["reference"] = policy if policy == "start" else "a folder"  # whose files are in `contents`
+    found["train.objective"] = json.dumps(own, sort_keys=True)
     data = hashlib.sha256()
     for name in sorted(tokens):
         data.update(name.encode())
@@ -93,9 +97,9 @@ def contents(
     own = (model / "config.json", model / INDEX)
     found = {"model": [*weights, *(file for file in own if file.is_file()), *code]}
     found["tokenizer"] = [file for pattern in _TOKENIZER for file in model.glob(pattern) if file.is_file()]
-    if config.adapter is not None:
-        start = (Path(config.adapter) / name for name in adapter)
-        found["adapter"] = [file for file in start if file.is_file()]
+    for name, folder in {"adapter": config.adapter, "reference": config.reference}.items():
+        if folder is not None and (name == "adapter" or folder != config.adapter):
+            found[name] = [file for file in (Path(folder) / name for name in adapter) if file.is_file()]
     for name, paths in {"rl.prompts": prompts, "rl.rewards": rewards}.items():
         files = [file for path in paths for file in ([*path.rglob("*")] if path.is_dir() else [path])]
         if paths:

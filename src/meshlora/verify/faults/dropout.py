@@ -51,7 +51,7 @@ def dropout_not_scaled(found: Tensor, self: Mask, x: Tensor) -> Tensor:
     return found * (1 - self.p)
 
 
-@instead_of(PreTrainedModel, "eval", needs="base model_dropout", within=(trainer, "base_log_probabilities"))
+@instead_of(PreTrainedModel, "eval", needs="base model_dropout", within=(trainer, "reference_log_probabilities"))
 def base_with_dropout(self: Any) -> Any:
     """the frozen base is evaluated without dropout"""
     return self

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from meshlora.adapter.attach import disable_adapter
 from meshlora.common.errors import UserError, did_you_mean
 from meshlora.config.objective import Classify, ClassifyTokens, Dpo, Embed, Grpo, Kto, Objective, Orpo, Policy, Sft
 from meshlora.data import Batch
@@ -24,7 +25,7 @@ from meshlora.verify.faults.fault import after, around, fault, instead_of
 # Kind -> objective that the command proves: no value is a default, or equal to that of another parameter.
 PROVED: dict[str, Objective] = {
     "sft": Sft(label_smoothing=0.1),
-    "policy": Policy(clip_low=0.15, clip_high=0.3, kl_coef=0.1, importance_cap=1.2),
+    "policy": Policy(clip_low=0.15, clip_high=0.3, kl_coef=0.1, importance_cap=1.2, reference="base"),
     "grpo": Grpo(
         clip_low=0.15, clip_high=0.3, importance_cap=1.3, kl_coef=0.1, kl="k2", entropy_coef=0.07, scale_rewards="batch"
     ),
@@ -105,16 +106,22 @@ def policy_sign(original: Any, objective: Policy, seen: Any) -> Any:
     return -losses, values
 
 
-@instead_of(objectives, "disable_adapter", needs="base")
+@instead_of(objectives, "reference_in_use", needs="base")
 def base_with_adapter_on(model: Any) -> Any:
-    """the divergence is from the frozen base, without the adapter"""
+    """the divergence is from a frozen policy, not from the one that is trained"""
     return contextlib.nullcontext()
 
 
-@after(Trainer, "_base_log_probabilities", needs="base")
-def base_halved(base: Tensor | None, *_: Any) -> Tensor | None:
-    """the log-probabilities of the base are not scaled"""
-    return None if base is None else base * 0.5
+@instead_of(objectives, "reference_in_use", needs="reference")
+def reference_is_base(model: Any) -> Any:
+    """the divergence is from the policy that the run starts from, not from the base"""
+    return disable_adapter(model)
+
+
+@after(Trainer, "_reference_log_probabilities", needs="base")
+def base_halved(found: Tensor | None, *_: Any) -> Tensor | None:
+    """the log-probabilities of the reference are not scaled"""
+    return None if found is None else found * 0.5
 
 
 @after(batches, "collate", needs="dpo")
