@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from transformers import AutoTokenizer
 
 from meshlora.cli.main import main
 from meshlora.config.file import read_run
+from tests.run_files import TINY
+from tests.same_sequences import assert_same_sequences
 from tests.unit.mistakes import one_error
 
 LINE = """--train_data train.jsonl --valid_data valid.jsonl --train_batch_size 8 --grad_acc 1 --valid_batch_size 4
@@ -29,18 +33,19 @@ def _environment() -> Iterator[None]:
 
 
 def test_command_of_the_readme_is_the_preset(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """But for what it does not say, and for data that are encoded already."""
+    """Data that are encoded already are complete; what is evaluated as text is joined as they are."""
     file = tmp_path / "run.yaml"
     assert main(["from-nlg", "--model", str(tmp_path), "--out", str(file), *README]) == 0
     assert f"meshlora train {file}\n" in capfd.readouterr().out
     found = read_run(str(file), [])
     (tmp_path / "preset.yaml").write_text(
         f"preset: microsoft-e2e\nmodel: {{path: '{tmp_path}'}}\n"
-        "data: {train: train.jsonl, eval: valid.jsonl, separator: ''}\n"
+        "data: {train: train.jsonl, eval: valid.jsonl}\n"
         "train: {output: e2e, micro_batch_size: 8, seed: 110, log_every: 100, save_every: 1000, eval_every: 2000}\n"
     )
     meant = read_run(str(tmp_path / "preset.yaml"), [])
     assert (found.train, found.lora, found.data, found.model) == (meant.train, meant.lora, meant.data, meant.model)
+    assert found.generate == meant.generate
 
 
 def test_ranks_and_accumulation_are_in_the_batch_and_steps_are_optimizer_steps(tmp_path: Path) -> None:
@@ -86,3 +91,23 @@ def test_uncorrected_adam_is_refused(tmp_path: Path, capfd: pytest.CaptureFixtur
     words = [word for word in README if word != "--correct_bias"]
     assert main(["from-nlg", "--model", str(tmp_path), "--out", str(tmp_path / "run.yaml"), *words]) == 2
     assert "without --correct_bias" in one_error(*capfd.readouterr())
+
+
+ROWS = [("name : Aromi | food : Thai", "Aromi is Thai."), ("name : Strada", "A place named Strada.")]
+
+
+@pytest.mark.parametrize("is_separated", [True, False])
+def test_text_that_is_evaluated_has_the_sequences_of_the_encoded_data_of_the_run(
+    is_separated: bool, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(TINY)
+    end, encoded, texts = [tokenizer.eos_token_id], [], []
+    for context, completion in ROWS:
+        own = tokenizer(context).input_ids + (end if is_separated else [])
+        encoded.append({"context": own, "completion": tokenizer(f" {completion}").input_ids + end})
+        texts.append({"context": context, "completion": completion})
+    for name, rows in {"train": encoded, "test_formatted": texts}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file, words = tmp_path / "run.yaml", [*README, "--train_data", str(tmp_path / "train.jsonl")]
+    assert main(["from-nlg", "--model", str(TINY), "--out", str(file), *words]) == 0
+    assert_same_sequences(file, tmp_path / "train.jsonl", tmp_path / "test_formatted.jsonl")

@@ -13,6 +13,8 @@ from meshlora.config.file import read_run
 from meshlora.config.objective import Dpo, Sft
 from meshlora.config.presets import PRESETS
 from meshlora.config.run import RunConfig
+from tests.run_files import TINY
+from tests.same_sequences import assert_same_sequences
 
 BARE = {"preset": "microsoft-e2e", "model": {"path": "gpt2"}, "data": {"train": "x"}, "train": {"output": "out"}}
 
@@ -147,3 +149,21 @@ def test_a_model_that_cannot_be_read_is_said_in_one_line(tmp_path: Path) -> None
 def test_every_preset_is_made_of_known_keys(name: str, tmp_path: Path) -> None:
     run = on(tmp_path, name, {"model_type": "llama", "hidden_size": 4096})
     assert run.preset == name
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_train_and_evaluate_read_the_same_sequences(preset: str, tmp_path: Path) -> None:
+    """Of the same texts in one form that the preset trains on, and in another."""
+    texts = [("name : Aromi", "Aromi is Thai."), ("name : Strada", "A place named Strada.")]
+    if preset == "dpo":
+        rows = [{"prompt": prompt, "chosen": f" {answer}", "rejected": " no"} for prompt, answer in texts]
+        others = [{"chosen": row["prompt"] + row["chosen"], "rejected": row["prompt"] + " no"} for row in rows]
+    else:
+        rows = [{"prompt": prompt, "completion": f" {answer}"} for prompt, answer in texts]
+        others = [{"context": prompt, "completion": answer} for prompt, answer in texts]
+    for name, records in {"one": rows, "other": others}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in records))
+    file = tmp_path / "run.yaml"
+    groups = {"model": {"path": str(TINY)}, "data": {"train": "x", "cache_dir": str(tmp_path / "cache")}}
+    file.write_text(yaml.safe_dump({"preset": preset, **groups, "train": {"output": "out", "epochs": 1, "lr": 1e-4}}))
+    assert_same_sequences(file, tmp_path / "one.jsonl", tmp_path / "other.jsonl")

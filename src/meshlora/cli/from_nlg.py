@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.config.presets import PRESETS
 
 _UNUSED = (
     "platform",
@@ -105,6 +106,9 @@ def run_of(options: argparse.Namespace) -> dict[str, Any]:
     data = {"train": options.train_data, "max_length": options.seq_len}
     data |= {"eval": options.valid_data} if options.valid_data else {}
     data |= {"train_on": "everything"} if options.obj == "jlm" else {}
+    recipe = PRESETS["microsoft-e2e"]  # for texts that are evaluated or continued: encoded rows are complete
+    separator = recipe["data"]["separator"]
+    data |= {"separator": separator} if _is_separated(options, separator) else {}
     lora = {"r": options.lora_dim, "lora_alpha": options.lora_alpha, "lora_dropout": options.lora_dropout}
     lora |= {"target_modules": ["c_attn"], "pieces": {"c_attn": ["q", "v"]}}
     return {
@@ -112,8 +116,26 @@ def run_of(options: argparse.Namespace) -> dict[str, Any]:
         "lora": lora,
         "data": data,
         "train": train,
+        "generate": dict(recipe["generate"]),
         "topology": f"dp={options.nproc}" if options.nproc > 1 else "",
     }
+
+
+def _is_separated(options: argparse.Namespace, separator: str) -> bool:
+    """Whether their gpt2_encode.py has put `separator` behind each context (`--add_bos`), by the first row of the data.
+
+    Where that is text, or not there yet, it is as in their README.
+    """
+    from meshlora.data.files import json_objects
+    from meshlora.data.records import Problems
+    from meshlora.text.tokenizer import load_tokenizer
+
+    file = Path(options.train_data)
+    rows = json_objects(file, Problems()) if file.is_file() and file.suffix == ".jsonl" else iter(())
+    context = next((row.get("context") for _, row in rows), None)
+    if not isinstance(context, list) or not context:
+        return True
+    return bool(load_tokenizer(options.model).decode(context[-1:]) == separator)
 
 
 def _length(options: argparse.Namespace) -> dict[str, Any]:

@@ -109,14 +109,14 @@ def of_categories(records: list[Record], categories: str) -> list[Record]:
 
 
 def parted(records: Sequence[Record], separator: str) -> Sequence[Record]:
-    """The records with `separator` between prompt and completion.
+    """The records with `separator` between prompt and completion; rows of tokens are complete.
 
     Raises:
         UserError: no record has both.
     """
     if not separator:
         return records
-    if all(record.kind != "completion" for record in records):
+    if all(record.kind not in ("completion", "tokens") for record in records):
         rule = "no record has a prompt and a completion of text for it to part"
         raise UserError(f"data.separator={separator!r}", rule, "leave it out")
     return [
