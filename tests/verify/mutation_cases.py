@@ -253,7 +253,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "kv_replicas_counted_in_norm": ("grad_norm", "norm of step 1", "rows that several of them hold"),
         },
     ),
-    "padding, DoRA, smoothing, LoRA+": (
+    "padding, DoRA, smoothing, LoRA+, a cosine": (
         {
             "family": "llama",
             "topologies": ("tp=2",),
@@ -261,12 +261,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "lora": _ALL | {"use_dora": True},
             "objective": PROVED["sft"],
             "lora_plus_ratio": 4.0,
+            "schedule": "cosine",
+            "min_lr": 3e-3,
+            "steps": 4,
         },
         {
             "padding_in_softmax": ("loss", "loss of step 1", "a vocabulary that is split"),
             "smoothed_over_local_vocabulary": ("loss", "loss of step 1", "ranks have different losses"),
             "label_smoothing_ignored": ("loss", "loss of step 1", "smoothing"),
             "evaluation_smoothed": EVALUATION,
+            "schedule_taken_for_linear": (
+                "deltas",
+                f"{FIRST_ATTENTION}.q_proj.lora_A",
+                "rate of step 3 is 0.00767, not 0.00825",
+            ),
+            "schedule_to_zero": ("deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "rate of step 3 is 0.0075, not 0.00825"),
             "lora_plus_ratio_ignored": ("deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "rates of its groups"),
             "dora_norm_over_local_slice": ("forward", f"{FIRST_ATTENTION}.o_proj", "DoRA's norm"),
             "dora_norm_of_base_alone": ("forward", f"{FIRST_ATTENTION}.q_proj", "DoRA's norm"),
@@ -508,6 +517,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "dropout_rate_in_tenths": ("forward", _C_ATTN, "drops other elements"),
             "evaluation_ends_dropout": ("deltas", f"{_C_ATTN}.lora_A", "what the optimizer makes of them"),
             "dropout_not_scaled": ("forward", "transformer.drop", "not divided by the share"),
+            "dropout_of_later_tokens_as_the_first": ("forward", "transformer.drop", "drops other elements"),
             "base_with_dropout": LOSS,
         },
     ),

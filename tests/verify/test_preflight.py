@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,15 +20,17 @@ from meshlora.common.console import Console
 from meshlora.common.errors import MeshloraError, UnsupportedError
 from meshlora.common.proof_records import record_of, remember
 from meshlora.config.file import read_run
+from meshlora.config.run import Schedule
 from meshlora.loading.blueprint import read_model_config
 from meshlora.oracle.inputs import write_twin
+from meshlora.oracle.reference import rates_of
 from meshlora.plan.families.twin import layers_of_twin, twin_config
 from meshlora.plan.topology import Topology
 from meshlora.train.prepare import Prepared
 from meshlora.train.together import prepare_run
 from meshlora.verify import preflight as module
 from meshlora.verify import request, stand_in
-from meshlora.verify.preflight import preflight, preflight_state
+from meshlora.verify.preflight import preflight, preflight_state, proof_words
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.stand_in import provable
 from tests.run_files import TINY, copy_tokenizer, write_run_file
@@ -111,6 +113,26 @@ def test_other_flags_of_the_model_are_another_combination(tmp_path: Path) -> Non
     assert key(hidden_act="gelu") != key()
     assert key(vocab_size=4096, max_position_embeddings=4096) == key()  # sizes are the twin's own
     assert key(vocab_size=4097) != key()  # but for what a rank has less of than others
+
+
+def test_schedule_that_is_proved_is_that_of_the_run(tmp_path: Path) -> None:
+    """The twin of every run had a line to zero, so that nothing was proved of a cosine or of a final rate."""
+    given: dict[str, dict[str, Any]] = {name: {"schedule": name} for name in get_args(Schedule)}
+    given["cosine"]["min_lr"] = given["cosine_of_run"]["min_lr"] = 1e-5
+    given["warmup_stable_decay"]["decay_steps"] = 20
+    given["cycle"]["cycle"] = {0: 1e-5, 7: 1e-4, 9: 0.0}
+    given["to more than zero"] = {"min_lr": 1e-5}
+    given["from zero"] = {"warmup_steps": 10, "warmup_from_zero": True}
+    run, rates = _prepared(tmp_path), set()
+    for options in given.values():
+        train = dataclasses.replace(run.config.train, **options)
+        one = dataclasses.replace(run, config=dataclasses.replace(run.config, train=train))
+        case = module.proof_of(one, tmp_path)[0].case
+        assert case.schedule == train.schedule
+        assert case.steps == (3 if train.schedule == "linear" else 4)
+        rates.add(tuple(rates_of(dataclasses.replace(case.train, steps=4))))
+        assert f"with the schedule {train.schedule}, was" in proof_words(one, skip=False)
+    assert len(rates) == len(given)
 
 
 def test_module_that_is_trained_in_full_in_one_layer_is_so_in_one_of_the_twin(tmp_path: Path) -> None:

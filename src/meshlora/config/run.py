@@ -32,6 +32,7 @@ Format = Literal[
     "preference",
     "feedback",
 ]
+Schedule = Literal["linear", "cosine", "cosine_of_run", "constant", "inverse_sqrt", "warmup_stable_decay", "cycle"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -293,9 +294,7 @@ class TrainConfig:
     batch_size: int = number(16, "at least 1", most=10**6)
     micro_batch_size: int = number(4, "at least 1", most=10**6)
     lr: float = number(2e-4, "above 0", most=_RATE)
-    schedule: Literal[
-        "linear", "cosine", "cosine_of_run", "constant", "inverse_sqrt", "warmup_stable_decay", "cycle"
-    ] = "linear"
+    schedule: Schedule = "linear"
     warmup_steps: int = number(0, "not negative", most=_STEPS)
     warmup_from_zero: bool = False
     min_lr: float = number(0.0, "not negative")

@@ -19,7 +19,7 @@ import numpy as np
 from meshlora.common.errors import UserError
 from meshlora.common.versions import digest, version_of, versions
 from meshlora.config.objective import Objective, Sft
-from meshlora.config.run import ModelConfig, TrainConfig
+from meshlora.config.run import ModelConfig, Schedule, TrainConfig
 from meshlora.data import TokenizedDataset
 from meshlora.data.images import KnownInputs
 
@@ -54,7 +54,8 @@ class Case:
             compares with the base, or with nothing.
         input_ids, is_trained, offsets: the sequences, as in `TokenizedDataset`.
         steps: optimizer steps. batch_size: sequences per step over all ranks. micro_batch_size: sequences per forward.
-        lr: peak of a linear decay to zero, after `warmup_steps`. max_grad_norm: low enough to clip.
+        lr: peak of `schedule`. warmup_steps, warmup_from_zero, min_lr, decay_steps, cycle: as in a run file.
+        max_grad_norm: low enough to clip.
         optimizer, min_8bit_size: as in a run file.
         beta1, beta2, weight_decay, decay_biases_and_norms: AdamW's, none at its default, so an ignored one shows.
         eps: AdamW's; near the size of a clipped gradient, so that AdamW does not turn the rounding of tiny elements
@@ -91,7 +92,12 @@ class Case:
     seed: int
     reference: dict[str, Any] | None = None
     lr: float = 1e-2
+    schedule: Schedule = "linear"
     warmup_steps: int = 0
+    warmup_from_zero: bool = False
+    min_lr: float = 0.0
+    decay_steps: int = 0
+    cycle: dict[int, float] = field(default_factory=dict)
     optimizer: Literal["adamw", "adamw_8bit", "lora_fa"] = "adamw"
     min_8bit_size: int = 4096
     beta1: float = 0.8

@@ -112,8 +112,9 @@ def proof_words(run: Prepared, *, skip: bool, ranks_per_gpu: int = 1) -> str:
     devices, _ = _devices_of(run, ranks_per_gpu)
     places = ["in float64", *(f"on {place.name} in {place.dtype}" for place in devices)]
     return (
-        f"before its first step a twin of model, adapter and mesh ({provable(run.topology)}) was trained as "
-        f"transformers + peft train it on one process, compared tensor by tensor {' and '.join(places)}"
+        f"before its first step a twin of model, adapter and mesh ({provable(run.topology)}), with the schedule "
+        f"{run.config.train.schedule}, was trained as transformers + peft train it on one process, compared "
+        f"tensor by tensor {' and '.join(places)}"
     )
 
 
@@ -297,6 +298,7 @@ def proof_of(run: Prepared, cache_dir: Path, place: _Place = _ON_CPUS) -> tuple[
         images=run.train_data.images is not None,
         routed=run.train_data.routed is not None and place.dtype == "float64",
         recompute=run.config.train.recompute != "none",
+        **stand_in.schedule(run),
         attn_implementation=stand_in.attn_implementation,
         quantization=stand_in.quantization,
         router_aux_loss_coef=run.config.train.router_aux_loss_coef,

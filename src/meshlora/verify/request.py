@@ -34,7 +34,7 @@ from meshlora.common.proof_records import CACHE
 from meshlora.common.tasks import CAUSAL
 from meshlora.config.model_presets import num_chosen
 from meshlora.config.objective import Grpo, Objective, Policy, Referenced, Sft
-from meshlora.config.run import BaseOptions
+from meshlora.config.run import BaseOptions, Schedule
 from meshlora.data import TokenizedDataset, read_records, tokenize
 from meshlora.loading.blueprint import Blueprint, make_blueprint, read_model_config, resolve_dtype
 from meshlora.loading.guards import dropout_fields, handle_dropout
@@ -102,9 +102,10 @@ class Request:
         reference: fields of the frozen adapter that the objective compares with, unless it does with the base; None: as
             `lora`.
         dtype, steps, seed: of the run. micro_batch_size: sequences per micro-batch. objective, neftune_alpha,
-            optimizer, lora_plus_ratio, lora_plus_embedding_lr, packing, quantization: as in a run file. recompute: of
-            all layers. resume: our side stops before its last step and resumes from its checkpoint. adapters: from 2
-            on, also prove that many trained together, each against itself alone.
+            optimizer, lora_plus_ratio, lora_plus_embedding_lr, packing, quantization: as in a run file. schedule,
+            warmup_from_zero, min_lr, decay_steps, cycle: too, for a peak of 0.01. recompute: of all layers. resume: our
+            side stops before its last step and resumes from its checkpoint. adapters: from 2 on, also prove that many
+            trained together, each against itself alone.
         attn_implementation: as in transformers; None: its choice. kernels: of our side, as in a run file.
         router_aux_loss_coef: as in a run file; None: nonzero for a family with a load-balancing loss.
         routed: the rollouts say the experts of each token, random ones; auto: if that can be proved of the model.
@@ -141,6 +142,11 @@ class Request:
     optimizer: Literal["adamw", "adamw_8bit", "lora_fa"] = "adamw"
     lora_plus_ratio: float | None = None
     lora_plus_embedding_lr: float = 1e-6
+    schedule: Schedule = "linear"
+    warmup_from_zero: bool = False
+    min_lr: float = 0.0
+    decay_steps: int = 0
+    cycle: dict[int, float] = field(default_factory=dict)
     overrides: dict[str, Any] = field(default_factory=dict)
     data: str | None = None
     nproc: int | None = None
@@ -234,6 +240,8 @@ class Proof:
             "routed": bool(case.routed),
             **_of_policy(case.objective),
             "lora_plus": case.lora_plus_ratio is not None,
+            "other_schedule": case.schedule != "linear",
+            "final_rate": case.min_lr > 0,
             "noise": case.neftune_alpha > 0,
             case.optimizer: True,
         }
@@ -447,7 +455,7 @@ def _case(request: Request, config: PretrainedConfig, plan: ModelPlan, batch_siz
         "offsets": tuple(data.offsets.tolist()),
         "min_8bit_size": _MIN_8BIT_SIZE if request.optimizer == "adamw_8bit" else Case.min_8bit_size,
         "batch_size": batch_size,
-        "warmup_steps": min(1, request.steps - 1),
+        "warmup_steps": 0 if request.schedule == "cycle" else min(1, request.steps - 1),
         "pad_token_id": pad,
         "dropout": tuple(sorted(dropout_fields(config))),
     }

@@ -18,6 +18,7 @@ from meshlora.common.errors import UnsupportedError
 from meshlora.config.run import BaseOptions
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.guards import dropout_fields, handle_dropout
+from meshlora.oracle.case import Case
 from meshlora.plan.families.twin import layers_of_twin, shrink_config
 from meshlora.plan.quantization import TWIN_BLOCKS, kind_for_twin
 from meshlora.plan.rules import ModelPlan, kind_of
@@ -107,6 +108,20 @@ class StandIn:
             if not target.pieces and not math.isclose(alpha, lora.lora_alpha):
                 on_twin.setdefault("alpha_pattern", {})[name] = int(alpha) if alpha == int(alpha) else alpha
         return on_twin | ({"pieces": pieces} if pieces else {})
+
+    def schedule(self, run: Prepared) -> dict[str, Any]:
+        """The schedule of `run` on the twin, as fields of a request: its kind, and whether its warm-up begins at 0 and
+        its end is above 0. Steps and rates are the twin's own.
+        """
+        train = run.config.train
+        return {
+            "schedule": train.schedule,
+            "steps": 3 if train.schedule == "linear" else 4,  # in three a cosine and a line meet half-way
+            "warmup_from_zero": train.warmup_from_zero,
+            "min_lr": 0.3 * Case.lr if train.min_lr else 0.0,
+            "decay_steps": 2 if train.decay_steps else 0,
+            "cycle": {0: 0.2 * Case.lr, 1: Case.lr, 3: 0.4 * Case.lr} if train.cycle else {},
+        }
 
     def _targets(self, plan: ModelPlan, stood_for: dict[str, str], targets: Mapping[str, Target]) -> dict[str, Target]:
         """Parameter or module of the twin -> target of its counterpart in the model.

@@ -41,25 +41,25 @@ class Mutation:
             "whole_mixer" (a token mixer that is not split), "fused_qkv", "fused_gate_up" (matrices split piece by
             piece), "fused_blocks" (whose rows on a rank are not contiguous), "fused_target", "kv_replicas" (heads held
             by several ranks), "kv_target", "sliced" (arguments with a heads dim), "wide_norm", "padded_vocabulary",
-            "mixer" (split, with heads of its own), "gated_norm" (over a split width, after its gate),
-            "riding" (under sp, targets whose low-rank activations are gathered with a region's input),
-            "riding_together" (several with one input); of experts "experts", "ep", "etp", "edp", "two_stage",
-            "expert_axes" (ep or etp above 1), "gated_experts", "expert_bias", "routing_last" (weights scale the
-            output), "dense_dp_is_not_edp", "expert_target", "shared_experts_adapter", "aux_loss", "other_tokens"
-            (ranks route different tokens); of the adapter and the run "pieces", "embedding_target", "uneven_heads"
-            (not a power of two), "ranks_by_pattern", "scales_by_pattern", "trained" (modules trained in full), "dora",
-            "smoothing", "lora_plus", "noise" (on embedded tokens), "adamw", "adamw_8bit" or "lora_fa" (the
-            optimizer); of cp "gathered_keys" (attention over cp, not as a ring), "balanced" (ranks have heads and tails
-            of sequences), "rope", "recurrent" (mixers over cp), "passed_states" (of them); "data" (dp
-            or cp above 1); of the objective its name, "base" (it needs the frozen base), "log_probabilities" (of whole
-            rows), "examples" (its mean is over pairs or records), "pools_to_the_end" (embeddings are of all tokens,
-            or of the last), "entropy" (a bonus), "policy_gradient", and of one "importance" (a cap of weights),
-            "sequence_ratio", "means_of_sequences", "cispo", "kl_estimate" (not the default), "scaled_otherwise"
-            (rewards, than by default), "routed" (rollouts say the experts of tokens); "seed" (not 0),
-            "short_batch" (the last of an epoch), "embedding_padding" (a target with a padding token), "lora_dropout",
-            "odd_dropout" (not a multiple of 0.1), "model_dropout", "dropout" (either), "packing", "whole_rows" (on
-            each rank: no cp), "unmasked" (padding at the end of rows has no mask), "m_rope" (positions of time, height
-            and width), "resume", "one_micro_batch" (per step), "four_micro_batches" (or more); of the frozen base
+            "mixer" (split, with heads of its own), "gated_norm" (over a split width, after its gate), "riding" (under
+            sp, targets whose low-rank activations are gathered with a region's input), "riding_together" (several with
+            one input); of experts "experts", "ep", "etp", "edp", "two_stage", "expert_axes" (ep or etp above 1),
+            "gated_experts", "expert_bias", "routing_last" (weights scale the output), "dense_dp_is_not_edp",
+            "expert_target", "shared_experts_adapter", "aux_loss", "other_tokens" (ranks route different tokens); of the
+            adapter and the run "pieces", "embedding_target", "uneven_heads" (not a power of two), "ranks_by_pattern",
+            "scales_by_pattern", "trained" (modules trained in full), "dora", "smoothing", "lora_plus", "noise" (on
+            embedded tokens), "adamw", "adamw_8bit" or "lora_fa" (the optimizer); of cp "gathered_keys" (attention over
+            cp, not as a ring), "balanced" (ranks have heads and tails of sequences), "soft_caps" (of scores), "rope",
+            "recurrent" (mixers over cp), "passed_states" (of them); "data" (dp or cp above 1); of the objective its
+            name, "base" (it needs the frozen base), "log_probabilities" (of whole rows), "examples" (its mean is over
+            pairs or records), "pools_to_the_end" (embeddings are of all tokens, or of the last), "entropy" (a bonus),
+            "policy_gradient", and of one "importance" (a cap of weights), "sequence_ratio", "means_of_sequences",
+            "cispo", "kl_estimate" (not the default), "scaled_otherwise" (rewards, than by default), "routed" (rollouts
+            say the experts of tokens); "seed" (not 0), "short_batch" (the last of an epoch), "embedding_padding" (a
+            target with a padding token), "lora_dropout", "other_schedule" (not linear), "final_rate" (above 0),
+            "odd_dropout" (not a multiple of 0.1), "model_dropout", "dropout" (either), "packing", "whole_rows" (on each
+            rank: no cp), "unmasked" (padding at the end of rows has no mask), "m_rope" (positions of time, height and
+            width), "resume", "one_micro_batch" (per step), "four_micro_batches" (or more); of the frozen base
             "dp_shard", "quantized", "quantizes" (on load), "four_bits", "plain_base"; "kernels" (fused, of a package);
             of images "images" (some sequences have them), "image_grid" (positions by grids), "image_blocks" (their
             tokens see each other), "features" (of a tower for the first layers), "vision" (an adapter on the tower).

@@ -101,6 +101,18 @@ def learning_rate_constant(step: int, *, options: Any, steps: int) -> float:
     return options.lr
 
 
+@around(trained, "learning_rate", needs="steps other_schedule")
+def schedule_taken_for_linear(original: Any, step: int, *, options: Any, steps: int) -> Any:
+    """the learning rate has the course that is asked for, a line or another"""
+    return original(step, options=replace(options, schedule="linear", decay_steps=0, cycle={}), steps=steps)
+
+
+@around(trained, "learning_rate", needs="steps final_rate")
+def schedule_to_zero(original: Any, step: int, *, options: Any, steps: int) -> Any:
+    """the learning rate falls to the final rate that is asked for"""
+    return original(step, options=replace(options, min_lr=0.0), steps=steps)
+
+
 @around(trained, "learning_rate", needs="steps")
 def learning_rate_one_step_late(original: Any, step: int, **rest: Any) -> Any:
     """step n has the learning rate of step n"""

@@ -17,7 +17,7 @@ from meshlora.verify.proof import Outcome
 from meshlora.verify.request import Proof
 
 SCHEMA_VERSION = 1
-_OF_CASE = ("model_type", "dtype", "seed", "steps", "device", "lora", "packing", "recompute", "resumes")
+_OF_CASE = ("model_type", "dtype", "seed", "steps", "schedule", "device", "lora", "packing", "recompute", "resumes")
 
 
 def document(
