@@ -16,6 +16,8 @@ from meshlora.comm.groups import Axis
 from meshlora.common import compat
 from meshlora.layers import attention_parts
 from meshlora.layers.attention_parts import How, Part, Seen, agrees, attend, groups_of, has_kernel
+from meshlora.verify.faults.registry import find
+from meshlora.verify.ours import in_parts
 
 ALONE = Axis(1, 0, (0,), None)
 EXACT = torch.float64
@@ -98,6 +100,18 @@ def test_a_few_queries_at_a_time_are_all_of_them(options: dict[str, Any]) -> Non
     with mock.patch.object(attention_parts, "_SCORE_BYTES", 8 * 12 * 20 * 3):
         assert both(parts_of(mask, WHOLE), mask, **options) < 1e-13
         assert both([Part(slice(None), slice(0, 37), slice(0, 37), mask[None, None])], mask, **options) < 1e-13
+
+
+def test_a_proof_takes_few_queries_at_a_time_though_its_twin_has_few() -> None:
+    """A fault in the second block of queries was none: those of a twin are all in the first."""
+    mask, fault = documents(17), find("ring_last_queries_left_out")
+    whole = [Part(slice(None), slice(0, 17), slice(0, 17), mask[None, None])]
+    with in_parts(is_first=True):
+        assert both(whole, mask, **OPTIONS["softcap"]) < 1e-13
+        with fault.apply():
+            assert both(whole, mask, **OPTIONS["softcap"]) > 0.01
+    with fault.apply():
+        assert both(whole, mask, **OPTIONS["softcap"]) < 1e-13
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -551,6 +551,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "ring_gradients_of_own_queries": ("backward", "model.layers.1.self_attn.v_proj", ""),
         },
     ),
+    "scores with soft caps, of keys and values that pass by": (
+        {"family": "gemma2", "topologies": ("cp=2,ring",)},
+        {"ring_last_queries_left_out": ("forward", f"{FIRST_ATTENTION}.o_proj", "")},
+    ),
     "a frozen base in few bits": (
         {"family": "llama", "topologies": ("tp=2",), "quantization": "fp8"},
         {
@@ -575,7 +579,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
                 f"{LAST_MLP}.up_proj",
                 "the backward of what this module's",
             ),
-            "quantized_parts_by_first_scales": ("deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", ""),
+            "quantized_parts_by_first_scales": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
         },
     ),
     "a frozen base that is sharded over dp": (

@@ -49,8 +49,10 @@ def test_dropout_of_an_adapter_is_that_of_one_process(prove: Prove) -> None:
 )
 def test_every_dropout_of_the_table_is_exact(family: str, prove: Prove) -> None:
     overrides = dict.fromkeys(EXACT_DROPOUTS[family], 0.1)
-    (outcome,) = prove(family=family, overrides=overrides, topologies=("tp=2,sp",), steps=1)
+    later = "dropout_of_later_tokens_as_the_first"
+    outcome, mutated = prove(family=family, overrides=overrides, topologies=("tp=2,sp",), steps=1, mutations=(later,))
     assert outcome.passed, (outcome.divergence, outcome.error)
+    assert mutated.divergence.phase == "forward", mutated.error
 
 
 def test_a_case_with_dropout_is_another_case() -> None:

@@ -177,6 +177,7 @@ COMBINED = (
     "several adapters on experts",
     "copies of experts that are on ranks of their own",
     "experts on cp ranks",
+    "scores with soft caps, of keys and values that pass by",
 )
 
 

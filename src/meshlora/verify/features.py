@@ -71,6 +71,7 @@ def features_of_model(
         "recurrent": bool(plan.recurrent),
         "passed_states": any(plan.recurrent.values()),
         "balanced": bool(plan.attentions) and not plan.recurrent and sees_all(model),
+        "soft_caps": bool(getattr(text, "attn_logit_softcapping", None)),
         "rope": bool(plan.attentions) and bool(getattr(text, "rope_parameters", None)),
         "m_rope": "mrope_section" in (getattr(text, "rope_parameters", None) or {}),
     }

@@ -108,7 +108,7 @@ def _train(run: Prepared, model: Any, trace: Trace, case: Case) -> Saved | None:
         at_step(routing, step)
         if case.resumes and run.resume is None and step == case.steps - 2:
             trainer.stop.set()
-        with contextlib.nullcontext() if step == 0 else _in_parts():  # the first step counts collectives
+        with in_parts(is_first=step == 0):
             metrics = train_step(adapters) if step > 0 else _first_step(trainer, train_step, trace)
         after_step(routing, step, case)
         return metrics
@@ -132,12 +132,17 @@ def _train(run: Prepared, model: Any, trace: Trace, case: Case) -> Saved | None:
 
 
 @contextlib.contextmanager
-def _in_parts() -> Iterator[None]:
-    """Force several head chunks, message rounds, parts of packed matrices: a twin is small enough for one of each."""
-    tokens = mock.patch.object(vocabulary, "chunk_tokens", return_value=7)
-    rounds = mock.patch("meshlora.comm.direct.ONE_ROUND_BYTES", 4096)
-    unpacked = mock.patch.object(quantized, "elements_at_once", return_value=512)
-    with tokens, rounds, unpacked:
+def in_parts(*, is_first: bool) -> Iterator[None]:
+    """Force several parts of packed matrices, blocks of masks and of queries; after the first step, whose collectives
+    are counted, head chunks and message rounds too. A twin is small enough for one of each.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(quantized, "elements_at_once", return_value=512))
+        stack.enter_context(mock.patch("meshlora.common.masks._BLOCK", 512))
+        stack.enter_context(mock.patch("meshlora.layers.attention_parts._SCORE_BYTES", 4096))
+        if not is_first:
+            stack.enter_context(mock.patch.object(vocabulary, "chunk_tokens", return_value=7))
+            stack.enter_context(mock.patch("meshlora.comm.direct.ONE_ROUND_BYTES", 4096))
         yield
 
 

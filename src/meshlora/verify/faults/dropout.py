@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from meshlora.common import masks
 from meshlora.layers import linear, tokens
 from meshlora.layers.tokens import ForwardTokens, Mask
 from meshlora.train import trained, trainer
@@ -43,6 +45,15 @@ def dropout_same_in_every_module(original: Any, seed: int, step: int, module: st
 def dropout_per_tp_rank(mask: Mask, own: ForwardTokens, *_: Any) -> Mask:
     """a mask does not depend on the tp rank"""
     return dataclasses.replace(mask, key=mask.key ^ own.tp.rank)
+
+
+@after(masks, "_hashed", needs="dropout")
+def dropout_of_later_tokens_as_the_first(found: Iterator[tuple[slice, Tensor]], *_: Any) -> Iterator[Any]:
+    """tokens whose masks are made some at a time have masks of their own"""
+    first = None
+    for block, hashed in found:
+        first = hashed if first is None else first
+        yield block, first[: len(hashed)]
 
 
 @after(Mask, "drop", needs="dropout")

@@ -215,7 +215,7 @@ def quantized_otherwise_in_backward(found: Tensor, packed: Packed) -> Tensor:
     return found.bfloat16().to(found.dtype) if running_backward() >= 0 else found
 
 
-@after(quantized, "runs", needs="quantized steps")
+@after(quantized, "runs", needs="quantized")
 def quantized_parts_by_first_scales(found: Iterator[Run], equal: Equal, most: int) -> Iterator[Run]:
     """rows that are unpacked a part at a time take the scales of their own blocks"""
     is_in_parts = most < sum(count * number for count, number in equal)
