@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from meshlora.common.versions import sources_of
 from meshlora.data.images import KnownInputs
 from meshlora.oracle import case as case_module
 from meshlora.oracle.case import Case, case_hash, file_fingerprint
@@ -113,9 +114,20 @@ def test_versions_and_the_references_own_code_count(monkeypatch: pytest.MonkeyPa
         patch.setattr(case_module, "versions", lambda: {"torch": "0.0"})
         assert case_hash(BASE.case, inputs=[]) != before
     with monkeypatch.context() as patch:
-        patch.setattr(case_module, "_own_sources", lambda: ["other code"])
+        patch.setattr(case_module, "sources_of", lambda *_: ["other code"])
         assert case_hash(BASE.case, inputs=[]) != before
     assert case_hash(BASE.case, inputs=[]) == before
+
+
+def test_the_references_own_code_is_all_that_it_imports() -> None:
+    """A list by hand had forgotten how texts become tokens."""
+    root, hashed = Path(case_module.__file__).parents[1], sources_of("meshlora.oracle.reference_case")
+    for file in (
+        *("oracle/reference_case.py", "oracle/reference.py", "common/masks.py", "common/tasks.py"),
+        *("common/model_class.py", "config/run.py", "data/images.py", "data/tokenization.py"),
+    ):
+        assert (root / file).read_text("utf-8") in hashed, file
+    assert (root / "train/trainer.py").read_text("utf-8") not in hashed
 
 
 @pytest.mark.parametrize("hashed_bytes", [2**28, 0], ids=["small files by content", "large files by size and time"])

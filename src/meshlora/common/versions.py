@@ -13,9 +13,12 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import platform
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+_ROOT = Path(__file__).parents[1]
+_IMPORTS = re.compile(r"^ *(?:from (meshlora[.\w]*) import (\([^)]*\)|.*)|import (meshlora[.\w]*))", re.MULTILINE)
 # The libraries that compute. Another minor release may compute differently, another patch release should not.
 COMPUTING = ("torch", "transformers", "peft")
 
@@ -63,5 +66,25 @@ def digest(parts: Iterable[str]) -> str:
 
 def own_sources() -> Iterable[str]:
     """The text of meshlora's own source files: a proof of other code is no proof."""
-    for file in sorted(Path(__file__).parents[1].rglob("*.py")):
+    for file in sorted(_ROOT.rglob("*.py")):
         yield file.read_text(encoding="utf-8")
+
+
+@functools.cache
+def sources_of(module: str) -> tuple[str, ...]:
+    """The text of a module of meshlora, and of all that it imports, directly or through others.
+
+    sources_of("meshlora.oracle.reference_case")
+    """
+    found: dict[str, str] = {}
+    wanted = [module]
+    while wanted:
+        name = wanted.pop()
+        path = _ROOT.joinpath(*name.split(".")[1:])
+        file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+        if name in found or not file.is_file():  # a class or a function of a module
+            continue
+        found[name] = file.read_text(encoding="utf-8")
+        for package, names, whole in _IMPORTS.findall(found[name]):
+            wanted += [package or whole, *(f"{package}.{each}" for each in re.findall(r"\w+", names))]
+    return tuple(found[name] for name in sorted(found))

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from meshlora.common.errors import UserError
-from meshlora.common.versions import digest, version_of, versions
+from meshlora.common.versions import digest, sources_of, version_of, versions
 from meshlora.config.objective import Objective, Sft
 from meshlora.config.run import ModelConfig, Schedule, TrainConfig
 from meshlora.data import TokenizedDataset
@@ -25,17 +25,6 @@ from meshlora.data.images import KnownInputs
 
 # Odd lengths, so that a sequence length is never mistaken for a number of heads or a width.
 _LENGTHS = (17, 11, 15, 9, 13)
-_SOURCES = (
-    *("config/objective.py", "plan/families/twin.py"),
-    *(f"common/{name}.py" for name in ("compat", "float64", "masks", "routing")),
-    *(f"oracle/{name}.py" for name in ("batches", "capture", "case", "dropout", "experts", "images", "inputs")),
-    *("oracle/noise.py", "oracle/objectives.py"),
-    *(
-        f"oracle/{name}.py"
-        for name in ("ownership", "packed", "pieces", "quantized", "reference", "reference_case", "replay")
-    ),
-    "oracle/trace.py",
-)
 # Checkpoint files above this size are identified by size and modification time instead of content.
 _HASHED_BYTES = 256 * 2**20
 _INVENTORY = "files.json"
@@ -312,7 +301,7 @@ def case_hash(case: Case, *, inputs: Iterable[str]) -> str:
     values = dataclasses.asdict(dataclasses.replace(case, model="", adapter="", further=None)) | {"further": further}
     of_bitsandbytes = case.quantization in ("nf4", "int8") or case.optimizer == "adamw_8bit"
     library = [version_of("bitsandbytes")] if of_bitsandbytes else []
-    made_with = [json.dumps(versions()), *library, *_own_sources()]
+    made_with = [json.dumps(versions()), *library, *sources_of("meshlora.oracle.reference_case")]
     return digest([json.dumps(values, sort_keys=True, default=str), *inputs, *made_with])
 
 
@@ -345,9 +334,3 @@ def _fingerprint(file: Path, *, name: str = "") -> str:
         return f"{name} {stat.st_size} {stat.st_mtime_ns}"
     with file.open("rb") as stream:
         return f"{name} {hashlib.file_digest(stream, 'sha256').hexdigest()}"
-
-
-def _own_sources() -> list[str]:
-    """The reference's own code: changing it invalidates cached results."""
-    root = Path(__file__).parents[1]
-    return [(root / name).read_text(encoding="utf-8") for name in _SOURCES]
