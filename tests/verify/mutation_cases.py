@@ -510,12 +510,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         {
             "dropout_by_local_token": ("forward", "transformer.drop", "drops other elements"),
             "dropout_by_local_feature": ("forward", f"{_GPT2_BLOCK}.attn.c_proj", "drops other elements"),
-            "dropout_same_in_every_step": ("deltas", f"{_C_ATTN}.lora_A", "masks of another step"),
+            "dropout_same_in_every_step": ("loss", "loss of step 2", "masks of another step"),
             "dropout_same_in_every_module": ("forward", "transformer.drop", "drops other elements"),
             "dropout_per_tp_rank": ("forward", "transformer.drop", "drops other elements"),
             "dropout_seed_ignored": ("forward", "transformer.drop", "drops other elements"),
             "dropout_rate_in_tenths": ("forward", _C_ATTN, "drops other elements"),
-            "evaluation_ends_dropout": ("deltas", f"{_C_ATTN}.lora_A", "what the optimizer makes of them"),
+            "evaluation_ends_dropout": ("loss", "loss of step 2", "from step 2 on; step 1 is right"),
             "dropout_not_scaled": ("forward", "transformer.drop", "not divided by the share"),
             "dropout_of_later_tokens_as_the_first": ("forward", "transformer.drop", "drops other elements"),
             "base_with_dropout": LOSS,
@@ -540,7 +540,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "noise_drawn_by_each_rank": ("forward", "model.embed_tokens", "noise on embedded tokens"),
             "noise_by_local_token": ("forward", "model.embed_tokens", "noise on embedded tokens"),
             "noise_seed_ignored": ("forward", "model.embed_tokens", "noise on embedded tokens"),
-            "noise_same_in_every_step": ("deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "noise is that of another step"),
+            "noise_same_in_every_step": ("loss", "loss of step 2", "noise is that of another step"),
         },
     ),
     "keys and values that pass by": (

@@ -22,6 +22,7 @@ RUNS: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         {"family": "llama", "topologies": ("tp=2,sp",), "resume": True, "default_dropout": DROPOUT},
         dict.fromkeys(needing("resume"), _MOMENTS)
         | {
+            "masks_begin_again": ("loss", "loss of step 3", "masks of another step"),
             "moments_of_another_rank": ("deltas", f"{_FIRST}.lora_B", "what the optimizer makes of them"),
             "resumed_one_step_late": ("deltas", f"{_FIRST}.lora_A", "2 optimizer steps were taken, not 3"),
             "order_begins_again": ("deltas", f"{_FIRST}.lora_A", "later ones take other sequences"),

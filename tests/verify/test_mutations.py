@@ -96,7 +96,8 @@ def _all_caught(outcomes: list[Outcome], topologies: tuple[str, ...] = TOPOLOGIE
     assert not survivors
     assert is_proved(outcomes)
     found = [(o.mutation, o.divergence, o.phases[-1].name) for o in outcomes if o.divergence]
-    gone_on = [name for name, d, last in found if d.phase != last and not d.name.startswith("loss of evaluation")]
+    later = ("loss of evaluation", "loss of step 2", "loss of step 3")
+    gone_on = [name for name, d, last in found if d.phase != last and not d.name.startswith(later)]
     assert not gone_on, "nothing is compared after what has caught a fault, but where a later step says it better"
     crashed = [(str(o.topology), o.mutation, o.error) for o in outcomes if o.error]
     assert not crashed, "a fault is caught by a difference, not by a crash"
@@ -182,7 +183,12 @@ COMBINED = (
 
 
 def _of_each_phase(diagnoses: dict[str, tuple[str, str, str]]) -> tuple[str, ...]:
-    return _of_each_place({name: phase for name, (phase, _, _) in diagnoses.items()})
+    return _of_each_place({name: "late" if _is_late(shown) else shown[0] for name, shown in diagnoses.items()})
+
+
+def _is_late(shown: tuple[str, str, str]) -> bool:
+    """Whether a fault shows only after the first step."""
+    return shown[0] == "deltas" or shown[1].endswith(("of step 2", "of step 3"))
 
 
 @pytest.mark.parametrize(
@@ -206,7 +212,7 @@ def test_fault_in_what_only_some_runs_have_is_caught_and_named(
 ) -> None:
     request, diagnoses = CASES[case]
     # One step shows most; several adapters take steps of their own, after those of the case.
-    late = [name for name in chosen if diagnoses[name][0] == "deltas"]
+    late = [name for name in chosen if _is_late(diagnoses[name])]
     at_once = [name for name in chosen if name not in late]
     mutated = []
     for steps, names in ((1, at_once), (request.get("steps", 3), late)):

@@ -374,12 +374,25 @@ def _deltas(case: Failure) -> str:
     wrong = [i for i, (a, b) in enumerate(zip(ours, reference, strict=False)) if abs(a - b) > 1e-9 * b]
     if wrong:
         return f"the learning rate of step {wrong[0] + 1} is {ours[wrong[0]]:.3g}, not {reference[wrong[0]]:.3g}"
-    masks = "; or dropout has the masks of another step" if one.dropouts else ""
-    masks += "; or noise is that of another step" if case.evidence.case.neftune_alpha else ""
     return (
-        "gradients, clipping and the reported learning rate are right: what the optimizer makes of them (its betas, "
-        f"epsilon, weight decay, the rates of its groups, or the factors that it steps){masks}"
+        "gradients and clipping of step 1 and the reported learning rates are right: what the optimizer makes of them "
+        "(its betas, epsilon, weight decay, the rates of its groups, or the factors that it steps)"
+        f"{_of_another_step(case)}"
     )
+
+
+def from_step(case: Failure, step: int) -> str:
+    """What is wrong from `step` on, where step 1 and the optimizer are right."""
+    return (
+        f"from step {step} on; step 1 is right, and so is what the optimizer makes of the gradients: state carried "
+        "between steps (evaluation, resuming, masks, accumulation), or what only later batches show"
+        f"{_of_another_step(case)}"
+    )
+
+
+def _of_another_step(case: Failure) -> str:
+    words = "; or dropout has the masks of another step" if case.evidence.reference.dropouts else ""
+    return words + "; or noise is that of another step" * bool(case.evidence.case.neftune_alpha)
 
 
 def _saved_file(case: Failure) -> str:

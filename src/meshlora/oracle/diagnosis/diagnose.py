@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
-from meshlora.oracle.diagnosis.causes import CAUSES
-from meshlora.oracle.diagnosis.symptoms import Failure, rank_errors
+from meshlora.oracle.diagnosis.causes import CAUSES, from_step
+from meshlora.oracle.diagnosis.symptoms import Failure, follows_from_gradients, rank_errors
 from meshlora.oracle.judge import Evidence
 from meshlora.oracle.results import Phase, TensorResult
 
@@ -52,12 +52,19 @@ def first_divergence(phases: list[Phase], evidence: Evidence) -> Divergence | No
     failing = [(phase, result) for phase in phases for result in phase.results if not result.passed]
     if not failing:
         return None
-    # Later steps depend on the first one, which shows a fault better; except gradients of a step whose loss is right.
+    # Later steps depend on the first one, which shows a fault better; except gradients of a step whose loss is right,
+    # and what the optimizer has not caused.
     names = {result.name for _, result in failing}
     phase, result = next(((p, r) for p, r in failing if not _is_later_step(r, names)), failing[0])
+    later = [(p, r) for p, r in failing if _step_of(r) > 1 and r.name.startswith(("loss of", "norm of", "clipped"))]
+    is_right_at_first = phase.name == "deltas" or _is_later_step(result, names)
+    comes_later = bool(later) and is_right_at_first and follows_from_gradients(evidence)
+    if comes_later:
+        phase, result = min(later, key=lambda one: _step_of(one[1]))
     errors = rank_errors(result) if phase.name != "saved_file" else {}  # a file belongs to no rank
     case = Failure(phase, result, evidence)
-    cause = _LOW_PRECISION if _is_rounding(case) else CAUSES[phase.name]
+    cause = from_step(case, _step_of(result)) if comes_later else CAUSES[phase.name]
+    cause = _LOW_PRECISION if _is_rounding(case) else cause
     return Divergence(
         phase.name,
         result.name,
@@ -82,7 +89,11 @@ def _is_later_step(result: TensorResult, failing: Set[str]) -> bool:
     """Whether a result depends on those of an earlier step, judging by the names of the failures."""
     if result.name.startswith("loss of evaluation"):  # it comes after a later step
         return True
+    step = _step_of(result)
+    return f"loss of step {step}" in failing if result.name.startswith("clipped ") else step > 1
+
+
+def _step_of(result: TensorResult) -> int:
+    """The optimizer step that the name of a result says; 1 if it says none."""
     number = result.name.rpartition(" step ")[2]
-    if result.name.startswith("clipped "):
-        return f"loss of step {number}" in failing
-    return number.isdecimal() and number != "1"
+    return int(number) if number.isdecimal() else 1

@@ -110,6 +110,30 @@ def rank_errors(result: TensorResult) -> dict[int, float]:
     return {rank: math.sqrt(gap / max(size, 1e-300)) for rank, (gap, size) in gaps.items()}
 
 
+def follows_from_gradients(evidence: Evidence) -> bool:
+    """Whether torch's AdamW makes of the clipped gradients of each rank, at the reference's rates, what the rank ends
+    with: the optimizer is right. False where that cannot be said: of other optimizers, and below float64.
+    """
+    case, rates = evidence.case, evidence.reference.rates
+    if case.optimizer != "adamw" or case.lora_plus_ratio is not None or case.dtype != "float64":
+        return False
+    for trace in evidence.ranks:
+        if trace.num_tokens != evidence.reference.num_tokens or len(trace.clipped) != len(rates):
+            return False
+        factors = {name: t.clone() for name, t in trace.initial.items() if name.endswith((".lora_A", ".lora_B"))}
+        optimizer = torch.optim.AdamW(
+            factors.values(), betas=(case.beta1, case.beta2), eps=case.eps, weight_decay=case.weight_decay
+        )
+        for rate, gradients in zip(rates, trace.clipped, strict=True):
+            for name, factor in factors.items():
+                factor.grad = gradients.get(name)
+            optimizer.param_groups[0]["lr"] = rate
+            optimizer.step()
+        if not all(is_near(factor, trace.final[name], 1e-9) for name, factor in factors.items()):
+            return False
+    return True
+
+
 def ratio_of(pieces: list[Piece], whole: Tensor, tolerance: float) -> float | None:
     """c with ours = c * reference up to an offset that is the same for all rows; None if there is no such c."""
     if not pieces:
