@@ -25,7 +25,7 @@ from transformers.masking_utils import (
 from meshlora.comm.groups import Axis
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.data import IGNORED, collate, joined, with_positions
-from meshlora.data.context import token_order
+from meshlora.data.context import order_of_rows, token_order
 from meshlora.data.tokenization import Sequence
 from meshlora.layers import context
 from meshlora.layers.attention_parts import How
@@ -69,6 +69,12 @@ def test_the_causal_work_of_every_document_is_the_same_on_all_ranks(size: int) -
 def test_rest_tokens_of_short_documents_go_round_the_ranks() -> None:
     order = token_order([[1] * 9 + [3]], size=3)
     assert [len(part) for part in np.split(order[0], 3)] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("length", [7, 2])
+def test_rows_that_do_not_go_round_are_refused(length: int) -> None:
+    with pytest.raises(UserError, match=f"rows of {length} tokens: cp=2 must divide .* takes 2 or more; pad them"):
+        order_of_rows((1, length), None, size=2)
 
 
 @pytest.mark.parametrize("rows", [PACKED, [[36], [36]]], ids=["packed", "alike"])

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshlora.data import IGNORED, Sequence, collate
+from meshlora.plan.topology import Topology
+from meshlora.train.feeding import fitted
 
 PAD = 99
 
@@ -90,6 +92,20 @@ def test_a_dummy_batch_adds_no_token_and_attends_to_something(token_multiple: in
     assert (batch.labels == IGNORED).all()
     # A row that attends to nothing is a softmax over nothing: NaN, also in the gradients it should not have.
     assert batch.attention_mask.all()
+
+
+@pytest.mark.parametrize("lengths", [[], [1], [2, 2], [7, 1, 3]])
+@pytest.mark.parametrize(("cp", "sp"), [(2, 1), (3, 2), (5, 1)])
+def test_a_cp_rank_takes_two_tokens_or_more_of_a_row(lengths: list[int], cp: int, sp: int) -> None:
+    # A recurrent mixer takes a single one for one that is generated, and passes no state on.
+    batch = collate([sequence([1] * n) for n in lengths], pad_token_id=PAD, row_multiple=cp, token_multiple=sp)
+    rows, length = batch.input_ids.shape
+    assert length % cp == 0
+    assert length // cp >= 2
+    assert rows * length // cp % sp == 0
+    inputs = {"input_ids": torch.ones(rows, max(lengths, default=2), dtype=torch.int64)}
+    topology = Topology(tp=sp, sp=sp > 1, cp=cp)
+    assert fitted(inputs, topology, pad_token_id=PAD)["input_ids"].shape[1] // cp >= 2
 
 
 @given(max_length=st.sampled_from([8, 16, 24]), lengths=st.lists(st.integers(1, 8), min_size=1, max_size=5))

@@ -6,6 +6,7 @@ import pytest
 
 from meshlora.common.errors import UnsupportedError
 from meshlora.config.objective import Classify
+from meshlora.oracle import case
 from meshlora.verify.request import Request, prepare_proof
 from tests.conftest import Prove
 
@@ -32,6 +33,27 @@ IN_MAKE_TEST = {"sinks and experts"}
 def test_cut_sequences_are_trained_as_whole_ones(name: str, prove: Prove) -> None:
     family, topology, packing = PROVED_HERE[name]
     (outcome,) = prove(family=family, packing=packing, topologies=(topology,), steps=1)
+    assert outcome.passed, (outcome.divergence, outcome.error)
+
+
+# A rank has a single token of a row, or none, or fewer than a convolution reaches.
+SHORT_ROWS = {
+    "state spaces": ("bamba", "cp=2"),
+    "state spaces beside attention": ("falcon_h1", "tp=2,sp,cp=2"),
+    "a rank without rows": ("nemotron_h", "dp=2,cp=2"),
+    "delta nets": ("qwen3_next", "cp=3"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "state spaces" else pytest.mark.proof) for n in SHORT_ROWS]
+)
+def test_rows_shorter_than_a_kernel_or_than_the_ranks_are_trained(
+    name: str, prove: Prove, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(case, "_LENGTHS", (5, 5, 2, 2, 1))
+    family, topology = SHORT_ROWS[name]
+    (outcome,) = prove(family=family, topologies=(topology,), steps=1)
     assert outcome.passed, (outcome.divergence, outcome.error)
 
 

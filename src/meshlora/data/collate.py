@@ -20,6 +20,7 @@ from torch import Tensor
 
 from meshlora.common.masks import token_numbers
 from meshlora.common.transfer import to_device
+from meshlora.data.context import FEWEST
 from meshlora.data.images import TOKEN_TYPES
 from meshlora.data.tokenization import Sequence
 
@@ -130,8 +131,8 @@ def collate(
     num_targets: int = 0,
     predicts_next: bool = True,
 ) -> Batch:
-    """Pad on the right to the longest sequence, then further until S is divisible by `row_multiple`, and what is then
-    left of each row, B·S / row_multiple, by `token_multiple`.
+    """Pad on the right to the longest sequence, then further until S is divisible by `row_multiple`, which leaves at
+    least `FEWEST` tokens, and what is then left of each row, B·S / row_multiple, by `token_multiple`.
 
     S is the smallest such length, so it never exceeds a `max_length` that is a multiple of both's product.
 
@@ -147,7 +148,7 @@ def collate(
     """
     assert token_multiple >= 1, token_multiple
     if not sequences:
-        length = _round_up(2, row_multiple * token_multiple)
+        length = cut_length(2, parts=row_multiple, multiple=token_multiple)
         input_ids = torch.full((1, length), pad_token_id, dtype=torch.int64)
         mask, untrained = torch.ones_like(input_ids), torch.full_like(input_ids, IGNORED)
         nowhere = token_numbers(torch.zeros(1, dtype=torch.int64), length)
@@ -157,7 +158,7 @@ def collate(
 
     num_rows = len(sequences)
     longest = max(len(sequence.input_ids) for sequence in sequences)
-    length = _round_up(longest, row_multiple * (token_multiple // math.gcd(num_rows, token_multiple)))
+    length = cut_length(longest, parts=row_multiple, multiple=token_multiple // math.gcd(num_rows, token_multiple))
 
     input_ids_np = np.full((num_rows, length), pad_token_id, dtype=np.int64)
     attention_mask = np.zeros((num_rows, length), dtype=np.int64)
@@ -203,5 +204,7 @@ def _more(each: AbstractSequence[Mapping[str, Tensor]], length: int) -> dict[str
     return found
 
 
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
+def cut_length(length: int, *, parts: int, multiple: int = 1) -> int:
+    """The least length of a row, from `length` on, of which each of `parts` cp ranks takes a multiple of `multiple`."""
+    least = length if parts == 1 else max(length, FEWEST * parts)
+    return -(-least // (parts * multiple)) * parts * multiple

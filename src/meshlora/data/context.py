@@ -12,6 +12,9 @@ from torch import Tensor
 
 from meshlora.common.errors import UserError
 
+# Tokens of a row on each rank, at least: the code of recurrent mixers takes a single one for one that is generated.
+FEWEST = 2
+
 
 def token_order(rows: Sequence[Sequence[int]], *, size: int, is_balanced: bool = True) -> np.ndarray:
     """int64 `[B, S]`: of each row the positions of rank 0's tokens, then rank 1's, ...: S / size each, ascending.
@@ -40,12 +43,13 @@ def order_of_rows(
     """`token_order` of rows `[B, S]`, whose documents begin at position 0. The host waits for `position_ids`.
 
     Raises:
-        UserError: size does not divide S.
+        UserError: size does not divide S, or leaves fewer than `FEWEST` tokens.
     """
     rows, length = shape
-    if length % size:
+    if length % size or length < FEWEST * size:
         way_out = "pad them, as meshlora.collator(model, tokenizer) does"
-        raise UserError(f"rows of {length} tokens", f"cp={size} must divide their number", way_out)
+        rule = f"cp={size} must divide their number, and each rank takes {FEWEST} or more"
+        raise UserError(f"rows of {length} tokens", rule, way_out)
     documents = [[length]] * rows
     if position_ids is not None:
         starts = [(row == 0).nonzero().flatten().tolist() for row in position_ids.expand(rows, length).cpu()]

@@ -184,7 +184,7 @@ class ContextCut:
             return tuple(self.cut_argument(name, each) for each in value)
         if not isinstance(value, Tensor) or held.length not in value.shape[1:]:
             return value
-        if name == "attention_mask" and value.ndim == 2:  # of recurrent mixers, 0 at padding
+        if name.endswith("attention_mask") and value.ndim == 2:  # of recurrent mixers, 0 at padding
             return held.cut(value, 1)
         rows, dim = next((dims for word, dims in _TOKEN_DIMS.items() if word in name), (0, 0))
         if not dim or value.shape[dim] != held.length:

@@ -4,18 +4,21 @@ Owns: the states of delta nets, state spaces and short convolutions on their way
 Does not own: the recurrence, which is the model's own code. That takes a cache when it generates text, with the inputs
 of its convolution before the tokens at hand, and the state that they left; `PassedStates` stands there as one.
 
-Ranks hold contiguous parts of each row. Inputs of the convolution are gathered, the last few of each rank. The state
-goes from rank to rank, as the next one needs it first: the ranks compute a layer's recurrence one after the other.
+Ranks hold contiguous parts of each row, all as long, so that each knows what the others send. Inputs of the convolution
+are gathered, the last few of each rank. The state goes from rank to rank, as the next one needs it first: the ranks
+compute a layer's recurrence one after the other. A mixer takes a single token for one that is generated, and then says
+no state: a part has two tokens or more (`data.context.FEWEST`), padding where a row is too short.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
@@ -44,12 +47,10 @@ class PassedStates:
 
     def update_conv_state(self, inputs: Tensor, *_: Any, conv_kernel_size: int, **__: Any) -> Tensor:
         """`[B, C, n]` -> with the inputs before them `[B, C, conv_kernel_size - 1 + n]`, 0 before the first token."""
-        reach = conv_kernel_size - 1
-        tails = gather_each_to_each(inputs[..., -reach:].contiguous(), self.axis)
-        before = torch.cat(tails.chunk(self.axis.size)[: self.axis.rank + 1], -1)
-        own = min(reach, inputs.shape[-1])  # of this rank, at the end: they keep the gather in the graph of every rank
-        before = torch.nn.functional.pad(before[..., : before.shape[-1] - own], (reach, 0))[..., -reach:]
-        whole = torch.cat([before + 0 * tails[..., :1].sum(), inputs], -1)
+        number, reach = inputs.shape[-1], conv_kernel_size - 1
+        own = min(number, reach)
+        tails = gather_each_to_each(inputs.narrow(-1, number - own, own).contiguous(), self.axis)
+        whole = torch.cat([_before(tails.chunk(self.axis.size), self.axis.rank, reach), inputs], -1)
         if self.first is not None:
             # Now, as the rank before gets through this gather before it has a state. In place: the mixer holds it. Its
             # gradient is sent before that of the gather is summed, which the rank before does after it has come.
@@ -82,10 +83,22 @@ class PassedStates:
 
     def sent(self, output: Tensor) -> Tensor:
         """`output` of the mixer, with its state on the way to the next rank."""
-        if self.last is None:
+        if self.first is None:
             return output
+        assert self.last is not None, "the mixer has left no state"
         found: Tensor = _Sent.apply(output, self.last, self.axis)
         return found
+
+
+def _before(tails: Sequence[Tensor], rank: int, reach: int) -> Tensor:
+    """`[B, C, reach]`: the inputs before those of `rank`, 0 before the first token.
+
+    tails: `[B, C, n]` of each rank, its last inputs: all that it has where these are fewer than `reach`, which then
+    comes from several ranks. Those of `rank` itself keep the gather in the graph of the first rank too.
+    """
+    number = rank * tails[0].shape[-1]
+    before = torch.cat(list(tails[: rank + 1]), -1).narrow(-1, 0, number)
+    return F.pad(before, (reach, 0)).narrow(-1, number, reach)
 
 
 class _Received(Function):

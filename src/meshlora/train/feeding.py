@@ -26,6 +26,7 @@ from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Mesh
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.data import IGNORED, GlobalBatches
+from meshlora.data.collate import cut_length
 from meshlora.plan.topology import Topology
 from meshlora.text.tokenizer import padding_token_id
 
@@ -172,9 +173,12 @@ def fitted(inputs: Mapping[str, Any], topology: Topology, *, pad_token_id: int) 
 
     What is added is masked, untrained, and behind all else: with causal attention it changes nothing.
     """
-    multiple = (topology.tp if topology.sp else 1) * topology.cp
     ids = inputs.get("input_ids")
-    if not isinstance(ids, Tensor) or ids.ndim != 2 or not (missing := -ids.shape[1] % multiple):
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        return dict(inputs)
+    multiple = topology.tp if topology.sp else 1
+    missing = cut_length(ids.shape[1], parts=topology.cp, multiple=multiple) - ids.shape[1]
+    if not missing:
         return dict(inputs)
     filled = {"labels": IGNORED, "shift_labels": IGNORED, "input_ids": pad_token_id}
     found = dict(inputs)
