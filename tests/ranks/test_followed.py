@@ -147,3 +147,30 @@ def test_a_step_has_at_most_a_batch(tmp_path: Path) -> None:
     two = prepare_run(read_run(objective_file(tmp_path, "two", "", "policy"))).train_data.first(2)
     with pytest.raises(UserError, match=r"step_000001\.jsonl with 2 records: a step has at most train\.batch_size=1"):
         Followed(RolloutStream(tmp_path), mesh, lambda _: two, 1, 1).fetch(1, threading.Event())
+
+
+def test_rollouts_of_the_run_itself_that_cannot_be_read_are_made_again(tmp_path: Path) -> None:
+    """Else each run that goes on would end by them. Those of others, and those just made, are an error."""
+    mesh: Any = SimpleNamespace(device=torch.device("cpu"), world=SimpleNamespace(size=1), rank=0)
+    stream, said, made = RolloutStream(tmp_path), list[str](), list[int]()
+
+    def read(file: str) -> Any:
+        if json.loads(Path(file).read_text())["input_ids"][0] == 10**30:
+            raise UserError(file, "it has a token outside the vocabulary")
+        return no_tokens()
+
+    def make(step: int, token: int = 5) -> None:
+        made.append(step)
+        stream.write(step, [{**RECORD, "input_ids": [token, 6, 7]}])
+
+    stream.write(1, [{**RECORD, "input_ids": [10**30, 6, 7]}])
+    with pytest.raises(UserError, match="outside the vocabulary"):
+        Followed(stream, mesh, read, 1, 1).fetch(1, threading.Event())
+    followed = Followed(stream, mesh, read, 1, 1, make=make, say=said.append)
+    assert [followed.fetch(1, threading.Event()), followed.fetch(1, threading.Event()), made] == ["there", "there", [1]]
+    assert len(said) == 1
+    assert said[0].startswith(f"{stream.file(1)}: it has a token outside the vocabulary: these rollouts cannot be read")
+    followed.make = lambda step: make(step, 10**30)
+    with pytest.raises(UserError, match="outside the vocabulary"):
+        followed.fetch(2, threading.Event())
+    assert made == [1, 2]

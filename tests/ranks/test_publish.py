@@ -173,7 +173,7 @@ def _choice(index: int, **changes: Any) -> dict[str, Any]:
 
 def test_completions_are_in_the_order_of_their_prompts() -> None:
     with serving(lambda *_: (200, {"choices": [_choice(index) for index in (3, 0, 2, 1)]})) as (url, seen):
-        found = Engine(url).complete("mine", [[1, 2], [3]], n=2, max_tokens=5, temperature=1.0)
+        found = Engine(url).complete("mine", [[1, 2], [3]], vocab_size=10, n=2, max_tokens=5, temperature=1.0)
     assert found == [[Continuation([i, 9], [-1.0, -0.5]) for i in pair] for pair in ((0, 1), (2, 3))]
     ((path, body),) = seen
     assert path == "/v1/completions"
@@ -201,7 +201,7 @@ def _npy(array: np.ndarray) -> str:
 def test_experts_of_an_engine_that_says_them_are_in_the_records(tmp_path: Path) -> None:
     routed = np.arange(24, dtype=np.uint8).reshape(3, 4, 2)  # of two tokens of the prompt and the first after it
     with serving(lambda *_: (200, {"choices": [_choice(0, routed_experts=_npy(routed)), _choice(1)]})) as (url, _):
-        ((one, other),) = Engine(url).complete("mine", [[1, 2]], n=2)
+        ((one, other),) = Engine(url).complete("mine", [[1, 2]], vocab_size=64, n=2, max_tokens=2)
     assert one.routed_experts == routed.tolist()
     assert other.routed_experts is None
     run = prepare_run(read_run(rl_file(tmp_path, "experts", "")))
@@ -221,30 +221,33 @@ def test_experts_of_an_engine_that_says_them_are_in_the_records(tmp_path: Path) 
             serving(lambda *_, answer=answer: answer) as (url, _),
             pytest.raises(UserError, match="its routed_experts"),
         ):
-            Engine(url).complete("mine", [[1, 2]], n=1)
+            Engine(url).complete("mine", [[1, 2]], vocab_size=64, n=1, max_tokens=2)
 
 
 @pytest.mark.parametrize(
     ("choices", "words"),
     [
         ([_choice(0)], "it gave 1 completions, and 2 were asked for"),
-        ([_choice(0), _choice(1, token_ids=None)], "a completion has no token_ids"),
-        ([_choice(0), _choice(1, token_ids=[3, -1])], "a completion has no token_ids"),
+        ([_choice(0), _choice(1, token_ids=None)], "completion 1: it has no token_ids"),
+        ([_choice(0), _choice(1, token_ids=[3, -1])], "token_ids has a token outside the vocabulary of 64"),
         ([_choice(0), _choice(0)], "its completions are not numbered from 0 to 1"),
         ([_choice(0), _choice(1) | {"index": None}], "its completions are not numbered from 0 to 1"),
         ([_choice(0), _choice(1) | {"index": [1]}], "its completions are not numbered from 0 to 1"),
         ([_choice(0), "text"], "its completions are not numbered from 0 to 1"),
         (2, "it gave 0 completions, and 2 were asked for"),
-        ([_choice(0), _choice(1, logprobs=[-1.0, -0.5])], "a completion has not one log-probability"),
-        ([_choice(0), _choice(1, logprobs=None)], "a completion has not one log-probability for each token"),
-        ([_choice(0), _choice(1, logprobs={"token_logprobs": [-1.0, float("nan")]})], "has not one log-probability"),
+        ([_choice(0), _choice(1, logprobs=[-1.0, -0.5])], "it has not one log-probability"),
+        ([_choice(0), _choice(1, logprobs=None)], "it has not one log-probability for each token"),
+        (
+            [_choice(0), _choice(1, logprobs={"token_logprobs": [-1.0, float("nan")]})],
+            "holds what is not a finite number",
+        ),
     ],
 )
 def test_an_answer_of_another_kind_is_refused(choices: list[Any], words: str) -> None:
     with serving(lambda *_: (200, {"choices": choices})) as (url, _), pytest.raises(UserError, match=words):
-        Engine(url).complete("mine", [[1, 2]], n=2)
+        Engine(url).complete("mine", [[1, 2]], vocab_size=64, n=2, max_tokens=2)
     with serving(lambda *_: (200, "<html>")) as (url, _), pytest.raises(UserError, match="its answer is not JSON"):
-        Engine(url).complete("mine", [[1, 2]], n=2)
+        Engine(url).complete("mine", [[1, 2]], vocab_size=64, n=2, max_tokens=2)
 
 
 class _PeftEngine:

@@ -39,6 +39,7 @@ FIELDS = (*_COMMON, *(name for names in _ADVANTAGE for name in names))
 REWARDED_FIELDS = (*_COMMON, "reward", "group")
 _LISTS = ("advantages", "old_log_probs", "engine_log_probs", "weights")
 _LOG_PROBS, _ROUNDING = ("old_log_prob", "engine_log_prob"), 1e-3
+_LEAST_LOG_PROB = -1e4  # far below any of a softmax in float64; engines write -9999 for what they rule out
 
 
 def read_rollouts(
@@ -157,14 +158,19 @@ def _routed(row: Mapping[str, Any], length: int) -> np.ndarray | None:
         found = np.array(row[_ROUTED])
     except ValueError:  # lists of unequal length
         found = np.empty(0)
-    if found.ndim != 3 or found.dtype.kind != "i" or not found.size:
+    check_routed(found, length)
+    missing = np.full((length - len(found), *found.shape[1:]), -1)
+    return np.concatenate([found, missing]).astype(np.int16)
+
+
+def check_routed(found: np.ndarray, length: int) -> None:
+    """Check the experts of a rollout of `length` tokens. Raises: MalformedError."""
+    if found.ndim != 3 or found.dtype.kind not in "ui" or not found.size:
         raise MalformedError(f"{_ROUTED} is no list [tokens][layers][k] of whole numbers")
     if len(found) not in (length, length - 1):
         raise MalformedError(f"{_ROUTED} has {len(found)} tokens, input_ids {length}")
     if found.min() < 0 or found.max() > np.iinfo(np.int16).max:
         raise MalformedError(f"{_ROUTED} holds what is no number of an expert")
-    missing = np.full((length - len(found), *found.shape[1:]), -1)
-    return np.concatenate([found, missing]).astype(np.int16)
 
 
 def _routed_of_all(routed: list[np.ndarray | None]) -> np.ndarray | None:
@@ -234,13 +240,30 @@ def _record(row: Mapping[str, Any], origin: str) -> Record | None:
 
 def _tokens(row: Mapping[str, Any], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
     ids, trained = row["input_ids"], row.get("is_trained")
-    if not isinstance(ids, list) or len(ids) < 2 or any(type(i) is not int for i in ids):
+    if not isinstance(ids, list) or len(ids) < 2:
         raise MalformedError("input_ids is not a list of two token ids or more")
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        raise MalformedError(f"input_ids has a token outside the vocabulary of {vocab_size}")
+    check_tokens(ids, "input_ids", vocab_size)
     if not isinstance(trained, list) or len(trained) != len(ids) or any(t not in (0, 1) for t in trained):
         raise MalformedError("is_trained is not a list of a 0 or 1 for each of input_ids")
     return np.array(ids, dtype=np.int32), np.array(trained, dtype=bool)
+
+
+def check_tokens(ids: list[Any], name: str, vocab_size: int) -> None:
+    """Check that each is a token of the model. Raises: MalformedError."""
+    if any(type(each) is not int for each in ids):
+        raise MalformedError(f"{name} holds what is no whole number")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise MalformedError(f"{name} has a token outside the vocabulary of {vocab_size}")
+
+
+def check_log_probs(values: list[Any], name: str) -> None:
+    """Check that each is the logarithm of the probability of a token that was sampled. Raises: MalformedError."""
+    if not all(map(is_number, values)):
+        raise MalformedError(f"{name} holds what is not a finite number")
+    if max(values, default=0) > _ROUNDING:
+        raise MalformedError(f"{name} holds {max(values):g}: the logarithm of a probability is at most 0")
+    if min(values, default=0) < _LEAST_LOG_PROB:
+        raise MalformedError(f"{name} holds {min(values):g}: no token of that probability is ever sampled")
 
 
 def _values(
@@ -266,10 +289,10 @@ def _values(
                 value = value[:number]
             if len(value) != number:
                 raise MalformedError(f"{given[0]} has {len(value)} numbers for {number} trained tokens")
-        if given and any(not is_number(v) for v in (value if isinstance(value, list) else [value])):
+        if column in _LOG_PROBS and isinstance(value, list):
+            check_log_probs(value, given[0])
+        elif given and not all(map(is_number, value if isinstance(value, list) else [value])):
             raise MalformedError(f"{given[0]} holds what is not a finite number")
-        if given and column in _LOG_PROBS and max(value, default=0) > _ROUNDING:
-            raise MalformedError(f"{given[0]} holds {max(value):g}: the logarithm of a probability is at most 0")
         found[is_trained] = value
         columns[column] = found
     return columns

@@ -212,6 +212,7 @@ class EngineGenerator:
             found = self.engine.complete(
                 self.config.adapter_name,
                 [prompt.ids for prompt in prompts[:: self.config.completions]],
+                vocab_size=self.one.run.blueprint.config.get_text_config().vocab_size,
                 n=self.config.completions,
                 max_tokens=self.config.max_new_tokens,
                 temperature=self.config.temperature,

@@ -52,7 +52,7 @@ class Followed:
 
     read: the tokens of a file. wait_s: how long a step may take to come. most: records that a step may have.
     make: called on all ranks with a step that is missing, if this run makes its own rollouts. check: called after a
-        step with its statistics.
+        step with its statistics. say: told on rank 0 of rollouts that are made again.
     """
 
     stream: RolloutStream
@@ -62,6 +62,7 @@ class Followed:
     most: int
     make: Callable[[int], None] | None = None
     check: Callable[[int, Mapping[str, float]], None] | None = None
+    say: Callable[[str], None] = lambda _: None
     current: tuple[TokenizedDataset, np.ndarray] = field(default_factory=lambda: (no_tokens(), np.empty(0, np.int64)))
 
     def fetch(self, step: int, asked: threading.Event) -> State:
@@ -70,7 +71,8 @@ class Followed:
         Raises:
             UserError: it did not come in time, or it is not what a step's file is.
         """
-        if self.make is not None and self._seen(step, asked) == "missing":
+        is_missing = self.make is not None and self._seen(step, asked) == "missing"
+        if self.make is not None and is_missing:
             self.make(step)
         until, pause_s = time.monotonic() + self.wait_s, _FIRST_LOOK_S
         while (seen := self._seen(step, asked, until)) == "missing":
@@ -83,8 +85,28 @@ class Followed:
                 "is what writes the rollouts still at work? Go on later with --resume auto",
             )
         if seen == "there":
-            self.current = self._step(step)
+            found = self._step(step) if self.make is None or is_missing else self._made_before(step)
+            if found is None:
+                return self.fetch(step, asked)
+            self.current = found
         return seen
+
+    def _made_before(self, step: int) -> tuple[TokenizedDataset, np.ndarray] | None:
+        """The data of a step that an earlier process of this run has made. None if they cannot be read, which would end
+        every run that goes on: they are then removed. Collective."""
+        found, why = None, ""
+        try:
+            found = self._step(step)
+        except UserError as error:
+            why = f"{error}"
+        wrong = all_gather(torch.tensor([found is None], device=self.mesh.device), self.mesh.world)
+        if not wrong.any():
+            return found
+        if self.mesh.rank == 0:
+            file = self.stream.file(step)
+            self.say(f"{why or file}: these rollouts cannot be read, and are made again")
+            file.unlink(missing_ok=True)
+        return None
 
     def _seen(self, step: int, asked: threading.Event, until: float = math.inf) -> State:
         """What all ranks see, the same on all: a shared file system may show a file to some later. Collective.

@@ -152,7 +152,8 @@ class TrainedAdapter:
             self.step_facts = {} if data.targets is None else {"reward": float(data.targets[:, 0].mean())}
             return with_advantages(self.objective, data)
 
-        return Followed(stream, self.mesh, read, config.data.follow_s or WAIT_S, config.train.batch_size)
+        wait_s, most = config.data.follow_s or WAIT_S, config.train.batch_size
+        return Followed(stream, self.mesh, read, wait_s, most, say=self.reporter.say)
 
     def in_use(self) -> contextlib.AbstractContextManager[None]:
         """Make it the adapter that is saved and evaluated inside the block."""
