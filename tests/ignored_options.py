@@ -107,6 +107,7 @@ _RUN = "tests/ranks/test_train_objectives.py::test_run_gives_the_adapter_of_one_
 _DPO = "tests/verify/test_objectives.py::test_layers_that_are_computed_twice_have_the_masks_of_the_first_time"
 _SFT = "tests/verify/test_objectives.py::test_objective_is_that_of_one_process_on_every_mesh[sft]"
 
+_JUDGED = "tests/unit/test_rewards.py::test_a_completion_that_cannot_be_judged_ends_the_run_or_is_counted"
 _REWARDS, _RL = "tests/unit/test_rewards.py", "tests/ranks/test_rl.py"
 _PUBLISH = "tests/ranks/test_publish.py"
 _LIMITS = f"{_REWARDS}::test_a_program_ends_within_its_limits"
@@ -228,6 +229,8 @@ CAUGHT_BY: dict[str, str] = {
     "rl.publish_every": f"{_PUBLISH}::test_an_adapter_is_published_every_so_many_steps_and_at_the_end",
     "rl.adapter_name": f"{_PUBLISH}::test_an_engine_samples_with_the_adapter_of_the_step_before",
     **{f"rl.rewards.{kind}.weight": f"{_REWARDS}::test_the_sum_is_weighted" for kind in rl.REWARDS},
+    "rl.rewards.regex.on_failure": f"{_JUDGED}[pattern]",
+    "rl.rewards.json_schema.on_failure": f"{_JUDGED}[schema]",
     "rl.rewards.regex.pattern": f"{_REWARDS}::test_a_pattern_is_found_or_is_all",
     "rl.rewards.regex.whole": f"{_REWARDS}::test_a_pattern_is_found_or_is_all",
     "rl.rewards.json_schema.schema": f"{_REWARDS}::test_json_is_what_the_schema_accepts",

@@ -123,9 +123,15 @@ def test_recorded_rollouts_give_one_adapter_and_that_of_transformers(
     topology: str, made: Path, folder: Path, pools: Callable[[int], Pool]
 ) -> None:
     name, world = f"recorded-{topology}", 2 if topology else 1
-    file = rl_file(folder, name, topology, rl={"source": str(made / "rollouts")})
+    stream = RolloutStream(folder / f"{name}-stream")
+    for step in range(1, STEPS + 1):
+        first, *others = records_of(made, step)
+        stream.write(step, [first | {"failed": ["regex"]}, *others])
+    rewards = [{"kind": "regex", "pattern": "e", "on_failure": "zero"}]
+    file = rl_file(folder, name, topology, rl={"source": str(stream.folder), "rewards": rewards})
     pools(world).run(run_rl, file, world)
     output = folder / name
+    assert [line["failed_rewards"] for line in metrics_of(output)] == [1.0] * STEPS
     assert not (output / "rollouts").exists()  # its own would be the same
     assert compare_adapters(output / "adapter", made / "adapter").relative < 1e-9
     losses = train_alone(_ordinary(made, folder), initial=made / "initial", out=folder / f"alone-{topology}")
@@ -345,6 +351,8 @@ def test_a_run_is_checked_with_its_prompts_and_rewards(folder: Path, capsys: pyt
     assert f"ready: meshlora rl {file}" in said.replace("\n", " ").replace("  ", " ")
     assert main(["check", file, "--set", "rl.rewards=[{kind: model, path: nowhere}]"]) == 2
     assert "rl.rewards.path=nowhere: there is no such folder" in capsys.readouterr().err
+    assert main(["check", file, "--set", "rl.rewards=[{kind: match, field: level}]"]) == 2
+    assert "prompts.jsonl:1: reward match: the prompt's record has no 'level'" in capsys.readouterr().err
     assert main(["data", file]) == 2
     assert "its data are prompts, whose completions the run makes" in capsys.readouterr().err
 

@@ -22,6 +22,7 @@ from transformers import (
 
 from meshlora.common.errors import UserError
 from meshlora.config.rl import (
+    REWARDS,
     FunctionReward,
     JsonSchemaReward,
     MatchReward,
@@ -29,6 +30,7 @@ from meshlora.config.rl import (
     RegexReward,
     UnitTestsReward,
 )
+from meshlora.rl.prompts import Prompt
 from meshlora.rl.rewards import Completion, Rewards
 from meshlora.rl.unit_tests import code_in, run_tests
 from meshlora.text.tokenizer import load_tokenizer
@@ -54,6 +56,83 @@ def test_a_pattern_that_never_ends_names_the_completion(monkeypatch: pytest.Monk
     monkeypatch.setattr("meshlora.rl.rewards._PATTERN_S", 0.1)
     with pytest.raises(UserError, match=r"of the completion 'aaa.* of prompts\.jsonl:3: the pattern .* took longer"):
         _values(RegexReward(pattern="(a+)+$"), _said("a" * 60 + "b"))
+
+
+ENDLESS = {
+    "pattern": ({"kind": "regex", "pattern": "(a+)+$"}, "a" * 60 + "b"),
+    "schema": ({"kind": "json_schema", "schema": {"pattern": "(a+)+$"}}, '"' + "a" * 60 + 'b"'),
+    "recursion": (
+        {
+            "kind": "json_schema",
+            "schema": {
+                "$ref": "#/$defs/0",
+                "$defs": {f"{n}": {"allOf": [{"$ref": f"#/$defs/{n + 1}"}]} for n in range(20)}
+                | {"20": {"items": {"$ref": "#/$defs/0"}}},
+            },
+        },
+        "[" * 49 + "]" * 49,
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+def test_a_completion_that_cannot_be_judged_ends_the_run_or_is_counted(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshlora.rl.rewards._PATTERN_S", 0.1)
+    given, text = ENDLESS[what]
+    stops, counts = (REWARDS[given["kind"]](**given, on_failure=how, weight=2.0) for how in ("stop", "zero"))
+    words = "recurses too deeply" if what == "recursion" else r"took longer than 0\.1 s"
+    with pytest.raises(UserError, match=rf"of prompts\.jsonl:3: the .*: it {words}; .*on_failure: zero"):
+        _values(stops, _said(text))
+    scored = Rewards([counts, RegexReward(pattern="", weight=0.5)])([_said("1"), _said(text)])
+    assert [each.failed for each in scored] == [(), (given["kind"],)]
+    assert scored[1].total == 0.5
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"$ref": "#/$defs/x"}, "there is nothing at .ref '#/.defs/x', and nothing is fetched"),
+        ({"items": {"$ref": "https://example.org/schema"}}, "nothing at .ref 'https://example.org/schema'"),
+        ({"properties": {"a": {"$ref": "file:///etc/passwd"}}}, "nothing at .ref 'file:///etc/passwd'"),
+        ({"$ref": "#"}, "refers to itself without an end"),
+    ],
+)
+def test_a_schema_that_refers_to_nothing_is_refused_before_a_completion(schema: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Rewards([JsonSchemaReward(schema=schema)])
+
+
+def test_a_schema_may_refer_to_itself_and_have_data_that_look_like_it() -> None:
+    tree = {"type": "object", "properties": {"child": {"$ref": "#"}}, "not": {"const": {"$ref": "#/nowhere"}}}
+    said = [_said('{"child": {"child": {}}}'), _said('{"child": {"child": 3}}'), _said('{"$ref": "#/nowhere"}')]
+    assert _values(JsonSchemaReward(schema=tree), *said) == [1, 0, 0]
+    assert _values(JsonSchemaReward(schema={"$ref": "https://json-schema.org/draft/2020-12/schema"}), _said("{}")) == [
+        1
+    ]
+
+
+@pytest.mark.parametrize(
+    ("reward", "fields", "words"),
+    [
+        (MatchReward(), {"tests": "pass"}, r"p\.jsonl:2: reward match: the prompt's record has no 'answer'"),
+        (MatchReward(how="number"), {"answer": "none"}, r"p\.jsonl:2: reward match: answer='none': it has no number"),
+        (
+            UnitTestsReward(memory_mb=512),
+            {"answer": "1"},
+            r"p\.jsonl:2: reward tests: .* has no 'tests': .*; it has answer",
+        ),
+    ],
+)
+def test_every_prompt_has_what_its_rewards_need(reward: Any, fields: dict[str, Any], words: str) -> None:
+    prompts = [
+        Prompt("ask", (1,), each, f"p.jsonl:{n}") for n, each in enumerate([{"answer": "1", "tests": ""}, fields], 1)
+    ]
+    rewards = Rewards([reward])
+    rewards.check(prompts[:1])
+    with pytest.raises(UserError, match=words):
+        rewards.check(prompts)
 
 
 def test_json_is_what_the_schema_accepts(tmp_path: Path) -> None:

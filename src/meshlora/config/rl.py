@@ -33,7 +33,14 @@ class _Reward:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RegexReward(_Reward):
+class _Judged(_Reward):
+    """on_failure: of a completion that cannot be judged, as in time: stop: it ends the run; zero: its value is 0."""
+
+    on_failure: Literal["stop", "zero"] = "stop"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegexReward(_Judged):
     """1 if a pattern is found in the completion.
 
     pattern: a regular expression. whole: it is to be the whole completion.
@@ -52,7 +59,7 @@ class RegexReward(_Reward):
 
 
 @dataclass(frozen=True, kw_only=True)
-class JsonSchemaReward(_Reward):
+class JsonSchemaReward(_Judged):
     """1 if the completion is JSON that the schema accepts. schema: itself, or a file."""
 
     kind: Literal["json_schema"] = "json_schema"
@@ -179,6 +186,11 @@ class RlConfig:
             elif isinstance(one, JsonSchemaReward) and isinstance(one.schema, str):
                 found.append(one.schema)
         return found
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether a reward counts what it cannot judge as 0."""
+        return any(isinstance(one, _Judged) and one.on_failure == "zero" for one in self.rewards)
 
     @property
     def is_own(self) -> bool:

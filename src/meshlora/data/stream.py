@@ -22,6 +22,13 @@ from meshlora.common.errors import UserError
 from meshlora.common.files import read_json, write_json_atomically, write_text_atomically
 
 END = "end.json"
+FAILED = "failed"  # of a record: the rewards that could not judge it
+
+
+def num_failed(file: Path | str) -> int:
+    """How many records of a step have a reward that could not judge them. file: of `RolloutStream`, and whole."""
+    with open(file, "rb") as lines:
+        return sum(bool(json.loads(line).get(FAILED)) for line in lines)
 
 
 @dataclass(frozen=True)

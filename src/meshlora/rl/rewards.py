@@ -11,6 +11,8 @@ Only the rank that writes the rollouts calls this; the others read what it wrote
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -18,7 +20,7 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ from meshlora.config.rl import (
     RegexReward,
     UnitTestsReward,
 )
+from meshlora.rl.prompts import Prompt
 from meshlora.rl.reward_model import RewardModel
 from meshlora.rl.unit_tests import code_in, run_tests
 
@@ -54,10 +57,12 @@ class Completion:
 
 @dataclass(frozen=True)
 class Scored:
-    """total: the weighted sum. parts: the value of each reward, by name, without its weight."""
+    """total: the weighted sum. parts: the value of each reward, by name, without its weight. failed: the names of those
+    that could not judge the completion, and count as 0."""
 
     total: float
     parts: Mapping[str, float]
+    failed: tuple[str, ...] = ()
 
 
 Score = Callable[[Sequence[Completion]], Sequence[float]]
@@ -72,20 +77,39 @@ class Rewards:
 
     def __init__(self, given: Sequence[Any]) -> None:
         self._scores: dict[str, tuple[float, Score]] = {}
+        self._needs: dict[str, Callable[[Completion], object]] = {}
         for number, one in enumerate(given):
             name = _name_of(one)
             name = f"{name} {number + 1}" if name in self._scores else name
             self._scores[name] = (one.weight, _MAKERS[type(one)](one, f"rl.rewards.{number} ({name})"))
+            if type(one) in _NEEDS:
+                self._needs[name] = functools.partial(_NEEDS[type(one)], one)
 
     def __call__(self, completions: Sequence[Completion]) -> list[Scored]:
         """Raises: UserError: a reward failed on a completion, or gave no finite number; it is named."""
         values = {name: score(completions) for name, (_, score) in self._scores.items()}
         found = []
         for place, completion in enumerate(completions):
+            failed = tuple(name for name, of_all in values.items() if isinstance(of_all[place], _Failed))
             parts = {name: _number(of_all[place], name, completion) for name, of_all in values.items()}
             total = math.fsum(self._scores[name][0] * value for name, value in parts.items())
-            found.append(Scored(total, parts))
+            found.append(Scored(total, parts, failed))
         return found
+
+    def check(self, prompts: Iterable[Prompt]) -> None:
+        """Check that the record of each prompt has what the rewards need of it.
+
+        Raises:
+            UserError: names the first that has not.
+        """
+        for prompt in prompts:
+            said = Completion(prompt.text, "", prompt.fields, prompt.origin)
+            for name, needs in self._needs.items():
+                try:
+                    needs(said)
+                except UserError as error:
+                    given = f"{prompt.origin}: reward {name}"
+                    raise UserError(given, f"{error.given}: {error.rule}", error.way_out) from None
 
 
 def _name_of(one: Any) -> str:
@@ -107,14 +131,19 @@ def _of(name: str, completion: Completion) -> str:
     return f"reward {name} of the completion {completion.text[:120]!r} of {completion.origin}"
 
 
-def _each(name: str, score: Callable[[Completion], Any]) -> Score:
-    """One completion at a time. What `score` raises names the completion."""
+def _each(name: str, score: Callable[[Completion], Any], *, on_failure: str = "stop") -> Score:
+    """One completion at a time. What `score` raises names the completion. on_failure: of what it cannot judge."""
 
     def of_all(completions: Sequence[Completion]) -> list[Any]:
         values = []
         for completion in completions:
             try:
                 values.append(score(completion))
+            except _UnjudgedError as error:
+                if on_failure == "stop":
+                    way_out = f"{error.way_out}, or count it as 0: on_failure: zero"
+                    raise UserError(_of(name, completion), f"{error.given}: {error.rule}", way_out) from None
+                values.append(_Failed())
             except UserError as error:
                 raise UserError(_of(name, completion), f"{error.given}: {error.rule}", error.way_out) from None
             except (Exception, SystemExit) as error:  # a user's function may raise anything
@@ -129,53 +158,97 @@ def _regex(one: RegexReward, name: str) -> Score:
     search = pattern.fullmatch if one.whole else pattern.search
 
     def score(completion: Completion) -> float:
-        try:
-            with time_limit(_PATTERN_S):
-                return float(search(completion.text) is not None)
-        except OutOfTimeError:
-            raise UserError(
-                f"the pattern {one.pattern!r}", f"it took longer than {_PATTERN_S:g} s", "write a simpler one"
-            ) from None
+        with _judged(f"the pattern {one.pattern!r}"):
+            return float(search(completion.text) is not None)
 
-    return _each(name, score)
+    return _each(name, score, on_failure=one.on_failure)
+
+
+class _Failed(float):
+    """0, for a completion that could not be judged."""
+
+
+class _UnjudgedError(UserError):
+    """A completion that a reward cannot judge."""
+
+
+@contextlib.contextmanager
+def _judged(by: str) -> Iterator[None]:
+    """Limits for one completion. Raises: _UnjudgedError."""
+    try:
+        with time_limit(_PATTERN_S):
+            yield
+    except OutOfTimeError:
+        raise _UnjudgedError(by, f"it took longer than {_PATTERN_S:g} s", "write a simpler one") from None
+    except RecursionError:
+        raise _UnjudgedError(by, "it recurses too deeply", "write a simpler one") from None
 
 
 def _json_schema(one: JsonSchemaReward, name: str) -> Score:
     try:
         import jsonschema
-        import referencing
+        import referencing.jsonschema
     except ImportError:
         raise UserError(name, "it needs jsonschema", "pip install 'meshlora[rl]'") from None
     schema = read_json(Path(one.schema)) if isinstance(one.schema, str) else one.schema
     kind = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
         kind.check_schema(schema)
+        specification = referencing.jsonschema.specification_with(kind.META_SCHEMA["$schema"])
+        _check_references(specification.create_resource(schema), f"{name}: schema")
+        validator = kind(schema, registry=referencing.Registry())  # which fetches nothing
+        for value in (None, True, 0, "", [], {}):  # one that refers to itself alone never ends
+            validator.is_valid(value)
     except jsonschema.SchemaError as error:
         raise UserError(f"{name}: schema", f"it is no JSON schema ({error.message})") from None
-    validator = kind(schema, registry=referencing.Registry())  # which fetches nothing
+    except RecursionError:
+        raise UserError(f"{name}: schema", "it is nested too deeply, or refers to itself without an end") from None
 
     def score(completion: Completion) -> float:
         try:
             value = parse_json(completion.text.strip())
         except ValueError:
             return 0.0
-        with time_limit(_PATTERN_S):
+        with _judged("the schema"):
             return float(validator.is_valid(value))
 
-    return _each(name, score)
+    return _each(name, score, on_failure=one.on_failure)
+
+
+def _check_references(schema: Any, where: str) -> None:
+    """Look up what each part of `schema`, a resource of `referencing`, refers to. Raises: UserError: it is missing."""
+    from jsonschema_specifications import REGISTRY
+    from referencing.exceptions import Unresolvable
+
+    left = [(schema, REGISTRY.resolver_with_root(schema))]
+    while left:
+        part, resolver = left.pop()
+        for word in ("$ref", "$dynamicRef") if isinstance(part.contents, Mapping) else ():
+            if isinstance(to := part.contents.get(word), str):
+                try:
+                    resolver.lookup(to)
+                except Unresolvable:
+                    rule = f"there is nothing at {word} {to!r}, and nothing is fetched"
+                    raise UserError(where, rule, "put it into the schema, under $defs") from None
+        left += [(each, resolver.in_subresource(each)) for each in part.subresources()]
 
 
 def _match(one: MatchReward, name: str) -> Score:
     def score(completion: Completion) -> float:
-        answer = _field(completion, one.field)
-        if one.how == "text":
-            return float(completion.text.strip() == answer.strip())
-        wanted, said = _last_number(answer), _last_number(completion.text)
-        if wanted is None:
-            raise UserError(f"{one.field}={answer[:60]!r}", "it has no number")
-        return float(said == wanted)
+        wanted = _wanted(one, completion)
+        return float((completion.text.strip() if one.how == "text" else _last_number(completion.text)) == wanted)
 
     return _each(name, score)
+
+
+def _wanted(one: MatchReward, completion: Completion) -> str | float:
+    """What the completion is compared with. Raises: UserError: its prompt has no such answer."""
+    answer = _field(completion, one.field)
+    if one.how == "text":
+        return answer.strip()
+    if (number := _last_number(answer)) is None:
+        raise UserError(f"{one.field}={answer[:60]!r}", "it has no number")
+    return number
 
 
 def _field(completion: Completion, field: str) -> str:
@@ -288,4 +361,9 @@ _MAKERS: Mapping[type, Callable[[Any, str], Score]] = {
     UnitTestsReward: _tests,
     FunctionReward: _function,
     ModelReward: _model,
+}
+# What is wrong with a prompt's record for a reward, found before anything is generated.
+_NEEDS: Mapping[type, Callable[[Any, Completion], object]] = {
+    MatchReward: _wanted,
+    UnitTestsReward: lambda one, completion: _field(completion, one.field),
 }

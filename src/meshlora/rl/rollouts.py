@@ -30,6 +30,7 @@ from meshlora.common.float64 import lift
 from meshlora.config.rl import RlConfig
 from meshlora.config.run import GenerateConfig
 from meshlora.data import TokenizedDataset
+from meshlora.data.stream import FAILED
 from meshlora.rl.engine import Engine
 from meshlora.rl.prompts import Prompt, Prompts
 from meshlora.rl.publishing import publish, remove_older
@@ -120,6 +121,7 @@ class Rollouts:
                 **({} if each.routed_experts is None else {"routed_experts": each.routed_experts}),
                 "said": completion.text,
                 "parts": dict(score.parts),
+                **({FAILED: list(score.failed)} if score.failed else {}),
                 "origin": prompt.origin,
                 "adapter_steps": step - 1 if self.publish is None or self.config.is_own else self.publish.steps,
             }
@@ -136,6 +138,8 @@ class Rollouts:
             f"rollouts of step {step}: reward {totals.mean():.3f} ± {totals.std():.3f}, which differs within "
             f"{num_of_use} of {len(groups)} groups; {length:.1f} tokens each"
         )
+        if num_failed := sum(bool(each.failed) for each in scored):
+            self.one.reporter.say(f"step {step}: {num_failed} of {len(scored)} completions could not be judged: 0 each")
 
     def check(self, step: int, means: Mapping[str, float]) -> None:
         """After a step: publish the adapter if it is due. Was the step on policy, and did the policy that is trained

@@ -69,11 +69,11 @@ def check_rewards(run: Prepared, prompts: Prompts | None) -> None:
     """Refuse, before any rank starts, rewards that could not be computed. prompts: of `check_rl`.
 
     Raises:
-        UserError: names the reward.
+        UserError: names the reward, and the prompt whose record lacks what it needs.
     """
     assert run.config.rl is not None
     if prompts is not None:
-        Rewards(run.config.rl.rewards)
+        Rewards(run.config.rl.rewards).check(prompts.prompts)
 
 
 def making(run: Prepared, prompts: Prompts | None) -> Callable[[TrainedAdapter], None] | None:

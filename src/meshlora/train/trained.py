@@ -29,6 +29,7 @@ from meshlora.common.errors import MeshloraError, SaveError, reason
 from meshlora.common.float64 import lift
 from meshlora.common.versions import versions
 from meshlora.data import Batch, TokenizedDataset
+from meshlora.data.stream import num_failed
 from meshlora.layers.tokens import Share
 from meshlora.text.tokenizer import add_tokenizer, tokenizer_of
 from meshlora.train.advantages import with_advantages
@@ -150,6 +151,8 @@ class TrainedAdapter:
         def read(file: str) -> TokenizedDataset:
             data = read_data(config, file, tokenizer, model)
             self.step_facts = {} if data.targets is None else {"reward": float(data.targets[:, 0].mean())}
+            if config.rl is not None and config.rl.may_fail:
+                self.step_facts["failed_rewards"] = float(num_failed(file))
             return with_advantages(self.objective, data)
 
         wait_s, most = config.data.follow_s or WAIT_S, config.train.batch_size
