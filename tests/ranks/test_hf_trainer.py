@@ -205,11 +205,28 @@ class _Twice(Trainer):
         return (2 * found[0], *found[1:]) if return_outputs else 2 * found
 
 
-@pytest.mark.proof
-def test_loss_of_a_users_own_is_that_of_one_process(start: Path, pools: Callable[[int], Pool], tmp_path: Path) -> None:
+def _entropies(outputs: Any, labels: Any, reduction: str) -> torch.Tensor:
+    tokens, right = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    return torch.nn.functional.cross_entropy(tokens, right, reduction=reduction)
+
+
+class _OfFunction(Trainer):
+    """With a `compute_loss_func` that divides by the tokens of all, as transformers asks for."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        def summed(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+            return _entropies(outputs, labels, "sum") / num_items_in_batch
+
+        super().__init__(*args, **options, compute_loss_func=summed)
+
+
+@pytest.mark.parametrize("kind", [pytest.param(_Twice, marks=pytest.mark.proof), _OfFunction])
+def test_loss_of_a_users_own_is_that_of_one_process(
+    kind: Any, start: Path, pools: Callable[[int], Pool], tmp_path: Path
+) -> None:
     more = {"max_steps": 2, "eval_strategy": "no"}
-    said = pools(1).run(functools.partial(_alone, **more), start, tmp_path / "alone", 4, False, _Twice)[0]
-    found = pools(2).run(_on_mesh, "dp=2", start, tmp_path / "mesh", 2, False, None, more, _Twice)[0]
+    said = pools(1).run(functools.partial(_alone, **more), start, tmp_path / "alone", 4, False, kind)[0]
+    found = pools(2).run(_on_mesh, "dp=2", start, tmp_path / "mesh", 2, False, None, more, kind)[0]
     for ours, theirs in zip(found[:2], said[:2], strict=True):
         assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=LIMIT)
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-6)

@@ -27,6 +27,7 @@ from meshlora.hf.arguments import check_arguments, check_data, check_loss
 from meshlora.hf.processes import Writer, be_alone, collect_over, stay_alone
 from meshlora.hf.rows import STANDS_IN, SharedRows
 from meshlora.hf.state import OPTIMIZER_FILE, read_adapter_into, read_optimizer, write_adapter_into, write_optimizer
+from meshlora.hf.summed import SummedLoss
 from meshlora.train.feeding import fitted
 from meshlora.train.gradsync import clip_gradients, finish_gradients_on_device
 from meshlora.train.losses import language_model_loss
@@ -108,6 +109,9 @@ class OnMesh(_Trainer):
         """As in `__init__`, whatever was made since: `TrainingArguments` of another trainer count processes anew."""
         stay_alone(self.accelerator, self._mesh, self.args.mixed_precision)
         self.args.distributed_state = Writer(self._mesh)
+        own = self.compute_loss_func
+        if own is not None and self._mesh.dp.size > 1 and not isinstance(own, SummedLoss):
+            self.compute_loss_func = SummedLoss(own, self._mesh)
 
     def train(self, *args: Any, **options: Any) -> Any:
         self._begin()
@@ -174,8 +178,9 @@ class OnMesh(_Trainer):
                 model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch
             )
             loss, *outputs = found if return_outputs else (found,)
+            is_summed = num_items_in_batch is not None or self.compute_loss_func is not None
             # Of whole rows on each cp rank, while losses are summed over cp.
-            loss = loss * (1 if num_items_in_batch is None else self._mesh.dp.size) / self._mesh.cp.size
+            loss = loss * (self._mesh.dp.size if is_summed else 1) / self._mesh.cp.size
             return (loss, *outputs) if return_outputs else loss
         # The logits are never whole; right under cp too, which cuts the rows.
         summed = language_model_loss(
