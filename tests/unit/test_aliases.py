@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import pytest
 import yaml
+from transformers import SchedulerType
 
 from meshlora.adapter.targets.resolve import SUPPORTED
 from meshlora.common.errors import UserError
 from meshlora.config import aliases
 from meshlora.config.file import read_run
+from meshlora.config.run import TrainConfig
 from meshlora.config.types import groups
 
 GOOD = {
@@ -86,3 +89,31 @@ def test_losses_of_pairs_that_are_not_here_are_said_with_those_that_are(objectiv
     file.write_text(yaml.safe_dump(run))
     with pytest.raises(UserError, match="of pairs there are dpo, whose loss is the sigmoid one, and orpo"):
         read_run(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("constant_with_warmup", "it has another name here; constant with train.warmup_steps"),
+        ("cosine_with_min_lr", "it has another name here; cosine with train.min_lr"),
+        ("cosine_warmup_with_min_lr", "cosine with train.warmup_steps and train.min_lr"),
+        ("polynomial", "only its power 1 is there; linear with train.min_lr: 1e-7"),
+        ("cosine_with_restarts", "a schedule that restarts is not there; cosine is that with one cycle"),
+        ("reduce_lr_on_plateau", "it follows a measured loss"),
+        ("greedy", "it follows a measured loss"),
+        ("cosin", "one of 'linear', 'cosine'"),
+    ],
+)
+def test_schedules_of_transformers_are_said_by_their_meaning(name: str, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({**GOOD, "train": {**GOOD["train"], "schedule": name}}))
+    with pytest.raises(UserError) as caught:
+        read_run(file)
+    assert str(caught.value).startswith(f"train.schedule: {name!r}: ")
+    assert said in str(caught.value)
+
+
+def test_no_schedule_of_transformers_is_unknown_here() -> None:
+    ours = set(get_args(get_type_hints(TrainConfig)["schedule"]))
+    assert {kind.value for kind in SchedulerType} <= ours | aliases._SCHEDULES_ELSEWHERE.keys()
+    assert not ours & aliases._SCHEDULES_ELSEWHERE.keys()

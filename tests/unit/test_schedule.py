@@ -23,6 +23,8 @@ PEERS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "linear to a floor": ({"schedule": "linear", "min_lr": PEAK / 10}, "warmup_stable_decay", {"decays": "linear"}),
     "cosine": ({}, "cosine", {}),
     "cosine to a floor": ({"schedule": "cosine", "min_lr": PEAK / 10}, "cosine_with_min_lr", {"min_lr": PEAK / 10}),
+    "a polynomial of power 1": ({"schedule": "linear", "min_lr": 1e-7}, "polynomial", {"lr_end": 1e-7}),
+    "cosine of one cycle": ({"schedule": "cosine"}, "cosine_with_restarts", {"num_cycles": 1}),
     "constant": ({}, "constant_with_warmup", {}),
     "inverse_sqrt": ({}, "inverse_sqrt", {}),
     "warmup_stable_decay": (

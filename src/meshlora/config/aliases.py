@@ -1,7 +1,7 @@
 """Other tools' names for keys of a run file, so that a message can name ours.
 
-Owns: names of transformers' and TRL's arguments, axolotl's and LLaMA-Factory's keys, and what is said of each.
-Does not own: other messages about keys (`config.types`).
+Owns: names of transformers' and TRL's arguments, losses and schedules, axolotl's and LLaMA-Factory's keys, and what is
+said of each. Does not own: other messages about keys (`config.types`).
 """
 
 from __future__ import annotations
@@ -132,6 +132,39 @@ def unknown_loss(path: str, name: object) -> UserError | None:
     if str(name).lower() not in _LOSSES_ELSEWHERE:
         return None
     return UserError(f"{path}: {name!r}", "this loss of preferences is not there", _LOSSES_HERE)
+
+
+# Schedules of transformers that are not here by this name -> (the rule, what is near in meaning).
+_SCHEDULES_ELSEWHERE = {
+    "constant_with_warmup": (
+        "it has another name here",
+        "constant with train.warmup_steps, and train.warmup_from_zero: true for the same first rates",
+    ),
+    "cosine_with_min_lr": ("it has another name here", "cosine with train.min_lr, a rate and no ratio"),
+    "cosine_warmup_with_min_lr": (
+        "a warm-up from a rate of its own is not there",
+        "cosine with train.warmup_steps and train.min_lr, whose warm-up begins at lr / warmup_steps",
+    ),
+    "polynomial": ("only its power 1 is there", "linear with train.min_lr: 1e-7, or what lr_end is, is that one"),
+    "cosine_with_restarts": (
+        "a schedule that restarts is not there",
+        "cosine is that with one cycle; cycle draws straight lines through rates that are given by step",
+    ),
+    **dict.fromkeys(
+        ("reduce_lr_on_plateau", "greedy"),
+        (
+            "it follows a measured loss, and the rate here is a function of the step, as resuming needs it",
+            "cosine or linear; train.early_stopping ends a run whose loss no longer falls",
+        ),
+    ),
+}
+
+
+def unknown_schedule(path: str, name: object) -> UserError | None:
+    """The error for the name of a schedule of transformers that is not here; None if it is none."""
+    if path != "train.schedule" or str(name).lower() not in _SCHEDULES_ELSEWHERE:
+        return None
+    return UserError(f"{path}: {name!r}", *_SCHEDULES_ELSEWHERE[str(name).lower()])
 
 
 def unknown_key(path: Sequence[str], near: Iterable[str], groups: Mapping[str, Iterable[str]]) -> UserError:

@@ -17,7 +17,7 @@ from typing import Any
 import pydantic
 
 from meshlora.common.errors import UserError, did_you_mean
-from meshlora.config.aliases import unknown_key, unknown_loss
+from meshlora.config.aliases import unknown_key, unknown_loss, unknown_schedule
 from meshlora.config.run import RunConfig
 
 # What a value must be, by pydantic's type of error.
@@ -67,6 +67,8 @@ def _message(found: list[tuple[list[str], Any]]) -> UserError:
         where, value = f"{where}.kind", error["ctx"]["tag"]
         if (unknown := unknown_loss(where, value)) is not None:
             return unknown
+    if (unknown := unknown_schedule(where, value)) is not None:
+        return unknown
     words = list(dict.fromkeys(_word(each) for at, each in found if at == path))
     rule = f"one of {words[0]}" if words[0].startswith("'") and not words[1:] else f"it must be {' or '.join(words)}"
     near = did_you_mean(value, re.findall("'([^']*)'", " ".join(words))) if isinstance(value, str) else ""
