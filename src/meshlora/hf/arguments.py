@@ -6,6 +6,7 @@ TRL's trainers refuse besides (`hf.trl`).
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -13,8 +14,10 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
 
 from meshlora.adapter.attach import runtime
+from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Mesh
-from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.common.errors import UnsupportedError, UserError, numbered
+from meshlora.hf.rows import fingerprint_of
 from meshlora.train.optimizer import WHOLE
 
 # Optimizers that treat each element by itself, so that a shard of a factor is updated as the whole one would be.
@@ -25,6 +28,11 @@ _NOT_PROVED = (
     *("enable_jit_checkpoint", "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
 )
 _NOT_PROVED_TO_SPLIT = ("split_batches", "dispatch_batches")
+# Begin arguments that may be others on each rank: they say where what is written goes, and how it is shown.
+_OF_A_RANK = (
+    *("output_dir", "run_name", "log_", "logging_dir", "report_to", "project", "trackio", "hub_", "push_to_hub"),
+    *("disable_tqdm", "local_rank", "dataloader_", "torch_empty_cache_steps", "debug"),
+)
 
 
 def check_arguments(args: TrainingArguments, model: Any) -> None:
@@ -75,6 +83,35 @@ def check_data(data: Any, mesh: Mesh) -> None:
         if mesh.dp.size > 1 and one is not None and (isinstance(one, IterableDataset) or not hasattr(one, "__len__")):
             rule = "its last rows are not proved to be counted once"
             raise UnsupportedError(f"an iterable dataset and dp={mesh.dp.size}", rule, "use one with a length, or dp=1")
+
+
+def check_alike(args: TrainingArguments, data: Any, mesh: Mesh) -> None:
+    """Refuse arguments, and numbers of rows, that differ between ranks. Collective.
+
+    Raises:
+        UserError: the first that does, on all ranks.
+    """
+    given = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(args)}
+    given = {name: value for name, value in given.items() if not name.startswith(_OF_A_RANK)}
+    given["len(train_dataset)"] = len(data) if hasattr(data, "__len__") else None
+    own = torch.tensor([fingerprint_of(value) for value in given.values()], device=mesh.device)
+    of_ranks = all_gather(own, mesh.world).view(-1, len(given)).tolist()
+    for place, name in enumerate(given):
+        if other := [rank for rank, found in enumerate(of_ranks) if found[place] != of_ranks[0][place]]:
+            what = f"{name} of {numbered('rank', other)} is not that of rank 0"
+            raise UserError(what, "all ranks make one adapter together", "run the same script on each rank")
+
+
+def check_rows(fingerprints: list[int]) -> None:
+    """Refuse batches that differ between ranks, which give their `fingerprints`, in rank order.
+
+    Raises:
+        UserError: some do, on all ranks.
+    """
+    if other := [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]:
+        rule = "each rank trains its share of a batch that all have drawn alike"
+        way_out = "give each rank the same data, and code that draws rows the same seed"
+        raise UserError(f"rows of {numbered('rank', other)} that are not those of rank 0", rule, way_out)
 
 
 def check_loss(trainer: Any, behind: Any, mesh: Mesh) -> None:

@@ -1,12 +1,14 @@
 """The rows of a trainer on a mesh: each rank's share of a global batch, and what all ranks found, in order.
 
-Owns: sharing the rows of a collator over dp, and gathering results in the order of the rows. Does not own: the order of
-the data, which is the trainer's own sampler's, padding to what sp and cp can cut (`train.feeding`).
+Owns: sharing the rows of a collator over dp, telling whether ranks were given the same ones, and gathering results in
+the order of the rows. Does not own: the order of the data, which is the trainer's own sampler's, padding to what sp and
+cp can cut (`train.feeding`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,8 @@ from meshlora.common.errors import UserError
 
 # Marks a batch whose rows stand in for none: a rank that has no row of a global batch runs one that does not count.
 STANDS_IN = "meshlora_stands_in"
+# The fingerprint of the rows of a global batch, which dp ranks must have alike.
+ROWS = "meshlora_rows"
 _IGNORED = -100
 
 
@@ -37,7 +41,10 @@ class SharedRows:
     def __call__(self, rows: list[Any]) -> Any:
         """Raises UserError: fewer rows than ranks, of a batch without labels, which could not be left out."""
         share = np.array_split(np.arange(len(rows)), self.dp.size)[self.dp.rank]
+        seen = fingerprint_of(rows) if self.dp.size > 1 else 0  # before a collator that changes its rows
         batch = self.collate([rows[i] for i in share] or rows[:1])
+        if self.dp.size > 1 and isinstance(batch, MutableMapping):
+            batch[ROWS] = seen
         if len(rows) >= self.dp.size:
             return batch
         if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), Tensor):  # on all ranks alike
@@ -49,6 +56,25 @@ class SharedRows:
         if len(share):
             return batch
         return {**batch, "labels": torch.full_like(batch["labels"], _IGNORED), STANDS_IN: True}
+
+
+def fingerprint_of(value: Any, start: int = 0) -> int:
+    """32 bits of the numbers and texts anywhere in `value`; of other objects their types alone."""
+    if isinstance(value, Mapping):
+        value = [part for pair in value.items() for part in pair]
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    if isinstance(value, list | tuple) and not all(isinstance(one, int | float) for one in value):
+        for one in value:
+            start = fingerprint_of(one, start)
+        return zlib.crc32(b"end", start)
+    if isinstance(value, list | tuple):
+        value = np.asarray(value)
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        return zlib.crc32(value.tobytes(), start)
+    if value is None or isinstance(value, str | bytes | int | float):
+        return zlib.crc32(repr(value).encode(), start)
+    return zlib.crc32(type(value).__name__.encode(), start)
 
 
 def gathered_rows(value: Any, dp: Axis) -> Any:

@@ -9,6 +9,7 @@ times dp, divided by the tokens of all; and gradients are summed over the axes o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,16 +21,16 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
 from meshlora.adapter.attach import active_factors, runtime
-from meshlora.comm.collectives import all_reduce_sum
+from meshlora.comm.collectives import all_gather, all_reduce_sum
 from meshlora.comm.groups import Mesh
-from meshlora.common.errors import UnsupportedError
-from meshlora.hf.arguments import check_arguments, check_data, check_loss
+from meshlora.common.errors import MeshloraError, UnsupportedError, UserError
+from meshlora.hf.arguments import check_alike, check_arguments, check_data, check_loss, check_rows
 from meshlora.hf.processes import Writer, be_alone, collect_over, stay_alone
-from meshlora.hf.rows import STANDS_IN, SharedRows
+from meshlora.hf.rows import ROWS, STANDS_IN, SharedRows, fingerprint_of
 from meshlora.hf.state import OPTIMIZER_FILE, read_adapter_into, read_optimizer, write_adapter_into, write_optimizer
 from meshlora.hf.summed import SummedLoss
 from meshlora.train.feeding import fitted
-from meshlora.train.gradsync import clip_gradients, finish_gradients_on_device
+from meshlora.train.gradsync import check_total, clip_gradients, finish_gradients_on_device
 from meshlora.train.losses import language_model_loss
 from meshlora.train.optimizer import check_optimizer
 from meshlora.train.recompute import recompute_layers, switch_by_own_rule
@@ -59,6 +60,7 @@ class OnMesh(_Trainer):
     model: Any
     args: TrainingArguments
     data_collator: Any
+    compute_loss_func: Any
     _tr_loss: Tensor
 
     def __init__(self, model: Any = None, args: TrainingArguments | None = None, **options: Any) -> None:
@@ -115,6 +117,7 @@ class OnMesh(_Trainer):
 
     def train(self, *args: Any, **options: Any) -> Any:
         self._begin()
+        check_alike(self.args, self.train_dataset, self._mesh)
         self._logged_at = -1
         return super().train(*args, **options)
 
@@ -148,18 +151,33 @@ class OnMesh(_Trainer):
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         return super().get_total_train_batch_size(args) * self._mesh.dp.size
 
+    def get_batch_samples(self, *args: Any, **options: Any) -> tuple[list[Any], Any]:
+        batches, number = super().get_batch_samples(*args, **options)
+        is_divided = self.compute_loss_func is None and self._behind is Trainer.compute_loss
+        if batches and number is not None and is_divided:
+            check_total(int(number))
+        return batches, number
+
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
-        own = super()._get_num_items_in_batch(batch_samples, device)
-        if own is None or self._mesh.dp.size == 1:
+        own, mesh = super()._get_num_items_in_batch(batch_samples, device), self._mesh
+        if mesh.dp.size == 1:
             return own
-        return all_reduce_sum(torch.as_tensor(own, device=self._mesh.device).reshape(1).clone(), self._mesh.dp)[0]
+        rows = [batch.get(ROWS) for batch in batch_samples if isinstance(batch, Mapping)]
+        told = torch.tensor([fingerprint_of(rows), 0 if own is None else int(own)], device=mesh.device)
+        of_ranks = all_gather(told, mesh.world).view(-1, 2).tolist()
+        check_rows([rows for rows, _ in of_ranks])
+        if own is None:
+            return None
+        # Ranks of one replica have counted the same tokens.
+        total = sum(number for _, number in of_ranks) * mesh.dp.size // len(of_ranks)
+        return torch.tensor(total, device=mesh.device)
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         inputs = super()._prepare_inputs(inputs)
         if not isinstance(inputs, Mapping):
             return inputs
         self._stands_in = bool(inputs.get(STANDS_IN))
-        own = {name: value for name, value in inputs.items() if name != STANDS_IN}
+        own = {name: value for name, value in inputs.items() if name not in (STANDS_IN, ROWS)}
         found = fitted(own, self._mesh.topology, pad_token_id=self.model.config.get_text_config().pad_token_id or 0)
         if isinstance(ids := found.get("input_ids"), Tensor):
             self._added = ids.shape[1] - own["input_ids"].shape[1]
@@ -179,6 +197,9 @@ class OnMesh(_Trainer):
             )
             loss, *outputs = found if return_outputs else (found,)
             is_summed = num_items_in_batch is not None or self.compute_loss_func is not None
+            if not is_summed and self._mesh.dp.size > 1 and self.model.training:
+                rule = "num_items_in_batch, by which its loss is divided, is not known"
+                raise UserError(f"a batch without labels and dp={self._mesh.dp.size}", rule, "name them labels")
             # Of whole rows on each cp rank, while losses are summed over cp.
             loss = loss * (self._mesh.dp.size if is_summed else 1) / self._mesh.cp.size
             return (loss, *outputs) if return_outputs else loss
@@ -218,7 +239,11 @@ class OnMesh(_Trainer):
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         self._finish()
-        return torch.tensor(clip_gradients(self.model, None), dtype=torch.float64) if grad_norm is None else grad_norm
+        norm = clip_gradients(self.model, None) if grad_norm is None else float(grad_norm)
+        if not math.isfinite(norm):
+            step = f"step {self.state.global_step + 1}"
+            raise MeshloraError(f"the gradient norm of {step} is {norm}: the adapter is left as it was before it")
+        return torch.tensor(norm, dtype=torch.float64)
 
     def _of_all(self, loss: Tensor) -> Tensor:
         """The loss of all rows from each rank's share of it."""
