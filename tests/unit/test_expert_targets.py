@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import AdaLoraConfig, LoraConfig
 from transformers import GPT2Config
 
+import meshlora
 from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.adapter.plan import final_config
 from meshlora.adapter.targets.expert_targets import out_of_reach
@@ -17,6 +20,7 @@ from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
 from tests.blueprints import build_meta
+from tests.twins import make_twin
 
 PARTS = ["experts.gate_proj", "experts.up_proj"]
 
@@ -142,3 +146,35 @@ def test_transposed_linear_that_is_named_as_a_parameter_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"c_attn, which is stored \[in, out\].*in target_modules"):
         _targets(config, target_parameters=["c_attn.weight"])
     assert _targets(config, target_modules=["c_attn"])
+
+
+def test_a_linear_that_is_named_as_a_parameter_is_stored_as_that_alone() -> None:
+    """Where modules are stored by full names, as `v_proj` is in the tower too."""
+    model, plan = build_meta(twin_config("gemma3"), Topology(), dtype=torch.float32, disable_dropout=True)
+    name = "language_model.layers.0.self_attn.q_proj.weight"
+    config = LoraConfig(target_modules=["v_proj"], target_parameters=[name])
+    stored = final_config(config, resolve_targets(model, plan, config), plan)
+    assert stored.target_parameters == [name]
+    assert stored.target_modules
+    assert all(module.endswith("v_proj") for module in stored.target_modules)
+
+
+@pytest.mark.parametrize("lora", [{"r": 4}, AdaLoraConfig(total_step=9), "lora"])
+def test_an_adapter_that_is_no_lora_config_is_said_by_its_type(lora: Any) -> None:
+    with pytest.raises(UserError, match=f"an adapter by {type(lora).__name__}: adapters are those of peft.LoraConfig"):
+        meshlora.load(twin_config("llama"), lora=lora)
+
+
+@pytest.mark.parametrize("modules", [["q_proj"], "all-linear", ".*q_proj"])
+def test_a_linear_that_is_named_twice_would_be_a_file_that_peft_refuses(modules: Any) -> None:
+    lora = LoraConfig(target_modules=modules, target_parameters=["q_proj.weight"])
+    with pytest.raises(UserError, match=r"both name model\.layers\.0\.self_attn\.q_proj"):
+        meshlora.load(twin_config("llama"), lora=lora)
+
+
+def test_a_folder_with_a_linear_named_twice_is_refused(tmp_path: Path) -> None:
+    make_twin(tmp_path, "llama")
+    config = tmp_path / "adapter/adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"target_parameters": ["q_proj.weight"]}))
+    with pytest.raises(UserError, match="both name"):
+        meshlora.load(tmp_path / "model", adapter=tmp_path / "adapter")

@@ -20,6 +20,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 
 from meshlora.adapter.initialization import check_whole_matrix
 from meshlora.adapter.targets.expert_targets import out_of_reach, stored_parameters, with_whole_projections
+from meshlora.adapter.targets.options import check_kind, matches
 from meshlora.adapter.targets.resolve import Target, resolve_targets
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.common.tasks import CAUSAL, HEADS, task_of
@@ -83,6 +84,7 @@ def plan_adapter(
     Raises:
         UserError: the configuration does not fit the model. UnsupportedError: an option or target not proved, by name.
     """
+    check_kind(config)
     targets = resolve_targets(model, plan, config, strict=strict)
     stored = final_config(config, targets, plan)
     _check_dropout(stored, targets, plan)
@@ -209,7 +211,9 @@ def final_config(config: LoraConfig, targets: Mapping[str, Target], plan: ModelP
         is_clear = covered == set(targets) and not any(suffix.isdecimal() for suffix in suffixes) and not vision
         config.target_modules = suffixes if is_clear else set(targets)
     elif vision or any(check_target_module_exists(config, name) for name in plan.linears if name not in targets):
-        config.target_modules = {name for name in targets if name in (plan.embedding, *plan.linears)}  # not its tower
+        by_weight = matches(config.target_parameters or (), [f"{name}.weight" for name in targets])
+        chosen = {name for name in targets if f"{name}.weight" not in by_weight}
+        config.target_modules = chosen & {plan.embedding, *plan.linears}  # not its tower
     modules = [name for name in everywhere if name not in (*plan.projections, *plan.matrices)]
     return out_of_reach(config, modules, plan.model_type)
 

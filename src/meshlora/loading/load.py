@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 from meshlora.adapter import attach
 from meshlora.adapter.formats.peft_format import begin_adapter, begin_reference
+from meshlora.adapter.targets.options import check_kind
 from meshlora.comm.groups import Mesh, join, num_processes, open_mesh
 from meshlora.common.errors import UserError
 from meshlora.common.hub import located
@@ -83,6 +84,8 @@ def load(
     """
     if lora is not None and adapter is not None:
         raise UserError("both lora and adapter", "a fresh adapter or one to go on from, not both")
+    if lora is not None:
+        check_kind(lora)
     shape = topology if isinstance(topology, Topology) else Topology.parse(topology, world=num_processes())
     check_options(shape, {"meshlora.load": True})  # whose loops are the caller's: stages need the order of a schedule
     options = BaseOptions(

@@ -188,6 +188,21 @@ def check_experts(config: LoraConfig, matched: Iterable[str], plan: ModelPlan) -
         )
 
 
+def check_named_once(modules: Iterable[str], by_weight: Collection[str], plan: ModelPlan) -> None:
+    """Refuse linears among `modules`, the matches of `target_modules`, that `target_parameters` name `by_weight` too.
+
+    Raises:
+        UserError: PEFT would refuse the adapter, and its file. Not where it reads the module's name as that of experts.
+    """
+    for name in modules:
+        if name in by_weight and not _is_rewritten(name.rpartition(".")[2], plan.model_type):
+            raise UserError(
+                f"target_modules and target_parameters: both name {name}",
+                "PEFT has one adapter on a weight, and refuses a file with two",
+                "take it out of one of the two",
+            )
+
+
 def stored_parameters(config: LoraConfig, targets: Iterable[str], plan: ModelPlan) -> list[str] | None:
     """`target_parameters` to store: as given if they match exactly the targets, else full names."""
     given = list(config.target_parameters or ())

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from peft import LoraConfig, LoraRuntimeConfig
+from peft import LoraConfig, LoraRuntimeConfig, PeftType
 
 from meshlora.common.errors import UserError, did_you_mean
 from meshlora.common.limits import OutOfTimeError, time_limit
@@ -77,6 +77,18 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
         ("target_modules", "exclude_modules"), (_are_texts, "it is a list of names or one regular expression")
     ),
 }
+
+
+def check_kind(config: Any) -> None:
+    """Check that `config` is one of LoRA, and of no method that extends it.
+
+    Raises:
+        UserError: names its type.
+    """
+    if isinstance(config, LoraConfig) and config.peft_type == PeftType.LORA:
+        return
+    way_out = "meshlora.lora_config makes one of a dict" if isinstance(config, dict) else "give a peft.LoraConfig"
+    raise UserError(f"an adapter by {type(config).__name__}", "adapters are those of peft.LoraConfig", way_out)
 
 
 def check_values(config: LoraConfig) -> None:

@@ -17,7 +17,12 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
-from meshlora.adapter.targets.expert_targets import check_experts, matched_parameters, with_whole_projections
+from meshlora.adapter.targets.expert_targets import (
+    check_experts,
+    check_named_once,
+    matched_parameters,
+    with_whole_projections,
+)
 from meshlora.adapter.targets.options import (
     check_each_pattern,
     check_patterns,
@@ -189,9 +194,11 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
         matched = [name for name in matched if is_open(plan, config, name)]
     for name in matched:
         _check_module(model, plan, config, name)
-    parameters = [name for name in matched_parameters(model, plan, config) if name not in matched]
+    by_weight = matched_parameters(model, plan, config)
+    parameters = [name for name in by_weight if name not in matched]
+    check_experts(config, [*matched, *parameters], plan)
+    check_named_once(matched, by_weight, plan)
     matched += parameters
-    check_experts(config, matched, plan)
     check_pieces(config, matched, plan)
     if strict:
         check_each_pattern(plan, config, matched)
@@ -200,8 +207,8 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
         raise _no_match(config, plan)
     known, asked = (plan.embedding, *plan.linears, *plan.projections, *plan.matrices), {*matched}
     chosen = [name for name in known if name in asked]
-    by_weight = set(parameters) - plan.projections.keys()
-    targets = {name: _target(model, name, config, plan, by_weight=name in by_weight) for name in chosen}
+    wrapped = set(parameters) - plan.projections.keys()
+    targets = {name: _target(model, name, config, plan, by_weight=name in wrapped) for name in chosen}
     _check_size(targets)
     return targets
 
