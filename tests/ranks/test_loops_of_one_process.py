@@ -106,7 +106,12 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "save_pretrained": lambda model: model.save_pretrained("never"),
     "half": lambda model: model.half(),
     "compile": lambda model: model.compile(),
+    "torch.compile": lambda model: torch.compile(model, backend="eager"),
     "delete_adapter": lambda model: model.delete_adapter("default"),
+    "enable_adapters": lambda model: model.enable_adapters(),
+    "disable_adapters": lambda model: model.disable_adapters(),
+    "enable_peft_hotswap": lambda model: model.enable_peft_hotswap(),
+    "get_adapter_state_dict": lambda model: model.get_adapter_state_dict(),
     "__deepcopy__": copy.deepcopy,
     "__reduce_ex__": pickle.dumps,
 }

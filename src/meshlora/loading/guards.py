@@ -1,27 +1,24 @@
 """Guards on the model: refuse what would depend on the topology, or see only one rank's part.
 
-Owns: refusing the model's own dropouts, length-dependent rotary embeddings, outputs that only a whole model has, and
-methods of transformers that ignore the mesh. Does not own: refusals that follow from the plan, third-party wrappers
-(`model.wrappers`).
+Owns: refusing the model's own dropouts, length-dependent rotary embeddings, and outputs that only a whole model has.
+Does not own: refusals that follow from the plan, methods of transformers that ignore the mesh (`loading.methods`),
+third-party wrappers (`model.wrappers`).
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from meshlora.adapter import attach
-from meshlora.adapter.formats import peft_format
 from meshlora.common import compat
-from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.common.errors import UnsupportedError
 from meshlora.common.tasks import CAUSAL, task_of
 from meshlora.layers.experts.same_tokens import given_tokens
-from meshlora.loading.continuous import generate_batch, refuse_manager
-from meshlora.loading.generation import all_finished, generate
+from meshlora.loading.methods import take_methods
 from meshlora.model.wrappers import refuse_wrappers
 from meshlora.plan.dropout import is_exact_dropout, is_exact_module
 from meshlora.plan.topology import Topology
@@ -126,28 +123,9 @@ def most_positions(config: Any, model: nn.Module | None = None) -> int | None:
     return most
 
 
-# Methods of transformers and torch that know nothing of the mesh -> (what they would do, the way out).
-_NAMES = "enable one with set_adapter(name), none with `with disable_adapter()`"
-_REFUSED = {
-    "save_pretrained": ("it would write one rank's shard", "use meshlora.save_adapter"),
-    "resize_token_embeddings": (
-        "each rank would resize its own part of the vocabulary",
-        "resize the base on one process, save_pretrained it, and load that folder",
-    ),
-    "delete_adapter": ("an adapter stays until the model is gone", "add the next one under another name"),
-    "enable_adapters": ("it turns PEFT's layers on, and this model has others", _NAMES),
-    "disable_adapters": ("it turns PEFT's layers off, and this model has others", _NAMES),
-    "half": ("sums of its factors need float32", "give meshlora.load dtype='float16'"),
-    "bfloat16": ("sums of its factors need float32", "give meshlora.load dtype='bfloat16'"),
-    "compile": ("compiled code was not proved", "leave it out"),
-    "__deepcopy__": ("a copy would share its groups and its state with this model", "load the model once more"),
-    "__reduce_ex__": ("its groups are of this process", "use meshlora.save_adapter, and load the model there"),
-}
-
-
 def guard_model(model: Any, topology: Topology) -> None:
     """Install the guards on a parallel model."""
-    _guard_methods(model)
+    take_methods(model)
     refuse_wrappers(model, topology)
     fixed = longest_fixed_length(model.config)
 
@@ -172,33 +150,6 @@ def _check_outputs(config: Any, kwargs: dict[str, Any], topology: Topology) -> N
         wanted = kwargs.get(name)
         if in_parts and (wanted if wanted is not None else getattr(config, name, False)):
             raise UnsupportedError(f"{name}=True on {topology}", "a rank has a part of them only", "use tp=1 for it")
-
-
-def _guard_methods(model: Any) -> None:
-    """Replace methods of PEFT and transformers on this model by ours, or by a refusal.
-
-    transformers' own would inject layers that ignore the mesh, or save one rank's shard as the model.
-    """
-
-    methods: dict[str, Callable[..., Any]] = {
-        "add_adapter": attach.add_adapter,
-        "set_adapter": attach.set_adapter,
-        "disable_adapter": attach.disable_adapter,
-        "load_adapter": peft_format.load_adapter,
-        "save_adapter": peft_format.save_adapter,
-    }
-    if hasattr(model, "generate"):
-        methods |= {"generate": generate, "generate_batch": generate_batch, "init_continuous_batching": refuse_manager}
-        compat.finish_together(model, functools.partial(all_finished, model))
-    for name, function in methods.items():
-        object.__setattr__(model, name, functools.partial(function, model))
-    for name, (rule, way_out) in _REFUSED.items():
-        if hasattr(model, name) or name.startswith("__"):
-            object.__setattr__(model, name, functools.partial(_refuse, name, rule, way_out))
-
-
-def _refuse(name: str, rule: str, way_out: str, *_: Any, **__: Any) -> None:
-    raise UserError(f"{name} on a parallel model", rule, way_out)
 
 
 def _configs(config: Any) -> Iterator[Any]:
