@@ -48,7 +48,6 @@ def _deepspeed(model: Any) -> None:
 WRAPPERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "ddp": (DistributedDataParallel, "torch.nn.parallel.DistributedDataParallel"),
     "ddp of a module around": (lambda m: DistributedDataParallel(nn.Sequential(nn.Linear(2, 2), m)), "DistributedData"),
-    "ddp of a compiled model": (lambda m: DistributedDataParallel(torch.compile(m)), "DistributedDataParallel"),
     "ddp of a layer": (lambda m: DistributedDataParallel(m.model.layers[0]), "DistributedDataParallel"),
     "data parallel": (lambda m: nn.DataParallel(m)(input_ids=torch.ones(1, 4).long()), "torch.nn.DataParallel"),
     "fsdp": (FullyShardedDataParallel, "torch.distributed.fsdp.FullyShardedDataParallel"),

@@ -71,6 +71,10 @@ def test_add_adapter_of_transformers_makes_it_active() -> None:
     assert model.active_adapters() == ["more"]
     model.add_adapter("ours", QUERY)
     assert model.active_adapters() == ["more"]
+    model.add_adapter(adapter_config=QUERY, adapter_name="named")
+    assert model.active_adapters() == ["named"]
+    model.set_adapter(adapter_name="ours")
+    assert model.active_adapters() == ["ours"]
     model.set_adapter(["default"])
     assert model.active_adapters() == ["default"]
     assert _trained(model) == _trained(model, ".default") != []

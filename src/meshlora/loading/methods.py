@@ -73,22 +73,32 @@ def _watch_compile() -> None:
 
 
 def _check_owner(owner: Any, name: str, module: Any) -> None:
-    if name == "_orig_mod" and isinstance(vars(module).get("meshlora"), attach.Runtime):
+    if name == "_orig_mod" and isinstance(getattr(module, "meshlora", None), attach.Runtime):
         _refuse("torch.compile", *_REFUSED["compile"])
 
 
-def _add_adapter(model: Any, name: Any, config: Any = None, *, adapter_name: str | None = None, seed: int = 0) -> None:
+def _add_adapter(
+    model: Any,
+    name: Any = None,
+    config: Any = None,
+    *,
+    adapter_config: Any = None,
+    adapter_name: Any = None,
+    seed: int = 0,
+) -> None:
     """`meshlora.add_adapter`; or transformers', called as `add_adapter(config, name="default")`: active at once."""
-    if not isinstance(name, PeftConfig):
+    if adapter_config is None and not isinstance(name, PeftConfig):
         attach.add_adapter(model, name, config, seed=seed)
         return
-    own = adapter_name or config or "default"
-    attach.add_adapter(model, own, name, seed=seed)
+    if adapter_config is None:
+        adapter_config, name = name, config
+    own = adapter_name or name or "default"
+    attach.add_adapter(model, own, adapter_config, seed=seed)
     attach.set_adapter(model, own)
 
 
 def _load_adapter(
-    model: Any, path: str | Path, adapter_name: str | None = None, *, is_trainable: bool = False, **others: Any
+    model: Any, peft_model_id: str | Path, adapter_name: str | None = None, *, is_trainable: bool = False, **others: Any
 ) -> None:
     """transformers': the adapter is active at once, frozen, and the model in evaluation mode, or `is_trainable`."""
     if given := sorted(name for name, value in others.items() if value):
@@ -96,7 +106,7 @@ def _load_adapter(
         way_out = "meshlora.load_adapter(model, folder, adapter=...) attaches one, and leaves the active one as it is"
         raise UserError(f"load_adapter({given[0]}={others[given[0]]!r}) on a parallel model", rule, way_out)
     name = adapter_name or "default"
-    peft_format.load_adapter(model, path, adapter=name)
+    peft_format.load_adapter(model, peft_model_id, adapter=name)
     attach.set_adapter(model, name)
     if not is_trainable:
         model.eval()
@@ -104,11 +114,12 @@ def _load_adapter(
             factor.parameter.requires_grad_(False)
 
 
-def _set_adapter(model: Any, name: str | list[str] | None) -> None:
+def _set_adapter(model: Any, adapter_name: str | list[str] | None) -> None:
     """`meshlora.set_adapter`, also called with a list of one, as transformers' may be."""
-    if isinstance(name, list | tuple) and len(name) != 1:
-        raise UserError(f"set_adapter({list(name)})", "one adapter is active at a time", "give one name, or None")
-    attach.set_adapter(model, name[0] if isinstance(name, list | tuple) else name)
+    names = list(adapter_name) if isinstance(adapter_name, list | tuple) else [adapter_name]
+    if len(names) != 1:
+        raise UserError(f"set_adapter({names})", "one adapter is active at a time", "give one name, or None")
+    attach.set_adapter(model, names[0])
 
 
 def _active_adapters(model: Any) -> list[str]:
