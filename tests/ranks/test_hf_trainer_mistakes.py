@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoTokenizer, DataCollatorForSeq2Seq
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq, TrainerCallback
 
 import meshlora
 from meshlora.adapter.attach import active_factors
@@ -63,6 +63,12 @@ def _nan(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> torch.Ten
     return outputs.logits.sum() * float("nan")
 
 
+class _OtherRate(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if torch.distributed.get_rank() == 1:
+            given["optimizer"].param_groups[0]["lr"] = 1.0
+
+
 def _mistakes(topology: str, out: Path) -> dict[str, str]:
     model = meshlora.load(BASE, lora=LORA, topology=topology, dtype="float32")
     rank, rows = model.meshlora.mesh.rank, _rows(8, 0)
@@ -76,6 +82,7 @@ def _mistakes(topology: str, out: Path) -> dict[str, str]:
         "length": _said(model, out, train_dataset=rows[rank:]),
         "data": _said(model, out, {"gradient_accumulation_steps": 4}, train_dataset=other if rank else rows),
         "masked": _said(model, out, batches, train_dataset=masked),
+        "rate": _said(model, out, callbacks=[_OtherRate()]),
         "nan": _said(model, out, compute_loss_func=_nan),
         "nan, not clipped": _said(model, out, {"max_grad_norm": 0.0}, compute_loss_func=_nan),
     }
@@ -91,6 +98,7 @@ def test_ranks_with_other_data_and_losses_that_are_no_number_train_nothing(
             "length": "len(train_dataset) of rank 1 is not that of rank 0",
             "data": "rows of rank 1 that are not those of rank 0: each rank trains its share",
             "masked": "no rank has a trained token in this step",
+            "rate": "learning rates that differ: ",
             "nan": "the gradient norm of step 1 is nan: the adapter is left as it was",
             "nan, not clipped": "the gradient norm of step 1 is nan",
         }.items():

@@ -8,7 +8,7 @@ divides by `num_items_in_batch` is, the tokens of all: a row given twice then co
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -35,7 +35,8 @@ class SummedLoss:
     def _try(self, outputs: Any, labels: Any, number: Any) -> None:
         """Call the function, without gradients, for the first row and for the first row twice. Collective."""
         device, found = self._mesh.device, []
-        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+        every = outputs.values() if isinstance(outputs, Mapping) else outputs
+        logits = next(value for value in every if isinstance(value, Tensor) and value.is_floating_point())
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
             for rows in ([0], [0, 0]):
                 given = [_rows(value, rows, len(logits)) for value in (outputs, labels)]

@@ -32,7 +32,7 @@ from meshlora.hf.summed import SummedLoss
 from meshlora.train.feeding import fitted
 from meshlora.train.gradsync import check_total, clip_gradients, finish_gradients_on_device
 from meshlora.train.losses import language_model_loss
-from meshlora.train.optimizer import check_optimizer
+from meshlora.train.optimizer import check_optimizer, check_rates
 from meshlora.train.recompute import recompute_layers, switch_by_own_rule
 
 # Its methods are those of the Trainer that stands behind `OnMesh` among the bases.
@@ -229,6 +229,8 @@ class OnMesh(_Trainer):
         if self._is_finished:
             return
         self._is_finished = True
+        own = torch.tensor([float(sum(group["lr"] for group in self.optimizer.param_groups))], dtype=torch.float64)
+        check_rates(all_gather(own.to(self._mesh.device), self._mesh.world).tolist(), self._mesh.topology)
         counted = int(self._mesh.cp.rank == 0)
         finish_gradients_on_device(self._mesh, [active_factors(self.model)], [counted])
         runtime(self.model).loop.is_divided = False  # by the tokens of all, as this expects

@@ -1,15 +1,15 @@
 """The optimizer of a run, its parameter groups, and learning-rate schedules.
 
 Owns: which optimizer `train.optimizer` names; groups of parameters and their learning rates relative to the schedule's;
-schedules, pure functions of the optimizer step; which optimizers a mesh takes. Does not own: the step (`train.lora_fa`,
-`train.eight_bit`, torch), the compatibility of settings (`config`).
+schedules, pure functions of the optimizer step; which optimizers and rates a mesh takes. Does not own: the step
+(`train.lora_fa`, `train.eight_bit`, torch), the compatibility of settings (`config`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from transformers.pytorch_utils import ALL_LAYERNORM_LAYERS
 from meshlora.adapter.attach import active_factors, runtime
 from meshlora.adapter.optimizers import is_frozen
 from meshlora.comm.groups import Mesh
-from meshlora.common.errors import UnsupportedError
+from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.run import TrainConfig
+from meshlora.plan.topology import LAYERS, Topology
 from meshlora.train.eight_bit import AdamW8bit
 from meshlora.train.lora_fa import LoraFA, corrections
 
@@ -61,6 +62,19 @@ def check_optimizer(kind: type, mesh: Mesh) -> None:
     if mesh.topology.world > 1 and kind not in _ELEMENTWISE:
         names = ", ".join(known.__name__ for known in _ELEMENTWISE)
         raise UnsupportedError(f"the optimizer {kind.__name__}", WHOLE, f"use torch's {names}")
+
+
+def check_rates(of_ranks: Sequence[float], topology: Topology) -> None:
+    """Refuse learning rates, summed over the groups of each rank's optimizer, that differ within a stage.
+
+    Raises:
+        UserError: they do, on all ranks.
+    """
+    for ranks in topology.groups_over(frozenset(topology.sizes) - LAYERS):
+        if len({of_ranks[rank] for rank in ranks}) > 1:
+            each = ", ".join(f"{of_ranks[rank]:g} on rank {rank}" for rank in ranks)
+            rule = "all ranks make the same update of their parts"
+            raise UserError(f"learning rates that differ: {each}", rule, "set them alike, as a scheduler on each does")
 
 
 def parameter_groups(model: Any, options: TrainConfig) -> list[dict[str, Any]]:

@@ -30,7 +30,7 @@ from meshlora.common.errors import MeshloraError, UserError, numbered
 from meshlora.loading.labelled import own_loss
 from meshlora.plan.topology import FEATURES, LAYERS, SEQUENCES
 from meshlora.train.gradsync import check_total, clip_gradients_on_device, finish_gradients_on_device
-from meshlora.train.optimizer import check_optimizer
+from meshlora.train.optimizer import check_optimizer, check_rates
 
 # How far losses of tp ranks, which compute one forward, may be apart: nothing that differs on purpose is that close.
 _ALIKE = 1e-3
@@ -283,12 +283,7 @@ def _checked(rows: Sequence[Sequence[float]], mesh: Mesh) -> tuple[int, float]:
                 rule = "ranks of one replica compute one step together, and need the same rows and labels"
                 way_out = "give each rank the rows of its dp rank, as meshlora.sampler does"
                 raise UserError(f"ranks with another {what}: {each}", rule, way_out)
-    for ranks in topology.groups_over(frozenset(topology.sizes) - LAYERS):
-        rates = {rank: rows[rank][4] for rank in ranks}
-        if len(set(rates.values())) > 1:
-            each = ", ".join(f"{rate:g} on rank {rank}" for rank, rate in rates.items())
-            rule = "all ranks make the same update of their parts"
-            raise UserError(f"learning rates that differ: {each}", rule, "set them alike, as a scheduler on each does")
+    check_rates([row[4] for row in rows], topology)
     total = round(sum(row[1] for row in rows) * mesh.data.size / mesh.cp.size / len(rows))
     check_total(total)
     if other := sorted({row[3] for row in rows} - {0.0, 1.0, float(total)}):
