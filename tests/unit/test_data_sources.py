@@ -199,7 +199,6 @@ def test_what_is_said_of_names_that_a_stranger_chose_is_short_and_without_contro
             '{"messages": [{"role": "assistant", "content": ["hi"]}]}',
             "messages[0].content[0] is a string, not an object",
         ),
-        ('{"messages": [{"role": "assistant", "content": " "}]}', "assistant turn with empty content"),
         ('{"messages": [{"role": "user", "content": "a", "weight": 1}]}', "only turns of the assistant are trained"),
         ('{"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]}', "neither 0 (not trained) nor 1"),
         ('{"messages": [{"role": "assistant", "content": "a", "weight": true}]}', "neither 0 (not trained) nor 1"),

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshlora.common.errors import UserError
-from meshlora.data import Record, tokenize
+from meshlora.data import READERS, Record, tokenize
 from meshlora.data.chat import stop_tokens
 from meshlora.data.turns import Ends
 from tests.unit.records import END, EOS, MARKED, UNMARKED, chat, make_tokenizer, trained_text
@@ -169,6 +169,57 @@ def test_reasoning_in_a_field_that_a_template_with_markers_drops_is_said() -> No
     )
     assert len(said) == 1
     assert said[0].startswith("1 of 1 records, a.jsonl:1 first: reasoning of trained answers")
+
+
+_EMPTY = chat(("user", "hi"), ("assistant", ""), ("user", "and?"), ("assistant", "bye"), origin="a.jsonl:3")
+# Leaves out what says nothing.
+DROPS_EMPTY = UNMARKED.replace("{% for m in messages %}", "{% for m in messages if m.content %}", 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "expected", "words"),
+    [
+        (UNMARKED, f"{END}bye{END}", "trained answers are empty"),
+        (THINKS_LAST, f"{END}<think>\n\n</think>\n\nbye{END}", "trained answers are empty"),
+        (BARE, f"{END}bye{END}", "trained answers are empty"),
+        # Nothing that the rendering has without the answer is taken for it.
+        (DROPS_EMPTY, f"bye{END}", "empty answers are not in the text"),
+    ],
+)
+def test_of_an_empty_answer_the_end_is_trained_and_that_is_said(template: str, expected: str, words: str) -> None:
+    said: list[str] = []
+    assert _trained(template, _EMPTY, say=said.append) == expected
+    (line,) = said
+    assert line.startswith("1 of 1 records, a.jsonl:3 first: ")
+    assert words in line
+
+
+def test_an_empty_last_answer_is_what_the_template_adds() -> None:
+    """Its thought, which an empty content leads to under this template as a full one does."""
+    only = chat(("user", "hi"), ("assistant", ""))
+    assert _trained(THINKS_LAST, only) == f"<think>\n\n</think>\n\n{END}"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_empty_answers_are_left_out_where_that_is_asked(streaming: bool, tmp_path: Path) -> None:
+    rows = [("hi", ""), ("hi", "hello"), ("who?", " ")]
+    messages = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b in rows]
+    mixed = [*messages[0], *messages[1]]
+    source = tmp_path / "chat.jsonl"
+    source.write_text("".join(json.dumps({"messages": each}) + "\n" for each in (messages[0], mixed, messages[2])))
+    said: list[str] = []
+    tokenizer = make_tokenizer(chat_template=UNMARKED, eos=END)
+    read = READERS["streamed" if streaming else "text"]
+    options: dict[str, Any] = {"columns": None, "max_length": 512, "vocab_size": 10**6, "cache_dir": tmp_path / "cache"}
+    found = read(str(source), tokenizer, say=said.append, skips_empty=True, **options)
+    assert trained_text(found, tokenizer) == f"hello{END}"
+    assert len(found) == 1
+    assert [line for line in said if "skip" in line] == [
+        f"2 records, {source}:1 first: left out, as no trained answer says anything (data.empty_answers: skip)"
+    ]
+    source.write_text(json.dumps({"messages": messages[0]}) + "\n")
+    with pytest.raises(UserError, match="no answer says anything"):
+        read(str(source), tokenizer, say=said.append, skips_empty=True, **options)
 
 
 _CALLS = (

@@ -373,6 +373,13 @@ def test_long_records_are_left_out_where_the_run_file_says_so(setup: Setup) -> N
     assert any("train.jsonl:1 first, are longer than max_length=64: left out" in note for note in run.notes), run.notes
 
 
+def test_empty_answers_are_left_out_where_the_run_file_says_so(setup: Setup) -> None:
+    asked = {"role": "user", "content": "def g"}
+    setup.data(*({"messages": [asked, {"role": "assistant", "content": said}]} for said in ("", "return g")))
+    setup.drop("data.eval")
+    assert [len(prepared(setup, data__empty_answers=choice).train_data) for choice in ("train", "skip")] == [2, 1]
+
+
 def test_conversations_are_rendered_by_the_template_of_the_run_file(setup: Setup) -> None:
     turns = [{"role": "user", "content": "def g"}, {"role": "assistant", "content": "return g"}]
     setup.data({"messages": turns})

@@ -128,6 +128,7 @@ class DataConfig:
             other. True: in rows of up to max_length tokens; auto: those of a micro-batch, where that is proved.
         too_long: what becomes of a record with more tokens (`data.too_long`). train_on: which turns are trained: all of
             the assistant, its last, everything, or those of these roles (`data.train_on`).
+        empty_answers: what becomes of answers that say nothing: their end is trained, or they are left out.
         chat_template: file of a chat template in place of the tokenizer's own, or the name of one that it has.
         separator: text between prompt and completion, special tokens included, as in <|endoftext|>.
         eval_categories: of WebNLG, the records of eval whose category is in its training data, or is not.
@@ -149,6 +150,7 @@ class DataConfig:
     train_on: (
         Literal["all", "last", "everything"] | list[Literal["system", "developer", "user", "assistant", "tool"]]
     ) = "all"
+    empty_answers: Literal["train", "skip"] = "train"
     chat_template: str | None = None
     separator: str = ""
     eval_categories: Literal["all", "seen", "unseen"] = "all"
@@ -505,8 +507,8 @@ class RunConfig:
             )
         if self.data.sample_prompts is not None and not self.train.sample_every:
             raise UserError("data.sample_prompts", "it has no effect without train.sample_every", "give both")
-        for name in ("eval_categories", "separator") if self.train.objective.reader != "text" else ():
-            if getattr(self.data, name) not in ("all", ""):
+        for name in ("eval_categories", "separator", "empty_answers") if self.train.objective.reader != "text" else ():
+            if getattr(self.data, name) not in ("all", "", "train"):
                 given = f"data.{name} with train.objective={self.train.objective.kind}"
                 raise UserError(given, "only records of sft have it", "leave it out")
         self._check_task()

@@ -20,6 +20,7 @@ from meshlora.data.sampler import GlobalBatches, epoch_order, share
 from meshlora.data.sources import read_records
 from meshlora.data.streamed import read_streamed
 from meshlora.data.tokenization import Sequence, TokenizedDataset, tokenize
+from meshlora.data.train_on import without_empty
 
 
 def _read_text(
@@ -31,9 +32,12 @@ def _read_text(
     format: str = "auto",
     categories: str = "all",
     separator: str = "",
+    skips_empty: bool = False,
     **options: Any,
 ) -> TokenizedDataset:
     records = of_categories(read_records(source, columns=columns, format=format, say=say), categories)
+    if skips_empty:
+        records = list(without_empty(records, options.get("train_on", "all"), say))
     return tokenize(parted(records, separator), tokenizer, say=say, **options)
 
 

@@ -25,12 +25,13 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from meshlora.common.errors import UserError, reason
 from meshlora.common.files import read_json
 from meshlora.common.limits import Failed, each_apart
+from meshlora.data.conversations import REASONING
 from meshlora.data.images import read_image
 from meshlora.data.leading import Leading, Span, batches, leading_tokens
-from meshlora.data.lost import AS_KIND, NO_END
+from meshlora.data.lost import AS_KIND, EMPTY, LEFT_OUT, NO_END
 from meshlora.data.records import Record, listed, without_paths
-from meshlora.data.train_on import TrainOn, chosen, left_out
-from meshlora.data.turns import FAILURES, REASONING, Ends, Messages, Turns, UntoldError
+from meshlora.data.train_on import TrainOn, chosen, is_empty, left_out
+from meshlora.data.turns import FAILURES, Ends, Messages, Turns, UntoldError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -336,9 +337,11 @@ class _Chat:
                 return turns.text, marked, [], lost
             spans = self._marked_turns(answers, marked) if answers else {}
         else:
-            spans = {index: self._span(turns, index) for index in answers}
-            if not all(turns.is_ended(spans[index]) for index in answers if index in trained):
+            placed = {index: self._span(turns, index) for index in answers}
+            spans = {index: span for index, span in placed.items() if span is not None}
+            if not all(turns.is_ended(spans[index]) for index in answers if index in trained and index in spans):
                 lost.append(NO_END)
+            lost += [EMPTY if index in spans else LEFT_OUT for index in answers if is_empty(self.messages[index])]
         others = self._turns_of_others([index for index in (*trained, *out) if index not in of_assistant], turns.text)
         spans |= {index: turns.until_stop(span) for index, span in others.items()}
         of_each = [[spans[index] for index in own if index in spans] for own in (trained, out)]
@@ -350,10 +353,13 @@ class _Chat:
         except UntoldError as error:
             raise self._untold("a conversation", str(error)) from None
 
-    def _span(self, turns: Turns, index: int) -> Span:
+    def _span(self, turns: Turns, index: int) -> Span | None:
+        """None: of an answer that has no text and no place."""
         try:
             return turns.span(index)
         except UntoldError as error:
+            if is_empty(self.messages[index]):
+                return None
             raise self._untold(f"messages[{index}], an answer to train", str(error)) from None
 
     def _lost(self, turns: Turns, index: int) -> list[str]:

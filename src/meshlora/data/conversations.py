@@ -21,6 +21,8 @@ _ROLES_ELSEWHERE = {
     **dict.fromkeys(("observation", "function", "function_response"), "tool"),
     "human": "user",
 }
+# Keys of a turn's reasoning: transformers passes each of them to a template under all of these names.
+REASONING = ("reasoning_content", "reasoning", "thinking")
 _CALL = "function_call"  # a role of ShareGPT, a key of OpenAI
 # Names of the flag that says whether a turn is trained: OpenAI's, and those of axolotl's documentation.
 _FLAGS = ("weight", "train", "training")
@@ -60,16 +62,13 @@ def _checked_message(value: object, where: str) -> dict[str, Any]:
         renamed = {"from": "role", "value": "content"}
         message = {renamed.get(key, key): item for key, item in message.items() if key != "content" or item is not None}
     is_call = message.get("role") == _CALL
-    message["role"] = role = _role(message, where)
+    message["role"] = _role(message, where)
     if (calls := _calls(message, where, is_content=is_call)) is not None:
         message["tool_calls"] = calls
     if message.get("content") is None and calls is None:
         raise MalformedError(f"{where} has no content")
     if message.get("content") is not None:
-        message["content"] = content = _checked_content(message["content"], f"{where}.content")
-        is_empty = not (content.strip() if isinstance(content, str) else content)
-        if role == "assistant" and is_empty and calls is None:
-            raise MalformedError(f"{where} is an assistant turn with empty content")
+        message["content"] = _checked_content(message["content"], f"{where}.content")
     _set_weight(message, where)
     _check_json(message, where)
     return message

@@ -11,8 +11,8 @@ import numpy as np
 
 from meshlora.data.records import Record
 
-NO_END = "end"
-KINDS = ("content", "reasoning", NO_END)
+NO_END, EMPTY, LEFT_OUT = "end", "empty", "left out"
+KINDS = ("content", "reasoning", NO_END, EMPTY, LEFT_OUT)
 # Of a mark's kind. A call that is left out is refused.
 AS_KIND = {"content": "content", "reasoning": "reasoning"}
 
@@ -20,6 +20,8 @@ _WORDS = {
     "content": "words of trained answers are not in the text that the chat template renders, and so not trained",
     "reasoning": "reasoning of trained answers is not in the text that the chat template renders, and so not trained",
     NO_END: "the rendered text does not end trained answers with a token that the model stops at",
+    EMPTY: "trained answers are empty: the model learns to say nothing (data.empty_answers: skip leaves them out)",
+    LEFT_OUT: "empty answers are not in the text that the chat template renders, and so not trained",
 }
 
 

@@ -20,7 +20,7 @@ from meshlora.data.lost import words_of
 from meshlora.data.records import Record
 from meshlora.data.sources import each_row
 from meshlora.data.tokenization import TokenizedDataset, check_vocabulary, taken_of, token_blocks
-from meshlora.data.train_on import TrainOn
+from meshlora.data.train_on import TrainOn, without_empty
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,6 +35,7 @@ def read_streamed(
     vocab_size: int,
     train_on: TrainOn = "all",
     too_long: str = "truncate",
+    skips_empty: bool = False,
     say: Callable[[str], None] = lambda _: None,
     **columns: Mapping[str, str] | str | None,
 ) -> TokenizedDataset:
@@ -48,7 +49,8 @@ def read_streamed(
     """
 
     def records(told: Callable[[str], None] | None = None) -> Iterator[Record]:
-        return each_row(source, RECORDS, say=told, has_separator=True, **columns)  # type: ignore[arg-type]
+        rows = each_row(source, RECORDS, say=told, has_separator=True, **columns)  # type: ignore[arg-type]
+        return without_empty(rows, train_on, told) if skips_empty else rows
 
     seen, keys = RecordsDigest(), UnnamedKeys()
     for record in records(say):

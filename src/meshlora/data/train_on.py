@@ -6,11 +6,13 @@ conversation (`chat.py`), its tokens (`tokenization.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from meshlora.common.errors import UserError, did_you_mean
-from meshlora.data.conversations import ROLES
+from meshlora.data.conversations import REASONING, ROLES
+from meshlora.data.records import Record
 
 Named = Literal["all", "last", "everything"]
 # "all": every answer. "last": the last turn of the assistant alone. "everything": all tokens, those of prompts too. Or
@@ -42,6 +44,40 @@ def chosen(messages: Sequence[Mapping[str, Any]], train_on: TrainOn) -> list[int
     roles = ("assistant",) if isinstance(train_on, str) else tuple(train_on)
     found = [index for index, message in enumerate(messages) if message["role"] in roles]
     return found[-1:] if train_on == "last" else found
+
+
+def is_empty(message: Mapping[str, Any]) -> bool:
+    """Whether a turn says nothing: it has neither text nor image, and calls nothing."""
+    content = message.get("content")
+    parts = [part.get("text", part) for part in content] if isinstance(content, list) else [content]
+    said = [*parts, *(message.get(key) for key in REASONING)]
+    return not message.get("tool_calls") and not any(each.strip() if isinstance(each, str) else each for each in said)
+
+
+def without_empty(records: Iterable[Record], train_on: TrainOn, say: Callable[[str], None] | None) -> Iterator[Record]:
+    """The records, of which no empty answer is trained, and without those of which nothing is left to train. say: told
+    how many these are.
+
+    Raises:
+        UserError: all are.
+    """
+    first, number, left = "", 0, 0
+    for record in records:
+        messages = list(record.messages or ())
+        for place in chosen(messages, "all"):
+            if is_empty(messages[place]):
+                messages[place] = {**messages[place], "weight": 0}
+        wanted = chosen(messages, train_on) if train_on != "everything" else []
+        if wanted and all(messages[place].get("weight") == 0 for place in wanted):
+            first, number = first or record.origin, number + 1
+            continue
+        left += 1
+        yield dataclasses.replace(record, messages=tuple(messages)) if messages else record
+    given = f"{number:,} records, {first} first"
+    if not left:
+        raise UserError(f"data.empty_answers=skip: {given}", "no answer says anything", "train them, or other data")
+    if number and say is not None:
+        say(f"{given}: left out, as no trained answer says anything (data.empty_answers: skip)")
 
 
 def left_out(messages: Sequence[Mapping[str, Any]]) -> list[int]:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jinja2
 
+from meshlora.data.conversations import REASONING
 from meshlora.data.leading import Span
 
 Messages = AbstractSequence[dict[str, Any]]
@@ -31,9 +32,6 @@ Render = Callable[[Messages, bool], str]
 
 # What a template raises when it refuses messages, or fails on them.
 FAILURES = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError)
-
-# transformers passes each of them to a template under all of these names.
-REASONING = ("reasoning_content", "reasoning", "thinking")
 
 _PRIVATE_USE = ((0xE000, 0xF900), (0xF0000, 0xFFFFE), (0x100000, 0x10FFFE))
 _PRIVATE = re.compile("[" + "".join(f"{chr(first)}-{chr(stop - 1)}" for first, stop in _PRIVATE_USE) + "]")
@@ -102,21 +100,25 @@ def _any_of(words: AbstractSequence[str]) -> re.Pattern[str] | None:
 
 
 class _Marks:
-    """Messages with marks in their texts, and the marks that were put there. names: mark those of functions too."""
+    """Messages with marks in their texts, and the marks that were put there. names: mark those of functions too. fill:
+    the message whose content has none, and gets a pair all the same.
+    """
 
-    def __init__(self, messages: Messages, avoid: str, *, names: bool) -> None:
+    def __init__(self, messages: Messages, avoid: str, *, names: bool, fill: int | None = None) -> None:
         self.of: dict[str, _Mark] = {}
         taken = {*avoid}
         self._free = (
             mark for code in itertools.starmap(range, _PRIVATE_USE) for mark in map(chr, code) if mark not in taken
         )
-        self._names = names
+        self._names, self._fill = names, fill
         self.messages = [self._marked(message, index) for index, message in enumerate(messages)]
 
     def _marked(self, message: dict[str, Any], index: int) -> dict[str, Any]:
         message = dict(message)
         content = message.get("content")
-        if isinstance(content, str):
+        if index == self._fill:
+            message["content"] = "".join(self._pair(index, "content"))
+        elif isinstance(content, str):
             message["content"] = self._text(content, index, "content")
         elif isinstance(content, list):
             message["content"] = [
@@ -201,15 +203,18 @@ class Turns:
         UntoldError: the template reads the texts of messages, and so renders others when they are marked. Whatever the
             template raises.
 
-    avoid: a text whose characters mark nothing, beside those of the conversation.
+    avoid: a text whose characters mark nothing, beside those of the conversation. fill: as of `_Marks`.
     """
 
-    def __init__(self, messages: Messages, render: Render, ends: Ends, *, avoid: str = "") -> None:
+    def __init__(
+        self, messages: Messages, render: Render, ends: Ends, *, avoid: str = "", fill: int | None = None
+    ) -> None:
         self.text, self._messages, self._render, self._ends = render(messages, False), messages, render, ends
+        self._avoid = avoid
         self._tails: dict[tuple[int, bool], _Tail | None] = {}
         avoid += self.text + json.dumps(list(messages), ensure_ascii=False)
         for names in (True, False):  # a template may look a function up by its name
-            self._marks = _Marks(messages, avoid, names=names)
+            self._marks = _Marks(messages, avoid, names=names, fill=fill)
             try:
                 self._whole = _Rendering(render(self._marks.messages, False), self._marks)
             except FAILURES:
@@ -230,6 +235,8 @@ class Turns:
             UntoldError: they cannot be told.
         """
         own = [self._whole.at[mark] for mark, each in self._placed() if each.message == index]
+        if not own and all(each.message != index for each in self._marks.of.values()):
+            return self._without_text(index)
         if not own:
             raise UntoldError("nothing of it is in the rendered text")
         if index in self._whole.twice:
@@ -245,6 +252,30 @@ class Turns:
         if before or behind:
             raise UntoldError("a text of another message would be part of it")
         return start, end
+
+    def _without_text(self, index: int) -> Span:
+        """The span of an answer without any text: where its content would stand, if nothing else would change."""
+        try:
+            return Turns(self._messages, self._render, self._ends, avoid=self._avoid, fill=index).span(index)
+        except (UntoldError, *FAILURES):
+            return self._added(index)
+
+    def _added(self, index: int) -> Span:
+        """What the rendering up to message `index`, which has no text, adds to the generation prompt."""
+        led, bare, alone = self._tail(index, True), self._tail(index, False), self._tail(index + 1, False)
+        if led is None or bare is None or alone is None or led.mark != alone.mark:
+            raise UntoldError("it has no text, and what stands for it cannot be told")
+        base = 0 if led.mark is None else self._whole.at.get(led.mark)
+        if base is None:
+            raise UntoldError("it has no text, and nothing that leads to it is in the rendered text")
+        opened = [self._whole.at[mark] for mark, each in self._placed() if each.opens and self._whole.at[mark] > base]
+        after = self.text[base : min(opened, default=None)]
+        start, end = self._ends.common(led.text, after), self._ends.common(alone.text, after)
+        has_led = led == bare or start > self._ends.common(led.text, bare.text)
+        length = self._ends.of_answer(after[start:], end - start) if has_led and end > start else 0
+        if not length:
+            raise UntoldError("it has no text, and the template leaves it out")
+        return base + start, base + start + length
 
     def until_stop(self, span: Span) -> Span:
         """`span` up to the last token in it that a model stops at; all of it if there is none."""

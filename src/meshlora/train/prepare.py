@@ -472,6 +472,7 @@ def read_data(
 
     own |= {} if data.streaming else {"processor": processor}
     own |= {"separator": data.separator} if data.separator else {}
+    own |= {"skips_empty": True} if data.empty_answers == "skip" else {}
     own |= {"categories": categories} if categories != "all" else {}
     read = functools.partial(
         READERS["streamed" if data.streaming else objective.reader],
