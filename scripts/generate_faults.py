@@ -26,6 +26,7 @@ import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,7 @@ from tests.changed import run_under
 
 from meshlora.oracle.diagnosis.diagnose import first_divergence, until_found
 from meshlora.oracle.judge import judge
-from meshlora.verify.faults.generated import ROOT, Generated, NotPutInError, faults_of, files, generated
+from meshlora.verify.faults.generated import KEEPING, ROOT, Generated, NotPutInError, faults_of, files, generated
 from meshlora.verify.faults.objectives import PROVED
 from meshlora.verify.ours import lines_of
 from meshlora.verify.pool import RankEndedError, RankError
@@ -187,11 +188,18 @@ def interval(part: int, whole: int) -> str:
     return f"{share:.1%} ({max(0, middle - half):.0%} to {min(1, middle + half):.0%})"
 
 
-def draw(reached: dict[str, set[tuple[str, int]]], sample: int | None, seed: int) -> list[tuple[Generated, list[str]]]:
-    """The faults, each with the cases that come by its line; by hashes, so that most stay when the code changes."""
+def draw(
+    reached: dict[str, set[tuple[str, int]]], sample: int | None, seed: int, *, kinds: Sequence[str] = ()
+) -> list[tuple[Generated, list[str]]]:
+    """The faults, each with the cases that come by its line; by hashes, so that most stay when the code changes.
+
+    kinds: of changes, the last words of their names; none: all.
+    """
     found = []
     for file in files_of_product():
         for fault in faults_of(file):
+            if kinds and fault.name.rpartition(":")[2] not in kinds:
+                continue
             names = [name for name, lines in reached.items() if (file, fault.line) in lines]
             if names:
                 found.append((fault, names))
@@ -214,6 +222,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--verdicts", type=Path, default=Path("runs/faults.jsonl"), help="go on from this file")
     parser.add_argument("--case", nargs="+", choices=CASES, metavar="NAME", help=f"of {'; '.join(CASES)}; default: all")
+    parser.add_argument("--kind", nargs="+", default=(), choices=KEEPING, metavar="KIND", help="only these changes")
     parser.add_argument("--slice", default="0/1", metavar="K/N", help="only a part of them; K from 0")
     parser.add_argument("--list", metavar="FILE", help="only print the changes of a file, as in train/gradsync.py")
     parser.add_argument("--under", nargs="+", metavar="NAME TEST", help="run tests on a copy that has the fault")
@@ -235,7 +244,7 @@ def main() -> int:
         reached = {name: runner.lines(name) for name in options.case or CASES}
         others, known = [name for name in CASES if name not in reached], known_survivors()
         slice_, slices = map(int, options.slice.split("/"))
-        drawn = draw(reached, options.sample, options.seed)[slice_::slices]
+        drawn = draw(reached, options.sample, options.seed, kinds=options.kind)[slice_::slices]
         for number, (fault, names) in enumerate(drawn, 1):
             if fault.name in done:
                 continue

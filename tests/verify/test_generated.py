@@ -45,6 +45,23 @@ def test_a_function_that_only_a_registry_holds_gets_the_fault_too() -> None:
         pass
 
 
+@pytest.mark.parametrize(
+    ("file", "before", "after"),
+    [
+        ("data/rollouts.py", "column[:length]", "column[-length:]"),
+        ("layers/quantized.py", "for count, number in equal:", "in (lambda parts: parts[:1] * len(parts))([*equal]):"),
+        ("train/checkpoint/state.py", "checkpoint.updates", "checkpoint.step"),
+        ("train/loss_scale.py", "if math.isfinite(grad_norm):", "if True:"),
+        ("train/loss_scale.py", "self.good_steps, self.skipped = (int(state", "(left out)"),
+        ("train/objectives.py", "(margin > 0).to(margin.dtype)", "(margin > 0.5).to(margin.dtype)"),
+        ("data/sampler.py", "mine[j * micro_batch_size:(j + 1) * micro_batch_size]", "(j + 1) * micro_batch_size - 1]"),
+    ],
+)
+def test_a_class_of_faults_that_no_test_saw_once_is_made(file: str, before: str, after: str) -> None:
+    (fault,) = (one for one in faults_of(file) if one.before.startswith(before) and after in one.after)
+    assert fault.is_keeping
+
+
 def test_what_cannot_be_put_in_has_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshlora.verify.faults.generated._functions", lambda file: [])
     with pytest.raises(NotPutInError, match="no function has this line"), faults_of("train/optimizer.py")[0].apply():

@@ -38,8 +38,14 @@ _COMPUTED: dict[Any, Any] = {one: other for a, b in _PAIRS_OF_OPERATORS for one,
 _COMPUTED |= {ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult}
 _NAMED = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _AXES = {"tp": "dp", "dp": "tp", "cp": "tp", "ep": "etp", "etp": "ep", "edp": "dp", "rank": "size"}
+# What counts some of what the other counts all of.
+_COUNTED = {"updates": "step"}
+_AS_THE_FIRST = ast.parse("(lambda parts: parts[:1] * len(parts))", mode="eval").body
 # Changes that mostly preserve shapes and types and so do not crash: the silent faults are among them.
-KEEPING = ("compare", "operator", "lost", "bool", "unary", "condition", "constant", "axis", "name", "dropped")
+KEEPING = (
+    *("compare", "operator", "lost", "bool", "unary", "condition", "constant", "axis", "name", "dropped"),
+    *("other-end", "as-first", "always", "counted", "unset", "threshold", "but-last"),
+)
 # Functions whose arguments are only messages or delays.
 _SAYING = {"say", "doing", "debug", "info", "warning", "warn", "print", "register_for_cleanup"}
 
@@ -219,6 +225,7 @@ def _is_said(node: ast.AST) -> bool:
 
 
 def _of_node(node: ast.AST) -> Iterator[tuple[str, Change]]:
+    yield from _of_class(node)
     match node:
         case ast.Compare(ops=[op]) if type(op) in _COMPARED:
             yield "compare", lambda n: _set(n, ops=[_COMPARED[type(op)]()])
@@ -250,6 +257,50 @@ def _of_node(node: ast.AST) -> Iterator[tuple[str, Change]]:
             yield "dropped", lambda n: None
         case ast.Call():
             yield from _of_call(node)
+
+
+def _of_class(node: ast.AST) -> Iterator[tuple[str, Change]]:
+    """Classes of faults that no test saw once: the wrong end is kept, unequal parts are taken as equal, everything is
+    counted, a state is not restored, a threshold is too high, the last one is lost.
+    """
+    match node:
+        case ast.Subscript(slice=ast.Slice(lower=None, upper=ast.expr(), step=None), ctx=ast.Load()):
+            yield "other-end", lambda n: _set(n, slice=ast.Slice(ast.UnaryOp(ast.USub(), n.slice.upper)))
+        case ast.Subscript(slice=ast.Slice(lower=ast.expr(), upper=ast.expr(), step=None), ctx=ast.Load()):
+            yield "but-last", lambda n: _set(n, slice=ast.Slice(n.slice.lower, _less(n.slice.upper)))
+        case ast.For(iter=ast.Call(func=ast.Name(id="range"), args=[*_, _])):
+            yield "but-last", lambda n: _set(n, iter=_set(n.iter, args=[*n.iter.args[:-1], _less(n.iter.args[-1])]))
+        case ast.For(iter=ast.Name() | ast.Attribute()):
+            yield "as-first", _taken_as_first
+        case (
+            ast.ListComp(generators=[ast.comprehension(iter=ast.Name() | ast.Attribute(), ifs=[])])
+            | ast.GeneratorExp(generators=[ast.comprehension(iter=ast.Name() | ast.Attribute(), ifs=[])])
+        ):
+            yield "as-first", lambda n: _set(n, generators=[_taken_as_first(n.generators[0])])
+        case ast.If(orelse=[], body=body) if any(isinstance(each, ast.AugAssign) for each in body):
+            yield "always", lambda n: _set(n, test=ast.Constant(value=True))
+        case ast.Attribute(attr=attr, ctx=ast.Load()) if attr in _COUNTED:
+            yield "counted", lambda n: _set(n, attr=_COUNTED[n.attr])
+        case ast.Assign(targets=[ast.Attribute() | ast.Tuple(elts=[ast.Attribute(), *_])]):
+            yield "unset", lambda n: None
+        case ast.Call(func=ast.Attribute(value=ast.Compare(ops=[ast.Gt()], comparators=[ast.Constant(value=0)]))):
+            yield "threshold", _with_higher_threshold
+
+
+def _less(node: ast.expr) -> ast.expr:
+    return ast.BinOp(node, ast.Sub(), ast.Constant(value=1))
+
+
+def _with_higher_threshold(node: Any) -> Any:
+    """Of numbers, as in `(margin > 0).to(dtype)`: of counts 0.5 would say the same as 0."""
+    node.func.value.comparators = [ast.Constant(value=0.5)]
+    return node
+
+
+def _taken_as_first(node: Any) -> Any:
+    """A loop over as many as there are, each the first of them."""
+    every = ast.List([ast.Starred(node.iter, ast.Load())], ast.Load())
+    return _set(node, iter=ast.Call(copy.deepcopy(_AS_THE_FIRST), [every], []))
 
 
 def _of_call(node: ast.Call) -> Iterator[tuple[str, Change]]:
