@@ -495,8 +495,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         },
     ),
     "answers that were liked or not": (
-        {"family": "llama", "objective": PROVED["kto"], "topologies": ("dp=2",)},
-        dict.fromkeys(needing("kto"), LOSS),
+        {"family": "llama", "objective": PROVED["kto"], "topologies": ("dp=2",), "default_dropout": DROPOUT},
+        # The case has a step whose mean is below 0, and others.
+        dict.fromkeys(needing("kto"), LOSS)
+        | {"kto_point_below_zero": ("loss", "loss of step 3", "from step 3 on; step 1 is right")},
     ),
     "dropout of the adapter and of the model, held to the base": (
         {

@@ -212,16 +212,11 @@ def test_fault_in_what_only_some_runs_have_is_caught_and_named(
 ) -> None:
     request, diagnoses = CASES[case]
     # One step shows most; several adapters take steps of their own, after those of the case.
-    late = [name for name in chosen if _is_late(diagnoses[name])]
-    at_once = [name for name in chosen if name not in late]
-    mutated = []
-    for steps, names in ((1, at_once), (request.get("steps", 3), late)):
-        if names:
-            fewer = {} if "dp" in request["topologies"][0] or "objective" in request else {"micro_batch_size": 3}
-            plain, *found = prove(**fewer | request | {"steps": steps}, mutations=tuple(names))
-            assert plain.passed, plain.divergence
-            assert [o.mutation for o in found] == names
-            mutated += found
+    steps = request.get("steps", 3) if any(_is_late(diagnoses[name]) for name in chosen) else 1
+    fewer = {} if "dp" in request["topologies"][0] or "objective" in request else {"micro_batch_size": 3}
+    plain, *mutated = prove(**fewer | request | {"steps": steps}, mutations=chosen)
+    assert plain.passed, plain.divergence
+    assert [o.mutation for o in mutated] == [*chosen]
     wrong = []
     for outcome in mutated:
         phase, where, words = diagnoses[outcome.mutation]  # type: ignore[index]

@@ -6,6 +6,7 @@ import contextlib
 import functools
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -360,6 +361,22 @@ def orpo_without_likelihood(original: Any, objective: Orpo, seen: Any) -> Any:
 def orpo_beta_at_default(original: Any, objective: Orpo, seen: Any) -> Any:
     """the odds ratio weighs as configured"""
     return original(replace(objective, beta=0.1), seen)
+
+
+@around(objectives, "reference_point", needs="kto steps")
+def kto_point_below_zero(original: Any, *given: Any) -> Tensor:
+    """rewards are compared with a divergence of at least 0"""
+    seen: list[Tensor] = []
+    every = objectives.all_reduce_sum
+
+    def kept(*sums: Any) -> Tensor:
+        seen.append(every(*sums))
+        return seen[-1]
+
+    with mock.patch.object(objectives, "all_reduce_sum", kept):
+        original(*given)
+    total, number = seen[-1]
+    return total / number
 
 
 @after(batches, "collate", needs="kto")
