@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 from transformers.masking_utils import (
     and_masks,
     causal_mask_function,
@@ -23,6 +23,7 @@ from transformers.masking_utils import (
 )
 
 from meshlora.comm.groups import Axis
+from meshlora.common import compat
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.data import IGNORED, collate, joined, with_positions
 from meshlora.data.context import order_of_rows, token_order
@@ -223,6 +224,30 @@ def test_arguments_with_something_of_each_token_are_cut_or_refused() -> None:
         running.cut_argument("memory", torch.ones(2, 36, 7))
     running.begin()  # the next forward is whole again
     assert running.cut_argument("position_embeddings", cos) is cos
+
+
+def test_tokens_of_a_rank_stay_as_they_are_where_a_decoder_makes_a_view_of_all() -> None:
+    running = ContextCut(Axis(2, 0, (0, 1), None), CPU)
+    x = torch.randn(1, 3, 5, dtype=torch.float64, requires_grad=True)
+    assert running.kept(x) is x  # of a forward that is not cut
+    running.next(token_order([[6]], size=2))
+    running.begin()
+    kept = running.kept(x)
+    assert type(kept * 2) is Tensor
+    viewed = kept.view((-1, 6, 5))
+    assert type(viewed) is Tensor
+    assert torch.equal(viewed, x)
+    (grad,) = torch.autograd.grad((viewed * 3).sum(), x)
+    assert (grad == 3).all()
+
+
+@pytest.mark.parametrize(
+    ("family", "expected"), [("gpt2", True), ("gpt_bigcode", True), ("llama", False), ("gpt_neox", False)]
+)
+def test_decoders_that_view_their_output_as_their_input_are_known_by_their_code(family: str, expected: bool) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(twin_config(family))
+    assert compat.views_as_its_input(model.base_model) is expected
 
 
 def sequence(length: int, first: int) -> Sequence:

@@ -22,9 +22,11 @@ PROVED_HERE = {
     "per channel": ("kimi_linear", "cp=2,ep=2", False),
     "two calls": ("diffllama", "cp=2", False),
     "scaled queries": ("beam", "cp=3", True),
+    "an output in the shape of the input": ("gpt2", "cp=2", True),
+    "a mask of its own for the mixer": ("falcon_h1", "cp=2", False),
 }
 # The kill table has packed rows and delta nets on cp=2 by default.
-IN_MAKE_TEST = {"sinks and experts"}
+IN_MAKE_TEST = {"sinks and experts", "an output in the shape of the input"}
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,8 @@ IN_PARTS = {
     "sinks": ("gpt_oss", "cp=3,ring", "eager", False),
     "soft caps": ("gemma2", "cp=2,ring", "eager", True),
     "experts": ("qwen3_moe", "cp=2,ep=2,ring", "eager", False),
+    "a key for all heads": ("gpt_bigcode", "cp=2,ring", "eager", True),
+    "learned positions": ("gpt2", "cp=3,ring", "eager", False),
     "keys wider than values": ("deepseek_v3", "cp=2,ring", "eager", True),
     "states beside": ("qwen3_next", "cp=2,ring", "eager", False),
 }
@@ -101,16 +105,15 @@ def test_other_ways_to_see_tokens_are_refused_by_name(family: str, module: str) 
         prepare_proof(Request(family=family, topologies=("cp=2",)))
 
 
-@pytest.mark.parametrize(
-    ("family", "why"),
-    [
-        ("llama4_text", "its Llama4TextAttention itself numbers the tokens"),  # its factors show from 8,192 tokens on
-        ("gpt2", "its decoder gives its output the shape of its input"),
-    ],
-)
-def test_families_that_need_all_tokens_of_a_sequence_are_refused_by_name(family: str, why: str) -> None:
-    with pytest.raises(UnsupportedError, match=why):
-        prepare_proof(Request(family=family, topologies=("cp=2",)))
+def test_a_family_that_numbers_tokens_itself_is_refused_by_name() -> None:
+    """Its factors show from 8,192 tokens on."""
+    with pytest.raises(UnsupportedError, match="its Llama4TextAttention itself numbers the tokens"):
+        prepare_proof(Request(family="llama4_text", topologies=("cp=2",)))
+
+
+def test_attention_of_gpt2_in_code_of_its_own_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="reorder_and_upcast_attn on cp=2: it is attention in code of"):
+        prepare_proof(Request(family="gpt2", topologies=("cp=2",), overrides={"reorder_and_upcast_attn": True}))
 
 
 def test_a_head_that_takes_whole_texts_is_refused_by_name() -> None:

@@ -430,6 +430,21 @@ def calls_of_attention(module: nn.Module) -> int:
     return sum(step.opname == "LOAD_FAST" and step.argval == variable for step in code[found:])
 
 
+def views_as_its_input(decoder: nn.Module) -> bool:
+    """Whether the forward of `decoder` ends in a view of what its layers return in the shape of its own input."""
+    return "output_shape" in inspect.unwrap(type(decoder).forward).__code__.co_varnames
+
+
+class Unviewed(Tensor):
+    """A tensor that stays as it is in a view. All else that is computed of it is a plain tensor."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment] # typed as no subclass has it
+
+    def view(self, *_: Any) -> Tensor:
+        """The same values in the same shape."""
+        return self.as_subclass(Tensor)
+
+
 def keeps_inputs(module: nn.Module) -> bool:
     """Whether the forward of `module` goes on from earlier tokens' inputs in transformers' cache, as recurrences do."""
     return "update_conv_state" in inspect.unwrap(type(module).forward).__code__.co_names

@@ -167,6 +167,10 @@ class ContextCut:
         """The residual stream `[B, S, H]` -> `[B, S/cp, H]`."""
         return x if self.held is None else self.held.cut(x, 1)
 
+    def kept(self, x: Tensor) -> Tensor:
+        """x `[B, S/cp, H]`, of which the model's code makes a view as `[B, S, H]`: that is x itself."""
+        return x if self.held is None else x.as_subclass(compat.Unviewed)
+
     def of_tokens(self, values: Tensor) -> Tensor:
         """`[B*S]` of the running forward's tokens -> `[B, S/cp]`, or `[B, S]` if it is whole."""
         return values if self.held is None else self.held.cut(values.view(self.held.rows, -1), 1)

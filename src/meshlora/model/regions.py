@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from meshlora.comm.collectives import copy_one_to_each, gather_each_to_each, gather_each_to_one, slice_one_to_each
 from meshlora.comm.groups import Axis, Mesh
+from meshlora.common import compat
 from meshlora.common.compat import cut_deepstack, without_fused_projection
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.layers.context import ContextCut, HeldTokens, hold_context
@@ -161,6 +162,10 @@ def install_context(model: nn.Module, plan: ModelPlan, layers: nn.ModuleList, co
     parts = plan.layers.split(".")
     parents = [model.get_submodule(".".join(parts[:number])) for number in range(len(parts))]
     hold_context(model, layers, context, parents=parents)
+    if compat.views_as_its_input(parents[-1]):
+        for name in plan.after:
+            if name != plan.head:
+                map_output(model.get_submodule(name), context.kept)
     # A window has as much work everywhere, and a state goes from one token to the next: on all stages alike.
     context.balances = sees_all(model.config) and not plan.recurrent
     for name, state in plan.recurrent.items():

@@ -64,9 +64,6 @@ _REFUSED_SPLIT = {
 }
 # Families that cannot go on with a part of each sequence's tokens.
 _REFUSED_CONTEXT = {
-    **dict.fromkeys(
-        ("gpt2", "gpt-sw3", "gpt_bigcode"), "its decoder gives its output the shape of its input, of all tokens"
-    ),
     "minimax": "its lightning attention sees earlier tokens by a state of its own",
     "recurrent_gemma": "its recurrent units see earlier tokens by a state of their own",
 }
@@ -88,7 +85,7 @@ def check_family(model: Any, topology: Topology) -> None:
 
     Raises:
         UnsupportedError: an encoder-decoder, a family in `_REFUSED`, bloom with `slow_but_exact`; on `topology` one in
-            `_REFUSED_SPLIT`, `_REFUSED_CONTEXT` or `_REFUSED_STAGES`.
+            `_REFUSED_SPLIT`, `_REFUSED_CONTEXT` or `_REFUSED_STAGES`, gpt2 with `reorder_and_upcast_attn`.
     """
     config = model.config
     what = f"model_type {config.model_type!r}"
@@ -98,6 +95,14 @@ def check_family(model: Any, topology: Topology) -> None:
         raise UnsupportedError(f"{what} on {topology}", _REFUSED_SPLIT[config.model_type], "use dp alone")
     if topology.size_over(TOKENS) > 1 and config.model_type in _REFUSED_CONTEXT:
         raise UnsupportedError(f"{what} on {topology}", _REFUSED_CONTEXT[config.model_type], "use dp, tp and sp")
+    if topology.size_over(TOKENS) > 1 and getattr(
+        config, "reorder_and_upcast_attn", False
+    ):  # of gpt2, with eager alone
+        raise UnsupportedError(
+            f"reorder_and_upcast_attn on {topology}",
+            "it is attention in code of the family's own, which sees no tokens of other ranks",
+            "set it to false in config.json, or use dp, tp and sp",
+        )
     if topology.size_over(LAYERS) > 1 and config.model_type in _REFUSED_STAGES:
         raise UnsupportedError(f"{what} on {topology}", _REFUSED_STAGES[config.model_type], "use pp=1")
     if config.model_type == "bloom" and config.pretraining_tp > 1 and config.slow_but_exact:
