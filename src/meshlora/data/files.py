@@ -25,6 +25,7 @@ from meshlora.data.records import MalformedError, Problems, json_type, quoted
 # No example of a million tokens is longer. JSON of small objects takes up to twenty times its length in memory.
 MAX_LINE_BYTES = 16 * 2**20
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
+_MOST_BLANK = 1_000_000  # lines, one after the other
 _LOOK_BYTES = 2**16
 _WEBNLG = re.compile(rb'\{\s*"entries"\s*:\s*\[')  # the one list that people keep in an object
 _NO_SPACE = re.compile(r"[^ \t\n\r]")
@@ -127,9 +128,9 @@ def bounded_lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
     """The lines of an open file, with their line ends.
 
     Raises:
-        UserError: one is too long, or holds a NUL, so that it is not text.
+        UserError: one is too long, or holds a NUL, so that it is not text; there is no end of blank ones.
     """
-    number = 0
+    number = num_blank = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
         if len(line) > MAX_LINE_BYTES:
@@ -138,6 +139,9 @@ def bounded_lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
             )
         if (b"\0" if isinstance(line, bytes) else "\0") in line:
             raise UserError(f"{path}:{number}", "the line holds a NUL byte", "is the file text in UTF-8?")
+        num_blank = num_blank + 1 if line.isspace() else 0
+        if num_blank > _MOST_BLANK:  # a compressed file of some KB may have some hundred million
+            raise UserError(f"{path}:{number}", f"more than {_MOST_BLANK:,} blank lines", "is the file whole?")
         yield line
 
 

@@ -1,8 +1,9 @@
 """Reading local files, folders and datasets, in order: which rows they have, and where each comes from.
 
 Owns: containers (JSON, CSV, `||` text, Parquet, saved datasets), the origin of each row, what is said of the columns
-that are read and not read. Does not own: which files a path means (`places.py`), safe reading (`files.py`), what a row
-is (`formats.py`), tokens, or the order of training. Nothing is downloaded: a source is a local path or a dataset.
+that are read and not read. Does not own: which files a path means (`places.py`), safe reading (`files.py`,
+`tables.py`), what a row is (`formats.py`), tokens, or the order of training. Nothing is downloaded: a source is a local
+path or a dataset.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from meshlora.data.images import locate_images
 from meshlora.data.nlg import expanded
 from meshlora.data.places import check_saved, places
 from meshlora.data.records import MalformedError, Problems, Record, listed, quoted
+from meshlora.data.tables import parquet_batches, rows_at_once, table_rows
 
 if TYPE_CHECKING:
     import datasets
@@ -33,7 +35,6 @@ Header = Callable[[Sequence[str], str], list[str]]
 Made = TypeVar("Made")
 
 SEPARATOR = "||"
-_BATCH = 1024  # rows of a table that are held at once
 
 
 def read_records(
@@ -267,10 +268,11 @@ def _parquet_rows(path: Path, header: Header) -> Iterator[dict[str, Any]]:
     import pyarrow.parquet
 
     try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            columns = header(file.schema_arrow.names, f"{path}")
-            for batch in file.iter_batches(_BATCH, columns=columns):
-                yield from map(_without_nulls, batch.to_pylist())
+        with pyarrow.parquet.ParquetFile(path) as file, path.open("rb") as raw:
+            columns, start = header(file.schema_arrow.names, f"{path}"), 0
+            for batch in parquet_batches(file, raw, columns, f"{path}"):
+                yield from map(_without_nulls, table_rows(batch, f"{path}", start))
+                start += len(batch)
     except UserError:
         raise
     except Exception as error:  # untrusted bytes read by a library may raise anything
@@ -296,10 +298,10 @@ def _dataset_rows(dataset: datasets.Dataset, name: str, header: Header) -> Itera
     """Plain rows of a dataset, whatever its output format; a selection of rows is respected."""
     columns = header(dataset.column_names, name)
     try:
-        chosen = dataset.select_columns(columns)
-        for start in range(0, len(chosen), _BATCH):
-            rows = chosen.select(range(start, min(start + _BATCH, len(chosen)))).to_list()
-            yield from map(_without_nulls, rows)
+        chosen = dataset.select_columns(columns).with_format("arrow")
+        size = rows_at_once(len(chosen), chosen.data.nbytes)
+        for start in range(0, len(chosen), size):
+            yield from map(_without_nulls, table_rows(chosen[start : start + size], name, start))
     except UserError:
         raise
     except Exception as error:  # untrusted tables read by a library may raise anything
