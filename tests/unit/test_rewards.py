@@ -155,6 +155,33 @@ def test_an_answer_is_matched_as_text_or_by_its_last_number() -> None:
 
 
 @pytest.mark.parametrize(
+    ("said", "answer", "is_right"),
+    [
+        (f"{2**53 + 1}", f"{2**53}", False),
+        ("1e999", "1e9999", False),
+        ("1e9999", "10e9998", True),
+        ("1e-9999", "0", False),
+        ("0.1", "0.1000", True),
+        ("so .5 it is", "5e-1", True),
+        ("1,200.0", "12e2", True),
+        ("-0.00e5", "0", True),
+        ("5-42", "42", True),
+        ("(5)-42", "42", True),
+        ("x=-42", "-42", True),
+        ("+42.", "42", True),
+        ("-42", "42", False),
+        ("half, 1/2", "2", True),
+        ("007", "7", True),
+        ("9" * 5000, "9" * 4999, False),
+        ("9" * 5000, "9" * 5000, True),
+        ("1e" + "9" * 5000, "1", False),
+    ],
+)
+def test_numbers_are_compared_exactly(said: str, answer: str, is_right: bool) -> None:
+    assert _values(MatchReward(how="number"), _said(said, answer=answer)) == [float(is_right)]
+
+
+@pytest.mark.parametrize(
     ("name", "program", "end"),
     [
         ("well", "assert 1 + 1 == 2", "passed"),

@@ -42,7 +42,9 @@ from meshlora.rl.reward_model import RewardModel
 from meshlora.rl.unit_tests import code_in, run_tests
 
 _PATTERN_S = 2.0  # for one completion: a pattern may take exponential time
-_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+# A sign after a number, a letter or a bracket is a minus of two: 5-42.
+_NUMBER = re.compile(r"((?<![\w.)\]])[-+])?([0-9][0-9,]*|(?=\.[0-9]))(?:\.([0-9]*))?(?:[eE]([-+]?[0-9]+))?")
+_EXPONENT_DIGITS = 18
 
 
 @dataclass(frozen=True)
@@ -241,7 +243,7 @@ def _match(one: MatchReward, name: str) -> Score:
     return _each(name, score)
 
 
-def _wanted(one: MatchReward, completion: Completion) -> str | float:
+def _wanted(one: MatchReward, completion: Completion) -> str | tuple[str, str, int]:
     """What the completion is compared with. Raises: UserError: its prompt has no such answer."""
     answer = _field(completion, one.field)
     if one.how == "text":
@@ -259,9 +261,19 @@ def _field(completion: Completion, field: str) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _last_number(text: str) -> float | None:
-    found = _NUMBER.findall(text)
-    return float(found[-1].replace(",", "")) if found else None
+def _last_number(text: str) -> tuple[str, str, int] | None:
+    """(sign, digits without zeros around them, exponent) of the last number: exact, and as many digits as there are."""
+    *_, last = (None, *_NUMBER.finditer(text))
+    if last is None:
+        return None
+    sign, whole, after, exponent = (part or "" for part in last.groups())
+    digits = whole.replace(",", "") + after
+    if not digits.strip("0"):
+        return "", "", 0
+    if len(exponent) > _EXPONENT_DIGITS:
+        return None
+    power = int(exponent or "0") - len(after) + len(digits) - len(digits.rstrip("0"))
+    return sign.strip("+"), digits.strip("0"), power
 
 
 def _tests(one: UnitTestsReward, name: str) -> Score:
