@@ -325,6 +325,27 @@ def test_dropout_of_the_model_itself_is_refused_unless_it_is_off(is_off: bool, f
         check_rl(dropping)
 
 
+def test_what_cannot_be_published_is_said_before_the_run(folder: Path) -> None:
+    """An adapter on experts in the layout of its family, decided by the check and not after it."""
+    base, run = (
+        folder / "gpt-oss",
+        prepare_run(read_run(rl_file(folder, "to", "", rl={"publish_to": str(folder / "p")}))),
+    )
+    sizes = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 1, "num_local_experts": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 2048}
+    AutoConfig.for_model("gpt_oss", **sizes, **heads).save_pretrained(base)
+    blueprint = make_blueprint(base, run.topology, BaseOptions())
+    both = ["experts.gate_up_proj", "experts.down_proj"]
+    for given in (both, both[:1]):
+        planned = blueprint.with_adapter(LoraConfig(target_modules=["q_proj"], target_parameters=given))
+        changed = dataclasses.replace(run, blueprint=planned)
+        if given == both:
+            assert check_rl(changed) is not None
+            continue
+        with pytest.raises(UnsupportedError, match=r"lora: of the experts it is on .*gate_up_proj alone"):
+            check_rl(changed)
+
+
 @pytest.mark.parametrize("mean_over", ["token", "sequence"])
 def test_a_mean_over_sequences_may_round_the_first_ratio(mean_over: Any) -> None:
     """Ten times 0.1 in float32 is above 1. A step that was left out has none."""

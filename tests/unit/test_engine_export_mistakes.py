@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import shutil
 from collections.abc import Callable
@@ -14,10 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from meshlora.adapter.formats.engine_export import export_per_expert, import_per_expert
+from meshlora.adapter.formats.engine_export import engine_layout, export_per_expert, import_per_expert
+from meshlora.adapter.formats.peft_format import read_config
 from meshlora.adapter.merging.changes import read_changes
+from meshlora.adapter.plan import plan_adapter
 from meshlora.cli.main import main
 from meshlora.common.errors import MeshloraError, UnsupportedError, UserError
+from meshlora.rl.publishing import publish
 from tests.unit.engine_adapters import (
     BOTH,
     HIDDEN,
@@ -76,6 +80,48 @@ def test_what_engines_do_not_read_so_is_refused(
     with pytest.raises(UserError, match=words):
         export_per_expert(adapter, tmp_path / "out", **meta(models(family)))
     assert not (tmp_path / "out").exists()
+
+
+FUSED = [
+    ({"target_parameters": BOTH[:1]}, "it is on model.layers.0.mlp.experts.gate_up_proj alone, and engines need both"),
+    ({"target_parameters": BOTH[1:]}, "it is on model.layers.0.mlp.experts.down_proj alone, and engines need both"),
+    ({"alpha_pattern": {"q_proj": 7}}, "is scaled by .*engines know one lora_alpha"),
+    ({"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 4}}, "has rank 2, .* 3, and engines read one"),
+    ({"bias": "all"}, "bias='all': adapters for serving engines are LoRA and nothing more"),
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+]
+
+
+@pytest.mark.parametrize(("lora", "words"), FUSED)
+def test_what_engines_compute_otherwise_is_not_served_as_it_is(
+    lora: dict[str, Any], words: str, models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Neither published, nor is it said so."""
+    base = {"target_modules": ["q_proj"], "target_parameters": BOTH, "lora_alpha": 2 * R}
+    adapter = make_adapter("gpt_oss", tmp_path / "adapter", **base | lora)
+    found = meta(models("gpt_oss"))
+    with pytest.raises(UserError, match=words):
+        publish(adapter, tmp_path / "to", name="a", model_and_plan=lambda: (found["model"], found["plan"]))
+    assert not list((tmp_path / "to").glob("*")) or not (tmp_path / "to").exists()
+    with pytest.raises(UserError, match=words):
+        export_per_expert(adapter, tmp_path / "out", **found)
+
+
+def test_experts_that_engines_read_as_peft_has_them_are_published_so(
+    models: Callable[[str], Path], tmp_path: Path
+) -> None:
+    adapter = make_adapter("gpt_oss", tmp_path / "adapter", target_modules=["q_proj"], target_parameters=BOTH)
+    found = meta(models("gpt_oss"))
+    version = publish(adapter, tmp_path / "to", name="a", model_and_plan=lambda: (found["model"], found["plan"]))
+    assert same_tensors(version, adapter)
+    of_text = dataclasses.replace(found["plan"], model_type="qwen3_5_moe_text")
+    with pytest.raises(UnsupportedError, match="engines apply it to 'qwen3_5_moe' alone, the class with images"):
+        publish(adapter, tmp_path / "to", name="b", model_and_plan=lambda: (found["model"], of_text))
+    name, rule = next(iter(found["plan"].experts.items()))
+    swapped = dataclasses.replace(rule, first=dataclasses.replace(rule.first, is_swapped=True))
+    planned = plan_adapter(found["model"], found["plan"], read_config(adapter, ignore_dropout=True))
+    with pytest.raises(UnsupportedError, match="on the side of the output"):
+        engine_layout(planned, dataclasses.replace(found["plan"], experts={name: swapped}), "it")
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshlora.adapter.formats.engine_export import export_per_expert
+from meshlora.adapter.formats.engine_export import export_for_engines
 from meshlora.adapter.formats.export import export
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_config
 from meshlora.adapter.formats.per_expert import check_lora_alone
@@ -54,7 +54,7 @@ def publish(adapter: Path, to: Path, *, name: str, model_and_plan: Callable[[], 
                 rule = "the layout of an adapter on experts is the model's"
                 raise UserError(f"{adapter}", rule, "give --model FOLDER")
             model, plan = model_and_plan()
-            export_per_expert(adapter, made, model=model, plan=plan)
+            export_for_engines(adapter, made, model=model, plan=plan)
         else:
             export(adapter, made, "peft")
         content = hashlib.sha256(b"".join((made / file).read_bytes() for file in (CONFIG_FILE, WEIGHTS_FILE)))

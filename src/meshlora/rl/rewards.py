@@ -199,7 +199,8 @@ def _json_schema(one: JsonSchemaReward, name: str) -> Score:
         specification = referencing.jsonschema.specification_with(kind.META_SCHEMA["$schema"])
         _check_references(specification.create_resource(schema), f"{name}: schema")
         validator = kind(schema, registry=referencing.Registry())  # which fetches nothing
-        for value in (None, True, 0, "", [], {}):  # one that refers to itself alone never ends
+        simple: tuple[Any, ...] = (None, True, 0, "", [], {})
+        for value in simple:  # a schema that refers to itself alone never ends
             validator.is_valid(value)
     except jsonschema.SchemaError as error:
         raise UserError(f"{name}: schema", f"it is no JSON schema ({error.message})") from None
@@ -219,7 +220,7 @@ def _json_schema(one: JsonSchemaReward, name: str) -> Score:
 
 def _check_references(schema: Any, where: str) -> None:
     """Look up what each part of `schema`, a resource of `referencing`, refers to. Raises: UserError: it is missing."""
-    from jsonschema_specifications import REGISTRY
+    from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
     from referencing.exceptions import Unresolvable
 
     left = [(schema, REGISTRY.resolver_with_root(schema))]

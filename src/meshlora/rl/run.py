@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from meshlora.adapter.formats.engine_export import engine_layout
 from meshlora.common.console import Console
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.run import RunConfig
@@ -51,6 +52,7 @@ def check_rl(run: Prepared, *, say: Callable[[str], None] | None = None) -> Prom
     _check_policy(run)
     if rl.is_engine or rl.publish_to is not None:
         check_for_engines(run.blueprint.trained.config, "lora")
+        engine_layout(run.blueprint.trained, run.blueprint.plan, "lora")
     return read_prompts(run.config, tokenizer_of(run.config), run.blueprint.config, say)
 
 

@@ -1,7 +1,7 @@
 """Adapter folders for serving engines, with one pair of factors per expert, and back to PEFT's fused form.
 
-Owns: the single rank and scale of an adapter in an engine, and both configurations. Does not own: the keys, and reading
-such a folder (`adapter.formats.per_expert`); writing a folder (`adapter.formats.export`).
+Owns: which layout engines read, the single rank and scale of an adapter in an engine, and both configurations. Does not
+own: the keys, and reading such a folder (`adapter.formats.per_expert`); writing a folder (`adapter.formats.export`).
 
 vLLM reads `r` and `lora_alpha` of `adapter_config.json` and ignores patterns. Targets of different ranks and equal
 scale are padded with zeros to the largest rank, which changes no product; different scales are refused.
@@ -12,13 +12,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from meshlora.adapter.formats.adapter_file import open_adapter, read_adapter_tensors
-from meshlora.adapter.formats.export import check_new, write_folder
+from meshlora.adapter.formats.export import check_new, export, write_folder
 from meshlora.adapter.formats.file_tensors import (
     ExpertFactors,
     base_keys,
@@ -34,13 +34,70 @@ from meshlora.adapter.formats.per_expert import (
     engine_names,
     engine_tensors,
     is_per_expert,
+    reads_fused_experts,
 )
-from meshlora.adapter.plan import plan_adapter
+from meshlora.adapter.plan import AdapterPlan, plan_adapter
 from meshlora.adapter.targets.pieces import own_words
 from meshlora.adapter.targets.resolve import Target
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.files import read_json
 from meshlora.plan.rules import ExpertsRule, ModelPlan
+
+
+def engine_layout(adapter: AdapterPlan, plan: ModelPlan, where: str) -> Literal["peft", "per-expert"]:
+    """The layout in which engines read `adapter`. where: it is, for messages.
+
+    Raises:
+        UserError: targets of several scales. UnsupportedError: what engines read in no layout, by name.
+    """
+    targets = adapter.targets
+    if not adapter.config.target_parameters:
+        return "peft"
+    check_lora_alone(adapter.config, where)
+    _check_targets(where, targets, plan)
+    if reads_fused_experts(plan.model_type):
+        _check_fused(where, targets, plan)
+        return "peft"
+    engine_names(plan.model_type)
+    _one_scaling(where, targets)
+    return "per-expert"
+
+
+def _check_fused(where: str, targets: Mapping[str, Target], plan: ModelPlan) -> None:
+    """Refuse an adapter on fused experts that engines would compute otherwise, or not at all."""
+    for rule in plan.experts.values():
+        there = [each for each in rule.projections if each.name in targets]
+        if len(there) == 1:
+            words = f"of the experts it is on {there[0].name} alone, and engines need both projections or none"
+            raise UnsupportedError(where, words, "train both, or merge it: meshlora merge")
+        for one in there:
+            if one.is_swapped:
+                words = f"the file has the A of {one.name} on the side of the output, where engines read its B"
+                raise UnsupportedError(where, words, "merge it: meshlora merge")
+    _one_scaling(where, targets)
+    # On disk the pieces of a matrix are one adapter of the sum of their ranks.
+    ranks = {name: target.r * max(1, len(target.pieces)) for name, target in targets.items()}
+    first = next(iter(ranks))
+    for name, r in ranks.items():
+        if r != ranks[first]:
+            words = f"{first} has rank {ranks[first]}, {name} {r}, and engines read one"
+            raise UnsupportedError(where, words, "train without rank_pattern and pieces, or merge it")
+
+
+def export_for_engines(adapter: str | Path, out: str | Path, *, model: Any, plan: ModelPlan) -> None:
+    """Write the PEFT folder `adapter`, on experts, as `out`, in the layout that engines read.
+
+    Args and Raises: as of `export_per_expert`.
+    """
+    folder = Path(adapter)
+    config = read_config(folder, ignore_dropout=True)
+    planned = plan_adapter(model, plan, config, strict=False, folder=folder)
+    if engine_layout(planned, plan, f"{folder}") == "per-expert":
+        export_per_expert(folder, out, model=model, plan=plan)
+    else:
+        _check_no_base(folder, read_adapter_tensors(folder / WEIGHTS_FILE), planned.targets, plan)
+        read_factors(planned, plan)
+        export(folder, out, "peft")
 
 
 class Exported(NamedTuple):
@@ -70,7 +127,6 @@ def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
     if not plan.experts:
         why = f"{plan.model_type!r} has no routed experts"
         raise UserError("--layout per-expert", why, "engines read its adapters in PEFT's form")
-    names = engine_names(plan.model_type)
     config = read_config(folder, ignore_dropout=True)
     tensors = read_adapter_tensors(folder / WEIGHTS_FILE)
     if is_per_expert(tensors):
@@ -78,12 +134,14 @@ def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
     check_lora_alone(config, f"{folder / CONFIG_FILE}")
     planned = plan_adapter(model, plan, config, strict=False, folder=folder)
     targets = planned.targets
-    _check_targets(folder, targets, plan)
+    _check_targets(f"{folder}", targets, plan)
+    engine_layout(planned, plan, f"{folder}")
+    names = engine_names(plan.model_type)  # refuses what engines read as it is, once that is known to be so
     _check_no_base(folder, tensors, targets, plan)
     full, _ = read_factors(planned, plan)
     # On disk the pieces of a linear are one adapter whose rank is the sum of theirs.
     ranks = {name: each.r if each.num_experts else each.r * max(1, len(each.pieces)) for name, each in targets.items()}
-    r, scaling = max(ranks.values()), _one_scaling(folder, targets)
+    r, scaling = max(ranks.values()), _one_scaling(f"{folder}", targets)
     linears = {name: each for name, each in targets.items() if not each.num_experts}
     written = {key: tensors[key] for key in base_keys(linears, plan).values() if key in tensors}
     for (_, side), key in file_keys(linears).items():
@@ -133,15 +191,13 @@ def import_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
     return len(written)
 
 
-def _check_targets(folder: Path, targets: Mapping[str, Target], plan: ModelPlan) -> None:
+def _check_targets(where: str, targets: Mapping[str, Target], plan: ModelPlan) -> None:
     if not any(target.num_experts for target in targets.values()):
-        raise UserError(
-            f"{folder}", "it is on no experts, and engines read the rest in PEFT's form", "serve it as it is"
-        )
+        raise UserError(where, "it is on no experts, and engines read the rest in PEFT's form", "serve it as it is")
     for name in targets:
         if name in plan.routers:
             raise UnsupportedError(
-                f"{folder}: LoRA on the router {name}", "not every engine applies it", "merge it: meshlora merge"
+                f"{where}: LoRA on the router {name}", "not every engine applies it", "merge it: meshlora merge"
             )
 
 
@@ -154,7 +210,7 @@ def _check_no_base(folder: Path, tensors: Collection[str], targets: Collection[s
             )
 
 
-def _one_scaling(folder: Path, targets: Mapping[str, Target]) -> float:
+def _one_scaling(where: str, targets: Mapping[str, Target]) -> float:
     """The common scale of `B A`.
 
     Raises:
@@ -165,7 +221,7 @@ def _one_scaling(folder: Path, targets: Mapping[str, Target]) -> float:
         # With use_rslora the scale of pieces comes from a square root.
         if not math.isclose(other.scaling, first.scaling, rel_tol=1e-12):
             raise UserError(
-                f"{folder}: {first.name} is scaled by {first.scaling:g}, {other.name} by {other.scaling:g}",
+                f"{where}: {first.name} is scaled by {first.scaling:g}, {other.name} by {other.scaling:g}",
                 "engines know one lora_alpha and one r for all of an adapter",
                 "train with the same lora_alpha / r everywhere, or merge it: meshlora merge",
             )

@@ -94,7 +94,24 @@ _ENGINE_NAMES = {
     "nemotron_h": EngineNames(gate=""),
 }
 # vLLM's `is_3d_moe_weight`: for these it reads PEFT's fused form, and by default no other.
-_FUSED = {"gpt_oss", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_vl_moe", "qwen3_vl_moe_text"}
+_FUSED = {"gpt_oss", "qwen3_5_moe", "qwen3_vl_moe"}
+# Their text classes have no such mark, and in the composites' no module of their names: the base would answer.
+_TEXT_CLASSES = {f"{family}_text": family for family in ("qwen3_5_moe", "qwen3_vl_moe")}
+
+
+def reads_fused_experts(model_type: str) -> bool:
+    """Whether engines read adapters on the experts of `model_type` in PEFT's form.
+
+    Raises:
+        UnsupportedError: they read them in neither form.
+    """
+    if model_type in _TEXT_CLASSES:
+        raise UnsupportedError(
+            f"an adapter on experts of {model_type!r}, for serving engines",
+            f"engines apply it to {_TEXT_CLASSES[model_type]!r} alone, the class with images",
+            "train that one, or merge it: meshlora merge",
+        )
+    return model_type in _FUSED
 
 
 def engine_names(model_type: str) -> EngineNames:
@@ -103,7 +120,7 @@ def engine_names(model_type: str) -> EngineNames:
     Raises:
         UnsupportedError: engines read PEFT's own form for this family, or their names are not known.
     """
-    if model_type in _FUSED:
+    if reads_fused_experts(model_type):
         raise UnsupportedError(
             f"one adapter for each expert of {model_type!r}",
             "serving engines read the experts of this family in PEFT's form",
