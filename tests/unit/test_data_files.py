@@ -199,3 +199,50 @@ def test_a_number_that_float32_can_hold_is_taken(tmp_path: Path) -> None:
     row = {"input_ids": [5, 6], "is_trained": [0, 1], "advantage": largest}
     (tmp_path / "a.jsonl").write_text(json.dumps(row) + "\n")
     assert READERS["policy"](str(tmp_path / "a.jsonl")).columns["advantage"].max() == largest
+
+
+def test_links_that_lead_nowhere_or_back_are_named(tmp_path: Path) -> None:
+    """A folder with a link to itself has each of its files once."""
+    (tmp_path / "one.jsonl").write_text('{"text": "a"}\n')
+    (tmp_path / "data").symlink_to(".")
+    assert len(read_records(tmp_path)) == 1
+    (tmp_path / "gone.jsonl").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"gone\.jsonl: is a link to 'nowhere', which is not there"):
+        read_records(tmp_path)
+    (tmp_path / "gone.jsonl").unlink()
+    (tmp_path / "gone.jsonl").symlink_to("gone.jsonl")
+    with pytest.raises(UserError, match=r"cannot be read \(Too many levels of symbolic links"):
+        read_records(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (
+            [{"advantage": 1.0, "weight": 0.0}, {"advantage": -1.0, "weights": [0.0]}],
+            "the weights of all rollouts are 0",
+        ),
+        ([{"advantage": 0.0}] * 2, "all advantages are 0"),
+        ([{"reward": 1.0, "group": 0}] * 2 + [{"reward": 2.0, "group": 1}] * 2, "in each group all rewards are equal"),
+        ([{"reward": 1.0, "group": 0}, {"reward": 2.0, "group": 0}], ""),
+        ([{"advantage": 0.0}, {"advantage": 1.0}], ""),
+    ],
+)
+def test_rollouts_that_teach_nothing_are_said(rows: list[dict[str, Any]], words: str, tmp_path: Path) -> None:
+    file, said = tmp_path / "rollouts.jsonl", list[str]()
+    tokens = {"input_ids": [5, 6], "is_trained": [0, 1]}
+    file.write_text("".join(json.dumps(tokens | row) + "\n" for row in rows))
+    options: Any = {"max_length": 8, "vocab_size": 10, "is_rewarded": "reward" in rows[0]}
+    read_rollouts(str(file), None, say=said.append, **options)  # type: ignore[arg-type]
+    assert [line for line in said if "nothing is learnt" in line] == [
+        f"note: {words}: nothing is learnt from them"
+    ] * bool(words)
+
+
+@pytest.mark.parametrize("value", [1e-2, -1e38])
+def test_no_token_has_such_a_probability(value: float, tmp_path: Path) -> None:
+    file = tmp_path / "rollouts.jsonl"
+    row = {"input_ids": [5, 6], "is_trained": [0, 1], "advantage": 1.0, "engine_log_probs": [value]}
+    file.write_text(json.dumps(row))
+    with pytest.raises(UserError, match=r"rollouts\.jsonl:1: engine_log_probs holds"):
+        read_rollouts(str(file), None, max_length=8, vocab_size=10)  # type: ignore[arg-type]

@@ -58,6 +58,10 @@ def _mode(path: Path) -> int:
         return path.stat().st_mode
     except (OSError, ValueError) as error:  # ValueError: a NUL character
         if isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTDIR):
+            if path.is_symlink():
+                raise UserError(
+                    f"{path}", f"is a link to {quoted(os.readlink(path), 200)}, which is not there"
+                ) from None
             raise UserError(f"{path}", "there is no such file", nearest_file(path)) from None
         words = error.strerror if isinstance(error, OSError) else error
         raise UserError(quoted(str(path), 200), f"cannot be read ({words})", "is this the path?") from None

@@ -82,7 +82,9 @@ def files_of(given: str | os.PathLike[str], split: str | None = None) -> list[Pa
 
 def _data_files(folder: Path) -> list[Path]:
     """The data files of a folder, and of its `data` folder, where repositories of datasets have them."""
-    inside = [Path(entry.path) for each in (folder, folder / "data") if each.is_dir() for entry in os.scandir(each)]
+    beside = folder / "data"
+    has_more = beside.is_dir() and not beside.samefile(folder)  # a link to itself would have each file twice
+    inside = [Path(entry.path) for each in (folder, beside)[: 1 + has_more] for entry in os.scandir(each)]
     found = sorted(path for path in inside if kind_of(path) in KINDS and not path.name.startswith("."))
     if not found:
         rule = f"is a folder that neither Dataset.save_to_disk wrote nor has files {', '.join(KINDS)}"

@@ -113,9 +113,24 @@ def read_rollouts(
     mistakes.raise_if_any()
     taken = Taken(len(rows), max_length, too_long, num_given, len(rows) - len(kept), first)
     found.refuse(taken, len(kept))
-    if say is not None and (words := taken.words(len(kept))):
-        say(words)
-    return _dataset(kept, taken)
+    data = _dataset(kept, taken)
+    for words in (taken.words(len(kept)), _idle(data)) if say is not None else ():
+        if words:
+            say(words)
+    return data
+
+
+def _idle(data: TokenizedDataset) -> str:
+    """What makes every gradient of `data` 0; empty: nothing does."""
+    if not data.columns["weight"].any():
+        return "note: the weights of all rollouts are 0: nothing is learnt from them"
+    if data.targets is None:
+        return "" if data.columns["advantage"].any() else "note: all advantages are 0: nothing is learnt from them"
+    rewards, since = data.targets.T
+    of_first = rewards[np.arange(len(rewards)) - since.astype(np.int64)]
+    return (
+        "" if (rewards != of_first).any() else "note: in each group all rewards are equal: nothing is learnt from them"
+    )
 
 
 @dataclass(frozen=True)
