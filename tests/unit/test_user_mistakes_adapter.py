@@ -43,7 +43,12 @@ MISTAKES: dict[str, Case] = {
         lora(lora_dropout=0.1, target_modules=["lm_head"]), "the output head lm_head", "leave the head out"
     ),
     "lora_dropout_on_a_parameter": case(
-        lora(lora_dropout=0.1, target_parameters=["mlp.up_proj.weight"]), "PEFT has no dropout", "leave lora_dropout"
+        lora(lora_dropout=0.1, target_modules=["q_proj"], target_parameters=["mlp.up_proj.weight"]),
+        "PEFT has no dropout",
+        "leave lora_dropout",
+    ),
+    "lora_linear_named_twice": case(
+        lora(target_parameters=["mlp.up_proj.weight"]), "both name model.layers.0.mlp.up_proj", "one of the two"
     ),
     "lora_modules_to_save_not_there": case(
         lora(modules_to_save=["lm_haed"]), "modules_to_save", "'lm_haed' is no module", "did you mean 'lm_head'?"
