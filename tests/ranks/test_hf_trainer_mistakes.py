@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoTokenizer, DataCollatorForSeq2Seq, TrainerCallback
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainerCallback
 
 import meshlora
 from meshlora.adapter.attach import active_factors
@@ -22,16 +22,16 @@ from tests.ranks.test_hf_trainer import BASE, _arguments, _entropies, _rows
 LORA = LoraConfig(r=2, target_modules="all-linear")
 
 
-def _said(model: Any, out: Path, arguments: dict[str, Any] | None = None, **options: Any) -> str:
+def _said(model: Any, out: Path, arguments: dict[str, Any] | None = None, kind: type = Trainer, **options: Any) -> str:
     """What MeshTrainer says of a mistake, after which the adapter is as it was."""
-    from meshlora.hf import MeshTrainer
+    from meshlora.hf import on_mesh
 
     start = [factor.parameter.detach().clone() for factor in active_factors(model)]
     more = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no", **(arguments or {})}
     collator = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(BASE))
     given = {"train_dataset": _rows(8, 0), "data_collator": collator, **options}
     with pytest.raises(MeshloraError) as caught:
-        MeshTrainer(model=model, args=_arguments(out, batch=2, **more), **given).train()
+        on_mesh(kind)(model=model, args=_arguments(out, batch=2, **more), **given).train()
     for factor, before in zip(active_factors(model), start, strict=True):
         assert torch.equal(factor.parameter, before), factor.name
     model.zero_grad()
@@ -69,6 +69,24 @@ class _OtherRate(TrainerCallback):
             given["optimizer"].param_groups[0]["lr"] = 1.0
 
 
+class _OtherName(Trainer):
+    """A loss of a batch whose labels have another name, so that Trainer cannot count them."""
+
+    loss_is_scaled_for_ga = True
+
+    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        return model(
+            **{name: value for name, value in inputs.items() if name != "targets"}, labels=inputs["targets"]
+        ).loss
+
+
+class _Renaming(DataCollatorForSeq2Seq):
+    def __call__(self, *given: Any, **options: Any) -> Any:
+        batch = dict(super().__call__(*given, **options))
+        batch["targets"] = batch.pop("labels")
+        return batch
+
+
 def _mistakes(topology: str, out: Path) -> dict[str, str]:
     model = meshlora.load(BASE, lora=LORA, topology=topology, dtype="float32")
     rank, rows = model.meshlora.mesh.rank, _rows(8, 0)
@@ -83,6 +101,7 @@ def _mistakes(topology: str, out: Path) -> dict[str, str]:
         "data": _said(model, out, {"gradient_accumulation_steps": 4}, train_dataset=other if rank else rows),
         "masked": _said(model, out, batches, train_dataset=masked),
         "rate": _said(model, out, callbacks=[_OtherRate()]),
+        "no labels": _said(model, out, None, _OtherName, data_collator=_Renaming(AutoTokenizer.from_pretrained(BASE))),
         "nan": _said(model, out, compute_loss_func=_nan),
         "nan, not clipped": _said(model, out, {"max_grad_norm": 0.0}, compute_loss_func=_nan),
     }
@@ -99,6 +118,7 @@ def test_ranks_with_other_data_and_losses_that_are_no_number_train_nothing(
             "data": "rows of rank 1 that are not those of rank 0: each rank trains its share",
             "masked": "no rank has a trained token in this step",
             "rate": "learning rates that differ: ",
+            "no labels": "a batch without labels and dp=2: num_items_in_batch, by which its loss is divided",
             "nan": "the gradient norm of step 1 is nan: the adapter is left as it was",
             "nan, not clipped": "the gradient norm of step 1 is nan",
         }.items():
