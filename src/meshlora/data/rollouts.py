@@ -114,8 +114,8 @@ def read_rollouts(
     taken = Taken(len(rows), max_length, too_long, num_given, len(rows) - len(kept), first)
     found.refuse(taken, len(kept))
     data = _dataset(kept, taken)
-    for words in (taken.words(len(kept)), _idle(data)) if say is not None else ():
-        if words:
+    for words in (taken.words(len(kept)), _idle(data)):
+        if say is not None and words:
             say(words)
     return data
 
