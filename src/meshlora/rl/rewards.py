@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshlora.common.errors import UserError, reason
+from meshlora.common.errors import MeshloraError, UserError, reason
 from meshlora.common.files import read_json
 from meshlora.common.limits import OutOfTimeError, time_limit
 from meshlora.common.reading import parse_json
@@ -39,6 +39,7 @@ from meshlora.config.rl import (
 )
 from meshlora.rl.prompts import Prompt
 from meshlora.rl.reward_model import RewardModel
+from meshlora.rl.sandbox import WAY_OUT
 from meshlora.rl.unit_tests import code_in, run_tests
 
 _PATTERN_S = 2.0  # for one completion: a pattern may take exponential time
@@ -278,7 +279,12 @@ def _last_number(text: str) -> tuple[str, str, int] | None:
 
 
 def _tests(one: UnitTestsReward, name: str) -> Score:
-    (how,) = run_tests(["pass"], one)
+    try:
+        (how,) = run_tests(["pass"], one)
+    except UserError as error:
+        raise UserError(f"{name}: {error.given}", error.rule, error.way_out) from None
+    except MeshloraError as error:
+        raise UserError(name, f"{error}", WAY_OUT) from None
     if how != "passed":
         rule = f"an empty program does not pass here: it {how}"
         raise UserError(name, rule, "raise its limits, and look whether other users may read this Python")
