@@ -129,16 +129,17 @@ def _remember_proofs_of_versions(home: Path) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """GPU tests run where there is a GPU, those of liger-kernel where it is, those that mount where a process may,
-    those of `make proof` with `-m proof`, those of two nodes with `-m cluster`, those of SLURM with `-m slurm`, those
-    of vLLM with `-m vllm`, of METEOR with `-m meteor`.
+    those of a sandbox where one can be had, those of `make proof` with `-m proof`, those of two nodes with `-m
+    cluster`, those of SLURM with `-m slurm`, those of vLLM with `-m vllm`, of METEOR with `-m meteor`.
 
     Workers of xdist take the longest files first.
     """
-    from tests.processes import own_mounts  # after its assertions were asked to be rewritten
+    from tests.processes import has_sandbox, own_mounts  # after its assertions were asked to be rewritten
 
     config.stash[COLLECTED] = frozenset(item.nodeid for item in items if not item.get_closest_marker("proof"))
     left_out = [] if torch.cuda.is_available() else ["gpu"]
     left_out += [] if own_mounts() else ["mounts"]
+    left_out += [] if has_sandbox() else ["sandbox"]
     left_out += [] if liger_version() else ["liger"]
     left_out += [name for name in ("proof", "cluster", "slurm", "vllm", "meteor") if name not in config.option.markexpr]
     others = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]

@@ -114,3 +114,10 @@ def own_mounts() -> tuple[str, ...]:
         if shutil.which("unshare") and subprocess.run(tried, capture_output=True, check=False).returncode == 0:
             return words
     return ()
+
+
+@functools.cache
+def has_sandbox() -> bool:
+    """Whether bubblewrap is there, and may make the namespaces of a sandbox."""
+    words = ["bwrap", "--unshare-all", "--unshare-user", "--disable-userns", "--ro-bind", "/", "/", "true"]
+    return shutil.which("bwrap") is not None and subprocess.run(words, capture_output=True, check=False).returncode == 0

@@ -117,10 +117,11 @@ def test_a_schema_may_refer_to_itself_and_have_data_that_look_like_it() -> None:
     [
         (MatchReward(), {"tests": "pass"}, r"p\.jsonl:2: reward match: the prompt's record has no 'answer'"),
         (MatchReward(how="number"), {"answer": "none"}, r"p\.jsonl:2: reward match: answer='none': it has no number"),
-        (
+        pytest.param(
             UnitTestsReward(memory_mb=512),
             {"answer": "1"},
             r"p\.jsonl:2: reward tests: .* has no 'tests': .*; it has answer",
+            marks=pytest.mark.sandbox,
         ),
     ],
 )
@@ -180,6 +181,7 @@ def test_numbers_are_compared_exactly(said: str, answer: str, is_right: bool) ->
     assert _values(MatchReward(how="number"), _said(said, answer=answer)) == [float(is_right)]
 
 
+@pytest.mark.sandbox
 @pytest.mark.parametrize(
     ("name", "program", "end"),
     [
@@ -199,6 +201,7 @@ def test_a_program_ends_within_its_limits(name: str, program: str, end: str) -> 
     assert time.monotonic() - begun < 30
 
 
+@pytest.mark.sandbox
 def test_tests_may_end_the_program_themselves() -> None:
     cases = "import unittest\nclass T(unittest.TestCase):\n def test(self): assert f(3) == 6\nunittest.main()"
     ends = [cases, "import sys\nsys.exit(f(3) != 6)", "assert f(3) == 6\nexit()"]
@@ -208,6 +211,7 @@ def test_tests_may_end_the_program_themselves() -> None:
     assert run_tests([wrong] * 3, LIMITS, ends) == ended
 
 
+@pytest.mark.sandbox
 def test_code_is_that_of_the_block_and_meets_the_tests_of_its_prompt() -> None:
     assert code_in("Here:\n```python\nx = 1\n```\nthat is it") == "x = 1\n"
     assert code_in("x = 1") == "x = 1"
@@ -216,6 +220,7 @@ def test_code_is_that_of_the_block_and_meets_the_tests_of_its_prompt() -> None:
     assert _values(reward, *said) == [1, 0]
 
 
+@pytest.mark.sandbox
 def test_tests_that_cannot_be_run_here_are_refused_before_the_run() -> None:
     with pytest.raises(UserError, match="an empty program does not pass here"):
         Rewards([UnitTestsReward(memory_mb=1)])
@@ -354,6 +359,7 @@ def test_a_reward_model_without_its_head_or_with_pickles_is_refused(judge: Path,
         Rewards([ModelReward(path=str(tmp_path))])
 
 
+@pytest.mark.sandbox
 def test_the_sum_is_weighted(judge: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def two(completion): return 2\n")
     alone = _values(ModelReward(path=str(judge)), _said("7"))[0]

@@ -31,6 +31,7 @@ def _has_held(found: dict[str, Any]) -> None:
     assert [name for name, how in found.items() if how == "passed"] == []
 
 
+@pytest.mark.sandbox
 def test_nothing_hostile_comes_out_or_passes() -> None:
     """And each is a reward, not the end of the run."""
     found = hostile_code.run([*hostile_code.KILLERS])
@@ -40,6 +41,7 @@ def test_nothing_hostile_comes_out_or_passes() -> None:
     _has_held(found)
 
 
+@pytest.mark.sandbox
 def test_a_user_without_rights_is_kept_from_it_alike() -> None:
     """Whose other processes have the same user as the code."""
     names = ["kills its parent", "stops its parent", "kills all", "ends at once"]
@@ -54,11 +56,13 @@ def test_a_user_without_rights_is_kept_from_it_alike() -> None:
     _has_held(found)
 
 
+@pytest.mark.sandbox
 def test_tests_use_what_a_completion_defines_as_if_beside_it() -> None:
     """Data, functions, classes, errors, what is changed in place, printed and read."""
     assert run_tests([CODE], LIMITS, [TESTS]) == ["passed"]
 
 
+@pytest.mark.sandbox
 @pytest.mark.parametrize(
     ("tests", "says"),
     [
