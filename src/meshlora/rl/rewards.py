@@ -198,7 +198,10 @@ def _json_schema(one: JsonSchemaReward, name: str) -> Score:
     try:
         kind.check_schema(schema)
         specification = referencing.jsonschema.specification_with(kind.META_SCHEMA["$schema"])
-        _check_references(specification.create_resource(schema), f"{name}: schema")
+        known = referencing.Registry().with_resource(
+            kind.META_SCHEMA["$schema"], specification.create_resource(kind.META_SCHEMA)
+        )
+        _check_references(specification.create_resource(schema), known, f"{name}: schema")
         validator = kind(schema, registry=referencing.Registry())  # which fetches nothing
         simple: tuple[Any, ...] = (None, True, 0, "", [], {})
         for value in simple:  # a schema that refers to itself alone never ends
@@ -219,12 +222,11 @@ def _json_schema(one: JsonSchemaReward, name: str) -> Score:
     return _each(name, score, on_failure=one.on_failure)
 
 
-def _check_references(schema: Any, where: str) -> None:
-    """Look up what each part of `schema`, a resource of `referencing`, refers to. Raises: UserError: it is missing."""
-    from jsonschema_specifications import REGISTRY  # type: ignore[import-untyped]
+def _check_references(schema: Any, known: Any, where: str) -> None:
+    """Look up what each part of `schema` refers to, in itself and `known`. Raises: UserError: it is missing."""
     from referencing.exceptions import Unresolvable
 
-    left = [(schema, REGISTRY.resolver_with_root(schema))]
+    left = [(schema, known.resolver_with_root(schema))]
     while left:
         part, resolver = left.pop()
         for word in ("$ref", "$dynamicRef") if isinstance(part.contents, Mapping) else ():
