@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -172,6 +175,20 @@ def test_reference_stays_what_it_was_on_a_mesh_and_when_the_run_is_resumed(
     (folder / name / "adapter").rename(folder / f"first-{reference}")
     pools(2).run(run_and_keep_groups, file, 2, "auto")
     assert (folder / name / "adapter" / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_another_reference_is_another_run(folder: Path) -> None:
+    write_adapter(TINY, LORA, folder / "mine", seed=4, trust_remote_code=False)
+    objective = {"kind": "dpo", "beta": 0.2, "reference": str(folder / "mine")}
+    file = run_of(folder, "resumed", objective, train={"steps": 2, "save_every": 1})
+    assert main(["train", str(file), "--no-preflight"]) == 0
+    for name in ("mine", "resumed/adapter"):
+        shutil.rmtree(folder / name)
+    write_adapter(TINY, LORA, folder / "mine", seed=5, trust_remote_code=False)
+    again = [sys.executable, "-m", "meshlora", "train", str(file), "--no-preflight", "--resume", "auto"]
+    ended = subprocess.run(again, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert "it is of a run with other reference" in ended.stderr
 
 
 def test_evaluate_compares_with_the_same_policy(folder: Path, tmp_path: Path) -> None:

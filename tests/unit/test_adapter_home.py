@@ -79,8 +79,8 @@ def test_card_of_a_resumed_run_is_that_of_the_run_that_nothing_interrupted(
 ) -> None:
     """It named `--resume`, and a step, and lost the loss where the last checkpoint was of the last step."""
     copy_lines("train", tmp_path / "train.jsonl", 0, 8)
-    copy_lines("eval", tmp_path / "eval.jsonl", 0, 2)
-    options = {"steps": 2, "save_every": 1, "eval_every": 1, "keep_best": True, "keep_last": 2}
+    copy_lines("train", tmp_path / "eval.jsonl", 0, 8)  # whose loss falls
+    options = {"steps": 2, "lr": 2e-3, "save_every": 1, "eval_every": 1, "keep_best": True, "keep_last": 2}
     file = write_run_file(tmp_path / "run.yaml", data={"eval": str(tmp_path / "eval.jsonl")}, train=options)
 
     def run(*resume: str) -> dict[str, bytes]:

@@ -25,7 +25,7 @@ from peft.tuners.lora import ParamWrapper
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig
+from transformers import AutoModelForCausalLM, GPT2Model, LlamaConfig, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from meshlora.comm.groups import simulated_job
@@ -176,6 +176,13 @@ PRIVATE = [
     Private("calls_of_attention", f"{_LLAMA}.ALL_ATTENTION_FUNCTIONS.get_interface", "to count its messages"),
     Private("keeps_inputs", f"{_CACHE}.update_conv_state", "to pass states over cp"),
     Private("keeps_state", f"{_CACHE}.update_recurrent_state", "to pass states over cp"),
+    Private(
+        "views_as_its_input",
+        "transformers.GPT2Model.forward.output_shape",
+        "to cut its tokens over cp",
+        of=lambda: SimpleNamespace(**dict.fromkeys(inspect.unwrap(GPT2Model.forward).__code__.co_varnames)),
+    ),
+    Private("Unviewed", "torch._C._disabled_torch_function_impl", "to cut its tokens over cp"),
     Private(
         "checkpoint_with",
         "transformers.modeling_layers.GradientCheckpointingLayer._gradient_checkpointing_func",

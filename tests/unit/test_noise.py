@@ -85,9 +85,9 @@ def test_noise_is_added_where_and_as_transformers_adds_it(
 
 def test_size_of_noise_is_of_the_sequence_itself_whatever_is_beside_it() -> None:
     sequences = [Sequence(torch.arange(n).numpy(), torch.ones(n).bool().numpy(), {}) for n in (3, 5, 1, 7)]
-    apart = collate(sequences, pad_token_id=0, row_multiple=8)
+    apart = collate(sequences, pad_token_id=0, token_multiple=32)
     rows = [[0, 2], [3, 1]]
-    packed = collate([joined([sequences[n] for n in row]) for row in rows], pad_token_id=0, row_multiple=16)
+    packed = collate([joined([sequences[n] for n in row]) for row in rows], pad_token_id=0, token_multiple=32)
     packed = with_positions(packed, [[len(sequences[n].input_ids) for n in row] for row in rows], rows)
     assert sequence_lengths(apart.tokens, apart.attention_mask).tolist() == [
         [3] * 3 + [0] * 5, [5] * 5 + [0] * 3, [1] + [0] * 7, [7] * 7 + [0]

@@ -463,7 +463,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     ),
     "pairs of answers": (
         {"family": "qwen3", "objective": PROVED["dpo"], "topologies": ("dp=2",)},
-        dict.fromkeys(needing("dpo"), LOSS),
+        dict.fromkeys((*needing("dpo"), *needing("reference")), LOSS),
     ),
     "pairs of answers, without a base": (
         {"family": "qwen3", "objective": PROVED["orpo"], "topologies": ("dp=2",)},

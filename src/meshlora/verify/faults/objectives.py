@@ -44,7 +44,7 @@ PROVED: dict[str, Objective] = {
     "cispo": Grpo(loss="cispo", clip_low=0.4, clip_high=0.1, importance_cap=1.1, kl_coef=0.1, entropy_coef=0.3),
     "dpo": Dpo(beta=0.3, label_smoothing=0.1),
     "orpo": Orpo(beta=0.4),
-    "kto": Kto(beta=0.3, desirable_weight=1.3, undesirable_weight=0.7),
+    "kto": Kto(beta=0.3, desirable_weight=1.3, undesirable_weight=0.7, reference="base"),
     "classify": Classify(labels=["Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"]),
     "classify_multi": Classify(num_labels=5, problem="multi"),
     "regression": Classify(num_labels=2, problem="regression"),
