@@ -225,7 +225,7 @@ def _is_safe(call: ast.Call) -> bool:
 
 def test_only_one_file_has_private_names_of_libraries() -> None:
     """torch, transformers and PEFT may drop or change them in any release: `common/compat.py` says what each is for,
-    and `test_compat.py` that it is there.
+    and `test_compat_names.py` that it is there.
     """
     modules = _modules()
     ours = defined(tree for _, _, tree in modules)

@@ -3,7 +3,7 @@
 Owns: those names, each behind a public one of ours, with its purpose and why no public API does. Does not own: their
 uses.
 
-Any release may drop a private name. `tests/unit/test_compat.py` then says which, and who needs it; once a library has a
+Any release may drop one. `tests/unit/test_compat_names.py` then says which, and who needs it; once a library has a
 public API, the name leaves this file. Every layer and both sides of a proof import it: so nothing here computes
 what a proof compares, and PEFT, transformers and rare parts of torch are imported on first use.
 """
