@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from gpu_shapes import Shape, real_shapes, shallow, tiny
 from meshlora.adapter.attach import runtime
 from meshlora.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
-from meshlora.data import TokenizedDataset
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.loading import load as api
 from meshlora.loading.blueprint import BaseOptions, make_blueprint
 from meshlora.plan.topology import Topology

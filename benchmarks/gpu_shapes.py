@@ -17,8 +17,9 @@ from peft import LoraConfig
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
-from meshlora.data import Batch, collate, joined, with_positions
-from meshlora.data.tokenization import Sequence
+from meshlora.data.batch import Batch, collate
+from meshlora.data.dataset import Sequence
+from meshlora.data.packing import joined, with_positions
 
 RANK = 16
 LONG = 32_768  # tokens of a long row

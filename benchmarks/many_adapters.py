@@ -35,7 +35,8 @@ from base_products import time_products
 from cores import dtypes_here, fewer
 from meshlora.adapter.attach import adapter_factors, add_adapter, runtime, set_adapters
 from meshlora.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
-from meshlora.data import Batch, TokenizedDataset
+from meshlora.data.batch import Batch
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.layers.tokens import Share
 from meshlora.loading.blueprint import BaseOptions, Blueprint, make_blueprint
 from meshlora.loading.load import load_blueprint

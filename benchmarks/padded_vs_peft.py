@@ -26,8 +26,9 @@ from torch import Tensor
 import meshlora
 from cores import dtypes_here, fewer
 from dense_vs_peft import DTYPES, LIMIT_BFLOAT16
-from meshlora.data import Batch, collate, joined, with_positions
-from meshlora.data.tokenization import Sequence as TokenSequence
+from meshlora.data.batch import Batch, collate
+from meshlora.data.dataset import Sequence as TokenSequence
+from meshlora.data.packing import joined, with_positions
 from meshlora.layers.by_sequence import keep_apart
 from meshlora.train.losses import language_model_losses
 from processes import Group, be_quiet, open_groups

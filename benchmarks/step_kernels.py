@@ -50,7 +50,7 @@ from meshlora.adapter.attach import active_factors
 from meshlora.comm.groups import simulated_job
 from meshlora.common.compat import TorchDispatchMode, multiply_each, norm_of_each, replaced, schema_of
 from meshlora.config.run import BaseOptions
-from meshlora.data import Batch
+from meshlora.data.batch import Batch
 from meshlora.layers.by_sequence import keep_apart, rows_of
 from meshlora.layers.head import loss as vocabulary
 from meshlora.loading.blueprint import make_blueprint

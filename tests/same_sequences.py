@@ -10,7 +10,7 @@ from meshlora.cli import evaluate
 from meshlora.cli.main import _parser
 from meshlora.config.file import read_run
 from meshlora.config.run import RunConfig
-from meshlora.data import TokenizedDataset
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.loading.blueprint import read_model_config
 from meshlora.text.tokenizer import tokenizer_of
 from meshlora.train.prepare import read_data

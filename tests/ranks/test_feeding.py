@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 import meshlora
-from meshlora.data import GlobalBatches
+from meshlora.data.sampler import GlobalBatches
 from meshlora.oracle.compare import compare_adapters
 from meshlora.plan.families.twin import twin_config
 from tests.pool import Pool

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
 from meshlora.common.float64 import lift
-from meshlora.data import read_records
+from meshlora.data.sources import read_records
 from meshlora.text.processor import load_processor
 from tests.images import conversation, write_model, write_pictures, write_rows
 from tests.pool import Pool

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from meshlora.comm.groups import open_mesh
 from meshlora.config.objective import Grpo, Objective
-from meshlora.data import Batch
+from meshlora.data.batch import Batch
 from meshlora.plan.topology import Topology
 from meshlora.train.mismatch import mismatch_sums, with_mismatch
 from meshlora.train.objectives import Seen, _total, policy

@@ -19,7 +19,7 @@ from peft import LoraConfig
 import meshlora
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.common.errors import UserError
-from meshlora.data import share
+from meshlora.data.sampler import share
 from meshlora.oracle.compare import compare_adapters
 from tests.pool import Pool
 from tests.ranks.forked import Forked

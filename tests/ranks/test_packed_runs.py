@@ -12,7 +12,7 @@ import torch
 
 from meshlora.common.routing import RoutingRecord
 from meshlora.config.file import read_run
-from meshlora.data import packed_share
+from meshlora.data.packing import packed_share
 from meshlora.oracle.compare import compare_adapters
 from meshlora.train.routing import step_file
 from meshlora.train.together import prepare_run

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshlora.config.file import read_run
-from meshlora.data import collate
+from meshlora.data.batch import collate
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.train.run import train
 from meshlora.train.together import prepare_run

@@ -16,7 +16,7 @@ from meshlora.common.errors import MeshloraError, UserError
 from meshlora.common.float64 import lift
 from meshlora.common.routing import RoutingRecord
 from meshlora.config.file import read_run
-from meshlora.data import collate
+from meshlora.data.batch import collate
 from meshlora.oracle.compare import compare_adapters
 from meshlora.oracle.inputs import write_twin
 from meshlora.plan.families.twin import twin_config

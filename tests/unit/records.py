@@ -8,7 +8,8 @@ from typing import Any
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from meshlora.data import Record, TokenizedDataset
+from meshlora.data.dataset import TokenizedDataset
+from meshlora.data.records import Record
 
 EOS, BOS, START, END = "<eos>", "<bos>", "<|start|>", "<|end|>"
 CORPUS = ["the house is near the river and the city centre", "name : The Mill | food : English", "user assistant"]

@@ -14,7 +14,9 @@ import meshlora
 from meshlora.common import compat
 from meshlora.common.float64 import lift
 from meshlora.common.row_masks import read_positions_in_masks
-from meshlora.data import Batch, Sequence, collate, joined, with_positions
+from meshlora.data.batch import Batch, collate
+from meshlora.data.dataset import Sequence
+from meshlora.data.packing import joined, with_positions
 from meshlora.layers import varlen
 from meshlora.layers.by_sequence import PackedMask, keep_apart, rows_of
 from meshlora.plan.families.twin import twin_config

@@ -25,9 +25,10 @@ from transformers.masking_utils import (
 from meshlora.comm.groups import Axis
 from meshlora.common import compat
 from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.data import IGNORED, collate, joined, with_positions
+from meshlora.data.batch import IGNORED, collate
 from meshlora.data.context import order_of_rows, token_order
-from meshlora.data.tokenization import Sequence
+from meshlora.data.dataset import Sequence
+from meshlora.data.packing import joined, with_positions
 from meshlora.layers import context
 from meshlora.layers.attention_parts import How
 from meshlora.layers.context import ContextCut, HeldTokens, RowsOfMask, _compare

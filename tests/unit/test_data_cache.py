@@ -15,8 +15,10 @@ from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from meshlora.common.errors import UserError
-from meshlora.data import Record, TokenizedDataset, tokenize
 from meshlora.data.cache import _checksum as checksum
+from meshlora.data.dataset import TokenizedDataset
+from meshlora.data.records import Record
+from meshlora.data.tokenization import tokenize
 from meshlora.verify.pool import _context as started_from
 from tests.unit.records import BOS, END, EOS, MARKED, make_tokenizer, pair, serialized
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from meshlora.common.errors import UserError
-from meshlora.data import Record, tokenize
 from meshlora.data.conversations import checked_messages, checked_tools
-from meshlora.data.records import MalformedError
+from meshlora.data.records import MalformedError, Record
+from meshlora.data.tokenization import tokenize
 from tests.unit.records import END, MARKED, UNMARKED, WITH_TOOLS, make_tokenizer, trained_text
 
 ASK, SAY = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}

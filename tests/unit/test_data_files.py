@@ -15,7 +15,9 @@ import pytest
 import meshlora.data.files
 from meshlora.common.errors import UserError
 from meshlora.common.limits import time_limit
-from meshlora.data import read_preferences, read_records, read_rollouts
+from meshlora.data.preferences import read_preferences
+from meshlora.data.rollouts import read_rollouts
+from meshlora.data.sources import read_records
 from tests.unit.records import make_tokenizer
 
 

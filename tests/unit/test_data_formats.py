@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 
 from meshlora.common.errors import UserError
-from meshlora.data import READERS, read_records, tokenize
 from meshlora.data.places import files_of
 from meshlora.data.preferences import read_feedback
+from meshlora.data.readers import READERS
+from meshlora.data.sources import read_records
+from meshlora.data.tokenization import tokenize
 from tests.unit.records import END, WITH_TOOLS, make_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer
 import meshlora.data.chat
 from meshlora.common.errors import UserError
 from meshlora.common.limits import Failed, each_apart
-from meshlora.data import tokenize
+from meshlora.data.tokenization import tokenize
 from tests.run_files import TINY
 from tests.unit.records import END, MARKED, TWO_TURNS, UNMARKED, chat, make_tokenizer, trained_text
 

@@ -18,9 +18,13 @@ from transformers import Gemma3Config, LlamaConfig, Qwen3VLConfig
 
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
-from meshlora.data import IGNORED, TokenizedDataset, collate, read_preferences, read_records, read_rollouts, tokenize
 from meshlora.data import images as images_module
-from meshlora.data.collate import _more
+from meshlora.data.batch import IGNORED, _more, collate
+from meshlora.data.dataset import TokenizedDataset
+from meshlora.data.preferences import read_preferences
+from meshlora.data.rollouts import read_rollouts
+from meshlora.data.sources import read_records
+from meshlora.data.tokenization import tokenize
 from meshlora.text.processor import load_processor
 from meshlora.train.prepare import check_images
 from tests.images import conversation, part, write_pictures, write_processor, write_rows

@@ -13,8 +13,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import meshlora.data.leading
 from meshlora.common.errors import UserError
-from meshlora.data import Record, tokenize
 from meshlora.data.leading import leading_tokens
+from meshlora.data.records import Record
+from meshlora.data.tokenization import tokenize
 from tests.run_files import TINY
 from tests.unit.records import END, EOS, MARKED, UNMARKED, chat, make_tokenizer
 

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.data import GlobalBatches, TokenizedDataset, joined_sources
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.images import KnownInputs
-from meshlora.data.mixture import mixed_order, num_draws
+from meshlora.data.mixture import joined_sources, mixed_order, num_draws
+from meshlora.data.sampler import GlobalBatches
 
 PARTS = ((50, 3.0), (7, 1.0), (43, 1.0))
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshlora.data import IGNORED, Sequence, collate, joined, packed_share, with_positions
+from meshlora.data.batch import IGNORED, collate
+from meshlora.data.dataset import Sequence
+from meshlora.data.packing import joined, packed_share, with_positions
 
 ROW = 64
 

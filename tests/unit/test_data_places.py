@@ -11,8 +11,8 @@ import pyarrow
 import pytest
 
 from meshlora.common.errors import UserError
-from meshlora.data import read_records
 from meshlora.data.places import files_of
+from meshlora.data.sources import read_records
 
 
 def rows(*texts: str) -> str:

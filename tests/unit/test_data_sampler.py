@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshlora.common.errors import UserError
-from meshlora.data import GlobalBatches, epoch_order, share
+from meshlora.data.sampler import GlobalBatches, epoch_order, share
 
 counts = st.integers(1, 60)
 seeds = st.integers(0, 2**63)

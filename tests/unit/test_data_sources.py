@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from meshlora.common.errors import UserError
-from meshlora.data import Record, read_records
+from meshlora.data.records import Record
+from meshlora.data.sources import read_records
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 

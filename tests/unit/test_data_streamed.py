@@ -11,8 +11,11 @@ import numpy as np
 import pytest
 
 from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.data import TokenizedDataset, read_records, streamed, tokenization, tokenize
+from meshlora.data import streamed, tokenization
+from meshlora.data.dataset import TokenizedDataset
+from meshlora.data.sources import read_records
 from meshlora.data.streamed import read_streamed
+from meshlora.data.tokenization import tokenize
 from meshlora.train.prepare import Prepared
 from tests.unit.mistakes import Setup
 from tests.unit.records import MARKED, make_tokenizer

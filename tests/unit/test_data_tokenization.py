@@ -13,7 +13,10 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from meshlora.common.errors import UserError
-from meshlora.data import Record, read_preferences, read_rollouts, tokenize
+from meshlora.data.preferences import read_preferences
+from meshlora.data.records import Record
+from meshlora.data.rollouts import read_rollouts
+from meshlora.data.tokenization import tokenize
 from meshlora.text.tokenizer import load_tokenizer
 from tests.unit.records import BOS, EOS, MARKED, TWO_TURNS, UNMARKED, make_tokenizer, pair
 

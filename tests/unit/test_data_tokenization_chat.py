@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from meshlora.common.errors import UserError
-from meshlora.data import Record, tokenize
+from meshlora.data.records import Record
+from meshlora.data.tokenization import tokenize
 from tests.unit.records import END, EOS, MARKED, TWO_TURNS, UNMARKED, chat, make_tokenizer, trained_text
 
 

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from meshlora.common.errors import UserError
-from meshlora.data import Record, read_preferences, read_rollouts, tokenize
-from meshlora.data.preferences import read_feedback
+from meshlora.data.preferences import read_feedback, read_preferences
+from meshlora.data.records import Record
+from meshlora.data.rollouts import read_rollouts
+from meshlora.data.tokenization import tokenize
 from tests.unit.records import MARKED, chat, make_tokenizer, pair, trained_text
 
 LONG = pair("near the river and the city centre " * 3, " the house", origin="a.jsonl:2")

@@ -11,8 +11,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from meshlora.common.errors import UserError
-from meshlora.data import READERS, Record, tokenize
 from meshlora.data.chat import stop_tokens
+from meshlora.data.readers import READERS
+from meshlora.data.records import Record
+from meshlora.data.tokenization import tokenize
 from meshlora.data.turns import Ends
 from tests.unit.records import END, EOS, MARKED, UNMARKED, chat, make_tokenizer, trained_text
 

@@ -17,8 +17,8 @@ from meshlora.comm.groups import Axis
 from meshlora.common import masks as dropout
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.masks import keep_mask, mask_key, numbers_by_content, token_numbers
-from meshlora.data import collate
-from meshlora.data.tokenization import Sequence
+from meshlora.data.batch import collate
+from meshlora.data.dataset import Sequence
 from meshlora.layers.context import ContextCut
 from meshlora.layers.dropout import TokenDropout, input_features
 from meshlora.layers.linear import ParallelLinear

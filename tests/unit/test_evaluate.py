@@ -17,7 +17,10 @@ from meshlora.cli.main import main
 from meshlora.common.errors import UserError
 from meshlora.common.float64 import lift
 from meshlora.config.run import GenerateConfig
-from meshlora.data import Record, collate, prompts_of, read_records, tokenize
+from meshlora.data.batch import collate
+from meshlora.data.records import Record, prompts_of
+from meshlora.data.sources import read_records
+from meshlora.data.tokenization import tokenize
 from meshlora.text.decoding import generate
 from meshlora.text.scores import scores
 from meshlora.text.tokenizer import padding_token_id

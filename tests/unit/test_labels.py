@@ -12,7 +12,7 @@ from torch import Tensor
 
 import meshlora
 from meshlora.common.errors import UserError
-from meshlora.data import Batch
+from meshlora.data.batch import Batch
 from meshlora.plan.families.twin import twin_config
 from meshlora.train.losses import batch_log_probabilities, check_shifted, shifted_loss
 

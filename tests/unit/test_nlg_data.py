@@ -12,8 +12,10 @@ from transformers import AutoTokenizer
 from meshlora.common.errors import UserError
 from meshlora.config.file import read_run
 from meshlora.config.run import GenerateConfig
-from meshlora.data import TokenizedDataset, prompts_of, read_records
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.nlg import of_categories
+from meshlora.data.records import prompts_of
+from meshlora.data.sources import read_records
 from meshlora.text.decoding import encode_prompts, ends_of
 from meshlora.train.prepare import read_data
 from tests.run_files import write_run_file

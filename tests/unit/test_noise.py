@@ -11,8 +11,9 @@ from meshlora.comm.groups import Axis
 from meshlora.common.errors import UserError
 from meshlora.common.masks import noise_key, token_numbers, uniform
 from meshlora.config.file import read_run
-from meshlora.data import collate, joined, with_positions
-from meshlora.data.tokenization import Sequence
+from meshlora.data.batch import collate
+from meshlora.data.dataset import Sequence
+from meshlora.data.packing import joined, with_positions
 from meshlora.layers.noise import add_noise, sequence_lengths
 from meshlora.layers.tokens import ForwardTokens, Share
 from tests.unit.mistakes import Setup

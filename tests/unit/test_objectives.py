@@ -12,7 +12,8 @@ from torch import Tensor
 
 from meshlora.common.float64 import lift
 from meshlora.config.objective import Dpo, Grpo, Kto, Objective, Orpo, Policy, Sft
-from meshlora.data import Batch, TokenizedDataset
+from meshlora.data.batch import Batch
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.train import losses, objectives
 from meshlora.train.advantages import with_advantages
 from meshlora.train.objectives import Seen, count, loss_sums

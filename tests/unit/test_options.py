@@ -22,7 +22,9 @@ from meshlora.comm.groups import Mesh
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.file import read_run
 from meshlora.config.run import DataConfig, Format, GenerateConfig, TrainConfig
-from meshlora.data import formats, preferences, read_records, tokenize
+from meshlora.data import formats, preferences
+from meshlora.data.sources import read_records
+from meshlora.data.tokenization import tokenize
 from meshlora.loading.blueprint import read_model_config
 from meshlora.train import prepare, trained
 from meshlora.train.batches import MicroBatch

@@ -16,7 +16,8 @@ from meshlora.adapter.attach import runtime
 from meshlora.common.compat import replaced
 from meshlora.common.float64 import lift
 from meshlora.config.run import BaseOptions
-from meshlora.data import Batch, Sequence, collate
+from meshlora.data.batch import Batch, collate
+from meshlora.data.dataset import Sequence
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.model.padding import needs_mask
 from meshlora.plan.families.proved import PROVED, PROVED_EXPERTS

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from meshlora.cli.main import main
-from meshlora.data import read_records, tokenize
 from meshlora.data.nlg import of_categories
+from meshlora.data.sources import read_records
 from meshlora.data.summary import parts, summary
+from meshlora.data.tokenization import tokenize
 from tests.unit.mistakes import Setup
 from tests.unit.records import MARKED, TWO_TURNS, make_tokenizer, pair
 from tests.unit.test_options import prepared

@@ -11,7 +11,9 @@ import torch
 
 import meshlora.oracle
 from meshlora.config.run import TrainConfig
-from meshlora.data import GlobalBatches, TokenizedDataset, collate
+from meshlora.data.batch import collate
+from meshlora.data.dataset import TokenizedDataset
+from meshlora.data.sampler import GlobalBatches
 from meshlora.oracle.batches import UNTRAINED, micro_batches, micro_batches_of
 from meshlora.oracle.case import num_sequences_for, random_tokens
 

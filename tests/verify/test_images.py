@@ -10,7 +10,8 @@ import torch
 
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.objective import Classify
-from meshlora.data import read_records, tokenize
+from meshlora.data.sources import read_records
+from meshlora.data.tokenization import tokenize
 from meshlora.text.processor import load_processor
 from meshlora.verify.request import Request, prepare_proof
 from tests.conftest import Prove

@@ -15,9 +15,10 @@ from meshlora.cli.main import main
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.objective import Policy
 from meshlora.config.run import TrainConfig
-from meshlora.data import READERS, collate
+from meshlora.data.batch import collate
 from meshlora.data.mixture import joined_sources
 from meshlora.data.preferences import read_feedback, read_preferences
+from meshlora.data.readers import READERS
 from meshlora.data.rollouts import read_rollouts
 from meshlora.oracle.batches import micro_batches
 from meshlora.oracle.objectives import losses

@@ -137,7 +137,7 @@ def _counts(data: Any) -> dict[str, int] | None:
 
 
 def _size(data: object) -> str:
-    from meshlora.data import TokenizedDataset
+    from meshlora.data.dataset import TokenizedDataset
 
     if not isinstance(data, TokenizedDataset):
         return "none"

@@ -18,7 +18,7 @@ from meshlora.common.lifetime import import_libraries
 
 if TYPE_CHECKING:
     from meshlora.common.console import Console
-    from meshlora.data import TokenizedDataset
+    from meshlora.data.dataset import TokenizedDataset
     from meshlora.data.summary import Summary
 
 _BAR = 40  # characters of the longest bar

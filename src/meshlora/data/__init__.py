@@ -1,79 +1,34 @@
 """From files to batches: records, tokens, order, tensors.
 
 Owns: everything up to the tensors of one micro-batch. Does not own: processes; all of it is a pure function of the
-data, the options, and (in `share`) the dp rank.
+data, the options, and (in `share`) the dp rank. The names below are for scripts of users: each is imported on first
+access, so that who needs a batch does not load what reads files.
 """
 
-import functools
-from collections.abc import Callable, Mapping
+import importlib
 from typing import Any
 
-from meshlora.data.collate import IGNORED, Batch, collate, shifted
-from meshlora.data.labelled import read_labelled, read_labelled_words, read_similar
-from meshlora.data.mixture import joined_sources
-from meshlora.data.nlg import of_categories, parted
-from meshlora.data.packing import joined, packed_share, padded_lengths, with_positions
-from meshlora.data.preferences import read_feedback, read_preferences
-from meshlora.data.records import Record, prompts_of
-from meshlora.data.rollouts import read_rollouts
-from meshlora.data.sampler import GlobalBatches, epoch_order, share
-from meshlora.data.sources import read_records
-from meshlora.data.streamed import read_streamed
-from meshlora.data.tokenization import Sequence, TokenizedDataset, tokenize
-from meshlora.data.train_on import without_empty
-
-
-def _read_text(
-    source: Any,
-    tokenizer: Any,
-    *,
-    columns: Any,
-    say: Any,
-    format: str = "auto",
-    categories: str = "all",
-    separator: str = "",
-    skips_empty: bool = False,
-    **options: Any,
-) -> TokenizedDataset:
-    records = of_categories(read_records(source, columns=columns, format=format, say=say), categories)
-    if skips_empty:
-        records = list(without_empty(records, options.get("train_on", "all"), say))
-    return tokenize(parted(records, separator), tokenizer, say=say, **options)
-
-
-# Readers of records, by the `reader` of the objective: from paths and a tokenizer to tokens.
-READERS: Mapping[str, Callable[..., TokenizedDataset]] = {
-    "text": _read_text,
-    "streamed": read_streamed,
-    "rollouts": read_rollouts,
-    "rewarded": functools.partial(read_rollouts, is_rewarded=True),
-    "pairs": read_preferences,
-    "feedback": read_feedback,
-    "labelled": read_labelled,
-    "labelled_words": read_labelled_words,
-    "similar": read_similar,
+_HOME = {
+    "IGNORED": "batch",
+    "Batch": "batch",
+    "collate": "batch",
+    "shifted": "batch",
+    "Sequence": "dataset",
+    "TokenizedDataset": "dataset",
+    "joined": "packing",
+    "with_positions": "packing",
+    "read_preferences": "preferences",
+    "Record": "records",
+    "read_rollouts": "rollouts",
+    "GlobalBatches": "sampler",
+    "share": "sampler",
+    "read_records": "sources",
+    "tokenize": "tokenization",
 }
+__all__ = list(_HOME)
 
-__all__ = [
-    "IGNORED",
-    "READERS",
-    "Batch",
-    "GlobalBatches",
-    "Record",
-    "Sequence",
-    "TokenizedDataset",
-    "collate",
-    "epoch_order",
-    "joined",
-    "joined_sources",
-    "packed_share",
-    "padded_lengths",
-    "prompts_of",
-    "read_preferences",
-    "read_records",
-    "read_rollouts",
-    "share",
-    "shifted",
-    "tokenize",
-    "with_positions",
-]
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshlora.common.errors import UserError, did_you_mean, reason
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.formats import Format
 from meshlora.data.images import TOKEN_TYPES, KnownInputs
 from meshlora.data.records import MalformedError, Problems, checked_text, is_number, json_type, quoted
 from meshlora.data.sources import read_rows
-from meshlora.data.tokenization import TokenizedDataset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

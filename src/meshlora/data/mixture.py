@@ -18,8 +18,8 @@ from fractions import Fraction
 import numpy as np
 
 from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.shuffling import shuffled
-from meshlora.data.tokenization import TokenizedDataset
 
 Parts = tuple[tuple[int, float], ...]  # (examples of a source, its weight)
 

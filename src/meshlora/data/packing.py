@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from meshlora.common.masks import token_numbers
-from meshlora.data.collate import Batch
-from meshlora.data.tokenization import Sequence
+from meshlora.data.batch import Batch
+from meshlora.data.dataset import Sequence
 
 Rows = list[list[int]]  # of a micro-batch: for each row the positions of its sequences in the global batch
 

@@ -13,10 +13,11 @@ import numpy as np
 
 from meshlora.common.errors import UserError
 from meshlora.data.conversations import untrained
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.formats import Format, alpaca_prompt, answered_alone, record_of_answer
 from meshlora.data.records import MalformedError, Record, json_type
 from meshlora.data.sources import Row, read_rows
-from meshlora.data.tokenization import TokenizedDataset, tokenize
+from meshlora.data.tokenization import tokenize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

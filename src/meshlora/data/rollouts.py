@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshlora.common.errors import UserError
+from meshlora.data.dataset import Sequence, TokenizedDataset
 from meshlora.data.formats import RECORDS, Format, Formats
 from meshlora.data.records import MalformedError, Problems, Record, is_number, json_type
 from meshlora.data.sources import read_rows
-from meshlora.data.tokenization import Sequence, TokenizedDataset, tokenize
+from meshlora.data.tokenization import tokenize
 from meshlora.data.too_long import Found, Taken
 
 if TYPE_CHECKING:

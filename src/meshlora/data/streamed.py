@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.data.cache import Arrays, RecordsDigest, cache_key, mapped
 from meshlora.data.chat import UnnamedKeys, stop_tokens
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.formats import RECORDS
 from meshlora.data.lost import words_of
 from meshlora.data.records import Record
 from meshlora.data.sources import each_row
-from meshlora.data.tokenization import TokenizedDataset, check_vocabulary, taken_of, token_blocks
+from meshlora.data.tokenization import check_vocabulary, taken_of, token_blocks
 from meshlora.data.train_on import TrainOn, without_empty
 
 if TYPE_CHECKING:

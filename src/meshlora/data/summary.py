@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshlora.data.tokenization import TokenizedDataset
+from meshlora.data.dataset import TokenizedDataset
 
 _MOST_BINS = 12
 

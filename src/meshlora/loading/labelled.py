@@ -24,7 +24,7 @@ from meshlora.adapter.attach import Loop, runtime
 from meshlora.comm.collectives import reduce_each_to_one
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.tasks import CAUSAL, task_of
-from meshlora.data import IGNORED, shifted
+from meshlora.data.batch import IGNORED, shifted
 from meshlora.data.context import order_of_rows
 
 _OWN = "_meshlora_own"

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from meshlora.config.objective import Grpo
 from meshlora.config.run import TrainConfig
-from meshlora.data import Sequence as TokenSequence
-from meshlora.data import TokenizedDataset
+from meshlora.data.dataset import Sequence as TokenSequence
+from meshlora.data.dataset import TokenizedDataset
 
 UNTRAINED = -100
 

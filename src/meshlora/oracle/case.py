@@ -20,7 +20,7 @@ from meshlora.common.errors import UserError
 from meshlora.common.versions import digest, sources_of, version_of, versions
 from meshlora.config.objective import Objective, Sft
 from meshlora.config.run import ModelConfig, Schedule, TrainConfig
-from meshlora.data import TokenizedDataset
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.images import KnownInputs
 
 # Odd lengths, so that a sequence length is never mistaken for a number of heads or a width.

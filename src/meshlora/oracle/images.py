@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 
 from meshlora.common.errors import UnsupportedError, reason
 from meshlora.common.model_class import model_class
-from meshlora.data import TokenizedDataset
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.images import TOKEN_TYPES, KnownInputs
 
 # Images of sequences 0, 1, 2, ..., over and over: dp ranks and micro-batches without any are among them.

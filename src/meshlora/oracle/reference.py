@@ -27,7 +27,7 @@ from meshlora.common.float64 import lift
 from meshlora.common.tasks import CAUSAL, task_of
 from meshlora.config.objective import TEXT, Embed, Objective
 from meshlora.config.run import ModelConfig, RunConfig, TrainConfig
-from meshlora.data import TokenizedDataset
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.oracle.batches import MicroBatch, micro_batches_of
 from meshlora.oracle.dropout import Masks
 from meshlora.oracle.experts import PREFIX, adapted_stacks, output_side, plain_name, plain_names, share_adapters

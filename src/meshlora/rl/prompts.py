@@ -17,11 +17,11 @@ from transformers import PreTrainedTokenizerBase
 
 from meshlora.common.errors import UserError
 from meshlora.config.run import GenerateConfig, RunConfig, paths_of
-from meshlora.data import GlobalBatches, Record
 from meshlora.data.chat import conversation_prompts
 from meshlora.data.conversations import checked_messages
 from meshlora.data.formats import Format
-from meshlora.data.records import MalformedError, checked_text, json_type
+from meshlora.data.records import MalformedError, Record, checked_text, json_type
+from meshlora.data.sampler import GlobalBatches
 from meshlora.data.sources import read_rows
 from meshlora.text.decoding import encode_prompts
 

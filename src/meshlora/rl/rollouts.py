@@ -29,7 +29,7 @@ from meshlora.common.errors import MeshloraError, UserError
 from meshlora.common.float64 import lift
 from meshlora.config.rl import RlConfig
 from meshlora.config.run import GenerateConfig
-from meshlora.data import TokenizedDataset
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.stream import FAILED
 from meshlora.rl.engine import Engine
 from meshlora.rl.prompts import Prompt, Prompts

@@ -12,7 +12,7 @@ import dataclasses
 import numpy as np
 
 from meshlora.config.objective import Grpo, Objective
-from meshlora.data import TokenizedDataset
+from meshlora.data.dataset import TokenizedDataset
 
 _EPSILON = 1e-4  # as TRL: a group of nearly equal rewards is not blown up
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.common.errors import UnsupportedError
-from meshlora.data import Batch
+from meshlora.data.batch import Batch
 from meshlora.layers.experts import products
 from meshlora.plan.families.styles import text_decoder
 from meshlora.plan.topology import DATA, LAYERS

@@ -14,9 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshlora.comm.groups import Mesh
-from meshlora.data import Batch, TokenizedDataset, collate, joined, packed_share, share, with_positions
+from meshlora.data.batch import Batch, collate
 from meshlora.data.context import token_order
-from meshlora.data.tokenization import Sequence as TokenSequence
+from meshlora.data.dataset import Sequence as TokenSequence
+from meshlora.data.dataset import TokenizedDataset
+from meshlora.data.packing import joined, packed_share, with_positions
+from meshlora.data.sampler import share
 
 Step = tuple[TokenizedDataset, np.ndarray]  # of one adapter: its data, the indices of the step's examples
 Row = tuple[int, list[int]]  # index of the adapter's step; positions of the row's sequences in that step

@@ -25,8 +25,8 @@ from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Mesh
 from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.data import IGNORED, GlobalBatches
-from meshlora.data.collate import cut_length
+from meshlora.data.batch import IGNORED, cut_length
+from meshlora.data.sampler import GlobalBatches
 from meshlora.plan.topology import Topology
 from meshlora.text.tokenizer import padding_token_id
 

@@ -21,7 +21,7 @@ from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Mesh
 from meshlora.common.errors import UserError
 from meshlora.config.run import RunConfig, paths_of
-from meshlora.data import TokenizedDataset
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.stream import RolloutStream
 
 FOLDER = "rollouts"  # in the output

@@ -21,9 +21,8 @@ from meshlora.comm.collectives import all_gather
 from meshlora.common.errors import UserError
 from meshlora.common.float64 import lift
 from meshlora.config.run import GenerateConfig
-from meshlora.data import prompts_of
 from meshlora.data.nlg import of_categories
-from meshlora.data.records import Prompt
+from meshlora.data.records import Prompt, prompts_of
 from meshlora.loading.blueprint import BaseOptions, Blueprint, make_blueprint
 from meshlora.loading.generation import in_step
 from meshlora.plan.families.proved import check_proved_here

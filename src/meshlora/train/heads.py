@@ -22,7 +22,8 @@ from meshlora.comm.collectives import all_reduce_sum
 from meshlora.common.masks import POSITION_BITS
 from meshlora.common.tasks import CAUSAL, task_of
 from meshlora.config.objective import Classify, ClassifyTokens, Embed
-from meshlora.data import IGNORED, Batch, TokenizedDataset
+from meshlora.data.batch import IGNORED, Batch
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.train.batches import Batching
 
 Values = Mapping[str, Tensor]

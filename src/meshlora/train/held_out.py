@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_reduce_sum
-from meshlora.data import IGNORED
+from meshlora.data.batch import IGNORED
 from meshlora.train.gradsync import check_total
 from meshlora.train.losses import language_model_loss
 

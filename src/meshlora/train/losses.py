@@ -19,7 +19,7 @@ from meshlora.adapter.attach import runtime
 from meshlora.common.compat import no_rows_packed
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.slow_paths import PADDING_MASK, take
-from meshlora.data import Batch, shifted
+from meshlora.data.batch import Batch, shifted
 from meshlora.data.context import order_of_rows
 from meshlora.layers.by_sequence import rows_of
 from meshlora.layers.head.loss import (

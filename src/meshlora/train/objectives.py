@@ -26,7 +26,8 @@ from meshlora.adapter.attach import reference_in_use, runtime
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.common.tasks import CAUSAL
 from meshlora.config.objective import Dpo, Embed, Grpo, Kto, Objective, Orpo, Policy, Sft
-from meshlora.data import Batch, TokenizedDataset
+from meshlora.data.batch import Batch
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.train import heads
 from meshlora.train.batches import Batching
 from meshlora.train.heads import Compared

@@ -21,7 +21,7 @@ from meshlora.common.errors import UnsupportedError, reason
 from meshlora.common.float64 import lift
 from meshlora.common.model_class import model_class
 from meshlora.common.row_masks import read_positions_in_masks
-from meshlora.data import padded_lengths
+from meshlora.data.packing import padded_lengths
 from meshlora.layers.by_sequence import keep_apart, rows_of
 from meshlora.plan.families.twin import shrink_config
 from meshlora.train.losses import packed_positions

@@ -26,9 +26,11 @@ from meshlora.common.slow_paths import SlowPath
 from meshlora.common.tasks import CAUSAL
 from meshlora.common.weight_files import weight_files
 from meshlora.config.run import RUN_CONTENT, Given, RunConfig, paths_of
-from meshlora.data import READERS, GlobalBatches, TokenizedDataset
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.images import FurtherInputs
 from meshlora.data.places import places
+from meshlora.data.readers import READERS
+from meshlora.data.sampler import GlobalBatches
 from meshlora.loading.blueprint import Blueprint
 from meshlora.loading.guards import longest_fixed_length, most_positions
 from meshlora.loading.kernels import with_kernels

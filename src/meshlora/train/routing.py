@@ -29,7 +29,8 @@ from meshlora.comm.collectives import all_gather, broadcast_in_place
 from meshlora.common.errors import MeshloraError, UnsupportedError, UserError
 from meshlora.common.files import why_not_writable, write_atomically
 from meshlora.common.routing import Routing, RoutingRecord
-from meshlora.data import Batch, TokenizedDataset
+from meshlora.data.batch import Batch
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.plan.rules import ModelPlan
 from meshlora.train.batches import Batching
 

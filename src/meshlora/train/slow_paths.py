@@ -19,7 +19,7 @@ from meshlora.common.errors import UserError
 from meshlora.common.slow_paths import EXPERTS_ONE_BY_ONE, WHOLE_MASK, SlowPath
 from meshlora.common.versions import version_of
 from meshlora.config.run import RunConfig
-from meshlora.data import TokenizedDataset
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.layers.by_sequence import knows_packed_rows
 from meshlora.layers.fused import fusable
 from meshlora.layers.liger import liger_version

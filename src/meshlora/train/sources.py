@@ -11,9 +11,11 @@ from typing import Any
 
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.run import DataConfig, Given, Source, sources_of
-from meshlora.data import Record, TokenizedDataset, joined_sources, read_records
-from meshlora.data.mixture import num_draws
+from meshlora.data.dataset import TokenizedDataset
+from meshlora.data.mixture import joined_sources, num_draws
 from meshlora.data.places import files_of
+from meshlora.data.records import Record
+from meshlora.data.sources import read_records
 
 
 def read_sources(

@@ -17,7 +17,7 @@ from meshlora.comm.collectives import all_gather, all_reduce_sum
 from meshlora.comm.groups import Mesh
 from meshlora.common.slow_paths import TAKEN, SlowPath
 from meshlora.common.transfer import to_device
-from meshlora.data import Batch
+from meshlora.data.batch import Batch
 from meshlora.train.gradsync import check_total
 from meshlora.train.mismatch import LARGEST, with_mismatch
 

@@ -28,7 +28,8 @@ from meshlora.comm.collectives import broadcast_in_place
 from meshlora.common.errors import MeshloraError, SaveError, reason
 from meshlora.common.float64 import lift
 from meshlora.common.versions import versions
-from meshlora.data import Batch, TokenizedDataset
+from meshlora.data.batch import Batch
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.stream import num_failed
 from meshlora.layers.tokens import Share
 from meshlora.text.tokenizer import add_tokenizer, tokenizer_of

@@ -29,7 +29,8 @@ from torch import Tensor
 from meshlora.adapter.attach import Factor, in_use, runtime, set_adapters
 from meshlora.common.float64 import lift
 from meshlora.common.slow_paths import SlowPath, watching
-from meshlora.data import Batch, TokenizedDataset
+from meshlora.data.batch import Batch
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.layers.by_sequence import keep_apart
 from meshlora.layers.noise import add_noise
 from meshlora.plan.schedule import one_forward_one_backward

@@ -18,7 +18,7 @@ from peft import LoraConfig
 from meshlora.adapter.attach import draw_adapter
 from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.config.run import DataConfig, RunConfig, TrainConfig
-from meshlora.data import TokenizedDataset
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.loading.blueprint import make_blueprint, read_model_config
 from meshlora.loading.load import load_blueprint
 from meshlora.oracle.case import Case

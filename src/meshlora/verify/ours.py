@@ -28,7 +28,7 @@ from meshlora.common.float64 import lift
 from meshlora.common.tasks import CAUSAL
 from meshlora.config.objective import Objective, Sft
 from meshlora.config.run import DataConfig, RunConfig, TrainConfig
-from meshlora.data import Batch
+from meshlora.data.batch import Batch
 from meshlora.layers import quantized
 from meshlora.layers.head import loss as vocabulary
 from meshlora.layers.quantized import plain_weights

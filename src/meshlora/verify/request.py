@@ -35,7 +35,9 @@ from meshlora.common.tasks import CAUSAL
 from meshlora.config.model_presets import num_chosen
 from meshlora.config.objective import Grpo, Objective, Policy, Referenced, Sft
 from meshlora.config.run import BaseOptions, Schedule
-from meshlora.data import TokenizedDataset, read_records, tokenize
+from meshlora.data.dataset import TokenizedDataset
+from meshlora.data.sources import read_records
+from meshlora.data.tokenization import tokenize
 from meshlora.loading.blueprint import Blueprint, make_blueprint, read_model_config, resolve_dtype
 from meshlora.loading.guards import dropout_fields, handle_dropout
 from meshlora.loading.kernels import with_kernels

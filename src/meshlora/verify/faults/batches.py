@@ -12,7 +12,9 @@ import torch
 from torch import Tensor
 
 from meshlora.common import compat
-from meshlora.data import Batch, Sequence, sampler
+from meshlora.data import sampler
+from meshlora.data.batch import Batch
+from meshlora.data.dataset import Sequence
 from meshlora.data.sampler import GlobalBatches
 from meshlora.layers.by_sequence import PackedMask
 from meshlora.train import batches, losses, objectives, trainer

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from meshlora.comm import collectives
 from meshlora.comm.groups import Axis, Mesh
-from meshlora.data import Batch
-from meshlora.data.collate import IGNORED
+from meshlora.data.batch import IGNORED, Batch
 from meshlora.layers import context, passed_states
 from meshlora.layers.context import Block, ContextCut, HeldTokens, RowsOfMask
 from meshlora.layers.passed_states import PassedStates

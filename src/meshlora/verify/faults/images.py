@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meshlora.adapter.attach import Factor, runtime
-from meshlora.data import IGNORED, Batch
+from meshlora.data.batch import IGNORED, Batch
 from meshlora.data.images import TOKEN_TYPES
 from meshlora.model import regions
 from meshlora.train import batches, losses
@@ -20,7 +20,7 @@ from meshlora.train.trainer import Trainer
 from meshlora.verify.faults.fault import after, around
 
 # `meshlora.data.collate` is also the function of that name.
-_COLLATE = importlib.import_module("meshlora.data.collate")
+_COLLATE = importlib.import_module("meshlora.data.batch")
 Inputs = Mapping[str, Tensor]
 Cut = Callable[[Tensor], Tensor]
 

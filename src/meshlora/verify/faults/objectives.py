@@ -15,7 +15,7 @@ from torch import Tensor
 from meshlora.adapter.attach import disable_adapter
 from meshlora.common.errors import UserError, did_you_mean
 from meshlora.config.objective import Classify, ClassifyTokens, Dpo, Embed, Grpo, Kto, Objective, Orpo, Policy, Sft
-from meshlora.data import Batch
+from meshlora.data.batch import Batch
 from meshlora.model import regions
 from meshlora.plan.rules import Domain, ModelPlan
 from meshlora.train import advantages, batches, heads, objectives, routing, trainer

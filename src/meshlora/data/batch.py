@@ -21,8 +21,8 @@ from torch import Tensor
 from meshlora.common.masks import token_numbers
 from meshlora.common.transfer import to_device
 from meshlora.data.context import FEWEST
+from meshlora.data.dataset import Sequence
 from meshlora.data.images import TOKEN_TYPES
-from meshlora.data.tokenization import Sequence
 
 IGNORED = -100  # the label of a position that predicts nothing; torch's cross_entropy ignores it by default
 

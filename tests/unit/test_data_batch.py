@@ -8,7 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshlora.data import IGNORED, Sequence, collate
+from meshlora.data.batch import IGNORED, collate
+from meshlora.data.dataset import Sequence
 from meshlora.plan.topology import Topology
 from meshlora.train.feeding import fitted
 
