@@ -34,7 +34,8 @@ from meshlora.adapter.attach import runtime
 from meshlora.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.loading import load as api
-from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.loading.blueprint import make_blueprint
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.topology import Topology
 from meshlora.train.prepare import Prepared
 from meshlora.train.trainer import Trainer

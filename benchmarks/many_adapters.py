@@ -38,8 +38,9 @@ from meshlora.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora.data.batch import Batch
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.layers.tokens import Share
-from meshlora.loading.blueprint import BaseOptions, Blueprint, make_blueprint
+from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.loading.load import load_blueprint
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.topology import Topology
 from meshlora.train.losses import language_model_losses
 from meshlora.train.prepare import Prepared

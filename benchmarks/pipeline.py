@@ -24,9 +24,10 @@ import torch.distributed as dist
 
 import context_parallel
 from meshlora.adapter.attach import active_factors, runtime
-from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.load import load_blueprint
-from meshlora.plan.schedule import one_forward_one_backward
+from meshlora.plan.base_options import BaseOptions
+from meshlora.plan.pipeline_schedule import one_forward_one_backward
 from meshlora.plan.topology import Topology
 from meshlora.train.gradsync import finish_gradients
 from meshlora.train.losses import shifted_loss

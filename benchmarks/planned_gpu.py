@@ -15,7 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.gpu_shapes import real_shapes
 
 from meshlora.common.console import Console
-from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.loading.blueprint import make_blueprint
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.topology import Topology
 from meshlora.planner.choose import choose
 from meshlora.planner.hardware import GPUS

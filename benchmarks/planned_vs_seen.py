@@ -34,8 +34,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerF
 
 from meshlora.comm.groups import open_mesh, simulated_job
 from meshlora.config.file import read_run
-from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.load import load_blueprint
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.topology import Topology
 from meshlora.planner import calibrate
 from meshlora.planner.choose import Prediction, predict

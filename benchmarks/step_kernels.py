@@ -49,12 +49,12 @@ from gpu_shapes import RANK, Shape, real_shapes, resized, tiny
 from meshlora.adapter.attach import active_factors
 from meshlora.comm.groups import simulated_job
 from meshlora.common.compat import TorchDispatchMode, multiply_each, norm_of_each, replaced, schema_of
-from meshlora.config.run import BaseOptions
 from meshlora.data.batch import Batch
 from meshlora.layers.by_sequence import keep_apart, rows_of
 from meshlora.layers.head import loss as vocabulary
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.model.regions import tensors_in
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.topology import Topology
 from meshlora.planner import fake
 from meshlora.planner.fake import FakeRun, Work

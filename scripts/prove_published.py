@@ -35,8 +35,8 @@ from tests.published_twins import Published, config_of, names, read_published, w
 from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.versions import versions
-from meshlora.config.run import BaseOptions
 from meshlora.loading.blueprint import Blueprint, make_blueprint
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.topology import Topology
 from meshlora.planner.kinds import Shrunk, shrink
 from meshlora.planner.memory import states_of

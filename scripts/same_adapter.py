@@ -32,10 +32,11 @@ from transformers.utils import logging
 
 from meshlora.common.float64 import lift
 from meshlora.config.file import read_run
-from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.oracle.reference import reference_run
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.topology import Topology
 from meshlora.train.together import prepare_run
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from peft import LoraConfig
 
-from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.load import load_blueprint
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
 

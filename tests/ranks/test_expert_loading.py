@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import meshlora
 from meshlora.comm import groups
 from meshlora.loading import load
-from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.loading.blueprint import make_blueprint
 from meshlora.model import weights
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology, axis_sets
 from tests.pool import Pool

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import meshlora
-from meshlora.config.run import BaseOptions
 from meshlora.layers.quantized import FrozenMatrix
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.model.stream import _NUM_BYTES
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.topology import Topology
 from meshlora.planner.memory import held
 from tests.packed import write_packed

@@ -16,11 +16,12 @@ import meshlora
 from meshlora.adapter.attach import active_factors, runtime
 from meshlora.comm.groups import simulated_job
 from meshlora.common.compat import TorchDispatchMode
-from meshlora.layers.experts import same_tokens
-from meshlora.loading.blueprint import BaseOptions, Blueprint, make_blueprint
+from meshlora.loading import same_tokens
+from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.model.regions import tensors_in
 from meshlora.oracle.capture import CollectiveCounter
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import TOKENS as TOKEN_AXES
 from meshlora.plan.topology import Topology

@@ -26,8 +26,9 @@ from meshlora.config.file import read_run
 from meshlora.config.objective import Grpo
 from meshlora.config.run import GenerateConfig
 from meshlora.data.stream import RolloutStream
-from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.loading.blueprint import make_blueprint
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
+from meshlora.plan.base_options import BaseOptions
 from meshlora.rl.prompts import Prompt
 from meshlora.rl.rollouts import OwnGenerator, Rollouts
 from meshlora.rl.run import check_rl, making

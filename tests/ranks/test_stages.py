@@ -11,7 +11,7 @@ import torch
 
 from meshlora.comm.collectives import all_reduce_sum, broadcast_of, hand_on, open_channel, take_over
 from meshlora.comm.groups import LocalGroup, open_mesh
-from meshlora.plan.schedule import one_forward_one_backward
+from meshlora.plan.pipeline_schedule import one_forward_one_backward
 from meshlora.plan.topology import Topology
 from tests.pool import Pool
 

@@ -12,10 +12,11 @@ import torch
 from peft import LoraConfig
 
 from meshlora.adapter.attach import runtime
-from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.oracle.capture import CollectiveCounter
 from meshlora.oracle.judge import _Judge
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.budget import Flow, Sizes, micro_batch_messages
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import LAYERS, Topology

@@ -23,7 +23,8 @@ from meshlora.adapter.targets.options import check_values
 from meshlora.cli.main import main
 from meshlora.common.errors import UserError
 from meshlora.common.float64 import lift
-from meshlora.loading.blueprint import BaseOptions, make_blueprint, read_model_config
+from meshlora.loading.blueprint import make_blueprint, read_model_config
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
 from tests.blueprints import load_without_proof

@@ -13,8 +13,9 @@ from meshlora.adapter.attach import adapter_factors, add_adapter, set_adapter
 from meshlora.adapter.formats.peft_format import save_adapter
 from meshlora.config.file import read_run
 from meshlora.loading import blueprint as module
-from meshlora.loading.blueprint import BaseOptions, Blueprint, make_blueprint
+from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.loading.load import load_blueprint
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
 from meshlora.train.run import train

@@ -32,7 +32,8 @@ from meshlora.data.packing import joined, with_positions
 from meshlora.layers import context
 from meshlora.layers.attention_parts import How
 from meshlora.layers.context import ContextCut, HeldTokens, RowsOfMask, _compare
-from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.loading.blueprint import make_blueprint
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
 from meshlora.train.prepare import check_fits

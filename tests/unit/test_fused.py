@@ -14,13 +14,13 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, Llam
 
 import meshlora
 from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.config.run import BaseOptions
 from meshlora.layers import fused
 from meshlora.layers.fused import FusedGate, FusedRotation, fusable, fuse
 from meshlora.layers.liger import Kernels, check_kernels
 from meshlora.loading import kernels as module
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.kernels import with_kernels
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
 from meshlora.verify.preflight import _devices_of

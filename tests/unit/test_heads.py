@@ -20,12 +20,12 @@ from meshlora.adapter.merging.merge import merge
 from meshlora.common.errors import UserError
 from meshlora.common.tasks import set_task, task_of
 from meshlora.config.objective import Classify, ClassifyTokens, Embed, Objective
-from meshlora.config.run import BaseOptions
 from meshlora.data.batch import Batch, collate
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.readers import READERS
 from meshlora.loading.blueprint import Blueprint, make_blueprint, read_model_config
 from meshlora.loading.load import load_blueprint
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
 from meshlora.train import heads

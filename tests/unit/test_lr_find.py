@@ -14,7 +14,7 @@ from meshlora.cli import train
 from meshlora.cli.main import main
 from meshlora.common.errors import RankFailedError, UserError
 from meshlora.config.file import read_runs
-from meshlora.train.optimizer import learning_rate
+from meshlora.train.learning_rate import learning_rate
 from meshlora.train.watch.sweep import rates_of, sweep_of
 from tests.run_files import copy_lines, write_run_file
 

@@ -14,11 +14,11 @@ from transformers import AutoConfig
 
 from meshlora.adapter.merging.merge import merge
 from meshlora.common.errors import UnsupportedError
-from meshlora.config.run import BaseOptions
 from meshlora.loading.blueprint import make_blueprint, read_model_config
 from meshlora.oracle.inputs import write_twin
 from meshlora.oracle.packed import load_base
 from meshlora.oracle.quantized import _fp8, _mxfp4
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
 from tests.packed import write_packed

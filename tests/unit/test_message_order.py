@@ -6,7 +6,7 @@ from collections import Counter
 
 import pytest
 
-from meshlora.plan.schedule import one_forward_one_backward
+from meshlora.plan.pipeline_schedule import one_forward_one_backward
 
 # (kind, what is sent, the first of the two ranks between which it goes): each pair is a group of `Channels`.
 Message = tuple[str, str, int]

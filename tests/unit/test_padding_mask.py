@@ -15,11 +15,11 @@ import meshlora
 from meshlora.adapter.attach import runtime
 from meshlora.common.compat import replaced
 from meshlora.common.float64 import lift
-from meshlora.config.run import BaseOptions
 from meshlora.data.batch import Batch, collate
 from meshlora.data.dataset import Sequence
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.model.padding import needs_mask
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.proved import PROVED, PROVED_EXPERTS
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology

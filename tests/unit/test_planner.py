@@ -19,7 +19,8 @@ from transformers import AutoConfig
 
 from meshlora.cli.main import main
 from meshlora.common.errors import UserError
-from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.loading.blueprint import make_blueprint
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.budget import Message, micro_batch_budget
 from meshlora.plan.derive import plan_model
 from meshlora.plan.families.twin import twin_config

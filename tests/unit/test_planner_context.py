@@ -13,7 +13,8 @@ from peft import LoraConfig
 from transformers import AutoConfig
 
 from meshlora.comm.groups import simulated_job
-from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.loading.blueprint import make_blueprint
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.topology import TOKENS, Topology
 from meshlora.planner.choose import Prediction, all_topologies, choose
 from meshlora.planner.hardware import GPUS

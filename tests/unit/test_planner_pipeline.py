@@ -12,7 +12,8 @@ from transformers import AutoConfig
 
 from meshlora.comm.groups import simulated_job
 from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.loading.blueprint import make_blueprint
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.topology import Topology
 from meshlora.planner import choose as planner
 from meshlora.planner import pipeline

@@ -7,8 +7,9 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from meshlora.common.errors import UserError
-from meshlora.loading.blueprint import BaseOptions, make_blueprint
+from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.guards import most_positions
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
 from meshlora.train.prepare import check_fits

@@ -14,7 +14,7 @@ from transformers import get_scheduler
 from meshlora.common.errors import UserError
 from meshlora.config.run import TrainConfig
 from meshlora.oracle.reference import rates_of
-from meshlora.train.optimizer import learning_rate
+from meshlora.train.learning_rate import learning_rate
 
 STEPS, PEAK = 20, 3e-4
 # Ours -> (settings, theirs, its settings).

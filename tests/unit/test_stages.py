@@ -14,8 +14,8 @@ from meshlora.adapter.plan import plan_adapter
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.grads import general_rules
+from meshlora.plan.pipeline_schedule import one_forward_one_backward
 from meshlora.plan.rules import ModelPlan
-from meshlora.plan.schedule import one_forward_one_backward
 from meshlora.plan.stages import cut_layers, plan_of_rank
 from meshlora.plan.topology import LAYERS, Topology
 from meshlora.planner.pipeline import time_of_all

@@ -18,9 +18,10 @@ from meshlora.adapter.optimizers import BLOCK, cuts_blocks, has_eight_bits
 from meshlora.adapter.plan import Trained
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.file import read_run
-from meshlora.config.run import BaseOptions, TrainConfig
+from meshlora.config.run import TrainConfig
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.oracle.compare import compare_adapters
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.grads import Cut, FactorRule
 from meshlora.plan.layout import Layout, Piece
 from meshlora.plan.topology import Topology

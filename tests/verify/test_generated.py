@@ -13,7 +13,7 @@ from meshlora.comm import direct
 from meshlora.common.errors import UserError
 from meshlora.config.run import TrainConfig
 from meshlora.plan.topology import Topology
-from meshlora.train import optimizer
+from meshlora.train.learning_rate import learning_rate
 from meshlora.verify import proof
 from meshlora.verify.faults.generated import Generated, NotPutInError, faults_of, generated
 from meshlora.verify.pool import RankError
@@ -29,13 +29,13 @@ def _fault(file: str, before: str, after: str) -> Generated:
 
 
 def test_a_fault_is_in_while_its_block_runs_and_not_after_it() -> None:
-    options, code = TrainConfig(output="runs", steps=9, lr=1e-3, warmup_steps=4), optimizer.learning_rate.__code__
+    options, code = TrainConfig(output="runs", steps=9, lr=1e-3, warmup_steps=4), learning_rate.__code__
     with _fault(
-        "train/optimizer.py", "step + (not options.warmup_from_zero)", "step - (not options.warmup_from_zero)"
+        "train/learning_rate.py", "step + (not options.warmup_from_zero)", "step - (not options.warmup_from_zero)"
     ).apply():
-        assert optimizer.learning_rate(1, options=options, steps=9) == 0.0
-    assert optimizer.learning_rate(1, options=options, steps=9) == 5e-4
-    assert optimizer.learning_rate.__code__ is code
+        assert learning_rate(1, options=options, steps=9) == 0.0
+    assert learning_rate(1, options=options, steps=9) == 5e-4
+    assert learning_rate.__code__ is code
 
 
 def test_a_function_that_only_a_registry_holds_gets_the_fault_too() -> None:

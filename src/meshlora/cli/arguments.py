@@ -84,7 +84,8 @@ def checked_place(options: argparse.Namespace) -> Any:
 
 def read_blueprint(options: argparse.Namespace, topology: str, *, config: Any = None) -> Any:
     """The blueprint of `--model`, or of its `config` if that is already read."""
-    from meshlora.loading.blueprint import BaseOptions, make_blueprint
+    from meshlora.loading.blueprint import make_blueprint
+    from meshlora.plan.base_options import BaseOptions
     from meshlora.plan.topology import Topology
 
     base = BaseOptions(

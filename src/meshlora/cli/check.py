@@ -38,7 +38,7 @@ def _check(options: argparse.Namespace) -> None:
     from meshlora.common.console import Console
     from meshlora.config.file import read_runs
     from meshlora.rl.run import check_rewards, check_rl, describe
-    from meshlora.train.optimizer import learning_rate
+    from meshlora.train.learning_rate import learning_rate
     from meshlora.train.together import prepare_runs
     from meshlora.train.watch.plot import plot_schedule
     from meshlora.verify.preflight import preflight, preflight_state

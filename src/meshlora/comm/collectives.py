@@ -199,7 +199,7 @@ def _batch_of_one(call: Callable[..., Any], tensor: Tensor, axis: Axis) -> list[
 
     NCCL runs a message outside a batch as a collective of its group, and torch warns of it. In one batch with others a
     message would have to wait for them. So each has a batch, and each direction a group, which on NCCL is a stream: a
-    send that is not taken yet holds up those after it, and nothing else (`plan.schedule`).
+    send that is not taken yet holds up those after it, and nothing else (`plan.pipeline_schedule`).
     """
     operation = dist.P2POp(call, tensor, group=axis.group, group_peer=1 - axis.rank)
     if tensor.is_meta:  # of a simulated rank: torch looks for a backend of its device

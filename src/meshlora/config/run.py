@@ -16,6 +16,7 @@ from meshlora.common.tasks import CAUSAL
 from meshlora.config.numbers import check_numbers, number, require
 from meshlora.config.objective import Objective, Referenced, Sft
 from meshlora.config.rl import RlConfig
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.topology import Topology
 
 # Upper limits: far above any use, and below the point where arithmetic or a library fails.
@@ -33,29 +34,6 @@ Format = Literal[
     "feedback",
 ]
 Schedule = Literal["linear", "cosine", "cosine_of_run", "constant", "inverse_sqrt", "warmup_stable_decay", "cycle"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaseOptions:
-    """How a base model is built and stored.
-
-    Attributes:
-        dtype: of the computation; auto: as the checkpoint is stored.
-        attn_implementation: as in transformers; default: what it chooses.
-        trust_remote_code: run code that lies beside the model.
-        disable_dropout: set all dropout in the model itself to 0; unsupported: only where it is not supported.
-        allow_unused_weights: the checkpoint may hold weights that the model has no place for.
-        quantization: of the frozen base while it is loaded; keep: as the checkpoint is stored.
-        kernels: fused ones of a package, on GPUs; auto: liger where it is installed and the preflight proves there.
-    """
-
-    dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
-    attn_implementation: str | None = None
-    trust_remote_code: bool = False
-    disable_dropout: bool | Literal["unsupported"] = False
-    allow_unused_weights: bool = False
-    quantization: Literal["nf4", "int8", "mxfp4", "fp8", "keep"] | None = None
-    kernels: Literal["auto", "liger", "none"] = "auto"
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Mesh
 from meshlora.common.errors import UnsupportedError, UserError, numbered
 from meshlora.hf.rows import fingerprint_of
-from meshlora.train.optimizer import WHOLE
+from meshlora.train.elementwise import WHOLE
 
 # Optimizers that treat each element by itself, so that a shard of a factor is updated as the whole one would be.
 ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")

@@ -29,10 +29,10 @@ from meshlora.hf.processes import Writer, be_alone, collect_over, stay_alone
 from meshlora.hf.rows import ROWS, STANDS_IN, SharedRows, fingerprint_of
 from meshlora.hf.state import OPTIMIZER_FILE, read_adapter_into, read_optimizer, write_adapter_into, write_optimizer
 from meshlora.hf.summed import SummedLoss
+from meshlora.train.elementwise import check_optimizer, check_rates
 from meshlora.train.feeding import fitted
 from meshlora.train.gradsync import check_total, clip_gradients, finish_gradients_on_device
 from meshlora.train.losses import language_model_loss
-from meshlora.train.optimizer import check_optimizer, check_rates
 from meshlora.train.recompute import recompute_layers, switch_by_own_rule
 
 # Its methods are those of the Trainer that stands behind `OnMesh` among the bases.

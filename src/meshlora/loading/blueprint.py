@@ -28,7 +28,6 @@ from meshlora.common.model_class import take_quantization
 from meshlora.common.tasks import CAUSAL
 from meshlora.common.weight_files import check_one_model
 from meshlora.config.objective import TEXT, Objective
-from meshlora.config.run import BaseOptions as BaseOptions
 from meshlora.layers.quantized import check_library
 from meshlora.loading.guards import check_dropouts, dropout_fields, handle_dropout
 from meshlora.model.building import build_on_meta
@@ -36,6 +35,7 @@ from meshlora.model.dp_shard import check_units
 from meshlora.model.packed import check_packing
 from meshlora.model.stored import has_own_head, num_stored, stored_dtype
 from meshlora.model.weights import CheckpointSource, check_checkpoint, extra_weights, kept_wide
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.derive import plan_model
 from meshlora.plan.numbers import check_numbers
 from meshlora.plan.quantization import KEEP, KINDS, with_quantization

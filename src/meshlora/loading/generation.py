@@ -24,7 +24,7 @@ from meshlora.comm.collectives import all_gather, all_reduce_sum
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.layers.context import as_transformers_attends
-from meshlora.layers.experts.same_tokens import fingerprint, given_tokens
+from meshlora.loading.same_tokens import fingerprint, given_tokens
 
 # Arguments of transformers' `generate` with loops of their own, in which nobody has compared ranks.
 _REFUSED = ("assistant_model", "prompt_lookup_num_tokens", "custom_generate")

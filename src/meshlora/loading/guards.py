@@ -17,8 +17,8 @@ from meshlora.adapter import attach
 from meshlora.common import compat
 from meshlora.common.errors import UnsupportedError
 from meshlora.common.tasks import CAUSAL, task_of
-from meshlora.layers.experts.same_tokens import given_tokens
 from meshlora.loading.methods import take_methods
+from meshlora.loading.same_tokens import given_tokens
 from meshlora.model.wrappers import refuse_wrappers
 from meshlora.plan.dropout import is_exact_dropout, is_exact_module
 from meshlora.plan.topology import Topology

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from meshlora.adapter.attach import Runtime, runtime
 from meshlora.common.masks import numbers_by_content
-from meshlora.layers.experts.same_tokens import given_tokens
 from meshlora.layers.head.recipe import LogitsRecipe
 from meshlora.layers.tokens import Share
+from meshlora.loading.same_tokens import given_tokens
 
 
 def number_tokens(model: Any) -> None:

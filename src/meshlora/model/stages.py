@@ -2,7 +2,7 @@
 
 Owns: taking modules of other ranks out, which of a rank's stages runs, and where the residual stream enters and leaves
 it. Does not own: which layers are whose (`plan.stages`), the messages (`comm.collectives`), the order of micro-batches
-(`plan.schedule`).
+(`plan.pipeline_schedule`).
 
 Each stage runs the model's own forward with the same arguments, so it makes its own masks, positions and rotary tables,
 and nothing but the residual stream is sent. Modules of other stages pass their input on; those of other ranks are empty

@@ -21,9 +21,6 @@ from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import DATA, EP, ETP, FEATURES, LAYERS, TOKENS
 
-# How many forwards compare tokens between tp ranks: the first ones with gradients, and the first ones without.
-COMPARED_FORWARDS = 2
-
 Named = Iterator[tuple[str, "Message"]]
 
 
@@ -288,10 +285,9 @@ def micro_batch_budget(plan: ModelPlan, *, scaled_rows: int = 0, recomputes: boo
     return +found
 
 
-def first_forwards_budget(plan: ModelPlan, num_forwards: int) -> Counter[tuple[str, str]]:
-    """Additional calls of a loaded model's first forwards, which compare their tokens over tp."""
-    compared = 0 if plan.topology.is_whole else min(num_forwards, COMPARED_FORWARDS)
-    return Counter({("forward", "allgather"): compared})
+def first_forwards_budget(plan: ModelPlan, num_compared: int) -> Counter[tuple[str, str]]:
+    """Additional calls of a loaded model's first forwards, `num_compared` of which compare their tokens over tp."""
+    return Counter({("forward", "allgather"): 0 if plan.topology.is_whole else num_compared})
 
 
 def step_budget(plan: ModelPlan, factors: Iterable[FactorRule]) -> Counter[tuple[str, str]]:

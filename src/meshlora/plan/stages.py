@@ -1,7 +1,7 @@
 """Stages of a pipeline: which decoder layers, and which modules around them, a pp rank has.
 
 Owns: the cut of a model's layers into stages of equal cost, and the plan of one stage. Does not own: what a stage does
-with the layers of others (`model.stages`), the order in which micro-batches pass (`plan.schedule`).
+with the layers of others (`model.stages`), the order in which micro-batches pass (`plan.pipeline_schedule`).
 
 What comes before the layers is of the first stage, what comes after them, and the head, of the last. A layer costs the
 elements of the matrices that a token is multiplied with; the embedding, a lookup, costs nothing, the head its matrix.

@@ -35,8 +35,9 @@ from transformers import LlamaConfig
 from meshlora.adapter.attach import runtime
 from meshlora.comm import collectives
 from meshlora.comm.groups import Axis, Mesh
-from meshlora.loading.blueprint import BaseOptions, Blueprint, make_blueprint
+from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.loading.load import load_blueprint
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.budget import Message
 from meshlora.plan.topology import Topology
 from meshlora.planner.fake import Work

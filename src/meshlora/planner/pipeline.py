@@ -1,7 +1,7 @@
 """Stages of a pipeline in the planner: what of the model a pp rank has, and how long its ranks wait for each other.
 
 Owns: the cut of the shrunk model, the turns of a rank, the time of a step's micro-batches over all ranks. Does not own:
-the rule of the cut (`plan.stages`), the order of turns (`plan.schedule`), the time and the memory of one turn
+the rule of the cut (`plan.stages`), the order of turns (`plan.pipeline_schedule`), the time and the memory of one turn
 (`planner.choose`, `planner.memory`).
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from meshlora.plan.pipeline_schedule import one_forward_one_backward
 from meshlora.plan.rules import ModelPlan
-from meshlora.plan.schedule import one_forward_one_backward
 from meshlora.plan.stages import check_shared, check_stages, cut_layers, layer_cost
 from meshlora.plan.topology import LAYERS, Topology
 from meshlora.planner.kinds import Shrunk

@@ -22,7 +22,7 @@ from meshlora.comm.groups import open_mesh, simulated_job
 from meshlora.common.compat import meta_parameters_allowed
 from meshlora.config.run import TrainConfig
 from meshlora.loading.blueprint import Blueprint
-from meshlora.plan.schedule import one_forward_one_backward
+from meshlora.plan.pipeline_schedule import one_forward_one_backward
 from meshlora.plan.stages import plan_of_rank
 from meshlora.planner.choose import Prediction
 from meshlora.planner.communication import ranks_of

@@ -23,8 +23,9 @@ from meshlora.common.float64 import lift
 from meshlora.config.run import GenerateConfig
 from meshlora.data.nlg import of_categories
 from meshlora.data.records import Prompt, prompts_of
-from meshlora.loading.blueprint import BaseOptions, Blueprint, make_blueprint
+from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.loading.generation import in_step
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.proved import check_proved_here
 from meshlora.plan.stages import check_options
 from meshlora.plan.topology import Topology, divisors

@@ -1,15 +1,12 @@
-"""The optimizer of a run, its parameter groups, and learning-rate schedules.
+"""The optimizer of a run, and its parameter groups.
 
-Owns: which optimizer `train.optimizer` names; groups of parameters and their learning rates relative to the schedule's;
-schedules, pure functions of the optimizer step; which optimizers and rates a mesh takes. Does not own: the step
-(`train.lora_fa`, `train.eight_bit`, torch), the compatibility of settings (`config`).
+Owns: which optimizer `train.optimizer` names; groups of parameters and their learning rates relative to the schedule's.
+Does not own: the step (`train.lora_fa`, `train.eight_bit`, torch), schedules (`train.learning_rate`), optimizers of a
+user's own (`train.elementwise`), the compatibility of settings (`config`).
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,22 +15,9 @@ from transformers.pytorch_utils import ALL_LAYERNORM_LAYERS
 
 from meshlora.adapter.attach import active_factors, runtime
 from meshlora.adapter.optimizers import is_frozen
-from meshlora.comm.groups import Mesh
-from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.config.run import TrainConfig
-from meshlora.plan.topology import LAYERS, Topology
 from meshlora.train.eight_bit import AdamW8bit
 from meshlora.train.lora_fa import LoraFA, corrections
-
-# Optimizers that treat each element by itself, so that a shard of a factor is updated as the whole one would be.
-_ELEMENTWISE = (
-    torch.optim.AdamW,
-    torch.optim.Adam,
-    torch.optim.SGD,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-)
-WHOLE = "it uses whole matrices, or rounds their blocks, and a rank has a part of each"
 
 
 def make_optimizer(model: Any, groups: list[dict[str, Any]], options: TrainConfig) -> torch.optim.Optimizer:
@@ -51,30 +35,6 @@ def make_optimizer(model: Any, groups: list[dict[str, Any]], options: TrainConfi
         return AdamW8bit(groups, active_factors(model), parameters, state.mesh, least=options.min_8bit_size, **adam)
     # Fused: one kernel for many parameters, as adapters on experts have many.
     return torch.optim.AdamW(groups, weight_decay=options.weight_decay, fused=True, **adam)
-
-
-def check_optimizer(kind: type, mesh: Mesh) -> None:
-    """Refuse an optimizer that may not treat each element by itself.
-
-    Raises:
-        UnsupportedError: its class is none of those that are known to.
-    """
-    if mesh.topology.world > 1 and kind not in _ELEMENTWISE:
-        names = ", ".join(known.__name__ for known in _ELEMENTWISE)
-        raise UnsupportedError(f"the optimizer {kind.__name__}", WHOLE, f"use torch's {names}")
-
-
-def check_rates(of_ranks: Sequence[float], topology: Topology) -> None:
-    """Refuse learning rates, summed over the groups of each rank's optimizer, that differ within a stage.
-
-    Raises:
-        UserError: they do, on all ranks.
-    """
-    for ranks in topology.groups_over(frozenset(topology.sizes) - LAYERS):
-        if len({of_ranks[rank] for rank in ranks}) > 1:
-            each = ", ".join(f"{of_ranks[rank]:g} on rank {rank}" for rank in ranks)
-            rule = "all ranks make the same update of their parts"
-            raise UserError(f"learning rates that differ: {each}", rule, "set them alike, as a scheduler on each does")
 
 
 def parameter_groups(model: Any, options: TrainConfig) -> list[dict[str, Any]]:
@@ -131,46 +91,3 @@ def _is_bias_or_norm(model: Any, name: str) -> bool:
     if ".lora_" in name:
         return False
     return "bias" in part or "norm" in type(model.get_submodule(owner)).__name__.lower()
-
-
-def learning_rate(step: int, *, options: TrainConfig, steps: int) -> float:
-    """Rate of optimizer step `step` of `steps`, from 0, by `options.schedule`.
-
-    Every schedule but `cycle` first rises linearly for `warmup_steps`. Neither end wastes a step: step 0 of a warm-up
-    has 1/warmup_steps of the peak rate, unless `warmup_from_zero`, and the last step of a decay is still above the
-    final rate. `cosine_of_run` is the cosine of the whole run, of which the warm-up replaces the first part.
-    """
-    if options.schedule == "cycle":
-        return piecewise_linear(step, options.cycle)
-    if step < options.warmup_steps:
-        return options.lr * (step + (not options.warmup_from_zero)) / options.warmup_steps
-    t, remaining = step - options.warmup_steps, max(1, steps - options.warmup_steps)
-    if options.schedule == "cosine_of_run":
-        t, remaining = step, steps
-    if options.schedule == "inverse_sqrt":
-        # Vaswani et al. (2017): the peak is at the end of the warm-up; without one, at the first step.
-        start = max(1, options.warmup_steps)
-        return options.lr * math.sqrt(start / (start + t))
-    if options.schedule == "warmup_stable_decay":
-        t, remaining = max(0, t - (remaining - options.decay_steps)), options.decay_steps
-    span = options.lr - options.min_lr
-    return options.min_lr + span * _LEFT[options.schedule](min(1.0, t / max(1, remaining)))
-
-
-# Remaining fraction of the way from peak to final rate, after fraction `x` of the decay.
-_LEFT: Mapping[str, Callable[[float], float]] = {
-    "constant": lambda x: 1.0,
-    "linear": lambda x: 1.0 - x,
-    "cosine": lambda x: (1.0 + math.cos(math.pi * x)) / 2.0,
-    "cosine_of_run": lambda x: (1.0 + math.cos(math.pi * x)) / 2.0,
-    "warmup_stable_decay": lambda x: 1.0 - x,
-}
-
-
-def piecewise_linear(step: int, points: Mapping[int, float]) -> float:
-    """Linear interpolation at `step` between `points`, step -> rate; constant beyond the first and last."""
-    known = sorted(points.items())
-    for (start, low), (end, high) in itertools.pairwise(known):
-        if start <= step < end:
-            return low + (high - low) * (step - start) / (end - start)
-    return known[0][1] if step < known[0][0] else known[-1][1]

@@ -29,8 +29,8 @@ from meshlora.common.compat import is_mean
 from meshlora.common.errors import MeshloraError, UserError, numbered
 from meshlora.loading.labelled import own_loss
 from meshlora.plan.topology import FEATURES, LAYERS, SEQUENCES
+from meshlora.train.elementwise import check_optimizer, check_rates
 from meshlora.train.gradsync import check_total, clip_gradients_on_device, finish_gradients_on_device
-from meshlora.train.optimizer import check_optimizer, check_rates
 
 # How far losses of tp ranks, which compute one forward, may be apart: nothing that differs on purpose is that close.
 _ALIKE = 1e-3

@@ -42,10 +42,11 @@ from meshlora.train.checkpoint.state import restore_optimizer, state_writer
 from meshlora.train.early_stopping import Patience, losses_until
 from meshlora.train.evaluate import mean_loss, perplexity
 from meshlora.train.followed import WAIT_S, Followed, stream_of
+from meshlora.train.learning_rate import learning_rate
 from meshlora.train.loss_scale import LossScale
 from meshlora.train.model_card import model_card
 from meshlora.train.objectives import Point, first_pass
-from meshlora.train.optimizer import learning_rate, make_optimizer, parameter_groups
+from meshlora.train.optimizer import make_optimizer, parameter_groups
 from meshlora.train.prepare import Prepared, read_data
 from meshlora.train.watch.metrics import Reporter
 from meshlora.train.watch.samples import FILE as SAMPLES

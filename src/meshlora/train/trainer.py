@@ -33,7 +33,7 @@ from meshlora.data.batch import Batch
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.layers.by_sequence import keep_apart
 from meshlora.layers.noise import add_noise
-from meshlora.plan.schedule import one_forward_one_backward
+from meshlora.plan.pipeline_schedule import one_forward_one_backward
 from meshlora.train.allocator import keep_freed_memory, peak_memory_bytes
 from meshlora.train.balance import LoadBalancing
 from meshlora.train.batches import Batching, MicroBatch, Step

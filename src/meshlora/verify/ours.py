@@ -34,6 +34,7 @@ from meshlora.layers.head import loss as vocabulary
 from meshlora.layers.quantized import plain_weights
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.load import load_blueprint
+from meshlora.loading.same_tokens import COMPARED_FORWARDS
 from meshlora.model.dp_shard import whole_weights
 from meshlora.model.inject import parallel_leaves
 from meshlora.oracle.capture import Capture, CollectiveCounter, copy
@@ -285,7 +286,7 @@ def _budget(model: Any, micro_batches: int, objective: Objective, *, recomputes:
     rows = sum(f.rule.split_dim is None for f in scaled)
     per_micro_batch = micro_batch_budget(plan, scaled_rows=rows, recomputes=recomputes)
     budget = Counter({key: n * micro_batches for key, n in per_micro_batch.items()})
-    budget += first_forwards_budget(plan, micro_batches)
+    budget += first_forwards_budget(plan, min(micro_batches, COMPARED_FORWARDS))
     # Unlike a summed loss, log-probabilities recompute the logits in the backward, and so do entropies.
     if plan.topology.tp > 1 and not isinstance(objective, Sft):
         budget += Counter({("backward", "allgather"): micro_batches})

@@ -34,7 +34,7 @@ from meshlora.common.proof_records import CACHE
 from meshlora.common.tasks import CAUSAL
 from meshlora.config.model_presets import num_chosen
 from meshlora.config.objective import Grpo, Objective, Policy, Referenced, Sft
-from meshlora.config.run import BaseOptions, Schedule
+from meshlora.config.run import Schedule
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.sources import read_records
 from meshlora.data.tokenization import tokenize
@@ -60,6 +60,7 @@ from meshlora.oracle.case import (
 from meshlora.oracle.images import with_images
 from meshlora.oracle.objectives import has_load_balancing
 from meshlora.oracle.pieces import pieces_of, rows_of
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import shrink_config, twin_config
 from meshlora.plan.numbers import check_numbers
 from meshlora.plan.quantization import KEEP, TWIN_BLOCKS

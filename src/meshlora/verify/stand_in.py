@@ -15,10 +15,10 @@ from typing import Any
 
 from meshlora.adapter.targets.resolve import Target
 from meshlora.common.errors import UnsupportedError
-from meshlora.config.run import BaseOptions
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.guards import dropout_fields, handle_dropout
 from meshlora.oracle.case import Case
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import layers_of_twin, shrink_config
 from meshlora.plan.quantization import TWIN_BLOCKS, kind_for_twin
 from meshlora.plan.rules import ModelPlan, kind_of

@@ -20,8 +20,9 @@ from meshlora.comm.groups import Axis, Mesh
 from meshlora.common.errors import UserError, numbered
 from meshlora.common.masks import hashed_in_place
 from meshlora.layers.context import ContextCut
-from meshlora.plan.budget import COMPARED_FORWARDS
 
+# How many forwards are compared: the first ones with gradients, and the first ones without.
+COMPARED_FORWARDS = 2
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 

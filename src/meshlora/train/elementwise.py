@@ -1,0 +1,49 @@
+"""Which optimizers and learning rates a mesh takes from a loop of a user's own.
+
+Owns: the optimizers that update a part of a factor as the whole one, and that rates agree. Does not own: the optimizer
+of a run (`train.optimizer`), whether it has the adapter's factors (`train.step`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from meshlora.comm.groups import Mesh
+from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.plan.topology import LAYERS, Topology
+
+# Optimizers that treat each element by itself, so that a shard of a factor is updated as the whole one would be.
+_ELEMENTWISE = (
+    torch.optim.AdamW,
+    torch.optim.Adam,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+)
+WHOLE = "it uses whole matrices, or rounds their blocks, and a rank has a part of each"
+
+
+def check_optimizer(kind: type, mesh: Mesh) -> None:
+    """Refuse an optimizer that may not treat each element by itself.
+
+    Raises:
+        UnsupportedError: its class is none of those that are known to.
+    """
+    if mesh.topology.world > 1 and kind not in _ELEMENTWISE:
+        names = ", ".join(known.__name__ for known in _ELEMENTWISE)
+        raise UnsupportedError(f"the optimizer {kind.__name__}", WHOLE, f"use torch's {names}")
+
+
+def check_rates(of_ranks: Sequence[float], topology: Topology) -> None:
+    """Refuse learning rates, summed over the groups of each rank's optimizer, that differ within a stage.
+
+    Raises:
+        UserError: they do, on all ranks.
+    """
+    for ranks in topology.groups_over(frozenset(topology.sizes) - LAYERS):
+        if len({of_ranks[rank] for rank in ranks}) > 1:
+            each = ", ".join(f"{of_ranks[rank]:g} on rank {rank}" for rank in ranks)
+            rule = "all ranks make the same update of their parts"
+            raise UserError(f"learning rates that differ: {each}", rule, "set them alike, as a scheduler on each does")
