@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from meshlora.cli.main import main
+from meshlora.config.run import Schedule
+from meshlora.oracle.reference import rates_of
 from meshlora.plan.topology import Topology
 from meshlora.verify import command
 from meshlora.verify.at_once import adapters_of
@@ -47,6 +51,8 @@ def _no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*FAMILY, *TP2, "--adapters", "2", "--dtype", "float32"], "several adapters are proved on twins, in float64"),
         (["--model", TINY, *TP2, "--adapters", "2"], "several adapters are proved on twins, in float64"),
         ([*FAMILY, *TP2, "--resume", "--steps", "1"], "a step is needed before it and one after it"),
+        ([*FAMILY, *TP2, "--schedule", "cosine", "--steps", "3"], "it takes 4 steps to tell it from a line"),
+        ([*FAMILY, *TP2, "--adapters", "2", "--schedule", "cosine"], "several adapters are not proved with it"),
         ([*FAMILY, *TP2, "--dtype", "float16"], "one of float64, float32, bfloat16"),
         ([*FAMILY, *TP2, "--dtype", "fp64"], "must be one of"),
         ([*FAMILY, *TP2, "--mutation", "row_output_not_reducd"], "did you mean 'row_output_not_reduced'?"),
@@ -116,6 +122,24 @@ def test_lora_file_may_be_a_part_of_a_run_file(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "run.yaml").write_text("model: {path: x}\nlora: {r: 3, target_modules: [q_proj]}\n")
     with pytest.raises(AssertionError, match="processes were started"):
         main(["verify", *FAMILY, *TP2, "--lora", str(tmp_path / "run.yaml")])
+
+
+def test_schedule_that_is_asked_for_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has rates of its own, and faults that ignore it or its end can be put in."""
+    asked: list[Request] = []
+    monkeypatch.setattr(command, "verify", lambda request, **_: asked.append(request))
+    kinds = get_args(Schedule)
+    for kind in kinds:
+        main(["verify", *FAMILY, *TP2, "--schedule", kind])
+    assert [request.schedule for request in asked] == list(kinds)
+    proofs = [
+        prepare_proof(dataclasses.replace(request, mutations=("schedule_taken_for_linear",))) for request in asked
+    ]
+    assert len({tuple(rates_of(dataclasses.replace(proof.case.train, steps=4))) for proof in proofs}) == len(kinds)
+    assert [bool(proof.mutations_on(Topology(tp=2))) for proof in proofs] == [kind != "linear" for kind in kinds]
+    assert {proof.case.schedule for proof in proofs if proof.case.min_lr} == {
+        "cosine", "cosine_of_run", "warmup_stable_decay",
+    }  # fmt: skip
 
 
 def test_auto_is_every_topology_that_family_and_processes_allow() -> None:

@@ -10,6 +10,10 @@ from meshlora.cli.arguments import add_ranks_per_gpu
 from meshlora.common.errors import UserError
 from meshlora.common.lifetime import import_libraries
 
+# Of train.schedule, as `config.run.Schedule` has them. Proofs of these end above 0, so that an ignored min_lr shows.
+_FALLING = ("cosine", "cosine_of_run", "warmup_stable_decay")
+SCHEDULES = ("linear", *_FALLING, "constant", "inverse_sqrt", "cycle")
+
 
 def add(commands: Any) -> None:
     """Register the command."""
@@ -53,8 +57,10 @@ def add(commands: Any) -> None:
     verify.add_argument(
         "--optimizer", default="adamw", choices=["adamw", "adamw_8bit", "lora_fa"], help="as train.optimizer"
     )
+    verify.add_argument("--schedule", default="linear", choices=SCHEDULES, help="as train.schedule (default linear)")
     verify.add_argument("--neftune-alpha", type=float, default=0.0, metavar="A", help="of noise on embedded tokens")
-    verify.add_argument("--steps", type=int, default=3, metavar="N", help="optimizer steps (default 3)")
+    steps = "optimizer steps (default 3; with another schedule than linear 4)"
+    verify.add_argument("--steps", type=int, metavar="N", help=steps)
     verify.add_argument("--micro-batch-size", type=int, default=2, metavar="N", help="sequences at once (default 2)")
     verify.add_argument("--adapters", type=int, default=1, metavar="N", help="also train so many at once")
     verify.add_argument("--data", metavar="FILE", help="take sequences from here; default: random tokens")
@@ -79,7 +85,7 @@ def _verify(options: argparse.Namespace) -> None:
     from meshlora.verify.command import verify
     from meshlora.verify.faults.objectives import as_proved
     from meshlora.verify.faults.registry import MUTATIONS
-    from meshlora.verify.request import DEFAULT_LORA, DROPOUT, SEED, Request, same_fields
+    from meshlora.verify.request import DEFAULT_LORA, DROPOUT, SEED, Request, of_schedule, same_fields
 
     place = launcher_place()
     if place is not None and place.world > 1:
@@ -91,6 +97,7 @@ def _verify(options: argparse.Namespace) -> None:
             )
     names = [name for each in options.mutation for name in (MUTATIONS if each == "all" else [each])]
     objective = as_proved(options.objective)
+    schedule = of_schedule(options.schedule, ends_above_zero=options.schedule in _FALLING)
     given = same_fields(Request, options) | {
         "topologies": tuple(options.topology or ["tp=2,sp"]),
         "overrides": _fields(options.overrides),
@@ -100,6 +107,8 @@ def _verify(options: argparse.Namespace) -> None:
         "routed": "auto" if objective.kind == "grpo" else False,
         "seed": SEED if options.seed is None else options.seed,
         "mutations": tuple(dict.fromkeys(names)),
+        **schedule,
+        "steps": schedule["steps"] if options.steps is None else options.steps,
     }
     verify(Request(**given), command=options.words, json_file=options.json, html_file=options.html)
 

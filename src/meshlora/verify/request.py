@@ -82,6 +82,7 @@ _MAX_LENGTH, _MAX_LENGTH_WITH_IMAGES = 128, 2048  # tokens of a sequence of the 
 _CHOICE = 2  # records that are read, for each that is needed: some may be equal, or have nothing trained
 _AUX_LOSS_COEF = 0.1  # large enough for a wrong one to show
 _MIN_8BIT_SIZE = 600  # of a twin's factors some are below it, and some above
+_STEPS_OF_OTHERS = 4  # than linear schedules: in three a cosine and a line meet half-way
 _DTYPES = ("float64", "float32", "bfloat16")
 # Sequences of a record, by the reader of its objective; of the others 1.
 _ROWS = {"pairs": 2, "feedback": 2, "similar": 3}
@@ -514,6 +515,21 @@ def _sequences(request: Request, config: PretrainedConfig, number: int) -> tuple
     return distinct_sequences(found, number, source=data), padding_token_id(tokenizer)
 
 
+def of_schedule(kind: Schedule, *, ends_above_zero: bool, starts_at_zero: bool = False) -> dict[str, Any]:
+    """Fields of a request with the schedule `kind`, in the steps and rates of a case.
+
+    ends_above_zero: its final rate. starts_at_zero: its warm-up.
+    """
+    return {
+        "schedule": kind,
+        "steps": 3 if kind == "linear" else _STEPS_OF_OTHERS,
+        "warmup_from_zero": starts_at_zero,
+        "min_lr": 0.3 * Case.lr if ends_above_zero else 0.0,
+        "decay_steps": 2 if kind == "warmup_stable_decay" else 0,
+        "cycle": {0: 0.2 * Case.lr, 1: Case.lr, 3: 0.4 * Case.lr} if kind == "cycle" else {},
+    }
+
+
 def as_records(
     found: TokenizedDataset, objective: Objective, *, vocab_size: int, seed: int, segments: bool = False
 ) -> TokenizedDataset:
@@ -542,6 +558,9 @@ def _check(request: Request) -> None:
         raise UserError(f"--neftune-alpha {request.neftune_alpha}", "it must be a number that is not negative")
     if request.adapters < 1:
         raise UserError(f"--adapters {request.adapters}", "at least 1 adapter is trained")
+    if request.schedule != "linear" and request.steps < _STEPS_OF_OTHERS:
+        rule = f"it takes {_STEPS_OF_OTHERS} steps to tell it from a line"
+        raise UserError(f"--schedule {request.schedule} with --steps {request.steps}", rule, "leave out --steps")
     if request.resume and request.steps < 2:
         raise UserError(f"--resume with --steps {request.steps}", "a step is needed before it and one after it")
     if request.nproc is not None and request.nproc < 1:
@@ -552,9 +571,12 @@ def _check(request: Request) -> None:
         is_row = objective.task != CAUSAL
         rule = "packing is for language models" if is_row else objective.why_padded
         raise UserError(given, rule, "leave out --packing")
-    if request.adapters > 1 and request.optimizer == "adamw_8bit":
-        given = f"--adapters {request.adapters} with --optimizer adamw_8bit"
-        raise UnsupportedError(given, "several adapters are not proved with it")
+    alone = {"--optimizer adamw_8bit": request.optimizer == "adamw_8bit"}
+    alone[f"--schedule {request.schedule}"] = request.schedule != "linear"
+    if request.adapters > 1 and (option := next((name for name, is_given in alone.items() if is_given), None)):
+        raise UnsupportedError(
+            f"--adapters {request.adapters} with {option}", "several adapters are not proved with it"
+        )
     if request.adapters > 1 and objective.task != CAUSAL:
         raise UnsupportedError(f"--adapters {request.adapters} with --objective {objective.kind}", "it is not proved")
     if request.router_aux_loss_coef and objective.task != CAUSAL:

@@ -17,7 +17,6 @@ from meshlora.adapter.targets.resolve import Target
 from meshlora.common.errors import UnsupportedError
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.guards import dropout_fields, handle_dropout
-from meshlora.oracle.case import Case
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import layers_of_twin, shrink_config
 from meshlora.plan.quantization import TWIN_BLOCKS, kind_for_twin
@@ -25,7 +24,7 @@ from meshlora.plan.rules import ModelPlan, kind_of
 from meshlora.plan.topology import LAYERS, Topology, divisors
 from meshlora.train.prepare import Prepared
 from meshlora.verify.features import features_of_model, features_of_topology
-from meshlora.verify.request import Proof
+from meshlora.verify.request import Proof, of_schedule
 
 # What a machine can run beside the job: more than two ranks on an axis show nothing new.
 MOST_RANKS = 8
@@ -114,14 +113,7 @@ class StandIn:
         its end is above 0. Steps and rates are the twin's own.
         """
         train = run.config.train
-        return {
-            "schedule": train.schedule,
-            "steps": 3 if train.schedule == "linear" else 4,  # in three a cosine and a line meet half-way
-            "warmup_from_zero": train.warmup_from_zero,
-            "min_lr": 0.3 * Case.lr if train.min_lr else 0.0,
-            "decay_steps": 2 if train.decay_steps else 0,
-            "cycle": {0: 0.2 * Case.lr, 1: Case.lr, 3: 0.4 * Case.lr} if train.cycle else {},
-        }
+        return of_schedule(train.schedule, ends_above_zero=train.min_lr > 0, starts_at_zero=train.warmup_from_zero)
 
     def _targets(self, plan: ModelPlan, stood_for: dict[str, str], targets: Mapping[str, Target]) -> dict[str, Target]:
         """Parameter or module of the twin -> target of its counterpart in the model.
