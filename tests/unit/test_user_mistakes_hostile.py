@@ -121,7 +121,7 @@ RUN_FILE: dict[str, Case] = {
     "number_of_5000_digits_in_set": case(override("train.steps=" + "9" * 5000), "a number in line 1 is too long"),
     "number_of_5000_hexadecimal_digits": case(run_text("x: 0x" + "f" * 5000), "a number in line", "too long"),
     "number_of_5000_minutes": case(run_text("x: 1" + ":59" * 5000), "a number in line", "too long"),
-    "date_that_does_not_exist": case(run_text("x: 2020-99-99"), "'timestamp'", "in quotes"),
+    "date_that_does_not_exist": case(override("data.date=2020-99-99"), "data.date='2020-99-99'", "2026-01-15"),
     "nul_in_the_run_file": case(run_text("x: \0"), "#x0000"),
     "run_file_of_two_megabytes": case(run_text("# " + "x" * 2**21), "more than the 1,048,576 bytes"),
     "run_file_of_too_many_values": case(run_text("x: [" + "1, " * 31_000 + "]"), "more than 30,000 values"),

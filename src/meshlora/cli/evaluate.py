@@ -66,6 +66,7 @@ def add(commands: Any) -> None:
 
 def _evaluate(options: argparse.Namespace) -> None:
     from meshlora.comm.groups import leave, on_gpus
+    from meshlora.train.agreement import one_day
     from meshlora.train.edge import launched_by_us, leave_result, rank_edge
     from meshlora.train.evaluate import adapter_of_run, evaluate, prepare_evaluation
     from meshlora.train.generated import prepare_prompts
@@ -79,7 +80,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         adapter = Path(options.adapter) if options.adapter else None if options.base else adapter_of_run(config)
         world = options.nproc or (place.world if place else 1)
         takes_gpus = options.nproc is not None and on_gpus(config.device, num_ranks=options.nproc)
-        run = prepare_evaluation(config, adapter=adapter, world=world)
+        run = prepare_evaluation(config, adapter=adapter, world=world, day=one_day())
         machines(config.device, watch)
         is_main = place is None or place.rank == 0
         _check_scores(options, config)

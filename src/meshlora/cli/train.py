@@ -164,7 +164,7 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
     from meshlora.common.console import Console
     from meshlora.config.file import read_runs
     from meshlora.rl.run import check_command, check_rewards, check_rl, describe, making
-    from meshlora.train.agreement import agreed
+    from meshlora.train.agreement import agreed, one_day
     from meshlora.train.edge import be_deterministic, how_to_go_on, launched_by_us, leave_result, log_to_file
     from meshlora.train.machines import machines, own_words
     from meshlora.train.run import train
@@ -172,12 +172,12 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
     from meshlora.verify.pool import stop_forking
     from meshlora.verify.preflight import preflight
 
-    is_main, world = place is None or place.rank == 0, place.world if place else 1
+    is_main, world, day = place is None or place.rank == 0, place.world if place else 1, one_day()
 
     def look() -> dict[str, Any]:
         configs, note = fitted(read_runs(options.file, options.overrides), world=world)
         check_command(configs, makes_rollouts=options.command == "rl")
-        runs = prepare_runs(configs, world=world, resume=options.resume, despite=options.resume_despite)
+        runs = prepare_runs(configs, world=world, resume=options.resume, despite=options.resume_despite, day=day)
         shares = place.ranks_per_gpu if place else 1
         runs = {name: _described(run, note, options, ranks_per_gpu=shares) for name, run in runs.items()}
         if launched_by_us() or not is_main:

@@ -193,11 +193,11 @@ class _Loader(yaml.SafeLoader):
         return value
 
 
-# YAML 1.2, and so every editor, reads 1e-4 as a number, and yes, no, on and off as text; YAML 1.1 does not.
+# YAML 1.2, and so every editor, reads 1e-4 as a number, and yes, no, on, off and days as text; YAML 1.1 does not.
 _FLOAT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
-_BOOL = "tag:yaml.org,2002:bool"
+_BOOL, _TIME = "tag:yaml.org,2002:bool", "tag:yaml.org,2002:timestamp"
 _Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag != _BOOL]
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in (_BOOL, _TIME)]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+.0123456789"))

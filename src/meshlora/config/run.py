@@ -7,6 +7,7 @@ YAML (`config.file`), whether model, data and topology fit together (`train.prep
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Any, ClassVar, Literal
 
 from meshlora.common.errors import UserError
@@ -95,6 +96,13 @@ def paths_of(given: Given) -> list[str]:
     return [path for each in sources_of(given) for path in each.paths]
 
 
+def _is_day(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """The data: files, folders or patterns of JSON, CSV, Parquet or `context||completion`, or saved `datasets`.
@@ -107,6 +115,8 @@ class DataConfig:
         too_long: what becomes of a record with more tokens (`data.too_long`). train_on: which turns are trained: all of
             the assistant, its last, everything, or those of these roles (`data.train_on`).
         empty_answers: what becomes of answers that say nothing: their end is trained, or they are left out.
+        date: the day that a chat template writes if it asks for one, as in 2026-01-15; default: that on which the run
+            was begun, in UTC.
         chat_template: file of a chat template in place of the tokenizer's own, or the name of one that it has.
         separator: text between prompt and completion, special tokens included, as in <|endoftext|>.
         eval_categories: of WebNLG, the records of eval whose category is in its training data, or is not.
@@ -130,6 +140,7 @@ class DataConfig:
     ) = "all"
     empty_answers: Literal["train", "skip"] = "train"
     chat_template: str | None = None
+    date: str | None = None
     separator: str = ""
     eval_categories: Literal["all", "seen", "unseen"] = "all"
     streaming: bool = False
@@ -149,6 +160,8 @@ class DataConfig:
             require(getattr(self, name) != [], f"data.{name}", [], "one or more")
         check_path("data.cache_dir", self.cache_dir, knows_home=True)
         check_path("data.chat_template", self.chat_template or "")
+        if self.date is not None:
+            require(_is_day(self.date), "data.date", repr(self.date), "a day, as in 2026-01-15")
         check_numbers("data", self)
         if self.eval_limit is not None and self.eval is None:
             raise UserError(f"data.eval_limit={self.eval_limit}", "it has no effect without data.eval", "give both")

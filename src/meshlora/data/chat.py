@@ -25,6 +25,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from meshlora.common.errors import UserError, reason
 from meshlora.common.files import read_json
 from meshlora.common.limits import Failed, each_apart
+from meshlora.data.clock import stop_clock, words_of_day, written_day
 from meshlora.data.conversations import REASONING
 from meshlora.data.images import read_image
 from meshlora.data.leading import Leading, Span, batches, leading_tokens
@@ -194,14 +195,18 @@ def _with_placeholders(found: _Rendered, processor: Any) -> tuple[_Rendered, Lea
     return _Rendered(found.record, text, turns, left_out, found.lost), tokens, [one["new_span"] for one in replaced]
 
 
-class UnnamedKeys:
-    """Keys of messages, and tools, that the chat template does not name, and hence does not read."""
+class Seen:
+    """What records have that concerns the chat template: keys of messages, and tools, that it may not name, and hence
+    not read.
+    """
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}  # key -> origin of the first message with it
+        self._has_conversations = False
 
     def add(self, record: Record) -> None:
         """Look at a record."""
+        self._has_conversations |= record.messages is not None
         if record.tools:
             self._first.setdefault("tools", record.origin)
         for message in record.messages or ():
@@ -209,13 +214,26 @@ class UnnamedKeys:
                 if key not in _READ_BY_US:
                     self._first.setdefault(key, record.origin)
 
-    def tell(self, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None]) -> None:
-        """Report them. Raises: UserError: no chat template."""
+    def tell(self, tokenizer: PreTrainedTokenizerBase, say: Callable[[str], None] | None) -> dict[str, Any]:
+        """What decides the tokens of the records beside the template, for the cache's key. say: told what the template
+        does not read, and the date that it writes.
+
+        Raises:
+            UserError: no chat template.
+        """
+        found: dict[str, Any] = {"stops": stop_tokens(tokenizer)}
+        if self._has_conversations and (day := written_day(tokenizer)) is not None:
+            found["date"] = day
+        if say is None:
+            return found
         template = chat_template(tokenizer) if self._first else ""
         unnamed = {key: origin for key, origin in self._first.items() if not _names(template, key)}
         if unnamed:
             first = next(iter(unnamed.values()))
             say(f"{first}: messages have {listed(unnamed)}, which the chat template does not name")
+        if "date" in found:
+            say(words_of_day(found["date"]))
+        return found
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -242,13 +260,14 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
 class _Template:
     """A chat template, and what of its tokenizer it takes: texts of special tokens by name.
 
-    has_markers: it says itself what the assistant generates.
+    has_markers: it says itself what the assistant generates. day: at which its clock stands, if it asks for it.
     """
 
     text: str
     special_tokens: dict[str, Any]
     ends: Ends
     has_markers: bool
+    day: str | None
 
 
 def _template_of(tokenizer: PreTrainedTokenizerBase) -> _Template:
@@ -257,7 +276,7 @@ def _template_of(tokenizer: PreTrainedTokenizerBase) -> _Template:
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
     ends = Ends.of(stop_tokens(tokenizer), [*special, *tokenizer.all_special_tokens])
     has_markers = _GENERATION_MARKER.search(text) is not None
-    return _Template(text, dict(tokenizer.special_tokens_map), ends, has_markers)
+    return _Template(text, dict(tokenizer.special_tokens_map), ends, has_markers, written_day(tokenizer))
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -284,6 +303,8 @@ def _rendered(
     """leads_on: to the assistant's next turn, without spans."""
 
     def work(record: Record) -> tuple[str, list[Span], list[Span], list[str]]:
+        if template.day is not None:
+            stop_clock(template.day)
         chat = _Chat(template, record, train_on=train_on)
         return (chat.prompt(), [], [], []) if leads_on else chat.spans()
 

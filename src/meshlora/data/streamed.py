@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.data.cache import Arrays, RecordsDigest, cache_key, mapped
-from meshlora.data.chat import UnnamedKeys, stop_tokens
+from meshlora.data.chat import Seen
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.formats import RECORDS
 from meshlora.data.lost import words_of
@@ -53,18 +53,17 @@ def read_streamed(
         rows = each_row(source, RECORDS, say=told, has_separator=True, **columns)  # type: ignore[arg-type]
         return without_empty(rows, train_on, told) if skips_empty else rows
 
-    seen, keys = RecordsDigest(), UnnamedKeys()
+    digest, seen = RecordsDigest(), Seen()
     for record in records(say):
         if record.images:
             raise UnsupportedError(
                 f"{record.origin}: an image with data.streaming", "it is not proved", "leave out one"
             )
+        digest.add(record)
         seen.add(record)
-        keys.add(record)
-    keys.tell(tokenizer, say)
     options: dict[str, Any] = {"max_length": max_length, "too_long": too_long, "rows_per_example": 1}
     options["train_on"] = train_on if isinstance(train_on, str) else sorted(train_on)
-    key = cache_key(seen, tokenizer, options | {"stops": stop_tokens(tokenizer)})
+    key = cache_key(digest, tokenizer, options | seen.tell(tokenizer, say))
     if key is None:
         rule = "the cache cannot tell it from another"
         raise UnsupportedError(f"data.streaming with {type(tokenizer).__name__}", rule, "use a fast tokenizer")
@@ -78,16 +77,16 @@ def read_streamed(
                 yield record
 
         yield from token_blocks(noted(), tokenizer, processor=None, **options)
-        if again.hexdigest() != seen.hexdigest():
+        if again.hexdigest() != digest.hexdigest():
             raise UserError("data", "the files changed while they were read", "start again")
 
-    arrays = mapped(cache_dir, key, blocks, num_records=seen.number, max_length=max_length)
+    arrays = mapped(cache_dir, key, blocks, num_records=digest.number, max_length=max_length)
 
     def record_at(index: int) -> Record:
         return next(itertools.islice(records(), index, None))
 
-    lost = words_of(arrays.pop("lost"), record_at, seen.number)
-    taken = taken_of(arrays, record_at, seen.number, max_length=max_length, too_long=too_long)
+    lost = words_of(arrays.pop("lost"), record_at, digest.number)
+    taken = taken_of(arrays, record_at, digest.number, max_length=max_length, too_long=too_long)
     parts: dict[str, Any] = {**arrays, "taken": taken}
     tokens = TokenizedDataset(**parts)
     for words in (*lost, taken.words(len(tokens))):

@@ -19,7 +19,7 @@ import numpy as np
 
 from meshlora.common.errors import UserError, reason
 from meshlora.data.cache import Arrays, cache_key, load_or_make
-from meshlora.data.chat import Row, UnnamedKeys, stop_tokens, tokenize_conversations
+from meshlora.data.chat import Row, Seen, tokenize_conversations
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.images import images_of
 from meshlora.data.leading import leading_tokens
@@ -91,16 +91,14 @@ def tokenize(
             raise UserError(f"{first.origin}: a record with an image", "images are not read here", "leave it out")
         images = images_of(records, processor())
         tokenizer = images.processor.tokenizer
-    if say is not None:
-        keys = UnnamedKeys()
-        for record in records:
-            keys.add(record)
-        keys.tell(tokenizer, say)
     options: dict[str, Any] = {"max_length": max_length, "too_long": too_long, "rows_per_example": rows_per_example}
     options["train_on"] = train_on if isinstance(train_on, str) else sorted(train_on)
     used = None if images is None else images.processor
     make = functools.partial(_flat_arrays, records, tokenizer, processor=used, **options)
-    options["stops"] = stop_tokens(tokenizer)
+    seen = Seen()
+    for record in records:
+        seen.add(record)
+    options |= seen.tell(tokenizer, say)
     if images is not None:
         options |= {"images": images.digest().tobytes().hex(), "processor": images.processor.to_json_string()}
     if cache_dir is not None and (key := cache_key(records, tokenizer, options)) is not None:

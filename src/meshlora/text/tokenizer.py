@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from meshlora.common.errors import UserError, did_you_mean, reason
 from meshlora.common.reading import read_text
 from meshlora.config.run import RunConfig
+from meshlora.data.clock import set_day
 from meshlora.data.files import is_folder, nearest_file
 from meshlora.text.processor import FILES as PROCESSOR_FILES
 
@@ -67,7 +68,8 @@ def add_tokenizer(folder: Path, config: RunConfig, *, chat_template: str | None)
 
 
 def tokenizer_of(config: RunConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run: its model's, with the chat template of `data.chat_template`.
+    """The tokenizer of a run: its model's, with the chat template of `data.chat_template`, whose clock stands at
+    `data.date`.
 
     Raises:
         UserError: as `load_tokenizer`; a template that is neither a file nor one of the tokenizer's.
@@ -76,6 +78,8 @@ def tokenizer_of(config: RunConfig) -> PreTrainedTokenizerBase:
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     if given is not None:
         tokenizer.chat_template = _chat_template(given, tokenizer)
+    if config.data.date is not None:
+        set_day(tokenizer, config.data.date)
     return tokenizer
 
 

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from meshlora.comm.groups import meet
 from meshlora.comm.launchers import launcher_place
 from meshlora.common.errors import MeshloraError, UserError
+from meshlora.data.clock import today
 
 # How long a file system may lag, and how long ranks wait for each other to read, possibly all of the data.
 _LAG_S = 30.0
@@ -27,8 +28,8 @@ _LOOK_S = 0.02
 _AGAIN_S = 1.0
 # How long rank 0, which may be the store, stays for the others to hear why all end.
 _HEARD_S = 10.0
-_DECISION, _DIFFERS, _DONE, _VERDICT, _HEARD = (
-    f"agreement/{name}" for name in ("decision", "differs", "done", "verdict", "heard")
+_DECISION, _DIFFERS, _DONE, _VERDICT, _HEARD, _DAY = (
+    f"agreement/{name}" for name in ("decision", "differs", "done", "verdict", "heard", "day")
 )
 
 # Begins the name of a fact that is a version.
@@ -55,6 +56,18 @@ def agreed(
     if place.rank == 0:
         return _agreed_on_rank_0(look, words_of, own, store, place.world)
     return _agreed_elsewhere(look, words_of, own, store, place.rank)
+
+
+def one_day() -> str:
+    """Today in UTC, as rank 0 has it: the others may ask after midnight. Every rank of a job calls this, once."""
+    place = launcher_place()
+    store = meet() if place is not None and place.world > 1 else None
+    if place is None or store is None:
+        return today()
+    if place.rank == 0:
+        store.set(_DAY, today())
+    store.wait([_DAY], timedelta(seconds=_PATIENCE_S))
+    return str(store.get(_DAY).decode())
 
 
 def _agreed_on_rank_0(

@@ -27,6 +27,8 @@ from meshlora.common.tasks import CAUSAL
 from meshlora.config.objective import COUNTED, Objective
 from meshlora.config.run import RunConfig, paths_of
 from meshlora.data.dataset import TokenizedDataset
+from meshlora.data.clock import today
+from meshlora.data.dataset import TokenizedDataset
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.plan.families.proved import check_proved_here
@@ -35,8 +37,9 @@ from meshlora.text.tokenizer import padding_token_id, tokenizer_of
 from meshlora.train import heads
 from meshlora.train.advantages import with_advantages
 from meshlora.train.batches import Batching
+from meshlora.train.checkpoint.resuming import day_of_adapter
 from meshlora.train.objectives import count, first_pass, loss_sums, reference_log_probabilities
-from meshlora.train.prepare import check_fits, read_data
+from meshlora.train.prepare import check_fits, dated, read_data
 
 
 @torch.no_grad()
@@ -105,8 +108,12 @@ def adapter_of_run(config: RunConfig) -> Path | None:
     return Path(config.adapter) if config.adapter is not None else None
 
 
-def prepare_evaluation(config: RunConfig, *, adapter: Path | None, world: int = 1) -> Evaluation:
+def prepare_evaluation(
+    config: RunConfig, *, adapter: Path | None, world: int = 1, day: str | None = None
+) -> Evaluation:
     """Check that model, adapter and `data.eval` of a run fit together, and tokenise the data (cached).
+
+    day: today, as all ranks have it. Chat templates write that of `data.date`, else that of the adapter's own run.
 
     Raises:
         UserError: the first thing that does not fit.
@@ -127,6 +134,8 @@ def prepare_evaluation(config: RunConfig, *, adapter: Path | None, world: int = 
     if adapter is not None:
         blueprint = blueprint.with_folder(adapter, ignore_dropout=True).with_reference(config.reference)
     said = blueprint.check_weights()  # of a head that is new the adapter has the values
+    begun = None if adapter is None else day_of_adapter(adapter)
+    config = dated(config, config.data.date or begun or day or today())
     tokenizer = tokenizer_of(config)
     check_fits(tokenizer, blueprint, max_length=config.data.max_length)
     notes = [said] if said else []

@@ -27,7 +27,11 @@ from meshlora.common.tasks import CAUSAL
 from meshlora.common.weight_files import weight_files
 from meshlora.config.run import RUN_CONTENT, Given, RunConfig, paths_of
 from meshlora.data.dataset import TokenizedDataset
-from meshlora.data.images import FurtherInputs
+from meshlora.data.readers import READERS
+from meshlora.data.sampler import GlobalBatches
+from meshlora.data.clock import day_of, set_day, today, written_day
+from meshlora.data.dataset import TokenizedDataset
+from meshlora.data.images import FurtherInputs, Images
 from meshlora.data.places import places
 from meshlora.data.readers import READERS
 from meshlora.data.sampler import GlobalBatches
@@ -43,7 +47,7 @@ from meshlora.text.tokenizer import padding_token_id, tokenizer_of
 from meshlora.train.balance import check_load_balancing
 from meshlora.train.checkpoint.identity import Contents, contents, identity
 from meshlora.train.checkpoint.manifest import Saved
-from meshlora.train.checkpoint.resuming import going_on
+from meshlora.train.checkpoint.resuming import day_of_adapter, day_of_run, going_on
 from meshlora.train.early_stopping import Patience, losses_until
 from meshlora.train.followed import no_tokens, stream_of
 from meshlora.train.packing_check import check_packing
@@ -112,7 +116,9 @@ class Prepared:
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run. notes: which parts of its files are not read. chat_template: as in `Prepared`."""
+    """The data of a run. notes: which parts of its files are not read. chat_template: as in `Prepared`. day: that chat
+    templates write, if they ask for one.
+    """
 
     pad_token_id: int
     train: TokenizedDataset
@@ -120,6 +126,7 @@ class RunData:
     samples: Samples | None
     notes: tuple[str, ...] = ()
     chat_template: str | None = None
+    day: str | None = None
 
 
 def check_request(config: RunConfig, *, world: int | None, resumes: bool) -> Topology:
@@ -169,13 +176,33 @@ def blueprint_of(config: RunConfig, base: Blueprint) -> Blueprint:
     return dataclasses.replace(blueprint, notes=tuple(filter(None, (said, kernels))))
 
 
-def read_run_data(config: RunConfig, blueprint: Blueprint) -> RunData:
+def first_day(config: RunConfig, *, resume: str | None, day: str | None) -> str:
+    """The day at which the clock of chat templates stands in a run: of `data.date`, or on which the run was begun.
+
+    resume: as in `prepare`. day: today, as all ranks have it. A policy acts on the day of its adapter.
+    """
+    begun = None if resume is None else day_of_run(Path(config.train.output), resume)
+    if begun is None and config.rl is not None and config.adapter is not None:
+        begun = day_of_adapter(Path(config.adapter))
+    return config.data.date or begun or day or today()
+
+
+def dated(config: RunConfig, day: str) -> RunConfig:
+    """`config` with `data.date`."""
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, date=day))
+
+
+def read_run_data(config: RunConfig, blueprint: Blueprint, *, day: str | None = None) -> RunData:
     """The tokenised (cached) data of a run, checked against the model.
+
+    day: of `first_day`; default: today.
 
     Raises:
         UserError: a file, a record or a token that does not fit.
     """
     tokenizer = tokenizer_of(config)
+    if day is not None:
+        set_day(tokenizer, day)
     check_fits(tokenizer, blueprint, max_length=config.data.max_length)
     notes: list[str] = []
     files = None if stream_of(config) is not None else config.data.train
@@ -187,20 +214,26 @@ def read_run_data(config: RunConfig, blueprint: Blueprint) -> RunData:
     )
     if train_data is None:
         train_data = no_tokens()
-    check_images(config, [data.images for data in (train_data, eval_data) if data is not None])
+    images = [data.images for data in (train_data, eval_data) if data is not None]
+    check_images(config, images)
     check_vision(blueprint, train_data.images)
     if train_data.routed is not None:
         check_routed(train_data.routed, blueprint.plan)
         if config.train.routing_record or config.train.routing_replay:
             given = "routed_experts of the data with train.routing_record or train.routing_replay"
             raise UserError(given, "the data say the experts of each token", "leave one out")
+    of_processors = [each.processor.tokenizer for each in images if isinstance(each, Images)]
+    written = next(filter(None, map(written_day, (tokenizer, *of_processors))), None)
+    if config.data.date is not None and written is None:
+        notes.append(f"data.date={config.data.date} has no effect: the chat template writes no date")
     return RunData(
         padding_token_id(tokenizer),
         train_data,
         eval_data.first(config.data.eval_limit) if eval_data is not None else None,
         prepare_samples(config, tokenizer, blueprint.config),
-        tuple(notes),
+        tuple(dict.fromkeys(notes)),
         None if config.data.chat_template is None else str(tokenizer.chat_template),
+        written,
     )
 
 
@@ -215,6 +248,8 @@ def prepare(
     Raises:
         UserError: the first thing that does not fit.
     """
+    if data.day is not None:
+        config = dated(config, data.day)
     steps = _num_steps(config, data.train.num_examples)
     _check_warmup(config, steps)
     config, said, is_apart = _with_packing(config, blueprint, data)
@@ -234,6 +269,7 @@ def prepare(
             tokens=data.train.arrays,
             attention=attention_of(blueprint.model.config),
             kernels=blueprint.options.kernels,
+            day=data.day,
         ),
         files=contents(
             config,
@@ -470,6 +506,7 @@ def read_data(
         found = load_processor(config.model.path, model)
         if data.chat_template is not None:
             found.tokenizer.chat_template = tokenizer.chat_template
+        set_day(found.tokenizer, day_of(tokenizer))
         return found
 
     own |= {} if data.streaming else {"processor": processor}

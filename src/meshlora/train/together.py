@@ -25,7 +25,7 @@ from meshlora.config.run import RunConfig
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.plan.rules import ModelPlan
 from meshlora.train.lock import hold, holder_of
-from meshlora.train.prepare import Prepared, blueprint_of, check_request, prepare, read_output, read_run_data
+from meshlora.train.prepare import Prepared, blueprint_of, check_request, first_day, prepare, read_output, read_run_data
 
 # Longer values are compared by hash.
 _LONGEST_SHOWN = 64
@@ -39,6 +39,7 @@ def prepare_run(
     resume: str | None = None,
     despite: Collection[str] = (),
     base: Blueprint | None = None,
+    day: str | None = None,
 ) -> Prepared:
     """Check one run: `prepare_run(read_run(Path("run.yaml")))`. No process is started, no weight is read.
 
@@ -47,6 +48,7 @@ def prepare_run(
         resume: folder of the checkpoint to resume from, or "auto": the last whole one in the output, if any.
         despite: names of settings that may differ from the run that saved it.
         base: blueprint of another run on the same model and topology, to reuse.
+        day: today, as all ranks have it; default: as this process has it.
 
     Raises:
         UserError: the first thing that does not fit.
@@ -55,7 +57,8 @@ def prepare_run(
     blueprint = blueprint_of(
         config, base or make_blueprint(config.model.path, topology, config.model, config.train.objective)
     )
-    return prepare(config, blueprint, read_run_data(config, blueprint), resume=resume, despite=despite)
+    data = read_run_data(config, blueprint, day=first_day(config, resume=resume, day=day))
+    return prepare(config, blueprint, data, resume=resume, despite=despite)
 
 
 def prepare_runs(
@@ -64,6 +67,7 @@ def prepare_runs(
     world: int | None = None,
     resume: str | None = None,
     despite: Collection[str] = (),
+    day: str | None = None,
 ) -> dict[str, Prepared]:
     """Check every run of a run file (`config.file.read_runs`); arguments as in `prepare_run`.
 
@@ -84,7 +88,7 @@ def prepare_runs(
     base: Blueprint | None = None  # made with the first
     for name, config in configs.items():
         with _named(name):
-            runs[name] = prepare_run(config, world=world, resume=resume, despite=despite, base=base)
+            runs[name] = prepare_run(config, world=world, resume=resume, despite=despite, base=base, day=day)
         base = runs[name].blueprint
     if "" not in runs:
         if runs[name].blueprint.dtype == torch.float16:

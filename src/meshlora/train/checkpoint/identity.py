@@ -30,6 +30,7 @@ _FREE = {*_CHOICES, "keep_last", "keep_best", "early_stopping", "routing_replay"
     *(f"{name}_every" for name in ("eval", "save", "log", "replica_check", "sample")),
     *("on_save_error", "on_nonfinite", "timeout_s", "on_fewer", "deterministic", "require_fast"),
 }
+DATE = "data.date"  # name of the day that chat templates write
 _FREE_OF_RL = ("publish_to", "adapter_name")
 _TOKENIZER = (
     *("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json"),
@@ -39,11 +40,12 @@ shown = functools.partial(one_line, limit=200)  # text from a file, for a messag
 
 
 def identity(
-    config: Any, *, steps: int, tokens: Mapping[str, Any], attention: str | None, kernels: str
+    config: Any, *, steps: int, tokens: Mapping[str, Any], attention: str | None, kernels: str, day: str | None = None
 ) -> dict[str, str]:
     """Name -> value of everything the steps of a run depend on, except the content of files.
 
-    config: the `RunConfig`. tokens: the arrays of the training data. attention, kernels: those that the model has.
+    config: the `RunConfig`. tokens: the arrays of the training data. attention, kernels: those that the model has. day:
+    that chat templates write, if they ask for one.
     """
     found = {
         f"train.{name}": json.dumps(value, sort_keys=True)
@@ -60,6 +62,8 @@ def identity(
         data.update(np.ascontiguousarray(tokens[name]).data)
     if repository := repository_of(config.model.path):
         found["model.revision"] = f"{repository.name}@{repository.commit}"
+    if day is not None:
+        found[DATE] = day
     if kernels != "none":  # which is what no value says
         found["model.kernels"] = kernels
     if config.rl is not None:
@@ -136,7 +140,7 @@ def check_same(
     for name in despite:
         if name not in names:
             raise UserError(f"--resume-despite {name}", "no run has anything of this name", did_you_mean(name, names))
-    for name in sorted(names):
+    for name in sorted(names, key=lambda name: (name == "data", name)):  # its hash says less than what made it another
         one, other = (side.get(name, "none") for side in (there, here))
         if one == other or name in despite:
             continue

@@ -13,8 +13,8 @@ from pathlib import Path
 from meshlora.common.errors import UserError
 from meshlora.common.file_hash import FileHashes
 from meshlora.common.versions import versions
-from meshlora.train.checkpoint.identity import Contents, check_same, identity_of_contents, other_versions
-from meshlora.train.checkpoint.manifest import NotWholeError, Saved, read_whole
+from meshlora.train.checkpoint.identity import DATE, Contents, check_same, identity_of_contents, other_versions
+from meshlora.train.checkpoint.manifest import NotWholeError, Saved, read_manifest, read_whole
 
 FOLDER, FINISHED = "checkpoints", "adapter"
 
@@ -109,6 +109,28 @@ def find_checkpoint(output: Path, given: str, say: Callable[[str], None]) -> Sav
         except NotWholeError as error:
             say(f"passed over: {error}")
     return None
+
+
+def day_of_run(output: Path, given: str) -> str | None:
+    """The day that chat templates write in the run which `--resume GIVEN` goes on with, as its newest manifest says;
+    None if there is none, or its template asks for no day. With `initial`: a run may have no checkpoint yet.
+    """
+    checkpoints = (folder for _, folder in step_folders(output / FOLDER))
+    folders = (output / FINISHED, *checkpoints, output / "initial") if given == "auto" else (Path(given),)
+    return next((found.identity.get(DATE) for folder in folders if (found := _manifest_of(folder)) is not None), None)
+
+
+def day_of_adapter(folder: Path) -> str | None:
+    """The day that chat templates wrote in the run that made the adapter in `folder`, where its manifest says it."""
+    found = _manifest_of(folder)
+    return None if found is None else found.identity.get(DATE)
+
+
+def _manifest_of(folder: Path) -> Saved | None:
+    try:
+        return read_manifest(folder)
+    except NotWholeError:
+        return None
 
 
 def step_folders(folder: Path) -> list[tuple[int, Path]]:
