@@ -17,10 +17,10 @@ from meshlora.comm.launchers import Place
 from meshlora.common.errors import UserError
 from meshlora.config.file import read_run
 from meshlora.data import clock
-from meshlora.data.records import Record
-from meshlora.data.tokenization import tokenize
 from meshlora.data.chat import conversation_prompts
+from meshlora.data.records import Record
 from meshlora.data.streamed import read_streamed
+from meshlora.data.tokenization import tokenize
 from meshlora.train import agreement
 from meshlora.train.evaluate import prepare_evaluation
 from meshlora.train.prepare import Prepared

@@ -251,11 +251,26 @@ def test_results_of_tools_that_the_template_joins_are_one_turn() -> None:
     assert trained_text(found, tokenizer) == f"<|start|>user\n[one][two]{END}"
 
 
-def test_turns_of_users_that_later_messages_change_are_refused_not_guessed() -> None:
+def test_turns_of_users_are_told_though_later_messages_change_others() -> None:
     template = UNMARKED.replace("'\n' + m.content", "'\n' + ('!' if loop.last else '') + m.content")
     assert template != UNMARKED
-    with pytest.raises(UserError, match=r"messages\[1\] is rendered differently once later messages follow"):
-        tokenize([TOOLS], make_tokenizer(chat_template=template), max_length=256, train_on=["user"])
+    texts = []
+    for each in (UNMARKED, template):
+        tokenizer = make_tokenizer(chat_template=each, eos=END)
+        texts.append(trained_text(tokenize([TOOLS], tokenizer, max_length=256, train_on=["user"]), tokenizer))
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("<|start|>user")
+
+
+def test_a_turn_with_words_of_another_role_in_it_is_refused_not_guessed() -> None:
+    """Mistral's templates write what the system says into the user's turn."""
+    template = UNMARKED.replace("{% for m in messages %}", "{% for m in messages if m.role != 'system' %}").replace(
+        "+ m.content + '<|end|>\n' }}",
+        "+ m.content + (messages[0].content if m.role == 'user' else '') + '<|end|>\n' }}",
+    )
+    record = chat(("system", "be kind"), ("user", "hi"), ("assistant", "hello"))
+    with pytest.raises(UserError, match=r"messages\[1\]: texts of other messages stand between its own"):
+        tokenize([record], make_tokenizer(chat_template=template), max_length=256, train_on=["user"])
 
 
 def test_prompt_is_the_users_and_completion_the_assistants() -> None:

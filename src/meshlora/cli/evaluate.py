@@ -81,10 +81,11 @@ def _evaluate(options: argparse.Namespace) -> None:
         world = options.nproc or (place.world if place else 1)
         takes_gpus = options.nproc is not None and on_gpus(config.device, num_ranks=options.nproc)
         run = prepare_evaluation(config, adapter=adapter, world=world, day=one_day())
-        machines(config.device, watch)
         is_main = place is None or place.rank == 0
         _check_scores(options, config)
+        # Before this process opens its GPU: templates of prompts are rendered in a fork of it.
         prompts = prepare_prompts(run) if options.generate else None
+        machines(config.device, watch)
         _say(run.notes if is_main and not launched_by_us() else ())
         if options.nproc is not None:
             words = ["--adapter", str(adapter)] if adapter is not None else ["--base"]

@@ -25,6 +25,9 @@ def add(commands: Any) -> None:
     generate.add_argument("--model", required=True, metavar="FOLDER")
     generate.add_argument("--adapter", metavar="FOLDER", help="PEFT adapter; without it the base model speaks")
     generate.add_argument("--prompt", required=True, action="append", help="may be given more than once")
+    generate.add_argument(
+        "--chat", action="store_true", help="each prompt is what a user says: the chat template leads to the answer"
+    )
     generate.add_argument("--separator", default="", metavar="TEXT", help="data.separator of the run that trained it")
     generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
     generate.add_argument("--num-beams", type=int, default=1, metavar="N", help="beam search (default 1: none)")
@@ -96,6 +99,30 @@ def _config(options: argparse.Namespace) -> Any:
         raise UserError(given, error.rule, way_out) from None
 
 
+def _asked(options: argparse.Namespace) -> list[Any]:
+    """The prompts: texts, or with `--chat` conversations."""
+    from meshlora.data.records import Record
+
+    if not options.chat:
+        return list(options.prompt)
+    if options.separator:
+        given, rule = f"--separator {options.separator!r} with --chat", "it has no effect: the chat template separates"
+        raise UserError(given, rule, "leave out one of them")
+    asked = [({"role": "user", "content": prompt},) for prompt in options.prompt]
+    return [Record(messages=one, origin=name) for one, name in zip(asked, _names(options), strict=True)]
+
+
+def _day(options: argparse.Namespace) -> str | None:
+    """The day that the chat template writes: of the run that made the adapter, else today; the same on all ranks."""
+    from meshlora.train.agreement import one_day
+    from meshlora.train.checkpoint.resuming import day_of_adapter
+
+    if not options.chat:
+        return None
+    today = one_day()
+    return (day_of_adapter(Path(options.adapter)) if options.adapter else None) or today
+
+
 def _names(options: argparse.Namespace) -> list[str]:
     return [f"--prompt {prompt[:80]!r}" for prompt in options.prompt]
 
@@ -105,13 +132,14 @@ def _texts_of_one_process(options: argparse.Namespace, config: Any) -> Iterator[
 
     return generate(
         options.model,
-        options.prompt,
+        _asked(options),
         adapter=Path(options.adapter) if options.adapter else None,
         options=config,
         names=_names(options),
         separator=options.separator,
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
+        day=_day(options),
     )
 
 
@@ -127,11 +155,13 @@ def prepare(options: argparse.Namespace, config: Any, *, world: int) -> tuple[An
     code = options.trust_remote_code
     tokenizer, encoded = read_prompts(
         options.model,
-        options.prompt,
+        _asked(options),
         config,
+        adapter=Path(options.adapter) if options.adapter else None,
         trust_remote_code=code,
         names=_names(options),
         separator=options.separator,
+        day=_day(options),
     )
     blueprint = blueprint_to_generate(
         options.model,
@@ -165,7 +195,7 @@ def _own_words(options: argparse.Namespace) -> list[str]:
         for each in (value if isinstance(value, list) else [value])
         if each is not None
     ]
-    return words + ["--trust-remote-code"] * options.trust_remote_code
+    return words + ["--trust-remote-code"] * options.trust_remote_code + ["--chat"] * options.chat
 
 
 def _hand_over_each(options: argparse.Namespace, texts: Iterable[str]) -> None:

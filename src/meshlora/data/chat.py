@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from meshlora.common.errors import UserError, reason
+from meshlora.common.errors import UnsupportedError, UserError, reason
 from meshlora.common.files import read_json
 from meshlora.common.limits import Failed, each_apart
 from meshlora.data.clock import stop_clock, words_of_day, written_day
@@ -135,10 +135,8 @@ def conversation_prompts(records: AbstractSequence[Record], tokenizer: PreTraine
     template = _template_of(tokenizer)
     for record in records:
         _check_tools(record, tokenizer)
-        if any("tool_calls" in message for message in record.messages or ()) and not _names(
-            template.text, "tool_calls"
-        ):
-            raise _call_is_lost(f"{record.origin}: a turn that calls tools")
+        if record.images:
+            raise UnsupportedError(f"{record.origin}: an image", "nothing is generated from images", "leave it out")
     rendered = _rendered(records, template, leads_on=True, train_on="all")
     return [found.text for found in rendered]
 
@@ -288,6 +286,12 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     return [*([] if eos is None else [str(eos)]), *(text for each in ids if (text := tokenizer.decode([each])))]
 
 
+def stop_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids of `stop_tokens`."""
+    ids = _ids_of_generation(Path(tokenizer.name_or_path)) if tokenizer.name_or_path else []
+    return [*([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]), *ids]
+
+
 def _ids_of_generation(folder: Path) -> list[int]:
     """Of `generation_config.json`; without that file, of `config.json`."""
     files = [file for name in ("generation_config.json", "config.json") if (file := folder / name).is_file()]
@@ -356,15 +360,14 @@ class _Chat:
             marked = self._render(self.messages)[1]
             if trained == of_assistant and not out:
                 return turns.text, marked, [], lost
-            spans = self._marked_turns(answers, marked) if answers else {}
+            spans = self._marked_turns(turns, answers, marked) if answers else {}
         else:
             placed = {index: self._span(turns, index) for index in answers}
             spans = {index: span for index, span in placed.items() if span is not None}
             if not all(turns.is_ended(spans[index]) for index in answers if index in trained and index in spans):
                 lost.append(NO_END)
             lost += [EMPTY if index in spans else LEFT_OUT for index in answers if is_empty(self.messages[index])]
-        others = self._turns_of_others([index for index in (*trained, *out) if index not in of_assistant], turns.text)
-        spans |= {index: turns.until_stop(span) for index, span in others.items()}
+        spans |= self._turns_of_others([index for index in (*trained, *out) if index not in of_assistant], turns)
         of_each = [[spans[index] for index in own if index in spans] for own in (trained, out)]
         return turns.text, of_each[0], of_each[1], lost
 
@@ -437,22 +440,23 @@ class _Chat:
         text.encode()  # half of a surrogate pair is no text
         return text, spans[0] if self.has_markers else []
 
-    def _marked_turns(self, needed: list[int], marked: list[Span]) -> dict[int, Span]:
-        """The span of each of the assistant's turns `needed`, after checking that there is one span per turn: their
-        number must grow with each turn.
+    def _marked_turns(self, turns: Turns, needed: list[int], marked: list[Span]) -> dict[int, Span]:
+        """The span inside `{% generation %}` of each of the assistant's turns `needed`: no text of another message
+        stands in it.
         """
-        turns = chosen(self.messages, "all")
-        for number, index in enumerate(turns, start=1):
-            if len(marked) != len(turns) or len(self._render(self.messages[: index + 1])[1]) != number:
-                raise UserError(
-                    f"{self.record.origin}: a conversation of which some turns of the assistant are trained",
-                    "the chat template does not put {% generation %} around each of the assistant's turns once, so it "
-                    "cannot be told which is which",
-                    "train all of them (data.train_on: all, no weight 0), or use another chat template",
-                )
-        return {index: span for index, span in zip(turns, marked, strict=True) if index in needed}
+        answers = chosen(self.messages, "all")
+        if len(marked) != len(answers) or any(
+            turns.owners(span) - {index} for index, span in zip(answers, marked, strict=True)
+        ):
+            raise UserError(
+                f"{self.record.origin}: a conversation of which some turns of the assistant are trained",
+                "the chat template does not put {% generation %} around each of the assistant's turns once, so it "
+                "cannot be told which is which",
+                "train all of them (data.train_on: all, no weight 0), or use another chat template",
+            )
+        return {index: span for index, span in zip(answers, marked, strict=True) if index in needed}
 
-    def _turns_of_others(self, needed: list[int], text: str) -> dict[int, Span]:
+    def _turns_of_others(self, needed: list[int], turns: Turns) -> dict[int, Span]:
         """First message -> span of the turns of other roles that hold a message of `needed`.
 
         Templates join adjacent messages of one role, as results of several tools, so these are one turn. What the
@@ -460,16 +464,14 @@ class _Chat:
         """
         spans = {}
         for first, stop in _runs(self.messages):
-            inside = [index for index in range(first, stop) if index in needed]
-            if not inside:
+            if not any(first <= index < stop for index in needed):
                 continue
             if len({self.messages[index].get("weight") for index in range(first, stop)}) > 1:
                 raise self._cannot_derive(f"of messages {first} to {stop - 1}, one turn, some are left out")
-            before = self._render(self.messages[:first])[0] if first else ""
-            through = self._render(self.messages[:stop])[0]
-            if not (through.startswith(before) and text.startswith(through)):
-                raise self._cannot_derive(f"messages[{first}] is rendered differently once later messages follow")
-            spans[first] = (len(before), len(through))
+            try:
+                spans[first] = turns.until_stop(turns.of_others(first, stop))
+            except UntoldError as error:
+                raise self._cannot_derive(f"messages[{first}]: {error}") from None
         return spans
 
     def _cannot_derive(self, words: str) -> UserError:
@@ -477,7 +479,10 @@ class _Chat:
 
     def _untold(self, given: str, words: str) -> UserError:
         rule = f"under this chat template it cannot be told which text is trained, and which is not: {words}"
-        ways = ["use another chat template (data.chat_template)", "give prompt and completion as texts"]
+        ways = [
+            "render each answer as the last of a text of its own (data.turns: apart)",
+            "use another chat template (data.chat_template: FILE)",
+        ]
         if self.train_on == "all":
             ways.insert(0, "train the last answers alone (data.train_on: last)")
         elif self.train_on != "last":

@@ -7,7 +7,9 @@ tokenisation (`tokenization.py`).
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -163,31 +165,74 @@ def checked_text(value: object, name: str) -> str:
 
 @dataclass(frozen=True)
 class Prompt:
-    """An input of the model with its reference answers. origin: of its first record."""
+    """An input of the model with its reference answers: a text, or the record of a conversation that leads to them.
+    origin: of its first record.
+    """
 
-    text: str
+    text: str | None
     references: tuple[str, ...]
     origin: str
+    chat: Record | None = None
 
 
 def prompts_of(records: Sequence[Record]) -> list[Prompt]:
-    """One prompt per different `prompt`, in the order of their first records; the stripped completions of all records
-    with it are its references.
+    """One prompt per different `prompt`, or conversation before its last answer, in the order of their first records;
+    the stripped completions, or last answers, of all records with it are its references.
 
     Raises:
-        UserError: a record has no prompt and completion.
+        UserError: a record has neither prompt and completion nor messages, or its last answer has no text.
     """
     grouped: dict[str, tuple[Record, list[str]]] = {}
     for record in records:
+        asked = asked_of(record)
+        key = json.dumps([asked.prompt, asked.messages and [*map(without_paths, asked.messages)], asked.tools])
+        _, references = grouped.setdefault(key, (asked, []))
+        references.append(_answer_of(record).strip())
+    return [
+        Prompt(asked.prompt, tuple(references), asked.origin, asked if asked.messages is not None else None)
+        for asked, references in grouped.values()
+    ]
+
+
+def asked_of(record: Record) -> Record:
+    """The record; of a conversation what is before its last answer.
+
+    Raises:
+        UserError: nothing is, or it asks nothing.
+    """
+    if record.messages is None:
         if record.prompt is None or record.completion is None:
-            raise UserError(
-                f"{record.origin}: a record of {record.kind}",
-                "only records of prompt and completion say what a generated text is compared with",
-                "give such a file with --data, or leave out --generate",
-            )
-        _, references = grouped.setdefault(record.prompt, (record, []))
-        references.append(record.completion.strip())
-    return [Prompt(prompt, tuple(references), first.origin) for prompt, (first, references) in grouped.items()]
+            raise _unasked(record, f"a record of {record.kind}")
+        return record
+    asked = record.messages[: _last_answer(record)]
+    if not asked:
+        raise _unasked(record, "a conversation that begins with its last answer")
+    return dataclasses.replace(record, messages=asked)
+
+
+def _last_answer(record: Record) -> int:
+    messages = record.messages or ()
+    return max((place for place, each in enumerate(messages) if each["role"] == "assistant"), default=0)
+
+
+def _answer_of(record: Record) -> str:
+    """The text of a record's last answer."""
+    if record.messages is None:
+        return record.completion or ""
+    content = record.messages[_last_answer(record)].get("content")
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content)
+    if not content:
+        raise _unasked(record, "a conversation whose last answer has no text")
+    return str(content)
+
+
+def _unasked(record: Record, what: str) -> UserError:
+    return UserError(
+        f"{record.origin}: {what}",
+        "only prompts and conversations that are answered say what a generated text is compared with",
+        "give such a file with --data, or leave out --generate",
+    )
 
 
 def is_number(value: Any) -> bool:

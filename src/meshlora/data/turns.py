@@ -277,6 +277,42 @@ class Turns:
             raise UntoldError("it has no text, and the template leaves it out")
         return base + start, base + start + length
 
+    def of_others(self, first: int, stop: int) -> Span:
+        """The characters of the messages from `first` to before `stop`, none of which is an answer, with what the
+        template writes around them: from the end of what is before them to what leads to the answer after them.
+
+        Raises:
+            UntoldError: they cannot be told.
+        """
+        start = self._boundary(first) if first else 0
+        end = self._boundary(stop) if stop < len(self._messages) else len(self.text)
+        own = {each for each in self.owners((start, end)) if first <= each < stop}
+        if self.owners((start, end)) - own or own != {
+            each.message for _, each in self._placed() if first <= each.message < stop
+        }:
+            raise UntoldError("texts of other messages stand between its own")
+        return start, end
+
+    def owners(self, span: Span) -> set[int]:
+        """The messages of which some text begins in a span."""
+        return {
+            each.message for mark, each in self._placed() if each.opens and span[0] <= self._whole.at[mark] < span[1]
+        }
+
+    def _boundary(self, number: int) -> int:
+        """Where the turn before message `number` ends, and what leads to that message begins."""
+        opened = [self._whole.at[mark] for mark, each in self._placed() if each.opens and each.message >= number]
+        if self._messages[number - 1]["role"] == "assistant":
+            base = self.span(number - 1)[1]
+            after = self.text[base : min((place for place in opened if place >= base), default=None)]
+            return base + len(after) - len(after.lstrip())
+        bare = self._tail(number, False)
+        start = None if bare is None else 0 if bare.mark is None else self._whole.at.get(bare.mark)
+        if bare is None or start is None:
+            raise UntoldError("the template does not render the messages before it by themselves")
+        after = self.text[start : min((place for place in opened if place >= start), default=None)]
+        return start + self._ends.common(bare.text, after)
+
     def until_stop(self, span: Span) -> Span:
         """`span` up to the last token in it that a model stops at; all of it if there is none."""
         start, end = span

@@ -9,7 +9,7 @@ fields are for rewards, such as `answer` or `tests`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,13 +17,13 @@ from transformers import PreTrainedTokenizerBase
 
 from meshlora.common.errors import UserError
 from meshlora.config.run import GenerateConfig, RunConfig, paths_of
-from meshlora.data.chat import conversation_prompts
+from meshlora.data.chat import Seen
 from meshlora.data.conversations import checked_messages
 from meshlora.data.formats import Format
 from meshlora.data.records import MalformedError, Record, checked_text, json_type
 from meshlora.data.sampler import GlobalBatches
 from meshlora.data.sources import read_rows
-from meshlora.text.decoding import encode_prompts
+from meshlora.text.decoding import encode_chats, encode_prompts
 
 
 @dataclass(frozen=True)
@@ -84,26 +84,28 @@ def read_prompts(
         format="auto",
         say=say,
     )
-    conversations = [row.record for row in rows if row.record is not None]
-    rendered = iter(conversation_prompts(conversations, tokenizer) if conversations else [])
-    rows = [replace(row, text=next(rendered)) if row.text is None else row for row in rows]
-    options = GenerateConfig(max_new_tokens=rl.max_new_tokens)
+    conversations, seen = [row.record for row in rows if row.record is not None], Seen()
+    for record in conversations:
+        seen.add(record)
+    seen.tell(tokenizer, say)
+    options, limit = GenerateConfig(max_new_tokens=rl.max_new_tokens), "rl.max_new_tokens"
+    of_chats = iter(encode_chats(conversations, tokenizer, model_config, options, limit_name=limit))
+    plain = [row for row in rows if row.text is not None]
+    of_texts = iter(
+        encode_prompts(
+            [row.text or "" for row in plain],
+            tokenizer,
+            model_config,
+            options,
+            names=[row.origin for row in plain],
+            limit_name=limit,
+            separator=data.separator,
+        )
+    )
     found = []
     for row in rows:
-        assert row.text is not None
-        if row.record is None:
-            (ids,) = encode_prompts(
-                [row.text],
-                tokenizer,
-                model_config,
-                options,
-                names=[row.origin],
-                limit_name="rl.max_new_tokens",
-                separator=data.separator,
-            )
-        else:
-            ids = tokenizer(row.text, add_special_tokens=False, verbose=False).input_ids
-        found.append(Prompt(row.text, tuple(ids), row.fields, row.origin))
+        text, ids = next(of_chats) if row.text is None else (row.text, next(of_texts))
+        found.append(Prompt(text, tuple(ids), row.fields, row.origin))
     most = data.max_length - rl.max_new_tokens
     long = [prompt for prompt in found if len(prompt.ids) > most]
     if long and data.too_long != "drop":

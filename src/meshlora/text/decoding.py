@@ -20,7 +20,11 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 
 from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.common.reading import read_text
 from meshlora.config.run import GenerateConfig
+from meshlora.data.chat import conversation_prompts, stop_ids
+from meshlora.data.clock import set_day
+from meshlora.data.records import Record
 from meshlora.data.tokenization import separator_ids
 from meshlora.loading.blueprint import read_model_config
 from meshlora.loading.generation import all_finished, generating
@@ -49,17 +53,42 @@ def encode_prompts(
     """
     end = separator_ids(tokenizer, separator)
     encoded: list[list[int]] = [tokenizer(prompt, verbose=False).input_ids + end for prompt in prompts]
-    limit = most_positions(model_config) or math.inf
     for name, ids in zip(names or [f"prompt {prompt[:80]!r}" for prompt in prompts], encoded, strict=True):
-        if not ids:
-            raise UserError(name, "it has no tokens")
-        if len(ids) + options.max_new_tokens > limit:
-            raise UserError(
-                f"{name} of {len(ids)} tokens with {limit_name} {options.max_new_tokens}",
-                f"the model has {limit} positions",
-                f"shorten the prompt or lower {limit_name}",
-            )
+        _check_room(ids, model_config, options, name=name, limit_name=limit_name)
     return encoded
+
+
+def encode_chats(
+    chats: Sequence[Record],
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: Any,
+    options: GenerateConfig,
+    *,
+    limit_name: str = "generate.max_new_tokens",
+) -> list[tuple[str, list[int]]]:
+    """(text, token ids) of what leads to the answer to each conversation: as in training, by the same template.
+
+    Raises:
+        UserError: as `encode_prompts`, and `conversation_prompts`.
+    """
+    texts = conversation_prompts(chats, tokenizer) if chats else []
+    encoded: list[list[int]] = [tokenizer(text, add_special_tokens=False, verbose=False).input_ids for text in texts]
+    for chat, ids in zip(chats, encoded, strict=True):
+        _check_room(ids, model_config, options, name=chat.origin, limit_name=limit_name)
+    return list(zip(texts, encoded, strict=True))
+
+
+def _check_room(ids: Sequence[int], model_config: Any, options: GenerateConfig, *, name: str, limit_name: str) -> None:
+    """Refuse a prompt without tokens, or without room for `options.max_new_tokens`."""
+    limit = most_positions(model_config) or math.inf
+    if not ids:
+        raise UserError(name, "it has no tokens")
+    if len(ids) + options.max_new_tokens > limit:
+        raise UserError(
+            f"{name} of {len(ids)} tokens with {limit_name} {options.max_new_tokens}",
+            f"the model has {limit} positions",
+            f"shorten the prompt or lower {limit_name}",
+        )
 
 
 def continuations(
@@ -82,10 +111,11 @@ def texts_of(rows: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, 
 
 
 def ends_of(tokenizer: PreTrainedTokenizerBase, options: GenerateConfig) -> list[int]:
-    """The tokens that end a continuation: eos, and each of `options.stop` that is one token."""
+    """The tokens that end a continuation: those that end an answer in training, and each of `options.stop` that is one
+    token.
+    """
     spelt = [tokenizer(stop, add_special_tokens=False, verbose=False).input_ids for stop in options.stop]
-    ends = [ids[0] for ids in spelt if len(ids) == 1]
-    return ends if tokenizer.eos_token_id is None else [tokenizer.eos_token_id, *ends]
+    return list(dict.fromkeys([*stop_ids(tokenizer), *(ids[0] for ids in spelt if len(ids) == 1)]))
 
 
 def batches_of(encoded: Sequence[Sequence[int]], options: GenerateConfig) -> list[Sequence[Sequence[int]]]:
@@ -212,29 +242,38 @@ def _words(options: GenerateConfig) -> dict[str, Any]:
 
 def read_prompts(
     model: str | Path,
-    prompts: Sequence[str],
+    prompts: Sequence[str] | Sequence[Record],
     options: GenerateConfig,
     *,
+    adapter: Path | None = None,
     trust_remote_code: bool = False,
     names: Sequence[str] = (),
     separator: str = "",
+    day: str | None = None,
 ) -> tuple[PreTrainedTokenizerBase, list[list[int]]]:
-    """(the tokenizer of the folder `model`, the token ids of each prompt); arguments as in `generate`.
+    """(tokenizer of the folder `model`, token ids of each prompt); arguments as in `generate`. Conversations are
+    asked by the chat template that the adapter was trained with, if its folder has one.
 
     Raises:
         UserError: a wrong folder; a prompt without tokens, or too long.
     """
     config = read_model_config(model, trust_remote_code=trust_remote_code)
-    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    encoded = encode_prompts(
-        prompts, tokenizer, config, options, names=names, limit_name="--max-new-tokens", separator=separator
-    )
-    return tokenizer, encoded
+    tokenizer, limit = load_tokenizer(model, trust_remote_code=trust_remote_code), "--max-new-tokens"
+    chats = [prompt for prompt in prompts if isinstance(prompt, Record)]
+    if not chats:
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        options_of = {"names": names, "limit_name": limit, "separator": separator}
+        return tokenizer, encode_prompts(texts, tokenizer, config, options, **options_of)  # type: ignore[arg-type]
+    if adapter is not None and (own := adapter / "chat_template.jinja").is_file():
+        tokenizer.chat_template = read_text(own)
+    if day is not None:
+        set_day(tokenizer, day)
+    return tokenizer, [ids for _, ids in encode_chats(chats, tokenizer, config, options, limit_name=limit)]
 
 
 def generate(
     model: str | Path,
-    prompts: Sequence[str],
+    prompts: Sequence[str] | Sequence[Record],
     *,
     adapter: Path | None = None,
     options: GenerateConfig | None = None,
@@ -242,17 +281,26 @@ def generate(
     trust_remote_code: bool = False,
     names: Sequence[str] = (),
     separator: str = "",
+    day: str | None = None,
 ) -> Iterator[str]:
     """The continuation of each prompt, without the prompt, by one process.
 
     options: default: greedy, one prompt at a time. names: of the prompts, for messages. separator: as `data.separator`.
+    prompts: texts, or conversations that the chat template leads to an answer to. day: that it writes.
 
     Raises:
         UserError: a wrong folder or option.
     """
     options = options or GenerateConfig(batch_size=1)
     tokenizer, encoded = read_prompts(
-        model, prompts, options, trust_remote_code=trust_remote_code, names=names, separator=separator
+        model,
+        prompts,
+        options,
+        adapter=adapter,
+        trust_remote_code=trust_remote_code,
+        names=names,
+        separator=separator,
+        day=day,
     )
     network = load(
         model,

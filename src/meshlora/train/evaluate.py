@@ -26,7 +26,6 @@ from meshlora.common.float64 import lift
 from meshlora.common.tasks import CAUSAL
 from meshlora.config.objective import COUNTED, Objective
 from meshlora.config.run import RunConfig, paths_of
-from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.clock import today
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.loading.blueprint import Blueprint, make_blueprint

@@ -29,7 +29,7 @@ from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.proved import check_proved_here
 from meshlora.plan.stages import check_options
 from meshlora.plan.topology import Topology, divisors
-from meshlora.text.decoding import Continuation, batches_of, continued, encode_prompts, texts_of
+from meshlora.text.decoding import Continuation, batches_of, continued, encode_chats, encode_prompts, texts_of
 from meshlora.text.tokenizer import tokenizer_of
 from meshlora.train.evaluate import Evaluation, load_for_evaluation
 from meshlora.train.sources import records_of
@@ -58,16 +58,12 @@ def prepare_prompts(run: Evaluation) -> Prompts:
     assert data.eval is not None
     records = of_categories(records_of(data, data.eval), data.eval_categories)
     prompts = prompts_of(records[: data.eval_limit])
-    tokenizer = tokenizer_of(config)
-    names = [prompt.origin for prompt in prompts]
-    encoded = encode_prompts(
-        [prompt.text for prompt in prompts],
-        tokenizer,
-        run.blueprint.config,
-        config.generate,
-        names=names,
-        separator=data.separator,
-    )
+    tokenizer, model = tokenizer_of(config), run.blueprint.config
+    plain = [prompt for prompt in prompts if prompt.text is not None]
+    names, texts = [prompt.origin for prompt in plain], [prompt.text or "" for prompt in plain]
+    of_texts = iter(encode_prompts(texts, tokenizer, model, config.generate, names=names, separator=data.separator))
+    of_chats = iter(encode_chats([each.chat for each in prompts if each.chat], tokenizer, model, config.generate))
+    encoded = [next(of_texts) if prompt.chat is None else next(of_chats)[1] for prompt in prompts]
     return Prompts(prompts, encoded, tokenizer)
 
 

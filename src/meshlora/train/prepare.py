@@ -26,9 +26,6 @@ from meshlora.common.slow_paths import SlowPath
 from meshlora.common.tasks import CAUSAL
 from meshlora.common.weight_files import weight_files
 from meshlora.config.run import RUN_CONTENT, Given, RunConfig, paths_of
-from meshlora.data.dataset import TokenizedDataset
-from meshlora.data.readers import READERS
-from meshlora.data.sampler import GlobalBatches
 from meshlora.data.clock import day_of, set_day, today, written_day
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.images import FurtherInputs, Images

@@ -20,7 +20,8 @@ from meshlora.common.errors import UserError
 from meshlora.common.files import write_atomically
 from meshlora.common.float64 import lift
 from meshlora.config.run import GenerateConfig, RunConfig
-from meshlora.text.decoding import continuations, encode_prompts
+from meshlora.data.records import Record, asked_of
+from meshlora.text.decoding import continuations, encode_chats, encode_prompts
 from meshlora.train.sources import records_of
 from meshlora.train.watch.metrics import lines_until
 
@@ -58,21 +59,28 @@ def prepare_samples(config: RunConfig, tokenizer: PreTrainedTokenizerBase, model
     """
     if not config.train.sample_every:
         return None
-    prompts = config.data.sample_prompts
-    if prompts is None:
-        data = config.data
-        assert data.eval is not None
-        found = (record.prompt for record in records_of(data, data.eval))
-        prompts = list(dict.fromkeys(prompt for prompt in found if prompt))[:NUM_PROMPTS]
-        if not prompts:
-            raise UserError(
-                f"train.sample_every={config.train.sample_every}",
-                "no record of data.eval has a prompt to continue",
-                "give data.sample_prompts",
-            )
+    data = config.data
     options = GenerateConfig(max_new_tokens=config.generate.max_new_tokens)
-    encoded = encode_prompts(prompts, tokenizer, model_config, options, separator=config.data.separator)
-    return Samples(tuple(prompts), tuple(map(tuple, encoded)), tokenizer, options)
+    chats = list[Record]()
+    if (prompts := data.sample_prompts) is None:
+        assert data.eval is not None
+        found = [record for record in records_of(data, data.eval) if record.prompt or record.messages]
+        first = list({_content(asked): asked for asked in map(asked_of, found)}.values())[:NUM_PROMPTS]
+        prompts, chats = [each.prompt for each in first if each.prompt], [each for each in first if each.messages]
+    if not prompts and not chats:
+        raise UserError(
+            f"train.sample_every={config.train.sample_every}",
+            "no record of data.eval has a prompt to continue",
+            "give data.sample_prompts",
+        )
+    encoded = encode_prompts(prompts, tokenizer, model_config, options, separator=data.separator)
+    of_chats = encode_chats(chats, tokenizer, model_config, options)
+    texts = (*prompts, *(text for text, _ in of_chats))
+    return Samples(texts, tuple(map(tuple, (*encoded, *(ids for _, ids in of_chats)))), tokenizer, options)
+
+
+def _content(asked: Record) -> str:
+    return json.dumps([asked.prompt, asked.messages, asked.tools])
 
 
 def forget_after(file: Path, done: int) -> None:
