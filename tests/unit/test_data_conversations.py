@@ -95,6 +95,15 @@ def test_parts_of_text_are_one_text_whether_or_not_the_template_reads_parts(cont
     assert "type" not in text
 
 
+def test_text_is_a_part_for_a_template_that_reads_nothing_else() -> None:
+    """As those of LLaVA and Idefics, under which a plain chat would be refused."""
+    template = f"{{% for m in messages %}}{{{{ m.role + ':' }}}}{READS_PARTS}{{{{ '{END}' }}}}{{% endfor %}}"
+    tokenizer = make_tokenizer(chat_template=template + "{% if add_generation_prompt %}assistant:{% endif %}", eos=END)
+    found = tokenize([record(ASK, SAY, ASK, SAY | {"content": "the"})], tokenizer, max_length=99)
+    assert tokenizer.decode(found.input_ids) == f"user:a{END}assistant:b{END}user:a{END}assistant:the{END}"
+    assert trained_text(found, tokenizer) == f"b{END}the{END}"
+
+
 @pytest.mark.parametrize("flag", [{"weight": 0}, {"train": False}, {"training": False}])
 @pytest.mark.parametrize("template", [MARKED, UNMARKED])
 def test_a_turn_that_is_not_to_be_trained_is_not(flag: dict[str, Any], template: str) -> None:

@@ -337,6 +337,8 @@ class _Chat:
         self.train_on = train_on
         if not record.images and any(map(_has_parts, self.messages)) and not self._reads_parts():
             self.messages = [*map(_joined, self.messages)]
+        if not _reads_text(template.text) and self._reads_parts():  # as those of LLaVA and Idefics
+            self.messages = [*map(_in_parts, self.messages)]
         if any(message.get("content") is None or message.get("tool_calls") for message in self.messages):
             self.messages = self._as_read()
 
@@ -501,6 +503,27 @@ def _runs(messages: Messages) -> Iterator[tuple[int, int]]:
 
 def _has_parts(message: dict[str, Any]) -> bool:
     return isinstance(message.get("content"), list)
+
+
+@functools.cache
+def _reads_text(template: str) -> bool:
+    """Whether it writes a content that is text. Once a process: it is untrusted code."""
+    try:
+        texts, _ = render_jinja_template(
+            conversations=[[{"role": "user", "content": "one"}]],
+            chat_template=template,
+            bos_token="",
+            eos_token="",
+        )
+    except FAILURES:
+        return False
+    return "one" in texts[0]
+
+
+def _in_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its text as a part of text."""
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
 
 
 def _joined(message: dict[str, Any]) -> dict[str, Any]:
