@@ -138,8 +138,16 @@ def ratio_of(pieces: list[Piece], whole: Tensor, tolerance: float) -> float | No
     """c with ours = c * reference up to an offset that is the same for all rows; None if there is no such c."""
     if not pieces:
         return None
-    ours = torch.cat([centred(p.values).flatten() for p in pieces])
-    parts = torch.cat([centred(p.of(whole)).flatten() for p in pieces])
+    # The rows of a short sequence are too few to show an offset: those of all that a rank has do.
+    of_ranks: dict[tuple[Any, ...], list[Piece]] = {}
+    for piece in pieces:
+        of_ranks.setdefault((piece.rank, piece.dim, piece.start, piece.values.shape[1:]), []).append(piece)
+    ours = torch.cat(
+        [centred(torch.cat([torch.atleast_1d(p.values) for p in own])).flatten() for own in of_ranks.values()]
+    )
+    parts = torch.cat(
+        [centred(torch.cat([torch.atleast_1d(p.of(whole)) for p in own])).flatten() for own in of_ranks.values()]
+    )
     norm = float(parts.square().sum())
     if not norm or not torch.isfinite(ours).all():
         return None
