@@ -16,6 +16,7 @@ from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.sampler import GlobalBatches
 from meshlora.oracle.batches import UNTRAINED, micro_batches, micro_batches_of
 from meshlora.oracle.case import num_sequences_for, random_tokens
+from meshlora.verify.request import Request, prepare_proof
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,23 @@ def test_case_ends_with_a_batch_that_is_not_full_and_a_second_epoch() -> None:
     assert [len(batches.batch(step)) for step in range(3)] == [9, 8, 9]
     assert batches.steps_per_epoch == 2
     assert num_sequences_for(9, 1) == 9
+
+
+@pytest.mark.parametrize("shortest", [1, 2])
+def test_a_step_has_sequences_as_short_as_can_be_and_first_tokens_that_are_trained(shortest: int) -> None:
+    data = random_tokens(num_sequences=5, vocab_size=50, seed=3, shortest=shortest)
+    assert np.diff(data.offsets).min() == shortest
+    firsts, starts = data.is_trained[data.offsets[:-1]], {tuple(sequence.input_ids[:1]) for sequence in data}
+    assert 0 < firsts.sum() < len(data) == len(starts)
+    # Of a prompt and an answer each has a token.
+    assert all(sequence.is_trained[1:].any() == (len(sequence.input_ids) > 1) for sequence in data)
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4])
+def test_cp_rank_of_the_commands_case_has_as_many_tokens_as_a_row_has_documents(cp: int) -> None:
+    """So that what takes its tokens for sequences is caught by `meshlora verify --packing auto`."""
+    proof = prepare_proof(Request((f"cp={cp}",), family="llama", packing="auto"))
+    assert "few_tokens" in proof.features_on(proof.topologies[0])
 
 
 def test_judge_imports_neither_order_nor_collation() -> None:

@@ -23,8 +23,9 @@ from meshlora.config.run import ModelConfig, Schedule, TrainConfig
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.images import KnownInputs
 
-# Odd lengths, so that a sequence length is never mistaken for a number of heads or a width.
-_LENGTHS = (17, 11, 15, 9, 13)
+# Odd lengths, so that a sequence length is never mistaken for a number of heads or a width, and short ones: a cp rank
+# has none of their tokens, a convolution reaches beyond them, and of a single token nothing is predicted.
+_LENGTHS = (21, 2, 19, 1, 17, 13, 9, 3)
 # Checkpoint files above this size are identified by size and modification time instead of content.
 _HASHED_BYTES = 256 * 2**20
 _INVENTORY = "files.json"
@@ -177,19 +178,23 @@ def num_sequences_for(batch_size: int, steps: int) -> int:
     return batch_size * max(1, steps - 1) - (1 if steps > 2 else 0)
 
 
-def random_tokens(*, num_sequences: int, vocab_size: int, seed: int, pad_token_id: int = 0) -> TokenizedDataset:
-    """Sequences of unequal length, each with an untrained prefix of unequal length, one in four with none: text is
-    trained from its first token on, which no token predicts. The padding token also occurs as a trained token, as with
-    a tokenizer that pads with eos.
+def random_tokens(
+    *, num_sequences: int, vocab_size: int, seed: int, pad_token_id: int = 0, shortest: int = 1
+) -> TokenizedDataset:
+    """Sequences of unequal length, none below `shortest`, each with an untrained prefix of unequal length, one in four
+    with none: text is trained from its first token on, which no token predicts. A last token is always trained. The
+    padding token also occurs as a trained token of long ones, as with a tokenizer that pads with eos.
     """
     generator = np.random.Generator(np.random.PCG64(seed))
-    lengths = [_LENGTHS[i % len(_LENGTHS)] for i in range(num_sequences)]
+    lengths = [max(shortest, _LENGTHS[i % len(_LENGTHS)]) for i in range(num_sequences)]
     ids = generator.integers(min(3, vocab_size - 1), vocab_size, size=sum(lengths), dtype=np.int32)
     offsets = np.cumsum([0, *lengths]).astype(np.int64)
-    ids[offsets[1::2] - 1] = ids[offsets[1::2] - 4] = pad_token_id
     is_trained = np.ones(len(ids), dtype=bool)
-    for index, start in enumerate(offsets[:-1]):
-        is_trained[start : start + (2 + index % 3) * (index % 4 > 0)] = False
+    for index, (start, length) in enumerate(zip(offsets.tolist(), lengths, strict=False)):
+        prefix = min(2 + index % 3, length - 1) if index % 4 else 0
+        is_trained[start : start + prefix] = False
+        if index % 2 == 0 and length > 4:
+            ids[start + length - 1] = ids[start + length - 4] = pad_token_id
     return TokenizedDataset(ids, is_trained, offsets)
 
 
@@ -232,10 +237,11 @@ def with_routed(data: TokenizedDataset, *, layers: int, experts: int, chosen: in
 
 
 def as_pairs(data: TokenizedDataset) -> TokenizedDataset:
-    """The same sequences in pairs that share their first two tokens."""
-    ids = data.input_ids.copy()
-    for first, second in zip(data.offsets[:-1:2], data.offsets[1:-1:2], strict=True):
-        ids[second : second + 2] = ids[first : first + 2]
+    """The same sequences in pairs that share their first two tokens, or all but the last of a shorter one."""
+    ids, lengths = data.input_ids.copy(), np.diff(data.offsets)
+    for pair, (first, second) in enumerate(zip(data.offsets[:-1:2], data.offsets[1:-1:2], strict=True)):
+        shared = min(2, *lengths[2 * pair : 2 * pair + 2] - 1)
+        ids[second : second + shared] = ids[first : first + shared]
     return replace(data, input_ids=ids, rows_per_example=2)
 
 

@@ -34,7 +34,8 @@ from meshlora.common.proof_records import CACHE
 from meshlora.common.tasks import CAUSAL
 from meshlora.config.model_presets import num_chosen
 from meshlora.config.objective import Grpo, Objective, Policy, Referenced, Sft
-from meshlora.config.run import Schedule
+from meshlora.config.run import BaseOptions, Schedule
+from meshlora.data.context import FEWEST
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.sources import read_records
 from meshlora.data.tokenization import tokenize
@@ -42,6 +43,7 @@ from meshlora.loading.blueprint import Blueprint, make_blueprint, read_model_con
 from meshlora.loading.guards import dropout_fields, handle_dropout
 from meshlora.loading.kernels import with_kernels
 from meshlora.model.padding import leaves_mask
+from meshlora.oracle.batches import micro_batches_of
 from meshlora.oracle.case import (
     Case,
     as_pairs,
@@ -86,6 +88,7 @@ _STEPS_OF_OTHERS = 4  # than linear schedules: in three a cosine and a line meet
 _DTYPES = ("float64", "float32", "bfloat16")
 # Sequences of a record, by the reader of its objective; of the others 1.
 _ROWS = {"pairs": 2, "feedback": 2, "similar": 3}
+_ANSWERS = ("pairs", "feedback", "rollouts", "rewarded")  # whose records are a prompt and an answer, of a token each
 # Linears that the default adapter excludes: those that only select and so get no gradient, and those of state-space
 # mixers that PEFT refuses, or whose weight the model reads.
 _LEFT_OUT = re.compile(
@@ -224,6 +227,8 @@ class Proof:
             "vision": bool(takes) and any(not self.plans[topology].is_text(n) for n in config.target_modules or ()),
             "packing": bool(case.packing),
             "whole_rows": topology.cp == 1,
+            "first_tokens": topology.cp == 1 and not case.packing and _trains_first_tokens(case),
+            "few_tokens": topology.cp == topology.world and _has_few_tokens(case, topology.cp),
             "unmasked": not case.packing and not takes and leaves_mask(self.plans[topology]),
             "resume": case.resumes,
             "adapters": self.request.adapters > 1,
@@ -250,6 +255,23 @@ class Proof:
             case.optimizer: True,
         }
         return has | {name for name, is_there in facts.items() if is_there}
+
+
+def _trains_first_tokens(case: Case) -> bool:
+    return any(case.is_trained[start] for start in case.offsets[:-1])
+
+
+def _has_few_tokens(case: Case, cp: int) -> bool:
+    """Whether a cp rank has as many tokens of a packed row as the row has documents, its padding counted as one."""
+    if cp == 1 or case.packing != "auto":
+        return False
+    for step in range(case.steps):
+        for rows in micro_batches_of(case.data, case.train, step, pad_token_id=case.pad_token_id):
+            num_tokens = int(rows.attention_mask.sum())
+            on_each = max(FEWEST, -(-num_tokens // cp))
+            if on_each == len(rows.attention_mask) + (on_each * cp > num_tokens):
+                return True
+    return False
 
 
 def _of_policy(objective: Objective) -> dict[str, bool]:
@@ -497,7 +519,9 @@ def _sequences(request: Request, config: PretrainedConfig, number: int) -> tuple
     if data is None:
         pad = getattr(text_config, "pad_token_id", None)
         pad = pad if isinstance(pad, int) and 0 <= pad < size else 0
-        return random_tokens(num_sequences=number, vocab_size=size, seed=request.seed, pad_token_id=pad), pad
+        shortest = 2 if request.objective.reader in _ANSWERS else 1
+        options = {"seed": request.seed, "pad_token_id": pad, "shortest": shortest}
+        return random_tokens(num_sequences=number, vocab_size=size, **options), pad
     if not isinstance(request.model, str) or request.twin:
         raise UserError(f"--data {data}", "a twin has no tokenizer", "leave out --data, or give --model without --twin")
     tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)

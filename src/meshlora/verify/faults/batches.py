@@ -182,6 +182,13 @@ def packing_without_positions_in_the_row(original: Any, config: Any, position_id
     return original(config, position_ids)[1:]
 
 
+@after(batches, "collate", needs="sft first_tokens")
+def first_tokens_counted(batch: Batch, sequences: AbstractSequence[Sequence], **_: Any) -> Batch:
+    """the first token of a sequence, though it is trained text, is predicted by none and does not count"""
+    firsts = sum(int(sequence.is_trained[0]) for sequence in sequences)
+    return dataclasses.replace(batch, num_trained_tokens=batch.num_trained_tokens + firsts)
+
+
 @after(batches, "joined", needs="packing")
 def packing_first_tokens_trained(joined: Sequence, sequences: AbstractSequence[Sequence]) -> Sequence:
     """the first token of a sequence, though it is trained text, is predicted by no token of another"""

@@ -12,10 +12,11 @@ from torch import Tensor
 from meshlora.comm import collectives
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.data.batch import IGNORED, Batch
-from meshlora.layers import context, passed_states
+from meshlora.data.collate import IGNORED
+from meshlora.layers import context, passed_states, tokens
 from meshlora.layers.context import Block, ContextCut, HeldTokens, RowsOfMask
 from meshlora.layers.passed_states import PassedStates
-from meshlora.layers.tokens import ForwardTokens, Share
+from meshlora.layers.tokens import ForwardTokens, Part, Share
 from meshlora.plan.grads import GradPart
 from meshlora.plan.topology import SEQUENCES, TOKENS
 from meshlora.train import batches, gradsync, trainer
@@ -114,6 +115,15 @@ def context_positions_begin_again(original: Any, self: ContextCut, name: str, va
     return value.narrow(dim, 0, self.held.per_rank).expand_as(found)
 
 
+@around(ForwardTokens, "parts", needs="dropout few_tokens")
+def context_tokens_taken_for_pooled(original: Any, self: ForwardTokens, module: str, num_rows: int) -> list[Part]:
+    """a cp rank with as many tokens as there are sequences drops by its tokens, not by the first of each sequence"""
+    firsts = [share.of_sequences() for share in self._shares or ()]
+    if num_rows == sum(share.tokens.numel() for share in firsts):
+        return tokens._in_turn(firsts, 0, num_rows)
+    return original(self, module, num_rows)  # type: ignore[no-any-return]
+
+
 @after(ForwardTokens, "_held", needs="cp dropout")
 def context_dropout_of_the_first_tokens(found: list[Share], self: ForwardTokens, shares: list[Share]) -> list[Share]:
     """a mask of dropout is that of the tokens that a cp rank has"""
@@ -167,7 +177,8 @@ def context_label_twice_at_a_cut(batch: Batch, *_: Any, **__: Any) -> Batch:
     """the first token of a part does not predict itself too"""
     # The label of the token before, which its own rank counts, is taken over by the first token of the next part.
     labels, (rows, places) = batch.labels.clone(), _edges(batch, -1)
-    labels[rows, places] = batch.labels[rows, places - 1]
+    before, own = batch.labels[rows, places - 1], batch.labels[rows, places]
+    labels[rows, places] = torch.where((before == IGNORED) | (own == IGNORED), own, before)
     return _with_labels(batch, labels)
 
 
