@@ -11,7 +11,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 import meshlora
-from meshlora.plan.budget import COMPARED_FORWARDS
+from meshlora.loading.same_tokens import COMPARED_FORWARDS
 from meshlora.plan.families.twin import twin_config
 from tests.pool import Pool
 

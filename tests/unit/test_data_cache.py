@@ -319,7 +319,7 @@ def test_the_cache_file_is_plain_safetensors(tmp_path: Path) -> None:
     dataset = tokenize(RECORDS, make_tokenizer(), max_length=16, cache_dir=tmp_path)
     (path,) = files_of(tmp_path)
     arrays = load_file(path)
-    assert set(arrays) == {"input_ids", "is_trained", "offsets", "sources", "too_long", "lost"}
+    assert set(arrays) == {"input_ids", "is_trained", "offsets", "sources", "too_long", "lost", "bad"}
     assert np.array_equal(arrays["input_ids"], dataset.input_ids)
     size = int.from_bytes(path.read_bytes()[:8], "little")
     assert json.loads(path.read_bytes()[8 : 8 + size])["__metadata__"]["key"] == path.stem

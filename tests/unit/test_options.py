@@ -382,6 +382,15 @@ def test_empty_answers_are_left_out_where_the_run_file_says_so(setup: Setup) -> 
     assert [len(prepared(setup, data__empty_answers=choice).train_data) for choice in ("train", "skip")] == [2, 1]
 
 
+def test_bad_rows_are_passed_over_where_the_run_file_says_so(setup: Setup) -> None:
+    rows = [json.dumps({"text": f"def g{number}(): return g"}) for number in range(10)]
+    (setup.folder / "train.jsonl").write_text("\n".join([*rows[:5], '{"text": 3}', *rows[5:]]))
+    setup.drop("data.eval")
+    run = prepared(setup, data__on_bad_row="skip")
+    assert len(run.train_data) == 10
+    assert any("train.jsonl:6: text is a number, not a string" in note for note in run.notes), run.notes
+
+
 def test_conversations_are_rendered_by_the_template_of_the_run_file(setup: Setup) -> None:
     turns = [{"role": "user", "content": "def g"}, {"role": "assistant", "content": "return g"}]
     setup.data({"messages": turns})

@@ -115,6 +115,8 @@ class DataConfig:
         too_long: what becomes of a record with more tokens (`data.too_long`). train_on: which turns are trained: all of
             the assistant, its last, everything, or those of these roles (`data.train_on`).
         empty_answers: what becomes of answers that say nothing: their end is trained, or they are left out.
+        on_bad_row: what becomes of rows that cannot be trained, malformed ones or those that the chat template refuses:
+            an error, or they are passed over and said, one in ten at most (`data.bad_rows`).
         date: the day that a chat template writes if it asks for one, as in 2026-01-15; default: that on which the run
             was begun, in UTC.
         chat_template: file of a chat template in place of the tokenizer's own, or the name of one that it has.
@@ -139,6 +141,7 @@ class DataConfig:
         Literal["all", "last", "everything"] | list[Literal["system", "developer", "user", "assistant", "tool"]]
     ) = "all"
     empty_answers: Literal["train", "skip"] = "train"
+    on_bad_row: Literal["error", "skip"] = "error"
     chat_template: str | None = None
     date: str | None = None
     separator: str = ""
@@ -502,6 +505,9 @@ class RunConfig:
             if getattr(self.data, name) not in ("all", "", "train"):
                 given = f"data.{name} with train.objective={self.train.objective.kind}"
                 raise UserError(given, "only records of sft have it", "leave it out")
+        if self.data.on_bad_row == "skip" and self.train.objective.reader not in ("text", "pairs", "feedback"):
+            given = f"data.on_bad_row=skip with train.objective={self.train.objective.kind}"
+            raise UserError(given, "its rows are compared with each other, or have labels", "correct the rows")
         self._check_task()
         if self.data.packing is True and (why := self.train.objective.why_padded):
             given = f"data.packing with train.objective={self.train.objective.kind}"

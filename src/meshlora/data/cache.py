@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Arrays = dict[str, np.ndarray]
 
 # Increase it whenever the same records and options give different arrays than before.
-FORMAT_VERSION = 7
+FORMAT_VERSION = 8
 
 # More than one core needs for ten gigabytes of text.
 _LONGEST_S = 3600.0
@@ -44,7 +44,7 @@ _LONGEST_STREAM_S = 48 * 3600.0  # of what does not fit into memory
 _LAYOUT = {  # name: type, number of dims
     "input_ids": ("I32", 1),
     "is_trained": ("BOOL", 1),
-    **dict.fromkeys(("offsets", "sources", "too_long", "lost"), ("I64", 1)),
+    **dict.fromkeys(("offsets", "sources", "too_long", "lost", "bad"), ("I64", 1)),
 }
 
 _DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("int64"), "I32": np.dtype("int32"), "BOOL": np.dtype("bool")}

@@ -45,6 +45,7 @@ _READ_BY_US = {"role", "content", "weight", *REASONING}
 _SECONDS = 5.0
 _MEMORY_BYTES = 2**29
 _MAX_CHARACTERS = 2**25
+_MOST_ENDED = 20  # processes that conversations may end where these are passed over
 
 
 class Row(NamedTuple):
@@ -80,7 +81,8 @@ def tokenize_conversations(
     max_length: int,
     train_on: TrainOn,
     processor: Any,
-) -> list[Row]:
+    skips: bool = False,
+) -> list[Row | None]:
     """The tokens of each conversation, with the special tokens of the template.
 
     If the template marks what the assistant generates (`{% generation %}`), that is a turn of the assistant. Otherwise
@@ -93,6 +95,7 @@ def tokenize_conversations(
     stops at a span that starts with a space trimmed from the tokenizer's offsets, runs to the end of the conversation
     if a span ends with one, and drops the rest of a final character that is split over tokens.
 
+    skips: None stands for a conversation that the template refuses, or of which it cannot be told what is trained.
     processor: of transformers, if some have images. What it puts into the text for an image is never trained.
 
     Raises:
@@ -108,13 +111,14 @@ def tokenize_conversations(
             "has no character offsets, which conversations need to find the assistant's turns",
             "use a fast tokenizer (one with a tokenizer.json), or prompt and completion instead of messages",
         )
-    rows = []
-    rendered = _rendered(records, template, train_on=train_on)
-    for batch in batches(rendered, lambda found: len(found.text)):
+    rows: list[Row | None] = [None] * len(records)
+    numbered = enumerate(_rendered(records, template, train_on=train_on, skips=skips))
+    rendered = ((place, found) for place, found in numbered if found is not None)
+    for numbers, batch in map(_parted, batches(rendered, lambda pair: len(pair[1].text))):
         each = [_with_placeholders(found, processor) if found.record.images else (found, None, []) for found in batch]
         texts = [found.text for found, tokens, _ in each if tokens is None]
         of_text = iter(leading_tokens(texts, tokenizer, max_length=max_length, has_offsets=True))
-        for found, with_images, placeholders in each:
+        for place, (found, with_images, placeholders) in zip(numbers, each, strict=True):
             tokens = with_images or next(of_text)
             inside = functools.partial(_inside, tokens, len(found.text))
             has_all = train_on == "everything"
@@ -122,8 +126,12 @@ def tokenize_conversations(
             of_images = inside(placeholders)
             whole = int(of_images.nonzero()[0].max(initial=-1)) + 1
             is_trained &= ~inside(found.left_out) & ~of_images
-            rows.append(Row(tokens.ids, is_trained, whole, tuple(found.lost)))
+            rows[place] = Row(tokens.ids, is_trained, whole, tuple(found.lost))
     return rows
+
+
+def _parted(pairs: AbstractSequence[tuple[int, _Rendered]]) -> tuple[list[int], list[_Rendered]]:
+    return [place for place, _ in pairs], [found for _, found in pairs]
 
 
 def conversation_prompts(records: AbstractSequence[Record], tokenizer: PreTrainedTokenizerBase) -> list[str]:
@@ -138,7 +146,7 @@ def conversation_prompts(records: AbstractSequence[Record], tokenizer: PreTraine
         if record.images:
             raise UnsupportedError(f"{record.origin}: an image", "nothing is generated from images", "leave it out")
     rendered = _rendered(records, template, leads_on=True, train_on="all")
-    return [found.text for found in rendered]
+    return [found.text for found in rendered if found is not None]
 
 
 def _check_tools(record: Record, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -302,28 +310,51 @@ def _ids_of_generation(folder: Path) -> list[int]:
 
 
 def _rendered(
-    records: AbstractSequence[Record], template: _Template, *, train_on: TrainOn, leads_on: bool = False
-) -> Iterator[_Rendered]:
-    """leads_on: to the assistant's next turn, without spans."""
+    records: AbstractSequence[Record],
+    template: _Template,
+    *,
+    train_on: TrainOn,
+    leads_on: bool = False,
+    skips: bool = False,
+) -> Iterator[_Rendered | None]:
+    """leads_on: to the assistant's next turn, without spans. skips: None for a conversation that is refused."""
 
-    def work(record: Record) -> tuple[str, list[Span], list[Span], list[str]]:
+    def work(record: Record) -> tuple[str, list[Span], list[Span], list[str]] | None:
         if template.day is not None:
             stop_clock(template.day)
-        chat = _Chat(template, record, train_on=train_on)
-        return (chat.prompt(), [], [], []) if leads_on else chat.spans()
+        try:
+            chat = _Chat(template, record, train_on=train_on)
+            return (chat.prompt(), [], [], []) if leads_on else chat.spans()
+        except (UserError, *FAILURES):
+            if skips:
+                return None
+            raise
 
-    results = each_apart(work, records, seconds=_SECONDS, memory_bytes=_MEMORY_BYTES)
-    with contextlib.closing(results):
-        for record, result in zip(records, results, strict=False):
-            if isinstance(result, Failed):
-                messages = record.messages or ()
-                roles = ", ".join(message["role"] for message in messages[:10]) + (", …" if len(messages) > 10 else "")
-                raise UserError(
-                    f"{record.origin}: {len(messages)} messages ({roles})",
-                    f"the chat template refuses them, or fails on them ({result.reason})",
-                    "reorder or drop these messages, or use another chat template",
-                )
-            yield _Rendered(record, *cast(tuple[str, list[Span], list[Span], list[str]], result))
+    start, ended = 0, 0
+    while start < len(records):
+        results = each_apart(work, records[start:], seconds=_SECONDS, memory_bytes=_MEMORY_BYTES)
+        with contextlib.closing(results):
+            for result in results:
+                record, start = records[start], start + 1
+                if result is None:
+                    yield None
+                elif not isinstance(result, Failed):
+                    yield _Rendered(record, *cast(tuple[str, list[Span], list[Span], list[str]], result))
+                elif skips and ended < _MOST_ENDED:  # the others follow in another process
+                    ended += 1
+                    yield None
+                else:
+                    raise _refused(record, result.reason)
+
+
+def _refused(record: Record, why: str) -> UserError:
+    messages = record.messages or ()
+    roles = ", ".join(message["role"] for message in messages[:10]) + (", …" if len(messages) > 10 else "")
+    return UserError(
+        f"{record.origin}: {len(messages)} messages ({roles})",
+        f"the chat template refuses them, or fails on them ({why})",
+        "reorder or drop these messages, or use another chat template",
+    )
 
 
 class _Chat:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshlora.common.errors import UserError
+from meshlora.data.bad_rows import ERROR
 from meshlora.data.conversations import untrained
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.formats import Format, alpaca_prompt, answered_alone, record_of_answer
@@ -42,7 +43,8 @@ def read_preferences(
         UserError: as `read_rows` and `tokenize`.
     """
 
-    pairs = read_rows(source, PREFERENCES, columns=columns, format=format, say=say)
+    bad = options.get("on_bad_row", ERROR)
+    pairs = read_rows(source, PREFERENCES, columns=columns, format=format, say=say, on_bad_row=bad)
     return tokenize(pairs, tokenizer, say=say, **options)
 
 
@@ -65,7 +67,8 @@ def read_feedback(
     Raises:
         UserError: all records have the same prompt; as `read_rows` and `tokenize`.
     """
-    rows = read_rows(source, FEEDBACK, columns=columns, format=format, say=say)
+    bad = options.get("on_bad_row", ERROR)
+    rows = read_rows(source, FEEDBACK, columns=columns, format=format, say=say, on_bad_row=bad)
     if len({isinstance(row["completion"], list) for _, row in rows}) > 1:
         raise UserError(f"{rows[0][0]} and others", "messages in some records and text in others", "give them alike")
     others = _before_with_another_prompt([row.get("prompt") for _, row in rows])

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from meshlora.data.bad_rows import ERROR
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.labelled import read_labelled, read_labelled_words, read_similar
 from meshlora.data.nlg import of_categories, parted
@@ -30,7 +31,9 @@ def _read_text(
     skips_empty: bool = False,
     **options: Any,
 ) -> TokenizedDataset:
-    records = of_categories(read_records(source, columns=columns, format=format, say=say), categories)
+    bad = options.get("on_bad_row", ERROR)
+    read = read_records(source, columns=columns, format=format, say=say, on_bad_row=bad)
+    records = of_categories(read, categories)
     if skips_empty:
         records = list(without_empty(records, options.get("train_on", "all"), say))
     return tokenize(parted(records, separator), tokenizer, say=say, **options)

@@ -106,9 +106,12 @@ class MalformedError(ValueError):
 
 @dataclass
 class Problems:
-    """Collects malformed rows, so that a user sees several at once. what: the required form of a row."""
+    """Collects malformed rows, so that a user sees several at once. what: the required form of a row. skips: they are
+    passed over, however many.
+    """
 
     what: str = "of a format that is known by its fields (docs/data.md)"
+    skips: bool = False
     shown: list[str] = field(default_factory=list)
     num: int = 0
 
@@ -122,7 +125,7 @@ class Problems:
         if len(self.shown) < MAX_SHOWN:
             words = str(reason)
             self.shown.append(f"{origin}: {words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + ' …'}")
-        if self.num >= _MAX_COUNTED:
+        if self.num >= _MAX_COUNTED and not self.skips:
             self.raise_if_any()
 
     def raise_if_any(self) -> None:

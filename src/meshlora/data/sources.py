@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from meshlora.common.errors import UserError, reason
+from meshlora.data.bad_rows import ERROR, SKIP, words_of_bad
 from meshlora.data.files import bounded_lines, is_folder, json_objects, kind_of, opened, text_lines
 from meshlora.data.formats import RECORDS, Choice, Format, Formats
 from meshlora.data.images import locate_images
@@ -43,6 +44,7 @@ def read_records(
     columns: Mapping[str, str] | None = None,
     format: str = "auto",
     say: Callable[[str], None] | None = None,
+    on_bad_row: str = ERROR,
 ) -> list[Record]:
     """All records of `source`, in order.
 
@@ -55,7 +57,9 @@ def read_records(
 
     Args and Raises: as of `read_rows`.
     """
-    return read_rows(source, RECORDS, columns=columns, format=format, say=say, has_separator=True)
+    return read_rows(
+        source, RECORDS, columns=columns, format=format, say=say, has_separator=True, on_bad_row=on_bad_row
+    )
 
 
 def read_rows(
@@ -66,6 +70,7 @@ def read_rows(
     format: str = "auto",
     say: Callable[[str], None] | None = None,
     has_separator: bool = False,
+    on_bad_row: str = ERROR,
 ) -> list[Made]:
     """What `formats` make of all rows, in order.
 
@@ -76,13 +81,15 @@ def read_rows(
         source: a path or pattern, several of them (read one after the other), or a `datasets.Dataset`.
         columns: our field -> theirs, e.g. `{"prompt": "question", "completion": "answer"}`. format: the name of one of
             `formats`; "auto": by the fields of each row.
-        say: told once what is read and what is not. has_separator: other files are `context||completion`.
+        say: told once what is read and what is not. has_separator: other files are `context||completion`. on_bad_row:
+            whether malformed rows are an error or are passed over (`bad_rows`).
 
     Raises:
         UserError: a source that is missing, empty, unreadable or of an unknown kind; a missing column;
             malformed rows, the first five with file and line.
     """
-    return list(each_row(source, formats, columns=columns, format=format, say=say, has_separator=has_separator))
+    options = {"columns": columns, "format": format, "say": say, "has_separator": has_separator}
+    return list(each_row(source, formats, on_bad_row=on_bad_row, **options))  # type: ignore[arg-type]
 
 
 def each_row(
@@ -93,12 +100,21 @@ def each_row(
     format: str = "auto",
     say: Callable[[str], None] | None = None,
     has_separator: bool = False,
+    on_bad_row: str = ERROR,
 ) -> Iterator[Made]:
     """As `read_rows`, one at a time. Malformed rows are left out, and raise at the end: use none of it before."""
-    reader = _Reader(Formats(formats, format, columns), has_separator, Problems(_required(formats)))
+    problems, number = Problems(_required(formats), skips=on_bad_row == SKIP), 0
+    reader = _Reader(Formats(formats, format, columns), has_separator, problems)
     for place in places(source):
-        yield from reader.rows_of(place)
-    reader.problems.raise_if_any()
+        for made in reader.rows_of(place):
+            number += 1
+            yield made
+    if not problems.skips:
+        problems.raise_if_any()
+    elif problems.num:
+        words = words_of_bad(problems.num, number + problems.num, problems.shown)
+        if say is not None:
+            say(words)
     if say is not None:
         for words in reader.said():
             say(words)

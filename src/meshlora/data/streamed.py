@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.data.bad_rows import ERROR
 from meshlora.data.cache import Arrays, RecordsDigest, cache_key, mapped
 from meshlora.data.chat import Seen
 from meshlora.data.dataset import TokenizedDataset
@@ -20,7 +21,7 @@ from meshlora.data.formats import RECORDS
 from meshlora.data.lost import words_of
 from meshlora.data.records import Record
 from meshlora.data.sources import each_row
-from meshlora.data.tokenization import check_vocabulary, taken_of, token_blocks
+from meshlora.data.tokenization import bad_of, check_vocabulary, taken_of, token_blocks
 from meshlora.data.train_on import TrainOn, without_empty
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ def read_streamed(
     train_on: TrainOn = "all",
     too_long: str = "truncate",
     skips_empty: bool = False,
+    on_bad_row: str = ERROR,
     say: Callable[[str], None] = lambda _: None,
     **columns: Mapping[str, str] | str | None,
 ) -> TokenizedDataset:
@@ -50,7 +52,7 @@ def read_streamed(
     """
 
     def records(told: Callable[[str], None] | None = None) -> Iterator[Record]:
-        rows = each_row(source, RECORDS, say=told, has_separator=True, **columns)  # type: ignore[arg-type]
+        rows = each_row(source, RECORDS, say=told, has_separator=True, on_bad_row=on_bad_row, **columns)  # type: ignore[arg-type]
         return without_empty(rows, train_on, told) if skips_empty else rows
 
     digest, seen = RecordsDigest(), Seen()
@@ -62,7 +64,7 @@ def read_streamed(
         digest.add(record)
         seen.add(record)
     options: dict[str, Any] = {"max_length": max_length, "too_long": too_long, "rows_per_example": 1}
-    options["train_on"] = train_on if isinstance(train_on, str) else sorted(train_on)
+    options |= {"train_on": train_on if isinstance(train_on, str) else sorted(train_on), "on_bad_row": on_bad_row}
     key = cache_key(digest, tokenizer, options | seen.tell(tokenizer, say))
     if key is None:
         rule = "the cache cannot tell it from another"
@@ -86,9 +88,9 @@ def read_streamed(
         return next(itertools.islice(records(), index, None))
 
     lost = words_of(arrays.pop("lost"), record_at, digest.number)
+    lost += bad_of(arrays, record_at, digest.number, tokenizer, options | {"processor": None})
     taken = taken_of(arrays, record_at, digest.number, max_length=max_length, too_long=too_long)
-    parts: dict[str, Any] = {**arrays, "taken": taken}
-    tokens = TokenizedDataset(**parts)
+    tokens = TokenizedDataset(**arrays, taken=taken)  # type: ignore[arg-type]
     for words in (*lost, taken.words(len(tokens))):
         if words:
             say(words)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as AbstractSequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshlora.common.errors import UserError, reason
+from meshlora.data.bad_rows import ERROR, SKIP, words_of_bad
 from meshlora.data.cache import Arrays, cache_key, load_or_make
 from meshlora.data.chat import Row, Seen, tokenize_conversations
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.images import images_of
 from meshlora.data.leading import leading_tokens
 from meshlora.data.lost import as_array, words_of
-from meshlora.data.records import Record
+from meshlora.data.records import MAX_SHOWN, Record
 from meshlora.data.too_long import Found, Taken, check_too_long, windows
 from meshlora.data.train_on import TrainOn, check_train_on, is_of
 
@@ -47,6 +48,7 @@ def tokenize(
     vocab_size: int | None = None,
     say: Callable[[str], None] | None = None,
     processor: Callable[[], Any] | None = None,
+    on_bad_row: str = ERROR,
 ) -> TokenizedDataset:
     """The sequences of the records, in order.
 
@@ -67,7 +69,8 @@ def tokenize(
         max_length: maximum tokens of a sequence, including bos and eos.
         train_on: as in `data.train_on`. A turn with `weight: 0` is never trained, nor are images.
         too_long: what becomes of a longer record: truncate; drop, with its whole example; split into windows of
-            max_length tokens, without those that train nothing; error.
+            max_length tokens, without those that train nothing; error. on_bad_row: whether a record that cannot be
+            trained is an error or is passed over, with its whole example (`bad_rows`).
         cache_dir: folder of cached arrays; None: no cache. Safe for concurrent processes: one makes the arrays, the
             others wait and read.
         vocab_size: of the model that will see the tokens, if any. say: told of message keys that the chat template
@@ -93,6 +96,7 @@ def tokenize(
         tokenizer = images.processor.tokenizer
     options: dict[str, Any] = {"max_length": max_length, "too_long": too_long, "rows_per_example": rows_per_example}
     options["train_on"] = train_on if isinstance(train_on, str) else sorted(train_on)
+    options["on_bad_row"] = on_bad_row
     used = None if images is None else images.processor
     make = functools.partial(_flat_arrays, records, tokenizer, processor=used, **options)
     seen = Seen()
@@ -108,6 +112,7 @@ def tokenize(
     for array in arrays.values():
         array.flags.writeable = False  # sequences are views of these
     lost = words_of(arrays.pop("lost"), records.__getitem__, len(records))
+    lost += bad_of(arrays, records.__getitem__, len(records), tokenizer, make.keywords)
     taken = taken_of(arrays, records.__getitem__, len(records), max_length=max_length, too_long=too_long)
     if images is not None:
         images = dataclasses.replace(images, files=[images.files[index] for index in arrays["sources"]])
@@ -170,11 +175,41 @@ def _outside(record: Record, token: int, rule: str) -> UserError:
 def taken_of(
     arrays: Arrays, record_at: Callable[[int], Record], number: int, *, max_length: int, too_long: str
 ) -> Taken:
-    """What became of `number` records. Takes the indices `too_long` out of `arrays`."""
-    long = arrays.pop("too_long")
-    dropped = number - len(arrays["sources"]) if too_long == "drop" else 0
+    """What became of `number` records. Takes the indices `too_long` and `bad` out of `arrays`."""
+    long, bad = arrays.pop("too_long"), arrays.pop("bad")
+    dropped = number - len(bad) - len(arrays["sources"]) if too_long == "drop" else 0
     first = record_at(int(long[0])).origin if len(long) else ""
     return Taken(number, max_length, too_long, num_too_long=len(long), num_dropped=dropped, first=first)
+
+
+def bad_of(
+    arrays: Arrays,
+    record_at: Callable[[int], Record],
+    number: int,
+    tokenizer: PreTrainedTokenizerBase,
+    options: Mapping[str, Any],
+) -> list[str]:
+    """What is said of records that were passed over, of `number`: the first are tried once more, for what is wrong.
+    options: of `token_blocks`.
+
+    Raises:
+        UserError: they are too many.
+    """
+    each = options["rows_per_example"]
+    first = [
+        _why_bad([record_at(int(index) + row) for row in range(each)], tokenizer, options)
+        for index in arrays["bad"][::each][:MAX_SHOWN]
+    ]
+    return [words_of_bad(len(arrays["bad"]) // each, number // each, first)] if first else []
+
+
+def _why_bad(example: AbstractSequence[Record], tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str:
+    try:
+        for _ in token_blocks(example, tokenizer, **{**options, "on_bad_row": ERROR}):
+            pass
+    except UserError as error:
+        return f"{error.given}: {error.rule}"
+    return example[0].origin
 
 
 def _flat_arrays(records: Iterable[Record], tokenizer: PreTrainedTokenizerBase, **options: Any) -> Arrays:
@@ -194,6 +229,7 @@ def token_blocks(
     too_long: str,
     rows_per_example: int,
     processor: Any,
+    on_bad_row: str = ERROR,
 ) -> Iterator[Arrays]:
     """The sequences of some thousand records at a time: `input_ids`, `is_trained`, their `lengths` and `sources`; the
     indices `too_long` of records; and what is `lost` of them (`lost.py`).
@@ -201,36 +237,46 @@ def token_blocks(
     Raises:
         UserError: at the end, as `tokenize`: use none of it before.
     """
-    found, number, num_sequences = Found(), 0, 0
+    found, number, num_sequences, first_bad = Found(), 0, 0, list[Record]()
     # One token more tells a record that is too long.
     most = _ALL_TOKENS if too_long == "split" else max_length + 1
-    size, rest = _BLOCK - _BLOCK % rows_per_example, iter(records)
+    size, rest, skips = _BLOCK - _BLOCK % rows_per_example, iter(records), on_bad_row == SKIP
     while block := list(itertools.islice(rest, size)):
-        input_ids, is_trained = [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=bool)]
-        sources, long = list[int](), list[int]()
-        rows = _rows(block, tokenizer, max_length=most, train_on=train_on, processor=processor)
-        is_long = [len(row.ids) > max_length for row in rows]
-        for place, (record, row) in enumerate(zip(block, rows, strict=True)):
-            group = place - place % rows_per_example
-            if is_long[place]:
-                long.append(number + place)
-                if too_long == "error":  # else they are counted: there may be more than memory holds
-                    found.too_long.append(_with_length(record, row, max_length))
-            if too_long == "drop" and any(is_long[group : group + rows_per_example]):
-                continue
-            for ids, mask in _sequences(record, row, found, max_length=max_length, too_long=too_long):
-                input_ids.append(ids)
-                is_trained.append(mask)
-                sources.append(number + place)
-        first, number, num_sequences = number, number + len(block), num_sequences + len(sources)
+        made, bad, long = list[tuple[int, np.ndarray, np.ndarray]](), list[int](), list[int]()
+        rows = _rows(block, tokenizer, max_length=most, train_on=train_on, processor=processor, skips=skips)
+        for start in range(0, len(block), rows_per_example):
+            places = range(start, start + rows_per_example)
+            own = [(place, block[place], row) for place in places if (row := rows[place]) is not None]
+            are_long = [place for place, _, row in own if len(row.ids) > max_length]
+            long += [number + place for place in are_long]
+            if too_long == "error":  # else they are counted: there may be more than memory holds
+                found.too_long += [_with_length(record, row, max_length) for at, record, row in own if at in are_long]
+            num_untrained = len(found.untrained)
+            if len(own) == len(places) and not (too_long == "drop" and are_long):
+                made += [
+                    (number + place, *part)
+                    for place, record, row in own
+                    for part in _sequences(record, row, found, max_length=max_length, too_long=too_long)
+                ]
+            if len(own) < len(places) or (skips and len(found.untrained) > num_untrained):
+                del found.untrained[num_untrained:]
+                made = [each for each in made if each[0] < number + start]
+                bad += [number + place for place in places]
+                first_bad = first_bad or [block[place] for place in places]
+        first, number, num_sequences = number, number + len(block), num_sequences + len(made)
         yield {
-            "input_ids": np.concatenate(input_ids),
-            "is_trained": np.concatenate(is_trained),
-            "lengths": np.array([len(ids) for ids in input_ids[1:]], dtype=np.int64),
-            "sources": np.array(sources, dtype=np.int64),
+            "input_ids": np.concatenate([np.empty(0, dtype=np.int32), *(ids for _, ids, _ in made)]),
+            "is_trained": np.concatenate([np.empty(0, dtype=bool), *(mask for *_, mask in made)]),
+            "lengths": np.array([len(ids) for _, ids, _ in made], dtype=np.int64),
+            "sources": np.array([index for index, *_ in made], dtype=np.int64),
             "too_long": np.array(long, dtype=np.int64),
-            "lost": as_array((first + place, row.lost) for place, row in enumerate(rows)),
+            "bad": np.array(bad, dtype=np.int64),
+            "lost": as_array((first + at, row.lost) for at, row in enumerate(rows) if row and first + at not in bad),
         }
+    if first_bad and not num_sequences:
+        options: dict[str, Any] = {"max_length": max_length, "train_on": train_on, "too_long": too_long}
+        options |= {"rows_per_example": rows_per_example, "processor": processor}
+        words_of_bad(number, number, [_why_bad(first_bad, tokenizer, options)])
     found.refuse(Taken(number, max_length, too_long), num_sequences)
 
 
@@ -282,15 +328,16 @@ def _rows(
     max_length: int,
     train_on: TrainOn,
     processor: Any,
-) -> list[Row]:
-    """The rows of a block, in order, with one call per kind of record."""
-    by_kind: dict[str, Callable[..., list[Row]]] = {
+    skips: bool,
+) -> list[Row | None]:
+    """The rows of a block, in order, with one call per kind of record. skips: None for a record that is refused."""
+    by_kind: dict[str, Callable[..., AbstractSequence[Row | None]]] = {
         "text": _rows_of_text,
         "completion": _rows_of_completions,
-        "messages": functools.partial(tokenize_conversations, processor=processor),
+        "messages": functools.partial(tokenize_conversations, processor=processor, skips=skips),
         "tokens": _rows_of_tokens,
     }
-    rows: dict[int, Row] = {}
+    rows: dict[int, Row | None] = {}
     for kind, make_rows in by_kind.items():
         positions = [position for position, record in enumerate(block) if record.kind == kind]
         if positions:

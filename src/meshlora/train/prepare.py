@@ -26,6 +26,7 @@ from meshlora.common.slow_paths import SlowPath
 from meshlora.common.tasks import CAUSAL
 from meshlora.common.weight_files import weight_files
 from meshlora.config.run import RUN_CONTENT, Given, RunConfig, paths_of
+from meshlora.data.bad_rows import ERROR
 from meshlora.data.clock import day_of, set_day, today, written_day
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.images import FurtherInputs, Images
@@ -508,6 +509,7 @@ def read_data(
 
     own |= {} if data.streaming else {"processor": processor}
     own |= {"separator": data.separator} if data.separator else {}
+    own |= {"on_bad_row": data.on_bad_row} if data.on_bad_row != ERROR else {}
     own |= {"skips_empty": True} if data.empty_answers == "skip" else {}
     own |= {"categories": categories} if categories != "all" else {}
     read = functools.partial(

@@ -52,7 +52,11 @@ def read_sources(
 def records_of(data: DataConfig, given: Given) -> list[Record]:
     """The records of all sources of `given`, in order."""
     groups = _groups(data, given)
-    return [one for paths, columns, format in groups for one in read_records(paths, columns=columns, format=format)]
+    return [
+        one
+        for paths, columns, format in groups
+        for one in read_records(paths, columns=columns, format=format, on_bad_row=data.on_bad_row)
+    ]
 
 
 def _groups(data: DataConfig, given: Given) -> list[tuple[list[str], dict[str, str] | None, Any]]:

@@ -34,7 +34,7 @@ from meshlora.common.proof_records import CACHE
 from meshlora.common.tasks import CAUSAL
 from meshlora.config.model_presets import num_chosen
 from meshlora.config.objective import Grpo, Objective, Policy, Referenced, Sft
-from meshlora.config.run import BaseOptions, Schedule
+from meshlora.config.run import Schedule
 from meshlora.data.context import FEWEST
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.sources import read_records

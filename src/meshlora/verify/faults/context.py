@@ -12,7 +12,6 @@ from torch import Tensor
 from meshlora.comm import collectives
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.data.batch import IGNORED, Batch
-from meshlora.data.collate import IGNORED
 from meshlora.layers import context, passed_states, tokens
 from meshlora.layers.context import Block, ContextCut, HeldTokens, RowsOfMask
 from meshlora.layers.passed_states import PassedStates
@@ -121,7 +120,7 @@ def context_tokens_taken_for_pooled(original: Any, self: ForwardTokens, module: 
     firsts = [share.of_sequences() for share in self._shares or ()]
     if num_rows == sum(share.tokens.numel() for share in firsts):
         return tokens._in_turn(firsts, 0, num_rows)
-    return original(self, module, num_rows)  # type: ignore[no-any-return]
+    return original(self, module, num_rows)
 
 
 @after(ForwardTokens, "_held", needs="cp dropout")
