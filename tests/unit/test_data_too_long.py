@@ -14,7 +14,7 @@ from meshlora.data.preferences import read_feedback, read_preferences
 from meshlora.data.records import Record
 from meshlora.data.rollouts import read_rollouts
 from meshlora.data.tokenization import tokenize
-from tests.unit.records import MARKED, chat, make_tokenizer, pair, trained_text
+from tests.unit.records import END, MARKED, chat, make_tokenizer, pair, trained_text
 
 LONG = pair("near the river and the city centre " * 3, " the house", origin="a.jsonl:2")
 RECORDS = [pair("near", " the river", origin="a.jsonl:1"), LONG, pair("the city", " is", origin="a.jsonl:3")]
@@ -89,7 +89,7 @@ def test_windows_predict_every_trained_token_exactly_once(kind: str, max_length:
 
 def test_split_says_how_many_sequences_came_of_how_many_records() -> None:
     found, said = said_of(RECORDS, max_length=12, too_long="split")
-    assert said == [
+    assert said[1:] == [
         f"1 of 3 records, a.jsonl:2 first, are longer than max_length=12: split: {len(found)} sequences of 3 records"
     ]
 
@@ -174,3 +174,34 @@ def test_last_turn_that_is_cut_off_is_left_out_with_drop() -> None:
     found = tokenize([record, short], tokenizer, max_length=30, train_on="last", too_long="drop")
     assert len(found) == 1
     assert trained_text(found, tokenizer).startswith("hello")
+
+
+EXCHANGES = chat(
+    *(turn for n in range(6) for turn in (("user", f"near {n}?"), ("assistant", f"the river {n}"))), origin="c.jsonl:4"
+)
+
+
+def test_conversations_are_split_where_trained_turns_end() -> None:
+    tokenizer = make_tokenizer(chat_template=MARKED, eos=END)
+    whole = tokenize([EXCHANGES], tokenizer, max_length=999)
+    length = len(whole.input_ids) // 2 + 3  # a cut there is inside an exchange
+    found, said = said_of([EXCHANGES], tokenizer, max_length=length, too_long="split")
+    assert len(said) == 1, "no turn is cut"
+    parts = [tokenizer.decode(each.input_ids) for each in found]
+    assert all(part.removesuffix("\n").endswith(END) for part in parts)
+    assert "".join(parts) == tokenizer.decode(whole.input_ids)
+    assert [trained_text(found, tokenizer, n) for n in range(len(found))] == [
+        "".join(f"the river {n}{END}" for n in own) for own in (range(3), range(3, 6))
+    ]
+
+
+def test_a_turn_that_is_cut_is_said_with_the_number_of_records() -> None:
+    tokenizer = make_tokenizer(chat_template=MARKED, eos=END)
+    short = chat(("user", "near"), ("assistant", "the river"), origin="c.jsonl:4")
+    long = chat(("user", "near"), ("assistant", "the river and the city " * 30), origin="c.jsonl:7")
+    words = "a trained turn is cut by max_length, and trained there without its end"
+    for too_long in ("truncate", "split"):
+        _, said = said_of([short, long], tokenizer, max_length=60, too_long=too_long)
+        assert [line for line in said if "is cut" in line] == [f"1 of 2 records, c.jsonl:7 first: {words}"], said
+    _, said = said_of([LONG, RECORDS[0]], max_length=23, too_long="truncate")
+    assert [line for line in said if "is cut" in line] == [f"1 of 2 records, a.jsonl:2 first: {words}"]

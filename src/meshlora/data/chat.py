@@ -290,18 +290,21 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     transformers reads them for generation.
     """
     eos = tokenizer.eos_token
-    ids = _ids_of_generation(Path(tokenizer.name_or_path)) if tokenizer.name_or_path else []
-    return [*([] if eos is None else [str(eos)]), *(text for each in ids if (text := tokenizer.decode([each])))]
+    further = _ids_of_generation(tokenizer)
+    return [*([] if eos is None else [str(eos)]), *(text for each in further if (text := tokenizer.decode([each])))]
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids of `stop_tokens`."""
-    ids = _ids_of_generation(Path(tokenizer.name_or_path)) if tokenizer.name_or_path else []
-    return [*([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]), *ids]
+    eos: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return [*eos, *_ids_of_generation(tokenizer)]
 
 
-def _ids_of_generation(folder: Path) -> list[int]:
-    """Of `generation_config.json`; without that file, of `config.json`."""
+def _ids_of_generation(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Of `generation_config.json` in the tokenizer's folder; without that file, of `config.json`."""
+    if not (name := getattr(tokenizer, "name_or_path", "")):
+        return []
+    folder = Path(name)
     files = [file for name in ("generation_config.json", "config.json") if (file := folder / name).is_file()]
     found = read_json(files[0]) if files else {}
     given = found.get("eos_token_id") if isinstance(found, dict) else None

@@ -11,8 +11,8 @@ import numpy as np
 
 from meshlora.data.records import Record
 
-NO_END, EMPTY, LEFT_OUT = "end", "empty", "left out"
-KINDS = ("content", "reasoning", NO_END, EMPTY, LEFT_OUT)
+NO_END, EMPTY, LEFT_OUT, CUT = "end", "empty", "left out", "cut"
+KINDS = ("content", "reasoning", NO_END, EMPTY, LEFT_OUT, CUT)
 # Of a mark's kind. A call that is left out is refused.
 AS_KIND = {"content": "content", "reasoning": "reasoning"}
 
@@ -21,6 +21,7 @@ _WORDS = {
     "reasoning": "reasoning of trained answers is not in the text that the chat template renders, and so not trained",
     NO_END: "the rendered text does not end trained answers with a token that the model stops at",
     EMPTY: "trained answers are empty: the model learns to say nothing (data.empty_answers: skip leaves them out)",
+    CUT: "a trained turn is cut by max_length, and trained there without its end",
     LEFT_OUT: "empty answers are not in the text that the chat template renders, and so not trained",
 }
 

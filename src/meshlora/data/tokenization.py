@@ -24,9 +24,9 @@ from meshlora.data.chat import Row, Seen, tokenize_conversations
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.images import images_of
 from meshlora.data.leading import leading_tokens
-from meshlora.data.lost import as_array, words_of
+from meshlora.data.lost import CUT, as_array, words_of
 from meshlora.data.records import MAX_SHOWN, Record
-from meshlora.data.too_long import Found, Taken, check_too_long, windows
+from meshlora.data.too_long import Found, Taken, check_too_long, is_cut_turn, windows
 from meshlora.data.train_on import TrainOn, check_train_on, is_of
 
 if TYPE_CHECKING:
@@ -242,7 +242,8 @@ def token_blocks(
     most = _ALL_TOKENS if too_long == "split" else max_length + 1
     size, rest, skips = _BLOCK - _BLOCK % rows_per_example, iter(records), on_bad_row == SKIP
     while block := list(itertools.islice(rest, size)):
-        made, bad, long = list[tuple[int, np.ndarray, np.ndarray]](), list[int](), list[int]()
+        made, cut = list[tuple[int, np.ndarray, np.ndarray]](), set[int]()
+        bad, long = list[int](), list[int]()
         rows = _rows(block, tokenizer, max_length=most, train_on=train_on, processor=processor, skips=skips)
         for start in range(0, len(block), rows_per_example):
             places = range(start, start + rows_per_example)
@@ -253,11 +254,10 @@ def token_blocks(
                 found.too_long += [_with_length(record, row, max_length) for at, record, row in own if at in are_long]
             num_untrained = len(found.untrained)
             if len(own) == len(places) and not (too_long == "drop" and are_long):
-                made += [
-                    (number + place, *part)
-                    for place, record, row in own
-                    for part in _sequences(record, row, found, max_length=max_length, too_long=too_long)
-                ]
+                for place, record, row in own:
+                    parts, is_cut = _sequences(record, row, found, max_length=max_length, too_long=too_long)
+                    made += [(number + place, *part) for part in parts]
+                    cut |= {number + place} if is_cut else set()
             if len(own) < len(places) or (skips and len(found.untrained) > num_untrained):
                 del found.untrained[num_untrained:]
                 made = [each for each in made if each[0] < number + start]
@@ -271,7 +271,11 @@ def token_blocks(
             "sources": np.array([index for index, *_ in made], dtype=np.int64),
             "too_long": np.array(long, dtype=np.int64),
             "bad": np.array(bad, dtype=np.int64),
-            "lost": as_array((first + at, row.lost) for at, row in enumerate(rows) if row and first + at not in bad),
+            "lost": as_array(
+                (first + at, (*row.lost, *([CUT] if first + at in cut else [])))
+                for at, row in enumerate(rows)
+                if row and first + at not in bad
+            ),
         }
     if first_bad and not num_sequences:
         options: dict[str, Any] = {"max_length": max_length, "train_on": train_on, "too_long": too_long}
@@ -282,8 +286,9 @@ def token_blocks(
 
 def _sequences(
     record: Record, row: Row, found: Found, *, max_length: int, too_long: str
-) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The sequences of a record; where it cannot be used, a note of it in `found`.
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], bool]:
+    """(the sequences of a record, whether a turn is trained without its end); where it cannot be used, a note of it in
+    `found`.
 
     Raises:
         UserError: a token that no model has.
@@ -291,20 +296,21 @@ def _sequences(
     for token in (min(row.ids, default=0), max(row.ids, default=0)):
         if not 0 <= token <= np.iinfo(np.int32).max:
             raise _outside(record, token, "no model has embeddings for so many")
-    ids, is_long = np.array(row.ids, dtype=np.int32), len(row.ids) > max_length
+    ids, is_long, is_cut = np.array(row.ids, dtype=np.int32), len(row.ids) > max_length, False
     if too_long == "split" and is_long:
         if row.whole:
             found.split_images.append(_with_length(record, row, max_length))
-        parts = windows(ids, row.is_trained, max_length)
+        parts, is_cut = windows(ids, row.is_trained, max_length, at_turns=record.kind == "messages")
     else:
         parts = [(ids[:max_length], row.is_trained[:max_length])]
+        is_cut = is_long and is_cut_turn(row.is_trained, max_length)
         if row.whole > max_length:
             found.cut_images.append(f"{record.origin} ({row.whole} tokens)")
-            return parts
+            return parts, False
     if not any(mask[1:].any() for _, mask in parts):  # the first token is never a target
         words = found.cut_off if is_long and too_long != "split" else found.untrained
         words.append(f"{record.origin} ({_why_untrained(record, row, max_length)})")
-    return parts
+    return parts, is_cut and record.kind in ("messages", "completion")
 
 
 def _with_length(record: Record, row: Row, max_length: int) -> str:

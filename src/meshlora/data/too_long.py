@@ -25,20 +25,35 @@ def check_too_long(too_long: str) -> None:
         raise UserError(f"data.too_long={too_long!r}", "it is no such choice", near)
 
 
-def windows(ids: np.ndarray, is_trained: np.ndarray, max_length: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The windows of a record with a trained token in them, each `(ids, is_trained)` of at most `max_length` tokens.
+def windows(
+    ids: np.ndarray, is_trained: np.ndarray, max_length: int, *, at_turns: bool
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], bool]:
+    """(the windows of a record with a trained token in them, each `(ids, is_trained)` of at most `max_length` tokens;
+    whether a trained turn is cut).
 
-    Neighbours share one token, the last of one and the first of the next, where it is seen and not trained. So every
-    token but the first of the record is predicted exactly once.
+    at_turns: a window ends after the last trained turn that ends in it, if one does; the next begins behind that. Else
+    neighbours share one token, the last of one and the first of the next, where it is seen and not trained. So every
+    trained token but the first of the record is predicted exactly once.
     """
-    found = []
-    for start in range(0, max(len(ids) - 1, 1), max_length - 1):
-        part = slice(start, start + max_length)
-        own = is_trained[part].copy()
-        own[:1] &= start == 0
-        if own[1:].any():
-            found.append((ids[part], own))
-    return found
+    ends = np.flatnonzero(is_trained[:-1] & ~is_trained[1:]) + 1 if at_turns else np.empty(0, dtype=np.int64)
+    found, start, is_cut = [], 0, False
+    while start < max(len(ids) - 1, 1):
+        stop, after = min(start + max_length, len(ids)), 1
+        if stop < len(ids) and len(own := ends[(ends > start + 1) & (ends <= stop)]):
+            stop, after = int(own[-1]), 0
+        elif stop < len(ids):
+            is_cut |= is_cut_turn(is_trained, stop)
+        part, trained = ids[start:stop], is_trained[start:stop].copy()
+        trained[:1] &= start == 0
+        if trained[1:].any():
+            found.append((part, trained))
+        start = len(ids) if stop == len(ids) else stop - after
+    return found, is_cut
+
+
+def is_cut_turn(is_trained: np.ndarray, place: int) -> bool:
+    """Whether a cut before `place` is inside a trained turn."""
+    return bool(is_trained[place - 1] and is_trained[place])
 
 
 @dataclass(frozen=True)
