@@ -141,6 +141,11 @@ CAUGHT_BY: dict[str, str] = {
     "data.packing": f"{_OPTIONS}::test_sequences_share_a_row_where_the_run_file_says_so",
     "data.train_on": f"{_OPTIONS}::test_prompts_are_trained_where_the_run_file_says_so[train_on-everything]",
     "data.too_long": f"{_OPTIONS}::test_long_records_are_left_out_where_the_run_file_says_so",
+    "data.turns": f"{_OPTIONS}::test_a_step_on_answers_that_are_apart_is_the_step_on_their_conversations",
+    **dict.fromkeys(
+        ("data.answers", "data.lost_text"),
+        f"{_OPTIONS}::test_answers_are_taken_as_they_are_given_where_the_run_file_says_so",
+    ),
     "data.empty_answers": f"{_OPTIONS}::test_empty_answers_are_left_out_where_the_run_file_says_so",
     "data.streaming": "tests/unit/test_data_streamed.py::test_run_is_the_one_that_holds_its_records",
     "data.follow_s": "tests/ranks/test_followed.py::test_steps_are_the_files_as_they_come[dp=2]",

@@ -143,8 +143,11 @@ def test_reasoning_that_the_template_drops_is_said_with_the_first_place() -> Non
     tokenizer = make_tokenizer(chat_template=THINKS_LAST, eos=END)
     found = tokenize([THREE, thought], tokenizer, max_length=512, say=said.append)
     assert trained_text(found, tokenizer, 1) == f"hello{END}<think>\n\n</think>\n\nbye{END}"
-    words = "reasoning of trained answers is not in the text that the chat template renders, and so not trained"
-    assert said == [f"1 of 2 records, a.jsonl:2 first: {words}"]
+    assert said == [
+        "1 of 2 records, a.jsonl:2 first: as at inference the chat template leaves out the reasoning of 1 earlier "
+        "answers, which is not trained; data.turns: apart trains it, a sequence for each answer",
+        "1 of 4 answers have reasoning: 0 trained with it, 1 without",
+    ]
 
 
 def test_what_is_lost_is_said_again_when_tokens_come_from_the_cache(tmp_path: Path) -> None:
@@ -152,9 +155,13 @@ def test_what_is_lost_is_said_again_when_tokens_come_from_the_cache(tmp_path: Pa
     tokenizer = make_tokenizer(chat_template=PROMPTS_THOUGHT, eos=END)
     said: list[str] = []
     for _ in range(2):
-        tokenize([record], tokenizer, max_length=512, cache_dir=tmp_path, say=said.append)
-    assert len(said) == 2
-    assert said[0] == said[1]
+        tokenize([record], tokenizer, max_length=512, cache_dir=tmp_path, lost_text="note", say=said.append)
+    assert len(said) == 4
+    assert said[:2] == said[2:]
+    with pytest.raises(
+        UserError, match=r"a.jsonl:1 first: the chat template leaves out the reasoning of 1 trained answer"
+    ):
+        tokenize([record], tokenizer, max_length=512, cache_dir=tmp_path)
 
 
 def test_reasoning_in_a_field_that_a_template_with_markers_drops_is_said() -> None:
@@ -163,14 +170,124 @@ def test_reasoning_in_a_field_that_a_template_with_markers_drops_is_said() -> No
         {"role": "assistant", "content": "hello", "reasoning_content": "why"},
     )
     said: list[str] = []
-    tokenize(
-        [Record(messages=messages, origin="a.jsonl:1")],
-        make_tokenizer(chat_template=MARKED),
-        max_length=512,
-        say=said.append,
-    )
-    assert len(said) == 1
-    assert said[0].startswith("1 of 1 records, a.jsonl:1 first: reasoning of trained answers")
+    record, tokenizer = Record(messages=messages, origin="a.jsonl:1"), make_tokenizer(chat_template=MARKED)
+    found = tokenize([record], tokenizer, max_length=512, say=said.append, lost_text="note")
+    assert trained_text(found, tokenizer) == f"hello{END}"
+    assert said == [
+        "1 of 1 answers have reasoning: 0 trained with it, 1 without",
+        "1 of 1 records, a.jsonl:1 first: the chat template leaves out the reasoning in a field of its own of 1 "
+        "trained answer, which is not trained (data.lost_text: note)",
+    ]
+
+
+def _thought(*turns: tuple[str, str]) -> Record:
+    """A conversation whose answers `why: what` have thought."""
+    said = [(role, "<think>{}</think>{}".format(*text.split(": ")) if ": " in text else text) for role, text in turns]
+    return chat(*said)
+
+
+_FIELD = Record(
+    messages=({"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello", "reasoning": "why"}),
+    origin="a.jsonl:1",
+)
+_CALL = {"type": "function", "function": {"name": "now", "arguments": {"zone": "utc"}}}
+_CALLED = ({"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [_CALL]})
+_SAID_AND_CALLED = (_CALLED[0], {**_CALLED[1], "content": "wait"}, {"role": "tool", "content": "5"})
+_THEN = ({"role": "assistant", "content": "five"},)
+# Writes a call without the words beside it, and reasoning in a field while the answer is the last.
+CALLS_ALONE = (
+    "{% for m in messages %}" + _HEADER + "{% if m.tool_calls %}{% for c in m.tool_calls %}"
+    "{{ '<call>' + c.function.name + (c.function.arguments | tojson) }}{% endfor %}{% else %}"
+    "{% if m.reasoning and loop.last %}{{ m.reasoning + '!' }}{% endif %}{{ m.content }}{% endif %}"
+    "{{ '<|end|>\n' }}{% endfor %}" + _PROMPT
+)
+
+
+def _conversation(*messages: dict[str, Any]) -> Record:
+    return Record(messages=messages, origin="a.jsonl:1")
+
+
+@pytest.mark.parametrize(
+    ("template", "record", "words", "offered"),
+    [
+        (
+            PROMPTS_THOUGHT,
+            _thought(("user", "hi"), ("assistant", "why: hello")),
+            "the reasoning of 1",
+            {"as_generated"},
+        ),
+        (UNMARKED, _FIELD, "the reasoning in a field of its own of 1", set()),
+        # Not even as the last answer would it be written: it is no earlier answer as at inference.
+        (UNMARKED, _conversation(*_FIELD.messages, *THREE.messages), "in a field of its own of 1", {"train_on: last"}),
+        (UNMARKED, _conversation(*_CALLED[:1], {**_CALLED[1], "content": "wait"}), "calls of tools of 1", set()),
+        (CALLS_ALONE, _conversation(*_SAID_AND_CALLED, *_THEN), "words of 1", {"as_generated", "train_on: last"}),
+    ],
+)
+def test_text_that_is_lost_of_a_last_answer_is_refused_unless_asked(
+    template: str, record: Record, words: str, offered: set[str]
+) -> None:
+    with pytest.raises(UserError) as refused:
+        _trained(template, record)
+    message = str(refused.value)
+    assert f"1 of 1 records, a.jsonl:1 first: the chat template leaves out {words}" in message or words in message
+    assert "data.lost_text: note" in message
+    assert "data.chat_template: FILE" in message
+    for way in ("as_generated", "train_on: last"):
+        assert (way in message) == (way in offered), message
+    said: list[str] = []
+    _trained(template, record, lost_text="note", say=said.append)
+    assert len([line for line in said if line.endswith("(data.lost_text: note)")]) == 1
+
+
+@pytest.mark.parametrize("template", [CALLS_ALONE, THINKS_LAST])
+def test_reasoning_of_earlier_answers_is_no_reason_to_refuse(template: str) -> None:
+    field, thought = _conversation(*_FIELD.messages, *THREE.messages), _thought(("user", "hi"), ("assistant", "a: b"))
+    record = field if template == CALLS_ALONE else _conversation(*thought.messages, *THREE.messages)
+    said: list[str] = []
+    _trained(template, record, say=said.append)
+    assert any("the reasoning of 1 earlier answers" in line and "data.turns: apart" in line for line in said), said
+    said.clear()
+    _trained(template, record, train_on="everything", say=said.append)
+    assert any("the reasoning of 1 earlier answers" in line and "data.turns" not in line for line in said), said
+
+
+def test_an_answer_of_which_nothing_is_written_is_left_out_where_that_is_asked() -> None:
+    gone, there = _conversation(*_CALLED), _conversation(*_CALLED, *THREE.messages)
+    with pytest.raises(UserError, match=r"a.jsonl:1 first: the chat template writes nothing of their trained answers"):
+        _trained(UNMARKED, gone)
+    with pytest.raises(UserError, match=r"leaves out calls of tools of 2 trained answers; .*data.lost_text: note"):
+        tokenize([gone, there], make_tokenizer(chat_template=UNMARKED, eos=END), max_length=512)
+    for template in (UNMARKED, MARKED):
+        tokenizer, said = make_tokenizer(chat_template=template, eos=END), list[str]()
+        found = tokenize([gone, there], tokenizer, max_length=512, lost_text="note", say=said.append)
+        assert [trained_text(found, tokenizer, n) for n in range(len(found))] == [f"hello{END}bye{END}"]
+        assert any("left out, as the chat template writes nothing of their trained answers" in line for line in said)
+
+
+def test_what_is_lost_of_pairs_and_of_texts_that_are_read_is_said(tmp_path: Path) -> None:
+    """Of a prompt only what the model reads: its reasoning is not there at inference either."""
+    asked = {"role": "user", "content": "hi"}
+    rows = {
+        "pairs": {"prompt": [asked], "chosen": "<think>why</think>yes", "rejected": "no"},
+        "feedback": {"prompt": [asked], "completion": "<think>why</think>yes", "label": True},
+    }
+    tokenizer = make_tokenizer(chat_template=PROMPTS_THOUGHT, eos=END)
+    for reader, row in rows.items():
+        other = {**row, "prompt": [{**asked, "content": "who"}]}
+        (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, (row, other))))
+        read, said = READERS[reader], list[str]()
+        with pytest.raises(UserError, match="leaves out the reasoning of") as refused:
+            read(str(tmp_path / "a.jsonl"), tokenizer, max_length=512)
+        assert "apart" not in str(refused.value)
+        read(str(tmp_path / "a.jsonl"), tokenizer, max_length=512, lost_text="note", say=said.append)
+        assert any("which is not trained (data.lost_text: note)" in line for line in said)
+    said = []
+    read_only_calls = [{**_SAID_AND_CALLED[1], "weight": 0}, _SAID_AND_CALLED[2]]
+    _trained(CALLS_ALONE, _conversation(asked, *read_only_calls, *_THEN), say=said.append)
+    assert said == [
+        "1 of 1 records, a.jsonl:1 first: texts of other messages are not in the text that the chat template renders: "
+        "the model does not read them"
+    ]
 
 
 _EMPTY = chat(("user", "hi"), ("assistant", ""), ("user", "and?"), ("assistant", "bye"), origin="a.jsonl:3")

@@ -391,6 +391,51 @@ def test_bad_rows_are_passed_over_where_the_run_file_says_so(setup: Setup) -> No
     assert any("train.jsonl:6: text is a number, not a string" in note for note in run.notes), run.notes
 
 
+_PLAIN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content + eos_token }}{% endfor %}"
+    "{{ '<assistant>' if add_generation_prompt else '' }}"
+)
+
+
+def test_a_step_on_answers_that_are_apart_is_the_step_on_their_conversations(setup: Setup) -> None:
+    """Under a template that writes an answer alike wherever it stands: the same tokens, in the same places."""
+    turns = [{"role": role, "content": f"def {role[:n]}"} for n in (1, 2, 3) for role in ("user", "assistant")]
+    setup.data(*({"messages": turns[:number]} for number in (2, 6, 4)))
+    (setup.folder / "eval.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    (setup.folder / "own.jinja").write_text(_PLAIN)
+    options = {"data__chat_template": str(setup.folder / "own.jinja"), "train__batch_size": 2, "train__eval_every": 1}
+    options |= {"model__dtype": "float64", "train__steps": 2, "train__micro_batch_size": 1, "topology": ""}
+    found = {}
+    for choice in ("whole", "apart"):
+        output = setup.folder / choice
+        run = prepared(setup, data__turns=choice, train__output=str(output), preflight="off", **options)
+        assert (len(run.train_data), run.train_data.num_examples) == {"whole": (3, 3), "apart": (6, 3)}[choice]
+        train({"": run})
+        lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        found[choice] = [
+            line[key] for line in lines for key in ("loss", "eval_loss", "grad_norm", "tokens") if key in line
+        ]
+    assert len(found["whole"]) >= 8
+    torch.testing.assert_close(found["apart"], found["whole"], rtol=1e-10, atol=0)
+
+
+def test_answers_are_taken_as_they_are_given_where_the_run_file_says_so(setup: Setup) -> None:
+    answer = {"role": "assistant", "content": "<think>def</think>return g"}
+    setup.data({"messages": [{"role": "user", "content": "def g"}, answer]})
+    setup.drop("data.eval")
+    file, said = setup.folder / "own.jinja", "m.content.split('</think>')[-1]"
+    file.write_text(_PLAIN.replace("m.content", said).replace("'<assistant>'", "'<assistant><think>'"))
+    with pytest.raises(UserError, match=r"or data.answers: as_generated with data.turns: apart"):
+        prepared(setup, data__chat_template=str(file))
+    assert any("leaves out the reasoning of 1" in note for note in prepared(setup, data__lost_text="note").notes)
+    run, tokenizer = (
+        prepared(setup, data__turns="apart", data__answers="as_generated"),
+        AutoTokenizer.from_pretrained(setup.model),
+    )
+    sequence = run.train_data[0]
+    assert tokenizer.decode(sequence.input_ids[sequence.is_trained]) == f"def</think>return g{tokenizer.eos_token}"
+
+
 def test_conversations_are_rendered_by_the_template_of_the_run_file(setup: Setup) -> None:
     turns = [{"role": "user", "content": "def g"}, {"role": "assistant", "content": "return g"}]
     setup.data({"messages": turns})

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +19,14 @@ from meshlora.common.errors import UserError
 from meshlora.common.lifetime import import_libraries
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from meshlora.common.console import Console
     from meshlora.data.dataset import TokenizedDataset
     from meshlora.data.summary import Summary
 
 _BAR = 40  # characters of the longest bar
-_TRAINED = "bold green"
+_TRAINED, _LOST = "bold green", "red strike"
 _MARKS = ("⟦", "⟧")  # around trained tokens where there are no colours
 
 
@@ -31,7 +35,9 @@ def add(commands: Any) -> None:
     data = commands.add_parser(
         "data",
         help="show sequences of a run with the trained tokens marked, counts, and the distribution of lengths",
-        description="What tokens the run would see. On a terminal trained tokens are green, else between ⟦ and ⟧.",
+        description="What tokens the run would see. On a terminal trained tokens are green, and words that the chat "
+        "template leaves out are red and struck through; elsewhere trained tokens stand between ⟦ and ⟧, and words "
+        "left out, as JSON, in the line above.",
     )
     add_run_file(data)
     data.add_argument("--show", type=int, default=1, metavar="N", help="the first N sequences (default 1)")
@@ -93,19 +99,39 @@ def _show_sequence(data: TokenizedDataset, index: int, tokenizer: Any, console: 
     from meshlora.data.summary import parts
 
     found = parts(data, index)
+    lost = sorted(data.lost_words(index) if data.lost_words is not None else (), key=lambda each: each[0])
     number, trained = (sum(len(ids) for is_trained, ids in found if is_trained >= least) for least in (False, True))
-    console.say(f"sequence {index}: {number:,} tokens, {trained:,} trained", style="bold")
-    text = Text()
-    for is_trained, ids in found:
-        words = tokenizer.decode(ids)
-        if not is_trained:
-            text.append(words)
-        elif console.is_terminal:
-            text.append(words, style=_TRAINED)
-        else:
-            text.append(words.join(_MARKS))
+    above = f"sequence {index}: {number:,} tokens, {trained:,} trained"
+    if lost and not console.is_terminal:
+        above += f"; left out by the chat template: {json.dumps([words for _, words in lost], ensure_ascii=False)}"
+    console.say(above, style="bold")
+    if console.is_terminal:
+        text = _in_colours(found, lost, tokenizer)
+    else:
+        text = Text()
+        for is_trained, ids in found:
+            text.append(tokenizer.decode(ids).join(_MARKS if is_trained else ("", "")))
     console.print(text, soft_wrap=True)
     console.say("")
+
+
+def _in_colours(found: list[tuple[bool, list[int]]], lost: Sequence[tuple[int, str]], tokenizer: Any) -> Text:
+    """The parts of a sequence. lost: of words that are not in it the number of tokens before them, in order."""
+    from rich.text import Text
+
+    text, place, rest = Text(), 0, list(lost)
+    for is_trained, ids in found:
+        style, start = _TRAINED if is_trained else "", 0
+        while rest and rest[0][0] < place + len(ids):
+            at, words = rest.pop(0)
+            text.append(tokenizer.decode(ids[start : at - place]), style=style)
+            text.append(words, style=_LOST)
+            start = at - place
+        text.append(tokenizer.decode(ids[start:]), style=style)
+        place += len(ids)
+    for _, words in rest:
+        text.append(words, style=_LOST)
+    return text
 
 
 def _rows(name: str, found: Summary, max_length: int) -> list[tuple[str, str]]:

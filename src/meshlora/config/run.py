@@ -114,6 +114,9 @@ class DataConfig:
             other. True: in rows of up to max_length tokens; auto: those of a micro-batch, where that is proved.
         too_long: what becomes of a record with more tokens (`data.too_long`). train_on: which turns are trained: all of
             the assistant, its last, everything, or those of these roles (`data.train_on`).
+        turns: a conversation is one sequence, or there is one for each trained answer (`data.apart`).
+        answers: as the chat template renders them, or as they are given, after the generation prompt.
+        lost_text: what becomes of text of trained answers that the chat template leaves out: it is refused, or said.
         empty_answers: what becomes of answers that say nothing: their end is trained, or they are left out.
         on_bad_row: what becomes of rows that cannot be trained, malformed ones or those that the chat template refuses:
             an error, or they are passed over and said, one in ten at most (`data.bad_rows`).
@@ -140,6 +143,9 @@ class DataConfig:
     train_on: (
         Literal["all", "last", "everything"] | list[Literal["system", "developer", "user", "assistant", "tool"]]
     ) = "all"
+    turns: Literal["whole", "apart"] = "whole"
+    answers: Literal["as_rendered", "as_generated"] = "as_rendered"
+    lost_text: Literal["refuse", "note"] = "refuse"
     empty_answers: Literal["train", "skip"] = "train"
     on_bad_row: Literal["error", "skip"] = "error"
     chat_template: str | None = None
@@ -515,6 +521,9 @@ class RunConfig:
         if self.data.too_long == "split" and self.train.objective.reader != "text":
             given = f"data.too_long=split with train.objective={self.train.objective.kind}"
             raise UserError(given, "its answers are compared as wholes", "use truncate, drop or error")
+        if self.data.turns == "apart" and self.train.objective.reader != "text":
+            given = f"data.turns=apart with train.objective={self.train.objective.kind}"
+            raise UserError(given, "its answers are compared as wholes", "leave it out")
         held = {
             f"train.objective={self.train.objective.kind}": self.train.objective.reader != "text",
             "data.separator": bool(self.data.separator),
@@ -583,6 +592,9 @@ class RunConfig:
             "data.packing": data.packing is True,
             f"data.train_on={data.train_on}": data.train_on != "all",
             f"data.too_long={data.too_long}": data.too_long != "truncate",
+            f"data.turns={data.turns}": data.turns != "whole",
+            f"data.answers={data.answers}": data.answers != "as_rendered",
+            f"data.lost_text={data.lost_text}": data.lost_text != "refuse",
             "data.chat_template": data.chat_template is not None,
             "train.sample_every": train.sample_every > 0,
             "train.merge_at_end": train.merge_at_end,

@@ -29,10 +29,22 @@ from meshlora.data.clock import stop_clock, words_of_day, written_day
 from meshlora.data.conversations import REASONING
 from meshlora.data.images import read_image
 from meshlora.data.leading import Leading, Span, batches, leading_tokens
-from meshlora.data.lost import AS_KIND, EMPTY, LEFT_OUT, NO_END
+from meshlora.data.lost import (
+    ANSWER,
+    AS_KIND,
+    EMPTY,
+    LAST,
+    LEFT_OUT,
+    NO_END,
+    NOTHING,
+    REASONED,
+    UNCLOSED,
+    UNREAD,
+    earlier,
+)
 from meshlora.data.records import Record, listed, without_paths
 from meshlora.data.train_on import TrainOn, chosen, is_empty, left_out
-from meshlora.data.turns import FAILURES, Ends, Messages, Turns, UntoldError
+from meshlora.data.turns import FAILURES, Ends, Messages, NothingError, Turns, UntoldError, after_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,6 +52,8 @@ if TYPE_CHECKING:
 _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 # Keys of messages whose loss is told otherwise: of reasoning by what is rendered (`turns.py`).
 _READ_BY_US = {"role", "content", "weight", *REASONING}
+# Kinds of marks.
+_OF_REASONING, _OF_CONTENT = {"reasoning", "field"}, {"content", "reasoning"}
 # Limits of rendering one conversation. An honest template takes milliseconds, and its text is little longer than its
 # input.
 _SECONDS = 5.0
@@ -52,26 +66,35 @@ class Row(NamedTuple):
     """A tokenised record: all tokens, or at least the first `max_length`.
 
     is_trained: bool `[S]`. whole: how many of the first tokens must not be cut, as they stand for images. lost: what
-    the template leaves out of the trained answers (`lost.py`).
+    is so of the trained answers (`lost.KINDS`). lost_words: the texts that the template leaves out of them, each with
+    the number of the tokens before it.
     """
 
     ids: list[int]
     is_trained: np.ndarray
     whole: int = 0
     lost: tuple[str, ...] = ()
+    lost_words: tuple[tuple[int, str], ...] = ()
 
 
-@dataclass(frozen=True)
-class _Rendered:
+class _Spans(NamedTuple):
     """A conversation as text. turns: those to train. left_out: those that are not trained, whatever else is. lost: as
-    in `Row`.
+    in `Row`; lost_words: too, with places in the text.
     """
 
-    record: Record
     text: str
     turns: list[Span]
     left_out: list[Span]
     lost: list[str]
+    lost_words: list[tuple[int, str]]
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A record, and what its conversation becomes."""
+
+    record: Record
+    spans: _Spans
 
 
 def tokenize_conversations(
@@ -82,6 +105,7 @@ def tokenize_conversations(
     train_on: TrainOn,
     processor: Any,
     skips: bool = False,
+    are_generated: bool = False,
 ) -> list[Row | None]:
     """The tokens of each conversation, with the special tokens of the template.
 
@@ -97,6 +121,7 @@ def tokenize_conversations(
 
     skips: None stands for a conversation that the template refuses, or of which it cannot be told what is trained.
     processor: of transformers, if some have images. What it puts into the text for an image is never trained.
+    are_generated: a last answer follows the generation prompt as its content is given (`data.answers`).
 
     Raises:
         UserError: no chat template; a template that refuses a conversation, or takes too long; one under which it
@@ -112,10 +137,10 @@ def tokenize_conversations(
             "use a fast tokenizer (one with a tokenizer.json), or prompt and completion instead of messages",
         )
     rows: list[Row | None] = [None] * len(records)
-    numbered = enumerate(_rendered(records, template, train_on=train_on, skips=skips))
-    rendered = ((place, found) for place, found in numbered if found is not None)
-    for numbers, batch in map(_parted, batches(rendered, lambda pair: len(pair[1].text))):
-        each = [_with_placeholders(found, processor) if found.record.images else (found, None, []) for found in batch]
+    every = _rendered(records, template, train_on=train_on, skips=skips, are_generated=are_generated)
+    rendered = ((place, found) for place, found in enumerate(every) if found is not None)
+    for numbers, batch in map(_parted, batches(rendered, lambda pair: len(pair[1].spans.text))):
+        each = [_with_placeholders(one, processor) if one.record.images else (one.spans, None, []) for one in batch]
         texts = [found.text for found, tokens, _ in each if tokens is None]
         of_text = iter(leading_tokens(texts, tokenizer, max_length=max_length, has_offsets=True))
         for place, (found, with_images, placeholders) in zip(numbers, each, strict=True):
@@ -126,7 +151,9 @@ def tokenize_conversations(
             of_images = inside(placeholders)
             whole = int(of_images.nonzero()[0].max(initial=-1)) + 1
             is_trained &= ~inside(found.left_out) & ~of_images
-            rows[place] = Row(tokens.ids, is_trained, whole, tuple(found.lost))
+            ends = [end for _, end in tokens.offsets]
+            words = tuple((bisect.bisect_right(ends, at), text) for at, text in found.lost_words)
+            rows[place] = Row(tokens.ids, is_trained, whole, tuple(found.lost), words)
     return rows
 
 
@@ -146,7 +173,7 @@ def conversation_prompts(records: AbstractSequence[Record], tokenizer: PreTraine
         if record.images:
             raise UnsupportedError(f"{record.origin}: an image", "nothing is generated from images", "leave it out")
     rendered = _rendered(records, template, leads_on=True, train_on="all")
-    return [found.text for found in rendered if found is not None]
+    return [found.spans.text for found in rendered if found is not None]
 
 
 def _check_tools(record: Record, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -165,14 +192,14 @@ def _names(template: str, name: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template) is not None
 
 
-def _with_placeholders(found: _Rendered, processor: Any) -> tuple[_Rendered, Leading, list[Span]]:
+def _with_placeholders(one: _Rendered, processor: Any) -> tuple[_Spans, Leading, list[Span]]:
     """(a conversation whose text has the placeholders of its images, all of its tokens, spans of the placeholders).
 
     Raises:
         UserError: an image cannot be read, or the processor refuses the text.
     """
-    origin = found.record.origin
-    images = [read_image(Path(path), origin) for path in found.record.images]
+    origin, found = one.record.origin, one.spans
+    images = [read_image(Path(path), origin) for path in one.record.images]
     try:
         made = processor(
             text=[found.text],
@@ -190,15 +217,20 @@ def _with_placeholders(found: _Rendered, processor: Any) -> tuple[_Rendered, Lea
     (replaced,) = made["text_replacement_offsets"]
     ends = [one["span"][1] for one in replaced]
     gained = [0, *(one["new_span"][1] - one["span"][1] for one in replaced)]
-    moved = lambda span: tuple(at + gained[bisect.bisect_right(ends, at)] for at in span)  # noqa: E731
+
+    def moved(span: Span) -> Span:
+        start, end = (at + gained[bisect.bisect_right(ends, at)] for at in span)
+        return start, end
+
     text = found.text
-    for one in reversed(replaced):
-        start, end = one["span"]
-        text = text[:start] + one["replacement"] + text[end:]
+    for one_image in reversed(replaced):
+        start, end = one_image["span"]
+        text = text[:start] + one_image["replacement"] + text[end:]
     turns, left_out = [moved(span) for span in found.turns], [moved(span) for span in found.left_out]
+    words = [(moved((place, place))[0], lost) for place, lost in found.lost_words]
     (ids,), (offsets,) = made["input_ids"], made["offset_mapping"]
     tokens = Leading(list(ids), [tuple(pair) for pair in offsets], is_whole=True)
-    return _Rendered(found.record, text, turns, left_out, found.lost), tokens, [one["new_span"] for one in replaced]
+    return _Spans(text, turns, left_out, found.lost, words), tokens, [one["new_span"] for one in replaced]
 
 
 class Seen:
@@ -319,15 +351,16 @@ def _rendered(
     train_on: TrainOn,
     leads_on: bool = False,
     skips: bool = False,
+    are_generated: bool = False,
 ) -> Iterator[_Rendered | None]:
     """leads_on: to the assistant's next turn, without spans. skips: None for a conversation that is refused."""
 
-    def work(record: Record) -> tuple[str, list[Span], list[Span], list[str]] | None:
+    def work(record: Record) -> _Spans | None:
         if template.day is not None:
             stop_clock(template.day)
         try:
-            chat = _Chat(template, record, train_on=train_on)
-            return (chat.prompt(), [], [], []) if leads_on else chat.spans()
+            chat = _Chat(template, record, train_on=train_on, are_generated=are_generated)
+            return _Spans(chat.prompt(), [], [], [], []) if leads_on else chat.spans()
         except (UserError, *FAILURES):
             if skips:
                 return None
@@ -342,7 +375,7 @@ def _rendered(
                 if result is None:
                     yield None
                 elif not isinstance(result, Failed):
-                    yield _Rendered(record, *cast(tuple[str, list[Span], list[Span], list[str]], result))
+                    yield _Rendered(record, _Spans(*cast(_Spans, result)))
                 elif skips and ended < _MOST_ENDED:  # the others follow in another process
                     ended += 1
                     yield None
@@ -363,12 +396,14 @@ def _refused(record: Record, why: str) -> UserError:
 class _Chat:
     """One conversation and its template, for use in a separate process: the template is untrusted code."""
 
-    def __init__(self, template: _Template, record: Record, *, train_on: TrainOn) -> None:
+    def __init__(self, template: _Template, record: Record, *, train_on: TrainOn, are_generated: bool = False) -> None:
         assert record.messages is not None, record.origin
         self.template, self.has_markers = template, template.has_markers
         self.tools = None if record.tools is None else list(record.tools)
         self.record, self.messages = record, [without_paths(message) for message in record.messages]
         self.train_on = train_on
+        # The answer that is taken as it is given.
+        self.generated = len(self.messages) - 1 if are_generated and self.messages[-1]["role"] == "assistant" else None
         if not record.images and any(map(_has_parts, self.messages)) and not self._reads_parts():
             self.messages = [*map(_joined, self.messages)]
         if not _reads_text(template.text) and self._reads_parts():  # as those of LLaVA and Idefics
@@ -380,8 +415,8 @@ class _Chat:
         """The text that the assistant's next turn follows."""
         return self._render(self.messages, add_generation_prompt=True)[0]
 
-    def spans(self) -> tuple[str, list[Span], list[Span], list[str]]:
-        """(text, turns to train, turns left out, what is lost of the trained answers)."""
+    def spans(self) -> _Spans:
+        """Its text, what of it is trained, and what is lost."""
         has_all, wanted = self.train_on == "everything", chosen(self.messages, self.train_on)
         out = [index for index in left_out(self.messages) if has_all or index in wanted]
         trained = [index for index in wanted if index not in out]
@@ -389,13 +424,17 @@ class _Chat:
         # An answer that is not trained has no need of a place, unless all around it is trained.
         answers = [index for index in (*trained, *(out if has_all else ())) if index in of_assistant]
         turns = self._turns()
-        lost = [kind for index in trained if index in of_assistant for kind in self._lost(turns, index)]
+        lost, words = self._lost(turns, trained)
+        gone = [index for index in trained if turns.is_gone(index)]
+        if gone:
+            trained, answers = ([index for index in own if index not in gone] for own in (trained, answers))
+            lost += [NOTHING] * (not has_all and not trained)
         if has_all and not out:
-            return turns.text, [], [], lost
+            return _Spans(turns.text, [], [], lost, words)
         if self.has_markers:
             marked = self._render(self.messages)[1]
-            if trained == of_assistant and not out:
-                return turns.text, marked, [], lost
+            if trained == of_assistant and not out and self.generated is None:
+                return _Spans(turns.text, marked, [], lost, words)
             spans = self._marked_turns(turns, answers, marked) if answers else {}
         else:
             placed = {index: self._span(turns, index) for index in answers}
@@ -403,9 +442,37 @@ class _Chat:
             if not all(turns.is_ended(spans[index]) for index in answers if index in trained and index in spans):
                 lost.append(NO_END)
             lost += [EMPTY if index in spans else LEFT_OUT for index in answers if is_empty(self.messages[index])]
+        if self.generated is not None and self.generated in trained and self.generated in spans:
+            return self._generated(turns, self.generated, spans[self.generated], lost, words)
         spans |= self._turns_of_others([index for index in (*trained, *out) if index not in of_assistant], turns)
         of_each = [[spans[index] for index in own if index in spans] for own in (trained, out)]
-        return turns.text, of_each[0], of_each[1], lost
+        return _Spans(turns.text, of_each[0], of_each[1], lost, words)
+
+    def _generated(self, turns: Turns, index: int, span: Span, lost: list[str], words: list[tuple[int, str]]) -> _Spans:
+        """The generation prompt, the content of message `index`, and what the template writes after it: calls, an end.
+
+        span: of the message in the rendering.
+        """
+        message, (start, end) = self.messages[index], span
+        content, calls = (turns.places(index, kinds) for kinds in (_OF_CONTENT, ("call", "name")))
+        parts = message["content"] if _has_parts(message) else [{"text": message.get("content") or ""}]
+        why = {
+            "has reasoning in a field, which has no form of its own": any(message.get(key) for key in REASONING),
+            "has an image": any("text" not in part for part in parts),
+            "has calls that the template writes before its content": min(calls, default=end) < max(content, default=0),
+        }
+        given = "".join(part.get("text", "") for part in parts)
+        why["has content of which the template writes nothing"] = bool(given.strip()) and not content
+        for words_of_why, is_so in why.items():
+            if is_so:
+                rule = f"it {words_of_why}: it cannot be taken as it is given"
+                way = "put reasoning into the content, or leave out data.answers: as_generated"
+                raise UserError(f"{self.record.origin}: messages[{index}]", rule, way)
+        prompt = self._text(self.messages[:index], True)
+        answer, is_open = after_prompt(prompt, given)
+        lost += [UNCLOSED] * is_open
+        text = prompt + answer + turns.text[max(content, default=start) : end]
+        return _Spans(text, [(len(prompt), len(text))], [], lost, [(len(text), lost_word) for _, lost_word in words])
 
     def _turns(self) -> Turns:
         try:
@@ -414,20 +481,35 @@ class _Chat:
             raise self._untold("a conversation", str(error)) from None
 
     def _span(self, turns: Turns, index: int) -> Span | None:
-        """None: of an answer that has no text and no place."""
+        """None: of an answer that has no place, as it has no text, or the template writes nothing of it."""
         try:
             return turns.span(index)
         except UntoldError as error:
-            if is_empty(self.messages[index]):
+            if is_empty(self.messages[index]) or isinstance(error, NothingError):
                 return None
             raise self._untold(f"messages[{index}], an answer to train", str(error)) from None
 
-    def _lost(self, turns: Turns, index: int) -> list[str]:
-        """Refuse a call that is not rendered: the assistant would learn to say nothing."""
-        lost = turns.lost(index)
-        if lost & {"call", "name"}:
-            raise _call_is_lost(f"{self.record.origin}: messages[{index}], a turn that calls tools")
-        return sorted(AS_KIND[kind] for kind in lost)
+    def _lost(self, turns: Turns, trained: list[int]) -> tuple[list[str], list[tuple[int, str]]]:
+        """(what is so of the trained messages, the words of them that are not rendered)."""
+        found, words = list[str](), list[tuple[int, str]]()
+        for index in trained:
+            lost = turns.lost.get(index, set())
+            if self.messages[index]["role"] == "assistant":
+                found.append(ANSWER)
+                if turns.kinds(index) & _OF_REASONING and (index == self.generated or not lost & _OF_REASONING):
+                    found.append(REASONED)
+            if index == self.generated:
+                lost = lost - _OF_CONTENT
+            if not lost:
+                continue
+            words += turns.lost_words(index, lost)
+            alone = {AS_KIND[kind] for kind in turns.lost_as_last(index)}
+            for kind in sorted({AS_KIND[kind] for kind in lost}):
+                found.append(kind if kind in alone else earlier(kind))
+            found += [LAST] * (index == trained[-1])
+        if any(kinds & {"content", "call"} for index, kinds in turns.lost.items() if index not in trained):
+            found.append(UNREAD)
+        return found, words
 
     def _as_read(self) -> list[dict[str, Any]]:
         """The messages as this template reads them, if it has trouble with what is as good as the same: no content

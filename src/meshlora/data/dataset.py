@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -53,6 +54,10 @@ class TokenizedDataset:
             it did not.
         taken: what became of the records that are longer than a sequence may be, if it was asked.
         parts: (examples of a source, its weight), of several sources with weights (`data.mixture`).
+        examples: int64 `[num_examples + 1]`, the first sequence of each, where examples have any number of them
+            (`data.apart`); None: as many each.
+        lost_words: of a sequence: texts that the chat template leaves out, each with the number of the tokens before
+            it; None: there are none.
     """
 
     input_ids: np.ndarray
@@ -67,6 +72,8 @@ class TokenizedDataset:
     routed: np.ndarray | None = None
     taken: Taken | None = None
     parts: tuple[tuple[int, float], ...] = ()
+    examples: np.ndarray | None = None
+    lost_words: Callable[[int], AbstractSequence[tuple[int, str]]] | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -93,6 +100,7 @@ class TokenizedDataset:
         targets = {} if self.targets is None else {"targets": self.targets}
         tokens = {"input_ids": self.input_ids, "is_trained": self.is_trained, "offsets": self.offsets}
         parts = {"parts": np.array(self.parts)} if self.parts else {}
+        parts |= {} if self.examples is None else {"examples": self.examples}
         routed = {} if self.routed is None else {"routed": self.routed}
         return {**tokens, **self.columns, **further, **targets, **parts, **routed}
 
@@ -109,18 +117,25 @@ class TokenizedDataset:
     @property
     def num_examples(self) -> int:
         """The number of examples, the unit of batch sizes."""
-        return len(self) // self.rows_per_example
+        return len(self) // self.rows_per_example if self.examples is None else len(self.examples) - 1
+
+    def rows_of(self, examples: np.ndarray) -> np.ndarray:
+        """What a step on `examples` is made of: all their sequences, where they have any number; else themselves."""
+        if self.examples is None:
+            return examples
+        return np.concatenate([np.arange(self.examples[one], self.examples[one + 1]) for one in examples])
 
     def first(self, num: int | None) -> TokenizedDataset:
         """The first `num` examples, or all."""
         if num is None or num >= self.num_examples:
             return self
-        rows = num * self.rows_per_example
+        rows = num * self.rows_per_example if self.examples is None else int(self.examples[num])
         end = int(self.offsets[rows])
         columns = {name: column[:end] for name, column in self.columns.items()}
         parts = {"input_ids": self.input_ids[:end], "is_trained": self.is_trained[:end], "columns": columns}
         parts |= {} if self.targets is None else {"targets": self.targets[:rows]}
         parts |= {} if self.routed is None else {"routed": self.routed[:end]}
+        parts |= {} if self.examples is None else {"examples": self.examples[: num + 1]}
         return dataclasses.replace(self, **parts, offsets=self.offsets[: rows + 1])  # type: ignore[arg-type]
 
     @property

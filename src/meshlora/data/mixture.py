@@ -10,9 +10,11 @@ and go on where the epoch before stopped. All of it is a function of seed and st
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 
 import numpy as np
@@ -74,7 +76,35 @@ def joined_sources(
         routed=np.concatenate(routed) if routed else None,
         sources=None,
         taken=None,
+        lost_words=_lost_words(found),
+        examples=_examples(found),
     )
+
+
+def _examples(found: Sequence[TokenizedDataset]) -> np.ndarray | None:
+    """`TokenizedDataset.examples` of all: sources are read with the same options, so that all or none have some."""
+    each = [data.examples for data in found if data.examples is not None]
+    assert len(each) in (0, len(found)), "some sources have examples of any number of sequences"
+    starts = np.cumsum([0, *map(len, found)])
+    return (
+        np.concatenate([*(own[:-1] + start for own, start in zip(each, starts, strict=False)), starts[-1:]])
+        if each
+        else None
+    )
+
+
+def _lost_words(found: Sequence[TokenizedDataset]) -> Callable[[int], Sequence[tuple[int, str]]] | None:
+    """Of a sequence of all, what its own source says."""
+    if all(each.lost_words is None for each in found):
+        return None
+    ends = list(itertools.accumulate(map(len, found)))
+
+    def of(index: int) -> Sequence[tuple[int, str]]:
+        source = bisect.bisect_right(ends, index)
+        own = found[source].lost_words
+        return () if own is None else own(index - ends[source] + len(found[source]))
+
+    return of
 
 
 def _targets(data: TokenizedDataset) -> np.ndarray:

@@ -8,20 +8,20 @@ those that are not in the cache yet.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshlora.common.errors import UnsupportedError, UserError
+from meshlora.data.apart import Chats, beginnings
 from meshlora.data.bad_rows import ERROR
 from meshlora.data.cache import Arrays, RecordsDigest, cache_key, mapped
 from meshlora.data.chat import Seen
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.formats import RECORDS
-from meshlora.data.lost import words_of
 from meshlora.data.records import Record
 from meshlora.data.sources import each_row
-from meshlora.data.tokenization import bad_of, check_vocabulary, taken_of, token_blocks
+from meshlora.data.tokenization import Read, check_vocabulary, token_blocks
 from meshlora.data.train_on import TrainOn, without_empty
 
 if TYPE_CHECKING:
@@ -40,23 +40,32 @@ def read_streamed(
     skips_empty: bool = False,
     on_bad_row: str = ERROR,
     say: Callable[[str], None] = lambda _: None,
-    **columns: Mapping[str, str] | str | None,
+    **more: Any,
 ) -> TokenizedDataset:
     """The tokens of the records of `source`, as of `read_records` and `tokenize`, mapped from the cache.
 
-    columns: `columns` and `format` of `read_records`.
+    more: `columns` and `format` of `read_records`, and those of `Chats`.
 
     Raises:
         UserError: as `read_records` and `tokenize`; the files changed while they were read. UnsupportedError: images; a
             tokenizer that cannot be hashed.
     """
 
-    def records(told: Callable[[str], None] | None = None) -> Iterator[Record]:
-        rows = each_row(source, RECORDS, say=told, has_separator=True, on_bad_row=on_bad_row, **columns)  # type: ignore[arg-type]
-        return without_empty(rows, train_on, told) if skips_empty else rows
+    columns = {name: more.pop(name) for name in ("columns", "format") if name in more}
+    how = Chats(**more)
+    how.check(train_on)
+
+    def records(told: Callable[[str], None] | None = None, counts: list[int] | None = None) -> Iterator[Record]:
+        rows = each_row(source, RECORDS, say=told, has_separator=True, on_bad_row=on_bad_row, **columns)
+        for row in without_empty(rows, train_on, told) if skips_empty else rows:
+            parts = [*beginnings(row, train_on)] if how.is_apart else [row]
+            yield from parts
+            if counts is not None:
+                counts.append(len(parts))
 
     digest, seen = RecordsDigest(), Seen()
-    for record in records(say):
+    counts = list[int]()
+    for record in records(say, counts if how.is_apart else None):
         if record.images:
             raise UnsupportedError(
                 f"{record.origin}: an image with data.streaming", "it is not proved", "leave out one"
@@ -65,6 +74,7 @@ def read_streamed(
         seen.add(record)
     options: dict[str, Any] = {"max_length": max_length, "too_long": too_long, "rows_per_example": 1}
     options |= {"train_on": train_on if isinstance(train_on, str) else sorted(train_on), "on_bad_row": on_bad_row}
+    options |= {"are_generated": True} if how.are_generated else {}
     key = cache_key(digest, tokenizer, options | seen.tell(tokenizer, say))
     if key is None:
         rule = "the cache cannot tell it from another"
@@ -87,12 +97,7 @@ def read_streamed(
     def record_at(index: int) -> Record:
         return next(itertools.islice(records(), index, None))
 
-    lost = words_of(arrays.pop("lost"), record_at, digest.number)
-    lost += bad_of(arrays, record_at, digest.number, tokenizer, options | {"processor": None})
-    taken = taken_of(arrays, record_at, digest.number, max_length=max_length, too_long=too_long)
-    tokens = TokenizedDataset(**arrays, taken=taken)  # type: ignore[arg-type]
-    for words in (*lost, taken.words(len(tokens))):
-        if words:
-            say(words)
+    read = Read(record_at, digest.number, tokenizer, train_on, max_length, too_long)
+    tokens = read.dataset(arrays, how, counts if how.is_apart else None, say=say)
     check_vocabulary(tokens, record_at, vocab_size)
     return tokens

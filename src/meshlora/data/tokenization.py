@@ -12,19 +12,21 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshlora.common.errors import UserError, reason
+from meshlora.data.apart import Chats, beginnings, can_be_apart, examples_of, words_of
 from meshlora.data.bad_rows import ERROR, SKIP, words_of_bad
 from meshlora.data.cache import Arrays, cache_key, load_or_make
 from meshlora.data.chat import Row, Seen, tokenize_conversations
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.images import images_of
 from meshlora.data.leading import leading_tokens
-from meshlora.data.lost import CUT, as_array, words_of
+from meshlora.data.lost import CUT, NOTHING, Lost, as_array
 from meshlora.data.records import MAX_SHOWN, Record
 from meshlora.data.too_long import Found, Taken, check_too_long, is_cut_turn, windows
 from meshlora.data.train_on import TrainOn, check_train_on, is_of
@@ -49,6 +51,7 @@ def tokenize(
     say: Callable[[str], None] | None = None,
     processor: Callable[[], Any] | None = None,
     on_bad_row: str = ERROR,
+    **chats: Any,
 ) -> TokenizedDataset:
     """The sequences of the records, in order.
 
@@ -75,7 +78,7 @@ def tokenize(
             others wait and read.
         vocab_size: of the model that will see the tokens, if any. say: told of message keys that the chat template
             does not name, and how many records are too long. processor: loads transformers' processor of the model;
-            called if there are images.
+            called if there are images. chats: `turns` and the like, of `Chats`.
 
     Raises:
         UserError: no records; a tokenizer without eos; records without trained tokens, with images that would be cut,
@@ -88,6 +91,11 @@ def tokenize(
     check_train_on(train_on)
     check_too_long(too_long)
     rows_per_example, records = _flat(records)
+    how, counts = Chats(**chats), None
+    how.check(train_on, rows_per_example=rows_per_example)
+    if how.is_apart:
+        parts = [[*beginnings(record, train_on)] for record in records]
+        counts, records = [*map(len, parts)], [*itertools.chain.from_iterable(parts)]
     images = None
     if (first := next((record for record in records if record.images), None)) is not None:
         if processor is None:
@@ -96,7 +104,7 @@ def tokenize(
         tokenizer = images.processor.tokenizer
     options: dict[str, Any] = {"max_length": max_length, "too_long": too_long, "rows_per_example": rows_per_example}
     options["train_on"] = train_on if isinstance(train_on, str) else sorted(train_on)
-    options["on_bad_row"] = on_bad_row
+    options |= {"on_bad_row": on_bad_row} | ({"are_generated": True} if how.are_generated else {})
     used = None if images is None else images.processor
     make = functools.partial(_flat_arrays, records, tokenizer, processor=used, **options)
     seen = Seen()
@@ -111,21 +119,78 @@ def tokenize(
         arrays = make()
     for array in arrays.values():
         array.flags.writeable = False  # sequences are views of these
-    lost = words_of(arrays.pop("lost"), records.__getitem__, len(records))
-    lost += bad_of(arrays, records.__getitem__, len(records), tokenizer, make.keywords)
-    taken = taken_of(arrays, records.__getitem__, len(records), max_length=max_length, too_long=too_long)
     if images is not None:
         images = dataclasses.replace(images, files=[images.files[index] for index in arrays["sources"]])
-    parts: dict[str, Any] = arrays | {"further": images, "taken": taken, "rows_per_example": rows_per_example}
-    tokens = TokenizedDataset(**parts)
-    for words in (*lost, taken.words(len(tokens))):
-        if say is not None and words:
-            say(words)
+    more: dict[str, Any] = {"further": images, "rows_per_example": rows_per_example}
+    records_read = Read(records.__getitem__, len(records), tokenizer, train_on, max_length, too_long, used)
+    tokens = records_read.dataset(arrays, how, counts, say=say, **more)
     if vocab_size is not None:
         check_vocabulary(tokens, records.__getitem__, vocab_size)
     if images is not None:
         _check_placeholders(tokens, records, images.processor)
     return tokens
+
+
+@dataclass(frozen=True)
+class Read:
+    """Records that were tokenised, for what is said of them."""
+
+    record_at: Callable[[int], Record]
+    number: int
+    tokenizer: PreTrainedTokenizerBase
+    train_on: TrainOn
+    max_length: int
+    too_long: str
+    processor: Any = None
+
+    def dataset(
+        self,
+        arrays: Arrays,
+        how: Chats,
+        counts: AbstractSequence[int] | None,
+        *,
+        say: Callable[[str], None] | None,
+        **more: Any,
+    ) -> TokenizedDataset:
+        """Their sequences. counts: beginnings of each record, where each is a sequence. more: further fields.
+
+        Raises:
+            UserError: what a template leaves out is refused.
+        """
+        is_alone = more.get("rows_per_example", 1) == 1
+        lost = Lost(
+            arrays.pop("lost"),
+            self.record_at,
+            self.number,
+            can_be_apart=is_alone and not how.is_apart and can_be_apart(self.train_on),
+            trains_all=self.train_on == "all",
+        )
+        options: dict[str, Any] = {"max_length": self.max_length, "too_long": self.too_long}
+        of_blocks = {**options, "train_on": self.train_on, "processor": self.processor}
+        of_blocks |= {"rows_per_example": more.get("rows_per_example", 1), "are_generated": how.are_generated}
+        bad = bad_of(arrays, self.record_at, self.number, self.tokenizer, of_blocks)
+        said = lost.words(how.lost_text)
+        if said:
+            more["lost_words"] = functools.partial(self._lost_words, arrays["sources"], how)
+        taken = taken_of(arrays, self.record_at, self.number, **options)
+        if counts is not None:
+            more["examples"] = examples_of(counts, arrays["sources"])
+            said.append(words_of(more["examples"], np.diff(arrays["offsets"])))
+        said.append(taken.words(len(arrays["sources"])))
+        for words in (*bad, *said):
+            if say is not None and words:
+                say(words)
+        return TokenizedDataset(**{**arrays, **more}, taken=taken)
+
+    def _lost_words(self, sources: np.ndarray, how: Chats, index: int) -> AbstractSequence[tuple[int, str]]:
+        """`TokenizedDataset.lost_words`. sources: of each sequence its record."""
+        record, is_first = self.record_at(int(sources[index])), not index or sources[index - 1] != sources[index]
+        if record.messages is None or not is_first:  # another window of a long record begins elsewhere
+            return ()
+        options: dict[str, Any] = {"train_on": self.train_on, "processor": self.processor}
+        options["are_generated"] = how.are_generated
+        (row,) = tokenize_conversations([record], self.tokenizer, max_length=_ALL_TOKENS, **options)
+        return () if row is None else row.lost_words
 
 
 def _flat(
@@ -230,6 +295,7 @@ def token_blocks(
     rows_per_example: int,
     processor: Any,
     on_bad_row: str = ERROR,
+    are_generated: bool = False,
 ) -> Iterator[Arrays]:
     """The sequences of some thousand records at a time: `input_ids`, `is_trained`, their `lengths` and `sources`; the
     indices `too_long` of records; and what is `lost` of them (`lost.py`).
@@ -241,10 +307,12 @@ def token_blocks(
     # One token more tells a record that is too long.
     most = _ALL_TOKENS if too_long == "split" else max_length + 1
     size, rest, skips = _BLOCK - _BLOCK % rows_per_example, iter(records), on_bad_row == SKIP
+    of_conversations = {"processor": processor, "are_generated": are_generated}
     while block := list(itertools.islice(rest, size)):
         made, cut = list[tuple[int, np.ndarray, np.ndarray]](), set[int]()
         bad, long = list[int](), list[int]()
-        rows = _rows(block, tokenizer, max_length=most, train_on=train_on, processor=processor, skips=skips)
+        of_chats = functools.partial(tokenize_conversations, skips=skips, **of_conversations)
+        rows = _rows(block, tokenizer, max_length=most, train_on=train_on, of_chats=of_chats)
         for start in range(0, len(block), rows_per_example):
             places = range(start, start + rows_per_example)
             own = [(place, block[place], row) for place in places if (row := rows[place]) is not None]
@@ -252,8 +320,10 @@ def token_blocks(
             long += [number + place for place in are_long]
             if too_long == "error":  # else they are counted: there may be more than memory holds
                 found.too_long += [_with_length(record, row, max_length) for at, record, row in own if at in are_long]
+            nothing = [record.origin for _, record, row in own if NOTHING in row.lost]
+            found.nothing = found.nothing or nothing[:1]
             num_untrained = len(found.untrained)
-            if len(own) == len(places) and not (too_long == "drop" and are_long):
+            if len(own) == len(places) and not nothing and not (too_long == "drop" and are_long):
                 for place, record, row in own:
                     parts, is_cut = _sequences(record, row, found, max_length=max_length, too_long=too_long)
                     made += [(number + place, *part) for part in parts]
@@ -279,7 +349,7 @@ def token_blocks(
         }
     if first_bad and not num_sequences:
         options: dict[str, Any] = {"max_length": max_length, "train_on": train_on, "too_long": too_long}
-        options |= {"rows_per_example": rows_per_example, "processor": processor}
+        options |= {"rows_per_example": rows_per_example, **of_conversations}
         words_of_bad(number, number, [_why_bad(first_bad, tokenizer, options)])
     found.refuse(Taken(number, max_length, too_long), num_sequences)
 
@@ -333,14 +403,13 @@ def _rows(
     *,
     max_length: int,
     train_on: TrainOn,
-    processor: Any,
-    skips: bool,
+    of_chats: Callable[..., list[Row | None]],
 ) -> list[Row | None]:
-    """The rows of a block, in order, with one call per kind of record. skips: None for a record that is refused."""
+    """The rows of a block, in order, with one call per kind of record. None: of a record that is passed over."""
     by_kind: dict[str, Callable[..., AbstractSequence[Row | None]]] = {
         "text": _rows_of_text,
         "completion": _rows_of_completions,
-        "messages": functools.partial(tokenize_conversations, processor=processor, skips=skips),
+        "messages": of_chats,
         "tokens": _rows_of_tokens,
     }
     rows: dict[int, Row | None] = {}

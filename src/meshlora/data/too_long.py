@@ -89,7 +89,8 @@ class Taken:
 class Found:
     """Records that cannot be used as they are, as words, collected so that several are named at once.
 
-    cut_off: too long, and trained after `max_length` alone. untrained: not too long, and trained nowhere.
+    cut_off: too long, and trained after `max_length` alone. untrained: not too long, and trained nowhere. nothing: left
+    out, as the chat template writes nothing of their answers; the first of each block.
     """
 
     too_long: list[str] = field(default_factory=list)
@@ -97,6 +98,7 @@ class Found:
     split_images: list[str] = field(default_factory=list)
     cut_off: list[str] = field(default_factory=list)
     untrained: list[str] = field(default_factory=list)
+    nothing: list[str] = field(default_factory=list)
 
     def refuse(self, taken: Taken, num_sequences: int) -> None:
         """Raises: UserError: there are some; or nothing is left of all records."""
@@ -108,6 +110,9 @@ class Found:
         _refuse(self.split_images, number, "have images, and cannot be split", drop)
         _refuse(self.cut_off, number, f"have no trained token within {length}", drop)
         _refuse(self.untrained, number, "have no trained token", "take them out of the data")
+        if not num_sequences and self.nothing:
+            rule = "the chat template writes nothing of their trained answers"
+            raise UserError(f"all {number:,} records, {self.nothing[0]} first", rule, "give data.chat_template: FILE")
         if not num_sequences:
             raise UserError(f"all {number:,} records", f"they are longer than {length}", "raise data.max_length")
 

@@ -16,7 +16,7 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -37,19 +37,42 @@ _PRIVATE_USE = ((0xE000, 0xF900), (0xF0000, 0xFFFFE), (0x100000, 0x10FFFE))
 _PRIVATE = re.compile("[" + "".join(f"{chr(first)}-{chr(stop - 1)}" for first, stop in _PRIVATE_USE) + "]")
 # Templates take a text apart at such tags, so that each stretch between them is marked by itself.
 _TAG = re.compile(r"(</?[A-Za-z_:]{1,24}>|\[/?[A-Z_]{1,24}\]|<\|[^|\n]{1,40}\|>|<｜[^｜\n]{1,40}｜>)")
+_OPENS_REASONING = re.compile(r"(?i)(<\w*think\w*>|\[THINK\])\s*$")
 _ENDS_REASONING = re.compile(r"(?i)</\w*think|\[/THINK|<\|END_THINKING")
+
+
+def after_prompt(prompt: str, answer: str) -> tuple[str, bool]:
+    """(what is left of `answer` to write after `prompt`, whether reasoning that the prompt opens is never closed).
+
+        after_prompt("<|assistant|><think>\n", "<think>\nIt is 4.</think>4")  # ("It is 4.</think>4", False)
+
+    A tag that the prompt ends in is not written once more.
+    """
+    opened = _OPENS_REASONING.search(prompt)
+    if opened is None:
+        return answer, False
+    if answer.lstrip().startswith(opened[1]):
+        answer = answer.lstrip().removeprefix(opened[1]).lstrip("\n")
+    return answer, all(_ENDS_REASONING.match(tag) is None for tag in _TAG.findall(answer))
 
 
 class UntoldError(Exception):
     """Which text is an answer cannot be told; the message says why."""
 
 
+class NothingError(UntoldError):
+    """Nothing of an answer is in the rendered text."""
+
+
 class _Mark(NamedTuple):
-    """One end of a stretch of a message's text. kind: content, reasoning, call or name (of a called function)."""
+    """One end of a stretch of a message's text. kind: content, reasoning (in it), field (of reasoning), call or name
+    (of a called function). text: all of the stretch.
+    """
 
     message: int
     kind: str
     opens: bool
+    text: str
 
 
 @dataclass(frozen=True)
@@ -95,6 +118,14 @@ class Ends:
         return next((start + len(stop) for stop in self.stops if after.startswith(stop, start)), agreed)
 
 
+def _kinds(marks: Iterable[_Mark]) -> dict[int, set[str]]:
+    """Message -> kinds of its marks."""
+    found: dict[int, set[str]] = {}
+    for each in marks:
+        found.setdefault(each.message, set()).add(each.kind)
+    return found
+
+
 def _any_of(words: AbstractSequence[str]) -> re.Pattern[str] | None:
     return re.compile("|".join(map(re.escape, words))) if words else None
 
@@ -117,7 +148,7 @@ class _Marks:
         message = dict(message)
         content = message.get("content")
         if index == self._fill:
-            message["content"] = "".join(self._pair(index, "content"))
+            message["content"] = "".join(self._pair(index, "content", ""))
         elif isinstance(content, str):
             message["content"] = self._text(content, index, "content")
         elif isinstance(content, list):
@@ -127,7 +158,7 @@ class _Marks:
             ]
         for key in REASONING:
             if isinstance(message.get(key), str):
-                message[key] = self._text(message[key], index, "reasoning")
+                message[key] = self._text(message[key], index, "field")
         if message.get("tool_calls"):
             message["tool_calls"] = [self._call(call, index) for call in message["tool_calls"]]
         return message
@@ -154,16 +185,16 @@ class _Marks:
         for number in range(0, len(parts), 2):
             core = parts[number].strip()
             if core:
-                start, end = self._pair(index, "reasoning" if kind == "content" and number < last else kind)
+                start, end = self._pair(index, "reasoning" if kind == "content" and number < last else kind, core)
                 before, _, after = parts[number].partition(core)
                 parts[number] = f"{before}{start}{core}{end}{after}"
         return "".join(parts)
 
-    def _pair(self, index: int, kind: str) -> tuple[str, str]:
+    def _pair(self, index: int, kind: str, text: str) -> tuple[str, str]:
         start, end = next(self._free, None), next(self._free, None)
         if start is None or end is None:
             raise UntoldError("the conversation has more texts than there are characters to mark them")
-        self.of[start], self.of[end] = _Mark(index, kind, opens=True), _Mark(index, kind, opens=False)
+        self.of[start], self.of[end] = (_Mark(index, kind, opens, text) for opens in (True, False))
         return start, end
 
 
@@ -223,10 +254,47 @@ class Turns:
                 return
         raise UntoldError("the template reads the texts of messages: it writes others when they are marked")
 
-    def lost(self, index: int) -> set[str]:
-        """The kinds of text of message `index` that are not, or not all, in the rendering."""
-        own = {mark: each for mark, each in self._marks.of.items() if each.message == index}
-        return {each.kind for mark, each in own.items() if mark not in self._whole.at}
+    def kinds(self, index: int) -> set[str]:
+        """The kinds of text that message `index` has."""
+        return _kinds(self._marks.of.values()).get(index, set())
+
+    def is_gone(self, index: int) -> bool:
+        """Whether message `index` has texts, and none of them is in the rendering."""
+        return index in self.lost and all(each.message != index for _, each in self._placed())
+
+    @functools.cached_property
+    def lost(self) -> dict[int, set[str]]:
+        """Index of a message -> the kinds of its text that are not, or not all, in the rendering."""
+        return _kinds(each for mark, each in self._marks.of.items() if mark not in self._whole.at)
+
+    def lost_as_last(self, index: int) -> set[str]:
+        """The same kinds of message `index`, in the rendering up to it."""
+        if index == len(self._messages) - 1:
+            return self.lost.get(index, set())
+        try:
+            alone = _Rendering(self._render(self._marks.messages[: index + 1], False), self._marks)
+        except FAILURES:
+            return self.kinds(index)
+        return _kinds(each for mark, each in self._marks.of.items() if mark not in alone.at).get(index, set())
+
+    def lost_words(self, index: int, kinds: Collection[str]) -> list[tuple[int, str]]:
+        """(place in `text`, words) of each text of `kinds` of message `index` that is not in the rendering, as near as
+        can be.
+        """
+        at, own = self._whole.at, {mark: each for mark, each in self._marks.of.items() if each.message == index}
+        placed = [at[mark] for mark in own if mark in at]
+        later = [at[mark] for mark, each in self._placed() if each.message > index]
+        found = []
+        for mark, each in own.items():
+            if each.opens and mark not in at and each.kind in kinds:
+                comes_last = each.kind in ("call", "name")
+                place = (max if comes_last else min)(placed, default=min(later, default=len(self.text)))
+                found.append((place, each.text))
+        return found
+
+    def places(self, index: int, kinds: Collection[str]) -> list[int]:
+        """Where in `text` texts of `kinds` of message `index` begin and end."""
+        return [self._whole.at[mark] for mark, each in self._placed() if each.message == index and each.kind in kinds]
 
     def span(self, index: int) -> Span:
         """The characters of `text` that the assistant writes as message `index`, with the token that ends it.
@@ -238,7 +306,7 @@ class Turns:
         if not own and all(each.message != index for each in self._marks.of.values()):
             return self._without_text(index)
         if not own:
-            raise UntoldError("nothing of it is in the rendered text")
+            raise NothingError("nothing of it is in the rendered text")
         if index in self._whole.twice:
             raise UntoldError("a text of it is rendered twice")
         first, last = min(own), max(own)

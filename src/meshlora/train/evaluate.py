@@ -58,7 +58,7 @@ def mean_loss(
     micro-batch. Collective. Sums are float64.
     """
     data = with_advantages(objective, data)
-    mesh, every = runtime(model).mesh, np.arange(data.num_examples)
+    mesh, every = runtime(model).mesh, data.rows_of(np.arange(data.num_examples))
     is_training = model.training
     model.eval()
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)

@@ -497,7 +497,8 @@ def read_data(
     say: told what is skipped. categories: `data.eval_categories`, for held-out files.
     """
     data, objective = config.data, config.train.objective
-    own: dict[str, Any] = {"train_on": data.train_on, "too_long": data.too_long}
+    own: dict[str, Any] = {"train_on": data.train_on, "too_long": data.too_long, "lost_text": data.lost_text}
+    own |= {"turns": data.turns, "answers": data.answers}
     own["cache_dir"] = Path(data.cache_dir).expanduser()
 
     def processor() -> Any:

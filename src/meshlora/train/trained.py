@@ -122,11 +122,12 @@ class TrainedAdapter:
 
     @property
     def step_data(self) -> tuple[TokenizedDataset, np.ndarray]:
-        """(data, indices of the examples) of its next step. Of a stream: after `fetch`."""
+        """(data, indices as of `TokenizedDataset.rows_of`) of its next step. Of a stream: after `fetch`."""
         if self.followed is not None:
             return self.followed.current
         assert self.batches is not None
-        return self.run.train_data, self.batches.batch(self.done)
+        data = self.run.train_data
+        return data, data.rows_of(self.batches.batch(self.done))
 
     def fetch(self, asked: threading.Event) -> bool:
         """Make sure of the data of its next step. Returns False if there is none: the stream has ended, or a rank was
