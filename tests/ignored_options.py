@@ -150,6 +150,7 @@ CAUGHT_BY: dict[str, str] = {
     "data.streaming": "tests/unit/test_data_streamed.py::test_run_is_the_one_that_holds_its_records",
     "data.follow_s": "tests/ranks/test_followed.py::test_steps_are_the_files_as_they_come[dp=2]",
     "data.chat_template": f"{_OPTIONS}::test_conversations_are_rendered_by_the_template_of_the_run_file",
+    "data.stop_tokens": f"{_OPTIONS}::test_answers_end_at_the_stop_tokens_of_the_run_file",
     "data.on_bad_row": f"{_OPTIONS}::test_bad_rows_are_passed_over_where_the_run_file_says_so",
     "data.date": "tests/unit/test_data_clock.py::test_a_resumed_run_writes_the_day_on_which_it_was_begun",
     "data.separator": "tests/unit/test_nlg_data.py::test_tokens_are_those_of_microsofts_encoder",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import json
 import os
 import re
@@ -26,6 +27,7 @@ from meshlora.data import formats, preferences
 from meshlora.data.sources import read_records
 from meshlora.data.tokenization import tokenize
 from meshlora.loading.blueprint import read_model_config
+from meshlora.text.tokenizer import tokenizer_of
 from meshlora.train import prepare, trained
 from meshlora.train.batches import MicroBatch
 from meshlora.train.prepare import Prepared
@@ -434,6 +436,47 @@ def test_answers_are_taken_as_they_are_given_where_the_run_file_says_so(setup: S
     )
     sequence = run.train_data[0]
     assert tokenizer.decode(sequence.input_ids[sequence.is_trained]) == f"def</think>return g{tokenizer.eos_token}"
+
+
+def test_answers_end_at_the_stop_tokens_of_the_run_file(setup: Setup) -> None:
+    turns = [{"role": "user", "content": "def g"}, {"role": "assistant", "content": "return g"}]
+    setup.data({"messages": turns})
+    setup.drop("data.eval")
+    file, tokenizer = setup.folder / "own.jinja", AutoTokenizer.from_pretrained(setup.model)
+    file.write_text(
+        "{% for m in messages %}[{{ m.role }}]{{ m.content }}~ {% endfor %}"
+        "{% if add_generation_prompt %}[assistant]{% endif %}"
+    )
+    trained = []
+    for stops in ([], ["~"]):
+        data = prepared(setup, data__chat_template=str(file), data__stop_tokens=stops).train_data
+        trained.append(tokenizer.decode(data.input_ids[data.is_trained]))
+    assert trained == ["return g~ ", "return g~"]
+    with pytest.raises(UserError, match=r"data.stop_tokens: 'def g': it is 2 tokens"):
+        prepared(setup, data__stop_tokens=["def g"])
+
+
+def test_a_template_of_trl_goes_by_its_name_and_a_file_before_it(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    chats, written = setup.folder / "trl" / "chat_templates", "{% for m in messages %}({{ m.content }}){% endfor %}"
+    chats.mkdir(parents=True)
+    (chats.parent / "__init__.py").write_text("raise RuntimeError('imported')")
+    for name in ("small_training", "small"):
+        (chats / f"{name}.jinja").write_text(written)
+    (spec,) = [importlib.util.spec_from_file_location("trl", chats.parent / "__init__.py")]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "trl" else None)
+    setup.set("data.chat_template", "small_training")
+    setup.write()
+    config = read_run(setup.folder / "run.yaml")
+    assert tokenizer_of(config).chat_template == written
+    monkeypatch.chdir(tmp_path)
+    Path("small_training").write_text("mine")
+    assert tokenizer_of(config).chat_template == "mine"
+    for name, words in (("small", "and TRL small_training"), ("small_trainin", "'small_training'")):
+        data = dataclasses.replace(config.data, chat_template=name)
+        with pytest.raises(UserError, match=words):
+            tokenizer_of(dataclasses.replace(config, data=data))
 
 
 def test_conversations_are_rendered_by_the_template_of_the_run_file(setup: Setup) -> None:

@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_STOPS = "further_stop_tokens"  # attribute of a tokenizer
 # Keys of messages whose loss is told otherwise: of reasoning by what is rendered (`turns.py`).
 _READ_BY_US = {"role", "content", "weight", *REASONING}
 # Kinds of marks.
@@ -317,9 +318,21 @@ def _template_of(tokenizer: PreTrainedTokenizerBase) -> _Template:
     return _Template(text, dict(tokenizer.special_tokens_map), ends, has_markers, written_day(tokenizer))
 
 
+def add_stop_tokens(tokenizer: PreTrainedTokenizerBase, tokens: AbstractSequence[str]) -> None:
+    """Let the model stop at these too: `data.stop_tokens`. Raises: UserError: one is no token."""
+    ids = []
+    for token in tokens:
+        found: list[int] = tokenizer(token, add_special_tokens=False, verbose=False).input_ids
+        if len(found) != 1:
+            rule = f"it is {len(found)} tokens of this tokenizer, and a model stops at one"
+            raise UserError(f"data.stop_tokens: {token!r}", rule, "name a token, as in <|im_end|>")
+        ids += found
+    setattr(tokenizer, _STOPS, ids)
+
+
 def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The texts of the tokens at which a model stops: eos, and those of the model in the tokenizer's folder, as
-    transformers reads them for generation.
+    """The texts of the tokens at which a model stops: eos, those of the model in the tokenizer's folder, as
+    transformers reads them for generation, and those of `add_stop_tokens`.
     """
     eos = tokenizer.eos_token
     further = _ids_of_generation(tokenizer)
@@ -333,15 +346,16 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def _ids_of_generation(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Of `generation_config.json` in the tokenizer's folder; without that file, of `config.json`."""
+    """Of `generation_config.json` in the tokenizer's folder, without that file of `config.json`; and those added."""
+    added: list[int] = getattr(tokenizer, _STOPS, [])
     if not (name := getattr(tokenizer, "name_or_path", "")):
-        return []
+        return added
     folder = Path(name)
     files = [file for name in ("generation_config.json", "config.json") if (file := folder / name).is_file()]
     found = read_json(files[0]) if files else {}
     given = found.get("eos_token_id") if isinstance(found, dict) else None
     ids = given if isinstance(given, list) else [given]
-    return [each for each in ids if isinstance(each, int) and not isinstance(each, bool) and each >= 0]
+    return [*(each for each in ids if isinstance(each, int) and not isinstance(each, bool) and each >= 0), *added]
 
 
 def _rendered(

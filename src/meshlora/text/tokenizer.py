@@ -6,6 +6,7 @@ Owns: loading it, its chat template, and the padding token. Does not own: tokeni
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import re
 import shutil
@@ -18,6 +19,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from meshlora.common.errors import UserError, did_you_mean, reason
 from meshlora.common.reading import read_text
 from meshlora.config.run import RunConfig
+from meshlora.data.chat import add_stop_tokens
 from meshlora.data.clock import set_day
 from meshlora.data.files import is_folder, nearest_file
 from meshlora.text.processor import FILES as PROCESSOR_FILES
@@ -72,27 +74,35 @@ def tokenizer_of(config: RunConfig) -> PreTrainedTokenizerBase:
     `data.date`.
 
     Raises:
-        UserError: as `load_tokenizer`; a template that is neither a file nor one of the tokenizer's.
+        UserError: as `load_tokenizer`; a template that is neither a file nor one of the tokenizer's or TRL's; a stop
+            token that is none.
     """
     model, given = config.model, config.data.chat_template
     tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
     if given is not None:
         tokenizer.chat_template = _chat_template(given, tokenizer)
+    if config.data.stop_tokens:
+        add_stop_tokens(tokenizer, config.data.stop_tokens)
     if config.data.date is not None:
         set_day(tokenizer, config.data.date)
     return tokenizer
 
 
 def _chat_template(given: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of a chat template: a file, or the name of one of `tokenizer`."""
+    """The text of a chat template: a file, or the name of one of `tokenizer`, or of one that TRL has for training."""
     file, option = Path(given), f"data.chat_template={given}"
     if not file.exists():
         own: object = tokenizer.chat_template
         named = own if isinstance(own, dict) else {} if own is None else {"default": own}
         if given in named:
             return str(named[given])
-        has = f"the tokenizer has {', '.join(map(repr, named)) or 'none'}"
-        near = did_you_mean(given, named) if file.suffix == "" and file.name == given else nearest_file(file)
+        if (of_trl := _templates_of_trl()).get(given) is not None:
+            return read_text(of_trl[given])
+        has = f"the tokenizer has {', '.join(map(repr, named)) or 'none'}, "
+        has += f"and TRL {', '.join(of_trl)}" if of_trl else "and TRL's are not installed (pip install trl)"
+        near = (
+            did_you_mean(given, [*named, *of_trl]) if file.suffix == "" and file.name == given else nearest_file(file)
+        )
         raise UserError(option, f"there is no such file, and {has}", near)
     if is_folder(file):
         raise UserError(option, "it is a folder", "name the file in it")
@@ -103,6 +113,16 @@ def _chat_template(given: str, tokenizer: PreTrainedTokenizerBase) -> str:
     if not text.strip():
         raise UserError(option, "the file is empty")
     return text
+
+
+def _templates_of_trl() -> dict[str, Path]:
+    """Name -> file of the chat templates with `{% generation %}` that an installed TRL has for training (seen in 1.16).
+
+    Only its files are read: it takes seconds to import.
+    """
+    found = importlib.util.find_spec("trl")
+    folder = Path(found.origin).parent / "chat_templates" if found is not None and found.origin else None
+    return {} if folder is None else {file.stem: file for file in sorted(folder.glob("*_training.jinja"))}
 
 
 def _check_numbers(file: Path) -> None:

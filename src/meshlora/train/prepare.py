@@ -27,6 +27,7 @@ from meshlora.common.tasks import CAUSAL
 from meshlora.common.weight_files import weight_files
 from meshlora.config.run import RUN_CONTENT, Given, RunConfig, paths_of
 from meshlora.data.bad_rows import ERROR
+from meshlora.data.chat import add_stop_tokens
 from meshlora.data.clock import day_of, set_day, today, written_day
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.images import FurtherInputs, Images
@@ -506,6 +507,7 @@ def read_data(
         if data.chat_template is not None:
             found.tokenizer.chat_template = tokenizer.chat_template
         set_day(found.tokenizer, day_of(tokenizer))
+        add_stop_tokens(found.tokenizer, data.stop_tokens)
         return found
 
     own |= {} if data.streaming else {"processor": processor}
