@@ -101,6 +101,21 @@ def test_images_are_never_trained(processors: dict[str, Any], folder: Path) -> N
         assert ("draw" in text) == (train_on == "everything")
 
 
+def test_answers_that_are_apart_have_the_images_before_them(processors: dict[str, Any], folder: Path) -> None:
+    processor = processors["qwen3_vl"]
+    first, second = (conversation(image, "what?")["messages"] for image in ("wide.png", "tall.webp"))
+    beginnings = [{"messages": first}, {"messages": [*first, *second]}]
+    apart = read(folder, beginnings[1], processor=processor, turns="apart")
+    alone = read(folder, *beginnings, processor=processor, train_on="last")
+    assert len(apart) == 2
+    for one, other in zip(apart, alone, strict=True):
+        assert one.input_ids.tolist() == other.input_ids.tolist()
+        assert one.is_trained.tolist() == other.is_trained.tolist()
+        ours, theirs = one.more(), other.more()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+
+
 def test_a_sequence_is_never_cut_in_an_image_but_after_it(processors: dict[str, Any], folder: Path) -> None:
     processor = processors["qwen3_vl"]
     row = conversation("answer", "wide.png", answer="a house " * 20)

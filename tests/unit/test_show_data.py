@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import itertools
 import json
 from pathlib import Path
@@ -10,13 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshlora.cli.data import _show_sequence
 from meshlora.cli.main import main
+from meshlora.common.console import Console
 from meshlora.data.nlg import of_categories
 from meshlora.data.sources import read_records
 from meshlora.data.summary import parts, summary
 from meshlora.data.tokenization import tokenize
 from tests.unit.mistakes import Setup
-from tests.unit.records import MARKED, TWO_TURNS, make_tokenizer, pair
+from tests.unit.records import END, MARKED, TWO_TURNS, chat, make_tokenizer, pair
+from tests.unit.test_data_turns import PROMPTS_THOUGHT
 from tests.unit.test_options import prepared
 
 
@@ -54,6 +58,23 @@ def test_parts_are_all_tokens_in_order_and_the_first_is_no_target() -> None:
     assert sum(len(ids) for n in range(2) for is_trained, ids in parts(data, n) if is_trained) == (
         data.num_trained_tokens
     )
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_words_that_the_template_leaves_out_are_struck_through_or_stand_above(is_terminal: bool) -> None:
+    tokenizer, file = make_tokenizer(chat_template=PROMPTS_THOUGHT, eos=END), io.StringIO()
+    records = [TWO_TURNS, chat(("user", "hi"), ("assistant", "<think>\nwhy not</think>hello"))]
+    data = tokenize(records, tokenizer, max_length=256, lost_text="note")
+    for index in range(2):
+        _show_sequence(data, index, tokenizer, Console(file=file, force_terminal=is_terminal, width=200))
+    shown = file.getvalue()
+    if is_terminal:
+        assert shown.count("\x1b[9;31m") == 1
+        _, _, after = shown.partition("\x1b[9;31mwhy not\x1b[0m")
+        assert after.startswith("\x1b[1;32mhello")
+    else:
+        assert 'trained; left out by the chat template: ["why not"]\n' in shown
+        assert "assistant\n⟦hello<|end|>⟧" in shown
 
 
 @pytest.mark.parametrize("lengths", [[3], [2, 3, 50, 51], [7] * 5, list(range(2, 200))])

@@ -468,25 +468,29 @@ class _Chat:
         span: of the message in the rendering.
         """
         message, (start, end) = self.messages[index], span
-        content, calls = (turns.places(index, kinds) for kinds in (_OF_CONTENT, ("call", "name")))
+        content, calls = turns.places(index, _OF_CONTENT), turns.places(index, ("call", "name"))
         parts = message["content"] if _has_parts(message) else [{"text": message.get("content") or ""}]
-        why = {
-            "has reasoning in a field, which has no form of its own": any(message.get(key) for key in REASONING),
-            "has an image": any("text" not in part for part in parts),
-            "has calls that the template writes before its content": min(calls, default=end) < max(content, default=0),
-        }
         given = "".join(part.get("text", "") for part in parts)
-        why["has content of which the template writes nothing"] = bool(given.strip()) and not content
-        for words_of_why, is_so in why.items():
-            if is_so:
-                rule = f"it {words_of_why}: it cannot be taken as it is given"
-                way = "put reasoning into the content, or leave out data.answers: as_generated"
-                raise UserError(f"{self.record.origin}: messages[{index}]", rule, way)
+        if any(message.get(key) for key in REASONING):
+            raise self._has_no_form(index, "reasoning in a field, which has no form of its own")
+        if any("text" not in part for part in parts):
+            raise self._has_no_form(index, "an image")
+        if given.strip() and not content:
+            raise self._has_no_form(index, "content of which the template writes nothing")
+        if content and calls and min(calls) < max(content):
+            raise self._has_no_form(index, "calls that the template writes before its content")
         prompt = self._text(self.messages[:index], True)
         answer, is_open = after_prompt(prompt, given)
         lost += [UNCLOSED] * is_open
         text = prompt + answer + turns.text[max(content, default=start) : end]
-        return _Spans(text, [(len(prompt), len(text))], [], lost, [(len(text), lost_word) for _, lost_word in words])
+        return _Spans(text, [(len(prompt), len(text))], [], lost, [(len(text), each) for _, each in words])
+
+    def _has_no_form(self, index: int, what: str) -> UserError:
+        given, rule = (
+            f"{self.record.origin}: messages[{index}]",
+            f"it has {what}, and so cannot be taken as it is given",
+        )
+        return UserError(given, rule, "put reasoning into the content, or leave out data.answers: as_generated")
 
     def _turns(self) -> Turns:
         try:

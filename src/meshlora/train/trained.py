@@ -242,7 +242,7 @@ class TrainedAdapter:
     def evaluate(self, data: TokenizedDataset) -> tuple[float, int]:
         """(mean loss over `data`, number of items averaged: tokens, pairs or records), over all ranks."""
         size = self.run.config.train.micro_batch_size * self.mesh.dp.size
-        with self.reporter.doing("evaluation", math.ceil(data.num_examples / size)) as advance:
+        with self.reporter.doing("evaluation", math.ceil(len(data) / data.rows_per_example / size)) as advance:
             size = self.run.config.train.batch_size
             loss, number, self.means = mean_loss(
                 self.model, data, self.objective, self.batching, batch_size=size, advance=advance
