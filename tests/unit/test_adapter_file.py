@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from meshlora.adapter.formats.adapter_file import PREFIX, names_of, read_adapter_tensors
-from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, plan_folder, read_factors
+from meshlora.adapter.formats.peft_format import WEIGHTS_FILE, plan_folder, read_factors
 from meshlora.adapter.merging.merge import merge
 from meshlora.adapter.targets.options import check_values
 from meshlora.cli.main import main
@@ -262,10 +262,3 @@ def test_what_matches_nothing_is_said_in_the_same_words(plain: tuple[Path, Path]
         merge(base, tmp_path / "adapter", tmp_path / "out", config=read_model_config(base))
     with pytest.raises(UserError, match=words):
         make_blueprint(base, Topology(), BaseOptions(dtype=torch.float64)).with_folder(tmp_path / "adapter")
-
-
-def test_finished_adapter_on_rows_is_told_to_merge(plain: tuple[Path, Path], tmp_path: Path) -> None:
-    _, base, adapter = _make(tmp_path, "llama", is_resized=False, trainable_token_indices=[7])
-    assert (adapter / CONFIG_FILE).is_file()
-    with pytest.raises(UserError, match=r"trainable_token_indices=\[7\].*meshlora merge.*modules_to_save"):
-        make_blueprint(base, Topology(), BaseOptions(dtype=torch.float64)).with_folder(adapter)

@@ -68,7 +68,6 @@ def test_targets_ranks_and_scales_are_those_of_peft(choice: str, family: str) ->
         ("init_lora_weights", "corda"),
         ("use_qalora", True),
         ("layer_replication", [(0, 1)]),
-        ("trainable_token_indices", [1]),
         ("lora_bias", True),
     ],
 )

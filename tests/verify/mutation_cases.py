@@ -151,6 +151,7 @@ DIAGNOSES = {
 
 _ALL = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 _ON_PIECES = {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn"], "pieces": {"c_attn": ["q", "v"]}}
+_ROWS = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "trainable_token_indices": [200, 0, 7]}
 _ON_EMBEDDING = {
     "r": 4,
     "lora_alpha": 8,
@@ -612,6 +613,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "embedding_b_not_summed": ("gradients", "model.embed_tokens.lora_embedding_B", "not summed over tp"),
             "trained_norm_not_summed": ("gradients", "model.norm.weight", "trained of the base"),
             "trained_weights_missing_in_file": ("saved_file", "adapter_model.safetensors", "PEFT expects another file"),
+        },
+    ),
+    "rows of an embedding and its tied head": (
+        {"family": "gemma3_text", "topologies": ("tp=2,sp",), "lora": _ROWS},
+        {
+            "token_rows_not_summed": ("gradients", "model.embed_tokens.trainable_tokens_delta", "not summed over tp"),
+            "tied_head_keeps_rows_of_base": ("logits", "logits", "the output head"),
         },
     ),
     "tokens that are cut over cp": (

@@ -19,14 +19,16 @@ from torch import Tensor, nn
 from meshlora.adapter.initialization import WHOLE_MATRIX, draw_factors, take_out_of_base
 from meshlora.adapter.plan import AdapterPlan, plan_adapter
 from meshlora.adapter.targets.resolve import Target
+from meshlora.adapter.targets.token_rows import TokenRows
 from meshlora.adapter.updates import guard_updates
 from meshlora.comm.collectives import all_gather, broadcast_of
 from meshlora.comm.groups import Mesh
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.common.float64 import wide_dtype
 from meshlora.layers.context import ContextCut
+from meshlora.layers.embedding import ParallelEmbedding
 from meshlora.layers.experts.module import ParallelExpertLinear
-from meshlora.layers.linear import ParallelLinear
+from meshlora.layers.linear import ParallelHead, ParallelLinear
 from meshlora.layers.rounded import Rounding
 from meshlora.layers.tokens import ForwardTokens
 from meshlora.model.dp_shard import whole_weights
@@ -39,7 +41,8 @@ from meshlora.plan.rules import ModelPlan
 
 @dataclass(frozen=True)
 class Adapter:
-    """The plan of one adapter, and its own copies of base parameters by name, in use while it is active."""
+    """The plan of one adapter, and what it has for base parameters by name, in use while it is active: copies of whole
+    ones, and rows of a vocabulary."""
 
     plan: AdapterPlan
     trained: Mapping[str, nn.Parameter]
@@ -169,7 +172,7 @@ def attach(
 
     full: called for one target at a time, so that no rank ever holds all of them; parts as in `Target.shapes`. None:
         factors decomposed from the base. A missing magnitude is computed from the base with the adapter.
-    trained: full values of the base parameters that the adapter trains; None: those of the base.
+    trained: full values of what the adapter trains of the base, by name; None: those of the base.
     """
     state, mesh, dtype = runtime(model), runtime(model).mesh, wide_dtype(model.dtype)
     config = planned.config
@@ -211,6 +214,9 @@ def attach(
         if trained is not None:
             value = local_part(trained[of_base], planned.parameters[of_base].rule, mesh).to(mesh.device, dtype)
         copies[of_base] = nn.Parameter(value, requires_grad=False)
+    for rows in planned.rows.values():
+        if state.plan.holds(rows.module):
+            copies[rows.name] = _replace_rows(model, name, rows, None if trained is None else trained[rows.name])
     if not state.adapters:
         state.rounding.watch(model, model.dtype)
     leaves = parallel_leaves(model).values()
@@ -219,6 +225,19 @@ def attach(
     if mesh.topology.world > 1:
         for factor in adapter_factors(model, name):
             guard_updates(factor.name, factor.parameter)
+
+
+def _replace_rows(model: Any, adapter: str, rows: TokenRows, values: Tensor | None) -> nn.Parameter:
+    """Attach `rows` to the modules that have them. values: full, `[n, H]`; None: those of the base."""
+    state = runtime(model)
+    leaves = [adopt(model, state.plan, module, state.mesh.tp) for module in rows.modules]
+    assert all(isinstance(leaf, ParallelEmbedding | ParallelHead) for leaf in leaves), rows
+    values = leaves[0].base_rows(rows.ids) if values is None else values
+    values = values.to(state.mesh.device, wide_dtype(model.dtype), copy=True)
+    parameter = nn.Parameter(values, requires_grad=False)
+    for leaf in leaves:
+        leaf.replace_rows(adapter, parameter, rows.ids)
+    return parameter
 
 
 def _take_any_dtype(name: str, module: nn.Module, copied: Collection[str], dtype: torch.dtype) -> None:
@@ -276,6 +295,12 @@ def set_adapters(model: Any, names: Sequence[str]) -> None:
     for name in names:
         if name not in state.adapters:
             raise UserError(f"adapter {name!r}", "the model has no such adapter", did_you_mean(name, state.adapters))
+    if len(names) > 1 and (with_rows := [name for name in names if state.adapters[name].plan.rows]):
+        raise UnsupportedError(
+            f"adapter {with_rows[0]}: trainable_token_indices",
+            "it is not supported among several adapters",
+            "train one",
+        )
     _activate(model, names[0] if len(names) == 1 else None)
     for owner in state.adapters:
         for factor in adapter_factors(model, owner):

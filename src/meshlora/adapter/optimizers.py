@@ -89,6 +89,7 @@ def _check_pairs(adapter: AdapterPlan, plan: ModelPlan) -> None:
     """Refuse other parameters than an A and a B of a linear."""
     given = {
         "modules_to_save, or biases": bool(adapter.copies),
+        "trainable_token_indices": bool(adapter.rows),
         "use_dora": adapter.config.use_dora,
         "an adapter on the embedding": plan.embedding in adapter.targets,
         "an adapter on parameters (experts, routers)": bool(adapter.stored.target_parameters),

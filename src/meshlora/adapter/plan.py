@@ -22,6 +22,7 @@ from meshlora.adapter.initialization import check_whole_matrix
 from meshlora.adapter.targets.expert_targets import out_of_reach, stored_parameters, with_whole_projections
 from meshlora.adapter.targets.options import check_kind, matches
 from meshlora.adapter.targets.resolve import Target, resolve_targets
+from meshlora.adapter.targets.token_rows import TokenRows, resolve_rows
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.common.tasks import CAUSAL, HEADS, task_of
 from meshlora.model.dp_shard import check_not_sharded
@@ -55,7 +56,8 @@ class AdapterPlan:
     Attributes:
         config: as given. stored: as saved. targets: by name, in module order.
         parameters: all trained ones: `MODULE.lora_A`, `.lora_B`, `.lora_A.q` of a piece, `.lora_magnitude_vector`,
-            `.lora_embedding_A`, then the `copies` (base parameters) under their own names.
+            `.lora_embedding_A`, then the `copies` (base parameters) under their own names, and the `rows`.
+        rows: module -> rows of its vocabulary that take the place of those of the base.
         folder: the PEFT adapter that holds the initial values; None: they are drawn.
         vocabulary: the embedding and the head by name -> the full shape of their weight.
     """
@@ -65,8 +67,29 @@ class AdapterPlan:
     targets: Mapping[str, Target]
     parameters: Mapping[str, Trained]
     copies: tuple[str, ...] = ()
+    rows: Mapping[str, TokenRows] = dataclasses.field(default_factory=dict)
     folder: Path | None = None
     vocabulary: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+    @property
+    def of_base(self) -> tuple[str, ...]:
+        """Names of the trained parameters that stand for some of the base: `copies` and `rows`."""
+        return (*self.copies, *(rows.name for rows in self.rows.values()))
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Names of the parameters of the base that `of_base` stand for, whole or in part."""
+        return (*self.copies, *(f"{module}.weight" for module in self.rows))
+
+    @property
+    def with_rows(self) -> frozenset[str]:
+        """The modules that have `rows`."""
+        return frozenset(module for rows in self.rows.values() for module in rows.modules)
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The tokens that have `rows` somewhere, each once."""
+        return tuple(dict.fromkeys(token for rows in self.rows.values() for token in rows.ids))
 
     @property
     def num_trainable(self) -> int:
@@ -96,9 +119,12 @@ def plan_adapter(
         for part, shape in target.shapes.items()
     }
     parameters |= {name: Trained(whole_shape(model, plan, name), rule_of_parameter(plan, name)) for name in copies}
-    check_trained(model, plan, parameters, copies)
+    rows = resolve_rows(model, plan, config, targets=targets, copies=copies)
+    parameters |= {each.name: trained_rows(model, plan, each) for each in rows.values()}
     vocabulary = {name: whole_shape(model, plan, f"{name}.weight") for name in (plan.embedding, plan.head) if name}
-    return AdapterPlan(config, stored, targets, parameters, tuple(copies), folder, vocabulary)
+    found = AdapterPlan(config, stored, targets, parameters, tuple(copies), rows, folder, vocabulary)
+    check_trained(model, plan, parameters, found.weights)
+    return found
 
 
 def with_trained_head(config: LoraConfig, model: Any) -> LoraConfig:
@@ -255,6 +281,20 @@ def rule_of_parameter(plan: ModelPlan, name: str) -> FactorRule:
         return factor_rule(linear, Side.AFTER, sp=sp)
     # The weight itself is split like its rows or columns, so each rank computes the full gradient of its slice.
     return split_rule(0 if linear.split is Split.COLUMN else 1, linear.layout)
+
+
+def trained_rows(model: Any, plan: ModelPlan, rows: TokenRows) -> Trained:
+    """The parameter of `rows`: whole on every rank, with a gradient of the terms of this rank's own tokens."""
+    _, width = whole_shape(model, plan, f"{rows.module}.weight")
+    return Trained((len(rows.ids), width), rows_rule(plan, rows.module))
+
+
+def rows_rule(plan: ModelPlan, module: str) -> FactorRule:
+    """The rule of rows of the vocabulary of `module`."""
+    if module in plan.linears:
+        return factor_rule(plan.linears[module], Side.INPUT, sp=plan.topology.sp)
+    rule = plan.parameters.get(f"{module}.weight")
+    return embedding_rule(rule, Side.OUTPUT) if rule else whole_rule(plan.domain_of(module), sp=plan.topology.sp)
 
 
 def whole_shape(model: Any, plan: ModelPlan, name: str) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """The input embedding, split over the vocabulary, with LoRA.
 
-Owns: the lookup of local rows and the sum over tp. Does not own: the output head (`layers.linear`).
+Owns: the lookup of local rows and the sum over tp. Does not own: the output head (`layers.linear`), rows that take the
+place of the base's (`layers.token_rows`).
 
 Each rank looks up the ids in its slice and has zeros for the others; the sum over tp is the whole embedding.
 The module stays the model's own, so that a family's own code still runs (gemma scales its embeddings).
@@ -8,7 +9,7 @@ The module stays the model's own, so that a family's own code still runs (gemma 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,7 @@ from meshlora.comm.collectives import reduce_each_to_one
 from meshlora.comm.groups import Axis
 from meshlora.common.errors import UnsupportedError
 from meshlora.layers.adapted import become
+from meshlora.layers.token_rows import ReplacedRows, base_rows
 from meshlora.layers.tokens import ForwardTokens
 from meshlora.plan.rules import ParameterRule
 
@@ -29,6 +31,7 @@ class ParallelEmbedding(nn.Embedding):
         rule: how the vocabulary is split; None if it is whole.
         lora_embedding_A, lora_embedding_B: adapter name -> local factor `[r, V_local]`, `[H, r]`, named as PEFT does.
         scaling: adapter name -> s. active, tokens: as in `AdaptedLeaf`.
+        replaced: adapter name -> its rows in place of those of the base.
     """
 
     rule: ParameterRule | None
@@ -37,6 +40,7 @@ class ParallelEmbedding(nn.Embedding):
     lora_embedding_A: nn.ParameterDict
     lora_embedding_B: nn.ParameterDict
     scaling: dict[str, float]
+    replaced: nn.ModuleDict
     active: str | None
     tokens: ForwardTokens | None
 
@@ -57,6 +61,10 @@ class ParallelEmbedding(nn.Embedding):
         """ids `[B, S]` -> `[B, S, H]`, identical on all ranks."""
         ids, is_other = self._local(input)
         y = super().forward(ids)
+        if self.active is not None and self.active in self.replaced:
+            rows = self.replaced[self.active]
+            assert isinstance(rows, ReplacedRows)
+            y = rows.looked_up(y, ids, padding=self.padding_idx, scale=getattr(self, "embed_scale", None))
         if self.active is not None and self.active in self.scaling:
             y = y + self._lora(ids, self.active, y.dtype)
         elif self.tokens is not None and self.tokens.names_adapters and self.scaling:
@@ -64,6 +72,14 @@ class ParallelEmbedding(nn.Embedding):
         if is_other is None:
             return y
         return reduce_each_to_one(y.masked_fill(is_other.unsqueeze(-1), 0), self.tp)
+
+    def replace_rows(self, adapter: str, values: nn.Parameter, ids: Sequence[int]) -> None:
+        """Let the rows `values` `[n, H]` of the tokens `ids` take the place of the base's while `adapter` is active."""
+        self.replaced[adapter] = ReplacedRows(values, ids, first=self.first_id, num_local=self.num_embeddings)
+
+    def base_rows(self, ids: Sequence[int]) -> Tensor:
+        """The rows `[n, H]` of the tokens `ids` in the base. Collective."""
+        return base_rows(self.weight, ids, first=self.first_id, tp=None if self.rule is None else self.tp)
 
     def _local(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """(local rows to look up, mask of ids that other ranks hold); no mask if the vocabulary is whole."""
@@ -102,7 +118,7 @@ def parallelize_embedding(module: nn.Module, rule: ParameterRule | None, tp: Axi
     assert isinstance(module, ParallelEmbedding)
     module.rule, module.tp, module.first_id = rule, tp, 0
     module.lora_embedding_A, module.lora_embedding_B = nn.ParameterDict(), nn.ParameterDict()
-    module.scaling, module.active, module.tokens = {}, None, None
+    module.scaling, module.replaced, module.active, module.tokens = {}, nn.ModuleDict(), None, None
     if rule is None:
         return
     local = rule.layout.local_size(tp.size)

@@ -10,6 +10,7 @@ sum once; the bias is added after that, once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ from meshlora.layers.head.recipe import LogitsRecipe
 from meshlora.layers.products import LoraLinearFunction
 from meshlora.layers.quantized import FrozenMatrix, frozen_linear, unpacked
 from meshlora.layers.shared_input import Joined, share
+from meshlora.layers.token_rows import ReplacedRows, base_rows
 from meshlora.layers.tokens import ForwardTokens, Mask, Part, Segment
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
@@ -218,9 +220,16 @@ class ParallelHead(ParallelLinear):
 
     It returns whole logits, gathered over tp. While `is_lazy` it returns a `LogitsRecipe` instead, from which the loss
     computes what it needs, a few tokens at a time.
+
+    Attributes, besides those of `ParallelLinear`:
+        replaced: adapter name -> its rows in place of those of the base.
     """
 
     is_lazy = False
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.replaced = nn.ModuleDict()
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., in]` -> logits `[..., vocab]`."""
@@ -230,7 +239,25 @@ class ParallelHead(ParallelLinear):
 
     def local_logits(self, x: Tensor) -> Tensor:
         """x `[..., in]` -> logits `[..., vocab/tp]` of this rank's rows, padding included."""
-        return super().forward(x)
+        logits = super().forward(x)
+        if self.active is None or self.active not in self.replaced:
+            return logits
+        rows = self.replaced[self.active]
+        assert isinstance(rows, ReplacedRows)
+        return rows.put_into(logits, x)
+
+    def replace_rows(self, adapter: str, values: nn.Parameter, ids: Sequence[int]) -> None:
+        """Let the rows `values` `[n, H]` of the tokens `ids` take the place of the base's while `adapter` is active."""
+        self.replaced[adapter] = ReplacedRows(values, ids, first=self._first_id, num_local=self.out_features)
+
+    def base_rows(self, ids: Sequence[int]) -> Tensor:
+        """The rows `[n, H]` of the tokens `ids` in the base. Collective."""
+        is_whole = self.rule.split is Split.WHOLE
+        return base_rows(self.weight, ids, first=self._first_id, tp=None if is_whole else self.tp)
+
+    @property
+    def _first_id(self) -> int:
+        return 0 if self.rule.split is Split.WHOLE else self.tp.rank * self.out_features
 
     def _whole(self, y: Tensor) -> Tensor:
         if self.rule.split is Split.WHOLE:

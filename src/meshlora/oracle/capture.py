@@ -22,7 +22,10 @@ from meshlora.common.compat import TorchDispatchMode
 from meshlora.oracle.experts import expert_modules, watch_choices, wrappers
 
 # Inside a PEFT layer: the frozen layer, captured separately, and parts of the adapter, which have no counterpart.
-_BASE, _ADAPTER = ".base_layer", (".lora_", ".modules_to_save.", ".original_module", ".parametrizations.")
+_BASE, _ADAPTER = (
+    ".base_layer",
+    (".lora_", ".modules_to_save.", ".original_module", ".parametrizations.", ".token_adapter"),
+)
 # The trained copy of a block; it is captured under the block's name, and its parts under theirs.
 _COPY = ".modules_to_save.default."
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -196,6 +197,34 @@ def random_tokens(
         if index % 2 == 0 and length > 4:
             ids[start + length - 1] = ids[start + length - 4] = pad_token_id
     return TokenizedDataset(ids, is_trained, offsets)
+
+
+def with_tokens(data: TokenizedDataset, ids: Iterable[int]) -> TokenizedDataset:
+    """The same sequences with two of the tokens `ids` in each, in turn, where they are read and predicted: what a row
+    of the vocabulary trains shows only there.
+    """
+    own, found = itertools.cycle(ids), data.input_ids.copy()
+    for start in data.offsets[:-1].tolist():
+        found[start + 5], found[start + 7] = next(own), next(own)
+    return replace(data, input_ids=found)
+
+
+def check_tokens(data: TokenizedDataset, ids: Iterable[int]) -> None:
+    """Check that each of the tokens `ids`, whose rows are trained, is read in some sequence, and predicted.
+
+    Raises:
+        UserError: one is not, so that its row would be compared with itself.
+    """
+    is_first, is_last = np.zeros_like(data.is_trained), np.zeros_like(data.is_trained)
+    is_first[data.offsets[:-1]] = is_last[data.offsets[1:] - 1] = True
+    read, predicted = data.input_ids[~is_last], data.input_ids[data.is_trained & ~is_first]
+    found = {*read.tolist()} & ({*predicted.tolist()} if data.predicts_next else {*read.tolist()})
+    if missing := sorted({*ids} - found):
+        raise UserError(
+            f"trainable_token_indices: {missing[0]}",
+            "no sequence of the proof has it both read and predicted, so its row would not be proved",
+            "give fewer tokens, or --data with them",
+        )
 
 
 def with_rollouts(data: TokenizedDataset, *, vocab_size: int, seed: int, is_rewarded: bool = False) -> TokenizedDataset:

@@ -24,8 +24,9 @@ from meshlora.common.compat import own_child, own_parameter
 
 PREFIX = "base_model.model."
 _OF_PEFT = re.compile(
-    r"\.(base_layer|original_module|modules_to_save\.default|parametrizations\.weight\.original)(?=\.|$)"
+    r"\.(base_layer|token_adapter|original_module|modules_to_save\.default|parametrizations\.weight\.original)(?=\.|$)"
 )
+ROWS = ".trainable_tokens_delta"  # rows of a vocabulary in place of the base's
 # PEFT wraps several projections of a layer in this order: the last is outermost.
 PROJECTIONS = ("gate_up_proj", "up_proj", "down_proj")
 # Stored as [E, in, out] without an `is_transposed` attribute.
@@ -79,7 +80,9 @@ def _projections(module: nn.Module) -> dict[str, Tensor]:
 def plain_name(path: str) -> str:
     """The name of a module or parameter in the model without PEFT's wrappers."""
     name = _OF_PEFT.sub("", path.removeprefix(PREFIX))
-    return name.removesuffix(".weight").removesuffix(".default") if ".lora_" in name else name
+    if ".lora_" in name or ROWS in name:
+        return name.removesuffix(".weight").removesuffix(".default")
+    return name
 
 
 def watch_choices(

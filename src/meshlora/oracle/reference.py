@@ -18,6 +18,7 @@ import torch
 from peft import PeftModel
 from peft.optimizers import create_lorafa_optimizer, create_loraplus_optimizer
 from peft.tuners.lora import LoraLayer
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import Tensor, nn
 from transformers import AutoConfig
 
@@ -30,7 +31,7 @@ from meshlora.config.run import ModelConfig, RunConfig, TrainConfig
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.oracle.batches import MicroBatch, micro_batches_of
 from meshlora.oracle.dropout import Masks
-from meshlora.oracle.experts import PREFIX, adapted_stacks, output_side, plain_name, plain_names, share_adapters
+from meshlora.oracle.experts import PREFIX, ROWS, adapted_stacks, output_side, plain_name, plain_names, share_adapters
 from meshlora.oracle.noise import add_noise
 from meshlora.oracle.objectives import contrast, embeddings, gained, load_balancing_loss, losses
 from meshlora.oracle.packed import load_base
@@ -292,6 +293,15 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
     """
     wrapped = plain_names(model)
     return {_plain(name, wrapped): p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def token_rows(model: nn.Module) -> dict[str, list[int]]:
+    """Name in `trainable` of rows of a vocabulary -> their tokens. A tied head has those of the embedding."""
+    return {
+        f"{plain_name(path)}{ROWS}": module.token_indices["default"]
+        for path, module in model.named_modules()
+        if isinstance(module, TrainableTokensLayer) and not module.tied_adapter
+    }
 
 
 def _plain(name: str, wrapped: Mapping[str, str]) -> str:

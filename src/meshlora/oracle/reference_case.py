@@ -25,7 +25,7 @@ from meshlora.oracle.batches import MicroBatch, micro_batches, micro_batches_of
 from meshlora.oracle.capture import CHOICES, SCORES, Capture, copy
 from meshlora.oracle.case import REFERENCE, Case
 from meshlora.oracle.dropout import Masks
-from meshlora.oracle.experts import adapted_stacks, expert_modules, in_experts
+from meshlora.oracle.experts import ROWS, adapted_stacks, expert_modules, in_experts
 from meshlora.oracle.inputs import write_adapter, write_twin
 from meshlora.oracle.noise import add_noise
 from meshlora.oracle.objectives import contrast
@@ -43,6 +43,7 @@ from meshlora.oracle.reference import (
     reference_model,
     scalings,
     set_rate,
+    token_rows,
     trainable,
 )
 from meshlora.oracle.replay import after_step, as_the_engine, at_step, free, new_record, record_file, routed
@@ -118,7 +119,7 @@ def _trace_case(case: Case, model: Any, routing: Routing | None, policy: Any = N
     trace.stacks = adapted_stacks(model)
     trace.rows, trace.columns = fingerprints(inner)
     trace.dropouts = masks.rates
-    trace.base, trace.row_norms = _base_values(case, factors)
+    trace.base, trace.row_norms = _base_values(case, factors, token_rows(model))
     for step, rate in enumerate(rates):
         at_step(routing, step)
         masks.step = step
@@ -164,8 +165,11 @@ def _forget_head(trace: Trace, model: Any) -> None:
         micro.backward.pop("", None)
 
 
-def _base_values(case: Case, factors: dict[str, nn.Parameter]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(base values of the trained base parameters, row norms of the base weights that DoRA scales)."""
+def _base_values(
+    case: Case, factors: dict[str, nn.Parameter], rows: Mapping[str, list[int]]
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """(base values of the trained base parameters, row norms of the base weights that DoRA scales). rows: trained
+    rows -> their tokens."""
     wanted = {name for name in factors if ".lora_" not in name}
     scaled = [name for name in factors if name.endswith(".lora_magnitude_vector")]
     if not wanted and not scaled:
@@ -177,6 +181,7 @@ def _base_values(case: Case, factors: dict[str, nn.Parameter]) -> tuple[dict[str
     fresh = load_base(case.model, config, dtype=getattr(torch, case.dtype), **options)
     quantize_base(fresh, case.quantization)
     base = {name: copy(parameter).double() for name, parameter in fresh.named_parameters(remove_duplicate=False)}
+    base |= {name: base[name.replace(ROWS, ".weight")][tokens] for name, tokens in rows.items()}
     norms = {}
     for name in scaled:
         module = name.rpartition(".lora_")[0]

@@ -298,7 +298,7 @@ def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
     check_proved(small.plan.model_type, topology, has_experts=bool(small.plan.experts))
     small = small.with_adapter(problem.lora)
     parts = parts_of(problem.model, problem.shrunk, small.plan)
-    check_tied(problem.model, small.plan, small.adapter.copies if small.adapter else ())
+    check_tied(problem.model, small.plan, small.adapter.weights if small.adapter else ())
     states = [states_of(part.shrunk, small, problem.optimizer, problem.min_8bit_size) for part in parts]
     for part, own in zip(parts, states, strict=True):
         if not own.parameters:

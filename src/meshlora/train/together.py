@@ -199,6 +199,7 @@ def check_adapter_together(name: str, lora: LoraConfig, targets: Mapping[str, Ta
     refused = {
         f"bias={lora.bias!r}": lora.bias != "none",
         "modules_to_save": bool(lora.modules_to_save),
+        "trainable_token_indices": bool(lora.trainable_token_indices),
         f"init_lora_weights={lora.init_lora_weights!r}": lora.init_lora_weights in WHOLE_MATRIX,
         **{f"LoRA on the router {target}": True for target in targets if target in plan.matrices},
     }

@@ -64,6 +64,8 @@ def features_of_model(
         "embedding_padding": _is_target(config, plan.embedding, is_linear=False)
         and getattr(text, "pad_token_id", None) is not None,
         "trained": bool(config.modules_to_save),
+        "token_rows": bool(config.trainable_token_indices),
+        "tied_rows": getattr(model, "tie_word_embeddings", False) and _is_of_embedding(config, plan),
         "ranks_by_pattern": bool(config.rank_pattern) and not has_pieces,
         "scales_by_pattern": bool(config.alpha_pattern) and not has_pieces,
         "dora": config.use_dora,
@@ -112,6 +114,12 @@ def _is_one_run(layout: Layout, tp: int) -> bool:
     """Whether a rank holds contiguous rows of a fused matrix."""
     runs = layout.runs(rank=0, size=tp)
     return runs[-1].stop - runs[0].start == sum(run.size for run in runs)
+
+
+def _is_of_embedding(config: LoraConfig, plan: ModelPlan) -> bool:
+    """Whether the adapter has rows of the embedding, and says nothing of the head."""
+    given = config.trainable_token_indices
+    return isinstance(given, list) or [*(given or ())] == [plan.embedding] or [*(given or ())] == ["embed_tokens"]
 
 
 def _is_target(config: LoraConfig, name: str, *, is_linear: bool = True) -> bool:

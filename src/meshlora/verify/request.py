@@ -14,7 +14,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -50,6 +50,7 @@ from meshlora.oracle.case import (
     as_similar,
     batch_size_for,
     case_hash,
+    check_tokens,
     distinct_sequences,
     file_fingerprint,
     num_sequences_for,
@@ -58,6 +59,7 @@ from meshlora.oracle.case import (
     with_labels,
     with_rollouts,
     with_routed,
+    with_tokens,
 )
 from meshlora.oracle.images import with_images
 from meshlora.oracle.objectives import has_load_balancing
@@ -335,7 +337,7 @@ def prepare_proof(request: Request) -> Proof:
         "share_experts": bool(getattr(lora, "share_experts", False)),
     }
     case = dataclasses.replace(
-        _case(request, config, first.plan, batch_size_for(max(t.dp for t in plans))),
+        _case(request, config, first.plan, batch_size_for(max(t.dp for t in plans)), tokens=first.trained.tokens),
         model="" if is_twin else str(request.model),
         dtype=dtype,
         router_aux_loss_coef=_aux_loss_coef(request, config, plans),
@@ -455,15 +457,20 @@ def _in_full(lora: LoraConfig, targets: Collection[str], plan: ModelPlan) -> Lor
     return found
 
 
-def _case(request: Request, config: PretrainedConfig, plan: ModelPlan, batch_size: int) -> Case:
-    """The case of `request`, on random sequences or those of the user."""
+def _case(
+    request: Request, config: PretrainedConfig, plan: ModelPlan, batch_size: int, *, tokens: Sequence[int]
+) -> Case:
+    """The case of `request`, on random sequences or those of the user. tokens: whose rows the adapter trains."""
     objective, number = request.objective, num_sequences_for(batch_size, request.steps)
     found, pad = _sequences(request, config, _ROWS.get(objective.reader, 1) * number)
+    if tokens and request.data is None:
+        found = with_tokens(found, tokens)
     if request.images and request.data is None:
         found = with_images(found, config, seed=request.seed)
     segments = (getattr(config, "type_vocab_size", None) or 0) > 1
     vocab_size = config.get_text_config().vocab_size
     data = as_records(found, objective, vocab_size=vocab_size, seed=request.seed, segments=segments)
+    check_tokens(data, tokens)
     if request.routed:
         data = _with_experts(request, config, plan, data)
     own = {

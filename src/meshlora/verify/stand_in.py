@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
 from meshlora.adapter.targets.resolve import Target
+from meshlora.adapter.targets.token_rows import TokenRows
 from meshlora.common.errors import UnsupportedError
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.guards import dropout_fields, handle_dropout
@@ -30,6 +31,8 @@ from meshlora.verify.request import Proof, of_schedule
 MOST_RANKS = 8
 # The ones that a CPU can run in float64. Others are proved with the choice of transformers.
 _ATTENTIONS = ("eager", "sdpa")
+# Tokens of the twin with rows of their own: more show nothing new. And the first that may: those before are special.
+_MOST_TOKENS, _FIRST_TOKEN = 4, 3
 _WAY_OUT = "prove the model itself with `meshlora verify --model FOLDER`, then train with --no-preflight"
 
 
@@ -106,7 +109,25 @@ class StandIn:
             alpha = target.scaling * (math.sqrt(target.r) if lora.use_rslora else target.r)
             if not target.pieces and not math.isclose(alpha, lora.lora_alpha):
                 on_twin.setdefault("alpha_pattern", {})[name] = int(alpha) if alpha == int(alpha) else alpha
+        if rows := run.blueprint.trained.rows:
+            on_twin["trainable_token_indices"] = self._rows(rows)
         return on_twin | ({"pieces": pieces} if pieces else {})
+
+    def _rows(self, rows: Mapping[str, TokenRows]) -> dict[str, list[int]]:
+        """Module -> tokens of the twin, for those of `rows`: a few, over all of its vocabulary, in another order."""
+        given, own = self._given.get_text_config(), self.config.get_text_config()
+        few = {module: each.ids[:_MOST_TOKENS] for module, each in rows.items()}
+        padding = getattr(given, "pad_token_id", None)
+        for module, each in rows.items():
+            if padding in each.ids and padding not in few[module]:
+                few[module] += (padding,)
+        known = [*dict.fromkeys(token for ids in few.values() for token in ids)]
+        spread = [_FIRST_TOKEN + n * (own.vocab_size - _FIRST_TOKEN) // len(known) for n in range(len(known))]
+        own_padding = getattr(own, "pad_token_id", None)
+        on_twin = {token: new + (new == own_padding) for token, new in zip(known, reversed(spread), strict=True)}
+        if padding in on_twin and own_padding is not None:
+            on_twin[padding] = own_padding
+        return {module: [on_twin[token] for token in ids] for module, ids in few.items()}
 
     def schedule(self, run: Prepared) -> dict[str, Any]:
         """The schedule of `run` on the twin, as fields of a request: its kind, and whether its warm-up begins at 0 and

@@ -51,6 +51,9 @@ def engine_layout(adapter: AdapterPlan, plan: ModelPlan, where: str) -> Literal[
         UserError: targets of several scales. UnsupportedError: what engines read in no layout, by name.
     """
     targets = adapter.targets
+    if adapter.rows:
+        words = "engines take LoRA, and no rows of a vocabulary besides"
+        raise UnsupportedError(f"{where}: trainable_token_indices", words, "merge it: meshlora merge")
     if not adapter.config.target_parameters:
         return "peft"
     check_lora_alone(adapter.config, where)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from meshlora.adapter.formats.adapter_file import PREFIX
 from meshlora.adapter.targets.resolve import Target
+from meshlora.adapter.targets.token_rows import DELTA
 from meshlora.common.errors import UserError
 from meshlora.plan.rules import ModelPlan
 
@@ -122,17 +123,25 @@ def peft_keys(experts: str, targeted: Collection[str]) -> dict[tuple[str, str], 
 
 
 def key_of_parameter(name: str, targets: Collection[str]) -> str:
-    """The key of a trained base parameter."""
+    """The key of a trained base parameter, or of rows of one."""
     owner, _, leaf = name.rpartition(".")
+    if leaf == DELTA:
+        return f"{PREFIX}{owner}.token_adapter.{leaf}"
     return f"{PREFIX}{owner}.base_layer.{leaf}" if owner in targets else f"{PREFIX}{name}"
 
 
-def base_keys(targets: Collection[str], plan: ModelPlan, copies: Collection[str] = ()) -> dict[str, str]:
-    """Embedding and head -> the key under which PEFT may also store the base weight, as it does of a resized one."""
+def base_keys(
+    targets: Collection[str], plan: ModelPlan, copies: Collection[str] = (), rows: Collection[str] = ()
+) -> dict[str, str]:
+    """Embedding and head -> the key under which PEFT may also store the base weight, as it does of a resized one.
+
+    rows: modules with rows of their own.
+    """
     found = {}
     for name in (plan.embedding, plan.head):
         if name:
             infix = ".base_layer" if name in targets else ".original_module" if f"{name}.weight" in copies else ""
+            infix = ".token_adapter.base_layer" if name in rows else infix
             found[name] = f"{PREFIX}{name}{infix}.weight"
     return found
 

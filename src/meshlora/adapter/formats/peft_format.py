@@ -33,6 +33,7 @@ from meshlora.adapter.formats.per_expert import engine_config, engine_factors
 from meshlora.adapter.plan import AdapterPlan, plan_adapter, rule_of_parameter, whole_shape
 from meshlora.adapter.replicas import check_replicas
 from meshlora.adapter.targets.pieces import own_words, with_own_words, with_pieces
+from meshlora.adapter.targets.token_rows import DELTA
 from meshlora.comm.collectives import broadcast_text
 from meshlora.common.errors import MeshloraError, SaveError, UnsupportedError, UserError, did_you_mean, reason
 from meshlora.common.files import new_folder, read_json, write_json_atomically
@@ -277,13 +278,16 @@ def read_factors(planned: AdapterPlan, plan: ModelPlan) -> tuple[dict[str, dict[
     file, targets = planned.folder / WEIGHTS_FILE, planned.targets
     if (of_single_experts := engine_factors(file, targets, plan)) is not None:
         return of_single_experts, {}
-    of_copies = {name: key_of_parameter(name, targets) for name in planned.copies}
+    of_copies = {name: key_of_parameter(name, targets) for name in planned.of_base}
     expected = file_shapes(targets) | {key: planned.parameters[name].shape for name, key in of_copies.items()}
-    of_base = {key: planned.vocabulary[name] for name, key in base_keys(targets, plan, planned.copies).items()}
+    named = base_keys(targets, plan, planned.copies, planned.with_rows)
+    of_base = {key: planned.vocabulary[name] for name, key in named.items()}
+    # Of a resized vocabulary PEFT writes the rows of a tied head once more, and reads them nowhere.
+    repeated = {key_of_parameter(f"{name}.{DELTA}", targets) for rows in planned.rows.values() for name in rows.tied}
     with open_adapter(file) as opened:
         rows = {name: shape[0] for name, shape in planned.vocabulary.items()}
         check_vocabulary(opened, file, of_base | expected, rows)
-        check_keys(file, opened.keys() - of_base.keys(), expected)
+        check_keys(file, opened.keys() - of_base.keys() - repeated, expected)
         tensors = {key: read_tensor(opened, file, key, shape) for key, shape in expected.items()}
     return factors_of_file(tensors, targets, file), {name: tensors[key] for name, key in of_copies.items()}
 
@@ -297,7 +301,7 @@ def _check_same_base(model: Any, file: Path, planned: AdapterPlan) -> None:
         UserError: they differ, for example after a change of the vocabulary.
     """
     state = runtime(model)
-    keys = base_keys(planned.targets, state.plan, planned.copies)
+    keys = base_keys(planned.targets, state.plan, planned.copies, planned.with_rows)
     in_use = {name for name in keys if f"{name}.weight" not in planned.copies}
     if in_use and is_tied(state.whole.model, state.whole.plan):
         in_use = set(keys)

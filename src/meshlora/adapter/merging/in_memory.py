@@ -23,7 +23,8 @@ from meshlora.common.float64 import lift, wide_dtype
 from meshlora.layers.embedding import ParallelEmbedding
 from meshlora.layers.experts.module import ParallelExpertLinear
 from meshlora.layers.experts.router import RouterAdapter
-from meshlora.layers.linear import ParallelLinear
+from meshlora.layers.linear import ParallelHead, ParallelLinear
+from meshlora.layers.token_rows import ReplacedRows
 from meshlora.model.dp_shard import whole_weights
 from meshlora.model.inject import parallel_leaves
 
@@ -107,8 +108,17 @@ def _leaves(model: Any, adapter: str) -> dict[str, _Merging]:
     return {
         name: leaf
         for name, leaf in parallel_leaves(model).items()
-        if not isinstance(leaf, RouterAdapter) and adapter in leaf.scaling
+        if not isinstance(leaf, RouterAdapter) and (adapter in leaf.scaling or _rows(leaf, adapter) is not None)
     }
+
+
+def _rows(leaf: _Merging, adapter: str) -> ReplacedRows | None:
+    """The rows of `adapter` in place of those of the vocabulary of `leaf`."""
+    if not isinstance(leaf, ParallelEmbedding | ParallelHead) or adapter not in leaf.replaced:
+        return None
+    rows = leaf.replaced[adapter]
+    assert isinstance(rows, ReplacedRows)
+    return rows
 
 
 def _merge_one(model: Any, state: Runtime, name: str, leaf: _Merging) -> None:
@@ -123,8 +133,10 @@ def _merge_one(model: Any, state: Runtime, name: str, leaf: _Merging) -> None:
     first = min(each * state.mesh.data.rank, weight.shape[0]) if isinstance(weight, DTensor) else 0
     rows = slice(first, first + len(shard))
     total = shard.to(wide_dtype(shard.dtype), copy=True)
-    if len(shard):
+    if len(shard) and adapter in leaf.scaling:
         total += _change(leaf, adapter, rows).to(total.dtype)
+    if (replaced := _rows(leaf, adapter)) is not None:
+        total[replaced.local] = replaced.values[replaced.here].to(total.dtype)
     if ratio is not None:
         total *= ratio[rows].unsqueeze(1).to(total.dtype)
     assert state.unmerged is not None

@@ -57,6 +57,7 @@ SUPPORTED = {
     "fan_in_fan_out",
     "pieces",
     "target_parameters",
+    "trainable_token_indices",
     "share_experts",
     "vision",
 }
@@ -150,13 +151,6 @@ def check_supported(config: LoraConfig) -> None:
             continue
         if not value and not getattr(default, option.name):  # None, [], {} and False all mean "off"
             continue
-        if option.name == "trainable_token_indices":
-            raise UnsupportedError(
-                f"LoraConfig({option.name}={value!r})",
-                "single rows of an embedding are merged, not trained or run beside a base",
-                "merge a finished adapter (meshlora merge) and run the merged model; to train tokens, "
-                "name the embedding and the head in modules_to_save",
-            )
         raise UnsupportedError(
             f"LoraConfig({option.name}={value!r})",
             "this option is not supported yet",

@@ -47,7 +47,8 @@ class Mutation:
             "gated_experts", "expert_bias", "routing_last" (weights scale the output), "dense_dp_is_not_edp",
             "expert_target", "shared_experts_adapter", "aux_loss", "other_tokens" (ranks route different tokens); of the
             adapter and the run "pieces", "embedding_target", "uneven_heads" (not a power of two), "ranks_by_pattern",
-            "scales_by_pattern", "trained" (modules trained in full), "dora", "smoothing", "lora_plus", "noise" (on
+            "scales_by_pattern", "trained" (modules trained in full), "token_rows" (of a vocabulary, in place
+            of the base's), "tied_rows" (that a tied head has too), "dora", "smoothing", "lora_plus", "noise" (on
             embedded tokens), "adamw", "adamw_8bit" or "lora_fa" (the optimizer); of cp "gathered_keys" (attention over
             cp, not as a ring), "balanced" (ranks have heads and tails of sequences), "soft_caps" (of scores), "rope",
             "recurrent" (mixers over cp), "passed_states" (of them); "data" (dp or cp above 1); of the objective its

@@ -14,6 +14,7 @@ from meshlora.comm.groups import Axis
 from meshlora.layers import embedding, linear
 from meshlora.layers.embedding import ParallelEmbedding
 from meshlora.layers.head import loss as vocabulary
+from meshlora.layers.linear import ParallelHead
 from meshlora.plan.grads import Side
 from meshlora.verify.faults.fault import after, around, instead_of, without_axis
 
@@ -48,6 +49,17 @@ def embedding_not_reduced(x: Tensor, axis: Axis) -> Tensor:
 def embedding_b_not_summed(found: Any, rule: Any, side: Side) -> Any:
     """the gradient of B on the embedding is summed over tp"""
     return without_axis(found, "tp") if side is Side.OUTPUT else found
+
+
+@after(adapter_plan, "rows_rule", needs="tp token_rows")
+def token_rows_not_summed(found: Any, *_: Any) -> Any:
+    """the gradient of rows in place of the base's is summed over tp: a rank has the terms of its own tokens"""
+    return without_axis(found, "tp")
+
+
+@around(ParallelHead, "replace_rows", needs="tied_rows")
+def tied_head_keeps_rows_of_base(original: Any, self: ParallelHead, adapter: str, *rows: Any) -> None:
+    """a tied head has the rows that the embedding has in place of the base's"""
 
 
 @after(linear, "gather_each_to_one", needs="tp")
