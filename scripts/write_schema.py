@@ -35,6 +35,7 @@ from meshlora.config.types import adapter
 FILE = Path(file.__file__).with_name("run-file.schema.json")
 _TEXT, _TEXTS = {"type": "string"}, {"type": "array", "items": {"type": "string"}}
 _RANK, _ALPHA, _SWITCH = {"type": "integer", "minimum": 1}, {"type": "number"}, {"type": "boolean"}
+_TOKENS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1, "uniqueItems": True}
 # The fields of `peft.LoraConfig` that are supported, and those of our own.
 LORA: dict[str, Any] = {
     "r": _RANK,
@@ -52,6 +53,9 @@ LORA: dict[str, Any] = {
     "init_lora_weights": {"enum": [True, False, "gaussian", "pissa", "olora"]},
     "bias": {"enum": ["none", "all", "lora_only"]},
     "modules_to_save": {"anyOf": [_TEXTS, {"type": "null"}]},
+    "trainable_token_indices": {
+        "anyOf": [_TOKENS, {"type": "object", "additionalProperties": _TOKENS}, {"type": "null"}]
+    },
     "fan_in_fan_out": _SWITCH,
     "pieces": {"type": "object", "additionalProperties": _TEXTS, "description": "of fused matrices: name -> pieces"},
     "share_experts": {"type": "boolean", "description": "one adapter for all experts of a layer"},

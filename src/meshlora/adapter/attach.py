@@ -230,8 +230,11 @@ def attach(
 def _replace_rows(model: Any, adapter: str, rows: TokenRows, values: Tensor | None) -> nn.Parameter:
     """Attach `rows` to the modules that have them. values: full, `[n, H]`; None: those of the base."""
     state = runtime(model)
-    leaves = [adopt(model, state.plan, module, state.mesh.tp) for module in rows.modules]
-    assert all(isinstance(leaf, ParallelEmbedding | ParallelHead) for leaf in leaves), rows
+    leaves: list[ParallelEmbedding | ParallelHead] = []
+    for module in rows.modules:
+        leaf = adopt(model, state.plan, module, state.mesh.tp)
+        assert isinstance(leaf, ParallelEmbedding | ParallelHead), (module, type(leaf))
+        leaves.append(leaf)
     values = leaves[0].base_rows(rows.ids) if values is None else values
     values = values.to(state.mesh.device, wide_dtype(model.dtype), copy=True)
     parameter = nn.Parameter(values, requires_grad=False)

@@ -18,6 +18,7 @@ from meshlora.plan.grads import Cut
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology
 
+_ROWS = "trainable_token_indices"
 BLOCK = 256  # elements of a factor, flattened, that share a scale of their moments in 8 bits
 
 
@@ -80,6 +81,8 @@ def _check_flat(adapter: AdapterPlan, plan: ModelPlan) -> None:
     if what := next((name for name, is_there in given.items() if is_there), None):
         rule = "PEFT keeps several of these in one matrix, whose blocks of 256 elements are not those of each"
         raise UnsupportedError(f"train.optimizer=adamw_8bit with {what}", rule, way_out)
+    if adapter.rows:
+        raise UnsupportedError(f"train.optimizer=adamw_8bit with {_ROWS}", "it is not proved with them", way_out)
     if f"{plan.embedding}.weight" in adapter.copies:
         rule = "transformers leaves its moments in 32 bits, and bitsandbytes itself does not"
         raise UnsupportedError("train.optimizer=adamw_8bit with the embedding in modules_to_save", rule, way_out)
@@ -89,7 +92,7 @@ def _check_pairs(adapter: AdapterPlan, plan: ModelPlan) -> None:
     """Refuse other parameters than an A and a B of a linear."""
     given = {
         "modules_to_save, or biases": bool(adapter.copies),
-        "trainable_token_indices": bool(adapter.rows),
+        _ROWS: bool(adapter.rows),
         "use_dora": adapter.config.use_dora,
         "an adapter on the embedding": plan.embedding in adapter.targets,
         "an adapter on parameters (experts, routers)": bool(adapter.stored.target_parameters),

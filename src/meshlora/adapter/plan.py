@@ -21,7 +21,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from meshlora.adapter.initialization import check_whole_matrix
 from meshlora.adapter.targets.expert_targets import out_of_reach, stored_parameters, with_whole_projections
 from meshlora.adapter.targets.options import check_kind, matches
-from meshlora.adapter.targets.resolve import Target, resolve_targets
+from meshlora.adapter.targets.resolve import Target, describe_targets, resolve_targets
 from meshlora.adapter.targets.token_rows import TokenRows, resolve_rows
 from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.common.tasks import CAUSAL, HEADS, task_of
@@ -95,6 +95,12 @@ class AdapterPlan:
     def num_trainable(self) -> int:
         """Number of trainable elements, replicas counted once."""
         return sum(math.prod(parameter.shape) for parameter in self.parameters.values())
+
+
+def describe_adapter(adapter: AdapterPlan) -> list[str]:
+    """One line for each kind of target, and for each module's rows."""
+    rows = [f"  {len(each.ids)} rows of {' and '.join(each.modules)}" for each in adapter.rows.values()]
+    return [*describe_targets(adapter.targets), *rows]
 
 
 def plan_adapter(

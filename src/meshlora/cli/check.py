@@ -89,7 +89,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _rows_of(run: Any) -> list[tuple[str, str]]:
     """The summary of a prepared run."""
-    from meshlora.adapter.targets.resolve import describe_targets
+    from meshlora.adapter.plan import describe_adapter
     from meshlora.config.presets import resolved
 
     config, adapter = run.config, run.blueprint.trained
@@ -97,7 +97,7 @@ def _rows_of(run: Any) -> list[tuple[str, str]]:
         *([(f"preset {config.preset}", resolved(config))] if config.preset is not None else []),
         ("model", f"{config.model.path} ({run.plan.model_type}, {run.plan.num_layers} layers)"),
         ("topology", f"{run.topology} ({run.topology.world} processes)"),
-        ("adapter", "\n".join([run.blueprint.size, *describe_targets(adapter.targets)])),
+        ("adapter", "\n".join([run.blueprint.size, *describe_adapter(adapter)])),
         ("train data", _size(run.train_data) if not config.is_stream else "rollouts, a file a step"),
         ("eval data", _size(run.eval_data)),
         ("steps", f"{run.steps:,} of {config.train.batch_size} sequences"),
@@ -107,7 +107,7 @@ def _rows_of(run: Any) -> list[tuple[str, str]]:
 
 def _result(run: Any) -> dict[str, Any]:
     """The same as plain values."""
-    from meshlora.adapter.targets.resolve import describe_targets
+    from meshlora.adapter.plan import describe_adapter
 
     config, adapter = run.config, run.blueprint.trained
     return {
@@ -119,7 +119,7 @@ def _result(run: Any) -> dict[str, Any]:
         "num_processes": run.topology.world,
         "num_trained_parameters": adapter.num_trainable,
         "num_parameters": run.blueprint.num_parameters,
-        "targets": [line.strip() for line in describe_targets(adapter.targets)],
+        "targets": [line.strip() for line in describe_adapter(adapter)],
         "train_data": _counts(run.train_data),
         "eval_data": _counts(run.eval_data),
         "num_steps": run.steps,

@@ -21,7 +21,7 @@ import torch
 from meshlora.adapter.attach import runtime
 from meshlora.adapter.formats.peft_format import begin_adapter
 from meshlora.adapter.merging.merge import check_merge, merge
-from meshlora.adapter.targets.resolve import describe_targets
+from meshlora.adapter.plan import describe_adapter
 from meshlora.comm.collectives import all_gather, broadcast_in_place
 from meshlora.comm.groups import Mesh, join, leave
 from meshlora.comm.launchers import launcher_place
@@ -234,7 +234,7 @@ def introduce(run: Prepared, notes: list[str], reporter: Reporter, held_bytes: i
         f"{data}, {run.steps:,} steps"
     )
     reporter.say(f"{run.blueprint.size}; weights take {held_bytes / 1e6:,.1f} MB of a rank's memory")
-    for line in describe_targets(run.blueprint.trained.targets):
+    for line in describe_adapter(run.blueprint.trained):
         reporter.say(line)
     if run.config.train.objective.needs_base:
         reporter.say(f"reference: {reference_words(run)}")
