@@ -21,7 +21,9 @@ import meshlora
 from meshlora.adapter.attach import active_factors, set_adapters
 from meshlora.adapter.formats.engine_export import engine_layout
 from meshlora.adapter.plan import plan_adapter
+from meshlora.cli.main import main
 from meshlora.common.float64 import lift
+from meshlora.config.file import read_run
 from meshlora.oracle.case import check_tokens, random_tokens, with_tokens
 from meshlora.oracle.compare import relative
 from meshlora.oracle.inputs import write_twin
@@ -29,7 +31,12 @@ from meshlora.oracle.reference import trainable
 from meshlora.plan.derive import plan_model
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
+from meshlora.train.together import prepare_run
+from meshlora.verify import preflight
 from tests.conftest import Prove
+from tests.ranks.test_trainer import folder, run_file
+
+__all__ = ["folder"]  # a fixture
 
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "down_proj"]}
 TIED = {"tie_word_embeddings": True, "pad_token_id": 3}
@@ -238,3 +245,23 @@ def test_proof_reads_and_predicts_every_token_whose_row_is_trained() -> None:
     data.input_ids[last] = 252  # predicted, and never read
     with pytest.raises(meshlora.UserError, match="252: no sequence of the proof has it"):
         check_tokens(data, [252])
+
+
+def test_preflight_trains_rows_of_tokens_that_its_twin_has(folder: Path) -> None:
+    given = {"embed_tokens": [300, 299, 0, 1, 2, 3, 4], "lm_head": [299]}
+    run = prepare_run(read_run(run_file(folder, "rows", "tp=2", lora__trainable_token_indices=given)))
+    proof, _ = preflight.proof_of(run, folder)
+    found, size = proof.case.lora["trainable_token_indices"], proof.config.get_text_config().vocab_size
+    of_embedding, of_head = found["model.embed_tokens"], found["lm_head"]
+    assert [of_embedding[1]] == of_head
+    assert len(set(of_embedding)) == len(of_embedding)
+    assert min(of_embedding) < size // 2 <= max(of_embedding) < size  # of both ranks
+    assert of_embedding != sorted(of_embedding)
+    assert "token_rows" in proof.features_on(proof.topologies[0])
+    check_tokens(proof.case.data, of_embedding)
+
+
+def test_check_names_the_rows_that_a_run_trains(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = run_file(folder, "named", "", lora__trainable_token_indices=[7, 300])
+    assert main(["check", str(file)]) == 0
+    assert "2 rows of model.embed_tokens" in capsys.readouterr().out
