@@ -68,7 +68,9 @@ def simulated(problem: Problem, topology: str) -> Simulation:
         pytest.param("llama", "dp=4", {}, id="dp", marks=pytest.mark.proof),  # by default with sharded bases
         pytest.param("llama", "tp=4,sp", {"recompute": "full"}, id="recomputed", marks=pytest.mark.proof),
         pytest.param("llama", "tp=2,sp", {"recompute": 2, "config": {"num_hidden_layers": 5}}, id="every_second"),
-        pytest.param("llama", "tp=4", {"lora": {"use_dora": True}}, id="dora"),
+        pytest.param(
+            "llama", "tp=4", {"lora": {"use_dora": True, "trainable_token_indices": [7, 200]}}, id="dora_and_rows"
+        ),
         pytest.param("llama", "tp=2", {"lora": {"modules_to_save": ["embed_tokens"]}}, id="embedding_trained"),
         pytest.param("gpt2", "tp=2,sp", {}, id="conv1d_tied"),
         pytest.param("llama", "tp=2,sp", {"optimizer": "lora_fa", "micro_batch": 1, "batch": 2}, id="lora_fa"),

@@ -88,7 +88,7 @@ def _plain(folder: Path) -> tuple[list[tuple[str, str]], list[str]]:
         config = read_json(folder / CONFIG_FILE)
         if not isinstance(config, dict):
             raise UserError(f"{folder / CONFIG_FILE}", "it must be a JSON object, as PEFT writes it")
-        names = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules")
+        names = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules", "trainable_token_indices")
         rows += [(name, shown(f"{config[name]}")) for name in names if config.get(name) is not None]
         with open_safetensors(folder / WEIGHTS_FILE) as file:
             rows.append((WEIGHTS_FILE, f"{len(file.keys()):,} tensors"))

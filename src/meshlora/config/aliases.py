@@ -91,6 +91,7 @@ _KEYS = {
     **{name: f"lora.{name}" for name in ("lora_alpha", "lora_dropout", "target_modules", "use_dora", "use_rslora")},
     "r": "lora.r",
     "lora_modules_to_save": "lora.modules_to_save",
+    "trainable_token_indices": "lora.trainable_token_indices",
     "peft_use_dora": "lora.use_dora",
     **dict.fromkeys(("peft_config", "lora_config", "peft"), "lora, with the fields of peft.LoraConfig"),
     **dict.fromkeys(("lora_model_dir", "adapter_name_or_path"), "adapter, a folder"),
