@@ -19,7 +19,7 @@ from meshlora.comm.collectives import reduce_each_to_one
 from meshlora.comm.groups import Axis
 from meshlora.common.errors import UnsupportedError
 from meshlora.layers.adapted import become
-from meshlora.layers.token_rows import ReplacedRows, base_rows
+from meshlora.layers.token_rows import ReplacedRows, base_rows, rows_of
 from meshlora.layers.tokens import ForwardTokens
 from meshlora.plan.rules import ParameterRule
 
@@ -61,9 +61,7 @@ class ParallelEmbedding(nn.Embedding):
         """ids `[B, S]` -> `[B, S, H]`, identical on all ranks."""
         ids, is_other = self._local(input)
         y = super().forward(ids)
-        if self.active is not None and self.active in self.replaced:
-            rows = self.replaced[self.active]
-            assert isinstance(rows, ReplacedRows)
+        if (rows := rows_of(self.replaced, self.active)) is not None:
             y = rows.looked_up(y, ids, padding=self.padding_idx, scale=getattr(self, "embed_scale", None))
         if self.active is not None and self.active in self.scaling:
             y = y + self._lora(ids, self.active, y.dtype)

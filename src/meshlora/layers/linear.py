@@ -30,7 +30,7 @@ from meshlora.layers.head.recipe import LogitsRecipe
 from meshlora.layers.products import LoraLinearFunction
 from meshlora.layers.quantized import FrozenMatrix, frozen_linear, unpacked
 from meshlora.layers.shared_input import Joined, share
-from meshlora.layers.token_rows import ReplacedRows, base_rows
+from meshlora.layers.token_rows import ReplacedRows, base_rows, rows_of
 from meshlora.layers.tokens import ForwardTokens, Mask, Part, Segment
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
@@ -240,11 +240,8 @@ class ParallelHead(ParallelLinear):
     def local_logits(self, x: Tensor) -> Tensor:
         """x `[..., in]` -> logits `[..., vocab/tp]` of this rank's rows, padding included."""
         logits = super().forward(x)
-        if self.active is None or self.active not in self.replaced:
-            return logits
-        rows = self.replaced[self.active]
-        assert isinstance(rows, ReplacedRows)
-        return rows.put_into(logits, x)
+        rows = rows_of(self.replaced, self.active)
+        return logits if rows is None else rows.put_into(logits, x)
 
     def replace_rows(self, adapter: str, values: nn.Parameter, ids: Sequence[int]) -> None:
         """Let the rows `values` `[n, H]` of the tokens `ids` take the place of the base's while `adapter` is active."""

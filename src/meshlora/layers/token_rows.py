@@ -59,6 +59,15 @@ class ReplacedRows(nn.Module):
         return logits.index_copy_(-1, self.local, x @ self.values[self.here].to(x.dtype).mT)
 
 
+def rows_of(replaced: nn.ModuleDict, adapter: str | None) -> ReplacedRows | None:
+    """The rows of `adapter` among those of a leaf, by adapter; None: it has none."""
+    if adapter is None or adapter not in replaced:
+        return None
+    rows = replaced[adapter]
+    assert isinstance(rows, ReplacedRows)
+    return rows
+
+
 def base_rows(weight: Tensor, ids: Sequence[int], *, first: int, tp: Axis | None) -> Tensor:
     """The rows `[n, H]` of `ids` in a vocabulary of which this rank has `weight` `[V_local, H]`, from token `first`.
 

@@ -24,7 +24,7 @@ from meshlora.layers.embedding import ParallelEmbedding
 from meshlora.layers.experts.module import ParallelExpertLinear
 from meshlora.layers.experts.router import RouterAdapter
 from meshlora.layers.linear import ParallelHead, ParallelLinear
-from meshlora.layers.token_rows import ReplacedRows
+from meshlora.layers.token_rows import ReplacedRows, rows_of
 from meshlora.model.dp_shard import whole_weights
 from meshlora.model.inject import parallel_leaves
 
@@ -114,11 +114,7 @@ def _leaves(model: Any, adapter: str) -> dict[str, _Merging]:
 
 def _rows(leaf: _Merging, adapter: str) -> ReplacedRows | None:
     """The rows of `adapter` in place of those of the vocabulary of `leaf`."""
-    if not isinstance(leaf, ParallelEmbedding | ParallelHead) or adapter not in leaf.replaced:
-        return None
-    rows = leaf.replaced[adapter]
-    assert isinstance(rows, ReplacedRows)
-    return rows
+    return rows_of(leaf.replaced, adapter) if isinstance(leaf, ParallelEmbedding | ParallelHead) else None
 
 
 def _merge_one(model: Any, state: Runtime, name: str, leaf: _Merging) -> None:
