@@ -15,6 +15,7 @@ import pytest
 from meshlora.cli.main import _parser
 from tests.changed import is_there
 from tests.commands import Command, commands, words_of_meshlora
+from tests.for_each import for_each
 from tests.scripts import ROOT
 
 COMMANDS = list(commands())
@@ -40,7 +41,7 @@ def test_commands_are_found() -> None:
     assert len({command.page for command in COMMANDS}) > 25
 
 
-@pytest.mark.parametrize("page", sorted({command.page for command in COMMANDS}))
+@for_each("page", sorted({command.page for command in COMMANDS}))
 def test_commands_of_a_page_are_what_there_is(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     faults = [fault for c in COMMANDS if c.page == page and (fault := _fault(c))]
     assert not faults, capsys.readouterr().err

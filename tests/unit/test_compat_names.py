@@ -22,6 +22,7 @@ from transformers import GPT2Model, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from meshlora.common import compat
+from tests.for_each import for_each
 from tests.unit.private_names import defined, private_names
 
 
@@ -212,7 +213,7 @@ PRIVATE = [
 ]
 
 
-@pytest.mark.parametrize("private", PRIVATE, ids=lambda p: p.name)
+@for_each("private", PRIVATE, ids=lambda p: p.name)
 def test_every_private_name_is_there(private: Private) -> None:
     assert not private.gone, private.gone
 

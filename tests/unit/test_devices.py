@@ -6,9 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import meshlora
+from tests.for_each import for_each
 
 ROOT = Path(meshlora.__file__).parent
 MAKERS = {"empty", "zeros", "ones", "full", "arange", "tensor", "as_tensor", "scalar_tensor", "eye", "linspace"}
@@ -38,7 +37,7 @@ def unplaced(tree: ast.AST) -> Iterator[str]:
             yield f"{call.lineno}: {ast.unparse(call)}"
 
 
-@pytest.mark.parametrize("path", OF_A_STEP, ids=lambda path: str(path.relative_to(ROOT)))
+@for_each("path", OF_A_STEP, ids=lambda path: str(path.relative_to(ROOT)))
 def test_every_tensor_of_a_step_names_its_device(path: Path) -> None:
     assert not list(unplaced(ast.parse(path.read_text())))
 

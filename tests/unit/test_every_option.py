@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import types
 
@@ -47,4 +48,4 @@ def test_named_tests_pass_where_nothing_is_ignored() -> None:
 def test_option_that_is_ignored_is_caught(option: str) -> None:
     done = run_under(ignoring(option), [CAUGHT_BY[option]], timeout_s=TIMEOUT_S)
     assert done.returncode == 1, done.stdout  # of 2 to 5 no test has failed
-    assert "1 failed" in done.stdout, done.stdout
+    assert re.search(r"\b\d+ failed", done.stdout), done.stdout

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
-
 from meshlora.verify.faults.registry import MUTATIONS
+from tests.for_each import for_each
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
+@for_each("name", MUTATIONS)
 def test_what_a_fault_replaces_is_there(name: str) -> None:
     gone = [(owner, attribute) for owner, attribute, _ in MUTATIONS[name].changes if not hasattr(owner, attribute)]
     assert not gone, f"{name} replaces what there is no more: {gone}"

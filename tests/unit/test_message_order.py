@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
-
 from meshlora.plan.pipeline_schedule import one_forward_one_backward
+from tests.for_each import for_each
 
 # (kind, what is sent, the first of the two ranks between which it goes): each pair is a group of `Channels`.
 Message = tuple[str, str, int]
@@ -57,8 +56,8 @@ def _ends(number: int, size: int, interleave: int, *, waits: str) -> bool:
     return True
 
 
-@pytest.mark.parametrize("waits", ["turn", "first"])
-@pytest.mark.parametrize(("number", "size", "interleave"), SIZES)
+@for_each("waits", ["turn", "first"])
+@for_each(("number", "size", "interleave"), SIZES)
 def test_no_two_stages_wait_for_each_other(number: int, size: int, interleave: int, waits: str) -> None:
     assert _ends(number, size, interleave, waits=waits)
 
