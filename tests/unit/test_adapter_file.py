@@ -28,6 +28,7 @@ from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
 from tests.blueprints import load_without_proof
+from tests.for_each import for_each
 
 _ROWS, _MORE_ROWS = 256, 272
 _BOTH = ["embed_tokens", "lm_head"]
@@ -199,7 +200,7 @@ def test_rows_past_the_end_of_a_vocabulary_are_named_as_that(tmp_path: Path) -> 
         merge(published, adapter, tmp_path / "out", config=read_model_config(published))
 
 
-@pytest.mark.parametrize("value", [[], [1, 1], [-1], [True], ["a"], "7", 7, {}, {"embed_tokens": []}, {"lm_head": 7}])
+@for_each("value", [[], [1, 1], [-1], [True], ["a"], "7", 7, {}, {"embed_tokens": []}, {"lm_head": 7}])
 def test_rows_that_are_no_token_ids_are_refused(value: Any) -> None:
     config = LoraConfig(target_modules=["q_proj"])
     config.trainable_token_indices = value
@@ -228,7 +229,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return base, adapter
 
 
-@pytest.mark.parametrize("wrapper", _WRAPPED)
+@for_each("wrapper", _WRAPPED)
 def test_names_of_wrappers_are_taken_off(wrapper: str, plain: tuple[Path, Path], tmp_path: Path) -> None:
     base, adapter = plain
     tensors = load_file(adapter / WEIGHTS_FILE)

@@ -16,6 +16,7 @@ from meshlora.config import aliases
 from meshlora.config.file import read_run
 from meshlora.config.run import TrainConfig
 from meshlora.config.types import groups
+from tests.for_each import for_each
 
 GOOD = {
     "model": {"path": "x"},
@@ -33,7 +34,7 @@ def _message(group: str, key: str, folder: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("group", "key", "said"),
     [
         ("train", "learning_rate", "train.learning_rate: unknown key; here it is train.lr"),
@@ -91,7 +92,7 @@ def test_losses_of_pairs_that_are_not_here_are_said_with_those_that_are(objectiv
         read_run(file)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("name", "said"),
     [
         ("constant_with_warmup", "it has another name here; constant with train.warmup_steps"),

@@ -18,6 +18,7 @@ from meshlora.layers import attention_parts
 from meshlora.layers.attention_parts import How, Part, Seen, agrees, attend, groups_of, has_kernel
 from meshlora.verify.faults.registry import find
 from meshlora.verify.ours import in_parts
+from tests.for_each import for_each
 
 ALONE = Axis(1, 0, (0,), None)
 EXACT = torch.float64
@@ -88,8 +89,8 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("mask", [documents(37), documents(20, 3, 14), documents(15, 22, window=5)], ids=str)
+@for_each("options", OPTIONS.values(), ids=OPTIONS)
+@for_each("mask", [documents(37), documents(20, 3, 14), documents(15, 22, window=5)], ids=["one", "three", "windows"])
 def test_parts_are_plain_attention_with_its_gradients(mask: Tensor, options: dict[str, Any]) -> None:
     assert both(parts_of(mask, WHOLE), mask, **options) < 1e-13
 

@@ -21,6 +21,7 @@ from meshlora.layers import varlen
 from meshlora.layers.by_sequence import PackedMask, keep_apart, rows_of
 from meshlora.plan.families.twin import twin_config
 from meshlora.train.losses import batch_log_probabilities
+from tests.for_each import for_each
 
 _LENGTHS = [[13, 5, 3], [3, 11, 7]]
 
@@ -46,11 +47,11 @@ def _run(model: Any, lengths: list[list[int]] | None, of_rows: list[list[int]] |
 
 
 # Windows; windows and sinks, whose masks the model makes without positions; latent attention; soft caps.
-@pytest.mark.parametrize(
+@for_each(
     ("family", "attention"),
     [("llama", "sdpa"), ("qwen3", "eager"), ("gemma3_text", "sdpa"), ("gpt_oss", "eager"), ("gemma2", "eager")],
 )
-@pytest.mark.parametrize(
+@for_each(
     ("of_rows", "calls"),
     [(_LENGTHS, 6), ([[7, 7, 7], [7, 7, 7]], 1), ([[21], [21]], 1)],
     ids=["several", "of one length", "one a row"],
@@ -159,7 +160,7 @@ def test_rows_of_one_sequence_and_generation_are_as_before() -> None:
     assert not lengths.apart
 
 
-@pytest.mark.parametrize(
+@for_each(
     "use",
     [
         lambda mask: mask[:, :, :2],

@@ -22,6 +22,7 @@ from meshlora.planner.calibrate import Timing, calibrate, fields_of, measure, sa
 from meshlora.planner.choose import choose
 from meshlora.planner.fake import Work
 from meshlora.planner.hardware import Hardware, hardware_named
+from tests.for_each import for_each
 from tests.unit.test_planner import problem_of
 
 HOST_S = 20e-6
@@ -67,8 +68,8 @@ def of_fields(fields: dict[str, object]) -> Hardware:
     return Hardware(**none | rates)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("is_half", [False, True], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize(
+@for_each("is_half", [False, True], ids=["float32", "bfloat16"])
+@for_each(
     "work",
     [
         pytest.param(Work(2 * 512 * 1024 * 1024, 4 * (2 * 512 * 1024 + 1024**2)), id="product"),
@@ -200,7 +201,7 @@ def test_plan_that_needs_a_link_that_was_not_measured_says_so(
     assert "messages between machines: they were not measured" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("change", "words"),
     [
         pytest.param({"full_products": 3}, "pairs [flops per byte, TFLOP/s] above 0", id="rates_are_a_number"),

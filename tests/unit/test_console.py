@@ -26,6 +26,7 @@ from meshlora.train.watch import samples
 from meshlora.train.watch.metrics import Reporter, StepMetrics
 from meshlora.verify.proof import Outcome
 from meshlora.verify.report.show import show
+from tests.for_each import for_each
 from tests.unit.mistakes import Setup
 
 # What is said -> what must be seen.
@@ -68,14 +69,20 @@ def _seen(file: io.StringIO) -> str:
     return "\n".join(line.plain for line in AnsiDecoder().decode(file.getvalue()))
 
 
+def _console(is_terminal: bool) -> Console:
+    return Console(file=io.StringIO(), force_terminal=is_terminal, width=100)
+
+
 @pytest.fixture(params=[False, True], ids=["file", "terminal"])
 def console(request: pytest.FixtureRequest) -> Console:
-    return Console(file=io.StringIO(), force_terminal=request.param, width=100)
+    return _console(request.param)
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("words", WORDS, ids=ascii)
-def test_text_is_shown_as_it_is_and_obeyed_nowhere(words: str, place: str, console: Console) -> None:
+@for_each("is_terminal", [False, True], ids=["file", "terminal"])
+@for_each("place", PLACES)
+@for_each("words", WORDS, ids=ascii)
+def test_text_is_shown_as_it_is_and_obeyed_nowhere(words: str, place: str, is_terminal: bool) -> None:
+    console = _console(is_terminal)
     PLACES[place](console, words)
     # A `Text` is measured before it is escaped, and what does not fit into its column goes.
     if place != "cell_as_text" or words.isprintable():
@@ -142,8 +149,9 @@ def reporter(console: Console, tmp_path: Path) -> Iterator[Reporter]:
         yield reporter
 
 
-@pytest.mark.parametrize("words", WORDS, ids=ascii)
+@for_each("words", WORDS, ids=ascii)
 def test_reporter_says_any_text(words: str, reporter: Reporter, console: Console) -> None:
+    console.file.truncate(console.file.seek(0))
     reporter.say(words)
     assert WORDS[words] in _seen(console.file)
 

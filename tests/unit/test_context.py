@@ -37,6 +37,7 @@ from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
 from meshlora.train.prepare import check_fits
+from tests.for_each import for_each
 from tests.unit.records import make_tokenizer
 
 CPU = torch.device("cpu")
@@ -159,9 +160,9 @@ def mask_of(kind: str, *, function: str = "causal") -> RowsOfMask:
     return found
 
 
-@pytest.mark.parametrize("kind", ["sdpa", "eager"])
-@pytest.mark.parametrize("function", ["causal", "window", "padded"])
-@pytest.mark.parametrize("size", [2, 3])
+@for_each("kind", ["sdpa", "eager"])
+@for_each("function", ["causal", "window", "padded"])
+@for_each("size", [2, 3])
 def test_blocks_have_the_rows_of_the_whole_mask_and_no_key_that_is_seen_is_left_out(
     kind: str, function: str, size: int
 ) -> None:
@@ -341,9 +342,9 @@ def test_eager_attention_is_compared_with_what_the_ring_computes(family: str, op
             _compare(module, call, query, pair, wrong, {"scaling": 0.5, **options})
 
 
-@pytest.mark.parametrize("function", ["causal", "window", "padded"])
-@pytest.mark.parametrize("rows", [PACKED, [[36], [36]]], ids=["packed", "alike"])
-@pytest.mark.parametrize("size", [2, 3])
+@for_each("function", ["causal", "window", "padded"])
+@for_each("rows", [PACKED, [[36], [36]]], ids=["packed", "alike"])
+@for_each("size", [2, 3])
 def test_parts_show_each_query_the_keys_of_the_whole_mask_and_no_others(
     rows: list[list[int]], function: str, size: int
 ) -> None:

@@ -31,6 +31,7 @@ from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import LinearRule
 from meshlora.plan.topology import Topology
 from tests.blueprints import build_meta
+from tests.for_each import for_each
 
 ALONE = Axis(1, 0, (0,), None)
 TOKENS, FEATURES = token_numbers(torch.arange(8), 64).flatten(), torch.arange(256)  # [512], [256]
@@ -299,7 +300,7 @@ def test_an_adapter_that_comes_to_a_model_in_evaluation_has_no_dropout_there() -
 # --- which dropouts there are
 
 
-@pytest.mark.parametrize(("family", "field"), [(f, field) for f, fields in EXACT_DROPOUTS.items() for field in fields])
+@for_each(("family", "field"), [(f, field) for f, fields in EXACT_DROPOUTS.items() for field in fields])
 def test_each_field_of_the_table_is_the_rate_of_its_modules_and_of_no_other(family: str, field: str) -> None:
     model, _ = build_meta(twin_config(family, **{field: 0.25}), Topology(), dtype=torch.float32)
     dropping = {name for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0}

@@ -17,6 +17,7 @@ import pytest
 
 from meshlora.common.errors import UserError
 from meshlora.rl.engine import Engine
+from tests.for_each import for_each
 
 Send = Callable[[Callable[[bytes], Any]], None]
 
@@ -115,7 +116,7 @@ LIES = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
+@for_each("lie", LIES)
 def test_a_lie_of_an_engine_is_one_line(lie: str) -> None:
     said, words = LIES[lie]
     with saying(said) as (url, _), pytest.raises(UserError, match=words) as found:

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from meshlora.adapter.formats.engine_export import Exported, export_per_expert, import_per_expert
+from tests.for_each import for_each
 from tests.unit.engine_adapters import (
     BOTH,
     CONFIG,
@@ -141,7 +142,7 @@ def test_peft_computes_the_same_with_either_form(kind: str, models: Callable[[st
     assert_same_model(peft_logits(family, tmp_path / "out"), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("kind", KINDS)
 def test_both_ways_bit_for_bit(kind: str, models: Callable[[str], Path], tmp_path: Path) -> None:
     family, make = KINDS[kind]
     adapter, model = make(tmp_path / "adapter"), meta(models(family))

@@ -22,6 +22,7 @@ from meshlora.adapter.plan import plan_adapter
 from meshlora.cli.main import main
 from meshlora.common.errors import MeshloraError, UnsupportedError, UserError
 from meshlora.rl.publishing import publish
+from tests.for_each import for_each
 from tests.unit.engine_adapters import (
     BOTH,
     HIDDEN,
@@ -196,7 +197,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
+@for_each("damage", DAMAGES)
 def test_damaged_files_are_refused(damage: str, engine: Path, models: Callable[[str], Path], tmp_path: Path) -> None:
     shutil.copytree(engine, tmp_path / "engine")
     tensors = load_file(engine / WEIGHTS)

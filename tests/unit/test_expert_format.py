@@ -34,6 +34,7 @@ from meshlora.adapter.formats.per_expert import (
 from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.float64 import lift
 from meshlora.plan.families.twin import twin_config
+from tests.for_each import for_each
 
 E, R, IN, OUT = 4, 3, 5, 7
 HIDDEN, INNER = 32, 24
@@ -203,9 +204,9 @@ def test_forms_share_no_memory() -> None:
     assert all(t.is_contiguous() for t in (a, b, *back))
 
 
-@pytest.mark.parametrize("rows", [CONCATENATED, INTERLEAVED], ids=["concatenated", "interleaved"])
-@pytest.mark.parametrize("pieces", [("gate", "up"), ("up",), ("up", "gate")])
-@pytest.mark.parametrize("num_experts", [1, E])
+@for_each("rows", [CONCATENATED, INTERLEAVED], ids=["concatenated", "interleaved"])
+@for_each("pieces", [("gate", "up"), ("up",), ("up", "gate")])
+@for_each("num_experts", [1, E])
 def test_pieces_as_blocks(rows: dict[str, Tensor], pieces: tuple[str, ...], num_experts: int) -> None:
     own = {name: factors(num_experts, out=INNER, seed=10 * i) for i, name in enumerate(pieces)}
     whole = to_blocks(own, rows=rows, out_features=2 * INNER)
@@ -250,8 +251,8 @@ def test_keys_of_no_target_are_refused(tmp_path: Path) -> None:
         meshlora.load(twin("qwen3_moe").config, adapter=tmp_path)
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "llama4_text"])
-@pytest.mark.parametrize("names", [["gate_up_proj", "down_proj"], ["gate_up_proj"], ["down_proj"]], ids="+".join)
+@for_each("model_type", ["qwen3_moe", "gpt_oss", "llama4_text"])
+@for_each("names", [["gate_up_proj", "down_proj"], ["gate_up_proj"], ["down_proj"]], ids="+".join)
 def test_files_of_peft(model_type: str, names: list[str], tmp_path: Path) -> None:
     tensors, logits = peft_folder(model_type, tmp_path / "adapter", names)
     model, rewritten = twin(model_type), {}

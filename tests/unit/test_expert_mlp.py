@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshlora.layers.experts.mlp import GroupedMlpFunction
 from meshlora.layers.experts.products import Projection, inverse_of, sort_by_expert
+from tests.for_each import for_each
 from tests.unit.test_grouped import assert_exact, by_loop, drawn, make_case, saved_by
 
 TOKENS, TOP_K, EXPERTS, HIDDEN, WIDTH = 7, 3, 5, 6, 4
@@ -82,10 +83,10 @@ def _mlp(*, has_bias: bool = False, is_transposed: bool = False, shared: bool = 
     )
 
 
-@pytest.mark.parametrize("has_weights", [True, False], ids=["weights", "no weights"])
-@pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-@pytest.mark.parametrize("is_transposed", [False, True], ids=["out-in", "in-out"])
-@pytest.mark.parametrize("has_bias", [False, True], ids=["no bias", "bias"])
+@for_each("has_weights", [True, False], ids=["weights", "no weights"])
+@for_each("shared", [False, True], ids=["own", "shared"])
+@for_each("is_transposed", [False, True], ids=["out-in", "in-out"])
+@for_each("has_bias", [False, True], ids=["no bias", "bias"])
 def test_mlp_is_a_loop_over_tokens_and_choices(
     has_bias: bool, is_transposed: bool, shared: bool, has_weights: bool
 ) -> None:

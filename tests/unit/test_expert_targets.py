@@ -20,6 +20,7 @@ from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
 from tests.blueprints import build_meta
+from tests.for_each import for_each
 from tests.twins import make_twin
 
 PARTS = ["experts.gate_proj", "experts.up_proj"]
@@ -52,8 +53,8 @@ def test_whole_in_one_layer_and_parts_in_the_other() -> None:
     assert [target.pieces for target in _experts(target_parameters=given).values()] == [(), ("gate",)]
 
 
-@pytest.mark.parametrize("option", ["rank_pattern", "alpha_pattern"])
-@pytest.mark.parametrize(
+@for_each("option", ["rank_pattern", "alpha_pattern"])
+@for_each(
     "pattern",
     [
         {r".*layers\.1\..*": 4},

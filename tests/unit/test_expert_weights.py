@@ -22,6 +22,7 @@ from meshlora.plan.families.twin import twin_config
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import Topology, axis_sets
 from tests.blueprints import build_meta
+from tests.for_each import for_each
 
 # family -> whether transformers saves its experts one by one.
 FAMILIES = {
@@ -219,7 +220,7 @@ MISTAKES: dict[str, tuple[Callable[[dict[str, Tensor], int], Any], type[Meshlora
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@for_each("name", MISTAKES)
 def test_mistake_names_the_key_that_is_stored(name: str, tmp_path: Path) -> None:
     config = make_checkpoint(tmp_path, "qwen3_moe")
     tensors = load_file(tmp_path / FILE)

@@ -25,6 +25,7 @@ from meshlora.plan.grads import Side, expert_rule
 from meshlora.plan.layout import Layout, Piece, Split
 from meshlora.plan.rules import ExpertsRule
 from meshlora.plan.topology import Topology
+from tests.for_each import for_each
 
 _MODELS: dict[str, Any] = {}
 
@@ -93,8 +94,8 @@ def _gate(module: nn.Module, rule: ExpertsRule) -> Callable[[Tensor], Tensor]:
     return lambda inner: act(inner.chunk(2, -1)[0]) * inner.chunk(2, -1)[1]
 
 
-@pytest.mark.parametrize("etp", [2, 4])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h", "llama4_text", "flex_olmo"])
+@for_each("etp", [2, 4])
+@for_each("family", ["qwen3_moe", "gpt_oss", "nemotron_h", "llama4_text", "flex_olmo"])
 def test_parts_of_an_expert_add_up_to_it(family: str, etp: int) -> None:
     """By the model's own gate, on the features of one rank after another."""
     rule = _rule(family, f"dp=4,etp={etp}")
@@ -214,9 +215,9 @@ AXES: dict[tuple[str, Side], tuple[set[tuple[int, str]], set[str]]] = {
 }
 
 
-@pytest.mark.parametrize("is_shared", [False, True], ids=["each", "shared"])
-@pytest.mark.parametrize(("which", "side"), AXES)
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h", "llama4_text"])
+@for_each("is_shared", [False, True], ids=["each", "shared"])
+@for_each(("which", "side"), AXES)
+@for_each("family", ["qwen3_moe", "gpt_oss", "nemotron_h", "llama4_text"])
 def test_gradient_axes_of_experts_are_those_of_the_table(family: str, which: str, side: Side, is_shared: bool) -> None:
     cuts, summed = AXES[which, side]
     if is_shared:
@@ -357,7 +358,7 @@ def test_sides_that_peft_swaps_are_marked() -> None:
     assert not any(t.is_swapped for t in _targets("gpt_oss", target_parameters=["experts.down_proj"]).values())
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("family", "options", "words"),
     [
         ("gpt_oss", {"target_parameters": ["experts.dwn_proj"]}, "matches no parameter.*'mlp.experts.down_proj'"),

@@ -22,6 +22,7 @@ from meshlora.layers.experts.products import (
     sort_by_expert,
     sum_rows,
 )
+from tests.for_each import for_each
 
 IN, OUT, RANK = 6, 10, 2
 COUNTS = {
@@ -137,16 +138,16 @@ def _check(case: _Case) -> None:
         assert_exact(actual, wanted)
 
 
-@pytest.mark.parametrize("is_transposed", [False, True], ids=["out-in", "in-out"])
-@pytest.mark.parametrize("shared", ["", "a", "b", "ab"])
-@pytest.mark.parametrize("name", COUNTS)
+@for_each("is_transposed", [False, True], ids=["out-in", "in-out"])
+@for_each("shared", ["", "a", "b", "ab"])
+@for_each("name", COUNTS)
 def test_one_projection_is_a_loop_over_experts(name: str, shared: str, is_transposed: bool) -> None:
     _check(make_case(COUNTS[name], shared=shared, is_transposed=is_transposed, has_bias=True))
 
 
-@pytest.mark.parametrize("rows", [0, 10**9], ids=["one after the other", "all in one call"])
-@pytest.mark.parametrize("shared", ["", "a", "b", "ab"])
-@pytest.mark.parametrize("counts", [[8, 0, 24], [0, 3, 0]])
+@for_each("rows", [0, 10**9], ids=["one after the other", "all in one call"])
+@for_each("shared", ["", "a", "b", "ab"])
+@for_each("counts", [[8, 0, 24], [0, 3, 0]])
 def test_one_call_for_all_experts_is_a_loop_over_them_too(
     counts: list[int], shared: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
 from meshlora.train import heads
 from meshlora.train.heads import Compared, embeddings, info_nce
+from tests.for_each import for_each
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_base"
 THREE = Classify(labels=["bad", "fair", "good"])
@@ -185,7 +186,7 @@ def test_records_of_similar_texts_are_neighbours(tmp_path: Path) -> None:
     assert (data.rows_per_example, data.num_examples, len(data)) == (4, 2, 8)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("objective", "row", "words"),
     [
         (THREE, {"text": "a", "label": "goood"}, "did you mean 'good'"),

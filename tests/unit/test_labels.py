@@ -15,6 +15,7 @@ from meshlora.common.errors import UserError
 from meshlora.data.batch import Batch
 from meshlora.plan.families.twin import twin_config
 from meshlora.train.losses import batch_log_probabilities, check_shifted, shifted_loss
+from tests.for_each import for_each
 
 TEXT = [[5, 6, 7, 8, 9, 0, 0], [5, 3, 3, 4, 5, 6, 0]]
 MASK = [[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 0]]
@@ -55,8 +56,8 @@ def test_labels_of_hugging_face_would_train_each_token_to_repeat_itself(name: st
     LOSSES[name](model, ids, mask, _shifted(labels))
 
 
-@pytest.mark.parametrize("prompt", range(5))
-@pytest.mark.parametrize("has_mask", [True, False])
+@for_each("prompt", range(5))
+@for_each("has_mask", [True, False])
 def test_unshifted_labels_are_seen_behind_any_prompt(prompt: int, has_mask: bool) -> None:
     ids, mask = torch.tensor(TEXT), torch.tensor(MASK)
     labels = _of_hugging_face(ids, mask, prompt)

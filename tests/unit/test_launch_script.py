@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from meshlora.cli.main import main
+from tests.for_each import for_each
 from tests.run_files import write_run_file
 from tests.scripts import ROOT
 
@@ -100,7 +101,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("words", MISTAKES, ids=" ".join)
+@for_each("words", MISTAKES, ids=" ".join)
 def test_mistake_is_one_line_and_nothing_is_written(
     words: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ import pytest
 from meshlora.common.errors import UserError
 from meshlora.train.checkpoint.manifest import FILE, STATE_FILE, NotWholeError, read_whole
 from meshlora.train.checkpoint.resuming import going_on
+from tests.for_each import for_each
 from tests.manifests import manifest_of, sign, write
 from tests.unit.saved import IDENTITY, save, save_steps
 
@@ -141,7 +142,7 @@ BROKEN: dict[str, Break] = {
 }
 
 
-@pytest.mark.parametrize("how", BROKEN)
+@for_each("how", BROKEN)
 def test_broken_checkpoint_is_passed_over_for_the_last_whole_one(how: str, tmp_path: Path) -> None:
     earlier, folder = save_steps(tmp_path, 2, 4)
     BROKEN[how](folder)

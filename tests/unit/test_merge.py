@@ -28,6 +28,7 @@ from meshlora.loading.blueprint import read_model_config
 from meshlora.model.stream import write_stream
 from meshlora.plan.families.twin import twin_config
 from meshlora.verify.pool import _context as started_from
+from tests.for_each import for_each
 
 IDS = torch.randint(3, 250, (2, 9), generator=torch.Generator().manual_seed(5))
 LINEAR = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
@@ -357,7 +358,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+@for_each("name", MISTAKES)
 def test_mistake_leaves_one_line_and_no_file(
     name: str, good: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

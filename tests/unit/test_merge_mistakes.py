@@ -10,10 +10,11 @@ import pytest
 from meshlora.adapter.merging.merge import merge
 from meshlora.common.errors import UserError
 from meshlora.loading.blueprint import read_model_config
+from tests.for_each import for_each
 from tests.unit.test_merge import make_adapter, make_model
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("option", "value"),
     [
         ("rank_pattern", ["x"]),
