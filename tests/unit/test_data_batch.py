@@ -12,6 +12,7 @@ from meshlora.data.batch import IGNORED, collate
 from meshlora.data.dataset import Sequence
 from meshlora.plan.topology import Topology
 from meshlora.train.feeding import fitted
+from tests.for_each import for_each
 
 PAD = 99
 
@@ -95,8 +96,8 @@ def test_a_dummy_batch_adds_no_token_and_attends_to_something(token_multiple: in
     assert batch.attention_mask.all()
 
 
-@pytest.mark.parametrize("lengths", [[], [1], [2, 2], [7, 1, 3]])
-@pytest.mark.parametrize(("cp", "sp"), [(2, 1), (3, 2), (5, 1)])
+@for_each("lengths", [[], [1], [2, 2], [7, 1, 3]])
+@for_each(("cp", "sp"), [(2, 1), (3, 2), (5, 1)])
 def test_a_cp_rank_takes_two_tokens_or_more_of_a_row(lengths: list[int], cp: int, sp: int) -> None:
     # A recurrent mixer takes a single one for one that is generated, and passes no state on.
     batch = collate([sequence([1] * n) for n in lengths], pad_token_id=PAD, row_multiple=cp, token_multiple=sp)

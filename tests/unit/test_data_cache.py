@@ -20,6 +20,7 @@ from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.records import Record
 from meshlora.data.tokenization import tokenize
 from meshlora.verify.pool import _context as started_from
+from tests.for_each import for_each
 from tests.unit.records import BOS, END, EOS, MARKED, make_tokenizer, pair, serialized
 
 RECORDS = [pair("near", " the river"), pair("the city", " is"), Record(text="the house", origin="t")]
@@ -117,7 +118,7 @@ def changes() -> dict[str, tuple[list[Record], Any, dict[str, Any]]]:
     }
 
 
-@pytest.mark.parametrize("change", list(changes()))
+@for_each("change", list(changes()))
 def test_whatever_the_tokens_depend_on_changes_the_key(tmp_path: Path, change: str) -> None:
     tokenize(RECORDS, make_tokenizer(), max_length=16, cache_dir=tmp_path)
     records, tokenizer, options = changes()[change]
@@ -234,7 +235,7 @@ def test_lock_that_is_held_for_ever_ends_with_words(tmp_path: Path, monkeypatch:
             tokenize(RECORDS, make_tokenizer(), max_length=16, cache_dir=tmp_path)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "damage",
     [
         lambda path: path.write_bytes(b""),

@@ -8,6 +8,7 @@ import pytest
 from meshlora.data.batch import IGNORED, collate
 from meshlora.data.dataset import Sequence
 from meshlora.data.packing import joined, packed_share, with_positions
+from tests.for_each import for_each
 
 ROW = 64
 
@@ -16,9 +17,9 @@ def _lengths(number: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(1, ROW + 1, number).tolist()
 
 
-@pytest.mark.parametrize("micro_batch_size", [1, 3])
-@pytest.mark.parametrize("dp", [1, 2, 3, 5])
-@pytest.mark.parametrize("number", [1, 4, 57])
+@for_each("micro_batch_size", [1, 3])
+@for_each("dp", [1, 2, 3, 5])
+@for_each("number", [1, 4, 57])
 def test_every_sequence_is_in_one_row_of_one_rank(number: int, dp: int, micro_batch_size: int) -> None:
     lengths = _lengths(number)
     shares = [

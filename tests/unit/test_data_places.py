@@ -13,6 +13,7 @@ import pytest
 from meshlora.common.errors import UserError
 from meshlora.data.places import files_of
 from meshlora.data.sources import read_records
+from tests.for_each import for_each
 
 
 def rows(*texts: str) -> str:
@@ -110,7 +111,7 @@ def test_malformed_entries_of_a_list_are_named_and_counted_once(tmp_path: Path) 
     assert f"{path}:12 [4]: unknown field 'question'" in message
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("content", "words"),
     [
         ('[{"text": "a"},\n {"text" "b"}]', ":2: bad JSON (Expecting ':' delimiter)"),

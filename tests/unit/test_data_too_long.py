@@ -14,6 +14,7 @@ from meshlora.data.preferences import read_feedback, read_preferences
 from meshlora.data.records import Record
 from meshlora.data.rollouts import read_rollouts
 from meshlora.data.tokenization import tokenize
+from tests.for_each import for_each
 from tests.unit.records import END, MARKED, chat, make_tokenizer, pair, trained_text
 
 LONG = pair("near the river and the city centre " * 3, " the house", origin="a.jsonl:2")
@@ -60,8 +61,8 @@ def test_short_record_that_trains_nothing_is_no_matter_of_length() -> None:
         tokenize([record], make_tokenizer(chat_template=MARKED), max_length=64, too_long="drop")
 
 
-@pytest.mark.parametrize("max_length", [2, 3, 7, 20])
-@pytest.mark.parametrize("kind", ["text", "completion", "conversation"])
+@for_each("max_length", [2, 3, 7, 20])
+@for_each("kind", ["text", "completion", "conversation"])
 def test_windows_predict_every_trained_token_exactly_once(kind: str, max_length: int) -> None:
     words = "the house is near the river and the city centre " * 4
     record = {
