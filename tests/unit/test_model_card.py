@@ -11,10 +11,11 @@ from meshlora.train.edge import whole_command
 from meshlora.train.model_card import _name, model_card, public
 from meshlora.train.together import prepare_run
 from meshlora.verify.preflight import proof_words
+from tests.for_each import for_each
 from tests.unit.mistakes import Setup
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("given", "expected"),
     [
         ("meshlora train /home/me/run.yaml --nproc 2", "meshlora train run.yaml --nproc 2"),

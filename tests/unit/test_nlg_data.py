@@ -18,6 +18,7 @@ from meshlora.data.records import prompts_of
 from meshlora.data.sources import read_records
 from meshlora.text.decoding import encode_prompts, ends_of
 from meshlora.train.prepare import read_data
+from tests.for_each import for_each
 from tests.run_files import write_run_file
 
 NLG = Path(__file__).parents[1] / "recorded"
@@ -49,8 +50,8 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", FILES)
-@pytest.mark.parametrize("stage", ["source", "formatted", "encoded"])
+@for_each("name", FILES)
+@for_each("stage", ["source", "formatted", "encoded"])
 def test_tokens_are_those_of_microsofts_encoder(name: str, stage: str, tmp_path: Path, tokenizer: Any) -> None:
     """From the file as it is published, from `_formatted.jsonl`, and from the ids that their training reads."""
     meant = RECORDED[name]["encoded"]
@@ -83,7 +84,7 @@ def test_texts_that_are_not_good_are_left_out_and_categories_chosen() -> None:
         of_categories(read_records(FILES["dart"]), "seen")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("row", "said"),
     [
         ({"context": [1], "completion": "x"}, "completion is not a list of token ids"),

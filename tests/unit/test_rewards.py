@@ -33,6 +33,7 @@ from meshlora.rl.prompts import Prompt
 from meshlora.rl.rewards import Completion, Rewards
 from meshlora.rl.unit_tests import code_in, run_tests
 from meshlora.text.tokenizer import load_tokenizer
+from tests.for_each import for_each
 from tests.run_files import copy_tokenizer
 
 LIMITS = UnitTestsReward(cpu_s=1, wall_s=4.0, memory_mb=512)
@@ -154,7 +155,7 @@ def test_an_answer_is_matched_as_text_or_by_its_last_number() -> None:
         _values(number, _said("1", answer="1"))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("said", "answer", "is_right"),
     [
         (f"{2**53 + 1}", f"{2**53}", False),

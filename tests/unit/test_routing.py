@@ -17,6 +17,7 @@ from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.common.limits import time_limit
 from meshlora.common.routing import Routing, RoutingRecord
 from meshlora.train.routing import check_routed, check_routing, step_file
+from tests.for_each import for_each
 
 T, H, E, K = 10, 4, 8, 2
 
@@ -159,7 +160,7 @@ TABLE = torch.zeros(T, K, dtype=torch.int32)
 SAID = {"num_tokens": str(T), "experts/mlp": str(E)}
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("tensors", "said", "words"),
     [
         ({"0/mlp": TABLE}, SAID | {"num_tokens": str(10**18)}, "is no count"),

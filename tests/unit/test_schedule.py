@@ -15,6 +15,7 @@ from meshlora.common.errors import UserError
 from meshlora.config.run import TrainConfig
 from meshlora.oracle.reference import rates_of
 from meshlora.train.learning_rate import learning_rate
+from tests.for_each import for_each
 
 STEPS, PEAK = 20, 3e-4
 # Ours -> (settings, theirs, its settings).
@@ -57,8 +58,8 @@ def theirs(name: str, *, warmup_steps: int, settings: dict[str, Any]) -> list[fl
     return found
 
 
-@pytest.mark.parametrize("warmup_steps", [1, 5])
-@pytest.mark.parametrize("name", PEERS)
+@for_each("warmup_steps", [1, 5])
+@for_each("name", PEERS)
 def test_after_the_warm_up_rates_are_those_of_transformers(name: str, warmup_steps: int) -> None:
     own, their_name, settings = PEERS[name]
     found = rates(options(**{"schedule": name, **own}, warmup_steps=warmup_steps))
@@ -66,14 +67,14 @@ def test_after_the_warm_up_rates_are_those_of_transformers(name: str, warmup_ste
     assert found[warmup_steps:] == pytest.approx(expected[warmup_steps:], rel=1e-12)
 
 
-@pytest.mark.parametrize("name", PEERS)
+@for_each("name", PEERS)
 def test_neither_end_wastes_a_step(name: str) -> None:
     found = rates(options(**{"schedule": name, **PEERS[name][0]}, warmup_steps=4))
     assert found[:5] == pytest.approx([PEAK / 4, PEAK / 2, 3 * PEAK / 4, PEAK, PEAK])
     assert found[-1] > PEERS[name][0].get("min_lr", 0.0)
 
 
-@pytest.mark.parametrize("name", PEERS)
+@for_each("name", PEERS)
 def test_run_without_a_warm_up_begins_at_the_peak(name: str) -> None:
     assert rates(options(**{"schedule": name, **PEERS[name][0]}))[0] == pytest.approx(PEAK)
 
@@ -115,7 +116,7 @@ def test_peak_of_a_cycle_is_its_highest_point() -> None:
     assert options(schedule="cosine").peak_lr == PEAK
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("settings", "words"),
     [
         ({"schedule": "constant", "min_lr": 1e-5}, "train.min_lr: it has no effect with train.schedule=constant"),

@@ -20,6 +20,7 @@ from meshlora.plan.stages import cut_layers, plan_of_rank
 from meshlora.plan.topology import LAYERS, Topology
 from meshlora.planner.pipeline import time_of_all
 from tests.blueprints import build_meta
+from tests.for_each import for_each
 
 
 def _plan(topology: str, **sizes: int) -> ModelPlan:
@@ -27,8 +28,8 @@ def _plan(topology: str, **sizes: int) -> ModelPlan:
     return plan
 
 
-@pytest.mark.parametrize("number", [1, 2, 3, 4])
-@pytest.mark.parametrize(
+@for_each("number", [1, 2, 3, 4])
+@for_each(
     ("costs", "after"), [([1.0] * 7, 0.0), ([1.0] * 7, 2.5), ([4.0, 1, 1, 1, 1, 4], 1.0), ([1.0, 9, 1, 1, 1], 0.0)]
 )
 def test_the_most_expensive_stage_is_as_cheap_as_it_can_be(costs: list[float], after: float, number: int) -> None:
@@ -45,7 +46,7 @@ def test_the_most_expensive_stage_is_as_cheap_as_it_can_be(costs: list[float], a
     assert largest(found) == min(map(largest, every))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("number", "size", "interleave"),
     [
         *((number, size, 1) for number in (1, 2, 3, 4, 7) for size in (1, 2, 3, 4)),

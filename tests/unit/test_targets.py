@@ -17,6 +17,7 @@ from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.plan.derive import plan_model
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.topology import Topology
+from tests.for_each import for_each
 
 CHOICES: dict[str, dict[str, Any]] = {
     "suffixes": {"target_modules": ["q_proj", "v_proj"]},
@@ -42,8 +43,8 @@ CHOICES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # PEFT's, about merging
-@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_5_text"])
-@pytest.mark.parametrize("choice", CHOICES)
+@for_each("family", ["llama", "gemma2", "qwen3_5_text"])
+@for_each("choice", CHOICES)
 def test_targets_ranks_and_scales_are_those_of_peft(choice: str, family: str) -> None:
     if family == "qwen3_5_text" and choice in ("default of the family", "one layer", "layers", "alphas", "ranks"):
         family = "qwen3"  # the other has attention in its second layer only, which those choices do not name
@@ -87,7 +88,7 @@ def _resolved(family: str, **options: Any) -> tuple[list[str], list[str]]:
     return list(targets), trained_parameters(model, plan, config, targets)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("options", "words"),
     [
         ({"target_modules": ["q_proj"], "bias": "some"}, "bias"),

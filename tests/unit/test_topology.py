@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from meshlora.common.errors import UserError
 from meshlora.plan.topology import Topology
+from tests.for_each import for_each
 
 SIZES = st.integers(1, 6)
 
@@ -55,7 +56,7 @@ def test_missing_dp_without_a_world_is_the_smallest_that_experts_need() -> None:
     assert Topology.parse("tp=2") == Topology(tp=2)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "world", "words"),
     [
         ("tq=2", None, "did you mean 'tp'"),

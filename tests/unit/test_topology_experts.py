@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from meshlora.common.errors import UserError
 from meshlora.plan.topology import EXPERT_AXES, Topology, divisors
+from tests.for_each import for_each
 
 SUBSETS = [frozenset(axes) for number in (1, 2, 3) for axes in itertools.combinations(EXPERT_AXES, number)]
 # Every way to split up to 16 ranks over both meshes.
@@ -22,7 +23,7 @@ ALL = [
 ]
 
 
-@pytest.mark.parametrize("world", range(1, 17))
+@for_each("world", range(1, 17))
 def test_sizes_that_divide_the_world_work_and_all_others_are_refused_with_those_that_do(world: int) -> None:
     for tp, ep, etp in itertools.product(divisors(world), range(1, world + 2), range(1, world + 2)):
         sizes = {"dp": world // tp, "tp": tp, "ep": ep, "etp": etp}
@@ -91,7 +92,7 @@ def test_text_form_reads_back(topology: Topology, sp: bool, two_stage: bool) -> 
     assert Topology.parse(str(flagged), world=flagged.world) == flagged
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "shown"),
     [
         ("etp=2,ep=2,dp=4", "dp=4,ep=2,etp=2"),
@@ -108,7 +109,7 @@ def test_text_form_is_one_for_each_topology(text: str, shown: str) -> None:
     assert str(Topology.parse(text)) == shown
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("text", "world", "words"),
     [
         ("dp=2,ep=2,two-stage", None, "two-stage with etp=1: .*raise etp or leave out two-stage"),
