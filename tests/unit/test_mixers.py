@@ -20,6 +20,7 @@ from meshlora.plan.rules import ModelPlan
 from meshlora.plan.table import notes_of_whole
 from meshlora.plan.topology import Topology
 from meshlora.planner.memory import held
+from tests.for_each import for_each
 
 SHORT_CONVOLUTIONS = {"lfm2": "conv", "lfm2_moe": "conv", "lfm3": "conv"}
 BLOCKS = {family: block for family, (block, _) in MIXERS.items()} | SHORT_CONVOLUTIONS
@@ -39,7 +40,7 @@ def _mixers(family: str, model: Any) -> dict[str, nn.Module]:
     return {n: m for n, m in found.items() if (is_short and list(m.children())) or mixer_of(family, block, m)}
 
 
-@pytest.mark.parametrize("family", BLOCKS)
+@for_each("family", BLOCKS)
 def test_a_rank_holds_half_of_a_mixer(family: str) -> None:
     """And all of what its heads share: norms of one head, low-rank gates, B and C of a single group."""
     model, plan = _planned(family, "tp=2,sp")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
 from transformers import CONFIG_MAPPING
 
 from meshlora.common.model_class import model_class, own_class
+from tests.for_each import for_each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("model_type", "architecture", "expected"),
     [
         ("llama", None, "LlamaForCausalLM"),

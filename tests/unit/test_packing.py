@@ -13,6 +13,7 @@ from meshlora.common.errors import UnsupportedError
 from meshlora.common.row_masks import read_positions_in_masks
 from meshlora.plan.families.twin import twin_config
 from meshlora.train.packing_check import check_packing
+from tests.for_each import for_each
 
 
 def _check(model_type: str, **overrides: Any) -> bool:
@@ -20,9 +21,7 @@ def _check(model_type: str, **overrides: Any) -> bool:
 
 
 # Rotary and learned positions, sliding windows, chunked attention, experts, latent attention.
-@pytest.mark.parametrize(
-    "family", ["qwen3", "gpt2", "gemma3_text", "llama4_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "afmoe"]
-)
+@for_each("family", ["qwen3", "gpt2", "gemma3_text", "llama4_text", "qwen3_moe", "deepseek_v3", "gpt_oss", "afmoe"])
 def test_attention_that_reads_borders_from_positions_is_taken(family: str) -> None:
     """One sequence at a time, but where a mask depends on more than positions."""
     assert _check(family) is (family != "llama4_text")

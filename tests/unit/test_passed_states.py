@@ -10,10 +10,11 @@ from torch import Tensor
 from meshlora.comm.groups import Axis
 from meshlora.layers import passed_states
 from meshlora.layers.passed_states import PassedStates
+from tests.for_each import for_each
 
 
-@pytest.mark.parametrize("kernel", [1, 2, 4, 6])
-@pytest.mark.parametrize(("size", "per_rank"), [(2, 1), (3, 2), (4, 2), (2, 9)])
+@for_each("kernel", [1, 2, 4, 6])
+@for_each(("size", "per_rank"), [(2, 1), (3, 2), (4, 2), (2, 9)])
 def test_a_convolution_sees_the_tokens_before_of_as_many_ranks_as_have_them(
     size: int, per_rank: int, kernel: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import meshlora
+from tests.for_each import for_each
 
 PROMISED = [
     (alias.name, node.module)
@@ -20,7 +21,7 @@ PROMISED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "module"), PROMISED)
+@for_each(("name", "module"), PROMISED)
 def test_name_is_what_its_file_has(name: str, module: str) -> None:
     assert getattr(meshlora, name) is getattr(importlib.import_module(module), name)
     assert name in dir(meshlora)

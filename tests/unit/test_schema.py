@@ -17,6 +17,7 @@ from meshlora.cli.main import main
 from meshlora.common.errors import UserError
 from meshlora.common.reading import parse_yaml
 from meshlora.config.file import read_runs
+from tests.for_each import for_each
 from tests.scripts import load_script
 
 written = load_script("write_schema")
@@ -68,7 +69,7 @@ def test_the_command_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert Path(path).samefile(written.FILE)
 
 
-@pytest.mark.parametrize("file", EXAMPLES, ids=str)
+@for_each("file", EXAMPLES, ids=str)
 def test_every_example_is_valid_and_names_the_schema(file: Path) -> None:
     text = file.read_text("utf-8")
     _checker().validate(parse_yaml(text))
@@ -76,7 +77,7 @@ def test_every_example_is_valid_and_names_the_schema(file: Path) -> None:
     assert (file.parent / first.removeprefix("# yaml-language-server: $schema=")).samefile(written.FILE)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("path", "value"),
     [
         ("train", {"output": "o", "epochs": 0.5, "schedule": "cycle", "cycle": {0: 0.0, 3: 1e-3}}),
@@ -100,7 +101,7 @@ def test_what_is_right_is_valid(path: str, value: Any, tmp_path: Path) -> None:
     _checker().validate(tree)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("path", "value"),
     [
         ("topolgy", "tp=2"),

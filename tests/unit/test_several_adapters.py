@@ -24,6 +24,7 @@ from meshlora.layers.tokens import ForwardTokens, Mask, Part, Segment, Share, ar
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
 from meshlora.train.together import prepare_runs
+from tests.for_each import for_each
 from tests.run_files import EXAMPLES, write_run_file
 
 ALONE = Axis(1, 0, (0,), None)
@@ -186,7 +187,7 @@ def _factors_of_the_next(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LoraLinearFunction, "apply", lambda *given: apply(*given[:8], *given[10:], *given[8:10]))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("case", "fault"),
     [
         ("unequal", _boundary_off_by_one),
@@ -310,7 +311,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@for_each("mistake", MISTAKES)
 def test_mistake_with_several_adapters_is_said(mistake: str, tmp_path: Path) -> None:
     changes, said = MISTAKES[mistake]
     changes = {"data__train": str(EXAMPLES / "docstrings" / "eval.jsonl"), **changes}

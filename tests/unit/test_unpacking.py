@@ -14,6 +14,7 @@ from meshlora.layers import quantized
 from meshlora.layers.quantized import Form, Packed
 from meshlora.plan.quantization import BITS, OF_LIBRARY, Touched
 from meshlora.planner.fake import is_view
+from tests.for_each import for_each
 
 CPU = torch.device("cpu")
 # (rows, columns) of blocks. Three times 96 is all of 96, 128 and 64.
@@ -56,8 +57,8 @@ def _expected(packed: Packed) -> Tensor:
     return (numbers * scales).to(packed.form.dtype)
 
 
-@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "as a gpu"])
-@pytest.mark.parametrize("kind", BITS)
+@for_each("on_gpu", [False, True], ids=["cpu", "as a gpu"])
+@for_each("kind", BITS)
 def test_rows_unpacked_in_parts_take_the_scales_of_their_own_blocks(
     kind: str, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,7 +90,7 @@ class _Launches(TorchDispatchMode):
         return found
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("kind", "block", "number"),
     [
         ("nf4", (1, 64), 1),
@@ -100,7 +101,7 @@ class _Launches(TorchDispatchMode):
         ("nf4", (1, 56), 4),  # in blocks that the kernel does not take
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@for_each("dtype", [torch.bfloat16, torch.float16])
 def test_a_gpu_unpacks_a_matrix_in_few_launches(
     kind: str, block: tuple[int, int], number: int, dtype: torch.dtype
 ) -> None:
@@ -127,8 +128,8 @@ def test_what_a_gpu_unpacks_at_once_has_a_limit() -> None:
     assert all((part.elements.stop - part.elements.start) * width <= 2**28 for part in parts)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", OF_LIBRARY)
+@for_each("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@for_each("kind", OF_LIBRARY)
 def test_the_librarys_kernel_gives_the_bits_of_the_definition(kind: str, dtype: torch.dtype) -> None:
     for block in (32, 64, 128):
         assert quantized._disagreement(kind, block, dtype, CPU) is None

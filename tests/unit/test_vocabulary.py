@@ -20,6 +20,7 @@ from meshlora.common.float64 import lift
 from meshlora.layers.head import loss as vocabulary
 from meshlora.layers.head.loss import IGNORED, summed_cross_entropy_from_hidden
 from meshlora.layers.head.recipe import LogitsRecipe
+from tests.for_each import for_each
 
 ALONE = Axis(1, 0, (0,), None)
 T, H, V, R = 23, 6, 31, 2
@@ -50,8 +51,8 @@ def _in_chunks(tokens: int | None) -> contextlib.AbstractContextManager[object]:
     return contextlib.nullcontext() if tokens is None else how_many
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, T, None])
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+@for_each("chunk_tokens", [1, 7, T, None])
+@for_each("label_smoothing", [0.0, 0.1])
 def test_loss_and_gradients_are_those_of_the_whole(chunk_tokens: int | None, label_smoothing: float) -> None:
     hidden, *parameters, labels = _inputs()
     head = _capped(*parameters)
@@ -191,8 +192,8 @@ class _RecipeHead(nn.Module):
         return LogitsRecipe(hidden, vocab=TINY["vocab_size"])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("family", MODELS)
+@for_each("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@for_each("family", MODELS)
 def test_replay_gives_the_logits_of_the_models_own_forward(family: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MODELS[family](), dtype=dtype).eval()
@@ -222,7 +223,7 @@ RECORDED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("name", RECORDED)
+@for_each("name", RECORDED)
 def test_what_acts_on_each_logit_is_recorded(name: str) -> None:
     hidden, logits = torch.randn(2, 3, H), torch.randn(2, 3, V)
     before = logits.clone()
@@ -266,7 +267,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@for_each("name", REFUSED)
 def test_what_does_not_is_refused(name: str) -> None:
     recipe = LogitsRecipe(torch.randn(2, 3, H), vocab=V)
     with pytest.raises(UnsupportedError, match="use tp=1"):
