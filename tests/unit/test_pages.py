@@ -15,6 +15,7 @@ from meshlora.verify import command
 from meshlora.verify.faults.registry import MUTATIONS
 from meshlora.verify.request import Proof
 from tests.changed import is_there
+from tests.for_each import for_each
 from tests.published_twins import names
 from tests.scripts import ROOT, load_script
 
@@ -53,7 +54,7 @@ def test_readme_counts_the_deliberate_faults() -> None:
 REASONS = re.findall(r"\| `(--family .*?)` \|$", (ROOT / "docs" / "why.md").read_text(), re.MULTILINE)
 
 
-@pytest.mark.parametrize("words", REASONS)
+@for_each("words", REASONS)
 def test_fault_of_a_public_thread_can_show_where_it_is_put(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class FoundError(Exception):
         pass
@@ -98,7 +99,7 @@ def _places(text: str) -> set[str]:
     return slugs | set(re.findall(r'<a id="(.*?)">', text))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@for_each("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_of_a_page_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", page.read_text("utf-8"))
     found = [(page.parent / file if file else page, place) for file, place in links]

@@ -10,9 +10,8 @@ import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import meshlora
+from tests.for_each import for_each
 
 ROOT = Path(__file__).parents[2]
 # Modules that are promised as they are, by the names that they import for others.
@@ -66,7 +65,7 @@ def _names(code: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("where", TEXTS)
+@for_each("where", TEXTS)
 def test_what_is_shown_uses_what_is_promised(where: str) -> None:
     assert [name for name in sorted(_names(TEXTS[where])) if not _is_promised(name)] == []
 

@@ -6,7 +6,7 @@ import ast
 import re
 from pathlib import Path
 
-import pytest
+from tests.for_each import for_each
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "security-tests.md").read_text()
@@ -16,7 +16,7 @@ IDS = re.findall(r"`(tests/[\w/]+\.py)::(\w+)(?:\[([^\]]+)\])?`", PAGE)
 MISTAKES = re.findall(r"`H\[([^\]]+)\]`", PAGE)
 
 
-@pytest.mark.parametrize("attack", ATTACKS)
+@for_each("attack", ATTACKS)
 def test_attack_without_a_test(attack: str) -> None:
     rows = [line for line in PAGE.splitlines() if line.startswith(f"| {attack} |")]
     assert rows
