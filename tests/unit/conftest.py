@@ -4,6 +4,7 @@ folders of models that tests of the export for serving engines read.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -47,23 +48,36 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def setup(good: Path, tmp_path: Path) -> Setup:
-    folder = tmp_path / "case"
-    shutil.copytree(good, folder)
-    tree = {
-        "model": {"path": str(folder / "model")},
-        "data": {
-            "train": str(folder / "train.jsonl"),
-            "eval": str(folder / "eval.jsonl"),
-            "max_length": 64,
-            "cache_dir": str(tmp_path / "cache"),
-        },
-        "train": {"output": str(folder / "output"), "steps": 4, "batch_size": 4, "lr": 1e-3},
-        "lora": {"r": 4, "target_modules": ["q_proj", "up_proj"]},
-        "topology": "tp=2",
-        "device": "cpu",
-    }
-    return Setup(folder, tree)
+def setups(good: Path, tmp_path: Path) -> Callable[[], Setup]:
+    """Makes good runs, each in the place of the one before."""
+    numbers = itertools.count()
+
+    def make() -> Setup:
+        number = next(numbers)
+        shutil.rmtree(tmp_path / f"run{number - 1}", ignore_errors=True)
+        folder = tmp_path / f"run{number}" / "case"
+        shutil.copytree(good, folder)
+        tree = {
+            "model": {"path": str(folder / "model")},
+            "data": {
+                "train": str(folder / "train.jsonl"),
+                "eval": str(folder / "eval.jsonl"),
+                "max_length": 64,
+                "cache_dir": str(folder.parent / "cache"),
+            },
+            "train": {"output": str(folder / "output"), "steps": 4, "batch_size": 4, "lr": 1e-3},
+            "lora": {"r": 4, "target_modules": ["q_proj", "up_proj"]},
+            "topology": "tp=2",
+            "device": "cpu",
+        }
+        return Setup(folder, tree)
+
+    return make
+
+
+@pytest.fixture
+def setup(setups: Callable[[], Setup]) -> Setup:
+    return setups()
 
 
 @pytest.fixture

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ from meshlora.text.decoding import generate
 from meshlora.text.scores import scores
 from meshlora.text.tokenizer import padding_token_id
 from meshlora.train.evaluate import perplexity
+from tests.for_each import for_each
 from tests.unit.mistakes import Setup, one_error
 
 BASE = str(Path(__file__).parents[2] / "examples" / "tiny_base")
@@ -154,7 +157,7 @@ def test_decoding_is_that_of_transformers() -> None:
     assert found == tokenizer.decode(expected[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-@pytest.mark.parametrize(
+@for_each(
     "settings",
     [
         {"num_beams": 3},
@@ -170,15 +173,16 @@ def test_decoding_is_that_of_transformers() -> None:
     ids=str,
 )
 def test_every_option_of_decoding_has_an_effect(settings: dict[str, Any]) -> None:
-    prompts = ['def list_paths(target):\n    """']
     plain = {key: settings[key] for key in ("do_sample",) if len(settings) > 1 and key in settings}
     plain |= {key: settings[key] for key in ("num_beams",) if "length_penalty" in settings}
     plain |= {"no_repeat_ngram_size": 1} if "search" in settings else {}
-    texts = [
-        list(generate(BASE, prompts, options=GenerateConfig(**words, max_new_tokens=24), dtype="float64"))
-        for words in (plain, settings)
-    ]
-    assert texts[0] != texts[1]
+    assert _said(json.dumps(plain)) != _said(json.dumps(settings))
+
+
+@functools.cache
+def _said(settings: str) -> list[str]:
+    options = GenerateConfig(**json.loads(settings), max_new_tokens=24)
+    return list(generate(BASE, ['def list_paths(target):\n    """'], options=options, dtype="float64"))
 
 
 def test_continuations_have_at_most_so_many_tokens_and_so_many_prompts_are_continued_at_once(
@@ -222,7 +226,7 @@ def test_generated_texts_are_written_and_scored(setup: Setup) -> None:
 
 
 @pytest.mark.usefixtures("nothing_has_happened_yet")
-@pytest.mark.parametrize(
+@for_each(
     ("words", "said"),
     [
         (["--hypotheses", "x"], ("--hypotheses x", "no effect without --generate")),
@@ -248,8 +252,9 @@ def test_generated_texts_are_written_and_scored(setup: Setup) -> None:
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_mistake_is_found_before_anything_starts(
-    words: list[str], said: tuple[str, ...], setup: Setup, capfd: pytest.CaptureFixture[str]
+    words: list[str], said: tuple[str, ...], setups: Callable[[], Setup], capfd: pytest.CaptureFixture[str]
 ) -> None:
+    setup = setups()
     setup.write()
     assert main(["evaluate", str(setup.folder / "run.yaml"), *words]) == 2
     message = one_error(*capfd.readouterr())

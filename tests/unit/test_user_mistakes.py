@@ -8,11 +8,14 @@ Here: the run file, the topology and the number of processes; the rest is in `te
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import yaml
 
 from meshlora.cli.main import main
+from tests.for_each import for_each
 from tests.unit.mistakes import Case, Setup, assert_words, case, check_mistake, message_of, setting, several
 
 pytestmark = pytest.mark.usefixtures("nothing_has_happened_yet")
@@ -217,9 +220,11 @@ TRAIN_MISTAKES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
-def test_mistake_is_one_clear_message(mistake: Case, setup: Setup, capfd: pytest.CaptureFixture[str]) -> None:
-    check_mistake(mistake, setup, capfd)
+@for_each("mistake", MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistake_is_one_clear_message(
+    mistake: Case, setups: Callable[[], Setup], capfd: pytest.CaptureFixture[str]
+) -> None:
+    check_mistake(mistake, setups(), capfd)
 
 
 @pytest.mark.parametrize("mistake", TRAIN_MISTAKES.values(), ids=TRAIN_MISTAKES.keys())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
+from tests.for_each import for_each
 from tests.unit.mistakes import (
     UP_A,
     Case,
@@ -193,6 +196,8 @@ MISTAKES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
-def test_mistake_is_one_clear_message(mistake: Case, setup: Setup, capfd: pytest.CaptureFixture[str]) -> None:
-    check_mistake(mistake, setup, capfd)
+@for_each("mistake", MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistake_is_one_clear_message(
+    mistake: Case, setups: Callable[[], Setup], capfd: pytest.CaptureFixture[str]
+) -> None:
+    check_mistake(mistake, setups(), capfd)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from meshlora.cli.main import main
+from tests.for_each import for_each
 from tests.unit.mistakes import (
     UP,
     Case,
@@ -105,9 +107,11 @@ USAGE_MISTAKES: dict[str, tuple[list[str], tuple[str, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
-def test_mistake_is_one_clear_message(mistake: Case, setup: Setup, capfd: pytest.CaptureFixture[str]) -> None:
-    check_mistake(mistake, setup, capfd)
+@for_each("mistake", MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistake_is_one_clear_message(
+    mistake: Case, setups: Callable[[], Setup], capfd: pytest.CaptureFixture[str]
+) -> None:
+    check_mistake(mistake, setups(), capfd)
 
 
 @pytest.mark.parametrize(("arguments", "words"), USAGE_MISTAKES.values(), ids=USAGE_MISTAKES.keys())

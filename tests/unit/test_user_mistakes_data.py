@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from meshlora.cli.main import main
+from tests.for_each import for_each
 from tests.unit.mistakes import Case, Setup, case, check_mistake, setting, several, text
 
 pytestmark = pytest.mark.usefixtures("nothing_has_happened_yet")
@@ -131,9 +132,11 @@ MISTAKES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
-def test_mistake_is_one_clear_message(mistake: Case, setup: Setup, capfd: pytest.CaptureFixture[str]) -> None:
-    check_mistake(mistake, setup, capfd)
+@for_each("mistake", MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistake_is_one_clear_message(
+    mistake: Case, setups: Callable[[], Setup], capfd: pytest.CaptureFixture[str]
+) -> None:
+    check_mistake(mistake, setups(), capfd)
 
 
 def test_check_says_what_is_not_read_of_alpacas_records(setup: Setup, capfd: pytest.CaptureFixture[str]) -> None:

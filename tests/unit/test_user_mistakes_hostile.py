@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from meshlora.cli.main import main
 from meshlora.common.errors import UserError
 from meshlora.common.limits import time_limit
 from meshlora.common.reading import parse_json, parse_yaml
+from tests.for_each import for_each
 from tests.unit.mistakes import (
     UP,
     UP_A,
@@ -43,13 +44,8 @@ from tests.unit.mistakes import (
 LONG = "x" * 5000
 SLOW = "(.+)+(.+)+(.+)+(.+)+zzzz$"
 LIMIT_S = 60
+pytestmark = pytest.mark.timeout(LIMIT_S)
 VERIFY = ("verify", "--family", "llama", "--topology", "tp=2", "--set")
-
-
-@pytest.fixture(autouse=True)
-def _a_hang_ends() -> Iterator[None]:
-    with time_limit(LIMIT_S):
-        yield
 
 
 @pytest.fixture
@@ -339,10 +335,14 @@ OTHER_COMMANDS: dict[str, Case] = {
 MISTAKES = RUN_FILE | MODEL | ADAPTER | OTHER_COMMANDS
 
 
+@pytest.mark.timeout(10 * LIMIT_S)
 @pytest.mark.usefixtures("nothing_has_happened_yet", "_seconds_of_patterns_are_short")
-@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
-def test_mistake_is_one_clear_message(mistake: Case, setup: Setup, capfd: pytest.CaptureFixture[str]) -> None:
-    check_mistake(mistake, setup, capfd)
+@for_each("mistake", MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistake_is_one_clear_message(
+    mistake: Case, setups: Callable[[], Setup], capfd: pytest.CaptureFixture[str]
+) -> None:
+    with time_limit(LIMIT_S):
+        check_mistake(mistake, setups(), capfd)
 
 
 def test_a_pattern_without_end_ends_after_the_second_that_is_said() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.for_each import for_each
 from tests.unit.mistakes import UP, Case, Setup, case, check_mistake, remove, setting, several, text, truncate
 
 pytestmark = pytest.mark.usefixtures("nothing_has_happened_yet")
@@ -133,6 +135,8 @@ MISTAKES: dict[str, Case] = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES.keys())
-def test_mistake_is_one_clear_message(mistake: Case, setup: Setup, capfd: pytest.CaptureFixture[str]) -> None:
-    check_mistake(mistake, setup, capfd)
+@for_each("mistake", MISTAKES.values(), ids=MISTAKES.keys())
+def test_mistake_is_one_clear_message(
+    mistake: Case, setups: Callable[[], Setup], capfd: pytest.CaptureFixture[str]
+) -> None:
+    check_mistake(mistake, setups(), capfd)
