@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from meshlora.common.errors import UserError
 from meshlora.common.model_class import model_class
 from meshlora.plan.families.proved import PROVED
 from meshlora.plan.families.twin import language_model_types, layers_of_twin, shrink_config, twin_config
+from tests.for_each import for_each
 
 SIZES = {
     "hidden_size": 64,
@@ -30,6 +32,9 @@ OTHERS = {"bloom", "deepseek_v3", "falcon_h1", "gemma3n_text", "gemma4_text", "g
     "qwen3_next",
     "zamba2",
 }
+
+
+LAYER_KINDS = ("layer_types", "mlp_layer_types", "no_rope_layers")
 
 
 # What released models look like, where it differs from the defaults of their classes.
@@ -111,7 +116,7 @@ def _model(config: PretrainedConfig, device: str) -> Any:
         return cls.from_config(config, attn_implementation="eager", experts_implementation="eager")
 
 
-@pytest.mark.parametrize("family", sorted(PROVED | OTHERS))
+@for_each("family", sorted(PROVED | OTHERS))
 def test_twin_is_tiny_and_draws_no_random_numbers(family: str) -> None:
     config = twin_config(family)
     assert sum(p.numel() for p in _model(config, "meta").parameters()) < 1_000_000
@@ -124,7 +129,7 @@ def test_twin_is_tiny_and_draws_no_random_numbers(family: str) -> None:
 OWN_SIZES = {"gpt_neo", "recurrent_gemma"}
 
 
-@pytest.mark.parametrize("family", sorted(PROVED - OWN_SIZES))
+@for_each("family", sorted(PROVED - OWN_SIZES))
 def test_twin_has_the_sizes_that_the_tests_rely_on(family: str) -> None:
     config = twin_config(family, tp=4)
     # A family whose layers are of several kinds has one of each, so two are the fewest.
@@ -135,20 +140,21 @@ def test_twin_has_the_sizes_that_the_tests_rely_on(family: str) -> None:
     assert {k: getattr(config, k) for k in sizes} == sizes
 
 
-@pytest.mark.parametrize("field", ["layer_types", "mlp_layer_types", "no_rope_layers"])
-def test_twin_keeps_each_kind_of_layer_of_the_default(field: str) -> None:
-    seen = 0
+def test_twin_keeps_each_kind_of_layer_of_the_default() -> None:
+    seen = Counter[str]()
     for family in language_model_types():
         if family == "gemma4_assistant":  # transformers refuses its own default
             continue
-        default = vars(CONFIG_MAPPING[family]()).get(field)
-        if not isinstance(default, list):
+        default = vars(CONFIG_MAPPING[family]())
+        kinds = {name: set(default[name]) for name in LAYER_KINDS if isinstance(default.get(name), list)}
+        if not kinds:
             continue
-        seen += len(set(default)) > 1
         twin = twin_config(family)
-        assert set(default) <= set(getattr(twin, field)), family
-        assert len(getattr(twin, field)) == twin.num_hidden_layers >= 2, family
-    assert seen > 1  # the check looked at something
+        for name, of_default in kinds.items():
+            seen[name] += len(of_default) > 1
+            assert of_default <= set(getattr(twin, name)), (family, name)
+            assert len(getattr(twin, name)) == twin.num_hidden_layers >= 2, (family, name)
+    assert min(seen[name] for name in LAYER_KINDS) > 1  # the check looked at something
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3_text", "cohere2", "gpt_oss", "lfm3"])
@@ -188,8 +194,8 @@ def test_overrides_win_under_both_names_of_a_field() -> None:
     assert twin_config("llama", attention_dropout=0.1).attention_dropout == 0.1
 
 
-@pytest.mark.parametrize("tp", [1, 2, 4, 8, 16, 6])
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "bloom", "deepseek_v3", "qwen3_next", "mixtral"])
+@for_each("tp", [1, 2, 4, 8, 16, 6])
+@for_each("family", ["llama", "gemma2", "gpt2", "bloom", "deepseek_v3", "qwen3_next", "mixtral"])
 def test_heads_and_widths_divide_by_tp(family: str, tp: int) -> None:
     config = twin_config(family, tp=tp)
     sizes = ["num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size", "moe_intermediate_size"]
@@ -226,7 +232,7 @@ def test_unknown_family_is_refused_with_the_nearest_name() -> None:
         twin_config("lama")
 
 
-@pytest.mark.parametrize("name", RELEASED)
+@for_each("name", RELEASED)
 def test_shrunk_configuration_computes_and_keeps_what_is_no_size(name: str) -> None:
     config = _released(name)
     before = copy.deepcopy(config.to_dict())
@@ -273,7 +279,7 @@ def test_layers_that_differ_by_their_adapter_stay_apart() -> None:
     assert len(layers_of_twin(config, layers=all_other)) == 2  # not a layer for each
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("tp", "real", "tiny"),
     [
         (4, (32, 8), (8, 4)),
