@@ -34,6 +34,7 @@ from meshlora.train.prepare import Prepared
 from meshlora.train.run import train
 from meshlora.train.together import prepare_run
 from meshlora.train.trainer import Trainer
+from tests.for_each import for_each
 from tests.unit.mistakes import Setup
 
 OWN_TOKENIZER = """
@@ -207,7 +208,7 @@ def test_code_of_a_configuration_runs_where_it_is_trusted(
     assert type(found).__name__ == ("OwnConfig" if trusted else "LlamaConfig")
 
 
-@pytest.mark.parametrize("option", MOST)
+@for_each("option", MOST)
 def test_the_most_of_an_option_is_taken_and_no_more(option: str) -> None:
     group, _, name = option.partition(".")
     values = {"data": {"train": "x"}, "generate": {}, "train": {"output": "x", "steps": 3, "lr": 1e-3}}[group]

@@ -25,6 +25,7 @@ from meshlora.model.weights import CheckpointSource
 from meshlora.oracle.packed import load_base
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.topology import Topology
+from tests.for_each import for_each
 from tests.packed import KEPT, PUBLISHED, write_packed
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96}
@@ -53,7 +54,7 @@ def test_every_number_is_that_of_the_reference(case: str, folders: Any) -> None:
     assert differ == []
 
 
-@pytest.mark.parametrize("case", PUBLISHED)
+@for_each("case", PUBLISHED)
 def test_slice_that_crosses_blocks_is_that_of_the_whole(case: str, folders: Any) -> None:
     """Of every weight in few bits; of experts too, one of which is left out."""
     source = _source(folders(case))
@@ -69,7 +70,7 @@ def test_slice_that_crosses_blocks_is_that_of_the_whole(case: str, folders: Any)
         assert torch.equal(both, torch.cat([whole[..., 3:7], whole[..., 33:40]], last)), name
 
 
-@pytest.mark.parametrize("case", KEPT)
+@for_each("case", KEPT)
 def test_what_stays_packed_has_the_same_numbers(case: str, folders: Any) -> None:
     """Whole, and slices that cross blocks; no more bytes than are stored, but for scales of 8 bits that become 32."""
     source = _source(folders(case))
@@ -226,7 +227,7 @@ def _damage(folder: Path, change: str) -> None:
     save_file(tensors, file, metadata={"format": "pt"})
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("case", "change", "words"),
     [
         (

@@ -25,6 +25,7 @@ from meshlora.plan.families.twin import twin_config
 from meshlora.plan.quantization import KINDS
 from meshlora.plan.topology import Topology
 from tests.blueprints import build_meta
+from tests.for_each import for_each
 
 
 def _matrix(rows: int = 200, width: int = 320) -> Tensor:
@@ -35,8 +36,8 @@ def _matrix(rows: int = 200, width: int = 320) -> Tensor:
     return matrix
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", KINDS)
+@for_each("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@for_each("kind", KINDS)
 def test_packed_shards_are_slices_of_what_the_library_makes_of_the_whole(kind: str, dtype: torch.dtype) -> None:
     matrix = _matrix().to(dtype)
     whole = _ROUNDED[kind](matrix.float()).to(dtype)
