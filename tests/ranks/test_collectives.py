@@ -17,6 +17,7 @@ from meshlora.comm import collectives, direct
 from meshlora.comm.groups import Axis, open_mesh
 from meshlora.comm.links import Meeting
 from meshlora.plan.topology import Topology
+from tests.for_each import for_each
 from tests.pool import Pool
 
 # name -> (input is one, output is one, rows in, rows out) for rows counted in units of `size`.
@@ -55,8 +56,8 @@ def _adjoint(name: str, size: int) -> tuple[float, float]:
     return _inner(result.detach(), y, kind_out, axis), _inner(x.detach(), x.grad, kind_in, axis)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", MOVEMENTS)
+@for_each("size", [2, 4])
+@for_each("name", MOVEMENTS)
 def test_backward_is_the_adjoint_of_forward(name: str, size: int, pools: Callable[[int], Pool]) -> None:
     for forward, backward in pools(size).run(_adjoint, name, size):
         assert forward == pytest.approx(backward, rel=1e-13)
@@ -69,7 +70,7 @@ def _leaves_input_alone(name: str) -> bool:
     return bool((x == 1).all())
 
 
-@pytest.mark.parametrize("name", [*MOVEMENTS, "all_reduce_sum", "all_gather", "reduce_scatter_sum"])
+@for_each("name", [*MOVEMENTS, "all_reduce_sum", "all_gather", "reduce_scatter_sum"])
 def test_input_is_not_overwritten(name: str, pools: Callable[[int], Pool]) -> None:
     assert all(pools(2).run(_leaves_input_alone, name))
 
@@ -128,10 +129,10 @@ def _direct_and_torchs(size: int, number: int, dtype: torch.dtype, has_links: bo
     return off, summed
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("number", [5, 20_000])  # one round, and two
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("has_links", [True, False], ids=["sockets", "gloo"])
+@for_each("dtype", [torch.float64, torch.bfloat16], ids=str)
+@for_each("number", [5, 20_000])  # one round, and two
+@for_each("size", [2, 3, 4])
+@for_each("has_links", [True, False], ids=["sockets", "gloo"])
 def test_direct_messages_give_what_torchs_collectives_give(
     has_links: bool, size: int, number: int, dtype: torch.dtype, pools: Callable[[int], Pool]
 ) -> None:

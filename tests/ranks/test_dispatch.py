@@ -16,6 +16,7 @@ from meshlora.comm.groups import Mesh, open_mesh
 from meshlora.layers.experts.dispatch import Journey, Places, Slots
 from meshlora.oracle.capture import CollectiveCounter
 from meshlora.plan.topology import Topology
+from tests.for_each import for_each
 from tests.pool import Pool
 
 NUM_EXPERTS, WIDTH = 8, 3
@@ -86,8 +87,8 @@ def _arrived(topology: str, choice: str) -> tuple[list[tuple[int, ...]], list[in
     return [tuple(map(int, row)) for row in at_experts.tolist()], journey.counts
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("topology", ROUTES)
+@for_each("choice", CHOICES)
+@for_each("topology", ROUTES)
 def test_rows_at_an_expert_lie_by_source_then_token_whatever_the_route(
     topology: str, choice: str, pools: Callable[[int], Pool]
 ) -> None:
@@ -105,8 +106,8 @@ def _round_trip(topology: str, choice: str) -> tuple[Tensor, Tensor]:
     return rows, journey.back(journey.there(rows) * (mesh.over({"etp"}).rank + 2))
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("topology", ROUTES)
+@for_each("choice", CHOICES)
+@for_each("topology", ROUTES)
 def test_a_row_comes_home_as_the_sum_of_its_terms_over_etp(
     topology: str, choice: str, pools: Callable[[int], Pool]
 ) -> None:
@@ -139,8 +140,8 @@ def _adjoint(topology: str, choice: str) -> dict[str, _Products]:
     return found
 
 
-@pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("topology", ROUTES)
+@for_each("choice", CHOICES)
+@for_each("topology", ROUTES)
 def test_backward_of_each_way_is_its_adjoint(topology: str, choice: str, pools: Callable[[int], Pool]) -> None:
     for found in pools(4).run(_adjoint, topology, choice):
         for products in found.values():
@@ -163,8 +164,8 @@ def _count(topology: str, choice: str) -> tuple[dict[tuple[str, str], int], dict
     return dict(counter.counts), dict(counter.sent)
 
 
-@pytest.mark.parametrize("choice", ["ranks differ", "one rank alone has rows", "nobody has rows"])
-@pytest.mark.parametrize("topology", ROUTES)
+@for_each("choice", ["ranks differ", "one rank alone has rows", "nobody has rows"])
+@for_each("topology", ROUTES)
 def test_a_journey_costs_the_collectives_of_its_route_on_every_rank(
     topology: str, choice: str, pools: Callable[[int], Pool]
 ) -> None:

@@ -26,6 +26,7 @@ from meshlora.plan.topology import Topology
 from meshlora.train.together import prepare_run
 from meshlora.train.trained import TrainedAdapter
 from meshlora.train.trainer import Trainer
+from tests.for_each import for_each
 from tests.pool import Pool, wait_for_all
 from tests.ranks.test_budget import CommCounter
 from tests.run_files import copy_lines, metrics_of, write_run_file
@@ -66,8 +67,8 @@ def _change_a_nan(tensor: Tensor) -> None:
 CHANGES = [_flip_last_bit, _swap_two_elements, _negate, _negate_zero, _change_a_nan]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("change", CHANGES)
+@for_each("dtype", DTYPES, ids=str)
+@for_each("change", CHANGES)
 def test_two_sums_of_the_bits_see_every_kind_of_change(change: Callable[[Tensor], None], dtype: torch.dtype) -> None:
     tensor = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).to(dtype)
     tensor[0, 0], tensor[0, 1] = 0.0, torch.nan

@@ -22,6 +22,7 @@ from meshlora.data.context import token_order
 from meshlora.layers.attention_parts import How, Part, attend
 from meshlora.layers.context import HeldTokens, RowsOfMask
 from meshlora.plan.topology import Topology
+from tests.for_each import for_each
 from tests.pool import Pool
 
 ROWS = [[13, 17, 5, 1], [2, 30, 3, 1]]  # documents, and padding, of two rows of 36
@@ -89,10 +90,10 @@ def _off(size: int, window: int, options: dict[str, Any], is_balanced: bool) -> 
     return worst, sum(part.mask is None for of_step in parts for part in of_step)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("window", [36, WINDOW], ids=["causal", "window"])
-@pytest.mark.parametrize("is_balanced", [True, False], ids=["balanced", "contiguous"])
-@pytest.mark.parametrize("options", [{}, {"sinks": True, "softcap": 0.8}], ids=["plain", "sinks and softcap"])
+@for_each("size", [2, 3])
+@for_each("window", [36, WINDOW], ids=["causal", "window"])
+@for_each("is_balanced", [True, False], ids=["balanced", "contiguous"])
+@for_each("options", [{}, {"sinks": True, "softcap": 0.8}], ids=["plain", "sinks and softcap"])
 def test_what_passes_by_is_attended_to_as_if_it_were_all_there(
     options: dict[str, Any], is_balanced: bool, window: int, size: int, pools: Callable[[int], Pool]
 ) -> None:
