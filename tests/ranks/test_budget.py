@@ -18,6 +18,7 @@ from meshlora.plan.budget import first_forwards_budget, micro_batch_budget
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.layout import Split
 from meshlora.train.losses import shifted_loss, summed_cross_entropy
+from tests.for_each import for_each
 from tests.pool import Pool
 
 BUDGET = {
@@ -99,8 +100,8 @@ def _count_micro_batch(
     return dict(counter.counts), {key: n for key, n in budget.items() if n}
 
 
-@pytest.mark.parametrize("topology", ["tp=2", "tp=2,sp", "dp=2,dp_shard"])
-@pytest.mark.parametrize(
+@for_each("topology", ["tp=2", "tp=2,sp", "dp=2,dp_shard"])
+@for_each(
     ("family", "options"),
     [
         pytest.param("llama", {}, id="llama"),

@@ -32,6 +32,7 @@ from meshlora.planner.problem import Problem
 from meshlora.planner.trace import loss_of, trace
 from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.losses import shifted_loss
+from tests.for_each import for_each
 from tests.pool import Pool
 
 ROWS, TOKENS = 2, 24
@@ -108,7 +109,7 @@ def _planned(family: str, topology: str, quantization: str | None) -> tuple[Tota
     return {key: (number, sent[key]) for key, number in calls.items()}, found
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("family", "topology", "quantization"),
     [
         ("llama", "tp=2", None),

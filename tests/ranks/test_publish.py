@@ -32,6 +32,7 @@ from meshlora.rl.run import check_rl
 from meshlora.text.decoding import Continuation
 from meshlora.text.tokenizer import load_tokenizer
 from meshlora.train.together import prepare_run
+from tests.for_each import for_each
 from tests.pool import Pool, RankError
 from tests.ranks.test_rl import records_of, rl_file, run_rl
 from tests.ranks.test_trainer import small_base
@@ -224,7 +225,7 @@ def test_experts_of_an_engine_that_says_them_are_in_the_records(tmp_path: Path) 
             Engine(url).complete("mine", [[1, 2]], vocab_size=64, n=1, max_tokens=2)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("choices", "words"),
     [
         ([_choice(0)], "it gave 1 completions, and 2 were asked for"),

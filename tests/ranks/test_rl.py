@@ -36,6 +36,7 @@ from meshlora.text.decoding import Continuation
 from meshlora.train.checkpoint.manifest import read_whole
 from meshlora.train.run import prepare_output
 from meshlora.train.together import prepare_run
+from tests.for_each import for_each
 from tests.one_process import train_alone
 from tests.pool import Pool, RankError, wait_for_all
 from tests.ranks.test_trainer import small_base
@@ -249,7 +250,7 @@ def test_a_generation_is_used_for_several_updates(folder: Path, pools: Callable[
     assert all(line["largest_engine_gap"] < 2e-6 for line in lines)
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("changes", "words"),
     [
         ({"train.objective": "{kind: policy}"}, "rl with train.objective=policy: it learns from rewards"),

@@ -13,6 +13,7 @@ from torch import Tensor
 import meshlora
 from meshlora.loading.same_tokens import COMPARED_FORWARDS
 from meshlora.plan.families.twin import twin_config
+from tests.for_each import for_each
 from tests.pool import Pool
 
 
@@ -45,8 +46,8 @@ def _forward(topology: str, name: str, trains: bool) -> str:
     return str(refused.value)
 
 
-@pytest.mark.parametrize("trains", [True, False], ids=["training", "evaluation"])
-@pytest.mark.parametrize("name", BATCHES)
+@for_each("trains", [True, False], ids=["training", "evaluation"])
+@for_each("name", BATCHES)
 def test_tp_ranks_that_see_different_tokens_would_mix_them(
     name: str, trains: bool, pools: Callable[[int], Pool]
 ) -> None:

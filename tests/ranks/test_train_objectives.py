@@ -15,6 +15,7 @@ from meshlora.config.file import read_run
 from meshlora.config.objective import COUNTED
 from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.train.together import prepare_run
+from tests.for_each import for_each
 from tests.one_process import train_alone
 from tests.pool import Pool
 from tests.ranks.test_trainer import run_and_keep_groups, run_file
@@ -94,7 +95,7 @@ def _column(output: Path, name: str) -> list[float]:
     return [line[name] for line in lines if name in line]
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("objective", "changes", "words"),
     [
         ("dpo", {"train__kl_coef": 0.1}, "it goes with policy"),

@@ -18,6 +18,7 @@ from meshlora.comm.groups import Axis, open_mesh
 from meshlora.layers.head import loss as vocabulary
 from meshlora.layers.head.loss import IGNORED, summed_cross_entropy_from_hidden
 from meshlora.plan.topology import Topology
+from tests.for_each import for_each
 from tests.pool import Pool
 
 T, H, R = 24, 6, 2
@@ -99,9 +100,9 @@ def _worst(parts: list[dict[str, Tensor]], whole: Whole, label_smoothing: float)
     return worst
 
 
-@pytest.mark.parametrize("chunk_tokens", [5, None])
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-@pytest.mark.parametrize("tp", [2, 4])
+@for_each("chunk_tokens", [5, None])
+@for_each("label_smoothing", [0.0, 0.1])
+@for_each("tp", [2, 4])
 def test_loss_and_gradients_are_those_of_one_process(
     tp: int, label_smoothing: float, chunk_tokens: int | None, pools: Callable[[int], Pool]
 ) -> None:

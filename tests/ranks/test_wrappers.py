@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import meshlora
 from meshlora.plan.families.twin import twin_config
+from tests.for_each import for_each
 from tests.pool import Pool
 
 LORA = LoraConfig(r=4, target_modules="all-linear")
@@ -77,9 +78,7 @@ def _wrap(topology: str, name: str) -> tuple[str, bool]:
     return str(refused.value), all(torch.equal(tensor, after[key]) for key, tensor in before.items())
 
 
-@pytest.mark.parametrize(
-    ("topology", "name"), [*(("tp=2", name) for name in WRAPPERS), ("dp=2", "ddp"), ("dp=2,dp_shard", "trainer")]
-)
+@for_each(("topology", "name"), [*(("tp=2", name) for name in WRAPPERS), ("dp=2", "ddp"), ("dp=2,dp_shard", "trainer")])
 def test_wrapper_would_overwrite_the_parts_of_other_ranks(
     topology: str, name: str, pools: Callable[[int], Pool]
 ) -> None:

@@ -17,6 +17,7 @@ from meshlora.data.sampler import GlobalBatches
 from meshlora.oracle.batches import UNTRAINED, micro_batches, micro_batches_of
 from meshlora.oracle.case import num_sequences_for, random_tokens
 from meshlora.verify.request import Request, prepare_proof
+from tests.for_each import for_each
 
 
 @pytest.fixture(scope="module")
@@ -24,8 +25,8 @@ def data() -> TokenizedDataset:
     return random_tokens(num_sequences=16, vocab_size=50, seed=3)
 
 
-@pytest.mark.parametrize("seed", [0, 7])
-@pytest.mark.parametrize("step", range(5))
+@for_each("seed", [0, 7])
+@for_each("step", range(5))
 def test_both_sides_make_the_same_batches(step: int, seed: int, data: TokenizedDataset) -> None:
     """Over a batch that is not full, and over the end of an epoch."""
     indices = GlobalBatches(len(data), 9, seed).batch(step)

@@ -30,6 +30,7 @@ from meshlora.train.together import prepare_run
 from meshlora.verify import preflight
 from meshlora.verify.request import DEFAULT_LORA, Request, prepare_proof
 from tests.conftest import Prove
+from tests.for_each import for_each
 from tests.pool import Pool
 from tests.ranks.test_trainer import _train, folder, run_and_keep_groups, run_file
 
@@ -82,7 +83,7 @@ def _split(shape: tuple[int, ...], dim: int, layout: Layout | None = None) -> Tr
     return Trained(shape, FactorRule((cut,), frozenset()))
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("trained", "tp", "is_cut"),
     [
         (_split((16, 4096), 1), 8, False),  # A of a row-parallel linear: 512 columns a rank

@@ -28,6 +28,7 @@ from meshlora.verify.faults.objectives import PROVED, as_proved
 from meshlora.verify.proof import Outcome, Processes, Proof, run_proof
 from meshlora.verify.request import DROPOUT, Request, prepare_proof
 from tests.conftest import Prove
+from tests.for_each import for_each
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_base"
 TOPOLOGIES = ("tp=2,sp", "dp=2", "dp=2,tp=2", "dp=2,tp=2,sp")
@@ -300,9 +301,7 @@ _RECORDS: dict[str, tuple[dict[str, object], list[tuple[dict[str, object], str]]
 }
 
 
-@pytest.mark.parametrize(
-    ("reader", "row", "words"), [(reader, *each) for reader, (_, rows) in _RECORDS.items() for each in rows]
-)
+@for_each(("reader", "row", "words"), [(reader, *each) for reader, (_, rows) in _RECORDS.items() for each in rows])
 def test_record_that_cannot_be_used_is_named_by_line(
     reader: str,
     row: dict[str, object],

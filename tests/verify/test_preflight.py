@@ -33,6 +33,7 @@ from meshlora.verify import request, stand_in
 from meshlora.verify.preflight import preflight, preflight_state, proof_words
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.stand_in import provable
+from tests.for_each import for_each
 from tests.run_files import TINY, copy_tokenizer, write_run_file
 
 ROOT = Path(__file__).parents[2]
@@ -234,7 +235,7 @@ def test_block_that_the_twin_does_not_have_is_refused(tmp_path: Path) -> None:
         preflight_state({"": odd_run}, cache_dir=tmp_path / "cache")
 
 
-@pytest.mark.parametrize(
+@for_each(
     ("given", "expected"),
     [
         ("dp=2,tp=4,sp", "dp=2,tp=4,sp"),
