@@ -15,6 +15,7 @@ from meshlora.common.float64 import lift
 from meshlora.oracle.capture import CollectiveCounter
 from meshlora.plan.grads import Side, expert_rule
 from meshlora.plan.topology import EXPERT_AXES, Topology
+from tests.for_each import for_each
 from tests.pool import Pool
 from tests.ranks.expert_cases import (
     ALWAYS,
@@ -103,7 +104,7 @@ def test_outputs_and_gradients_are_those_of_one_process(
     _check(Case(family, topology, tokens), pools)
 
 
-@pytest.mark.parametrize("tokens", ["one rank has none", "one rank alone has some", "one token", "nobody has any"])
+@for_each("tokens", ["one rank has none", "one rank alone has some", "one token", "nobody has any"])
 @pytest.mark.parametrize("topology", _rest(TOPOLOGIES, OFTEN))
 def test_ranks_without_tokens_take_part_all_the_same(topology: str, tokens: str, pools: Callable[[int], Pool]) -> None:
     """None waits for ever, and its gradients are there."""
@@ -119,10 +120,10 @@ def test_block_that_scales_tokens_first_takes_any_number_of_them(
     _check(Case("llama4_text", topology, tokens), pools)
 
 
-@pytest.mark.parametrize("is_shared", [False, True], ids=["each", "shared"])
+@for_each("is_shared", [False, True], ids=["each", "shared"])
 @pytest.mark.parametrize("topology", _rest(["dp=4,etp=4", "dp=2,tp=2,ep=2,etp=2", "dp=4,ep=4"], OFTEN))
-@pytest.mark.parametrize("adapter", ["first alone", "second alone", "gate", "up", "gate, up, second", "both", "none"])
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+@for_each("adapter", ["first alone", "second alone", "gate", "up", "gate, up, second", "both", "none"])
+@for_each("family", ["qwen3_moe", "gpt_oss"])
 def test_adapter_on_any_part_for_each_expert_or_for_all(
     family: str, adapter: str, topology: str, is_shared: bool, pools: Callable[[int], Pool]
 ) -> None:
@@ -171,8 +172,8 @@ def _is_whole(case: Case, results: list[Result], key: str, axes: frozenset[str],
     return True
 
 
-@pytest.mark.parametrize("is_shared", [False, True], ids=["each", "shared"])
-@pytest.mark.parametrize("topology", ["dp=4,ep=2", "dp=4,etp=2", "dp=4,ep=2,etp=2", "dp=4,ep=4", "dp=2,tp=2"])
+@for_each("is_shared", [False, True], ids=["each", "shared"])
+@for_each("topology", ["dp=4,ep=2", "dp=4,etp=2", "dp=4,ep=2,etp=2", "dp=4,ep=4", "dp=2,tp=2"])
 def test_gradients_are_whole_after_a_sum_over_their_axes_and_over_no_others(
     topology: str, is_shared: bool, pools: Callable[[int], Pool]
 ) -> None:
@@ -225,7 +226,7 @@ def _count(case: Case, is_first_layer: bool) -> tuple[dict[tuple[str, str], int]
 
 @pytest.mark.parametrize("adapter", _rest(["both", "gate", "none"], ["both", "none"]))
 @pytest.mark.parametrize("tokens", _rest(["ranks differ", "one rank has none"], ["one rank has none"]))
-@pytest.mark.parametrize("topology", COSTS)
+@for_each("topology", COSTS)
 def test_a_layer_of_experts_costs_the_same_collectives_with_and_without_lora(
     topology: str, tokens: str, adapter: str, pools: Callable[[int], Pool]
 ) -> None:
@@ -238,8 +239,8 @@ def test_a_layer_of_experts_costs_the_same_collectives_with_and_without_lora(
         assert found == expected
 
 
-@pytest.mark.parametrize("tokens", ["ranks differ", "one rank has none", "one token"])
-@pytest.mark.parametrize("topology", ["dp=4,ep=2,etp=2", "dp=2,tp=2,ep=2,etp=2", "tp=4,ep=2,etp=2,two-stage"])
+@for_each("tokens", ["ranks differ", "one rank has none", "one token"])
+@for_each("topology", ["dp=4,ep=2,etp=2", "dp=2,tp=2,ep=2,etp=2", "tp=4,ep=2,etp=2,two-stage"])
 def test_input_that_needs_no_gradient_saves_its_way_back_on_every_rank(
     topology: str, tokens: str, pools: Callable[[int], Pool]
 ) -> None:
