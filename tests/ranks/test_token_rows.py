@@ -24,6 +24,7 @@ from meshlora.adapter.plan import plan_adapter
 from meshlora.cli.main import main
 from meshlora.common.float64 import lift
 from meshlora.config.file import read_run
+from meshlora.config.objective import Dpo
 from meshlora.oracle.case import check_tokens, random_tokens, with_tokens
 from meshlora.oracle.compare import relative
 from meshlora.oracle.inputs import write_twin
@@ -131,9 +132,9 @@ TIED_LLAMA = {"model": twin_config("llama", tie_word_embeddings=True)}
 PROOFS: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
     "tied": (TIED_LLAMA, [200, 7, 100, 3], {}, "tp=2,sp"),
     "both": ({"family": "llama"}, {"embed_tokens": [200, 7], "lm_head": [9, 150, 20]}, {}, "dp=2,tp=2"),
-    "scaled, pairs": ({"family": "gemma3_text"}, [200, 7, 0], {"objective": "dpo"}, "tp=2"),
+    "scaled, pairs": ({"family": "gemma3_text"}, [200, 7, 0], {"objective": Dpo()}, "tp=2"),
     "cp": (TIED_LLAMA, [200, 7], {"packing": True}, "cp=2"),
-    "experts": ({"family": "qwen3_moe"}, [200, 7], {}, "tp=2,ep=2"),
+    "experts": ({"family": "qwen3_moe"}, [200, 7], {"lora": LORA | {"target_modules": ["q_proj"]}}, "tp=2,ep=2"),
     "stages": ({"family": "llama"}, {"embed_tokens": [200, 7], "lm_head": [9]}, {}, "pp=2"),
     "shards": (TIED_LLAMA, [200, 7], {}, "dp=2,dp_shard"),
     "resumed": (TIED_LLAMA, [200, 7], {"resume": True, "neftune_alpha": 5.0}, "tp=2"),
@@ -145,7 +146,8 @@ COVER = ("tied", "both")
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in COVER else pytest.mark.proof) for n in PROOFS])
 def test_trains_as_one_process_does(name: str, prove: Prove) -> None:
     model, tokens, options, topology = PROOFS[name]
-    options = options | {"lora": LORA | {"trainable_token_indices": tokens}, "topologies": (topology,)}
+    lora = options.get("lora", LORA) | {"trainable_token_indices": tokens}
+    options = options | {"lora": lora, "topologies": (topology,)}
     for outcome in prove(**model, **{"steps": 2} | options):
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
 

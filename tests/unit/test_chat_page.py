@@ -51,6 +51,8 @@ def _cell(template: str, messages: list[dict[str, Any]], options: dict[str, str]
     try:
         found = tokenize([record], tokenizer, max_length=512, say=said.append, **options)
     except UserError as error:
+        if "the chat template refuses them" in str(error):
+            return "its own error"
         return "refused" if "data.lost_text: note" in str(error) else str(error)
     trained = "".join(trained_text(found, tokenizer, index) for index in range(len(found)))
     written = [word for word in _WORDS if word in f"{messages}"]

@@ -240,7 +240,7 @@ def test_table_of_the_docs_is_what_is_read() -> None:
 
 def test_every_file_is_in_the_table() -> None:
     there = {path.relative_to(DATA).parts[0] for path in DATA.rglob("*") if path.is_file()}
-    assert there - {"nlg"} == {case.file.split("/")[0] for case in CASES}  # those are of another test
+    assert there - {"nlg", "templates"} == {case.file.split("/")[0] for case in CASES}  # those are of other tests
     assert len(CASES) >= 20
 
 

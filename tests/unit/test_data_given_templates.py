@@ -18,6 +18,7 @@ from meshlora.common.errors import UserError
 from meshlora.data import clock
 from meshlora.data.chat import tokenize_conversations
 from meshlora.data.formats import RECORDS, Formats
+from meshlora.data.lost import Lost, as_array
 from meshlora.data.records import MalformedError, Record
 from tests.unit.conftest import TEMPLATES
 
@@ -58,9 +59,14 @@ def _record(row: dict[str, Any], origin: str) -> Record | None:
         return None
 
 
-def _fault(row: dict[str, Any], found: Any, tokenizer: Any) -> str:
-    """What is wrong with the tokens of a row; empty if nothing is."""
-    reaction = row["reaction"]
+def _fault(row: dict[str, Any], record: Record | None, found: Any, tokenizer: Any) -> str:
+    """What is wrong with the tokens of a row, and with what is said of it; empty if nothing is."""
+    reaction, notes = row["reaction"], list[str]()
+    if record is not None and found is not None:
+        try:
+            notes = Lost(as_array([(0, found.lost)]), lambda _: record, 1).words("refuse")
+        except UserError:
+            found = None
     if found is None:
         return "" if reaction in REFUSED else "refused"
     if reaction == "template_refuses":
@@ -72,7 +78,7 @@ def _fault(row: dict[str, Any], found: Any, tokenizer: Any) -> str:
         must, may = (any(start < b and end > a for a, b in row[name]) for name in ("must", "may"))
         if is_trained != must and not (may and is_trained):
             return f"{'trained' if is_trained else 'not trained'}: {row['text'][start:end]!r} at {start}"
-    return "lost without a word" if reaction in NOTED and not found.lost else ""
+    return "lost without a word" if reaction in NOTED and not notes else ""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -85,6 +91,6 @@ def test_what_is_trained_is_what_was_written_down(name: str, tmp_path: Path) -> 
         options = {"max_length": 2**20, "train_on": train_on, "processor": None, "skips": True}
         made = iter(tokenize_conversations(given, tokenizer, **options))  # type: ignore[arg-type]
         for row, record in zip(rows, records, strict=True):
-            if fault := _fault(row, None if record is None else next(made), tokenizer):
+            if fault := _fault(row, record, None if record is None else next(made), tokenizer):
                 faults.append(f"{row['case']} {train_on} ({row['reaction']}): {fault}")
     assert not faults, "\n".join(faults)

@@ -430,6 +430,8 @@ def test_answers_are_taken_as_they_are_given_where_the_run_file_says_so(setup: S
     file.write_text(_PLAIN.replace("m.content", said).replace("'<assistant>'", "'<assistant><think>'"))
     with pytest.raises(UserError, match=r"or data.answers: as_generated with data.turns: apart"):
         prepared(setup, data__chat_template=str(file))
+    with pytest.raises(UserError, match=r"or data.answers: as_generated, which"):
+        prepared(setup, data__turns="apart")
     assert any("leaves out the reasoning of 1" in note for note in prepared(setup, data__lost_text="note").notes)
     run, tokenizer = (
         prepared(setup, data__turns="apart", data__answers="as_generated"),

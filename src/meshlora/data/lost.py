@@ -64,14 +64,15 @@ def as_array(rows: Iterable[tuple[int, Sequence[str]]]) -> np.ndarray:
 class Lost:
     """What is lost of `num_records` records, and what may be offered against it.
 
-    codes: of `as_array`. can_be_apart: the answers could be sequences of their own, and are not. trains_all: every
-    answer is trained.
+    codes: of `as_array`. can_be_apart: the answers could be sequences of their own, and are not. can_be_generated: they
+    could be taken as they are given, and are not. trains_all: every answer is trained.
     """
 
     codes: np.ndarray
     record_at: Callable[[int], Record]
     num_records: int
     can_be_apart: bool = False
+    can_be_generated: bool = False
     trains_all: bool = False
 
     def words(self, lost_text: LostText) -> list[str]:
@@ -104,11 +105,12 @@ class Lost:
         if lost_text == "note":
             return f"{given}: {rule}, which is not trained (data.lost_text: note)"
         ways = ["data.chat_template: FILE, one that writes it"]
-        if self.can_be_apart:
-            if all(kind.startswith(earlier("")) for kind in found):
-                ways.append("data.turns: apart, a sequence for each answer, where it is written")
-            elif not numbers[_LOST[CALL]] and not numbers[_LOST[FIELD]]:
-                ways.append("data.answers: as_generated with data.turns: apart, which takes answers as they are given")
+        can_be_generated = self.can_be_generated and not numbers[_LOST[CALL]] and not numbers[_LOST[FIELD]]
+        if self.can_be_apart and all(kind.startswith(earlier("")) for kind in found):
+            ways.append("data.turns: apart, a sequence for each answer, where it is written")
+        elif can_be_generated:
+            beside = " with data.turns: apart" * self.can_be_apart
+            ways.append(f"data.answers: as_generated{beside}, which takes answers as they are given")
         if self.trains_all and not is_of_last:
             ways.append("data.train_on: last")
         ways.append("data.lost_text: note, to train what is written")

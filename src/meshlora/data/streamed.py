@@ -7,8 +7,9 @@ those that are not in the cache yet.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,25 @@ from meshlora.data.train_on import TrainOn, without_empty
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+def _each(
+    source: Any,
+    columns: Mapping[str, Any],
+    train_on: TrainOn,
+    *,
+    skips_empty: bool,
+    is_apart: bool,
+    say: Callable[[str], None] | None = None,
+    counts: list[int] | None = None,
+) -> Iterator[Record]:
+    """The records of `source`, or the beginnings of each, whose numbers are added to `counts`."""
+    rows = each_row(source, RECORDS, say=say, has_separator=True, **columns)
+    for row in without_empty(rows, train_on, say) if skips_empty else rows:
+        parts = [*beginnings(row, train_on)] if is_apart else [row]
+        yield from parts
+        if counts is not None and is_apart:
+            counts.append(len(parts))
 
 
 def read_streamed(
@@ -51,21 +71,14 @@ def read_streamed(
             tokenizer that cannot be hashed.
     """
 
-    columns = {name: more.pop(name) for name in ("columns", "format") if name in more}
+    columns: dict[str, Any] = {name: more.pop(name) for name in ("columns", "format") if name in more}
+    columns["on_bad_row"] = on_bad_row
     how = Chats(**more)
     how.check(train_on)
-
-    def records(told: Callable[[str], None] | None = None, counts: list[int] | None = None) -> Iterator[Record]:
-        rows = each_row(source, RECORDS, say=told, has_separator=True, on_bad_row=on_bad_row, **columns)
-        for row in without_empty(rows, train_on, told) if skips_empty else rows:
-            parts = [*beginnings(row, train_on)] if how.is_apart else [row]
-            yield from parts
-            if counts is not None:
-                counts.append(len(parts))
-
+    records = functools.partial(_each, source, columns, train_on, skips_empty=skips_empty, is_apart=how.is_apart)
     digest, seen = RecordsDigest(), Seen()
     counts = list[int]()
-    for record in records(say, counts if how.is_apart else None):
+    for record in records(say=say, counts=counts):
         if record.images:
             raise UnsupportedError(
                 f"{record.origin}: an image with data.streaming", "it is not proved", "leave out one"

@@ -163,6 +163,7 @@ class Read:
             self.record_at,
             self.number,
             can_be_apart=is_alone and not how.is_apart and can_be_apart(self.train_on),
+            can_be_generated=is_alone and not how.are_generated and self.train_on in ("all", "last"),
             trains_all=self.train_on == "all",
         )
         options: dict[str, Any] = {"max_length": self.max_length, "too_long": self.too_long}
@@ -309,8 +310,7 @@ def token_blocks(
     size, rest, skips = _BLOCK - _BLOCK % rows_per_example, iter(records), on_bad_row == SKIP
     of_conversations = {"processor": processor, "are_generated": are_generated}
     while block := list(itertools.islice(rest, size)):
-        made, cut = list[tuple[int, np.ndarray, np.ndarray]](), set[int]()
-        bad, long = list[int](), list[int]()
+        made, cut, bad, long = list[tuple[int, np.ndarray, np.ndarray]](), set[int](), list[int](), list[int]()
         of_chats = functools.partial(tokenize_conversations, skips=skips, **of_conversations)
         rows = _rows(block, tokenizer, max_length=most, train_on=train_on, of_chats=of_chats)
         for start in range(0, len(block), rows_per_example):
@@ -321,7 +321,7 @@ def token_blocks(
             if too_long == "error":  # else they are counted: there may be more than memory holds
                 found.too_long += [_with_length(record, row, max_length) for at, record, row in own if at in are_long]
             nothing = [record.origin for _, record, row in own if NOTHING in row.lost]
-            found.nothing = found.nothing or nothing[:1]
+            found.nothing += nothing
             num_untrained = len(found.untrained)
             if len(own) == len(places) and not nothing and not (too_long == "drop" and are_long):
                 for place, record, row in own:

@@ -90,7 +90,7 @@ class Found:
     """Records that cannot be used as they are, as words, collected so that several are named at once.
 
     cut_off: too long, and trained after `max_length` alone. untrained: not too long, and trained nowhere. nothing: left
-    out, as the chat template writes nothing of their answers; the first of each block.
+    out, as the chat template writes nothing of their answers.
     """
 
     too_long: list[str] = field(default_factory=list)

@@ -200,12 +200,13 @@ def random_tokens(
 
 
 def with_tokens(data: TokenizedDataset, ids: Iterable[int]) -> TokenizedDataset:
-    """The same sequences with two of the tokens `ids` in each, in turn, where they are read and predicted: what a row
-    of the vocabulary trains shows only there.
+    """The same sequences with two of the tokens `ids` in each that is long enough, in turn, where they are read and
+    predicted: what a row of the vocabulary trains shows only there.
     """
     own, found = itertools.cycle(ids), data.input_ids.copy()
-    for start in data.offsets[:-1].tolist():
-        found[start + 5], found[start + 7] = next(own), next(own)
+    for start, end in itertools.pairwise(data.offsets.tolist()):
+        if end - start > 8:
+            found[start + 5], found[start + 7] = next(own), next(own)
     return replace(data, input_ids=found)
 
 
