@@ -1,6 +1,6 @@
-"""The features that faults need to show: those of a model, its topology and its adapter.
+"""The features that faults need to show: those of a model, its topology and its adapter, and of a run of them.
 
-Owns: their names. Does not own: the features of a run (`verify.request`).
+Owns: their names, and which a run has. Does not own: what they mean (`verify.faults.fault`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,15 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from transformers import PretrainedConfig
 
 from meshlora.adapter.targets.options import is_open
+from meshlora.common.tasks import CAUSAL
+from meshlora.config.objective import Grpo, Objective, Policy, Sft
+from meshlora.data.context import FEWEST
+from meshlora.model.padding import leaves_mask
 from meshlora.model.regions import sees_all
+from meshlora.oracle.batches import micro_batches_of
+from meshlora.oracle.case import Case
 from meshlora.plan.layout import Layout, Split
+from meshlora.plan.quantization import KEEP
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.topology import DATA, DENSE_AXES, EXPERT_AXES, FLAGS, Topology, field_of
 
@@ -127,3 +134,94 @@ def _is_target(config: LoraConfig, name: str, *, is_linear: bool = True) -> bool
     if config.target_modules == "all-linear":
         return is_linear and name.rpartition(".")[2] not in (config.modules_to_save or ())
     return bool(config.target_modules) and bool(check_target_module_exists(config, name))
+
+
+def features_of_run(case: Case, plan: ModelPlan, config: PretrainedConfig, *, adapters: int) -> set[str]:
+    """The features of the run of `case` on the topology of `plan`, named as in `verify.faults.fault.Mutation`.
+
+    config: of the model. adapters: how many are trained at once.
+    """
+    topology, lora = plan.topology, LoraConfig(**case.lora)
+    has = features_of_model(plan, lora, config, has_pieces=bool(case.pieces))
+    further = case.further
+    takes = {n for inputs in further.each for n in inputs} if further is not None and further.has_images else set()
+    micro_batches = -(-case.batch_size // (case.micro_batch_size * topology.dp))
+    facts = {
+        "steps": case.steps > 1,
+        "digits": case.dtype != "bfloat16",
+        "seed": case.seed != 0,
+        "short_batch": case.steps > 1 and case.data.num_examples % case.batch_size != 0,
+        "odd_dropout": round(lora.lora_dropout, 1) != lora.lora_dropout,
+        "aux_loss": case.router_aux_loss_coef > 0,
+        "shared_experts_adapter": case.share_experts,
+        "dropout": bool(case.dropout) or lora.lora_dropout > 0,
+        "lora_dropout": lora.lora_dropout > 0,
+        "model_dropout": bool(case.dropout),
+        "smoothing": getattr(case.objective, "label_smoothing", 0) > 0,
+        "images": bool(takes),
+        "image_grid": "image_grid_thw" in takes,
+        "image_blocks": "token_type_ids" in takes,
+        "features": bool(takes and getattr(config.vision_config, "deepstack_visual_indexes", None)),
+        "vision": bool(takes) and any(not plan.is_text(n) for n in lora.target_modules or ()),
+        "packing": bool(case.packing),
+        "whole_rows": topology.cp == 1,
+        "first_tokens": topology.cp == 1 and not case.packing and _trains_first_tokens(case),
+        "few_tokens": topology.cp == topology.world and _has_few_tokens(case, topology.cp),
+        "unmasked": not case.packing and not takes and leaves_mask(plan),
+        "resume": case.resumes,
+        "adapters": adapters > 1,
+        "one_micro_batch": micro_batches == 1,
+        "four_micro_batches": micro_batches > 3,
+        "kernels": case.kernels != "none",
+        "quantized": case.quantization is not None,
+        "plain_base": case.quantization is None,
+        "quantizes": case.quantization not in (None, KEEP),
+        "four_bits": case.quantization in ("nf4", "mxfp4"),
+        "base": case.objective.needs_base,
+        "reference": case.reference is not None,
+        "log_probabilities": not isinstance(case.objective, Sft) and case.objective.task == CAUSAL,
+        "examples": case.objective.per != "token",
+        "pools_to_the_end": getattr(case.objective, "pooling", "cls") != "cls",
+        case.objective.kind: True,
+        "entropy": case.objective.needs_entropy,
+        "routed": bool(case.routed),
+        **_of_policy(case.objective),
+        "lora_plus": case.lora_plus_ratio is not None,
+        "other_schedule": case.schedule != "linear",
+        "final_rate": case.min_lr > 0,
+        "noise": case.neftune_alpha > 0,
+        case.optimizer: True,
+    }
+    return has | {name for name, is_there in facts.items() if is_there}
+
+
+def _trains_first_tokens(case: Case) -> bool:
+    return any(case.is_trained[start] for start in case.offsets[:-1])
+
+
+def _has_few_tokens(case: Case, cp: int) -> bool:
+    """Whether a cp rank has as many tokens of a packed row as the row has documents, its padding counted as one."""
+    if cp == 1 or case.packing != "auto":
+        return False
+    for step in range(case.steps):
+        for rows in micro_batches_of(case.data, case.train, step, pad_token_id=case.pad_token_id):
+            num_tokens = int(rows.attention_mask.sum())
+            on_each = max(FEWEST, -(-num_tokens // cp))
+            if on_each == len(rows.attention_mask) + (on_each * cp > num_tokens):
+                return True
+    return False
+
+
+def _of_policy(objective: Objective) -> dict[str, bool]:
+    """Features of policy gradients."""
+    if not isinstance(objective, Policy | Grpo):
+        return {}
+    return {
+        "policy_gradient": True,
+        "importance": objective.importance_cap is not None,
+        "sequence_ratio": objective.ratio == "sequence",
+        "means_of_sequences": objective.mean_over == "sequence" or objective.ratio == "sequence",
+        "cispo": objective.loss == "cispo",
+        "kl_estimate": objective.kl != "k3",
+        "scaled_otherwise": getattr(objective, "scale_rewards", "group") != "group",
+    }

@@ -33,17 +33,14 @@ from meshlora.common.errors import UnsupportedError, UserError, did_you_mean, re
 from meshlora.common.proof_records import CACHE
 from meshlora.common.tasks import CAUSAL
 from meshlora.config.model_presets import num_chosen
-from meshlora.config.objective import Grpo, Objective, Policy, Referenced, Sft
+from meshlora.config.objective import Objective, Referenced, Sft
 from meshlora.config.run import Schedule
-from meshlora.data.context import FEWEST
 from meshlora.data.dataset import TokenizedDataset
 from meshlora.data.sources import read_records
 from meshlora.data.tokenization import tokenize
 from meshlora.loading.blueprint import Blueprint, make_blueprint, read_model_config, resolve_dtype
 from meshlora.loading.guards import dropout_fields, handle_dropout
 from meshlora.loading.kernels import with_kernels
-from meshlora.model.padding import leaves_mask
-from meshlora.oracle.batches import micro_batches_of
 from meshlora.oracle.case import (
     Case,
     as_pairs,
@@ -76,7 +73,7 @@ from meshlora.train.packing_check import check_packing
 from meshlora.train.recompute import check_recompute
 from meshlora.train.together import check_adapter_together
 from meshlora.verify.faults.registry import find
-from meshlora.verify.features import features_of_model
+from meshlora.verify.features import features_of_run
 
 DEFAULT_LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 DROPOUT = 0.12  # the default of the command
@@ -205,90 +202,7 @@ class Proof:
 
     def features_on(self, topology: Topology) -> set[str]:
         """The features of a run on `topology`, named as in `verify.faults.fault.Mutation`."""
-        case, config = self.case, LoraConfig(**self.case.lora)
-        has = features_of_model(self.plans[topology], config, self.config, has_pieces=bool(case.pieces))
-        further = case.further
-        takes = {n for inputs in further.each for n in inputs} if further is not None and further.has_images else set()
-        micro_batches = -(-case.batch_size // (case.micro_batch_size * topology.dp))
-        facts = {
-            "steps": case.steps > 1,
-            "digits": case.dtype != "bfloat16",
-            "seed": case.seed != 0,
-            "short_batch": case.steps > 1 and case.data.num_examples % case.batch_size != 0,
-            "odd_dropout": round(config.lora_dropout, 1) != config.lora_dropout,
-            "aux_loss": case.router_aux_loss_coef > 0,
-            "shared_experts_adapter": case.share_experts,
-            "dropout": bool(case.dropout) or config.lora_dropout > 0,
-            "lora_dropout": config.lora_dropout > 0,
-            "model_dropout": bool(case.dropout),
-            "smoothing": getattr(case.objective, "label_smoothing", 0) > 0,
-            "images": bool(takes),
-            "image_grid": "image_grid_thw" in takes,
-            "image_blocks": "token_type_ids" in takes,
-            "features": bool(takes and getattr(self.config.vision_config, "deepstack_visual_indexes", None)),
-            "vision": bool(takes) and any(not self.plans[topology].is_text(n) for n in config.target_modules or ()),
-            "packing": bool(case.packing),
-            "whole_rows": topology.cp == 1,
-            "first_tokens": topology.cp == 1 and not case.packing and _trains_first_tokens(case),
-            "few_tokens": topology.cp == topology.world and _has_few_tokens(case, topology.cp),
-            "unmasked": not case.packing and not takes and leaves_mask(self.plans[topology]),
-            "resume": case.resumes,
-            "adapters": self.request.adapters > 1,
-            "one_micro_batch": micro_batches == 1,
-            "four_micro_batches": micro_batches > 3,
-            "kernels": case.kernels != "none",
-            "quantized": case.quantization is not None,
-            "plain_base": case.quantization is None,
-            "quantizes": case.quantization not in (None, KEEP),
-            "four_bits": case.quantization in ("nf4", "mxfp4"),
-            "base": case.objective.needs_base,
-            "reference": case.reference is not None,
-            "log_probabilities": not isinstance(case.objective, Sft) and case.objective.task == CAUSAL,
-            "examples": case.objective.per != "token",
-            "pools_to_the_end": getattr(case.objective, "pooling", "cls") != "cls",
-            case.objective.kind: True,
-            "entropy": case.objective.needs_entropy,
-            "routed": bool(case.routed),
-            **_of_policy(case.objective),
-            "lora_plus": case.lora_plus_ratio is not None,
-            "other_schedule": case.schedule != "linear",
-            "final_rate": case.min_lr > 0,
-            "noise": case.neftune_alpha > 0,
-            case.optimizer: True,
-        }
-        return has | {name for name, is_there in facts.items() if is_there}
-
-
-def _trains_first_tokens(case: Case) -> bool:
-    return any(case.is_trained[start] for start in case.offsets[:-1])
-
-
-def _has_few_tokens(case: Case, cp: int) -> bool:
-    """Whether a cp rank has as many tokens of a packed row as the row has documents, its padding counted as one."""
-    if cp == 1 or case.packing != "auto":
-        return False
-    for step in range(case.steps):
-        for rows in micro_batches_of(case.data, case.train, step, pad_token_id=case.pad_token_id):
-            num_tokens = int(rows.attention_mask.sum())
-            on_each = max(FEWEST, -(-num_tokens // cp))
-            if on_each == len(rows.attention_mask) + (on_each * cp > num_tokens):
-                return True
-    return False
-
-
-def _of_policy(objective: Objective) -> dict[str, bool]:
-    """Features of policy gradients."""
-    if not isinstance(objective, Policy | Grpo):
-        return {}
-    return {
-        "policy_gradient": True,
-        "importance": objective.importance_cap is not None,
-        "sequence_ratio": objective.ratio == "sequence",
-        "means_of_sequences": objective.mean_over == "sequence" or objective.ratio == "sequence",
-        "cispo": objective.loss == "cispo",
-        "kl_estimate": objective.kl != "k3",
-        "scaled_otherwise": getattr(objective, "scale_rewards", "group") != "group",
-    }
+        return features_of_run(self.case, self.plans[topology], self.config, adapters=self.request.adapters)
 
 
 def prepare_proof(request: Request) -> Proof:
