@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import many_adapters
 import meshlora
 from meshlora.comm.collectives import all_reduce_sum
-from meshlora.oracle.capture import CollectiveCounter
 from meshlora.train.losses import shifted_loss
+from meshlora_judge.capture import CollectiveCounter
 from processes import Group, batch_of, be_quiet, begin_high_water_mark, memory_bytes, open_groups
 from table import Findings, Parity, ParityError, Row, faster, parser, run, smaller
 from tp_vs_peft import TINY, Meshlora, difference

@@ -61,18 +61,18 @@ from gpu_shapes import (
     tiny,
 )
 from meshlora.adapter.attach import active_factors, runtime
-from meshlora.common.errors import UserError
-from meshlora.layers.by_sequence import keep_apart
-from meshlora.layers.quantized import pack, unpacked
 from meshlora.loading import load as api
+from meshlora.run.recompute import recompute_layers
 from meshlora.train.gradsync import finish_gradients_on_device
 from meshlora.train.losses import language_model_losses
-from meshlora.train.recompute import recompute_layers
+from meshlora.wings.packed_rows.by_sequence import keep_apart
+from meshlora.wings.quantized.quantized import pack, unpacked
+from meshlora_ground.errors import UserError
 from processes import be_quiet
 from table import Findings, Parity, ParityError, Row, greater, parser, run, seconds_left, smaller, turns_within
 
 FP32_LIMIT = 1e-3  # relative, two layers; a wrong scale of LoRA is 1 off
-NOISE = 4.0  # in bf16: how much further from fp32 than PEFT's own rounding, as `meshlora.oracle.judge` has it
+NOISE = 4.0  # in bf16: how much further from fp32 than PEFT's own rounding, as `meshlora_judge.judge` has it
 ROUNDING = torch.finfo(torch.bfloat16).eps  # what one number of PEFT may be nearer by luck
 PARITY_TOKENS = 4096  # of a row, in bf16
 LEARNING_RATE = 1e-4

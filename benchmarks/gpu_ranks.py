@@ -4,7 +4,7 @@
     torchrun --nnodes 2 --nproc-per-node 8 ... benchmarks/gpu_ranks.py --topology dp=2,tp=8 --shape 8b --out FILE
 
 The first starts torchrun on this machine, for one process and then for each topology; the second is one topology on
-several machines. Every run is `meshlora.train.trainer.Trainer` on random tokens and random weights, made on the device
+several machines. Every run is `meshlora.run.trainer.Trainer` on random tokens and random weights, made on the device
 of each rank and cut there, with NCCL between GPUs. Before anything is timed, loss and gradient norm of two steps with
 two layers in float32 are compared with those of one process on the same sequences.
 
@@ -31,15 +31,15 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from gpu_shapes import Shape, real_shapes, shallow, tiny
 from meshlora.adapter.attach import runtime
-from meshlora.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
-from meshlora.data.dataset import TokenizedDataset
 from meshlora.loading import load as api
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.topology import Topology
-from meshlora.train.prepare import Prepared
-from meshlora.train.trainer import Trainer
-from meshlora.train.watch.metrics import Reporter, StepMetrics
+from meshlora.run.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora.run.prepare import Prepared
+from meshlora.run.trainer import Trainer
+from meshlora.run.watch.metrics import Reporter, StepMetrics
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.topology import Topology
 from processes import be_quiet
 from table import Findings, Parity, ParityError, Row, greater, turns_within
 

@@ -17,9 +17,9 @@ from peft import LoraConfig
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
-from meshlora.data.batch import Batch, collate
-from meshlora.data.dataset import Sequence
-from meshlora.data.packing import joined, with_positions
+from meshlora.reading.packing import joined, with_positions
+from meshlora.train.batch import Batch, collate
+from meshlora_ground.dataset import Sequence
 
 RANK = 16
 LONG = 32_768  # tokens of a long row

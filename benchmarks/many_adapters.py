@@ -34,19 +34,19 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 from base_products import time_products
 from cores import dtypes_here, fewer
 from meshlora.adapter.attach import adapter_factors, add_adapter, runtime, set_adapters
-from meshlora.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
-from meshlora.data.batch import Batch
-from meshlora.data.dataset import TokenizedDataset
 from meshlora.layers.tokens import Share
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.topology import Topology
+from meshlora.run.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora.run.prepare import Prepared
+from meshlora.run.trained import TrainedAdapter
+from meshlora.run.trainer import Trainer
+from meshlora.run.watch.metrics import Reporter
+from meshlora.train.batch import Batch
 from meshlora.train.losses import language_model_losses
-from meshlora.train.prepare import Prepared
-from meshlora.train.trained import TrainedAdapter
-from meshlora.train.trainer import Trainer
-from meshlora.train.watch.metrics import Reporter
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.topology import Topology
 from processes import be_quiet
 from table import Findings, Parity, ParityError, faster, parser, run, seconds_left, turns_within
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from meshlora.comm import collectives
 from meshlora.comm.groups import Axis, open_mesh
-from meshlora.plan.topology import Topology
+from meshlora_ground.topology import Topology
 from processes import Group, be_quiet, open_groups
 from table import Findings, Parity, ParityError, faster, parser, run
 

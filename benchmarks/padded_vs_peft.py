@@ -26,11 +26,11 @@ from torch import Tensor
 import meshlora
 from cores import dtypes_here, fewer
 from dense_vs_peft import DTYPES, LIMIT_BFLOAT16
-from meshlora.data.batch import Batch, collate
-from meshlora.data.dataset import Sequence as TokenSequence
-from meshlora.data.packing import joined, with_positions
-from meshlora.layers.by_sequence import keep_apart
+from meshlora.reading.packing import joined, with_positions
+from meshlora.train.batch import Batch, collate
 from meshlora.train.losses import language_model_losses
+from meshlora.wings.packed_rows.by_sequence import keep_apart
+from meshlora_ground.dataset import Sequence as TokenSequence
 from processes import Group, be_quiet, open_groups
 from table import Findings, Parity, ParityError, Row, faster, parser, run, turns_within
 from tp_vs_peft import MODEL, RANK, TINY, TOLERANCE, Candidate, System, Turn, load, make_checkpoint

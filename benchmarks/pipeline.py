@@ -27,10 +27,10 @@ from meshlora.adapter.attach import active_factors, runtime
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.pipeline_schedule import one_forward_one_backward
-from meshlora.plan.topology import Topology
 from meshlora.train.gradsync import finish_gradients
 from meshlora.train.losses import shifted_loss
+from meshlora.wings.stages.pipeline_schedule import one_forward_one_backward
+from meshlora_ground.topology import Topology
 from processes import Group, batch_of, be_quiet, open_groups
 from table import Findings, Parity, ParityError, parser, run, smaller
 from tp_vs_peft import difference

@@ -14,13 +14,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.gpu_shapes import real_shapes
 
-from meshlora.common.console import Console
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.topology import Topology
-from meshlora.planner.choose import choose
-from meshlora.planner.hardware import GPUS
-from meshlora.planner.problem import Problem
+from meshlora_extra.planner.choose import choose
+from meshlora_extra.planner.hardware import GPUS
+from meshlora_extra.planner.problem import Problem
+from meshlora_ground.console import Console
+from meshlora_ground.topology import Topology
 
 # ms of a step: 2026-11, torch 2.11, kernels: liger, nothing recomputed; the middle of what was seen.
 SEEN = {"h200": {"8b": 273, "1b": 260, "moe": 152}, "h100": {"8b": 291, "1b": 260}}

@@ -33,19 +33,19 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from meshlora.comm.groups import open_mesh, simulated_job
-from meshlora.config.file import read_run
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.topology import Topology
-from meshlora.planner import calibrate
-from meshlora.planner.choose import Prediction, predict
-from meshlora.planner.hardware import hardware_named
-from meshlora.planner.problem import Problem, read_config
-from meshlora.train.allocator import keep_freed_memory
-from meshlora.train.together import prepare_run
-from meshlora.train.trainer import Trainer
-from meshlora.train.watch.metrics import Reporter
+from meshlora.run.allocator import keep_freed_memory
+from meshlora.run.config.file import read_run
+from meshlora.run.together import prepare_run
+from meshlora.run.trainer import Trainer
+from meshlora.run.watch.metrics import Reporter
+from meshlora_extra.planner import calibrate
+from meshlora_extra.planner.choose import Prediction, predict
+from meshlora_extra.planner.hardware import hardware_named
+from meshlora_extra.planner.problem import Problem, read_config
+from meshlora_ground.topology import Topology
 from processes import Group, be_quiet, open_groups
 from table import Findings, Parity, Row, parser, run, turns_within
 

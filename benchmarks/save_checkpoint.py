@@ -23,8 +23,8 @@ import meshlora
 from meshlora.adapter.attach import active_factors
 from meshlora.adapter.formats.peft_format import save_adapter
 from meshlora.plan.families.twin import twin_config
-from meshlora.train.checkpoint.manifest import Manifest, write_manifest
-from meshlora.train.checkpoint.state import state_writer
+from meshlora.run.checkpoint.manifest import Manifest, write_manifest
+from meshlora.run.checkpoint.state import state_writer
 from meshlora.verify.pool import Pool
 
 SIZES = {"num_hidden_layers": 4, "hidden_size": 512, "moe_intermediate_size": 512, "vocab_size": 1024}

@@ -48,21 +48,21 @@ from transformers import AutoModelForCausalLM
 from gpu_shapes import RANK, Shape, real_shapes, resized, tiny
 from meshlora.adapter.attach import active_factors
 from meshlora.comm.groups import simulated_job
-from meshlora.common.compat import TorchDispatchMode, multiply_each, norm_of_each, replaced, schema_of
-from meshlora.data.batch import Batch
-from meshlora.layers.by_sequence import keep_apart, rows_of
 from meshlora.layers.head import loss as vocabulary
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.model.regions import tensors_in
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.topology import Topology
-from meshlora.planner import fake
-from meshlora.planner.fake import FakeRun, Work
-from meshlora.planner.hardware import Hardware, hardware_named
-from meshlora.planner.trace import assemble, fake_mesh
+from meshlora.run.step_sums import StepSums
+from meshlora.train.batch import Batch
 from meshlora.train.gradsync import clip_gradients_on_device, finish_gradients_on_device
 from meshlora.train.losses import shifted_loss
-from meshlora.train.step_sums import StepSums
+from meshlora.wings.packed_rows.by_sequence import keep_apart, rows_of
+from meshlora_extra.planner import fake
+from meshlora_extra.planner.fake import FakeRun, Work
+from meshlora_extra.planner.hardware import Hardware, hardware_named
+from meshlora_extra.planner.trace import assemble, fake_mesh
+from meshlora_ground.compat import TorchDispatchMode, multiply_each, norm_of_each, replaced, schema_of
+from meshlora_ground.topology import Topology
 from processes import be_quiet
 from table import RESULTS, Findings, Parity, greater, parser, run, smaller
 
@@ -230,7 +230,7 @@ def ours(shape: Shape, num_layers: int, *, has_kernels: bool = False) -> Counted
 
 def fuse(model: Any) -> None:
     """Let `model` call the kernels of liger-kernel, each one operator, which need a GPU: here of their shapes alone."""
-    from meshlora.layers import fused, liger  # not of each commit that is compared
+    from meshlora.wings.kernels import fused, liger  # not of each commit that is compared
 
     def norm(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
         y, r = torch.ops.counted.norm(x, weight)
@@ -353,7 +353,7 @@ def least(shape: Shape, num_layers: int) -> Counted:
 
 
 SYSTEMS = {"meshlora": ours, "PEFT": peft, "least": least}
-if importlib.util.find_spec("meshlora.layers.fused") is not None:  # earlier commits have none
+if importlib.util.find_spec("meshlora.wings.kernels.fused") is not None:  # earlier commits have none
     SYSTEMS = {"meshlora": ours, "with liger": ours_with_liger, "PEFT": peft, "least": least}
 
 

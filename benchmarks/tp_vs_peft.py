@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import meshlora
 from cores import dtypes_here, fewer
 from meshlora.adapter.attach import active_factors
-from meshlora.train.allocator import keep_freed_memory
+from meshlora.run.allocator import keep_freed_memory
 from meshlora.train.losses import shifted_loss
 from processes import Group, batch_of, be_quiet, open_groups
 from table import Findings, Parity, ParityError, Row, faster, parser, run, turns_within

@@ -72,7 +72,7 @@ def break_disk(number):
     import builtins
     from safetensors import SafetensorError
     from meshlora.adapter.formats import peft_format
-    from meshlora.train.checkpoint import state as checkpoint
+    from meshlora.run.checkpoint import state as checkpoint
 
     def check(path):
         if not isinstance(path, int) and os.path.abspath(os.fspath(path)).startswith(output):
@@ -100,7 +100,7 @@ if "RANK" in os.environ and moment:
     if moment == "start":
         hold()
     if rank == 0 and moment == "step":
-        from meshlora.train import trainer
+        from meshlora.run import trainer
         train_step = trainer.Trainer.train_step
 
         def held_step(self, adapters):
@@ -110,7 +110,7 @@ if "RANK" in os.environ and moment:
 
         trainer.Trainer.train_step = held_step
     if rank == 0 and moment == "save":
-        from meshlora.train.checkpoint import state as checkpoint
+        from meshlora.run.checkpoint import state as checkpoint
         save_file = checkpoint.save_file
 
         def held_save(tensors, file, **kwargs):

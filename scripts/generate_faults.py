@@ -39,18 +39,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.changed import run_under
 
-from meshlora.oracle.diagnosis.diagnose import first_divergence, until_found
-from meshlora.oracle.judge import judge
 from meshlora.verify.faults.generated import KEEPING, ROOT, Generated, NotPutInError, faults_of, files, generated
 from meshlora.verify.faults.objectives import PROVED
 from meshlora.verify.ours import lines_of
 from meshlora.verify.pool import RankEndedError, RankError
 from meshlora.verify.proof import Processes, evidence_of, reference_of
 from meshlora.verify.request import DROPOUT, Proof, Request, prepare_proof
+from meshlora_judge.diagnosis.diagnose import first_divergence, until_found
+from meshlora_judge.judge import judge
 
 SURVIVORS = Path(__file__).resolve().parents[1] / "docs" / "survivors.md"
 # These are the judge's own, or never run on a rank of a proof.
-NOT_PRODUCT = ("oracle", "verify", "cli/", "common/console.py")
+NOT_PRODUCT = ("oracle", "verify", "cli/", "meshlora_ground/console.py")
 TIMEOUT_S = 90.0
 # As often a run without a fault shows that none of those before it has left anything behind.
 CONTROL_EVERY = 25

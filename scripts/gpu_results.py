@@ -19,7 +19,7 @@ from typing import Any, Literal
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import table
-from meshlora.common.errors import UserError
+from meshlora_ground.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 BEGIN, END = "<!-- written by scripts/prove_on_gpu.py --write-docs -->\n\n", "\n\n<!-- end -->"
@@ -138,7 +138,7 @@ def hardware_fields(document: Mapping[str, Any]) -> dict[str, float]:
     seen, card = document.get("measured"), document["card"].lower()
     if not seen:
         return {}
-    from meshlora.planner.hardware import GPUS  # takes seconds, and imports what a campaign is to run apart
+    from meshlora_extra.planner.hardware import GPUS  # takes seconds, and imports what a campaign is to run apart
 
     gpu = next((gpu for name, gpu in GPUS.items() if name in card), None)
     if gpu is None:

@@ -47,7 +47,7 @@ from rich.console import Console
 from rich.table import Table
 
 import table
-from meshlora.common.errors import UserError, did_you_mean
+from meshlora_ground.errors import UserError, did_you_mean
 
 TOTAL_S = 470.0  # and some to begin: eight minutes
 TINY_LIMIT_S = 600.0  # of a step of a dry run: a slow machine is no fault

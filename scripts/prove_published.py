@@ -33,15 +33,15 @@ from rich.console import Console
 from tests.published_twins import Published, config_of, names, read_published, write_published_twin
 
 from meshlora.adapter.formats.peft_format import lora_config
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.common.versions import versions
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.topology import Topology
-from meshlora.planner.kinds import Shrunk, shrink
-from meshlora.planner.memory import states_of
 from meshlora.verify.proof import Processes, run_proof
 from meshlora.verify.request import Request, default_adapter, prepare_proof
+from meshlora_extra.planner.kinds import Shrunk, shrink
+from meshlora_extra.planner.memory import states_of
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.topology import Topology
+from meshlora_ground.versions import versions
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/support.md"

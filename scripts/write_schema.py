@@ -15,12 +15,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-from meshlora.config import file
-from meshlora.config.file import BESIDE, LOSS_ON
-from meshlora.config.objective import KINDS
-from meshlora.config.presets import PRESETS
-from meshlora.config.rl import REWARDS, RlConfig
-from meshlora.config.run import (
+from meshlora.run.config import file
+from meshlora.run.config.file import BESIDE, LOSS_ON
+from meshlora.run.config.presets import PRESETS
+from meshlora.run.config.rl import REWARDS, RlConfig
+from meshlora.run.config.run import (
     PER_ADAPTER,
     DataConfig,
     EarlyStopping,
@@ -30,7 +29,8 @@ from meshlora.config.run import (
     Source,
     TrainConfig,
 )
-from meshlora.config.types import adapter
+from meshlora.run.config.types import adapter
+from meshlora_ground.objective import KINDS
 
 FILE = Path(file.__file__).with_name("run-file.schema.json")
 _TEXT, _TEXTS = {"type": "string"}, {"type": "array", "items": {"type": "string"}}

@@ -11,7 +11,7 @@ from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.rules import ModelPlan
-from meshlora.plan.topology import Topology
+from meshlora_ground.topology import Topology
 
 
 def build_meta(config: Any, topology: Topology, *, dtype: Any, **options: Any) -> tuple[Any, ModelPlan]:

@@ -23,13 +23,13 @@ gc.disable()
 import pytest
 import torch
 
-from meshlora.common.proof_records import remember
-from meshlora.common.versions import other_minors, versions
-from meshlora.layers.liger import liger_version
 from meshlora.plan.families.proved import _FILE, proof_of_family
-from meshlora.plan.topology import Topology
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.request import Request, prepare_proof
+from meshlora.wings.kernels.liger import liger_version
+from meshlora_ground.proof_records import remember
+from meshlora_ground.topology import Topology
+from meshlora_ground.versions import other_minors, versions
 from tests.changed import COLLECTED
 from tests.pool import Pool
 

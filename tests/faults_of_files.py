@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tests.changed import Fault
 
-_CHANGES, _MERGE = "adapter/merging/changes.py", "adapter/merging/merge.py"
+_CHANGES, _MERGE = "meshlora_extra/merging/changes.py", "meshlora_extra/merging/merge.py"
 _LOGITS = "tests/unit/test_merge.py::test_logits_are_those_of_model_and_adapter"
 _FILE = "tests/unit/test_adapter_file.py"
 _ROUNDED = "tests/unit/test_merge.py::test_half_precision_is_rounded_once"
@@ -115,14 +115,14 @@ OF_MERGING: dict[str, Fault] = {
     ),
     "rounded_before_the_product": Fault(
         "a merged weight is rounded once",
-        "common/float64.py",
+        "meshlora_ground/float64.py",
         "return torch.float64 if dtype == torch.float64 else torch.float32",
         "return dtype",
         _ROUNDED,
     ),
     "float64_merged_in_float32": Fault(
         "beside a float64 base products are computed in float64",
-        "common/float64.py",
+        "meshlora_ground/float64.py",
         "return torch.float64 if dtype == torch.float64 else torch.float32",
         "return torch.float32",
         "tests/unit/test_merge.py::test_float64_is_merged_in_float64",
@@ -184,7 +184,7 @@ OF_MERGING_EXPERTS: dict[str, Fault] = {
     ),
 }
 
-_ENGINE, _FORMAT = "adapter/formats/engine_export.py", "adapter/formats/per_expert.py"
+_ENGINE, _FORMAT = "meshlora_extra/engine_export.py", "wings/experts/per_expert.py"
 _ENGINES = "tests/unit/test_engine_export.py"
 _SAME = f"{_ENGINES}::test_peft_computes_the_same_with_either_form"
 _PADDED = f"{_ENGINES}::test_smaller_ranks_of_the_same_scale_are_padded_with_zeros"
@@ -258,7 +258,7 @@ OF_EXPORTING: dict[str, Fault] = {
     ),
     "rslora_lost_in_loralib": Fault(
         "loralib's alpha / r is the scale, with rsLoRA too",
-        "adapter/formats/export.py",
+        "meshlora_extra/paper/export.py",
         "factors[module] = Factors(a, b, rank, scaling * rank,",
         "root = math.sqrt(r) if config.use_rslora else 1\n"
         "        factors[module] = Factors(a, b, rank, scaling / root * rank,",
@@ -266,7 +266,7 @@ OF_EXPORTING: dict[str, Fault] = {
     ),
     "pieces_of_loralib_from_the_first_on": Fault(
         "a piece that is enabled gets its own rows",
-        "adapter/formats/export.py",
+        "meshlora_extra/paper/export.py",
         "whole = to_blocks(own, rows=_equal_blocks(module, out_features), out_features=out_features)",
         "rows = dict(zip(pieces, _equal_blocks(module, out_features).values(), strict=False))\n"
         "    whole = to_blocks(own, rows=rows, out_features=out_features)",
@@ -274,7 +274,7 @@ OF_EXPORTING: dict[str, Fault] = {
     ),
     "embedding_under_the_names_of_a_linear": Fault(
         "the factors of an embedding have the names that PEFT reads",
-        "adapter/formats/export.py",
+        "meshlora_extra/paper/export.py",
         'f"lora_embedding_{side}" if each.is_embedding else f"lora_{side}.weight"',
         'f"lora_{side}.weight"',
         f"{_LORALIB}::test_embedding_survives_both_ways",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from tests.changed import Fault
 
-_ROUTING, _OF_RUN = "common/routing.py", "train/routing.py"
+_ROUTING, _OF_RUN = "meshlora_ground/routing.py", "wings/experts/routing.py"
 _TRAINING = "tests/ranks/test_training_experts.py"
 _IN_ANY_ORDER = "tests/unit/test_routing.py::test_replay_takes_the_recorded_choices_in_any_order_of_tokens"
 _RECORDED = f"{_TRAINING}::test_routing_that_is_recorded_on_a_mesh_is_that_of_one_process"
@@ -59,7 +59,7 @@ OF_ROUTING: dict[str, Fault] = {
     ),
 }
 
-_TRAINER, _GRADIENTS, _LINEAR = "train/trainer.py", "train/gradsync.py", "layers/linear.py"
+_TRAINER, _GRADIENTS, _LINEAR = "run/trainer.py", "train/gradsync.py", "layers/linear.py"
 _PRODUCTS = "layers/products.py"
 _OWN = "__import__('meshlora').layers.tokens.Share(adapters[own.number].adapter, own.batch.tokens, "
 _SHARE = _OWN + "{seed}, {step})"
@@ -139,7 +139,7 @@ OF_SEVERAL: dict[str, Fault] = {
     ),
 }
 
-_EVALUATE = "train/evaluate.py"
+_EVALUATE = "run/evaluate.py"
 _LOSS = "tests/unit/test_evaluate.py::test_loss_is_that_of_transformers_and_peft_over_the_whole_file"
 
 OF_DATA_AND_STATE: dict[str, Fault] = {
@@ -159,7 +159,7 @@ OF_DATA_AND_STATE: dict[str, Fault] = {
     ),
     "moments_of_the_neighbouring_expert": Fault(
         "a run goes on with the moments of each expert",
-        "train/checkpoint/state.py",
+        "run/checkpoint/state.py",
         "                held[key] = moments.packed(key, factor, own)",
         "                own = own.roll(1, 0) if own.ndim == 3 else own\n"
         "                held[key] = moments.packed(key, factor, own)",
@@ -167,7 +167,7 @@ OF_DATA_AND_STATE: dict[str, Fault] = {
     ),
 }
 
-_REGIONS, _GENERATION, _GENERATED = "model/regions.py", "loading/generation.py", "train/generated.py"
+_REGIONS, _GENERATION, _GENERATED = "model/regions.py", "wings/generation/rows.py", "run/generated.py"
 _TOKENS = "tests/ranks/test_generate.py::test_tokens_are_those_of_one_process"
 _ROLLOUTS = "tests/ranks/test_generate.py::test_rollouts_between_two_steps_are_those_of_one_process_and_leave_no_trace"
 _MERGED = "tests/ranks/test_merge_in_memory.py::test_merged_model_says_what_peft_says_and_comes_back_bit_for_bit"
@@ -196,14 +196,14 @@ OF_GENERATION: dict[str, Fault] = {
     ),
     "batch_drawn_from_the_seed_of_its_rank": Fault(
         "a batch draws from its number in the whole set, whoever continues it",
-        "text/decoding.py",
+        "run/decoding.py",
         "for number, part in batches.items():",
         "for number, part in enumerate(batches.values()):",
         f"{_ROLLOUTS}[qwen3_moe-dp=2,ep=2]",
     ),
     "log_probability_of_the_token_before": Fault(
         "a log-probability is of the token that was drawn from its distribution",
-        "text/decoding.py",
+        "run/decoding.py",
         "self._found.append(self._last.gather(1, input_ids[:, -1:]))",
         "self._found.append(self._last.gather(1, input_ids[:, -2:-1]))",
         f"{_ROLLOUTS}[llama-tp=2,sp]",
@@ -224,21 +224,21 @@ OF_GENERATION: dict[str, Fault] = {
     ),
     "adapter_merged_and_beside": Fault(
         "a merged adapter is not added a second time",
-        "adapter/merging/in_memory.py",
+        "wings/generation/in_memory.py",
         "    leaf.active = None\n",
         "    pass\n",
         f"{_MERGED}[dora-tp=2,sp]",
     ),
     "head_merged_with_the_embedding": Fault(
         "the change of an embedding is not that of the head that is tied to it",
-        "adapter/merging/in_memory.py",
+        "wings/generation/in_memory.py",
         "leaf.weight = nn.Parameter(total.to(weight.dtype), requires_grad=False)",
         "state.unmerged[name] = nn.Parameter(weight.clone(), requires_grad=False); weight.copy_(total)",
         f"{_MERGED}[tied-tp=2]",
     ),
     "shard_of_the_first_rank_merged": Fault(
         "a rank merges the rows of its own shard",
-        "adapter/merging/in_memory.py",
+        "wings/generation/in_memory.py",
         "first = min(each * state.mesh.data.rank, weight.shape[0]) if isinstance(weight, DTensor) else 0",
         "first = 0",
         f"{_MERGED}[experts-dp=2,ep=2,dp_shard]",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from meshlora.config import rl
-from meshlora.config import run as module
-from meshlora.config.objective import KINDS
+from meshlora.run.config import rl
+from meshlora.run.config import run as module
+from meshlora_ground.objective import KINDS
 from tests.changed import PACKAGE
 
 # Group of the run file -> its options; "" is the file itself.
@@ -73,9 +73,9 @@ def ignoring(option: str) -> dict[str, str]:
     but the checks of its own group read the default, or another legal value where there is none.
     """
     if option == "preset":
-        text = (PACKAGE / "config/presets.py").read_text("utf-8")
+        text = (PACKAGE / "run/config/presets.py").read_text("utf-8")
         assert text.count(_PRESET[0]) == 1
-        return {"config/presets.py": text.replace(*_PRESET)}
+        return {"run/config/presets.py": text.replace(*_PRESET)}
     group, _, name = option.rpartition(".")
     kind = GROUPS[group]
     (field,) = (field for field in dataclasses.fields(kind) if field.name == name)

@@ -12,7 +12,7 @@ from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
 from meshlora.plan.families.twin import twin_config
-from meshlora.text.processor import load_processor
+from meshlora.reading.processor import load_processor
 
 BASE = Path(__file__).parents[1] / "examples" / "tiny_base"
 # Content as text or as parts; every image is one placeholder. The assistant's turns are marked.

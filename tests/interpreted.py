@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
-from meshlora.layers.liger import Kernels, liger
+from meshlora.wings.kernels.liger import Kernels, liger
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlora.layers.liger import Gate, Kernels
+from meshlora.wings.kernels.liger import Gate, Kernels
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float, offset: float, is_wide: bool) -> tuple[Tensor, Tensor]:

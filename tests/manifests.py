@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshlora.train.checkpoint.manifest import FILE
+from meshlora.run.checkpoint.manifest import FILE
 
 
 def manifest_of(folder: Path) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshlora.config.file import read_run
-from meshlora.oracle.reference import reference_run
-from meshlora.train.together import prepare_run
+from meshlora.run.config.file import read_run
+from meshlora.run.together import prepare_run
+from meshlora_judge.reference import reference_run
 
 
 def train_alone(file: Path, *, initial: Path, out: Path) -> list[float]:

@@ -14,7 +14,7 @@ from tests.run_files import TINY, write_run_file
 LORA = {"r": 4, "target_modules": ["q_proj", "down_proj"]}
 ON_TRAINER = f"""
 import sys, meshlora
-from meshlora.hf import MeshTrainer
+from meshlora_extra.hf import MeshTrainer
 from peft import LoraConfig
 from transformers import TrainingArguments
 

@@ -6,9 +6,9 @@ import torch
 
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.comm.groups import open_mesh
-from meshlora.plan.topology import Topology
 from meshlora.verify.pool import Pool as Pool
 from meshlora.verify.pool import RankError as RankError
+from meshlora_ground.topology import Topology
 
 
 def wait_for_all(world: int) -> None:

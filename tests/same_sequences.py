@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from meshlora.cli import evaluate
 from meshlora.cli.main import _parser
-from meshlora.config.file import read_run
-from meshlora.config.run import RunConfig
-from meshlora.data.dataset import TokenizedDataset
 from meshlora.loading.blueprint import read_model_config
-from meshlora.text.tokenizer import tokenizer_of
-from meshlora.train.prepare import read_data
+from meshlora.reading.tokenizer import tokenizer_of
+from meshlora.run.config.file import read_run
+from meshlora.run.config.run import RunConfig
+from meshlora.run.prepare import read_data
+from meshlora_extra.commands import evaluate
+from meshlora_ground.dataset import TokenizedDataset
 
 
 def assert_same_sequences(run: Path, trained: Path, evaluated: Path) -> None:

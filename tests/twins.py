@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from meshlora.oracle.inputs import write_adapter, write_twin
-from meshlora.oracle.reference import MicroBatch
 from meshlora.plan.families.twin import twin_config
+from meshlora_judge.inputs import write_adapter, write_twin
+from meshlora_judge.reference import MicroBatch
 
 
 def make_twin(folder: Path, model_type: str, *, seed: int = 0, **overrides: Any) -> Path:

@@ -17,33 +17,33 @@ if TYPE_CHECKING:
     from meshlora.adapter.formats.peft_format import load_adapter as load_adapter
     from meshlora.adapter.formats.peft_format import lora_config as lora_config
     from meshlora.adapter.formats.peft_format import save_adapter as save_adapter
-    from meshlora.adapter.merging.in_memory import merge as merge
-    from meshlora.adapter.merging.in_memory import merged as merged
-    from meshlora.adapter.merging.in_memory import unmerge as unmerge
     from meshlora.comm.groups import leave as leave
-    from meshlora.common.errors import MeshloraError as MeshloraError
-    from meshlora.common.errors import UnsupportedError as UnsupportedError
-    from meshlora.common.errors import UserError as UserError
-    from meshlora.common.float64 import lift as lift
-    from meshlora.config.file import read_run as read_run
-    from meshlora.config.run import GenerateConfig as GenerateConfig
-    from meshlora.data.stream import RolloutStream as RolloutStream
     from meshlora.loading.load import load as load
-    from meshlora.oracle.compare import compare_adapters as compare_adapters
-    from meshlora.oracle.compare import largest_loss_gap as largest_loss_gap
-    from meshlora.oracle.compare import read_losses as read_losses
-    from meshlora.oracle.reference import reference_run as reference_run
-    from meshlora.plan.topology import Topology as Topology
-    from meshlora.text.decoding import generate as generate
-    from meshlora.train.feeding import collator as collator
-    from meshlora.train.feeding import sampler as sampler
+    from meshlora.reading.stream import RolloutStream as RolloutStream
+    from meshlora.run.config.file import read_run as read_run
+    from meshlora.run.config.run import GenerateConfig as GenerateConfig
+    from meshlora.run.decoding import generate as generate
+    from meshlora.run.feeding import collator as collator
+    from meshlora.run.feeding import sampler as sampler
+    from meshlora.run.held_out import mean_loss as mean_loss
+    from meshlora.run.together import prepare_run as prepare_run
     from meshlora.train.gradsync import clip_gradients as clip_gradients
     from meshlora.train.gradsync import finish_gradients as finish_gradients
-    from meshlora.train.held_out import mean_loss as mean_loss
     from meshlora.train.losses import language_model_loss as language_model_loss
     from meshlora.train.losses import token_scores as token_scores
     from meshlora.train.step import step as step
-    from meshlora.train.together import prepare_run as prepare_run
+    from meshlora.wings.generation.in_memory import merge as merge
+    from meshlora.wings.generation.in_memory import merged as merged
+    from meshlora.wings.generation.in_memory import unmerge as unmerge
+    from meshlora_ground.errors import MeshloraError as MeshloraError
+    from meshlora_ground.errors import UnsupportedError as UnsupportedError
+    from meshlora_ground.errors import UserError as UserError
+    from meshlora_ground.float64 import lift as lift
+    from meshlora_ground.topology import Topology as Topology
+    from meshlora_judge.compare import compare_adapters as compare_adapters
+    from meshlora_judge.compare import largest_loss_gap as largest_loss_gap
+    from meshlora_judge.compare import read_losses as read_losses
+    from meshlora_judge.reference import reference_run as reference_run
 
 __version__ = "0.1.0"
 

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.slurm, pytest.mark.timeout(900)]
 SLOWER = """
 import sys, time
 if "meshlora" in " ".join(sys.orig_argv) and "train" in sys.orig_argv:
-    from meshlora.train import trainer
+    from meshlora.run import trainer
     train_step = trainer.Trainer.train_step
 
     def slow_step(self, adapters):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
+from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_losses
 from tests.one_process import train_alone
 from tests.run_files import copy_lines, write_run_file
 
@@ -152,7 +152,7 @@ import os, sys, time
 from pathlib import Path
 
 if os.environ.get("RANK") == "{rank}" and not Path({mark!r}).exists():  # once, whatever is restarted
-    from meshlora.train import trainer
+    from meshlora.run import trainer
 
     train_step = trainer.Trainer.train_step
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from meshlora.loading.load import load
-from meshlora.text.tokenizer import load_tokenizer
+from meshlora.reading.tokenizer import load_tokenizer
 from tests.run_files import copy_lines, write_run_file
 from tests.scripts import ROOT, load_script
 

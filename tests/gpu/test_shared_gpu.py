@@ -12,7 +12,7 @@ import torch
 from meshlora.cli.main import main
 from meshlora.comm.collectives import all_reduce_sum, hand_on, take_over
 from meshlora.comm.groups import open_mesh
-from meshlora.plan.topology import Topology
+from meshlora_ground.topology import Topology
 from tests.conftest import Prove
 from tests.pool import Pool
 from tests.run_files import TINY, metrics_of, write_run_file

@@ -109,7 +109,7 @@ def _code_of(body: Callable[[], None]) -> int:
 def _run(words: Sequence[str]) -> None:
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
-    from meshlora.train import launch
+    from meshlora.run import launch
 
     for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         first = Path(entry) / "sitecustomize.py"

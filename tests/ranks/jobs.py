@@ -41,7 +41,7 @@ here = Path(__file__).parent
 if "RANK" in os.environ:
     rank = int(os.environ["RANK"])
     (here / f"pid-{rank}").write_text(str(os.getpid()))
-    from meshlora.train import trainer
+    from meshlora.run import trainer
 
     def at(step, on_rank, fault):
         """Call `fault` in the middle of `step` (from 1) of rank `on_rank`: after its loss, before its backward."""

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshlora.common.masks import keep_mask, mask_key, numbers_by_content
-from meshlora.oracle.experts import plain_name
+from meshlora_ground.masks import keep_mask, mask_key, numbers_by_content
+from meshlora_judge.experts import plain_name
 
 
 class MaskedPeft:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 import meshlora
 from meshlora.adapter.attach import gather_adapter
-from meshlora.oracle.compare import relative
+from meshlora_judge.compare import relative
 from tests.pool import Pool
 from tests.twins import make_batches, make_twin
 

@@ -15,8 +15,8 @@ import yaml
 
 from meshlora.cli.main import main
 from meshlora.comm.groups import join, open_mesh
-from meshlora.plan.topology import Topology
-from meshlora.planner.calibrate import Timing, calibrate, clock_of
+from meshlora_extra.planner.calibrate import Timing, calibrate, clock_of
+from meshlora_ground.topology import Topology
 from tests.pool import Pool
 from tests.unit.test_calibrate import HOST_S, clock
 

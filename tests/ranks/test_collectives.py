@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshlora.comm import collectives, direct
 from meshlora.comm.groups import Axis, open_mesh
-from meshlora.comm.links import Meeting
-from meshlora.plan.topology import Topology
+from meshlora.processes.links import Meeting
+from meshlora_ground.topology import Topology
 from tests.for_each import for_each
 from tests.pool import Pool
 

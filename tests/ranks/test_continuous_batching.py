@@ -12,8 +12,8 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 import meshlora
-from meshlora.common.compat import targets_as_configured
-from meshlora.common.errors import UnsupportedError
+from meshlora_ground.compat import targets_as_configured
+from meshlora_ground.errors import UnsupportedError
 from tests.pool import Pool
 from tests.twins import make_twin
 

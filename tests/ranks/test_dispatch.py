@@ -13,9 +13,9 @@ from torch import Tensor
 
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.comm.groups import Mesh, open_mesh
-from meshlora.layers.experts.dispatch import Journey, Places, Slots
-from meshlora.oracle.capture import CollectiveCounter
-from meshlora.plan.topology import Topology
+from meshlora.wings.experts.dispatch import Journey, Places, Slots
+from meshlora_ground.topology import Topology
+from meshlora_judge.capture import CollectiveCounter
 from tests.for_each import for_each
 from tests.pool import Pool
 

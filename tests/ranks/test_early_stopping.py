@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from meshlora.train import trained
-from meshlora.train.checkpoint.manifest import read_whole
+from meshlora.run import trained
+from meshlora.run.checkpoint.manifest import read_whole
 from tests.pool import Pool
 from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
+from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_losses
 from tests.one_process import train_alone
 from tests.run_files import copy_lines, write_run_file
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from meshlora.config.file import read_run
-from meshlora.config.run import RunConfig
-from meshlora.train.evaluate import evaluate, prepare_evaluation
-from meshlora.train.generated import generated_texts, prepare_prompts
+from meshlora.run.config.file import read_run
+from meshlora.run.config.run import RunConfig
+from meshlora.run.evaluate import evaluate, prepare_evaluation
+from meshlora.run.generated import generated_texts, prepare_prompts
 from tests.pool import Pool
 from tests.run_files import copy_lines, write_run_file
 

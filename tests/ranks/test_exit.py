@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.comm.groups import join, open_mesh
-from meshlora.plan.topology import Topology
+from meshlora_ground.topology import Topology
 
 def last():
     print(f"a group is open: {dist.is_initialized()}; the GIL was given away: {bool(slept)}\\n", end="", flush=True)

@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshlora.common.float64 import lift
-from meshlora.oracle.capture import CollectiveCounter
 from meshlora.plan.grads import Side, expert_rule
-from meshlora.plan.topology import EXPERT_AXES, Topology
+from meshlora_ground.float64 import lift
+from meshlora_ground.topology import EXPERT_AXES, Topology
+from meshlora_judge.capture import CollectiveCounter
 from tests.for_each import for_each
 from tests.pool import Pool
 from tests.ranks.expert_cases import (

@@ -155,7 +155,7 @@ def test_every_rank_that_was_asked_to_stop_ends_with_the_code(job: Job) -> None:
     """Started one by one, as srun does, which sends SIGTERM to the others when the first ends with such a code."""
     job.write(
         """
-    from meshlora.train import run
+    from meshlora.run import run
     leave = run.leave
     run.leave = lambda: (time.sleep(3 * (rank == 0)), leave())
 """,

@@ -16,18 +16,18 @@ import pytest
 import torch
 from torch import Tensor
 
-import meshlora.train.run as run_module
+import meshlora.run.run as run_module
 from meshlora.adapter.attach import active_factors, runtime
 from meshlora.adapter.formats.peft_format import WEIGHTS_FILE
-from meshlora.common.errors import MeshloraError
-from meshlora.config.file import read_run
-from meshlora.oracle.compare import compare_adapters
-from meshlora.train.checkpoint.manifest import read_whole
-from meshlora.train.loss_scale import LossScale
-from meshlora.train.run import train
-from meshlora.train.together import prepare_run
-from meshlora.train.trained import TrainedAdapter
-from meshlora.train.trainer import Trainer
+from meshlora.run.checkpoint.manifest import read_whole
+from meshlora.run.config.file import read_run
+from meshlora.run.loss_scale import LossScale
+from meshlora.run.run import train
+from meshlora.run.together import prepare_run
+from meshlora.run.trained import TrainedAdapter
+from meshlora.run.trainer import Trainer
+from meshlora_ground.errors import MeshloraError
+from meshlora_judge.compare import compare_adapters
 from tests.pool import Pool, wait_for_all
 from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file
 from tests.run_files import untimed_metrics_of
@@ -54,7 +54,7 @@ def _train(file: Path, scale: float) -> None:
 
 
 def _begins_with(scale: float) -> Any:
-    return mock.patch("meshlora.train.trained.LossScale", functools.partial(LossScale, scale))
+    return mock.patch("meshlora.run.trained.LossScale", functools.partial(LossScale, scale))
 
 
 def test_float16_trains_as_float32_does(folder: Path, pools: Callable[[int], Pool]) -> None:

@@ -16,14 +16,14 @@ import torch
 
 from meshlora.cli.main import main
 from meshlora.comm.groups import open_mesh
-from meshlora.common.errors import UserError
-from meshlora.config.file import read_run
-from meshlora.data.stream import RolloutStream
-from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
-from meshlora.plan.topology import Topology
-from meshlora.train.checkpoint.manifest import read_whole
-from meshlora.train.followed import Followed, no_tokens
-from meshlora.train.together import prepare_run
+from meshlora.reading.stream import RolloutStream
+from meshlora.run.checkpoint.manifest import read_whole
+from meshlora.run.config.file import read_run
+from meshlora.run.followed import Followed, no_tokens
+from meshlora.run.together import prepare_run
+from meshlora_ground.errors import UserError
+from meshlora_ground.topology import Topology
+from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_losses
 from tests.one_process import train_alone
 from tests.pool import Pool
 from tests.ranks.test_train_objectives import SHORT, objective_file

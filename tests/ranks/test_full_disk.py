@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from meshlora.train.checkpoint.manifest import read_whole
-from meshlora.train.trained import TrainedAdapter
+from meshlora.run.checkpoint.manifest import read_whole
+from meshlora.run.trained import TrainedAdapter
 from tests.pool import Pool
 from tests.processes import own_mounts
 from tests.ranks.jobs import TRAIN, Job, base, job_either_way
@@ -33,7 +33,7 @@ __all__ = ["base", "job_either_way"]  # fixtures
 
 FULL_DISK = """
     import resource
-    from meshlora.train.trained import TrainedAdapter
+    from meshlora.run.trained import TrainedAdapter
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # writing then raises
     save = TrainedAdapter._save
 
@@ -113,7 +113,7 @@ mkdir saved && cp -a output/. saved
 exit $code
 """
 BALLAST = """
-    from meshlora.train.trained import TrainedAdapter
+    from meshlora.run.trained import TrainedAdapter
     save, ballast = TrainedAdapter._save, Path("output/ballast")
 
     def save_on_full_disk(self, name, *given, **options):

@@ -15,12 +15,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import meshlora
-from meshlora.cli.generate import _config, prepare, spoken
 from meshlora.cli.main import _parser, main
-from meshlora.common.compat import targets_as_configured
-from meshlora.common.errors import UserError
-from meshlora.config.run import GenerateConfig
-from meshlora.train.generated import blueprint_to_generate, continued_by_all
+from meshlora.run.config.run import GenerateConfig
+from meshlora.run.generated import blueprint_to_generate, continued_by_all
+from meshlora_extra.commands.generate import _config, prepare, spoken
+from meshlora_ground.compat import targets_as_configured
+from meshlora_ground.errors import UserError
 from tests.pool import Pool
 from tests.run_files import copy_tokenizer
 from tests.twins import make_twin

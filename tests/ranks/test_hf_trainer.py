@@ -1,4 +1,4 @@
-"""`meshlora.hf.MeshTrainer` ends where transformers' Trainer with PEFT ends on one process, in float64."""
+"""`meshlora_extra.hf.MeshTrainer` ends where transformers' Trainer with PEFT ends on one process, in float64."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from transformers import (
 )
 
 import meshlora
-from meshlora.common.errors import UserError
-from meshlora.hf.rows import SharedRows
-from meshlora.oracle.compare import compare_adapters
 from meshlora.plan.derive import decoder_layers
-from meshlora.plan.topology import Topology
-from meshlora.train import recompute
+from meshlora.run import recompute
+from meshlora_extra.hf.rows import SharedRows
+from meshlora_ground.errors import UserError
+from meshlora_ground.topology import Topology
+from meshlora_judge.compare import compare_adapters
 from tests.pool import Pool
 from tests.ranks.masked import MaskedPeft
 
@@ -115,7 +115,7 @@ def _on_mesh(
     kind: Any = None,
 ) -> list[dict[str, float]]:
     """Body of a rank."""
-    from meshlora.hf import MeshTrainer, on_mesh
+    from meshlora_extra.hf import MeshTrainer, on_mesh
 
     model = meshlora.load(BASE, adapter=str(start), topology=topology, dtype="float64")
     arguments = _arguments(out, batch=batch, **more)
@@ -289,7 +289,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 def _refused() -> list[str]:
     """Body of a rank: the messages with which MeshTrainer refuses arguments, and what else it is given."""
-    from meshlora.hf import MeshTrainer, OnMesh, on_mesh
+    from meshlora_extra.hf import MeshTrainer, OnMesh, on_mesh
 
     class Before(OnMesh, Trainer):
         compute_loss = _OwnLoss.compute_loss
@@ -355,7 +355,7 @@ class _Asks(TrainerCallback):
 
 def _precision() -> str:
     """Body of a rank: the precision of the accelerator for `bf16=True` and a base in bfloat16."""
-    from meshlora.hf import MeshTrainer
+    from meshlora_extra.hf import MeshTrainer
 
     lora = LoraConfig(r=2, target_modules="all-linear")
     model = meshlora.load(BASE, lora=lora, topology="tp=2", dtype="bfloat16")
@@ -369,7 +369,7 @@ def test_bf16_is_the_dtype_of_the_base_without_autocast(pools: Callable[[int], P
 
 def _stopped(out: Path, optim: str) -> list[int]:
     """Body of a rank: the steps until one rank stopped all; and resumed from there, those of the whole run."""
-    from meshlora.hf import MeshTrainer
+    from meshlora_extra.hf import MeshTrainer
 
     steps, resume = [], None
     lora = LoraConfig(r=2, target_modules="all-linear")

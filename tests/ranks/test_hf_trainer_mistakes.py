@@ -14,8 +14,8 @@ from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, Trainer
 
 import meshlora
 from meshlora.adapter.attach import active_factors
-from meshlora.common.errors import MeshloraError
-from meshlora.hf.rows import fingerprint_of
+from meshlora_extra.hf.rows import fingerprint_of
+from meshlora_ground.errors import MeshloraError
 from tests.pool import Pool
 from tests.ranks.test_hf_trainer import BASE, _arguments, _entropies, _rows
 
@@ -24,7 +24,7 @@ LORA = LoraConfig(r=2, target_modules="all-linear")
 
 def _said(model: Any, out: Path, arguments: dict[str, Any] | None = None, kind: type = Trainer, **options: Any) -> str:
     """What MeshTrainer says of a mistake, after which the adapter is as it was."""
-    from meshlora.hf import on_mesh
+    from meshlora_extra.hf import on_mesh
 
     start = [factor.parameter.detach().clone() for factor in active_factors(model)]
     more = {"max_steps": 1, "eval_strategy": "no", "save_strategy": "no", **(arguments or {})}

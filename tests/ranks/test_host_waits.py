@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from meshlora.layers.head import loss as vocabulary
-from meshlora.train.trainer import Trainer
+from meshlora.run.trainer import Trainer
 from tests.pool import Pool
 from tests.ranks.test_several_adapters import _file as many_file
 from tests.ranks.test_several_adapters import _train as run_many

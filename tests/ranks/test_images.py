@@ -12,9 +12,9 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor, AutoModelForImageTextToText
 
-from meshlora.common.float64 import lift
-from meshlora.data.sources import read_records
-from meshlora.text.processor import load_processor
+from meshlora.reading.processor import load_processor
+from meshlora.reading.sources import read_records
+from meshlora_ground.float64 import lift
 from tests.images import conversation, write_model, write_pictures, write_rows
 from tests.pool import Pool
 from tests.ranks.test_trainer import run_and_keep_groups

@@ -22,12 +22,12 @@ from meshlora.comm.collectives import all_reduce_sum
 from meshlora.comm.groups import Mesh
 from meshlora.layers.tokens import Share
 from meshlora.loading import labelled, numbered
-from meshlora.oracle.compare import compare_adapters
-from meshlora.train import feeding
+from meshlora.run import feeding
 from meshlora.train import step as steps
 from meshlora.train.gradsync import Adapters
 from meshlora.verify.faults.fault import Mutation, after, around, instead_of
 from meshlora.verify.faults.registry import find
+from meshlora_judge.compare import compare_adapters
 from tests.pool import Pool
 
 BASE = str(Path(__file__).parents[2] / "examples/tiny_base")

@@ -11,9 +11,9 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from meshlora.adapter.merging import merge
 from meshlora.cli.main import main
-from meshlora.common.errors import UnsupportedError
+from meshlora_extra.merging import merge
+from meshlora_ground.errors import UnsupportedError
 from tests.pool import Pool, RankError
 from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file, small_base
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from meshlora.comm.groups import open_mesh
-from meshlora.config.objective import Grpo, Objective
-from meshlora.data.batch import Batch
-from meshlora.plan.topology import Topology
-from meshlora.train.mismatch import mismatch_sums, with_mismatch
-from meshlora.train.objectives import Seen, _total, policy
-from meshlora.train.step_sums import StepSums
+from meshlora.run.mismatch import mismatch_sums, with_mismatch
+from meshlora.run.objectives import Seen, _total, policy
+from meshlora.run.step_sums import StepSums
+from meshlora.train.batch import Batch
+from meshlora_ground.objective import Grpo, Objective
+from meshlora_ground.topology import Topology
 from tests.pool import Pool
 
 CAP, DP, NUM_BATCHES, SHAPE = 1.3, 2, 2, (3, 7)

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 
 from meshlora.adapter.formats.peft_format import WEIGHTS_FILE
-from meshlora.common.errors import MeshloraError
-from meshlora.config.file import read_run
-from meshlora.train import trained, trainer
-from meshlora.train.checkpoint.retention import point
-from meshlora.train.checkpoint.state import STATE_FILE
-from meshlora.train.together import prepare_run
+from meshlora.run import trained, trainer
+from meshlora.run.checkpoint.retention import point
+from meshlora.run.checkpoint.state import STATE_FILE
+from meshlora.run.config.file import read_run
+from meshlora.run.together import prepare_run
+from meshlora_ground.errors import MeshloraError
 from tests.pool import Pool, RankError
 from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file
 from tests.run_files import metrics_of
@@ -135,7 +135,7 @@ def test_older_checkpoint_goes_only_once_the_newer_one_is_whole(folder: Path, mo
 
     def save_until_full(self: Any, done: int, **options: Any) -> None:
         if done == 3:
-            monkeypatch.setattr("meshlora.train.checkpoint.state.save_file", full)
+            monkeypatch.setattr("meshlora.run.checkpoint.state.save_file", full)
         save(self, done, **options)
 
     monkeypatch.setattr(trained.TrainedAdapter, "_save_checkpoint", save_until_full)
@@ -156,7 +156,7 @@ def test_name_is_there_at_every_moment(tmp_path: Path, monkeypatch: pytest.Monke
         assert (tmp_path / "latest").readlink() == Path("one")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("meshlora.train.checkpoint.retention.os.replace", killed)
+    monkeypatch.setattr("meshlora.run.checkpoint.retention.os.replace", killed)
     with pytest.raises(KeyboardInterrupt):
         point(tmp_path / "latest", "two")
     assert (tmp_path / "latest").readlink() == Path("one")

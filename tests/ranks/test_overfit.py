@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 import meshlora
 from meshlora.adapter.attach import active_factors
-from meshlora.text.decoding import generate
+from meshlora.run.decoding import generate
 from meshlora.train.losses import summed_cross_entropy
 from tests.pool import Pool
 

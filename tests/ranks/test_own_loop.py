@@ -18,9 +18,9 @@ from peft import LoraConfig
 
 import meshlora
 from meshlora.comm.collectives import all_reduce_sum
-from meshlora.common.errors import UserError
-from meshlora.data.sampler import share
-from meshlora.oracle.compare import compare_adapters
+from meshlora.reading.sampler import share
+from meshlora_ground.errors import UserError
+from meshlora_judge.compare import compare_adapters
 from tests.pool import Pool
 from tests.ranks.forked import Forked
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 import meshlora
-from meshlora.layers.quantized import FrozenMatrix
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.model.stream import _NUM_BYTES
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.topology import Topology
-from meshlora.planner.memory import held
+from meshlora.wings.quantized.quantized import FrozenMatrix
+from meshlora_extra.planner.memory import held
+from meshlora_ground.topology import Topology
 from tests.packed import write_packed
 from tests.pool import Pool
 

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from meshlora.common.routing import RoutingRecord
-from meshlora.config.file import read_run
-from meshlora.data.packing import packed_share
-from meshlora.oracle.compare import compare_adapters
-from meshlora.train.routing import step_file
-from meshlora.train.together import prepare_run
+from meshlora.reading.packing import packed_share
+from meshlora.run.config.file import read_run
+from meshlora.run.together import prepare_run
+from meshlora.wings.experts.routing import step_file
+from meshlora_ground.routing import RoutingRecord
+from meshlora_judge.compare import compare_adapters
 from tests.pool import Pool
 from tests.ranks import test_trainer as dense
 from tests.ranks import test_training_experts as experts

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import meshlora
 from meshlora.adapter.attach import gather_adapter
-from meshlora.adapter.formats.engine_export import export_per_expert
-from meshlora.plan.topology import Topology
+from meshlora_extra.engine_export import export_per_expert
+from meshlora_ground.topology import Topology
 from tests.blueprints import load_without_proof
 from tests.pool import Pool
 from tests.unit.engine_adapters import KINDS, WEIGHTS, meta, twin

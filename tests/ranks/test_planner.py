@@ -15,23 +15,23 @@ from torch.distributed.tensor import DTensor
 import meshlora
 from meshlora.adapter.attach import active_factors, runtime
 from meshlora.comm.groups import simulated_job
-from meshlora.common.compat import TorchDispatchMode
-from meshlora.loading import same_tokens
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.model.regions import tensors_in
-from meshlora.oracle.capture import CollectiveCounter
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.topology import TOKENS as TOKEN_AXES
-from meshlora.plan.topology import Topology
-from meshlora.planner.choose import choose
-from meshlora.planner.fake import Work, work_of
-from meshlora.planner.hardware import hardware_named
-from meshlora.planner.problem import Problem
-from meshlora.planner.trace import loss_of, trace
 from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.losses import shifted_loss
+from meshlora.wings.experts import same_tokens
+from meshlora_extra.planner.choose import choose
+from meshlora_extra.planner.fake import Work, work_of
+from meshlora_extra.planner.hardware import hardware_named
+from meshlora_extra.planner.problem import Problem
+from meshlora_extra.planner.trace import loss_of, trace
+from meshlora_ground.compat import TorchDispatchMode
+from meshlora_ground.topology import TOKENS as TOKEN_AXES
+from meshlora_ground.topology import Topology
+from meshlora_judge.capture import CollectiveCounter
 from tests.for_each import for_each
 from tests.pool import Pool
 

@@ -22,16 +22,16 @@ from transformers import AutoModelForCausalLM
 
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from meshlora.cli.main import main
-from meshlora.common.errors import UserError
-from meshlora.config.file import read_run
-from meshlora.rl.engine import Engine
-from meshlora.rl.publishing import publish, remove_older
-from meshlora.rl.rewards import Rewards
-from meshlora.rl.rollouts import Rollouts
-from meshlora.rl.run import check_rl
-from meshlora.text.decoding import Continuation
-from meshlora.text.tokenizer import load_tokenizer
-from meshlora.train.together import prepare_run
+from meshlora.reading.tokenizer import load_tokenizer
+from meshlora.run.config.file import read_run
+from meshlora.run.decoding import Continuation
+from meshlora.run.together import prepare_run
+from meshlora_extra.rl.engine import Engine
+from meshlora_extra.rl.publishing import publish, remove_older
+from meshlora_extra.rl.rewards import Rewards
+from meshlora_extra.rl.rollouts import Rollouts
+from meshlora_extra.rl.run import check_rl
+from meshlora_ground.errors import UserError
 from tests.for_each import for_each
 from tests.pool import Pool, RankError
 from tests.ranks.test_rl import records_of, rl_file, run_rl

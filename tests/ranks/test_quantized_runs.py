@@ -9,9 +9,9 @@ import pytest
 from safetensors.torch import load_file
 
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE
-from meshlora.common.errors import UserError
-from meshlora.config.file import read_run
-from meshlora.train.together import prepare_run
+from meshlora.run.config.file import read_run
+from meshlora.run.together import prepare_run
+from meshlora_ground.errors import UserError
 from tests.conftest import Prove
 from tests.pool import Pool
 from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file

@@ -16,17 +16,17 @@ from torch.autograd.graph import saved_tensors_hooks
 import meshlora
 from meshlora.adapter.attach import active_factors, runtime
 from meshlora.adapter.formats.peft_format import WEIGHTS_FILE
-from meshlora.common.errors import UnsupportedError
-from meshlora.common.float64 import lift
-from meshlora.common.routing import RoutingRecord
-from meshlora.oracle.capture import CollectiveCounter
-from meshlora.oracle.compare import compare_adapters
 from meshlora.plan.derive import decoder_layers
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.topology import Topology
+from meshlora.run.recompute import check_recompute, recompute_layers
 from meshlora.train.losses import shifted_loss
-from meshlora.train.recompute import check_recompute, recompute_layers
-from meshlora.train.routing import step_file
+from meshlora.wings.experts.routing import step_file
+from meshlora_ground.errors import UnsupportedError
+from meshlora_ground.float64 import lift
+from meshlora_ground.routing import RoutingRecord
+from meshlora_ground.topology import Topology
+from meshlora_judge.capture import CollectiveCounter
+from meshlora_judge.compare import compare_adapters
 from tests.blueprints import build_meta
 from tests.pool import Pool
 from tests.ranks import test_training_experts as experts

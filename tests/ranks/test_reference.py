@@ -18,12 +18,12 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshlora.cli.main import main
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.config.file import read_run, read_runs
-from meshlora.config.objective import Dpo, Policy
-from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
-from meshlora.oracle.inputs import write_adapter
-from meshlora.train.together import prepare_run, prepare_runs
+from meshlora.run.config.file import read_run, read_runs
+from meshlora.run.together import prepare_run, prepare_runs
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.objective import Dpo, Policy
+from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_losses
+from meshlora_judge.inputs import write_adapter
 from tests.one_process import train_alone
 from tests.pool import Pool
 from tests.ranks.test_trainer import run_and_keep_groups

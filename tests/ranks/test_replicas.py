@@ -14,18 +14,18 @@ from peft import LoraConfig
 from torch import Tensor
 
 import meshlora
-import meshlora.train.run
+import meshlora.run.run
 from meshlora.adapter.attach import active_factors, runtime
 from meshlora.adapter.replicas import check_replicas, find_drifts, fingerprint, position_weights, replicated_over
-from meshlora.config.file import read_run
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.grads import FactorRule, Side, expert_rule, split_rule
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import ExpertRule
-from meshlora.plan.topology import Topology
-from meshlora.train.together import prepare_run
-from meshlora.train.trained import TrainedAdapter
-from meshlora.train.trainer import Trainer
+from meshlora.run.config.file import read_run
+from meshlora.run.together import prepare_run
+from meshlora.run.trained import TrainedAdapter
+from meshlora.run.trainer import Trainer
+from meshlora_ground.topology import Topology
 from tests.for_each import for_each
 from tests.pool import Pool, wait_for_all
 from tests.ranks.test_budget import CommCounter
@@ -282,12 +282,12 @@ def _train_with_a_fault(file: Path, world: int, at_step: int, on_rank: int) -> s
     with (
         mock.patch.object(Trainer, "train", faulty_train),
         mock.patch.object(Trainer, "train_step", faulty_step),
-        mock.patch.object(meshlora.train.run, "leave"),  # it would close the group that the pool needs
+        mock.patch.object(meshlora.run.run, "leave"),  # it would close the group that the pool needs
     ):
         run = prepare_run(read_run(file), world=world)
         wait_for_all(world)  # rank 0 makes the output folder, which a rank that still prepares would refuse
         try:
-            meshlora.train.run.train({"": run})
+            meshlora.run.run.train({"": run})
         except meshlora.MeshloraError as error:
             return str(error)
     return ""

@@ -16,16 +16,16 @@ import torch
 from safetensors.torch import load_file
 
 from meshlora.adapter.formats.peft_format import WEIGHTS_FILE
-from meshlora.common.errors import UserError
-from meshlora.config.file import read_run
-from meshlora.oracle.inputs import write_twin
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.topology import Topology
-from meshlora.train import trained, trainer
-from meshlora.train.checkpoint.manifest import FILE, STATE_FILE, read_whole
-from meshlora.train.checkpoint.retention import LATEST, point
-from meshlora.train.prepare import Prepared
-from meshlora.train.together import prepare_run
+from meshlora.run import trained, trainer
+from meshlora.run.checkpoint.manifest import FILE, STATE_FILE, read_whole
+from meshlora.run.checkpoint.retention import LATEST, point
+from meshlora.run.config.file import read_run
+from meshlora.run.prepare import Prepared
+from meshlora.run.together import prepare_run
+from meshlora_ground.errors import UserError
+from meshlora_ground.topology import Topology
+from meshlora_judge.inputs import write_twin
 from tests.manifests import manifest_of
 from tests.pool import Pool, RankError
 from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file

@@ -18,10 +18,10 @@ from transformers.masking_utils import (
 
 from meshlora.comm.collectives import pass_on
 from meshlora.comm.groups import open_mesh
-from meshlora.data.context import token_order
-from meshlora.layers.attention_parts import How, Part, attend
-from meshlora.layers.context import HeldTokens, RowsOfMask
-from meshlora.plan.topology import Topology
+from meshlora.plan.token_order import token_order
+from meshlora.wings.context.attention_parts import How, Part, attend
+from meshlora.wings.context.context import HeldTokens, RowsOfMask
+from meshlora_ground.topology import Topology
 from tests.for_each import for_each
 from tests.pool import Pool
 

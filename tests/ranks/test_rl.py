@@ -21,21 +21,21 @@ from transformers import AutoConfig
 
 from meshlora.adapter.formats.peft_format import WEIGHTS_FILE
 from meshlora.cli.main import main
-from meshlora.common.errors import MeshloraError, UnsupportedError, UserError
-from meshlora.config.file import read_run
-from meshlora.config.objective import Grpo
-from meshlora.config.run import GenerateConfig
-from meshlora.data.stream import RolloutStream
 from meshlora.loading.blueprint import make_blueprint
-from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora.plan.base_options import BaseOptions
-from meshlora.rl.prompts import Prompt
-from meshlora.rl.rollouts import OwnGenerator, Rollouts
-from meshlora.rl.run import check_rl, making
-from meshlora.text.decoding import Continuation
-from meshlora.train.checkpoint.manifest import read_whole
-from meshlora.train.run import prepare_output
-from meshlora.train.together import prepare_run
+from meshlora.reading.stream import RolloutStream
+from meshlora.run.checkpoint.manifest import read_whole
+from meshlora.run.config.file import read_run
+from meshlora.run.config.run import GenerateConfig
+from meshlora.run.decoding import Continuation
+from meshlora.run.run import prepare_output
+from meshlora.run.together import prepare_run
+from meshlora_extra.rl.prompts import Prompt
+from meshlora_extra.rl.rollouts import OwnGenerator, Rollouts
+from meshlora_extra.rl.run import check_rl, making
+from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
+from meshlora_ground.objective import Grpo
+from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_losses
 from tests.for_each import for_each
 from tests.one_process import train_alone
 from tests.pool import Pool, RankError, wait_for_all
@@ -74,7 +74,7 @@ def rl_file(folder: Path, name: str, topology: str, *, rl: dict[str, Any] | None
 
 def run_rl(file: Path, world: int, resume: str | None = None) -> None:
     """On each rank of a pool, whose groups stay open."""
-    import meshlora.train.run as module
+    import meshlora.run.run as module
 
     module.leave = lambda: None
     run = prepare_run(read_run(file), world=world, resume=resume)
@@ -428,7 +428,7 @@ def test_own_generation_has_the_options_of_the_run_file(folder: Path, monkeypatc
         seen.append((list(encoded), options, log_probs))
         return []
 
-    monkeypatch.setattr("meshlora.rl.rollouts.continued_by_all", continued)
+    monkeypatch.setattr("meshlora_extra.rl.rollouts.continued_by_all", continued)
     one: Any = SimpleNamespace(run=run, model=None, in_use=contextlib.nullcontext)
     for step in (1, 1, 2):
         OwnGenerator(one, run.config.rl, None)(prompts.of_round(0), step)  # type: ignore[arg-type]

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 import meshlora
-from meshlora.config.file import read_run
-from meshlora.text.decoding import generate
-from meshlora.train.together import prepare_run
-from meshlora.train.watch.samples import forget_after
+from meshlora.run.config.file import read_run
+from meshlora.run.decoding import generate
+from meshlora.run.together import prepare_run
+from meshlora.run.watch.samples import forget_after
 from tests.pool import Pool
 from tests.ranks.test_trainer import run_and_keep_groups
 from tests.run_files import EXAMPLES, TINY, write_run_file

@@ -14,12 +14,12 @@ import torch
 import yaml
 
 from meshlora.adapter.formats.peft_format import WEIGHTS_FILE
-from meshlora.common.errors import MeshloraError
-from meshlora.config.file import read_runs
-from meshlora.oracle.compare import compare_adapters
-from meshlora.train import run, trainer
-from meshlora.train.run import train
-from meshlora.train.together import prepare_run, prepare_runs
+from meshlora.run import run, trainer
+from meshlora.run.config.file import read_runs
+from meshlora.run.run import train
+from meshlora.run.together import prepare_run, prepare_runs
+from meshlora_ground.errors import MeshloraError
+from meshlora_judge.compare import compare_adapters
 from tests.pool import Pool, wait_for_all
 from tests.ranks.test_trainer import small_base
 from tests.run_files import copy_lines, untimed_metrics_of, write_run_file

@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 
-import meshlora.train.trainer as module
-from meshlora.comm.launchers import launcher_place
-from meshlora.common.errors import UserError
-from meshlora.common.slow_paths import ONE_BY_ONE, watching
+import meshlora.run.trainer as module
+from meshlora.processes.launchers import launcher_place
+from meshlora_ground.errors import UserError
+from meshlora_ground.slow_paths import ONE_BY_ONE, watching
 from tests.pool import Pool
 from tests.ranks.test_trainer import run_and_keep_groups
 from tests.run_files import copy_lines, metrics_of, write_run_file

@@ -11,8 +11,8 @@ import torch
 
 from meshlora.comm.collectives import all_reduce_sum, broadcast_of, hand_on, open_channel, take_over
 from meshlora.comm.groups import LocalGroup, open_mesh
-from meshlora.plan.pipeline_schedule import one_forward_one_backward
-from meshlora.plan.topology import Topology
+from meshlora.wings.stages.pipeline_schedule import one_forward_one_backward
+from meshlora_ground.topology import Topology
 from tests.pool import Pool
 
 _SIZES = (3, 1, 40_000, 2)  # one that no socket takes at once

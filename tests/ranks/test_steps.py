@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 import meshlora
 from meshlora.adapter.attach import gather_adapter
-from meshlora.oracle.compare import compare_adapters
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.topology import Topology
-from meshlora.train.feeding import fitted
-from meshlora.train.recompute import recompute_layers
+from meshlora.run.feeding import fitted
+from meshlora.run.recompute import recompute_layers
+from meshlora_ground.topology import Topology
+from meshlora_judge.compare import compare_adapters
 from tests.pool import Pool
 from tests.ranks.masked import MaskedPeft
 

@@ -19,21 +19,21 @@ from transformers import AutoModelForCausalLM
 
 import meshlora
 from meshlora.adapter.attach import active_factors, set_adapters
-from meshlora.adapter.formats.engine_export import engine_layout
 from meshlora.adapter.plan import plan_adapter
 from meshlora.cli.main import main
-from meshlora.common.float64 import lift
-from meshlora.config.file import read_run
-from meshlora.config.objective import Dpo
-from meshlora.oracle.case import check_tokens, random_tokens, with_tokens
-from meshlora.oracle.compare import relative
-from meshlora.oracle.inputs import write_twin
-from meshlora.oracle.reference import trainable
 from meshlora.plan.derive import plan_model
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.topology import Topology
-from meshlora.train.together import prepare_run
+from meshlora.run.config.file import read_run
+from meshlora.run.together import prepare_run
 from meshlora.verify import preflight
+from meshlora_extra.engine_export import engine_layout
+from meshlora_ground.float64 import lift
+from meshlora_ground.objective import Dpo
+from meshlora_ground.topology import Topology
+from meshlora_judge.case import check_tokens, random_tokens, with_tokens
+from meshlora_judge.compare import relative
+from meshlora_judge.inputs import write_twin
+from meshlora_judge.reference import trainable
 from tests.conftest import Prove
 from tests.ranks.test_trainer import folder, run_file
 

@@ -14,15 +14,15 @@ from peft import LoraConfig
 from meshlora.adapter.attach import runtime
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.load import load_blueprint
-from meshlora.oracle.capture import CollectiveCounter
-from meshlora.oracle.judge import _Judge
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.budget import Flow, Sizes, micro_batch_messages
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.topology import LAYERS, Topology
 from meshlora.train.losses import shifted_loss
+from meshlora.verify.budget import Flow, Sizes, micro_batch_messages
 from meshlora.verify.proof import Processes, run_proof
 from meshlora.verify.request import Request, prepare_proof
+from meshlora_ground.topology import LAYERS, Topology
+from meshlora_judge.capture import CollectiveCounter
+from meshlora_judge.judge import _Judge
 from tests.pool import Pool
 from tests.ranks.test_stages import _passed_on
 from tests.torch_messages import over_torch

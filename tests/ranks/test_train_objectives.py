@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from meshlora.cli.main import main
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.config.file import read_run
-from meshlora.config.objective import COUNTED
-from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
-from meshlora.train.together import prepare_run
+from meshlora.run.config.file import read_run
+from meshlora.run.together import prepare_run
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.objective import COUNTED
+from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_losses
 from tests.for_each import for_each
 from tests.one_process import train_alone
 from tests.pool import Pool

@@ -18,11 +18,11 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from meshlora.config.file import read_run
-from meshlora.data.batch import collate
-from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
-from meshlora.train.run import train
-from meshlora.train.together import prepare_run
+from meshlora.run.config.file import read_run
+from meshlora.run.run import train
+from meshlora.run.together import prepare_run
+from meshlora.train.batch import collate
+from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_losses
 from tests.one_process import train_alone
 from tests.pool import Pool, wait_for_all
 from tests.run_files import TINY, copy_lines, copy_tokenizer, metrics_of, write_run_file
@@ -92,7 +92,7 @@ def reference(folder: Path, pools: Callable[[int], Pool]) -> tuple[Path, list[fl
 
 def run_and_keep_groups(file: Path, world: int, resume: str | None = None) -> None:
     """`train` closes the process group at its end; the pool needs it for the next test."""
-    import meshlora.train.run as module
+    import meshlora.run.run as module
 
     module.leave = lambda: None
     _train(file, world, resume)
@@ -150,7 +150,7 @@ def test_initial_adapter_is_the_identity_and_the_trained_one_is_not(
 
 
 def test_evaluation_is_the_mean_over_all_held_out_tokens(folder: Path, reference: tuple[Path, list[float]]) -> None:
-    from meshlora.oracle import reference as judge
+    from meshlora_judge import reference as judge
 
     run = prepare_run(read_run(folder / "for-reference.yaml", ["train.overwrite=true"]))
     assert run.eval_data is not None

@@ -12,16 +12,16 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshlora.common.errors import MeshloraError, UserError
-from meshlora.common.float64 import lift
-from meshlora.common.routing import RoutingRecord
-from meshlora.config.file import read_run
-from meshlora.data.batch import collate
-from meshlora.oracle.compare import compare_adapters
-from meshlora.oracle.inputs import write_twin
 from meshlora.plan.families.twin import twin_config
-from meshlora.train.routing import step_file
-from meshlora.train.together import prepare_run
+from meshlora.run.config.file import read_run
+from meshlora.run.together import prepare_run
+from meshlora.train.batch import collate
+from meshlora.wings.experts.routing import step_file
+from meshlora_ground.errors import MeshloraError, UserError
+from meshlora_ground.float64 import lift
+from meshlora_ground.routing import RoutingRecord
+from meshlora_judge.compare import compare_adapters
+from meshlora_judge.inputs import write_twin
 from tests.pool import Pool, RankError
 from tests.ranks.test_trainer import run_and_keep_groups
 from tests.run_files import TINY, copy_lines, copy_tokenizer, metrics_of, write_run_file

@@ -16,11 +16,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
 import meshlora
-from meshlora.common.errors import UserError
-from meshlora.hf.trl import _scored
-from meshlora.oracle.compare import compare_adapters
 from meshlora.plan.derive import decoder_layers
-from meshlora.train import recompute
+from meshlora.run import recompute
+from meshlora_extra.hf.trl import _scored
+from meshlora_ground.errors import UserError
+from meshlora_judge.compare import compare_adapters
 from tests.pool import Pool
 from tests.ranks.masked import MaskedPeft
 
@@ -106,7 +106,7 @@ def _alone(kind: str, start: Path, out: Path, drops: bool = False) -> list[dict[
 
 def _on_mesh(kind: str, topology: str, start: Path, out: Path) -> list[dict[str, float]]:
     """Body of a rank."""
-    from meshlora.hf import on_mesh
+    from meshlora_extra.hf import on_mesh
 
     model = meshlora.load(BASE, adapter=str(start), topology=topology, dtype="float64")
     trainer, options = _trainer(kind, out)
@@ -183,7 +183,7 @@ def test_dropout_of_sft_is_that_of_one_process(pools: Callable[[int], Pool], tmp
 
 def _with_dropout() -> list[str]:
     """Body of a rank."""
-    from meshlora.hf import on_mesh
+    from meshlora_extra.hf import on_mesh
 
     model, said = meshlora.load(BASE, lora=LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1)), []
     for kind in ("dpo", "grpo"):
@@ -203,7 +203,7 @@ def test_dropout_in_what_is_generated_or_compared_with_is_refused(pools: Callabl
 def _refused(topology: str, args: Any) -> str:
     import trl
 
-    from meshlora.hf import on_mesh
+    from meshlora_extra.hf import on_mesh
 
     model = meshlora.load(BASE, lora=LoraConfig(r=2, target_modules="all-linear"), topology=topology)
 

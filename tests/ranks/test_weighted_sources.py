@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshlora.adapter.formats.peft_format import WEIGHTS_FILE
-from meshlora.oracle.compare import compare_adapters, largest_loss_gap, read_losses
+from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_losses
 from tests.pool import Pool
 from tests.ranks.test_trainer import _train, folder, run_and_keep_groups, run_file
 from tests.run_files import copy_lines

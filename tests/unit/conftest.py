@@ -18,10 +18,10 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import meshlora.model.weights
-import meshlora.train.launch
-import meshlora.train.run
-from meshlora.adapter.formats.engine_export import export_per_expert
+import meshlora.run.launch
+import meshlora.run.run
 from meshlora.plan.families.twin import twin_config
+from meshlora_extra.engine_export import export_per_expert
 from tests.run_files import copy_tokenizer
 from tests.unit.engine_adapters import KINDS, meta, twin
 from tests.unit.mistakes import Setup
@@ -87,8 +87,8 @@ def nothing_has_happened_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_late(*_: Any, **__: Any) -> None:
         raise AssertionError("the mistake went unnoticed until ranks were started or weights were read")
 
-    monkeypatch.setattr(meshlora.train.launch, "launch", too_late)
-    monkeypatch.setattr(meshlora.train.run, "train", too_late)
+    monkeypatch.setattr(meshlora.run.launch, "launch", too_late)
+    monkeypatch.setattr(meshlora.run.run, "train", too_late)
     monkeypatch.setattr(meshlora.model.weights, "read_slice", too_late)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshlora.loading.blueprint import read_model_config
-from meshlora.plan.topology import Topology
+from meshlora_ground.topology import Topology
 from tests.blueprints import build_meta
 from tests.unit.test_expert_format import OWN, SIZES, logits_of, random
 

@@ -19,9 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshlora.config.rl import UnitTestsReward
-from meshlora.rl.sandbox import PROGRAM, PYTHON
-from meshlora.rl.unit_tests import run_tests
+from meshlora.run.config.rl import UnitTestsReward
+from meshlora_extra.rl.sandbox import PROGRAM, PYTHON
+from meshlora_extra.rl.unit_tests import run_tests
 
 # Each fails, by an exception. `at` has what is there outside of the sandbox.
 TRIES = {

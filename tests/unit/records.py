@@ -8,8 +8,8 @@ from typing import Any
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from meshlora.data.dataset import TokenizedDataset
-from meshlora.data.records import Record
+from meshlora.reading.records import Record
+from meshlora_ground.dataset import TokenizedDataset
 
 EOS, BOS, START, END = "<eos>", "<bos>", "<|start|>", "<|end|>"
 CORPUS = ["the house is near the river and the city centre", "name : The Mill | food : English", "user assistant"]

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshlora.common.versions import versions
-from meshlora.train.checkpoint.manifest import STATE_FILE, Kind, Manifest, write_manifest
+from meshlora.run.checkpoint.manifest import STATE_FILE, Kind, Manifest, write_manifest
+from meshlora_ground.versions import versions
 
 IDENTITY = {"train.lr": "0.001", "model": f"sha256:{'0' * 64}"}
 

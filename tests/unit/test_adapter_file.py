@@ -18,15 +18,15 @@ from transformers import AutoModelForCausalLM
 
 from meshlora.adapter.formats.adapter_file import PREFIX, names_of, read_adapter_tensors
 from meshlora.adapter.formats.peft_format import WEIGHTS_FILE, plan_folder, read_factors
-from meshlora.adapter.merging.merge import merge
 from meshlora.adapter.targets.options import check_values
 from meshlora.cli.main import main
-from meshlora.common.errors import UserError
-from meshlora.common.float64 import lift
 from meshlora.loading.blueprint import make_blueprint, read_model_config
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.topology import Topology
+from meshlora_extra.merging.merge import merge
+from meshlora_ground.errors import UserError
+from meshlora_ground.float64 import lift
+from meshlora_ground.topology import Topology
 from tests.blueprints import load_without_proof
 from tests.for_each import for_each
 

@@ -16,13 +16,13 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshlora.cli.train import _described
-from meshlora.common.errors import SaveError, UserError
-from meshlora.config.file import read_run
-from meshlora.oracle.saved import _difference
-from meshlora.train import trained
-from meshlora.train.checkpoint.manifest import read_whole
-from meshlora.train.run import train
-from meshlora.train.together import prepare_run
+from meshlora.run import trained
+from meshlora.run.checkpoint.manifest import read_whole
+from meshlora.run.config.file import read_run
+from meshlora.run.run import train
+from meshlora.run.together import prepare_run
+from meshlora_ground.errors import SaveError, UserError
+from meshlora_judge.saved import _difference
 from tests.run_files import TINY, copy_lines, write_run_file
 
 MESSAGES = [{"role": "user", "content": "Hello?"}]

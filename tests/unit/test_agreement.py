@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 from torch.distributed import HashStore
 
-from meshlora.common.errors import UserError
-from meshlora.train import agreement
+from meshlora.run import agreement
+from meshlora_ground.errors import UserError
 
 Look = Callable[[], str]
 

@@ -11,11 +11,11 @@ import yaml
 from transformers import SchedulerType
 
 from meshlora.adapter.targets.resolve import SUPPORTED
-from meshlora.common.errors import UserError
-from meshlora.config import aliases
-from meshlora.config.file import read_run
-from meshlora.config.run import TrainConfig
-from meshlora.config.types import groups
+from meshlora.run.config import aliases
+from meshlora.run.config.file import read_run
+from meshlora.run.config.run import TrainConfig
+from meshlora.run.config.types import groups
+from meshlora_ground.errors import UserError
 from tests.for_each import for_each
 
 GOOD = {

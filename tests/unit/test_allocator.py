@@ -8,7 +8,7 @@ import sys
 _PROGRAM = """
 import resource, sys
 import torch
-from meshlora.train.allocator import keep_freed_memory
+from meshlora.run.allocator import keep_freed_memory
 
 def faults():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -172,9 +172,13 @@ def test_only_one_file_calls_collectives() -> None:
 def test_the_environment_is_read_in_five_files() -> None:
     """The command line sets defaults for libraries, and is the sixth that may touch it."""
     files = {str(f.relative_to(SOURCE)) for _, f, _ in _modules() if "os.environ" in f.read_text()}
-    assert files <= {"comm/launchers.py", "train/launch.py", "train/edge.py", "common/hub.py", "cli/main.py"} | {
-        "common/private.py"
-    }
+    assert files <= {
+        "processes/launchers.py",
+        "run/launch.py",
+        "run/edge.py",
+        "meshlora_ground/hub.py",
+        "cli/main.py",
+    } | {"meshlora_ground/private.py"}
 
 
 def test_no_file_of_the_folder_that_a_process_starts_in_is_its_code() -> None:
@@ -187,7 +191,7 @@ def test_no_file_of_the_folder_that_a_process_starts_in_is_its_code() -> None:
 
 def test_only_one_file_prints() -> None:
     """What others wrote would be read as markup, or obeyed by the terminal; a line of an error goes to stderr, and is
-    escaped when it is made. `rl/apart.py` is a program in a sandbox, which has no terminal.
+    escaped when it is made. `meshlora_extra/rl/apart.py` is a program in a sandbox, which has no terminal.
     """
     wrong = [
         f"{file.relative_to(SOURCE)}:{node.lineno}: {ast.unparse(node)}"
@@ -224,8 +228,8 @@ def _is_safe(call: ast.Call) -> bool:
 
 
 def test_only_one_file_has_private_names_of_libraries() -> None:
-    """torch, transformers and PEFT may drop or change them in any release: `common/compat.py` says what each is for,
-    and `test_compat_names.py` that it is there.
+    """torch, transformers and PEFT may drop or change them in any release: `meshlora_ground/compat.py` says what each
+    is for, and `test_compat_names.py` that it is there.
     """
     modules = _modules()
     ours = defined(tree for _, _, tree in modules)

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from meshlora.config.file import read_run
-from meshlora.config.run import GenerateConfig, RunConfig
-from meshlora.data import clock
-from meshlora.data.records import Record
 from meshlora.loading.blueprint import read_model_config
-from meshlora.rl.prompts import read_prompts as read_prompts_of_rl
-from meshlora.text.decoding import ends_of, read_prompts
-from meshlora.text.tokenizer import tokenizer_of
-from meshlora.train.evaluate import prepare_evaluation
-from meshlora.train.generated import prepare_prompts
-from meshlora.train.together import prepare_run
+from meshlora.reading import clock
+from meshlora.reading.records import Record
+from meshlora.reading.tokenizer import tokenizer_of
+from meshlora.run.config.file import read_run
+from meshlora.run.config.run import GenerateConfig, RunConfig
+from meshlora.run.decoding import ends_of, read_prompts
+from meshlora.run.evaluate import prepare_evaluation
+from meshlora.run.generated import prepare_prompts
+from meshlora.run.together import prepare_run
+from meshlora_extra.rl.prompts import read_prompts as read_prompts_of_rl
 from tests.unit.mistakes import Setup
 
 # The prompt begins a thought, of which the stored answer has the end; the date is written.

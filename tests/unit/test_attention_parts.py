@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from meshlora.comm.groups import Axis
-from meshlora.common import compat
-from meshlora.layers import attention_parts
-from meshlora.layers.attention_parts import How, Part, Seen, agrees, attend, groups_of, has_kernel
 from meshlora.verify.faults.registry import find
 from meshlora.verify.ours import in_parts
+from meshlora.wings.context import attention_parts
+from meshlora.wings.context.attention_parts import How, Part, Seen, agrees, attend, groups_of, has_kernel
+from meshlora_ground import compat
 from tests.for_each import for_each
 
 ALONE = Axis(1, 0, (0,), None)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import meshlora
-from meshlora.plan.topology import (
+from meshlora_ground.topology import (
     DATA,
     DENSE_AXES,
     EXPERT_AXES,
@@ -28,7 +28,7 @@ from meshlora.plan.topology import (
 
 SOURCE = Path(meshlora.__file__).parent
 # Faults say in words what a run must have for them to show, and the generated ones exchange names of axes.
-BY_NAME = {"plan/topology.py"}
+BY_NAME = {"meshlora_ground/topology.py"}
 
 
 def test_no_other_file_names_an_axis_that_cuts_sequences_or_tokens() -> None:
@@ -78,7 +78,7 @@ def test_every_dense_axis_is_asked_for_by_one_thing_that_it_cuts() -> None:
 def test_the_judge_knows_sizes_and_places_and_not_what_an_axis_cuts() -> None:
     for file in (SOURCE / "oracle").rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and node.module == "meshlora.plan.topology":
+            if isinstance(node, ast.ImportFrom) and node.module == "meshlora_ground.topology":
                 assert {name.name for name in node.names} == {"Topology"}, file
 
 

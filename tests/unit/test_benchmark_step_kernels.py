@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
-from meshlora.common.compat import replaced
-from meshlora.planner import fake
-from meshlora.planner.hardware import GPUS
+from meshlora_extra.planner import fake
+from meshlora_extra.planner.hardware import GPUS
+from meshlora_ground.compat import replaced
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -11,16 +11,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import meshlora
-from meshlora.common import compat
-from meshlora.common.float64 import lift
-from meshlora.common.row_masks import read_positions_in_masks
-from meshlora.data.batch import Batch, collate
-from meshlora.data.dataset import Sequence
-from meshlora.data.packing import joined, with_positions
-from meshlora.layers import varlen
-from meshlora.layers.by_sequence import PackedMask, keep_apart, rows_of
 from meshlora.plan.families.twin import twin_config
+from meshlora.reading.packing import joined, with_positions
+from meshlora.train.batch import Batch, collate
 from meshlora.train.losses import batch_log_probabilities
+from meshlora.wings.packed_rows import varlen
+from meshlora.wings.packed_rows.by_sequence import PackedMask, keep_apart, rows_of
+from meshlora.wings.packed_rows.row_masks import read_positions_in_masks
+from meshlora_ground import compat
+from meshlora_ground.dataset import Sequence
+from meshlora_ground.float64 import lift
 from tests.for_each import for_each
 
 _LENGTHS = [[13, 5, 3], [3, 11, 7]]

@@ -15,13 +15,13 @@ import torch
 
 from meshlora.cli.main import main
 from meshlora.comm.groups import open_mesh
-from meshlora.common.errors import UserError
-from meshlora.plan.topology import Topology
-from meshlora.planner import show
-from meshlora.planner.calibrate import Timing, calibrate, fields_of, measure, samples_of
-from meshlora.planner.choose import choose
-from meshlora.planner.fake import Work
-from meshlora.planner.hardware import Hardware, hardware_named
+from meshlora_extra.planner import show
+from meshlora_extra.planner.calibrate import Timing, calibrate, fields_of, measure, samples_of
+from meshlora_extra.planner.choose import choose
+from meshlora_extra.planner.fake import Work
+from meshlora_extra.planner.hardware import Hardware, hardware_named
+from meshlora_ground.errors import UserError
+from meshlora_ground.topology import Topology
 from tests.for_each import for_each
 from tests.unit.test_planner import problem_of
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from meshlora.common.errors import UserError
-from meshlora.data.records import Record
-from meshlora.data.tokenization import tokenize
+from meshlora.reading.records import Record
+from meshlora.reading.tokenization import tokenize
+from meshlora_ground.errors import UserError
 from tests.unit.records import END, make_tokenizer, trained_text
 
 PAGE = Path(__file__).parents[2] / "docs/chat.md"

@@ -1,4 +1,4 @@
-"""What `meshlora.common.compat` makes of private names of torch, transformers and PEFT is what it says."""
+"""What `meshlora_ground.compat` makes of private names of torch, transformers and PEFT is what it says."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from meshlora.comm.groups import simulated_job
-from meshlora.common import compat
-from meshlora.common.caches import cache_argument
+from meshlora_ground import compat
+from meshlora_ground.caches import cache_argument
 from tests.unit.test_compat_names import FUSED, MASKS
 
 

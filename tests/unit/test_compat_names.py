@@ -1,4 +1,4 @@
-"""Private names of torch, transformers and PEFT, on which `meshlora.common.compat` rests: each is there."""
+"""Private names of torch, transformers and PEFT, on which `meshlora_ground.compat` rests: each is there."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch import nn
 from transformers import GPT2Model, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from meshlora.common import compat
+from meshlora_ground import compat
 from tests.for_each import for_each
 from tests.unit.private_names import defined, private_names
 
@@ -242,7 +242,7 @@ def test_the_table_has_every_name_of_the_file() -> None:
     parts = {part for private in PRIVATE for part in private.name.split(".")}
     for line, name in private_names(tree, defined([tree])):
         leaf = name.replace("::", ".").rpartition(".")[2]
-        assert leaf in parts, f"common/compat.py:{line}: {name} is in no row of PRIVATE"
+        assert leaf in parts, f"meshlora_ground/compat.py:{line}: {name} is in no row of PRIVATE"
 
 
 def _bound(node: ast.stmt) -> list[str]:

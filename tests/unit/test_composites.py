@@ -14,8 +14,6 @@ from peft.tuners.lora import LoraLayer
 
 from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.adapter.plan import plan_adapter
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.common.model_class import model_class
 from meshlora.loading.blueprint import Blueprint, read_model_config
 from meshlora.model.stored import Part
 from meshlora.model.weights import CheckpointSource
@@ -23,9 +21,11 @@ from meshlora.plan.derive import decoder_layers, plan_model
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import Domain
-from meshlora.plan.topology import Topology
+from meshlora.run.prepare import check_vision
 from meshlora.train.losses import packed_positions
-from meshlora.train.prepare import check_vision
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.model_class import model_class
+from meshlora_ground.topology import Topology
 
 SP = Topology.parse("tp=2,sp")
 # Family -> (its decoder layers, modules beside the text part).

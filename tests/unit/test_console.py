@@ -17,15 +17,15 @@ from rich.text import Text
 
 from meshlora.cli import main as cli
 from meshlora.cli.main import main
-from meshlora.common.console import Console, hand_over
-from meshlora.config.run import GenerateConfig
-from meshlora.oracle.diagnosis.diagnose import Divergence
-from meshlora.oracle.results import Phase, TensorResult
-from meshlora.plan.topology import Topology
-from meshlora.train.watch import samples
-from meshlora.train.watch.metrics import Reporter, StepMetrics
+from meshlora.run.config.run import GenerateConfig
+from meshlora.run.watch import samples
+from meshlora.run.watch.metrics import Reporter, StepMetrics
 from meshlora.verify.proof import Outcome
 from meshlora.verify.report.show import show
+from meshlora_ground.console import Console, hand_over
+from meshlora_ground.topology import Topology
+from meshlora_judge.diagnosis.diagnose import Divergence
+from meshlora_judge.results import Phase, TensorResult
 from tests.for_each import for_each
 from tests.unit.mistakes import Setup
 

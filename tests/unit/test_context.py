@@ -23,20 +23,20 @@ from transformers.masking_utils import (
 )
 
 from meshlora.comm.groups import Axis
-from meshlora.common import compat
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.data.batch import IGNORED, collate
-from meshlora.data.context import order_of_rows, token_order
-from meshlora.data.dataset import Sequence
-from meshlora.data.packing import joined, with_positions
-from meshlora.layers import context
-from meshlora.layers.attention_parts import How
-from meshlora.layers.context import ContextCut, HeldTokens, RowsOfMask, _compare
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.topology import Topology
-from meshlora.train.prepare import check_fits
+from meshlora.plan.token_order import order_of_rows, token_order
+from meshlora.reading.packing import joined, with_positions
+from meshlora.run.prepare import check_fits
+from meshlora.train.batch import IGNORED, collate
+from meshlora.wings.context import context
+from meshlora.wings.context.attention_parts import How
+from meshlora.wings.context.context import ContextCut, HeldTokens, RowsOfMask, _compare
+from meshlora_ground import compat
+from meshlora_ground.dataset import Sequence
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.topology import Topology
 from tests.for_each import for_each
 from tests.unit.records import make_tokenizer
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshlora.common.errors import UserError
-from meshlora.data.dataset import TokenizedDataset
-from meshlora.data.mixture import joined_sources
-from meshlora.data.readers import READERS
-from meshlora.data.records import Record
-from meshlora.data.tokenization import tokenize
+from meshlora.reading.mixture import joined_sources
+from meshlora.reading.readers import READERS
+from meshlora.reading.records import Record
+from meshlora.reading.tokenization import tokenize
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.errors import UserError
 from tests.unit.records import END, MARKED, UNMARKED, chat, make_tokenizer, pair, trained_text
 from tests.unit.test_data_streamed import assert_same
 from tests.unit.test_data_turns import CALLS_ALONE, PROMPTS_THOUGHT, THINKS_LAST

@@ -11,12 +11,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from meshlora.common.errors import UserError
-from meshlora.config.objective import Grpo
-from meshlora.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
-from meshlora.data import chat
-from meshlora.data.dataset import TokenizedDataset
-from meshlora.data.readers import READERS
+from meshlora.reading import chat
+from meshlora.reading.readers import READERS
+from meshlora.run.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.errors import UserError
+from meshlora_ground.objective import Grpo
 from tests.unit.records import END, UNMARKED, make_tokenizer, trained_text
 
 # Refuses what the system says, and never ends where it is asked to wait.

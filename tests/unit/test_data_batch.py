@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshlora.data.batch import IGNORED, collate
-from meshlora.data.dataset import Sequence
-from meshlora.plan.topology import Topology
-from meshlora.train.feeding import fitted
+from meshlora.run.feeding import fitted
+from meshlora.train.batch import IGNORED, collate
+from meshlora_ground.dataset import Sequence
+from meshlora_ground.topology import Topology
 from tests.for_each import for_each
 
 PAD = 99

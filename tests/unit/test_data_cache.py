@@ -14,12 +14,12 @@ import tokenizers
 from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
-from meshlora.common.errors import UserError
-from meshlora.data.cache import _checksum as checksum
-from meshlora.data.dataset import TokenizedDataset
-from meshlora.data.records import Record
-from meshlora.data.tokenization import tokenize
+from meshlora.reading.cache import _checksum as checksum
+from meshlora.reading.records import Record
+from meshlora.reading.tokenization import tokenize
 from meshlora.verify.pool import _context as started_from
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.errors import UserError
 from tests.for_each import for_each
 from tests.unit.records import BOS, END, EOS, MARKED, make_tokenizer, pair, serialized
 
@@ -77,7 +77,7 @@ def test_a_cache_that_may_only_be_read_is_read(tmp_path: Path, monkeypatch: pyte
     def refuse(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("meshlora.common.private.open_own", refuse)
+    monkeypatch.setattr("meshlora_ground.private.open_own", refuse)
     assert_same(good, tokenize(RECORDS, make_tokenizer(), max_length=16, cache_dir=tmp_path))
     with pytest.raises(UserError, match="Permission denied"):
         tokenize(RECORDS, make_tokenizer(), max_length=15, cache_dir=tmp_path)
@@ -228,7 +228,7 @@ def test_lock_that_is_held_for_ever_ends_with_words(tmp_path: Path, monkeypatch:
     tokenize(RECORDS, make_tokenizer(), max_length=16, cache_dir=tmp_path)
     (path,) = files_of(tmp_path)
     path.unlink()
-    monkeypatch.setattr("meshlora.data.cache._LONGEST_S", 0.2)
+    monkeypatch.setattr("meshlora.reading.cache._LONGEST_S", 0.2)
     with path.with_suffix(".lock").open() as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(UserError, match=r"process \d+ on .*, which makes the same tokens, holds .* longer than"):

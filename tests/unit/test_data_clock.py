@@ -13,19 +13,19 @@ import pytest
 import torch
 
 from meshlora.cli.main import main
-from meshlora.comm.launchers import Place
-from meshlora.common.errors import UserError
-from meshlora.config.file import read_run
-from meshlora.data import clock
-from meshlora.data.chat import conversation_prompts
-from meshlora.data.records import Record
-from meshlora.data.streamed import read_streamed
-from meshlora.data.tokenization import tokenize
-from meshlora.train import agreement
-from meshlora.train.evaluate import prepare_evaluation
-from meshlora.train.prepare import Prepared
-from meshlora.train.run import train
-from meshlora.train.together import prepare_run
+from meshlora.processes.launchers import Place
+from meshlora.reading import clock
+from meshlora.reading.chat import conversation_prompts
+from meshlora.reading.records import Record
+from meshlora.reading.streamed import read_streamed
+from meshlora.reading.tokenization import tokenize
+from meshlora.run import agreement
+from meshlora.run.config.file import read_run
+from meshlora.run.evaluate import prepare_evaluation
+from meshlora.run.prepare import Prepared
+from meshlora.run.run import train
+from meshlora.run.together import prepare_run
+from meshlora_ground.errors import UserError
 from tests.unit.mistakes import Setup
 from tests.unit.records import UNMARKED, chat, make_tokenizer
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from meshlora.common.errors import UserError
-from meshlora.data.conversations import checked_messages, checked_tools
-from meshlora.data.records import MalformedError, Record
-from meshlora.data.tokenization import tokenize
+from meshlora.reading.conversations import checked_messages, checked_tools
+from meshlora.reading.records import MalformedError, Record
+from meshlora.reading.tokenization import tokenize
+from meshlora_ground.errors import UserError
 from tests.unit.records import END, MARKED, UNMARKED, WITH_TOOLS, make_tokenizer, trained_text
 
 ASK, SAY = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}

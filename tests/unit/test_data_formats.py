@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
-from meshlora.common.errors import UserError
-from meshlora.data.places import files_of
-from meshlora.data.preferences import read_feedback
-from meshlora.data.readers import READERS
-from meshlora.data.sources import read_records
-from meshlora.data.tokenization import tokenize
+from meshlora.reading.places import files_of
+from meshlora.reading.preferences import read_feedback
+from meshlora.reading.readers import READERS
+from meshlora.reading.sources import read_records
+from meshlora.reading.tokenization import tokenize
+from meshlora_ground.errors import UserError
 from tests.unit.records import END, WITH_TOOLS, make_tokenizer
 
 ROOT = Path(__file__).parents[2]

@@ -20,9 +20,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from meshlora.data.chat import Row, tokenize_conversations
-from meshlora.data.lost import ANSWER, NO_END, REASONED
-from meshlora.data.records import Record
+from meshlora.reading.chat import Row, tokenize_conversations
+from meshlora.reading.lost import ANSWER, NO_END, REASONED
+from meshlora.reading.records import Record
 from tests.for_each import for_each
 from tests.unit.records import serialized
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from meshlora.common.errors import UserError
-from meshlora.data import clock
-from meshlora.data.chat import tokenize_conversations
-from meshlora.data.formats import RECORDS, Formats
-from meshlora.data.lost import Lost, as_array
-from meshlora.data.records import MalformedError, Record
+from meshlora.reading import clock
+from meshlora.reading.chat import tokenize_conversations
+from meshlora.reading.formats import RECORDS, Formats
+from meshlora.reading.lost import Lost, as_array
+from meshlora.reading.records import MalformedError, Record
+from meshlora_ground.errors import UserError
 from tests.unit.conftest import TEMPLATES
 
 BASE = Path(__file__).parents[2] / "examples" / "tiny_base"

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-import meshlora.data.chat
-from meshlora.common.errors import UserError
-from meshlora.common.limits import Failed, each_apart
-from meshlora.data.tokenization import tokenize
+import meshlora.reading.chat
+from meshlora.reading.tokenization import tokenize
+from meshlora_ground.errors import UserError
+from meshlora_ground.limits import Failed, each_apart
 from tests.run_files import TINY
 from tests.unit.records import END, MARKED, TWO_TURNS, UNMARKED, chat, make_tokenizer, trained_text
 
@@ -66,7 +66,7 @@ def test_hostile_template_is_one_message_that_names_the_record(
     template: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if words == TIME:
-        monkeypatch.setattr(meshlora.data.chat, "_SECONDS", 0.5)
+        monkeypatch.setattr(meshlora.reading.chat, "_SECONDS", 0.5)
     begun = time.monotonic()
     with pytest.raises(UserError) as error:
         tokenize([TWO_TURNS], make_tokenizer(chat_template=template), max_length=64)

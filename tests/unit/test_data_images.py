@@ -16,17 +16,17 @@ import torch
 from PIL import Image
 from transformers import Gemma3Config, LlamaConfig, Qwen3VLConfig
 
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
-from meshlora.data import images as images_module
-from meshlora.data.batch import IGNORED, _more, collate
-from meshlora.data.dataset import TokenizedDataset
-from meshlora.data.preferences import read_preferences
-from meshlora.data.rollouts import read_rollouts
-from meshlora.data.sources import read_records
-from meshlora.data.tokenization import tokenize
-from meshlora.text.processor import load_processor
-from meshlora.train.prepare import check_images
+from meshlora.reading.preferences import read_preferences
+from meshlora.reading.processor import load_processor
+from meshlora.reading.rollouts import read_rollouts
+from meshlora.reading.sources import read_records
+from meshlora.reading.tokenization import tokenize
+from meshlora.run.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora.run.prepare import check_images
+from meshlora.train.batch import IGNORED, _more, collate
+from meshlora.wings.images import images as images_module
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.errors import UnsupportedError, UserError
 from tests.images import conversation, part, write_pictures, write_processor, write_rows
 
 CONFIGS = {"qwen3_vl": Qwen3VLConfig, "gemma3": Gemma3Config}

@@ -11,11 +11,11 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-import meshlora.data.leading
-from meshlora.common.errors import UserError
-from meshlora.data.leading import leading_tokens
-from meshlora.data.records import Record
-from meshlora.data.tokenization import tokenize
+import meshlora.reading.leading
+from meshlora.reading.leading import leading_tokens
+from meshlora.reading.records import Record
+from meshlora.reading.tokenization import tokenize
+from meshlora_ground.errors import UserError
 from tests.run_files import TINY
 from tests.unit.records import END, EOS, MARKED, UNMARKED, chat, make_tokenizer
 
@@ -75,7 +75,7 @@ def _tokenizer(kind: str) -> Any:
 )
 def test_the_first_tokens_of_long_texts_are_those_of_the_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # A margin of 20 tokens, so that there is a cut every few words: fifty times less than what is used.
-    monkeypatch.setattr(meshlora.data.leading, "_MARGIN", 20)
+    monkeypatch.setattr(meshlora.reading.leading, "_MARGIN", 20)
     tokenizer = _tokenizer(kind)
     made_up = [
         "ab" * 1000,
@@ -90,7 +90,7 @@ def test_the_first_tokens_of_long_texts_are_those_of_the_whole(kind: str, monkey
     texts += made_up
     whole = tokenizer(texts, add_special_tokens=False).input_ids
     for characters in (1, 2, 3):  # for some texts just enough for the tokens that are kept, and hence not enough
-        monkeypatch.setattr(meshlora.data.leading, "_CHARACTERS", characters)
+        monkeypatch.setattr(meshlora.reading.leading, "_CHARACTERS", characters)
         found = leading_tokens(texts, tokenizer, max_length=MAX_LENGTH)
         assert sum(not tokens.is_whole for tokens in found) > len(texts) - len(made_up)
         for tokens, ids in zip(found, whole, strict=True):
@@ -120,7 +120,7 @@ def test_a_text_of_few_tokens_is_read_on_until_there_are_enough() -> None:
 
 
 def test_a_batch_is_bounded_in_characters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meshlora.data.leading, "_BATCH", 100)
+    monkeypatch.setattr(meshlora.reading.leading, "_BATCH", 100)
     tokenizer = make_tokenizer()
     sizes: list[int] = []
 
@@ -161,7 +161,7 @@ def test_what_is_trained_of_a_long_record_is_what_is_trained_of_the_whole(
     template: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cut = _tokens_of_each_kind(template, prose()[:12_000])
-    monkeypatch.setattr(meshlora.data.leading, "_CHARACTERS", 10**6)
+    monkeypatch.setattr(meshlora.reading.leading, "_CHARACTERS", 10**6)
     assert cut == _tokens_of_each_kind(template, prose()[:12_000])
 
 

@@ -7,11 +7,11 @@ import dataclasses
 import numpy as np
 import pytest
 
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.data.dataset import TokenizedDataset
-from meshlora.data.images import KnownInputs
-from meshlora.data.mixture import joined_sources, mixed_order, num_draws
-from meshlora.data.sampler import GlobalBatches
+from meshlora.reading.mixture import joined_sources, mixed_order, num_draws
+from meshlora.reading.sampler import GlobalBatches
+from meshlora.wings.images.images import KnownInputs
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.errors import UnsupportedError, UserError
 
 PARTS = ((50, 3.0), (7, 1.0), (43, 1.0))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshlora.data.batch import IGNORED, collate
-from meshlora.data.dataset import Sequence
-from meshlora.data.packing import joined, packed_share, with_positions
+from meshlora.reading.packing import joined, packed_share, with_positions
+from meshlora.train.batch import IGNORED, collate
+from meshlora_ground.dataset import Sequence
 from tests.for_each import for_each
 
 ROW = 64

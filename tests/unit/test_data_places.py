@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow
 import pytest
 
-from meshlora.common.errors import UserError
-from meshlora.data.places import files_of
-from meshlora.data.sources import read_records
+from meshlora.reading.places import files_of
+from meshlora.reading.sources import read_records
+from meshlora_ground.errors import UserError
 from tests.for_each import for_each
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlora.common.errors import UserError
-from meshlora.data.sampler import GlobalBatches, epoch_order, share
+from meshlora.reading.sampler import GlobalBatches, epoch_order, share
+from meshlora_ground.errors import UserError
 
 counts = st.integers(1, 60)
 seeds = st.integers(0, 2**63)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from meshlora.common.errors import UserError
-from meshlora.data.records import Record
-from meshlora.data.sources import read_records
+from meshlora.reading.records import Record
+from meshlora.reading.sources import read_records
+from meshlora_ground.errors import UserError
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 

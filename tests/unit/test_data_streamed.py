@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.data import streamed, tokenization
-from meshlora.data.dataset import TokenizedDataset
-from meshlora.data.sources import read_records
-from meshlora.data.streamed import read_streamed
-from meshlora.data.tokenization import tokenize
-from meshlora.train.prepare import Prepared
+from meshlora.reading import streamed, tokenization
+from meshlora.reading.sources import read_records
+from meshlora.reading.streamed import read_streamed
+from meshlora.reading.tokenization import tokenize
+from meshlora.run.prepare import Prepared
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.errors import UnsupportedError, UserError
 from tests.unit.mistakes import Setup
 from tests.unit.records import MARKED, make_tokenizer
 from tests.unit.test_options import prepared

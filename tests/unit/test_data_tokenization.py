@@ -12,12 +12,12 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from meshlora.common.errors import UserError
-from meshlora.data.preferences import read_preferences
-from meshlora.data.records import Record
-from meshlora.data.rollouts import read_rollouts
-from meshlora.data.tokenization import tokenize
-from meshlora.text.tokenizer import load_tokenizer
+from meshlora.reading.preferences import read_preferences
+from meshlora.reading.records import Record
+from meshlora.reading.rollouts import read_rollouts
+from meshlora.reading.tokenization import tokenize
+from meshlora.reading.tokenizer import load_tokenizer
+from meshlora_ground.errors import UserError
 from tests.unit.records import BOS, EOS, MARKED, TWO_TURNS, UNMARKED, make_tokenizer, pair
 
 
@@ -92,7 +92,7 @@ def test_kinds_may_be_mixed_and_stay_in_order_over_more_than_one_block(monkeypat
     kinds = [Record(text="the river", origin="t"), pair("near", " the"), TWO_TURNS]
     records = [kinds[i % 3] for i in (0, 1, 2, 1, 0, 2, 2, 1)]
     alone = [tokenize([record], tokenizer, max_length=64)[0].input_ids.tolist() for record in records]
-    monkeypatch.setattr("meshlora.data.tokenization._BLOCK", 3)
+    monkeypatch.setattr("meshlora.reading.tokenization._BLOCK", 3)
     together = tokenize(records, tokenizer, max_length=64)
     assert [sequence.input_ids.tolist() for sequence in together] == alone
     assert (together.input_ids.dtype, together.is_trained.dtype, together.offsets.dtype) == (

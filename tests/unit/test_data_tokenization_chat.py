@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from meshlora.common.errors import UserError
-from meshlora.data.records import Record
-from meshlora.data.tokenization import tokenize
+from meshlora.reading.records import Record
+from meshlora.reading.tokenization import tokenize
+from meshlora_ground.errors import UserError
 from tests.unit.records import END, EOS, MARKED, TWO_TURNS, UNMARKED, chat, make_tokenizer, trained_text
 
 

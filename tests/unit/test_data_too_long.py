@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshlora.common.errors import UserError
-from meshlora.data.preferences import read_feedback, read_preferences
-from meshlora.data.records import Record
-from meshlora.data.rollouts import read_rollouts
-from meshlora.data.tokenization import tokenize
+from meshlora.reading.preferences import read_feedback, read_preferences
+from meshlora.reading.records import Record
+from meshlora.reading.rollouts import read_rollouts
+from meshlora.reading.tokenization import tokenize
+from meshlora_ground.errors import UserError
 from tests.for_each import for_each
 from tests.unit.records import END, MARKED, chat, make_tokenizer, pair, trained_text
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from meshlora.common.errors import UserError
-from meshlora.data.chat import stop_tokens
-from meshlora.data.readers import READERS
-from meshlora.data.records import Record
-from meshlora.data.tokenization import tokenize
-from meshlora.data.turns import Ends
+from meshlora.reading.chat import stop_tokens
+from meshlora.reading.readers import READERS
+from meshlora.reading.records import Record
+from meshlora.reading.tokenization import tokenize
+from meshlora.reading.turns import Ends
+from meshlora_ground.errors import UserError
 from tests.unit.records import END, EOS, MARKED, UNMARKED, chat, make_tokenizer, trained_text
 
 _HEADER = "{{ '<|start|>' + m.role + '\n' }}"

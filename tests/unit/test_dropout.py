@@ -14,12 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import meshlora
 from meshlora.comm.groups import Axis
-from meshlora.common import masks as dropout
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.common.masks import keep_mask, mask_key, numbers_by_content, token_numbers
-from meshlora.data.batch import collate
-from meshlora.data.dataset import Sequence
-from meshlora.layers.context import ContextCut
 from meshlora.layers.dropout import TokenDropout, input_features
 from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.products import LoraLinearFunction
@@ -29,14 +23,20 @@ from meshlora.plan.dropout import EXACT_DROPOUTS, is_exact_module
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import LinearRule
-from meshlora.plan.topology import Topology
+from meshlora.train.batch import collate
+from meshlora.wings.context.context import ContextCut
+from meshlora_ground import masks as dropout
+from meshlora_ground.dataset import Sequence
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.masks import keep_mask, mask_key, numbers_by_content, token_numbers
+from meshlora_ground.topology import Topology
 from tests.blueprints import build_meta
 from tests.for_each import for_each
 
 ALONE = Axis(1, 0, (0,), None)
 TOKENS, FEATURES = token_numbers(torch.arange(8), 64).flatten(), torch.arange(256)  # [512], [256]
 KEY = mask_key(3, 5, "model.layers.0.mlp")
-# Worked out in whole numbers of Python, from the words of `meshlora.common.masks`.
+# Worked out in whole numbers of Python, from the words of `meshlora_ground.masks`.
 FIXED_KEY, FIXED_BITS = 0xE8A3A2741FD26B91, ["00101000", "11111000", "01100011", "10001111"]
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.common.errors import UserError
-from meshlora.config.file import read_run
-from meshlora.config.run import EarlyStopping
-from meshlora.train.checkpoint.manifest import read_whole
-from meshlora.train.early_stopping import Patience, losses_until
-from meshlora.train.run import train
-from meshlora.train.together import prepare_run
-from meshlora.train.trained import TrainedAdapter
+from meshlora.run.checkpoint.manifest import read_whole
+from meshlora.run.config.file import read_run
+from meshlora.run.config.run import EarlyStopping
+from meshlora.run.early_stopping import Patience, losses_until
+from meshlora.run.run import train
+from meshlora.run.together import prepare_run
+from meshlora.run.trained import TrainedAdapter
+from meshlora_ground.errors import UserError
 from tests.run_files import copy_lines, metrics_of, write_run_file
 
 LOSSES = [1.0, 0.9, 0.95, 0.92, 0.5, 0.4]

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from meshlora.cli import elastic
-from meshlora.cli.elastic import fitted
-from meshlora.common.errors import UserError
-from meshlora.config.file import read_runs
-from meshlora.config.run import RunConfig
-from meshlora.plan.topology import Topology
+from meshlora.run.config.file import read_runs
+from meshlora.run.config.run import RunConfig
+from meshlora_extra.commands import elastic
+from meshlora_extra.commands.elastic import fitted
+from meshlora_ground.errors import UserError
+from meshlora_ground.topology import Topology
 from tests.run_files import copy_lines, write_run_file
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshlora.adapter.formats.engine_export import Exported, export_per_expert, import_per_expert
+from meshlora_extra.engine_export import Exported, export_per_expert, import_per_expert
 from tests.for_each import for_each
 from tests.unit.engine_adapters import (
     BOTH,

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from meshlora.adapter.formats.engine_export import engine_layout, export_per_expert, import_per_expert
 from meshlora.adapter.formats.peft_format import read_config
-from meshlora.adapter.merging.changes import read_changes
 from meshlora.adapter.plan import plan_adapter
 from meshlora.cli.main import main
-from meshlora.common.errors import MeshloraError, UnsupportedError, UserError
-from meshlora.rl.publishing import publish
+from meshlora_extra.engine_export import engine_layout, export_per_expert, import_per_expert
+from meshlora_extra.merging.changes import read_changes
+from meshlora_extra.rl.publishing import publish
+from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
 from tests.for_each import for_each
 from tests.unit.engine_adapters import (
     BOTH,

@@ -8,7 +8,8 @@ import time
 import pytest
 
 from meshlora.cli.main import main
-from meshlora.common.errors import (
+from meshlora.verify.pool import RankError
+from meshlora_ground.errors import (
     MeshloraError,
     RankFailedError,
     SaveError,
@@ -18,7 +19,6 @@ from meshlora.common.errors import (
     numbered,
     reason,
 )
-from meshlora.verify.pool import RankError
 
 TITLE, SHOWN = "\x1b]0;title\x07\u202e\udc80", "\\x1b]0;title\\x07\\u202e\\udc80"
 

@@ -16,17 +16,17 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, LlamaForCausalLM
 
 from meshlora.cli.main import main
-from meshlora.common.errors import UserError
-from meshlora.common.float64 import lift
-from meshlora.config.run import GenerateConfig
-from meshlora.data.batch import collate
-from meshlora.data.records import Record, prompts_of
-from meshlora.data.sources import read_records
-from meshlora.data.tokenization import tokenize
-from meshlora.text.decoding import generate
-from meshlora.text.scores import scores
-from meshlora.text.tokenizer import padding_token_id
-from meshlora.train.evaluate import perplexity
+from meshlora.reading.records import Record, prompts_of
+from meshlora.reading.sources import read_records
+from meshlora.reading.tokenization import tokenize
+from meshlora.reading.tokenizer import padding_token_id
+from meshlora.run.config.run import GenerateConfig
+from meshlora.run.decoding import generate
+from meshlora.run.evaluate import perplexity
+from meshlora.train.batch import collate
+from meshlora_extra.paper.scores import scores
+from meshlora_ground.errors import UserError
+from meshlora_ground.float64 import lift
 from tests.for_each import for_each
 from tests.unit.mistakes import Setup, one_error
 

@@ -23,7 +23,8 @@ from meshlora.adapter.formats.file_tensors import (
     to_shared,
 )
 from meshlora.adapter.formats.peft_format import lora_config
-from meshlora.adapter.formats.per_expert import (
+from meshlora.plan.families.twin import twin_config
+from meshlora.wings.experts.per_expert import (
     EngineNames,
     engine_names,
     engine_tensors,
@@ -31,9 +32,8 @@ from meshlora.adapter.formats.per_expert import (
     read_engine_tensors,
     split_rows,
 )
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.common.float64 import lift
-from meshlora.plan.families.twin import twin_config
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.float64 import lift
 from tests.for_each import for_each
 
 E, R, IN, OUT = 4, 3, 5, 7

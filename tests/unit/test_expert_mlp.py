@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlora.layers.experts.mlp import GroupedMlpFunction
-from meshlora.layers.experts.products import Projection, inverse_of, sort_by_expert
+from meshlora.wings.experts.mlp import GroupedMlpFunction
+from meshlora.wings.experts.products import Projection, inverse_of, sort_by_expert
 from tests.for_each import for_each
 from tests.unit.test_grouped import assert_exact, by_loop, drawn, make_case, saved_by
 

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 
 import meshlora.model.weights
 from meshlora.comm.groups import Axis, Mesh
-from meshlora.common.errors import MeshloraError, UnsupportedError, UserError
 from meshlora.model.inject import parallelize
 from meshlora.model.weights import CheckpointSource, Source, StateDictSource, check_checkpoint, fill
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.rules import ModelPlan
-from meshlora.plan.topology import Topology, axis_sets
+from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
+from meshlora_ground.topology import Topology, axis_sets
 from tests.blueprints import build_meta
 from tests.for_each import for_each
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import GPT2LMHeadModel
 
 import meshlora
-from meshlora.adapter.formats import export as export_module
-from meshlora.adapter.formats.export import export, import_loralib
 from meshlora.cli.main import main
-from meshlora.common.errors import MeshloraError, UnsupportedError, UserError
+from meshlora_extra.paper import export as export_module
+from meshlora_extra.paper.export import export, import_loralib
+from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
 from tests.unit.test_merge import assert_merged, make_adapter, make_model, one_error, peft_logits
 
 HIDDEN, R = 64, 4

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.common import file_hash
-from meshlora.common.errors import UserError
-from meshlora.common.file_hash import FileHashes
+from meshlora_ground import file_hash
+from meshlora_ground.errors import UserError
+from meshlora_ground.file_hash import FileHashes
 
 SIZE = 8 << 20
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.common.files import new_folder, write_atomically, write_text_atomically
+from meshlora_ground.files import new_folder, write_atomically, write_text_atomically
 
 
 @pytest.mark.parametrize("before", [{}, {"file.json": "old"}])

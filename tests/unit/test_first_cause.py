@@ -10,10 +10,10 @@ from collections.abc import Mapping
 
 import pytest
 
-from meshlora.common.errors import RankFailedError
-from meshlora.train import launch as module
-from meshlora.train.edge import LOST_CONTACT
-from meshlora.train.launch import _first_cause, _Rank, launch
+from meshlora.run import launch as module
+from meshlora.run.edge import LOST_CONTACT
+from meshlora.run.launch import _first_cause, _Rank, launch
+from meshlora_ground.errors import RankFailedError
 
 
 def _ended(number: int, *, code: int, at: float, failed: str | None = None) -> _Rank:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshlora.common.float64 import lift
+from meshlora_ground.float64 import lift
 
 
 def test_frequencies_and_positions_of_two_dtypes_have_a_product() -> None:

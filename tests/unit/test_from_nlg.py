@@ -12,7 +12,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from meshlora.cli.main import main
-from meshlora.config.file import read_run
+from meshlora.run.config.file import read_run
 from tests.run_files import TINY
 from tests.same_sequences import assert_same_sequences
 from tests.unit.mistakes import one_error

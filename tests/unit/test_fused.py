@@ -13,17 +13,17 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, LlamaRMSNorm
 
 import meshlora
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.layers import fused
-from meshlora.layers.fused import FusedGate, FusedRotation, fusable, fuse
-from meshlora.layers.liger import Kernels, check_kernels
-from meshlora.loading import kernels as module
 from meshlora.loading.blueprint import make_blueprint
-from meshlora.loading.kernels import with_kernels
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.topology import Topology
 from meshlora.verify.preflight import _devices_of
+from meshlora.wings.kernels import fused
+from meshlora.wings.kernels import kernels as module
+from meshlora.wings.kernels.fused import FusedGate, FusedRotation, fusable, fuse
+from meshlora.wings.kernels.kernels import with_kernels
+from meshlora.wings.kernels.liger import Kernels, check_kernels
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.topology import Topology
 from tests.kernels import STAND_IN
 
 CPU = torch.device("cpu")

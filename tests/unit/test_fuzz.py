@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from meshlora.cli.main import main
-from meshlora.common.errors import UserError
-from meshlora.common.routing import RoutingRecord
+from meshlora_ground.errors import UserError
+from meshlora_ground.routing import RoutingRecord
 from tests.unit.mistakes import Setup
 from tests.unit.saved import save
 

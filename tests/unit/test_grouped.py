@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshlora.layers.experts import products as grouped
-from meshlora.layers.experts.products import (
+from meshlora.wings.experts import products as grouped
+from meshlora.wings.experts.products import (
     Projection,
     backward_rows,
     bias_of_rows,

@@ -16,20 +16,20 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BertTokenizer
 
 from meshlora.adapter.formats.peft_format import lora_config, save_adapter, set_head
-from meshlora.adapter.merging.merge import merge
-from meshlora.common.errors import UserError
-from meshlora.common.tasks import set_task, task_of
-from meshlora.config.objective import Classify, ClassifyTokens, Embed, Objective
-from meshlora.data.batch import Batch, collate
-from meshlora.data.dataset import TokenizedDataset
-from meshlora.data.readers import READERS
 from meshlora.loading.blueprint import Blueprint, make_blueprint, read_model_config
 from meshlora.loading.load import load_blueprint
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.topology import Topology
-from meshlora.train import heads
-from meshlora.train.heads import Compared, embeddings, info_nce
+from meshlora.reading.readers import READERS
+from meshlora.run import heads
+from meshlora.run.heads import Compared, embeddings, info_nce
+from meshlora.train.batch import Batch, collate
+from meshlora_extra.merging.merge import merge
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.errors import UserError
+from meshlora_ground.objective import Classify, ClassifyTokens, Embed, Objective
+from meshlora_ground.tasks import set_task, task_of
+from meshlora_ground.topology import Topology
 from tests.for_each import for_each
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_base"

@@ -15,12 +15,12 @@ import yaml
 from huggingface_hub import constants
 
 from meshlora.adapter.formats.peft_format import config_to_store, lora_config
-from meshlora.common import hub
-from meshlora.common.errors import UserError
-from meshlora.common.hub import located, located_files, repository_of
-from meshlora.config.file import read_run
-from meshlora.train.checkpoint.identity import check_same
-from meshlora.train.together import prepare_run
+from meshlora.run.checkpoint.identity import check_same
+from meshlora.run.config.file import read_run
+from meshlora.run.together import prepare_run
+from meshlora_ground import hub
+from meshlora_ground.errors import UserError
+from meshlora_ground.hub import located, located_files, repository_of
 from tests.hub import Hub, commit_of
 from tests.processes import Started, wait_until
 from tests.unit.mistakes import Setup
@@ -28,7 +28,7 @@ from tests.unit.mistakes import Setup
 SRC, BASE = Path(__file__).parents[2] / "src", Path(__file__).parents[2] / "examples" / "tiny_base"
 NAME, TOKEN = "acme/tiny-1.0", "hf_thisIsASecretOfMine"
 ONE, OTHER = "1" * 40, "2" * 40
-LOCATED = "import sys; from meshlora.common.hub import located; print(located(sys.argv[1], 'model.path'))"
+LOCATED = "import sys; from meshlora_ground.hub import located; print(located(sys.argv[1], 'model.path'))"
 # What is opened by any process that is started, in a file of its own.
 HOOK = """
 import os, sys
@@ -223,7 +223,7 @@ SPLITS = {
 }
 FILES = """
 import sys
-from meshlora.common.hub import located_files
+from meshlora_ground.hub import located_files
 print(*located_files(sys.argv[1], "data.train", split="train"))
 """
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.cli import first_run
 from meshlora.cli.main import main
-from meshlora.common import console
-from meshlora.config.file import read_run
-from meshlora.train.run import train
-from meshlora.train.together import prepare_run
+from meshlora.run.config.file import read_run
+from meshlora.run.run import train
+from meshlora.run.together import prepare_run
+from meshlora_extra.commands import first_run
+from meshlora_ground import console
 from tests.run_files import TINY, copy_lines
 
 Init = Callable[..., int]

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from meshlora.cli.main import main
-from meshlora.train.lock import hold
+from meshlora.run.lock import hold
 from tests.manifests import manifest_of, sign
 from tests.unit.saved import save, save_steps
 

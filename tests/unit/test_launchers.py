@@ -14,9 +14,10 @@ import torch
 import torch.distributed as dist
 
 from meshlora.cli import main as command_line
-from meshlora.comm import groups, launchers
-from meshlora.comm.launchers import Place, first_host, launcher_place, set_rendezvous
-from meshlora.common.errors import UserError
+from meshlora.comm import groups
+from meshlora.processes import launchers
+from meshlora.processes.launchers import Place, first_host, launcher_place, set_rendezvous
+from meshlora_ground.errors import UserError
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "MPI_", "CUDA_")
 SRUN = {"SLURM_PROCID": 1, "SLURM_STEP_NUM_TASKS": 2, "SLURM_LOCALID": 1, "SLURM_JOB_ID": 7, "SLURM_STEP_ID": 0}

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from meshlora.common.limits import OutOfTimeError, time_limit
+from meshlora_ground.limits import OutOfTimeError, time_limit
 
 
 def _forever() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshlora.comm import direct
 from meshlora.comm.groups import Axis
-from meshlora.comm.links import Links, Meeting
+from meshlora.processes.links import Links, Meeting
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_ranks_wait_as_long_as_training_says_and_else_as_their_group() -> None:
 
 
 def test_a_time_limit_may_be_longer_than_the_system_can_wait(all_at_once: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshlora.comm.links._LONGEST_POLL_S", 0.05)
+    monkeypatch.setattr("meshlora.processes.links._LONGEST_POLL_S", 0.05)
     a, b = _links(2)
     got = torch.zeros(1)
     (waiting,) = all_at_once([lambda: a.exchange({}, {1: got}, timeout_s=1e10)])

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from meshlora.cli.main import main
-from meshlora.train.watch.live import reading
-from meshlora.train.watch.live.reading import Runs
-from meshlora.train.watch.live.server import LiveServer, serving
+from meshlora_extra.page import reading
+from meshlora_extra.page.reading import Runs
+from meshlora_extra.page.server import LiveServer, serving
 
 STEP = {"step": 1, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "tokens": 100, "step_time_s": 0.5}
 
@@ -157,7 +157,7 @@ def test_an_answer_reads_the_end_of_long_samples_and_metrics_once(
 
 
 def test_script_puts_text_in_as_text_only() -> None:
-    script = resources.files("meshlora.train.watch.live").joinpath("live.js").read_text()
+    script = resources.files("meshlora_extra.page").joinpath("live.js").read_text()
     for word in ("innerHTML", "outerHTML", "insertAdjacent", "document.write", "eval(", "http://", "https://"):
         assert word not in script.replace("http://www.w3.org/2000/svg", ""), word
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from meshlora.common.errors import UserError
-from meshlora.train import lock
-from meshlora.train.lock import FILE, hold, holder_of
+from meshlora.run import lock
+from meshlora.run.lock import FILE, hold, holder_of
+from meshlora_ground.errors import UserError
 
 ELSEWHERE = {"pid": 7, "host": "elsewhere", "since": 1_700_000_000, "boot": "another-boot"}
 
@@ -32,7 +32,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds the lock of `output`."""
-    code = "import sys\nfrom pathlib import Path\nfrom meshlora.train.lock import hold\nwith hold(Path(sys.argv[1])):"
+    code = "import sys\nfrom pathlib import Path\nfrom meshlora.run.lock import hold\nwith hold(Path(sys.argv[1])):"
     code += "\n    print('held', flush=True)\n    input()"
     with subprocess.Popen(
         [sys.executable, "-c", code, f"{tmp_path / 'output'}"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.common import private
-from meshlora.common.errors import UserError
-from meshlora.common.private import PrivateFolder, locked
+from meshlora_ground import private
+from meshlora_ground.errors import UserError
+from meshlora_ground.private import PrivateFolder, locked
 
 _HOLDER = """
 import fcntl, sys, time

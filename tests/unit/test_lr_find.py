@@ -12,10 +12,10 @@ import pytest
 
 from meshlora.cli import train
 from meshlora.cli.main import main
-from meshlora.common.errors import RankFailedError, UserError
-from meshlora.config.file import read_runs
-from meshlora.train.learning_rate import learning_rate
-from meshlora.train.watch.sweep import rates_of, sweep_of
+from meshlora.run.config.file import read_runs
+from meshlora.run.learning_rate import learning_rate
+from meshlora_extra.sweep import rates_of, sweep_of
+from meshlora_ground.errors import RankFailedError, UserError
 from tests.run_files import copy_lines, write_run_file
 
 

@@ -11,11 +11,11 @@ import torch
 from torch.distributed import HashStore
 
 from meshlora.comm import groups
-from meshlora.comm.launchers import Place
-from meshlora.comm.watch import Post
-from meshlora.common.errors import UserError
-from meshlora.train import machines as module
-from meshlora.train.machines import Machines, Seat, line_of, machines, mistake_of, posts_of
+from meshlora.processes.heartbeat import Post
+from meshlora.processes.launchers import Place
+from meshlora.run import machines as module
+from meshlora.run.machines import Machines, Seat, line_of, machines, mistake_of, posts_of
+from meshlora_ground.errors import UserError
 
 
 def _gpu(rank: int, *, per_machine: int = 2, name: str = "H100", free: float = 79.0) -> Seat:

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from meshlora.common.errors import UserError
-from meshlora.train.checkpoint.manifest import FILE, STATE_FILE, NotWholeError, read_whole
-from meshlora.train.checkpoint.resuming import going_on
+from meshlora.run.checkpoint.manifest import FILE, STATE_FILE, NotWholeError, read_whole
+from meshlora.run.checkpoint.resuming import going_on
+from meshlora_ground.errors import UserError
 from tests.for_each import for_each
 from tests.manifests import manifest_of, sign, write
 from tests.unit.saved import IDENTITY, save, save_steps

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from meshlora.adapter.merging.changes import merged_expert
-from meshlora.adapter.merging.merge import merge
-from meshlora.common.compat import targets_as_configured
-from meshlora.common.errors import MeshloraError, UnsupportedError
 from meshlora.loading.blueprint import read_model_config
 from meshlora.plan.families.twin import twin_config
+from meshlora_extra.merging.changes import merged_expert
+from meshlora_extra.merging.merge import merge
+from meshlora_ground.compat import targets_as_configured
+from meshlora_ground.errors import MeshloraError, UnsupportedError
 from tests.unit.test_expert_weights import FAMILIES, FILE, fuse, make_checkpoint
 
 # family -> (targets among modules, targets among parameters).
@@ -213,7 +213,7 @@ def test_a_lost_update_is_found_whatever_routers_do(
     dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     adapter = make_half(tmp_path, 0)
-    monkeypatch.setattr("meshlora.adapter.merging.merge.merged_weight", lambda weight, *_: weight)
+    monkeypatch.setattr("meshlora_extra.merging.merge.merged_weight", lambda weight, *_: weight)
     with pytest.raises(MeshloraError, match="logits differ"):
         merge(
             tmp_path / "model",
@@ -232,7 +232,7 @@ def test_an_update_of_another_expert_is_found(tmp_path: Path, monkeypatch: pytes
     def of_first(matrix: Tensor, place: tuple[Any, ...], *rest: Any) -> Tensor:
         return merged_expert(matrix, (0, *place[1:]), *rest)
 
-    monkeypatch.setattr("meshlora.adapter.merging.merge.merged_expert", of_first)
+    monkeypatch.setattr("meshlora_extra.merging.merge.merged_expert", of_first)
     with pytest.raises(MeshloraError, match="logits differ"):
         merge(tmp_path / "model", adapter, tmp_path / "out", config=config)
 

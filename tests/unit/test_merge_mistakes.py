@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.adapter.merging.merge import merge
-from meshlora.common.errors import UserError
 from meshlora.loading.blueprint import read_model_config
+from meshlora_extra.merging.merge import merge
+from meshlora_ground.errors import UserError
 from tests.for_each import for_each
 from tests.unit.test_merge import make_adapter, make_model
 

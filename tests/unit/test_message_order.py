@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from meshlora.plan.pipeline_schedule import one_forward_one_backward
+from meshlora.wings.stages.pipeline_schedule import one_forward_one_backward
 from tests.for_each import for_each
 
 # (kind, what is sent, the first of the two ranks between which it goes): each pair is a group of `Channels`.

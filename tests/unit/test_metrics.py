@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.common.console import Console
-from meshlora.train.early_stopping import losses_until
-from meshlora.train.watch.live.reading import Runs
-from meshlora.train.watch.metrics import Planned, Reporter, StepMetrics
-from meshlora.train.watch.plot import read_metrics
-from meshlora.train.watch.samples import forget_after
+from meshlora.run.early_stopping import losses_until
+from meshlora.run.watch.metrics import Planned, Reporter, StepMetrics
+from meshlora.run.watch.samples import forget_after
+from meshlora_extra.page.reading import Runs
+from meshlora_extra.plot import read_metrics
+from meshlora_ground.console import Console
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])

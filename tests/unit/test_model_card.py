@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from meshlora.config.file import read_run
-from meshlora.train.edge import whole_command
-from meshlora.train.model_card import _name, model_card, public
-from meshlora.train.together import prepare_run
+from meshlora.run.config.file import read_run
+from meshlora.run.edge import whole_command
+from meshlora.run.model_card import _name, model_card, public
+from meshlora.run.together import prepare_run
 from meshlora.verify.preflight import proof_words
 from tests.for_each import for_each
 from tests.unit.mistakes import Setup

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import CONFIG_MAPPING
 
-from meshlora.common.model_class import model_class, own_class
+from meshlora_ground.model_class import model_class, own_class
 from tests.for_each import for_each
 
 

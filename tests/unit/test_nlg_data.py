@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from meshlora.common.errors import UserError
-from meshlora.config.file import read_run
-from meshlora.config.run import GenerateConfig
-from meshlora.data.dataset import TokenizedDataset
-from meshlora.data.nlg import of_categories
-from meshlora.data.records import prompts_of
-from meshlora.data.sources import read_records
-from meshlora.text.decoding import encode_prompts, ends_of
-from meshlora.train.prepare import read_data
+from meshlora.reading.nlg import of_categories
+from meshlora.reading.records import prompts_of
+from meshlora.reading.sources import read_records
+from meshlora.run.config.file import read_run
+from meshlora.run.config.run import GenerateConfig
+from meshlora.run.decoding import encode_prompts, ends_of
+from meshlora.run.prepare import read_data
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.errors import UserError
 from tests.for_each import for_each
 from tests.run_files import write_run_file
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from meshlora.common.errors import UnsupportedError
-from meshlora.config.run import GenerateConfig
-from meshlora.text.decoding import ends_of, generate, texts_of
-from meshlora.text.gpt2_beam import gpt2_beam
+from meshlora.run.config.run import GenerateConfig
+from meshlora.run.decoding import ends_of, generate, texts_of
+from meshlora.run.gpt2_beam import gpt2_beam
+from meshlora_ground.errors import UnsupportedError
 
 RECORDED = json.loads((Path(__file__).parents[1] / "recorded" / "official_beams.json").read_text())
 BASE = str(Path(__file__).parents[2] / "examples" / "tiny_base")

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from meshlora.text.caption_scores import cider, nist, rouge_l
-from meshlora.text.caption_tokens import caption_tokens
-from meshlora.text.meteor import meteor
-from meshlora.text.scores import scores, shown, spaced, written_references
+from meshlora_extra.paper.caption_scores import cider, nist, rouge_l
+from meshlora_extra.paper.caption_tokens import caption_tokens
+from meshlora_extra.paper.meteor import meteor
+from meshlora_extra.paper.scores import scores, shown, spaced, written_references
 
 SETS = json.loads((Path(__file__).parents[1] / "recorded" / "official_scores.json").read_text("utf-8"))["sets"]
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")

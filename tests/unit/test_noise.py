@@ -8,19 +8,19 @@ from torch import Tensor, nn
 from transformers.integrations.neftune import neftune_post_forward_hook
 
 from meshlora.comm.groups import Axis
-from meshlora.common.errors import UserError
-from meshlora.common.masks import noise_key, token_numbers, uniform
-from meshlora.config.file import read_run
-from meshlora.data.batch import collate
-from meshlora.data.dataset import Sequence
-from meshlora.data.packing import joined, with_positions
 from meshlora.layers.noise import add_noise, sequence_lengths
 from meshlora.layers.tokens import ForwardTokens, Share
+from meshlora.reading.packing import joined, with_positions
+from meshlora.run.config.file import read_run
+from meshlora.train.batch import collate
+from meshlora_ground.dataset import Sequence
+from meshlora_ground.errors import UserError
+from meshlora_ground.masks import noise_key, token_numbers, uniform
 from tests.unit.mistakes import Setup
 
 ALONE = Axis(1, 0, (0,), None)
 TOKENS, FEATURES = token_numbers(torch.arange(8), 64).flatten(), torch.arange(256)
-# Worked out in whole numbers of Python, from the words of `meshlora.common.masks`: word * 2 + 1 over 2**32.
+# Worked out in whole numbers of Python, from the words of `meshlora_ground.masks`: word * 2 + 1 over 2**32.
 FIXED_KEY = 0xE8A3A2741FD26B91
 FIXED = [
     [-840556897, -4212763729, -4292875765],

@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshlora.common.float64 import lift
-from meshlora.config.objective import Dpo, Grpo, Kto, Objective, Orpo, Policy, Sft
-from meshlora.data.batch import Batch
-from meshlora.data.dataset import TokenizedDataset
-from meshlora.train import losses, objectives
-from meshlora.train.advantages import with_advantages
-from meshlora.train.objectives import Seen, count, loss_sums
+from meshlora.run import objectives
+from meshlora.run.advantages import with_advantages
+from meshlora.run.objectives import Seen, count, loss_sums
+from meshlora.train import losses
+from meshlora.train.batch import Batch
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.float64 import lift
+from meshlora_ground.objective import Dpo, Grpo, Kto, Objective, Orpo, Policy, Sft
 
 # Sequences of unequal length, with starts that are not trained.
 ROWS, LENGTH, VOCAB = 4, 6, 7

@@ -20,20 +20,20 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, dynamic_module_uti
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from meshlora.comm.groups import Mesh
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.config.file import read_run
-from meshlora.config.run import DataConfig, Format, GenerateConfig, TrainConfig
-from meshlora.data import formats, preferences
-from meshlora.data.sources import read_records
-from meshlora.data.tokenization import tokenize
 from meshlora.loading.blueprint import read_model_config
-from meshlora.text.tokenizer import tokenizer_of
-from meshlora.train import prepare, trained
+from meshlora.reading import formats, preferences
+from meshlora.reading.sources import read_records
+from meshlora.reading.tokenization import tokenize
+from meshlora.reading.tokenizer import tokenizer_of
+from meshlora.run import prepare, trained
+from meshlora.run.config.file import read_run
+from meshlora.run.config.run import DataConfig, Format, GenerateConfig, TrainConfig
+from meshlora.run.prepare import Prepared
+from meshlora.run.run import train
+from meshlora.run.together import prepare_run
+from meshlora.run.trainer import Trainer
 from meshlora.train.batches import MicroBatch
-from meshlora.train.prepare import Prepared
-from meshlora.train.run import train
-from meshlora.train.together import prepare_run
-from meshlora.train.trainer import Trainer
+from meshlora_ground.errors import UnsupportedError, UserError
 from tests.for_each import for_each
 from tests.unit.mistakes import Setup
 

@@ -15,16 +15,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig
 
-from meshlora.adapter.merging.merge import merge
-from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.loading.blueprint import make_blueprint, read_model_config
-from meshlora.model.packed import Blocks4, Blocks8, Bounds, GroupedInts, Mxfp4, Nvfp4
 from meshlora.model.stored import Part
 from meshlora.model.stream import _NUM_BYTES
 from meshlora.model.weights import CheckpointSource
-from meshlora.oracle.packed import load_base
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.topology import Topology
+from meshlora.wings.quantized.packed import Blocks4, Blocks8, Bounds, GroupedInts, Mxfp4, Nvfp4
+from meshlora_extra.merging.merge import merge
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.topology import Topology
+from meshlora_judge.packed import load_base
 from tests.for_each import for_each
 from tests.packed import KEPT, PUBLISHED, write_packed
 

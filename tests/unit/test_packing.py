@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from meshlora.common import compat
-from meshlora.common.errors import UnsupportedError
-from meshlora.common.row_masks import read_positions_in_masks
 from meshlora.plan.families.twin import twin_config
-from meshlora.train.packing_check import check_packing
+from meshlora.run.packing_check import check_packing
+from meshlora.wings.packed_rows.row_masks import read_positions_in_masks
+from meshlora_ground import compat
+from meshlora_ground.errors import UnsupportedError
 from tests.for_each import for_each
 
 

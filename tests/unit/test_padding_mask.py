@@ -13,18 +13,18 @@ from torch import Tensor
 
 import meshlora
 from meshlora.adapter.attach import runtime
-from meshlora.common.compat import replaced
-from meshlora.common.float64 import lift
-from meshlora.data.batch import Batch, collate
-from meshlora.data.dataset import Sequence
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.model.padding import needs_mask
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.proved import PROVED, PROVED_EXPERTS
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.topology import Topology
+from meshlora.run.packing_check import _twin
+from meshlora.train.batch import Batch, collate
 from meshlora.train.losses import batch_log_probabilities, shifted_loss
-from meshlora.train.packing_check import _twin
+from meshlora_ground.compat import replaced
+from meshlora_ground.dataset import Sequence
+from meshlora_ground.float64 import lift
+from meshlora_ground.topology import Topology
 
 # Longer and shorter than a twin's windows (8).
 LENGTHS = (13, 21, 5)

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlora.comm.groups import Axis
-from meshlora.layers import passed_states
-from meshlora.layers.passed_states import PassedStates
+from meshlora.wings.context import passed_states
+from meshlora.wings.context.passed_states import PassedStates
 from tests.for_each import for_each
 
 

@@ -14,12 +14,12 @@ from transformers import GPT2Config, LlamaConfig
 from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.adapter.plan import plan_adapter
 from meshlora.adapter.targets.resolve import resolve_targets
-from meshlora.common.errors import UserError
-from meshlora.oracle.pieces import rows_of
 from meshlora.plan.families.explicit import explicit_plan
 from meshlora.plan.families.proved import PROVED
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.topology import Topology
+from meshlora_ground.errors import UserError
+from meshlora_ground.topology import Topology
+from meshlora_judge.pieces import rows_of
 from tests.blueprints import build_meta
 
 ON_Q_AND_V: dict[str, Any] = {

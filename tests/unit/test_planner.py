@@ -18,21 +18,21 @@ from peft import LoraConfig
 from transformers import AutoConfig
 
 from meshlora.cli.main import main
-from meshlora.common.errors import UserError
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.budget import Message, micro_batch_budget
 from meshlora.plan.derive import plan_model
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.topology import Topology
-from meshlora.planner import fake
-from meshlora.planner.choose import all_topologies, choose
-from meshlora.planner.communication import grouped, span_of
-from meshlora.planner.fake import FakeRun, Work
-from meshlora.planner.hardware import GPUS, hardware_named
-from meshlora.planner.problem import Problem
-from meshlora.planner.simulate import Simulation, simulate
-from meshlora.train.allocator import most_resident_bytes
+from meshlora.run.allocator import most_resident_bytes
+from meshlora.verify.budget import Message, micro_batch_budget
+from meshlora_extra.planner import fake
+from meshlora_extra.planner.choose import all_topologies, choose
+from meshlora_extra.planner.communication import grouped, span_of
+from meshlora_extra.planner.fake import FakeRun, Work
+from meshlora_extra.planner.hardware import GPUS, hardware_named
+from meshlora_extra.planner.problem import Problem
+from meshlora_extra.planner.simulate import Simulation, simulate
+from meshlora_ground.errors import UserError
+from meshlora_ground.topology import Topology
 
 SHAPE = Path(__file__).parents[2] / "examples" / "llama-3.1-70b-shape.json"
 
@@ -248,7 +248,7 @@ def test_groups_that_leave_a_node_take_the_network() -> None:
 
 
 def test_what_does_not_fit_comes_last_and_says_by_how_much() -> None:
-    from meshlora.planner.show import why_not
+    from meshlora_extra.planner.show import why_not
 
     problem = problem_of("llama", 2, seq=64, batch=8)
     small = hardware_named("h100")
@@ -300,7 +300,7 @@ def test_plan_that_fits_nowhere_is_a_failure_and_writes_nothing(
 
 
 def test_plan_writes_a_run_file_that_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from meshlora.config.file import read_run
+    from meshlora.run.config.file import read_run
 
     model = tmp_path / "config.json"
     model.write_text(json.dumps(twin_config("llama").to_dict()))

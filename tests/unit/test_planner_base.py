@@ -11,18 +11,18 @@ import pytest
 import torch
 
 from meshlora.cli.main import main
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.layers.quantized import pack
-from meshlora.plan.budget import Message, micro_batch_budget
 from meshlora.plan.derive import plan_model
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.quantization import with_quantization
-from meshlora.plan.topology import DATA, Topology
-from meshlora.planner.choose import choose, gathers_s
-from meshlora.planner.fake import FakeRun
-from meshlora.planner.hardware import Hardware
-from meshlora.planner.kinds import shrink
-from meshlora.planner.memory import LayerMemory, Phase, States, StepMemory, held, peak_of
+from meshlora.verify.budget import Message, micro_batch_budget
+from meshlora.wings.quantized.plan import with_quantization
+from meshlora.wings.quantized.quantized import pack
+from meshlora_extra.planner.choose import choose, gathers_s
+from meshlora_extra.planner.fake import FakeRun
+from meshlora_extra.planner.hardware import Hardware
+from meshlora_extra.planner.kinds import shrink
+from meshlora_extra.planner.memory import LayerMemory, Phase, States, StepMemory, held, peak_of
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.topology import DATA, Topology
 from tests.unit.test_planner import problem_of, simulated
 
 # Weights beside which activations are nothing, so that a layer's copy that is forgotten shows.
@@ -219,7 +219,7 @@ def test_what_training_refuses_is_not_planned() -> None:
 
 
 def test_plan_writes_what_the_base_is_packed_in(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from meshlora.config.file import read_run
+    from meshlora.run.config.file import read_run
 
     model = tmp_path / "config.json"
     model.write_text(json.dumps(twin_config("llama", **WIDE).to_dict()))

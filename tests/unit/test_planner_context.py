@@ -15,13 +15,13 @@ from transformers import AutoConfig
 from meshlora.comm.groups import simulated_job
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.topology import TOKENS, Topology
-from meshlora.planner.choose import Prediction, all_topologies, choose
-from meshlora.planner.hardware import GPUS
-from meshlora.planner.problem import Problem
-from meshlora.planner.show import why_best
-from meshlora.planner.simulate import simulate
-from meshlora.planner.trace import trace
+from meshlora_extra.planner.choose import Prediction, all_topologies, choose
+from meshlora_extra.planner.hardware import GPUS
+from meshlora_extra.planner.problem import Problem
+from meshlora_extra.planner.show import why_best
+from meshlora_extra.planner.simulate import simulate
+from meshlora_extra.planner.trace import trace
+from meshlora_ground.topology import TOKENS, Topology
 from tests.unit.test_planner import SHAPE, problem_of, simulated
 
 
@@ -154,7 +154,7 @@ def test_a_ring_is_looked_at_where_gathered_keys_and_values_do_not_fit() -> None
 
 def test_with_experts_cp_is_looked_at_on_the_fastest_of_their_meshes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their product with all shapes of the dense mesh would be thousands on 64 GPUs."""
-    monkeypatch.setattr("meshlora.planner.choose._MESHES", 1)
+    monkeypatch.setattr("meshlora_extra.planner.choose._MESHES", 1)
     ranked = [found.topology for found in choose(problem_of("qwen3_moe", 2, micro_batch=1, recompute="none")).ranked]
     meshes: dict[bool, dict[tuple[int, int], None]] = {False: {}, True: {}}
     for topology in ranked:
@@ -173,7 +173,7 @@ def test_axis_is_longer_as_long_as_that_gains_and_no_micro_batch_is_traced_twice
         traced.append(str(small.plan.topology))
         return trace(small, **options)
 
-    monkeypatch.setattr("meshlora.planner.choose.trace", counted)
+    monkeypatch.setattr("meshlora_extra.planner.choose.trace", counted)
     problem = problem_of("llama", 16, batch=16, seq=64, micro_batch=1, recompute="none")
     found = [one.topology for one in choose(problem).ranked]
     assert {topology.cp for topology in found} == {1, 2}
@@ -194,7 +194,7 @@ def test_plan_of_a_70b_model_on_16384_gpus_is_simulated(seq: int, most: int, mon
         traced.append(options["rows"])
         return trace(small, **options)
 
-    monkeypatch.setattr("meshlora.planner.choose.trace", counted)
+    monkeypatch.setattr("meshlora_extra.planner.choose.trace", counted)
     choice = choose(problem)
     assert len(traced) <= most
     assert any(one.topology.cp > 1 for one in choice.ranked)

@@ -11,19 +11,19 @@ from peft import LoraConfig
 from transformers import AutoConfig
 
 from meshlora.comm.groups import simulated_job
-from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.topology import Topology
-from meshlora.planner import choose as planner
-from meshlora.planner import pipeline
-from meshlora.planner.choose import Prediction, _in_stages, choose
-from meshlora.planner.communication import grouped, traffic_of
-from meshlora.planner.hardware import GPUS
-from meshlora.planner.pipeline import time_of_all
-from meshlora.planner.problem import Problem
-from meshlora.planner.show import why_best
-from meshlora.planner.trace import trace
+from meshlora_extra.planner import choose as planner
+from meshlora_extra.planner import pipeline
+from meshlora_extra.planner.choose import Prediction, _in_stages, choose
+from meshlora_extra.planner.communication import grouped, traffic_of
+from meshlora_extra.planner.hardware import GPUS
+from meshlora_extra.planner.pipeline import time_of_all
+from meshlora_extra.planner.problem import Problem
+from meshlora_extra.planner.show import why_best
+from meshlora_extra.planner.trace import trace
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.topology import Topology
 from tests.unit.test_planner import SHAPE, problem_of, simulated
 
 

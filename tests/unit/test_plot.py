@@ -11,9 +11,9 @@ import pytest
 from PIL import Image
 
 from meshlora.cli.main import main
-from meshlora.common.errors import UserError
-from meshlora.train.watch import plot
-from meshlora.train.watch.plot import plot_runs, plot_schedule, read_metrics
+from meshlora_extra import plot
+from meshlora_extra.plot import plot_runs, plot_schedule, read_metrics
+from meshlora_ground.errors import UserError
 
 SIGNATURES = {".png": b"\x89PNG", ".svg": b"<?xml", ".pdf": b"%PDF", ".html": b"<!doctype html>"}
 

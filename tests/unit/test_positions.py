@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from meshlora.common.errors import UserError
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.guards import most_positions
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.topology import Topology
-from meshlora.train.prepare import check_fits
+from meshlora.run.prepare import check_fits
+from meshlora_ground.errors import UserError
+from meshlora_ground.topology import Topology
 from tests.unit.records import make_tokenizer
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from meshlora.common.errors import UserError
-from meshlora.config.file import read_run
-from meshlora.config.objective import Dpo, Sft
-from meshlora.config.presets import PRESETS
-from meshlora.config.run import RunConfig
+from meshlora.run.config.file import read_run
+from meshlora.run.config.presets import PRESETS
+from meshlora.run.config.run import RunConfig
+from meshlora_ground.errors import UserError
+from meshlora_ground.objective import Dpo, Sft
 from tests.run_files import TINY
 from tests.same_sequences import assert_same_sequences
 

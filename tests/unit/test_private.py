@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.common.errors import UserError
-from meshlora.common.private import NotOwnError, PrivateFolder, check_tree, close_tree, open_own
+from meshlora_ground.errors import UserError
+from meshlora_ground.private import NotOwnError, PrivateFolder, check_tree, close_tree, open_own
 
 
 @pytest.fixture(autouse=True)

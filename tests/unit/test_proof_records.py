@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshlora.common.proof_records import proved_on, record_of, remember, usable_cache
+from meshlora_ground.proof_records import proved_on, record_of, remember, usable_cache
 
 ASKED: dict[str, Any] = {
     "key": "0123456789abcdef",

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from meshlora.cli.main import _parser
-from meshlora.common.errors import UserError
-from meshlora.plan.topology import Topology, field_of
+from meshlora_ground.errors import UserError
+from meshlora_ground.topology import Topology, field_of
 from tests.scripts import ROOT, load_script
 
 script = load_script("prove_on_gpu")

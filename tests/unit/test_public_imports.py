@@ -15,7 +15,7 @@ from tests.for_each import for_each
 
 ROOT = Path(__file__).parents[2]
 # Modules that are promised as they are, by the names that they import for others.
-MODULES = ("meshlora.data", "meshlora.hf")
+MODULES = ("meshlora.reading", "meshlora_extra.hf")
 _BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 
 

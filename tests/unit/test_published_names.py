@@ -16,19 +16,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForImageTextToText
 
-from meshlora.adapter.merging.merge import merge
-from meshlora.common.errors import UserError
-from meshlora.common.model_class import take_quantization
-from meshlora.config.file import read_run
 from meshlora.loading.blueprint import read_model_config
 from meshlora.loading.load import load
 from meshlora.model.stored import Part
 from meshlora.model.weights import CheckpointSource, check_checkpoint, extra_weights
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.topology import Topology
-from meshlora.train.evaluate import prepare_evaluation
-from meshlora.train.together import prepare_run
+from meshlora.run.config.file import read_run
+from meshlora.run.evaluate import prepare_evaluation
+from meshlora.run.together import prepare_run
 from meshlora.verify.request import Request, prepare_proof
+from meshlora_extra.merging.merge import merge
+from meshlora_ground.errors import UserError
+from meshlora_ground.model_class import take_quantization
+from meshlora_ground.topology import Topology
 from tests.blueprints import build_meta
 from tests.unit.mistakes import Setup
 from tests.unit.test_expert_weights import FILE, make_checkpoint

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from meshlora.cli.main import main
-from meshlora.common.hub_push import base_to_name, files_to_push
+from meshlora_extra.hub.push import base_to_name, files_to_push
 from tests.hub import Hub, HubHandler
 from tests.processes import Started
 from tests.unit.saved import save

@@ -13,17 +13,17 @@ from torch import Tensor
 
 import meshlora
 from meshlora.adapter.attach import active_factors
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.common.float64 import lift
-from meshlora.layers import quantized
-from meshlora.layers.experts.products import Projection, backward_rows, forward_rows
 from meshlora.layers.linear import ParallelLinear
-from meshlora.layers.quantized import Packed, joined, pack, plain_weights, stacked
-from meshlora.oracle.inputs import write_twin
-from meshlora.oracle.quantized import _ROUNDED
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.quantization import KINDS
-from meshlora.plan.topology import Topology
+from meshlora.wings.experts.products import Projection, backward_rows, forward_rows
+from meshlora.wings.quantized import quantized
+from meshlora.wings.quantized.plan import KINDS
+from meshlora.wings.quantized.quantized import Packed, joined, pack, plain_weights, stacked
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.float64 import lift
+from meshlora_ground.topology import Topology
+from meshlora_judge.inputs import write_twin
+from meshlora_judge.quantized import _ROUNDED
 from tests.blueprints import build_meta
 from tests.for_each import for_each
 

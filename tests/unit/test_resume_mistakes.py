@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 
-import meshlora.train.launch
+import meshlora.run.launch
 from meshlora.cli.main import main
-from meshlora.common.file_hash import FileHashes
-from meshlora.config.file import read_run
-from meshlora.train.checkpoint.identity import identity_of_contents
-from meshlora.train.lock import FILE as LOCK
-from meshlora.train.lock import hold
-from meshlora.train.prepare import Prepared
-from meshlora.train.run import prepare_output
-from meshlora.train.together import prepare_run
+from meshlora.run.checkpoint.identity import identity_of_contents
+from meshlora.run.config.file import read_run
+from meshlora.run.lock import FILE as LOCK
+from meshlora.run.lock import hold
+from meshlora.run.prepare import Prepared
+from meshlora.run.run import prepare_output
+from meshlora.run.together import prepare_run
+from meshlora_ground.file_hash import FileHashes
 from tests.manifests import sign
 from tests.unit.mistakes import Setup, message_of, setting
 from tests.unit.saved import save, save_steps
@@ -189,7 +189,7 @@ def test_reading_weights_comes_after_all_that_can_be_refused_without(
     finished: Setup, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finished.set("train.lr", 2e-3)
-    monkeypatch.setattr("meshlora.train.checkpoint.resuming.FileHashes", lambda _: pytest.fail("the base is read"))
+    monkeypatch.setattr("meshlora.run.checkpoint.resuming.FileHashes", lambda _: pytest.fail("the base is read"))
     assert "other train.lr" in _words(finished, capfd)
 
 
@@ -236,7 +236,7 @@ def test_output_that_another_run_used_until_it_was_held_is_read_again(
     setup: Setup, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was empty when this run was checked, and another trained and ended before this one held it."""
-    from meshlora.train import together
+    from meshlora.run import together
 
     setup.command, output = TRAIN[:-2], setup.folder / "output"
     prepare_runs = together.prepare_runs
@@ -256,7 +256,7 @@ def test_output_that_another_run_used_until_it_was_held_is_read_again(
 def test_output_is_held_until_the_launch_has_ended(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     output = setup.folder / "output"
-    monkeypatch.setattr(meshlora.train.launch, "launch", lambda *_, **__: seen.append((output / LOCK).is_file()))
+    monkeypatch.setattr(meshlora.run.launch, "launch", lambda *_, **__: seen.append((output / LOCK).is_file()))
     setup.write()
     assert main(["train", str(setup.folder / "run.yaml"), "--nproc", "2", "--no-preflight"]) == 0
     assert seen == [True]

@@ -19,8 +19,8 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from meshlora.common.errors import UserError
-from meshlora.config.rl import (
+from meshlora.reading.tokenizer import load_tokenizer
+from meshlora.run.config.rl import (
     REWARDS,
     FunctionReward,
     JsonSchemaReward,
@@ -29,10 +29,10 @@ from meshlora.config.rl import (
     RegexReward,
     UnitTestsReward,
 )
-from meshlora.rl.prompts import Prompt
-from meshlora.rl.rewards import Completion, Rewards
-from meshlora.rl.unit_tests import code_in, run_tests
-from meshlora.text.tokenizer import load_tokenizer
+from meshlora_extra.rl.prompts import Prompt
+from meshlora_extra.rl.rewards import Completion, Rewards
+from meshlora_extra.rl.unit_tests import code_in, run_tests
+from meshlora_ground.errors import UserError
 from tests.for_each import for_each
 from tests.run_files import copy_tokenizer
 
@@ -53,7 +53,7 @@ def test_a_pattern_is_found_or_is_all() -> None:
 
 
 def test_a_pattern_that_never_ends_names_the_completion(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshlora.rl.rewards._PATTERN_S", 0.1)
+    monkeypatch.setattr("meshlora_extra.rl.rewards._PATTERN_S", 0.1)
     with pytest.raises(UserError, match=r"of the completion 'aaa.* of prompts\.jsonl:3: the pattern .* took longer"):
         _values(RegexReward(pattern="(a+)+$"), _said("a" * 60 + "b"))
 
@@ -79,7 +79,7 @@ ENDLESS = {
 def test_a_completion_that_cannot_be_judged_ends_the_run_or_is_counted(
     what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("meshlora.rl.rewards._PATTERN_S", 0.1)
+    monkeypatch.setattr("meshlora_extra.rl.rewards._PATTERN_S", 0.1)
     given, text = ENDLESS[what]
     stops, counts = (REWARDS[given["kind"]](**given, on_failure=how, weight=2.0) for how in ("stop", "zero"))
     words = "recurses too deeply" if what == "recursion" else r"took longer than 0\.1 s"

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from meshlora.comm.groups import Axis
-from meshlora.layers import quantized
-from meshlora.layers.early_a import Rider, pack, rode_along, unpack
 from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.tokens import ForwardTokens, Share
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
+from meshlora.wings.kernels.early_a import Rider, pack, rode_along, unpack
+from meshlora.wings.quantized import quantized
 
 ALONE = Axis(1, 0, (0,), None)
 T, H, R = 48, 64, (2, 3)

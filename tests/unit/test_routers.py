@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import meshlora
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.topology import Topology
+from meshlora_ground.topology import Topology
 from tests.blueprints import build_meta
 
 

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.common.limits import time_limit
-from meshlora.common.routing import Routing, RoutingRecord
-from meshlora.train.routing import check_routed, check_routing, step_file
+from meshlora.wings.experts.routing import check_routed, check_routing, step_file
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.limits import time_limit
+from meshlora_ground.routing import Routing, RoutingRecord
 from tests.for_each import for_each
 
 T, H, E, K = 10, 4, 8, 2

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from meshlora.common.errors import MeshloraError, UserError
-from meshlora.config.rl import UnitTestsReward
-from meshlora.rl.rewards import Rewards
-from meshlora.rl.sandbox import PACKAGES, PYTHON, as_nobody, bubblewrap
-from meshlora.rl.unit_tests import run_tests
+from meshlora.run.config.rl import UnitTestsReward
+from meshlora_extra.rl.rewards import Rewards
+from meshlora_extra.rl.sandbox import PACKAGES, PYTHON, as_nobody, bubblewrap
+from meshlora_extra.rl.unit_tests import run_tests
+from meshlora_ground.errors import MeshloraError, UserError
 from tests.unit import hostile_code
 from tests.unit.two_sides import CODE, TESTS
 
@@ -82,7 +82,7 @@ def test_what_two_interpreters_cannot_do_is_said(tests: str, says: str, caplog: 
 def _found(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     """`script` is the bwrap of this machine; none where it is empty."""
     monkeypatch.setenv("PATH", str(folder))
-    monkeypatch.setattr("meshlora.rl.unit_tests._WAIT_S", 0)
+    monkeypatch.setattr("meshlora_extra.rl.unit_tests._WAIT_S", 0)
     bubblewrap.cache_clear()
     if script:
         (folder / "bwrap").write_text(f"#!/bin/sh\n{script}\n")

@@ -18,12 +18,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import meshlora
 from meshlora.adapter.attach import active_factors
-from meshlora.layers.gate_recompute import product_behind, watch_activations
 from meshlora.layers.products import LoraLinearFunction
-from meshlora.layers.shared_input import Joined, share
 from meshlora.layers.tokens import Segment
 from meshlora.plan.families.twin import twin_config
 from meshlora.train.losses import shifted_loss
+from meshlora.wings.kernels.gate_recompute import product_behind, watch_activations
+from meshlora.wings.kernels.shared_input import Joined, share
 from tests.pool import Pool
 
 B, S, R = 2, 8, 4

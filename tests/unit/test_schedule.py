@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from meshlora.common.errors import UserError
-from meshlora.config.run import TrainConfig
-from meshlora.oracle.reference import rates_of
-from meshlora.train.learning_rate import learning_rate
+from meshlora.run.config.run import TrainConfig
+from meshlora.run.learning_rate import learning_rate
+from meshlora_ground.errors import UserError
+from meshlora_judge.reference import rates_of
 from tests.for_each import for_each
 
 STEPS, PEAK = 20, 3e-4

@@ -14,16 +14,16 @@ import yaml
 from torch import Tensor
 
 from meshlora.comm.groups import Axis
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.config.file import read_run, read_runs
 from meshlora.layers import linear, tokens
 from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.products import LoraLinearFunction
-from meshlora.layers.quantized import Packed, pack
 from meshlora.layers.tokens import ForwardTokens, Mask, Part, Segment, Share, are_alike
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
-from meshlora.train.together import prepare_runs
+from meshlora.run.config.file import read_run, read_runs
+from meshlora.run.together import prepare_runs
+from meshlora.wings.quantized.quantized import Packed, pack
+from meshlora_ground.errors import UnsupportedError, UserError
 from tests.for_each import for_each
 from tests.run_files import EXAMPLES, write_run_file
 

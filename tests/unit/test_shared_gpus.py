@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 
 from meshlora.cli.main import main
-from meshlora.comm import groups, launchers
+from meshlora.comm import groups
 from meshlora.comm.groups import join, on_gpus
-from meshlora.comm.launchers import Place, enter_place, launcher_place, place_in_environment
-from meshlora.common.errors import UserError
-from meshlora.train import launch as launching
-from meshlora.train.machines import Seat, line_of, mistake_of, seat_of
+from meshlora.processes import launchers
+from meshlora.processes.launchers import Place, enter_place, launcher_place, place_in_environment
+from meshlora.run import launch as launching
+from meshlora.run.machines import Seat, line_of, mistake_of, seat_of
 from meshlora.verify import preflight
 from meshlora.verify.proof import Processes
+from meshlora_ground.errors import UserError
 from tests.pool import RankError
 
 _TRANSPORTS = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1", "NCCL_NET": "Socket"}

@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from meshlora.cli.data import _show_sequence
 from meshlora.cli.main import main
-from meshlora.common.console import Console
-from meshlora.data.nlg import of_categories
-from meshlora.data.sources import read_records
-from meshlora.data.summary import parts, summary
-from meshlora.data.tokenization import tokenize
+from meshlora.reading.nlg import of_categories
+from meshlora.reading.sources import read_records
+from meshlora.reading.summary import parts, summary
+from meshlora.reading.tokenization import tokenize
+from meshlora_extra.commands.data import _show_sequence
+from meshlora_ground.console import Console
 from tests.unit.mistakes import Setup
 from tests.unit.records import END, MARKED, TWO_TURNS, chat, make_tokenizer, pair
 from tests.unit.test_data_turns import PROMPTS_THOUGHT

@@ -16,12 +16,19 @@ import transformers
 
 from meshlora.cli.main import main
 from meshlora.comm import collectives
-from meshlora.comm.who_is_missing import Arrivals
-from meshlora.common import compat
-from meshlora.common import slow_paths as module
-from meshlora.common.console import Console
-from meshlora.common.errors import UserError
-from meshlora.common.slow_paths import (
+from meshlora.plan.families.twin import twin_config
+from meshlora.processes.who_is_missing import Arrivals
+from meshlora.run import slow_paths as facts
+from meshlora.run.run import train
+from meshlora.train import losses
+from meshlora.wings.experts import products
+from meshlora.wings.experts.products import grouped_product
+from meshlora.wings.packed_rows import by_sequence, varlen
+from meshlora_ground import compat
+from meshlora_ground import slow_paths as module
+from meshlora_ground.console import Console
+from meshlora_ground.errors import UserError
+from meshlora_ground.slow_paths import (
     EXPERTS_ONE_BY_ONE,
     ONE_BY_ONE,
     OVER_CPU,
@@ -30,13 +37,6 @@ from meshlora.common.slow_paths import (
     take,
     watching,
 )
-from meshlora.layers import by_sequence, varlen
-from meshlora.layers.experts import products
-from meshlora.layers.experts.products import grouped_product
-from meshlora.plan.families.twin import twin_config
-from meshlora.train import losses
-from meshlora.train import slow_paths as facts
-from meshlora.train.run import train
 from tests.run_files import metrics_of
 from tests.unit.mistakes import Setup
 from tests.unit.test_by_sequence import _batch

@@ -11,14 +11,14 @@ from peft import LoraConfig
 
 import meshlora
 from meshlora.adapter.plan import plan_adapter
-from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.grads import general_rules
-from meshlora.plan.pipeline_schedule import one_forward_one_backward
 from meshlora.plan.rules import ModelPlan
-from meshlora.plan.stages import cut_layers, plan_of_rank
-from meshlora.plan.topology import LAYERS, Topology
-from meshlora.planner.pipeline import time_of_all
+from meshlora.wings.stages.pipeline_schedule import one_forward_one_backward
+from meshlora.wings.stages.plan import cut_layers, plan_of_rank
+from meshlora_extra.planner.pipeline import time_of_all
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.topology import LAYERS, Topology
 from tests.blueprints import build_meta
 from tests.for_each import for_each
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshlora.oracle.diagnosis.symptoms import ratio_of
-from meshlora.oracle.unshard import Piece
+from meshlora_judge.diagnosis.symptoms import ratio_of
+from meshlora_judge.unshard import Piece
 
 
 @pytest.mark.parametrize("lengths", [(3, 1), (1, 1, 1, 1), (2, 2)])

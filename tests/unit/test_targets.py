@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM
 import meshlora
 from meshlora.adapter.plan import trained_parameters
 from meshlora.adapter.targets.resolve import check_supported, resolve_targets
-from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.plan.derive import plan_model
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.topology import Topology
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.topology import Topology
 from tests.for_each import for_each
 
 CHOICES: dict[str, dict[str, Any]] = {

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshlora.common.errors import UserError
-from meshlora.plan.topology import Topology
+from meshlora_ground.errors import UserError
+from meshlora_ground.topology import Topology
 from tests.for_each import for_each
 
 SIZES = st.integers(1, 6)

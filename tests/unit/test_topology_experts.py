@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshlora.common.errors import UserError
-from meshlora.plan.topology import EXPERT_AXES, Topology, divisors
+from meshlora_ground.errors import UserError
+from meshlora_ground.topology import EXPERT_AXES, Topology, divisors
 from tests.for_each import for_each
 
 SUBSETS = [frozenset(axes) for number in (1, 2, 3) for axes in itertools.combinations(EXPERT_AXES, number)]

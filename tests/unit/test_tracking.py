@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from meshlora.common.errors import UserError
-from meshlora.config.file import read_run
-from meshlora.train.run import train
-from meshlora.train.together import prepare_run
-from meshlora.train.watch.tracking import check_trackers, tracked
+from meshlora.run.config.file import read_run
+from meshlora.run.run import train
+from meshlora.run.together import prepare_run
+from meshlora.run.watch.tracking import check_trackers, tracked
+from meshlora_ground.errors import UserError
 from tests.run_files import metrics_of
 from tests.unit.mistakes import Setup
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshlora.config.objective import Grpo
-from meshlora.train.objectives import Seen, policy
+from meshlora.run.objectives import Seen, policy
+from meshlora_ground.objective import Grpo
 
 ROWS, LENGTH, CAP = 4, 6, 2.5
 MASK = torch.arange(LENGTH) < torch.tensor([[6], [3], [1], [5]])  # completions of unequal length

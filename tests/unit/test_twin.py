@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from meshlora.common.errors import UserError
-from meshlora.common.model_class import model_class
 from meshlora.plan.families.proved import PROVED
 from meshlora.plan.families.twin import language_model_types, layers_of_twin, shrink_config, twin_config
+from meshlora_ground.errors import UserError
+from meshlora_ground.model_class import model_class
 from tests.for_each import for_each
 
 SIZES = {

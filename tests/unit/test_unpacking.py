@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshlora.common.compat import TorchDispatchMode
-from meshlora.common.slow_paths import UNPACKED_IN_PIECES, UNPACKED_WITHOUT_KERNEL, SlowPath
-from meshlora.layers import quantized
-from meshlora.layers.quantized import Form, Packed
-from meshlora.plan.quantization import BITS, OF_LIBRARY, Touched
-from meshlora.planner.fake import is_view
+from meshlora.wings.quantized import quantized
+from meshlora.wings.quantized.plan import BITS, OF_LIBRARY, Touched
+from meshlora.wings.quantized.quantized import Form, Packed
+from meshlora_extra.planner.fake import is_view
+from meshlora_ground.compat import TorchDispatchMode
+from meshlora_ground.slow_paths import UNPACKED_IN_PIECES, UNPACKED_WITHOUT_KERNEL, SlowPath
 from tests.for_each import for_each
 
 CPU = torch.device("cpu")

@@ -21,9 +21,9 @@ from peft.utils.other import get_pattern_key
 from meshlora.adapter.targets import options
 from meshlora.adapter.targets.options import check_patterns, pattern_key
 from meshlora.cli.main import main
-from meshlora.common.errors import UserError
-from meshlora.common.limits import time_limit
-from meshlora.common.reading import parse_json, parse_yaml
+from meshlora_ground.errors import UserError
+from meshlora_ground.limits import time_limit
+from meshlora_ground.reading import parse_json, parse_yaml
 from tests.for_each import for_each
 from tests.unit.mistakes import (
     UP,

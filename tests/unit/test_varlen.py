@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlora.layers import varlen
-from meshlora.layers.by_sequence import keep_apart
-from meshlora.layers.varlen import Ends, agrees, in_one_call
+from meshlora.wings.packed_rows import varlen
+from meshlora.wings.packed_rows.by_sequence import keep_apart
+from meshlora.wings.packed_rows.varlen import Ends, agrees, in_one_call
 from tests.unit.test_by_sequence import _LENGTHS, _model, _run
 
 CPU = torch.device("cpu")

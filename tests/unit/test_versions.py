@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import meshlora
-from meshlora.common.versions import COMPUTING, version_of, versions
+from meshlora_ground.versions import COMPUTING, version_of, versions
 
 
 @pytest.fixture

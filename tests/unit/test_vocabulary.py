@@ -15,11 +15,11 @@ from transformers import CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from meshlora.comm.groups import Axis
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.common.float64 import lift
 from meshlora.layers.head import loss as vocabulary
 from meshlora.layers.head.loss import IGNORED, summed_cross_entropy_from_hidden
 from meshlora.layers.head.recipe import LogitsRecipe
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.float64 import lift
 from tests.for_each import for_each
 
 ALONE = Axis(1, 0, (0,), None)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import HashStore
 
-from meshlora.comm import watch
-from meshlora.comm.watch import Board, BoardInFolder, BoardInStore, Cause, Post, Watch
+from meshlora.processes import heartbeat as watch
+from meshlora.processes.heartbeat import Board, BoardInFolder, BoardInStore, Cause, Post, Watch
 
 
 class Words:

@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import modeling_utils
 
 from meshlora.cli.main import main
-from meshlora.common.errors import UserError
-from meshlora.common.hub import located
-from meshlora.common.weight_files import INDEX, SINGLE, weight_files
-from meshlora.oracle.packed import load_base
+from meshlora_ground.errors import UserError
+from meshlora_ground.hub import located
+from meshlora_ground.weight_files import INDEX, SINGLE, weight_files
+from meshlora_judge.packed import load_base
 from tests.unit.mistakes import Setup, one_error
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -120,9 +120,9 @@ def test_the_reference_reads_no_file_beside_a_packed_checkpoint(
     """It unpacks formats by itself, and must not take up files that transformers would not load."""
     folder = _folder(tmp_path / "model", (SINGLE, "stray.safetensors"), ())
     read: list[str] = []
-    monkeypatch.setattr("meshlora.oracle.packed.take_quantization", lambda _: {"quant_method": "awq"})
-    monkeypatch.setattr("meshlora.oracle.packed.load_file", lambda file: read.append(Path(file).name) or {})
-    monkeypatch.setattr("meshlora.oracle.packed.own_class", lambda _: pytest.fail("read"))
+    monkeypatch.setattr("meshlora_judge.packed.take_quantization", lambda _: {"quant_method": "awq"})
+    monkeypatch.setattr("meshlora_judge.packed.load_file", lambda file: read.append(Path(file).name) or {})
+    monkeypatch.setattr("meshlora_judge.packed.own_class", lambda _: pytest.fail("read"))
     with pytest.raises(pytest.fail.Exception):
         load_base(folder, None, local_files_only=True, trust_remote_code=False)  # type: ignore[arg-type]
     assert read == [SINGLE]

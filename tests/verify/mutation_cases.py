@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshlora.config.objective import Grpo
 from meshlora.verify.faults.objectives import PROVED
 from meshlora.verify.faults.registry import MUTATIONS
 from meshlora.verify.request import DROPOUT
+from meshlora_ground.objective import Grpo
 from tests.verify.run_cases import RUNS, needing
 
 # The last layer is the first whose gradients are computed, and the first layer the first that runs.

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-import meshlora.oracle
-from meshlora.config.run import TrainConfig
-from meshlora.data.batch import collate
-from meshlora.data.dataset import TokenizedDataset
-from meshlora.data.sampler import GlobalBatches
-from meshlora.oracle.batches import UNTRAINED, micro_batches, micro_batches_of
-from meshlora.oracle.case import num_sequences_for, random_tokens
+import meshlora_judge
+from meshlora.reading.sampler import GlobalBatches
+from meshlora.run.config.run import TrainConfig
+from meshlora.train.batch import collate
 from meshlora.verify.request import Request, prepare_proof
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_judge.batches import UNTRAINED, micro_batches, micro_batches_of
+from meshlora_judge.case import num_sequences_for, random_tokens
 from tests.for_each import for_each
 
 
@@ -76,8 +76,8 @@ def test_cp_rank_of_the_commands_case_has_as_many_tokens_as_a_row_has_documents(
 
 
 def test_judge_imports_neither_order_nor_collation() -> None:
-    for file in Path(meshlora.oracle.__path__[0]).glob("*.py"):
+    for file in Path(meshlora_judge.__path__[0]).glob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("meshlora.data"):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("meshlora.reading"):
                 names = {alias.name for alias in node.names} - {"TOKEN_TYPES"}  # names of a model's arguments
                 assert names <= {"TokenizedDataset", "Sequence", "KnownInputs"}, file

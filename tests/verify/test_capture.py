@@ -12,12 +12,14 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from meshlora.oracle.capture import Capture, MicroBatchCapture
-from meshlora.oracle.ownership import fingerprints, places
-from meshlora.oracle.pieces import in_pieces, mask_of, rows_of
-from meshlora.oracle.results import relative
-from meshlora.oracle.trace import Trace
-from meshlora.oracle.unshard import (
+from meshlora.plan.families.twin import twin_config
+from meshlora_ground.topology import Topology
+from meshlora_judge.capture import Capture, MicroBatchCapture
+from meshlora_judge.ownership import fingerprints, places
+from meshlora_judge.pieces import in_pieces, mask_of, rows_of
+from meshlora_judge.results import relative
+from meshlora_judge.trace import Trace
+from meshlora_judge.unshard import (
     Layout,
     Ownership,
     Piece,
@@ -28,8 +30,6 @@ from meshlora.oracle.unshard import (
     layout_of,
     token_pieces,
 )
-from meshlora.plan.families.twin import twin_config
-from meshlora.plan.topology import Topology
 from tests.twins import make_batches
 
 

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from meshlora.cli.main import main
-from meshlora.common.console import Console
-from meshlora.common.errors import MeshloraError
-from meshlora.train.launch import signals_end_what_was_started
+from meshlora.run.launch import signals_end_what_was_started
 from meshlora.verify import command
 from meshlora.verify.command import NotProvedError
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.request import DEFAULT_LORA, Request
+from meshlora_ground.console import Console
+from meshlora_ground.errors import MeshloraError
 from tests.processes import Started, wait_until
 
 FAMILY = ["--family", "llama", "--topology", "tp=2"]
@@ -141,8 +141,8 @@ def test_inside_a_launcher_it_is_refused(
 ) -> None:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("meshlora.train.edge._RANK_0_FIRST_S", 0.0)
-    monkeypatch.setattr("meshlora.train.edge._end", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    monkeypatch.setattr("meshlora.run.edge._RANK_0_FIRST_S", 0.0)
+    monkeypatch.setattr("meshlora.run.edge._end", lambda code: (_ for _ in ()).throw(SystemExit(code)))
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "word"))
     with pytest.raises(SystemExit) as ended:
         main(["verify", *FAMILY])

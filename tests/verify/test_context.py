@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from meshlora.common.errors import UnsupportedError
-from meshlora.config.objective import Classify
-from meshlora.oracle import case
 from meshlora.verify.request import Request, prepare_proof
+from meshlora_ground.errors import UnsupportedError
+from meshlora_ground.objective import Classify
+from meshlora_judge import case
 from tests.conftest import Prove
 
 # Sizes of cp and tp differ where both are, so that neither is taken for the other.

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.common.errors import UnsupportedError
-from meshlora.config.file import read_run
 from meshlora.plan.dropout import EXACT_DROPOUTS
-from meshlora.train.together import prepare_run
+from meshlora.run.config.file import read_run
+from meshlora.run.together import prepare_run
 from meshlora.verify import preflight, stand_in
 from meshlora.verify.request import Request, prepare_proof
+from meshlora_ground.errors import UnsupportedError
 from tests.conftest import Prove
 from tests.ranks.test_trainer import folder, run_file
 

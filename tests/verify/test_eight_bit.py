@@ -14,21 +14,21 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 
-from meshlora.adapter.optimizers import BLOCK, cuts_blocks, has_eight_bits
 from meshlora.adapter.plan import Trained
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.config.file import read_run
-from meshlora.config.run import TrainConfig
 from meshlora.loading.blueprint import make_blueprint
-from meshlora.oracle.compare import compare_adapters
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.grads import Cut, FactorRule
 from meshlora.plan.layout import Layout, Piece
-from meshlora.plan.topology import Topology
-from meshlora.train.checkpoint.manifest import STATE_FILE
-from meshlora.train.together import prepare_run
+from meshlora.run.checkpoint.manifest import STATE_FILE
+from meshlora.run.config.file import read_run
+from meshlora.run.config.run import TrainConfig
+from meshlora.run.optimizers import BLOCK, cuts_blocks, has_eight_bits
+from meshlora.run.together import prepare_run
 from meshlora.verify import preflight
 from meshlora.verify.request import DEFAULT_LORA, Request, prepare_proof
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.topology import Topology
+from meshlora_judge.compare import compare_adapters
 from tests.conftest import Prove
 from tests.for_each import for_each
 from tests.pool import Pool

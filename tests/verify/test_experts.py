@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshlora.oracle.diagnosis.diagnose import first_divergence
-from meshlora.oracle.judge import Evidence, judge
-from meshlora.oracle.trace import Trace
-from meshlora.oracle.unshard import by_expert
-from meshlora.plan.topology import Topology
 from meshlora.verify import proof as proofs
 from meshlora.verify.proof import Processes
 from meshlora.verify.request import Request, prepare_proof
+from meshlora_ground.topology import Topology
+from meshlora_judge.diagnosis.diagnose import first_divergence
+from meshlora_judge.judge import Evidence, judge
+from meshlora_judge.trace import Trace
+from meshlora_judge.unshard import by_expert
 
 _TOPOLOGY = Topology.parse("dp=2,tp=2,sp,ep=2")  # so that each expert lies on two ranks
 _FIRST = "model.layers.0.mlp.experts.{}.gate_up_proj.lora_{}"

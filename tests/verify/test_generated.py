@@ -10,14 +10,14 @@ import pytest
 
 from meshlora.cli.main import main
 from meshlora.comm import direct
-from meshlora.common.errors import UserError
-from meshlora.config.run import TrainConfig
-from meshlora.plan.topology import Topology
-from meshlora.train.learning_rate import learning_rate
+from meshlora.run.config.run import TrainConfig
+from meshlora.run.learning_rate import learning_rate
 from meshlora.verify import proof
 from meshlora.verify.faults.generated import Generated, NotPutInError, faults_of, generated
 from meshlora.verify.pool import RankError
 from meshlora.verify.request import Request, prepare_proof
+from meshlora_ground.errors import UserError
+from meshlora_ground.topology import Topology
 from tests.scripts import load_script
 
 KINDS = ("equivalent", "speed or words", "test: ", "open")
@@ -31,7 +31,7 @@ def _fault(file: str, before: str, after: str) -> Generated:
 def test_a_fault_is_in_while_its_block_runs_and_not_after_it() -> None:
     options, code = TrainConfig(output="runs", steps=9, lr=1e-3, warmup_steps=4), learning_rate.__code__
     with _fault(
-        "train/learning_rate.py", "step + (not options.warmup_from_zero)", "step - (not options.warmup_from_zero)"
+        "run/learning_rate.py", "step + (not options.warmup_from_zero)", "step - (not options.warmup_from_zero)"
     ).apply():
         assert learning_rate(1, options=options, steps=9) == 0.0
     assert learning_rate(1, options=options, steps=9) == 5e-4
@@ -48,13 +48,21 @@ def test_a_function_that_only_a_registry_holds_gets_the_fault_too() -> None:
 @pytest.mark.parametrize(
     ("file", "before", "after"),
     [
-        ("data/rollouts.py", "column[:length]", "column[-length:]"),
-        ("layers/quantized.py", "for count, number in equal:", "in (lambda parts: parts[:1] * len(parts))([*equal]):"),
-        ("train/checkpoint/state.py", "checkpoint.updates", "checkpoint.step"),
-        ("train/loss_scale.py", "if math.isfinite(grad_norm):", "if True:"),
-        ("train/loss_scale.py", "self.good_steps, self.skipped = (int(state", "(left out)"),
-        ("train/objectives.py", "(margin > 0).to(margin.dtype)", "(margin > 0.5).to(margin.dtype)"),
-        ("data/sampler.py", "mine[j * micro_batch_size:(j + 1) * micro_batch_size]", "(j + 1) * micro_batch_size - 1]"),
+        ("reading/rollouts.py", "column[:length]", "column[-length:]"),
+        (
+            "wings/quantized/quantized.py",
+            "for count, number in equal:",
+            "in (lambda parts: parts[:1] * len(parts))([*equal]):",
+        ),
+        ("run/checkpoint/state.py", "checkpoint.updates", "checkpoint.step"),
+        ("run/loss_scale.py", "if math.isfinite(grad_norm):", "if True:"),
+        ("run/loss_scale.py", "self.good_steps, self.skipped = (int(state", "(left out)"),
+        ("run/objectives.py", "(margin > 0).to(margin.dtype)", "(margin > 0.5).to(margin.dtype)"),
+        (
+            "reading/sampler.py",
+            "mine[j * micro_batch_size:(j + 1) * micro_batch_size]",
+            "(j + 1) * micro_batch_size - 1]",
+        ),
     ],
 )
 def test_a_class_of_faults_that_no_test_saw_once_is_made(file: str, before: str, after: str) -> None:
@@ -64,12 +72,12 @@ def test_a_class_of_faults_that_no_test_saw_once_is_made(file: str, before: str,
 
 def test_what_cannot_be_put_in_has_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshlora.verify.faults.generated._functions", lambda file: [])
-    with pytest.raises(NotPutInError, match="no function has this line"), faults_of("train/optimizer.py")[0].apply():
+    with pytest.raises(NotPutInError, match="no function has this line"), faults_of("run/optimizer.py")[0].apply():
         pass
 
 
 @pytest.mark.parametrize(
-    "file", ["train/optimizer.py", "nowhere.py", "/etc/passwd", "../../../../../../etc/passwd", "a" * 5000, "a\0", ""]
+    "file", ["run/optimizer.py", "nowhere.py", "/etc/passwd", "../../../../../../etc/passwd", "a" * 5000, "a\0", ""]
 )
 def test_a_change_that_there_is_not_is_refused(file: str) -> None:
     with pytest.raises(UserError, match="no such change can be made"):

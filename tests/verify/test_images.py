@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.config.objective import Classify
-from meshlora.data.sources import read_records
-from meshlora.data.tokenization import tokenize
-from meshlora.text.processor import load_processor
+from meshlora.reading.processor import load_processor
+from meshlora.reading.sources import read_records
+from meshlora.reading.tokenization import tokenize
 from meshlora.verify.request import Request, prepare_proof
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.objective import Classify
 from tests.conftest import Prove
 from tests.images import conversation, write_model, write_pictures, write_rows
 

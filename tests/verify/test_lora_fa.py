@@ -10,14 +10,14 @@ import torch
 from peft import LoraConfig
 
 import meshlora
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.config.file import read_run
-from meshlora.config.run import TrainConfig
 from meshlora.plan.families.twin import twin_config
+from meshlora.run.config.file import read_run
+from meshlora.run.config.run import TrainConfig
+from meshlora.run.together import prepare_run
 from meshlora.train.losses import shifted_loss
-from meshlora.train.together import prepare_run
 from meshlora.verify import preflight
 from meshlora.verify.request import Request, prepare_proof
+from meshlora_ground.errors import UnsupportedError, UserError
 from tests.conftest import Prove
 from tests.ranks.test_trainer import folder, run_file
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.oracle.judge import Evidence, judge
-from meshlora.plan.topology import Topology
 from meshlora.verify import proof as proofs
 from meshlora.verify.proof import Processes
 from meshlora.verify.request import Request, prepare_proof
+from meshlora_ground.topology import Topology
+from meshlora_judge.judge import Evidence, judge
 
 _TOPOLOGY = Topology.parse("tp=2")
 _FACTOR = "model.layers.0.self_attn.q_proj.lora_A"

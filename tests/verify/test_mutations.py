@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from meshlora.plan.topology import Topology
 from meshlora.verify.faults.objectives import PROVED
 from meshlora.verify.faults.registry import MUTATIONS
 from meshlora.verify.proof import Outcome
 from meshlora.verify.report.document import is_proved
 from meshlora.verify.request import DROPOUT, Request, prepare_proof
+from meshlora_ground.topology import Topology
 from tests.conftest import Prove
 from tests.verify.mutation_cases import CASES, DIAGNOSES
 from tests.verify.run_cases import OF_KERNELS

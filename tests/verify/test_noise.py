@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from meshlora.config.file import read_run
-from meshlora.train.together import prepare_run
+from meshlora.run.config.file import read_run
+from meshlora.run.together import prepare_run
 from meshlora.verify import preflight
 from meshlora.verify.faults.objectives import PROVED
 from tests.conftest import Prove

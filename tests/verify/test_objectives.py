@@ -12,21 +12,21 @@ import torch
 from transformers import AutoTokenizer
 
 from meshlora.cli.main import main
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.config.objective import Policy
-from meshlora.config.run import TrainConfig
-from meshlora.data.batch import collate
-from meshlora.data.mixture import joined_sources
-from meshlora.data.preferences import read_feedback, read_preferences
-from meshlora.data.readers import READERS
-from meshlora.data.rollouts import read_rollouts
-from meshlora.oracle.batches import micro_batches
-from meshlora.oracle.objectives import losses
-from meshlora.oracle.trace import Trace
+from meshlora.reading.mixture import joined_sources
+from meshlora.reading.preferences import read_feedback, read_preferences
+from meshlora.reading.readers import READERS
+from meshlora.reading.rollouts import read_rollouts
+from meshlora.run.config.run import TrainConfig
+from meshlora.train.batch import collate
 from meshlora.verify import command
 from meshlora.verify.faults.objectives import PROVED, as_proved
 from meshlora.verify.proof import Outcome, Processes, Proof, run_proof
 from meshlora.verify.request import DROPOUT, Request, prepare_proof
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.objective import Policy
+from meshlora_judge.batches import micro_batches
+from meshlora_judge.objectives import losses
+from meshlora_judge.trace import Trace
 from tests.conftest import Prove
 from tests.for_each import for_each
 

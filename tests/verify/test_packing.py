@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.verify.faults.objectives import PROVED
 from meshlora.verify.faults.registry import MUTATIONS
 from meshlora.verify.request import Request, prepare_proof
+from meshlora_ground.errors import UnsupportedError, UserError
 from tests.conftest import Prove
 
 

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.comm.groups import open_mesh
-from meshlora.common.errors import MeshloraError, UserError
-from meshlora.plan.topology import Topology
 from meshlora.verify import pool as module
 from meshlora.verify.pool import Pool, RankEndedError, RankError
+from meshlora_ground.errors import MeshloraError, UserError
+from meshlora_ground.topology import Topology
 from tests.processes import Started, wait_until
 
 LOST = "RuntimeError: Connection closed by peer [127.0.0.1]:1234"

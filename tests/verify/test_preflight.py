@@ -16,23 +16,23 @@ import pytest
 import torch
 
 from meshlora.cli.main import main
-from meshlora.common.console import Console
-from meshlora.common.errors import MeshloraError, UnsupportedError
-from meshlora.common.proof_records import record_of, remember
-from meshlora.config.file import read_run
-from meshlora.config.run import Schedule
 from meshlora.loading.blueprint import read_model_config
-from meshlora.oracle.inputs import write_twin
-from meshlora.oracle.reference import rates_of
 from meshlora.plan.families.twin import layers_of_twin, twin_config
-from meshlora.plan.topology import Topology
-from meshlora.train.prepare import Prepared
-from meshlora.train.together import prepare_run
+from meshlora.run.config.file import read_run
+from meshlora.run.config.run import Schedule
+from meshlora.run.prepare import Prepared
+from meshlora.run.together import prepare_run
 from meshlora.verify import preflight as module
 from meshlora.verify import request, stand_in
 from meshlora.verify.preflight import preflight, preflight_state, proof_words
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.stand_in import provable
+from meshlora_ground.console import Console
+from meshlora_ground.errors import MeshloraError, UnsupportedError
+from meshlora_ground.proof_records import record_of, remember
+from meshlora_ground.topology import Topology
+from meshlora_judge.inputs import write_twin
+from meshlora_judge.reference import rates_of
 from tests.for_each import for_each
 from tests.run_files import TINY, copy_tokenizer, write_run_file
 
@@ -389,7 +389,7 @@ def test_train_proves_before_it_trains_and_only_the_first_time(
     assert (tmp_path / "out" / "adapter").is_dir()
 
     before_training: list[str] = []
-    monkeypatch.setattr("meshlora.train.run.train", lambda *_, **__: before_training.append(capfd.readouterr().out))
+    monkeypatch.setattr("meshlora.run.run.train", lambda *_, **__: before_training.append(capfd.readouterr().out))
     monkeypatch.setattr("meshlora.comm.groups.join", lambda *_: None)
     words += ["--set", "train.overwrite=true"]
     assert main(words) == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.comm.launchers import NO_GPUS
+from meshlora.processes.launchers import NO_GPUS
 from meshlora.verify import pool as module
 from tests.one_step import adapter, meshlora, on_trainer, rl_file, run_file
 from tests.pool import Pool

@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from meshlora.common.errors import UnsupportedError
 from meshlora.plan.derive import plan_model
 from meshlora.plan.families.twin import shrink_config
-from meshlora.plan.topology import Topology
 from meshlora.verify.proof import Processes
+from meshlora_ground.errors import UnsupportedError
+from meshlora_ground.topology import Topology
 from tests.published_twins import config_of, names, read_published, stored_keys, write_published_twin
 from tests.scripts import load_script
 

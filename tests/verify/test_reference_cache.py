@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshlora.common.versions import sources_of
-from meshlora.data.images import KnownInputs
-from meshlora.oracle import case as case_module
-from meshlora.oracle.case import Case, case_hash, file_fingerprint
 from meshlora.verify.faults.objectives import PROVED
 from meshlora.verify.proof import Processes, reference_of
 from meshlora.verify.request import Request, prepare_proof
+from meshlora.wings.images.images import KnownInputs
+from meshlora_ground.versions import sources_of
+from meshlora_judge import case as case_module
+from meshlora_judge.case import Case, case_hash, file_fingerprint
 from tests.conftest import Prove
 
 BASE = prepare_proof(Request(("tp=2",), family="llama"))
@@ -122,13 +122,23 @@ def test_versions_and_the_references_own_code_count(monkeypatch: pytest.MonkeyPa
 
 def test_the_references_own_code_is_all_that_it_imports() -> None:
     """A list by hand had forgotten some. Tokens are part of a case, so how texts become tokens is not."""
-    root, hashed = Path(case_module.__file__).parents[1], sources_of("meshlora.oracle.reference_case")
+    root, hashed = Path(case_module.__file__).parents[1], sources_of("meshlora_judge.reference_case")
     for file in (
-        *("oracle/reference_case.py", "oracle/reference.py", "common/masks.py", "common/tasks.py"),
-        *("common/model_class.py", "config/run.py", "data/images.py", "data/dataset.py"),
+        *(
+            "meshlora_judge/reference_case.py",
+            "meshlora_judge/reference.py",
+            "meshlora_ground/masks.py",
+            "meshlora_ground/tasks.py",
+        ),
+        *(
+            "meshlora_ground/model_class.py",
+            "run/config/run.py",
+            "wings/images/images.py",
+            "meshlora_ground/dataset.py",
+        ),
     ):
         assert (root / file).read_text("utf-8") in hashed, file
-    assert (root / "train/trainer.py").read_text("utf-8") not in hashed
+    assert (root / "run/trainer.py").read_text("utf-8") not in hashed
 
 
 @pytest.mark.parametrize("hashed_bytes", [2**28, 0], ids=["small files by content", "large files by size and time"])

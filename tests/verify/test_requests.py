@@ -10,12 +10,12 @@ from typing import get_args
 import pytest
 
 from meshlora.cli.main import main
-from meshlora.config.run import Schedule
-from meshlora.oracle.reference import rates_of
-from meshlora.plan.topology import Topology
+from meshlora.run.config.run import Schedule
 from meshlora.verify import command
 from meshlora.verify.at_once import adapters_of
 from meshlora.verify.request import Request, prepare_proof
+from meshlora_ground.topology import Topology
+from meshlora_judge.reference import rates_of
 
 TINY = "examples/tiny_base"
 FAMILY = ["--family", "llama"]

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from meshlora.common.console import Console
-from meshlora.common.errors import UnsupportedError
-from meshlora.common.tasks import CAUSAL
-from meshlora.config.file import read_runs
-from meshlora.oracle.compare import Worst
-from meshlora.oracle.inputs import write_twin
 from meshlora.plan.families.twin import twin_config
-from meshlora.plan.topology import Topology
-from meshlora.train.prepare import Prepared
-from meshlora.train.together import prepare_runs
+from meshlora.run.config.file import read_runs
+from meshlora.run.prepare import Prepared
+from meshlora.run.together import prepare_runs
 from meshlora.verify import preflight as module
 from meshlora.verify.faults.objectives import PROVED, as_proved
 from meshlora.verify.preflight import compare_on_twin, preflight, preflight_state
 from meshlora.verify.proof import Outcome, Processes
 from meshlora.verify.request import Proof
+from meshlora_ground.console import Console
+from meshlora_ground.errors import UnsupportedError
+from meshlora_ground.tasks import CAUSAL
+from meshlora_ground.topology import Topology
+from meshlora_judge.compare import Worst
+from meshlora_judge.inputs import write_twin
 from tests.conftest import Prove
 from tests.run_files import TINY, copy_tokenizer, write_run_file
 

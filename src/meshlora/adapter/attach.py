@@ -23,20 +23,20 @@ from meshlora.adapter.targets.token_rows import TokenRows
 from meshlora.adapter.updates import guard_updates
 from meshlora.comm.collectives import all_gather, broadcast_of
 from meshlora.comm.groups import Mesh
-from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
-from meshlora.common.float64 import wide_dtype
-from meshlora.layers.context import ContextCut
 from meshlora.layers.embedding import ParallelEmbedding
-from meshlora.layers.experts.module import ParallelExpertLinear
 from meshlora.layers.linear import ParallelHead, ParallelLinear
 from meshlora.layers.rounded import Rounding
 from meshlora.layers.tokens import ForwardTokens
 from meshlora.model.dp_shard import whole_weights
 from meshlora.model.inject import adopt, parallel_leaves
 from meshlora.model.regions import TokenCut
-from meshlora.model.stages import Pipeline
 from meshlora.plan.grads import FactorRule
 from meshlora.plan.rules import ModelPlan
+from meshlora.wings.context.context import ContextCut
+from meshlora.wings.experts.module import ParallelExpertLinear
+from meshlora.wings.stages.hold import Pipeline
+from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
+from meshlora_ground.float64 import wide_dtype
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class Runtime:
     the tokens of the running forward, and the adapter of each. rounding: of factors, to the base's dtype.
     masks_padding: padding at the end of rows is masked, too; is_causal: no token sees a later one (`model.padding`).
     references: adapter -> the frozen one that its objective compares it with; without one it is compared with the base.
-    loop: of the caller's own. unmerged: while the active adapter is merged (`adapter.merging.in_memory`), the weights
+    loop: of the caller's own. unmerged: while the active adapter is merged (`wings.generation.in_memory`), the weights
     before, by leaf.
     """
 

@@ -23,10 +23,10 @@ from torch import Tensor
 from meshlora.adapter.targets.resolve import Target
 from meshlora.comm.collectives import all_gather, broadcast_in_place
 from meshlora.comm.groups import Mesh
-from meshlora.common.errors import UnsupportedError
 from meshlora.layers.linear import ParallelLinear
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
+from meshlora_ground.errors import UnsupportedError
 
 WHOLE_MATRIX = ("pissa", "olora")
 

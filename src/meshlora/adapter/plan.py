@@ -19,26 +19,18 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 
 from meshlora.adapter.initialization import check_whole_matrix
-from meshlora.adapter.targets.expert_targets import out_of_reach, stored_parameters, with_whole_projections
 from meshlora.adapter.targets.options import check_kind, matches
 from meshlora.adapter.targets.resolve import Target, describe_targets, resolve_targets
 from meshlora.adapter.targets.token_rows import TokenRows, resolve_rows
-from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
-from meshlora.common.tasks import CAUSAL, HEADS, task_of
 from meshlora.model.dp_shard import check_not_sharded
-from meshlora.plan.grads import (
-    FactorRule,
-    Side,
-    embedding_rule,
-    expert_rule,
-    factor_rule,
-    split_rule,
-    whole_rule,
-)
+from meshlora.plan.grads import FactorRule, Side, embedding_rule, expert_rule, factor_rule, split_rule, whole_rule
 from meshlora.plan.layout import Layout, Split
-from meshlora.plan.quantization import check_not_quantized
 from meshlora.plan.rules import ModelPlan
-from meshlora.plan.stages import check_trained
+from meshlora.wings.experts.targets import out_of_reach, stored_parameters, with_whole_projections
+from meshlora.wings.quantized.plan import check_not_quantized
+from meshlora.wings.stages.plan import check_trained
+from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
+from meshlora_ground.tasks import CAUSAL, HEADS, task_of
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from meshlora.adapter.attach import active_factors, adapter_factors, runtime
 from meshlora.comm.collectives import all_gather, all_reduce_sum
-from meshlora.common.errors import MeshloraError, numbered
 from meshlora.plan.grads import GradPart, part_of
-from meshlora.plan.topology import Topology, size_of_copies
+from meshlora_ground.errors import MeshloraError, numbered
+from meshlora_ground.topology import Topology, size_of_copies
 
 # Lanes hashed at once. Bounds the memory: 16 bytes per lane for the weights, and as much for their products.
 _CHUNK = 2**18

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from meshlora.common.errors import UserError
+from meshlora_ground.errors import UserError
 
 _FINISHED, _SPLIT = "_meshlora_finished", "_meshlora_split"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from meshlora.cli.parser import keys_of_run_files
-from meshlora.common.errors import UserError
-from meshlora.common.files import check_result_file, write_json_atomically
+from meshlora_ground.errors import UserError
+from meshlora_ground.files import check_result_file, write_json_atomically
 
 
 def add_run_file(parser: argparse.ArgumentParser, *, example: str = "train.lr=1e-4") -> None:
@@ -72,7 +72,7 @@ def checked_place(options: argparse.Namespace) -> Any:
     Raises:
         UserError: `--nproc` is below 1, or given inside a launcher.
     """
-    from meshlora.comm.launchers import launcher_place
+    from meshlora.processes.launchers import launcher_place
 
     place = launcher_place()
     if options.nproc is not None and place is not None:
@@ -86,7 +86,7 @@ def read_blueprint(options: argparse.Namespace, topology: str, *, config: Any = 
     """The blueprint of `--model`, or of its `config` if that is already read."""
     from meshlora.loading.blueprint import make_blueprint
     from meshlora.plan.base_options import BaseOptions
-    from meshlora.plan.topology import Topology
+    from meshlora_ground.topology import Topology
 
     base = BaseOptions(
         dtype=getattr(options, "dtype", "auto"),

@@ -16,9 +16,9 @@ from meshlora.cli.arguments import (
     run_file_words,
     write_result,
 )
-from meshlora.cli.inspect import show_rows
-from meshlora.common.errors import UserError
-from meshlora.common.lifetime import import_libraries
+from meshlora_extra.commands.inspect import show_rows
+from meshlora_ground.errors import UserError
+from meshlora_ground.lifetime import import_libraries
 
 
 def add(commands: Any) -> None:
@@ -35,13 +35,13 @@ def add(commands: Any) -> None:
 def _check(options: argparse.Namespace) -> None:
     import_libraries()
     from meshlora.comm.groups import on_gpus
-    from meshlora.common.console import Console
-    from meshlora.config.file import read_runs
-    from meshlora.rl.run import check_rewards, check_rl, describe
-    from meshlora.train.learning_rate import learning_rate
-    from meshlora.train.together import prepare_runs
-    from meshlora.train.watch.plot import plot_schedule
+    from meshlora.run.config.file import read_runs
+    from meshlora.run.learning_rate import learning_rate
+    from meshlora.run.together import prepare_runs
     from meshlora.verify.preflight import preflight, preflight_state
+    from meshlora_extra.plot import plot_schedule
+    from meshlora_extra.rl.run import check_rewards, check_rl, describe
+    from meshlora_ground.console import Console
 
     check_json(options)
     shares = options.ranks_per_gpu
@@ -90,7 +90,7 @@ def _check(options: argparse.Namespace) -> None:
 def _rows_of(run: Any) -> list[tuple[str, str]]:
     """The summary of a prepared run."""
     from meshlora.adapter.plan import describe_adapter
-    from meshlora.config.presets import resolved
+    from meshlora.run.config.presets import resolved
 
     config, adapter = run.config, run.blueprint.trained
     return [
@@ -137,7 +137,7 @@ def _counts(data: Any) -> dict[str, int] | None:
 
 
 def _size(data: object) -> str:
-    from meshlora.data.dataset import TokenizedDataset
+    from meshlora_ground.dataset import TokenizedDataset
 
     if not isinstance(data, TokenizedDataset):
         return "none"

@@ -20,13 +20,16 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Without it a rank whose peers have ended prints forty lines of C++ addresses before the cause.
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-# Only the process that downloads a name of the hub goes online (`common.hub`), as the user's own value lets it.
+# Only the process that downloads a name of the hub goes online (`meshlora_ground.hub`), as the user's own value lets
+# it.
 os.environ.setdefault("MESHLORA_HF_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE", ""))
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from meshlora.cli import (
+from meshlora.cli import check, train, verify
+from meshlora.cli.arguments import add_local_rank
+from meshlora.cli.parser import Parser
+from meshlora_extra.commands import (
     calibrate,
-    check,
     completion,
     data,
     env,
@@ -45,15 +48,11 @@ from meshlora.cli import (
     push,
     rl,
     schema,
-    train,
-    verify,
     watch,
 )
-from meshlora.cli.arguments import add_local_rank
-from meshlora.cli.parser import Parser
-from meshlora.common.errors import MeshloraError, UserError, report
-from meshlora.common.lifetime import end_with, note_interrupts
-from meshlora.common.versions import version_of
+from meshlora_ground.errors import MeshloraError, UserError, report
+from meshlora_ground.lifetime import end_with, note_interrupts
+from meshlora_ground.versions import version_of
 
 # In the order of --help. Each module's `add` declares the command's arguments and the function that runs it.
 COMMANDS = (
@@ -88,7 +87,7 @@ _LOCAL_RANK = re.compile(r"\0--local[-_]rank[=\0][^\0]*")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     interrupts: list[int] = []
-    if "MESHLORA_LAUNCHER" in os.environ:  # `train.edge` takes seconds to import
+    if "MESHLORA_LAUNCHER" in os.environ:  # `run.edge` takes seconds to import
         end_with(int(os.environ["MESHLORA_LAUNCHER"]))
     elif "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun: its ranks would train on, unseen, after it was killed
         end_with(os.getppid())
@@ -134,7 +133,7 @@ def _take_local_rank(options: argparse.Namespace) -> None:
 
 def _locate(options: argparse.Namespace) -> None:
     """Replace names of the hub in `--model` and `--adapter` by their folders."""
-    from meshlora.common.hub import located
+    from meshlora_ground.hub import located
 
     trust = getattr(options, "trust_remote_code", False)
     is_shape = options.command in ("plan", "export") or getattr(options, "twin", False)

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from meshlora.common.errors import MeshloraError, UserError, did_you_mean
-from meshlora.common.reading import path_argument
+from meshlora_ground.errors import MeshloraError, UserError, did_you_mean
+from meshlora_ground.reading import path_argument
 
 # Metavars of arguments that are paths.
 _PATHS = {"FILE", "FOLDER", "FOLDER|FILE", "auto|FOLDER", "PATH", "ADAPTER", "RUN", "RUN.yaml"}
@@ -75,7 +75,7 @@ def _words(choices: str) -> Sequence[str]:
 
 def keys_of_run_files(prefix: str, **_: Any) -> list[str]:
     """The completions of `--set KEY=`."""
-    from meshlora.config.types import groups
+    from meshlora.run.config.types import groups
 
     known = [f"{group}.{key}=".lstrip(".") for group, keys in groups().items() for key in keys]
     return [key for key in known if key.startswith(prefix)]

@@ -1,7 +1,7 @@
 """`meshlora train`: start the ranks of a run, or be one of them.
 
 Owns: its arguments, who checks and proves a run before its first step, and its exit code. Does not own: the checks
-(`train.prepare`), the proof (`verify.preflight`), the training (`train.run`).
+(`run.prepare`), the proof (`verify.preflight`), the training (`run.run`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from meshlora.cli.arguments import (
     run_file_words,
     write_result,
 )
-from meshlora.cli.plan import hardware_of_run, planned_step
-from meshlora.common.errors import UserError
-from meshlora.common.lifetime import import_libraries
+from meshlora_extra.commands.plan import hardware_of_run, planned_step
+from meshlora_ground.errors import UserError
+from meshlora_ground.lifetime import import_libraries
 
 
 def add(commands: Any) -> None:
@@ -72,7 +72,7 @@ def add_training(train: argparse.ArgumentParser, *, command: str) -> None:
 
 def _train(options: argparse.Namespace) -> None:
     import_libraries()
-    from meshlora.train.edge import rank_edge
+    from meshlora.run.edge import rank_edge
 
     place = checked_place(options)
     if options.resume_despite and options.resume is None:
@@ -111,14 +111,14 @@ def start(options: argparse.Namespace) -> bool:
 
     options: of this command.
     """
-    from meshlora.cli.elastic import fitted
     from meshlora.comm.groups import on_gpus
-    from meshlora.config.file import read_runs
-    from meshlora.rl.run import check_command, check_rewards, check_rl
-    from meshlora.train.launch import launch
-    from meshlora.train.together import holding_outputs, prepare_runs
+    from meshlora.run.config.file import read_runs
+    from meshlora.run.launch import launch
+    from meshlora.run.together import holding_outputs, prepare_runs
     from meshlora.verify.pool import stop_forking
     from meshlora.verify.preflight import preflight
+    from meshlora_extra.commands.elastic import fitted
+    from meshlora_extra.rl.run import check_command, check_rewards, check_rl
 
     resume, despite = options.resume, options.resume_despite
     configs, _ = fitted(read_runs(options.file, options.overrides), world=options.nproc)
@@ -159,18 +159,18 @@ def start(options: argparse.Namespace) -> bool:
 
 def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: contextlib.ExitStack) -> bool:
     """Train as one rank of a launcher, or alone. Returns False if it was stopped. held: closes the locks of outputs."""
-    from meshlora.cli.elastic import fitted
     from meshlora.comm.groups import join
-    from meshlora.common.console import Console
-    from meshlora.config.file import read_runs
-    from meshlora.rl.run import check_command, check_rewards, check_rl, describe, making
-    from meshlora.train.agreement import agreed, one_day
-    from meshlora.train.edge import be_deterministic, how_to_go_on, launched_by_us, leave_result, log_to_file
-    from meshlora.train.machines import machines, own_words
-    from meshlora.train.run import train
-    from meshlora.train.together import holding_outputs, logs_of, prepare_runs, words_of
+    from meshlora.run.agreement import agreed, one_day
+    from meshlora.run.config.file import read_runs
+    from meshlora.run.edge import be_deterministic, how_to_go_on, launched_by_us, leave_result, log_to_file
+    from meshlora.run.machines import machines, own_words
+    from meshlora.run.run import train
+    from meshlora.run.together import holding_outputs, logs_of, prepare_runs, words_of
     from meshlora.verify.pool import stop_forking
     from meshlora.verify.preflight import preflight
+    from meshlora_extra.commands.elastic import fitted
+    from meshlora_extra.rl.run import check_command, check_rewards, check_rl, describe, making
+    from meshlora_ground.console import Console
 
     is_main, world, day = place is None or place.rank == 0, place.world if place else 1, one_day()
 
@@ -225,8 +225,8 @@ def _watched(runs: Mapping[str, Any], options: argparse.Namespace) -> Iterator[N
     if not options.watch:
         yield
         return
-    from meshlora.common.console import Console
-    from meshlora.train.watch.live.server import serving
+    from meshlora_extra.page.server import serving
+    from meshlora_ground.console import Console
 
     output = Path(next(iter(runs.values())).config.train.output).absolute()
     with serving(output.parent, first=output.name) as url:
@@ -236,7 +236,7 @@ def _watched(runs: Mapping[str, Any], options: argparse.Namespace) -> Iterator[N
 
 def _write(options: argparse.Namespace, runs: Mapping[str, Any], *, is_done: bool) -> None:
     """Write the result of `--json`. runs: of the main rank; empty on others, which write nothing."""
-    from meshlora.train.watch.metrics import last_values
+    from meshlora.run.watch.metrics import last_values
 
     outputs = {name: Path(run.config.train.output) for name, run in runs.items()}
     found = {
@@ -254,7 +254,7 @@ def _write(options: argparse.Namespace, runs: Mapping[str, Any], *, is_done: boo
 
 def _described(run: Any, note: Sequence[str], options: argparse.Namespace, *, ranks_per_gpu: int) -> Any:
     """`run` with its command, what is proved of it, and a further note."""
-    from meshlora.train.edge import command_of, whole_command
+    from meshlora.run.edge import command_of, whole_command
     from meshlora.verify.preflight import proof_words
 
     proof = proof_words(run, skip=options.no_preflight, ranks_per_gpu=ranks_per_gpu)
@@ -264,9 +264,9 @@ def _described(run: Any, note: Sequence[str], options: argparse.Namespace, *, ra
 
 def _are_finished(runs: Mapping[str, Any], *, is_main: bool = True) -> bool:
     """Whether all runs are complete; the main rank then reports each, and writes a merged model that is missing."""
-    from meshlora.common.console import Console
-    from meshlora.train.checkpoint.manifest import read_manifest
-    from meshlora.train.run import merge_at_end
+    from meshlora.run.checkpoint.manifest import read_manifest
+    from meshlora.run.run import merge_at_end
+    from meshlora_ground.console import Console
 
     if not all(run.is_finished for run in runs.values()):
         return False

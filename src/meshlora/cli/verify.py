@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from meshlora.cli.arguments import add_ranks_per_gpu
-from meshlora.common.errors import UserError
-from meshlora.common.lifetime import import_libraries
+from meshlora_ground.errors import UserError
+from meshlora_ground.lifetime import import_libraries
 
-# Of train.schedule, as `config.run.Schedule` has them. Proofs of these end above 0, so that an ignored min_lr shows.
+# Of train.schedule, as `run.config.run.Schedule` has them. Proofs of these end above 0, so that an ignored min_lr
+# shows.
 _FALLING = ("cosine", "cosine_of_run", "warmup_stable_decay")
 SCHEDULES = ("linear", *_FALLING, "constant", "inverse_sqrt", "cycle")
 
@@ -80,8 +81,8 @@ def add(commands: Any) -> None:
 def _verify(options: argparse.Namespace) -> None:
     import_libraries()
     from meshlora.adapter.formats.peft_format import read_lora
-    from meshlora.comm.launchers import launcher_place
-    from meshlora.train.edge import rank_edge
+    from meshlora.processes.launchers import launcher_place
+    from meshlora.run.edge import rank_edge
     from meshlora.verify.command import verify
     from meshlora.verify.faults.objectives import as_proved
     from meshlora.verify.faults.registry import MUTATIONS
@@ -115,7 +116,7 @@ def _verify(options: argparse.Namespace) -> None:
 
 def _fields(overrides: Sequence[str]) -> dict[str, Any]:
     """Values of `KEY=VALUE`, parsed as YAML."""
-    from meshlora.config.file import yaml_value
+    from meshlora.run.config.file import yaml_value
 
     fields = {}
     for override in overrides:

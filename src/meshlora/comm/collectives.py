@@ -23,7 +23,7 @@ from torch.autograd import Function
 
 from meshlora.comm import direct
 from meshlora.comm.groups import Axis
-from meshlora.common.slow_paths import OVER_CPU, take
+from meshlora_ground.slow_paths import OVER_CPU, take
 
 # torch 2.13 renamed these two and warns about the old names; 2.11 has only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -199,7 +199,7 @@ def _batch_of_one(call: Callable[..., Any], tensor: Tensor, axis: Axis) -> list[
 
     NCCL runs a message outside a batch as a collective of its group, and torch warns of it. In one batch with others a
     message would have to wait for them. So each has a batch, and each direction a group, which on NCCL is a stream: a
-    send that is not taken yet holds up those after it, and nothing else (`plan.pipeline_schedule`).
+    send that is not taken yet holds up those after it, and nothing else (`wings.stages.pipeline_schedule`).
     """
     operation = dist.P2POp(call, tensor, group=axis.group, group_peer=1 - axis.rank)
     if tensor.is_meta:  # of a simulated rank: torch looks for a backend of its device

@@ -2,7 +2,7 @@
 
 Owns: all-reduce, all-gather, reduce-scatter, all-to-all and broadcast over an `Axis` whose group is gloo's or a
 `comm.groups.LocalGroup`, as operators that dispatch modes see like torch's own. Does not own: when they are used
-(`comm.collectives`), the sockets between ranks of one machine (`comm.links`).
+(`comm.collectives`), the sockets between ranks of one machine (`processes.links`).
 
 gloo's collectives run around a ring, step by step through gloo's own queue, and add bfloat16 one element at a time.
 Direct messages do neither: between ranks of one machine they use our own sockets, else gloo's send and receive.
@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from meshlora.comm.groups import Axis, LocalGroup
-from meshlora.comm.links import Links, Meeting
-from meshlora.common.compat import timeout_of
+from meshlora.processes.links import Links, Meeting
+from meshlora_ground.compat import timeout_of
 
 # Up to this size each rank sends everything to all others and sums by itself: one round instead of two.
 ONE_ROUND_BYTES = 64 * 1024

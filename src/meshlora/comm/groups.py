@@ -2,8 +2,8 @@
 
 Owns: the ranks' store before any group is open (`meet`), joining the job (`join`), the mesh of a topology
 (`open_mesh`), the group of ranks on one machine (`LocalGroup`), and `Axis`, the handle that collectives take.
-Does not own: the collectives themselves (`comm.collectives`), what a launcher says (`comm.launchers`), starting
-processes (`train.launch`).
+Does not own: the collectives themselves (`comm.collectives`), what a launcher says (`processes.launchers`), starting
+processes (`run.launch`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.distributed import Backend, Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshlora.comm.attempt import part_of_attempt
-from meshlora.comm.launchers import (
+from meshlora.processes.attempt import part_of_attempt
+from meshlora.processes.heartbeat import Board, BoardInFolder, BoardInStore, Watch
+from meshlora.processes.launchers import (
     enter_place,
     hides_gpus,
     is_by_torchrun,
@@ -34,12 +35,11 @@ from meshlora.comm.launchers import (
     master_port,
     set_rendezvous,
 )
-from meshlora.comm.links import Links, Outbox
-from meshlora.comm.watch import Board, BoardInFolder, BoardInStore, Watch
-from meshlora.comm.who_is_missing import Arrivals, explaining_timeouts
-from meshlora.common import compat
-from meshlora.common.errors import UserError
-from meshlora.plan.topology import DATA, FEATURES, LAYERS, SEQUENCES, TOKENS, Topology, axis_sets
+from meshlora.processes.links import Links, Outbox
+from meshlora.processes.who_is_missing import Arrivals, explaining_timeouts
+from meshlora_ground import compat
+from meshlora_ground.errors import UserError
+from meshlora_ground.topology import DATA, FEATURES, LAYERS, SEQUENCES, TOKENS, Topology, axis_sets
 
 _GLOO_SETTLES_S = 0.2
 # There where an NVIDIA driver is loaded.
@@ -47,7 +47,7 @@ _DRIVER = [Path("/proc/driver/nvidia/version"), Path("/dev/nvidiactl")]
 # How long the first rank waits for the last one to be started.
 _MEETING_S = 600.0
 # How long ranks wait for each other while they load: a cold file system takes its time, and is no hang. A rank that
-# fails tells the others (`comm.watch`).
+# fails tells the others (`processes.heartbeat`).
 LOADING_S = 7200.0
 BACKEND = "meshlora_local"  # torch.distributed's name for `LocalGroup`
 
@@ -57,7 +57,7 @@ class LocalGroup(compat.NamedGroup):
 
     gloo would listen on a port, and any user of the machine can connect to a port, even on loopback. So these ranks use
     no gloo at all: they find each other through their store, a file in a folder private to this user, and have sockets
-    in another (`comm.links`). torch refuses its own collectives on such a group: it has no backend for them.
+    in another (`processes.links`). torch refuses its own collectives on such a group: it has no backend for them.
 
     Attributes:
         store: private to this group. timeout_s: how long a rank waits for the others.

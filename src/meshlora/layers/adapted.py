@@ -1,7 +1,7 @@
 """The base of all leaves that carry adapters: factors by adapter name, assembled from those of pieces.
 
 Owns: `AdaptedLeaf`, and `become`, for modules that stay the model's own. Does not own: computation with the factors
-(`layers.linear`, `layers.experts.module`, `layers.experts.router`), their initialization (`adapter.initialization`).
+(`layers.linear`, `wings.experts.module`, `wings.experts.router`), their initialization (`adapter.initialization`).
 """
 
 from __future__ import annotations

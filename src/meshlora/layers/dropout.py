@@ -1,7 +1,7 @@
 """Dropout on a mesh: that of the model's own modules, and the input features that LoRA's dropout sees.
 
 Owns: `TokenDropout`, which replaces the model's `nn.Dropout`. Does not own: the tokens of a module and their masks
-(`layers.tokens`), mask bits (`meshlora.common.masks`), which dropouts are exact (`plan.dropout`), the numbering of a
+(`layers.tokens`), mask bits (`meshlora_ground.masks`), which dropouts are exact (`plan.dropout`), the numbering of a
 batch's tokens (`data.collate`).
 
 Masks are computed on use, and again in the backward: no mask outlives the layer that applies it.

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from meshlora.comm.collectives import reduce_each_to_one
 from meshlora.comm.groups import Axis
-from meshlora.common.errors import UnsupportedError
 from meshlora.layers.adapted import become
 from meshlora.layers.token_rows import ReplacedRows, base_rows, rows_of
 from meshlora.layers.tokens import ForwardTokens
 from meshlora.plan.rules import ParameterRule
+from meshlora_ground.errors import UnsupportedError
 
 
 class ParallelEmbedding(nn.Embedding):

@@ -1,7 +1,7 @@
 """NEFTune on a mesh (Jain et al., 2023, arXiv 2310.05914): uniform noise on the embedded tokens, in training alone.
 
 Owns: the hook on the input embedding, and the length of each token's sequence. Does not own: the numbers drawn
-(`meshlora.common.masks`), the tokens of a forward (`layers.tokens`).
+(`meshlora_ground.masks`), the tokens of a forward (`layers.tokens`).
 
 Noise is added where transformers adds it, to what the module of `get_input_embeddings()` returns: with its LoRA, and
 after a scale that the module itself applies, but before one that the model applies to its output. Its size is alpha /
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshlora.common.float64 import wide_dtype
-from meshlora.common.masks import POSITION_BITS, noise_key, uniform
 from meshlora.layers.tokens import ForwardTokens, Share
+from meshlora_ground.float64 import wide_dtype
+from meshlora_ground.masks import POSITION_BITS, noise_key, uniform
 
 
 def add_noise(embedding: nn.Module, tokens: ForwardTokens, *, alpha: float) -> None:

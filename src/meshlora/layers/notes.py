@@ -1,7 +1,8 @@
 """Notes on a tensor: facts about its values, for a layer that is called with it later.
 
 Owns: writing a note, and reading one that is still valid. Does not own: the contents, which belong to the writers:
-`layers.shared_input`, `layers.early_a`, `layers.gate_recompute`, `layers.rounded`. Why notes: docs/decisions/016.
+`wings.kernels.shared_input`, `wings.kernels.early_a`, `wings.kernels.gate_recompute`, `layers.rounded`. Why notes:
+docs/decisions/016.
 
 The model's own code lies between writer and reader, and passes tensors alone. A note is valid for this very tensor,
 unchanged: a copy, a view and a tensor modified in place have none, and a reader that finds none computes as usual.
@@ -13,7 +14,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from meshlora.common.compat import version_of
+from meshlora_ground.compat import version_of
 
 _Note = TypeVar("_Note")
 _NOTES = "_meshlora_notes"  # kind -> (the note, the version of the tensor then)

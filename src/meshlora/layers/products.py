@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from meshlora.common.transfer import to_device
-from meshlora.layers.gate_recompute import Product
-from meshlora.layers.quantized import Packed, unpacked
 from meshlora.layers.rounded import rounded, scaled_product, wide_product
-from meshlora.layers.shared_input import InputGradient
 from meshlora.layers.tokens import Segment, are_alike
+from meshlora.wings.kernels.gate_recompute import Product
+from meshlora.wings.kernels.shared_input import InputGradient
+from meshlora.wings.quantized.quantized import Packed, unpacked
+from meshlora_ground.transfer import to_device
 
 # Up to this many tokens a product on CPUs is faster with tokens as columns: by a fifth at 32, equal at 64, slower
 # beyond (MKL, float32, 1,024 x 1,408). bfloat16 has other kernels.
@@ -44,12 +44,12 @@ class LoraLinearFunction(Function):
     with all factors: there an infinity in one adapter's rows would reach the others' gradients. The factors of a
     segment without rows get zeros: other ranks have its rows.
     W and b are frozen: no gradient is computed for them, and x is saved for dA alone; if x is a product of two tensors
-    that are saved anyway (`layers.gate_recompute`), these are saved instead. A packed W is unpacked in each direction,
-    once for all segments, and only the packed one is saved. The mask of D is recomputed in the backward. Linears that
-    share x all add to one dx and return none (`layers.shared_input`): they are called with x detached, and with the
-    token of the shared input.
-    rides: z was gathered with x (`layers.early_a`), or computed for several linears (`layers.shared_input`), and
-    replaces A, of one adapter; its gradient is g B, and nothing of x is saved.
+    that are saved anyway (`wings.kernels.gate_recompute`), these are saved instead. A packed W is unpacked in each
+    direction, once for all segments, and only the packed one is saved. The mask of D is recomputed in the backward.
+    Linears that share x all add to one dx and return none (`wings.kernels.shared_input`): they are called with x
+    detached, and with the token of the shared input.
+    rides: z was gathered with x (`wings.kernels.early_a`), or computed for several linears
+    (`wings.kernels.shared_input`), and replaces A, of one adapter; its gradient is g B, and nothing of x is saved.
     The factors may have higher precision than x (fp32 with bf16): products take rounded ones (`layers.rounded`), and
     the gradients are returned in the higher precision.
     """

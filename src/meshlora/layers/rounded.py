@@ -1,7 +1,7 @@
 """Factors in the dtype of the base: rounded once a forward, all in one kernel, not on each use.
 
 Owns: the rounded copies and the product whose result is not rounded. Does not own: who uses them (`layers.products`,
-`layers.shared_input`, `layers.early_a`), which factors are in use (`adapter.attach`).
+`wings.kernels.shared_input`, `wings.kernels.early_a`), which factors are in use (`adapter.attach`).
 
 Copies are made when the model's forward begins and forgotten when it ends: none can outlive a change of its factor,
 whoever makes it. A version number would not do as a key: torch's fused AdamW changes parameters without a new one. A
@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from meshlora.common.compat import copy_each
 from meshlora.layers.adapted import AdaptedLeaf
 from meshlora.layers.notes import forget, note, noted
+from meshlora_ground.compat import copy_each
 
 
 class _Rounded(NamedTuple):

@@ -2,7 +2,7 @@
 
 Owns: `Share`, the tokens of one adapter; `ForwardTokens`, which locates them among the rows of a module's input;
 `Segment`, a linear's product on some of its rows. Does not own: which rows of a batch are which adapter's
-(`train.batches`), the computation (`layers.linear`), mask bits (`meshlora.common.masks`).
+(`train.batches`), the computation (`layers.linear`), mask bits (`meshlora_ground.masks`).
 
 The rows of one adapter are contiguous: a share is a range of the flat tokens `[B*S]` of the forward. The common case
 is one share of all tokens, those of the adapter in use. A module sees all tokens or, in the layers, its cp rank's;
@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from meshlora.comm.groups import Axis
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.common.masks import POSITION_BITS, keep_mask, mask_key
-from meshlora.layers.context import ContextCut
+from meshlora.wings.context.context import ContextCut
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.masks import POSITION_BITS, keep_mask, mask_key
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Mask:
     """The dropout mask of some rows in one call of a module.
 
     Attributes:
-        key: from `meshlora.common.masks.mask_key`. tokens: int64 `[T]`, the numbers of the rows. features: int64 `[H]`,
+        key: from `meshlora_ground.masks.mask_key`. tokens: int64 `[T]`, the numbers of the rows. features: int64 `[H]`,
             those of the columns in the whole matrix. p: the dropout probability.
     """
 

@@ -2,7 +2,7 @@
 
 Owns: `Blueprint` and `make_blueprint`, which builds the model on the meta device, once, and refuses what is not
 supported; reading a model's configuration. Does not own: weights and processes (`loading.load`), data
-(`train.prepare`).
+(`run.prepare`).
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, plan_folder, read_factors
 from meshlora.adapter.initialization import WHOLE_MATRIX
 from meshlora.adapter.plan import AdapterPlan, plan_adapter, with_trained_head
-from meshlora.common.errors import UnsupportedError, UserError, did_you_mean, reason
-from meshlora.common.files import read_json
-from meshlora.common.model_class import take_quantization
-from meshlora.common.tasks import CAUSAL
-from meshlora.common.weight_files import check_one_model
-from meshlora.config.objective import TEXT, Objective
-from meshlora.layers.quantized import check_library
 from meshlora.loading.guards import check_dropouts, dropout_fields, handle_dropout
 from meshlora.model.building import build_on_meta
 from meshlora.model.dp_shard import check_units
-from meshlora.model.packed import check_packing
 from meshlora.model.stored import has_own_head, num_stored, stored_dtype
 from meshlora.model.weights import CheckpointSource, check_checkpoint, extra_weights, kept_wide
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.derive import plan_model
 from meshlora.plan.numbers import check_numbers
-from meshlora.plan.quantization import KEEP, KINDS, with_quantization
 from meshlora.plan.rules import ModelPlan, Packing
-from meshlora.plan.topology import Topology
+from meshlora.wings.quantized.packed import check_packing
+from meshlora.wings.quantized.plan import KEEP, KINDS, with_quantization
+from meshlora.wings.quantized.quantized import check_library
+from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean, reason
+from meshlora_ground.files import read_json
+from meshlora_ground.model_class import take_quantization
+from meshlora_ground.objective import TEXT, Objective
+from meshlora_ground.tasks import CAUSAL
+from meshlora_ground.topology import Topology
+from meshlora_ground.weight_files import check_one_model
 
 DTYPES = {
     "float64": torch.float64,

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from meshlora.adapter import attach
-from meshlora.common import compat
-from meshlora.common.errors import UnsupportedError
-from meshlora.common.tasks import CAUSAL, task_of
 from meshlora.loading.methods import take_methods
-from meshlora.loading.same_tokens import given_tokens
 from meshlora.model.wrappers import refuse_wrappers
 from meshlora.plan.dropout import is_exact_dropout, is_exact_module
-from meshlora.plan.topology import Topology
+from meshlora.wings.experts.same_tokens import given_tokens
+from meshlora_ground import compat
+from meshlora_ground.errors import UnsupportedError
+from meshlora_ground.tasks import CAUSAL, task_of
+from meshlora_ground.topology import Topology
 
 _DROPOUT_WORDS = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path", "jitter")
 _LENGTH_DEPENDENT = ("longrope", "dynamic")

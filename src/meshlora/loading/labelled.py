@@ -22,10 +22,10 @@ from torch.autograd import Function
 
 from meshlora.adapter.attach import Loop, runtime
 from meshlora.comm.collectives import reduce_each_to_one
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.common.tasks import CAUSAL, task_of
-from meshlora.data.batch import IGNORED, shifted
-from meshlora.data.context import order_of_rows
+from meshlora.plan.token_order import order_of_rows
+from meshlora.train.batch import IGNORED, shifted
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.tasks import CAUSAL, task_of
 
 _OWN = "_meshlora_own"
 

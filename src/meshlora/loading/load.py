@@ -18,26 +18,26 @@ from meshlora.adapter import attach
 from meshlora.adapter.formats.peft_format import begin_adapter, begin_reference
 from meshlora.adapter.targets.options import check_kind
 from meshlora.comm.groups import Mesh, join, num_processes, open_mesh
-from meshlora.common.errors import UserError
-from meshlora.common.hub import located
-from meshlora.common.model_class import model_class
-from meshlora.common.weight_files import weight_files
 from meshlora.layers.dropout import replace_dropouts
-from meshlora.layers.liger import Kernels, check_kernels, liger
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.loading.guards import guard_model
-from meshlora.loading.kernels import with_kernels
 from meshlora.loading.labelled import take_labels
 from meshlora.loading.numbered import number_tokens
-from meshlora.loading.same_tokens import compare_first_tokens
 from meshlora.model.dp_shard import finish_sharding
 from meshlora.model.inject import parallelize
 from meshlora.model.padding import is_causal, needs_mask
 from meshlora.model.weights import StateDictSource, extra_weights, fill
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.proved import check_proved_here
-from meshlora.plan.stages import check_options, plan_of_rank
-from meshlora.plan.topology import Topology
+from meshlora.wings.experts.same_tokens import compare_first_tokens
+from meshlora.wings.kernels.kernels import with_kernels
+from meshlora.wings.kernels.liger import Kernels, check_kernels, liger
+from meshlora.wings.stages.plan import check_options, plan_of_rank
+from meshlora_ground.errors import UserError
+from meshlora_ground.hub import located
+from meshlora_ground.model_class import model_class
+from meshlora_ground.topology import Topology
+from meshlora_ground.weight_files import weight_files
 
 logger = logging.getLogger(__name__)
 

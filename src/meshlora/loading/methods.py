@@ -19,10 +19,10 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from meshlora.adapter import attach
 from meshlora.adapter.formats import peft_format
-from meshlora.common import compat
-from meshlora.common.errors import UserError
-from meshlora.loading.continuous import generate_batch, refuse_manager
-from meshlora.loading.generation import all_finished, generate
+from meshlora.wings.generation.continuous import generate_batch, refuse_manager
+from meshlora.wings.generation.rows import all_finished, generate
+from meshlora_ground import compat
+from meshlora_ground.errors import UserError
 
 _NAMES = "enable one with set_adapter(name), none with `with disable_adapter()`"
 # Method -> (what it would do, the way out).

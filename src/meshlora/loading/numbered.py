@@ -1,8 +1,8 @@
 """The numbers of tokens in a loop of a user's own, by which dropout masks are the same on every topology.
 
 Owns: which forwards get them: those of a step with gradients (`adapter.attach.Loop.masks`), by the tokens themselves,
-as nobody knows the place of a row in a global batch. Does not own: the numbering (`common.masks`), what is done with it
-(`layers.tokens`). `meshlora train` knows the places, and says them.
+as nobody knows the place of a row in a global batch. Does not own: the numbering (`meshlora_ground.masks`), what is
+done with it (`layers.tokens`). `meshlora train` knows the places, and says them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from meshlora.adapter.attach import Runtime, runtime
-from meshlora.common.masks import numbers_by_content
 from meshlora.layers.head.recipe import LogitsRecipe
 from meshlora.layers.tokens import Share
-from meshlora.loading.same_tokens import given_tokens
+from meshlora.wings.experts.same_tokens import given_tokens
+from meshlora_ground.masks import numbers_by_content
 
 
 def number_tokens(model: Any) -> None:

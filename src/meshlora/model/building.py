@@ -15,10 +15,10 @@ import torch
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PretrainedConfig
 
-from meshlora.common.errors import UserError, reason
-from meshlora.common.limits import OutOfTimeError, time_limit
-from meshlora.common.model_class import model_class
 from meshlora.model.stored import num_stored
+from meshlora_ground.errors import UserError, reason
+from meshlora_ground.limits import OutOfTimeError, time_limit
+from meshlora_ground.model_class import model_class
 
 _BUILD_S = 120
 # Parameters allowed without a look at the checkpoint (each takes about a millisecond), and without any checkpoint.

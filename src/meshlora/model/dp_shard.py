@@ -24,9 +24,9 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from meshlora.comm.collectives import all_gather_into
 from meshlora.comm.groups import Axis, Mesh
-from meshlora.common.compat import forward_hooks
-from meshlora.common.errors import UnsupportedError
 from meshlora.plan.rules import ModelPlan
+from meshlora_ground.compat import forward_hooks
+from meshlora_ground.errors import UnsupportedError
 
 
 def check_units(model: nn.Module, plan: ModelPlan) -> None:

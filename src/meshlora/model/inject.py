@@ -10,22 +10,22 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from meshlora.comm.groups import Axis, Mesh
-from meshlora.common.errors import UserError
-from meshlora.common.row_masks import read_positions_in_masks
-from meshlora.layers.context import ContextCut
 from meshlora.layers.embedding import ParallelEmbedding, parallelize_embedding
-from meshlora.layers.experts.module import ParallelExpertLinear, parallelize_block, parallelize_experts
-from meshlora.layers.experts.router import RouterAdapter, adapt_router, router_of
-from meshlora.layers.fused import fuse
-from meshlora.layers.gate_recompute import watch_activations
-from meshlora.layers.liger import Kernels
 from meshlora.layers.linear import ParallelHead, ParallelLinear
-from meshlora.layers.rms_norm import own_gradients_of_norms, widen_norm
-from meshlora.layers.rotary import own_rotations
 from meshlora.model.regions import TokenCut, install_borders
-from meshlora.model.stages import Pipeline, take_out, take_turns
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule, ModelPlan
+from meshlora.wings.context.context import ContextCut
+from meshlora.wings.experts.module import ParallelExpertLinear, parallelize_block, parallelize_experts
+from meshlora.wings.experts.router import RouterAdapter, adapt_router, router_of
+from meshlora.wings.kernels.fused import fuse
+from meshlora.wings.kernels.gate_recompute import watch_activations
+from meshlora.wings.kernels.liger import Kernels
+from meshlora.wings.kernels.rms_norm import own_gradients_of_norms, widen_norm
+from meshlora.wings.kernels.rotary import own_rotations
+from meshlora.wings.packed_rows.row_masks import read_positions_in_masks
+from meshlora.wings.stages.hold import Pipeline, take_out, take_turns
+from meshlora_ground.errors import UserError
 
 
 def parallelize(

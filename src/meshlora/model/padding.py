@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshlora.common.tasks import CAUSAL
 from meshlora.plan.families.proved import PROVED
 from meshlora.plan.rules import ModelPlan
+from meshlora_ground.tasks import CAUSAL
 
 
 def needs_mask(model: Any, plan: ModelPlan) -> bool:

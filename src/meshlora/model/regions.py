@@ -23,16 +23,16 @@ from torch import Tensor, nn
 
 from meshlora.comm.collectives import copy_one_to_each, gather_each_to_each, gather_each_to_one, slice_one_to_each
 from meshlora.comm.groups import Axis, Mesh
-from meshlora.common import compat
-from meshlora.common.compat import cut_deepstack, without_fused_projection
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.layers.context import ContextCut, HeldTokens, hold_context
-from meshlora.layers.early_a import pack, unpack
-from meshlora.layers.experts.module import ParallelExperts
 from meshlora.layers.linear import ParallelLinear
-from meshlora.layers.passed_states import pass_states
-from meshlora.model.stages import Pipeline
 from meshlora.plan.rules import ModelPlan, Region
+from meshlora.wings.context.context import ContextCut, HeldTokens, hold_context
+from meshlora.wings.context.passed_states import pass_states
+from meshlora.wings.experts.module import ParallelExperts
+from meshlora.wings.kernels.early_a import pack, unpack
+from meshlora.wings.stages.hold import Pipeline
+from meshlora_ground import compat
+from meshlora_ground.compat import cut_deepstack, without_fused_projection
+from meshlora_ground.errors import UnsupportedError, UserError
 
 
 class TokenCut:
@@ -85,7 +85,7 @@ class TokenCut:
             raise UserError(
                 f"batch_size * seq_len = {self.batch_size} * {self.seq_len}",
                 f"under sp the number of tokens must divide by tp={self.tp.size}",
-                "pad the sequences (meshlora.data.collate does, with token_multiple=tp)",
+                "pad the sequences (meshlora.reading.collate does, with token_multiple=tp)",
             )
         return slice_one_to_each(x.reshape(tokens, -1), self.tp).unsqueeze(0)
 

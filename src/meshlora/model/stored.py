@@ -2,7 +2,7 @@
 
 Owns: finding the tensors of a Hugging Face checkpoint (single file or sharded, old and new key names, experts one by
 one, codes and their scales) and the place of each in its parameter. Does not own: reading them (`model.weights`), the
-arithmetic of few bits (`model.packed`).
+arithmetic of few bits (`wings.quantized.packed`).
 
 transformers' own rules for loading decide: its renamings, and those of its conversions that concatenate tensors,
 stack the matrices of experts or transpose them. Others are refused by name, and only where the model has the weight.
@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.common.files import open_safetensors
-from meshlora.common.weight_files import weight_files
-from meshlora.model.packed import Format, find_packed
 from meshlora.model.stream import dtype_name
 from meshlora.plan.rules import Packing
+from meshlora.wings.quantized.packed import Format, find_packed
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.files import open_safetensors
+from meshlora_ground.weight_files import weight_files
 
 _ROWS_AT_ONCE = 4096
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"

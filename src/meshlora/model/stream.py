@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshlora.common.errors import MeshloraError
-from meshlora.common.files import open_safetensors
+from meshlora_ground.errors import MeshloraError
+from meshlora_ground.files import open_safetensors
 
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _NUM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2}

@@ -24,21 +24,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from meshlora.comm.groups import Mesh
-from meshlora.common import compat
-from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
-from meshlora.common.files import open_safetensors
-from meshlora.common.tasks import CAUSAL, task_of
-from meshlora.layers.experts.module import ParallelExpertLinear
 from meshlora.layers.linear import ParallelLinear
-from meshlora.layers.quantized import FrozenMatrix, Packed, joined, pack, stacked
 from meshlora.model.dp_shard import shard_unit
-from meshlora.model.packed import Bounds
 from meshlora.model.stored import Part, Stored, StoredTensor, find_stored
 from meshlora.model.stream import FLOATS
 from meshlora.plan.layout import Layout, Split
-from meshlora.plan.quantization import KEEP, contiguous
 from meshlora.plan.rules import ExpertRule, ModelPlan, Packing
-from meshlora.plan.topology import EP, ETP
+from meshlora.wings.experts.module import ParallelExpertLinear
+from meshlora.wings.quantized.packed import Bounds
+from meshlora.wings.quantized.plan import KEEP, contiguous
+from meshlora.wings.quantized.quantized import FrozenMatrix, Packed, joined, pack, stacked
+from meshlora_ground import compat
+from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
+from meshlora_ground.files import open_safetensors
+from meshlora_ground.tasks import CAUSAL, task_of
+from meshlora_ground.topology import EP, ETP
 
 _ROWS_AT_ONCE = 4096
 

@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import nn
 
-from meshlora.common.compat import COMPOSED
-from meshlora.common.errors import UserError
-from meshlora.plan.topology import Topology
+from meshlora_ground.compat import COMPOSED
+from meshlora_ground.errors import UserError
+from meshlora_ground.topology import Topology
 
 # (module, function) of the wrapping code -> what the user called.
 _WRAPPERS = {
@@ -60,7 +60,7 @@ def _check_caller(topology: Topology) -> None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if getattr(type(frame.f_locals.get("self")), "keeps_the_mesh", False):
-            return  # `hf.trainer`, which wraps nothing
+            return  # `meshlora_extra.hf.trainer`, which wraps nothing
         where = (frame.f_globals.get("__name__", ""), frame.f_code.co_qualname)
         if where == COMPOSED and (name := getattr(frame.f_locals.get("func"), "__name__", "")) in _COMPOSABLE:
             found = f"torch's {name}"

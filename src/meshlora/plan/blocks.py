@@ -13,9 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from meshlora.common.errors import UnsupportedError
 from meshlora.plan.families.family import Leaf
 from meshlora.plan.layout import Layout, Piece, Split
+from meshlora_ground.errors import UnsupportedError
 
 # Attributes of transformers' attention modules, by what they count.
 _QUERY_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head")

@@ -2,7 +2,7 @@
 
 Owns: which blocks of a decoder layer become which regions, and refusing modules that cannot be split safely. Does not
 own: the data types of a plan (`plan.rules`), families (`plan.families.explicit`, `plan.families.styles`), experts
-(`plan.experts`).
+(`wings.experts.forms`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from meshlora.common import compat
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.common.tasks import CAUSAL, task_of
 from meshlora.plan.blocks import Heads, kept_whole, leaf_layout, local_attributes, parameter_layout
-from meshlora.plan.experts import find_experts
 from meshlora.plan.families.explicit import explicit_plan
 from meshlora.plan.families.family import FamilyPlan, Leaf
 from meshlora.plan.families.mixers import Mixer, mixer_of
@@ -29,8 +25,12 @@ from meshlora.plan.families.proved import check_family
 from meshlora.plan.families.styles import family_plan, text_decoder
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import CONTEXT_ATTENTIONS, Domain, ExpertsRule, LinearRule, ModelPlan, ParameterRule, Region
-from meshlora.plan.stages import with_stages
-from meshlora.plan.topology import TOKENS, Topology, divisors, set_of
+from meshlora.wings.experts.forms import find_experts
+from meshlora.wings.stages.plan import with_stages
+from meshlora_ground import compat
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.tasks import CAUSAL, task_of
+from meshlora_ground.topology import TOKENS, Topology, divisors, set_of
 
 _ADAPTED = {"q", "k", "v", "gate", "up"}
 

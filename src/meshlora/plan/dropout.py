@@ -1,6 +1,6 @@
 """Which dropouts of a model are exact on a mesh, by family and configuration field.
 
-Owns: the table. Does not own: refusals (`loading.guards`), masks (`meshlora.common.masks`).
+Owns: the table. Does not own: refusals (`loading.guards`), masks (`meshlora_ground.masks`).
 
 A dropout is exact if it is a separate `nn.Dropout`, acts on hidden states token by token and is called once per
 forward. Not exact: dropout on attention weights, `F.dropout` in a model's forward, layer drop, router noise, and a

@@ -1,7 +1,7 @@
 """Gradient axes: the mesh axes over which the gradient of a trained parameter is a partial sum.
 
 Owns: deriving them, in one place, from how the base is split. Does not own: the reduction (`train.gradsync`), what an
-axis cuts (`plan.topology`).
+axis cuts (`meshlora_ground.topology`).
 
 A gradient is a partial sum over every axis of its mesh except those that split the parameter and those along which all
 ranks compute the same gradient. `dp` below stands for all axes that cut sequences or tokens: along these, ranks never
@@ -14,7 +14,7 @@ compute the same. The rest is about tp. For y = x W^T + s (x A^T) B^T with A `[r
 | whole  | whole: by its domain  | whole: by its domain  | whole: by its domain    |
 
 Column A: dA = sum over the tp ranks of s (g_i B_i)^T x, as each rank holds only its own output features; where x A^T
-is gathered with a region's input (`layers.early_a`), of s (g B)^T_i x_i, as each rank has only its own tokens.
+is gathered with a region's input (`wings.kernels.early_a`), of s (g B)^T_i x_i, as each rank has only its own tokens.
 Row B: dB = s g^T (x A^T) and x A^T = sum over the tp ranks of x_i A_i^T, each rank holding one term. Bias and magnitude
 are applied after that sum, on the residual stream.
 
@@ -49,7 +49,7 @@ from torch import Tensor
 
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import Domain, ExpertRule, LinearRule, ParameterRule
-from meshlora.plan.topology import DENSE_AXES, EP, ETP, EXPERT_AXES, FEATURES, LAYERS, TP, copies_axis
+from meshlora_ground.topology import DENSE_AXES, EP, ETP, EXPERT_AXES, FEATURES, LAYERS, TP, copies_axis
 
 
 class Side(StrEnum):

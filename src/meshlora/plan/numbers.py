@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from meshlora.common.errors import UserError
+from meshlora_ground.errors import UserError
 
 # Counts and sizes, by name. Lengths, windows and token counts allocate nothing, and may be large.
 _SIZE = re.compile(

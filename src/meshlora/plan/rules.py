@@ -12,7 +12,8 @@ Each block of a decoder layer is one of
   default for blocks the plan does not split: a recurrent unit that saw only its slice of the sequence would train
   silently wrong;
 - token-wise (a norm, a dropout): works on any slice of the tokens, and is left alone;
-- a block of routed experts: its router is token-wise, its experts dispatch tokens (`plan.experts`), and any other
+- a block of routed experts: its router is token-wise, its experts dispatch tokens (`wings.experts.forms`), and any
+other
   child, such as a shared expert, is a block as above.
 
 The embedding and the output head are split over the vocabulary. The modules after the last decoder layer form one more
@@ -27,9 +28,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
-from meshlora.common.tasks import CAUSAL, HEADS
 from meshlora.plan.layout import Layout, Split
-from meshlora.plan.topology import FEATURES, LAYERS, Topology, copies_axis
+from meshlora_ground.tasks import CAUSAL, HEADS
+from meshlora_ground.topology import FEATURES, LAYERS, Topology, copies_axis
 
 # The attention implementations of transformers that work on cut sequences.
 CONTEXT_ATTENTIONS = ("sdpa", "eager")
@@ -127,7 +128,7 @@ class Packing:
     """How a frozen matrix is held in few bits.
 
     Attributes:
-        kind: one of `plan.quantization.BITS`. block: (outputs, inputs) that share a scale. scale_bytes: of each.
+        kind: one of `wings.quantized.plan.BITS`. block: (outputs, inputs) that share a scale. scale_bytes: of each.
     """
 
     kind: str

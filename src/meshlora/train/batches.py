@@ -1,7 +1,7 @@
 """From examples to the padded micro-batches of one dp rank.
 
 Owns: which run options affect padding; the assignment of rows to adapters. Does not own: the order of examples
-(`data.sampler`), padding itself (`data.collate`).
+(`reading.sampler`), padding itself (`data.collate`).
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshlora.comm.groups import Mesh
-from meshlora.data.batch import Batch, collate
-from meshlora.data.context import token_order
-from meshlora.data.dataset import Sequence as TokenSequence
-from meshlora.data.dataset import TokenizedDataset
-from meshlora.data.packing import joined, packed_share, with_positions
-from meshlora.data.sampler import share
+from meshlora.plan.token_order import token_order
+from meshlora.reading.packing import joined, packed_share, with_positions
+from meshlora.reading.sampler import share
+from meshlora.train.batch import Batch, collate
+from meshlora_ground.dataset import Sequence as TokenSequence
+from meshlora_ground.dataset import TokenizedDataset
 
 Step = tuple[TokenizedDataset, np.ndarray]  # of one adapter: its data, the indices of the step's examples
 Row = tuple[int, list[int]]  # index of the adapter's step; positions of the row's sequences in that step

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from meshlora.comm.groups import Mesh
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.plan.topology import LAYERS, Topology
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.topology import LAYERS, Topology
 
 # Optimizers that treat each element by itself, so that a shard of a factor is updated as the whole one would be.
 _ELEMENTWISE = (

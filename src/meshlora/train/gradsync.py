@@ -5,7 +5,7 @@ the global number of trained tokens; the global norm; for one adapter or several
 choice of axes (`plan.grads`).
 
 Each function comes twice: returning a number, for custom loops with one adapter, and `_on_device` for K adapters, where
-the host never waits for the device: `train.step_sums` reads all numbers of a step at once.
+the host never waits for the device: `run.step_sums` reads all numbers of a step at once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from meshlora.adapter.attach import Factor, active_factors, runtime
 from meshlora.adapter.updates import is_finished, mark_finished
 from meshlora.comm.collectives import all_reduce_in_place, all_reduce_sum
 from meshlora.comm.groups import Mesh
-from meshlora.common.compat import copy_each, multiply_each, norm_of_each
-from meshlora.common.errors import MeshloraError, UserError
 from meshlora.plan.grads import GradPart, part_of
+from meshlora_ground.compat import copy_each, multiply_each, norm_of_each
+from meshlora_ground.errors import MeshloraError, UserError
 
 Adapters = Sequence[Sequence[Factor]]  # the local factors of each
 

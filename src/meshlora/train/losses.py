@@ -2,7 +2,7 @@
 
 Owns: the loss and log-probabilities of a language model without materialising its logits, and the loss of given
 logits, for custom loops. Does not own: the arithmetic over a split vocabulary (`layers.head.loss`), the objectives
-(`train.objectives`).
+(`run.objectives`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlora.adapter.attach import runtime
-from meshlora.common.compat import no_rows_packed
-from meshlora.common.errors import UnsupportedError, UserError
-from meshlora.common.slow_paths import PADDING_MASK, take
-from meshlora.data.batch import Batch, shifted
-from meshlora.data.context import order_of_rows
-from meshlora.layers.by_sequence import rows_of
 from meshlora.layers.head.loss import (
     IGNORED,
     log_probabilities_from_hidden,
@@ -30,6 +24,12 @@ from meshlora.layers.head.loss import (
 )
 from meshlora.layers.head.recipe import LogitsRecipe
 from meshlora.layers.linear import ParallelHead
+from meshlora.plan.token_order import order_of_rows
+from meshlora.train.batch import Batch, shifted
+from meshlora.wings.packed_rows.by_sequence import rows_of
+from meshlora_ground.compat import no_rows_packed
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.slow_paths import PADDING_MASK, take
 
 # Input of the head `[T, H]`, the head, options of a loss over its vocabulary.
 _Lazy = tuple[Tensor, Callable[[Tensor], Tensor], dict[str, Any]]
@@ -77,7 +77,7 @@ def shifted_loss(
     trained: Tensor | None = None,
     more: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
-    """`language_model_loss` of labels as batches of `meshlora.data` have them: `labels[b, t]` is the token after t.
+    """`language_model_loss` of labels as batches of `meshlora.reading` have them: `labels[b, t]` is the token after t.
 
     Stages of a pipeline before the last have `[]`, 0, whose backward is that of what they sent.
     trained: `[N]`, the indices where `labels.flatten()` is not -100, in order. Pass it if you know it: the host then

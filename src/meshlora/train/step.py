@@ -2,8 +2,8 @@
 
 Owns: the order of a step (backward, finish gradients, clip, update, zero), the mistakes that a loop can make in it, and
 their agreement: one gather of a row of numbers from each rank, after which all ranks raise the same error or none does.
-Does not own: gradient sums (`train.gradsync`), which rows a rank is given (`train.feeding`), a step of `meshlora train`
-(`train.trainer`).
+Does not own: gradient sums (`train.gradsync`), which rows a rank is given (`run.feeding`), a step of `meshlora train`
+(`run.trainer`).
 
 What is wrong is raised before any gradient is summed. A rank that raised another exception in the block joins the
 gather where no other rank can be waiting in its forward, and says so; where ranks compute a forward together they raise
@@ -25,12 +25,12 @@ from meshlora.adapter.replicas import check_replicas
 from meshlora.adapter.updates import is_finished
 from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import LOADING_S, Mesh
-from meshlora.common.compat import is_mean
-from meshlora.common.errors import MeshloraError, UserError, numbered
 from meshlora.loading.labelled import own_loss
-from meshlora.plan.topology import FEATURES, LAYERS, SEQUENCES
 from meshlora.train.elementwise import check_optimizer, check_rates
 from meshlora.train.gradsync import check_total, clip_gradients_on_device, finish_gradients_on_device
+from meshlora_ground.compat import is_mean
+from meshlora_ground.errors import MeshloraError, UserError, numbered
+from meshlora_ground.topology import FEATURES, LAYERS, SEQUENCES
 
 # How far losses of tp ranks, which compute one forward, may be apart: nothing that differs on purpose is that close.
 _ALIKE = 1e-3

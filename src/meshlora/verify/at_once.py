@@ -17,21 +17,21 @@ from peft import LoraConfig
 
 from meshlora.adapter.attach import draw_adapter
 from meshlora.adapter.formats.peft_format import lora_config
-from meshlora.config.run import DataConfig, RunConfig, TrainConfig
-from meshlora.data.dataset import TokenizedDataset
 from meshlora.loading.blueprint import make_blueprint, read_model_config
 from meshlora.loading.load import load_blueprint
-from meshlora.oracle.case import Case
-from meshlora.oracle.compare import Worst, compare_adapters
-from meshlora.oracle.reference import reference_run
-from meshlora.oracle.trace import Trace
-from meshlora.plan.topology import Topology
-from meshlora.train.prepare import Prepared
-from meshlora.train.trainer import Trainer
+from meshlora.run.config.run import DataConfig, RunConfig, TrainConfig
+from meshlora.run.prepare import Prepared
+from meshlora.run.trainer import Trainer
 from meshlora.verify.faults.registry import applied
 from meshlora.verify.ours import Recorder, run_config
 from meshlora.verify.pool import Pool
 from meshlora.verify.request import as_records
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.topology import Topology
+from meshlora_judge.case import Case
+from meshlora_judge.compare import Worst, compare_adapters
+from meshlora_judge.reference import reference_run
+from meshlora_judge.trace import Trace
 
 # That of the phase "deltas" of a proof: AdamW divides by small moments. Rounding alone gives 1e-13.
 LIMIT = 1e-6

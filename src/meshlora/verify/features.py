@@ -10,17 +10,17 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from transformers import PretrainedConfig
 
 from meshlora.adapter.targets.options import is_open
-from meshlora.common.tasks import CAUSAL
-from meshlora.config.objective import Grpo, Objective, Policy, Sft
-from meshlora.data.context import FEWEST
 from meshlora.model.padding import leaves_mask
 from meshlora.model.regions import sees_all
-from meshlora.oracle.batches import micro_batches_of
-from meshlora.oracle.case import Case
 from meshlora.plan.layout import Layout, Split
-from meshlora.plan.quantization import KEEP
 from meshlora.plan.rules import ModelPlan
-from meshlora.plan.topology import DATA, DENSE_AXES, EXPERT_AXES, FLAGS, Topology, field_of
+from meshlora.plan.token_order import FEWEST
+from meshlora.wings.quantized.plan import KEEP
+from meshlora_ground.objective import Grpo, Objective, Policy, Sft
+from meshlora_ground.tasks import CAUSAL
+from meshlora_ground.topology import DATA, DENSE_AXES, EXPERT_AXES, FLAGS, Topology, field_of
+from meshlora_judge.batches import micro_batches_of
+from meshlora_judge.case import Case
 
 
 def features_of_model(

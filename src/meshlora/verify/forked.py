@@ -6,6 +6,6 @@ their parent.
 
 import os
 
-from meshlora.common.lifetime import end_with
+from meshlora_ground.lifetime import end_with
 
 end_with(os.getppid())

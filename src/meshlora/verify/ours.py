@@ -24,47 +24,47 @@ from meshlora.adapter.attach import active_factors, adapter_factors, runtime
 from meshlora.adapter.formats import peft_format
 from meshlora.adapter.targets.pieces import PieceLoraConfig
 from meshlora.comm.groups import Mesh
-from meshlora.common.float64 import lift
-from meshlora.common.tasks import CAUSAL
-from meshlora.config.objective import Objective, Sft
-from meshlora.config.run import DataConfig, RunConfig, TrainConfig
-from meshlora.data.batch import Batch
-from meshlora.layers import quantized
 from meshlora.layers.head import loss as vocabulary
-from meshlora.layers.quantized import plain_weights
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.load import load_blueprint
-from meshlora.loading.same_tokens import COMPARED_FORWARDS
 from meshlora.model.dp_shard import whole_weights
 from meshlora.model.inject import parallel_leaves
-from meshlora.oracle.capture import Capture, CollectiveCounter, copy
-from meshlora.oracle.case import REFERENCE, Case
-from meshlora.oracle.ownership import fingerprints
-from meshlora.oracle.replay import after_step, at_step, routed
-from meshlora.oracle.saved import FRESH, LAST
-from meshlora.oracle.trace import Trace
-from meshlora.plan.budget import first_forwards_budget, micro_batch_budget, step_budget
-from meshlora.plan.topology import TOKENS, Topology
-from meshlora.train import trainer as trainer_module
-from meshlora.train.balance import LoadBalancing
+from meshlora.run import trainer as trainer_module
+from meshlora.run.checkpoint.manifest import Saved
+from meshlora.run.checkpoint.resuming import find_checkpoint
+from meshlora.run.config.run import DataConfig, RunConfig, TrainConfig
+from meshlora.run.heads import outputs_of
+from meshlora.run.prepare import Prepared
+from meshlora.run.trained import TrainedAdapter
+from meshlora.run.trainer import Trainer
+from meshlora.run.watch.metrics import Reporter, StepMetrics
+from meshlora.train.batch import Batch
 from meshlora.train.batches import MicroBatch
-from meshlora.train.checkpoint.manifest import Saved
-from meshlora.train.checkpoint.resuming import find_checkpoint
 from meshlora.train.gradsync import Adapters
-from meshlora.train.heads import outputs_of
 from meshlora.train.losses import further_inputs, model_inputs
-from meshlora.train.prepare import Prepared
-from meshlora.train.trained import TrainedAdapter
-from meshlora.train.trainer import Trainer
-from meshlora.train.watch.metrics import Reporter, StepMetrics
+from meshlora.verify.budget import first_forwards_budget, micro_batch_budget, step_budget
 from meshlora.verify.faults.generated import reached_lines
 from meshlora.verify.faults.registry import applied
+from meshlora.wings.experts.balance import LoadBalancing
+from meshlora.wings.experts.same_tokens import COMPARED_FORWARDS
+from meshlora.wings.quantized import quantized
+from meshlora.wings.quantized.quantized import plain_weights
+from meshlora_ground.float64 import lift
+from meshlora_ground.objective import Objective, Sft
+from meshlora_ground.tasks import CAUSAL
+from meshlora_ground.topology import TOKENS, Topology
+from meshlora_judge.capture import Capture, CollectiveCounter, copy
+from meshlora_judge.case import REFERENCE, Case
+from meshlora_judge.ownership import fingerprints
+from meshlora_judge.replay import after_step, at_step, routed
+from meshlora_judge.saved import FRESH, LAST
+from meshlora_judge.trace import Trace
 
 logger = logging.getLogger(__name__)
 
 
 def run_case(case: Case, topology: str, folder: str, mutation: str | None = None) -> None:
-    """Run `case` on the calling ranks; writes `rank-N.safetensors` and the files for `oracle.saved` to `folder`."""
+    """Run `case` on the calling ranks; writes `rank-N.safetensors` and the files for `meshlora_judge.saved` to `folder`."""
     with applied(mutation):
         _run_case(case, Topology.parse(topology), Path(folder))
 
@@ -139,8 +139,8 @@ def in_parts(*, is_first: bool) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(quantized, "elements_at_once", return_value=512))
-        stack.enter_context(mock.patch("meshlora.common.masks._BLOCK", 512))
-        stack.enter_context(mock.patch("meshlora.layers.attention_parts._SCORE_BYTES", 4096))
+        stack.enter_context(mock.patch("meshlora_ground.masks._BLOCK", 512))
+        stack.enter_context(mock.patch("meshlora.wings.context.attention_parts._SCORE_BYTES", 4096))
         if not is_first:
             stack.enter_context(mock.patch.object(vocabulary, "chunk_tokens", return_value=7))
             stack.enter_context(mock.patch("meshlora.comm.direct.ONE_ROUND_BYTES", 4096))

@@ -3,7 +3,7 @@
 Owns: processes that share one group and call functions for this process; their errors, signals, scratch folders, and
 their cleanup when this process dies. `pool.run(function, *args)` calls a module-level function on every rank and
 returns the list of results. An error on a rank is raised here with its traceback; a rank that does not answer ends the
-pool, and the next call restarts it. Does not own: the launcher of training (`train.launch`): a pool is for many short
+pool, and the next call restarts it. Does not own: the launcher of training (`run.launch`): a pool is for many short
 runs in sequence.
 """
 
@@ -25,11 +25,11 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from meshlora.comm.launchers import gpus_hidden
-from meshlora.common.errors import MeshloraError
-from meshlora.common.lifetime import Janitor, end_with
-from meshlora.common.private import no_code_of_working_folder
-from meshlora.train.edge import LOST_PEER
+from meshlora.processes.launchers import gpus_hidden
+from meshlora.run.edge import LOST_PEER
+from meshlora_ground.errors import MeshloraError
+from meshlora_ground.lifetime import Janitor, end_with
+from meshlora_ground.private import no_code_of_working_folder
 
 # After one rank fails, how long the others may take to fail too before they are killed.
 _GRACE_S = 5.0

@@ -2,8 +2,8 @@
 
 Owns: the request and key of the proof, and the refusal; several adapters are proved one by one, then together. Does not
 own: the twin of a run (`verify.stand_in`), the comparison of several (`verify.at_once`), records of passed proofs
-(`common.proof_records`). The proof itself is that of `meshlora verify`: on CPUs in float64, and on the devices of the
-run in float32, whose rounding gives the limits.
+(`meshlora_ground.proof_records`). The proof itself is that of `meshlora verify`: on CPUs in float64, and on the devices
+of the run in float32, whose rounding gives the limits.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from typing import Any
 import torch
 
 from meshlora.comm.groups import on_gpus, sharing_note
-from meshlora.common.console import Console
-from meshlora.common.errors import MeshloraError, UnsupportedError
-from meshlora.common.proof_records import CACHE, proved_on, remember, usable_cache
-from meshlora.common.versions import digest, own_sources, versions
-from meshlora.config.objective import Objective, Referenced
-from meshlora.layers.liger import liger_version
 from meshlora.loading.guards import dropout_fields
-from meshlora.oracle.compare import Worst
-from meshlora.oracle.inputs import write_twin
 from meshlora.plan.families.proved import check_proved_here
-from meshlora.plan.topology import Topology
-from meshlora.train.launch import signals_end_what_was_started
-from meshlora.train.model_card import NOT_PROVED
-from meshlora.train.prepare import Prepared
+from meshlora.run.launch import signals_end_what_was_started
+from meshlora.run.model_card import NOT_PROVED
+from meshlora.run.prepare import Prepared
 from meshlora.verify.at_once import LIMIT, compare_at_once, one_of_several
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.report.document import document, is_proved
 from meshlora.verify.report.page import write_report
 from meshlora.verify.request import Proof, Request, prepare_proof
 from meshlora.verify.stand_in import MOST_RANKS, StandIn, provable
+from meshlora.wings.kernels.liger import liger_version
+from meshlora_ground.console import Console
+from meshlora_ground.errors import MeshloraError, UnsupportedError
+from meshlora_ground.objective import Objective, Referenced
+from meshlora_ground.proof_records import CACHE, proved_on, remember, usable_cache
+from meshlora_ground.topology import Topology
+from meshlora_ground.versions import digest, own_sources, versions
+from meshlora_judge.compare import Worst
+from meshlora_judge.inputs import write_twin
 
 
 @dataclass(frozen=True)

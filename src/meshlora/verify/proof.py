@@ -1,7 +1,7 @@
 """A proof: one reference run, our runs on each topology, and a verdict on each.
 
 Owns: the cache of reference runs, the processes, and the order of work. Does not own: the request and its checks
-(`verify.request`), the comparison (`oracle.judge`), our side on a rank (`verify.ours`), showing results
+(`verify.request`), the comparison (`meshlora_judge.judge`), our side on a rank (`verify.ours`), showing results
 (`verify.report.show`, `verify.report.page`).
 """
 
@@ -17,24 +17,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
-from meshlora.common.errors import UserError
-from meshlora.common.files import new_folder
-from meshlora.common.private import NotOwnError, check_tree, close_tree, locked
-from meshlora.common.proof_records import proofs_folder
-from meshlora.oracle.case import Case, is_whole, write_inventory
-from meshlora.oracle.diagnosis.diagnose import Divergence, first_divergence, until_found
-from meshlora.oracle.judge import Evidence, judge
-from meshlora.oracle.reference_case import make_reference
-from meshlora.oracle.results import Phase, TensorResult
-from meshlora.oracle.saved import Saved, read_saved
-from meshlora.oracle.trace import Trace
-from meshlora.oracle.unshard import by_expert, with_prints_of_each
-from meshlora.plan.topology import Topology
 from meshlora.verify.at_once import LIMIT, adapters_of, compare_at_once
 from meshlora.verify.faults.generated import NotPutInError
 from meshlora.verify.ours import run_case
 from meshlora.verify.pool import Pool, RankEndedError, RankError
 from meshlora.verify.request import Proof
+from meshlora_ground.errors import UserError
+from meshlora_ground.files import new_folder
+from meshlora_ground.private import NotOwnError, check_tree, close_tree, locked
+from meshlora_ground.proof_records import proofs_folder
+from meshlora_ground.topology import Topology
+from meshlora_judge.case import Case, is_whole, write_inventory
+from meshlora_judge.diagnosis.diagnose import Divergence, first_divergence, until_found
+from meshlora_judge.judge import Evidence, judge
+from meshlora_judge.reference_case import make_reference
+from meshlora_judge.results import Phase, TensorResult
+from meshlora_judge.saved import Saved, read_saved
+from meshlora_judge.trace import Trace
+from meshlora_judge.unshard import by_expert, with_prints_of_each
 
 # For a rank that hangs; a dead one is noticed at once. A checkpoint is loaded, and computed in float64.
 _TIMEOUT_OF_TWINS_S, _TIMEOUT_S = 600.0, 7200.0

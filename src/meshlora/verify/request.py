@@ -1,8 +1,8 @@
 """The request of a proof, checked before any process starts.
 
 Owns: the rules of a request, the topologies of "auto", the targets of the default adapter, and the training sequences:
-random tokens, or a user's text. Does not own: running it (`verify.proof`), the number of sequences (`oracle.case`), the
-shapes of twins (`plan.families.twin`).
+random tokens, or a user's text. Does not own: running it (`verify.proof`), the number of sequences
+(`meshlora_judge.case`), the shapes of twins (`plan.families.twin`).
 """
 
 from __future__ import annotations
@@ -25,23 +25,36 @@ from transformers import PretrainedConfig
 
 from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.adapter.initialization import WHOLE_MATRIX
-from meshlora.adapter.optimizers import check_trainable
-from meshlora.adapter.targets.expert_targets import with_whole_projections
 from meshlora.comm.groups import on_gpus, sharing_note
-from meshlora.common.compat import READ_FROM
-from meshlora.common.errors import UnsupportedError, UserError, did_you_mean, reason
-from meshlora.common.proof_records import CACHE
-from meshlora.common.tasks import CAUSAL
-from meshlora.config.model_presets import num_chosen
-from meshlora.config.objective import Objective, Referenced, Sft
-from meshlora.config.run import Schedule
-from meshlora.data.dataset import TokenizedDataset
-from meshlora.data.sources import read_records
-from meshlora.data.tokenization import tokenize
 from meshlora.loading.blueprint import Blueprint, make_blueprint, read_model_config, resolve_dtype
 from meshlora.loading.guards import dropout_fields, handle_dropout
-from meshlora.loading.kernels import with_kernels
-from meshlora.oracle.case import (
+from meshlora.plan.base_options import BaseOptions
+from meshlora.plan.families.twin import shrink_config, twin_config
+from meshlora.plan.numbers import check_numbers
+from meshlora.plan.rules import ModelPlan
+from meshlora.reading.processor import load_processor
+from meshlora.reading.sources import read_records
+from meshlora.reading.tokenization import tokenize
+from meshlora.reading.tokenizer import load_tokenizer, padding_token_id
+from meshlora.run.config.model_presets import num_chosen
+from meshlora.run.config.run import Schedule
+from meshlora.run.optimizers import check_trainable
+from meshlora.run.packing_check import check_packing
+from meshlora.run.recompute import check_recompute
+from meshlora.run.together import check_adapter_together
+from meshlora.verify.faults.registry import find
+from meshlora.verify.features import features_of_run
+from meshlora.wings.experts.targets import with_whole_projections
+from meshlora.wings.kernels.kernels import with_kernels
+from meshlora.wings.quantized.plan import KEEP, TWIN_BLOCKS
+from meshlora_ground.compat import READ_FROM
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean, reason
+from meshlora_ground.objective import Objective, Referenced, Sft
+from meshlora_ground.proof_records import CACHE
+from meshlora_ground.tasks import CAUSAL
+from meshlora_ground.topology import SEQUENCES, Topology, divisors
+from meshlora_judge.case import (
     Case,
     as_pairs,
     as_similar,
@@ -58,22 +71,9 @@ from meshlora.oracle.case import (
     with_routed,
     with_tokens,
 )
-from meshlora.oracle.images import with_images
-from meshlora.oracle.objectives import has_load_balancing
-from meshlora.oracle.pieces import pieces_of, rows_of
-from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.families.twin import shrink_config, twin_config
-from meshlora.plan.numbers import check_numbers
-from meshlora.plan.quantization import KEEP, TWIN_BLOCKS
-from meshlora.plan.rules import ModelPlan
-from meshlora.plan.topology import SEQUENCES, Topology, divisors
-from meshlora.text.processor import load_processor
-from meshlora.text.tokenizer import load_tokenizer, padding_token_id
-from meshlora.train.packing_check import check_packing
-from meshlora.train.recompute import check_recompute
-from meshlora.train.together import check_adapter_together
-from meshlora.verify.faults.registry import find
-from meshlora.verify.features import features_of_run
+from meshlora_judge.images import with_images
+from meshlora_judge.objectives import has_load_balancing
+from meshlora_judge.pieces import pieces_of, rows_of
 
 DEFAULT_LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 DROPOUT = 0.12  # the default of the command

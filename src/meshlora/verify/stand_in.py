@@ -15,17 +15,17 @@ from typing import Any
 
 from meshlora.adapter.targets.resolve import Target
 from meshlora.adapter.targets.token_rows import TokenRows
-from meshlora.common.errors import UnsupportedError
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.guards import dropout_fields, handle_dropout
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import layers_of_twin, shrink_config
-from meshlora.plan.quantization import TWIN_BLOCKS, kind_for_twin
 from meshlora.plan.rules import ModelPlan, kind_of
-from meshlora.plan.topology import LAYERS, Topology, divisors
-from meshlora.train.prepare import Prepared
+from meshlora.run.prepare import Prepared
 from meshlora.verify.features import features_of_model, features_of_topology
 from meshlora.verify.request import Proof, of_schedule
+from meshlora.wings.quantized.plan import TWIN_BLOCKS, kind_for_twin
+from meshlora_ground.errors import UnsupportedError
+from meshlora_ground.topology import LAYERS, Topology, divisors
 
 # What a machine can run beside the job: more than two ranks on an axis show nothing new.
 MOST_RANKS = 8

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshlora.common.errors import UserError, did_you_mean
-from meshlora.common.files import open_safetensors
 from meshlora.model.stream import FLOATS
+from meshlora_ground.errors import UserError, did_you_mean
+from meshlora_ground.files import open_safetensors
 
 PREFIX = "base_model.model."
 # torch.compile, FSDP and activation checkpointing name what they wrap, at any depth.

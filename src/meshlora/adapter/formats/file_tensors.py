@@ -3,7 +3,7 @@
 Owns: the mapping between full factors of targets and the tensors of `adapter_model.safetensors`: adapters on pieces of
 a fused matrix in block form, adapters on experts in PEFT's order. Does not own: reading them
 (`adapter.formats.adapter_file`), the folder (`adapter.formats.peft_format`), the targets (`adapter.targets.resolve`),
-one pair of factors per expert (`adapter.formats.per_expert`).
+one pair of factors per expert (`wings.experts.per_expert`).
 
 Ours, for a projection of E experts: A `[E, r, in]` on the input side, B `[E, out, r]` on the output side; E = 1 for an
 adapter (or one side of it) shared by all experts of a layer. A fused gate_up matrix is one projection, or two pieces,
@@ -26,8 +26,8 @@ from torch import Tensor
 from meshlora.adapter.formats.adapter_file import PREFIX
 from meshlora.adapter.targets.resolve import Target
 from meshlora.adapter.targets.token_rows import DELTA
-from meshlora.common.errors import UserError
 from meshlora.plan.rules import ModelPlan
+from meshlora_ground.errors import UserError
 
 # In registration order of the experts modules: PEFT wraps the first one first, innermost.
 _PARAMETERS = ("gate_up_proj", "up_proj", "down_proj")

@@ -29,19 +29,19 @@ from meshlora.adapter.formats.file_tensors import (
     file_tensors,
     key_of_parameter,
 )
-from meshlora.adapter.formats.per_expert import engine_config, engine_factors
 from meshlora.adapter.plan import AdapterPlan, plan_adapter, rule_of_parameter, whole_shape
 from meshlora.adapter.replicas import check_replicas
 from meshlora.adapter.targets.pieces import own_words, with_own_words, with_pieces
 from meshlora.adapter.targets.token_rows import DELTA
 from meshlora.comm.collectives import broadcast_text
-from meshlora.common.errors import MeshloraError, SaveError, UnsupportedError, UserError, did_you_mean, reason
-from meshlora.common.files import new_folder, read_json, write_json_atomically
-from meshlora.common.hub import repository_of
-from meshlora.common.reading import parse_yaml, read_text
-from meshlora.common.tasks import CAUSAL, labels_of, set_labels, set_task, task_of
 from meshlora.model.inject import is_tied
 from meshlora.plan.rules import ModelPlan
+from meshlora.wings.experts.per_expert import engine_config, engine_factors
+from meshlora_ground.errors import MeshloraError, SaveError, UnsupportedError, UserError, did_you_mean, reason
+from meshlora_ground.files import new_folder, read_json, write_json_atomically
+from meshlora_ground.hub import repository_of
+from meshlora_ground.reading import parse_yaml, read_text
+from meshlora_ground.tasks import CAUSAL, labels_of, set_labels, set_task, task_of
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"

@@ -3,7 +3,7 @@
 Owns: refusing values that PEFT does not check, fails on much later or misreads; which options hold regular expressions,
 and how PEFT wraps each; refusing patterns that are invalid, too slow on the names of a model, or match none. Does not
 own: which names are targets, and which options are supported (`adapter.targets.resolve` for training,
-`adapter.merging.changes` for merging).
+`meshlora_extra.merging.changes` for merging).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Any
 
 from peft import LoraConfig, LoraRuntimeConfig, PeftType
 
-from meshlora.common.errors import UserError, did_you_mean
-from meshlora.common.limits import OutOfTimeError, time_limit
 from meshlora.plan.rules import ModelPlan
+from meshlora_ground.errors import UserError, did_you_mean
+from meshlora_ground.limits import OutOfTimeError, time_limit
 
 # Far beyond the width of any matrix; and safe to multiply by in float32.
 _LARGEST_RANK, _LARGEST_ALPHA = 2**16, 1e9

@@ -15,9 +15,9 @@ from typing import Any
 from peft import LoraConfig
 
 from meshlora.adapter.targets.options import matches, pattern_key
-from meshlora.common.errors import UnsupportedError, UserError
 from meshlora.plan.layout import Layout, Piece
 from meshlora.plan.rules import ModelPlan
+from meshlora_ground.errors import UnsupportedError, UserError
 
 
 @dataclass

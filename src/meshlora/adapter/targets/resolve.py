@@ -17,12 +17,6 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
-from meshlora.adapter.targets.expert_targets import (
-    check_experts,
-    check_named_once,
-    matched_parameters,
-    with_whole_projections,
-)
 from meshlora.adapter.targets.options import (
     check_each_pattern,
     check_patterns,
@@ -33,11 +27,12 @@ from meshlora.adapter.targets.options import (
     suffixes,
 )
 from meshlora.adapter.targets.pieces import check_pieces, piece_of, pieces_of
-from meshlora.common.compat import refuse_mamba_targets
-from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.plan.layout import Layout
 from meshlora.plan.rules import ExpertRule, ModelPlan
 from meshlora.plan.table import folded_names
+from meshlora.wings.experts.targets import check_experts, check_named_once, matched_parameters, with_whole_projections
+from meshlora_ground.compat import refuse_mamba_targets
+from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 
 SUPPORTED = {
     "r",

@@ -16,10 +16,10 @@ from typing import Any
 
 from peft import LoraConfig
 
-from meshlora.common.errors import UnsupportedError, UserError, did_you_mean
 from meshlora.model.inject import is_tied
-from meshlora.plan.quantization import check_not_quantized
 from meshlora.plan.rules import ModelPlan
+from meshlora.wings.quantized.plan import check_not_quantized
+from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 
 DELTA = "trainable_tokens_delta"  # PEFT's name of a parameter that holds rows, not differences
 _OPTION = "trainable_token_indices"

@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from meshlora.common.compat import tensor_without_storage
-from meshlora.common.errors import UnsupportedError
+from meshlora_ground.compat import tensor_without_storage
+from meshlora_ground.errors import UnsupportedError
 
 _METADATA = {
     *(

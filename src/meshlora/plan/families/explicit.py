@@ -5,7 +5,7 @@ relative to the decoder layer. Sizes come from the model; the table has only wha
 linears are column- or row-parallel, the pieces of fused ones, the head counts that the code reads, the arguments with a
 dim of heads. Does not own: the rules that follow (`plan.rules`).
 
-Routed experts and routers need no entry (`plan.experts`), nor do mixers with heads of their own
+Routed experts and routers need no entry (`wings.experts.forms`), nor do mixers with heads of their own
 (`plan.families.mixers`). Other blocks without an entry are kept whole: attention with an indexer over all heads,
 recurrent units.
 """

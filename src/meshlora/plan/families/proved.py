@@ -16,10 +16,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from meshlora.common.errors import UnsupportedError
-from meshlora.common.proof_records import CACHE, proved_on
-from meshlora.common.versions import digest, other_minors, own_sources, versions
-from meshlora.plan.topology import LAYERS, TOKENS, Topology
+from meshlora_ground.errors import UnsupportedError
+from meshlora_ground.proof_records import CACHE, proved_on
+from meshlora_ground.topology import LAYERS, TOKENS, Topology
+from meshlora_ground.versions import digest, other_minors, own_sources, versions
 
 # Written by `scripts/prove_families.py --record`: family -> topology -> worst relative error of its proof.
 _FILE: dict[str, Any] = json.loads(Path(__file__).with_name("proved.json").read_text(encoding="utf-8"))

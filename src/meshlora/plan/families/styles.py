@@ -12,9 +12,9 @@ from typing import Any
 
 from torch import nn
 
-from meshlora.common.errors import UnsupportedError
 from meshlora.plan.families.explicit import explicit_plan
 from meshlora.plan.families.family import COLUMN, ROW, FamilyPlan
+from meshlora_ground.errors import UnsupportedError
 
 _LEAVES = {"colwise": COLUMN, "rowwise": ROW}
 # Styles of modules that are not split, which need no entry.

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
-from meshlora.common.errors import UnsupportedError, UserError, did_you_mean, reason
+from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean, reason
 
 # Kind of size -> the configuration fields that hold it. Families spell the same size differently.
 _FIELDS = {

@@ -11,16 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshlora.common import compat
-from meshlora.data import sampler
-from meshlora.data.batch import Batch
-from meshlora.data.dataset import Sequence
-from meshlora.data.sampler import GlobalBatches
-from meshlora.layers.by_sequence import PackedMask
-from meshlora.train import batches, losses, objectives, trainer
+from meshlora.reading import sampler
+from meshlora.reading.sampler import GlobalBatches
+from meshlora.run import objectives, trainer
+from meshlora.run.trained import TrainedAdapter
+from meshlora.train import batches, losses
+from meshlora.train.batch import Batch
 from meshlora.train.batches import Batching
-from meshlora.train.trained import TrainedAdapter
 from meshlora.verify.faults.fault import after, around, instead_of
+from meshlora.wings.packed_rows.by_sequence import PackedMask
+from meshlora_ground import compat
+from meshlora_ground.dataset import Sequence
 
 EVALUATION = (TrainedAdapter, "evaluate")
 

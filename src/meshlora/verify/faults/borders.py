@@ -11,12 +11,13 @@ from torch import Tensor
 
 from meshlora.comm import collectives
 from meshlora.comm.groups import Axis
-from meshlora.layers import linear, rms_norm
-from meshlora.layers.early_a import Pack
+from meshlora.layers import linear
 from meshlora.layers.linear import ParallelHead, ParallelLinear
 from meshlora.model import inject, regions
 from meshlora.plan.layout import Split
 from meshlora.verify.faults.fault import after, around, instead_of
+from meshlora.wings.kernels import rms_norm
+from meshlora.wings.kernels.early_a import Pack
 
 
 def _unreduced(change: Any) -> Any:

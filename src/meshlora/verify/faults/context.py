@@ -11,18 +11,20 @@ from torch import Tensor
 
 from meshlora.comm import collectives
 from meshlora.comm.groups import Axis, Mesh
-from meshlora.data.batch import IGNORED, Batch
-from meshlora.layers import context, passed_states, tokens
-from meshlora.layers.context import Block, ContextCut, HeldTokens, RowsOfMask
-from meshlora.layers.passed_states import PassedStates
+from meshlora.layers import tokens
 from meshlora.layers.tokens import ForwardTokens, Part, Share
 from meshlora.plan.grads import GradPart
-from meshlora.plan.topology import SEQUENCES, TOKENS
-from meshlora.train import batches, gradsync, trainer
-from meshlora.train.balance import LoadBalancing
+from meshlora.run import trainer
+from meshlora.run.objectives import Sums
+from meshlora.train import batches, gradsync
+from meshlora.train.batch import IGNORED, Batch
 from meshlora.train.losses import Rows
-from meshlora.train.objectives import Sums
 from meshlora.verify.faults.fault import after, around, instead_of, without_axis
+from meshlora.wings.context import context, passed_states
+from meshlora.wings.context.context import Block, ContextCut, HeldTokens, RowsOfMask
+from meshlora.wings.context.passed_states import PassedStates
+from meshlora.wings.experts.balance import LoadBalancing
+from meshlora_ground.topology import SEQUENCES, TOKENS
 
 # --- attention: whose keys and values, in which order, seen by whom
 

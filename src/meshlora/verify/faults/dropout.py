@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from meshlora.common import masks
 from meshlora.layers import linear, tokens
 from meshlora.layers.tokens import ForwardTokens, Mask
-from meshlora.train import trained, trainer
+from meshlora.run import trained, trainer
 from meshlora.verify.faults.fault import after, around, instead_of
+from meshlora_ground import masks
 
 
 @after(ForwardTokens, "mask", needs="dropout other_tokens")

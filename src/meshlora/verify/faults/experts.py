@@ -14,14 +14,16 @@ from meshlora.adapter.attach import Factor
 from meshlora.adapter.formats import file_tensors
 from meshlora.comm.collectives import reduce_each_to_one
 from meshlora.comm.groups import Axis, Mesh
-from meshlora.layers.experts.dispatch import Journey, Places, Slots
-from meshlora.layers.experts.module import ParallelExperts
 from meshlora.model import inject, weights
 from meshlora.plan.grads import GradPart
-from meshlora.plan.topology import DATA, ETP, EXPERT_AXES
-from meshlora.train import balance, gradsync, trainer
-from meshlora.train.balance import LoadBalancing
+from meshlora.run import trainer
+from meshlora.train import gradsync
 from meshlora.verify.faults.fault import after, around, instead_of, without_axis
+from meshlora.wings.experts import balance
+from meshlora.wings.experts.balance import LoadBalancing
+from meshlora.wings.experts.dispatch import Journey, Places, Slots
+from meshlora.wings.experts.module import ParallelExperts
+from meshlora_ground.topology import DATA, ETP, EXPERT_AXES
 
 
 @after(gradsync, "_parts", needs="expert_target etp")

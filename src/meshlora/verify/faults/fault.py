@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from meshlora.comm.launchers import launcher_place
+from meshlora.processes.launchers import launcher_place
 
 # A replacement: (owner, name, original -> replacement).
 Change = tuple[Any, str, Callable[[Any], Any]]

@@ -20,8 +20,8 @@ from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
 
-from meshlora.common.errors import UserError
 from meshlora.verify.faults.fault import Mutation
+from meshlora_ground.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -356,7 +356,7 @@ def _holds(code: CodeType, line: int) -> bool:
 def _forget() -> None:
     """Clear the caches of the product: their entries predate the switch."""
     for name, module in [*sys.modules.items()]:
-        if name.partition(".")[0] == "meshlora" and not name.startswith(("meshlora.verify", "meshlora.oracle")):
+        if name.partition(".")[0] == "meshlora" and not name.startswith(("meshlora.verify", "meshlora_judge")):
             for value in vars(module).values():
                 if callable(getattr(value, "cache_clear", None)):
                     value.cache_clear()

@@ -14,15 +14,16 @@ from meshlora.adapter.attach import Factor, active_factors
 from meshlora.comm import collectives
 from meshlora.comm.groups import Mesh
 from meshlora.layers.products import LoraLinearFunction
-from meshlora.layers.shared_input import ShareFunction
 from meshlora.plan.grads import GradPart, Side
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import Domain, LinearRule
-from meshlora.plan.topology import size_of_copies
-from meshlora.train import gradsync, objectives, trainer
+from meshlora.run import objectives, trainer
+from meshlora.run.trainer import Trainer
+from meshlora.train import gradsync
 from meshlora.train.gradsync import Adapters
-from meshlora.train.trainer import Trainer
 from meshlora.verify.faults.fault import after, around, instead_of, without_axis
+from meshlora.wings.kernels.shared_input import ShareFunction
+from meshlora_ground.topology import size_of_copies
 
 FINISH = (trainer, "finish_gradients_on_device")
 CLIP = (trainer, "clip_gradients_on_device")

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from meshlora.adapter.attach import Factor, runtime
-from meshlora.data.batch import IGNORED, Batch
-from meshlora.data.images import TOKEN_TYPES
 from meshlora.model import regions
+from meshlora.run.trainer import Trainer
 from meshlora.train import batches, losses
-from meshlora.train.trainer import Trainer
+from meshlora.train.batch import IGNORED, Batch
 from meshlora.verify.faults.fault import after, around
+from meshlora.wings.images.images import TOKEN_TYPES
 
-# `meshlora.data.collate` is also the function of that name.
-_COLLATE = importlib.import_module("meshlora.data.batch")
+# `meshlora.reading.collate` is also the function of that name.
+_COLLATE = importlib.import_module("meshlora.train.batch")
 Inputs = Mapping[str, Tensor]
 Cut = Callable[[Tensor], Tensor]
 

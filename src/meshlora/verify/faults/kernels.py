@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from meshlora.layers.liger import Gate, Kernels
 from meshlora.loading import load
 from meshlora.verify.faults.fault import after
+from meshlora.wings.kernels.liger import Gate, Kernels
 
 
 def _with_gates(kernels: Kernels | None, change: Any) -> Kernels | None:

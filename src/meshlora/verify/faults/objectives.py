@@ -13,15 +13,17 @@ import torch
 from torch import Tensor
 
 from meshlora.adapter.attach import disable_adapter
-from meshlora.common.errors import UserError, did_you_mean
-from meshlora.config.objective import Classify, ClassifyTokens, Dpo, Embed, Grpo, Kto, Objective, Orpo, Policy, Sft
-from meshlora.data.batch import Batch
 from meshlora.model import regions
 from meshlora.plan.rules import Domain, ModelPlan
-from meshlora.train import advantages, batches, heads, objectives, routing, trainer
-from meshlora.train.routing import RunRouting
-from meshlora.train.trainer import Trainer
+from meshlora.run import advantages, heads, objectives, trainer
+from meshlora.run.trainer import Trainer
+from meshlora.train import batches
+from meshlora.train.batch import Batch
 from meshlora.verify.faults.fault import after, around, fault, instead_of
+from meshlora.wings.experts import routing
+from meshlora.wings.experts.routing import RunRouting
+from meshlora_ground.errors import UserError, did_you_mean
+from meshlora_ground.objective import Classify, ClassifyTokens, Dpo, Embed, Grpo, Kto, Objective, Orpo, Policy, Sft
 
 # Kind -> objective that the command proves: no value is a default, or equal to that of another parameter.
 PROVED: dict[str, Objective] = {

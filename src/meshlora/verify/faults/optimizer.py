@@ -13,13 +13,13 @@ from torch import Tensor
 
 from meshlora.comm.groups import Mesh
 from meshlora.model.inject import parallel_leaves
-from meshlora.train import eight_bit, lora_fa, trained, trainer
-from meshlora.train import optimizer as optimizers
-from meshlora.train.eight_bit import AdamW8bit
+from meshlora.run import eight_bit, lora_fa, trained, trainer
+from meshlora.run import optimizer as optimizers
+from meshlora.run.eight_bit import AdamW8bit
+from meshlora.run.lora_fa import LoraFA
+from meshlora.run.trained import TrainedAdapter
+from meshlora.run.trainer import Trainer
 from meshlora.train.gradsync import Adapters
-from meshlora.train.lora_fa import LoraFA
-from meshlora.train.trained import TrainedAdapter
-from meshlora.train.trainer import Trainer
 from meshlora.verify.faults.fault import after, around, instead_of
 
 Groups = list[dict[str, Any]]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 from contextlib import AbstractContextManager
 
-from meshlora.common.errors import UserError, did_you_mean
 from meshlora.verify.faults import (
     adapters,
     batches,
@@ -33,6 +32,7 @@ from meshlora.verify.faults import (
 )
 from meshlora.verify.faults.fault import Mutation
 from meshlora.verify.faults.generated import generated
+from meshlora_ground.errors import UserError, did_you_mean
 
 
 def applied(name: str | None) -> AbstractContextManager[None]:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshlora.layers import attention_parts
-from meshlora.layers.attention_parts import Part
-from meshlora.layers.context import RowsOfMask
 from meshlora.verify.faults.fault import after, around, instead_of
+from meshlora.wings.context import attention_parts
+from meshlora.wings.context.attention_parts import Part
+from meshlora.wings.context.context import RowsOfMask
 
 
 @after(RowsOfMask, "parts", needs="ring")

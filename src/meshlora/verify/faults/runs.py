@@ -10,15 +10,16 @@ import torch
 from torch import Tensor
 
 from meshlora.adapter.formats import peft_format
-from meshlora.layers.experts import module as experts
 from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.tokens import ForwardTokens
-from meshlora.train import gradsync, trained, trainer
-from meshlora.train.checkpoint import state as checkpoint
-from meshlora.train.checkpoint.resuming import FOLDER
-from meshlora.train.trained import TrainedAdapter
-from meshlora.train.trainer import Trainer
+from meshlora.run import trained, trainer
+from meshlora.run.checkpoint import state as checkpoint
+from meshlora.run.checkpoint.resuming import FOLDER
+from meshlora.run.trained import TrainedAdapter
+from meshlora.run.trainer import Trainer
+from meshlora.train import gradsync
 from meshlora.verify.faults.fault import after, around, fault, instead_of
+from meshlora.wings.experts import module as experts
 
 
 @around(peft_format, "read_adapter", needs="resume")

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from meshlora.adapter import attach
 from meshlora.comm.groups import Axis
-from meshlora.common.compat import running_backward
-from meshlora.layers import quantized
 from meshlora.layers.linear import ParallelLinear
-from meshlora.layers.quantized import Equal, Packed, Run
 from meshlora.model import dp_shard, regions, weights
 from meshlora.model.weights import Placement
 from meshlora.plan.layout import Layout, Piece
 from meshlora.verify.faults.fault import after, around, fault
+from meshlora.wings.quantized import quantized
+from meshlora.wings.quantized.quantized import Equal, Packed, Run
+from meshlora_ground.compat import running_backward
 
 
 def _is_split(placement: Placement) -> bool:

@@ -12,12 +12,12 @@ from torch import Tensor
 from meshlora.adapter import attach
 from meshlora.comm import collectives
 from meshlora.comm.groups import Mesh
-from meshlora.model import stages
 from meshlora.plan.rules import ModelPlan
-from meshlora.train import step_sums
+from meshlora.run import step_sums
 from meshlora.train.gradsync import Adapters
 from meshlora.verify.faults.fault import around
 from meshlora.verify.faults.gradients import CLIP
+from meshlora.wings.stages import hold as stages
 
 BACK = (collectives._TakeOver, "backward")
 

@@ -9,12 +9,12 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from meshlora.common.versions import versions
-from meshlora.oracle.results import Phase, TensorResult
 from meshlora.plan.grads import general_rules
 from meshlora.verify.faults.registry import find
 from meshlora.verify.proof import Outcome
 from meshlora.verify.request import Proof
+from meshlora_ground.versions import versions
+from meshlora_judge.results import Phase, TensorResult
 
 SCHEMA_VERSION = 1
 _OF_CASE = ("model_type", "dtype", "seed", "steps", "schedule", "device", "lora", "packing", "recompute", "resumes")

@@ -22,10 +22,10 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from meshlora.common.files import write_atomically
-from meshlora.oracle.judge import PHASES
 from meshlora.verify.report import figures
 from meshlora.verify.report.heatmap import COLUMNS, HeatMap, excess, scale
+from meshlora_ground.files import write_atomically
+from meshlora_judge.judge import PHASES
 
 Document = dict[str, Any]
 

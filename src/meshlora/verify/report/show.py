@@ -10,13 +10,13 @@ from rich.padding import Padding
 from rich.table import Column, Table
 from rich.text import Text
 
-from meshlora.common.console import Console
-from meshlora.oracle.diagnosis.diagnose import Divergence
-from meshlora.oracle.judge import PHASES
-from meshlora.oracle.results import Phase
 from meshlora.verify.faults.registry import find
 from meshlora.verify.proof import Outcome
 from meshlora.verify.request import Proof
+from meshlora_ground.console import Console
+from meshlora_judge.diagnosis.diagnose import Divergence
+from meshlora_judge.judge import PHASES
+from meshlora_judge.results import Phase
 
 # Width of a topology in the table of phases: a number such as 1.2e-15 and its border.
 _NUMBER = 10

@@ -1,0 +1,281 @@
+"""Token arrays on disk: one safetensors file per content hash.
+
+Owns: the key, the file, and safety with any number of concurrent processes. Does not own: tokenisation
+(`tokenization.py`), which files are trusted and how to wait (`meshlora_ground.private`).
+
+Files are written atomically. A damaged file is detected by its checksum, one with another dataset by its arrays; both
+are made again. Neither protects against an attacker, who would write matching ones: ownership and mode of the file do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+import tokenizers
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from meshlora.reading.records import Record, without_paths
+from meshlora_ground.errors import reason
+from meshlora_ground.files import write_atomically
+from meshlora_ground.private import NotOwnError, PrivateFolder, locked, open_own
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Arrays = dict[str, np.ndarray]
+
+# Increase it whenever the same records and options give different arrays than before.
+FORMAT_VERSION = 8
+
+# More than one core needs for ten gigabytes of text.
+_LONGEST_S = 3600.0
+_LONGEST_STREAM_S = 48 * 3600.0  # of what does not fit into memory
+_LAYOUT = {  # name: type, number of dims
+    "input_ids": ("I32", 1),
+    "is_trained": ("BOOL", 1),
+    **dict.fromkeys(("offsets", "sources", "too_long", "lost", "bad"), ("I64", 1)),
+}
+
+_DTYPES: dict[str, np.dtype[Any]] = {"I64": np.dtype("int64"), "I32": np.dtype("int32"), "BOOL": np.dtype("bool")}
+
+logger = logging.getLogger(__name__)
+
+
+class RecordsDigest:
+    """The SHA-256 of the content of records, added one after the other."""
+
+    def __init__(self) -> None:
+        self._digest, self.number = hashlib.sha256(), 0
+
+    def add(self, record: Record) -> None:
+        """Add one. Different records give different bytes: a JSON list each, and key order in messages is kept, since a
+        template may see it.
+        """
+        messages = record.messages and [*map(without_paths, record.messages)]  # the content of images is in `options`
+        fields = [
+            record.text,
+            record.prompt,
+            record.completion,
+            messages,
+            record.tools,
+            record.tokens,
+            record.separator,
+        ]
+        self._digest.update(b"\n" + json.dumps(fields).encode())
+        self.number += 1
+
+    def hexdigest(self) -> str:
+        """Of all records so far."""
+        return self._digest.hexdigest()
+
+
+def cache_key(
+    records: Iterable[Record] | RecordsDigest, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
+) -> str | None:
+    """The hexadecimal SHA-256 of everything the arrays depend on; None if the tokenizer cannot be serialised.
+
+    records: or the digest of them.
+
+    It covers the content of records, not their origin: a file that moved is the same data. It covers the serialised
+    tokenizer without the truncation and padding that earlier calls left behind. A tokenizer in Python (a "slow" one)
+    has no serialised form, so nothing is cached for it rather than something stale.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not tokenizer.is_fast:
+        return None
+    content = json.loads(backend.to_str())
+    content.pop("truncation", None)
+    content.pop("padding", None)
+    head = {
+        "format_version": FORMAT_VERSION,
+        "options": dict(options),
+        "tokenizer": content,
+        "class": type(tokenizer).__qualname__,
+        "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+        # Decides whether a literal `<eos>` in the data is the eos token; not part of the serialised form.
+        "split_special_tokens": bool(getattr(tokenizer, "split_special_tokens", False)),
+        "chat_template": tokenizer.chat_template,
+        # Either may change tokenisation; making the arrays again costs seconds.
+        "versions": {"tokenizers": tokenizers.__version__, "transformers": transformers.__version__},
+    }
+    digest = records if isinstance(records, RecordsDigest) else RecordsDigest()
+    for record in () if isinstance(records, RecordsDigest) else records:
+        digest.add(record)
+    return hashlib.sha256(f"{json.dumps(head, sort_keys=True)}\n{digest.hexdigest()}".encode()).hexdigest()
+
+
+def load_or_make(cache_dir: Path, key: str, make: Callable[[], Arrays], *, num_records: int, max_length: int) -> Arrays:
+    """The arrays of `key`: from the cache, or made by the first process to ask while the others wait.
+
+    num_records, max_length: of the requested dataset; a file that does not fit is made again.
+
+    Raises:
+        UserError: `cache_dir` cannot be created or written, or others can write it; another process holds the lock
+            for an hour. Whatever `make` raises.
+    """
+    folder = PrivateFolder(cache_dir, f"cache_dir={cache_dir}", "choose another folder")
+    folder.make()
+    path = cache_dir / f"{key}.safetensors"
+    load = functools.partial(_load, path, key, num_records=num_records, max_length=max_length)
+    if (arrays := load(says_why_not=False)) is not None:
+        return arrays
+    with locked(folder, f"{key}.lock", "makes the same tokens", limit_s=_LONGEST_S):
+        # Another process may have written the file while this one waited.
+        if (arrays := load(says_why_not=True)) is not None:
+            return arrays
+        arrays = make()
+        folder.write(path.name, save(arrays, metadata={"key": key, "sha256": _checksum(arrays)}))
+        return arrays
+
+
+def mapped(
+    cache_dir: Path, key: str, blocks: Callable[[], Iterator[Arrays]], *, num_records: int, max_length: int
+) -> Arrays:
+    """As `load_or_make`, with arrays that stay in the file and are read as they are needed.
+
+    blocks: makes the arrays of some records at a time, with `lengths` of sequences in place of `offsets`.
+    """
+    folder = PrivateFolder(cache_dir, f"cache_dir={cache_dir}", "choose another folder")
+    folder.make()
+    path = cache_dir / f"{key}.safetensors"
+    options: dict[str, Any] = {"num_records": num_records, "max_length": max_length, "is_mapped": True}
+    if (arrays := _load(path, key, says_why_not=False, **options)) is None:
+        with locked(folder, f"{key}.lock", "makes the same tokens", limit_s=_LONGEST_STREAM_S):
+            if _load(path, key, says_why_not=True, **options) is None:
+                with folder.usable():
+                    write_atomically(path, lambda temporary: _write_blocks(temporary, key, blocks()), mode=0o600)
+            arrays = _load(path, key, says_why_not=True, **options)
+    assert arrays is not None, path
+    return arrays
+
+
+def _write_blocks(path: Path, key: str, blocks: Iterator[Arrays]) -> None:
+    """Write the arrays of all blocks one after the other as a safetensors file."""
+    with contextlib.ExitStack() as held:
+        parts = {name: held.enter_context(tempfile.TemporaryFile(dir=path.parent)) for name in _LAYOUT}
+        last = np.zeros(1, dtype=np.int64)
+        parts["offsets"].write(last.tobytes())
+        for block in blocks:
+            for name, array in block.items():
+                if name == "lengths":
+                    name, array = "offsets", last[-1] + np.cumsum(array)
+                    last = array if len(array) else last
+                parts[name].write(array.tobytes())
+        sizes = {name: file.tell() for name, file in parts.items()}
+        header: dict[str, Any] = {}
+        begin, digest = 0, hashlib.sha256()
+        for name in sorted(parts, key=lambda name: -_DTYPES[_LAYOUT[name][0]].itemsize):  # aligned: the widest first
+            kind, shape = _LAYOUT[name][0], [sizes[name] // _DTYPES[_LAYOUT[name][0]].itemsize]
+            header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, begin + sizes[name]]}
+            begin += sizes[name]
+        for name in sorted(parts):
+            _add_head(digest, name, _DTYPES[_LAYOUT[name][0]], tuple(header[name]["shape"]))
+            for chunk in _chunks(parts[name]):
+                digest.update(chunk)
+        words = json.dumps({"__metadata__": {"key": key, "sha256": digest.hexdigest()}, **header}).encode()
+        words += b" " * (-len(words) % 8)
+        with path.open("wb") as file:
+            file.write(len(words).to_bytes(8, "little") + words)
+            for name in header:
+                for chunk in _chunks(parts[name]):
+                    file.write(chunk)
+
+
+def _chunks(file: IO[bytes]) -> Iterator[bytes]:
+    """All of a file, some at a time."""
+    file.seek(0)
+    while chunk := file.read(2**20):
+        yield chunk
+
+
+def _map(stream: BinaryIO) -> Arrays:
+    """The arrays of an open file, which `_read` has checked, in place. An array without elements cannot be mapped."""
+    start = 8 + int.from_bytes(stream.read(8), "little")
+    header = json.loads(stream.read(start - 8))
+    return {
+        name: np.memmap(
+            stream, _DTYPES[kind], "r", start + header[name]["data_offsets"][0], tuple(header[name]["shape"])
+        )
+        if header[name]["shape"] != [0]
+        else np.empty(0, dtype=_DTYPES[kind])
+        for name, (kind, _) in _LAYOUT.items()
+    }
+
+
+def _load(
+    path: Path, key: str, *, num_records: int, max_length: int, says_why_not: bool, is_mapped: bool = False
+) -> Arrays | None:
+    """The arrays, or None if the file is missing, damaged, or not certain to be this user's."""
+    try:
+        with open_own(path) as stream:
+            arrays, metadata = _read(stream.fileno(), is_mapped=is_mapped)
+            if is_mapped:
+                arrays = _map(stream)
+        # The checksum covers names, types, shapes and values; the key shows that the file was not renamed.
+        if (metadata.get("key"), metadata.get("sha256")) != (key, _checksum(arrays)):
+            raise ValueError("its checksum differs")
+        if not _fits(arrays, num_records=num_records, max_length=max_length):
+            raise ValueError("its sequences are not those of the records")
+    except FileNotFoundError:
+        return None
+    except NotOwnError as error:
+        why_not = f"{error}, so it is not believed"
+    except (SafetensorError, OSError, ValueError) as error:
+        why_not = f"{path} is damaged ({reason(error)})"
+    else:
+        return arrays
+    if says_why_not:
+        logger.warning("%s; it is made again", why_not)
+    return None
+
+
+def _read(descriptor: int, *, is_mapped: bool) -> tuple[Arrays, Mapping[str, str]]:
+    """Arrays and metadata of the open file `descriptor`, even if its path has been replaced since. is_mapped: the
+    arrays are not read, only checked.
+
+    Raises:
+        ValueError: the arrays are not those of a dataset. SafetensorError, OSError: it cannot be read.
+    """
+    with safe_open(f"/dev/fd/{descriptor}", framework="numpy") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+        if {name: (one.get_dtype(), len(one.get_shape())) for name, one in slices.items()} != _LAYOUT:
+            raise ValueError("it does not hold the arrays of a dataset")
+        return {name: file.get_tensor(name) for name in _LAYOUT if not is_mapped}, file.metadata() or {}
+
+
+def _fits(arrays: Arrays, *, num_records: int, max_length: int) -> bool:
+    """Whether the arrays hold sequences of `num_records` records, none of them empty or longer than `max_length`."""
+    ids, offsets, sources, too_long = (arrays[name] for name in ("input_ids", "offsets", "sources", "too_long"))
+    if len(offsets) != len(sources) + 1 or offsets[0] != 0 or not offsets[-1] == len(ids) == len(arrays["is_trained"]):
+        return False
+    lengths = np.diff(offsets)
+    are_records = all(
+        not len(own) or (own[0] >= 0 and own[-1] < num_records and bool((np.diff(own) >= 0).all()))
+        for own in (sources, too_long)
+    )
+    return (
+        are_records and len(lengths) > 0 and bool(lengths.min() > 0 and lengths.max() <= max_length and ids.min() >= 0)
+    )
+
+
+def _checksum(arrays: Arrays) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        _add_head(digest, name, arrays[name].dtype, arrays[name].shape)
+        digest.update(np.ascontiguousarray(arrays[name]).data)
+    return digest.hexdigest()
+
+
+def _add_head(digest: Any, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    digest.update(f"{name} {dtype} {shape}\n".encode())

@@ -1,0 +1,102 @@
+"""Packing: several sequences in one row, separated by position ids that restart with each.
+
+Owns: which sequences of a step share a row and which dp rank takes them, the joined sequence, its position ids. Does
+not own: the tensors (`collate.py`), attention that respects the boundaries (transformers' masks derive them from
+position ids), or the check that every layer does (`run.packing_check`).
+
+The placement depends on dp, the result does not: the sequences of a step, their trained tokens and their loss are those
+of the same step without packing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence as AbstractSequence
+
+import numpy as np
+import torch
+
+from meshlora.train.batch import Batch
+from meshlora_ground.dataset import Sequence
+from meshlora_ground.masks import token_numbers
+
+Rows = list[list[int]]  # of a micro-batch: for each row the positions of its sequences in the global batch
+
+
+def packed_share(
+    lengths: AbstractSequence[int], *, dp_rank: int, dp_size: int, micro_batch_size: int, row_length: int
+) -> list[Rows]:
+    """The micro-batches of one dp rank, each of at most `micro_batch_size` rows of at most `row_length` tokens.
+
+    Longest first, each sequence goes to the rank with the fewest tokens so far, and there into the first row with
+    room. So ranks differ by at most one sequence's tokens. Every rank gets the same number of micro-batches, padded
+    with empty ones (`collate([])`).
+
+    Args:
+        lengths: tokens of each sequence of the global batch, in its order.
+        row_length: a longer sequence gets its own row.
+    """
+    assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
+    shares: list[list[int]] = [[] for _ in range(dp_size)]
+    tokens = [0] * dp_size
+    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+        lightest = min(range(dp_size), key=lambda rank: (tokens[rank], rank))
+        shares[lightest].append(place)
+        tokens[lightest] += lengths[place]
+    rows = [_first_fit(share, lengths, row_length) for share in shares]
+    number = max(-(-len(of_rank) // micro_batch_size) for of_rank in rows)
+    mine = rows[dp_rank]
+    return [mine[j * micro_batch_size : (j + 1) * micro_batch_size] for j in range(number)]
+
+
+def _first_fit(places: list[int], lengths: AbstractSequence[int], row_length: int) -> Rows:
+    """Rows of `places`, given longest first; sorted so that rows of similar length are adjacent."""
+    rows: Rows = []
+    filled: list[int] = []
+    for place in places:
+        row = next((r for r, tokens in enumerate(filled) if tokens + lengths[place] <= row_length), len(rows))
+        if row == len(rows):
+            rows.append([])
+            filled.append(0)
+        rows[row].append(place)
+        filled[row] += lengths[place]
+    return [rows[row] for row in sorted(range(len(rows)), key=lambda row: (-filled[row], row))]
+
+
+def joined(sequences: AbstractSequence[Sequence]) -> Sequence:
+    """Concatenate sequences. The first token of each is not a target, so that no label crosses a boundary."""
+    is_trained = np.concatenate([sequence.is_trained for sequence in sequences])
+    is_trained[list(itertools.accumulate((len(s.input_ids) for s in sequences[:-1]), initial=0))] = False
+    columns = {name: np.concatenate([s.columns[name] for s in sequences]) for name in sequences[0].columns}
+    return Sequence(np.concatenate([sequence.input_ids for sequence in sequences]), is_trained, columns)
+
+
+def with_positions(
+    batch: Batch, lengths: AbstractSequence[AbstractSequence[int]], places: AbstractSequence[AbstractSequence[int]]
+) -> Batch:
+    """`batch` with position ids that restart at 0 with each sequence and with the padding after the last.
+
+    The token numbers are the same as without packing.
+
+    lengths, places: for each row, the token counts of its sequences and their positions in the global batch; empty for
+        a dummy batch.
+    """
+    position_ids, tokens = torch.zeros_like(batch.input_ids), torch.zeros_like(batch.tokens)
+    of_rows = [padded_lengths(of_row, position_ids.shape[1]) for of_row in lengths or [[]]]
+    for row, of_row in enumerate(of_rows):
+        position_ids[row] = torch.cat([torch.arange(length) for length in of_row])
+        own = (*(places[row] if lengths else ()), 0)  # 0: of the padding, if there is any
+        tokens[row] = torch.cat(
+            [token_numbers(torch.tensor([place]), length)[0] for place, length in zip(own, of_row, strict=False)]
+        )
+    has_one_each = all(len(of_row) < 2 for of_row in lengths)
+    return dataclasses.replace(
+        batch, position_ids=position_ids, tokens=tokens, lengths=of_rows, has_one_each=has_one_each
+    )
+
+
+def padded_lengths(lengths: AbstractSequence[int], row_length: int) -> list[int]:
+    """`lengths` of the sequences of a row, with its padding, if there is any, as one more."""
+    rest = row_length - sum(lengths)
+    return [*lengths, *([rest] if rest else [])]

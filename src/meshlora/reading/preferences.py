@@ -1,0 +1,195 @@
+"""Preference data as adjacent sequences: pairs of answers, or labelled answers next to an answer to another prompt.
+Owns: the fields of such records, and which other answer accompanies a single one. Does not own: tokenisation
+(`reading.tokenization`), the losses (`run.objectives`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from meshlora.reading.bad_rows import ERROR
+from meshlora.reading.conversations import untrained
+from meshlora.reading.formats import Format, alpaca_prompt, answered_alone, record_of_answer
+from meshlora.reading.records import MalformedError, Record, json_type
+from meshlora.reading.sources import Row, read_rows
+from meshlora.reading.tokenization import tokenize
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def read_preferences(
+    source: str | list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    columns: Mapping[str, str] | None = None,
+    format: str = "auto",
+    say: Callable[[str], None] | None = None,
+    **options: Any,
+) -> TokenizedDataset:
+    """Sequences 2i and 2i + 1 are the chosen and the rejected answer of pair i.
+
+    A row has `chosen` and `rejected`, each text or messages, and what they answer (`PREFERENCES`): a `prompt`, an
+    `instruction`, a `question` or `conversations`; or nothing: then what both begin with is the prompt. Tokens, `say`
+    and `options` are those of `tokenize`; too_long drops both sequences.
+
+    Raises:
+        UserError: as `read_rows` and `tokenize`.
+    """
+
+    bad = options.get("on_bad_row", ERROR)
+    pairs = read_rows(source, PREFERENCES, columns=columns, format=format, say=say, on_bad_row=bad)
+    return tokenize(pairs, tokenizer, say=say, **options)
+
+
+def read_feedback(
+    source: str | list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    columns: Mapping[str, str] | None = None,
+    format: str = "auto",
+    say: Callable[[str], None] | None = None,
+    **options: Any,
+) -> TokenizedDataset:
+    """Sequence 2i is record i; 2i + 1 is its prompt with the completion of the nearest earlier record (cyclically)
+    with another prompt. Column `desirable`, float32 `[N]`: 1 or -1.
+
+    A row has `prompt`, `completion` and `label`, true or false; the first two are text, or lists of messages.
+    `FEEDBACK` has the other shapes. Tokens, `say` and `options` are those of `tokenize`; too_long drops
+    both sequences.
+
+    Raises:
+        UserError: all records have the same prompt; as `read_rows` and `tokenize`.
+    """
+    bad = options.get("on_bad_row", ERROR)
+    rows = read_rows(source, FEEDBACK, columns=columns, format=format, say=say, on_bad_row=bad)
+    if len({isinstance(row["completion"], list) for _, row in rows}) > 1:
+        raise UserError(f"{rows[0][0]} and others", "messages in some records and text in others", "give them alike")
+    others = _before_with_another_prompt([row.get("prompt") for _, row in rows])
+    records = []
+    for (origin, row), other in zip(rows, others, strict=True):
+        beside = {**row, "completion": rows[other][1]["completion"]}
+        records.append(tuple(record_of_answer(each, "completion", origin) for each in (row, beside)))
+    tokens = tokenize(records, tokenizer, say=say, **options)
+    signs = np.repeat([1.0 if row["label"] else -1.0 for _, row in rows], 2).astype(np.float32)[tokens.sources]
+    return dataclasses.replace(tokens, columns={"desirable": np.repeat(signs, np.diff(tokens.offsets))})
+
+
+def _before_with_another_prompt(prompts: list[Any]) -> list[int]:
+    """For each prompt the index of the nearest earlier one that differs, cyclically."""
+    number, found = len(prompts), [-1] * len(prompts)
+    for place in range(1, 2 * number):  # two rounds, as the first prompts look back at the last
+        one, before = place % number, (place - 1) % number
+        found[one] = before if prompts[before] != prompts[one] else found[before]
+    if -1 in found:
+        raise UserError(
+            "records that all have one prompt",
+            "the divergence from the base is estimated with answers to other prompts",
+            "give records with another prompt",
+        )
+    return found
+
+
+def _pair(row: dict[str, Any], origin: str) -> tuple[Record, ...]:
+    """The records of the chosen and the rejected answer."""
+    both = [_answered(row, name, origin) for name in ("chosen", "rejected")]
+    if both[0].kind != both[1].kind:
+        raise MalformedError("one of chosen and rejected is text, the other a list of messages")
+    if _content(both[0]) == _content(both[1]):
+        raise MalformedError("chosen and rejected are the same")
+    return tuple(_with_shared_prompt(*both))
+
+
+def _answered(row: dict[str, Any], name: str, origin: str) -> Record:
+    """The record of an answer, with what it answers as a prompt."""
+    shared = {key: row[key] for key in _BESIDE if key in row}
+    if "instruction" in row:
+        prompt: Any = alpaca_prompt(row)
+    elif "conversations" in row:
+        prompt = row["conversations"]
+        if not isinstance(prompt, list):
+            raise MalformedError(f"conversations is {json_type(prompt)}, not a list")
+    elif "question" in row:
+        prompt = [{"role": "user", "content": row["question"]}]
+    else:
+        prompt = row.get("prompt", "")
+        if "system" in row and isinstance(prompt, str) and isinstance(row[name], str):
+            prompt = [{"role": "user", "content": prompt}]
+    return record_of_answer({**shared, "prompt": prompt, name: row[name]}, name, origin)
+
+
+def _content(record: Record) -> tuple[Any, ...]:
+    return record.prompt, record.completion, record.messages
+
+
+def _with_shared_prompt(chosen: Record, rejected: Record) -> list[Record]:
+    """The same two, where what both conversations begin with is not trained, and texts without a prompt get one.
+
+    A text is cut before the word in which the two differ first, as tokens do not cross the start of a word.
+    """
+    if chosen.messages is not None and rejected.messages is not None:
+        number = _num_alike(chosen.messages, rejected.messages)
+        return [
+            dataclasses.replace(each, messages=untrained(each.messages[:number]) + each.messages[number:])
+            for each in (chosen, rejected)
+            if each.messages is not None
+        ]
+    if chosen.prompt or rejected.prompt:
+        return [chosen, rejected]
+    texts = [each.completion or "" for each in (chosen, rejected)]
+    cut = max(texts[0].rfind(space, 0, _num_alike(*texts)) for space in (" ", "\n"))
+    if cut <= 0 or not all(text[cut:].strip() for text in texts):
+        return [chosen, rejected]
+    return [
+        Record(prompt=text[:cut], completion=text[cut:], origin=each.origin)
+        for each, text in zip((chosen, rejected), texts, strict=True)
+    ]
+
+
+def _num_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many leading items of both are the same."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _judged(row: dict[str, Any], origin: str) -> Row:
+    """(origin, prompt, completion and label) of a row."""
+    if "kto_tag" in row:
+        row["label"] = row.pop("kto_tag")
+    if not isinstance(row["label"], bool):
+        raise MalformedError(f"label is {json_type(row['label'])}, not true or false")
+    if (turns := row.pop("messages", row.pop("conversations", None))) is not None:
+        if not isinstance(turns, list) or len(turns) < 2:
+            raise MalformedError("the conversation is no list of two messages or more")
+        row |= {"prompt": turns[:-1], "completion": turns[-1:]}
+    if "instruction" in row:
+        row |= {"prompt": alpaca_prompt(row), "completion": [{"role": "assistant", "content": row.pop("output")}]}
+        row = {key: value for key, value in row.items() if key not in ("instruction", "input", "history")}
+    record_of_answer(row, "completion", origin)  # raises where it is none
+    return origin, dict(answered_alone(row))  # else the answer to another prompt would bring that prompt with it
+
+
+_BESIDE = ("system", "tools")
+_ANSWERS = ("chosen", "rejected")
+PREFERENCES: tuple[Format[tuple[Record, ...]], ...] = (
+    Format("preference", (*_ANSWERS, "prompt"), _pair, _BESIDE),
+    Format("preference", (*_ANSWERS, "conversations"), _pair, _BESIDE),
+    Format("preference", (*_ANSWERS, "instruction"), _pair, ("input", "history", *_BESIDE)),
+    Format("preference", (*_ANSWERS, "question"), _pair, _BESIDE),
+    Format("preference", _ANSWERS, _pair, _BESIDE, is_weak=True),
+)
+FEEDBACK: tuple[Format[Row], ...] = tuple(
+    Format("feedback", (*needs, label), _judged, (*may, *_BESIDE))
+    for label in ("label", "kto_tag")
+    for needs, may in (
+        (("prompt", "completion"), ()),
+        (("messages",), ()),
+        (("conversations",), ()),
+        (("instruction", "output"), ("input", "history")),
+    )
+)

@@ -1,0 +1,53 @@
+"""From the files of a run to its tokens: one reader for each kind of record.
+
+Owns: which reader an objective's records have. Does not own: any of them.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from meshlora.reading.bad_rows import ERROR
+from meshlora.reading.labelled import read_labelled, read_labelled_words, read_similar
+from meshlora.reading.nlg import of_categories, parted
+from meshlora.reading.preferences import read_feedback, read_preferences
+from meshlora.reading.rollouts import read_rollouts
+from meshlora.reading.sources import read_records
+from meshlora.reading.streamed import read_streamed
+from meshlora.reading.tokenization import tokenize
+from meshlora.reading.train_on import without_empty
+from meshlora_ground.dataset import TokenizedDataset
+
+
+def _read_text(
+    source: Any,
+    tokenizer: Any,
+    *,
+    columns: Any,
+    say: Any,
+    format: str = "auto",
+    categories: str = "all",
+    separator: str = "",
+    skips_empty: bool = False,
+    **options: Any,
+) -> TokenizedDataset:
+    bad = options.get("on_bad_row", ERROR)
+    read = read_records(source, columns=columns, format=format, say=say, on_bad_row=bad)
+    records = of_categories(read, categories)
+    if skips_empty:
+        records = list(without_empty(records, options.get("train_on", "all"), say))
+    return tokenize(parted(records, separator), tokenizer, say=say, **options)
+
+
+# Readers of records, by the `reader` of the objective: from paths and a tokenizer to tokens.
+READERS: Mapping[str, Callable[..., TokenizedDataset]] = {
+    "text": _read_text,
+    "streamed": read_streamed,
+    "rollouts": read_rollouts,
+    "rewarded": functools.partial(read_rollouts, is_rewarded=True),
+    "pairs": read_preferences,
+    "feedback": read_feedback,
+    "labelled": read_labelled,
+    "labelled_words": read_labelled_words,
+    "similar": read_similar,
+}

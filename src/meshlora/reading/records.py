@@ -1,0 +1,250 @@
+"""Training examples before tokenisation, and what is said of rows that are none.
+
+Owns: `Record`, the joint report of malformed rows, and grouping records by prompt as references for scores of generated
+text. Does not own: the fields of rows (`formats.py`), messages (`conversations.py`), reading (`sources.py`), or
+tokenisation (`tokenization.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from meshlora_ground.errors import UserError
+
+_KINDS = ({"text"}, {"prompt", "completion"}, {"messages"}, {"tokens"})
+_FIELDS = ("text", "prompt", "completion", "messages", "tokens")
+MAX_SHOWN = 5  # places that a message names for one mistake
+_MAX_COUNTED = 1000  # a file of another kind has a mistake in every line: reading on would not tell more
+_LARGEST = float(np.finfo(np.float32).max)
+_MAX_WORDS = 300  # characters of the message about one row
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One example: exactly one of `text`, (`prompt`, `completion`), `messages`, `tokens`.
+
+    A space or newline that joins `prompt` and `completion` is part of one of the two, but for the separator.
+
+    Args:
+        text: a document; every token is trained.
+        prompt: the input of the model; may be empty.
+        completion: the answer to train.
+        messages: a conversation of `{"role", "content"}` dicts. Content is text, or a list of parts
+            `{"type": "text", "text": ...}` and `{"type": "image", "image": path}`; a turn with `tool_calls` may have
+            none. An assistant turn with `weight: 0` is not trained.
+        tools: functions that a conversation may call, as `apply_chat_template` takes them.
+        tokens: ids, and whether each is trained; nothing is added to them.
+        separator: between prompt and completion; special tokens may be spelt.
+        is_seen: whether its category is one of WebNLG's training data; None: of other data. Not part of the content.
+        origin: its source for error messages (`train.jsonl:17`, `dataset row 17`). Not part of the content: records
+            that differ only in it give the same tokens and share a cache.
+
+    Raises:
+        UserError: none, or more than one, of the four is given.
+    """
+
+    text: str | None = None
+    prompt: str | None = None
+    completion: str | None = None
+    messages: tuple[dict[str, Any], ...] | None = None
+    tools: tuple[dict[str, Any], ...] | None = None
+    tokens: tuple[tuple[int, ...], tuple[bool, ...]] | None = None
+    separator: str = ""
+    is_seen: bool | None = None
+    origin: str
+
+    def __post_init__(self) -> None:
+        given = {name for name in _FIELDS if getattr(self, name) not in (None, ())}
+        if given not in _KINDS:
+            raise UserError(
+                f"{self.origin}: a record with {', '.join(sorted(given)) or 'no field'}",
+                "must have exactly one of text, (prompt and completion), messages, tokens",
+            )
+        if self.tools and self.messages is None:
+            raise UserError(f"{self.origin}: a record with tools", "only conversations have them", "give messages")
+
+    @property
+    def kind(self) -> Literal["text", "completion", "messages", "tokens"]:
+        if self.tokens is not None:
+            return "tokens"
+        if self.text is not None:
+            return "text"
+        return "completion" if self.completion is not None else "messages"
+
+    @property
+    def images(self) -> list[str]:
+        """The paths of its images, in order."""
+        contents = (message.get("content") for message in self.messages or ())
+        return [
+            part["image"] for content in contents if isinstance(content, list) for part in content if is_image(part)
+        ]
+
+
+def is_image(part: object) -> bool:
+    """Whether a part of a message's content is an image."""
+    return isinstance(part, Mapping) and part.get("type") == "image"
+
+
+def without_paths(message: dict[str, Any]) -> dict[str, Any]:
+    """A message without the paths of its images, as chat templates get it: where a file lies is no content."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    return {**message, "content": [{"type": "image"} if is_image(part) else part for part in content]}
+
+
+class MalformedError(ValueError):
+    """A row is not a valid record; the message says why, the caller adds where."""
+
+
+@dataclass
+class Problems:
+    """Collects malformed rows, so that a user sees several at once. what: the required form of a row. skips: they are
+    passed over, however many.
+    """
+
+    what: str = "of a format that is known by its fields (docs/data.md)"
+    skips: bool = False
+    shown: list[str] = field(default_factory=list)
+    num: int = 0
+
+    def add(self, origin: str, reason: object) -> None:
+        """Add one.
+
+        Raises:
+            UserError: there are so many that reading the rest is pointless.
+        """
+        self.num += 1
+        if len(self.shown) < MAX_SHOWN:
+            words = str(reason)
+            self.shown.append(f"{origin}: {words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + ' …'}")
+        if self.num >= _MAX_COUNTED and not self.skips:
+            self.raise_if_any()
+
+    def raise_if_any(self) -> None:
+        """Raises: UserError with the first places and the total number."""
+        if not self.num:
+            return
+        rest = f"\n  and {self.num - len(self.shown)} more" if self.num > len(self.shown) else ""
+        raise UserError(
+            f"{self.num}{' or more' if self.num >= _MAX_COUNTED else ''} malformed record{'s' if self.num > 1 else ''}",
+            f"each must be {self.what}",
+            "correct them, or name the columns to use in data.columns:"
+            + "".join(f"\n  {line}" for line in self.shown)
+            + rest,
+        )
+
+
+def listed(names: Collection[str]) -> str:
+    """The first ten of untrusted names."""
+    first = itertools.islice(names, 10)
+    shown = ", ".join(name if name.isidentifier() and len(name) <= 60 else quoted(name) for name in first)
+    return shown + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+
+
+def quoted(text: str, longest: int = 60) -> str:
+    """Untrusted text as a literal of bounded length."""
+    return repr(text if len(text) <= longest else text[:longest] + "…")
+
+
+def checked_text(value: object, name: str) -> str:
+    """`value`, if it is a string that UTF-8 can spell. Raises: MalformedError."""
+    if not isinstance(value, str):
+        raise MalformedError(f"{name} is {json_type(value)}, not a string")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        # JSON can spell half of a surrogate pair; no tokenizer accepts it.
+        raise MalformedError(f"{name} holds a lone surrogate at character {error.start}") from None
+    return value
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """An input of the model with its reference answers: a text, or the record of a conversation that leads to them.
+    origin: of its first record.
+    """
+
+    text: str | None
+    references: tuple[str, ...]
+    origin: str
+    chat: Record | None = None
+
+
+def prompts_of(records: Sequence[Record]) -> list[Prompt]:
+    """One prompt per different `prompt`, or conversation before its last answer, in the order of their first records;
+    the stripped completions, or last answers, of all records with it are its references.
+
+    Raises:
+        UserError: a record has neither prompt and completion nor messages, or its last answer has no text.
+    """
+    grouped: dict[str, tuple[Record, list[str]]] = {}
+    for record in records:
+        asked = asked_of(record)
+        key = json.dumps([asked.prompt, asked.messages and [*map(without_paths, asked.messages)], asked.tools])
+        _, references = grouped.setdefault(key, (asked, []))
+        references.append(_answer_of(record).strip())
+    return [
+        Prompt(asked.prompt, tuple(references), asked.origin, asked if asked.messages is not None else None)
+        for asked, references in grouped.values()
+    ]
+
+
+def asked_of(record: Record) -> Record:
+    """The record; of a conversation what is before its last answer.
+
+    Raises:
+        UserError: nothing is, or it asks nothing.
+    """
+    if record.messages is None:
+        if record.prompt is None or record.completion is None:
+            raise _unasked(record, f"a record of {record.kind}")
+        return record
+    asked = record.messages[: _last_answer(record)]
+    if not asked:
+        raise _unasked(record, "a conversation that begins with its last answer")
+    return dataclasses.replace(record, messages=asked)
+
+
+def _last_answer(record: Record) -> int:
+    messages = record.messages or ()
+    return max((place for place, each in enumerate(messages) if each["role"] == "assistant"), default=0)
+
+
+def _answer_of(record: Record) -> str:
+    """The text of a record's last answer."""
+    if record.messages is None:
+        return record.completion or ""
+    content = record.messages[_last_answer(record)].get("content")
+    if isinstance(content, list):
+        content = "".join(part.get("text", "") for part in content)
+    if not content:
+        raise _unasked(record, "a conversation whose last answer has no text")
+    return str(content)
+
+
+def _unasked(record: Record, what: str) -> UserError:
+    return UserError(
+        f"{record.origin}: {what}",
+        "only prompts and conversations that are answered say what a generated text is compared with",
+        "give such a file with --data, or leave out --generate",
+    )
+
+
+def is_number(value: Any) -> bool:
+    """Whether `value` is finite in float32. NaN fails any comparison; `float` of a huge integer would overflow."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
+
+
+def json_type(value: object) -> str:
+    """The JSON name of a value's type: `a string`, `an object`, `null`."""
+    names = {type(None): "null", bool: "a boolean", int: "a number", float: "a number", str: "a string"}
+    names |= {list: "a list", tuple: "a list", dict: "an object"}
+    return names.get(type(value), f"a {type(value).__name__}")

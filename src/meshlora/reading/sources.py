@@ -1,0 +1,336 @@
+"""Reading local files, folders and datasets, in order: which rows they have, and where each comes from.
+
+Owns: containers (JSON, CSV, `||` text, Parquet, saved datasets), the origin of each row, what is said of the columns
+that are read and not read. Does not own: which files a path means (`places.py`), safe reading (`files.py`,
+`tables.py`), what a row is (`formats.py`), tokens, or the order of training. Nothing is downloaded: a source is a local
+path or a dataset.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from meshlora.reading.bad_rows import ERROR, SKIP, words_of_bad
+from meshlora.reading.files import bounded_lines, is_folder, json_objects, kind_of, opened, text_lines
+from meshlora.reading.formats import RECORDS, Choice, Format, Formats
+from meshlora.reading.nlg import expanded
+from meshlora.reading.places import check_saved, places
+from meshlora.reading.records import MalformedError, Problems, Record, listed, quoted
+from meshlora.reading.tables import parquet_batches, rows_at_once, table_rows
+from meshlora.wings.images.images import locate_images
+from meshlora_ground.errors import UserError, reason
+
+if TYPE_CHECKING:
+    import datasets
+
+PathLike = str | os.PathLike[str]
+Row = tuple[str, dict[str, Any]]  # origin, for error messages; values
+Header = Callable[[Sequence[str], str], list[str]]
+Made = TypeVar("Made")
+
+SEPARATOR = "||"
+
+
+def read_records(
+    source: PathLike | Sequence[PathLike] | datasets.Dataset,
+    *,
+    columns: Mapping[str, str] | None = None,
+    format: str = "auto",
+    say: Callable[[str], None] | None = None,
+    on_bad_row: str = ERROR,
+) -> list[Record]:
+    """All records of `source`, in order.
+
+        read_records("alpaca.json", say=print)
+
+    Rows are of the formats of `formats.RECORDS`, in the containers of `read_rows`. Values are taken literally, spaces
+    included. Other files than those have one `context||completion` per line: that format cannot express deliberate
+    spaces, so both sides are stripped, and the completion starts with exactly one space, as a word after the prompt
+    would.
+
+    Args and Raises: as of `read_rows`.
+    """
+    return read_rows(
+        source, RECORDS, columns=columns, format=format, say=say, has_separator=True, on_bad_row=on_bad_row
+    )
+
+
+def read_rows(
+    source: PathLike | Sequence[PathLike] | datasets.Dataset,
+    formats: Sequence[Format[Made]],
+    *,
+    columns: Mapping[str, str] | None = None,
+    format: str = "auto",
+    say: Callable[[str], None] | None = None,
+    has_separator: bool = False,
+    on_bad_row: str = ERROR,
+) -> list[Made]:
+    """What `formats` make of all rows, in order.
+
+    By suffix, `.gz` or `.zst` after it or not: `.jsonl` and `.json` hold a list of objects or one object per line,
+    `.csv` a header and rows, `.parquet` a table; a folder is the output of `Dataset.save_to_disk`, or has such files.
+
+    Args:
+        source: a path or pattern, several of them (read one after the other), or a `datasets.Dataset`.
+        columns: our field -> theirs, e.g. `{"prompt": "question", "completion": "answer"}`. format: the name of one of
+            `formats`; "auto": by the fields of each row.
+        say: told once what is read and what is not. has_separator: other files are `context||completion`. on_bad_row:
+            whether malformed rows are an error or are passed over (`bad_rows`).
+
+    Raises:
+        UserError: a source that is missing, empty, unreadable or of an unknown kind; a missing column;
+            malformed rows, the first five with file and line.
+    """
+    options = {"columns": columns, "format": format, "say": say, "has_separator": has_separator}
+    return list(each_row(source, formats, on_bad_row=on_bad_row, **options))  # type: ignore[arg-type]
+
+
+def each_row(
+    source: PathLike | Sequence[PathLike] | datasets.Dataset,
+    formats: Sequence[Format[Made]],
+    *,
+    columns: Mapping[str, str] | None = None,
+    format: str = "auto",
+    say: Callable[[str], None] | None = None,
+    has_separator: bool = False,
+    on_bad_row: str = ERROR,
+) -> Iterator[Made]:
+    """As `read_rows`, one at a time. Malformed rows are left out, and raise at the end: use none of it before."""
+    problems, number = Problems(_required(formats), skips=on_bad_row == SKIP), 0
+    reader = _Reader(Formats(formats, format, columns), has_separator, problems)
+    for place in places(source):
+        for made in reader.rows_of(place):
+            number += 1
+            yield made
+    if not problems.skips:
+        problems.raise_if_any()
+    elif problems.num:
+        words = words_of_bad(problems.num, number + problems.num, problems.shown)
+        if say is not None:
+            say(words)
+    if say is not None:
+        for words in reader.said():
+            say(words)
+
+
+def _required(formats: Sequence[Format[Any]]) -> str:
+    kinds = [f"{{{', '.join(each.needs)}}}" for each in formats if each.needs]
+    return " or ".join(dict.fromkeys(kinds)) or "a record"
+
+
+@dataclass
+class _Seen:
+    """What was read of a place. formats: name -> its columns. unread: columns. ways: how to say otherwise."""
+
+    formats: dict[str, dict[str, None]] = field(default_factory=dict)
+    unread: dict[str, None] = field(default_factory=dict)
+    ways: str = "; data.format and data.columns say otherwise"
+
+    def add(self, choice: Choice[Any]) -> None:
+        """Add the columns of a row, or of a table."""
+        self.formats.setdefault(choice.format.name, {}).update(dict.fromkeys(choice.keys.values()))
+        self.unread.update(dict.fromkeys(choice.unread))
+
+    def words(self) -> str:
+        """In one line."""
+        read = " and ".join(f"{name} ({listed(columns)})" for name, columns in self.formats.items())
+        every = {name for columns in self.formats.values() for name in columns}
+        unread = [name for name in self.unread if name not in every]
+        rest = f"; not read: {listed(unread)}" if unread else ""
+        if "input" in unread and "instruction" in every:
+            rest += " (in Alpaca's records `input` is part of what is asked: data.format: alpaca reads it)"
+        return f"read as {read}{rest}{self.ways}"
+
+
+@dataclass
+class _Reader(Generic[Made]):
+    """Reads places one after the other. seen: what was read of each; here: of the one that is being read."""
+
+    formats: Formats[Made]
+    has_separator: bool
+    problems: Problems
+    seen: dict[str, _Seen] = field(default_factory=dict)
+    here: _Seen = field(default_factory=_Seen)
+
+    def said(self) -> Iterator[str]:
+        """One line for each way in which places were read."""
+        alike: dict[str, list[str]] = {}
+        for name, seen in self.seen.items():
+            if seen.formats:
+                alike.setdefault(seen.words(), []).append(name)
+        for words, (first, *others) in alike.items():
+            more = f" and {len(others)} more file{'s' if len(others) > 1 else ''}" if others else ""
+            yield f"{first}{more}: {words}"
+
+    def rows_of(self, place: Any) -> Iterator[Made]:
+        """What the rows of a file or a dataset become."""
+        name = f"{place}" if isinstance(place, Path) else "dataset"
+        self.here = self.seen.setdefault(name, _Seen())
+        folder = None if not isinstance(place, Path) else place if place.is_dir() else place.parent
+        last: Choice[Made] | None = None
+        num_rows, num_before = 0, self.problems.num
+        try:
+            for origin, row in self._rows(place, name):
+                num_rows += 1
+                try:
+                    if folder is not None:
+                        row = locate_images(row, folder)
+                    choice = self.formats.choice(tuple(row))
+                    made = choice.make(row, origin)
+                except MalformedError as wrong:
+                    self.problems.add(origin, wrong)
+                    continue
+                if choice is not last:
+                    self.here.add(choice)
+                    last = choice
+                yield made
+        except OSError as error:
+            raise UserError(name, f"cannot be read ({error.strerror or error})") from error
+        if not num_rows and self.problems.num == num_before:
+            raise UserError(name, "holds no record", "give one with at least one")
+
+    def _rows(self, place: Any, name: str) -> Iterator[Row]:
+        """The rows of a path or a dataset."""
+        if isinstance(place, Path) and not is_folder(place):
+            kind = kind_of(place)
+            if kind in (".jsonl", ".json"):
+                yield from expanded(json_objects(place, self.problems), self.problems)
+            elif kind == ".csv":
+                yield from _csv_rows(place, self.problems, self._header)
+            elif kind == ".parquet":
+                yield from _numbered(_parquet_rows(place, self._header), name)
+            elif not self.has_separator:
+                raise UserError(
+                    f"{place}",
+                    "these records are read from .jsonl, .json, .csv, .parquet or a saved dataset",
+                    "convert it",
+                )
+            elif self.formats.is_chosen:
+                raise UserError(
+                    f"data.columns or data.format with {place}",
+                    f"they have no effect on {place}, which has no named columns",
+                    "leave them out",
+                )
+            else:
+                self.here.ways = ""
+                yield from _text_rows(place, self.problems)
+        else:
+            dataset = _load_folder(place) if isinstance(place, Path) else place
+            yield from _numbered(_dataset_rows(dataset, name, self._header), name)
+
+    def _header(self, names: Sequence[str], origin: str) -> list[str]:
+        """The columns of a table to read, checked once: a wrong one is one mistake, and not one per row."""
+        twice = sorted(name for name, number in Counter(names).items() if number > 1)
+        if twice:
+            raise UserError(origin, f"has more than one column {quoted(twice[0])}", "rename one")
+        try:
+            choice = self.formats.choice(tuple(names))
+        except MalformedError as wrong:
+            raise UserError(
+                f"{origin}: columns {listed(names) or '(none)'}",
+                str(wrong),
+                "name the columns to use in data.columns, e.g. {prompt: question, completion: answer}",
+            ) from None
+        self.here.add(choice)
+        return sorted({*choice.keys.values(), *choice.refused})
+
+
+def _numbered(rows: Iterable[dict[str, Any]], name: str) -> Iterator[Row]:
+    """Counted from 0, like `dataset[index]`."""
+    yield from ((f"{name} row {index}", row) for index, row in enumerate(rows))
+
+
+def _text_rows(path: Path, problems: Problems) -> Iterator[Row]:
+    for origin, line in text_lines(path, problems):
+        prompt, *completions = line.split(SEPARATOR)
+        if len(completions) == 1:
+            yield origin, {"prompt": prompt.strip(), "completion": " " + completions[0].strip()}
+        else:
+            problems.add(origin, f"{len(completions)} separators {SEPARATOR!r} in the line, not one")
+
+
+def _csv_rows(path: Path, problems: Problems, header: Header) -> Iterator[Row]:
+    """With the standard library: every value stays a string, and its line number is known."""
+    with opened(path) as binary, io.TextIOWrapper(binary, newline="", encoding="utf-8-sig") as file:
+        reader = csv.reader(bounded_lines(file, path), strict=True)
+        try:
+            names = next(reader, None)
+            if names is None:
+                return
+            header(names, f"{path}:1")
+            start = reader.line_num + 1  # a quoted value may hold newlines: name the line where the row begins
+            for values in reader:
+                origin, start = f"{path}:{start}", reader.line_num + 1
+                if values and len(values) != len(names):
+                    problems.add(origin, f"{len(values)} values under {len(names)} columns")
+                elif values:
+                    yield origin, dict(zip(names, values, strict=True))
+        except csv.Error as error:
+            problems.add(f"{path}:{reader.line_num}", f"bad CSV ({error})")
+        except UnicodeDecodeError:
+            # The reader decodes ahead of its current line; reading the bytes again finds the right one.
+            for _ in text_lines(path, problems):
+                pass
+
+
+def _parquet_rows(path: Path, header: Header) -> Iterator[dict[str, Any]]:
+    import pyarrow.parquet
+
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file, path.open("rb") as raw:
+            columns, start = header(file.schema_arrow.names, f"{path}"), 0
+            for batch in parquet_batches(file, raw, columns, f"{path}"):
+                yield from map(_without_nulls, table_rows(batch, f"{path}", start))
+                start += len(batch)
+    except UserError:
+        raise
+    except Exception as error:  # untrusted bytes read by a library may raise anything
+        raise UserError(f"{path}", f"is not a Parquet file that can be read ({reason(error)})") from error
+
+
+def _load_folder(path: Path) -> datasets.Dataset:
+    """Load the output of `Dataset.save_to_disk`.
+
+    Raises:
+        UserError: the folder is something else, or names files outside itself.
+    """
+    import datasets
+
+    check_saved(path)
+    try:
+        return datasets.Dataset.load_from_disk(str(path))
+    except Exception as error:  # untrusted files read by a library may raise anything
+        raise UserError(f"{path}", f"cannot be read as a saved dataset ({reason(error)})") from error
+
+
+def _dataset_rows(dataset: datasets.Dataset, name: str, header: Header) -> Iterator[dict[str, Any]]:
+    """Plain rows of a dataset, whatever its output format; a selection of rows is respected."""
+    columns = header(dataset.column_names, name)
+    try:
+        chosen = dataset.select_columns(columns).with_format("arrow")
+        size = rows_at_once(len(chosen), chosen.data.nbytes)
+        for start in range(0, len(chosen), size):
+            yield from map(_without_nulls, table_rows(chosen[start : start + size], name, start))
+    except UserError:
+        raise
+    except Exception as error:  # untrusted tables read by a library may raise anything
+        raise UserError(name, f"cannot be read as a dataset ({reason(error)})") from error
+
+
+def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
+    """The row without None inside of its values: Arrow gives all structs of a column the same keys."""
+    return {name: _cleaned(value) for name, value in row.items()}
+
+
+def _cleaned(value: Any) -> Any:
+    if isinstance(value, dict):
+        # A content of None says that a turn has none, which templates ask for.
+        return {key: _cleaned(item) for key, item in value.items() if item is not None or key == "content"}
+    return [*map(_cleaned, value)] if isinstance(value, list) else value

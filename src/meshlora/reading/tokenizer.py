@@ -1,0 +1,155 @@
+"""The tokenizer of a model's folder, or of a run.
+
+Owns: loading it, its chat template, and the padding token. Does not own: tokenising data (`data`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from meshlora.reading.chat import add_stop_tokens
+from meshlora.reading.clock import set_day
+from meshlora.reading.files import is_folder, nearest_file
+from meshlora.reading.processor import FILES as PROCESSOR_FILES
+from meshlora.run.config.run import RunConfig
+from meshlora_ground.errors import UserError, did_you_mean, reason
+from meshlora_ground.reading import read_text
+
+# `tokenizers` loops up to the largest token id of a vocabulary: a second per hundred million.
+_MOST_TOKENS = 10**8
+_MAY_BE_FAR = re.compile(rb":\s*\d{9}")
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer in a model's folder.
+
+    Raises:
+        UserError: there is none, or it cannot be read.
+    """
+    if Path(path).is_dir():
+        is_folder(Path(path))  # reading a named pipe would block
+        for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
+            _check_numbers(Path(path, name))
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
+    except Exception as error:
+        raise UserError(
+            f"tokenizer in {path}", f"it cannot be loaded ({reason(error)})", "is tokenizer.json there and whole?"
+        ) from error
+    assert isinstance(tokenizer, PreTrainedTokenizerBase)
+    return tokenizer
+
+
+def add_tokenizer(folder: Path, config: RunConfig, *, chat_template: str | None) -> None:
+    """Write the tokenizer of a run into `folder`, as it has to be to load from there, and what a processor adds to it.
+
+    Its own code, under `trust_remote_code`, is not copied. chat_template: the text with which the run has read its
+    data, if it is not the tokenizer's own: its file may have changed since.
+    """
+    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    has_one_template = not isinstance(tokenizer.chat_template, dict)  # several would be a folder of files
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        tokenizer.save_pretrained(temporary, save_jinja_files=has_one_template)
+        for file in Path(temporary).iterdir():
+            if file.is_file() and file.suffix != ".py":
+                shutil.move(file, folder / file.name)
+    for name in PROCESSOR_FILES:
+        if (file := Path(config.model.path, name)).is_file():
+            shutil.copyfile(file, folder / name)
+
+
+def tokenizer_of(config: RunConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run: its model's, with the chat template of `data.chat_template`, whose clock stands at
+    `data.date`.
+
+    Raises:
+        UserError: as `load_tokenizer`; a template that is neither a file nor one of the tokenizer's or TRL's; a stop
+            token that is none.
+    """
+    model, given = config.model, config.data.chat_template
+    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+    if given is not None:
+        tokenizer.chat_template = _chat_template(given, tokenizer)
+    if config.data.stop_tokens:
+        add_stop_tokens(tokenizer, config.data.stop_tokens)
+    if config.data.date is not None:
+        set_day(tokenizer, config.data.date)
+    return tokenizer
+
+
+def _chat_template(given: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """The text of a chat template: a file, or the name of one of `tokenizer`, or of one that TRL has for training."""
+    file, option = Path(given), f"data.chat_template={given}"
+    if not file.exists():
+        own: object = tokenizer.chat_template
+        named = own if isinstance(own, dict) else {} if own is None else {"default": own}
+        if given in named:
+            return str(named[given])
+        if (of_trl := _templates_of_trl()).get(given) is not None:
+            return read_text(of_trl[given])
+        has = f"the tokenizer has {', '.join(map(repr, named)) or 'none'}, "
+        has += f"and TRL {', '.join(of_trl)}" if of_trl else "and TRL's are not installed (pip install trl)"
+        near = (
+            did_you_mean(given, [*named, *of_trl]) if file.suffix == "" and file.name == given else nearest_file(file)
+        )
+        raise UserError(option, f"there is no such file, and {has}", near)
+    if is_folder(file):
+        raise UserError(option, "it is a folder", "name the file in it")
+    try:
+        text = read_text(file)
+    except (OSError, ValueError) as error:
+        raise UserError(option, f"it cannot be read ({error})", "is it a text in UTF-8?") from None
+    if not text.strip():
+        raise UserError(option, "the file is empty")
+    return text
+
+
+def _templates_of_trl() -> dict[str, Path]:
+    """Name -> file of the chat templates with `{% generation %}` that an installed TRL has for training (seen in 1.16).
+
+    Only its files are read: it takes seconds to import.
+    """
+    found = importlib.util.find_spec("trl")
+    folder = Path(found.origin).parent / "chat_templates" if found is not None and found.origin else None
+    return {} if folder is None else {file.stem: file for file in sorted(folder.glob("*_training.jinja"))}
+
+
+def _check_numbers(file: Path) -> None:
+    """Refuse absurdly large token ids, before the library loops up to them."""
+    content = file.read_bytes() if file.is_file() else b""
+    if not _MAY_BE_FAR.search(content):
+        return
+    with contextlib.suppress(ValueError, RecursionError):  # the library reports invalid JSON
+        for token, number in _numbers(json.loads(content)):
+            if isinstance(number, int) and number >= _MOST_TOKENS:
+                raise UserError(f"{file}: token {token!r}", f"its number {number} is beyond {_MOST_TOKENS:,}")
+
+
+def _numbers(vocabulary: Any) -> list[tuple[Any, Any]]:
+    """(token, id) of a vocabulary or tokenizer file; empty if it is neither."""
+    if not isinstance(vocabulary, dict):
+        return []
+    added = vocabulary.get("added_tokens")
+    if not isinstance(added, list):
+        return list(vocabulary.items())
+    named = [(token.get("content"), token.get("id")) for token in added if isinstance(token, dict)]
+    return named + (_numbers(model.get("vocab")) if isinstance(model := vocabulary.get("model"), dict) else [])
+
+
+def padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id of the padding token; padding is masked, so any id will do."""
+    for token in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if token is not None:
+            return int(token)
+    return 0

@@ -1,1 +1,0 @@
-"""Reinforcement learning: prompts to rollouts, and their rewards. Training on them is `meshlora.train`'s."""

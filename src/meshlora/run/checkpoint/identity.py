@@ -1,0 +1,162 @@
+"""The identity of a run: everything its steps depend on besides the topology, by name.
+
+Owns: which options affect no step, the hashes of all files that a run reads, and the comparison of two runs and their
+versions. Does not own: the file that stores them (`run.checkpoint.manifest`), reading files
+(`meshlora_ground.file_hash`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshlora_ground.errors import UserError, did_you_mean, one_line
+from meshlora_ground.file_hash import FileHashes
+from meshlora_ground.hub import repository_of
+from meshlora_ground.weight_files import INDEX
+
+# Name in an identity -> files.
+Contents = Mapping[str, tuple[Path, ...]]
+
+# Options that may differ between a run and the one that resumes it: they affect no step.
+_CHOICES = ("output", "overwrite", "epochs", "steps", "micro_batch_size", "recompute", "track", "merge_at_end")
+_FREE = {*_CHOICES, "keep_last", "keep_best", "early_stopping", "routing_replay"} | {
+    *(f"{name}_every" for name in ("eval", "save", "log", "replica_check", "sample")),
+    *("on_save_error", "on_nonfinite", "timeout_s", "on_fewer", "deterministic", "require_fast"),
+}
+DATE = "data.date"  # name of the day that chat templates write
+_FREE_OF_RL = ("publish_to", "adapter_name")
+_TOKENIZER = (
+    *("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template*", "additional_chat_templates/*", "preprocessor_config.json", "processor_config.json"),
+)
+shown = functools.partial(one_line, limit=200)  # text from a file, for a message
+
+
+def identity(
+    config: Any, *, steps: int, tokens: Mapping[str, Any], attention: str | None, kernels: str, day: str | None = None
+) -> dict[str, str]:
+    """Name -> value of everything the steps of a run depend on, except the content of files.
+
+    config: the `RunConfig`. tokens: the arrays of the training data. attention, kernels: those that the model has. day:
+    that chat templates write, if they ask for one.
+    """
+    found = {
+        f"train.{name}": json.dumps(value, sort_keys=True)
+        for name, value in dataclasses.asdict(config.train).items()
+        if name not in _FREE
+    }
+    own = dataclasses.asdict(config.train.objective)
+    if (policy := own.pop("reference", None)) is not None and config.reference is not None:  # else it is the base
+        own["reference"] = policy if policy == "start" else "a folder"  # whose files are in `contents`
+    found["train.objective"] = json.dumps(own, sort_keys=True)
+    data = hashlib.sha256()
+    for name in sorted(tokens):
+        data.update(name.encode())
+        data.update(np.ascontiguousarray(tokens[name]).data)
+    if repository := repository_of(config.model.path):
+        found["model.revision"] = f"{repository.name}@{repository.commit}"
+    if day is not None:
+        found[DATE] = day
+    if kernels != "none":  # which is what no value says
+        found["model.kernels"] = kernels
+    if config.rl is not None:
+        own = {name: value for name, value in dataclasses.asdict(config.rl).items() if name not in _FREE_OF_RL}
+        found["rl"] = json.dumps(own, sort_keys=True)
+    if config.adapter is None:
+        found["lora"] = json.dumps(config.lora, sort_keys=True)
+    return found | {
+        "steps": str(steps),
+        "model.dtype": config.model.dtype,
+        "model.attn_implementation": str(attention),
+        "model.quantization": json.dumps(config.model.quantization),
+        "model.disable_dropout": json.dumps(config.model.disable_dropout),
+        "model.trust_remote_code": json.dumps(config.model.trust_remote_code),
+        "data": f"sha256:{data.hexdigest()}",
+    }
+
+
+def contents(
+    config: Any,
+    *,
+    weights: Collection[Path],
+    adapter: Collection[str],
+    replay: Collection[Path],
+    prompts: Collection[Path] = (),
+    rewards: Collection[Path] = (),
+) -> Contents:
+    """Name -> the files that a run reads, all part of its identity.
+
+    weights: files of the base. adapter: names of an adapter's files. replay: files of the replayed routing. prompts,
+    rewards: files and folders of the prompts of rollouts, and of their rewards.
+    """
+    model = Path(config.model.path)
+    code = model.rglob("*.py") if config.model.trust_remote_code else ()
+    own = (model / "config.json", model / INDEX)
+    found = {"model": [*weights, *(file for file in own if file.is_file()), *code]}
+    found["tokenizer"] = [file for pattern in _TOKENIZER for file in model.glob(pattern) if file.is_file()]
+    for name, folder in {"adapter": config.adapter, "reference": config.reference}.items():
+        if folder is not None and (name == "adapter" or folder != config.adapter):
+            found[name] = [file for file in (Path(folder) / name for name in adapter) if file.is_file()]
+    for name, paths in {"rl.prompts": prompts, "rl.rewards": rewards}.items():
+        files = [file for path in paths for file in ([*path.rglob("*")] if path.is_dir() else [path])]
+        if paths:
+            found[name] = [file for file in files if file.is_file()]
+    if replay:
+        found["train.routing_replay"] = list(replay)
+    return {name: tuple(sorted(set(files))) for name, files in found.items()}
+
+
+def identity_of_contents(files: Contents, hashes: FileHashes) -> dict[str, str]:
+    """Name -> one hash of its files: of their names, without folder, and their bytes.
+
+    Raises:
+        UserError: one cannot be read.
+    """
+    return {
+        name: "sha256:"
+        + hashlib.sha256(json.dumps(sorted([file.name, hashes[file]] for file in each)).encode()).hexdigest()
+        for name, each in files.items()
+    }
+
+
+def check_same(
+    what: str, there: Mapping[str, str], here: Mapping[str, str], *, despite: Collection[str], way_out: str
+) -> None:
+    """Check that the saved identity `there` equals that of the current run, `here`, except for names in `despite`.
+
+    what: name of the saved folder, for the message. way_out: the alternative to `--resume-despite`.
+
+    Raises:
+        UserError: another value differs, by name; or a name in `despite` is unknown.
+    """
+    names = there.keys() | here.keys()
+    for name in despite:
+        if name not in names:
+            raise UserError(f"--resume-despite {name}", "no run has anything of this name", did_you_mean(name, names))
+    for name in sorted(names, key=lambda name: (name == "data", name)):  # its hash says less than what made it another
+        one, other = (side.get(name, "none") for side in (there, here))
+        if one == other or name in despite:
+            continue
+        if name == "model.revision":
+            way_out = f"give model.path: {shown(one)}"
+        is_hash = one.startswith("sha256:") or other.startswith("sha256:")
+        differs = "" if is_hash else f": {shown(one)} there, {shown(other)} here"
+        raise UserError(
+            f"--resume: {what}",
+            f"it is of a run with other {shown(name)}{differs}",
+            f"go on all the same with --resume-despite {shown(name)}, or {way_out}",
+        )
+
+
+def other_versions(there: Mapping[str, str], here: Mapping[str, str]) -> str:
+    """The differing versions, in words; empty if none differ."""
+    names = sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name))
+    return ", ".join(f"{shown(name)} {shown(there.get(name, '?'))} there, {here.get(name, '?')} here" for name in names)

@@ -1,0 +1,144 @@
+"""Which checkpoints of a run are kept, and the links to the latest and the best.
+
+Owns: `checkpoints/latest` and `checkpoints/best`, removal under `train.keep_last` and `train.keep_best`, clean-up after
+a killed save, and moving later checkpoints aside when a run resumes from an earlier one. Does not own: the content of
+a checkpoint (`run.checkpoint.state`), and whether it is whole (`run.checkpoint.manifest`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from meshlora.run.checkpoint.manifest import NotWholeError, Saved, read_whole
+from meshlora.run.checkpoint.resuming import FINISHED, FOLDER, step_folders
+from meshlora_ground.files import fsync
+
+LATEST, BEST = "latest", "best"
+# Prefix of folders for checkpoints of later steps, `set-aside-1`; results of a finished run.
+ASIDE, MERGED = "set-aside", "merged"
+ENDS = (FINISHED, MERGED)
+
+
+class Keeping:
+    """Retention of the checkpoints of the run in `output`. keep_last: number of newest to keep, 0: all."""
+
+    def __init__(self, output: Path, *, keep_last: int, keep_best: bool, resume: Saved | None) -> None:
+        self.folder, self.keep_last, self.keep_best = output / FOLDER, keep_last, keep_best
+        self.best_loss = math.inf
+        if keep_best and resume is not None:
+            self.best_loss = _loss_of_best(self.folder / BEST, until=resume.step)
+
+    def is_best(self, loss: float) -> bool:
+        """Whether a checkpoint with this evaluation loss would be the best of the run so far."""
+        return self.keep_best and loss < self.best_loss
+
+    def saved(self, step: int, *, is_best: bool, loss: float | None) -> None:
+        """The checkpoint of `step` is whole: update the links, and only then remove older ones.
+
+        Raises:
+            OSError: a link could not be written. It still points at a whole checkpoint.
+        """
+        new = self.folder / folder_name(step)
+        point(self.folder / LATEST, new.name)
+        if is_best:
+            assert loss is not None
+            point(self.folder / BEST, new.name)
+            self.best_loss = loss
+        if not self.keep_last:
+            return
+        # Later steps exist if the run resumed from an earlier one: they are not older.
+        older = [folder for number, folder in step_folders(self.folder) if number <= step]
+        best = (self.folder / BEST).resolve()
+        for folder in older[self.keep_last :]:
+            if folder.resolve() != best:
+                _remove(folder)
+
+
+def folder_name(step: int) -> str:
+    """`step-000050`."""
+    return f"step-{step:06d}"
+
+
+def point(name: Path, target: str) -> None:
+    """Make `name` a symbolic link to its sibling `target`, atomically."""
+    temporary = name.with_name(f".{name.name}.tmp")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target)
+    os.replace(temporary, name)
+    fsync(name.parent)
+
+
+def clear_leftovers(output: Path) -> None:
+    """Remove temporary folders and files of killed saves in `output`.
+
+    A folder that was renamed for its successor, which was never completed, gets its name back.
+    """
+    for folder in (output, output / FOLDER):
+        for old in folder.glob(".*.old") if folder.is_dir() else ():
+            path = folder / old.name[1:].rsplit(".", 2)[0]
+            if path.exists():
+                shutil.rmtree(old, ignore_errors=True)
+            else:
+                old.replace(path)
+        for left in folder.glob(".*.tmp") if folder.is_dir() else ():
+            if left.is_dir() and not left.is_symlink():
+                shutil.rmtree(left, ignore_errors=True)
+            else:
+                left.unlink(missing_ok=True)
+
+
+def set_aside(output: Path, done: int, *, ends: Sequence[str] = ENDS) -> str | None:
+    """Move results of steps later than `done` in `output` out of the way of the steps that follow now.
+
+    They are of an abandoned continuation of the run, or not whole: `--resume auto` would resume from them, or take a
+    finished adapter for the end of the run. Nothing is removed. ends: names of results that only a finished run has.
+    Returns a message for the user, None if there is nothing to move.
+    """
+    later = [folder for step, folder in step_folders(output / FOLDER) if step > done]
+    ended = [path for name in ends if (path := output / name).exists() or path.is_symlink()]
+    if not later and not ended:
+        return None
+    (output / FOLDER).mkdir(parents=True, exist_ok=True)
+    taken = [int(f.name.rpartition("-")[2]) for f in (output / FOLDER).glob(f"{ASIDE}-*") if f.name[-1].isdecimal()]
+    away = output / FOLDER / f"{ASIDE}-{max(taken, default=0) + 1}"
+    away.mkdir()
+    if (output / "metrics.jsonl").is_file():
+        shutil.copy2(output / "metrics.jsonl", away)
+    # First the links, then their targets: no link ever dangles.
+    for name in (LATEST, BEST):
+        link = output / FOLDER / name
+        if link.is_symlink() and link.resolve() in [folder.resolve() for folder in later]:
+            kept = [folder for step, folder in step_folders(output / FOLDER) if step <= done]
+            if name == LATEST and kept:
+                point(link, kept[0].name)
+            else:
+                link.unlink()
+    for each in (*ended, *later):
+        os.replace(each, away / each.name)
+    fsync(away)
+    fsync(output / FOLDER)
+    names = ", ".join(sorted(each.name for each in (*ended, *later)))
+    return f"set aside in {away}, as this run goes on after step {done}: {names}"
+
+
+def _remove(folder: Path) -> None:
+    # Rename first: if killed half-way, this leaves no checkpoint with some of its files.
+    away = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}.", suffix=".tmp"))
+    with contextlib.suppress(OSError):
+        os.replace(folder, away / folder.name)
+    shutil.rmtree(away, ignore_errors=True)
+
+
+def _loss_of_best(best: Path, *, until: int) -> float:
+    """Its evaluation loss; infinite if there is none, or if it is of a step later than `until`."""
+    try:
+        found = read_whole(best)
+    except NotWholeError:
+        return math.inf
+    return found.eval_loss if found.step <= until and found.eval_loss is not None else math.inf

@@ -1,0 +1,274 @@
+"""Reading a run file: one YAML -> one tree of dataclasses, with errors that name the key.
+
+Owns: YAML, overrides, splitting a file with several adapters into one run each, and older spellings.
+Does not own: names, defaults and rules of the fields (`run.config.run`), their types (`run.config.types`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshlora.run.config.model_presets import Facts, facts_of
+from meshlora.run.config.presets import LENGTH, filled, with_preset
+from meshlora.run.config.run import PER_ADAPTER, RUN_CONTENT, Given, RunConfig, Source
+from meshlora.run.config.types import checked, groups
+from meshlora_ground.errors import UserError, did_you_mean
+from meshlora_ground.hub import located, located_files
+from meshlora_ground.objective import KINDS, Referenced
+from meshlora_ground.reading import parse_yaml, read_text
+
+
+def read_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
+    """Read a run file, apply `--set key.path=value` overrides, and fill in its preset.
+
+    Raises:
+        UserError: not readable, not YAML, unknown key (with the nearest name), wrong type, a rule broken, or a file
+            with several adapters.
+    """
+    runs = read_runs(path, overrides)
+    if "" not in runs:
+        raise UserError(
+            f"{path} with adapters: {', '.join(runs)}",
+            "only train and check take several adapters",
+            "write a run file for one of them",
+        )
+    return runs[""]
+
+
+def read_runs(path: str | Path, overrides: list[str] | None = None, *, downloads: bool = True) -> dict[str, RunConfig]:
+    """Name -> run of each adapter in a run file; a file without `adapters:` is one run, under "".
+
+    The keys of an adapter override the shared ones, and its output is the subfolder of its name in the shared output.
+    downloads: names of the hub become folders; else they stay names.
+
+    Raises:
+        UserError: as in `read_run`, but for several adapters.
+    """
+    tree = _read_tree(Path(path))
+    for override in overrides or []:
+        _apply(tree, override)
+    _respell(tree, "data")
+    if "adapters" not in tree:
+        return {"": _run(tree, downloads)}
+    adapters = tree.pop("adapters")
+    if not isinstance(adapters, dict) or not adapters:
+        raise UserError(
+            f"adapters: {adapters!r}", "it maps names to what each adapter has for itself, lora, data, train"
+        )
+    runs = {}
+    for name, own in adapters.items():
+        if not isinstance(name, str) or not _NAME.fullmatch(name):
+            rule = f"a name is made of letters, digits, - and _, at most {_LONGEST_NAME}, and names a folder"
+            raise UserError(f"adapters.{name}", rule)
+        if name.lower() in _TAKEN:
+            raise UserError(f"adapters.{name}", "a run keeps something else under this name", "choose another")
+        if isinstance(own, dict):
+            _respell(own, f"adapters.{name}.data")
+        own_tree = _tree_of(tree, name, own)
+        try:
+            runs[name] = _run(own_tree, downloads)
+        except UserError as error:
+            raise UserError(f"adapters.{name}: {error.given}", error.rule, error.way_out) from None
+    return runs
+
+
+def _files(given: Given, option: str, split: str) -> Given:
+    """`given` with files for names of datasets, and the default split of a folder that has several."""
+    if isinstance(given, list):
+        parts = [_files(each, option, split) for each in given]
+        return [file for part in parts if part is not None for file in (part if isinstance(part, list) else [part])]
+    if isinstance(given, Source):
+        found = [file for path in given.paths for file in _split_files(path, option, given.split or split)]
+        is_found = found != given.paths
+        if given.split and is_found and any(path in found for path in given.paths):
+            raise UserError(
+                f"{option}: path: {', '.join(given.paths)} with split: {given.split}",
+                "some are names of the hub, and some are files or folders of this machine, whose split it would be too",
+                "give them as two sources",
+            )
+        return dataclasses.replace(given, path=found, split=None) if is_found else given
+    if given is None:
+        return None
+    found = _split_files(given, option, split)
+    return given if found == [given] else [*found]
+
+
+def _split_files(given: str, option: str, split: str) -> list[str]:
+    if (Path(given) / "dataset_dict.json").is_file() and (Path(given) / split).is_dir():
+        return [str(Path(given) / split)]
+    return located_files(given, option, split=split)
+
+
+# Names of adapters become folders in the output, next to the ranks' logs, and possibly next to the files of an earlier
+# or later run with one adapter.
+_LONGEST_NAME = 100
+_NAME, _TAKEN = re.compile(rf"[A-Za-z0-9_-]{{1,{_LONGEST_NAME}}}"), ("logs", *RUN_CONTENT)
+_DEEPEST_KEY = 10
+
+
+def _run(tree: dict[str, Any], downloads: bool) -> RunConfig:
+    tree = with_preset(tree, facts=functools.partial(_facts, tree) if downloads else None)
+    if isinstance(tree.get("train"), Mapping):
+        tree["train"] = _with_objective(tree["train"], has_preset="preset" in tree)
+    config = checked(tree)
+    return _located(config) if downloads else config
+
+
+def _facts(tree: Mapping[str, Any]) -> Facts:
+    """What a preset knows of the model of a run file. Raises: UserError."""
+    model = tree.get("model")
+    path, revision = (model.get(name) if isinstance(model, Mapping) else None for name in ("path", "revision"))
+    if not isinstance(path, str) or not isinstance(revision, str | None):
+        raise UserError("model.path", "this key is required, and the preset reads the model's config.json")
+    return facts_of(located(path, "model.path", kind="config", revision=revision))
+
+
+def _located(config: RunConfig) -> RunConfig:
+    """`config` with folders for names of the hub. Raises: UserError."""
+    model = config.model
+    folder = located(model.path, "model.path", revision=model.revision, trust_remote_code=model.trust_remote_code)
+    adapter = config.adapter and located(config.adapter, "adapter", kind="adapter")
+    train, reference = config.train, config.reference
+    if isinstance(train.objective, Referenced) and reference is not None and reference != config.adapter:
+        found = located(reference, "train.objective.reference", kind="adapter")
+        train = dataclasses.replace(train, objective=dataclasses.replace(train.objective, reference=found))
+    evaluated = config.data.eval
+    is_stream = config.data.follow_s is not None and config.rl is None  # which need not be there yet
+    trained = config.data.train if is_stream else _files(config.data.train, "data.train", "train")
+    evaluated = _files(evaluated, "data.eval", "validation")
+    assert trained is not None
+    data = dataclasses.replace(config.data, train=trained, eval=evaluated)
+    model = dataclasses.replace(model, path=folder, revision=None)
+    return dataclasses.replace(config, data=data, model=model, adapter=adapter, train=train)
+
+
+# The older `data.loss_on` -> `data.train_on`.
+LOSS_ON = {"completion": "all", "all": "everything"}
+
+
+def _respell(tree: dict[str, Any], where: str) -> None:
+    """Rewrite `loss_on` in the group `data` of `tree`. Raises: UserError."""
+    data = tree.get("data")
+    if not isinstance(data, Mapping) or "loss_on" not in data:
+        return
+    given = data["loss_on"]
+    if "train_on" in data:
+        raise UserError(f"{where}.loss_on and {where}.train_on", "the first is an older name", "give train_on")
+    if not isinstance(given, str) or given not in LOSS_ON:
+        known = ", ".join(map(repr, LOSS_ON))
+        raise UserError(f"{where}.loss_on: {given!r}", f"one of {known}", f"or give {where}.train_on")
+    rest = {key: value for key, value in data.items() if key != "loss_on"}
+    tree["data"] = rest | {"train_on": LOSS_ON[given]}
+
+
+# Parameters of objectives that run files may also give next to `objective`: key -> its name inside, and its kinds.
+BESIDE = {
+    "label_smoothing": ("label_smoothing", ("sft", "dpo")),
+    **{name: (name, ("policy",)) for name in ("clip_low", "clip_high", "kl_coef")},
+    "dpo_beta": ("beta", ("dpo",)),
+}
+
+
+def _with_objective(train: Mapping[str, Any], *, has_preset: bool) -> dict[str, Any]:
+    """`train` with an objective given as a name, or with keys next to it, rewritten as `{kind: dpo, beta: 0.1}`.
+
+    has_preset: a key next to it may come from the preset, and the objective's own value wins.
+
+    Raises:
+        UserError: a key next to the objective that this kind does not read, or that it also has inside.
+    """
+    given = train.get("objective", "sft")
+    given = {"kind": given} if isinstance(given, str) else given
+    rest = {key: value for key, value in train.items() if key not in BESIDE}
+    if not isinstance(given, Mapping) or str(given.get("kind")) not in KINDS:
+        return rest | {"objective": given}  # `checked` raises the error
+    inside = dict(given)
+    for key, (name, kinds) in BESIDE.items():
+        if key not in train or (has_preset and name in given):
+            continue
+        if given["kind"] in kinds:
+            if name in given:
+                raise UserError(f"train.{key} and train.objective.{name}", "they are the same", "give one")
+            inside[name] = train[key]
+        elif train[key] != getattr(KINDS[kinds[0]](), name):
+            rule = f"it has no effect with train.objective={given['kind']}"
+            raise UserError(f"train.{key}", rule, f"it goes with {' or '.join(kinds)}")
+    return rest | {"objective": inside}
+
+
+def _read_tree(file: Path) -> dict[str, Any]:
+    try:
+        tree = parse_yaml(read_text(file))
+    except FileNotFoundError:
+        near = did_you_mean(file.name, [p.name for p in file.parent.glob("*.y*ml")]) if file.parent.is_dir() else ""
+        raise UserError(f"{file}", "there is no such run file", near.removesuffix("known: ")) from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"{file}", f"it is not readable YAML ({why})") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{file}", "a run file is a mapping with model:, data:, train: and lora:")
+    return tree
+
+
+def _tree_of(shared: Mapping[str, Any], name: str, own: Any) -> dict[str, Any]:
+    """The tree of a run file for adapter `name` alone. own: its keys."""
+    where = f"adapters.{name}"
+    if not isinstance(own, Mapping):
+        raise UserError(f"{where}: {own!r}", "it must be a group of keys: lora, adapter, data, train")
+    tree = dict(shared)
+    for group, values in own.items():
+        if group == "adapter":
+            tree.pop("lora", None)
+            tree["adapter"] = values
+            continue
+        if group not in ("lora", *PER_ADAPTER):
+            known = ("lora", "adapter", *PER_ADAPTER)
+            raise UserError(
+                f"{where}.{group}", "an adapter has no such key for itself", did_you_mean(str(group), known)
+            )
+        if not isinstance(values, Mapping):
+            raise UserError(f"{where}.{group}: {values!r}", "it must be a group of keys")
+        for key in values if group in PER_ADAPTER else ():
+            if key not in PER_ADAPTER[group] and key in (*groups()[group], *BESIDE):  # `checked` refuses other keys
+                way_out = f"give {group}.{key} outside of adapters:, for all of them"
+                raise UserError(f"{where}.{group}.{key}", "an adapter has no such key for itself", way_out)
+        for_all = shared.get(group) or {}
+        if not isinstance(for_all, Mapping):
+            raise UserError(f"{group}: {for_all!r}", "it must be a group of keys")
+        tree[group] = filled(values, for_all, LENGTH if group == "train" else ())
+    train = tree.get("train")
+    if isinstance(train, Mapping) and isinstance(train.get("output"), str) and train["output"].strip():
+        tree["train"] = {**train, "output": str(Path(train["output"]) / name)}
+    return tree
+
+
+def _apply(tree: dict[str, Any], override: str) -> None:
+    """Set `a.b=value` in the tree; the value is YAML."""
+    path, equals, text = override.partition("=")
+    if not equals or not path:
+        raise UserError(f"--set {override}", "it must read key.path=value, as in --set train.lr=1e-4")
+    *parents, last = path.split(".")
+    if len(parents) > _DEEPEST_KEY:
+        raise UserError(f"--set {override}", f"a key has at most {_DEEPEST_KEY} groups around it")
+    for key in parents:
+        tree = tree.setdefault(key, {})
+        if not isinstance(tree, dict):
+            raise UserError(f"--set {override}", f"{key} is a value, not a group of keys")
+    tree[last] = yaml_value(f"--set {override}", text)
+
+
+def yaml_value(given: str, text: str) -> Any:
+    """The value of `--set KEY=text`.
+
+    Raises:
+        UserError: it is no YAML.
+    """
+    try:
+        return parse_yaml(text)
+    except ValueError as error:
+        raise UserError(given, f"{text[:60]!r} is not a YAML value ({error})", "put it in quotes") from None

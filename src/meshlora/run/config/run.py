@@ -1,0 +1,611 @@
+"""The content of a run file as a tree of dataclasses.
+
+Owns: names, types, defaults, and rules that need no file and no model. Does not own: objectives
+(`meshlora_ground.objective`), YAML (`run.config.file`), whether model, data and topology fit together (`run.prepare`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import date
+from typing import Any, ClassVar, Literal
+
+from meshlora.plan.base_options import BaseOptions
+from meshlora.run.config.rl import RlConfig
+from meshlora_ground.errors import UserError
+from meshlora_ground.numbers import check_numbers, number, require
+from meshlora_ground.objective import Objective, Referenced, Sft
+from meshlora_ground.private import CACHE
+from meshlora_ground.reading import check_path
+from meshlora_ground.tasks import CAUSAL
+from meshlora_ground.topology import Topology
+
+# Upper limits: far above any use, and below the point where arithmetic or a library fails.
+_STEPS, _RATE, _FACTOR = 10**9, 1e3, 1e6
+Format = Literal[
+    "auto",
+    "text",
+    "prompt_completion",
+    "context_completion",
+    "messages",
+    "sharegpt",
+    "alpaca",
+    "tokens",
+    "preference",
+    "feedback",
+]
+Schedule = Literal["linear", "cosine", "cosine_of_run", "constant", "inverse_sqrt", "warmup_stable_decay", "cycle"]
+
+
+@dataclass(frozen=True)
+class ModelConfig(BaseOptions):
+    """The base model.
+
+    Attributes:
+        path: its folder, or its name on the hub.
+        revision: of the name on the hub; default: main.
+    """
+
+    path: str
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        check_path("model.path", self.path)
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of data, with options of its own.
+
+    Attributes:
+        path: as of data.train: a path, or several.
+        weight: its share of the draws, beside the weights of the others.
+        split: of a folder with several, or of a name on the hub.
+        columns: in place of data.columns. format: in place of data.format.
+    """
+
+    path: str | list[str]
+    weight: float | None = number(None, "above 0", most=_FACTOR)
+    split: str | None = None
+    columns: dict[str, str] | None = None
+    format: Format | None = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.path), "path", self.path, "one or more")
+        check_numbers("data.train", self)
+        for path in self.paths:
+            check_path("path", path)
+
+    @property
+    def paths(self) -> list[str]:
+        """Its paths."""
+        return [self.path] if isinstance(self.path, str) else self.path
+
+
+Given = str | Source | list[str | Source] | None
+
+
+def sources_of(given: Given) -> list[Source]:
+    """The sources of `data.train` or `data.eval`."""
+    each = given if isinstance(given, list) else [] if given is None else [given]
+    return [one if isinstance(one, Source) else Source(one) for one in each]
+
+
+def paths_of(given: Given) -> list[str]:
+    """The paths of all sources of `data.train` or `data.eval`."""
+    return [path for each in sources_of(given) for path in each.paths]
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """The data: files, folders or patterns of JSON, CSV, Parquet or `context||completion`, or saved `datasets`.
+
+    Attributes:
+        train, eval: a path, a source, or a list of these. columns: our field names -> theirs. format: of the rows
+            (`reading.formats`), where their fields do not say it.
+        max_length: the most tokens of a sequence. packing: several sequences in one row; they do not attend to each
+            other. True: in rows of up to max_length tokens; auto: those of a micro-batch, where that is proved.
+        too_long: what becomes of a record with more tokens (`data.too_long`). train_on: which turns are trained: all of
+            the assistant, its last, everything, or those of these roles (`data.train_on`).
+        turns: a conversation is one sequence, or there is one for each trained answer (`reading.apart`).
+        answers: as the chat template renders them, or as they are given, after the generation prompt.
+        lost_text: what becomes of text of trained answers that the chat template leaves out: it is refused, or said.
+        empty_answers: what becomes of answers that say nothing: their end is trained, or they are left out.
+        on_bad_row: what becomes of rows that cannot be trained, malformed ones or those that the chat template refuses:
+            an error, or they are passed over and said, one in ten at most (`reading.bad_rows`).
+        date: the day that a chat template writes if it asks for one, as in 2026-01-15; default: that on which the run
+            was begun, in UTC.
+        chat_template: file of a chat template in place of the tokenizer's own, or the name of one that it has, or that
+            an installed TRL has for training. stop_tokens: at which the model stops, beside those that it says itself.
+        separator: text between prompt and completion, special tokens included, as in <|endoftext|>.
+        eval_categories: of WebNLG, the records of eval whose category is in its training data, or is not.
+        streaming: records are not held in memory, and tokens stay in the file of the cache.
+        follow_s: train is a folder of rollouts that grows, one file a step (`reading.stream`); a step waits this long
+        for
+            its file.
+        cache_dir: folder of tokenised files.
+        eval_limit: use only the first N examples of eval. sample_prompts: prompts continued at `train.sample_every`;
+            default: the first prompts of eval.
+    """
+
+    train: str | Source | list[str | Source]
+    eval: str | Source | list[str | Source] | None = None
+    columns: dict[str, str] | None = None
+    format: Format = "auto"
+    max_length: int = number(1024, most=10**8)
+    packing: bool | Literal["auto"] = "auto"
+    too_long: Literal["truncate", "drop", "split", "error"] = "truncate"
+    train_on: (
+        Literal["all", "last", "everything"] | list[Literal["system", "developer", "user", "assistant", "tool"]]
+    ) = "all"
+    turns: Literal["whole", "apart"] = "whole"
+    answers: Literal["as_rendered", "as_generated"] = "as_rendered"
+    lost_text: Literal["refuse", "note"] = "refuse"
+    empty_answers: Literal["train", "skip"] = "train"
+    on_bad_row: Literal["error", "skip"] = "error"
+    chat_template: str | None = None
+    stop_tokens: list[str] = field(default_factory=list)
+    date: str | None = None
+    separator: str = ""
+    eval_categories: Literal["all", "seen", "unseen"] = "all"
+    streaming: bool = False
+    follow_s: float | None = number(None, "above 0", most=10**7)
+    cache_dir: str = str(CACHE / "tokens")
+    eval_limit: int | None = number(None, "at least 1", most=10**12)
+    sample_prompts: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        for name, given in {"data.train": self.train, "data.eval": self.eval}.items():
+            for path in [given] if isinstance(given, str) else given if isinstance(given, list) else ():
+                if isinstance(path, str):
+                    check_path(name, path)
+        if any(each.weight is not None for each in sources_of(self.eval)):
+            raise UserError("data.eval with a weight", "an evaluation reads every example once", "leave it out")
+        for name in ("train", "eval", "sample_prompts"):
+            require(getattr(self, name) != [], f"data.{name}", [], "one or more")
+        check_path("data.cache_dir", self.cache_dir, knows_home=True)
+        check_path("data.chat_template", self.chat_template or "")
+        if self.date is not None:
+            require(_is_day(self.date), "data.date", repr(self.date), "a day, as in 2026-01-15")
+        check_numbers("data", self)
+        if self.eval_limit is not None and self.eval is None:
+            raise UserError(f"data.eval_limit={self.eval_limit}", "it has no effect without data.eval", "give both")
+        if self.eval_categories != "all" and self.eval is None:
+            given = f"data.eval_categories={self.eval_categories}"
+            raise UserError(given, "it has no effect without data.eval", "give both")
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """How text is generated: options of transformers' `generate`, with its names and defaults.
+
+    Attributes:
+        max_new_tokens: maximum tokens of a continuation. num_beams: 1 is no beam search.
+        length_penalty: in beam search, the exponent of the length that divides a beam's score.
+        no_repeat_ngram_size: no n-gram of this size occurs twice in a sequence; 0: no such rule.
+        search: transformers: its `generate`; gpt2_beam: the beam search of microsoft/LoRA (`run.gpt2_beam`).
+        stop: texts that end a continuation and are not part of it.
+        do_sample: sample with temperature and top_p.
+        temperature: divides the logits; top_p: the likeliest tokens that make up this probability (nucleus).
+        batch_size: prompts at once. seed: of do_sample.
+    """
+
+    max_new_tokens: int = number(64, "at least 1", most=10**8)
+    num_beams: int = number(1, "at least 1", most=10**4)
+    length_penalty: float = number(1.0, most=_RATE)
+    no_repeat_ngram_size: int = number(0, "not negative", most=10**8)
+    search: Literal["transformers", "gpt2_beam"] = "transformers"
+    stop: list[str] = field(default_factory=list)
+    do_sample: bool = False
+    temperature: float = number(1.0, "above 0", most=_FACTOR)
+    top_p: float = number(1.0, "above 0, at most 1")
+    batch_size: int = number(16, "at least 1", most=10**6)
+    seed: int = number(0, "not negative")
+
+    def __post_init__(self) -> None:
+        check_numbers("generate", self)
+        require(self.seed < 2**63, "generate.seed", self.seed, "below 2**63")
+        if self.length_penalty != 1.0 and self.num_beams == 1 and self.search == "transformers":
+            raise UserError("generate.length_penalty", "it has no effect without beams", "give generate.num_beams")
+        if not all(self.stop):
+            raise UserError(
+                "generate.stop: an empty text", "every text would end before its first token", "leave it out"
+            )
+        if self.search == "gpt2_beam" and self.do_sample:
+            raise UserError("generate.do_sample with search=gpt2_beam", "that search draws nothing", "give one of them")
+        for name in ("temperature", "top_p"):
+            if getattr(self, name) != 1.0 and not self.do_sample:
+                raise UserError(f"generate.{name}", "it has no effect without do_sample", "give generate.do_sample")
+
+
+@dataclass(frozen=True)
+class EarlyStopping:
+    """When a run ends before its last step: the loss on held-out data has not improved for a while.
+
+    Attributes:
+        patience: evaluations in a row without an improvement, after which the run ends; 0: it never does.
+        min_delta: how far below the lowest loss so far another one is an improvement.
+    """
+
+    patience: int = number(0, "not negative", most=10**6)
+    min_delta: float = number(0.0, "not negative", most=_FACTOR)
+
+    def __post_init__(self) -> None:
+        check_numbers("train.early_stopping", self)
+        if self.min_delta and not self.patience:
+            raise UserError("train.early_stopping.min_delta", "it has no effect without patience", "give both")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The loop. All sizes are in sequences and global: they do not change with the topology.
+
+    Attributes:
+        output: folder for the adapter, its checkpoints and `metrics.jsonl`; overwrite: allow a folder with a run.
+        steps: optimizer steps; epochs: or passes over the data. Exactly one is given.
+        batch_size: sequences per optimizer step, over all ranks; micro_batch_size: sequences (with packing: rows) at
+            once on one dp rank.
+        lr: peak learning rate. schedule: its course by optimizer step after a linear warm-up over warmup_steps
+            (`train.optimizer`): linear or cosine to min_lr, constant, inverse_sqrt, warmup_stable_decay (constant, then
+            linear to min_lr in the last decay_steps), or cycle: piecewise linear through the points `{step: rate}` of
+            cycle, without lr and warm-up.
+        warmup_steps: of a linear rise from 0 to lr. min_lr: of the last step. decay_steps: of warmup_stable_decay.
+        warmup_from_zero: the first step has the rate 0, and not 1/warmup_steps of the peak.
+        cycle: `{step: rate}`, the points of that schedule.
+        optimizer: adamw; adamw_8bit, with moments in 8 bits (`run.eight_bit`); or lora_fa, which trains B alone
+            (`run.lora_fa`).
+        min_8bit_size: of adamw_8bit: elements of a parameter from which on its moments have 8 bits.
+        weight_decay, beta1, beta2, eps: of the optimizer.
+        max_grad_norm: clipping threshold of the global gradient norm; 0: no clipping.
+        objective: the training objective with its parameters: docs/objectives.md.
+        neftune_alpha: of the noise on embedded tokens in training, uniform within alpha / sqrt(tokens of the sequence *
+            width); 0: none.
+        router_aux_loss_coef: weight of the routers' load-balancing loss; 0: not computed.
+        recompute: activation checkpointing of decoder layers: none, full, or a number n: every n-th layer.
+        routing_record: folder to record every token's experts in every step; routing_replay: folder of such a record,
+            whose experts replace the routers' choices.
+        lora_plus_ratio: LoRA+: the learning rate of B over that of A; None: the same for both.
+        lora_plus_embedding_lr: LoRA+: the peak learning rate of factors on the embedding.
+        seed: of fresh factors, the order of the data, dropout and noise.
+        eval_every, save_every: in optimizer steps; 0: only at the end. log_every: steps between printed lines.
+        keep_last: number of newest checkpoints kept, 0: all; keep_best: also keep the one with the lowest
+            evaluation loss.
+        early_stopping: end the run once the evaluation loss no longer falls.
+        on_save_error: whether a checkpoint that cannot be written stops the run. on_nonfinite: stop at a loss or
+            gradient that is not finite, or skip the step.
+        timeout_s: timeout of collectives in seconds.
+        on_fewer: if started with another number of processes than the topology has, as by torchrun after a node was
+            lost: stop, or continue on a topology that fits.
+        deterministic: the same bytes on the same topology and devices, on GPUs too, where kernels are slower for it.
+        require_fast: a slow path (`run.slow_paths`) is an error.
+        replica_check_every: steps between comparisons of the replicas of each factor, which are also compared before
+            every save; 0: never.
+        decay_biases_and_norms: apply weight decay to biases and norm weights too.
+        sample_every: steps between greedy continuations of some prompts; 0: never.
+        merge_at_end: finally also write the whole model with the adapter merged.
+        track: trackers that also receive the metrics (`run.watch.tracking`).
+    """
+
+    output: str
+    steps: int | None = number(None, "at least 1", most=_STEPS)
+    epochs: float | None = number(None, "above 0", most=10**6)
+    batch_size: int = number(16, "at least 1", most=10**6)
+    micro_batch_size: int = number(4, "at least 1", most=10**6)
+    lr: float = number(2e-4, "above 0", most=_RATE)
+    schedule: Schedule = "linear"
+    warmup_steps: int = number(0, "not negative", most=_STEPS)
+    warmup_from_zero: bool = False
+    min_lr: float = number(0.0, "not negative")
+    decay_steps: int = number(0, "not negative", most=_STEPS)
+    cycle: dict[int, float] = field(default_factory=dict)
+    optimizer: Literal["adamw", "adamw_8bit", "lora_fa"] = "adamw"
+    min_8bit_size: int = number(4096, "at least 1", most=10**12)
+    weight_decay: float = number(0.0, "not negative", most=_RATE)
+    decay_biases_and_norms: bool = True
+    beta1: float = number(0.9, "in [0, 1)")
+    beta2: float = number(0.999, "in [0, 1)")
+    eps: float = number(1e-8, "above 0", most=_RATE)
+    max_grad_norm: float = number(1.0, "not negative", most=1e30)
+    objective: Objective = field(default_factory=Sft)
+    neftune_alpha: float = number(0.0, "not negative", most=_FACTOR)
+    router_aux_loss_coef: float = number(0.0, "not negative", most=_FACTOR)
+    recompute: str | int = number("none", most=10**6)
+    routing_record: str | None = None
+    routing_replay: str | None = None
+    lora_plus_ratio: float | None = number(None, "above 0", most=_FACTOR)
+    lora_plus_embedding_lr: float = number(1e-6, "above 0", most=_RATE)
+    seed: int = number(0, "not negative")
+    eval_every: int = number(0, "not negative", most=_STEPS)
+    save_every: int = number(0, "not negative", most=_STEPS)
+    sample_every: int = number(0, "not negative", most=_STEPS)
+    log_every: int = number(10, "at least 1", most=_STEPS)
+    merge_at_end: bool = False
+    track: list[str] = field(default_factory=list)
+    replica_check_every: int = number(100, "not negative", most=_STEPS)
+    keep_last: int = number(0, "not negative", most=_STEPS)
+    keep_best: bool = False
+    early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+    on_save_error: Literal["stop", "continue"] = "stop"
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    timeout_s: float = number(600.0, "above 0", most=10**7)
+    on_fewer: Literal["stop", "continue"] = "stop"
+    deterministic: bool = False
+    require_fast: bool = False
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        require(bool(self.output.strip()), "train.output", repr(self.output), "the name of a folder")
+        for name in ("output", "routing_record", "routing_replay"):
+            check_path(f"train.{name}", getattr(self, name) or "")
+        check_numbers("train", self)
+        require(self.seed < 2**63, "train.seed", self.seed, "below 2**63")
+        is_known = self.recompute in ("none", "full") if isinstance(self.recompute, str) else self.recompute >= 1
+        require(is_known, "train.recompute", self.recompute, "none, full or a number n from 1, for every n-th layer")
+        self._check_schedule()
+        self._check_objective()
+        self._check_keeping()
+        if self.lora_plus_ratio is None and self.lora_plus_embedding_lr != 1e-6:
+            raise UserError("train.lora_plus_embedding_lr", "it has no effect without lora_plus_ratio", "give both")
+        if self.min_8bit_size != 4096 and self.optimizer != "adamw_8bit":
+            given = f"train.min_8bit_size with train.optimizer={self.optimizer}"
+            raise UserError(given, "it has no effect: it is of moments in 8 bits", "it goes with optimizer: adamw_8bit")
+        if self.lora_plus_ratio is not None and self.optimizer == "lora_fa":
+            given, rule = "train.lora_plus_ratio with train.optimizer=lora_fa", "A is not trained: B alone has a rate"
+            raise UserError(given, rule, "leave out one of them")
+        if self.routing_record is not None and self.routing_replay is not None:
+            raise UserError(
+                "both train.routing_record and train.routing_replay", "what is replayed is recorded already", "give one"
+            )
+        if (self.steps is None) == (self.epochs is None):
+            given = "neither" if self.steps is None else "both"
+            raise UserError(f"{given} of train.steps and train.epochs", "a run has exactly one length", "give one")
+
+    @property
+    def peak_lr(self) -> float:
+        """The highest rate of the schedule."""
+        return max(self.cycle.values()) if self.schedule == "cycle" else self.lr
+
+    def _check_keeping(self) -> None:
+        """Rules of the options that keep checkpoints."""
+        if self.keep_best and not self.eval_every:
+            raise UserError("train.keep_best", "the best is known by evaluations", "give train.eval_every")
+        if self.early_stopping.patience and not self.eval_every:
+            raise UserError("train.early_stopping", "it is decided by evaluations", "give train.eval_every")
+        if self.keep_last and not (self.save_every or self.keep_best):
+            raise UserError("train.keep_last", "it has no effect without checkpoints", "give train.save_every")
+
+    def _check_objective(self) -> None:
+        """Routing replay needs one forward per step: an objective that also runs the base has two."""
+        if self.objective.needs_base and (self.routing_record or self.routing_replay):
+            raise UserError(
+                "train.routing_record or train.routing_replay",
+                "a step of this objective runs the frozen base too, whose routing is another",
+                "leave them out",
+            )
+
+    def _check_schedule(self) -> None:
+        """Rules of the options of each schedule."""
+        ends = ("linear", "cosine", "cosine_of_run", "warmup_stable_decay")
+        readers = {"min_lr": ends, "decay_steps": ends[3:], "cycle": ("cycle",)}
+        if self.warmup_from_zero and not self.warmup_steps:
+            rule = "it has no effect without train.warmup_steps"
+            raise UserError("train.warmup_from_zero", rule, "give both")
+        for name, schedules in readers.items():
+            if getattr(self, name) and self.schedule not in schedules:
+                raise UserError(
+                    f"train.{name}",
+                    f"it has no effect with train.schedule={self.schedule}",
+                    f"it goes with {' or '.join(schedules)}",
+                )
+        require(self.min_lr <= self.lr, "train.min_lr", self.min_lr, f"at most train.lr={self.lr}")
+        if self.schedule == "warmup_stable_decay":
+            require(self.decay_steps >= 1, "train.decay_steps", self.decay_steps, "at least 1 with this schedule")
+        if self.schedule == "cycle":
+            require(len(self.cycle) >= 2, "train.cycle", self.cycle, "two points or more, {step: rate, step: rate}")
+            require(min(self.cycle) >= 0, "train.cycle", self.cycle, "of steps from 0")
+            require(min(self.cycle.values()) >= 0, "train.cycle", self.cycle, "of rates that are not negative")
+            require(max(self.cycle.values()) > 0, "train.cycle", self.cycle, "of rates of which one is above 0")
+            require(max(self.cycle.values()) <= _RATE, "train.cycle", self.cycle, f"of rates of at most {_RATE:,.0f}")
+            require(max(self.cycle) <= _STEPS, "train.cycle", self.cycle, f"of steps of at most {_STEPS:,}")
+            require(not self.warmup_steps, "train.warmup_steps", self.warmup_steps, "0 with train.schedule=cycle")
+
+
+# Content of an output folder; one that holds any of it is not overwritten unless `overwrite` is set.
+RUN_CONTENT = ("metrics.jsonl", "adapter", "initial", "checkpoints", "merged", "rollouts")
+# Keys that each adapter of a run may set for itself; all others are shared.
+PER_ADAPTER = {
+    "data": {
+        "train",
+        "eval",
+        "columns",
+        "format",
+        "max_length",
+        "too_long",
+        "train_on",
+        "eval_limit",
+        "separator",
+        "eval_categories",
+    },
+    "train": {
+        *(
+            "steps",
+            "epochs",
+            "batch_size",
+            "lr",
+            "schedule",
+            "warmup_steps",
+            "warmup_from_zero",
+            "min_lr",
+            "decay_steps",
+            "cycle",
+        ),
+        *("weight_decay", "beta1", "beta2", "eps", "max_grad_norm", "lora_plus_ratio", "seed"),
+        *("eval_every", "save_every", "keep_last", "keep_best", "early_stopping"),
+    },
+}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A whole run.
+
+    Attributes:
+        model: the base model. data: what is trained on. train: the loop.
+        lora: fields of `peft.LoraConfig`; adapter: or the folder of an adapter to continue from.
+        topology: as in `dp=2,tp=2,sp`; a missing dp is inferred from the number of processes.
+        device: where ranks compute.
+        preflight: where the proof before the first step runs: on CPUs in float64; also on the devices of the run in
+            float32; auto: on these too if they are GPUs; off: nowhere.
+        generate: options of `meshlora evaluate --generate`.
+        rl: how rollouts are made, of `meshlora rl`.
+        preset: a recipe for values missing in the file (`run.config.presets`), already filled in here.
+    """
+
+    # Of this tree as `run.config.file` reads it, groups included.
+    __pydantic_config__: ClassVar[Any] = {"strict": True, "extra": "forbid", "allow_inf_nan": False}
+
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    lora: dict[str, Any] | None = None
+    adapter: str | None = None
+    topology: str = ""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    preflight: Literal["auto", "cpu", "device", "off"] = "auto"
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    rl: RlConfig | None = None
+    preset: str | None = None
+
+    @property
+    def reference(self) -> str | None:
+        """Folder of the adapter with which the objective compares; None: it compares with the base, or with nothing."""
+        objective = self.train.objective
+        if not isinstance(objective, Referenced) or not objective.needs_base or objective.reference == "base":
+            return None
+        return self.adapter if objective.reference == "start" else objective.reference
+
+    def __post_init__(self) -> None:
+        check_path("adapter", self.adapter or "")
+        if (self.lora is None) == (self.adapter is None):
+            given = "neither" if self.lora is None else "both"
+            raise UserError(
+                f"{given} of lora and adapter", "a run starts from one of them", "give lora: {r: 16, ...}, or adapter:"
+            )
+        if self.train.eval_every and self.data.eval is None:
+            raise UserError(
+                f"train.eval_every={self.train.eval_every}", "it has no effect without data.eval", "give data.eval"
+            )
+        if self.train.sample_every and self.data.eval is None and self.data.sample_prompts is None:
+            raise UserError(
+                f"train.sample_every={self.train.sample_every}",
+                "there is nothing to continue",
+                "give data.sample_prompts, or data.eval with prompts",
+            )
+        if self.data.sample_prompts is not None and not self.train.sample_every:
+            raise UserError("data.sample_prompts", "it has no effect without train.sample_every", "give both")
+        for name in ("eval_categories", "separator", "empty_answers") if self.train.objective.reader != "text" else ():
+            if getattr(self.data, name) not in ("all", "", "train"):
+                given = f"data.{name} with train.objective={self.train.objective.kind}"
+                raise UserError(given, "only records of sft have it", "leave it out")
+        if self.data.on_bad_row == "skip" and self.train.objective.reader not in ("text", "pairs", "feedback"):
+            given = f"data.on_bad_row=skip with train.objective={self.train.objective.kind}"
+            raise UserError(given, "its rows are compared with each other, or have labels", "correct the rows")
+        self._check_task()
+        if self.data.packing is True and (why := self.train.objective.why_padded):
+            given = f"data.packing with train.objective={self.train.objective.kind}"
+            raise UserError(given, why, "set data.packing: false")
+        if self.data.too_long == "split" and self.train.objective.reader != "text":
+            given = f"data.too_long=split with train.objective={self.train.objective.kind}"
+            raise UserError(given, "its answers are compared as wholes", "use truncate, drop or error")
+        if self.data.turns == "apart" and self.train.objective.reader != "text":
+            given = f"data.turns=apart with train.objective={self.train.objective.kind}"
+            raise UserError(given, "its answers are compared as wholes", "leave it out")
+        held = {
+            f"train.objective={self.train.objective.kind}": self.train.objective.reader != "text",
+            "data.separator": bool(self.data.separator),
+            f"data.eval_categories={self.data.eval_categories}": self.data.eval_categories != "all",
+        }
+        if self.data.streaming and (option := next((option for option, is_given in held.items() if is_given), None)):
+            raise UserError(f"data.streaming with {option}", "its records are held in memory", "leave out one of them")
+        if self.rl is not None:
+            self._check_rl(self.rl)
+        if self.is_stream:
+            self._check_stream()
+        Topology.parse(self.topology)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether its data come step by step."""
+        return self.data.follow_s is not None or self.rl is not None
+
+    def _check_rl(self, rl: RlConfig) -> None:
+        """Refuse what does not go with rollouts that the run makes."""
+        train = self.train
+        if train.objective.kind != "grpo":
+            given = f"rl with train.objective={train.objective.kind}"
+            raise UserError(given, "it learns from rewards, compared within groups", "give objective: {kind: grpo}")
+        if train.batch_size % rl.completions:
+            given = f"train.batch_size={train.batch_size} with rl.completions={rl.completions}"
+            raise UserError(given, "a step has whole groups", f"use a multiple of {rl.completions}")
+        if self.data.eval is not None:
+            raise UserError("rl with data.eval", "a run of rl is watched by its rewards", "leave it out")
+        if self.data.follow_s is not None and (rl.is_own or rl.is_engine):
+            raise UserError(f"data.follow_s with rl.source={rl.source}", "it makes its rollouts", "leave it out")
+        if rl.max_new_tokens >= self.data.max_length:
+            given = f"rl.max_new_tokens={rl.max_new_tokens} with data.max_length={self.data.max_length}"
+            raise UserError(given, "a sequence holds the prompt, too", "raise data.max_length")
+        if rl.temperature != 1.0 and train.objective.importance_cap is None and not rl.is_folder:
+            given = f"rl.temperature={rl.temperature:g} with train.objective.importance_cap=null"
+            raise UserError(given, "what is trained is not what samples: that is to be corrected", "leave out one")
+        if rl.is_engine and rl.temperature != 1.0:
+            given = f"rl.temperature={rl.temperature:g} with rl.source={rl.source}"
+            rule = "an engine's log-probabilities are those before the temperature, unless it was started otherwise"
+            raise UserError(given, rule, "leave it out")
+        if rl.is_engine and max(rl.publish_every, rl.updates) > 1 and train.objective.importance_cap is None:
+            given = f"rl.publish_every={rl.publish_every}, rl.updates={rl.updates} with importance_cap=null"
+            raise UserError(given, "the adapter that samples is an older one: that is to be corrected", "leave out one")
+
+    def _check_stream(self) -> None:
+        """Refuse, for data that come step by step, what needs all of them beforehand."""
+        given, train = "rl" if self.data.follow_s is None else f"data.follow_s={self.data.follow_s:g}", self.train
+        if not train.objective.is_of_rollouts:
+            rule = f"a stream holds rollouts, which train.objective={train.objective.kind} does not read"
+            raise UserError(given, rule, "give an objective that trains on rollouts, or leave it out")
+        if self.rl is None and not isinstance(self.data.train, str):
+            raise UserError(given, "a stream is one folder", "give data.train as its path")
+        if train.epochs is not None:
+            raise UserError(f"{given} with train.epochs", "a stream has no epochs", "give train.steps")
+        if train.routing_record or train.routing_replay:
+            rule = "such a record is of data that are known beforehand"
+            raise UserError(f"{given} with train.routing_record or train.routing_replay", rule, "leave them out")
+
+    def _check_task(self) -> None:
+        """Refuse what only a language model has, for objectives of other models."""
+        train, data = self.train, self.data
+        if train.objective.task == CAUSAL:
+            return
+        given = {
+            "data.packing": data.packing is True,
+            f"data.train_on={data.train_on}": data.train_on != "all",
+            f"data.too_long={data.too_long}": data.too_long != "truncate",
+            f"data.turns={data.turns}": data.turns != "whole",
+            f"data.answers={data.answers}": data.answers != "as_rendered",
+            f"data.lost_text={data.lost_text}": data.lost_text != "refuse",
+            "data.chat_template": data.chat_template is not None,
+            "train.sample_every": train.sample_every > 0,
+            "train.merge_at_end": train.merge_at_end,
+            "train.router_aux_loss_coef": train.router_aux_loss_coef > 0,
+            "train.routing_record": train.routing_record is not None,
+            "train.routing_replay": train.routing_replay is not None,
+        }
+        for option, is_given in given.items():
+            if is_given:
+                rule = "it is for language models: this objective has another head"
+                raise UserError(f"{option} with train.objective={train.objective.kind}", rule, "leave it out")

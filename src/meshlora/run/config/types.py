@@ -1,0 +1,115 @@
+"""The types of a run file, checked by pydantic, with one message in our words: key, value, rule, way out.
+
+Owns: the conversion of plain values to the tree of dataclasses, and the wording. Does not own: names, defaults and
+rules of the fields (`run.config.run`), YAML (`run.config.file`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pydantic
+
+from meshlora.run.config.aliases import unknown_key, unknown_loss, unknown_schedule
+from meshlora.run.config.run import RunConfig
+from meshlora_ground.errors import UserError, did_you_mean
+
+# What a value must be, by pydantic's type of error.
+_WORDS = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "a group of keys",
+}
+
+
+@functools.cache
+def adapter() -> pydantic.TypeAdapter[RunConfig]:
+    """What reads and describes a run file. Built once: it takes tenths of a second."""
+    return pydantic.TypeAdapter(RunConfig)
+
+
+def checked(tree: Mapping[str, Any]) -> RunConfig:
+    """The run of a tree of plain values.
+
+    Raises:
+        UserError: an unknown key (with the nearest name), a missing one, a wrong type, a rule broken.
+    """
+    text = json.dumps(tree)  # as JSON: strict types, and yet a group of keys makes a dataclass
+    try:
+        return adapter().validate_json(text)
+    except pydantic.ValidationError as error:
+        found = error.errors(include_url=False)
+    raise _message([(_path(each, json.loads(text)), each) for each in found])
+
+
+def _message(found: list[tuple[list[str], Any]]) -> UserError:
+    """The error to fix first: a key that is unknown, else the first. found: path and pydantic's error of each."""
+    path, _ = next((each for each in found if each[1]["type"] == "unexpected_keyword_argument"), found[0])
+    inside = [each for each in found if each[0][: len(path)] == path]
+    path, error = max(inside, key=lambda each: len(each[0]))  # the alternative of a union that came furthest
+    where, value, kind = ".".join(path), error["input"], error["type"]
+    if kind == "unexpected_keyword_argument":
+        return unknown_key(path, _keys(error["loc"][:-1]), groups())
+    if kind in ("missing", "union_tag_not_found"):
+        return UserError(where if kind == "missing" else f"{where}.kind", "this key is required")
+    if kind == "union_tag_invalid":
+        where, value = f"{where}.kind", error["ctx"]["tag"]
+        if (unknown := unknown_loss(where, value)) is not None:
+            return unknown
+    if (unknown := unknown_schedule(where, value)) is not None:
+        return unknown
+    words = list(dict.fromkeys(_word(each) for at, each in found if at == path))
+    rule = f"one of {words[0]}" if words[0].startswith("'") and not words[1:] else f"it must be {' or '.join(words)}"
+    near = did_you_mean(value, re.findall("'([^']*)'", " ".join(words))) if isinstance(value, str) else ""
+    return UserError(f"{where or 'the run file'}: {value!r}", rule, near.partition("known: ")[0])
+
+
+def _path(error: Any, tree: Any) -> list[str]:
+    """Where in the file an error is: pydantic's location without the names of a union's alternatives."""
+    path = []
+    for part in error["loc"]:
+        if part in (tree if isinstance(tree, dict) else range(len(tree) if isinstance(tree, list) else 0)):
+            path.append(str(part))
+            tree = tree[part]
+    return [*path, error["loc"][-1]] if error["type"] == "missing" else path
+
+
+def _word(error: Any) -> str:
+    """What the value must be."""
+    if error["type"] == "dataclass_type":
+        return f"a group of keys: {', '.join(_keys(error['loc']))}"
+    context = error.get("ctx", {})
+    return str(_WORDS.get(error["type"]) or context.get("expected") or context.get("expected_tags") or error["msg"])
+
+
+def groups() -> dict[str, list[str]]:
+    """Name of each group of a run file -> its keys; "" are the keys outside of groups."""
+    return {"": _keys([]), **{item.name: _keys([item.name]) for item in dataclasses.fields(RunConfig)}}
+
+
+def _keys(location: Sequence[Any]) -> list[str]:
+    """The keys of the group at a location of pydantic; none if it is no group."""
+    hint: Any = RunConfig
+    for part in location:
+        inside = _inside(hint)
+        only = next(iter(inside.values())) if len(inside) == 1 else None
+        hint = inside[part] if part in inside else typing.get_type_hints(only).get(part, hint) if only else hint
+    return [item.name for group in _inside(hint).values() for item in dataclasses.fields(group)]
+
+
+def _inside(hint: Any) -> dict[str, Any]:
+    """The dataclasses in a declared type, by the names that pydantic has for them in a union."""
+    if dataclasses.is_dataclass(hint):
+        return {getattr(hint, "kind", getattr(hint, "__name__", "")): hint}
+    return {name: group for part in typing.get_args(hint) for name, group in _inside(part).items()}

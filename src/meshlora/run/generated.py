@@ -1,0 +1,168 @@
+"""Texts that a model on a mesh generates, the prompts divided among its replicas.
+
+Owns: the prompts of a held-out set, the split of a model that generates, which rank continues which prompt, and
+gathering. Does not own: decoding (`run.decoding`), scores (`meshlora_extra.paper.scores`), losses (`run.evaluate`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from meshlora.adapter.attach import runtime
+from meshlora.comm.collectives import all_gather
+from meshlora.loading.blueprint import Blueprint, make_blueprint
+from meshlora.plan.base_options import BaseOptions
+from meshlora.plan.families.proved import check_proved_here
+from meshlora.reading.nlg import of_categories
+from meshlora.reading.records import Prompt, prompts_of
+from meshlora.reading.tokenizer import tokenizer_of
+from meshlora.run.config.run import GenerateConfig
+from meshlora.run.decoding import Continuation, batches_of, continued, encode_chats, encode_prompts, texts_of
+from meshlora.run.evaluate import Evaluation, load_for_evaluation
+from meshlora.run.sources import records_of
+from meshlora.wings.generation.rows import in_step
+from meshlora.wings.stages.plan import check_options
+from meshlora_ground.errors import UserError
+from meshlora_ground.float64 import lift
+from meshlora_ground.topology import Topology, divisors
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts with their references, and their tokens."""
+
+    prompts: list[Prompt]
+    encoded: list[list[int]]
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def references(self) -> list[tuple[str, ...]]:
+        return [prompt.references for prompt in self.prompts]
+
+
+def prepare_prompts(run: Evaluation) -> Prompts:
+    """The prompts of `data.eval`, in the order of their first records.
+
+    Raises:
+        UserError: a record without a prompt; a prompt that leaves no room for `generate.max_new_tokens`.
+    """
+    config, data = run.config, run.config.data
+    assert data.eval is not None
+    records = of_categories(records_of(data, data.eval), data.eval_categories)
+    prompts = prompts_of(records[: data.eval_limit])
+    tokenizer, model = tokenizer_of(config), run.blueprint.config
+    plain = [prompt for prompt in prompts if prompt.text is not None]
+    names, texts = [prompt.origin for prompt in plain], [prompt.text or "" for prompt in plain]
+    of_texts = iter(encode_prompts(texts, tokenizer, model, config.generate, names=names, separator=data.separator))
+    of_chats = iter(encode_chats([each.chat for each in prompts if each.chat], tokenizer, model, config.generate))
+    encoded = [next(of_texts) if prompt.chat is None else next(of_chats)[1] for prompt in prompts]
+    return Prompts(prompts, encoded, tokenizer)
+
+
+def continued_by_all(
+    model: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    encoded: Sequence[Sequence[int]],
+    options: GenerateConfig,
+    *,
+    log_probs: bool = False,
+    advance: Callable[[int], None] = lambda _: None,
+) -> list[Continuation]:
+    """The continuation of every prompt, in their order, on every rank; every rank calls it with the same prompts.
+
+        found = continued_by_all(model, tokenizer, [ids, ids, ...], GenerateConfig(do_sample=True, seed=step * 10**6))
+
+    model: on any mesh but one with stages, whole or split, trained or not: it may be called between two steps, and
+    leaves modes, gradients and random numbers as they are. Its batches, of `options.batch_size` prompts in turn, are
+    divided among the ranks that hold replicas, over dp and cp; each draws from `options.seed` plus its number: these
+    are the tokens of one process. Two calls that are to differ need seeds farther apart than there are batches.
+    log_probs: see `Continuation`. advance: called with the number of prompts that this rank is done with.
+
+    Raises:
+        UserError, UnsupportedError: see `generate` and `continued`.
+    """
+    axis, batches = runtime(model).mesh.data, batches_of(encoded, options)
+    if not batches:
+        return []
+    turns = -(-len(batches) // axis.size)
+    # Replicas that need each other's forwards take turns together: one without a batch repeats the last.
+    stop = turns * axis.size if in_step(model) is not None else len(batches)
+    own = {number: batches[min(number, len(batches) - 1)] for number in range(axis.rank, stop, axis.size)}
+    rows: list[Continuation] = []
+    with lift(model.dtype == torch.float64):
+        for found in continued(model, tokenizer, own, options, log_probs=log_probs):
+            rows += found
+            advance(min(len(rows), len(encoded)))
+    # All ranks have as many rows of as many tokens in what they exchange; -1 stands for none.
+    most = turns * options.batch_size
+    table = torch.full((most, options.max_new_tokens), -1, dtype=torch.int64)
+    scores = torch.zeros(most if log_probs else 0, options.max_new_tokens, dtype=torch.float64)
+    for place, row in enumerate(rows):
+        table[place, : len(row.tokens)] = torch.tensor(row.tokens, dtype=torch.int64)
+        if row.log_probs is not None:
+            scores[place, : len(row.tokens)] = torch.tensor(row.log_probs, dtype=torch.float64)
+    every = all_gather(table.to(model.device), axis).view(axis.size, most, -1).cpu()
+    every_score = (
+        all_gather(scores.to(model.device), axis).view(axis.size, len(scores), -1).cpu() if log_probs else None
+    )
+    gathered = []
+    for number, batch in enumerate(batches):
+        rank, start = number % axis.size, number // axis.size * options.batch_size
+        for place in range(start, start + len(batch)):
+            tokens = [token for token in every[rank, place].tolist() if token >= 0]
+            own_scores = None if every_score is None else every_score[rank, place, : len(tokens)].tolist()
+            gathered.append(Continuation(tokens, own_scores))
+    return gathered
+
+
+def generated_texts(run: Evaluation, prompts: Prompts, *, advance: Callable[[int], None] = lambda _: None) -> list[str]:
+    """The continuation of every prompt, one line each. Every rank calls this, and gets all of them.
+
+    The model is split as for the loss; stages are dp ranks here. advance: see `continued_by_all`.
+    """
+    topology = run.blueprint.topology
+    flat = dataclasses.replace(topology.with_stages(1), dp=topology.dp * topology.pp)
+    model = load_for_evaluation(dataclasses.replace(run, blueprint=run.blueprint.on(flat)))
+    options = run.config.generate
+    found = continued_by_all(model, prompts.tokenizer, prompts.encoded, options, advance=advance)
+    texts = texts_of([each.tokens for each in found], prompts.tokenizer, options)
+    return [" ".join(text.split()) for text in texts]
+
+
+def blueprint_to_generate(
+    model: str | Path,
+    *,
+    adapter: Path | None,
+    topology: str | None,
+    world: int,
+    dtype: str = "auto",
+    trust_remote_code: bool = False,
+) -> Blueprint:
+    """The blueprint of a model that generates on `world` ranks.
+
+    topology: None: tp over as many of the ranks as the model can be split over, and dp over the rest.
+
+    Raises:
+        UserError: the model or the adapter cannot be split so. UnsupportedError: it is not proved; it has stages.
+    """
+    options = BaseOptions(dtype=dtype, disable_dropout=True, trust_remote_code=trust_remote_code)  # type: ignore[arg-type]
+    found = made = make_blueprint(model, Topology.parse("", world=1), options)
+    for tp in [size for size in reversed(divisors(world)) if topology is None]:
+        with contextlib.suppress(UserError):  # such a tp does not divide its heads, or the family has no split
+            found = made.on(Topology(tp=tp, dp=world // tp))
+            check_proved_here(found.plan.model_type, found.plan.topology, has_experts=bool(found.plan.experts))
+            break
+    if topology is not None:
+        shape = Topology.parse(topology, world=world)
+        check_options(shape, {"meshlora generate": True})
+        found = made.on(shape)
+        check_proved_here(found.plan.model_type, shape, has_experts=bool(found.plan.experts))
+    return found if adapter is None else found.with_folder(adapter, ignore_dropout=True)

@@ -1,0 +1,103 @@
+"""What `train.optimizer` asks of an adapter: which of its parameters stay as they are, and what it cannot train.
+
+Owns: these facts, of names and shapes alone. Does not own: the optimizers (`train.optimizer`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+from collections.abc import Sequence
+
+import torch
+
+from meshlora.adapter.plan import AdapterPlan, Trained
+from meshlora.plan.grads import Cut
+from meshlora.plan.rules import ModelPlan
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.topology import Topology
+
+_ROWS = "trainable_token_indices"
+BLOCK = 256  # elements of a factor, flattened, that share a scale of their moments in 8 bits
+
+
+def is_frozen(name: str, optimizer: str) -> bool:
+    """Whether the factor `name` stays as it is under `train.optimizer`."""
+    return optimizer == "lora_fa" and ".lora_A" in name
+
+
+def has_eight_bits(shape: Sequence[int], least: int) -> bool:
+    """Whether moments have 8 bits under adamw_8bit. shape: of the whole parameter. least: `train.min_8bit_size`."""
+    return math.prod(shape) >= least
+
+
+def cuts_blocks(trained: Trained, topology: Topology) -> bool:
+    """Whether the part of a parameter on some rank is other than whole blocks of the whole one, in any order."""
+    return any(
+        _cuts_blocks(tuple(trained.shape), cut, topology.size_over({cut.axis}))
+        for cut in trained.rule.cuts
+        if topology.size_over({cut.axis}) > 1
+    )
+
+
+@functools.cache
+def _cuts_blocks(shape: tuple[int, ...], cut: Cut, size: int) -> bool:
+    """As `cuts_blocks`, of one cut over `size` ranks: by where each element of a part is in the whole."""
+    number = math.prod(shape)
+    places = torch.arange(1, number + 1, device="cpu").view(shape)  # from 1: padding is 0
+    for rank in range(size):
+        own = cut.layout.cut(places, cut.dim, rank=rank, size=size).flatten()
+        begins = own[::BLOCK]
+        of_blocks = begins.repeat_interleave(BLOCK)[: len(own)] + torch.arange(len(own), device="cpu") % BLOCK
+        is_ragged = len(own) % BLOCK != 0 and int(own[-1]) != number
+        if is_ragged or bool(((begins - 1) % BLOCK).any()) or not torch.equal(own, of_blocks):
+            return True
+    return False
+
+
+def check_trainable(optimizer: str, adapter: AdapterPlan, plan: ModelPlan) -> None:
+    """Refuse an adapter that `train.optimizer` would not train as one process does.
+
+    Raises:
+        UnsupportedError: names what of it. UserError: the library of the optimizer is not installed.
+    """
+    if optimizer == "lora_fa":
+        _check_pairs(adapter, plan)
+    if optimizer == "adamw_8bit":
+        if importlib.util.find_spec("bitsandbytes") is None:
+            way_out = "pip install 'meshlora[quantization]'"
+            raise UserError("train.optimizer=adamw_8bit", "it needs bitsandbytes", way_out)
+        _check_flat(adapter, plan)
+
+
+def _check_flat(adapter: AdapterPlan, plan: ModelPlan) -> None:
+    """Refuse parameters that PEFT keeps as parts of a larger one, whose blocks are then other blocks."""
+    given = {
+        "an adapter on parameters (experts, routers)": bool(adapter.stored.target_parameters),
+        "an adapter on pieces of fused matrices": any(".lora_A." in name for name in adapter.parameters),
+    }
+    way_out = "leave it out, or use optimizer: adamw"
+    if what := next((name for name, is_there in given.items() if is_there), None):
+        rule = "PEFT keeps several of these in one matrix, whose blocks of 256 elements are not those of each"
+        raise UnsupportedError(f"train.optimizer=adamw_8bit with {what}", rule, way_out)
+    if adapter.rows:
+        raise UnsupportedError(f"train.optimizer=adamw_8bit with {_ROWS}", "it is not proved with them", way_out)
+    if f"{plan.embedding}.weight" in adapter.copies:
+        rule = "transformers leaves its moments in 32 bits, and bitsandbytes itself does not"
+        raise UnsupportedError("train.optimizer=adamw_8bit with the embedding in modules_to_save", rule, way_out)
+
+
+def _check_pairs(adapter: AdapterPlan, plan: ModelPlan) -> None:
+    """Refuse other parameters than an A and a B of a linear."""
+    given = {
+        "modules_to_save, or biases": bool(adapter.copies),
+        _ROWS: bool(adapter.rows),
+        "use_dora": adapter.config.use_dora,
+        "an adapter on the embedding": plan.embedding in adapter.targets,
+        "an adapter on parameters (experts, routers)": bool(adapter.stored.target_parameters),
+        "an adapter on pieces of fused matrices": any(".lora_A." in name for name in adapter.parameters),
+    }
+    if what := next((name for name, is_there in given.items() if is_there), None):
+        rule = "PEFT's optimizer pairs one A with one B of a linear, and would take other parameters for these"
+        raise UnsupportedError(f"train.optimizer=lora_fa with {what}", rule, "leave it out, or use optimizer: adamw")

@@ -1,0 +1,109 @@
+"""Activation recomputation: decoder layers whose activations are recomputed in the backward instead of kept.
+
+Owns: which layers, and how their second forward runs. Does not own: the mechanism, which is that of transformers and
+`torch.utils.checkpoint`, on the forward of a decoder layer, inside the region that sp splits by tokens.
+
+The collectives of such a layer run again in its backward, in the order of its forward, all of them on every rank:
+under torch's `early_stop` a rank would leave the second forward once *it* has what it needs, which for experts could
+be earlier than its neighbours. No random state is kept, as nothing in a training forward is random.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from meshlora.adapter.attach import runtime
+from meshlora.plan.derive import decoder_layers
+from meshlora_ground.compat import checkpoint_with
+from meshlora_ground.errors import UnsupportedError
+from meshlora_ground.float64 import is_lifted, lift
+
+
+def recompute_layers(model: PreTrainedModel, recompute: str | int) -> None:
+    """Make `model` recompute the layers selected by `recompute` in the backward.
+
+    recompute: "none", "full", or n: layers 0, n, 2n, ...
+
+    Raises:
+        UnsupportedError: as in `check_recompute`.
+    """
+    check_recompute(model, recompute)
+    every = _every(recompute)
+    if not every:
+        return
+    name, layers = decoder_layers(model)
+    for number, layer in enumerate(layers):
+        if not runtime(model).plan.holds(f"{name}.{number}"):
+            continue
+        layer.gradient_checkpointing = number % every == 0  # type: ignore[assignment]
+        checkpoint_with(layer, _checkpointed)
+
+
+def switch_by_own_rule(model: PreTrainedModel, recompute: str | int) -> None:
+    """Let who turns recomputation off and on again, as TRL does around generation, get this one, not transformers'."""
+
+    def off(*_: Any, **__: Any) -> None:
+        for layer in decoder_layers(model)[1]:
+            layer.gradient_checkpointing = False  # type: ignore[assignment]
+
+    def on(*_: Any, **__: Any) -> None:
+        recompute_layers(model, recompute)
+
+    for name in ("gradient_checkpointing", "activation_checkpointing"):
+        setattr(model, f"{name}_enable", on)
+        setattr(model, f"{name}_disable", off)
+
+
+def check_recompute(model: PreTrainedModel, recompute: str | int) -> None:
+    """Refuse recomputation for a model whose layers do not support it. `model` may be on the meta device.
+
+    Raises:
+        UnsupportedError: names the type of the layer, or the number of layers.
+    """
+    every = _every(recompute)
+    if not every:
+        return
+    _, layers = decoder_layers(model)
+    for layer in layers:
+        if not isinstance(layer, GradientCheckpointingLayer):
+            raise UnsupportedError(
+                f"train.recompute={recompute} with model_type {model.config.model_type!r}",
+                f"its {type(layer).__name__} cannot be computed twice (no GradientCheckpointingLayer of transformers)",
+                "use train.recompute: none",
+            )
+    if every > len(layers):
+        raise UnsupportedError(
+            f"train.recompute={recompute}",
+            f"the model has {len(layers)} layers, so that only the first would be computed twice",
+            f"use at most {len(layers)}, full or none",
+        )
+
+
+def _every(recompute: str | int) -> int:
+    """The distance between recomputed layers, 0 for none."""
+    return recompute if isinstance(recompute, int) else {"none": 0, "full": 1}[recompute]
+
+
+def _checkpointed(function: Callable[..., Any], *args: Any) -> Any:
+    """`function(*args)`, with activations recomputed in the backward."""
+    return checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        early_stop=False,
+        context_fn=functools.partial(_contexts, is_lifted()),
+    )
+
+
+def _contexts(was_lifted: bool) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Contexts of the first forward and of the second, which runs outside of the first one's lift."""
+    return contextlib.nullcontext(), lift(was_lifted)

@@ -1,0 +1,105 @@
+"""Slow paths of a run: those known from its facts before it starts, and `train.require_fast`.
+
+Owns: which these are, and the error. Does not own: what a slow path is, and those that show as code takes them
+(`meshlora_ground.slow_paths`).
+
+Only what has a better way on the devices of the run is one: on CPUs nothing is said of kernels that GPUs have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from meshlora.loading.blueprint import Blueprint
+from meshlora.run.config.run import RunConfig
+from meshlora.wings.kernels.fused import fusable
+from meshlora.wings.kernels.liger import liger_version
+from meshlora.wings.kernels.rms_norm import is_known
+from meshlora.wings.packed_rows.by_sequence import knows_packed_rows
+from meshlora_ground.compat import attention_of, has_sdpa
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.errors import UserError
+from meshlora_ground.slow_paths import EXPERTS_ONE_BY_ONE, WHOLE_MASK, SlowPath
+from meshlora_ground.versions import version_of
+
+_TRANSFORMERS = "pip install transformers==5.23"  # whose code was read
+
+
+def slow_paths(
+    config: RunConfig, blueprint: Blueprint, data: TokenizedDataset, *, is_apart: bool | None
+) -> Iterator[SlowPath]:
+    """Those of a run that are known before it starts.
+
+    is_apart: whether attention keeps sequences of a row apart without a mask of the whole row; None: rows have one each
+    for another reason.
+    """
+    has_gpu = torch.cuda.is_available()
+    if has_gpu and config.device == "cpu":
+        yield SlowPath("ranks on CPUs", "this machine has GPUs, and device: cpu was given", "device: auto")
+    if attention_of(blueprint.model.config.get_text_config()) == "eager" and has_sdpa(blueprint.model):
+        what = "attention with all scores in memory, S x S of each head"
+        yield SlowPath(what, "model.attn_implementation: eager", "leave it out, for sdpa")
+    if is_apart is False:
+        yield from _of_masks(config, blueprint, data)
+    if not is_known(LlamaRMSNorm) and any("RMSNorm" in type(m).__name__ for m in blueprint.model.modules()):
+        cause = f"transformers {version_of('transformers')} writes them in another way than is known here"
+        yield SlowPath("norms in separate operations, saved in float32", cause, _TRANSFORMERS)
+    if has_gpu and config.device != "cpu" and blueprint.dtype != torch.float64:
+        yield from _of_kernels(config, blueprint)
+
+
+def _of_masks(config: RunConfig, blueprint: Blueprint, data: TokenizedDataset) -> Iterator[SlowPath]:
+    """Of attention that joined sequences would have a mask of the whole row for."""
+    is_of_version = not knows_packed_rows()
+    cause = (
+        f"transformers {version_of('transformers')} makes masks of packed rows in a way that is not known here"
+        if is_of_version
+        else f"attention of {blueprint.plan.model_type} depends on more than the positions of tokens"
+    )
+    if config.data.packing is not True:
+        if is_of_version:  # else padding is the best there is
+            yield SlowPath("rows padded to the longest of a micro-batch", cause, _TRANSFORMERS)
+        return
+    length, of_each = config.data.max_length, np.sort(np.diff(data.offsets))
+    if of_each[:2].sum() > length:  # no row holds two
+        return
+    own = int((of_each.astype(np.int64) ** 2).sum() // max(1, of_each.sum()))
+    cost = f"{length:,} x {length:,}, {length / max(1, own):.1f} times the scores of the sequences by themselves"
+    way_out = f"{_TRANSFORMERS}, or data.packing: false" if is_of_version else "data.packing: false"
+    yield SlowPath(f"{WHOLE_MASK.what}, {cost}", cause, way_out)
+
+
+def _of_kernels(config: RunConfig, blueprint: Blueprint) -> Iterator[SlowPath]:
+    """Of kernels that a GPU could have."""
+    if blueprint.options.kernels != "liger" and fusable(blueprint.model):
+        if config.model.kernels == "none":
+            cause, way_out = "model.kernels: none", "leave it out"
+        elif not liger_version():
+            cause, way_out = "liger-kernel is not installed", "pip install 'meshlora[kernels]'"
+        else:
+            cause, way_out = f"preflight: {config.preflight} does not prove kernels", "preflight: auto"
+        yield SlowPath("norms, rotations and gated MLPs in separate kernels", cause, way_out)
+    if blueprint.plan.experts and blueprint.dtype != torch.bfloat16:
+        yield EXPERTS_ONE_BY_ONE
+
+
+def check_fast(paths: Sequence[SlowPath]) -> None:
+    """Refuse `paths`, of a run with `train.require_fast`.
+
+    Raises:
+        UserError: there are some; it names each with its way out.
+    """
+    if paths:
+        found = "; ".join(f"{path.what} ({path.cause})" for path in paths)
+        ways = "; ".join(dict.fromkeys(path.way_out for path in paths))
+        raise UserError("train.require_fast", f"the run takes a slow path: {found}", f"{ways}; or leave it out")
+
+
+def new_ones(paths: Iterable[SlowPath], known: Iterable[SlowPath]) -> list[SlowPath]:
+    """Those of `paths` that are not known by what they do, whose words may go on with a cost."""
+    heads = tuple(path.what for path in known)
+    return [path for path in paths if not any(head.startswith(path.what) for head in heads)]

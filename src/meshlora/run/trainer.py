@@ -1,0 +1,321 @@
+"""The loop: batch -> loss -> backward -> finish gradients -> clip -> step.
+
+Owns: one optimizer step of the trained adapters, and the order of steps, evaluations and saves. Usually there is one
+adapter; several share a base and its batches, each trained as if alone. Does not own: per-adapter state
+(`run.trained`), gradient sync, the assignment of rows to adapters (`train.batches`), the source of a NaN
+(`run.watch.nonfinite`). Nothing here depends on the topology, except this rank's share of a batch.
+
+An adapter's step has the sequences, token count, norm and rate of the same step in a run of its own. Adapters share no
+tokens or statistics, so each may begin and end at a different step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshlora.adapter.attach import Factor, in_use, runtime, set_adapters
+from meshlora.layers.noise import add_noise
+from meshlora.run.allocator import keep_freed_memory, peak_memory_bytes
+from meshlora.run.heads import set_padding
+from meshlora.run.objectives import Sums, count, loss_sums, reference_log_probabilities
+from meshlora.run.prepare import Prepared
+from meshlora.run.recompute import recompute_layers
+from meshlora.run.slow_paths import check_fast, new_ones
+from meshlora.run.step_sums import StepResult, StepSums
+from meshlora.run.trained import TrainedAdapter
+from meshlora.run.watch.metrics import Reporter, StepMetrics
+from meshlora.run.watch.nonfinite import find_not_finite
+from meshlora.train.batch import Batch
+from meshlora.train.batches import Batching, MicroBatch, Step
+from meshlora.train.gradsync import clip_gradients_on_device, fill_missing, finish_gradients_on_device
+from meshlora.train.losses import batch_log_probabilities
+from meshlora.wings.experts.balance import LoadBalancing
+from meshlora.wings.experts.routing import RunRouting
+from meshlora.wings.packed_rows.by_sequence import keep_apart
+from meshlora.wings.stages.pipeline_schedule import one_forward_one_backward
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.float64 import lift
+from meshlora_ground.slow_paths import SlowPath, watching
+
+
+@dataclass
+class Trainer:
+    """Trains adapters of `model`. runs, reporters: by adapter name.
+
+    stop: set once this rank is asked to stop. check: called with the folder of each initial adapter.
+    """
+
+    runs: Mapping[str, Prepared]
+    model: Any
+    reporters: Mapping[str, Reporter]
+    stop: threading.Event = field(default_factory=threading.Event)
+    check: Callable[[Path], None] | None = None
+
+    def __post_init__(self) -> None:
+        first = next(iter(self.runs.values()))
+        options = first.config.train  # run-wide ones are the same for all adapters
+        self.mesh = runtime(self.model).mesh
+        set_padding(self.model, first.pad_token_id)
+        packing = first.config.data.packing
+        row_length = first.config.data.max_length if packing is True else None
+        only = options.objective.trained_row
+        balances = runtime(self.model).context.balances
+        self.batching = Batching(
+            self.mesh,
+            options.micro_batch_size,
+            first.pad_token_id,
+            row_length,
+            only=only,
+            balances=balances,
+            joins=packing == "auto",
+        )
+        if self.batching.packs and self.mesh.cp.size == 1:  # under cp attention runs in parts anyway
+            keep_apart(self.model)
+        if self.mesh.topology.interleave > 1:
+            self.batching = dataclasses.replace(self.batching, multiple=self.mesh.pp.size)
+        recompute_layers(self.model, options.recompute)
+        if options.neftune_alpha:
+            add_noise(self.model.get_input_embeddings(), runtime(self.model).dropout, alpha=options.neftune_alpha)
+        if self.mesh.device.type == "cpu":
+            keep_freed_memory()
+        coef = options.router_aux_loss_coef
+        self.balance = LoadBalancing(self.model, coef=coef) if coef else None
+        given = options.routing_replay or options.routing_record
+        folder = None if given is None else Path(given)
+        self.routing: RunRouting | None = None
+        if folder is not None or (runtime(self.model).plan.experts and options.objective.is_of_rollouts):
+            replays = options.routing_record is None
+            self.routing = RunRouting(self.model, folder, self.batching, replays=replays)
+        self.is_to_stop = False  # as all ranks agreed in the last step
+        self.taken = set[SlowPath]()  # by this rank
+        self.slow_paths = [path for run in self.runs.values() for path in run.slow_paths]  # known to all ranks
+        self.adapters: list[TrainedAdapter] = []
+        for adapter, run in self.runs.items():
+            name = adapter if len(self.runs) > 1 else ""
+            with in_use(self.model, adapter):
+                one = TrainedAdapter(name, adapter, run, self.model, self.reporters[adapter], self.batching, self.check)
+            self.adapters.append(one)
+        self._training: list[TrainedAdapter] = []
+
+    def train(self) -> bool:
+        """Run the remaining steps, with evaluations and saves between them, and save the finished adapters.
+
+        Returns whether all steps are done. If a rank was asked to stop, checkpoints to resume from are left instead.
+        """
+        self.model.train()
+        for one in self.adapters:
+            with one.in_use():
+                one.begin()
+                if one.is_done:  # killed between its last checkpoint and its end
+                    one.end()
+        while left := [one for one in self.adapters if not one.is_done]:
+            if not all(one.fetch(self.stop) for one in left):
+                for one in left:
+                    if one.is_done:
+                        with one.in_use():
+                            one.end()
+                if any(one.is_to_stop for one in left):
+                    return False
+                continue
+            for one, metrics in zip(left, self.train_step(left), strict=True):
+                one.done += 1
+                one.reporter.step(metrics)
+                if one.followed is not None and one.followed.check is not None:
+                    one.followed.check(one.done, metrics.means)
+                with one.in_use():
+                    one.between(one.done)
+                    if one.is_done:
+                        one.end()
+            if self.is_to_stop and not all(one.is_done for one in left):
+                return False
+        return True
+
+    def train_step(self, adapters: list[TrainedAdapter]) -> list[StepMetrics]:
+        """The next optimizer step of each of `adapters` (at least one), over its global batch."""
+        started = time.perf_counter()
+        if self._training != adapters:  # finished adapters get no gradient any more
+            set_adapters(self.model, [one.adapter for one in adapters])
+            for factor in itertools.chain(*(one.frozen for one in adapters)):
+                factor.parameter.requires_grad_(False)
+            self._training = adapters
+        for one in adapters:
+            one.optimizer.zero_grad(set_to_none=True)
+        sums = StepSums(self.mesh, [one.name for one in adapters])
+        steps = [one.step_data for one in adapters]
+        batches = self._micro_batches(steps)
+        for one, (data, indices) in zip(adapters, steps, strict=True):
+            if one.objective.has_first_pass:
+                with one.in_use():
+                    one.point = one.first_pass(data, indices)
+        routes = (
+            self.routing.step(adapters[0].done, *steps[0]) if self.routing is not None else contextlib.nullcontext()
+        )
+        with routes:
+            if self.balance is not None and len(batches) > 1:
+                self.balance.count(batches, self._log_probabilities)
+            with watching(self.taken):
+                self._run(batches, sums)
+        aux_loss = self.balance.finish() if self.balance is not None else None
+        factors = [self._trained(one, *step) for one, step in zip(adapters, steps, strict=True)]
+        totals = finish_gradients_on_device(self.mesh, factors, sums.counts)
+        for one, trained in zip(adapters, factors, strict=True):
+            if one.loss_scale is not None:
+                one.loss_scale.unscale(trained)
+        norms = clip_gradients_on_device(self.mesh, factors, [one.run.config.train.max_grad_norm for one in adapters])
+        results = sums.read(totals, norms, is_asked=self.stop.is_set(), taken=self.taken)
+        slow = new_ones(results[0].slow_paths, self.slow_paths)
+        self.slow_paths += slow
+        if adapters[0].run.config.train.require_fast:
+            check_fast(slow)
+        return [
+            dataclasses.replace(self._updated(one, result, batches, aux_loss, started), slow_paths=tuple(slow))
+            for one, result in zip(adapters, results, strict=True)
+        ]
+
+    def _run(self, batches: Sequence[MicroBatch], sums: StepSums) -> None:
+        """Forward and backward of all micro-batches of a step, in the order of this stage."""
+        pp, pipeline, waiting = self.mesh.pp, runtime(self.model).pipeline, dict[tuple[int, int], Any]()
+        order = one_forward_one_backward(
+            len(batches), rank=pp.rank, size=pp.size, interleave=self.mesh.topology.interleave
+        )
+        for number, stage, is_forward in order:
+            micro = batches[number]
+            # In the backward too: recomputation runs forwards in it.
+            with self.masks(self._training, micro), pipeline.at(stage):
+                if not is_forward:
+                    losses, know_again = waiting.pop((number, stage))
+                    know_again()
+                    self._backward(number, losses)
+                    continue
+                losses, found = self._forward(number, micro, is_only=len(batches) == 1)
+                waiting[number, stage] = losses, pipeline.noted()
+            if stage != pipeline.stage:  # the others have neither loss nor tokens of their own
+                continue
+            for own, (loss, reported) in zip(micro.owners, found, strict=True):
+                number_of = count(self._training[own.number].objective, own.batch)
+                sums.add(own.number, own.batch, number_of, loss, reported)
+
+    def _trained(self, one: TrainedAdapter, data: TokenizedDataset, indices: np.ndarray) -> list[Factor]:
+        """The factors that an adapter's step trains; those that no token or image of this rank reached have zeros.
+
+        A step without any image leaves a vision part as it is, like an optimizer on one process: no decay either.
+        """
+        if data.images is not None and not data.has_images(indices.tolist()):
+            return [factor for factor in one.factors if factor.parameter.grad is not None]
+        if len(self._training) > 1 or data.images is not None:
+            fill_missing(one.factors)
+        return one.factors
+
+    def _updated(
+        self,
+        one: TrainedAdapter,
+        result: StepResult,
+        batches: list[MicroBatch],
+        aux_loss: float | None,
+        started: float,
+    ) -> StepMetrics:
+        """Finish the step of one adapter: optimizer, loss scale, metrics. Collective if its gradient is not finite."""
+        step, loss, grad_norm, is_finite = one.done, result.loss, result.grad_norm, result.is_finite
+        self.is_to_stop = one.is_to_stop = result.is_to_stop
+        rate = one.update(step, is_finite=is_finite)
+        is_overflow = one.loss_scale is not None and math.isfinite(loss) and not is_finite
+        if not is_finite and not is_overflow:
+            self._skip_or_stop(one, batches, loss, grad_norm)
+        elif one.loss_scale is not None:
+            one.loss_scale.takes_step(grad_norm, step=step)
+        time_s = time.perf_counter() - started
+        scale = one.loss_scale.scale if one.loss_scale is not None else None
+        memory = peak_memory_bytes(self.mesh.device)
+        means = {**one.step_facts, **result.means}
+        return StepMetrics(
+            step + 1, loss, rate, grad_norm, result.tokens, time_s, aux_loss, means, scale, not is_finite, memory
+        )
+
+    def _skip_or_stop(self, one: TrainedAdapter, batches: list[MicroBatch], loss: float, grad_norm: float) -> None:
+        """Find and report the source of a non-finite step; end the run if configured so. Collective."""
+        what = f"the gradient norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
+        if one.name:
+            one.leave_out(f"adapter {one.name}, step {one.done + 1}: {what}")
+            return
+        data, indices = one.step_data
+
+        def examples(dp_rank: int, number: int) -> list[int]:
+            rows = self.batching.rows([(data, indices)], dp_rank=dp_rank)[number]
+            return [int(indices[place // data.rows_per_example]) for _, places in rows for place in places]
+
+        cause = find_not_finite(self.model, batches, self._loss_again, examples=examples)
+        one.leave_out(f"step {one.done + 1}: {what}: {cause}")
+
+    def _loss_again(self, micro: MicroBatch) -> Tensor:
+        """The summed loss of one micro-batch of the only adapter, recomputed."""
+        with self.masks(self._training, micro):
+            ((loss, _),) = self._losses(micro, self._reference_log_probabilities(micro.batch))
+            return loss
+
+    def masks(self, adapters: Sequence[TrainedAdapter], micro: MicroBatch) -> contextlib.AbstractContextManager[None]:
+        """Inside the block each adapter runs on its own rows, with the dropout of its own step in training mode."""
+        return runtime(self.model).dropout.of(
+            [adapters[own.number].share(own.batch) for own in micro.owners],
+            [one.adapter for one in adapters],
+        )
+
+    def _log_probabilities(self, number: int, micro: MicroBatch) -> Tensor:
+        """A plain forward of a micro-batch, independent of the objective."""
+        if self.routing is not None:
+            self.routing.before(number, micro.batch)
+        with self.masks(self._training, micro), lift(self.model.dtype == torch.float64):
+            return batch_log_probabilities(self.model, micro.batch)
+
+    def _forward(
+        self, number: int, micro: MicroBatch, *, is_only: bool
+    ) -> tuple[list[Tensor], list[tuple[Tensor, Sums]]]:
+        """(arguments of `_backward`; result of `_losses`, without the load-balancing loss) of one micro-batch."""
+        reference = self._reference_log_probabilities(micro.batch)
+        if self.routing is not None:
+            self.routing.before(number, micro.batch)
+        with self.balance.watching() if self.balance is not None else contextlib.nullcontext():
+            found = self._losses(micro, reference)
+        scaled = [self._training[own.number].scaled(loss) for own, (loss, _) in zip(micro.owners, found, strict=True)]
+        if self.balance is not None:
+            if is_only:
+                self.balance.count_here(micro.batch)
+            with lift(self.model.dtype == torch.float64):
+                term = self.balance.term(micro.batch)
+            scaled = [self._training[0].scaled(found[0][0] + term)]
+        return scaled, [(loss.detach(), reported) for loss, reported in found]
+
+    def _backward(self, number: int, losses: list[Tensor]) -> None:
+        """Backward of micro-batch `number`."""
+        torch.autograd.backward(losses)
+
+    def _losses(self, micro: MicroBatch, reference: Tensor | None) -> list[tuple[Tensor, Sums]]:
+        """(summed loss, other sums to report) of each owner of rows. reference: of `_reference_log_probabilities`."""
+        owners = [self._training[own.number] for own in micro.owners]
+        rows = [(one.adapter, own.batch) for one, own in zip(owners, micro.owners, strict=True)]
+        points = [one.point for one in owners]
+        with lift(self.model.dtype == torch.float64):
+            return loss_sums(owners[0].objective, self.model, micro.batch, rows, reference, points)
+
+    def _reference_log_probabilities(self, batch: Batch) -> Tensor | None:
+        """Log-probabilities of a batch under the frozen policies, if the objective needs them."""
+        if not self._training[0].objective.needs_base:
+            return None
+        routes = self.routing.off() if self.routing is not None else contextlib.nullcontext()
+        with lift(self.model.dtype == torch.float64), routes:
+            return reference_log_probabilities(self.model, batch)
+
+    def _micro_batches(self, steps: Sequence[Step]) -> list[MicroBatch]:
+        return list(self.batching.micro_batches(steps))

@@ -1,0 +1,91 @@
+"""Samples: the model's continuations of a few prompts, at intervals of a run.
+
+Owns: the choice of prompts, their continuations on every rank, `samples.jsonl`. Does not own: decoding
+(`run.decoding`), when samples are due (`run.trained`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from meshlora.adapter.attach import runtime
+from meshlora.reading.records import Record, asked_of
+from meshlora.run.config.run import GenerateConfig, RunConfig
+from meshlora.run.decoding import continuations, encode_chats, encode_prompts
+from meshlora.run.sources import records_of
+from meshlora.run.watch.metrics import lines_until
+from meshlora_ground.errors import UserError
+from meshlora_ground.files import write_atomically
+from meshlora_ground.float64 import lift
+
+FILE = "samples.jsonl"
+NUM_PROMPTS = 4  # taken from the held-out data, if the run file names none
+
+
+@dataclasses.dataclass(frozen=True)
+class Samples:
+    """Encoded prompts of a run. Decoding is greedy, whatever the run's: only the adapter changes between samples."""
+
+    prompts: tuple[str, ...]
+    encoded: tuple[tuple[int, ...], ...]
+    tokenizer: PreTrainedTokenizerBase
+    options: GenerateConfig
+
+    def write(self, model: Any, file: Path, *, step: int, say: Callable[[str], None]) -> None:
+        """Continue every prompt; rank 0 appends the texts to `file` and passes them to `say`. Collective."""
+        with lift(model.dtype == torch.float64):
+            texts = list(continuations(model, self.tokenizer, self.encoded, self.options))
+        if runtime(model).mesh.rank:
+            return
+        with file.open("a", encoding="utf-8") as opened:
+            for prompt, text in zip(self.prompts, texts, strict=True):
+                opened.write(json.dumps({"step": step, "prompt": prompt, "text": text}, ensure_ascii=False) + "\n")
+        for prompt, text in zip(self.prompts, texts, strict=True):
+            say(f"  {' '.join(prompt.split())[-60:]!r} -> {' '.join(text.split())!r}")
+
+
+def prepare_samples(config: RunConfig, tokenizer: PreTrainedTokenizerBase, model_config: Any) -> Samples | None:
+    """The prompts of a run with `train.sample_every`.
+
+    Raises:
+        UserError: there are none, or they are too long.
+    """
+    if not config.train.sample_every:
+        return None
+    data = config.data
+    options = GenerateConfig(max_new_tokens=config.generate.max_new_tokens)
+    chats = list[Record]()
+    if (prompts := data.sample_prompts) is None:
+        assert data.eval is not None
+        found = [record for record in records_of(data, data.eval) if record.prompt or record.messages]
+        first = list({_content(asked): asked for asked in map(asked_of, found)}.values())[:NUM_PROMPTS]
+        prompts, chats = [each.prompt for each in first if each.prompt], [each for each in first if each.messages]
+    if not prompts and not chats:
+        raise UserError(
+            f"train.sample_every={config.train.sample_every}",
+            "no record of data.eval has a prompt to continue",
+            "give data.sample_prompts",
+        )
+    encoded = encode_prompts(prompts, tokenizer, model_config, options, separator=data.separator)
+    of_chats = encode_chats(chats, tokenizer, model_config, options)
+    texts = (*prompts, *(text for text, _ in of_chats))
+    return Samples(texts, tuple(map(tuple, (*encoded, *(ids for _, ids in of_chats)))), tokenizer, options)
+
+
+def _content(asked: Record) -> str:
+    return json.dumps([asked.prompt, asked.messages, asked.tools])
+
+
+def forget_after(file: Path, done: int) -> None:
+    """Drop the samples of steps after `done`, from which the run resumes."""
+    if not file.is_file():
+        return
+    kept, _ = lines_until(file, done)
+    write_atomically(file, lambda path: path.write_bytes(b"".join(kept)))

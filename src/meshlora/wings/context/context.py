@@ -1,0 +1,513 @@
+"""Context parallelism: each cp rank has its own tokens of every sequence, and attends with them to all others.
+
+Owns: which tokens of a forward a rank has (`HeldTokens`), the cut of activations and of arguments of layers,
+attention of a rank's own queries to all keys and values, and the masks of these rows. Does not own: how tokens are
+dealt to ranks (`meshlora.plan.token_order`), where layers are entered (`model.regions`), the softmax: that is the
+model's, or that of `wings.context.attention_parts`.
+
+transformers calls attention and makes masks through two registries of functions by name. Ours stand there under names
+of their own, `meshlora-sdpa` and `meshlora-eager`: a mask is made when a layer asks for it, for its own queries and the
+keys that they see, and attention runs block by block of queries on gathered keys and values. So windows, sinks,
+soft caps and packing are those of the model, in its own code. sdpa on CPUs, where torch would keep a mask in numbers of
+each block, plain causal rows on GPUs, where a mask would keep keys for each head, and the ring take attention in parts
+in place of that code.
+
+Keys and values are gathered once, together, and their gradients reduce-scattered once. In the ring they pass by one
+rank's at a time. A forward that nobody has cut (`ContextCut.next`) runs whole on every cp rank: what generation does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
+
+from meshlora.comm.collectives import gather_each_to_each
+from meshlora.comm.groups import Axis
+from meshlora.plan.rules import CONTEXT_ATTENTIONS
+from meshlora.wings.context.attention_parts import How, Part, Seen, attend, columns_of, groups_of, has_kernel
+from meshlora_ground import compat
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.transfer import to_device
+
+_OURS = "meshlora-"
+
+# Words in the name of an argument of decoder layers -> its dims of rows and of tokens.
+_TOKEN_DIMS = {"position_embeddings": (-3, -2), "position_ids": (-2, -1), "attention_scaling": (-4, -2)}
+
+# Queries of a block: the sixteenth of a row, within these. Blocks skip the keys that none of their queries sees.
+_FEWEST, _MOST, _PER_ROW = 8, 1024, 16
+# Fewer queries of a row than this are computed together with those of other rows, with a mask.
+_ALONE = 128
+
+# Arguments of attention functions that change nothing in attention in parts: masks have the window and the direction.
+_WITHOUT_EFFECT = {"is_causal", "sliding_window", "position_ids"}
+
+
+class HeldTokens:
+    """The tokens of one forward on a cp rank.
+
+    order: int64 `[B, S]`, on the host: of each row the positions of rank 0's tokens, then rank 1's, each ascending.
+
+    Attributes:
+        own: `[B, S/cp]`, the positions of this rank's. places: `[B, S]`, where each position is in `order`; None if
+            every rank has a contiguous part.
+    """
+
+    def __init__(self, order: np.ndarray, axis: Axis, device: torch.device) -> None:
+        self.rows, self.length = order.shape
+        self.axis, self.per_rank = axis, self.length // axis.size
+        self.is_uniform = bool((order == order[:1]).all())
+        first = axis.rank * self.per_rank
+        self.own_on_host = order[:, first : first + self.per_rank]
+        self.order = order
+        self.own = to_device(torch.from_numpy(np.ascontiguousarray(self.own_on_host)), device)
+        is_contiguous = bool((order == np.arange(self.length)).all())
+        places = None if is_contiguous else torch.from_numpy(np.argsort(order, axis=1))
+        self.places = None if places is None else to_device(places, device)
+
+    def cut(self, x: Tensor, dim: int, *, rows: int | None = None) -> Tensor:
+        """This rank's entries of `x` along `dim`, which has S entries. The gradient is that of its own entries, 0
+        elsewhere.
+
+        rows: the dim of rows, before `dim`, next to it if None; they may be one for all.
+        """
+        dim %= x.ndim
+        if self.is_uniform or dim == 0:
+            return x.index_select(dim, self.own[0])
+        rows = dim - 1 if rows is None else rows % x.ndim
+        shape, own = list(x.shape), [1] * x.ndim
+        shape[rows] = own[rows] = self.rows
+        x = x.expand(shape)
+        shape[dim] = own[dim] = self.per_rank
+        return x.gather(dim, self.own.view(own).expand(shape))
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """`[B, S/cp, ...]` of each rank -> `[B, S, ...]` of all, in the order of the row; its gradient is summed."""
+        every = gather_each_to_each(x.contiguous(), self.axis)
+        rows = every.unflatten(0, (self.axis.size, self.rows)).transpose(0, 1).flatten(1, 2)
+        if self.places is None:
+            return rows
+        if self.is_uniform:
+            return rows.index_select(1, self.places[0])
+        index = self.places.view(*self.places.shape, *[1] * (x.ndim - 2)).expand_as(rows)
+        return rows.gather(1, index)
+
+    def of_rank(self, rank: int) -> np.ndarray:
+        """`[B, S/cp]`, the positions of the tokens of a rank."""
+        return self.order[:, rank * self.per_rank : (rank + 1) * self.per_rank]
+
+    def blocks(self) -> Iterator[tuple[slice, slice, np.ndarray]]:
+        """(rows, own tokens, their positions) of each block of queries. Rows are together where all are dealt alike."""
+        for row in range(1 if self.is_uniform else self.rows):
+            rows = slice(None) if self.is_uniform else slice(row, row + 1)
+            for own in self.cut_up(slice(0, self.per_rank), row):
+                yield rows, own, self.own_on_host[row, own]
+
+    def cut_up(self, tokens: slice, row: int) -> Iterator[slice]:
+        """Blocks of own `tokens` of a row."""
+        most = min(_MOST, max(_FEWEST, self.length // _PER_ROW))
+        begin = tokens.start
+        # A block ends where the next token is not the neighbour in the row; short ones are joined.
+        breaks = np.flatnonzero(np.diff(self.own_on_host[row, tokens]) != 1) + 1 + tokens.start
+        for end in [*breaks.tolist(), tokens.stop]:
+            if 2 * (end - begin) < most and end < tokens.stop:
+                continue
+            for start in range(begin, end, most):
+                yield slice(start, min(end, start + most))
+            begin = end
+
+
+class ContextCut:
+    """The cut of a model's forwards over `axis`: whether, and how, the running one is cut. One object per model.
+
+    Attributes:
+        balances: whether ranks are to get heads and tails of sequences, as the later tokens have more work, or
+            contiguous parts.
+        is_ring: whether keys and values pass by, in place of being gathered.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device, *, is_ring: bool = False) -> None:
+        self.axis, self.device, self.is_ring = axis, device, is_ring
+        self.balances = True
+        self.held: HeldTokens | None = None
+        self._next: np.ndarray | None = None
+        self.compared: set[type] = set()  # attentions whose own code computes what the ring does
+
+    def next(self, order: np.ndarray | None) -> None:
+        """Cut the next forward of the model by `order`, of `HeldTokens`; without a call it is whole on every rank."""
+        self._next = order
+
+    def begin(self) -> None:
+        """A forward of the model begins. What it says holds in its backward too, where layers may run again."""
+        order, self._next = self._next, None
+        self.held = None if order is None else HeldTokens(order, self.axis, self.device)
+
+    def check_ring(self, module: nn.Module, unknown: Sequence[str]) -> None:
+        """
+        Raises:
+            UnsupportedError: there is something `unknown` in the attention `module`.
+        """
+        if unknown:
+            raise UnsupportedError(
+                f"the ring with {type(module).__name__}",
+                f"the ring computes attention itself, and does not know {', '.join(unknown)}",
+                f"leave out ring (cp={self.axis.size} gathers keys and values, and runs the model's own attention)",
+            )
+
+    def cut(self, x: Tensor) -> Tensor:
+        """The residual stream `[B, S, H]` -> `[B, S/cp, H]`."""
+        return x if self.held is None else self.held.cut(x, 1)
+
+    def kept(self, x: Tensor) -> Tensor:
+        """x `[B, S/cp, H]`, of which the model's code makes a view as `[B, S, H]`: that is x itself."""
+        return x if self.held is None else x.as_subclass(compat.Unviewed)
+
+    def of_tokens(self, values: Tensor) -> Tensor:
+        """`[B*S]` of the running forward's tokens -> `[B, S/cp]`, or `[B, S]` if it is whole."""
+        return values if self.held is None else self.held.cut(values.view(self.held.rows, -1), 1)
+
+    def cut_argument(self, name: str, value: Any) -> Any:
+        """An argument of a decoder layer, of its own tokens in place of all.
+
+        Raises:
+            UnsupportedError: it has something for each token, and it is not known along which dim.
+        """
+        held = self.held
+        if held is None or isinstance(value, RowsOfMask):
+            return value
+        if isinstance(value, tuple):
+            return tuple(self.cut_argument(name, each) for each in value)
+        if not isinstance(value, Tensor) or held.length not in value.shape[1:]:
+            return value
+        if name.endswith("attention_mask") and value.ndim == 2:  # of recurrent mixers, 0 at padding
+            return held.cut(value, 1)
+        rows, dim = next((dims for word, dims in _TOKEN_DIMS.items() if word in name), (0, 0))
+        if not dim or value.shape[dim] != held.length:
+            raise UnsupportedError(
+                f"cp with a decoder layer that takes {name} {list(value.shape)}",
+                "it may hold something of each token, and it is not known where",
+                "use cp=1",
+            )
+        return held.cut(value, dim, rows=rows if value.ndim >= -rows else None)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> ContextCut:
+        return self  # of a model and its layers
+
+
+class RowsOfMask:
+    """The mask of a forward, made of transformers' own function when a layer asks for some of its rows.
+
+    make: that function, with `given` the arguments by name that it was called with.
+    """
+
+    def __init__(self, make: Callable[..., Any], given: dict[str, Any]) -> None:
+        self.make, self.given = make, given
+        self.held: HeldTokens | None = None
+        self._made: dict[str, Any] = {}
+
+    @functools.cached_property
+    def whole(self) -> Any:
+        """The mask as without context parallelism."""
+        return self.make(**self.given)
+
+    def blocks(self, held: HeldTokens) -> list[Block]:
+        """The blocks of a rank's queries, each with its part of the mask; the same for all layers."""
+        found: list[Block] = self._once("blocks", held, lambda: [self._block(*b) for b in held.blocks()])
+        return found
+
+    def parts(self, held: HeldTokens, *, in_ring: bool) -> list[list[Part]]:
+        """The parts of keys that a rank's queries see, the same for all layers: of all keys, in the order of the row;
+        in the ring of its own keys, then of those of the ranks before it, in the order of each.
+        """
+        size, rank = held.axis.size, held.axis.rank
+        every = np.tile(np.arange(held.length), (held.rows, 1))
+        of_steps = [held.of_rank((rank - step) % size) for step in range(size)] if in_ring else [every]
+        found: list[list[Part]] = self._once(
+            "parts", held, lambda: [list(self._parts(held, keys)) for keys in of_steps]
+        )
+        return found
+
+    def _once(self, what: str, held: HeldTokens, make: Callable[[], Any]) -> Any:
+        self.held = self.held or held
+        # A layer that runs again in a backward is that of its own forward.
+        if self.held is not held:
+            raise UnsupportedError(
+                "a backward that computes layers again, of an earlier forward than the last",
+                "under cp the tokens of the last forward are held",
+                "run the backward of each forward before the next",
+            )
+        if what not in self._made:
+            self._made[what] = make()
+        return self._made[what]
+
+    def _parts(self, held: HeldTokens, keys: np.ndarray) -> Iterator[Part]:
+        """The parts of the keys at positions `keys` `[B, m]`, ascending in each row."""
+        seen = [list(self._seen(held, keys, row)) for row in range(1 if held.is_uniform else held.rows)]
+        if held.is_uniform:
+            are_alike = all(one.is_equal(seen[0][0]) for one in seen[0])
+            if are_alike or held.per_rank < _ALONE:
+                groups = groups_of(seen[0][0]) if are_alike else [(slice(0, held.per_rank), None)]
+                yield from self._parts_of(held, keys, slice(None), seen[0], groups)
+                return
+            seen = [[one] for one in seen[0]]
+        for row, (one,) in enumerate(seen):
+            yield from self._parts_of(held, keys, slice(row, row + 1), [one], groups_of(one))
+
+    def _parts_of(
+        self, held: HeldTokens, keys: np.ndarray, rows: slice, seen: Sequence[Seen], groups: Iterable[Any]
+    ) -> Iterator[Part]:
+        """seen: by each of the rows, or by all of them alike."""
+        row = rows.start or 0
+        for queries, slices in groups:
+            if slices is not None:
+                yield from (Part(rows, queries, where, None, is_causal) for where, is_causal in slices)
+                continue
+            for own in held.cut_up(queries, row):
+                columns = columns_of(seen, own)
+                if columns.stop:
+                    mask = self._rows(rows, held.own_on_host[row, own], keys[row])
+                    yield Part(rows, own, columns, mask[..., columns].contiguous())
+
+    def _seen(self, held: HeldTokens, keys: np.ndarray, row: int) -> Iterator[Seen]:
+        """What own queries see of the keys at positions `keys`: of `row`, or of each row if all are dealt alike."""
+        positions = held.own_on_host[row]
+        number = np.searchsorted(keys[row], positions, side="right")
+        own = np.where(keys[row][number - 1] == positions, number - 1, -1)
+        if self.is_causal:
+            yield Seen(np.zeros_like(number), number - 1, number, own)
+            return
+        rows = slice(None) if held.is_uniform else slice(row, row + 1)
+        pieces = np.array_split(np.arange(len(positions)), -(-len(positions) // _MOST))
+        masks = [
+            [Seen.of_mask(one[0], own[piece]) for one in self._rows(rows, positions[piece], keys[row])]
+            for piece in pieces
+        ]
+        yield from (Seen.joined(of_row) for of_row in zip(*masks, strict=True))
+
+    @functools.cached_property
+    def is_causal(self) -> bool:
+        """Whether each token sees all before it and itself, without looking at any."""
+        padding = self.given["attention_mask"]
+        return self.given["mask_function"] is causal_mask_function and (padding is None or bool(padding.all()))
+
+    def _block(self, rows: slice, own: slice, positions: np.ndarray) -> Block:
+        mask = self._rows(rows, positions)
+        columns = _seen_columns(mask if mask.dtype == torch.bool else mask == 0)
+        keys = slice(columns.start, max(1, columns.stop))
+        return Block(rows, own, keys, mask[..., keys].contiguous())
+
+    def _rows(self, rows: slice, positions: np.ndarray, keys: np.ndarray | None = None) -> Tensor:
+        """The rows `positions` of the mask, `[b, 1, n, S]`, or with `keys` its columns at these positions, bool."""
+        given, function = self.given, self.given["mask_function"]
+        first = rows.start or 0
+        number = given["batch_size"] if rows.stop is None else rows.stop - first
+        where = torch.from_numpy(positions).to(given["device"])
+        which = torch.from_numpy(np.arange(given["kv_length"]) if keys is None else keys).to(given["device"])
+        padding = given["attention_mask"]
+        mask: Tensor = self.make(
+            **given
+            | {
+                "batch_size": number,
+                "q_length": len(where),
+                "kv_length": len(which),
+                "mask_function": lambda batch, head, q, k: function(batch + first, head, where[q], which[k]),
+                "attention_mask": None if padding is None else padding[rows][:, which],
+                "allow_is_causal_skip": False,
+                "allow_is_bidirectional_skip": False,
+            }
+        )
+        return mask if keys is None or mask.dtype == torch.bool else mask == 0
+
+    # Everything else that the code of a model may do with a mask is refused by name.
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise _refused(f"reads {name} of")
+
+    def __getitem__(self, _: object) -> Any:
+        raise _refused("slices")
+
+    def __invert__(self) -> Any:
+        raise _refused("inverts")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> Any:
+        """torch calls it for every function and operator that has such a mask beside a tensor."""
+        raise _refused(f"calls {function.__name__} with")
+
+
+def _refused(what: str) -> UnsupportedError:
+    return UnsupportedError(
+        "cp with this model", f"its code {what} its attention mask, which is made in parts", "use cp=1"
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Queries of a rank with the keys that they see: own tokens `own` of `rows`, `keys`, and their mask."""
+
+    rows: slice
+    own: slice
+    keys: slice
+    mask: Tensor
+
+
+def _seen_columns(seen: Tensor) -> slice:
+    """The columns of a mask `[b, 1, n, m]` from the first to the last that is seen; none at all: 0 to 0."""
+    columns = seen.flatten(0, 2).any(0).nonzero().flatten()
+    return slice(int(columns[0]), int(columns[-1]) + 1) if len(columns) else slice(0, 0)
+
+
+def _attention(
+    base: str,
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attention of own queries `[B, h, S/cp, d]` to all keys, as transformers' function `base` computes it.
+
+    key, value: of own tokens, `[B, h, S/cp, d]`. Returns `[B, S/cp, h, d]`.
+    """
+    call = functools.partial(compat.attention_function(base, module), module)
+    context: ContextCut = module.meshlora_context
+    held = context.held
+    if held is None:
+        mask = attention_mask.whole if isinstance(attention_mask, RowsOfMask) else attention_mask
+        whole: tuple[Tensor, None] = call(query, key, value, mask, *args, **kwargs)
+        return whole
+    if not isinstance(attention_mask, RowsOfMask):
+        raise UnsupportedError(
+            f"cp with {type(module).__name__}", "its mask does not come from transformers' mask functions", "use cp=1"
+        )
+    pair = torch.cat([key.transpose(1, 2), value.transpose(1, 2)], -1)
+    unknown = _unknown(base, args, kwargs)
+    scale, cap = kwargs.get("scaling"), kwargs.get("softcap")
+    how = How(query.shape[-1] ** -0.5 if scale is None else scale, cap, query.shape[-1])
+    if context.is_ring:
+        context.check_ring(module, unknown)
+        if base == "eager" and type(module) not in context.compared:
+            _compare(module, call, query, pair, how, kwargs)
+            context.compared.add(type(module))
+    else:
+        pair = held.gathered(pair)
+    # Of other rows than plain causal ones a GPU's own kernel takes the mask, block by block.
+    is_plain = query.is_cpu or (attention_mask.is_causal and key.shape == value.shape and has_kernel(query))
+    if context.is_ring or (base == "sdpa" and not unknown and is_plain):
+        parts = attention_mask.parts(held, in_ring=context.is_ring)
+        return attend(query, pair, kwargs.get("s_aux"), parts, how, held.axis), None
+    keys, values = pair.transpose(1, 2).split([key.shape[-1], value.shape[-1]], -1)
+    found = [
+        call(
+            query[block.rows, :, block.own],
+            keys[block.rows, :, block.keys],
+            values[block.rows, :, block.keys],
+            block.mask,
+            *args,
+            **kwargs,
+        )[0]
+        for block in attention_mask.blocks(held)
+    ]
+    if held.is_uniform:
+        return torch.cat(found, 1), None
+    each = list(zip(attention_mask.blocks(held), found, strict=True))
+    rows = [torch.cat([out for block, out in each if block.rows.start == row], 1) for row in range(held.rows)]
+    return torch.cat(rows), None
+
+
+def _unknown(base: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
+    """The arguments of an attention function, by name, that attention in parts does not take."""
+    known = {"scaling", *_WITHOUT_EFFECT, *(("softcap", "s_aux") if base == "eager" else ())}
+    found = [f"argument {number + 5}" for number in range(len(args))]
+    for name, value in kwargs.items():
+        has_effect = isinstance(value, Tensor) or name in ("dropout", "softcap", "s_aux", "position_bias", "cache")
+        if name not in known and has_effect and value is not None and (isinstance(value, Tensor) or value):
+            found.append(name)
+    return found
+
+
+def _compare(module: Any, call: Any, query: Tensor, pair: Tensor, how: How, kwargs: dict[str, Any]) -> None:
+    """Compare eager attention, which each family has of its own, with attention in parts, on a few numbers.
+
+    Raises:
+        UnsupportedError: they are not the same.
+    """
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return to_device(3 * torch.randn(*shape, generator=generator, dtype=torch.float64), query.device)
+
+    few, pairs = draw(1, query.shape[1], 3, query.shape[-1]), draw(1, 4, *pair.shape[-2:])
+    seen = torch.ones(1, 1, 3, 4, dtype=torch.bool, device=query.device).tril()
+    key, value = pairs.transpose(1, 2).split([how.key_width, pair.shape[-1] - how.key_width], -1)
+    mask = torch.zeros_like(seen, dtype=few.dtype).masked_fill_(~seen, torch.finfo(few.dtype).min)
+    with torch.no_grad():
+        expected = call(few, key, value, mask, **kwargs)[0]
+        part = Part(slice(None), slice(0, 3), slice(0, 4), seen)
+        found = attend(few, pairs, kwargs.get("s_aux"), [[part]], how, module.meshlora_context.axis)
+    # Softmaxes in float32, and sinks in bfloat16, which eager attention may add before it widens them.
+    if found.shape != expected.shape or not torch.allclose(found, expected.to(found.dtype), rtol=1e-2, atol=1e-3):
+        module.meshlora_context.check_ring(module, ["what its eager attention computes"])
+
+
+def _register() -> None:
+    for name in CONTEXT_ATTENTIONS:
+        make = AttentionMaskInterface()[name]
+        AttentionInterface.register(_OURS + name, functools.partial(_attention, name))
+        AttentionMaskInterface.register(_OURS + name, lambda make=make, **given: RowsOfMask(make, given))
+
+
+_register()
+
+
+def _begin(context: ContextCut) -> None:
+    """A forward of a user's own is whole, which gradients must not be: each rank would have them of all tokens."""
+    context.begin()
+    if context.held is None and torch.is_grad_enabled():
+        raise UserError(
+            f"a forward with gradients of whole sequences on cp={context.axis.size}",
+            "each cp rank would have the gradients of all tokens, and they are summed",
+            "give the model labels, use meshlora.language_model_loss, or torch.no_grad() for logits alone",
+        )
+
+
+def hold_context(model: Any, layers: nn.ModuleList, context: ContextCut, *, parents: Sequence[nn.Module]) -> None:
+    """Let the decoder `layers` of `model` attend over all cp ranks. parents: the modules around them."""
+    base = compat.attention_of(model.config.get_text_config())
+    assert base in CONTEXT_ATTENTIONS, base
+    model.register_forward_pre_hook(lambda *_: _begin(context), prepend=True)
+    for module in (*parents, *layers.modules()):
+        module.meshlora_context = context  # type: ignore[assignment]
+        if (config := getattr(module, "config", None)) is not None:
+            compat.set_attention(config, _OURS + base)
+
+
+@contextlib.contextmanager
+def as_transformers_attends(model: nn.Module) -> Iterator[None]:
+    """Inside the block attention of `model` is what it is without this file, and without
+    `wings.packed_rows.by_sequence`: for whole forwards, whose masks the code of a model may look into.
+    """
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    ours = [
+        (config, name) for config in configs.values() if (name := compat.attention_of(config) or "").startswith(_OURS)
+    ]
+    for config, name in ours:
+        compat.set_attention(config, name.rpartition("-")[2])
+    try:
+        yield
+    finally:
+        for config, name in ours:
+            compat.set_attention(config, name)

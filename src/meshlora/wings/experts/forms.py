@@ -1,0 +1,123 @@
+"""Routed experts: finding them in a model, and how their matrices are split.
+
+Owns: finding the experts of a model (`find_experts`), and which topologies they allow. Does not own: their rules' data
+types (`plan.rules`), the layers that run them (`wings.experts.module`), gradient axes (`plan.grads`).
+
+Most families of transformers keep the experts of a layer as one module with a stack of matrices per projection,
+`gate_up_proj [E, 2I, H]` and `down_proj [E, H, I]`, called as `experts(hidden_states, top_k_index, top_k_weights)`;
+attributes tell the storage order. Over ep each rank gets whole experts; over etp each expert is split like an MLP over
+tp: its first matrix by output features (column), its second by input features (row).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from torch import nn
+
+from meshlora.plan.layout import Layout, Piece, Split
+from meshlora.plan.rules import ExpertRule, ExpertsRule
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.topology import Topology, divisors, set_of
+
+# Class names of routed experts. A module that matches and is not recognised below is refused.
+_EXPERTS = re.compile(r"Experts|MoE$|Moe$|MoeBlock|MoEBlock")
+_UNKNOWN = "these experts do not have the form that most families share"
+_FLAGS = ("has_gate", "has_bias", "is_transposed", "is_concatenated")
+
+
+def find_experts(model: Any, topology: Topology) -> dict[str, ExpertsRule]:
+    """Name -> rule of every routed experts module of `model`, which may be on the meta device.
+
+    Raises:
+        UnsupportedError: experts of an unknown form.
+        UserError: ep or etp without experts; ep does not divide their number or etp their width (names values that do).
+    """
+    found: dict[str, ExpertsRule] = {}
+    for name, module in model.named_modules():
+        if _is_stack(module):
+            found[name] = _rule(name, module, model)
+    known = {*found, *(rule.block for rule in found.values())}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{other}.") for other in known)
+        around = any(other.startswith(f"{name}.") for other in known)
+        if _EXPERTS.search(type(module).__name__) and name not in known and not inside and not around:
+            raise UnsupportedError(f"{name}: {type(module).__name__}", _UNKNOWN)
+    if not found and topology.ep * topology.etp > 1:
+        raise UserError(
+            f"topology {topology}", f"model_type {model.config.model_type!r} has no routed experts", "leave out ep, etp"
+        )
+    for rule in found.values():
+        _check_divides("ep", topology.ep, rule.num_experts, f"the {rule.num_experts} experts of {rule.name}")
+        width = rule.second.in_features
+        _check_divides("etp", topology.etp, width, f"the width {width} of the experts of {rule.name}")
+    return found
+
+
+def _is_stack(module: nn.Module) -> bool:
+    own = dict(module.named_parameters(recurse=False))
+    down = own.get("down_proj")
+    return down is not None and down.ndim == 3 and any(name in own for name in ("gate_up_proj", "up_proj"))
+
+
+def _rule(name: str, module: Any, model: Any) -> ExpertsRule:
+    block = name.rpartition(".")[0]
+    flags = {flag: getattr(module, flag, None) for flag in _FLAGS}
+    weights_first = False
+    if type(module).__name__ == "Llama4TextExperts":
+        # Its block scales the tokens and calls it with all of them for every expert.
+        flags = {"has_gate": True, "has_bias": False, "is_transposed": True, "is_concatenated": True}
+        weights_first = True
+    if None in flags.values() or getattr(module, "has_post_expert_norm", False):
+        raise UnsupportedError(f"{name}: {type(module).__name__}", _UNKNOWN)
+    first_name = "gate_up_proj" if flags["has_gate"] else "up_proj"
+    first, second = getattr(module, first_name), module.down_proj
+    is_transposed = bool(flags["is_transposed"])
+    num_experts, inner = second.shape[0], second.shape[1 if is_transposed else 2]
+    hidden = first.shape[1 if is_transposed else 2]
+    known = {first_name, "down_proj"} | ({f"{first_name}_bias", "down_proj_bias"} if flags["has_bias"] else set())
+    if unknown := sorted({n for n, _ in module.named_parameters()} - known):
+        raise UnsupportedError(f"{name}.{unknown[0]}", "it is no part of experts that is known")
+    pieces = Layout.plain(inner)
+    if flags["has_gate"]:
+        groups = 1 if flags["is_concatenated"] else inner
+        pieces = Layout((Piece("gate", inner, 1), Piece("up", inner, 1)), groups)
+    # PEFT reads the module's attribute, and assumes [E, out, in] without one.
+    is_swapped = is_transposed and not getattr(module, "is_transposed", False)
+    common: dict[str, Any] = {
+        "has_bias": bool(flags["has_bias"]),
+        "is_transposed": is_transposed,
+        "num_experts": num_experts,
+        "is_swapped": is_swapped,
+    }
+    fused = pieces if flags["has_gate"] else None
+    return ExpertsRule(
+        name,
+        block,
+        num_experts,
+        ExpertRule(f"{name}.{first_name}", Split.COLUMN, hidden, pieces.size, layout=pieces, fused=fused, **common),
+        ExpertRule(f"{name}.down_proj", Split.ROW, inner, hidden, layout=Layout.plain(inner), **common),
+        _routers(model.get_submodule(block), block, name, num_experts),
+        weights_first,
+    )
+
+
+def _routers(block: nn.Module, block_name: str, experts: str, num_experts: int) -> tuple[str, ...]:
+    """The modules that score experts. A shared expert can be as wide as there are experts (qwen3_next): it is told
+    apart by another matrix of its MLP that takes that width as input.
+    """
+    found = []
+    for name, module in block.named_modules(prefix=block_name):
+        own = [p for p in module.parameters(recurse=False) if p.ndim == 2 and len(p) == num_experts]
+        if not own or name.startswith(experts):
+            continue
+        owner = block.get_submodule(name.removeprefix(block_name).lstrip(".").rpartition(".")[0])
+        if owner is block or not any(p.ndim == 2 and p.shape[1] == num_experts for p in owner.parameters()):
+            found.append(name)
+    return tuple(found)
+
+
+def _check_divides(axis: str, size: int, number: int, what: str) -> None:
+    if number % size:
+        raise UserError(f"{axis}={size}", f"{axis} must divide {what}", f"use {axis} in {set_of(divisors(number))}")

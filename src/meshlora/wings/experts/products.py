@@ -1,0 +1,343 @@
+"""LoRA on the experts of a layer: products grouped by expert, over rows sorted by expert.
+
+Owns: forward and backward of one projection of all experts, `y[n] = x[n] W_e^T + s (x[n] A_e^T) B_e^T` with e the
+expert of row n and W frozen; the sort and the row sums around them. Does not own: which rank
+has which expert and how rows get there (`wings.experts.dispatch`), the module that holds the matrices.
+
+Legend, beyond docs/notation.md: N rows, E local experts, `counts[e]` rows of expert e, `sum(counts) = N`; r the rank.
+Nothing of the size of W is ever allocated, and no product is padded. An expert without rows costs nothing, and its
+factors get gradients of zero. If W is packed, one expert's matrix is unpacked at a time.
+
+With K adapters each expert's rows are sorted by adapter too: counts and factors are then those of `E K` pairs, an
+expert's side by side, and the products with W remain per expert.
+
+Factors are `[E, r, in]` and `[E, out, r]`, or `[1, ...]` if all experts share one. B is read as `[E, r, out]`: a B with
+this memory layout (`empty(E, r, out).mT`) is used as it is, any other is transposed on each use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from meshlora.wings.quantized.quantized import Packed
+from meshlora_ground.slow_paths import EXPERTS_ONE_BY_ONE, take
+from meshlora_ground.transfer import to_device
+
+# From this many rows per expert on, a CPU loops over the experts, so that all products of an expert find its rows in
+# the cache; with fewer, W streams through the cache anyway and one call for all experts is cheaper.
+ROWS_TO_LOOP = 16
+
+
+@dataclass(frozen=True)
+class Projection:
+    """The frozen part of one projection of all experts.
+
+    Attributes:
+        weight: `[E, out, in]`, or `[E, in, out]` if `is_transposed`, packed or not. bias: `[E, out]`. scale: s of the
+            adapter.
+    """
+
+    weight: Tensor | Packed
+    bias: Tensor | None = None
+    scale: float = 1.0
+    is_transposed: bool = False
+
+    @property
+    def forward_weight(self) -> Tensor | Packed:
+        """`[E, in, out]`, a view."""
+        return self.weight if self.is_transposed else self.weight.mT
+
+
+# --- rows ------------------------------------------------------------------------------------------------------------
+
+
+def sort_by_expert(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+    """The T k slots of `top_k_index [T, k]`, sorted stably by expert, and their number for each expert.
+
+    Returns:
+        order: int64 `[T k]`; slot `order[n]` is the n-th row, that of token `order[n] // k`. counts: int64 `[E]`.
+    """
+    flat = top_k_index.reshape(-1)
+    return torch.argsort(flat, stable=True), count_each(flat, num_experts)
+
+
+def count_each(chosen: Tensor, number: int) -> Tensor:
+    """int64 `[number]`: how often each of 0 ... number - 1 is in `chosen [N]`. For a `bincount` the host waits to learn
+    the largest."""
+    return chosen.new_zeros(number).scatter_add_(0, chosen, torch.ones_like(chosen))
+
+
+def inverse_of(order: Tensor) -> Tensor:
+    """`inverse[order[n]] = n`."""
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order), device=order.device)
+    return inverse
+
+
+def by_row(weights: Tensor, places: Tensor) -> Tensor:
+    """`[M, k]` -> `[M k]`: row `places[m, j]` gets `weights[m, j]`. With autograd."""
+    rows = weights.new_empty(weights.numel())
+    rows[places] = weights
+    return rows
+
+
+def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Tensor:
+    """out[m] = sum_j weights[m,j] rows[places[m,j]]: rows `[N, H]`, places `[M, k]` -> `[M, H]`. No autograd.
+
+    In the order of j, in one pass, with no copy of the rows and no atomics. The weights are rounded to their dtype.
+    """
+    if places.shape[1] == 1 and weights is None:
+        return rows.index_select(0, places[:, 0])
+    if not len(places):
+        return rows.new_zeros(0, rows.shape[1])
+    weights = None if weights is None else weights.to(rows.dtype).contiguous()
+    with torch.no_grad():
+        return F.embedding_bag(places.contiguous(), rows, mode="sum", per_sample_weights=weights)
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+def can_group(x: Tensor, weight: Tensor) -> bool:
+    """Whether `grouped_mm` takes `x [N, in]` and `weight [E, in, out]`, with the last two dims in either order."""
+    if x.dtype != weight.dtype or x.dtype not in (torch.bfloat16, torch.float32) or x.device != weight.device:
+        return False
+    if x.is_cuda and (x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) < (8, 0)):
+        return False
+    aligned = 16 // x.element_size()
+    return all(
+        t.data_ptr() % 16 == 0 and sorted(t.stride()[-2:])[0] == 1 and sorted(t.stride()[-2:])[1] % aligned == 0
+        for t in (x, weight)
+    )
+
+
+def grouped_product(x: Tensor, weight: Tensor | Packed, counts: Sequence[int]) -> Tensor:
+    """y[n] = x[n] weight[e]: x `[N, in]`, weight `[E, in, out]` -> `[N, out]`. counts: per expert, or per E K pair."""
+    counts = of_experts(counts, len(weight))
+    if not isinstance(weight, Packed) and len(x) and can_group(x, weight):
+        ends = torch.tensor(counts, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
+        return F.grouped_mm(x, weight, offs=to_device(ends, x.device))
+    if not isinstance(weight, Packed) and len(x):
+        take(EXPERTS_ONE_BY_ONE, x.device)
+    y = x.new_empty(len(x), weight.shape[2])
+    for e, (count, x_e, y_e) in enumerate(zip(counts, x.split(counts), y.split(counts), strict=True)):
+        if count:
+            torch.mm(x_e, weight[e], out=y_e)
+    return y
+
+
+def of_experts(counts: Sequence[int], num_experts: int) -> Sequence[int]:
+    """Rows per expert, from counts per expert or per pair of expert and adapter."""
+    each = len(counts) // num_experts
+    return counts if each == 1 else [sum(counts[e * each : (e + 1) * each]) for e in range(num_experts)]
+
+
+def _experts(weight: Tensor | Packed, counts: Sequence[int]) -> list[int]:
+    """The expert of each entry of `counts`."""
+    each = len(counts) // len(weight)
+    return [place // each for place in range(len(counts))]
+
+
+def forward_rows(
+    x: Tensor,
+    projection: Projection,
+    counts: Sequence[int],
+    a: Tensor | None,
+    b: Tensor | None,
+    *,
+    index: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """`(y [N, out], z^T [r, N])` of `y = x W^T + s z B^T`, `z = x A^T`, without the bias; z is None without factors.
+
+    x: `[N, in]`; with index int64 `[N]` the rows are `x[index]`.
+    """
+    weight = projection.forward_weight
+    if a is None or b is None:
+        return grouped_product(_gathered(x, index), weight, counts), None
+    a, bt = a.to(x.dtype), _transposed(b, x.dtype)
+    number = len(counts)
+    if _groups_factors(x, a, counts):
+        x = _gathered(x, index)
+        y = grouped_product(x, weight, counts)
+        z = _factor_product(x, a.mT, counts)
+        return y.add_(_factor_product(z, bt, counts), alpha=projection.scale), z.T
+    shares_a, shares_b = (len(factor) < number for factor in (a, b))
+    if shares_a:
+        x, index = _gathered(x, index), None
+    y, zt = x.new_empty(sum(counts), weight.shape[2]), x.new_empty(a.shape[1], sum(counts))
+    if shares_a:
+        torch.mm(a[0], x.T, out=zt)
+    pieces = zip(
+        counts,
+        _by_expert(x, index, counts),
+        y.split(counts),
+        zt.split(counts, 1),
+        _experts(weight, counts),
+        a.expand(number, -1, -1).unbind(),
+        bt.expand(number, -1, -1).unbind(),
+        strict=True,
+    )
+    for count, x_e, y_e, zt_e, e, a_e, bt_e in pieces:
+        if not count:
+            continue
+        torch.mm(x_e, weight[e], out=y_e)
+        if not shares_a:
+            # z^T: a product with the few rows of A on the left is up to three times as fast as on the right.
+            torch.mm(a_e, x_e.T, out=zt_e)
+        if not shares_b:
+            y_e.addmm_(zt_e.T, bt_e, alpha=projection.scale)
+    if shares_b:
+        y.addmm_(zt.T, bt[0], alpha=projection.scale)
+    return y, zt
+
+
+def backward_rows(
+    g: Tensor,
+    x: Tensor | None,
+    zt: Tensor | None,
+    projection: Projection,
+    counts: Sequence[int],
+    a: Tensor | None,
+    b: Tensor | None,
+    *,
+    index: Tensor | None = None,
+    needs_dx: bool = True,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`(dx, dA, dB)` of `forward_rows`, with g = dL/dy `[N, out]`; dA only if x is given, dB only if z^T is.
+
+    dz_e = s g_e B_e;  dx_e = g_e W_e + dz_e A_e, `[N, in]`;  dA_e = dz_e^T x_e;  dB_e = s g_e^T z_e
+    """
+    g = g.contiguous()
+    weight = projection.forward_weight.mT
+    if a is None or b is None:
+        return (grouped_product(g, weight, counts) if needs_dx else None), None, None
+    if _groups_factors(g, a, counts):
+        x = None if x is None else _gathered(x, index)
+        return _backward_grouped(g, x, zt, projection, counts, a, b, needs_dx=needs_dx)
+    a_dtype, b_dtype = a.dtype, b.dtype
+    a, bt = a.to(g.dtype), _transposed(b, g.dtype)
+    number = len(counts)
+    shares_a, shares_b = (len(factor) < number for factor in (a, b))
+    if shares_a and x is not None:
+        x, index = _gathered(x, index), None
+    dx = g.new_empty(len(g), weight.shape[2]) if needs_dx else None
+    dzt = g.new_empty(a.shape[1], len(g))
+    if shares_b:
+        torch.mm(bt[0], g.T, out=dzt).mul_(projection.scale)
+    da = None if x is None else torch.empty_like(a)
+    dbt = None if zt is None else torch.empty_like(bt)
+    zt = None if zt is None else zt * projection.scale
+    none = [None] * number
+    pieces = zip(
+        counts,
+        g.split(counts),
+        dzt.split(counts, 1),
+        _experts(weight, counts),
+        a.expand(number, -1, -1).unbind(),
+        bt.expand(number, -1, -1).unbind(),
+        none if dx is None else dx.split(counts),
+        none if x is None or shares_a else _by_expert(x, index, counts),
+        none if zt is None or shares_b else zt.split(counts, 1),
+        none if da is None or shares_a else da.unbind(),
+        none if dbt is None or shares_b else dbt.unbind(),
+        strict=True,
+    )
+    for count, g_e, dzt_e, e, a_e, bt_e, dx_e, x_e, zt_e, da_e, dbt_e in pieces:
+        if count:
+            if not shares_b:
+                torch.addmm(dzt_e, bt_e, g_e.T, beta=0, alpha=projection.scale, out=dzt_e)
+            if dx_e is not None:
+                torch.mm(g_e, weight[e], out=dx_e)
+                if not shares_a:
+                    dx_e.addmm_(dzt_e.T, a_e)
+            if dbt_e is not None:
+                torch.mm(zt_e, g_e, out=dbt_e)
+            if da_e is not None:
+                torch.mm(dzt_e, x_e, out=da_e)
+        else:
+            for factor in (da_e, dbt_e):
+                if factor is not None:
+                    factor.zero_()
+    if shares_a:
+        if dx is not None:
+            dx.addmm_(dzt.T, a[0])
+        if da is not None and x is not None:
+            torch.mm(dzt, x, out=da[0])
+    if shares_b and dbt is not None and zt is not None:
+        torch.mm(zt, g, out=dbt[0])
+    return dx, None if da is None else da.to(a_dtype), None if dbt is None else dbt.to(b_dtype).mT
+
+
+def _gathered(x: Tensor, index: Tensor | None) -> Tensor:
+    return x if index is None else x.index_select(0, index)
+
+
+def _by_expert(x: Tensor, index: Tensor | None, counts: Sequence[int]) -> Iterable[Tensor]:
+    """The rows of each expert; with an index they are gathered lazily, never all at once."""
+    return x.split(counts) if index is None else (x.index_select(0, part) for part in index.split(counts))
+
+
+def _transposed(b: Tensor, dtype: torch.dtype) -> Tensor:
+    """B `[E, out, r]` -> `[E, r, out]`, dense, in `dtype`; B itself if it has this layout."""
+    return b.mT.to(dtype).contiguous()
+
+
+def _groups_factors(x: Tensor, a: Tensor, counts: Sequence[int]) -> bool:
+    """Whether the low-rank products also run as one call for all experts."""
+    is_aligned = a.shape[1] * x.element_size() % 16 == 0
+    pays = not x.is_cpu or sum(counts) < ROWS_TO_LOOP * len(counts)
+    groups = is_aligned and pays and sum(counts) > 0 and can_group(x, a.to(x.dtype).mT)
+    if not groups and sum(counts) > 0:
+        take(EXPERTS_ONE_BY_ONE, x.device)
+    return groups
+
+
+def _factor_product(x: Tensor, factor: Tensor, counts: Sequence[int]) -> Tensor:
+    """`grouped_product`, or one plain product with a factor shared by all experts."""
+    return x @ factor[0] if len(factor) < len(counts) else grouped_product(x, factor, counts)
+
+
+def _factor_gradient(left: Tensor, right: Tensor, counts: Sequence[int], is_shared: bool) -> Tensor:
+    """left_e^T right_e: `[N, r]`, `[N, width]` -> `[E, r, width]`, or `[1, r, width]` over all rows."""
+    if is_shared and len(counts) > 1:
+        return (left.T @ right).unsqueeze(0)
+    host = torch.tensor(counts, dtype=torch.int32, device="cpu")
+    gradient = F.grouped_mm(left.T, right, offs=to_device(host.cumsum(0, dtype=torch.int32), left.device))
+    if 0 in counts:
+        empty = to_device((host == 0).nonzero()[:, 0], left.device)
+        gradient.index_fill_(0, empty, 0)  # not every kernel writes these
+    return gradient
+
+
+def _backward_grouped(
+    g: Tensor,
+    x: Tensor | None,
+    zt: Tensor | None,
+    projection: Projection,
+    counts: Sequence[int],
+    a: Tensor,
+    b: Tensor,
+    *,
+    needs_dx: bool,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`backward_rows` where each product is one call for all experts."""
+    dz = _factor_product(g, _transposed(b, g.dtype).mT, counts).mul_(projection.scale)
+    dx = da = db = None
+    if needs_dx:
+        dx = grouped_product(g, projection.forward_weight.mT, counts).add_(_factor_product(dz, a.to(g.dtype), counts))
+    if x is not None:
+        da = _factor_gradient(dz, x, counts, len(a) == 1).to(a.dtype)
+    if zt is not None:
+        db = _factor_gradient((zt * projection.scale).T.contiguous(), g, counts, len(b) == 1).to(b.dtype).mT
+    return dx, da, db
+
+
+def bias_of_rows(bias: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """`[E, out]` -> `[N, out]`."""
+    repeats = to_device(torch.tensor(of_experts(counts, len(bias))), bias.device)
+    return bias.to(dtype).repeat_interleave(repeats, 0, output_size=sum(counts))

@@ -1,0 +1,253 @@
+"""Targets among parameters: `target_parameters` of `peft.LoraConfig`, for projections of experts and other matrices.
+
+Owns: the projections of experts and other matrices that a configuration names; names of single projections
+(`gate_proj`, `up_proj`) of a fused one. Does not own: linears by `target_modules` (`adapter.targets.resolve`).
+
+PEFT matches `target_parameters` by name suffix and ignores `layers_to_transform` and `exclude_modules`. Here both
+apply, and the resulting names are stored. Nor are names rewritten: in many families PEFT takes `gate_proj` in
+`target_modules` for the experts' and then skips the linears of that name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+import types
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+from peft import LoraConfig
+from peft.tuners.tuners_utils import check_target_module_exists
+
+from meshlora.adapter.targets.options import matches, pattern_key
+from meshlora.adapter.targets.pieces import with_pieces
+from meshlora.plan.rules import ModelPlan
+from meshlora_ground.compat import rewrite_targets
+from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
+
+
+def with_whole_projections(config: LoraConfig, plan: ModelPlan) -> LoraConfig:
+    """`config` with `target_parameters` that exist in the model: `experts.gate_proj` and `experts.up_proj` become the
+    pieces `gate` and `up` of `experts.gate_up_proj`, each with its given rank and scale.
+    """
+    given = list(config.target_parameters or ())
+    found: dict[str, list[str]] = {}
+    names: list[str] = []
+    for name in given:
+        owner, _, leaf = name.rpartition(".")
+        fused = f"{owner}.gate_up_proj" if owner else "gate_up_proj"
+        is_piece = leaf in ("gate_proj", "up_proj") and not matches([name], plan.projections)
+        about = matches([fused], plan.projections) if is_piece else []
+        if about and all(plan.projections[projection].fused is not None for projection in about):
+            found.setdefault(fused, []).append(leaf.removesuffix("_proj"))
+            name = fused
+        if name not in names:
+            names.append(name)
+    if not found:
+        return config
+    whole = [name for name in given if name in names]
+    if clash := matches(found, matches(whole, plan.projections)):  # full names and suffixes alike
+        raise UserError(
+            f"target_parameters={given}",
+            f"{clash[0]} and its parts are both named",
+            "name one A for both, or each part",
+        )
+    for projection in plan.projections:
+        about = [fused for fused in found if matches([fused], [projection])]
+        if len(about) > 1:
+            raise UserError(
+                f"target_parameters={given}",
+                f"{' and '.join(about)} are about the same experts, {projection}",
+                "name gate_proj and up_proj of them in the same way",
+            )
+    ordered = {fused: sorted(pieces) for fused, pieces in found.items()}  # gate, then up
+    plain = dataclasses.replace(config, target_parameters=names)
+    plain.rank_pattern = _fused_pattern(config.rank_pattern, config.r, ordered, names, "rank_pattern", plan)
+    plain.alpha_pattern = _fused_pattern(config.alpha_pattern, config.lora_alpha, ordered, names, "alpha_pattern", plan)
+    return with_pieces(plain, ordered)
+
+
+def _fused_pattern(
+    pattern: dict[str, Any],
+    default: Any,
+    fused: Mapping[str, Iterable[str]],
+    named: Collection[str],
+    option: str,
+    plan: ModelPlan,
+) -> dict[str, Any]:
+    """`pattern` with entries for `gate_proj` and `up_proj` of experts, which must agree, merged into one for
+    `gate_up_proj`. named: `target_parameters` with the fused names.
+    """
+    changed = dict(pattern)
+    replaced: set[str] = set()
+    others = [*plan.linears, *matches(named, _parameters(plan))]
+    for name, pieces in fused.items():
+        ends = [f"{piece}_proj" for piece in pieces]
+        parts = [name.removesuffix("gate_up_proj") + end for end in ends]
+        keys = [pattern_key(pattern, part) for part in parts]
+        for projection in matches([name], plan.projections):
+            for end, part, key in zip(ends, parts, keys, strict=True):
+                own = pattern_key(pattern, projection.removesuffix("gate_up_proj") + end)
+                if own in pattern and own != key:  # one merged entry cannot express both
+                    raise UserError(
+                        f"{option}={pattern}",
+                        f"{own!r} is about {end} of {projection}, and not about all of {part}",
+                        f"give the pattern for {part}, or name gate_up_proj in target_parameters",
+                    )
+        values = {pattern.get(key, default) for key in keys}
+        if len(values) > 1:
+            raise UnsupportedError(
+                f"{option}={pattern}", f"{' and '.join(parts)} have one rank and one scale", "give both the same"
+            )
+        if all(key in pattern for key in keys):  # else both have the default
+            # The first match wins, so this entry takes the position of the last one it replaces.
+            last = max(keys, key=list(pattern).index)
+            entries = [item for item in changed.items() if item[0] != name]
+            at = [key for key, _ in entries].index(last)
+            changed = dict([*entries[:at], (name, values.pop()), *entries[at:]])
+        replaced |= {*keys}
+    for key in replaced:
+        if not any(pattern_key([key], other) == key for other in others):  # else others use it too
+            changed.pop(key, None)
+    return changed
+
+
+def matched_parameters(model: Any, plan: ModelPlan, config: LoraConfig) -> list[str]:
+    """The matches of `target_parameters`: projections of experts, and linears (for their `weight`).
+
+    Raises:
+        UserError: an entry matches nothing. UnsupportedError: it matches another kind of parameter.
+    """
+    wanted = list(config.target_parameters or ())
+    every = _parameters(plan)
+    others = [name for name, _ in model.named_parameters() if name not in every]
+    for name in wanted:
+        if matches([name], every):
+            continue
+        if other := matches([name], others):
+            raise UnsupportedError(
+                f"target_parameters matches {other[0]}", "LoRA on this parameter is not supported", "leave it out"
+            )
+        raise UserError(
+            f"target_parameters={wanted}",
+            f"{name!r} matches no parameter of the model",
+            did_you_mean(name, {_short(full) for full in [*plan.projections]} or {_short(full) for full in every}),
+        )
+    return [name.removesuffix(".weight") for name in matches(wanted, every) if _is_chosen(name, config)]
+
+
+def _parameters(plan: ModelPlan) -> list[str]:
+    """Names of all parameters that can have an adapter."""
+    return [*plan.projections, *(f"{name}.weight" for name in (*plan.linears, *plan.matrices))]
+
+
+def _is_chosen(name: str, config: LoraConfig) -> bool:
+    """Whether `layers_to_transform`, `layers_pattern` and `exclude_modules` keep `name`."""
+    # By its last part: for a full name PEFT ignores the other options.
+    end = name.removesuffix(".weight").rpartition(".")[2]
+    asked = dataclasses.replace(config, target_modules={end}, target_parameters=None)
+    return bool(check_target_module_exists(asked, name.removesuffix(".weight")))
+
+
+def _short(name: str) -> str:
+    """The name inside its layer: `model.layers.0.mlp.experts.down_proj` -> `mlp.experts.down_proj`."""
+    parts = name.split(".")
+    start = next((index + 1 for index, part in enumerate(parts) if part.isdecimal()), 0)
+    return ".".join(parts[start:])
+
+
+def check_experts(config: LoraConfig, matched: Iterable[str], plan: ModelPlan) -> None:
+    """Refuse options that experts, routers, and linears targeted as parameters cannot have.
+
+    Raises:
+        UnsupportedError: DoRA, PiSSA or OLoRA. UserError: `share_experts` without experts.
+    """
+    matched = list(matched)
+    experts = [name for name in matched if name in plan.projections]
+    if getattr(config, "share_experts", False) and not experts:
+        raise UserError("share_experts", "no experts are among the targets", "name them in target_parameters")
+    parameters = [*experts, *(name for name in matched if name in plan.matrices)]
+    if parameters and (config.use_dora or config.init_lora_weights in ("pissa", "olora")):
+        what = "use_dora" if config.use_dora else f"init_lora_weights={config.init_lora_weights!r}"
+        raise UnsupportedError(f"{what} on {parameters[0]}", "PEFT has none for a parameter", "leave it out")
+    linears = [name for name in matched if name in plan.linears]
+    renamed = [name for name in linears if _is_rewritten(name.rpartition(".")[2], plan.model_type)]
+    if renamed and config.use_dora:
+        raise UnsupportedError(
+            f"use_dora on {renamed[0]}",
+            "PEFT reads this name as a word for experts, and what it can read instead has no DoRA",
+            "leave out use_dora, or this target",
+        )
+    by_weight = [name for name in linears if matches(config.target_parameters or (), [f"{name}.weight"])]
+    transposed = [name for name in by_weight if plan.linears[name].is_transposed]
+    if by_weight and (config.use_dora or transposed):
+        what = f"use_dora on {by_weight[0]}" if config.use_dora else f"{transposed[0]}, which is stored [in, out]"
+        raise UnsupportedError(
+            f"target_parameters: {what}", "PEFT has none for a parameter", "name it in target_modules, and only there"
+        )
+
+
+def check_named_once(modules: Iterable[str], by_weight: Collection[str], plan: ModelPlan) -> None:
+    """Refuse linears among `modules`, the matches of `target_modules`, that `target_parameters` name `by_weight` too.
+
+    Raises:
+        UserError: PEFT would refuse the adapter, and its file. Not where it reads the module's name as that of experts.
+    """
+    for name in modules:
+        if name in by_weight and not _is_rewritten(name.rpartition(".")[2], plan.model_type):
+            raise UserError(
+                f"target_modules and target_parameters: both name {name}",
+                "PEFT has one adapter on a weight, and refuses a file with two",
+                "take it out of one of the two",
+            )
+
+
+def stored_parameters(config: LoraConfig, targets: Iterable[str], plan: ModelPlan) -> list[str] | None:
+    """`target_parameters` to store: as given if they match exactly the targets, else full names."""
+    given = list(config.target_parameters or ())
+    if not given:
+        return None
+    names = [name if name in plan.projections else f"{name}.weight" for name in targets]
+    every = _parameters(plan)
+    about = matches(given, every)
+    return given if set(about) <= set(names) else [name for name in names if name in about]
+
+
+def out_of_reach(config: LoraConfig, modules: Iterable[str], model_type: str) -> LoraConfig:
+    """`config` in terms that PEFT does not rewrite: linears whose names PEFT would take for experts are named as
+    parameters, `MODULE.weight`, which give the same numbers under the same keys.
+
+    modules: the targets among linears and the embedding.
+    """
+    named = list(modules)
+    reached = [name for name in named if _is_rewritten(name.rpartition(".")[2], model_type)]
+    if not reached:
+        return config
+    kept = [name for name in named if name not in reached]
+    given = config.target_modules if isinstance(config.target_modules, set | list) else ()
+    ends = {end for end in given if not matches([end], reached)}
+    ends |= set(kept) - set(matches(ends, kept))
+    found = dataclasses.replace(config, target_modules=ends)
+    own = [f"{name}.weight" for name in reached]
+    found.target_parameters = [*(n for n in config.target_parameters or () if n not in own), *own]
+    for name in reached:
+        key = re.escape(f"{name}.weight")
+        for option, default in (("rank_pattern", config.r), ("alpha_pattern", config.lora_alpha)):
+            pattern = getattr(config, option)
+            value = pattern.get(pattern_key(pattern, name), default)
+            if value != default:
+                setattr(found, option, getattr(found, option) | {key: value})
+    return found
+
+
+@functools.cache
+def _is_rewritten(leaf: str, model_type: str) -> bool:
+    """Whether PEFT takes `leaf` in `target_modules` of a family for its experts."""
+    config = LoraConfig(target_modules=[leaf])
+    stand_in: Any = types.SimpleNamespace(config=types.SimpleNamespace(model_type=model_type))
+    try:
+        rewrite_targets(config, stand_in)
+    except ValueError:  # it requires gate and up together
+        return True
+    return set(config.target_modules or ()) != {leaf}

@@ -1,0 +1,152 @@
+"""Frozen bases in few bits: which matrices are packed, in which kind, and how their blocks are cut.
+
+Owns: the kinds, which matrices are packed, the parts of blocks that a rank holds. Does not own: the arithmetic
+(`wings.quantized.quantized`), the formats of checkpoints (`wings.quantized.packed`).
+
+A block is a rectangle of a matrix `[out, in]` with its own scale. Its numbers depend on it alone, so that they are the
+same on every topology. A rank holds the codes of its slice, and the scale of every block that it has a part of: where a
+cut crosses a block, both ranks hold the scale.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from meshlora.plan.layout import Split
+from meshlora.plan.rules import ExpertRule, LinearRule, ModelPlan, Packing, kind_of
+from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
+
+# Kind -> bits per weight: QLoRA's NormalFloat (Dettmers et al., 2023); 255 equally spaced values; E4M3 as in
+# DeepSeek-V3; E2M1 of OCP Microscaling Formats 1.0.
+KINDS = {"nf4": 4, "int8": 8, "mxfp4": 4, "fp8": 8}
+# Kinds that checkpoints are stored in, besides.
+BITS = KINDS | {"fp4": 4, "fp8_e5m2": 8, "integers": 8}
+KEEP = "keep"
+_BLOCKS = {
+    "nf4": Packing("nf4", (1, 64), 4),
+    "int8": Packing("int8", (1, 64), 4),
+    "mxfp4": Packing("mxfp4", (1, 32), 1),
+    "fp8": Packing("fp8", (128, 128), 4),
+}
+# Of the widths of a rank in a twin: of fp8 it has several blocks, and cuts cross them.
+TWIN_BLOCKS = {"nf4": 64, "int8": 64, "mxfp4": 32, "fp8": 96}
+# Kinds whose arithmetic is bitsandbytes'.
+OF_LIBRARY = ("nf4", "fp4", "int8")
+
+
+def with_quantization(plan: ModelPlan, kind: str | None, stored: Mapping[str, Packing] | None = None) -> ModelPlan:
+    """`plan` with every linear but the head, and all routed experts, packed as `kind` (None: not packed).
+
+    kind: one of `KINDS`, or "keep": as in the checkpoint. stored: parameter -> how the checkpoint packs it.
+
+    Raises:
+        UserError: unknown kind; blocks do not fit the matrix; nothing is stored in few bits.
+    """
+    if kind is None:
+        return plan
+    if kind not in KINDS and kind != KEEP:
+        known = [*KINDS, KEEP]
+        raise UserError(f"quantization {kind!r}", f"it must be one of {', '.join(known)}", did_you_mean(kind, known))
+    left = {plan.head, *plan.routers, *filter(plan.is_of_head, plan.linears)}
+    rules = {name: rule for name, rule in plan.linears.items() if name not in left}
+    rules |= plan.projections
+    if kind == KEEP:
+        found = _kept(rules, stored or {})
+    else:
+        found = dict.fromkeys(rules, _BLOCKS[kind])
+    for name, packing in found.items():
+        _check_blocks(plan, rules[name], packing, is_stored=kind == KEEP)
+    return dataclasses.replace(plan, quantization=kind, quantized=found)
+
+
+def _kept(rules: Mapping[str, LinearRule], stored: Mapping[str, Packing]) -> dict[str, Packing]:
+    """Name -> packing of each matrix that is stored in few bits."""
+    if not stored:
+        raise UserError("quantization keep", "nothing of the checkpoint is stored in few bits", "leave it out")
+    # The planner's model has one layer of each kind, whose numbers are others.
+    of_kinds = {kind_of(name): packing for name, packing in stored.items()}
+    names = {name: name if isinstance(rule, ExpertRule) else f"{name}.weight" for name, rule in rules.items()}
+    found = {name: stored.get(key) for name, key in names.items()}
+    if not any(found.values()):
+        found = {name: of_kinds.get(kind_of(key)) for name, key in names.items()}
+    return {name: packing for name, packing in found.items() if packing is not None}
+
+
+def _check_blocks(plan: ModelPlan, rule: LinearRule, packing: Packing, *, is_stored: bool) -> None:
+    kind, width = packing.kind, packing.block[1]
+    what = f"quantization {kind} of {rule.name} with {rule.in_features} input features"
+    if rule.in_features % width and not is_stored and kind != "fp8":
+        raise UserError(what, f"blocks of {width} must divide them", "leave out model.quantization")
+    columns = bounds_of(plan, rule)[1]
+    if BITS[kind] == 4 and any(start % 2 or stop % 2 for start, stop in columns):
+        raise UserError(f"{what} on {plan.topology}", "two of 4 bits share a byte, which cannot be cut", "use less tp")
+
+
+def kind_for_twin(plan: ModelPlan) -> str | None:
+    """The kind in which a twin of random weights stands for the frozen base of `plan`."""
+    if plan.quantization != KEEP:
+        return plan.quantization
+    (kind, _), *_ = Counter(packing.kind for packing in plan.quantized.values()).most_common()
+    return {"fp4": "nf4", "fp8_e5m2": "fp8", "integers": "int8"}.get(kind, kind)
+
+
+def bounds_of(plan: ModelPlan, rule: LinearRule) -> tuple[list[tuple[int, int]], ...]:
+    """(ranges of outputs, of inputs) of the matrix of `rule` on rank 0 of its axis."""
+    size = plan.topology.etp if isinstance(rule, ExpertRule) else plan.topology.tp
+    whole = [(0, rule.out_features)], [(0, rule.in_features)]
+    if rule.split is Split.WHOLE or rule.layout is None:
+        return whole
+    own = contiguous((run.start, run.stop) for run in rule.layout.runs(rank=0, size=size))
+    return (own, whole[1]) if rule.split is Split.COLUMN else (whole[0], own)
+
+
+def contiguous(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges, those that follow one another as one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in runs:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return found
+
+
+@dataclass(frozen=True)
+class Touched:
+    """The blocks of `size` that a range touches: `first:last`, and how many elements of each it has."""
+
+    first: int
+    last: int
+    counts: tuple[int, ...]
+
+    @classmethod
+    def by(cls, start: int, stop: int, size: int) -> Touched:
+        """Of the range `start:stop`."""
+        first, last = start // size, -(-stop // size)
+        counts = (min((k + 1) * size, stop) - max(k * size, start) for k in range(first, last))
+        return cls(first, last, tuple(counts))
+
+
+def local_blocks(plan: ModelPlan, rule: LinearRule, packing: Packing) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(outputs, inputs) of rank 0 that share a scale, block by block."""
+    rows, columns = (
+        tuple(count for start, stop in bounds for count in Touched.by(start, stop, size).counts)
+        for bounds, size in zip(bounds_of(plan, rule), packing.block, strict=True)
+    )
+    return rows, columns
+
+
+def check_not_quantized(plan: ModelPlan, parameter: str) -> None:
+    """Refuse to train the base's `parameter` if it is quantised.
+
+    Raises:
+        UnsupportedError: it is quantised.
+    """
+    owner, _, leaf = parameter.rpartition(".")
+    if leaf == "weight" and owner in plan.quantized:
+        raise UnsupportedError(
+            f"training {parameter} in {plan.quantization}", "a quantised matrix is frozen", "give it LoRA"
+        )

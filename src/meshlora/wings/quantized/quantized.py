@@ -1,0 +1,445 @@
+"""Frozen matrices in few bits: packed in memory, and unpacked for the duration of one product.
+
+Owns: packing a matrix, its parts, what autograd saves of it, the product without an adapter, and the view as plain
+weights. Does not own: which matrices are packed (`wings.quantized.plan`), reading packed ones
+(`wings.quantized.packed`); the quantisation to nf4 and int8 and their levels, which are bitsandbytes'.
+
+The backward unpacks the matrix again; the unpacked one is never saved. Of a stack of experts one is unpacked at a time.
+
+A GPU unpacks a matrix at once: nf4, fp4 and int8 by bitsandbytes' kernel, if it gives the bits of the definition
+(`_by_definition`), others in two to four launches. A CPU goes by the definition, some rows at a time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from meshlora.wings.quantized.plan import BITS, OF_LIBRARY, Touched
+from meshlora_ground.errors import UserError, reason
+from meshlora_ground.slow_paths import UNPACKED_IN_PIECES, UNPACKED_WITHOUT_KERNEL, take
+
+_BLOCK = 64  # of bitsandbytes, consecutive input features
+_FP8_BLOCK, _FP8_MOST = 128, 448.0
+_MX_BLOCK = 32
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_OF_8_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "integers": torch.int8}
+# Kinds whose numbers, without scales, need no more than 16 bits.
+_SHORT = (*_OF_8_BITS, "mxfp4")
+# Blocks that bitsandbytes' kernels take.
+_BLOCKS_OF_LIBRARY = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+# Elements unpacked at once. On a CPU they stay in its cache, and hardly count beside the matrix. On a GPU they are a
+# whole matrix of all but the largest models, and need at most 2 GiB beside it.
+_IN_CACHE, _ON_GPU = 2**18, 2**28
+
+
+def check_library(kinds: Iterable[str]) -> None:
+    """Refuse kinds of bitsandbytes where it is not installed.
+
+    Raises:
+        UserError: it is not.
+    """
+    needs = sorted({*kinds} & {*OF_LIBRARY})
+    if needs and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(f"quantization {needs[0]}", "it needs bitsandbytes", "pip install 'meshlora[quantization]'")
+
+
+def bitsandbytes_functions() -> Any:
+    """bitsandbytes' functions. Imported on use: it takes seconds."""
+    import bitsandbytes.functional
+
+    return bitsandbytes.functional
+
+
+@dataclass(frozen=True)
+class Form:
+    """How codes and scales are a matrix.
+
+    Attributes:
+        kind: one of `wings.quantized.plan.BITS`. dtype: of the numbers.
+        rows, columns: along each dim of the codes, how many elements share a scale, block by block.
+        is_transposed: whether the matrix is the transpose of the codes.
+    """
+
+    kind: str
+    dtype: torch.dtype
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    is_transposed: bool = False
+
+    @functools.cached_property
+    def mT(self) -> Form:
+        """Of the transpose. Cached, as all that follows from thousands of rows is."""
+        return dataclasses.replace(self, is_transposed=not self.is_transposed)
+
+    @functools.cached_property
+    def equal(self) -> tuple[Equal, Equal]:
+        """Of rows, and of columns: (elements of a block, number of equal blocks that follow one another), ..."""
+        rows, columns = (
+            tuple((count, len(list(blocks))) for count, blocks in itertools.groupby(counts))
+            for counts in (self.rows, self.columns)
+        )
+        return rows, columns
+
+
+# How a dim is cut into blocks.
+Equal = tuple[tuple[int, int], ...]
+
+
+class Run(NamedTuple):
+    """Equal blocks that follow one another along a dim, or a part of one block: their elements, and the blocks."""
+
+    elements: slice
+    blocks: slice
+
+
+def runs(equal: Equal, most: int) -> Iterator[Run]:
+    """Runs of at most `most` elements: of as many blocks as fit, or a part of one that does not."""
+    start = first = 0
+    for count, number in equal:
+        last = first + number
+        while first < last:
+            blocks = slice(first, min(first + max(1, most // count), last))
+            stop = start + count * (blocks.stop - first)
+            for begin in range(start, stop, most):
+                yield Run(slice(begin, min(begin + most, stop)), blocks)
+            start, first = stop, blocks.stop
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A matrix, or a stack `[E, ...]` of them, in few bits.
+
+    Attributes:
+        codes: uint8 `[..., rows, columns]`, with 4 bits `[..., rows, columns/2]`. scales: `[..., blocks of rows, blocks
+            of columns]`, float32 or bfloat16, or uint8: powers of two (e8m0).
+    """
+
+    codes: Tensor
+    scales: Tensor
+    form: Form
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the plain weight."""
+        ends = self.codes.shape[-2], self.codes.shape[-1] * 8 // BITS[self.form.kind]
+        return *self.codes.shape[:-2], *(ends[::-1] if self.form.is_transposed else ends)
+
+    @property
+    def mT(self) -> Packed:
+        """The transpose of the last two dims."""
+        return dataclasses.replace(self, form=self.form.mT)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, expert: int) -> Tensor:
+        """The matrix of one expert of a stack, unpacked."""
+        return self.one(expert).whole()
+
+    def one(self, expert: int) -> Packed:
+        """The matrix of one expert of a stack."""
+        return Packed(self.codes[expert], self.scales[expert], self.form)
+
+    @torch.no_grad()
+    def whole(self) -> Tensor:
+        """The plain weight: unpacked in float32, then rounded to its dtype."""
+        if self.codes.ndim == 3:
+            return torch.stack([self[expert] for expert in range(len(self))])
+        found = _by_rows(self)
+        return found.T if self.form.is_transposed else found
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Packed:
+        """On `device`, of numbers in `dtype`."""
+        form = dataclasses.replace(self.form, dtype=dtype)
+        return Packed(self.codes.to(device), self.scales.to(device), form)
+
+    def part(self, rows: tuple[int, int], columns: tuple[int, int]) -> Packed:
+        """A slice of a matrix of whole blocks, of the codes as they lie."""
+        form = self.form
+        touched = [Touched.by(*part, sizes[0]) for part, sizes in ((rows, form.rows), (columns, form.columns))]
+        each = 8 // BITS[form.kind]
+        return Packed(
+            self.codes[slice(*rows), columns[0] // each : columns[1] // each].contiguous(),
+            self.scales[touched[0].first : touched[0].last, touched[1].first : touched[1].last].contiguous(),
+            dataclasses.replace(form, rows=touched[0].counts, columns=touched[1].counts),
+        )
+
+
+def joined(parts: Sequence[Packed], dim: int) -> Packed:
+    """Packed parts put together along dim -2 or -1 of the plain weight."""
+    first, *others = parts
+    if not others:
+        return first
+    dim = -3 - dim if first.form.is_transposed else dim
+    rows, columns = first.form.rows, first.form.columns
+    if dim == -2:
+        rows = tuple(count for part in parts for count in part.form.rows)
+    else:
+        columns = tuple(count for part in parts for count in part.form.columns)
+    form = dataclasses.replace(first.form, rows=rows, columns=columns)
+    codes, scales = ([getattr(part, what) for part in parts] for what in ("codes", "scales"))
+    return Packed(torch.cat(codes, dim), torch.cat(scales, dim), form)
+
+
+def stacked(parts: Sequence[Packed]) -> Packed:
+    """A stack of packed matrices."""
+    assert all(part.form == parts[0].form for part in parts), {part.form for part in parts}
+    return Packed(torch.stack([p.codes for p in parts]), torch.stack([p.scales for p in parts]), parts[0].form)
+
+
+def unpacked(weight: Tensor | Packed) -> Tensor:
+    """The plain weight, packed or not."""
+    return weight.whole() if isinstance(weight, Packed) else weight
+
+
+def numbers_of_scales(scales: Tensor) -> Tensor:
+    """Scales in float32; bytes are exponents."""
+    return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
+
+
+# --- unpacking --------------------------------------------------------------------------------------------------------
+
+
+def elements_at_once(number: int, *, on_cpu: bool) -> int:
+    """How many of the `number` elements of a matrix are unpacked at once."""
+    return max(_IN_CACHE, number // 32) if on_cpu else _ON_GPU
+
+
+def _by_rows(packed: Packed) -> Tensor:
+    """The matrix of the codes, unpacked at once or some rows at a time."""
+    form, codes, scales = packed.form, packed.codes, numbers_of_scales(packed.scales)
+    takes_kernel = form.kind in OF_LIBRARY and not scales.is_cpu and unpacked_slowly(packed) is None
+    if form.kind in OF_LIBRARY and not takes_kernel:
+        take(UNPACKED_WITHOUT_KERNEL, codes.device)
+
+    def unpack(codes: Tensor, scales: Tensor, rows: Equal) -> Tensor:
+        return _by_library(codes, scales, form) if takes_kernel else _by_definition(codes, scales, rows, form)
+
+    rows, width = len(codes), codes.shape[1] * 8 // BITS[form.kind]
+    at_once = elements_at_once(rows * width, on_cpu=scales.is_cpu)
+    if rows * width <= at_once:
+        return unpack(codes, scales, form.equal[0]).to(form.dtype)
+    take(UNPACKED_IN_PIECES, codes.device)
+    found = torch.empty(rows, width, dtype=form.dtype, device=codes.device)
+    for part in runs(form.equal[0], max(1, at_once // width)):
+        values, own = codes[part.elements], scales[part.blocks]
+        found[part.elements] = unpack(values, own, ((len(values) // len(own), len(own)),))
+    return found
+
+
+def _by_definition(codes: Tensor, scales: Tensor, rows: Equal, form: Form) -> Tensor:
+    """The number of each code times the scale of its block, computed in float32.
+
+    codes, scales: of these rows; scales in float32.
+    """
+    on_cpu = scales.is_cpu
+    is_short = form.kind in _SHORT and form.dtype in (torch.bfloat16, torch.float16)
+    # In place a product is computed in float32 and rounded: on a GPU in one launch, on a CPU by copies.
+    dtype = form.dtype if is_short and not on_cpu else torch.float32
+    if form.kind in _OF_8_BITS and not on_cpu:  # on CPUs a table is five times as fast
+        values = codes.view(_OF_8_BITS[form.kind]).to(dtype)
+    else:
+        table = _table(form.kind, dtype, scales.device)
+        values = table.index_select(0, codes.reshape(-1).int()).view(dtype).view(len(codes), -1)
+    for down, across in itertools.product(runs(rows, len(values)), runs(form.equal[1], values.shape[1])):
+        own = scales[down.blocks, across.blocks]
+        blocks = values[down.elements, across.elements].unflatten(1, (own.shape[1], -1)).unflatten(0, (len(own), -1))
+        blocks.mul_(own[:, None, :, None])
+    return values
+
+
+def _by_library(codes: Tensor, scales: Tensor, form: Form) -> Tensor:
+    """As `_by_definition`, by bitsandbytes' kernel: rows of equal blocks, which lie in memory as it takes them."""
+    bitsandbytes_functions()  # which defines the operators
+    kernels, block, scales = torch.ops.bitsandbytes, form.columns[0], scales.contiguous()
+    dtype = torch.float32 if form.dtype == torch.float64 else form.dtype
+    if form.kind == "int8":
+        table = _table("int8", torch.float32, scales.device)
+        found: Tensor = kernels.dequantize_blockwise(codes, scales, table, block, dtype)
+    else:
+        found = kernels.dequantize_4bit(codes, scales, block, form.kind, (len(codes), codes.shape[1] * 2), dtype)
+    return found
+
+
+def unpacked_slowly(packed: Packed) -> str | None:
+    """Why a GPU unpacks `packed` in several launches and not by bitsandbytes' kernel, which has its kind; else None."""
+    form, device = packed.form, packed.scales.device
+    if form.kind not in OF_LIBRARY or packed.scales.is_cpu:
+        return None
+    sizes = {count for count, _ in form.equal[1]}
+    if len(sizes) != 1 or not sizes <= {*_BLOCKS_OF_LIBRARY} or {count for count, _ in form.equal[0]} != {1}:
+        return f"a cut crosses the blocks of {form.kind}, and bitsandbytes' kernel takes whole ones"
+    return None if device.type == "meta" else _disagreement(form.kind, *sizes, form.dtype, device)
+
+
+@functools.cache
+def _disagreement(kind: str, block: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """What a small matrix says against bitsandbytes' kernel; None if it gives the bits of the definition."""
+    given = f"bitsandbytes' kernel for {kind} on {device.type} in {dtype}"
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(256, (5, 3 * block * BITS[kind] // 8), generator=generator, device="cpu").to(torch.uint8)
+    scales = torch.randn(5, 3, generator=generator, device="cpu").mul(4).exp2()
+    codes, scales, form = codes.to(device), scales.to(device), Form(kind, dtype, (1,) * 5, (block,) * 3)
+    try:
+        found = _by_library(codes, scales, form)
+    except (AttributeError, RuntimeError) as error:  # no such operator, or not for this device
+        return f"{given} does not run ({reason(error)})"
+    is_equal = torch.equal(found, _by_definition(codes, scales, form.equal[0], form).to(found.dtype))
+    return None if is_equal else f"{given} gives other numbers"
+
+
+@functools.cache
+def _table(kind: str, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers that a byte stands for, by its value: one in `dtype`, or two in one integer."""
+    if kind in _OF_8_BITS:
+        return torch.arange(256, dtype=torch.uint8, device="cpu").view(_OF_8_BITS[kind]).to(dtype).to(device)
+    if kind == "int8":
+        return torch.tensor(levels_of_int8(), device="cpu").to(device)
+    values, byte = values_of(kind).to(dtype), torch.arange(256, device="cpu")
+    pairs = [values[byte & 15], values[byte >> 4]]  # the low half first
+    both = torch.stack(pairs if kind == "mxfp4" else pairs[::-1], -1)
+    return both.view(torch.int64 if dtype == torch.float32 else torch.int32).flatten().to(device)
+
+
+def values_of(kind: str) -> Tensor:
+    """The 16 numbers of a kind of 4 bits, float32."""
+    if kind == "mxfp4":
+        return torch.tensor([*E2M1, *(-value for value in E2M1)], device="cpu")
+    found: Tensor = bitsandbytes_functions().get_4bit_type(kind, device="cpu").float()
+    return found
+
+
+# --- packing ----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def pack(weight: Tensor, kind: str) -> Packed:
+    """Quantise `[out, in]`. The codes of a block depend on its own elements alone."""
+    exact = weight.float().contiguous()
+    if kind == "fp8":
+        return _pack_fp8(exact, weight.dtype)
+    if kind == "mxfp4":
+        return _pack_mxfp4(exact, weight.dtype)
+    rows, width = exact.shape
+    assert width % _BLOCK == 0, (rows, width)
+    library = bitsandbytes_functions()
+    if kind == "nf4":
+        codes, state = library.quantize_4bit(exact, blocksize=_BLOCK, quant_type="nf4")
+    else:
+        # Its kernels for CPUs and for GPUs take another level for 0.1 % of all numbers: those of CPUs, everywhere.
+        exact = exact.cpu() if exact.is_cuda else exact
+        levels = _table(kind, torch.float32, exact.device)
+        codes, state = library.quantize_blockwise(exact, code=levels, blocksize=_BLOCK)
+    form = Form(kind, weight.dtype, (1,) * rows, (_BLOCK,) * (width // _BLOCK))
+    return Packed(codes.view(rows, -1), state.absmax.view(rows, -1), form).to(weight.device, weight.dtype)
+
+
+def _pack_fp8(exact: Tensor, dtype: torch.dtype) -> Packed:
+    """The largest of each block of 128 x 128 becomes 448, the largest of e4m3 (DeepSeek-V3, section 3.3)."""
+    rows, columns = (Touched.by(0, size, _FP8_BLOCK).counts for size in exact.shape)
+    missing = [-size % _FP8_BLOCK for size in exact.shape]
+    padded = F.pad(exact, (0, missing[1], 0, missing[0])).view(len(rows), _FP8_BLOCK, len(columns), _FP8_BLOCK)
+    largest = padded.abs().amax((1, 3))
+    scales = largest / torch.full_like(largest, _FP8_MOST)  # by a number a GPU would multiply with its reciprocal
+    scales[scales == 0] = 1.0
+    codes = (padded / scales[:, None, :, None]).to(torch.float8_e4m3fn).flatten(2).flatten(0, 1)
+    codes = codes[: exact.shape[0], : exact.shape[1]].contiguous()
+    return Packed(codes.view(torch.uint8), scales, Form("fp8", dtype, rows, columns))
+
+
+def _pack_mxfp4(exact: Tensor, dtype: torch.dtype) -> Packed:
+    """Blocks of 32 share the power of two below their largest, less 2, the exponent of the largest e2m1; numbers are
+    rounded to the nearest, ties to even, and at most to 6 (OCP Microscaling Formats 1.0, section 6.3).
+    """
+    rows, width = exact.shape
+    blocks = exact.view(rows, -1, _MX_BLOCK)
+    largest = blocks.abs().amax(-1)
+    exponents = (torch.frexp(largest).exponent - 1 - 2).clamp(-127, 127)
+    scales = torch.where(largest > 0, exponents + 127, 0).to(torch.uint8)
+    blocks = blocks / numbers_of_scales(scales).unsqueeze(-1)
+    middles = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(E2M1)], device=exact.device)
+    up = torch.arange(len(middles), device=exact.device) % 2 == 1  # ties go to the even code: here the one above
+    middles = torch.where(up, middles.nextafter(middles.new_zeros(())), middles)
+    codes = torch.bucketize(blocks.abs(), middles) + 8 * (blocks < 0)
+    pairs = codes.to(torch.uint8).view(rows, -1, 2)
+    form = Form("mxfp4", dtype, (1,) * rows, (_MX_BLOCK,) * (width // _MX_BLOCK))
+    return Packed(pairs[..., 0] | (pairs[..., 1] << 4), scales, form)
+
+
+@functools.cache
+def levels_of_int8() -> tuple[float, ...]:
+    """-1, -126/127, ..., 1, and a second zero, float32, as the library computes them: not under the meta device."""
+    return tuple(bitsandbytes_functions().create_linear_map(signed=True, total_bits=8).tolist())
+
+
+class FrozenMatrix(nn.Module):
+    """A leaf with a frozen `weight`, packed or not.
+
+    Attributes:
+        weight: the plain weight, or its codes. form: how it is packed; None if it is not; else `weight_scales` has the
+            scales.
+    """
+
+    weight: nn.Parameter
+    weight_scales: nn.Parameter
+    form: Form | None = None
+
+    def hold(self, packed: Packed) -> None:
+        """Hold the weight packed from now on."""
+        self.weight = nn.Parameter(packed.codes, requires_grad=False)
+        self.weight_scales = nn.Parameter(packed.scales, requires_grad=False)
+        self.form = packed.form
+
+    @property
+    def frozen_weight(self) -> Tensor | Packed:
+        """The weight in the form that products take."""
+        if self.form is None or self.weight.dtype != torch.uint8:
+            return self.weight
+        return Packed(self.weight, self.weight_scales, self.form)
+
+
+class _PackedLinear(Function):
+    """`y = x W^T + b` with W packed and frozen; dx = g W."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
+        ctx.weight = weight
+        return F.linear(x, weight.whole(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        return grads[0] @ ctx.weight.whole(), None, None
+
+
+def frozen_linear(x: Tensor, weight: Tensor | Packed, bias: Tensor | None) -> Tensor:
+    """`y = x W^T + b` of a frozen W, packed or not."""
+    if isinstance(weight, Packed):
+        y: Tensor = _PackedLinear.apply(x, weight, bias)
+        return y
+    return F.linear(x, weight, bias)
+
+
+@contextlib.contextmanager
+def plain_weights(model: nn.Module) -> Iterator[None]:
+    """Inside the block every packed matrix is a plain one, for code that reads weights."""
+    packed = [(m, m.weight, m.frozen_weight) for m in model.modules() if isinstance(m, FrozenMatrix) and m.form]
+    for module, _, frozen in packed:
+        assert isinstance(frozen, Packed)
+        module.weight = nn.Parameter(frozen.whole(), requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, codes, _ in packed:
+            module.weight = codes

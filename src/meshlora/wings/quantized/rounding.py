@@ -1,0 +1,136 @@
+"""Merged weights in few bits: which of them, the tensors that each becomes, and the error of rounding.
+
+Owns: `fp8` as transformers' FineGrainedFP8Config stores it, `mxfp4` as gpt-oss does, and their `quantization_config`.
+Does not own: the rounding itself (`wings.quantized.quantized`), writing (`meshlora_extra.merging.merge`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshlora.model.stored import Stored
+from meshlora.model.stream import Entry
+from meshlora.plan.derive import plan_model
+from meshlora.wings.quantized.packed import Mxfp4
+from meshlora.wings.quantized.plan import with_quantization
+from meshlora.wings.quantized.quantized import Packed, pack, stacked
+from meshlora_ground.errors import UnsupportedError
+from meshlora_ground.topology import Topology
+
+_FP8_BLOCK, _MX_BLOCK = 128, 32
+
+
+@dataclass
+class Rounding:
+    """What is written in few bits.
+
+    Attributes:
+        kind: fp8 or mxfp4. keys: of the stored tensors that are. config: `quantization_config` of the merged model.
+            left: keys of matrices that blocks do not divide. squares: sums over their weights of (error, weight)².
+    """
+
+    kind: str
+    keys: frozenset[str]
+    config: dict[str, Any]
+    left: tuple[str, ...] = ()
+    squares: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64))
+
+    def entries(self, entry: Entry) -> dict[str, Entry]:
+        """Part -> the tensor to write for a plain one."""
+        if entry.key not in self.keys:
+            return {"": entry}
+        if self.kind == "fp8":
+            blocks = tuple(-(-size // _FP8_BLOCK) for size in entry.shape)
+            codes = dataclasses.replace(entry, dtype="F8_E4M3")
+            return {"codes": codes, "scales": Entry(f"{entry.key}_scale_inv", blocks, "F32")}
+        experts, inputs, outputs = entry.shape
+        groups = (experts, outputs, inputs // _MX_BLOCK)
+        return {
+            "codes": Entry(f"{entry.key}_blocks", (*groups, _MX_BLOCK // 2), "U8"),
+            "scales": Entry(f"{entry.key}_scales", groups, "U8"),
+        }
+
+    def rounded(self, value: Tensor, part: str) -> Tensor:
+        """The tensor of `part` of a merged weight; that of codes counts the error."""
+        if self.kind == "fp8":
+            packed = pack(value, "fp8")
+            if part == "codes":
+                self._count(packed, value)
+            return packed.codes.view(torch.float8_e4m3fn) if part == "codes" else packed.scales
+        each = [pack(matrix.T, "mxfp4") for matrix in value]  # gpt-oss holds the transpose
+        if part == "codes":
+            for one, matrix in zip(each, value, strict=True):
+                self._count(one, matrix.T)
+        found = stacked(each)
+        return found.codes.unflatten(-1, (-1, _MX_BLOCK // 2)) if part == "codes" else found.scales
+
+    def _count(self, packed: Packed, value: Tensor) -> None:
+        wide = value.double()
+        error = packed.to(value.device, torch.float32).whole().double() - wide
+        self.squares += torch.stack([error.square().sum(), wide.square().sum()])
+
+    @property
+    def words(self) -> str:
+        """The error, in words."""
+        error, weight = self.squares.sqrt().tolist()
+        found = f"{len(self.keys)} matrices in {self.kind}: {error / weight:.1e} of their norm is lost by rounding"
+        if self.left:
+            found += f"; {len(self.left)} stay plain, as blocks of {_FP8_BLOCK} do not divide them ({self.left[0]})"
+        return found
+
+
+def rounding_of(kind: str, model: Any, stored: Mapping[str, Stored], given: Mapping[str, Any]) -> Rounding:
+    """The weights of `model` (meta device) that are written in `kind`.
+
+    given: `quantization_config` of the checkpoint.
+
+    Raises:
+        UnsupportedError: it has no weight that can be.
+    """
+    if kind == "mxfp4":
+        of_experts = [name for name, one in stored.items() if any(_is_mxfp4(t.packed) for t in one.tensors)]
+        if not of_experts:
+            rule = "only experts that are stored in mxfp4 are written in it"
+            raise UnsupportedError("--quantize mxfp4", rule, "use --quantize fp8, or leave it out")
+        return Rounding(kind, frozenset(t.key for name in of_experts for t in stored[name].tensors), dict(given))
+    plan = with_quantization(plan_model(model, Topology()), "fp8")
+    names = {name if name in plan.projections else f"{name}.weight" for name in plan.quantized}
+    linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    chosen = [t for name in sorted(names & stored.keys()) for t in stored[name].tensors]
+    fused = sorted(name for name in plan.projections if name in stored and not stored[name].experts)
+    if fused:
+        rule = "its experts are one tensor, and fp8 stores them one by one"
+        raise UnsupportedError(f"--quantize fp8 of {fused[0]}", rule, "leave out --quantize")
+    own = {t.key for t in chosen if _divides(t.shape)}
+    if not own:
+        raise UnsupportedError("--quantize fp8", f"blocks of {_FP8_BLOCK} divide no matrix", "leave out --quantize")
+    left = {name for name in linears - names if name in stored}
+    left |= {name for name in names & stored.keys() if not {t.key for t in stored[name].tensors} <= own}
+    config = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [_FP8_BLOCK, _FP8_BLOCK],
+        "modules_to_not_convert": _modules(left),
+    }
+    return Rounding(kind, frozenset(own), config, tuple(t.key for t in chosen if t.key not in own))
+
+
+def _is_mxfp4(packed: Any) -> bool:
+    return packed is not None and isinstance(packed[0], Mxfp4)
+
+
+def _divides(shape: tuple[int, ...]) -> bool:
+    """Whether transformers' loader, which divides a matrix into equal blocks, reads one of `shape`."""
+    return len(shape) == 2 and math.prod(shape) > 0 and all(n % _FP8_BLOCK == 0 or n < _FP8_BLOCK for n in shape)
+
+
+def _modules(names: Collection[str]) -> list[str]:
+    return sorted(name.removesuffix(".weight") for name in names)

@@ -1,0 +1,207 @@
+"""Stages of a pipeline: the Hugging Face model without what other ranks have.
+
+Owns: taking modules of other ranks out, which of a rank's stages runs, and where the residual stream enters and leaves
+it. Does not own: which layers are whose (`wings.stages.plan`), the messages (`comm.collectives`), the order of
+micro-batches (`wings.stages.pipeline_schedule`).
+
+Each stage runs the model's own forward with the same arguments, so it makes its own masks, positions and rotary tables,
+and nothing but the residual stream is sent. Modules of other stages pass their input on; those of other ranks are empty
+besides. The embedding then gives zeros, the layer before a stage's first one the residual stream of the stage before,
+and the layer after its last one sends it on. Layers keep their numbers.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import functools
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshlora.comm.collectives import hand_on, open_channel, take_over
+from meshlora.comm.groups import Mesh
+from meshlora.plan.rules import ModelPlan
+
+
+class Pipeline:
+    """The running forward's way through this rank's stages. One object per model.
+
+    plan: of this rank.
+
+    Attributes:
+        stage: the one that runs: the last of this rank outside of `at`.
+        enter: cuts the residual stream `[B, S, H]` to what a rank has of it between layers.
+        noted: notes what borders know of the forward that has run; calling the result lets them know it again, for a
+            backward that computes layers again after later forwards.
+    """
+
+    def __init__(self, mesh: Mesh, plan: ModelPlan) -> None:
+        self.mesh, self.plan = mesh, plan
+        self.stage, self._is_chosen = plan.own_stages[-1], False
+        self.enter: Callable[[Tensor], Tensor] = lambda x: x
+        self.noted: Callable[[], Callable[[], None]] = lambda: lambda: None
+        self._signal: Tensor | None = None
+        self._shape: tuple[int, ...] = ()
+        for channel in mesh.channels.in_order:
+            open_channel(channel)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the model's output is that of the running stage."""
+        return not self.plan.stages or self.stage == len(self.plan.stages) - 1
+
+    @contextlib.contextmanager
+    def at(self, stage: int) -> Iterator[None]:
+        """Inside the block forwards are those of `stage` alone, one of this rank's."""
+        before = self.stage, self._is_chosen
+        self.stage, self._is_chosen = stage, True
+        try:
+            yield
+        finally:
+            self.stage, self._is_chosen = before
+
+    def earlier(self) -> Iterator[int]:
+        """The stages of this rank before its last, each running in its turn; none where `at` has chosen one."""
+        for stage in () if self._is_chosen else self.plan.own_stages[:-1]:
+            with self.at(stage):
+                yield stage
+
+    def runs(self, name: str) -> bool:
+        """Whether the module `name` is of the running stage."""
+        return self.plan.stage_of(name) == self.stage
+
+    def signal(self) -> Tensor:
+        """`[]`, 0: the loss of a stage before the last, after its forward. Its backward is that of what was sent."""
+        assert self._signal is not None, "no forward has run"
+        found, self._signal = self._signal, None
+        return found
+
+    def passed(self, layer: int, x: Tensor) -> Tensor:
+        """What `layer`, of another stage, makes of the residual stream."""
+        first, stop = self.plan.stages[self.stage]
+        channels = self.mesh.channels
+        if layer == first - 1:
+            return take_over(self.enter(x), channels.from_before, channels.to_before)
+        if layer == stop:
+            self._signal = hand_on(x, channels.to_next, channels.from_next)
+            return x.new_zeros(*self._shape, x.shape[-1])  # of what follows nothing is used
+        return x
+
+    def begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the shape `[B, S]` of the tokens of a forward that begins."""
+        tokens = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
+        self._shape = tuple(tokens.shape)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Pipeline:
+        return self  # of a model and its layers
+
+
+def take_out(model: Any, pipeline: Pipeline) -> None:
+    """Take out of `model`, on the meta device, what other ranks have, and let its layers take turns."""
+    plan = pipeline.plan
+    if not plan.stages:
+        return
+    model.register_forward_pre_hook(pipeline.begin, with_kwargs=True)
+    for index, layer in enumerate(model.get_submodule(plan.layers)):
+        passed = functools.partial(_pass_layer, functools.partial(pipeline.passed, index), _returned(type(layer)))
+        _unless(layer, functools.partial(pipeline.runs, f"{plan.layers}.{index}"), passed)
+    embedding = model.get_input_embeddings()
+    zeros = functools.partial(_zeros, embedding.embedding_dim, embedding.weight.dtype)
+    if not plan.has_first_stage:
+        _unless(embedding, _never, zeros)
+    if not plan.has_last_stage:
+        for name in plan.after:
+            _unless(model.get_submodule(name), _never, _narrow if name == _head(model) else _first)
+    for name, module in model.named_modules():
+        is_inside = name.startswith(f"{plan.layers}.") or name in plan.after
+        if is_inside and not plan.holds(name):
+            _empty(module)
+    if not plan.has_first_stage:
+        _empty(embedding)
+
+
+def take_turns(model: Any, pipeline: Pipeline) -> None:
+    """Let what is before and after the layers of a rank with several stages run in one of them alone."""
+    plan = pipeline.plan
+    if len(plan.own_stages) == 1:
+        return
+    embedding = model.get_input_embeddings()
+    if plan.has_first_stage:
+        zeros = functools.partial(_zeros, embedding.embedding_dim, embedding.weight.dtype)
+        _unless(embedding, functools.partial(pipeline.runs, plan.embedding), zeros)
+    if plan.has_last_stage:
+        for name in plan.after:
+            passed = _narrow if name == plan.head else _first
+            _unless(model.get_submodule(name), functools.partial(pipeline.runs, name), passed)
+
+
+def _head(model: Any) -> str:
+    return next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+
+
+def _never() -> bool:
+    return False
+
+
+def _zeros(size: int, dtype: torch.dtype, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
+    return torch.zeros(*input_ids.shape, size, dtype=dtype, device=input_ids.device)  # some families write into it
+
+
+def _first(x: Tensor, *_: Any, **__: Any) -> Tensor:
+    return x
+
+
+def _narrow(x: Tensor) -> Tensor:
+    return x[..., :1]  # what models do to logits is done to less
+
+
+def _returned(kind: Any) -> int:
+    """The length of the tuple that a decoder layer returns; 0: it returns a tensor, whatever its annotation says."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
+    except (OSError, SyntaxError):
+        return 0
+    returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
+    return max(
+        (
+            len(v.elts) if isinstance(v, ast.Tuple) else int(isinstance(v, ast.Name) and "output" in v.id)
+            for v in returned
+        ),
+        default=0,
+    )
+
+
+def _pass_layer(passed: Callable[[Tensor], Tensor], length: int, *args: Any, **kwargs: Any) -> Any:
+    """`passed` of the residual stream, alone or first in a tuple, as the layer's own forward returns it."""
+    x = passed(args[0] if args else kwargs["hidden_states"])
+    return (x, *[None] * (length - 1)) if length else x
+
+
+def _unless(module: nn.Module, is_running: Callable[[], bool], other: Callable[..., Any]) -> None:
+    """Let `module` run `other` in place of its own forward, unless `is_running`."""
+    own = vars(module).get("forward")
+
+    @functools.wraps(module.forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if not is_running():
+            return other(*args, **kwargs)
+        # Its class may have changed: that of an embedding does with its adapter.
+        return own(*args, **kwargs) if own is not None else type(module).forward(module, *args, **kwargs)
+
+    module.forward = run
+
+
+def _empty(module: nn.Module) -> None:
+    """Take out what `module` contains. It keeps its plain attributes."""
+    for contents in (
+        module.named_children(),
+        module.named_parameters(recurse=False),
+        module.named_buffers(recurse=False),
+    ):
+        for name, _ in list(contents):
+            delattr(module, name)

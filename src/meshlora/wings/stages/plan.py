@@ -1,0 +1,207 @@
+"""Stages of a pipeline: which decoder layers, and which modules around them, a pp rank has.
+
+Owns: the cut of a model's layers into stages of equal cost, and the plan of one stage. Does not own: what a stage does
+with the layers of others (`wings.stages.hold`), the order in which micro-batches pass
+(`wings.stages.pipeline_schedule`).
+
+What comes before the layers is of the first stage, what comes after them, and the head, of the last. A layer costs the
+elements of the matrices that a token is multiplied with; the embedding, a lookup, costs nothing, the head its matrix.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from meshlora.plan.rules import ModelPlan
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.topology import LAYERS, Topology, divisors, set_of
+
+
+def with_stages(model: Any, plan: ModelPlan) -> ModelPlan:
+    """`plan` with its stages, if its topology has several. `model` may be on the meta device.
+
+    Raises:
+        UserError: there are more stages than layers. UnsupportedError: layers of two stages share a weight.
+    """
+    number = plan.topology.num_stages
+    if number == 1:
+        return plan
+    check_stages(model, plan)
+    found = replace(
+        plan,
+        stages=cut_layers(
+            tuple(layer_cost(model, plan, f"{plan.layers}.{i}") for i in range(plan.num_layers)),
+            number,
+            after=layer_cost(model, plan, plan.head),
+        ),
+    )
+    check_shared(model, found)
+    return found
+
+
+def check_stages(model: Any, plan: ModelPlan) -> None:
+    """Refuse a model or a topology that is not proved with stages, and more stages than layers.
+
+    Raises:
+        UserError: there are more. UnsupportedError: names what is not proved.
+    """
+    topology = plan.topology
+    check_options(
+        topology,
+        {
+            # A layer is gathered where it passes on what another stage computes, too.
+            "a sharded base": topology.dp_shard and topology.interleave > 1,
+            f"a model for {plan.task}": not plan.has_vocabulary,
+            f"a composite ({type(model).__name__})": bool(plan.text),
+        },
+    )
+    if topology.num_stages > plan.num_layers:
+        fitting = set_of(divisors(plan.num_layers))
+        raise UserError(
+            f"topology {plan.topology}",
+            f"each stage needs a layer, and the model has {plan.num_layers}",
+            f"use at most {plan.num_layers} stages, pp times interleave, as in {fitting}",
+        )
+
+
+def check_options(topology: Topology, given: Mapping[str, bool]) -> None:
+    """Refuse what is not proved with stages.
+
+    Raises:
+        UnsupportedError: names the first option that is given.
+    """
+    for option, is_given in given.items() if topology.size_over(LAYERS) > 1 else ():
+        if is_given:
+            raise UnsupportedError(f"{option} on {topology}", "it is not proved with stages of layers", "use pp=1")
+
+
+def check_trained(model: Any, plan: ModelPlan, parameters: Iterable[str], copies: Collection[str]) -> None:
+    """Refuse an adapter that leaves a stage nothing to train, or trains a weight that two stages have.
+
+    parameters: names of all trained parameters. copies: of those of the base.
+
+    Raises:
+        UnsupportedError: names the stage, or the weight.
+    """
+    if not plan.stages:
+        return
+    trained = {plan.rank_of(name) for name in parameters}
+    if without := sorted({*range(plan.topology.size_over(LAYERS))} - trained):
+        stages = plan.stages[without[0] :: plan.topology.size_over(LAYERS)]
+        raise idle(plan.topology, [layer for start, stop in stages for layer in range(start, stop)])
+    check_tied(model, plan, copies)
+
+
+def idle(topology: Topology, layers: Sequence[int]) -> UnsupportedError:
+    """The refusal of an adapter that trains nothing in `layers`, those of a rank."""
+    return UnsupportedError(
+        f"an adapter on {topology} that trains nothing in layers {', '.join(map(str, layers))}",
+        "each stage of layers must have something to train",
+        "use fewer stages, or more targets",
+    )
+
+
+def check_tied(model: Any, plan: ModelPlan, copies: Collection[str]) -> None:
+    """Refuse to train an end that is tied with the other, on another stage. copies: trained parameters of the base.
+
+    Raises:
+        UnsupportedError: names it.
+    """
+    if plan.topology.num_stages == 1:  # it may have no head
+        return
+    ends = {f"{plan.embedding}.weight", f"{plan.head}.weight"}
+    is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    check_options(plan.topology, {f"training {name}, tied,": is_tied for name in copies if name in ends})
+
+
+def check_shared(model: Any, plan: ModelPlan) -> None:
+    """Refuse layers that share a weight with what another stage has; a head may be tied with the embedding.
+
+    Raises:
+        UnsupportedError: names both.
+    """
+    holders: dict[int, str] = {}
+    ends = {f"{plan.embedding}.weight", f"{plan.head}.weight"}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        assert isinstance(parameter, nn.Parameter)
+        other = holders.setdefault(id(parameter), name)
+        if plan.stage_of(other) != plan.stage_of(name) and {name, other} != ends:
+            raise UnsupportedError(
+                f"{plan.topology}: {name}", f"it is one weight with {other}, of another stage", "use pp=1"
+            )
+
+
+@functools.lru_cache(maxsize=64)  # a planner asks for the same again with every topology
+def cut_layers(costs: tuple[float, ...], number: int, *, after: float = 0.0) -> tuple[tuple[int, int], ...]:
+    """(first layer, layer after the last) of each of `number` stages, such that the most expensive is cheapest.
+
+    costs: of each layer, at least `number`. after: the cost of what the last stage has besides its layers. Of equally
+    good cuts, the one whose later stages are short.
+    """
+    total = len(costs)
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # The least possible largest cost of the layers from `start` on in `stages` stages, and the first stage's end.
+    best: dict[tuple[int, int], tuple[float, int]] = {
+        (total - n, 1): (sums[-1] - sums[total - n] + after, total) for n in range(1, total + 1)
+    }
+    for stages in range(2, number + 1):
+        for start in range(total - stages + 1):
+            best[start, stages] = min(
+                (
+                    (max(sums[stop] - sums[start], best[stop, stages - 1][0]), -stop)
+                    for stop in range(start + 1, total - stages + 2)
+                ),
+            )
+            largest, stop = best[start, stages]
+            best[start, stages] = (largest, -stop)
+    found, start = [], 0
+    for stages in range(number, 0, -1):
+        stop = best[start, stages][1]
+        found.append((start, stop))
+        start = stop
+    return tuple(found)
+
+
+def layer_cost(model: Any, plan: ModelPlan, name: str) -> float:
+    """Elements of the matrices of module `name` that a token is multiplied with."""
+    total = 0.0
+    top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
+    for path, parameter in model.get_submodule(name).named_parameters(prefix=name) if name else ():
+        owner = path.rpartition(".")[0]
+        stack = next((rule for expert, rule in plan.experts.items() if f"{owner}.".startswith(f"{expert}.")), None)
+        share = 1.0 if stack is None else top_k / stack.num_experts
+        total += parameter.numel() * share if parameter.ndim > 1 else 0
+    return total
+
+
+def plan_of_rank(plan: ModelPlan, rank: int) -> ModelPlan:
+    """What of `plan` pp rank `rank` has."""
+    if not plan.stages:
+        return plan
+    own = replace(plan, pp_rank=rank)
+
+    def held(rules: Any) -> Any:
+        return {name: rule for name, rule in rules.items() if own.holds(name)}
+
+    return replace(
+        own,
+        regions=tuple(region for region in plan.regions if own.holds(region.name)),
+        linears=held(plan.linears),
+        parameters=held(plan.parameters),
+        attentions=tuple(filter(own.holds, plan.attentions)),
+        wide_norms=held(plan.wide_norms),
+        embedding=plan.embedding if own.holds(plan.embedding) else "",
+        head=plan.head if own.holds(plan.head) else "",
+        after=tuple(filter(None, (*plan.after, plan.head))),
+        experts=held(plan.experts),
+        matrices=held(plan.matrices),
+        units=tuple(filter(own.holds, plan.units)),
+        quantized=held(plan.quantized),
+    )

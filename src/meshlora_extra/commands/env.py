@@ -1,0 +1,83 @@
+"""`meshlora env`: versions, devices and folders of this machine, to go with a report of a problem.
+
+Owns: what is told of them, which is nothing secret: no names of users, hosts or tokens, no values of the environment
+but where caches are. Does not own: the machines of a job (`run.machines`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from meshlora_extra.commands.inspect import show_rows
+
+_LIBRARIES = ("tokenizers", "datasets", "accelerate", "numpy", "pydantic", "bitsandbytes", "liger-kernel", "matplotlib")
+
+
+def add(commands: Any) -> None:
+    """Register the command."""
+    env = commands.add_parser("env", help="versions, devices and cache folders, for a report of a problem")
+    env.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="write it as JSON; without FILE to the terminal"
+    )
+    env.set_defaults(run=_env)
+
+
+def _env(options: argparse.Namespace) -> None:
+    from meshlora_ground.console import Console, hand_over
+    from meshlora_ground.files import check_result_file, write_json_atomically
+
+    if options.json not in (None, "-"):
+        check_result_file(Path(options.json), options.json)
+    found = environment()
+    if options.json == "-":
+        hand_over(json.dumps(found, indent=1))
+        return
+    if options.json is not None:
+        write_json_atomically(Path(options.json), found)
+    rows = [(name, _shown(value)) for name, value in found.items()]
+    show_rows(rows, Console())
+
+
+def environment() -> dict[str, Any]:
+    """What `meshlora env` tells, as plain values."""
+    import torch
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    from meshlora_ground.hub import endpoint, is_offline
+    from meshlora_ground.private import CACHE
+    from meshlora_ground.versions import version_of, versions
+
+    has_gpu = torch.cuda.is_available()
+    return {
+        **versions(),
+        **{name: found for name in _LIBRARIES if (found := version_of(name))},
+        "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, {torch.get_num_threads()} threads",
+        "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
+        "cuda": torch.version.cuda or "not in this torch",
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_gpu else "no GPU",
+        "gpus": [_gpu(torch.cuda.get_device_properties(n)) for n in range(torch.cuda.device_count() if has_gpu else 0)],
+        "cache": _from_home(str(CACHE)),
+        "hub_cache": _from_home(HF_HUB_CACHE),
+        "hub": f"{endpoint()}{', offline' if is_offline() else ''}",
+    }
+
+
+def _gpu(properties: Any) -> str:
+    capability = f"{properties.major}.{properties.minor}"
+    return f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, compute capability {capability}"
+
+
+def _from_home(path: str) -> str:
+    """`path` without the name of the user in it."""
+    home = os.path.expanduser("~")
+    return f"~{path[len(home) :]}" if path.startswith(f"{home}{os.sep}") else path
+
+
+def _shown(value: Any) -> str:
+    return "\n".join(value) or "none" if isinstance(value, list) else str(value)

@@ -1,0 +1,101 @@
+"""`meshlora export`: its arguments, and which conversion they ask for. The formats are in `adapter.formats`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from meshlora.cli.arguments import add_json, check_json, read_blueprint, write_result
+from meshlora_ground.errors import UserError
+
+
+def add(commands: Any) -> None:
+    """Register the command."""
+    export = commands.add_parser("export", help="write an adapter as PEFT, microsoft/LoRA or serving engines store it")
+    export.add_argument(
+        "adapter", metavar="ADAPTER", help="adapter folder, or a lora_state_dict in safetensors or a .pt"
+    )
+    export.add_argument("--layout", required=True, choices=("peft", "loralib", "per-expert"))
+    export.add_argument("--out", required=True, metavar="PATH", help="new folder; for loralib a .safetensors file")
+    export.add_argument(
+        "--model", metavar="FOLDER", help="for per-expert, and back; to check names; only config.json is read"
+    )
+    export.add_argument("--trust-remote-code", action="store_true")
+    export.add_argument("--lora-alpha", type=float, metavar="N", help="of a lora_state_dict that does not say it")
+    export.add_argument(
+        "--enable-lora", metavar="LIST", help="of a lora_state_dict that does not say it, as in 1,0,1 for q and v"
+    )
+    add_json(export)
+    export.set_defaults(run=_export)
+
+
+def _export(options: argparse.Namespace) -> None:
+    from meshlora_extra.engine_export import Exported, export_per_expert, import_per_expert
+    from meshlora_extra.paper.export import export
+    from meshlora_ground.console import Console
+
+    check_json(options)
+    given, layout = Path(options.adapter), options.layout
+    is_file = given.exists() and not given.is_dir()
+    for option in () if is_file else ("lora_alpha", "enable_lora"):
+        if getattr(options, option) is not None:
+            name = option.replace("_", "-")
+            raise UserError(f"--{name}", "an adapter folder says it itself", f"leave out --{name}")
+    if is_file and layout != "peft":
+        raise UserError(f"{given} and --layout {layout}", "it is one file already", "use --layout peft")
+    if options.model and layout == "loralib":
+        raise UserError(f"--model {options.model}", "this needs no model", "leave out --model")
+    if not options.model and layout == "per-expert":
+        raise UserError("--layout per-expert", "the model says how its experts lie", "give --model FOLDER")
+    done: int | Exported
+    if is_file:
+        done = _import_loralib(options)
+    elif options.model:
+        convert = import_per_expert if layout == "peft" else export_per_expert
+        blueprint = read_blueprint(options, "")
+        done = convert(options.adapter, options.out, model=blueprint.model, plan=blueprint.plan)
+    else:
+        done = export(given, options.out, layout=layout)
+    Console().say(f"exported and read back: {options.out} ({done} tensors)")
+    write_result(
+        options,
+        {"out": options.out, "layout": layout, "num_tensors": done if isinstance(done, int) else done.num_tensors},
+    )
+
+
+def _import_loralib(options: argparse.Namespace) -> int:
+    from meshlora_extra.paper.export import import_loralib
+    from meshlora_extra.paper.pickled import PICKLED
+    from meshlora_ground.console import Console
+
+    enabled = _enabled(options.enable_lora)
+    model: Any = None
+    base: Any = None
+    if options.model:
+        blueprint = read_blueprint(options, "")
+        model = blueprint.model
+        weights = blueprint.weights() if Path(options.adapter).suffix in PICKLED else None
+
+        def base(name: str) -> Any:
+            return weights.read(name) if weights is not None and name in weights.stored else None
+
+    done = import_loralib(
+        options.adapter, options.out, lora_alpha=options.lora_alpha, enable_lora=enabled, model=model, base=base
+    )
+    if done.num_of_base:
+        Console().say(f"it holds the frozen base too: those {done.num_of_base} tensors, the model's own, are left out")
+    if done.prefix:
+        Console().say(f"all names began with {done.prefix} of a wrapper around the model: it is taken off")
+    if model is None:
+        Console().say("names and shapes were compared with no model: --model FOLDER does")
+    return done.num_tensors
+
+
+def _enabled(text: str | None) -> list[bool] | None:
+    if text is None:
+        return None
+    words = text.split(",")
+    if not set(words) <= {"0", "1"}:
+        raise UserError(f"--enable-lora {text}", "it is a list of 0 and 1, one for each piece", "1,0,1 for q and v")
+    return [word == "1" for word in words]

@@ -1,0 +1,247 @@
+"""A first run file: what a model, its data and the devices at hand suggest, written so that it runs at once.
+
+Owns: the choice of preset, lengths, rank, sizes and topology, and the text with the reasons. Does not own: the recipes
+(`run.config.presets`), the checks of a run (`run.prepare`), the ranking of topologies
+(`meshlora_extra.planner.choose`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import yaml
+
+from meshlora.adapter.formats.peft_format import lora_config
+from meshlora.loading.blueprint import Blueprint, make_blueprint
+from meshlora.loading.guards import longest_fixed_length, most_positions
+from meshlora.run.config.file import read_run
+from meshlora.run.config.model_presets import facts_of, has_known_rate
+from meshlora.run.config.run import RunConfig
+from meshlora.run.prepare import RunData, blueprint_of, read_run_data
+from meshlora_extra.planner.choose import choose
+from meshlora_extra.planner.hardware import Hardware
+from meshlora_extra.planner.problem import Problem
+from meshlora_ground.errors import MeshloraError, UserError, one_line
+from meshlora_ground.topology import Topology
+
+Goal = Literal["sft", "qlora", "dpo"]
+PRESET: Mapping[Goal, str] = {"sft": "lora-without-regret", "qlora": "qlora", "dpo": "dpo"}
+# Sequences longer than this many per cent of all are cut rather than pay for.
+_KEPT_PERCENT = 99
+_LONGEST, _STEP = 131_072, 64
+# LoRA Without Regret: capacity, as long as there are at least as many trained parameters as trained tokens.
+_RANKS = (32, 64, 128, 256)
+# Fewer trained tokens than these are seen three times.
+_FEW_TOKENS, _LARGE_WIDTH = 1_000_000, 5120
+_CHECKPOINTS = 5
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user says. gpus: processes. goal, epochs, steps: None, or their choice; at most one of the last two."""
+
+    model: str
+    data: str
+    eval: str | None
+    output: str
+    gpus: int
+    hardware: Hardware
+    goal: Goal | None = None
+    epochs: float | None = None
+    steps: int | None = None
+    columns: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """The run file's beginnings, its model, and its data at the model's full length."""
+
+    goal: Goal
+    config: RunConfig
+    blueprint: Blueprint
+    data: RunData
+
+
+def first_run(wish: Wish, *, file: Path, schema: str = "") -> str:
+    """The text of a run file. schema: a first line for editors.
+
+    Raises:
+        UserError: the model or the data cannot be read, or do not fit.
+    """
+    seen = _look(wish)
+    lengths = np.diff(seen.data.train.offsets)
+    max_length = _max_length(lengths, _most_positions(seen.blueprint))
+    values = _values(wish, seen, max_length)
+    plan = _plan(wish, seen, values, max_length)
+    start = f"meshlora train {file}" + (f" --nproc {wish.gpus}" if wish.gpus > 1 else "")
+    head = [
+        *([schema] if schema else []),
+        "# Written by meshlora init; every key: docs/run-file.md. It is started by",
+        f"#   {start}",
+    ]
+    return "\n".join([*head, "", *_lines(values, _notes(seen, lengths, max_length, plan))]) + "\n"
+
+
+def _look(wish: Wish) -> _Seen:
+    """Read the model and the data, with the goal as given, or the first that takes data of this kind."""
+    goals: list[Goal] = [wish.goal] if wish.goal else ["sft", "dpo"]
+    first: UserError | None = None
+    for goal in goals:
+        try:
+            return _looked(wish, goal)
+        except UserError as error:
+            first = first or error
+    assert first is not None
+    raise first
+
+
+def _looked(wish: Wish, goal: Goal) -> _Seen:
+    tree: dict[str, Any] = {
+        "preset": PRESET[goal],
+        "model": {"path": wish.model},
+        "data": {"train": wish.data, **({"columns": dict(wish.columns)} if wish.columns else {})},
+        # The rate is not asked for while the family may have none.
+        "train": {"output": wish.output, "steps": 1, "lr": 1e-4},
+        "lora": {"target_modules": "all-linear"},
+    }
+    if wish.eval is not None:
+        tree["data"]["eval"] = wish.eval
+    with tempfile.TemporaryDirectory(prefix="meshlora-init-") as folder:
+        (Path(folder) / "run.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
+        config = read_run(Path(folder) / "run.yaml")
+    base = make_blueprint(config.model.path, Topology(), config.model, config.train.objective)
+    blueprint = blueprint_of(config, base)
+    whole = dataclasses.replace(config, data=dataclasses.replace(config.data, max_length=_most_positions(blueprint)))
+    return _Seen(goal, config, blueprint, read_run_data(whole, blueprint))
+
+
+def _most_positions(blueprint: Blueprint) -> int:
+    """The longest sequences that the model takes."""
+    fixed = longest_fixed_length(blueprint.config)
+    return min(each for each in (fixed[0] if fixed else None, most_positions(blueprint.config), _LONGEST) if each)
+
+
+def _max_length(lengths: np.ndarray, most: int) -> int:
+    """A multiple of 64, as long as all but the longest hundredth of the sequences, at most the model's positions."""
+    kept = int(np.percentile(lengths, _KEPT_PERCENT, method="higher"))
+    return min(most, math.ceil(kept / _STEP) * _STEP)
+
+
+def _values(wish: Wish, seen: _Seen, max_length: int) -> dict[str, Any]:
+    """The tree of the run file, without what the planner says."""
+    config, facts = seen.config, facts_of(seen.config.model.path)
+    train: dict[str, Any] = {"output": wish.output}
+    tokens, size = seen.data.train.num_trained_tokens, min(config.train.batch_size, seen.data.train.num_examples)
+    if wish.steps is not None:
+        train["steps"] = wish.steps
+    else:
+        train["epochs"] = wish.epochs if wish.epochs is not None else 3 if tokens < _FEW_TOKENS else 1
+    train["batch_size"] = max(size, wish.gpus)
+    if seen.goal == "sft" and not has_known_rate(facts):
+        train["lr"] = 2e-4 if facts.width <= _LARGE_WIDTH else 1e-4
+    steps = train.get("steps") or math.ceil(train["epochs"] * math.ceil(seen.data.train.num_examples / size))
+    if steps >= 2 * _CHECKPOINTS:
+        train |= {"save_every": steps // _CHECKPOINTS, "keep_last": 2}
+        if wish.eval is not None:
+            train |= {"eval_every": steps // _CHECKPOINTS}
+    lora: dict[str, Any] = {}
+    if seen.goal == "sft":
+        lora["r"] = _rank(seen, tokens)
+    elif seen.goal == "dpo":
+        lora["target_modules"] = "all-linear"
+    data: dict[str, Any] = {"train": wish.data, **({"eval": wish.eval} if wish.eval else {})}
+    data |= {"columns": dict(wish.columns)} if wish.columns else {}
+    values = {"preset": PRESET[seen.goal], "model": {"path": wish.model}, "data": data | {"max_length": max_length}}
+    return values | ({"lora": lora} if lora else {}) | {"train": train}
+
+
+def _rank(seen: _Seen, tokens: int) -> int:
+    """The least rank with as many trained parameters as trained tokens, from 32 to 256."""
+    planned = seen.blueprint.trained
+    return next((rank for rank in _RANKS if planned.num_trainable * rank / planned.config.r >= tokens), _RANKS[-1])
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """topology, micro_batch, recompute: of the best, or of plain dp. words: on what that stands."""
+
+    topology: str
+    micro_batch: int
+    recompute: str | int
+    words: str
+
+
+def _plan(wish: Wish, seen: _Seen, values: dict[str, Any], max_length: int) -> _Planned:
+    """Plan the topology, and add it to `values`."""
+    train = values["train"]
+    lora = {**(seen.config.lora or {}), **values.get("lora", {})}
+    plain = dataclasses.replace(seen.blueprint, adapter=None)
+    hardware, size = wish.hardware, train["batch_size"]
+    try:
+        problem = Problem(
+            plain, lora_config(lora, "lora"), gpus=wish.gpus, gpu=hardware, seq=max_length, global_batch=size
+        )
+        best = choose(problem).ranked[0]
+        memory = f"{best.memory_bytes / 1e9:.2f} of {best.usable_bytes / 1e9:.1f} GB a rank"
+        words = f"the planner's first of {wish.gpus} x {hardware.name}: {memory}"
+        if not best.fits:
+            raise MeshloraError(f"no topology fits: {best.topology} comes nearest, {memory}; use more GPUs, or qlora")
+        micro = max(1, best.micro_batch // 2) if seen.goal == "dpo" else best.micro_batch  # a pair is two rows
+        found = _Planned(str(best.topology), micro, best.recompute, words)
+    except UserError as error:
+        found = _Planned(f"dp={wish.gpus}", 1, "none", f"not planned: {one_line(str(error), 160)}")
+    train["micro_batch_size"] = found.micro_batch
+    if found.recompute != "none":
+        train["recompute"] = found.recompute
+    values["topology"] = found.topology
+    return found
+
+
+def _notes(seen: _Seen, lengths: np.ndarray, max_length: int, plan: _Planned) -> dict[str, str]:
+    """Key of the run file -> the reason for its value."""
+    cut, data, facts = int((lengths > max_length).sum()), seen.data.train, facts_of(seen.config.model.path)
+    what = "pairs" if seen.goal == "dpo" else "sequences"
+    why = {
+        "sft": "thinkingmachines.ai/blog/lora; values here win over the preset's",
+        "qlora": "arXiv 2305.14314: the base in 4 bits; values here win over the preset's",
+        "dpo": "alignment-handbook's DPO with LoRA; values here win over the preset's",
+    }
+    middle, longest = int(np.median(lengths)), int(lengths.max())
+    return {
+        "preset": why[seen.goal],
+        "model.path": f"{facts.model_type}, hidden size {facts.width:,}",
+        "data.train": f"{data.num_examples:,} {what}, {data.num_trained_tokens:,} trained tokens",
+        "data.max_length": f"half have at most {middle:,} tokens, the longest {longest:,}; {cut:,} are cut",
+        "lora.r": "as many trained parameters as trained tokens, or the preset's 32",
+        "lora.target_modules": "the recipe names the seven linears of a Llama layer",
+        "train.lr": "of the QLoRA paper, by size; meshlora lr-find tries others",
+        "train.epochs": "passes over the data",
+        "train.batch_size": "sequences of a step, on all processes together",
+        "train.micro_batch_size": "sequences at once",
+        "train.save_every": "steps between checkpoints: go on from the last one with --resume auto",
+        "topology": plan.words,
+    }
+
+
+def _lines(values: Mapping[str, Any], notes: Mapping[str, str]) -> Sequence[str]:
+    """`values` as YAML with the note of each key behind it."""
+    lines = []
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            lines.append(f"{name}:")
+            lines += [f"  {_line(key, own, notes.get(f'{name}.{key}', ''))}" for key, own in value.items()]
+        else:
+            lines.append(_line(name, value, notes.get(name, "")))
+    return lines
+
+
+def _line(key: str, value: Any, note: str) -> str:
+    written = yaml.safe_dump(value, width=10_000, default_flow_style=True).removesuffix("...\n").strip()
+    return f"{key}: {written}  # {one_line(note, 200)}" if note else f"{key}: {written}"

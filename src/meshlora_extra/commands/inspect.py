@@ -1,0 +1,172 @@
+"""`meshlora inspect FOLDER`: the files of a run, and whether they are intact.
+
+Owns: showing a run's output, a checkpoint or an adapter, file by file. Does not own: what makes one intact
+(`run.checkpoint.manifest`), which one a run resumes from (`run.checkpoint.resuming`). Nothing is written, and no
+model is loaded.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshlora.cli.arguments import add_json, check_json, write_result
+from meshlora_ground.errors import MeshloraError, UserError
+
+if TYPE_CHECKING:
+    from meshlora.run.checkpoint.manifest import Saved
+    from meshlora_ground.console import Console
+
+_OF_A_RUN = ("checkpoints", "adapter", "initial", "metrics.jsonl", ".lock")
+
+
+def add(commands: Any) -> None:
+    """Register the command."""
+    inspect = commands.add_parser(
+        "inspect",
+        help="show and check what a run left: its output, a checkpoint or an adapter",
+        description="Every file is compared with the manifest. Exit code 0: all is whole; 1: something is not; "
+        "2: the folder is nothing that a run left. A plain PEFT adapter has no manifest: its files are read.",
+    )
+    inspect.add_argument("folder", metavar="FOLDER", help="output of a run, a checkpoint, or an adapter")
+    add_json(inspect)
+    inspect.set_defaults(run=_inspect)
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    from meshlora.run.checkpoint.manifest import is_saved
+    from meshlora_ground.console import Console
+
+    check_json(options)
+    folder, console = Path(options.folder), Console()
+    if _is_plain(folder):
+        rows, broken = _plain(folder)
+    elif is_saved(folder):
+        rows, broken = _saved(folder)
+    elif _is_run(folder):
+        rows, broken = _run(folder)
+    else:
+        raise UserError(
+            f"{folder}", "there is nothing in it that a run left", "give an output, a checkpoint or an adapter"
+        )
+    if rows:
+        show_rows(rows, console)
+    write_result(options, {"folder": f"{folder}", "is_whole": not broken, "problems": broken, "found": dict(rows)})
+    if broken:
+        raise MeshloraError(f"{folder}: {broken[0] if len(broken) == 1 else f'{len(broken)} folders are not whole'}")
+
+
+def _is_run(folder: Path) -> bool:
+    try:
+        return any((folder / name).exists() for name in _OF_A_RUN)
+    except OSError:
+        return False
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether it is an adapter that no run of meshlora has saved: PEFT's two files, and no manifest."""
+    from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE
+    from meshlora.run.checkpoint.manifest import FILE, STATE_FILE
+
+    try:
+        there = {file.name for file in folder.iterdir()}
+    except (OSError, ValueError):
+        return False
+    return {CONFIG_FILE, WEIGHTS_FILE} <= there and not {FILE, STATE_FILE} & there
+
+
+def _plain(folder: Path) -> tuple[list[tuple[str, str]], list[str]]:
+    """What is shown of an adapter without a manifest, and the problem of a file that cannot be read."""
+    from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE
+    from meshlora.run.checkpoint.identity import shown
+    from meshlora_ground.files import open_safetensors, read_json
+
+    rows = [("adapter", "of PEFT, with no manifest to compare its files with: only that they can be read is known")]
+    try:
+        config = read_json(folder / CONFIG_FILE)
+        if not isinstance(config, dict):
+            raise UserError(f"{folder / CONFIG_FILE}", "it must be a JSON object, as PEFT writes it")
+        names = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules", "trainable_token_indices")
+        rows += [(name, shown(f"{config[name]}")) for name in names if config.get(name) is not None]
+        with open_safetensors(folder / WEIGHTS_FILE) as file:
+            rows.append((WEIGHTS_FILE, f"{len(file.keys()):,} tensors"))
+    except UserError as error:
+        return rows, [str(error)]
+    return rows, []
+
+
+def _saved(folder: Path) -> tuple[list[tuple[str, str]], list[str]]:
+    """What is shown of a checkpoint or an adapter, and the problems found."""
+    from meshlora.run.checkpoint.manifest import NotWholeError, file_mistake, read_manifest
+
+    try:
+        saved = read_manifest(folder)
+    except NotWholeError as error:
+        return [], [str(error)]
+    mistakes = {name: file_mistake(saved, name) for name in sorted(saved.files)}
+    rows = _rows(saved)
+    for name, mistake in mistakes.items():
+        rows.append((name, f"{saved.files[name].num_bytes:,} bytes, {mistake or 'as they were saved'}"))
+    return rows, [mistake for mistake in mistakes.values() if mistake]
+
+
+def _rows(saved: Saved) -> list[tuple[str, str]]:
+    """(name, value) of everything in a manifest except its files."""
+    from meshlora.run.checkpoint.identity import shown
+
+    skipped = f", {saved.step - saved.updates:,} of them left out" if saved.step > saved.updates else ""
+    rows = [
+        (saved.kind, f"after {saved.step:,} of {saved.steps:,} steps{skipped}"),
+        ("topology", saved.topology),
+        ("eval loss", "" if saved.eval_loss is None else f"{saved.eval_loss:.6g}"),
+        ("loss scale", f"{saved.loss_scale['scale']:g}" if saved.loss_scale else ""),
+        ("versions", ", ".join(f"{shown(name)} {shown(value)}" for name, value in sorted(saved.versions.items()))),
+    ]
+    return [row for row in rows if row[1]] + [
+        (shown(name), shown(value)) for name, value in sorted(saved.identity.items())
+    ]
+
+
+def _run(output: Path) -> tuple[list[tuple[str, str]], list[str]]:
+    """What is shown of the output of a run, and one problem per broken folder."""
+    from meshlora.run.checkpoint.identity import shown
+    from meshlora.run.checkpoint.manifest import NotWholeError, Saved, read_whole
+    from meshlora.run.checkpoint.resuming import FINISHED, FOLDER, step_folders
+    from meshlora.run.lock import holder_of
+
+    folders = [output / name for name in ("initial", FINISHED)]
+    folders = [folder for folder in folders if folder.exists() or folder.is_symlink()]
+    folders[1:1] = [folder for _, folder in reversed(step_folders(output / FOLDER))]
+    rows, whole, broken = [], dict[Path, Saved](), []
+    for folder in folders:
+        try:
+            kind: Any = folder.name if folder.name in ("initial", FINISHED) else "checkpoint"
+            saved = whole[folder] = read_whole(folder, kinds=(kind,))
+            rows.append((f"{folder.relative_to(output)}", f"whole, after {saved.step:,} of {saved.steps:,} steps"))
+        except NotWholeError as error:
+            rows.append((f"{folder.relative_to(output)}", f"not whole: {error.rule}"))
+            broken.append(str(error))
+    links = (output / FOLDER / name for name in ("latest", "best"))
+    rows += [(f"{FOLDER}/{link.name}", shown(f"{link.readlink()}")) for link in links if link.is_symlink()]
+    last = max((saved.step for saved in whole.values() if saved.kind == "checkpoint"), default=0)
+    if output / FINISHED in whole:
+        rows.append(("--resume auto", f"all {whole[output / FINISHED].steps:,} steps are done, if the run is the same"))
+    elif last:
+        rows.append(("--resume auto", f"goes on after step {last:,}, if the run is the same"))
+    else:
+        rows.append(("--resume auto", "begins at the first step"))
+    if (holder := holder_of(output)) is not None:
+        rows.append(("trains now", str(holder)))
+    return rows, broken
+
+
+def show_rows(rows: Iterable[tuple[str, str]], console: Console) -> None:
+    """Print names and values, one pair per line."""
+    from rich.table import Table
+
+    table = Table(show_header=False, box=None)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

@@ -1,0 +1,220 @@
+"""The command that plans a run before any GPU is used: `meshlora plan`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from meshlora.cli.arguments import read_blueprint
+from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
+from meshlora_ground.hub import repository_of
+from meshlora_ground.lifetime import import_libraries
+
+
+def add(commands: Any) -> None:
+    """Register the command."""
+    plan = commands.add_parser(
+        "plan",
+        help="show how a model is split on a topology, or which topology is best on so many GPUs",
+        description="With --topology alone: how each linear is split. With --gpus and --gpu: memory, messages and time "
+        "of every topology that is proved for the family, with the base whole on each dp rank and sharded over them "
+        "(dp_shard), the best first.",
+    )
+    plan.add_argument(
+        "--model", required=True, metavar="FOLDER|FILE", help="checkpoint, of which config.json is read, or such a file"
+    )
+    plan.add_argument(
+        "--topology", action="append", default=[], metavar="T", help="as in dp=2,tp=2,sp; with --gpus only this one"
+    )
+    plan.add_argument(
+        "--gradients", action="store_true", help="also the axes over which each factor's gradient is summed"
+    )
+    plan.add_argument("--gpus", type=int, metavar="N", help="how many there are")
+    plan.add_argument("--gpu", metavar="NAME", help="a100, h100, h200, b200 or l40s")
+    plan.add_argument("--hardware", metavar="FILE", help="JSON with measured numbers in the place of the datasheet's")
+    plan.add_argument("--seq", type=int, metavar="N", help="tokens of a sequence")
+    plan.add_argument("--global-batch", type=int, metavar="N", help="sequences of a step (default: one a GPU)")
+    plan.add_argument("--micro-batch", type=int, metavar="N", help="sequences at once (default: what is fastest)")
+    plan.add_argument("--recompute", metavar="R", help="none, full or n (default: what is fastest)")
+    plan.add_argument(
+        "--optimizer", default="adamw", choices=["adamw", "adamw_8bit", "lora_fa"], help="as train.optimizer"
+    )
+    plan.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=16, all-linear")
+    plan.add_argument("--dtype", default="auto", help="of the base; default: what the configuration says")
+    plan.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4, int8, mxfp4, fp8 or keep")
+    plan.add_argument("--simulate", action="store_true", help="run a step of the best on ranks that do not exist")
+    plan.add_argument("--json", metavar="FILE", help="write all numbers")
+    plan.add_argument("--out", metavar="RUN.yaml", help="write the run file of the best")
+    plan.add_argument("--data", default="train.jsonl", metavar="FILE", help="training data, for --out")
+    plan.add_argument("--trust-remote-code", action="store_true")
+    plan.set_defaults(run=_plan)
+
+
+def _plan(options: argparse.Namespace) -> None:
+    import_libraries()
+    if options.gpus is not None or options.gpu is not None:
+        _choose(options)
+        return
+    planned = ("hardware", "seq", "global_batch", "micro_batch", "recompute", "lora", "quantization")
+    for name in (*planned, "simulate", "json", "out"):
+        if getattr(options, name):
+            raise UserError(f"--{name.replace('_', '-')}", "it has no effect without --gpus", "give --gpus and --gpu")
+    if not options.topology:
+        raise UserError("meshlora plan", "--topology is required, or --gpus and --gpu", "as in --topology dp=2,tp=2,sp")
+    from meshlora.plan.table import gradient_table, notes_of_whole, plan_table
+    from meshlora_ground.console import Console
+
+    console = Console()
+    for topology in options.topology:
+        plan = read_blueprint(options, topology).plan
+        console.print(plan_table(plan))
+        for note in notes_of_whole(plan):
+            console.say(f"note: {note}")
+        if options.gradients:
+            console.print(gradient_table(plan))
+
+
+def _choose(options: argparse.Namespace) -> None:
+    for name in ("gpus", *(() if options.hardware else ("gpu",)), "seq"):
+        if getattr(options, name) is None:
+            raise UserError("meshlora plan", f"--{name} is required beside --gpus and --gpu", "as in --seq 4096")
+    from meshlora.plan.table import gradient_table, notes_of_whole
+    from meshlora_extra.planner import show
+    from meshlora_extra.planner.choose import choose
+    from meshlora_extra.planner.hardware import hardware_named
+    from meshlora_extra.planner.problem import Problem, read_config
+    from meshlora_ground.console import Console
+    from meshlora_ground.files import write_text_atomically
+    from meshlora_ground.topology import Topology
+
+    gpu = hardware_named(options.gpu, options.hardware)
+    config = read_config(options.model, trust_remote_code=options.trust_remote_code)
+    problem = Problem(
+        read_blueprint(options, "", config=config),
+        _lora(options.lora),
+        gpus=options.gpus,
+        gpu=gpu,
+        seq=options.seq,
+        global_batch=options.gpus if options.global_batch is None else options.global_batch,
+        micro_batch=options.micro_batch,
+        recompute=_recompute(options.recompute),
+        optimizer=options.optimizer,
+    )
+    topologies = [Topology.parse(text, world=options.gpus) for text in options.topology]
+    choice = choose(problem, topologies)
+    best = choice.ranked[0]
+    console = Console()
+    console.print(show.ranking(problem, choice))
+    console.print(show.breakdown(problem, best))
+    for line in (*show.why_best(choice), *show.why_not(choice)):
+        console.say(line)
+    console.say(show.assumptions(problem))
+    for note in notes_of_whole(problem.blueprint.on(best.topology).plan):
+        console.say(f"note: {note}")
+    if not best.fits:
+        missing = f"{(best.memory_bytes - best.usable_bytes) / 1e9:,.1f} GB too much for each GPU"
+        way_out = "use more GPUs, or shorter sequences"
+        raise MeshloraError(f"no topology fits: {best.topology} comes nearest, {missing}; {way_out}")
+    if options.gradients:
+        console.print(gradient_table(problem.small.on(best.topology, has_stages=False).plan))
+    found = show.as_json(problem, choice)
+    if options.simulate:
+        found["simulation"] = _simulate(console, problem, best)
+    if options.json:
+        write_text_atomically(Path(options.json), json.dumps(found, indent=1) + "\n")
+    if options.out:
+        folder = Path(options.model)
+        name = str(folder if folder.is_dir() else folder.parent if folder.name == "config.json" else folder.stem)
+        if repository := repository_of(folder):
+            name = repository.name
+        text = show.run_file(problem, best, model=name, data=options.data, output=f"runs/{Path(options.out).stem}")
+        write_text_atomically(Path(options.out), text)
+        console.say(f"written: {options.out}")
+
+
+def _simulate(console: Any, problem: Any, best: Any) -> dict[str, Any]:
+    """Simulate a step of `best` and print it.
+
+    Raises:
+        MeshloraError: it differs from the prediction.
+    """
+    from meshlora_extra.planner import show
+    from meshlora_extra.planner.simulate import simulate
+
+    simulation = simulate(problem, best)
+    console.print(show.simulated(simulation))
+    differences = list(simulation.differences())
+    if differences:
+        raise MeshloraError("the simulated step is not as predicted: " + "; ".join(differences))
+    console.say(
+        f"as predicted: shapes, numbers and bytes of collectives, states; the peak within 5 % "
+        f"({simulation.time_s:.1f} s, {simulation.host_bytes / 1e9:.2f} GB of this process)"
+    )
+    return {
+        name: {"predicted": predicted, "seen": seen} for name, (predicted, seen) in simulation.fullest.bytes.items()
+    }
+
+
+def _lora(file: str | None) -> Any:
+    from meshlora.adapter.formats.peft_format import lora_config, read_lora
+
+    values = read_lora(file) if file else {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+    return lora_config(values, "--lora", unknown_is_error=True)
+
+
+def _recompute(text: str | None) -> str | int | None:
+    if text is None or text in ("none", "full"):
+        return text
+    if not (text.isascii() and text.isdecimal()):
+        raise UserError(f"--recompute {text}", "it must be none, full or a number n, for every n-th layer")
+    return int(text)
+
+
+def hardware_of_run(runs: Mapping[str, Any], file: str) -> Any:
+    """The `Hardware` of `file`, for runs on the same type of device.
+
+    Raises:
+        UserError: the file is wrong, or of another type of device.
+    """
+    from meshlora.comm.groups import on_gpus
+    from meshlora_extra.planner.hardware import hardware_named
+
+    gpu = hardware_named(None, file)
+    device = "cuda" if on_gpus(next(iter(runs.values())).config.device, num_ranks=1) else "cpu"
+    if gpu.device != device:
+        raise UserError(f"--hardware {file}", f"it is of {gpu.device}, and this run is on {device}", "calibrate here")
+    return gpu
+
+
+def planned_step(runs: Mapping[str, Any], gpu: Any) -> Any:
+    """The `Planned` of a run, to show beside what is seen; None, with the reason said, where it cannot be planned.
+
+    Rows are as long as the longest of a micro-batch is on average, taken in the order of the data; where its sequences
+    are joined to one row, as long as they are themselves.
+    """
+    from meshlora.run.watch.metrics import Planned
+    from meshlora_extra.planner.choose import choose
+    from meshlora_extra.planner.problem import problem_of_run
+    from meshlora_ground.console import Console
+
+    run = next(iter(runs.values()))
+    data, train, topology = run.config.data, run.config.train, run.topology
+    lengths, rows = run.train_data.offsets[1:] - run.train_data.offsets[:-1], train.micro_batch_size
+    padded = [int(lengths[first : first + rows].max()) for first in range(0, len(lengths), rows)]
+    of_rows = lengths if data.packing == "auto" else padded
+    try:
+        if len(lengths) == 0:
+            raise UnsupportedError("this run", "plans are of data that are known beforehand")
+        if len(runs) > 1 or train.objective.kind != "sft" or run.blueprint.dtype.itemsize > 4:
+            raise UnsupportedError("this run", "plans are of one adapter, train.objective=sft, at most four bytes")
+        seq = data.max_length if data.packing is True else round(sum(of_rows) / len(of_rows))
+        problem = problem_of_run(run.config, run.blueprint, gpus=topology.world, gpu=gpu, seq=seq)
+        best = choose(problem, [topology]).ranked[0]
+    except UserError as error:
+        Console().say(f"not planned: {error}")
+        return None
+    there = "" if gpu.ranks in (0, topology.world) else f", where {gpu.ranks} ranks were measured"
+    return Planned(best.time_s, f"rows of {problem.seq:,} tokens on {topology.world} x {gpu.name}{there}", best.parts_s)

@@ -1,0 +1,138 @@
+"""What a trainer on a mesh refuses: arguments, optimizers, data and losses that would not make the same adapter.
+
+Owns: the refusals, by name and before anything is trained. Does not own: what is kept, and how
+(`meshlora_extra.hf.trainer`), what TRL's trainers refuse besides (`meshlora_extra.hf.trl`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+from transformers import Trainer, TrainingArguments
+
+from meshlora.adapter.attach import runtime
+from meshlora.comm.collectives import all_gather
+from meshlora.comm.groups import Mesh
+from meshlora.train.elementwise import WHOLE
+from meshlora_extra.hf.rows import fingerprint_of
+from meshlora_ground.errors import UnsupportedError, UserError, numbered
+
+# Optimizers that treat each element by itself, so that a shard of a factor is updated as the whole one would be.
+ELEMENTWISE = ("adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop")
+# Arguments of Trainer, and those of its `accelerator_config`, that nobody has proved on a mesh.
+_NOT_PROVED = (
+    *("deepspeed", "fsdp", "auto_find_batch_size", "torch_compile", "use_liger_kernel", "neftune_noise_alpha"),
+    *("enable_jit_checkpoint", "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"),
+)
+_NOT_PROVED_TO_SPLIT = ("split_batches", "dispatch_batches")
+# Begin arguments that may be others on each rank: they say where what is written goes, and how it is shown.
+_OF_A_RANK = (
+    *("output_dir", "run_name", "log_", "logging_dir", "report_to", "project", "trackio", "hub_", "push_to_hub"),
+    *("disable_tqdm", "local_rank", "dataloader_", "torch_empty_cache_steps", "debug"),
+)
+
+
+def check_arguments(args: TrainingArguments, model: Any) -> None:
+    """Refuse arguments that a mesh cannot keep, before anything is trained.
+
+    Raises:
+        UserError: the argument, why not, and what to use.
+    """
+    mesh = runtime(model).mesh
+    if mesh.topology.pp > 1:
+        raise UnsupportedError(f"Trainer on {mesh.topology}", "its loop has no turns of stages", "use meshlora train")
+    if mesh.topology.world == 1:
+        return
+    optim = getattr(args.optim, "value", args.optim)
+    if optim not in ELEMENTWISE:
+        raise UnsupportedError(f"optim={optim}", WHOLE, f"use one of {', '.join(ELEMENTWISE)}")
+    if args.fp16:
+        rule = "its loss scale would be that of each rank's own gradients"
+        raise UnsupportedError("fp16=True", rule, "load the model with dtype='bfloat16' or 'float32'")
+    if args.bf16 and model.dtype != torch.bfloat16:
+        raise UserError(
+            f"bf16=True and a base in {str(model.dtype).removeprefix('torch.')}",
+            "a mesh computes in the base's own dtype, without autocast",
+            "load the model with dtype='bfloat16', or leave bf16 out",
+        )
+    # Each by its name: versions of transformers have some of them.
+    given = {name: getattr(args, name, None) for name in _NOT_PROVED}
+    given |= {f"accelerator_config.{name}": getattr(args.accelerator_config, name) for name in _NOT_PROVED_TO_SPLIT}
+    for name, value in given.items():
+        if value:
+            raise UnsupportedError(f"{name}={value}", "it is not proved on a mesh", "leave it out")
+    order = getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy)
+    if mesh.dp.size > 1 and order in ("group_by_length", "batch_rebalance"):
+        rule = "it orders the rows by the batch of one process, and dp ranks share one"
+        raise UnsupportedError(f"train_sampling_strategy={order} and dp={mesh.dp.size}", rule, "use random, or dp=1")
+    if getattr(model.config, "output_router_logits", False):
+        rule = "the load-balancing loss of Trainer is that of each rank's own tokens"
+        raise UnsupportedError("output_router_logits=True", rule, "leave it out, or use meshlora train")
+
+
+def check_data(data: Any, mesh: Mesh) -> None:
+    """Refuse a stream of rows, or a dict with one, that dp ranks would have to share.
+
+    Raises:
+        UnsupportedError: `data` has no length.
+    """
+    for one in data.values() if isinstance(data, dict) else (data,):
+        if mesh.dp.size > 1 and one is not None and (isinstance(one, IterableDataset) or not hasattr(one, "__len__")):
+            rule = "its last rows are not proved to be counted once"
+            raise UnsupportedError(f"an iterable dataset and dp={mesh.dp.size}", rule, "use one with a length, or dp=1")
+
+
+def check_alike(args: TrainingArguments, data: Any, mesh: Mesh) -> None:
+    """Refuse arguments, and numbers of rows, that differ between ranks. Collective.
+
+    Raises:
+        UserError: the first that does, on all ranks.
+    """
+    given = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(args)}
+    given = {name: value for name, value in given.items() if not name.startswith(_OF_A_RANK)}
+    given["len(train_dataset)"] = len(data) if hasattr(data, "__len__") else None
+    own = torch.tensor([fingerprint_of(value) for value in given.values()], device=mesh.device)
+    of_ranks = all_gather(own, mesh.world).view(-1, len(given)).tolist()
+    for place, name in enumerate(given):
+        if other := [rank for rank, found in enumerate(of_ranks) if found[place] != of_ranks[0][place]]:
+            what = f"{name} of {numbered('rank', other)} is not that of rank 0"
+            raise UserError(what, "all ranks make one adapter together", "run the same script on each rank")
+
+
+def check_rows(fingerprints: list[int]) -> None:
+    """Refuse batches that differ between ranks, which give their `fingerprints`, in rank order.
+
+    Raises:
+        UserError: some do, on all ranks.
+    """
+    if other := [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]:
+        rule = "each rank trains its share of a batch that all have drawn alike"
+        way_out = "give each rank the same data, and code that draws rows the same seed"
+        raise UserError(f"rows of {numbered('rank', other)} that are not those of rank 0", rule, way_out)
+
+
+def check_loss(trainer: Any, behind: Any, mesh: Mesh) -> None:
+    """Refuse a loss of which a mesh cannot tell what it is divided by.
+
+    behind: the `compute_loss` that the mesh's own calls.
+
+    Raises:
+        UnsupportedError: a method stands before the mesh's, or does not say that it divides by the tokens of all.
+    """
+    if mesh.topology.world == 1:
+        return
+    if not type(trainer).compute_loss.__module__.startswith("meshlora_extra.hf."):
+        rule = "the mesh's own, which counts the ranks, must be the one that Trainer calls"
+        raise UnsupportedError("compute_loss of a class before OnMesh", rule, "use on_mesh(YourTrainer)")
+    if mesh.dp.size == 1:
+        return
+    if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
+        rule = "its loss is a mean of a rank's own rows, and ranks have unequal shares"
+        raise UnsupportedError(f"{type(trainer.model).__name__} and dp={mesh.dp.size}", rule, "use dp=1")
+    if behind is not Trainer.compute_loss and not getattr(trainer, "loss_is_scaled_for_ga", None):
+        rule = "a mean of a rank's own rows is not that of all"
+        way_out = "divide by num_items_in_batch and set loss_is_scaled_for_ga = True, or use dp=1"
+        raise UnsupportedError(f"a compute_loss of your own and dp={mesh.dp.size}", rule, way_out)

@@ -1,0 +1,168 @@
+"""TRL's trainers around a split model: `on_mesh(trl.SFTTrainer)`.
+
+Owns: the class of such a trainer, the head that TRL asks for by `fused_lm_head=True`, and the frozen base as reference
+model. Does not own: Trainer's part (`meshlora_extra.hf.trainer`), TRL's losses, which are its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.utils import ModelOutput
+
+from meshlora.adapter.attach import active_factors, adapter_factors, draw_adapter, in_use, runtime
+from meshlora.run.feeding import fitted
+from meshlora.train.losses import token_scores
+from meshlora_extra.hf.trainer import OnMesh
+from meshlora_ground.errors import UnsupportedError, UserError
+
+_REFERENCE = "ref"  # TRL's name
+_REFUSED = ("use_vllm", "use_transformers_continuous_batching", "sync_ref_model", "padding_free", "packing")
+
+
+@dataclass
+class ScoredOutput(ModelOutput):
+    """What TRL reads of a forward with `fused_lm_head=True`, `[B, S - 1]` each: see `train.losses.TokenScores`."""
+
+    loss: Tensor | None = None
+    log_probs: Tensor | None = None
+    entropy: Tensor | None = None
+    mean_logits: Tensor | None = None
+    is_top1: Tensor | None = None
+    label_mask: Tensor | None = None
+    aux_loss: Tensor | None = None
+
+
+class _Reference(nn.Module):
+    """The model with its adapter as it is now, as a model of its own: the reference of DPO and GRPO.
+
+    As TRL does for an adapter that is trained further; of a fresh one it is the base.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        state = runtime(model)
+        assert state.active is not None
+        draw_adapter(model, _REFERENCE, state.adapters[state.active].plan, seed=0)
+        now = {factor.name: factor.parameter for factor in active_factors(model)}
+        for factor in adapter_factors(model, _REFERENCE):
+            factor.parameter.data.copy_(now[factor.name].detach())
+        self.config, self._model = model.config, (model,)  # in a tuple: not a module of this one
+
+    def forward(self, *args: Any, **options: Any) -> Any:
+        with in_use(self._model[0], _REFERENCE):
+            return self._model[0](*args, **options)
+
+
+@functools.cache
+def on_mesh(trainer: type) -> type:
+    """`trainer`, a class of TRL or a subclass of `transformers.Trainer`, for models of `meshlora.load`.
+
+        trainer = meshlora_extra.hf.on_mesh(trl.DPOTrainer)(model=model, args=args, train_dataset=data, ...)
+
+    SFTTrainer, DPOTrainer and GRPOTrainer are proved, with tp and sp: the ranks of one replica. dp is refused for them,
+    as TRL's own gathers pass by the mesh.
+    """
+    is_trl = any(kind.__module__.startswith("trl.") for kind in trainer.__mro__)
+    return type(f"Mesh{trainer.__name__}", (_OnMeshOfTrl if is_trl else OnMesh, trainer), {})
+
+
+class _OnMeshOfTrl(OnMesh):
+    def __init__(self, model: Any = None, *given: Any, **options: Any) -> None:
+        name = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__.startswith("trl."))
+        if isinstance(model, str) or options.get("peft_config") is not None:
+            given_as = "peft_config" if options.get("peft_config") is not None else f"model={model!r}"
+            raise UserError(f"{name}({given_as})", "the model is split before", "give meshlora.load(..., lora=...)")
+        topology = runtime(model).mesh.topology
+        if topology.dp > 1 or topology.cp > 1 or topology.pp > 1:
+            rule = "TRL gathers over processes by itself, which is proved for the ranks of one replica alone"
+            raise UnsupportedError(f"{name} on {topology}", rule, "use tp, or MeshTrainer, or meshlora train")
+        positional = dict(zip(_NAMES.get(name, ("args",)), given, strict=False))
+        options |= positional
+        args: Any = options.get("args")
+        config = f"{name.removesuffix('Trainer')}Config"
+        if config not in {kind.__name__ for kind in type(args).__mro__}:
+            given_args = "no args" if args is None else f"args of {type(args).__name__}"
+            rule = "TRL would make new ones, which count the processes anew"
+            raise UserError(f"{name} with {given_args}", rule, f"give args=trl.{config}(...)")
+        state = runtime(model)
+        rate = 0.0 if state.active is None else state.adapters[state.active].plan.stored.lora_dropout
+        if rate and name != "SFTTrainer":
+            rule = "what is generated, and the reference, run in training mode, with dropout of their own"
+            raise UnsupportedError(f"{name} with lora_dropout={rate}", rule, "use an adapter with lora_dropout=0")
+        for refused in _REFUSED:
+            if getattr(args, refused, False):
+                raise UnsupportedError(
+                    f"{refused}={getattr(args, refused)}", "it is not proved on a mesh", "leave it out"
+                )
+        if name == "GRPOTrainer":
+            # Its arguments counted every process of the job as one with prompts of its own.
+            args.generation_batch_size //= args.world_size
+        beta = getattr(args, "beta", 0.0)
+        reference = _Reference(model) if name == "DPOTrainer" or beta else None
+        if name == "DPOTrainer":
+            if options.get("ref_model") is None:
+                options["ref_model"] = reference
+        elif beta:
+            args.beta = 0.0  # else it would load the base a second time, whole, on every rank
+        super().__init__(model=model, **options)
+        if name != "DPOTrainer" and beta:
+            self.args.beta = self.beta = beta
+            self.ref_model = reference
+        if reference is not None:
+            vars(reference).pop("forward", None)  # TRL's head, which would look for whole layers
+        temperature = float(getattr(self, "temperature", 1.0))
+        model.forward = types.MethodType(functools.partial(_scored, temperature=temperature), model)
+
+    def compute_loss(self, *args: Any, **options: Any) -> Any:
+        return super(OnMesh, self).compute_loss(*args, **options)
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        # Rows are fitted in the forward: TRL makes some itself.
+        return super(OnMesh, self)._prepare_inputs(inputs)
+
+
+_SCORED = ("input_ids", "attention_mask", "position_ids")
+_NAMES = {"GRPOTrainer": ("reward_funcs", "args"), "DPOTrainer": ("ref_model", "args")}
+
+
+def _scored(
+    model: Any,
+    *args: Any,
+    temperature: float,
+    fused_lm_head: bool = False,
+    labels: Tensor | None = None,
+    **inputs: Any,
+) -> Any:
+    """The forward of a split model, with the head that TRL adds to whole ones: no rank has whole logits."""
+    if not fused_lm_head:
+        options = inputs if labels is None else {**inputs, "labels": labels}
+        return type(model).forward(model, *args, **options)
+    assert labels is not None
+    assert not args
+    if inputs.get("output_router_logits"):
+        raise UnsupportedError("router_aux_loss_coef", "its loss is not proved on a mesh", "set it to 0")
+    length = labels.shape[1]
+    own = {name: value for name, value in inputs.items() if name in _SCORED}
+    for name, value in inputs.items():
+        if isinstance(value, Tensor) and name not in (*_SCORED, "num_items_in_batch"):
+            raise UnsupportedError(f"the model's input {name}", "only tokens are scored on a mesh", "leave it out")
+    pad = model.config.get_text_config().pad_token_id or 0
+    own = fitted({**own, "labels": labels}, runtime(model).mesh.topology, pad_token_id=pad)
+    scores = token_scores(
+        model,
+        own["input_ids"],
+        own.get("attention_mask"),
+        own["labels"],
+        temperature=temperature,
+        position_ids=own.get("position_ids"),
+    )
+    log_probs, entropy, mean_logits, is_top1 = (value[:, 1:length] for value in vars(scores).values())
+    mask = labels[:, 1:] != -100
+    number = inputs.get("num_items_in_batch")
+    loss = -log_probs.sum() / (mask.sum().clamp(min=1) if number is None else number)
+    return ScoredOutput(loss, log_probs, entropy, mean_logits, is_top1 > 0, mask)

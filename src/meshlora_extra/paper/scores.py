@@ -1,0 +1,147 @@
+"""Scores of generated text against references, as the scripts compute them that papers quote.
+
+Owns: which scores each script has, its preparation of texts, and calls of the libraries: BLEU and chrF++ by sacrebleu,
+TER by pyter, METEOR by pycocoevalcap, tokens by nltk. Does not own: NIST, ROUGE-L and CIDEr
+(`meshlora_extra.paper.caption_scores`), METEOR's process (`meshlora_extra.paper.meteor`), the texts
+(`data.prompts_of`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any, Literal
+
+from meshlora_extra.paper.caption_scores import cider, nist, rouge_l
+from meshlora_extra.paper.caption_tokens import caption_tokens
+from meshlora_extra.paper.meteor import meteor
+from meshlora_ground.errors import UserError
+
+Script = Literal["e2e-metrics", "generation-eval"]
+SCRIPTS: tuple[Script, ...] = ("e2e-metrics", "generation-eval")
+
+References = Sequence[Sequence[str]]
+
+_LIBRARIES: Mapping[Script, tuple[str, ...]] = {
+    "e2e-metrics": ("sacrebleu",),
+    "generation-eval": ("sacrebleu", "nltk", "pyter"),
+}
+# Score -> its name and format on the terminal, in the order of the papers' tables.
+SHOWN: Mapping[str, tuple[str, str]] = {
+    "bleu": ("BLEU", ".2f"),
+    "nist": ("NIST", ".4f"),
+    "meteor": ("METEOR", ".2f"),
+    "rouge_l": ("ROUGE-L", ".2f"),
+    "cider": ("CIDEr", ".4f"),
+    "ter": ("TER", ".2f"),
+    "chrf": ("chrF++", ".2f"),
+}
+
+
+def check_scorers(script: Script) -> None:
+    """Raises: UserError with a missing library and the command that installs it."""
+    for name in _LIBRARIES[script]:
+        if importlib.util.find_spec(name) is None:
+            raise UserError("scores of generated text", f"they need {name}", "pip install 'meshlora[metrics]'")
+
+
+def scores(hypotheses: Sequence[str], references: References, script: Script = "e2e-metrics") -> dict[str, Any]:
+    """The scores of `script` by name, and `bleu_signature`: how sacrebleu computed BLEU.
+
+    references: one or more per hypothesis. In percent, but for NIST and CIDEr. `meteor` is None without Java and
+    pycocoevalcap.
+
+    - e2e-metrics (tuetschek/e2e-metrics, of the E2E challenge): BLEU, NIST, METEOR, ROUGE-L, CIDEr; without regard to
+      case.
+    - generation-eval (WebNLG/GenerationEval, on files that microsoft/LoRA's gpt2_decode.py has written with
+      `--tokenize --lower`): BLEU, METEOR, TER, chrF++.
+
+    Raises:
+        UserError: no hypotheses.
+    """
+    if not hypotheses:
+        raise UserError("no generated text", "there is nothing to score")
+    return _e2e_metrics(hypotheses, references) if script == "e2e-metrics" else _generation_eval(hypotheses, references)
+
+
+def _e2e_metrics(hypotheses: Sequence[str], references: References) -> dict[str, Any]:
+    from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
+
+    mteval = Tokenizer13a()
+    words = [mteval(text.lower()).split() for text in hypotheses]
+    words_of_references = [[mteval(text.lower()).split() for text in own] for own in references]
+    tokens = [caption_tokens(text) for text in hypotheses]
+    tokens_of_references = [[caption_tokens(text) for text in own] for own in references]
+    return {
+        **_bleu(hypotheses, references, lowercase=True),
+        "nist": nist(words, words_of_references),
+        "meteor": meteor(tokens, tokens_of_references),
+        "rouge_l": 100 * rouge_l(tokens, tokens_of_references),
+        "cider": cider(tokens, tokens_of_references),
+    }
+
+
+def _generation_eval(hypotheses: Sequence[str], references: References) -> dict[str, Any]:
+    import pyter
+    import sacrebleu
+    from nltk.tokenize import NLTKWordTokenizer
+
+    texts, own_texts = [spaced(text) for text in hypotheses], [[*map(spaced, own)] for own in references]
+    split = NLTKWordTokenizer().tokenize
+    tokens, own_tokens = [*map(split, texts)], [[*map(split, own)] for own in own_texts]
+    rates = [min(pyter.ter(text, reference) for reference in own) for text, own in zip(tokens, own_tokens, strict=True)]
+    chrf = sacrebleu.CHRF(word_order=2, eps_smoothing=True).corpus_score(texts, _streams(own_texts))
+    return {
+        **_bleu(texts, own_texts, lowercase=False),
+        "meteor": meteor(tokens, own_tokens),
+        "ter": 100 * sum(rates) / len(rates),
+        "chrf": chrf.score,
+    }
+
+
+def spaced(text: str) -> str:
+    """Lower case, with spaces around all that is neither letter, digit nor underscore, as gpt2_decode.py has it."""
+    return " ".join(" ".join(re.split(r"(\W)", text.lower())).split())
+
+
+def _bleu(hypotheses: Sequence[str], references: References, *, lowercase: bool) -> dict[str, Any]:
+    import sacrebleu
+
+    metric = sacrebleu.BLEU(lowercase=lowercase, smooth_method="none")
+    found = metric.corpus_score(list(hypotheses), _streams(references))
+    return {"bleu": found.score, "bleu_signature": str(metric.get_signature())}
+
+
+def _streams(references: References) -> list[Any]:
+    """As sacrebleu takes them: the first reference of every hypothesis, the second, ...; None if missing."""
+    return [list(stream) for stream in zip_longest(*references)]
+
+
+def shown(found: Mapping[str, Any]) -> str:
+    """The scores in one line."""
+    parts = []
+    for name, (title, form) in SHOWN.items():
+        if name in found:
+            parts.append(f"{title} {format(found[name], form) if found[name] is not None else '–'}")
+    return "  ".join(parts)
+
+
+def written_references(references: References, script: Script) -> dict[str, str]:
+    """Name -> content of the files in which the script reads references; "" names a single file.
+
+    e2e-metrics: one file, a reference a line, an empty line after each text. generation-eval: `reference0`,
+    `reference1`, ..., a line a text; a text with fewer references repeats its first.
+    """
+    if script == "e2e-metrics":
+        return {"": "".join("".join(f"{_line(text)}\n" for text in own) + "\n" for own in references)}
+    most = max(map(len, references))
+    return {
+        f"reference{index}": "".join(f"{spaced(own[index] if index < len(own) else own[0])}\n" for own in references)
+        for index in range(most)
+    }
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())

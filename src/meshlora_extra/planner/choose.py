@@ -1,0 +1,578 @@
+"""Choosing a topology: a prediction for every proved one, ranked.
+
+Owns: the candidate topologies, micro-batches and recomputation options, the time of a step, the ranking. Does not own:
+the parts of a prediction (`memory`, `communication`, `trace`, `hardware`), output (`meshlora_extra.planner.show`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from meshlora.comm.groups import simulated_job
+from meshlora.loading.blueprint import Blueprint
+from meshlora.plan.families.proved import check_proved
+from meshlora.verify.budget import Flow, Message, Sizes
+from meshlora.wings.stages.plan import check_tied, idle
+from meshlora_extra.planner.communication import Traffic, hop_s, messages_of, span_of, traffic_of
+from meshlora_extra.planner.fake import Work
+from meshlora_extra.planner.hardware import Hardware
+from meshlora_extra.planner.memory import Peak, Prologue, States, StepMemory, peak_of, states_of
+from meshlora_extra.planner.pipeline import PartOfModel, Stage, parts_of, shown_micro_batches, time_of_all, turns_of
+from meshlora_extra.planner.problem import Problem, Recompute
+from meshlora_extra.planner.trace import Trace, model_vocab, tokens_of_chunk, trace
+from meshlora_ground.errors import UserError
+from meshlora_ground.float64 import wide_dtype
+from meshlora_ground.topology import (
+    DATA,
+    FLAGS,
+    LAYERS,
+    NUMBERS,
+    SEQUENCES,
+    TOKENS,
+    TP,
+    Topology,
+    dense_sizes,
+    divisors,
+    field_of,
+)
+
+# By what of a topology a trace depends on, of one sequence and of two.
+Traces = dict[tuple[Any, ...], tuple[Trace, Trace]]
+RECOMPUTE: tuple[Recompute, ...] = ("none", 4, 2, "full")
+# How many meshes of experts are looked at with cp: all, on 64 GPUs, would be thousands of topologies.
+_MESHES = 3
+# Of how many of the best topologies without stages those with stages are made.
+_STAGED = 6
+# So many longer sizes of an axis that gain nothing end the search along it. Stages may have to be as many as nodes.
+_TRIED = {TOKENS: 1, LAYERS: 2}
+# Copies into and out of buckets, scaling, norms, clipping, AdamW: each of all gradients at once.
+_OPERATORS_OF_AN_UPDATE = 30
+# Memory traffic of these, in passes over the gradients.
+_PASSES_OF_A_STEP = 16
+
+
+@dataclass(frozen=True)
+class RankCost:
+    """What one pp rank has and sends. messages: of a step with one micro-batch, including those of recomputation."""
+
+    states: States
+    peak: Peak
+    messages: tuple[Message, ...]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Peak bytes."""
+        return self.states.kept + self.peak.largest
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The predicted cost of running one topology in one way.
+
+    Attributes:
+        micro_batch: sequences per dp rank and micro-batch. micro_batches: per step. tokens: per sequence, padded to a
+            multiple that cp and sp can split.
+        ranks: of each pp rank. traffic: link -> totals of a step, of the busiest of them.
+        chunk_bytes: local logits of one chunk of the loss.
+        parts_s: seconds of each part of a step, of the busiest pp rank. The parts run one after another: only gathers
+            of sharded weights overlap with kernels, and count with their exposed time.
+    """
+
+    topology: Topology
+    micro_batch: int
+    micro_batches: int
+    tokens: int
+    recompute: Recompute
+    ranks: tuple[RankCost, ...]
+    chunk_bytes: int
+    traffic: Mapping[str, Traffic]
+    parts_s: Mapping[str, float]
+    usable_bytes: int
+
+    @property
+    def fullest(self) -> RankCost:
+        """The pp rank that needs the most memory."""
+        return max(self.ranks, key=lambda rank: rank.memory_bytes)
+
+    @property
+    def states(self) -> States:
+        """Of that rank."""
+        return self.fullest.states
+
+    @property
+    def peak(self) -> Peak:
+        """Of that rank."""
+        return self.fullest.peak
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """Of that rank."""
+        return self.fullest.messages
+
+    @property
+    def memory_bytes(self) -> int:
+        """Peak bytes."""
+        return self.fullest.memory_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether the peak fits on a GPU."""
+        return self.memory_bytes <= self.usable_bytes
+
+    @property
+    def time_s(self) -> float:
+        """Seconds of an optimizer step."""
+        return sum(self.parts_s.values())
+
+    def tokens_per_s(self, global_batch: int, seq: int) -> float:
+        """Throughput of one GPU."""
+        return global_batch * seq / self.time_s / self.topology.world
+
+
+@dataclass(frozen=True)
+class Choice:
+    """All candidates. ranked: those that fit by time, then the others by memory. left_out: (topology, reason)."""
+
+    ranked: tuple[Prediction, ...]
+    left_out: tuple[tuple[str, str], ...]
+
+
+def choose(problem: Problem, topologies: Sequence[Topology] = ()) -> Choice:
+    """Predict and rank `topologies`, by default all: with cp on the meshes of experts that are the fastest without,
+    and with a ring those that do not fit without. With pp those whose stages are a part of one of the best. Both are
+    longer as long as that gains. With a tp group across nodes only if nothing else fits.
+
+    Raises:
+        UserError: no topology can be predicted.
+    """
+    found: list[Prediction] = []
+    left_out: list[tuple[str, str]] = []
+    traces: Traces = {}
+
+    def look_at(waiting: Iterable[Topology]) -> None:
+        for topology in waiting:
+            try:
+                found.append(predict(problem, topology, traces))
+            except UserError as error:
+                if len(topologies) == 1:
+                    raise
+                left_out.append((str(topology), error.rule.replace(str(topology), "this")))  # said once for all
+
+    def look_through(every: Sequence[Topology]) -> None:
+        look_at(topology for topology in every if not _is_cut(topology))
+        meshes = list(dict.fromkeys(_experts_of(p.topology) for p in _ranked(found)))[:_MESHES]
+        waiting = (t for t in every if _is_cut(t) and (not meshes or _experts_of(t) in meshes))
+        look_at(t for t in waiting if not _is_over(found, t, TOKENS))
+        # A ring sends more, and holds fewer keys and values.
+        tight = [p.topology for p in found if p.states.kept <= p.usable_bytes < p.memory_bytes]
+        look_at(dataclasses.replace(topology, ring=True) for topology in tight if _is_cut(topology))
+        best = [prediction.topology for prediction in _ranked(found)[:_STAGED]]
+        staged = dict.fromkeys(staged for topology in best for staged in _in_stages(topology, problem))
+        look_at(t for t in sorted(staged, key=lambda t: t.pp) if not _is_over(found, t, LAYERS))
+
+    with simulated_job(2):
+        if topologies:
+            look_at(topologies)
+        else:
+            every = sorted(all_topologies(problem), key=lambda topology: topology.cp)
+            look_through([topology for topology in every if not problem.gpu.crosses_nodes(topology.tp)])
+            if not any(prediction.fits for prediction in found):
+                look_through([topology for topology in every if problem.gpu.crosses_nodes(topology.tp)])
+    if not found:
+        name, why = left_out[0]
+        raise UserError(f"{problem.gpus} GPUs", f"none of the topologies can be; {name}: {why}", "change --gpus")
+    return Choice(tuple(_ranked(found)), tuple(left_out))
+
+
+def _ranked(found: Iterable[Prediction]) -> list[Prediction]:
+    return sorted(found, key=lambda p: (not p.fits, p.time_s if p.fits else p.memory_bytes))
+
+
+def _in_stages(topology: Topology, problem: Problem) -> Iterator[Topology]:
+    """`topology` with each of its dense axes shorter and stages of layers in its place, one and two on a rank."""
+    layers = len(problem.shrunk.order)
+    for axis, size in topology.sizes.items():
+        for stages in divisors(size) if axis not in LAYERS else ():
+            if not 1 < stages <= layers:
+                continue
+            ep = math.gcd(topology.ep, topology.world // stages // topology.etp)
+            shorter: dict[str, Any] = {axis: size // stages, "ep": ep, **_flags(topology, axis, size // stages)}
+            try:
+                staged = dataclasses.replace(topology, **shorter).with_stages(stages)
+            except UserError:  # its mesh of experts does not fit into a stage
+                continue
+            plain = dataclasses.replace(staged, dp_shard=False)
+            yield from (staged, plain)
+            if 2 * stages <= layers:
+                yield dataclasses.replace(plain, interleave=2)
+
+
+def _flags(topology: Topology, axis: str, size: int) -> dict[str, bool]:
+    """Those of `topology` without what means nothing where `axis` has the size `size`."""
+    left = topology.sizes | {axis: size}
+    return {
+        field_of(flag): getattr(topology, field_of(flag)) and any(left.get(need, 2) > 1 for need in needs)
+        for flag, (needs, _) in FLAGS.items()
+    }
+
+
+def _is_cut(topology: Topology) -> bool:
+    """Whether tokens of a sequence are on several ranks inside attention."""
+    return topology.size_over(TOKENS) > 1
+
+
+def _is_over(found: Iterable[Prediction], topology: Topology, axes: frozenset[str]) -> bool:
+    """Whether longer `axes`, all else alike but dp, have stopped to gain; with cp, whether states alone do not fit."""
+
+    def others(topology: Topology) -> list[Any]:
+        return [value for name, value in vars(topology).items() if name not in axes | SEQUENCES]
+
+    alike = [p for p in found if others(p.topology) == others(topology)]
+    alike.sort(key=lambda p: p.topology.size_over(axes))
+    if axes == TOKENS and any(p.states.kept > p.usable_bytes for p in alike):
+        return True
+    before, last = alike[: -_TRIED[axes]], alike[-_TRIED[axes] :]
+    best_s = min((p.time_s for p in before if p.fits), default=math.inf)
+    return best_s < math.inf and not any(p.fits and p.time_s < best_s for p in last)
+
+
+def _experts_of(topology: Topology) -> tuple[int, int, bool]:
+    return topology.ep, topology.etp, topology.two_stage
+
+
+def all_topologies(problem: Problem) -> Iterator[Topology]:
+    """Every shape of both meshes, each with the base replicated and, if ranks have different tokens, sharded over
+    them.
+    """
+    for shape in _shapes(problem):
+        yield shape
+        if shape.size_over(DATA) > 1:
+            yield dataclasses.replace(shape, dp_shard=True)
+
+
+def _shapes(problem: Problem) -> Iterator[Topology]:
+    """Every shape of both meshes. etp stays inside a node, as tokens go to all etp ranks of an expert."""
+    experts = [
+        m.shape[0] for n, m in problem.shrunk.model.named_parameters() if n.endswith(".down_proj") and m.ndim == 3
+    ]
+    for dense in dense_sizes(problem.gpus):
+        for sp in (False, True) if dense[TP] > 1 else (False,):
+            if not experts:
+                yield Topology(**dense, sp=sp)
+                continue
+            sizes = itertools.product(divisors(experts[0]), divisors(problem.gpu.gpus_per_node))
+            for ep, etp in sizes:
+                if problem.gpus % (ep * etp) == 0:
+                    yield Topology(**dense, sp=sp, ep=ep, etp=etp)
+                    if etp > 1 and ep > 1:
+                        yield Topology(**dense, sp=sp, ep=ep, etp=etp, two_stage=True)
+
+
+def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
+    """The best way to run `topology`: the fastest that fits, else the one with the lowest peak.
+
+    traces: cache; this topology's are added.
+
+    Raises:
+        UserError: the model cannot be split so, or there are fewer sequences than dp ranks. UnsupportedError: unproved.
+    """
+    share = -(-problem.global_batch // topology.dp)
+    if topology.dp > problem.global_batch:
+        raise UserError(
+            f"--global-batch {problem.global_batch}", f"each of the dp={topology.dp} ranks needs a sequence of its own"
+        )
+    small = problem.small.on(topology, has_stages=False)
+    check_proved(small.plan.model_type, topology, has_experts=bool(small.plan.experts))
+    small = small.with_adapter(problem.lora)
+    parts = parts_of(problem.model, problem.shrunk, small.plan)
+    check_tied(problem.model, small.plan, small.adapter.weights if small.adapter else ())
+    states = [states_of(part.shrunk, small, problem.optimizer, problem.min_8bit_size) for part in parts]
+    for part, own in zip(parts, states, strict=True):
+        if not own.parameters:
+            raise idle(topology, part.layers)
+    cut = topology.size_over(topology.token_cut)
+    tokens = -(-problem.seq // cut) * cut
+    # Of a micro-batch, however many ranks have other sequences and other layers.
+    apart = SEQUENCES | LAYERS
+    apart |= {field_of(name) for name, (axes, _) in (FLAGS | NUMBERS).items() if apart & {*axes}}
+    alike = topology.is_whole, *(value for name, value in vars(topology).items() if name not in apart)
+    if alike not in traces:
+        device, optimizer = problem.gpu.device, problem.optimizer
+        single, double = (trace(small, rows=n, tokens=tokens, device=device, optimizer=optimizer) for n in (1, 2))
+        traces[alike] = single, double
+    predictions: list[Prediction] = []
+    waiting = _micro_batches(problem, share)
+    for recompute in _recomputations(problem):
+        # More sequences at once need more memory, and those that fit take less time without more recomputation.
+        while waiting:
+            one = _prediction(problem, topology, small, parts, states, traces[alike], waiting[0], tokens, recompute)
+            predictions.append(one)
+            if not one.fits:
+                break
+            waiting = waiting[1:]
+    fitting = [prediction for prediction in predictions if prediction.fits]
+    if fitting:
+        return min(fitting, key=lambda p: p.time_s)
+    return min(predictions, key=lambda p: p.memory_bytes)
+
+
+def _micro_batches(problem: Problem, share: int) -> list[int]:
+    """Powers of two up to the sequences of a dp rank, and that number itself."""
+    if problem.micro_batch is not None:
+        return [min(problem.micro_batch, share)]
+    return sorted({2**n for n in range(share.bit_length()) if 2**n <= share} | {share})
+
+
+def _recomputations(problem: Problem) -> list[Recompute]:
+    if problem.recompute is not None:
+        return [problem.recompute]
+    most = len(problem.shrunk.order)
+    return [r for r in RECOMPUTE if r == "none" or (problem.can_recompute and (isinstance(r, str) or r < most))]
+
+
+def recomputed_layers(recompute: Recompute, number: int) -> tuple[bool, ...]:
+    """Whether each of `number` layers is recomputed: none, full, or layers 0, n, 2n, ..."""
+    if isinstance(recompute, int):
+        return tuple(index % recompute == 0 for index in range(number))
+    return (recompute == "full",) * number
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Seconds of a micro-batch's kernels: before the layers, after them with the loss, the backward of that, and kind
+    -> of a layer's forward, of its backward.
+    """
+
+    before: float
+    after: float
+    back: float
+    forward: Mapping[int, float]
+    backward: Mapping[int, float]
+
+    def of_forward(self, stage: Stage, order: Sequence[int]) -> float:
+        """Seconds of a stage's forward."""
+        layers = sum(self.forward[kind] for kind in order[stage.start : stage.stop])
+        return self.before + layers + (self.after if stage.is_last else 0.0)
+
+    def of_backward(self, stage: Stage, order: Sequence[int]) -> float:
+        """Seconds of a stage's backward, without what is computed again."""
+        layers = sum(self.backward[kind] for kind in order[stage.start : stage.stop])
+        return layers + (self.back if stage.is_last else 0.0)
+
+
+def _kernel_times(problem: Problem, traces: tuple[Trace, Trace], rows: int, own: int, chunk_tokens: int) -> KernelTimes:
+    """own: the tokens of a sequence that a rank has. chunk_tokens: those of a chunk of the loss."""
+    gpu, two = problem.gpu, traces[1]
+
+    def seconds(part: str) -> float:
+        """Of one run of a part with `rows` sequences: device and host each linear in their number."""
+        work = [t.work.get(part, Counter()) for t in traces]
+        busy = [gpu.busy_s(each, is_half=problem.is_half) for each in work]
+        launched = [gpu.launches_s(each) for each in work]
+        return max(times[0] + (rows - 1) * (times[1] - times[0]) for times in (busy, launched))
+
+    # The larger of the two traced chunks stands for all of them.
+    chunk, tokens = two.work["chunk"], rows * own
+    busy_s = gpu.busy_s(chunk, is_half=problem.is_half) * tokens / two.memory.chunk_tokens
+    chunks_s = max(busy_s, gpu.launches_s(chunk) * -(-tokens // chunk_tokens))
+    kinds = range(problem.shrunk.num_kinds)
+    return KernelTimes(
+        seconds("before"),
+        seconds("after") + chunks_s,
+        seconds("back"),
+        {k: seconds(f"layer {k}") for k in kinds},
+        {k: seconds(f"layer {k} back") for k in kinds},
+    )
+
+
+def _prediction(
+    problem: Problem,
+    topology: Topology,
+    small: Blueprint,
+    parts: Sequence[PartOfModel],
+    states: Sequence[States],
+    traces: tuple[Trace, Trace],
+    rows: int,
+    tokens: int,
+    recompute: Recompute,
+) -> Prediction:
+    gpu, dtype, (one, two) = problem.gpu, problem.blueprint.dtype, traces
+    micro_batches = _number_of_micro_batches(problem, topology, rows)
+    again = recomputed_layers(recompute, len(problem.shrunk.order))
+    vocab, width = model_vocab(problem.model), problem.model.get_input_embeddings().embedding_dim
+    own = tokens // topology.size_over(TOKENS)
+    chunk_tokens = tokens_of_chunk(vocab, dtype, rows * own)
+    memory = one.memory.at(two.memory, rows, chunk_tokens)
+    sizes = Sizes(rows * tokens, chunk_tokens, width, dtype)
+    kernels = _kernel_times(problem, traces, rows, own, chunk_tokens)
+    ranks: list[RankCost] = []
+    turns: list[TurnTimes] = []
+    for number, (part, held) in enumerate(zip(parts, states, strict=True)):
+        recomputed = [again[layer] for layer in part.layers]
+        peak = _peak_of_rank(number, part, memory, one.flow, held, sizes, recomputed, micro_batches)
+        of_rank = dataclasses.replace(small, plan=part.plan)
+        messages = messages_of(part.shrunk, of_rank, one.flow, sizes, held, recomputed=recomputed)
+        ranks.append(RankCost(held, peak, tuple(messages)))
+        turns.append(_turn_times(problem, part, messages, kernels, recomputed))
+    busiest = max(range(len(parts)), key=lambda number: turns[number].total_s)
+    traffic = traffic_of(ranks[busiest].messages, topology, gpu, micro_batches=micro_batches)
+    return Prediction(
+        topology,
+        rows,
+        micro_batches,
+        tokens,
+        recompute,
+        tuple(ranks),
+        chunk_tokens * -(-vocab // topology.tp) * (wide_dtype(dtype).itemsize + dtype.itemsize),
+        traffic,
+        {
+            **{name: micro_batches * seconds for name, seconds in turns[busiest].parts_s.items()},
+            "messages inside nodes": traffic["node"].time_s,
+            "messages between nodes": traffic["network"].time_s,
+            "waiting for other stages": _waits_s(topology, gpu, ranks, turns, micro_batches),
+            "update": _update_s(gpu, states[busiest]),
+        },
+        gpu.usable_bytes,
+    )
+
+
+def _peak_of_rank(
+    number: int,
+    part: PartOfModel,
+    memory: StepMemory,
+    flow: Flow,
+    states: States,
+    sizes: Sizes,
+    recomputed: Sequence[bool],
+    micro_batches: int,
+) -> Peak:
+    """Of pp rank `number`."""
+    topology, stream = part.plan.topology, sizes.tokens * sizes.token_bytes
+    tables = (memory.before.end - stream) / topology.size_over(TOKENS)  # each rank has its own tokens'
+    return peak_of(
+        memory,
+        part.shrunk.order,
+        states,
+        recomputed=recomputed,
+        accumulates=micro_batches > 1,
+        dp=topology.size_over(DATA),
+        stages=part.stages,
+        turns=list(turns_of(topology, number, shown_micro_batches(topology, micro_batches))),
+        prologue=Prologue(stream, tables, flow.is_trained_before),
+    )
+
+
+def _number_of_micro_batches(problem: Problem, topology: Topology, rows: int) -> int:
+    """Of a step. Where ranks have several stages the trainer makes a multiple of theirs."""
+    multiple = topology.size_over(LAYERS) if topology.interleave > 1 else 1
+    return -(-problem.global_batch // (topology.dp * rows * multiple)) * multiple
+
+
+def _update_s(gpu: Hardware, states: States) -> float:
+    update = {Work(0, _PASSES_OF_A_STEP * states.gradients): 1, Work(0, 0): _OPERATORS_OF_AN_UPDATE}
+    return gpu.work_s(update, is_half=False)
+
+
+def _waits_s(
+    topology: Topology, gpu: Hardware, ranks: Sequence[RankCost], turns: Sequence[TurnTimes], micro_batches: int
+) -> float:
+    """Seconds of a step in which the busiest pp rank waits for others: the bubble, and what is handed on."""
+    if len(ranks) == 1:
+        return 0.0
+    handed_on = max(message.num_bytes for message in ranks[0].messages if message.kind == "send")
+    whole_s = time_of_all(topology, [t.stages for t in turns], hop_s(topology, gpu, handed_on), micro_batches)
+    return whole_s - micro_batches * max(t.total_s for t in turns)
+
+
+@dataclass(frozen=True)
+class TurnTimes:
+    """Seconds of a micro-batch on a pp rank: forward and backward of each of its stages, messages among them, and the
+    parts of their sum besides messages.
+    """
+
+    stages: tuple[tuple[float, float], ...]
+    parts_s: Mapping[str, float]
+
+    @property
+    def total_s(self) -> float:
+        """Of all its turns."""
+        return sum(map(sum, self.stages))
+
+
+def _turn_times(
+    problem: Problem, part: PartOfModel, messages: Sequence[Message], kernels: KernelTimes, recomputed: Sequence[bool]
+) -> TurnTimes:
+    """Messages and gathers count alike with each of the rank's stages; gathers half in either direction."""
+    gpu, order, topology = problem.gpu, part.shrunk.order, part.plan.topology
+    gather_s = gathers_s(
+        messages,
+        order,
+        recomputed,
+        gpu,
+        topology=topology,
+        forward_s=kernels.forward,
+        backward_s=kernels.backward,
+    )
+    there, back = (
+        sum(link.time_s for link in traffic_of(sent, topology, gpu, micro_batches=1).values())
+        for sent in ([m for m in messages if m.phase in phases] for phases in (("forward", "loss"), ("backward",)))
+    )
+    found, total = [], {"compute": 0.0, "recomputation": 0.0, "gathers of weights": gather_s}
+    for stage in part.stages:
+        layers = zip(order[stage.start : stage.stop], recomputed[stage.start : stage.stop], strict=True)
+        again_s = sum(kernels.forward[kind] for kind, is_again in layers if is_again)
+        forward_s, backward_s = kernels.of_forward(stage, order), kernels.of_backward(stage, order)
+        total["compute"] += forward_s + backward_s
+        total["recomputation"] += again_s
+        more = [(sent_s + gather_s / 2) / len(part.stages) for sent_s in (there, back)]
+        found.append((forward_s + more[0], backward_s + again_s + more[1]))
+    return TurnTimes(tuple(found), total)
+
+
+def gathers_s(
+    messages: Sequence[Message],
+    order: Sequence[int],
+    recomputed: Sequence[bool],
+    gpu: Hardware,
+    *,
+    topology: Topology,
+    forward_s: Mapping[int, float],
+    backward_s: Mapping[int, float],
+) -> float:
+    """Seconds that gathers of weights add to a micro-batch: their exposed time, and copies in and out.
+
+    A layer is gathered before its forward and again before its backward, prefetched by one layer: torch runs the gather
+    on a separate stream, overlapped with the kernels of the layer before it. The first gather in either direction has
+    nothing to overlap with. Gathers are assumed to overlap with kernels only, not with other messages, and for a share
+    of the kernels' time (`Hardware.overlap_efficiency`).
+
+    order: the kind of each layer. forward_s, backward_s: kind -> time of its kernels; the backward of a recomputed
+    layer includes both.
+    """
+    ranks, is_network = topology.size_over(DATA), gpu.crosses_nodes(span_of(topology, DATA))
+    gathered = [m for m in messages if m.is_ahead]
+    if not gathered:
+        return 0.0
+    each = {
+        m.layer: gpu.message_s(m.wire_bytes(ranks), ranks=ranks, is_network=is_network)
+        for m in gathered
+        if m.phase == "forward"
+    }
+    backward = [backward_s[k] + again * forward_s[k] for k, again in zip(order, recomputed, strict=True)]
+    total = 0.0
+    directions = [([*order], [forward_s[k] for k in order]), ([*reversed(order)], backward[::-1])]
+    for kinds, kernels_s in directions:
+        hidden_s = [0.0, *(gpu.overlap_efficiency * s for s in kernels_s[:-1])]
+        total += sum(max(0.0, each.get(k, 0.0) - s) for k, s in zip(kinds, hidden_s, strict=True))
+    # Into the gather's buffer, and out of it into the matrices' own memory: read and written.
+    copies: Counter[Work] = Counter()
+    for message in gathered:
+        for parts in (1, ranks):
+            copies[Work(0, 2 * message.num_bytes * parts)] += message.calls
+    return total + gpu.work_s(copies, is_half=False)

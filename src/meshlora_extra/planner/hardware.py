@@ -1,0 +1,262 @@
+"""Hardware: peak numbers from datasheets, the efficiencies reached, or what was measured in their place.
+
+Owns: the table of GPUs, files with measured numbers, the time of work and messages. Does not own: the amount of work
+(`meshlora_extra.planner.trace`), the messages (`meshlora_extra.planner.communication`), measuring
+(`meshlora_extra.planner.calibrate`).
+
+Datasheets give upper bounds. The numbers reached are these times an efficiency, a named field that can be measured and
+replaced: `--hardware FILE.json` takes any field of `Hardware`, and `meshlora calibrate` writes such a file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshlora_extra.planner.fake import Work
+from meshlora_ground.errors import UserError, did_you_mean
+from meshlora_ground.files import read_json
+
+# (flops per byte, TFLOP/s), by the former: skinny products, as those of LoRA, reach less than square ones.
+Rates = tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One kind of GPU and its interconnect. Bandwidths are per GPU and direction, in GB/s = 1e9 bytes per second.
+
+    Attributes:
+        memory_gb: as in datasheets, 1e9 bytes. usable_memory: share available to tensors; the rest is the context,
+            kernels' buffers and fragmentation.
+        half_tflops: dense bf16 and fp16. full_tflops: fp32 (not tf32).
+        matmul_efficiency: share of these that matrix products reach. memory_gb_s: bandwidth of the GPU's memory.
+            memory_efficiency: share of it that is reached.
+        kernel_s: of the host for an operator: Python, autograd, the launch. It runs ahead of the GPU, so a step takes
+            its time or the GPU's, whichever is longer.
+        gpus_per_node, node_gb_s: the GPUs joined by the fast link, and its bandwidth. network_gb_s: bandwidth between
+            nodes. link_efficiency: share of either that collectives reach.
+        overlap_efficiency: share of kernels' time that a gather of weights can overlap with.
+        launch_s: alpha of any collective. node_hop_s, network_hop_s: added per doubling of its ranks.
+        full_products, half_products, full_attention, half_attention: `Rates`, measured in place of TFLOP/s and
+            efficiency; empty: as the products.
+        half_memory_efficiency: of operators of two-byte models, where these are bound by arithmetic, as on CPUs; 0: as
+            of all.
+        host_s: of the host for each operator, where it waits for every kernel, as on CPUs; 0: it runs ahead.
+        device: the type that was measured: cpu or cuda. ranks, nodes: that measured at once, and on so many machines;
+            0: a datasheet's.
+        source: of the numbers.
+    """
+
+    name: str
+    memory_gb: float
+    half_tflops: float
+    full_tflops: float
+    memory_gb_s: float
+    node_gb_s: float
+    network_gb_s: float
+    gpus_per_node: int = 8
+    usable_memory: float = 0.92
+    matmul_efficiency: float = 0.6
+    memory_efficiency: float = 0.8
+    link_efficiency: float = 0.8
+    overlap_efficiency: float = 0.8
+    kernel_s: float = 55e-6
+    launch_s: float = 12e-6
+    node_hop_s: float = 2e-6
+    network_hop_s: float = 6e-6
+    full_products: Rates = ()
+    half_products: Rates = ()
+    full_attention: Rates = ()
+    half_attention: Rates = ()
+    half_memory_efficiency: float = 0.0
+    host_s: float = 0.0
+    device: str = "cuda"
+    ranks: int = 0
+    nodes: int = 0
+    source: str = ""
+
+    @property
+    def usable_bytes(self) -> int:
+        """Memory available to tensors."""
+        return int(self.memory_gb * 1e9 * self.usable_memory)
+
+    def work_s(self, work: Mapping[Work, float], *, is_half: bool) -> float:
+        """Time of consecutive kernels: what keeps the device busy, or the launches of them, whichever takes longer."""
+        return max(self.busy_s(work, is_half=is_half), self.launches_s(work))
+
+    def launches_s(self, work: Mapping[Work, float]) -> float:
+        """Of the host, which runs ahead of the kernels."""
+        return self.kernel_s * sum(work.values())
+
+    def busy_s(self, work: Mapping[Work, float], *, is_half: bool) -> float:
+        """Time of kernels, each bound by its flops or its bytes, whichever is slower; and of the host for each, if that
+        waits for them.
+        """
+        efficiency = (self.half_memory_efficiency if is_half else 0.0) or self.memory_efficiency
+        bytes_s = 1e9 * efficiency * self.memory_gb_s
+        total = 0.0
+        for one, number in work.items():
+            flops_s = self._flops_s(one, is_half=is_half) if one.flops else math.inf
+            # A measured rate is that of the whole operator, its bytes included.
+            is_measured = one.flops and self._rates(one, is_half=is_half)
+            moved_s = 0.0 if is_measured else one.num_bytes / bytes_s
+            total += number * (self.host_s + max(one.flops / flops_s, moved_s))
+        return total
+
+    def _rates(self, work: Work, *, is_half: bool) -> Rates:
+        products, attention = (
+            (self.half_products, self.half_attention) if is_half else (self.full_products, self.full_attention)
+        )
+        return (attention or products) if work.is_attention else products
+
+    def _flops_s(self, work: Work, *, is_half: bool) -> float:
+        """Flops per second: measured, between the two nearest numbers of flops per byte, or the datasheet's."""
+        if rates := self._rates(work, is_half=is_half):
+            intensity, least = work.flops / work.num_bytes, rates[0][0]
+            logs, tflops = [math.log(x) for x, _ in rates], [y for _, y in rates]
+            # A product skinnier than any that was measured is bound by its bytes, as the skinniest is.
+            share = 1.0 if work.is_attention else min(1.0, intensity / least)
+            return 1e12 * float(np.interp(math.log(intensity), logs, tflops)) * share
+        peak = self.half_tflops if is_half else self.full_tflops
+        if not peak:
+            dtype = "bfloat16" if is_half else "float32"
+            raise UserError(
+                f"{self.name}: {dtype}", "its products were not measured", f"calibrate with --dtype {dtype}"
+            )
+        return 1e12 * self.matmul_efficiency * peak
+
+    def crosses_nodes(self, span: int) -> bool:
+        """Whether `span` consecutive ranks, from the first of a node, are on several nodes."""
+        return span > self.gpus_per_node
+
+    def message_s(self, wire_bytes: float, *, ranks: int, is_network: bool) -> float:
+        """Time of one collective in which each of `ranks` ranks sends `wire_bytes`, by the alpha-beta model."""
+        hop_s, gb_s = (self.network_hop_s, self.network_gb_s) if is_network else (self.node_hop_s, self.node_gb_s)
+        if not gb_s:
+            what, where = ("between machines", "several") if is_network else ("inside machines", "one")
+            way_out = f"calibrate with ranks on {where}, or give --gpu too"
+            raise UserError(f"{self.name}: messages {what}", "they were not measured", way_out)
+        return self.launch_s + hop_s * math.log2(ranks) + wire_bytes / (1e9 * gb_s * self.link_efficiency)
+
+
+# `kernel_s` of all is the host's beside one H200, 2026-11, torch 2.11, which enqueued steps of 2,692 to 3,802 operators
+# in 142 to 222 ms. Datasheets sum both directions of NVLink and PCIe: half of it here. Networks: one NIC per GPU, as in
+# the manufacturer's reference systems (DGX A100 200 Gb/s, DGX H100, H200 and B200 400 Gb/s; L40S servers 200 Gb/s per
+# two).
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Hardware(
+            "a100", 80, 312, 19.5, 2039, 300, 25, source="NVIDIA A100 80GB SXM datasheet (2021); DGX A100 datasheet"
+        ),
+        Hardware(
+            "h100",
+            80,
+            989,
+            67,
+            3350,
+            450,
+            50,
+            matmul_efficiency=0.65,  # 640 TFLOP/s in a step of 8B; 769 of 8192 x 8192 x 8192
+            memory_efficiency=0.9,  # a copy: 3.0 TB/s
+            half_attention=((1.0, 340.0),),  # a sequence of 4,096, both ways
+            source="NVIDIA H100 SXM5 datasheet (2023); DGX H100 datasheet; efficiencies measured: one H100, 2026-11, "
+            "torch 2.11",
+        ),
+        Hardware(
+            "h200",
+            141,
+            989,
+            67,
+            4800,
+            450,
+            50,
+            matmul_efficiency=0.68,  # 644 to 678 TFLOP/s in steps; 726 to 753 of 8192 x 8192 x 8192
+            memory_efficiency=0.9,  # a copy: 4.3 TB/s
+            half_attention=((1.0, 440.0),),  # one sequence a row; joined rows, in torch 2.11: 250
+            source="NVIDIA H200 SXM datasheet (2024); DGX H200 datasheet; efficiencies measured: one H200, 2026-11, "
+            "torch 2.11",
+        ),
+        Hardware("b200", 180, 2250, 75, 7700, 900, 50, source="NVIDIA DGX B200 datasheet (2024), an eighth of it"),
+        Hardware("l40s", 48, 362, 91.6, 864, 32, 12.5, source="NVIDIA L40S datasheet (2023), PCIe 4.0 x16"),
+    )
+}
+
+
+def hardware_named(name: str | None, file: str | None = None) -> Hardware:
+    """The GPU `name` of the table, with the fields of `file` replaced; without a name, what `file` says alone.
+
+    Raises:
+        UserError: a name that is not in the table, unless the file gives every number; a file that is not a JSON
+            object, or has unknown keys, or values that are not positive numbers.
+    """
+    given = _read(file) if file is not None else {}
+    gpu = GPUS.get(name.lower()) if name is not None else None
+    if gpu is not None:
+        return dataclasses.replace(gpu, **given)
+    needed = {f.name for f in dataclasses.fields(Hardware) if f.default is dataclasses.MISSING} - {"name"}
+    missing = needed - given.keys()
+    if name is None:
+        return _measured(given, missing, file)
+    if file is None or missing:
+        rest = f"; or give {', '.join(sorted(missing))} in --hardware" if file is not None else ""
+        raise UserError(f"--gpu {name}", "it is not in the table of GPUs", did_you_mean(name.lower(), GPUS) + rest)
+    return Hardware(**{"name": name, **given})
+
+
+def _measured(given: Mapping[str, Any], missing: set[str], file: str | None) -> Hardware:
+    """Of a file alone, in which 0 stands for a rate that was not measured: what needs it, says so."""
+    if lacks := sorted(missing - {"half_tflops", "full_tflops", "node_gb_s", "network_gb_s"}):
+        way_out = "give --gpu, or a file that meshlora calibrate has written"
+        raise UserError(f"--hardware {file}", f"it lacks {', '.join(lacks)}", way_out)
+    return Hardware(**{"name": "measured", **dict.fromkeys(missing, 0.0), **given})
+
+
+_RATES = ("full_products", "half_products", "full_attention", "half_attention")
+
+
+def _read(file: str) -> dict[str, Any]:
+    path = Path(file)
+    if not path.is_file():
+        raise UserError(f"--hardware {file}", "there is no such file")
+    stored = read_json(path)
+    if not isinstance(stored, dict):
+        raise UserError(f"--hardware {file}", "it must be a JSON object with fields of the table of GPUs")
+    known = {field.name: field.type for field in dataclasses.fields(Hardware)}
+    found: dict[str, Any] = {}
+    for key, value in stored.items():
+        if key not in known:
+            raise UserError(f"--hardware {file}: {key}", "unknown key", did_you_mean(key, known))
+        if rule := _broken_rule(key, value):
+            shown = repr(value) if len(repr(value)) < 80 else "..."
+            raise UserError(f"--hardware {file}: {key}={shown}", rule)
+        found[key] = tuple((x, y) for x, y in value) if key in _RATES else value
+    return found
+
+
+def _broken_rule(key: str, value: Any) -> str | None:
+    """What `value` of `key` must be, if it is not."""
+    if key in ("name", "source"):
+        return None if isinstance(value, str) else "it must be text"
+    if key == "device":
+        return None if value in ("cpu", "cuda") else "it must be cpu or cuda"
+    if key in _RATES:
+        pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+        is_rising = pairs and all(_is_positive(x) for pair in value for x in pair) and sorted(value) == value
+        return None if value and is_rising else "it must be pairs [flops per byte, TFLOP/s] above 0, by the former"
+    if key in ("gpus_per_node", "ranks", "nodes"):
+        return None if isinstance(value, int) and _is_positive(value) else "it must be a whole number above 0"
+    if not _is_positive(value):
+        return "it must be a number above 0"
+    is_share = key.startswith(("usable_", "matmul_eff", "memory_eff", "half_memory_eff", "link_eff", "overlap_eff"))
+    return "it is a share, at most 1" if is_share and value > 1 else None
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

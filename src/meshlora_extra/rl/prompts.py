@@ -1,0 +1,150 @@
+"""The prompts of a run of rollouts, and which of them each step continues.
+
+Owns: reading them from `data.train`, their tokens, their order. Does not own: continuing them (`rl.rollouts`).
+
+A record has a `prompt`, a text or messages, or `messages`, whose last turn of the assistant is left out. All other
+fields are for rewards, such as `answer` or `tests`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from meshlora.reading.chat import Seen
+from meshlora.reading.conversations import checked_messages
+from meshlora.reading.formats import Format
+from meshlora.reading.records import MalformedError, Record, checked_text, json_type
+from meshlora.reading.sampler import GlobalBatches
+from meshlora.reading.sources import read_rows
+from meshlora.run.config.run import GenerateConfig, RunConfig, paths_of
+from meshlora.run.decoding import encode_chats, encode_prompts
+from meshlora_ground.errors import UserError
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """text: as the model reads it. ids: its tokens. fields: of its record, for rewards. origin: where it stands."""
+
+    text: str
+    ids: tuple[int, ...]
+    fields: Mapping[str, Any]
+    origin: str
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """All prompts. A pass takes each once, in an order of its own; per_step: how many a generation takes."""
+
+    prompts: Sequence[Prompt]
+    per_step: int
+    seed: int
+
+    def of_round(self, number: int) -> list[Prompt]:
+        """Those of generation `number`, counted from 0: a function of it and the seed alone."""
+        order = GlobalBatches(len(self.prompts), len(self.prompts), self.seed)
+        places = np.arange(number * self.per_step, (number + 1) * self.per_step)
+        # Passes follow each other without a short step between them: groups are independent of each other.
+        passes, within = np.divmod(places, len(self.prompts))
+        return [self.prompts[order.batch(int(one))[at]] for one, at in zip(passes, within, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A row: what is asked as a text, or as a conversation; its other fields."""
+
+    text: str | None
+    record: Record | None
+    fields: Mapping[str, Any]
+    origin: str
+
+
+def read_prompts(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, model_config: Any, say: Callable[[str], None] | None = None
+) -> Prompts:
+    """The prompts of `data.train`. say: told what is read, and what is left out.
+
+    Raises:
+        UserError: a file or record that cannot be used; a prompt that leaves no room for `rl.max_new_tokens`, unless
+            `data.too_long` is drop.
+    """
+    rl, data = config.rl, config.data
+    assert rl is not None
+    rows = read_rows(
+        paths_of(data.train),
+        [
+            Format("prompt", ("prompt",), _of_prompt, takes_rest=True),
+            Format("messages", ("messages",), _of_messages, takes_rest=True),
+        ],
+        columns=data.columns,
+        format="auto",
+        say=say,
+    )
+    conversations, seen = [row.record for row in rows if row.record is not None], Seen()
+    for record in conversations:
+        seen.add(record)
+    seen.tell(tokenizer, say)
+    options, limit = GenerateConfig(max_new_tokens=rl.max_new_tokens), "rl.max_new_tokens"
+    of_chats = iter(encode_chats(conversations, tokenizer, model_config, options, limit_name=limit))
+    plain = [row for row in rows if row.text is not None]
+    of_texts = iter(
+        encode_prompts(
+            [row.text or "" for row in plain],
+            tokenizer,
+            model_config,
+            options,
+            names=[row.origin for row in plain],
+            limit_name=limit,
+            separator=data.separator,
+        )
+    )
+    found = []
+    for row in rows:
+        text, ids = next(of_chats) if row.text is None else (row.text, next(of_texts))
+        found.append(Prompt(text, tuple(ids), row.fields, row.origin))
+    most = data.max_length - rl.max_new_tokens
+    long = [prompt for prompt in found if len(prompt.ids) > most]
+    if long and data.too_long != "drop":
+        raise UserError(
+            f"{long[0].origin}: a prompt of {len(long[0].ids)} tokens",
+            f"with rl.max_new_tokens={rl.max_new_tokens} it is longer than data.max_length={data.max_length}",
+            f"raise data.max_length, or leave such prompts out ({len(long)} of {len(found)}): data.too_long: drop",
+        )
+    if long and say is not None:
+        say(f"{len(long)} of {len(found)} prompts are left out: longer than {most} tokens")
+    found = [prompt for prompt in found if len(prompt.ids) <= most]
+    if not found:
+        raise UserError(f"{data.train}", f"no prompt has at most {most} tokens", "raise data.max_length")
+    return Prompts(found, config.train.batch_size // rl.completions, config.train.seed)
+
+
+_TO_COME = {"role": "assistant", "content": "…"}
+
+
+def _of_prompt(row: dict[str, Any], origin: str) -> _Asked:
+    rest = {name: value for name, value in row.items() if name != "prompt"}
+    if isinstance(row["prompt"], str):
+        return _Asked(checked_text(row["prompt"], "prompt"), None, rest, origin)
+    return _conversation(row["prompt"], rest, origin)
+
+
+def _of_messages(row: dict[str, Any], origin: str) -> _Asked:
+    return _conversation(row["messages"], {name: value for name, value in row.items() if name != "messages"}, origin)
+
+
+def _conversation(messages: Any, rest: dict[str, Any], origin: str) -> _Asked:
+    if not isinstance(messages, list):
+        raise MalformedError(f"its prompt is {json_type(messages)}, neither a text nor messages")
+    last = messages[-1] if messages else None
+    is_answered = isinstance(last, dict) and last.get("role", last.get("from")) in ("assistant", "gpt")
+    # A conversation has a turn of the assistant: here it is the one to come.
+    *found, answer = checked_messages(messages if is_answered else [*messages, _TO_COME], "messages")
+    if is_answered:
+        rest = {"answer": answer.get("content"), **rest}
+    if not found:
+        raise MalformedError("nothing is asked before the assistant's turn")
+    return _Asked(None, Record(messages=tuple(found), origin=origin), rest, origin)

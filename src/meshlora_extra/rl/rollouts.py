@@ -1,0 +1,279 @@
+"""Making the rollouts of a step: prompts, completions, rewards, and the records of a stream.
+
+Owns: what is made when, and the fields of a record. Does not own: the prompts (`rl.prompts`), generation
+(`run.generated`, `rl.engine`), rewards (`rl.rewards`), the stream (`reading.stream`), the step (`run.trainer`).
+
+Everything is a function of the adapter and the number of the step, on any mesh: a run that was stopped makes the same
+rollouts again, or finds them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from meshlora.adapter.formats.peft_format import save_adapter
+from meshlora.comm.collectives import all_reduce_sum, broadcast_text
+from meshlora.reading.stream import FAILED
+from meshlora.run.config.rl import RlConfig
+from meshlora.run.config.run import GenerateConfig
+from meshlora.run.decoding import Continuation, texts_of
+from meshlora.run.generated import continued_by_all
+from meshlora.run.trained import TrainedAdapter
+from meshlora.train.losses import batch_log_probabilities
+from meshlora_extra.rl.engine import Engine
+from meshlora_extra.rl.prompts import Prompt, Prompts
+from meshlora_extra.rl.publishing import publish, remove_older
+from meshlora_extra.rl.rewards import Completion, Rewards, Scored
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.errors import MeshloraError, UserError
+from meshlora_ground.float64 import lift
+
+_SAVED = ".publishing"  # in the output, while the adapter is on its way
+_KEPT = 3  # published versions: one that is still being read is among them
+# The mean of |log p when generating - log p when training| over a step, above which these are two policies. Rounding
+# is far below; in float16 and bfloat16 it is not, and nothing is concluded.
+_LARGEST_GAP = {torch.float64: 1e-6, torch.float32: 1e-3}
+_ROUNDING = 1e-6  # of a mean over each sequence
+
+
+class Generator(Protocol):
+    """Who continues prompts."""
+
+    def __call__(self, prompts: Sequence[Prompt], step: int) -> list[Continuation]:
+        """A completion of each prompt, of which some are given several times, for `step`. Collective: the same on all
+        ranks."""
+
+
+@dataclass
+class Rollouts:
+    """Makes the rollouts of a run whenever the stream of `one` lacks a step's. `make` is called on every rank.
+
+    rewards: on rank 0; None on the others, which read what it wrote.
+    """
+
+    one: TrainedAdapter
+    config: RlConfig
+    prompts: Prompts
+    generate: Generator
+    rewards: Rewards | None
+    tokenizer: PreTrainedTokenizerBase
+    publish: Publisher | None = None
+
+    def make(self, step: int) -> None:
+        """Make those of `step`, from 1, with the adapter as it is, and of all updates on the same generation.
+
+        Raises:
+            UserError: a reward fails.
+        """
+        assert self.one.followed is not None
+        stream, (number, later) = self.one.followed.stream, divmod(step - 1, self.config.updates)
+        if later:  # the policy that acted is no longer there to be asked
+            raise UserError(
+                f"{stream.file(step)}",
+                f"the file is missing, and was made together with {stream.file(step - later).name}",
+                f"remove that one, too, and go on from a checkpoint of at most {step - 1 - later} steps",
+            )
+        if self.publish is not None and self.publish.steps is None:  # this process has not yet
+            self.publish(step - 1)
+        asked = [prompt for prompt in self.prompts.of_round(number) for _ in range(self.config.completions)]
+        with self.one.reporter.doing("rollouts"):
+            said = self.generate(asked, step)
+            records = None if self.rewards is None else self._records(asked, said, step)
+        if self.config.updates > 1:
+            old = trainer_log_probs(
+                self.one, [(prompt.ids, each.tokens) for prompt, each in zip(asked, said, strict=True)]
+            )
+            for other in range(step + 1, step + self.config.updates) if records is not None else ():
+                assert records is not None
+                stream.write(other, [each | {"old_log_probs": own} for each, own in zip(records, old, strict=True)])
+        if records is not None:  # last: whoever finds it finds the others
+            stream.write(step, records)
+
+    def _records(self, asked: Sequence[Prompt], said: Sequence[Continuation], step: int) -> list[dict[str, Any]]:
+        assert self.rewards is not None
+        options = GenerateConfig(stop=self.config.stop)
+        texts = texts_of([each.tokens for each in said], self.tokenizer, options)
+        given = [
+            Completion(prompt.text, text, prompt.fields, prompt.origin)
+            for prompt, text in zip(asked, texts, strict=True)
+        ]
+        scored = self.rewards(given)
+        self._tell(step, scored, said)
+        return [
+            {
+                "input_ids": [*prompt.ids, *each.tokens],
+                "is_trained": [0] * len(prompt.ids) + [1] * len(each.tokens),
+                "reward": score.total,
+                "group": place // self.config.completions,
+                "engine_log_probs": each.log_probs,
+                **({} if each.routed_experts is None else {"routed_experts": each.routed_experts}),
+                "said": completion.text,
+                "parts": dict(score.parts),
+                **({FAILED: list(score.failed)} if score.failed else {}),
+                "origin": prompt.origin,
+                "adapter_steps": step - 1 if self.publish is None or self.config.is_own else self.publish.steps,
+            }
+            for place, (prompt, each, completion, score) in enumerate(zip(asked, said, given, scored, strict=True))
+        ]
+
+    def _tell(self, step: int, scored: Sequence[Scored], said: Sequence[Continuation]) -> None:
+        """One line about a generation. A group of equal rewards teaches nothing."""
+        totals = torch.tensor([each.total for each in scored], dtype=torch.float64)
+        groups = totals.view(-1, self.config.completions)
+        num_of_use = int((groups != groups[:, :1]).any(1).sum())
+        length = sum(len(each.tokens) for each in said) / len(said)
+        self.one.reporter.say(
+            f"rollouts of step {step}: reward {totals.mean():.3f} ± {totals.std():.3f}, which differs within "
+            f"{num_of_use} of {len(groups)} groups; {length:.1f} tokens each"
+        )
+        if num_failed := sum(bool(each.failed) for each in scored):
+            self.one.reporter.say(f"step {step}: {num_failed} of {len(scored)} completions could not be judged: 0 each")
+
+    def check(self, step: int, means: Mapping[str, float]) -> None:
+        """After a step: publish the adapter if it is due. Was the step on policy, and did the policy that is trained
+        generate it?
+
+        Raises:
+            MeshloraError: the policy that generated was another one.
+        """
+        is_last = step == self.one.run.steps
+        if self.publish is not None and (step % self.config.publish_every == 0 or is_last):
+            self.publish(step)
+        if (step - 1) % self.config.updates:
+            return
+        if math.isnan(means["ratio"]):  # the step was left out
+            return
+        rounding = 0.0 if self.one.objective.per == "token" else _ROUNDING
+        assert abs(means["ratio"] - 1.0) <= rounding, f"step {step}: the first ratio is {means['ratio']!r}"
+        most = _LARGEST_GAP.get(self.one.model.dtype)
+        is_same = self.config.is_own and self.config.temperature == 1.0
+        if is_same and most is not None and not means["engine_gap"] <= most:
+            raise MeshloraError(
+                f"step {step}: the log-probabilities of what was generated and of what is trained are "
+                f"{means['engine_gap']:.1e} apart on average, where rounding is below {most:.0e}: the adapter that "
+                "generated is not the one that is trained"
+            )
+
+
+@dataclass
+class Publisher:
+    """Publishes the adapter of `one` in `to`, and lets `engine` load it, if there is one. Every rank calls it.
+
+    steps: of the adapter that was published last; None: none was.
+    """
+
+    one: TrainedAdapter
+    to: Path
+    engine: Engine | None
+    name: str
+    steps: int | None = None
+
+    def __call__(self, steps: int) -> None:
+        """Publish the adapter as it is, after `steps` steps.
+
+        Raises:
+            UserError: the folder cannot be written, or the engine refuses it.
+        """
+        saved = self.one.output / _SAVED
+        with self.one.reporter.doing("publish"):
+            with self.one.in_use():
+                save_adapter(self.one.model, saved)
+            if self.one.mesh.rank == 0:
+                blueprint = self.one.run.blueprint
+                version = publish(
+                    saved, self.to, name=f"step-{steps:06d}", model_and_plan=lambda: (blueprint.model, blueprint.plan)
+                )
+                if self.engine is not None:
+                    self.engine.load_adapter(self.name, version)
+                remove_older(self.to, _KEPT)
+                shutil.rmtree(saved, ignore_errors=True)
+        self.steps = steps
+
+
+@dataclass(frozen=True)
+class EngineGenerator:
+    """An engine, which serves the published adapter. Rank 0 asks it."""
+
+    one: TrainedAdapter
+    config: RlConfig
+    engine: Engine
+
+    def __call__(self, prompts: Sequence[Prompt], step: int) -> list[Continuation]:
+        said = ""
+        if self.one.mesh.rank == 0:
+            found = self.engine.complete(
+                self.config.adapter_name,
+                [prompt.ids for prompt in prompts[:: self.config.completions]],
+                vocab_size=self.one.run.blueprint.config.get_text_config().vocab_size,
+                n=self.config.completions,
+                max_tokens=self.config.max_new_tokens,
+                temperature=self.config.temperature,
+                stop=self.config.stop,
+                seed=seed_of(self.one.run.config.train.seed, step),
+            )
+            every = [each for group in found for each in group]
+            said = json.dumps([(each.tokens, each.log_probs, each.routed_experts) for each in every])
+        of_all = broadcast_text(said, self.one.mesh.world, self.one.mesh.device)
+        return [Continuation(*each) for each in json.loads(of_all)]
+
+
+@dataclass(frozen=True)
+class OwnGenerator:
+    """The model that is trained, on its own mesh."""
+
+    one: TrainedAdapter
+    config: RlConfig
+    tokenizer: PreTrainedTokenizerBase
+
+    def __call__(self, prompts: Sequence[Prompt], step: int) -> list[Continuation]:
+        options = GenerateConfig(
+            max_new_tokens=self.config.max_new_tokens,
+            stop=self.config.stop,
+            do_sample=True,
+            temperature=self.config.temperature,
+            batch_size=self.config.batch_size,
+            seed=seed_of(self.one.run.config.train.seed, step),
+        )
+        with self.one.in_use():
+            return continued_by_all(
+                self.one.model, self.tokenizer, [prompt.ids for prompt in prompts], options, log_probs=True
+            )
+
+
+def seed_of(seed: int, step: int) -> int:
+    """The seed of a step's generation: far from those of other steps, from which batches count on."""
+    return int.from_bytes(hashlib.sha256(f"rollouts {seed} {step}".encode()).digest()[:7], "big")
+
+
+@torch.no_grad()
+def trainer_log_probs(one: TrainedAdapter, said: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[list[float]]:
+    """The log-probabilities of the tokens of each completion under the adapter as it is, as a step computes them.
+    said: (tokens of the prompt, of the completion) of each. Collective.
+    """
+    ids = [np.array([*prompt, *tokens], np.int32) for prompt, tokens in said]
+    trained = [np.arange(len(each)) >= len(prompt) for each, (prompt, _) in zip(ids, said, strict=True)]
+    offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+    step = (TokenizedDataset(np.concatenate(ids), np.concatenate(trained), offsets), np.arange(len(said)))
+    # A row of its own for each, so that its place is known.
+    batching = dataclasses.replace(one.batching, row_length=None, joins=False)
+    table = torch.zeros(len(said), max(len(tokens) for _, tokens in said), dtype=torch.float64, device=one.mesh.device)
+    with lift(one.model.dtype == torch.float64):
+        for rows, micro in zip(batching.rows([step]), batching.micro_batches([step]), strict=True):
+            found = batch_log_probabilities(one.model, micro.batch)
+            for row, (_, (place, *_)) in enumerate(rows):
+                own = found[row][micro.batch.labels[row] >= 0]
+                table[place, : len(own)] = own
+    table = all_reduce_sum(table, one.mesh.dp)
+    return [row[: len(tokens)].tolist() for row, (_, tokens) in zip(table, said, strict=True)]

@@ -1,0 +1,116 @@
+"""A run that makes its own rollouts: its checks, and what makes them on a rank.
+
+Owns: which runs those are, and what they refuse. Does not own: the run (`run.run`), making rollouts (`rl.rollouts`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from meshlora.reading.tokenizer import tokenizer_of
+from meshlora.run.config.run import RunConfig
+from meshlora.run.prepare import Prepared
+from meshlora.run.trained import TrainedAdapter
+from meshlora_extra.engine_export import engine_layout
+from meshlora_extra.rl.engine import Engine
+from meshlora_extra.rl.prompts import Prompts, read_prompts
+from meshlora_extra.rl.publishing import check_for_engines
+from meshlora_extra.rl.rewards import Rewards
+from meshlora_extra.rl.rollouts import EngineGenerator, OwnGenerator, Publisher, Rollouts
+from meshlora_ground.console import Console
+from meshlora_ground.errors import UnsupportedError, UserError
+
+PUBLISHED = "published"  # in the output
+
+
+def check_command(configs: Mapping[str, RunConfig], *, makes_rollouts: bool) -> None:
+    """Refuse a run file that is not for this command. makes_rollouts: it is `meshlora rl`.
+
+    Raises:
+        UserError: it has a group `rl`, or has none.
+    """
+    for config in configs.values():
+        if makes_rollouts and config.rl is None:
+            raise UserError("this run file", "it has no group rl", "meshlora train runs it")
+        if not makes_rollouts and config.rl is not None:
+            raise UserError("rl", "only meshlora rl makes rollouts", "use that, or leave it out")
+
+
+def check_rl(run: Prepared, *, say: Callable[[str], None] | None = None) -> Prompts | None:
+    """The prompts of a run with `rl`; None if its rollouts are recorded. say: told what is read.
+
+    Raises:
+        UserError: prompts that cannot be used. UnsupportedError: what is not proved.
+    """
+    rl = run.config.rl
+    assert rl is not None
+    if rl.is_folder:
+        return None
+    if run.topology.pp > 1:
+        raise UnsupportedError(f"rl on {run.topology}", "nothing is generated through stages of layers", "leave out pp")
+    _check_policy(run)
+    if rl.is_engine or rl.publish_to is not None:
+        check_for_engines(run.blueprint.trained.config, "lora")
+        engine_layout(run.blueprint.trained, run.blueprint.plan, "lora")
+    return read_prompts(run.config, tokenizer_of(run.config), run.blueprint.config, say)
+
+
+def _check_policy(run: Prepared) -> None:
+    """Refuse what acts in training alone."""
+    rule = "the policy that is trained would be another one than the one that acts"
+    if dropout := run.blueprint.trained.config.lora_dropout:
+        raise UnsupportedError(f"rl with lora_dropout={dropout}", rule, "leave it out")
+    if alpha := run.config.train.neftune_alpha:
+        raise UnsupportedError(f"rl with train.neftune_alpha={alpha:g}", rule, "leave it out")
+    for name, rate in run.blueprint.dropouts.items():
+        raise UnsupportedError(f"rl with the model's {name}={rate:g}", rule, "set model.disable_dropout: true")
+
+
+def check_rewards(run: Prepared, prompts: Prompts | None) -> None:
+    """Refuse, before any rank starts, rewards that could not be computed. prompts: of `check_rl`.
+
+    Raises:
+        UserError: names the reward, and the prompt whose record lacks what it needs.
+    """
+    assert run.config.rl is not None
+    if prompts is not None:
+        Rewards(run.config.rl.rewards).check(prompts.prompts)
+
+
+def making(run: Prepared, prompts: Prompts | None) -> Callable[[TrainedAdapter], None] | None:
+    """What sets how the rollouts of `run` are made, for `run.run.train`; None if they are recorded. prompts: of
+    `check_rl`.
+    """
+    rl, tokenizer = run.config.rl, tokenizer_of(run.config)
+    assert rl is not None
+    if prompts is None:
+        return None
+
+    def set_up(one: TrainedAdapter) -> None:
+        assert one.followed is not None
+        assert rl is not None
+        assert prompts is not None
+        rewards = Rewards(rl.rewards) if one.mesh.rank == 0 else None  # once: each rank for itself could differ
+        engine = Engine(rl.source, one.run.config.train.timeout_s) if rl.is_engine else None
+        generate = OwnGenerator(one, rl, tokenizer) if engine is None else EngineGenerator(one, rl, engine)
+        to = rl.publish_to or (one.output / PUBLISHED if rl.is_engine else None)
+        publisher = None if to is None else Publisher(one, Path(to), engine, rl.adapter_name)
+        rollouts = Rollouts(one, rl, prompts, generate, rewards, tokenizer, publisher)
+        one.followed.make, one.followed.check = rollouts.make, rollouts.check
+
+    return set_up
+
+
+def describe(run: Prepared, prompts: Prompts | None, console: Console) -> None:
+    """Say what a run makes, before its first step."""
+    rl = run.config.rl
+    assert rl is not None
+    if prompts is None:
+        console.say(f"rollouts: recorded in {rl.source}")
+        return
+    each = ", ".join(f"{one.kind} x {one.weight:g}" for one in rl.rewards)
+    console.say(
+        f"rollouts: {len(prompts.prompts):,} prompts, {prompts.per_step} a step with {rl.completions} completions "
+        f"each, from {'this model' if rl.is_own else rl.source}; rewards: {each}"
+    )

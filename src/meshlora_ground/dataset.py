@@ -1,0 +1,144 @@
+"""Tokenised records: one, and all of a dataset.
+
+Owns: their arrays, and what is counted of them. Does not own: making them of records (`tokenization.py`) or of files
+(`readers.py`), batches of them (`batch.py`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from meshlora.reading.too_long import Taken
+from meshlora.wings.images.images import FurtherInputs
+
+
+@dataclass(frozen=True, eq=False)
+class Sequence:
+    """One tokenised record. `input_ids`: int32 `[S]`. `is_trained`: bool `[S]`, True where the token is a target.
+
+    columns: name -> float32 `[S]`, further values per token for an objective. targets: float32 `[K]`, of the text.
+    more: makes the model's further inputs (`data.images.FurtherInputs.inputs`), of its images too.
+    """
+
+    input_ids: np.ndarray
+    is_trained: np.ndarray
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    more: Callable[[], Mapping[str, Tensor]] = dict
+    targets: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class TokenizedDataset:
+    """All sequences, end to end. Sequence i is `[offsets[i], offsets[i + 1])`.
+
+    Args:
+        input_ids: int32 `[N]`.
+        is_trained: bool `[N]`, True where the token is a prediction target.
+        offsets: int64 `[num_sequences + 1]`.
+        columns: name -> float32 `[N]`, further values per token for an objective (`reading.rollouts`).
+        rows_per_example: adjacent sequences that form one example: 2 for pairs (`reading.preferences`).
+        further: what the model takes beside the tokens, if anything.
+        targets: float32 `[num_sequences, K]`, what is to be said of each text (`reading.labelled`).
+        predicts_next: a trained token is predicted by the one before it, and so are its columns; else both are at the
+            token's own place.
+        sources: int64 `[num_sequences]`, the index of the record that each sequence is of; None: one of each, in order.
+        routed: int16 `[N, L, k]`, the experts of each token in L layers, of rollouts whose engine said them; -1 where
+            it did not.
+        taken: what became of the records that are longer than a sequence may be, if it was asked.
+        parts: (examples of a source, its weight), of several sources with weights (`reading.mixture`).
+        examples: int64 `[num_examples + 1]`, the first sequence of each, where examples have any number of them
+            (`reading.apart`); None: as many each.
+        lost_words: of a sequence: texts that the chat template leaves out, each with the number of the tokens before
+            it; None: there are none.
+    """
+
+    input_ids: np.ndarray
+    is_trained: np.ndarray
+    offsets: np.ndarray
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    rows_per_example: int = 1
+    further: FurtherInputs | None = None
+    targets: np.ndarray | None = None
+    predicts_next: bool = True
+    sources: np.ndarray | None = None
+    routed: np.ndarray | None = None
+    taken: Taken | None = None
+    parts: tuple[tuple[int, float], ...] = ()
+    examples: np.ndarray | None = None
+    lost_words: Callable[[int], AbstractSequence[tuple[int, str]]] | None = None
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, index: int) -> Sequence:
+        """Views, not copies. Raises: IndexError outside `range(len(self))`; negative indices are not supported."""
+        index = operator.index(index)
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {len(self)}")
+        part = slice(self.offsets[index], self.offsets[index + 1])
+        columns = {name: column[part] for name, column in self.columns.items()}
+        ids = self.input_ids[part]
+        more = dict if self.further is None else functools.partial(self.further.inputs, index, ids)
+        targets = None if self.targets is None else self.targets[index]
+        return Sequence(ids, self.is_trained[part], columns, more, targets)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return (self[index] for index in range(len(self)))
+
+    @property
+    def arrays(self) -> dict[str, np.ndarray]:
+        """All of its content by name; of further inputs their hash."""
+        further = {} if self.further is None else {"further": self.further.digest()}
+        targets = {} if self.targets is None else {"targets": self.targets}
+        tokens = {"input_ids": self.input_ids, "is_trained": self.is_trained, "offsets": self.offsets}
+        parts = {"parts": np.array(self.parts)} if self.parts else {}
+        parts |= {} if self.examples is None else {"examples": self.examples}
+        routed = {} if self.routed is None else {"routed": self.routed}
+        return {**tokens, **self.columns, **further, **targets, **parts, **routed}
+
+    @property
+    def images(self) -> FurtherInputs | None:
+        """The further inputs, if some sequences may have images."""
+        return self.further if self.further is not None and self.further.has_images else None
+
+    def has_images(self, indices: Iterable[int]) -> bool:
+        """Whether one of the examples `indices` has an image."""
+        images, each = self.images, self.rows_per_example
+        return images is not None and any(images.number(i * each + row) for i in indices for row in range(each))
+
+    @property
+    def num_examples(self) -> int:
+        """The number of examples, the unit of batch sizes."""
+        return len(self) // self.rows_per_example if self.examples is None else len(self.examples) - 1
+
+    def rows_of(self, examples: np.ndarray) -> np.ndarray:
+        """What a step on `examples` is made of: all their sequences, where they have any number; else themselves."""
+        if self.examples is None:
+            return examples
+        return np.concatenate([np.arange(self.examples[one], self.examples[one + 1]) for one in examples])
+
+    def first(self, num: int | None) -> TokenizedDataset:
+        """The first `num` examples, or all."""
+        if num is None or num >= self.num_examples:
+            return self
+        rows = num * self.rows_per_example if self.examples is None else int(self.examples[num])
+        end = int(self.offsets[rows])
+        columns = {name: column[:end] for name, column in self.columns.items()}
+        parts = {"input_ids": self.input_ids[:end], "is_trained": self.is_trained[:end], "columns": columns}
+        parts |= {} if self.targets is None else {"targets": self.targets[:rows]}
+        parts |= {} if self.routed is None else {"routed": self.routed[:end]}
+        parts |= {} if self.examples is None else {"examples": self.examples[: num + 1]}
+        return dataclasses.replace(self, **parts, offsets=self.offsets[: rows + 1])  # type: ignore[arg-type]
+
+    @property
+    def num_trained_tokens(self) -> int:
+        """The number of predictable targets: the first token of a sequence has no predecessor and does not count."""
+        return int(self.is_trained.sum() - self.predicts_next * self.is_trained[self.offsets[:-1]].sum())

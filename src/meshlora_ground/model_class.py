@@ -1,0 +1,66 @@
+"""The transformers class of a configuration's model, for the product and the judge alike.
+
+Owns: that choice, and where a configuration says that weights are in few bits. A composite (a vision or audio part
+beside a text part) is loaded whole, as it is published. Does not own: building or loading the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+)
+
+from meshlora_ground.tasks import CAUSAL, class_of_task, task_of
+
+# Auto classes of language models with their mappings, in order of preference.
+_CAUSAL: tuple[tuple[Any, Any], ...] = (
+    (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
+    (AutoModelForImageTextToText, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+    (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
+)
+
+
+def model_class(config: PretrainedConfig) -> Any:
+    """The auto class with `from_config` and `from_pretrained` for `config`: `model_class(config).from_config(config)`.
+
+    Some composites have two classes, one of them for the text part alone. The one named by `config.architectures` is
+    chosen, else the first that takes the whole configuration. Without any: the first, whose own error says so.
+    """
+    return _found(config)[0]
+
+
+def own_class(config: PretrainedConfig) -> Any:
+    """The class of the model that `model_class` makes, or None if transformers has none (code of the checkpoint)."""
+    return _found(config)[1]
+
+
+def take_quantization(config: PretrainedConfig) -> Any:
+    """Remove `quantization_config` from a configuration, or from its text part (kimi_k25), and return it; else None."""
+    found = [vars(part).pop("quantization_config", None) for part in (config, config.get_text_config(decoder=True))]
+    return next((given for given in found if given), None)
+
+
+def _found(config: PretrainedConfig) -> tuple[Any, Any]:
+    task = task_of(config)
+    classes = _CAUSAL if task == CAUSAL else (class_of_task(task),)
+    remote = getattr(config, "auto_map", None) or {}
+    for auto, _ in classes:
+        if auto.__name__ in remote:
+            return auto, None
+    pairs = [(auto, cls) for auto, mapping in classes for cls in _classes_of(mapping, config)]
+    named = [pair for pair in pairs if pair[1].__name__ in (config.architectures or ())]
+    whole = [pair for pair in pairs if getattr(pair[1], "config_class", None) is type(config)]
+    return next(iter((*named, *whole, *pairs)), (classes[0][0], None))
+
+
+def _classes_of(mapping: Any, config: PretrainedConfig) -> tuple[Any, ...]:
+    found = mapping.get(type(config), ())
+    return found if isinstance(found, tuple) else (found,)

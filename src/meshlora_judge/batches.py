@@ -1,0 +1,165 @@
+"""The judge's own batches: the sequences of a step, and the tensors of its micro-batches.
+
+Owns: the global order, the last batch of an epoch, padding, the shift of labels, advantages from rewards, written a
+second time from docs/oracle.md. Does not own: the sequences themselves, which both sides share.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshlora.run.config.run import TrainConfig
+from meshlora_ground.dataset import Sequence as TokenSequence
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.objective import Grpo
+
+UNTRAINED = -100
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Plain tensors of one micro-batch: `[B, S]` each; labels are shifted already and -100 where untrained.
+
+    columns: name -> float32 `[B, S]`, aligned with the labels. first_place: place of its first sequence in the global
+    batch; the others follow at distance `stride`. other: the untrained rows of the same examples. more: further inputs
+    of the model; is_of_images: the data have images, if not these sequences. targets: `[B, K]`, of each text. each:
+    rows of an example. Labels of the tokens themselves, not of the next ones, are not shifted.
+    """
+
+    input_ids: Tensor
+    attention_mask: Tensor
+    labels: Tensor
+    columns: Mapping[str, Tensor] = field(default_factory=dict)
+    first_place: int = 0
+    stride: int = 1
+    other: MicroBatch | None = None
+    more: Mapping[str, Tensor] = field(default_factory=dict)
+    is_of_images: bool = False
+    targets: Tensor | None = None
+    each: int = 1
+
+    @property
+    def num_tokens(self) -> int:
+        """Trained tokens."""
+        return int((self.labels != UNTRAINED).sum())
+
+    def every_second(self, first: int) -> MicroBatch:
+        """Every second row, starting at `first`."""
+        return self._each(lambda t: t[first::2], first_place=self.first_place + first, stride=2)
+
+    def to(self, device: str) -> MicroBatch:
+        """A copy on `device`."""
+        more = {name: value.to(device) for name, value in self.more.items()}
+        other = self.other.to(device) if self.other is not None else None
+        return self._each(lambda t: t.to(device), other=other, more=more)
+
+    def _each(self, change: Callable[[Tensor], Tensor], **rest: Any) -> MicroBatch:
+        ids, mask, labels = (change(t) for t in (self.input_ids, self.attention_mask, self.labels))
+        columns = {name: change(column) for name, column in self.columns.items()}
+        targets = None if self.targets is None else change(self.targets)
+        return replace(
+            self, input_ids=ids, attention_mask=mask, labels=labels, columns=columns, targets=targets, **rest
+        )
+
+
+def micro_batches_of(
+    data: TokenizedDataset, settings: TrainConfig, step: int, *, pad_token_id: int
+) -> list[MicroBatch]:
+    """The sequences of optimizer step `step`, in the run's global order, as micro-batches.
+
+    An epoch takes every sequence once, in ceil(n / batch_size) steps, the last with the rest. Its order sorts the
+    sequences by the raw 64-bit numbers of PCG64, seeded with (seed, epoch). The same holds for pairs.
+    """
+    number, batch_size = len(data) // data.rows_per_example, settings.batch_size
+    steps_per_epoch = (number + batch_size - 1) // batch_size
+    stream = np.random.SeedSequence(settings.seed, spawn_key=(step // steps_per_epoch,))
+    keys = np.random.PCG64(stream).random_raw(number).tolist()
+    order = sorted(range(number), key=lambda index: (keys[index], index))
+    first = step % steps_per_epoch * batch_size
+    chosen = order[first : first + batch_size]
+    return list(micro_batches(data, chosen, settings, pad_token_id=pad_token_id))
+
+
+def micro_batches(
+    data: TokenizedDataset, indices: Sequence[int], settings: TrainConfig, *, pad_token_id: int
+) -> Iterator[MicroBatch]:
+    """The sequences, or pairs, `indices` as micro-batches, padded on the right. If the objective trains one row of each
+    pair, the other rows are in `MicroBatch.other`.
+    """
+    each, size, trained_row = data.rows_per_example, settings.micro_batch_size, settings.objective.trained_row
+    compared = advantages(settings.objective, data) if isinstance(settings.objective, Grpo) else []
+    for start in range(0, len(indices), size):
+        chosen = indices[start : start + size]
+        rows = [data[index * each + row] for index in chosen for row in range(each)]
+        shape = (len(rows), max(len(row.input_ids) for row in rows))
+        ids, mask, labels = torch.full(shape, pad_token_id), torch.zeros(shape).long(), torch.full(shape, UNTRAINED)
+        columns = {name: torch.zeros(shape) for name in data.columns}
+        for place, row in enumerate(rows):
+            for position, token in enumerate(row.input_ids.tolist()):
+                ids[place, position], mask[place, position] = token, 1
+                # The position before a trained token predicts it, where it is predicted at all.
+                own = position - 1 if data.predicts_next else position
+                if own >= 0 and row.is_trained[position]:
+                    labels[place, own] = token
+                    for name, column in columns.items():
+                        column[place, own] = float(row.columns[name][position])
+        if compared:
+            of_rows = torch.tensor([compared[index] for index in chosen], dtype=torch.float32).unsqueeze(1)
+            columns["advantage"] = torch.where(labels == UNTRAINED, 0.0, of_rows)
+        targets = None if data.targets is None else torch.tensor([row.targets.tolist() for row in rows])  # type: ignore[union-attr]
+        found = MicroBatch(
+            ids, mask, labels, columns, start * each, is_of_images=data.images is not None, targets=targets, each=each
+        )
+        if trained_row is None:
+            yield replace(found, more=further_inputs(rows, shape[1]))
+            continue
+        one, other = (
+            replace(found.every_second(first), more=further_inputs(rows[first::2], shape[1]))
+            for first in (trained_row, 1 - trained_row)
+        )
+        yield replace(one, other=other)
+
+
+def advantages(objective: Grpo, data: TokenizedDataset) -> list[float]:
+    """How much better each rollout is than those of its group: A of DeepSeekMath's section 4.1.2, with 1e-4 added to
+    the standard deviation as TRL does; that of all rollouts, or none, if the objective says so.
+    """
+    assert data.targets is not None
+    groups: dict[int, list[float]] = {}
+    for number, (reward, since) in enumerate(data.targets.tolist()):
+        groups.setdefault(number - int(since), []).append(reward)
+    every = [reward for group in groups.values() for reward in group]
+    found = []
+    for number, (reward, since) in enumerate(data.targets.tolist()):
+        group = groups[number - int(since)]
+        over = {"group": group, "batch": every, "none": []}[objective.scale_rewards]
+        spread = statistics.stdev(over) if len(over) > 1 else 0.0
+        divisor = 1.0 if objective.scale_rewards == "none" else spread + 1e-4
+        found.append((reward - statistics.fmean(group)) / divisor)
+    return found
+
+
+def further_inputs(rows: Sequence[TokenSequence], length: int) -> dict[str, Tensor]:
+    """Token types of `rows`, 0 at padding, and the tensors of their images, one row's after the other's."""
+    each = [row.more() for row in rows]
+    found: dict[str, Tensor] = {}
+    for name in sorted({name for of_row in each for name in of_row}):
+        given = [of_row[name] for of_row in each if name in of_row]
+        if name.endswith("token_type_ids"):
+            found[name] = torch.zeros(len(rows), length, dtype=torch.int64)
+            for row, types in enumerate(given):
+                found[name][row, : len(types)] = types
+            continue
+        entries = [entry for tensor in given for entry in tensor]  # images of unequal size are padded with zeros
+        sizes = [max(sizes) for sizes in zip(*(entry.shape for entry in entries), strict=True)]
+        found[name] = torch.zeros(len(entries), *sizes, dtype=given[0].dtype)
+        for whole, entry in zip(found[name], entries, strict=True):
+            whole[tuple(slice(0, size) for size in entry.shape)] = entry
+    return found

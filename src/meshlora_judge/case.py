@@ -1,0 +1,372 @@
+"""A case: everything that determines the result of one process, and nothing else.
+
+Owns: the fields, the training tokens, and the hash under which a reference run is cached.
+Does not own: topologies (a case has none), running anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from meshlora.run.config.run import ModelConfig, Schedule, TrainConfig
+from meshlora.wings.images.images import KnownInputs
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.errors import UserError
+from meshlora_ground.objective import Objective, Sft
+from meshlora_ground.versions import digest, sources_of, version_of, versions
+
+# Odd lengths, so that a sequence length is never mistaken for a number of heads or a width, and short ones: a cp rank
+# has none of their tokens, a convolution reaches beyond them, and of a single token nothing is predicted.
+_LENGTHS = (21, 2, 19, 1, 17, 13, 9, 3)
+# Checkpoint files above this size are identified by size and modification time instead of content.
+_HASHED_BYTES = 256 * 2**20
+_INVENTORY = "files.json"
+REFERENCE = "reference"  # the folder beside that of the adapter
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training problem.
+
+    Attributes:
+        model: checkpoint folder. adapter: folder of the PEFT adapter both sides start from, A and B non-zero.
+        model_type: from the model's configuration. dtype: dtype of the base.
+        lora: the user's LoRA configuration as plain values, for fresh adapters.
+        reference: that of the frozen adapter that the objective compares with, in the folder `REFERENCE`; None: it
+            compares with the base, or with nothing.
+        input_ids, is_trained, offsets: the sequences, as in `TokenizedDataset`.
+        steps: optimizer steps. batch_size: sequences per step over all ranks. micro_batch_size: sequences per forward.
+        lr: peak of `schedule`. warmup_steps, warmup_from_zero, min_lr, decay_steps, cycle: as in a run file.
+        max_grad_norm: low enough to clip.
+        optimizer, min_8bit_size: as in a run file.
+        beta1, beta2, weight_decay, decay_biases_and_norms: AdamW's, none at its default, so an ignored one shows.
+        eps: AdamW's; near the size of a clipped gradient, so that AdamW does not turn the rounding of tiny elements
+            into large steps, and a gradient of the wrong size shows in its update.
+        router_aux_loss_coef: weight of the routers' load-balancing loss.
+        neftune_alpha: of the noise on embedded tokens.
+        objective: the training objective. lora_plus_ratio, lora_plus_embedding_lr: LoRA+ options of the optimizer.
+        columns, rows_per_example, targets, predicts_next: as in `TokenizedDataset`.
+        attn_implementation: of both sides, as in transformers.
+        quantization: of the frozen base: nf4, int8, mxfp4, fp8; keep, as it is stored; or None.
+        kernels: of our side, as in a run file; the reference has none.
+        packing: our side packs several sequences into a row, "auto": those of a micro-batch; recompute: it recomputes
+            activations; resumes: it stops before its last step and resumes from its checkpoint. The reference does none
+            of these.
+        pieces: fused target -> its pieces with an adapter. share_experts: all experts of a layer share one adapter.
+        further: what the model takes beside the tokens, if anything: images, token types.
+        routed: of rollouts whose engine said them, the experts of each token in every layer, dense ones too; -1 where
+            it did not.
+        dropout: fields of the model's configuration whose dropouts stay on; LoRA's is in `lora`.
+        device: "cpu" or "cuda".
+    """
+
+    model: str
+    adapter: str
+    model_type: str
+    dtype: str
+    lora: dict[str, Any]
+    input_ids: tuple[int, ...]
+    is_trained: tuple[bool, ...]
+    offsets: tuple[int, ...]
+    steps: int
+    batch_size: int
+    micro_batch_size: int
+    seed: int
+    reference: dict[str, Any] | None = None
+    lr: float = 1e-2
+    schedule: Schedule = "linear"
+    warmup_steps: int = 0
+    warmup_from_zero: bool = False
+    min_lr: float = 0.0
+    decay_steps: int = 0
+    cycle: dict[int, float] = field(default_factory=dict)
+    optimizer: Literal["adamw", "adamw_8bit", "lora_fa"] = "adamw"
+    min_8bit_size: int = 4096
+    beta1: float = 0.8
+    beta2: float = 0.95
+    weight_decay: float = 0.1
+    decay_biases_and_norms: bool = False
+    max_grad_norm: float = 1e-2
+    eps: float = 1e-4
+    objective: Objective = field(default_factory=Sft)
+    columns: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    rows_per_example: int = 1
+    targets: tuple[tuple[float, ...], ...] = ()
+    predicts_next: bool = True
+    packing: bool | Literal["auto"] = False
+    recompute: bool = False
+    resumes: bool = False
+    attn_implementation: str | None = "eager"
+    quantization: str | None = None
+    kernels: Literal["liger", "none"] = "none"
+    router_aux_loss_coef: float = 0.0
+    neftune_alpha: float = 0.0
+    lora_plus_ratio: float | None = None
+    lora_plus_embedding_lr: float = 1e-6
+    pieces: dict[str, list[str]] = field(default_factory=dict)
+    share_experts: bool = False
+    further: KnownInputs | None = None
+    routed: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    dropout: tuple[str, ...] = ()
+    pad_token_id: int = 0
+    trust_remote_code: bool = False
+    device: str = "cpu"
+
+    @property
+    def eval_every(self) -> int:
+        """As in a run file. One evaluation is followed by a step of the same process: dropout must be on again."""
+        return 1 if self.resumes else max(1, self.steps - 1)
+
+    def max_grad_norm_at(self, step: int) -> float:
+        """The limit in optimizer step `step`. The last of several steps is not clipped."""
+        return self.max_grad_norm * (1e6 if 0 < step == self.steps - 1 else 1)
+
+    @property
+    def base(self) -> ModelConfig:
+        """The base model section of an equivalent run file."""
+        return ModelConfig(
+            self.model,
+            dtype=self.dtype,  # type: ignore[arg-type] # one of them
+            attn_implementation=self.attn_implementation,
+            trust_remote_code=self.trust_remote_code,
+            disable_dropout="unsupported",  # whatever the case keeps on is supported
+            allow_unused_weights=True,
+            quantization=self.quantization,  # type: ignore[arg-type] # the same
+            kernels=self.kernels,
+        )
+
+    @property
+    def train(self) -> TrainConfig:
+        """The train section of an equivalent run file, without an output folder."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(TrainConfig) if hasattr(self, f.name)}
+        own = {"output": "unused", "recompute": "full" if self.recompute else "none"}
+        return TrainConfig(**fields | own, replica_check_every=0)  # drift is for the judge to find
+
+    @property
+    def data(self) -> TokenizedDataset:
+        """The sequences as both sides read them."""
+        return TokenizedDataset(
+            np.array(self.input_ids, dtype=np.int32),
+            np.array(self.is_trained, dtype=bool),
+            np.array(self.offsets, dtype=np.int64),
+            {name: np.array(column, dtype=np.float32) for name, column in self.columns.items()},
+            self.rows_per_example,
+            self.further,
+            targets=np.array(self.targets, dtype=np.float32) if self.targets else None,
+            predicts_next=self.predicts_next,
+            routed=np.array(self.routed, dtype=np.int16) if self.routed else None,
+        )
+
+
+def batch_size_for(largest_dp: int) -> int:
+    """Sequences per step: odd, so that dp ranks have unequal shares and some need a dummy micro-batch."""
+    return 2 * max(2, largest_dp) + 1
+
+
+def num_sequences_for(batch_size: int, steps: int) -> int:
+    """Sequences in a case. The last step begins a second epoch, after a batch that is not full. The number is odd, so
+    that evaluation has a remainder and needs a dummy micro-batch.
+    """
+    return batch_size * max(1, steps - 1) - (1 if steps > 2 else 0)
+
+
+def random_tokens(
+    *, num_sequences: int, vocab_size: int, seed: int, pad_token_id: int = 0, shortest: int = 1
+) -> TokenizedDataset:
+    """Sequences of unequal length, none below `shortest`, each with an untrained prefix of unequal length, one in four
+    with none: text is trained from its first token on, which no token predicts. A last token is always trained. The
+    padding token also occurs as a trained token of long ones, as with a tokenizer that pads with eos.
+    """
+    generator = np.random.Generator(np.random.PCG64(seed))
+    lengths = [max(shortest, _LENGTHS[i % len(_LENGTHS)]) for i in range(num_sequences)]
+    ids = generator.integers(min(3, vocab_size - 1), vocab_size, size=sum(lengths), dtype=np.int32)
+    offsets = np.cumsum([0, *lengths]).astype(np.int64)
+    is_trained = np.ones(len(ids), dtype=bool)
+    for index, (start, length) in enumerate(zip(offsets.tolist(), lengths, strict=False)):
+        prefix = min(2 + index % 3, length - 1) if index % 4 else 0
+        is_trained[start : start + prefix] = False
+        if index % 2 == 0 and length > 4:
+            ids[start + length - 1] = ids[start + length - 4] = pad_token_id
+    return TokenizedDataset(ids, is_trained, offsets)
+
+
+def with_tokens(data: TokenizedDataset, ids: Iterable[int]) -> TokenizedDataset:
+    """The same sequences with two of the tokens `ids` in each that is long enough, in turn, where they are read and
+    predicted: what a row of the vocabulary trains shows only there.
+    """
+    own, found = itertools.cycle(ids), data.input_ids.copy()
+    for start, end in itertools.pairwise(data.offsets.tolist()):
+        if end - start > 8:
+            found[start + 5], found[start + 7] = next(own), next(own)
+    return replace(data, input_ids=found)
+
+
+def check_tokens(data: TokenizedDataset, ids: Iterable[int]) -> None:
+    """Check that each of the tokens `ids`, whose rows are trained, is read in some sequence, and predicted.
+
+    Raises:
+        UserError: one is not, so that its row would be compared with itself.
+    """
+    is_first, is_last = np.zeros_like(data.is_trained), np.zeros_like(data.is_trained)
+    is_first[data.offsets[:-1]] = is_last[data.offsets[1:] - 1] = True
+    read, predicted = data.input_ids[~is_last], data.input_ids[data.is_trained & ~is_first]
+    found = {*read.tolist()} & ({*predicted.tolist()} if data.predicts_next else {*read.tolist()})
+    if missing := sorted({*ids} - found):
+        raise UserError(
+            f"trainable_token_indices: {missing[0]}",
+            "no sequence of the proof has it both read and predicted, so its row would not be proved",
+            "give fewer tokens, or --data with them",
+        )
+
+
+def with_rollouts(data: TokenizedDataset, *, vocab_size: int, seed: int, is_rewarded: bool = False) -> TokenizedDataset:
+    """The same sequences as rollouts: advantages of both signs, weights, and old log-probabilities around those of a
+    uniform model, so that the ratio is clipped for some tokens and not for others; an engine's around these, unknown of
+    some sequences. is_rewarded: rewards in place of advantages, of groups of one to four sequences.
+    """
+    generator = np.random.Generator(np.random.PCG64([seed, 1]))
+    number, lengths = len(data.input_ids), np.diff(data.offsets)
+    columns = {
+        "advantage": generator.normal(size=number),
+        "old_log_prob": -np.log(vocab_size) + generator.normal(scale=0.3, size=number),
+        "weight": generator.uniform(0.5, 1.5, size=number),
+    }
+    engine = columns["old_log_prob"] + generator.normal(scale=0.3, size=number)
+    is_known = np.repeat(np.arange(len(data)) % 5 != 1, lengths)
+    columns["engine_log_prob"] = np.where(is_known, engine, np.nan)
+    targets = None
+    if is_rewarded:
+        del columns["advantage"]
+        # Groups of 4, 1, 3 and 2, the third's rollouts between those of the fourth, and one of equal rewards.
+        pattern = np.array([0, 0, 0, 0, 1, 2, 3, 2, 3, 2])
+        groups = np.array([pattern[n % 10] + 4 * (n // 10) for n in range(len(data))])
+        rewards = np.where(groups % 7 == 6, 0.5, generator.normal(size=len(data)))
+        firsts = {group: number for number, group in reversed(list(enumerate(groups.tolist())))}
+        since = [number - firsts[group] for number, group in enumerate(groups.tolist())]
+        targets = np.array([rewards, since], dtype=np.float32).T
+    typed = {name: column.astype(np.float32) for name, column in columns.items()}
+    return replace(data, columns=typed, targets=targets)
+
+
+def with_routed(data: TokenizedDataset, *, layers: int, experts: int, chosen: int, seed: int) -> TokenizedDataset:
+    """The same sequences with `chosen` random experts of each token in each layer; of last tokens none, as engines."""
+    generator = np.random.Generator(np.random.PCG64([seed, 3]))
+    scores = generator.random((len(data.input_ids), layers, experts))
+    routed = np.argsort(scores, axis=2)[:, :, :chosen].astype(np.int16)
+    routed[data.offsets[1:] - 1] = -1
+    return replace(data, routed=routed)
+
+
+def as_pairs(data: TokenizedDataset) -> TokenizedDataset:
+    """The same sequences in pairs that share their first two tokens, or all but the last of a shorter one."""
+    ids, lengths = data.input_ids.copy(), np.diff(data.offsets)
+    for pair, (first, second) in enumerate(zip(data.offsets[:-1:2], data.offsets[1:-1:2], strict=True)):
+        shared = min(2, *lengths[2 * pair : 2 * pair + 2] - 1)
+        ids[second : second + shared] = ids[first : first + shared]
+    return replace(data, input_ids=ids, rows_per_example=2)
+
+
+def with_feedback(data: TokenizedDataset) -> TokenizedDataset:
+    """The sequences of `as_pairs` with a "desirable" column: two of three pairs are liked."""
+    data = as_pairs(data)
+    liked = np.repeat([1.0 if record % 3 != 1 else -1.0 for record in range(data.num_examples)], 2)
+    column = np.repeat(liked, np.diff(data.offsets)).astype(np.float32)
+    return replace(data, columns={"desirable": column})
+
+
+def with_labels(data: TokenizedDataset, objective: Any, *, seed: int, segments: bool) -> TokenizedDataset:
+    """The sequences with random labels of `objective`, of texts or of their trained tokens; segments: two in each."""
+    generator = np.random.Generator(np.random.PCG64([seed, 2]))
+    number = len(objective.names)
+    if not hasattr(objective, "problem"):
+        labels = generator.integers(number, size=len(data.input_ids)).astype(np.float32)
+        return replace(data, columns={"label": labels}, predicts_next=False)
+    halves = [np.arange(length) >= length // 2 for length in np.diff(data.offsets)] if segments else []
+    further = KnownInputs([{"token_type_ids": half.astype(np.int64)} for half in halves]) if segments else None
+    targets = {
+        "single": lambda: generator.integers(number, size=(len(data), 1)),
+        "multi": lambda: generator.integers(2, size=(len(data), number)),
+        "regression": lambda: generator.normal(size=(len(data), number)),
+    }[objective.problem]()
+    data = replace(data, is_trained=np.ones_like(data.is_trained), predicts_next=False)
+    return replace(data, further=further, targets=targets.astype(np.float32))
+
+
+def as_similar(data: TokenizedDataset, rows: int) -> TokenizedDataset:
+    """The sequences in groups of `rows`: an anchor, its positive, negatives."""
+    return replace(data, is_trained=np.ones_like(data.is_trained), rows_per_example=rows, predicts_next=False)
+
+
+def distinct_sequences(data: TokenizedDataset, number: int, *, source: str) -> TokenizedDataset:
+    """The first `number` distinct sequences of `data` with a trained token, and their images.
+
+    Raises:
+        UserError: there are fewer.
+    """
+    seen: dict[tuple[int, ...], int] = {}
+    for index, sequence in enumerate(data):
+        if len(seen) < number and sequence.is_trained[1:].any():
+            seen.setdefault(tuple(sequence.input_ids.tolist()), index)
+    if len(seen) < number:
+        raise UserError(f"{source}: {len(seen)} different sequences", f"{number} are needed", "give a longer file")
+    chosen, further = [data[index] for index in seen.values()], None
+    if data.images is not None:
+        inputs = [{name: value.numpy() for name, value in sequence.more().items()} for sequence in chosen]
+        further = KnownInputs(inputs, [data.images.number(index) for index in seen.values()], data.images.token)
+    offsets = np.cumsum([0, *(len(s.input_ids) for s in chosen)]).astype(np.int64)
+    ids, is_trained = (np.concatenate(p) for p in zip(*((s.input_ids, s.is_trained) for s in chosen), strict=True))
+    return TokenizedDataset(ids, is_trained, offsets, further=further)
+
+
+def case_hash(case: Case, *, inputs: Iterable[str]) -> str:
+    """The hash of every input of a reference run.
+
+    inputs: fingerprints of the model and adapter files (`file_fingerprint`), or the configuration of a twin. Paths are
+    not hashed.
+    """
+    further = None if case.further is None else case.further.digest().tobytes().hex()
+    values = dataclasses.asdict(dataclasses.replace(case, model="", adapter="", further=None)) | {"further": further}
+    of_bitsandbytes = case.quantization in ("nf4", "int8") or case.optimizer == "adamw_8bit"
+    library = [version_of("bitsandbytes")] if of_bitsandbytes else []
+    made_with = [json.dumps(versions()), *library, *sources_of("meshlora_judge.reference_case")]
+    return digest([json.dumps(values, sort_keys=True, default=str), *inputs, *made_with])
+
+
+def file_fingerprint(folder: Path) -> list[str]:
+    """One line for each file of a checkpoint folder that defines the model."""
+    return [_fingerprint(file) for file in sorted(folder.iterdir()) if file.suffix in (".json", ".safetensors", ".py")]
+
+
+def write_inventory(folder: Path) -> None:
+    """Record the contents of a reference folder, so that truncated or deleted files are noticed."""
+    (folder / _INVENTORY).write_text(json.dumps(_contents(folder)), encoding="utf-8")
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a reference folder still matches its inventory."""
+    try:
+        return bool(json.loads((folder / _INVENTORY).read_text(encoding="utf-8")) == _contents(folder))
+    except (OSError, ValueError):
+        return False
+
+
+def _contents(folder: Path) -> list[str]:
+    files = sorted(file for file in folder.rglob("*") if file.is_file() and file.name != _INVENTORY)
+    return [_fingerprint(file, name=str(file.relative_to(folder))) for file in files]
+
+
+def _fingerprint(file: Path, *, name: str = "") -> str:
+    stat, name = file.stat(), name or file.name
+    if stat.st_size > _HASHED_BYTES:
+        return f"{name} {stat.st_size} {stat.st_mtime_ns}"
+    with file.open("rb") as stream:
+        return f"{name} {hashlib.file_digest(stream, 'sha256').hexdigest()}"

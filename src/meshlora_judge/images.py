@@ -1,0 +1,124 @@
+"""Images of a proof: random pixels of the shapes that a twin's tower takes, and their placeholders in its sequences.
+
+Owns: the shapes for each way in which transformers' models take images, and which sequences have how many. No processor
+and no file is needed. Both sides of a proof take the same pixels, as they take the same tokens.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from meshlora.wings.images.images import TOKEN_TYPES, KnownInputs
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.errors import UnsupportedError, reason
+from meshlora_ground.model_class import model_class
+
+# Images of sequences 0, 1, 2, ..., over and over: dp ranks and micro-batches without any are among them.
+_NUMBERS = (1, 0, 2, 0, 0, 1, 3)
+_FIRST_PLACE, _BETWEEN = 3, 2  # tokens before the first image of a sequence, and between two
+
+
+@dataclass(frozen=True)
+class _RandomImages:
+    """Attributes:
+    shapes: of each image of each sequence: `(t, h, w)` patches, `(h, w)` pixels, or none if all have one size.
+    arguments: of the model's forward, for token types and shapes. row: shape of a row of `pixel_values`.
+    """
+
+    shapes: tuple[tuple[tuple[int, ...], ...], ...]
+    arguments: tuple[str, ...]
+    row: tuple[int, ...]
+    token: int
+    seed: int
+
+    def inputs(self, index: int, input_ids: np.ndarray) -> dict[str, Tensor]:
+        """As in `meshlora.wings.images.images.FurtherInputs`."""
+        types = torch.from_numpy(input_ids.astype(np.int64) == self.token).long()
+        found = {name: types for name in self.arguments if name in TOKEN_TYPES}
+        if not (shapes := self.shapes[index]):
+            return found
+        generator = torch.Generator().manual_seed(1000 * self.seed + index)
+        sizes = torch.tensor(shapes)
+        if "image_grid_thw" in self.arguments:
+            pixels = torch.randn(int(sizes.prod(1).sum()), *self.row, generator=generator)
+            return found | {"pixel_values": pixels, "image_grid_thw": sizes}
+        pixels = torch.randn(len(shapes), *self.row, generator=generator)
+        if "image_sizes" not in self.arguments:
+            return found | {"pixel_values": pixels}
+        for image, (height, width) in zip(pixels, shapes, strict=True):  # as processors pad them
+            image[:, height:], image[:, :, width:] = 0, 0
+        height, width = sizes.max(0).values.tolist()
+        return found | {"pixel_values": pixels[:, :, :height, :width], "image_sizes": sizes}
+
+
+def with_images(data: TokenizedDataset, config: PretrainedConfig, *, seed: int) -> TokenizedDataset:
+    """`data` with placeholders of random images in some of the sequences, and these images.
+
+    Raises:
+        UnsupportedError: the model of `config` takes no images, or in a way that is not known here.
+    """
+    numbers = [_NUMBERS[index % len(_NUMBERS)] for index in range(len(data))]
+    images, lengths = _images(config, numbers, seed=seed)
+    ids, trained = [], []
+    for sequence, of_images in zip(data, lengths, strict=True):
+        own_ids, own_trained = sequence.input_ids.copy(), sequence.is_trained.copy()
+        own_ids[own_ids == images.token] = images.token - 1 if images.token else 1
+        place = _FIRST_PLACE
+        for length in of_images:
+            own_ids = np.insert(own_ids, place, [images.token] * length)
+            own_trained = np.insert(own_trained, place, [False] * length)
+            place += length + _BETWEEN
+        ids.append(own_ids)
+        trained.append(own_trained)
+    offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+    parts = {"input_ids": np.concatenate(ids), "is_trained": np.concatenate(trained), "offsets": offsets}
+    further = [{name: value.numpy() for name, value in images.inputs(i, own).items()} for i, own in enumerate(ids)]
+    return replace(data, **parts, further=KnownInputs(further, numbers, images.token))  # type: ignore[arg-type]
+
+
+def _images(config: PretrainedConfig, numbers: Sequence[int], *, seed: int) -> tuple[_RandomImages, list[list[int]]]:
+    """(random images, how many tokens each of a sequence takes) for sequences with these numbers of images."""
+    what = f"--images with model_type {config.model_type!r}"
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: Any = model_class(config).from_config(config).eval()
+    given = inspect.signature(model.forward).parameters
+    vision, token = getattr(config, "vision_config", None), getattr(config, "image_token_id", None)
+    if "pixel_values" not in given or vision is None or token is None:
+        raise UnsupportedError(what, "its model takes no images", "leave out --images")
+    arguments = tuple(name for name in (*TOKEN_TYPES, "image_grid_thw", "image_sizes") if name in given)
+    patch, merge = vision.patch_size, getattr(vision, "spatial_merge_size", getattr(config, "spatial_merge_size", 1))
+    channels = getattr(vision, "in_channels", getattr(vision, "num_channels", 3))
+    kinds: list[tuple[int, ...]] = [()]
+    row: tuple[int, ...] = (channels, vision.image_size, vision.image_size) if hasattr(vision, "image_size") else ()
+    if "image_grid_thw" in arguments:
+        kinds = [(1, 2 * merge, 2 * merge), (1, merge, 3 * merge), (1, 2 * merge, merge)]
+        row = (channels * vision.temporal_patch_size * patch**2,)
+    elif "image_sizes" in arguments:
+        kinds = [(2 * patch * merge,) * 2, (patch * merge, 2 * patch * merge), (2 * patch * merge, patch * merge)]
+        row = (channels, *kinds[0])
+    shapes = tuple(tuple(kinds[(i + n) % len(kinds)] for n in range(number)) for i, number in enumerate(numbers))
+    images = _RandomImages(shapes, arguments, row, token, seed)
+    try:
+        of_kind = {kind: _tokens(model, replace(images, shapes=((kind,),))) for kind in kinds}
+    except Exception as error:  # towers raise anything
+        raise UnsupportedError(what, f"its tower does not take them ({reason(error)})", "leave out --images") from error
+    return images, [[of_kind[kind] for kind in each] for each in shapes]
+
+
+@torch.no_grad()
+def _tokens(model: Any, image: _RandomImages) -> int:
+    """How many tokens the only image takes."""
+    inputs = {k: v for k, v in image.inputs(0, np.zeros(1)).items() if k not in TOKEN_TYPES}
+    found = model.get_image_features(**inputs, return_dict=True)
+    features = found.last_hidden_state if found.pooler_output is None else found.pooler_output
+    whole = features if isinstance(features, Tensor) else torch.cat(list(features))
+    return whole.flatten(0, -2).shape[0]

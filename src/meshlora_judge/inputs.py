@@ -1,0 +1,150 @@
+"""The inputs of both sides: a twin on disk, and an adapter with A and B non-zero, made by transformers and peft.
+
+Owns: their values, pure functions of (seed, name), and the judge's own implementation of the rule for fresh adapters,
+written a second time from docs/oracle.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig, PretrainedConfig
+
+from meshlora_ground.compat import targets_as_configured
+from meshlora_ground.model_class import model_class
+from meshlora_ground.objective import TEXT, Objective
+from meshlora_judge.experts import (
+    PREFIX,
+    Repeated,
+    Stack,
+    adapted_stacks,
+    names_in_file,
+    output_side,
+    plain_name,
+    stack_of,
+)
+from meshlora_judge.pieces import mask_of, pieces_of
+
+
+def write_twin(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype, seed: int) -> None:
+    """A checkpoint with random weights; norms are moved off 1, biases and buffers off 0, which would hide faults."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config).from_config(config, dtype=torch.float64, attn_implementation="eager")
+        with torch.no_grad():
+            stored = model.state_dict().keys()
+            buffers = (b for name, b in model.named_buffers() if name in stored and b.is_floating_point())
+            for tensor in (*model.parameters(), *buffers):
+                tensor.add_(torch.randn_like(tensor), alpha=0.05)
+                tensor.data = tensor.to(dtype)  # not all of the model: complex numbers of Llama 4 would become real
+    model.save_pretrained(folder)
+
+
+def write_adapter(
+    model: str | Path,
+    lora: Mapping[str, Any],
+    folder: Path,
+    *,
+    seed: int,
+    trust_remote_code: bool,
+    objective: Objective = TEXT,
+    pieces: dict[str, list[str]] | None = None,
+    share_experts: bool = False,
+) -> None:
+    """PEFT's adapter for the configuration `lora`, with values drawn by name, A and B both non-zero."""
+    pieces = pieces or {}
+    with targets_as_configured():
+        peft_model = without_values(model, LoraConfig(**lora), objective, trust_remote_code=trust_remote_code)
+    stacks = adapted_stacks(peft_model, is_shared=share_experts)
+    stored = get_peft_model_state_dict(peft_model, save_embedding_layers=False)
+    folder.mkdir(parents=True)
+    config = peft_model.get_base_model().config
+    peft_model.peft_config["default"].save_pretrained(str(folder))
+    drawn = {key: _draw(seed, key, tuple(tensor.shape)) for key, tensor in stored.items()}
+    of_experts = names_in_file([key.removeprefix(PREFIX) for key in drawn], stacks)
+    for key, value in drawn.items():
+        name = of_experts.get(key.removeprefix(PREFIX), plain_name(key))
+        module, _, side = name.rpartition(".lora_")
+        stack = stacks.get(module)
+        if stack is not None:
+            drawn[key] = value = _of_experts(value, side, stack)
+        if side == output_side(stack) and (names := pieces_of(module, pieces)):
+            own = dataclasses.replace(stack, is_shared=False) if stack is not None else None
+            value *= mask_of(config, module, names, value.shape, own)
+        if ".lora_" not in key:  # PEFT holds it in the dtype of the base, whatever the file's: any dtype has these
+            drawn[key] = value.bfloat16().to(value.dtype)
+    if pieces or share_experts:
+        own_file = {"pieces": pieces} | ({"share_experts": True} if share_experts else {})
+        (folder / "meshlora.json").write_text(json.dumps(own_file), encoding="utf-8")
+    save_file(drawn, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def without_values(model: str | Path, lora: LoraConfig, objective: Objective, *, trust_remote_code: bool) -> Any:
+    """PEFT's model for the checkpoint folder `model`, on the meta device: no weight is read."""
+    config = AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=trust_remote_code)
+    objective.configure(config)
+    with torch.device("meta"):
+        base = model_class(config).from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        return get_peft_model(base, lora)
+
+
+def _of_experts(drawn: Tensor, side: str, stack: Stack) -> Tensor:
+    """PEFT's factor of all experts: B scaled as on a linear, a shared factor repeated for each expert."""
+    value = drawn if side == "A" else drawn * math.sqrt(stack.num_experts)
+    if stack.is_shared:
+        repeated = Repeated(stack.num_experts, is_a=side == "A")
+        value = repeated.forward(repeated.right_inverse(value))
+    return value
+
+
+def _draw(seed: int, key: str, shape: tuple[int, ...]) -> Tensor:
+    if len(shape) == 1:  # a magnitude, a norm or a bias: around 1, around 0
+        return torch.randn(shape, generator=_generator(f"verify:{seed}:{key}")) * 0.1 + (not key.endswith("bias"))
+    # B is small beside A: the adapter is far above rounding, but a deep model with it still computes finite numbers.
+    scale = (0.25 if ".lora_B" in key or ".lora_embedding_B" in key else 1.0) / math.sqrt(shape[-1])
+    return torch.randn(shape, generator=_generator(f"verify:{seed}:{key}")) * scale
+
+
+def expected_fresh(
+    name: str, shape: tuple[int, ...], *, init: bool | str, seed: int, stacks: Mapping[str, Stack]
+) -> Tensor:
+    """The whole factor `name` of a fresh adapter, for example `model.layers.0.mlp.up_proj.lora_A`.
+
+    A is uniform in ±1/sqrt(in_features), or N(0, 1/r^2) for "gaussian"; B is zero, or uniform in ±1/sqrt(r) if `init`
+    is False. On an embedding A is zero and B N(0, 1), or both N(0, 1). The generator's seed is the first 8 bytes of
+    sha256("{seed}:{name}"), halved. Each piece has its own name: `c_attn.lora_A.q`. So has each expert:
+    `mlp.experts.gate_up_proj.lora_A.3`; where PEFT swaps the input and output sides, A and B swap in these rules.
+    """
+    module, _, part = name.rpartition(".lora_")
+    stack = stacks.get(stack_of(module))
+    if stack is not None and not stack.is_shared:
+        name = f"{stack_of(module)}.lora_{part}.{module.split('.')[-2]}"
+    part = part.partition(".")[0]
+    generator = _generator(f"{seed}:{name}")
+    if part.startswith("embedding"):
+        return (
+            torch.zeros(shape) if part.endswith("A") and init is not False else torch.randn(shape, generator=generator)
+        )
+    is_swapped = stack is not None and stack.is_swapped
+    is_first = part == ("B" if is_swapped else "A")
+    if not is_first and init is not False:
+        return torch.zeros(shape)
+    fan_in, rank = (shape[0], shape[1]) if is_swapped else (shape[1], shape[0])
+    if init == "gaussian" and is_first:
+        return torch.randn(shape, generator=generator) / rank
+    return (torch.rand(shape, generator=generator) * 2 - 1) * (1 / math.sqrt(fan_in))
+
+
+def _generator(text: str) -> torch.Generator:
+    seed = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") // 2
+    return torch.Generator().manual_seed(seed)

@@ -1,0 +1,144 @@
+"""The reference's reading of checkpoints in few bits: whole, as plain numbers, by the libraries of the formats.
+
+Owns: for formats whose libraries do not read them here (fbgemm, compressed-tensors, modelopt, LLM.int8, GPTQ, AWQ), the
+published formula, written a second time and over bytes instead of words. Does not own: the product's reading of slices
+(`wings.quantized.packed`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import FineGrainedFP8Config, Mxfp4Config, PretrainedConfig
+
+from meshlora_ground.errors import UserError
+from meshlora_ground.model_class import model_class, own_class, take_quantization
+from meshlora_ground.weight_files import weight_files
+
+# Ends of the names of floating-point tensors that are parts of a weight.
+_PARTS = ("scale", "scales", "scale_ub", "scale_2", "absmax", "quant_map", "SCB")
+
+
+def load_base(folder: str | Path, config: PretrainedConfig, **options: Any) -> Any:
+    """`model_class(config).from_pretrained(folder, config=config, **options)`, with plain numbers on any device."""
+    given = take_quantization(config) or {}
+    method = given.get("quant_method")
+    if method in ("mxfp4", "fp8"):
+        config.quantization_config = given
+    if method == "mxfp4":
+        options["quantization_config"] = Mxfp4Config(dequantize=True)
+    elif method == "fp8":
+        block = given.get("weight_block_size")
+        options["quantization_config"] = FineGrainedFP8Config(dequantize=True, weight_block_size=block)
+    elif method is not None:
+        tensors: dict[str, Tensor] = {}
+        for file in weight_files(Path(folder)):
+            tensors |= load_file(file)
+        del options["local_files_only"], options["trust_remote_code"]
+        return own_class(config).from_pretrained(
+            None, config=config, state_dict=plain_numbers(tensors, given), **options
+        )
+    return model_class(config).from_pretrained(folder, config=config, **options)
+
+
+def plain_numbers(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The whole weights of a checkpoint, by name."""
+    plain: dict[str, Tensor] = {}
+    for key, codes in tensors.items():
+        owner, _, leaf = key.rpartition(".")
+        of = {name.removeprefix(f"{owner}."): value for name, value in tensors.items() if name.startswith(f"{owner}.")}
+        if leaf == "qweight":
+            made = _gptq if quantization["quant_method"] == "gptq" else _awq
+            plain[f"{owner}.weight"] = made(of, quantization)
+        elif leaf in ("weight_packed", "weight") and codes.dtype == torch.uint8 and "weight_scale" in of:
+            plain[f"{owner}.weight"] = _nvfp4(codes, of)
+        elif leaf == "weight_packed":
+            plain[f"{owner}.weight"] = _integers(codes, of, quantization)
+        elif leaf == "weight" and codes.dtype == torch.int8 and "SCB" in of:
+            plain[key] = codes.float() * (of["SCB"] / 127)[:, None]
+        elif leaf == "weight" and codes.dtype in (torch.float8_e4m3fn, torch.int8):
+            scales, zeros = of["weight_scale"].float(), of.get("weight_zero_point", torch.zeros(1, 1))
+            if scales.ndim == 2:  # groups of input features
+                scales, zeros = (part.repeat_interleave(codes.shape[1] // part.shape[1], 1) for part in (scales, zeros))
+            plain[key] = (codes.float() - zeros.float()) * scales
+        elif f"{leaf}.absmax" in of and leaf == "weight":
+            state = {n.removeprefix("weight."): v for n, v in of.items() if n.startswith("weight.")}
+            plain[key] = _bitsandbytes(codes, state)
+        elif codes.is_floating_point() and not leaf.endswith(_PARTS):
+            plain[key] = codes
+    return plain
+
+
+def _nibbles(words: Tensor) -> Tensor:
+    """The eight 4-bit numbers of each word along the last dim, lowest first."""
+    values = words.contiguous().view(torch.uint8)
+    return torch.stack([values % 16, values // 16], -1).flatten(-2)
+
+
+def _nvfp4(codes: Tensor, of: Mapping[str, Tensor]) -> Tensor:
+    """Sign, two bits of exponent with a bias of 1, one of mantissa; groups of 16, and one scale for all."""
+    bits = torch.stack([codes % 16, codes // 16], -1).flatten(-2).long()
+    sign, exponent, mantissa = 1 - 2 * (bits // 8), bits // 2 % 4, bits % 2
+    numbers = torch.where(exponent > 0, (2 + mantissa) * 2.0**exponent, mantissa * 2.0) / 4
+    groups = of["weight_scale"].float().repeat_interleave(16, 1)
+    if "weight_global_scale" in of:
+        return sign * numbers * (groups / of["weight_global_scale"])
+    return sign * numbers * (groups * of["weight_scale_2"])
+
+
+def _integers(codes: Tensor, of: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> Tensor:
+    """compressed-tensors: zeros are in words along the outputs, or half of the range."""
+    scales, (group, *_) = of["weight_scale"].float(), quantization.get("config_groups", {0: {}}).values()
+    is_wide = group.get("weights", {}).get("num_bits") == 8
+
+    def numbers(words: Tensor) -> Tensor:
+        return words.contiguous().view(torch.uint8) if is_wide else _nibbles(words)
+
+    zeros = torch.full((1, 1), 128 if is_wide else 8)
+    if "weight_zero_point" in of:
+        zeros = numbers(of["weight_zero_point"].T).T[: len(scales)]
+    values, columns = numbers(codes).float(), scales.shape[1]
+    values = values.unflatten(1, (columns, -1)) - zeros.float().unsqueeze(-1)
+    return (values * scales.unsqueeze(-1)).flatten(1)
+
+
+def _gptq(of: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> Tensor:
+    is_wide = quantization["bits"] == 8
+    codes, zeros = of["qweight"].T.contiguous(), of["qzeros"].contiguous()
+    codes, zeros = (codes.view(torch.uint8), zeros.view(torch.uint8)) if is_wide else (_nibbles(codes), _nibbles(zeros))
+    zeros = zeros.int() + int(quantization.get("checkpoint_format", "gptq") == "gptq")
+    zeros = zeros % (256 if is_wide else 16)
+    size = codes.shape[1] // len(zeros)
+    index = of["g_idx"].long() if "g_idx" in of else torch.arange(codes.shape[1]) // size
+    return (codes.float() - zeros[index].T) * of["scales"].float()[index].T
+
+
+def _awq(of: Mapping[str, Tensor], _: Mapping[str, Any]) -> Tensor:
+    def ordered(words: Tensor) -> Tensor:
+        stored = _nibbles(words).unflatten(-1, (-1, 8))
+        numbers = torch.empty_like(stored)
+        numbers[..., [0, 2, 4, 6, 1, 3, 5, 7]] = stored
+        return numbers.flatten(-2)
+
+    codes, zeros, scales = ordered(of["qweight"]), ordered(of["qzeros"]), of["scales"].float()
+    size = len(codes) // len(scales)
+    zeros, scales = zeros.repeat_interleave(size, 0), scales.repeat_interleave(size, 0)
+    return ((codes.float() - zeros) * scales).T.contiguous()
+
+
+def _bitsandbytes(codes: Tensor, state: dict[str, Tensor]) -> Tensor:
+    try:
+        from bitsandbytes.functional import QuantState, dequantize_4bit
+    except ImportError:
+        rule = "reading it on one process needs bitsandbytes, which is not installed"
+        raise UserError("a checkpoint of bitsandbytes", rule, "pip install 'meshlora[quantization]'") from None
+    found = QuantState.from_dict(state, device=torch.device("cpu"))
+    found.dtype = torch.float32
+    # As one row: bitsandbytes 0.50 is wrong on CPUs with AVX-512 where a block of weights crosses the end of a row.
+    shape, found.shape = found.shape, torch.Size([found.shape.numel()])
+    return dequantize_4bit(codes, found).view(shape)

@@ -1,0 +1,96 @@
+"""The reference's quantised base: every linear but head and routers, and all experts, each matrix rounded as a whole.
+
+Owns: which matrices are rounded, storing the rounded values as plain numbers, and the published formulas of fp8 and
+mxfp4, written a second time. Does not own: the rounding to nf4 and int8, which is bitsandbytes'. Nothing here knows
+that a matrix can be split.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
+
+from meshlora_judge.experts import expert_modules, matrices
+
+_BLOCK = 64
+_ROUTER = re.compile(r"(gate|router)(\.|$)")
+# The numbers of 1 sign, 2 exponent and 1 mantissa bit, in the order of their codes.
+_E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+@torch.no_grad()
+def quantize_base(model: Any, kind: str | None) -> None:
+    """Round the weights of every linear of `model` but its head and routers, and of all experts, to `kind`.
+
+    kind: nf4, int8, mxfp4, fp8; None and "keep", a base that is stored in few bits, change nothing. The rounding is in
+    float32 for every dtype of the model, and its result is cast to that dtype.
+    """
+    if kind in (None, "keep"):
+        return
+    heads = [model.get_output_embeddings(), *(getattr(model, name, None) for name in ("score", "classifier"))]
+    left = {id(part) for head in heads if head is not None for part in head.modules()}
+    rounded = _ROUNDED[str(kind)]
+    blocks = [name.rpartition(".")[0] for name in expert_modules(model)]
+    for name, module in model.named_modules():
+        is_router = any(_ROUTER.match(name.removeprefix(f"{b}.")) for b in blocks if name.startswith(f"{b}."))
+        if not isinstance(module, nn.Linear | Conv1D) or id(module) in left or is_router:
+            continue
+        matrix = module.weight.T if isinstance(module, Conv1D) else module.weight  # [out, in]
+        kept = rounded(matrix.float().contiguous())
+        module.weight.copy_(kept.T if isinstance(module, Conv1D) else kept)
+    for stack in matrices(model).values():
+        for matrix in stack:
+            matrix.copy_(rounded(matrix.float().contiguous()))
+
+
+def _nf4(matrix: Tensor) -> Tensor:
+    from bitsandbytes import functional
+
+    codes, state = functional.quantize_4bit(matrix, blocksize=_BLOCK, quant_type="nf4", compress_statistics=False)
+    normal: Tensor = functional.dequantize_4bit(codes, state)
+    return normal
+
+
+def _int8(matrix: Tensor) -> Tensor:
+    from bitsandbytes import functional
+
+    levels = functional.create_linear_map(signed=True, total_bits=8).to(matrix.device)
+    codes, state = functional.quantize_blockwise(matrix, code=levels, blocksize=_BLOCK)
+    rounded: Tensor = functional.dequantize_blockwise(codes, state)
+    return rounded
+
+
+def _fp8(matrix: Tensor) -> Tensor:
+    """Blocks of 128 x 128, the last ones smaller, whose largest number becomes 448."""
+    rounded = torch.empty_like(matrix)
+    for top in range(0, matrix.shape[0], 128):
+        for left in range(0, matrix.shape[1], 128):
+            block = matrix[top : top + 128, left : left + 128]
+            scale = block.abs().max() / 448
+            scale = scale if scale > 0 else torch.ones_like(scale)
+            rounded[top : top + 128, left : left + 128] = (block / scale).to(torch.float8_e4m3fn).float() * scale
+    return rounded
+
+
+def _mxfp4(matrix: Tensor) -> Tensor:
+    """Groups of 32 input features: 2^(floor(log2(largest)) - 2) times the nearest number, of two the one with an even
+    code (OCP Microscaling Formats 1.0, section 6.3).
+    """
+    groups = matrix.reshape(-1, 32)
+    largest = groups.abs().amax(1, keepdim=True)
+    power = torch.floor(torch.log2(largest.double()))
+    scale = torch.where(largest > 0, torch.exp2((power - 2).clamp(min=-127)), 1.0)
+    numbers = torch.tensor(_E2M1, dtype=torch.float64)
+    distances = (groups.double().abs() / scale).unsqueeze(-1) - numbers
+    # Of two equally near ones the odd code loses.
+    order = distances.abs() + 1e-12 * (torch.arange(8) % 2)
+    nearest = numbers[order.argmin(-1)] * scale * groups.sign()
+    return nearest.float().view_as(matrix)
+
+
+_ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {"nf4": _nf4, "int8": _int8, "fp8": _fp8, "mxfp4": _mxfp4}

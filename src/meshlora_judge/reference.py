@@ -1,0 +1,382 @@
+"""The reference: the same steps on one process by transformers + peft.
+
+Owns: the training loop of a single process. It uses none of meshlora's layers, collectives, gradient sync, adapter code
+or batches, only what both sides share: the sequences of a run, and the lift.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from peft import PeftModel
+from peft.optimizers import create_lorafa_optimizer, create_loraplus_optimizer
+from peft.tuners.lora import LoraLayer
+from peft.tuners.trainable_tokens import TrainableTokensLayer
+from torch import Tensor, nn
+from transformers import AutoConfig
+
+from meshlora.run.config.run import ModelConfig, RunConfig, TrainConfig
+from meshlora_ground.compat import targets_as_configured
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.errors import UnsupportedError
+from meshlora_ground.float64 import lift
+from meshlora_ground.objective import TEXT, Embed, Objective
+from meshlora_ground.tasks import CAUSAL, task_of
+from meshlora_judge.batches import MicroBatch, micro_batches_of
+from meshlora_judge.dropout import Masks
+from meshlora_judge.experts import PREFIX, ROWS, adapted_stacks, output_side, plain_name, plain_names, share_adapters
+from meshlora_judge.noise import add_noise
+from meshlora_judge.objectives import contrast, embeddings, gained, load_balancing_loss, losses
+from meshlora_judge.packed import load_base
+from meshlora_judge.pieces import mask_of, pieces_of
+from meshlora_judge.quantized import quantize_base
+
+
+def reference_model(
+    model: ModelConfig,
+    adapter: str | Path,
+    *,
+    objective: Objective = TEXT,
+    pad: int = 0,
+    is_stock: bool = False,
+    dropouts: Collection[str] = (),
+) -> Any:
+    """The checkpoint with a trainable PEFT adapter on one process, the model's own dropouts off.
+
+    pad: the padding token of the batches, for a model of another task. dropouts: configuration fields whose dropout
+    stays on.
+    is_stock: leave PEFT's rewriting of target names on, and do not share adapters of experts.
+    """
+    dtype, options = getattr(torch, model.dtype), {"trust_remote_code": model.trust_remote_code}
+    config = AutoConfig.from_pretrained(model.path, local_files_only=True, **options)
+    objective.configure(config)
+    for name, value in config.to_dict().items():
+        if ("dropout" in name or "pdrop" in name) and isinstance(value, float) and name not in dropouts:
+            setattr(config, name, 0.0)
+    if objective.task != CAUSAL:
+        config.classifier_dropout = 0.0
+    base = load_base(
+        model.path,
+        config,
+        dtype=dtype,
+        attn_implementation=model.attn_implementation,
+        experts_implementation="eager",  # the others do not compute in float64
+        local_files_only=True,
+        **options,
+    )
+    if dtype == torch.float64:
+        for parameter in base.parameters():  # some routers are float32 whatever dtype is requested
+            parameter.data = parameter.data.to(dtype)
+    if objective.task != CAUSAL:
+        base.config.get_text_config().pad_token_id = pad
+    quantize_base(base, model.quantization)
+    with contextlib.nullcontext() if is_stock else targets_as_configured():
+        # Where the base is: PEFT would read it onto a GPU that it sees.
+        found = PeftModel.from_pretrained(base, str(adapter), is_trainable=True, torch_device="cpu")
+    for name, module in found.named_modules():
+        assert not type(module).__module__.startswith("meshlora"), name  # the judge runs none of our layers
+    if own_words(adapter).get("share_experts") and not is_stock:
+        share_adapters(found)
+    return found.train()
+
+
+def losses_of(
+    model: nn.Module,
+    batch: MicroBatch,
+    *,
+    objective: Objective | None = None,
+    base: Tensor | None = None,
+    point: Tensor | None = None,
+    routed: list[tuple[Tensor, ...]] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(losses before averaging, one per token, pair or record; logits `[B, S, V]`, or the outputs of another head) of
+    one micro-batch, lifted if the model is float64. Of a text to embed the first is its embedding: `contrast` compares
+    those of a whole step.
+
+    objective: None: no losses. base, point: from `before_losses`, if the objective needs them.
+    routed: if given, the layers' router logits are appended.
+    """
+    options: dict[str, Any] = {"output_router_logits": True} if routed is not None else {}
+    with lift(next(model.parameters()).dtype == torch.float64):
+        # PEFT's wrapper calls forward(), past the hooks of a capture; the model inside it has the adapter's layers.
+        inner = getattr(model, "get_base_model", lambda: model)()
+        if task_of(inner.config) == CAUSAL:
+            options["use_cache"] = False
+        dtype = next(model.parameters()).dtype
+        more = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.more.items()}
+        found = inner(input_ids=batch.input_ids, attention_mask=batch.attention_mask, **options, **more)
+        outputs = found.logits if "logits" in found else found.last_hidden_state
+        if routed is not None:
+            routed.append(found.router_logits)
+        if objective is None:
+            return outputs.new_empty(0), outputs
+        if isinstance(objective, Embed):
+            return embeddings(objective, outputs, batch), outputs
+        each = losses(objective, outputs, batch, base, is_training=torch.is_grad_enabled(), point=point)
+    return each, outputs
+
+
+def frozen_policy(model: ModelConfig, adapter: str | Path | None, **options: Any) -> Any:
+    """A second model: the checkpoint with the adapter in the folder `adapter`, frozen; None: there is no such folder.
+
+    options: of `reference_model`.
+    """
+    return None if adapter is None else reference_model(model, adapter, **options).eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def base_logits(model: Any, batch: MicroBatch, objective: Objective, policy: Any = None) -> Tensor | None:
+    """Logits of the frozen `policy`, or of the base for None; None if the objective does not need them."""
+    if not objective.needs_base:
+        return None
+    with model.disable_adapter() if policy is None else contextlib.nullcontext():
+        return losses_of(model if policy is None else policy, batch)[1]
+
+
+def before_losses(
+    model: Any, batches: Sequence[MicroBatch], objective: Objective, policy: Any = None
+) -> tuple[list[Tensor | None], Tensor | None]:
+    """(`base_logits` of each batch; KTO's reference point, the mean gain of all their other rows, or None)."""
+    others = [batch.other for batch in batches if batch.other is not None]
+    rows = []
+    for other in others:
+        base = base_logits(model, other, objective, policy)
+        assert base is not None
+        with torch.no_grad(), lift(next(model.parameters()).dtype == torch.float64):
+            rows.append(gained(losses_of(model, other)[1], base, other))
+    point = torch.cat(rows).mean().clamp(min=0) if rows else None
+    return [base_logits(model, batch, objective, policy) for batch in batches], point
+
+
+def accumulate(
+    model: nn.Module,
+    batches: Sequence[MicroBatch],
+    settings: TrainConfig,
+    *,
+    before: tuple[Sequence[Tensor | None], Tensor | None] | None = None,
+    masks: Masks | None = None,
+) -> tuple[float, float | None]:
+    """Accumulate the gradient of the mean loss over `batches`, load balancing included, in the factors' `.grad`.
+    Returns (the loss without load balancing, the load-balancing loss).
+
+    before: `before_losses` of the batches, if already known. masks: dropout masks; None if the model has no dropout.
+    """
+    objective, coef = settings.objective, settings.router_aux_loss_coef
+    bases, point = before or before_losses(model, batches, objective)
+    number = 0
+    routed: list[tuple[Tensor, ...]] | None = [] if coef else None
+    sums: list[Tensor] = []
+    texts: list[Tensor] = []
+    for batch, base in zip(batches, bases, strict=True):
+        with masks.of_batch(batch) if masks is not None else contextlib.nullcontext():
+            each, _ = losses_of(model, batch, objective=objective, base=base, point=point, routed=routed)
+        if isinstance(objective, Embed):
+            texts.append(each)
+            continue
+        number += len(each)
+        sums.append(each.sum())
+        if routed is None:
+            sums[-1].backward()
+    if isinstance(objective, Embed):  # one loss for all, of one batch of all
+        with lift(next(model.parameters()).dtype == torch.float64):
+            each = contrast(objective, torch.cat(texts), batches[0].each)
+        number, sums = len(each), [each.sum()]
+        sums[0].backward()
+    aux = None
+    if routed is not None:  # computed over all micro-batches together, so one backward for all
+        with lift(next(model.parameters()).dtype == torch.float64):
+            inner = model.get_base_model()  # type: ignore[operator]
+            balance = load_balancing_loss(inner, routed, [batch.attention_mask for batch in batches])
+            (torch.stack(sums).sum() + coef * number * balance).backward()
+        aux = float(balance.detach())
+    has_images = any("pixel_values" in batch.more for batch in batches)
+    for name, parameter in trainable(model).items():
+        if parameter.grad is None and batches[0].is_of_images and not has_images:
+            continue  # a vision part, in a step that has none
+        if parameter.grad is None:
+            raise UnsupportedError(
+                f"an adapter on {name.rpartition('.')[0]}",
+                "one process gives it no gradient: text does not pass through it",
+                "leave it out with exclude_modules",
+            )
+        parameter.grad /= number
+    return sum(float(each.detach()) for each in sums) / number, aux
+
+
+def train(
+    model: nn.Module, steps: Iterable[Sequence[MicroBatch]], settings: TrainConfig, policy: Any = None
+) -> list[float]:
+    """AdamW over `steps`, each a list of micro-batches; returns the loss of each step. policy: `frozen_policy`."""
+    masks = Masks(model, seed=settings.seed)
+    add_noise(model, masks, alpha=settings.neftune_alpha)
+    optimizer = make_optimizer(model, settings)
+    losses = []
+    for step, (batches, rate) in enumerate(zip(steps, rates_of(settings), strict=False)):
+        masks.step = step
+        optimizer.zero_grad(set_to_none=True)
+        before = before_losses(model, batches, settings.objective, policy)
+        loss, _ = accumulate(model, batches, settings, before=before, masks=masks)
+        losses.append(loss)
+        if settings.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(list(trainable(model).values()), settings.max_grad_norm)
+        set_rate(optimizer, rate)
+        optimizer.step()
+    return losses
+
+
+def make_optimizer(model: nn.Module, settings: TrainConfig) -> torch.optim.Optimizer:
+    """The optimizer over the trainable parameters, with LoRA+ in PEFT's parameter groups; LoRA-FA freezes every A.
+
+    `share`: a group's rate / peak.
+    """
+    options: dict[str, Any] = {"lr": settings.lr, "betas": (settings.beta1, settings.beta2), "eps": settings.eps}
+    optimizer: torch.optim.Optimizer
+    kind: Any = torch.optim.AdamW
+    if settings.optimizer == "adamw_8bit":
+        from bitsandbytes.optim import AdamW8bit  # takes seconds
+
+        kind, options = AdamW8bit, options | {"min_8bit_size": settings.min_8bit_size}
+    if settings.optimizer == "lora_fa":
+        own: Any = model.peft_config["default"]  # type: ignore[index]
+        optimizer = create_lorafa_optimizer(
+            model, own.r, own.lora_alpha, settings.lr, weight_decay=settings.weight_decay
+        )
+        for group in optimizer.param_groups:
+            group.update(betas=options["betas"], eps=settings.eps)
+    elif settings.lora_plus_ratio is None:
+        parameters = list(trainable(model).values())
+        optimizer = kind(parameters, weight_decay=settings.weight_decay, **options)
+    else:
+        optimizer = create_loraplus_optimizer(
+            model,
+            kind,
+            loraplus_lr_ratio=settings.lora_plus_ratio,
+            loraplus_weight_decay=settings.weight_decay,
+            loraplus_lr_embedding=settings.lora_plus_embedding_lr,
+            **options,
+        )
+    if not settings.decay_biases_and_norms and any(".lora_" not in name for name in trainable(model)):
+        from transformers import Trainer  # takes a second
+
+        decayed = set(Trainer.get_decay_parameter_names(None, model))
+        _leave_out(optimizer, {p for name, p in model.named_parameters() if name not in decayed})
+    for group in optimizer.param_groups:
+        group["share"] = group["lr"] / settings.lr
+    return optimizer
+
+
+def _leave_out(optimizer: torch.optim.Optimizer, undecayed: Set[nn.Parameter]) -> None:
+    """Exclude `undecayed` from weight decay."""
+    for group in [*optimizer.param_groups]:
+        apart = [p for p in group["params"] if p in undecayed]
+        group["params"] = [p for p in group["params"] if p not in undecayed]
+        if apart:
+            optimizer.add_param_group({**group, "params": apart, "weight_decay": 0.0})
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate of this step, keeping the ratios between groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate * group["share"]
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Trainable parameters by their names without PEFT's wrappers: `model.layers.0.mlp.up_proj.lora_A`,
+    `model.embed_tokens.lora_embedding_A`, `model.norm.weight`.
+    """
+    wrapped = plain_names(model)
+    return {_plain(name, wrapped): p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def token_rows(model: nn.Module) -> dict[str, list[int]]:
+    """Name in `trainable` of rows of a vocabulary -> their tokens. A tied head has those of the embedding."""
+    return {
+        f"{plain_name(path)}{ROWS}": module.token_indices["default"]
+        for path, module in model.named_modules()
+        if isinstance(module, TrainableTokensLayer) and not module.tied_adapter
+    }
+
+
+def _plain(name: str, wrapped: Mapping[str, str]) -> str:
+    owner, _, part = name.removeprefix(PREFIX).rpartition(".lora_")
+    return plain_name(f"{wrapped.get(owner, owner)}.lora_{part}" if owner else name)
+
+
+def rates_of(settings: TrainConfig) -> list[float]:
+    """Linear warm-up from its first part, then the schedule, whose end would be reached one step after the last."""
+    lr, warmup, steps = settings.lr, settings.warmup_steps, np.arange(settings.steps or 0)
+    if settings.schedule == "cycle":
+        at = sorted(settings.cycle)
+        return [float(rate) for rate in np.interp(steps, at, [settings.cycle[step] for step in at])]
+    after, number, start = np.maximum(steps - warmup, 0), max(1, len(steps) - warmup), max(1, warmup)
+    left = {
+        "constant": after**0,
+        "linear": 1 - after / number,
+        "cosine": (1 + np.cos(np.pi * after / number)) / 2,
+        "cosine_of_run": (1 + np.cos(np.pi * steps / max(1, len(steps)))) / 2,
+        "inverse_sqrt": np.sqrt(start / (start + after)),
+        "warmup_stable_decay": np.minimum(1, (number - after) / max(1, settings.decay_steps)),
+    }[settings.schedule]
+    rates = settings.min_lr + (lr - settings.min_lr) * left
+    first = 0 if settings.warmup_from_zero else 1
+    return [float(rate) for rate in np.where(steps < warmup, lr * (steps + first) / start, rates)]
+
+
+def reference_run(
+    config: RunConfig,
+    data: TokenizedDataset,
+    *,
+    steps: int,
+    pad_token_id: int,
+    adapter: str | Path,
+    out: str | Path,
+    dropouts: Collection[str] = (),
+) -> list[float]:
+    """A whole run on one process: start from `adapter`, save with peft to `out`, return the losses.
+
+    The token batches are the run's; everything else is transformers, peft and torch. dropouts: see `reference_model`.
+    """
+    settings = dataclasses.replace(config.train, steps=steps, epochs=None)
+    options: dict[str, Any] = {"objective": settings.objective, "pad": pad_token_id}
+    model = reference_model(config.model, adapter, dropouts=dropouts, **options)
+    policy = frozen_policy(config.model, config.reference, **options)
+    batches = (micro_batches_of(data, settings, step, pad_token_id=pad_token_id) for step in range(steps))
+    freeze_outside_pieces(model, own_words(adapter).get("pieces", {}))
+    losses = train(model, batches, settings, policy)
+    model.save_pretrained(str(out), save_embedding_layers=False)
+    return losses
+
+
+def freeze_outside_pieces(model: nn.Module, pieces: Mapping[str, Sequence[str]]) -> None:
+    """Keep B zero outside the blocks of an adapter on pieces, by masking its gradient."""
+    stacks, config = adapted_stacks(model), model.get_base_model().config  # type: ignore[operator]
+    for name, parameter in trainable(model).items():
+        module, _, part = name.rpartition(".lora_")
+        stack = stacks.get(module)
+        if part == output_side(stack) and (names := pieces_of(module, pieces)):
+            mask = mask_of(config, module, names, parameter.shape, stack).to(parameter)
+            parameter.register_hook(lambda grad, mask=mask: grad * mask)
+
+
+def own_words(adapter: str | Path) -> dict[str, Any]:
+    """meshlora's own metadata in an adapter folder: its pieces, and whether experts share it."""
+    file = Path(adapter) / "meshlora.json"
+    return dict(json.loads(file.read_text(encoding="utf-8"))) if file.is_file() else {}
+
+
+def scalings(model: nn.Module) -> dict[str, float]:
+    """Module -> PEFT's scale of its adapter."""
+    wrapped = plain_names(model)
+    found = {
+        name.removeprefix(PREFIX): float(module.scaling["default"])
+        for name, module in model.named_modules()
+        if isinstance(module, LoraLayer) and "default" in module.scaling
+    }
+    return {wrapped.get(name, name): scale for name, scale in found.items()}

@@ -1,0 +1,107 @@
+"""Results: the distance of the ranks' parts of one tensor from the reference's, collected by phase.
+
+Owns: the measure, with nothing averaged: the worst copy counts. Does not own: limits, or the choice of tensors
+(`meshlora_judge.judge`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from meshlora_judge.unshard import Piece, assembled, is_complete
+
+
+@dataclass(frozen=True)
+class TensorResult:
+    """One tensor of one phase.
+
+    Attributes:
+        error: relative; infinite if the tensor cannot be compared. limit: the largest error that passes.
+        whole: the reference's tensor. pieces: the ranks' parts, for a diagnosis. note: why it cannot be compared.
+    """
+
+    name: str
+    error: float
+    limit: float
+    whole: Tensor | None = None
+    pieces: list[Piece] = field(default_factory=list)
+    note: str = ""
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.limit
+
+
+@dataclass(frozen=True)
+class Phase:
+    """All tensors of one phase."""
+
+    name: str
+    results: list[TensorResult]
+
+    @property
+    def passed(self) -> bool:
+        return all(result.passed for result in self.results)
+
+    @property
+    def worst(self) -> TensorResult | None:
+        """The tensor furthest beyond its limit, or nearest to it if all pass."""
+        return max(self.results, key=lambda r: (not r.passed, r.error / max(r.limit, 1e-300)), default=None)
+
+
+def as_wanted(name: str, note: str) -> TensorResult:
+    """The result of a yes-or-no check: failed if there is a note."""
+    return TensorResult(name, math.inf if note else 0.0, 0.0, note=note)
+
+
+def summed_where_unequal(pieces: list[Piece], whole: Tensor) -> list[Piece]:
+    """`pieces` as copies of a whole, or their sum as terms of one: whichever is nearer. They are far apart.
+
+    Inside a region a gradient is one term per rank, unless the following operation has already left the region. Before
+    the first layer it is one term per cp rank, and the same on all tp ranks: each of these has a sum of its own.
+    """
+    by_tp: dict[tuple[int, ...], list[Piece]] = {}
+    for piece in pieces:
+        by_tp.setdefault(piece.copy[1:], []).append(piece)
+    each = [Piece(0, copy, assembled(own, whole, adds=True)) for copy, own in by_tp.items()]
+    total = [Piece(0, (), assembled(pieces, whole, adds=True))]
+    return min((pieces, each, total), key=lambda found: relative(found, whole))
+
+
+def relative(pieces: list[Piece], whole: Tensor, *, largest: bool = False) -> float:
+    """The worst copy's relative distance from `whole`: L2, or with `largest` the largest element's."""
+    errors = []
+    for copy in {piece.copy for piece in pieces}:
+        own = [piece for piece in pieces if piece.copy == copy]
+        if not is_complete(own, whole) or not all(bool(torch.isfinite(p.values).all()) for p in own):
+            return math.inf
+        if bool(whole.any()) and not any(bool(piece.values.any()) for piece in own):
+            return math.inf
+        gaps = [piece.values.double() - piece.of(whole).double() for piece in own]
+        if largest:
+            gap = max((float(g.abs().max()) for g in gaps if g.numel()), default=0.0)
+            errors.append(gap / max(float(whole.double().abs().max()), 1e-300))
+        else:
+            gap = math.sqrt(sum(float(g.square().sum()) for g in gaps))
+            errors.append(gap / max(float(whole.double().norm()), 1e-300))
+    return max(errors, default=math.inf)
+
+
+def only(factors: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
+    return {name: factors[name] for name in names if name in factors}
+
+
+def missing(ours: Iterable[str], reference: Iterable[str]) -> list[TensorResult]:
+    """A failed result for each name that only one side has."""
+    ours, reference = set(ours), set(reference)
+    notes = dict.fromkeys(reference - ours, "not in ours") | dict.fromkeys(ours - reference, "not in the reference")
+    return [as_wanted(name, note) for name, note in sorted(notes.items())]
+
+
+def minus(a: dict[str, Tensor], b: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value.double() - b[name].double() for name, value in a.items() if name in b}

@@ -1,0 +1,116 @@
+"""The adapter files of our side, raw and as PEFT reads them.
+
+Owns: reading them. Does not own: the expected contents (`meshlora_judge.judge`), or writing them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from peft import LoraConfig
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import AutoConfig
+
+from meshlora_ground.errors import reason
+from meshlora_judge.case import Case
+from meshlora_judge.experts import PREFIX, Stack, in_experts, names_in_file, plain_name
+from meshlora_judge.inputs import without_values
+from meshlora_judge.pieces import in_pieces
+from meshlora_judge.reference import scalings
+from meshlora_judge.reference_case import read_back
+from meshlora_judge.trace import read_values, write_values
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+# In a run's folder: the trainer's first and last checkpoint of the adapter, and a fresh, untrained adapter.
+FIRST, LAST, FRESH = "run/initial", "run/adapter", "fresh"
+_FOUND = "saved.safetensors"
+# Fields that tell PEFT how to run an adapter; the start adapter was written for training.
+_OF_USE = {"inference_mode": True}
+# With experts these may be spelled differently, as PEFT rewrites some target names: their effect is compared instead,
+# the rank and scale of each module.
+_BY_EFFECT = ("target_modules", "target_parameters", "rank_pattern", "alpha_pattern")
+
+
+@dataclass
+class Saved:
+    """The files of a run.
+
+    Attributes:
+        first, last, fresh: the tensors in the files, by factor name.
+        read, logits, scalings: the last as read by PEFT, in float64, and PEFT's scale of each module.
+        fresh_scalings: PEFT's scales of the fresh adapter.
+        note: why PEFT cannot read the last. config_note, fresh_note: faults of the configurations.
+    """
+
+    first: dict[str, Tensor] = field(default_factory=dict)
+    last: dict[str, Tensor] = field(default_factory=dict)
+    fresh: dict[str, Tensor] = field(default_factory=dict)
+    read: dict[str, Tensor] = field(default_factory=dict)
+    logits: Tensor | None = None
+    scalings: dict[str, float] = field(default_factory=dict)
+    fresh_scalings: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+    config_note: str = ""
+    fresh_note: str = ""
+
+    @classmethod
+    def load(cls, folder: Path) -> Saved:
+        """Read the results of `read_saved` from a run's folder."""
+        return cls(**read_values(folder / _FOUND))
+
+
+def read_saved(case: Case, folder: str, stacks: Mapping[str, Stack]) -> None:
+    """Read the adapter files of a run, raw and with PEFT, and write the results next to them for `Saved.load`."""
+    root, found = Path(folder), Saved()
+    try:
+        found.read, found.logits, found.scalings = read_back(case, root / LAST)
+        found.config_note = _difference(root / LAST / CONFIG, Path(case.adapter) / CONFIG, case.objective.task)
+    except Exception as error:  # noqa: BLE001 - any error of PEFT on our file is a finding
+        found.note = f"PEFT cannot read it: {reason(error)}"
+    try:
+        drawn = LoraConfig.from_pretrained(str(root / FRESH))
+        found.fresh_scalings = scalings(
+            without_values(case.model, drawn, case.objective, trust_remote_code=case.trust_remote_code)
+        )
+    except Exception as error:  # noqa: BLE001 - the same
+        found.fresh_note = f"PEFT cannot read it: {reason(error)}"
+    config = AutoConfig.from_pretrained(case.model, local_files_only=True, trust_remote_code=case.trust_remote_code)
+    case.objective.configure(config)
+    found.first, found.last, found.fresh = (
+        in_pieces(config, in_experts(_tensors(root / name / WEIGHTS, stacks), stacks, in_file=True), case.pieces)
+        for name in (FIRST, LAST, FRESH)
+    )
+    write_values(vars(found), root / _FOUND)
+
+
+def _tensors(file: Path, stacks: Mapping[str, Stack]) -> dict[str, Tensor]:
+    try:
+        with safe_open(file, framework="pt") as stored:
+            keys = {key: key.removeprefix(PREFIX) for key in stored.keys()}  # noqa: SIM118 - not a dict
+            of_experts = names_in_file(keys.values(), stacks)
+            return {of_experts.get(name, plain_name(name)): stored.get_tensor(key) for key, name in keys.items()}
+    except (OSError, SafetensorError):
+        return {}  # every name is then reported missing
+
+
+def _difference(ours: Path, theirs: Path, task: str) -> str:
+    """The first field in which a stored configuration differs from the start adapter's."""
+    a, b = (json.loads(file.read_text(encoding="utf-8")) for file in (ours, theirs))
+    if os.path.isdir(base := b.get("base_model_name_or_path") or ""):
+        b["base_model_name_or_path"] = os.path.abspath(base)  # ours is loaded from any folder
+    for name, value in sorted((b | _OF_USE | {"task_type": task}).items()):
+        if name in _BY_EFFECT and b.get("target_parameters"):
+            continue
+        if _unordered(a.get(name)) != _unordered(value):
+            return f"{name} is {a.get(name)!r}, not {value!r}"
+    return "".join(f"{name} is not a field of this peft" for name in sorted(a.keys() - b.keys())[:1])
+
+
+def _unordered(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) and all(isinstance(v, str) for v in value) else value

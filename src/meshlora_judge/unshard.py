@@ -1,0 +1,396 @@
+"""Where each rank's part belongs in the whole: the judge's own view of sharding, from shapes and tokens alone.
+
+Owns: the canonical order of tokens, and the pieces of a whole tensor. Nothing here knows the plan: a dim shorter than
+the reference's is split, in the way the rank's weights are; 1/tp of the tokens is the tp rank's slice of them; and a
+sequence is identified by its tokens, not by its intended rank. Experts on a rank are identified by their matrices.
+Which tokens of a row a rank has it says itself: together they must be all, each with the reference's values.
+
+Canonical: all real tokens of all sequences of a step, one after another, `[T, ...]`; padding is left out.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshlora_ground.topology import Topology
+from meshlora_judge.capture import MicroBatchCapture, rows_of_tokens, spans
+from meshlora_judge.experts import stack_of
+from meshlora_judge.ownership import places
+from meshlora_judge.trace import Trace
+
+_FACTORS = ("initial", "gradients", "final", "fresh", "fresh_both")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's part of a tensor.
+
+    Attributes:
+        rank: its rank. copy: pieces of the same copy together must be the whole tensor.
+        values: the part. rows: their rows in the whole; None: all.
+        dim: the split dim; None: not split. index: their entries in the whole along it.
+    """
+
+    rank: int
+    copy: tuple[int, ...]
+    values: Tensor
+    rows: Tensor | None = None
+    dim: int | None = None
+    index: Tensor | None = None
+
+    def places(self, whole: Tensor) -> tuple[Tensor, ...]:
+        """Index of these values in the whole: `whole[places]` has their shape."""
+        entries = [torch.arange(size) for size in whole.shape[: 1 + (self.dim or 0)]]
+        if self.rows is not None:
+            entries[0] = self.rows
+        if self.dim is not None and self.index is not None:
+            entries[self.dim] = self.index
+        return torch.meshgrid(*entries, indexing="ij")
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part of `whole` that corresponds to this piece."""
+        return whole[self.places(whole)]
+
+    def along(self, whole: Tensor) -> Tensor:
+        """All rows of `whole`, at this piece's entries along the split dim."""
+        return replace(self, rows=None).of(whole)
+
+    @property
+    def start(self) -> int:
+        """The first of the entries along the dim that is split."""
+        return int(self.index[0]) if self.index is not None and len(self.index) else 0
+
+
+class ShapeError(ValueError):
+    """A rank's tensor cannot be a part of the reference's."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Token dims of an output: `[B, S, ...]` or flat `[B*S, ...]`; swapped `[B, x, S, ...]`; once `[1, S, ...]`; pooled
+    `[B, x]`, of all tokens of a row.
+    """
+
+    num_token_dims: int
+    is_swapped: bool = False
+    is_once: bool = False
+    is_pooled: bool = False
+
+
+def layout_of(shape: torch.Size, micro: MicroBatchCapture) -> Layout | None:
+    """The layout of an output of the reference on `micro`; None if it has no token dims."""
+    b, s = micro.input_ids.shape
+    if shape[:2] == (b, s):
+        return Layout(2)
+    if shape[:1] == (b * s,):
+        return Layout(1)
+    if len(shape) > 2 and shape[:2] == (1, s):
+        return Layout(2, is_once=True)
+    if len(shape) > 3 and (shape[0], shape[2]) == (b, s):
+        return Layout(2, is_swapped=True)
+    if len(shape) == 2 and shape[0] == b:
+        return Layout(2, is_pooled=True)
+    return None
+
+
+class Tokens:
+    """The canonical order of a step's tokens, from the reference's micro-batches.
+
+    Attributes:
+        sequences: their token ids, all different. starts: sequence -> row of its first token.
+    """
+
+    def __init__(self, reference: Trace) -> None:
+        self.sequences: list[tuple[int, ...]] = [s for m in reference.micro_batches for s in sequences_of(m)]
+        starts = itertools.accumulate(map(len, self.sequences), initial=0)
+        self.starts = dict(zip(self.sequences, starts, strict=False))
+        assert len(self.starts) == len(self.sequences), "the sequences of a case differ from each other"
+
+    def rows(self, micros: Iterable[MicroBatchCapture]) -> list[Tensor]:
+        """For each micro-batch the canonical rows of its B·S tokens, -1 for tokens of no sequence: int64 `[B*S]`."""
+        return [rows_of_tokens(micro.input_ids, micro.attention_mask, self.starts) for micro in micros]
+
+
+def sequences_of(micro: MicroBatchCapture) -> list[tuple[int, ...]]:
+    """The token ids of each sequence, without padding."""
+    return [sequence for _, _, sequence in spans(micro.input_ids, micro.attention_mask)]
+
+
+def most_in_a_row(micro: MicroBatchCapture) -> int:
+    """The largest number of sequences in a row."""
+    return max(Counter(row for row, _, _ in spans(micro.input_ids, micro.attention_mask)).values(), default=0)
+
+
+def canonical(reference: Trace, tokens: Tokens, phase: str, name: str) -> tuple[Tensor, Layout] | None:
+    """The reference's output `name` as `[T, ...]`, and its original layout; None if it has no token dims."""
+    layouts, parts, rows = set(), [], tokens.rows(reference.micro_batches)
+    for micro, row in zip(reference.micro_batches, rows, strict=True):
+        value = getattr(micro, phase).get(name)
+        layout = None if value is None else layout_of(value.shape, micro)
+        if value is None or layout is None:
+            return None
+        layouts.add(layout)
+        parts.append(flat_tokens(value, layout, micro)[row >= 0])
+    if any(layout.is_once for layout in layouts):  # with one sequence in a micro-batch [B, S] looks like [1, S]
+        layouts = {Layout(2, is_once=True)}
+    if len(layouts) > 1 or len({part.shape[1:] for part in parts}) > 1:  # attention probabilities are [B, H, S, S]
+        return None
+    whole = torch.cat(parts)
+    order = torch.argsort(torch.cat([row[row >= 0] for row in rows]))
+    return whole[order], layouts.pop()
+
+
+def flat_tokens(value: Tensor, layout: Layout, micro: MicroBatchCapture) -> Tensor:
+    """`value` with one token dim: `[B*S, ...]`, or a rank's slice `[B*S/tp, ...]`."""
+    if layout.is_swapped:
+        value = value.movedim(2, 1)
+    if layout.is_pooled:
+        value = value.unsqueeze(1).expand(-1, micro.input_ids.shape[1], -1)
+    if layout.is_once and value.shape[0] == 1:
+        value = value.expand(micro.input_ids.shape[0], *value.shape[1:])
+    return value.flatten(0, 1) if layout.num_token_dims == 2 else value
+
+
+class Ownership:
+    """The entries of each rank along a split dim: by the rows and columns of its weights, else by rank order."""
+
+    def __init__(self, ranks: list[Trace], reference: Trace, topology: Topology) -> None:
+        self.ranks, self.reference, self.topology = ranks, reference, topology
+        self.tokens = Tokens(reference)
+        self.rows = [self.tokens.rows(trace.micro_batches) for trace in ranks]
+
+    def is_of_experts(self, module: str) -> bool:
+        """Whether `module` is a projection of experts with an adapter, of all experts or of one."""
+        return stack_of(module) in self.reference.stacks
+
+    def copy_of(self, rank: int, module: str, *, is_split: bool) -> tuple[int, ...]:
+        """The copy of a parameter of `module` that `rank` holds, or holds a part of."""
+        is_of_experts = self.is_of_experts(module)
+        place = (self.topology.expert_coordinates if is_of_experts else self.topology.coordinates)(rank)
+        if is_split:
+            del place["etp" if is_of_experts else "tp"]
+        if is_of_experts and module not in self.reference.stacks:
+            del place["ep"]
+        return tuple(place.values())
+
+    def one_of(self, rank: int, projection: str) -> str:
+        """The projection of one of the experts on `rank`."""
+        return next((name for name in self.ranks[rank].rows if stack_of(name) == projection), projection)
+
+    def index(self, rank: int, module: str, kind: str, local: int, whole: int, what: str) -> Tensor:
+        """The entries, -1 for padding. kind: "rows" or "columns" of the weight of `module`, or "" if along neither.
+
+        Raises:
+            ShapeError: `local` entries cannot be a rank's part of `whole`.
+        """
+        tp_rank, tp = self.topology.coordinates(rank)["tp"], self.topology.tp
+        if self.is_of_experts(module):
+            tp_rank, tp = self.topology.expert_coordinates(rank)["etp"], self.topology.etp
+        prints, every = (getattr(trace, kind, {}).get(module) for trace in (self.ranks[rank], self.reference))
+        if prints is not None and every is not None and (len(prints), len(every)) == (local, whole):
+            found = places(prints, every, rank=tp_rank, size=tp)
+            if found is not None:
+                return found
+        if local * tp == whole:
+            return torch.arange(local) + tp_rank * local
+        if local < whole < local * tp and whole % local == 0 and tp % (whole // local) == 0:
+            return torch.arange(local) + tp_rank * (whole // local) // tp * local  # replicated on several ranks
+        raise ShapeError(f"{what}: {local} of {whole} entries are not a part of it on {tp} ranks")
+
+    def piece(
+        self,
+        rank: int,
+        copy: tuple[int, ...],
+        values: Tensor,
+        whole: Tensor,
+        dim: int | None,
+        known: tuple[str, str],
+        what: str,
+        rows: Tensor | None = None,
+    ) -> Piece:
+        """`values` without padding, as a piece of `whole`. known: (module, kind) for `index`."""
+        if dim is None:
+            return Piece(rank, copy, values, rows)
+        index = self.index(rank, *known, values.shape[dim], whole.shape[dim], what)
+        keep = (index >= 0).nonzero().flatten()
+        return Piece(rank, copy, values.index_select(dim, keep), rows, dim, index[keep])
+
+
+def token_pieces(ownership: Ownership, phase: str, name: str, whole: Tensor, layout: Layout) -> list[Piece]:
+    """The ranks' pieces of the module output `name`: of all ranks of a stage that has it.
+
+    Raises:
+        ShapeError: no stage has such an output, a rank of one lacks it, or its shape cannot be a part.
+    """
+    pieces, topology = list[Piece](), ownership.topology
+    has = [any(name in getattr(micro, phase) for micro in trace.micro_batches) for trace in ownership.ranks]
+    stages = {topology.stage_of(rank) for rank, is_there in enumerate(has) if is_there}
+    for rank, trace in enumerate(ownership.ranks):
+        if stages and topology.stage_of(rank) not in stages:
+            continue
+        tp_rank, place = topology.coordinates(rank)["tp"], topology.place_of_rows(rank)
+        what = f"rank {rank}: {name}"
+        for micro, row in zip(trace.micro_batches, ownership.rows[rank], strict=True):
+            value = getattr(micro, phase).get(name)
+            if value is None:
+                raise ShapeError(f"rank {rank} has no {phase} of {name or 'the model'}")
+            flat = flat_tokens(value, layout, micro)
+            own, is_cut = row, False
+            if flat.shape[0] != row.numel() and micro.held is not None:
+                own = row.view(micro.input_ids.shape).gather(1, micro.held).flatten()
+            held = own
+            if flat.shape[0] != held.numel():
+                is_cut = flat.shape[0] * topology.tp == held.numel()
+                if not is_cut:
+                    raise ShapeError(f"{what} is {list(value.shape)} for {held.numel()} of {row.numel()} tokens")
+                own = held.tensor_split(topology.tp)[tp_rank]
+            dim = _split_dim(flat.shape, whole.shape, what, first=1)
+            # Ranks with the same rows have all of their tokens, or each some.
+            apart = [] if held is not row else [place // topology.tp]
+            copy = (*apart, *([] if is_cut or dim is not None else [tp_rank]))
+            known = name.partition("#")[0], "rows" if dim == whole.ndim - 1 else ""
+            pieces.append(ownership.piece(rank, copy, flat[own >= 0], whole, dim, known, what, own[own >= 0]))
+    return pieces
+
+
+def factor_pieces(ranks: list[dict[str, Tensor]], ownership: Ownership, name: str, whole: Tensor) -> list[Piece]:
+    """The ranks' pieces of the trained parameter `name`, or of its gradient: one copy per dp rank of its stage.
+
+    A factor of one expert has pieces on the ranks that hold the expert, one copy per edp rank.
+
+    Raises:
+        ShapeError: as above, two stages have it, or an expert is missing on ranks that should hold it.
+    """
+    stages = sorted({ownership.topology.stage_of(rank) for rank, factors in enumerate(ranks) if name in factors})
+    if len(stages) > 1:
+        raise ShapeError(f"stages {' and '.join(map(str, stages))} both have {name}")
+    pieces: list[Piece] = []
+    module, kinds = _sides(name)
+    is_expert, is_shared = ownership.is_of_experts(module), module in ownership.reference.stacks
+    for rank, factors in enumerate(ranks):
+        if stages and ownership.topology.stage_of(rank) not in stages:
+            continue
+        if name not in factors and is_expert and not is_shared:
+            continue
+        if name not in factors:
+            raise ShapeError(f"rank {rank} has no {name}")
+        what = f"rank {rank}: {name}"
+        dim = _split_dim(factors[name].shape, whole.shape, what)
+        copy = ownership.copy_of(rank, module, is_split=dim is not None)
+        # A shared factor is split like the matrices of this rank's experts.
+        known = ownership.one_of(rank, module) if is_shared else module
+        kind = kinds[dim] if dim is not None and dim < len(kinds) else ""
+        pieces.append(ownership.piece(rank, copy, factors[name], whole, dim, (known, kind), what))
+    if is_expert:
+        copies = {piece.copy for piece in pieces}
+        is_split = any(piece.dim is not None for piece in pieces)
+        for rank in (rank for rank in range(len(ranks)) if ownership.topology.stage_of(rank) in stages):
+            wanted = ownership.copy_of(rank, module, is_split=is_split)
+            if wanted not in copies:
+                raise ShapeError(f"no rank like {rank} has {name}")
+    return pieces
+
+
+def assembled(pieces: list[Piece], whole: Tensor, *, adds: bool = False) -> Tensor:
+    """All pieces at their places in a tensor shaped like `whole`; overlapping ones overwrite, or with `adds` add."""
+    result = torch.zeros(whole.shape, dtype=torch.float64)
+    for piece in pieces:
+        result.index_put_(piece.places(whole), piece.values.double(), accumulate=adds)
+    return result
+
+
+def _sides(name: str) -> tuple[str, tuple[str, ...]]:
+    """(module, per dim "rows" or "columns" of the module's weight, or "") of a trained parameter."""
+    module, _, part = name.rpartition(".lora_")
+    if not module:
+        module, _, leaf = name.rpartition(".")
+        return module, ("rows", "columns") if leaf == "weight" else ("rows",)
+    known = {"A": ("", "columns"), "B": ("rows", ""), "magnitude_vector": ("rows",), "embedding_A": ("", "rows")}
+    return module, known.get(part, ())  # a piece matches no whole weight
+
+
+def _split_dim(local: torch.Size, whole: torch.Size, what: str, *, first: int = 0) -> int | None:
+    """The one dim on which `local` differs from `whole`; None if there is none."""
+    differing = [d for d in range(first, len(whole)) if len(local) == len(whole) and local[d] != whole[d]]
+    if len(local) != len(whole) or len(differing) > 1:
+        raise ShapeError(f"{what} is {list(local)}, the whole is {list(whole)}")
+    return differing[0] if differing else None
+
+
+def is_complete(pieces: list[Piece], whole: Tensor) -> bool:
+    """Whether the pieces of a copy cover every element of `whole`."""
+    seen = torch.zeros(whole.shape, dtype=torch.bool)
+    for piece in pieces:
+        seen[piece.places(whole)] = True
+    return bool(seen.all())
+
+
+def by_expert(trace: Trace, reference: Trace, topology: Topology, rank: int) -> Trace:
+    """`trace` of a rank with its factors and fingerprints of experts separated by expert."""
+    held = {
+        name: _experts_of(name, trace, reference, topology, rank) for name in trace.rows if trace.rows[name].ndim == 2
+    }
+    shared = {name for name, stack in reference.stacks.items() if stack.is_shared}
+    factors: dict[str, Any] = {kind: _taken_apart(getattr(trace, kind), held, shared) for kind in _FACTORS}
+    clipped = [_taken_apart(gradients, held, shared) for gradients in trace.clipped]
+    return replace(with_prints_of_each(trace, held), clipped=clipped, **factors)
+
+
+def with_prints_of_each(trace: Trace, held: Mapping[str, list[int]] | None = None) -> Trace:
+    """`trace` with fingerprints separated by expert. held: projection -> experts on this rank; None: all."""
+    found: dict[str, Any] = {}
+    for kind in ("rows", "columns"):
+        prints: dict[str, Tensor] = {}
+        for name, own in getattr(trace, kind).items():
+            if own.ndim == 1:
+                prints[name] = own
+                continue
+            experts = held[name] if held is not None else list(range(len(own)))
+            prints |= {_name(name, expert): part for expert, part in zip(experts, own, strict=True)}
+        found[kind] = prints
+    return replace(trace, **found)
+
+
+def _experts_of(name: str, trace: Trace, reference: Trace, topology: Topology, rank: int) -> list[int]:
+    """The experts on a rank of the projection `name`, by vote of the rows and columns of their matrices."""
+    number = len(trace.rows[name])
+    votes = [Counter[int]() for _ in range(number)]
+    for kind in ("rows", "columns"):
+        owner: dict[int, int] = {}
+        every = getattr(reference, kind).get(name)
+        for expert, prints in enumerate([] if every is None or every.ndim != 2 else every.tolist()):
+            for value in prints:
+                owner[value] = -1 if owner.setdefault(value, expert) != expert else expert
+        for vote, prints in zip(votes, getattr(trace, kind)[name].tolist(), strict=True):
+            vote.update(found for value in prints if (found := owner.get(value, -1)) >= 0)
+    first = topology.expert_coordinates(rank)["ep"] * number
+    return [vote.most_common(1)[0][0] if vote else first + index for index, vote in enumerate(votes)]
+
+
+def _taken_apart(factors: Mapping[str, Tensor], held: Mapping[str, list[int]], shared: set[str]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, tensor in factors.items():
+        module, _, part = name.rpartition(".lora_")
+        experts = held.get(module)
+        if experts is None:
+            found[name] = tensor
+        elif len(tensor) != (1 if module in shared else len(experts)):
+            found[f"{name} of {len(tensor)} experts"] = tensor  # a name that the reference does not have
+        elif module in shared:
+            found[name] = tensor[0]
+        else:
+            for expert, matrix in zip(experts, tensor, strict=True):
+                found[f"{_name(module, expert)}.lora_{part}"] = matrix
+    return found
+
+
+def _name(projection: str, expert: int) -> str:
+    owner, _, leaf = projection.rpartition(".")
+    return f"{owner}.{expert}.{leaf}"
