@@ -1,0 +1,7 @@
+"""What this wing brings to the core."""
+
+from __future__ import annotations
+
+from meshlora.feature import Feature
+
+FEATURE = Feature()
