@@ -19,9 +19,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import write_schema
 from tests.unit.test_architecture import ALLOWED, FREE
 
+from meshlora_ground.versions import name_of, own_files
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
-SOURCE = ROOT / "src" / "meshlora"
 
 
 def imports() -> str:
@@ -32,9 +33,8 @@ def imports() -> str:
 
 
 def files() -> str:
-    """The table of files: those beside the packages first."""
-    paths = sorted(SOURCE.rglob("*.py"), key=lambda path: (path.parent != SOURCE, path.relative_to(SOURCE)))
-    found = {str(path.relative_to(SOURCE)): ast.get_docstring(ast.parse(path.read_text("utf-8"))) for path in paths}
+    """The table of files."""
+    found = {name_of(path): ast.get_docstring(ast.parse(path.read_text("utf-8"))) for path in own_files()}
     rows = [f"| `{name}` | {_first_paragraph(text)} |" for name, text in found.items() if text]
     return "\n".join(["| file | what it is |", "|---|---|", *rows])
 

@@ -39,12 +39,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.changed import run_under
 
-from meshlora.verify.faults.generated import KEEPING, ROOT, Generated, NotPutInError, faults_of, files, generated
+from meshlora.verify.faults.generated import KEEPING, Generated, NotPutInError, faults_of, files, generated
 from meshlora.verify.faults.objectives import PROVED
 from meshlora.verify.ours import lines_of
 from meshlora.verify.pool import RankEndedError, RankError
 from meshlora.verify.proof import Processes, evidence_of, reference_of
 from meshlora.verify.request import DROPOUT, Proof, Request, prepare_proof
+from meshlora_ground.versions import file_of
 from meshlora_judge.diagnosis.diagnose import first_divergence, until_found
 from meshlora_judge.judge import judge
 
@@ -283,13 +284,13 @@ def _read(file: Path) -> dict[str, Verdict]:
     return {
         entry["fault"]: Verdict(entry["how"], entry["by"], entry["cases"])
         for entry in entries
-        if (ROOT / entry["fault"].partition(":")[0]).is_file()
+        if file_of(entry["fault"].partition(":")[0]).is_file()
         and entry["source"] == _digest(entry["fault"].partition(":")[0])
     }
 
 
 def _digest(file: str) -> str:
-    return hashlib.sha256((ROOT / file).read_bytes()).hexdigest()[:16]
+    return hashlib.sha256(file_of(file).read_bytes()).hexdigest()[:16]
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     .venv/bin/python scripts/try_wheel.py dist/meshlora-*.whl dist/meshlora-*.tar.gz
 
 Installs torch first (the version of constraints.txt) and then the wheel, copies the demo's model and data, and runs
-each command that a first hour needs. Before, it checks that the wheel holds every file of src/meshlora, and the source
+each command that a first hour needs. Before, it checks that the wheel holds every file of src, and the source
 archive the files of the wheel. Some minutes on two cores.
 """
 
@@ -19,6 +19,8 @@ import tempfile
 import time
 import zipfile
 from pathlib import Path
+
+from meshlora_ground.versions import OWN
 
 ROOT = Path(__file__).parents[1]
 RUN = """\
@@ -84,8 +86,9 @@ def main() -> int:
 
 
 def _contents(wheel: Path, source: Path) -> str:
-    """What `wheel` lacks of src/meshlora, or the archive `source` of the wheel; "" for nothing."""
-    there = {str(path.relative_to(ROOT / "src")) for path in (ROOT / "src" / "meshlora").rglob("*") if path.is_file()}
+    """What `wheel` lacks of src, or the archive `source` of the wheel; "" for nothing."""
+    src = ROOT / "src"
+    there = {str(path.relative_to(src)) for package in OWN for path in (src / package).rglob("*") if path.is_file()}
     there = {name for name in there if "__pycache__" not in name}
     with zipfile.ZipFile(wheel) as archive:
         packed = {name for name in archive.namelist() if ".dist-info/" not in name}

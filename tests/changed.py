@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 import meshlora
+from meshlora_ground.versions import OWN, file_of
 
-PACKAGE = Path(meshlora.__file__).parent
+SRC = Path(meshlora.__file__).parents[1]
 # The ids of all that a session has collected, also of what it then leaves out, but for those that are marked `proof`.
 COLLECTED = pytest.StashKey[frozenset[str]]()
 ROOT = Path(__file__).resolve().parents[1]
@@ -41,7 +42,7 @@ class Fault:
 
     def sources(self) -> dict[str, str]:
         """The file of the package, with its text, that has this fault; for `run_under`."""
-        text = (PACKAGE / self.file).read_text("utf-8")
+        text = file_of(self.file).read_text("utf-8")
         assert text.count(self.old) == 1, f"{self.file} has {text.count(self.old)} times: {self.old}"
         return {self.file: text.replace(self.old, self.new)}
 
@@ -76,10 +77,10 @@ def run_under(
         subprocess.TimeoutExpired: it took longer than `timeout_s`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / PACKAGE.name
-        shutil.copytree(PACKAGE, copy)  # what is compiled too, which is known by size and time: half the seconds
+        for package in OWN:  # what is compiled too, which is known by size and time: half the seconds
+            shutil.copytree(SRC / package, Path(folder) / package)
         for file, text in sources.items():
-            (copy / file).write_text(text, encoding="utf-8")
+            (Path(folder) / file_of(file).relative_to(SRC)).write_text(text, encoding="utf-8")
         return subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--tb=line", *tests],
             cwd=ROOT,

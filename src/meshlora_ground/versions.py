@@ -17,7 +17,9 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-_ROOT = Path(__file__).parents[1]
+_SRC = Path(__file__).parents[1]
+# The packages of this distribution.
+OWN = ("meshlora", "meshlora_ground", "meshlora_judge", "meshlora_extra")
 _IMPORTS = re.compile(r"^ *(?:from (meshlora[.\w]*) import (\([^)]*\)|.*)|import (meshlora[.\w]*))", re.MULTILINE)
 # The libraries that compute. Another minor release may compute differently, another patch release should not.
 COMPUTING = ("torch", "transformers", "peft")
@@ -66,8 +68,23 @@ def digest(parts: Iterable[str]) -> str:
 
 def own_sources() -> Iterable[str]:
     """The text of meshlora's own source files: a proof of other code is no proof."""
-    for file in sorted(_ROOT.rglob("*.py")):
+    for file in own_files():
         yield file.read_text(encoding="utf-8")
+
+
+def own_files() -> list[Path]:
+    """Meshlora's own source files, by name."""
+    return sorted(file for package in OWN for file in (_SRC / package).rglob("*.py"))
+
+
+def name_of(file: Path) -> str:
+    """A source file as pages and messages call it: below src, and below src/meshlora for those that are there."""
+    return str(file.relative_to(_SRC)).removeprefix("meshlora/")
+
+
+def file_of(name: str) -> Path:
+    """The file of a name that `name_of` gave, which need not be there."""
+    return _SRC / name if name.partition("/")[0] in OWN[1:] else _SRC / "meshlora" / name
 
 
 @functools.cache
@@ -80,7 +97,7 @@ def sources_of(module: str) -> tuple[str, ...]:
     wanted = [module]
     while wanted:
         name = wanted.pop()
-        path = _ROOT.joinpath(*name.split(".")[1:])
+        path = _SRC.joinpath(*name.split("."))
         file = path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
         if name in found or not file.is_file():  # a class or a function of a module
             continue

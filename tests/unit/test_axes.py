@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-import meshlora
+import meshlora_judge
 from meshlora_ground.topology import (
     DATA,
     DENSE_AXES,
@@ -25,8 +25,8 @@ from meshlora_ground.topology import (
     divisors,
     size_of_copies,
 )
+from meshlora_ground.versions import name_of, own_files
 
-SOURCE = Path(meshlora.__file__).parent
 # Faults say in words what a run must have for them to show, and the generated ones exchange names of axes.
 BY_NAME = {"meshlora_ground/topology.py"}
 
@@ -34,8 +34,8 @@ BY_NAME = {"meshlora_ground/topology.py"}
 def test_no_other_file_names_an_axis_that_cuts_sequences_or_tokens() -> None:
     names = {*DATA, *LAYERS, EXPERT_AXES[0], "dp_shard"}
     found = set()
-    for file in SOURCE.rglob("*.py"):
-        path = str(file.relative_to(SOURCE))
+    for file in own_files():
+        path = name_of(file)
         if path in BY_NAME or path.startswith("verify/faults/"):
             continue
         constants = (n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Constant))
@@ -76,7 +76,7 @@ def test_every_dense_axis_is_asked_for_by_one_thing_that_it_cuts() -> None:
 
 
 def test_the_judge_knows_sizes_and_places_and_not_what_an_axis_cuts() -> None:
-    for file in (SOURCE / "oracle").rglob("*.py"):
+    for file in Path(meshlora_judge.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "meshlora_ground.topology":
                 assert {name.name for name in node.names} == {"Topology"}, file

@@ -13,14 +13,20 @@ ROOT = Path(meshlora.__file__).parent
 MAKERS = {"empty", "zeros", "ones", "full", "arange", "tensor", "as_tensor", "scalar_tensor", "eye", "linspace"}
 MAKERS |= {"rand", "randn", "randint", "randperm", "empty_strided"}
 # What runs in a step, between the batch and the optimizer.
+# Of wings, what plans, loads and saves.
+OFF_THE_STEP = {"packed.py", "rounding.py", "per_expert.py", "targets.py", "routing.py"}
 OF_A_STEP = [
     *(ROOT / "layers").rglob("*.py"),
-    *(ROOT / "comm" / name for name in ("collectives.py", "direct.py")),
-    *(ROOT / "model" / name for name in ("regions.py", "stages.py", "stream.py")),
     *(
-        ROOT / "train" / f"{name}.py"
-        for name in ("trainer", "gradsync", "step_sums", "losses", "objectives", "balance")
+        file
+        for wing in ("context", "experts", "kernels", "packed_rows", "quantized", "stages")
+        for file in (ROOT / "wings" / wing).glob("*.py")
+        if file.name not in OFF_THE_STEP
     ),
+    *(ROOT / "comm" / name for name in ("collectives.py", "direct.py")),
+    *(ROOT / "model" / name for name in ("regions.py", "stream.py")),
+    *(ROOT / "train" / f"{name}.py" for name in ("gradsync", "losses")),
+    *(ROOT / "run" / f"{name}.py" for name in ("trainer", "step_sums", "objectives")),
 ]
 
 

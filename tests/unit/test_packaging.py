@@ -14,6 +14,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from meshlora_ground.versions import OWN
 from tests.scripts import ROOT
 
 # Named in `train.track` by those who have them; and what comes with torch for GPUs.
@@ -41,7 +42,7 @@ def _imports(file: Path) -> set[tuple[str, bool]]:
         elif isinstance(node, ast.Call) and re.search(r"\bimport_module$", ast.unparse(node.func)):
             names = [a.value for a in node.args[:1] if isinstance(a, ast.Constant) and isinstance(a.value, str)]
         found |= {(name.partition(".")[0], node in tree.body) for name in names}
-    return {(name, is_always) for name, is_always in found if name not in {*sys.stdlib_module_names, "meshlora"}}
+    return {(name, is_always) for name, is_always in found if name not in {*sys.stdlib_module_names, *OWN}}
 
 
 def test_every_import_is_declared() -> None:

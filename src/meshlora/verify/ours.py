@@ -64,7 +64,7 @@ logger = logging.getLogger(__name__)
 
 
 def run_case(case: Case, topology: str, folder: str, mutation: str | None = None) -> None:
-    """Run `case` on the calling ranks; writes `rank-N.safetensors` and the files for `meshlora_judge.saved` to `folder`."""
+    """Run `case` on the calling ranks; writes `rank-N.safetensors`, and the files for the judge, to `folder`."""
     with applied(mutation):
         _run_case(case, Topology.parse(topology), Path(folder))
 

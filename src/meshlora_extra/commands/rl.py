@@ -1,4 +1,4 @@
-"""`meshlora rl`: its arguments. It is a training (`cli.train`) that makes the rollouts it trains on (`meshlora_extra.rl`)."""
+"""`meshlora rl`: its arguments. A training (`cli.train`) that makes the rollouts it trains on (`meshlora_extra.rl`)."""
 
 from __future__ import annotations
 

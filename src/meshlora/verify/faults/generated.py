@@ -22,8 +22,7 @@ from typing import Any
 
 from meshlora.verify.faults.fault import Mutation
 from meshlora_ground.errors import UserError
-
-ROOT = Path(__file__).resolve().parents[2]
+from meshlora_ground.versions import OWN, file_of, name_of, own_files
 
 _PAIRS_OF_COMPARISONS = (
     (ast.Lt, ast.LtE),
@@ -86,7 +85,7 @@ class Generated(Mutation):
             NotPutInError: no function has this line, or the changed one closes over other variables.
         """
         functions = [(f, f.__code__) for f in _functions(self.file) if _holds(f.__code__, self.line)]
-        codes = {_place(c): c for c in _codes(compile(_changed(self), str(ROOT / self.file), "exec"))}
+        codes = {_place(c): c for c in _codes(compile(_changed(self), str(file_of(self.file)), "exec"))}
         if not functions:
             raise NotPutInError(f"--mutation {self.name}", "no function has this line")
         if any(code.co_freevars != codes.get(_place(code), code).co_freevars for _, code in functions):
@@ -117,8 +116,8 @@ def generated(name: str) -> Generated:
 
 
 def files() -> list[str]:
-    """The files of the package, as in the names of faults."""
-    return sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.py"))
+    """The source files, as in the names of faults."""
+    return sorted(name_of(path) for path in own_files())
 
 
 @functools.cache
@@ -143,12 +142,13 @@ def _name(file: str, node: Any, operator: str) -> str:
 def reached_lines(run: Callable[[], None]) -> set[tuple[str, int]]:
     """Call `run`; returns the (file, line) of the product executed in this thread."""
     seen: set[tuple[str, int]] = set()
-    prefix = f"{ROOT}/"
+    names = {str(file): name_of(file) for file in own_files()}
 
     def of_frame(frame: Any, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.startswith(prefix):
+        name = names.get(frame.f_code.co_filename)
+        if name is None:
             return None
-        seen.add((frame.f_code.co_filename.removeprefix(prefix), frame.f_lineno))
+        seen.add((name, frame.f_lineno))
         return of_frame
 
     sys.settrace(of_frame)
@@ -163,7 +163,7 @@ def reached_lines(run: Callable[[], None]) -> set[tuple[str, int]]:
 
 
 def _tree(file: str) -> ast.Module:
-    return ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    return ast.parse(file_of(file).read_text(encoding="utf-8"))
 
 
 def _changed(fault: Generated) -> ast.Module:
@@ -330,8 +330,9 @@ def _set(node: Any, **fields: Any) -> Any:
 
 def _functions(file: str) -> list[FunctionType]:
     """All live functions of a file, including methods and those held by decorators and registries."""
-    importlib.import_module(".".join(("meshlora", *Path(file).with_suffix("").parts)).removesuffix(".__init__"))
-    name = str(ROOT / file)
+    name = str(file_of(file))
+    package = () if file.partition("/")[0] in OWN else ("meshlora",)
+    importlib.import_module(".".join((*package, *Path(file).with_suffix("").parts)).removesuffix(".__init__"))
     gc.unfreeze()  # early imports are frozen (`lifetime`)
     return [one for one in gc.get_objects() if type(one) is FunctionType and one.__code__.co_filename == name]
 
@@ -356,7 +357,7 @@ def _holds(code: CodeType, line: int) -> bool:
 def _forget() -> None:
     """Clear the caches of the product: their entries predate the switch."""
     for name, module in [*sys.modules.items()]:
-        if name.partition(".")[0] == "meshlora" and not name.startswith(("meshlora.verify", "meshlora_judge")):
+        if name.partition(".")[0] in OWN and not name.startswith(("meshlora.verify", "meshlora_judge")):
             for value in vars(module).values():
                 if callable(getattr(value, "cache_clear", None)):
                     value.cache_clear()
