@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from meshlora.wings.generation.in_memory import merge as merge
     from meshlora.wings.generation.in_memory import merged as merged
     from meshlora.wings.generation.in_memory import unmerge as unmerge
+    from meshlora_extra.hf.trainer import MeshTrainer as MeshTrainer
+    from meshlora_extra.hf.trl import on_mesh as on_mesh
     from meshlora_ground.errors import MeshloraError as MeshloraError
     from meshlora_ground.errors import UnsupportedError as UnsupportedError
     from meshlora_ground.errors import UserError as UserError
@@ -64,6 +66,8 @@ _HOME = {
     "MeshloraError": "meshlora_ground.errors",
     "UnsupportedError": "meshlora_ground.errors",
     "UserError": "meshlora_ground.errors",
+    "MeshTrainer": "meshlora_extra.hf.trainer",
+    "on_mesh": "meshlora_extra.hf.trl",
     "lift": "meshlora_ground.float64",
     "Topology": "meshlora_ground.topology",
     "leave": "meshlora.comm.groups",

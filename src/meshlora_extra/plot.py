@@ -1,7 +1,7 @@
 """Plots of runs: the content of `metrics.jsonl`, the learning-rate schedule and the lengths of sequences.
 
 Owns: reading metrics back, and the panels. Does not own: recording (`run.watch.metrics`), the schedule
-(`train.optimizer`), the numbers of lengths (`reading.summary`).
+(`run.optimizer`), the numbers of lengths (`reading.summary`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """AdamW with moments in 8 bits, by the kernels of bitsandbytes: the update of one process on every mesh.
 
 Owns: the moments, their update, and their way into a checkpoint and back. Does not own: which factors have 8 bits and
-whose blocks the mesh cuts (`run.optimizers`), groups and rates (`train.optimizer`), the file (`run.checkpoint`).
+whose blocks the mesh cuts (`run.optimizers`), groups and rates (`run.optimizer`), the file (`run.checkpoint`).
 
 Each 256 neighbouring elements of a factor, flattened, are a block: codes of 8 bits, and the largest of them as a
 scale. Where every rank's part of a factor is whole blocks of it, a rank updates its part: the blocks are those of one

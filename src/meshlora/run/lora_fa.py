@@ -1,7 +1,7 @@
 """LoRA-FA (Zhang et al., 2023, arXiv 2308.03303) as PEFT has it: A stays as it is, and B steps as full training would.
 
 Owns: the correction of B's gradient, and the update. Does not own: which factors are frozen and which adapters are
-refused (`run.optimizers`), the gradients (`train.gradsync`), groups and rates (`train.optimizer`).
+refused (`run.optimizers`), the gradients (`train.gradsync`), groups and rates (`run.optimizer`).
 
 With A fixed, W changes by s dB A. The gradient of B that moves W nearest to its own full gradient is `g (A A^T)^-1 /
 s^2`. A A^T is of the whole A, whatever part of it a rank holds: it is put together once, when training starts. Of the

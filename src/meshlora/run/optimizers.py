@@ -1,6 +1,6 @@
 """What `train.optimizer` asks of an adapter: which of its parameters stay as they are, and what it cannot train.
 
-Owns: these facts, of names and shapes alone. Does not own: the optimizers (`train.optimizer`).
+Owns: these facts, of names and shapes alone. Does not own: the optimizers (`run.optimizer`).
 """
 
 from __future__ import annotations

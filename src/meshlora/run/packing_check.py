@@ -1,6 +1,6 @@
 """Whether a model keeps packed sequences apart: tested on a tiny twin of the model, not listed by family.
 
-Owns: the comparison, and the refusal. Does not own: rows (`data.packing`), twins (`plan.families.twin`).
+Owns: the comparison, and the refusal. Does not own: rows (`reading.packing`), twins (`plan.families.twin`).
 
 Without a mask, attention in transformers finds sequence borders by restarting position ids. A convolution or recurrent
 state along the row, an alibi bias or a mask made elsewhere does not: the logits of packed tokens then differ from those

@@ -39,7 +39,8 @@ class Batch:
         num_trained_tokens: how many labels are not -100.
         columns: name -> float32 `[B, S]`, shifted like labels and 0 where these are -100.
         targets: float32 `[B, K]`, of each text; None: they have none.
-        order: int64 `[B, S]`, on the host: whose tokens are which under cp (`data.context`); None: they are not cut.
+        order: int64 `[B, S]`, on the host: whose tokens are which under cp (`plan.token_order`); None: they are not
+        cut.
         own: int64 `[B, S/cp]`, the positions of this rank's. `num_trained_tokens` and `trained` are of these alone.
         counts_rows: whether this rank counts what is of whole rows; all but the first cp rank leave it to that one.
         rows_per_example: number of neighbouring rows that form an example.

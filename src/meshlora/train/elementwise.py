@@ -1,7 +1,7 @@
 """Which optimizers and learning rates a mesh takes from a loop of a user's own.
 
 Owns: the optimizers that update a part of a factor as the whole one, and that rates agree. Does not own: the optimizer
-of a run (`train.optimizer`), whether it has the adapter's factors (`train.step`).
+of a run (`run.optimizer`), whether it has the adapter's factors (`train.step`).
 """
 
 from __future__ import annotations

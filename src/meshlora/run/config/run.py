@@ -112,8 +112,9 @@ class DataConfig:
             (`reading.formats`), where their fields do not say it.
         max_length: the most tokens of a sequence. packing: several sequences in one row; they do not attend to each
             other. True: in rows of up to max_length tokens; auto: those of a micro-batch, where that is proved.
-        too_long: what becomes of a record with more tokens (`data.too_long`). train_on: which turns are trained: all of
-            the assistant, its last, everything, or those of these roles (`data.train_on`).
+        too_long: what becomes of a record with more tokens (`reading.too_long`). train_on: which turns are trained: all
+        of
+            the assistant, its last, everything, or those of these roles (`reading.train_on`).
         turns: a conversation is one sequence, or there is one for each trained answer (`reading.apart`).
         answers: as the chat template renders them, or as they are given, after the generation prompt.
         lost_text: what becomes of text of trained answers that the chat template leaves out: it is refused, or said.
@@ -253,7 +254,7 @@ class TrainConfig:
         batch_size: sequences per optimizer step, over all ranks; micro_batch_size: sequences (with packing: rows) at
             once on one dp rank.
         lr: peak learning rate. schedule: its course by optimizer step after a linear warm-up over warmup_steps
-            (`train.optimizer`): linear or cosine to min_lr, constant, inverse_sqrt, warmup_stable_decay (constant, then
+            (`run.optimizer`): linear or cosine to min_lr, constant, inverse_sqrt, warmup_stable_decay (constant, then
             linear to min_lr in the last decay_steps), or cycle: piecewise linear through the points `{step: rate}` of
             cycle, without lr and warm-up.
         warmup_steps: of a linear rise from 0 to lr. min_lr: of the last step. decay_steps: of warmup_stable_decay.
