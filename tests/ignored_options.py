@@ -7,7 +7,7 @@ import dataclasses
 from meshlora.run.config import rl
 from meshlora.run.config import run as module
 from meshlora_ground.objective import KINDS
-from tests.changed import PACKAGE
+from meshlora_ground.versions import file_of
 
 # Group of the run file -> its options; "" is the file itself.
 GROUPS: dict[str, type] = {
@@ -73,7 +73,7 @@ def ignoring(option: str) -> dict[str, str]:
     but the checks of its own group read the default, or another legal value where there is none.
     """
     if option == "preset":
-        text = (PACKAGE / "run/config/presets.py").read_text("utf-8")
+        text = file_of("run/config/presets.py").read_text("utf-8")
         assert text.count(_PRESET[0]) == 1
         return {"run/config/presets.py": text.replace(*_PRESET)}
     group, _, name = option.rpartition(".")
@@ -84,7 +84,7 @@ def ignoring(option: str) -> dict[str, str]:
     assert has_value, f"{option} has no default: name another legal value in _INSTEAD"
     instead = _INSTEAD.get(option, repr({name: default}))
     file = f"config/{kind.__module__.rpartition('.')[2]}.py"
-    text = (PACKAGE / file).read_text("utf-8")
+    text = file_of(file).read_text("utf-8")
     return {file: text + _IGNORING.replace("{kind}", kind.__name__).replace("{instead}", instead)}
 
 

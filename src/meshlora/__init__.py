@@ -19,7 +19,16 @@ if TYPE_CHECKING:
     from meshlora.adapter.formats.peft_format import save_adapter as save_adapter
     from meshlora.comm.groups import leave as leave
     from meshlora.loading.load import load as load
+    from meshlora.reading.packing import joined as joined
+    from meshlora.reading.packing import with_positions as with_positions
+    from meshlora.reading.preferences import read_preferences as read_preferences
+    from meshlora.reading.records import Record as Record
+    from meshlora.reading.rollouts import read_rollouts as read_rollouts
+    from meshlora.reading.sampler import GlobalBatches as GlobalBatches
+    from meshlora.reading.sampler import share as share
+    from meshlora.reading.sources import read_records as read_records
     from meshlora.reading.stream import RolloutStream as RolloutStream
+    from meshlora.reading.tokenization import tokenize as tokenize
     from meshlora.run.config.file import read_run as read_run
     from meshlora.run.config.run import GenerateConfig as GenerateConfig
     from meshlora.run.decoding import generate as generate
@@ -27,6 +36,10 @@ if TYPE_CHECKING:
     from meshlora.run.feeding import sampler as sampler
     from meshlora.run.held_out import mean_loss as mean_loss
     from meshlora.run.together import prepare_run as prepare_run
+    from meshlora.train.batch import IGNORED as IGNORED
+    from meshlora.train.batch import Batch as Batch
+    from meshlora.train.batch import collate as collate
+    from meshlora.train.batch import shifted as shifted
     from meshlora.train.gradsync import clip_gradients as clip_gradients
     from meshlora.train.gradsync import finish_gradients as finish_gradients
     from meshlora.train.losses import language_model_loss as language_model_loss
@@ -37,6 +50,8 @@ if TYPE_CHECKING:
     from meshlora.wings.generation.in_memory import unmerge as unmerge
     from meshlora_extra.hf.trainer import MeshTrainer as MeshTrainer
     from meshlora_extra.hf.trl import on_mesh as on_mesh
+    from meshlora_ground.dataset import Sequence as Sequence
+    from meshlora_ground.dataset import TokenizedDataset as TokenizedDataset
     from meshlora_ground.errors import MeshloraError as MeshloraError
     from meshlora_ground.errors import UnsupportedError as UnsupportedError
     from meshlora_ground.errors import UserError as UserError
@@ -53,6 +68,21 @@ __version__ = "0.1.0"
 logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 _HOME = {
+    "IGNORED": "meshlora.train.batch",
+    "Batch": "meshlora.train.batch",
+    "collate": "meshlora.train.batch",
+    "shifted": "meshlora.train.batch",
+    "Sequence": "meshlora_ground.dataset",
+    "TokenizedDataset": "meshlora_ground.dataset",
+    "joined": "meshlora.reading.packing",
+    "with_positions": "meshlora.reading.packing",
+    "read_preferences": "meshlora.reading.preferences",
+    "Record": "meshlora.reading.records",
+    "read_rollouts": "meshlora.reading.rollouts",
+    "GlobalBatches": "meshlora.reading.sampler",
+    "share": "meshlora.reading.sampler",
+    "read_records": "meshlora.reading.sources",
+    "tokenize": "meshlora.reading.tokenization",
     "add_adapter": "meshlora.adapter.attach",
     "disable_adapter": "meshlora.adapter.attach",
     "set_adapter": "meshlora.adapter.attach",

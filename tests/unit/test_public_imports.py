@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 import re
 import textwrap
@@ -14,8 +13,6 @@ import meshlora
 from tests.for_each import for_each
 
 ROOT = Path(__file__).parents[2]
-# Modules that are promised as they are, by the names that they import for others.
-MODULES = ("meshlora.reading", "meshlora_extra.hf")
 _BLOCK = re.compile(r"^( *)```python\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 
 
@@ -39,11 +36,9 @@ TEXTS = dict(_texts())
 
 
 def _is_promised(name: str) -> bool:
-    """Whether `meshlora.name`, with its dots, is a promised module, or a name of one."""
+    """Whether `meshlora.name` is a promised name."""
     module, _, leaf = name.rpartition(".")
-    if name in ("meshlora", *MODULES) or (module == "meshlora" and leaf in {*meshlora._HOME, "__version__"}):
-        return True
-    return module in MODULES and hasattr(importlib.import_module(module), leaf)
+    return name == "meshlora" or (module == "meshlora" and leaf in {*meshlora._HOME, "__version__"})
 
 
 def _names(code: str) -> set[str]:

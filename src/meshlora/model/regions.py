@@ -85,7 +85,7 @@ class TokenCut:
             raise UserError(
                 f"batch_size * seq_len = {self.batch_size} * {self.seq_len}",
                 f"under sp the number of tokens must divide by tp={self.tp.size}",
-                "pad the sequences (meshlora.reading.collate does, with token_multiple=tp)",
+                "pad the sequences (meshlora.collate does, with token_multiple=tp)",
             )
         return slice_one_to_each(x.reshape(tokens, -1), self.tp).unsqueeze(0)
 

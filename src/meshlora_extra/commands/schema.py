@@ -9,7 +9,7 @@ import argparse
 from importlib import resources
 from typing import Any
 
-_FILE = resources.files("meshlora") / "config" / "run-file.schema.json"
+_FILE = resources.files("meshlora") / "run" / "config" / "run-file.schema.json"
 
 
 def add(commands: Any) -> None:

@@ -137,7 +137,7 @@ def _name_base(folder: Path, base: str) -> None:
 def _sent(folder: str, name: str, *, is_public: bool) -> dict[str, Any]:
     """The last word of the process that goes online."""
     done = subprocess.run(
-        [sys.executable, "-P", "-c", "from meshlora_ground import hub_push; hub_push._go_online()"],
+        [sys.executable, "-P", "-c", "from meshlora_extra.hub import push; push._go_online()"],
         input=json.dumps([os.getpid(), folder, name, is_public]),
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -19,7 +19,6 @@ from meshlora.train.batch import IGNORED, Batch
 from meshlora.verify.faults.fault import after, around
 from meshlora.wings.images.images import TOKEN_TYPES
 
-# `meshlora.reading.collate` is also the function of that name.
 _COLLATE = importlib.import_module("meshlora.train.batch")
 Inputs = Mapping[str, Tensor]
 Cut = Callable[[Tensor], Tensor]
