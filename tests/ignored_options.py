@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
 from meshlora.run.config import rl
 from meshlora.run.config import run as module
 from meshlora_ground.objective import KINDS
-from meshlora_ground.versions import file_of
+from meshlora_ground.versions import file_of, name_of
 
 # Group of the run file -> its options; "" is the file itself.
 GROUPS: dict[str, type] = {
@@ -83,8 +84,8 @@ def ignoring(option: str) -> dict[str, str]:
     has_value = option in _INSTEAD or default is not dataclasses.MISSING
     assert has_value, f"{option} has no default: name another legal value in _INSTEAD"
     instead = _INSTEAD.get(option, repr({name: default}))
-    file = f"config/{kind.__module__.rpartition('.')[2]}.py"
-    text = file_of(file).read_text("utf-8")
+    path = Path(inspect.getfile(kind))
+    file, text = name_of(path), path.read_text("utf-8")
     return {file: text + _IGNORING.replace("{kind}", kind.__name__).replace("{instead}", instead)}
 
 
