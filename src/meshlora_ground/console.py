@@ -14,6 +14,7 @@ from typing import IO, Any
 import rich.console
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 from rich.text import Text
 
 from meshlora_ground.errors import printable
@@ -32,6 +33,13 @@ class Console(rich.console.Console):
     def say(self, text: str, *, style: str | None = None) -> None:
         """Print `text`, of one or more lines, without wrapping, so that paths can be copied."""
         self.print(text, style=style, soft_wrap=True)
+
+    def show_rows(self, rows: Iterable[tuple[str, str]]) -> None:
+        """Print names and values, one pair per line."""
+        table = Table(show_header=False, box=None)
+        for row in rows:
+            table.add_row(*row)
+        self.print(table)
 
     @contextlib.contextmanager
     def busy(self, text: RenderableType) -> Iterator[Callable[[str], None]]:

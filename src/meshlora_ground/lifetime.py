@@ -21,6 +21,8 @@ from types import FrameType
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.5
+# Whose modules are the command line.
+_COMMANDS = ("meshlora.cli.", "meshlora_extra.commands.")
 # A first line tells it that the folders are gone already; end of file, that this process has ended. It removes them for
 # four seconds, because other processes killed at the same moment may still be writing. A scheduler signals every
 # process of a job, this one too.
@@ -114,8 +116,8 @@ def _only_imports(frame: FrameType | None) -> bool:
     called = ""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name == __name__ or name.startswith("meshlora_extra.commands."):
-            return called.startswith("importlib.")
+        if name == __name__ or name.startswith(_COMMANDS):
+            return called.startswith("importlib")
         called = name
         frame = frame.f_back
     return False

@@ -16,7 +16,6 @@ from meshlora.cli.arguments import (
     run_file_words,
     write_result,
 )
-from meshlora_extra.commands.inspect import show_rows
 from meshlora_ground.errors import UserError
 from meshlora_ground.lifetime import import_libraries
 
@@ -36,11 +35,10 @@ def _check(options: argparse.Namespace) -> None:
     import_libraries()
     from meshlora.comm.groups import on_gpus
     from meshlora.run.config.file import read_runs
+    from meshlora.run.extras import part
     from meshlora.run.learning_rate import learning_rate
     from meshlora.run.together import prepare_runs
     from meshlora.verify.preflight import preflight, preflight_state
-    from meshlora_extra.plot import plot_schedule
-    from meshlora_extra.rl.run import check_rewards, check_rl, describe
     from meshlora_ground.console import Console
 
     check_json(options)
@@ -60,20 +58,21 @@ def _check(options: argparse.Namespace) -> None:
     for name, run in runs.items():
         if name:
             console.say(f"adapter {name}", style="bold")
-        show_rows(_rows_of(run), console)
+        console.show_rows(_rows_of(run))
         for note in run.notes:
             console.say(f"note: {note}")
         for path in run.slow_paths:
             console.say(f"slow path: {path}")
     run, command_name = next(iter(runs.values())), "train"
     if run.config.rl is not None:
-        prompts, command_name = check_rl(run, say=console.say), "rl"
-        check_rewards(run, prompts)
-        describe(run, prompts, console)
+        rollouts, command_name = part("rollouts", "rl"), "rl"
+        prompts = rollouts.check_rl(run, say=console.say)
+        rollouts.check_rewards(run, prompts)
+        rollouts.describe(run, prompts, console)
     if options.plot:
         train = run.config.train
         rates = [learning_rate(step, options=train, steps=run.steps) for step in range(run.steps)]
-        plot_schedule(rates, Path(options.plot), title=f"{train.schedule}, {run.steps:,} steps")
+        part("plot", "--plot").plot_schedule(rates, Path(options.plot), title=f"{train.schedule}, {run.steps:,} steps")
         console.say(f"learning rate: {options.plot}")
     words = [*run_file_words(options), "--nproc", str(run.topology.world), *ranks_per_gpu_words(options)]
     command = shlex.join(["meshlora", command_name, *words])

@@ -1,12 +1,13 @@
 """The command line: `meshlora train | verify | check | ...`.
 
-Owns: which commands there are, and the edge where an error becomes one line and an exit code: 0 success, 1 failure,
-2 a wrong request. Does not own: the commands, each in the file of its name.
+Owns: the edge where an error becomes one line and an exit code: 0 success, 1 failure, 2 a wrong request. Does not own:
+the commands, each in the file of its name, and finding those of other packages (`run.extras`).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import shlex
@@ -25,61 +26,15 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 os.environ.setdefault("MESHLORA_HF_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE", ""))
 os.environ["HF_HUB_OFFLINE"] = "1"
 
-from meshlora.cli import check, train, verify
 from meshlora.cli.arguments import add_local_rank
 from meshlora.cli.parser import Parser
-from meshlora_extra.commands import (
-    calibrate,
-    completion,
-    data,
-    env,
-    evaluate,
-    export,
-    from_nlg,
-    generate,
-    init,
-    inspect,
-    launch_script,
-    lr_find,
-    merge,
-    plan,
-    plot,
-    publish,
-    push,
-    rl,
-    schema,
-    watch,
-)
+from meshlora.run.extras import COMMANDS, table_of
 from meshlora_ground.errors import MeshloraError, UserError, report
 from meshlora_ground.lifetime import end_with, note_interrupts
 from meshlora_ground.versions import version_of
 
-# In the order of --help. Each module's `add` declares the command's arguments and the function that runs it.
-COMMANDS = (
-    init,
-    train,
-    rl,
-    verify,
-    check,
-    data,
-    inspect,
-    plan,
-    lr_find,
-    calibrate,
-    launch_script,
-    evaluate,
-    generate,
-    merge,
-    export,
-    from_nlg,
-    publish,
-    push,
-    plot,
-    watch,
-    schema,
-    completion,
-    env,
-)
+# Always there, and never another package's. Each module's `add` declares the command's arguments and what runs it.
+_OWN = {name: f"meshlora.cli.{name}" for name in ("train", "verify", "check")}
 # Among words that are joined by NUL: not part of a command that a user would give.
 _LOCAL_RANK = re.compile(r"\0--local[-_]rank[=\0][^\0]*")
 
@@ -153,6 +108,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"meshlora {version_of('meshlora')}")
     add_local_rank(parser, default=None)
     commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
-    for command in COMMANDS:
-        command.add(commands)
+    for module in {**table_of(COMMANDS), **_OWN}.values():  # in the order of --help
+        importlib.import_module(module).add(commands)
     return parser

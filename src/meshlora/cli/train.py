@@ -23,7 +23,7 @@ from meshlora.cli.arguments import (
     run_file_words,
     write_result,
 )
-from meshlora_extra.commands.plan import hardware_of_run, planned_step
+from meshlora.run.extras import part
 from meshlora_ground.errors import UserError
 from meshlora_ground.lifetime import import_libraries
 
@@ -117,24 +117,25 @@ def start(options: argparse.Namespace) -> bool:
     from meshlora.run.together import holding_outputs, prepare_runs
     from meshlora.verify.pool import stop_forking
     from meshlora.verify.preflight import preflight
-    from meshlora_extra.commands.elastic import fitted
-    from meshlora_extra.rl.run import check_command, check_rewards, check_rl
 
     resume, despite = options.resume, options.resume_despite
-    configs, _ = fitted(read_runs(options.file, options.overrides), world=options.nproc)
+    configs, _ = _fitted(read_runs(options.file, options.overrides), world=options.nproc)
     shares = options.ranks_per_gpu
     device = next(iter(configs.values())).device
     takes_gpus = on_gpus(device, num_ranks=options.nproc, ranks_per_gpu=shares)
-    check_command(configs, makes_rollouts=options.command == "rl")
+    _check_command(configs, options.command)
     runs = prepare_runs(configs, world=options.nproc, resume=resume, despite=despite)
     if options.command == "rl":
-        check_rewards(runs[""], check_rl(runs[""]))
+        rollouts = part("rollouts", "rl")
+        rollouts.check_rewards(runs[""], rollouts.check_rl(runs[""]))
     with holding_outputs(runs, resume=resume, despite=despite) as runs:
         if _are_finished(runs):
             _write(options, runs, is_done=True)
             return True
         if options.hardware:
-            hardware_of_run(runs, options.hardware)  # before ranks are started: the file may be wrong
+            part("plan", "--hardware").hardware_of_run(
+                runs, options.hardware
+            )  # before ranks are started: the file may be wrong
         preflight(runs, skip=options.no_preflight, ranks_per_gpu=shares)
         stop_forking()
         words = [options.command, *run_file_words(options)]
@@ -168,15 +169,13 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
     from meshlora.run.together import holding_outputs, logs_of, prepare_runs, words_of
     from meshlora.verify.pool import stop_forking
     from meshlora.verify.preflight import preflight
-    from meshlora_extra.commands.elastic import fitted
-    from meshlora_extra.rl.run import check_command, check_rewards, check_rl, describe, making
     from meshlora_ground.console import Console
 
     is_main, world, day = place is None or place.rank == 0, place.world if place else 1, one_day()
 
     def look() -> dict[str, Any]:
-        configs, note = fitted(read_runs(options.file, options.overrides), world=world)
-        check_command(configs, makes_rollouts=options.command == "rl")
+        configs, note = _fitted(read_runs(options.file, options.overrides), world=world)
+        _check_command(configs, options.command)
         runs = prepare_runs(configs, world=world, resume=options.resume, despite=options.resume_despite, day=day)
         shares = place.ranks_per_gpu if place else 1
         runs = {name: _described(run, note, options, ranks_per_gpu=shares) for name, run in runs.items()}
@@ -192,10 +191,14 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
     if config.train.deterministic:
         be_deterministic()
     # Before this process opens its GPU: templates of prompts are rendered in a fork of it.
-    prompts = check_rl(runs[""], say=Console().say if is_main else None) if options.command == "rl" else None
+    rollouts = part("rollouts", "rl") if options.command == "rl" else None
+    prompts = rollouts.check_rl(runs[""], say=Console().say if is_main else None) if rollouts is not None else None
     if line := machines(config.device, watch):
         Console().say(line)
-    planned = planned_step(runs, hardware_of_run(runs, options.hardware)) if options.hardware and is_main else None
+    planned = None
+    if options.hardware and is_main:
+        plan = part("plan", "--hardware")
+        planned = plan.planned_step(runs, plan.hardware_of_run(runs, options.hardware))
     if not launched_by_us() and is_main:
         if place is not None:  # join first: ranks that wait for this one then notice if it ends here
             join(config.device)
@@ -204,11 +207,11 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
     if place is not None and place.rank > 0:
         log_to_file(logs_of(runs), place.rank, goes_on=any(run.resume is not None for run in runs.values()))
     makes = None
-    if options.command == "rl":
-        makes = making(runs[""], prompts)
+    if rollouts is not None:
+        makes = rollouts.making(runs[""], prompts)
         if is_main:
-            check_rewards(runs[""], prompts if not launched_by_us() else None)
-            describe(runs[""], prompts, Console())
+            rollouts.check_rewards(runs[""], prompts if not launched_by_us() else None)
+            rollouts.describe(runs[""], prompts, Console())
     go_on = how_to_go_on(options.words)
     with _watched(runs, options) if is_main and not launched_by_us() else contextlib.nullcontext():
         is_done = train(runs, go_on=go_on, watch=watch, planned=planned, making=makes, ends_if_stopped=True)
@@ -219,17 +222,33 @@ def _train_as_rank(options: argparse.Namespace, place: Any, watch: Any, held: co
     return is_done
 
 
+def _fitted(configs: dict[str, Any], *, world: int) -> tuple[dict[str, Any], Sequence[str]]:
+    """(`configs` on a topology of `world` processes, notes that say so), where `train.on_fewer` asks for it."""
+    if next(iter(configs.values())).train.on_fewer == "stop":
+        return configs, ()
+    fitted: tuple[dict[str, Any], Sequence[str]] = part("elastic", "train.on_fewer").fitted(configs, world=world)
+    return fitted
+
+
+def _check_command(configs: Mapping[str, Any], command: str) -> None:
+    """Refuse a run file that is not for this command. Raises: UserError."""
+    for config in configs.values():
+        if command == "rl" and config.rl is None:
+            raise UserError("this run file", "it has no group rl", "meshlora train runs it")
+        if command != "rl" and config.rl is not None:
+            raise UserError("rl", "only meshlora rl makes rollouts", "use that, or leave it out")
+
+
 @contextlib.contextmanager
 def _watched(runs: Mapping[str, Any], options: argparse.Namespace) -> Iterator[None]:
     """With `--watch`, a page shows the run during the block, and the others beside it."""
     if not options.watch:
         yield
         return
-    from meshlora_extra.page.server import serving
     from meshlora_ground.console import Console
 
     output = Path(next(iter(runs.values())).config.train.output).absolute()
-    with serving(output.parent, first=output.name) as url:
+    with part("page", "--watch").serving(output.parent, first=output.name) as url:
         Console().say(f"watch it: {url}   (on this machine, while the run lasts; whoever has the address may look)")
         yield
 

@@ -29,6 +29,7 @@ from meshlora.processes.launchers import launcher_place
 from meshlora.run.checkpoint.identity import Contents, identity_of_contents
 from meshlora.run.checkpoint.retention import MERGED, clear_leftovers, set_aside
 from meshlora.run.edge import be_deterministic, hear_no_more, noticing_signals, say_in_training
+from meshlora.run.extras import part
 from meshlora.run.followed import FOLDER, stream_of
 from meshlora.run.prepare import Prepared
 from meshlora.run.trained import TrainedAdapter
@@ -37,7 +38,6 @@ from meshlora.run.watch.metrics import Planned, Reporter
 from meshlora.run.watch.samples import FILE as SAMPLES
 from meshlora.run.watch.samples import forget_after
 from meshlora.run.watch.tracking import open_trackers
-from meshlora_extra.merging.merge import check_merge, merge
 from meshlora_ground.console import Console
 from meshlora_ground.errors import UserError
 from meshlora_ground.file_hash import FileHashes
@@ -185,7 +185,9 @@ def merge_at_end(run: Prepared, *, console: Console | None = None) -> None:
     if said := set_aside(output, run.steps, ends=(MERGED,)):
         (console or Console()).say(f"{MERGED} was not whole: {said}")
     base, trust = run.blueprint.stored_config, run.blueprint.options.trust_remote_code
-    done = merge(run.config.model.path, output / "adapter", output / MERGED, config=base, trust_remote_code=trust)
+    done = part("merging", "train.merge_at_end").merge(
+        run.config.model.path, output / "adapter", output / MERGED, config=base, trust_remote_code=trust
+    )
     changed = f"{done.num_changed} of {done.num_tensors} tensors changed"
     (console or Console()).say(f"merged: {output / MERGED} ({changed}; {done.check})")
 
@@ -209,7 +211,9 @@ def _check_merge(run: Prepared, adapter: Path) -> None:
     """
     base, trust = run.blueprint.stored_config, run.blueprint.options.trust_remote_code
     try:
-        check_merge(run.config.model.path, adapter, config=base, trust_remote_code=trust)
+        part("merging", "train.merge_at_end").check_merge(
+            run.config.model.path, adapter, config=base, trust_remote_code=trust
+        )
     except UserError as error:
         raise UserError("train.merge_at_end", f"it would fail at the end ({error})", "leave it out") from None
 

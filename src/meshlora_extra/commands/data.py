@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshlora.cli.arguments import add_run_file
-from meshlora_extra.commands.inspect import show_rows
 from meshlora_ground.errors import UserError
 from meshlora_ground.lifetime import import_libraries
 
@@ -80,7 +79,7 @@ def _data(options: argparse.Namespace) -> None:
     found, console = summary(data), Console()
     for index in range(min(options.show, len(data))):
         _show_sequence(data, index, tokenizer, console)
-    show_rows(_rows(name, found, config.data.max_length), console)
+    console.show_rows(_rows(name, found, config.data.max_length))
     _show_lengths(found, console)
     for note in notes:
         console.say(f"note: {note}")

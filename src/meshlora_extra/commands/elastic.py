@@ -33,13 +33,13 @@ _DRIVER = Path("/proc/driver/nvidia/gpus")
 def fitted(configs: Mapping[str, RunConfig], *, world: int) -> tuple[dict[str, RunConfig], tuple[str, ...]]:
     """(`configs` on a topology of `world` processes, a note that says so): the planner's best that can train them.
 
-    As they are, if their topology has as many, or if they do not ask for another.
+    As they are, if their topology has as many.
 
     Raises:
         UserError: no topology of as many processes fits the run or the memory of its devices.
     """
     first = next(iter(configs.values()))
-    if first.train.on_fewer == "stop" or _has(first.topology, world):
+    if _has(first.topology, world):
         return dict(configs), ()
     gpu = _gpu_of(first)
     for topology in _ranked(first, world, gpu):

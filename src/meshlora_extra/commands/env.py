@@ -13,8 +13,6 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from meshlora_extra.commands.inspect import show_rows
-
 _LIBRARIES = ("tokenizers", "datasets", "accelerate", "numpy", "pydantic", "bitsandbytes", "liger-kernel", "matplotlib")
 
 
@@ -40,7 +38,7 @@ def _env(options: argparse.Namespace) -> None:
     if options.json is not None:
         write_json_atomically(Path(options.json), found)
     rows = [(name, _shown(value)) for name, value in found.items()]
-    show_rows(rows, Console())
+    Console().show_rows(rows)
 
 
 def environment() -> dict[str, Any]:

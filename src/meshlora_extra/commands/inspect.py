@@ -8,7 +8,6 @@ model is loaded.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ from meshlora_ground.errors import MeshloraError, UserError
 
 if TYPE_CHECKING:
     from meshlora.run.checkpoint.manifest import Saved
-    from meshlora_ground.console import Console
 
 _OF_A_RUN = ("checkpoints", "adapter", "initial", "metrics.jsonl", ".lock")
 
@@ -52,7 +50,7 @@ def _inspect(options: argparse.Namespace) -> None:
             f"{folder}", "there is nothing in it that a run left", "give an output, a checkpoint or an adapter"
         )
     if rows:
-        show_rows(rows, console)
+        console.show_rows(rows)
     write_result(options, {"folder": f"{folder}", "is_whole": not broken, "problems": broken, "found": dict(rows)})
     if broken:
         raise MeshloraError(f"{folder}: {broken[0] if len(broken) == 1 else f'{len(broken)} folders are not whole'}")
@@ -160,13 +158,3 @@ def _run(output: Path) -> tuple[list[tuple[str, str]], list[str]]:
     if (holder := holder_of(output)) is not None:
         rows.append(("trains now", str(holder)))
     return rows, broken
-
-
-def show_rows(rows: Iterable[tuple[str, str]], console: Console) -> None:
-    """Print names and values, one pair per line."""
-    from rich.table import Table
-
-    table = Table(show_header=False, box=None)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)

@@ -10,7 +10,6 @@ from typing import Any
 
 from meshlora.cli.arguments import read_blueprint
 from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
-from meshlora_ground.hub import repository_of
 from meshlora_ground.lifetime import import_libraries
 
 
@@ -88,6 +87,7 @@ def _choose(options: argparse.Namespace) -> None:
     from meshlora_extra.planner.problem import Problem, read_config
     from meshlora_ground.console import Console
     from meshlora_ground.files import write_text_atomically
+    from meshlora_ground.hub import repository_of
     from meshlora_ground.topology import Topology
 
     gpu = hardware_named(options.gpu, options.hardware)

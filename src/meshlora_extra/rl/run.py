@@ -1,15 +1,15 @@
 """A run that makes its own rollouts: its checks, and what makes them on a rank.
 
-Owns: which runs those are, and what they refuse. Does not own: the run (`run.run`), making rollouts (`rl.rollouts`).
+Owns: what those runs refuse, and setting what makes their rollouts. Does not own: the run (`run.run`), making rollouts
+(`rl.rollouts`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from meshlora.reading.tokenizer import tokenizer_of
-from meshlora.run.config.run import RunConfig
 from meshlora.run.prepare import Prepared
 from meshlora.run.trained import TrainedAdapter
 from meshlora_extra.engine_export import engine_layout
@@ -19,22 +19,9 @@ from meshlora_extra.rl.publishing import check_for_engines
 from meshlora_extra.rl.rewards import Rewards
 from meshlora_extra.rl.rollouts import EngineGenerator, OwnGenerator, Publisher, Rollouts
 from meshlora_ground.console import Console
-from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.errors import UnsupportedError
 
 PUBLISHED = "published"  # in the output
-
-
-def check_command(configs: Mapping[str, RunConfig], *, makes_rollouts: bool) -> None:
-    """Refuse a run file that is not for this command. makes_rollouts: it is `meshlora rl`.
-
-    Raises:
-        UserError: it has a group `rl`, or has none.
-    """
-    for config in configs.values():
-        if makes_rollouts and config.rl is None:
-            raise UserError("this run file", "it has no group rl", "meshlora train runs it")
-        if not makes_rollouts and config.rl is not None:
-            raise UserError("rl", "only meshlora rl makes rollouts", "use that, or leave it out")
 
 
 def check_rl(run: Prepared, *, say: Callable[[str], None] | None = None) -> Prompts | None:
