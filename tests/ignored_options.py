@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+from pathlib import Path
 
 from meshlora.run.config import rl
 from meshlora.run.config import run as module
