@@ -35,7 +35,7 @@ from meshlora.loading import load as api
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.plan.base_options import BaseOptions
 from meshlora.run.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
-from meshlora.run.prepare import Prepared
+from meshlora.run.prepared import Prepared
 from meshlora.run.trainer import Trainer
 from meshlora.run.watch.metrics import Reporter, StepMetrics
 from meshlora_ground.dataset import TokenizedDataset

@@ -21,7 +21,7 @@ from meshlora.run import trained, trainer
 from meshlora.run.checkpoint.manifest import FILE, STATE_FILE, read_whole
 from meshlora.run.checkpoint.retention import LATEST, point
 from meshlora.run.config.file import read_run
-from meshlora.run.prepare import Prepared
+from meshlora.run.prepared import Prepared
 from meshlora.run.together import prepare_run
 from meshlora_ground.errors import UserError
 from meshlora_ground.topology import Topology

@@ -22,7 +22,7 @@ from meshlora.reading.tokenization import tokenize
 from meshlora.run import agreement
 from meshlora.run.config.file import read_run
 from meshlora.run.evaluate import prepare_evaluation
-from meshlora.run.prepare import Prepared
+from meshlora.run.prepared import Prepared
 from meshlora.run.run import train
 from meshlora.run.together import prepare_run
 from meshlora_ground.errors import UserError

@@ -14,7 +14,7 @@ from meshlora.reading import streamed, tokenization
 from meshlora.reading.sources import read_records
 from meshlora.reading.streamed import read_streamed
 from meshlora.reading.tokenization import tokenize
-from meshlora.run.prepare import Prepared
+from meshlora.run.prepared import Prepared
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError, UserError
 from tests.unit.mistakes import Setup

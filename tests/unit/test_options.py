@@ -28,7 +28,7 @@ from meshlora.reading.tokenizer import tokenizer_of
 from meshlora.run import prepare, trained
 from meshlora.run.config.file import read_run
 from meshlora.run.config.run import DataConfig, Format, GenerateConfig, TrainConfig
-from meshlora.run.prepare import Prepared
+from meshlora.run.prepared import Prepared
 from meshlora.run.run import train
 from meshlora.run.together import prepare_run
 from meshlora.run.trainer import Trainer

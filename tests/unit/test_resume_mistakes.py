@@ -19,7 +19,7 @@ from meshlora.run.checkpoint.identity import identity_of_contents
 from meshlora.run.config.file import read_run
 from meshlora.run.lock import FILE as LOCK
 from meshlora.run.lock import hold
-from meshlora.run.prepare import Prepared
+from meshlora.run.prepared import Prepared
 from meshlora.run.run import prepare_output
 from meshlora.run.together import prepare_run
 from meshlora_ground.file_hash import FileHashes

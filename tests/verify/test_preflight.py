@@ -20,7 +20,7 @@ from meshlora.loading.blueprint import read_model_config
 from meshlora.plan.families.twin import layers_of_twin, twin_config
 from meshlora.run.config.file import read_run
 from meshlora.run.config.run import Schedule
-from meshlora.run.prepare import Prepared
+from meshlora.run.prepared import Prepared
 from meshlora.run.together import prepare_run
 from meshlora.verify import preflight as module
 from meshlora.verify import request, stand_in

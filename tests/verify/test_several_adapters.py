@@ -12,7 +12,7 @@ import torch
 
 from meshlora.plan.families.twin import twin_config
 from meshlora.run.config.file import read_runs
-from meshlora.run.prepare import Prepared
+from meshlora.run.prepared import Prepared
 from meshlora.run.together import prepare_runs
 from meshlora.verify import preflight as module
 from meshlora.verify.faults.objectives import PROVED, as_proved

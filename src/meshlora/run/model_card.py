@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from meshlora.run.config.run import Given, paths_of
-from meshlora.run.prepare import Prepared
+from meshlora.run.prepared import Prepared
 from meshlora_ground.errors import one_line
 from meshlora_ground.hub import repository_of
 from meshlora_ground.tasks import CAUSAL

@@ -10,8 +10,8 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +28,15 @@ from meshlora.reading.clock import day_of, set_day, today, written_day
 from meshlora.reading.places import places
 from meshlora.reading.processor import load_processor
 from meshlora.reading.readers import READERS
-from meshlora.reading.sampler import GlobalBatches
 from meshlora.reading.tokenizer import padding_token_id, tokenizer_of
-from meshlora.run.checkpoint.identity import Contents, contents, identity
-from meshlora.run.checkpoint.manifest import Saved
+from meshlora.run.checkpoint.identity import contents, identity
 from meshlora.run.checkpoint.resuming import day_of_adapter, day_of_run, going_on
 from meshlora.run.config.run import RUN_CONTENT, Given, RunConfig, paths_of
 from meshlora.run.early_stopping import Patience, losses_until
 from meshlora.run.followed import no_tokens, stream_of
 from meshlora.run.optimizers import check_trainable
 from meshlora.run.packing_check import check_packing
+from meshlora.run.prepared import Prepared
 from meshlora.run.recompute import check_recompute
 from meshlora.run.slow_paths import check_fast, slow_paths
 from meshlora.run.sources import read_sources
@@ -52,65 +51,9 @@ from meshlora_ground.compat import attention_of
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.files import why_not_writable
-from meshlora_ground.slow_paths import SlowPath
 from meshlora_ground.tasks import CAUSAL
 from meshlora_ground.topology import TOKENS, Topology
 from meshlora_ground.weight_files import weight_files
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A run that passed every check.
-
-    Attributes:
-        blueprint: the model, its split and the adapter.
-        identity: what its steps depend on, by name. The content of `files` is included only once it had to be read.
-        resumes: `--resume` was given. resume: the checkpoint to resume from, if any.
-        is_finished: all its steps are done already. samples: prompts that are continued at intervals.
-        notes: messages for the user. slow_paths: those known before it starts.
-        command: what trains the whole run. proof: what is proved of it, in words.
-        chat_template: the text of `data.chat_template`, as it was when the data were read; None if it is not given.
-    """
-
-    config: RunConfig
-    blueprint: Blueprint
-    pad_token_id: int
-    train_data: TokenizedDataset
-    eval_data: TokenizedDataset | None
-    steps: int
-    identity: Mapping[str, str] = field(default_factory=dict)
-    files: Contents = field(default_factory=dict)
-    resumes: bool = False
-    resume: Saved | None = None
-    is_finished: bool = False
-    samples: Samples | None = None
-    notes: tuple[str, ...] = ()
-    slow_paths: tuple[SlowPath, ...] = ()
-    command: str = ""
-    proof: str = ""
-    chat_template: str | None = None
-
-    @property
-    def plan(self) -> ModelPlan:
-        """How the model is split."""
-        return self.blueprint.plan
-
-    @property
-    def topology(self) -> Topology:
-        """The topology of the plan."""
-        return self.blueprint.topology
-
-    @property
-    def start(self) -> Blueprint:
-        """The blueprint with the initial adapter: the checkpoint's, if the run resumes."""
-        return self.blueprint if self.resume is None else self.blueprint.with_folder(self.resume.folder)
-
-    @property
-    def batches(self) -> GlobalBatches:
-        """The global order of the training examples, where they are known before the run."""
-        return GlobalBatches(
-            self.train_data.num_examples, self.config.train.batch_size, self.config.train.seed, self.train_data.parts
-        )
 
 
 @dataclass(frozen=True)

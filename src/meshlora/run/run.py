@@ -31,7 +31,7 @@ from meshlora.run.checkpoint.retention import MERGED, clear_leftovers, set_aside
 from meshlora.run.edge import be_deterministic, hear_no_more, noticing_signals, say_in_training
 from meshlora.run.extras import part
 from meshlora.run.followed import FOLDER, stream_of
-from meshlora.run.prepare import Prepared
+from meshlora.run.prepared import Prepared
 from meshlora.run.trained import TrainedAdapter
 from meshlora.run.trainer import Trainer
 from meshlora.run.watch.metrics import Planned, Reporter

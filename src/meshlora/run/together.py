@@ -22,7 +22,8 @@ from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.plan.rules import ModelPlan
 from meshlora.run.config.run import RunConfig
 from meshlora.run.lock import hold, holder_of
-from meshlora.run.prepare import Prepared, blueprint_of, check_request, first_day, prepare, read_output, read_run_data
+from meshlora.run.prepare import blueprint_of, check_request, first_day, prepare, read_output, read_run_data
+from meshlora.run.prepared import Prepared
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.tasks import CAUSAL
 from meshlora_ground.versions import digest

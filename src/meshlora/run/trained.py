@@ -41,7 +41,8 @@ from meshlora.run.model_card import model_card
 from meshlora.run.objectives import Point, first_pass
 from meshlora.run.optimizer import make_optimizer, parameter_groups
 from meshlora.run.optimizers import is_frozen
-from meshlora.run.prepare import Prepared, read_data
+from meshlora.run.prepare import read_data
+from meshlora.run.prepared import Prepared
 from meshlora.run.watch.metrics import Reporter
 from meshlora.run.watch.samples import FILE as SAMPLES
 from meshlora.train.batch import Batch

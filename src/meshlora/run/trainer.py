@@ -31,7 +31,7 @@ from meshlora.layers.noise import add_noise
 from meshlora.run.allocator import keep_freed_memory, peak_memory_bytes
 from meshlora.run.heads import set_padding
 from meshlora.run.objectives import Sums, count, loss_sums, reference_log_probabilities
-from meshlora.run.prepare import Prepared
+from meshlora.run.prepared import Prepared
 from meshlora.run.recompute import recompute_layers
 from meshlora.run.slow_paths import check_fast, new_ones
 from meshlora.run.step_sums import StepResult, StepSums

@@ -20,7 +20,7 @@ from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.loading.blueprint import make_blueprint, read_model_config
 from meshlora.loading.load import load_blueprint
 from meshlora.run.config.run import DataConfig, RunConfig, TrainConfig
-from meshlora.run.prepare import Prepared
+from meshlora.run.prepared import Prepared
 from meshlora.run.trainer import Trainer
 from meshlora.verify.faults.registry import applied
 from meshlora.verify.ours import Recorder, run_config

@@ -34,7 +34,7 @@ from meshlora.run.checkpoint.manifest import Saved
 from meshlora.run.checkpoint.resuming import find_checkpoint
 from meshlora.run.config.run import DataConfig, RunConfig, TrainConfig
 from meshlora.run.heads import outputs_of
-from meshlora.run.prepare import Prepared
+from meshlora.run.prepared import Prepared
 from meshlora.run.trained import TrainedAdapter
 from meshlora.run.trainer import Trainer
 from meshlora.run.watch.metrics import Reporter, StepMetrics

@@ -25,7 +25,7 @@ from meshlora.loading.guards import dropout_fields
 from meshlora.plan.families.proved import check_proved_here
 from meshlora.run.launch import signals_end_what_was_started
 from meshlora.run.model_card import NOT_PROVED
-from meshlora.run.prepare import Prepared
+from meshlora.run.prepared import Prepared
 from meshlora.verify.at_once import LIMIT, compare_at_once, one_of_several
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.report.document import document, is_proved

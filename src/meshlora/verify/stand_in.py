@@ -20,7 +20,7 @@ from meshlora.loading.guards import dropout_fields, handle_dropout
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import layers_of_twin, shrink_config
 from meshlora.plan.rules import ModelPlan, kind_of
-from meshlora.run.prepare import Prepared
+from meshlora.run.prepared import Prepared
 from meshlora.verify.features import features_of_model, features_of_topology
 from meshlora.verify.request import Proof, of_schedule
 from meshlora.wings.quantized.plan import TWIN_BLOCKS, kind_for_twin

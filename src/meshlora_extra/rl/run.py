@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshlora.reading.tokenizer import tokenizer_of
-from meshlora.run.prepare import Prepared
+from meshlora.run.prepared import Prepared
 from meshlora.run.trained import TrainedAdapter
 from meshlora_extra.engine_export import engine_layout
 from meshlora_extra.rl.engine import Engine

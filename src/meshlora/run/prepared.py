@@ -1,0 +1,75 @@
+"""A prepared run: what training, proving and reporting know of a run that passed every check.
+
+Owns: its fields. Does not own: the checks that make it (`run.prepare`, `run.together`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from meshlora.loading.blueprint import Blueprint
+from meshlora.plan.rules import ModelPlan
+from meshlora.reading.sampler import GlobalBatches
+from meshlora.run.checkpoint.identity import Contents
+from meshlora.run.checkpoint.manifest import Saved
+from meshlora.run.config.run import RunConfig
+from meshlora.run.watch.samples import Samples
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.slow_paths import SlowPath
+from meshlora_ground.topology import Topology
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that passed every check.
+
+    Attributes:
+        blueprint: the model, its split and the adapter.
+        identity: what its steps depend on, by name. The content of `files` is included only once it had to be read.
+        resumes: `--resume` was given. resume: the checkpoint to resume from, if any.
+        is_finished: all its steps are done already. samples: prompts that are continued at intervals.
+        notes: messages for the user. slow_paths: those known before it starts.
+        command: what trains the whole run. proof: what is proved of it, in words.
+        chat_template: the text of `data.chat_template`, as it was when the data were read; None if it is not given.
+    """
+
+    config: RunConfig
+    blueprint: Blueprint
+    pad_token_id: int
+    train_data: TokenizedDataset
+    eval_data: TokenizedDataset | None
+    steps: int
+    identity: Mapping[str, str] = field(default_factory=dict)
+    files: Contents = field(default_factory=dict)
+    resumes: bool = False
+    resume: Saved | None = None
+    is_finished: bool = False
+    samples: Samples | None = None
+    notes: tuple[str, ...] = ()
+    slow_paths: tuple[SlowPath, ...] = ()
+    command: str = ""
+    proof: str = ""
+    chat_template: str | None = None
+
+    @property
+    def plan(self) -> ModelPlan:
+        """How the model is split."""
+        return self.blueprint.plan
+
+    @property
+    def topology(self) -> Topology:
+        """The topology of the plan."""
+        return self.blueprint.topology
+
+    @property
+    def start(self) -> Blueprint:
+        """The blueprint with the initial adapter: the checkpoint's, if the run resumes."""
+        return self.blueprint if self.resume is None else self.blueprint.with_folder(self.resume.folder)
+
+    @property
+    def batches(self) -> GlobalBatches:
+        """The global order of the training examples, where they are known before the run."""
+        return GlobalBatches(
+            self.train_data.num_examples, self.config.train.batch_size, self.config.train.seed, self.train_data.parts
+        )
