@@ -328,14 +328,7 @@ def read_output(run: Prepared, *, resume: str | None, despite: Collection[str] =
             or (stream is not None and stream.num_steps == step)
         ),
     )
-    return dataclasses.replace(
-        run,
-        identity=found.identity,
-        resumes=True,
-        resume=found.resume,
-        is_finished=found.is_finished,
-        notes=tuple(dict.fromkeys((*run.notes, *found.notes))),
-    )
+    return run.going_on(found)
 
 
 def _check_output(config: RunConfig, *, resumes: bool) -> None:

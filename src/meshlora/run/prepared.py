@@ -1,18 +1,20 @@
 """A prepared run: what training, proving and reporting know of a run that passed every check.
 
-Owns: its fields. Does not own: the checks that make it (`run.prepare`, `run.together`).
+Owns: its fields, and each way in which a later step adds to them. Does not own: the checks that make it (`run.prepare`,
+`run.together`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.rules import ModelPlan
 from meshlora.reading.sampler import GlobalBatches
 from meshlora.run.checkpoint.identity import Contents
 from meshlora.run.checkpoint.manifest import Saved
+from meshlora.run.checkpoint.resuming import GoingOn
 from meshlora.run.config.run import RunConfig
 from meshlora.run.watch.samples import Samples
 from meshlora_ground.dataset import TokenizedDataset
@@ -73,3 +75,26 @@ class Prepared:
         return GlobalBatches(
             self.train_data.num_examples, self.config.train.batch_size, self.config.train.seed, self.train_data.parts
         )
+
+    def described(self, notes: Iterable[str], *, command: str, proof: str) -> Prepared:
+        """The run with what trains it, what is proved of it, and `notes` before its own."""
+        return replace(self, notes=(*notes, *self.notes), command=command, proof=proof)
+
+    def going_on(self, found: GoingOn) -> Prepared:
+        """The run as `--resume` goes on with it."""
+        return replace(
+            self,
+            identity=found.identity,
+            resumes=True,
+            resume=found.resume,
+            is_finished=found.is_finished,
+            notes=tuple(dict.fromkeys((*self.notes, *found.notes))),
+        )
+
+    def with_contents(self, hashes: Mapping[str, str]) -> Prepared:
+        """The run with the content of its files in its identity."""
+        return replace(self, identity={**self.identity, **hashes})
+
+    def on(self, topology: Topology) -> Prepared:
+        """The same run on another topology, for a proof of it."""
+        return replace(self, blueprint=self.blueprint.on(topology))

@@ -166,7 +166,7 @@ def with_contents(run: Prepared, hashes: FileHashes, mesh: Mesh, *, console: Con
             (console or Console()).say(text)
     if mesh.rank > 0:
         return run
-    return dataclasses.replace(run, identity={**run.identity, **identity_of_contents(_unknown(run), hashes)})
+    return run.with_contents(identity_of_contents(_unknown(run), hashes))
 
 
 def _unknown(run: Prepared) -> Contents:

@@ -74,8 +74,7 @@ class TrainedAdapter:
     def __post_init__(self) -> None:
         options = self.run.config.train
         self.objective = options.objective
-        given = with_advantages(self.objective, self.run.train_data)
-        self.run = dataclasses.replace(self.run, train_data=given)
+        self.data = with_advantages(self.objective, self.run.train_data)
         self.mesh = runtime(self.model).mesh
         self.step_facts: dict[str, float] = {}  # of the data of the current step, to be reported
         self.followed = self._followed()
@@ -127,7 +126,7 @@ class TrainedAdapter:
         if self.followed is not None:
             return self.followed.current
         assert self.batches is not None
-        data = self.run.train_data
+        data = self.data
         return data, data.rows_of(self.batches.batch(self.done))
 
     def fetch(self, asked: threading.Event) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -89,10 +90,10 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
     trace.fresh_both = _fresh(model, case, "fresh_both")
     trace.fresh_scalings = _scalings(model, "fresh")
     peft_format.save_adapter(model, folder / FRESH, adapter="fresh_both", compares=False)
-    run = Prepared(config, blueprint, case.pad_token_id, case.data, case.data, case.steps)
-    stopped = _train(run, model, trace, case)
+    prepared = functools.partial(Prepared, config, blueprint, case.pad_token_id, case.data, case.data, case.steps)
+    stopped = _train(prepared(), model, trace, case)
     if stopped is not None:
-        run = dataclasses.replace(run, resume=stopped)
+        run = prepared(resume=stopped)
         model = load_blueprint(run.start, device=case.device)
         _train(run, model, trace, case)
     trace.final = _locals(model, "default")

@@ -284,7 +284,7 @@ def _objective(run: Prepared) -> Objective:
 def proof_of(run: Prepared, cache_dir: Path, place: _Place = _ON_CPUS) -> tuple[Proof, str]:
     """The proof that covers `run`, and the key of its record."""
     if place.topology is not None:
-        run = dataclasses.replace(run, blueprint=run.blueprint.on(place.topology))
+        run = run.on(place.topology)
     stand_in = StandIn(run, most_ranks=place.most_ranks)
     optimizer = run.config.train.optimizer
     config, topology, options = stand_in.config, stand_in.topology, run.blueprint.options
