@@ -15,7 +15,7 @@ import yaml
 from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from meshlora.cli.train import _described
+from meshlora.cli.job import Job
 from meshlora.run import trained
 from meshlora.run.checkpoint.manifest import read_whole
 from meshlora.run.config.file import read_run
@@ -84,9 +84,10 @@ def test_card_of_a_resumed_run_is_that_of_the_run_that_nothing_interrupted(
     file = write_run_file(tmp_path / "run.yaml", data={"eval": str(tmp_path / "eval.jsonl")}, train=options)
 
     def run(*resume: str) -> dict[str, bytes]:
-        words = argparse.Namespace(words=shlex.join(["meshlora", "train", "run.yaml", *resume]), no_preflight=True)
+        words = shlex.join(["meshlora", "train", "run.yaml", *resume])
+        options = argparse.Namespace(words=words, no_preflight=True, ranks_per_gpu=1)
         prepared = prepare_run(read_run(file), world=1, resume=resume[1] if resume else None)
-        train({"": _described(prepared, (), words, ranks_per_gpu=1)})
+        train({"": Job(options).described(prepared)})
         return {each.name: each.read_bytes() for each in (tmp_path / "run" / "adapter").iterdir()}
 
     whole = run()

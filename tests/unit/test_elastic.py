@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshlora.cli import train
+from meshlora.cli import job
 from meshlora.run.config.file import read_runs
 from meshlora.run.config.run import RunConfig
 from meshlora_extra.commands import elastic
@@ -32,7 +32,7 @@ def test_run_that_fits_or_asks_for_nothing_else_stays_as_it_is(
     topology: str, on_fewer: str, world: int, tmp_path: Path
 ) -> None:
     configs = _configs(tmp_path, topology=topology, on_fewer=on_fewer)
-    assert train._fitted(configs, world=world) == (configs, ())
+    assert job.fitted(configs, world=world) == (configs, ())
 
 
 def test_planner_chooses_what_fits(tmp_path: Path) -> None:

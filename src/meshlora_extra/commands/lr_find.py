@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from meshlora.cli import train
-from meshlora.cli.arguments import add_run_file
+from meshlora.cli.arguments import add_run_file, run_file_words
+from meshlora.cli.parser import Parser
 from meshlora_ground.errors import MeshloraError, UserError
 
 _ROWS = 12
@@ -115,9 +116,11 @@ def _run(options: argparse.Namespace, rates: Sequence[float], output: Path) -> M
     own |= {"output": json.dumps(str(output))}
     overrides = [f"train.{name}={value}" for name, value in own.items()]
     overrides += [*(f"data.{name}=null" for name in _WITHOUT_DATA), "data.eval_categories=all"]
-    given: dict[str, Any] = {"resume": None, "resume_despite": [], "hardware": None, "watch": False, "json": None}
-    given["command"] = "train"
-    words = argparse.Namespace(**vars(options) | given | {"overrides": [*options.overrides, *overrides]})
+    parser = Parser(prog="meshlora train")
+    train.add_training(parser, command="train")
+    asked = [*run_file_words(options), *(word for each in overrides for word in ("--set", each))]
+    asked += ["--nproc", str(options.nproc), *["--no-preflight"] * options.no_preflight]
+    words = parser.parse_args(asked, argparse.Namespace(words=options.words))
     read_run(words.file, words.overrides)  # refuses several adapters
     try:
         is_done = train.start(words)

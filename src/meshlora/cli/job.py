@@ -1,0 +1,259 @@
+"""The life of a training, for the process that starts its ranks, for each of these, and for one that trains alone.
+
+Owns: its order: look, hold, prove, train. Does not own: arguments (`cli.train`), the checks (`run.together`), the proof
+(`verify.preflight`), the training (`run.run`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshlora.cli.arguments import run_file_words, write_result
+from meshlora.comm.groups import join, on_gpus
+from meshlora.processes.heartbeat import Watch
+from meshlora.processes.launchers import Place
+from meshlora.run.agreement import agreed, one_day
+from meshlora.run.checkpoint.manifest import read_manifest
+from meshlora.run.config.file import read_runs
+from meshlora.run.config.run import RunConfig
+from meshlora.run.edge import (
+    be_deterministic,
+    command_of,
+    how_to_go_on,
+    launched_by_us,
+    leave_result,
+    log_to_file,
+    whole_command,
+)
+from meshlora.run.extras import part
+from meshlora.run.launch import launch
+from meshlora.run.machines import machines, own_words
+from meshlora.run.prepared import Prepared
+from meshlora.run.run import merge_at_end, train
+from meshlora.run.together import holding_outputs, logs_of, prepare_runs, words_of
+from meshlora.run.watch.metrics import last_values
+from meshlora.verify.pool import stop_forking
+from meshlora.verify.preflight import preflight, proof_words
+from meshlora_ground.console import Console
+from meshlora_ground.errors import UserError
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a process found in the files of a job. prompts: of rollouts that it makes itself (`meshlora_extra.rl`)."""
+
+    runs: dict[str, Prepared]
+    prompts: Any = None
+
+    @property
+    def config(self) -> RunConfig:
+        """Of the first run: all have the same device and loop."""
+        return next(iter(self.runs.values())).config
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training as the command line asks for it.
+
+    options: the arguments of the command. place: this process', under a launcher.
+    """
+
+    options: argparse.Namespace
+    place: Place | None = None
+
+    @property
+    def starts_ranks(self) -> bool:
+        """Whether this process starts the ranks, and is none of them."""
+        return self.options.nproc is not None
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process speaks for the job: it starts the ranks, or it is rank 0."""
+        return self.place is None or self.place.rank == 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is the one that outlives all others, which holds the outputs and proves."""
+        return self.is_main and not launched_by_us()
+
+    @property
+    def ranks_per_gpu(self) -> int:
+        """So many ranks share each GPU."""
+        return int(self.options.ranks_per_gpu) if self.place is None else self.place.ranks_per_gpu
+
+    @property
+    def makes_rollouts(self) -> bool:
+        """Whether it is `meshlora rl`."""
+        return self.options.command == "rl"
+
+    def run(self, watch: Watch | None = None) -> bool:
+        """Returns False if it was stopped before its end. watch: of a rank (`run.edge.rank_edge`)."""
+        with contextlib.ExitStack() as held:
+            day = one_day()
+            found = agreed(lambda: self._look(day, held), lambda found: words_of(found.runs), own=own_words())
+            if are_finished(found.runs, is_main=self.is_main):
+                self._write(found, is_done=True)
+                return True
+            if not self.starts_ranks:
+                self._meet(found.config, watch)
+            planned = self._planned(found)
+            if self.leads:
+                self._prove(found)
+            if self.starts_ranks:
+                is_done = self._launch(found)
+            else:
+                is_done = self._train(found, watch, planned)
+            if launched_by_us():  # which ends with the code itself, and writes
+                leave_result(is_done)
+                return True
+            self._write(found, is_done=is_done)
+            return is_done
+
+    def _look(self, day: str, held: contextlib.ExitStack) -> Found:
+        """Read and check the run file and all that it names; hold the outputs, in the process that leads."""
+        options = self.options
+        world = options.nproc if self.starts_ranks else self.place.world if self.place is not None else 1
+        configs, note = fitted(read_runs(options.file, options.overrides), world=world)
+        if self.starts_ranks:
+            device = next(iter(configs.values())).device
+            on_gpus(device, num_ranks=options.nproc, ranks_per_gpu=self.ranks_per_gpu)
+        check_command(configs, makes_rollouts=self.makes_rollouts)
+        resume, despite = options.resume, options.resume_despite
+        runs = prepare_runs(configs, world=world, resume=resume, despite=despite, day=day)
+        runs = {name: self.described(run, note) for name, run in runs.items()}
+        prompts = self._prompts(runs[""]) if self.makes_rollouts else None
+        if self.leads:
+            runs = held.enter_context(holding_outputs(runs, resume=resume, despite=despite))
+        return Found(runs, prompts)
+
+    def described(self, run: Prepared, note: Sequence[str] = ()) -> Prepared:
+        """`run` with its command, what is proved of it, and a further note."""
+        proof = proof_words(run, skip=self.options.no_preflight, ranks_per_gpu=self.ranks_per_gpu)
+        return run.described(note, command=whole_command(command_of(self.options.words)), proof=proof)
+
+    def _prompts(self, run: Prepared) -> Any:
+        """The prompts of rollouts, checked with their rewards before this process opens its GPU: templates of prompts
+        are rendered in a fork of it."""
+        rollouts = part("rollouts", "rl")
+        prompts = rollouts.check_rl(run, say=Console().say if self.is_main and not self.starts_ranks else None)
+        if self.leads:
+            rollouts.check_rewards(run, prompts)
+        return prompts
+
+    def _meet(self, config: RunConfig, watch: Watch | None) -> None:
+        """Compare the machines of all ranks."""
+        if config.train.deterministic:
+            be_deterministic()
+        if line := machines(config.device, watch):
+            Console().say(line)
+
+    def _planned(self, found: Found) -> Any:
+        """The planned step to show beside the seen one, on the rank that shows it. A wrong file is refused before any
+        rank is started."""
+        if not self.options.hardware or not self.is_main:
+            return None
+        plan = part("plan", "--hardware")
+        hardware = plan.hardware_of_run(found.runs, self.options.hardware)
+        return None if self.starts_ranks else plan.planned_step(found.runs, hardware)
+
+    def _prove(self, found: Found) -> None:
+        if self.place is not None:  # join first: ranks that wait for this one then notice if it ends here
+            join(found.config.device)
+        preflight(found.runs, skip=self.options.no_preflight, ranks_per_gpu=self.ranks_per_gpu)
+        stop_forking()
+
+    def _launch(self, found: Found) -> bool:
+        """Start the ranks on this machine, and wait for them."""
+        options = self.options
+        words = [options.command, *run_file_words(options)]
+        words += ["--resume", options.resume] if options.resume is not None else []
+        words += [word for name in options.resume_despite for word in ("--resume-despite", name)]
+        words += ["--hardware", options.hardware] if options.hardware else []
+        words += ["--no-preflight"] if options.no_preflight else []  # for what the adapter's card says
+        with self._watched(found):
+            said = launch(
+                words,
+                nproc=options.nproc,
+                on_gpus=on_gpus(found.config.device, num_ranks=options.nproc, ranks_per_gpu=self.ranks_per_gpu),
+                ranks_per_gpu=self.ranks_per_gpu,
+                command=options.words,
+                timeout_s=max(run.config.train.timeout_s for run in found.runs.values()),
+            )
+        return said is not False
+
+    def _train(self, found: Found, watch: Watch | None, planned: Any) -> bool:
+        """Train as one rank of a launcher, or alone."""
+        runs, making = found.runs, None
+        if self.place is not None and self.place.rank > 0:
+            log_to_file(logs_of(runs), self.place.rank, goes_on=any(run.resume is not None for run in runs.values()))
+        if self.makes_rollouts:
+            rollouts = part("rollouts", "rl")
+            making = rollouts.making(runs[""], found.prompts)
+            if self.is_main:
+                rollouts.describe(runs[""], found.prompts, Console())
+        go_on = how_to_go_on(self.options.words)
+        with self._watched(found):
+            return train(runs, go_on=go_on, watch=watch, planned=planned, making=making, ends_if_stopped=True)
+
+    @contextlib.contextmanager
+    def _watched(self, found: Found) -> Iterator[None]:
+        """With `--watch`, a page shows the run during the block, and the others beside it."""
+        if not self.options.watch or not self.leads:
+            yield
+            return
+        output = Path(found.config.train.output).absolute()
+        with part("page", "--watch").serving(output.parent, first=output.name) as url:
+            Console().say(f"watch it: {url}   (on this machine, while the run lasts; whoever has the address may look)")
+            yield
+
+    def _write(self, found: Found, *, is_done: bool) -> None:
+        """Write the result of `--json`, in the process that speaks for the job."""
+        if not self.is_main:
+            return
+        outputs = {name: Path(run.config.train.output) for name, run in found.runs.items()}
+        runs = {
+            name: {
+                "output": f"{output}",
+                "adapter": f"{output / 'adapter'}" if is_done else None,
+                "num_steps": found.runs[name].steps,
+                **last_values(output / "metrics.jsonl"),
+            }
+            for name, output in outputs.items()
+        }
+        write_result(self.options, {"is_done": is_done, "runs": runs})
+
+
+def fitted(configs: dict[str, RunConfig], *, world: int) -> tuple[dict[str, RunConfig], Sequence[str]]:
+    """(`configs` on a topology of `world` processes, notes that say so), where `train.on_fewer` asks for it."""
+    if next(iter(configs.values())).train.on_fewer == "stop":
+        return configs, ()
+    found: tuple[dict[str, RunConfig], Sequence[str]] = part("elastic", "train.on_fewer").fitted(configs, world=world)
+    return found
+
+
+def check_command(configs: Mapping[str, RunConfig], *, makes_rollouts: bool) -> None:
+    """Refuse a run file that is not for this command. makes_rollouts: it is `meshlora rl`. Raises: UserError."""
+    for config in configs.values():
+        if makes_rollouts and config.rl is None:
+            raise UserError("this run file", "it has no group rl", "meshlora train runs it")
+        if not makes_rollouts and config.rl is not None:
+            raise UserError("rl", "only meshlora rl makes rollouts", "use that, or leave it out")
+
+
+def are_finished(runs: Mapping[str, Prepared], *, is_main: bool = True) -> bool:
+    """Whether all runs are complete; the main rank then reports each, and writes a merged model that is missing."""
+    if not all(run.is_finished for run in runs.values()):
+        return False
+    for run in runs.values() if is_main else ():
+        output = Path(run.config.train.output)
+        done = read_manifest(output / "adapter", kinds=("adapter",)).step
+        words = f"all {run.steps:,} steps are done" if done == run.steps else f"stopped early, after {done:,} steps"
+        Console().say(f"{words}: {output}/adapter")
+        if run.config.train.merge_at_end:
+            merge_at_end(run)
+    return True
