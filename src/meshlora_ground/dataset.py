@@ -16,8 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from meshlora.reading.too_long import Taken
-from meshlora.wings.images.images import FurtherInputs
+from meshlora_ground.further_inputs import FurtherInputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +24,7 @@ class Sequence:
     """One tokenised record. `input_ids`: int32 `[S]`. `is_trained`: bool `[S]`, True where the token is a target.
 
     columns: name -> float32 `[S]`, further values per token for an objective. targets: float32 `[K]`, of the text.
-    more: makes the model's further inputs (`data.images.FurtherInputs.inputs`), of its images too.
+    more: makes the model's further inputs (`FurtherInputs.inputs`), of its images too.
     """
 
     input_ids: np.ndarray
@@ -33,6 +32,35 @@ class Sequence:
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     more: Callable[[], Mapping[str, Tensor]] = dict
     targets: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What became of the records of a dataset.
+
+    Attributes:
+        num_records: of its files, each answer of a pair by itself. num_too_long: longer than `max_length`. num_dropped:
+            left out, as they are too long, or beside one that is. first: origin of the first that is too long.
+    """
+
+    num_records: int
+    max_length: int
+    too_long: str = "truncate"
+    num_too_long: int = 0
+    num_dropped: int = 0
+    first: str = ""
+
+    def words(self, num_sequences: int) -> str:
+        """One line on records that are too long; empty if there are none. num_sequences: that came of all records."""
+        if not self.num_too_long:
+            return ""
+        done = {
+            "truncate": "cut there (data.too_long: drop, split or error do otherwise)",
+            "drop": "left out" + f", {self.num_dropped:,} in all" * (self.num_dropped != self.num_too_long),
+            "split": f"split: {num_sequences:,} sequences of {self.num_records:,} records",
+        }[self.too_long]
+        given = f"{self.num_too_long:,} of {self.num_records:,} records, {self.first} first, are"
+        return f"{given} longer than max_length={self.max_length}: {done}"
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal, get_args
-
-import pydantic
+from typing import Any, ClassVar, Literal, get_args
 
 from meshlora_ground.errors import UserError
 from meshlora_ground.numbers import check_numbers, number
@@ -324,8 +322,6 @@ class Embed(_Objective):
     is_of_step: ClassVar[bool] = True
 
 
-Objective = Annotated[
-    Sft | Policy | Grpo | Dpo | Orpo | Kto | Classify | ClassifyTokens | Embed, pydantic.Discriminator("kind")
-]
+Objective = Sft | Policy | Grpo | Dpo | Orpo | Kto | Classify | ClassifyTokens | Embed
 TEXT = Sft()  # what a model is for if nothing is said
-KINDS: dict[str, type[Objective]] = {kind.kind: kind for kind in get_args(get_args(Objective)[0])}
+KINDS: dict[str, type[Objective]] = {kind.kind: kind for kind in get_args(Objective)}

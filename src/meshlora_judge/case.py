@@ -18,9 +18,9 @@ from typing import Any, Literal
 import numpy as np
 
 from meshlora.run.config.run import ModelConfig, Schedule, TrainConfig
-from meshlora.wings.images.images import KnownInputs
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
+from meshlora_ground.further_inputs import KnownInputs
 from meshlora_ground.objective import Objective, Sft
 from meshlora_ground.versions import digest, sources_of, version_of, versions
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from meshlora.wings.images.images import TOKEN_TYPES, KnownInputs
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError, reason
+from meshlora_ground.further_inputs import TOKEN_TYPES, KnownInputs
 from meshlora_ground.model_class import model_class
 
 # Images of sequences 0, 1, 2, ..., over and over: dp ranks and micro-batches without any are among them.
@@ -40,7 +40,7 @@ class _RandomImages:
     seed: int
 
     def inputs(self, index: int, input_ids: np.ndarray) -> dict[str, Tensor]:
-        """As in `meshlora.wings.images.images.FurtherInputs`."""
+        """As in `meshlora_ground.further_inputs.FurtherInputs`."""
         types = torch.from_numpy(input_ids.astype(np.int64) == self.token).long()
         found = {name: types for name in self.arguments if name in TOKEN_TYPES}
         if not (shapes := self.shapes[index]):

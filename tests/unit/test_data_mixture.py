@@ -9,9 +9,9 @@ import pytest
 
 from meshlora.reading.mixture import joined_sources, mixed_order, num_draws
 from meshlora.reading.sampler import GlobalBatches
-from meshlora.wings.images.images import KnownInputs
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.further_inputs import KnownInputs
 
 PARTS = ((50, 3.0), (7, 1.0), (43, 1.0))
 

@@ -19,7 +19,7 @@ import pytest
 from meshlora.verify.faults.objectives import PROVED
 from meshlora.verify.proof import Processes, reference_of
 from meshlora.verify.request import Request, prepare_proof
-from meshlora.wings.images.images import KnownInputs
+from meshlora_ground.further_inputs import KnownInputs
 from meshlora_ground.versions import sources_of
 from meshlora_judge import case as case_module
 from meshlora_judge.case import Case, case_hash, file_fingerprint

@@ -15,9 +15,9 @@ import numpy as np
 from meshlora.reading.formats import Format
 from meshlora.reading.records import MalformedError, Problems, checked_text, is_number, json_type, quoted
 from meshlora.reading.sources import read_rows
-from meshlora.wings.images.images import TOKEN_TYPES, KnownInputs
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError, did_you_mean, reason
+from meshlora_ground.further_inputs import TOKEN_TYPES, KnownInputs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -17,8 +17,8 @@ from meshlora.reading.formats import RECORDS, Format, Formats
 from meshlora.reading.records import MalformedError, Problems, Record, is_number, json_type
 from meshlora.reading.sources import read_rows
 from meshlora.reading.tokenization import tokenize
-from meshlora.reading.too_long import Found, Taken
-from meshlora_ground.dataset import Sequence, TokenizedDataset
+from meshlora.reading.too_long import Found
+from meshlora_ground.dataset import Sequence, Taken, TokenizedDataset
 from meshlora_ground.errors import UserError
 
 if TYPE_CHECKING:

@@ -13,6 +13,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from meshlora.reading.records import MAX_SHOWN
+from meshlora_ground.dataset import Taken
 from meshlora_ground.errors import UserError, did_you_mean
 
 TooLong = Literal["truncate", "drop", "split", "error"]
@@ -54,35 +55,6 @@ def windows(
 def is_cut_turn(is_trained: np.ndarray, place: int) -> bool:
     """Whether a cut before `place` is inside a trained turn."""
     return bool(is_trained[place - 1] and is_trained[place])
-
-
-@dataclass(frozen=True)
-class Taken:
-    """What became of the records of a dataset.
-
-    Attributes:
-        num_records: of its files, each answer of a pair by itself. num_too_long: longer than `max_length`. num_dropped:
-            left out, as they are too long, or beside one that is. first: origin of the first that is too long.
-    """
-
-    num_records: int
-    max_length: int
-    too_long: str = "truncate"
-    num_too_long: int = 0
-    num_dropped: int = 0
-    first: str = ""
-
-    def words(self, num_sequences: int) -> str:
-        """One line on records that are too long; empty if there are none. num_sequences: that came of all records."""
-        if not self.num_too_long:
-            return ""
-        done = {
-            "truncate": "cut there (data.too_long: drop, split or error do otherwise)",
-            "drop": "left out" + f", {self.num_dropped:,} in all" * (self.num_dropped != self.num_too_long),
-            "split": f"split: {num_sequences:,} sequences of {self.num_records:,} records",
-        }[self.too_long]
-        given = f"{self.num_too_long:,} of {self.num_records:,} records, {self.first} first, are"
-        return f"{given} longer than max_length={self.max_length}: {done}"
 
 
 @dataclass

@@ -44,13 +44,15 @@ from meshlora.run.watch.samples import Samples, prepare_samples
 from meshlora.run.watch.tracking import check_trackers
 from meshlora.wings.experts.balance import check_load_balancing
 from meshlora.wings.experts.routing import check_routed, check_routing, step_file
-from meshlora.wings.images.images import FurtherInputs, Images
+from meshlora.wings.images.images import Images
 from meshlora.wings.kernels.kernels import with_kernels
 from meshlora.wings.stages.plan import check_options
 from meshlora_ground.compat import attention_of
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.files import why_not_writable
+from meshlora_ground.further_inputs import FurtherInputs
+from meshlora_ground.slow_paths import SlowPath
 from meshlora_ground.tasks import CAUSAL
 from meshlora_ground.topology import TOKENS, Topology
 from meshlora_ground.weight_files import weight_files

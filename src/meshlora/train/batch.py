@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlora.plan.token_order import FEWEST
-from meshlora.wings.images.images import TOKEN_TYPES
 from meshlora_ground.dataset import Sequence
+from meshlora_ground.further_inputs import TOKEN_TYPES
 from meshlora_ground.masks import token_numbers
 from meshlora_ground.transfer import to_device
 

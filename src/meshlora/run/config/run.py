@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from datetime import date
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
+
+import pydantic
 
 from meshlora.plan.base_options import BaseOptions
 from meshlora.run.config.rl import RlConfig
@@ -314,7 +316,7 @@ class TrainConfig:
     beta2: float = number(0.999, "in [0, 1)")
     eps: float = number(1e-8, "above 0", most=_RATE)
     max_grad_norm: float = number(1.0, "not negative", most=1e30)
-    objective: Objective = field(default_factory=Sft)
+    objective: Annotated[Objective, pydantic.Discriminator("kind")] = field(default_factory=Sft)
     neftune_alpha: float = number(0.0, "not negative", most=_FACTOR)
     router_aux_loss_coef: float = number(0.0, "not negative", most=_FACTOR)
     recompute: str | int = number("none", most=10**6)

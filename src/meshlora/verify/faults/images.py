@@ -17,7 +17,7 @@ from meshlora.run.trainer import Trainer
 from meshlora.train import batches, losses
 from meshlora.train.batch import IGNORED, Batch
 from meshlora.verify.faults.fault import after, around
-from meshlora.wings.images.images import TOKEN_TYPES
+from meshlora_ground.further_inputs import TOKEN_TYPES
 
 _COLLATE = importlib.import_module("meshlora.train.batch")
 Inputs = Mapping[str, Tensor]

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,68 +26,12 @@ from torch import Tensor
 from meshlora.reading.records import MalformedError, Record, is_image, quoted
 from meshlora_ground.errors import UserError, reason
 from meshlora_ground.file_hash import FileHashes
+from meshlora_ground.further_inputs import TOKEN_TYPES
 
 FORMATS = ("PNG", "JPEG", "WEBP")
 MAX_FILE_BYTES = 64 * 2**20
 MAX_PIXELS = 2**26  # 8192 x 8192: 200 MB decoded; a small file can claim far more
-# One number per token, and the only inputs of a processor that are not rows of images.
-TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
 _OF_TEXT = ("input_ids", "attention_mask", *TOKEN_TYPES)
-
-
-class FurtherInputs(Protocol):
-    """What a model takes beside the tokens of the sequences of a dataset."""
-
-    @property
-    def has_images(self) -> bool:
-        """Whether some sequences may have images."""
-
-    @property
-    def token(self) -> int | None:
-        """The id of an image's placeholder; None: no sequence has one."""
-
-    def number(self, index: int) -> int:
-        """How many images sequence `index` has."""
-
-    def inputs(self, index: int, input_ids: np.ndarray) -> Mapping[str, Tensor]:
-        """The further inputs of sequence `index` of ids `[S]`: token types int64 `[S]`, and tensors of its images with
-        one or more rows for each.
-        """
-
-    def digest(self) -> np.ndarray:
-        """uint8: a hash of all of them."""
-
-
-@dataclass(frozen=True, eq=False)
-class KnownInputs:
-    """Further inputs held in memory. each: of each sequence. numbers: of its images; empty: none has any. token: stands
-    for an image.
-    """
-
-    each: Sequence[Mapping[str, np.ndarray]]
-    numbers: Sequence[int] = ()
-    token: int | None = None
-
-    @property
-    def has_images(self) -> bool:
-        """Whether some sequences have images."""
-        return any(self.numbers)
-
-    def number(self, index: int) -> int:
-        """How many images sequence `index` has."""
-        return self.numbers[index] if self.numbers else 0
-
-    def inputs(self, index: int, input_ids: np.ndarray) -> dict[str, Tensor]:
-        """As in `FurtherInputs`."""
-        return {name: torch.from_numpy(value) for name, value in self.each[index].items()}
-
-    def digest(self) -> np.ndarray:
-        """uint8 `[32]`: a hash of all of them, in order."""
-        found = hashlib.sha256(repr(self.numbers).encode())
-        for inputs in self.each:
-            for name, value in inputs.items():
-                found.update(f"{name} {value.dtype} {value.shape}".encode() + np.ascontiguousarray(value).tobytes())
-        return np.frombuffer(found.digest(), dtype=np.uint8)
 
 
 @dataclass(frozen=True)
@@ -118,7 +62,7 @@ class Images:
         return len(self.files[index])
 
     def inputs(self, index: int, input_ids: np.ndarray) -> dict[str, Tensor]:
-        """As in `FurtherInputs`.
+        """As in `meshlora_ground.further_inputs.FurtherInputs`.
 
         Raises:
             UserError: a file is missing, damaged, or not the one that was tokenised.

@@ -1,0 +1,74 @@
+"""What a model takes beside the tokens of sequences: token types, and tensors of images.
+
+Owns: the interface, and such inputs held in memory. Does not own: making them of files (`wings.images.images`), random
+ones for a proof (`meshlora_judge.images`), putting sequences together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+# One number per token, and the only inputs of a processor that are not rows of images.
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+
+
+class FurtherInputs(Protocol):
+    """What a model takes beside the tokens of the sequences of a dataset."""
+
+    @property
+    def has_images(self) -> bool:
+        """Whether some sequences may have images."""
+
+    @property
+    def token(self) -> int | None:
+        """The id of an image's placeholder; None: no sequence has one."""
+
+    def number(self, index: int) -> int:
+        """How many images sequence `index` has."""
+
+    def inputs(self, index: int, input_ids: np.ndarray) -> Mapping[str, Tensor]:
+        """The further inputs of sequence `index` of ids `[S]`: token types int64 `[S]`, and tensors of its images with
+        one or more rows for each.
+        """
+
+    def digest(self) -> np.ndarray:
+        """uint8: a hash of all of them."""
+
+
+@dataclass(frozen=True, eq=False)
+class KnownInputs:
+    """Further inputs held in memory. each: of each sequence. numbers: of its images; empty: none has any. token: stands
+    for an image.
+    """
+
+    each: Sequence[Mapping[str, np.ndarray]]
+    numbers: Sequence[int] = ()
+    token: int | None = None
+
+    @property
+    def has_images(self) -> bool:
+        """Whether some sequences have images."""
+        return any(self.numbers)
+
+    def number(self, index: int) -> int:
+        """How many images sequence `index` has."""
+        return self.numbers[index] if self.numbers else 0
+
+    def inputs(self, index: int, input_ids: np.ndarray) -> dict[str, Tensor]:
+        """As in `FurtherInputs`."""
+        return {name: torch.from_numpy(value) for name, value in self.each[index].items()}
+
+    def digest(self) -> np.ndarray:
+        """uint8 `[32]`: a hash of all of them, in order."""
+        found = hashlib.sha256(repr(self.numbers).encode())
+        for inputs in self.each:
+            for name, value in inputs.items():
+                found.update(f"{name} {value.dtype} {value.shape}".encode() + np.ascontiguousarray(value).tobytes())
+        return np.frombuffer(found.digest(), dtype=np.uint8)
