@@ -35,10 +35,10 @@ from meshlora.loading.load import load_blueprint
 from meshlora.plan.base_options import BaseOptions
 from meshlora.run.config.file import read_run
 from meshlora.run.together import prepare_run
+from meshlora.verify.alone import reference_run
 from meshlora_ground.float64 import lift
 from meshlora_ground.topology import Topology
 from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_losses
-from meshlora_judge.reference import reference_run
 
 ROOT = Path(__file__).resolve().parents[1]
 FACTOR_LIMIT, LOSS_LIMIT, LOGITS_LIMIT = 1e-5, 1e-3, 1e-11

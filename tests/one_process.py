@@ -6,7 +6,7 @@ from pathlib import Path
 
 from meshlora.run.config.file import read_run
 from meshlora.run.together import prepare_run
-from meshlora_judge.reference import reference_run
+from meshlora.verify.alone import reference_run
 
 
 def train_alone(file: Path, *, initial: Path, out: Path) -> list[float]:

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from meshlora.train.losses import language_model_loss as language_model_loss
     from meshlora.train.losses import token_scores as token_scores
     from meshlora.train.step import step as step
+    from meshlora.verify.alone import reference_run as reference_run
     from meshlora.wings.generation.in_memory import merge as merge
     from meshlora.wings.generation.in_memory import merged as merged
     from meshlora.wings.generation.in_memory import unmerge as unmerge
@@ -60,7 +61,6 @@ if TYPE_CHECKING:
     from meshlora_judge.compare import compare_adapters as compare_adapters
     from meshlora_judge.compare import largest_loss_gap as largest_loss_gap
     from meshlora_judge.compare import read_losses as read_losses
-    from meshlora_judge.reference import reference_run as reference_run
 
 __version__ = "0.1.0"
 
@@ -114,7 +114,7 @@ _HOME = {
     "GenerateConfig": "meshlora.run.config.run",
     "generate": "meshlora.run.decoding",
     "RolloutStream": "meshlora.reading.stream",
-    "reference_run": "meshlora_judge.reference",
+    "reference_run": "meshlora.verify.alone",
     "compare_adapters": "meshlora_judge.compare",
     "largest_loss_gap": "meshlora_judge.compare",
     "read_losses": "meshlora_judge.compare",

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshlora.run.config.run import TrainConfig
 from meshlora_ground.dataset import Sequence as TokenSequence
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.objective import Grpo
+from meshlora_judge.settings import Training
 
 UNTRAINED = -100
 
@@ -69,9 +69,7 @@ class MicroBatch:
         )
 
 
-def micro_batches_of(
-    data: TokenizedDataset, settings: TrainConfig, step: int, *, pad_token_id: int
-) -> list[MicroBatch]:
+def micro_batches_of(data: TokenizedDataset, settings: Training, step: int, *, pad_token_id: int) -> list[MicroBatch]:
     """The sequences of optimizer step `step`, in the run's global order, as micro-batches.
 
     An epoch takes every sequence once, in ceil(n / batch_size) steps, the last with the rest. Its order sorts the
@@ -88,7 +86,7 @@ def micro_batches_of(
 
 
 def micro_batches(
-    data: TokenizedDataset, indices: Sequence[int], settings: TrainConfig, *, pad_token_id: int
+    data: TokenizedDataset, indices: Sequence[int], settings: Training, *, pad_token_id: int
 ) -> Iterator[MicroBatch]:
     """The sequences, or pairs, `indices` as micro-batches, padded on the right. If the objective trains one row of each
     pair, the other rows are in `MicroBatch.other`.

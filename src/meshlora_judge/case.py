@@ -17,12 +17,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from meshlora.run.config.run import ModelConfig, Schedule, TrainConfig
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
 from meshlora_ground.further_inputs import KnownInputs
 from meshlora_ground.objective import Objective, Sft
 from meshlora_ground.versions import digest, sources_of, version_of, versions
+from meshlora_judge.settings import Base, Training
 
 # Odd lengths, so that a sequence length is never mistaken for a number of heads or a width, and short ones: a cp rank
 # has none of their tokens, a convolution reaches beyond them, and of a single token nothing is predicted.
@@ -83,7 +83,7 @@ class Case:
     seed: int
     reference: dict[str, Any] | None = None
     lr: float = 1e-2
-    schedule: Schedule = "linear"
+    schedule: str = "linear"
     warmup_steps: int = 0
     warmup_from_zero: bool = False
     min_lr: float = 0.0
@@ -131,25 +131,15 @@ class Case:
         return self.max_grad_norm * (1e6 if 0 < step == self.steps - 1 else 1)
 
     @property
-    def base(self) -> ModelConfig:
-        """The base model section of an equivalent run file."""
-        return ModelConfig(
-            self.model,
-            dtype=self.dtype,  # type: ignore[arg-type] # one of them
-            attn_implementation=self.attn_implementation,
-            trust_remote_code=self.trust_remote_code,
-            disable_dropout="unsupported",  # whatever the case keeps on is supported
-            allow_unused_weights=True,
-            quantization=self.quantization,  # type: ignore[arg-type] # the same
-            kernels=self.kernels,
-        )
+    def base(self) -> Base:
+        """The base model."""
+        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(Base) if field.name != "path"}
+        return Base(self.model, **options)
 
     @property
-    def train(self) -> TrainConfig:
-        """The train section of an equivalent run file, without an output folder."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(TrainConfig) if hasattr(self, f.name)}
-        own = {"output": "unused", "recompute": "full" if self.recompute else "none"}
-        return TrainConfig(**fields | own, replica_check_every=0)  # drift is for the judge to find
+    def train(self) -> Training:
+        """The training."""
+        return Training(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Training)})
 
     @property
     def data(self) -> TokenizedDataset:

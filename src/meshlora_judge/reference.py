@@ -7,7 +7,6 @@ or batches, only what both sides share: the sequences of a run, and the lift.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
@@ -22,7 +21,6 @@ from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from meshlora.run.config.run import ModelConfig, RunConfig, TrainConfig
 from meshlora_ground.compat import targets_as_configured
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError
@@ -37,10 +35,11 @@ from meshlora_judge.objectives import contrast, embeddings, gained, load_balanci
 from meshlora_judge.packed import load_base
 from meshlora_judge.pieces import mask_of, pieces_of
 from meshlora_judge.quantized import quantize_base
+from meshlora_judge.settings import Base, Training
 
 
 def reference_model(
-    model: ModelConfig,
+    model: Base,
     adapter: str | Path,
     *,
     objective: Objective = TEXT,
@@ -123,7 +122,7 @@ def losses_of(
     return each, outputs
 
 
-def frozen_policy(model: ModelConfig, adapter: str | Path | None, **options: Any) -> Any:
+def frozen_policy(model: Base, adapter: str | Path | None, **options: Any) -> Any:
     """A second model: the checkpoint with the adapter in the folder `adapter`, frozen; None: there is no such folder.
 
     options: of `reference_model`.
@@ -158,7 +157,7 @@ def before_losses(
 def accumulate(
     model: nn.Module,
     batches: Sequence[MicroBatch],
-    settings: TrainConfig,
+    settings: Training,
     *,
     before: tuple[Sequence[Tensor | None], Tensor | None] | None = None,
     masks: Masks | None = None,
@@ -211,7 +210,7 @@ def accumulate(
 
 
 def train(
-    model: nn.Module, steps: Iterable[Sequence[MicroBatch]], settings: TrainConfig, policy: Any = None
+    model: nn.Module, steps: Iterable[Sequence[MicroBatch]], settings: Training, policy: Any = None
 ) -> list[float]:
     """AdamW over `steps`, each a list of micro-batches; returns the loss of each step. policy: `frozen_policy`."""
     masks = Masks(model, seed=settings.seed)
@@ -231,7 +230,7 @@ def train(
     return losses
 
 
-def make_optimizer(model: nn.Module, settings: TrainConfig) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, settings: Training) -> torch.optim.Optimizer:
     """The optimizer over the trainable parameters, with LoRA+ in PEFT's parameter groups; LoRA-FA freezes every A.
 
     `share`: a group's rate / peak.
@@ -309,9 +308,9 @@ def _plain(name: str, wrapped: Mapping[str, str]) -> str:
     return plain_name(f"{wrapped.get(owner, owner)}.lora_{part}" if owner else name)
 
 
-def rates_of(settings: TrainConfig) -> list[float]:
+def rates_of(settings: Training) -> list[float]:
     """Linear warm-up from its first part, then the schedule, whose end would be reached one step after the last."""
-    lr, warmup, steps = settings.lr, settings.warmup_steps, np.arange(settings.steps or 0)
+    lr, warmup, steps = settings.lr, settings.warmup_steps, np.arange(settings.steps)
     if settings.schedule == "cycle":
         at = sorted(settings.cycle)
         return [float(rate) for rate in np.interp(steps, at, [settings.cycle[step] for step in at])]
@@ -330,24 +329,27 @@ def rates_of(settings: TrainConfig) -> list[float]:
 
 
 def reference_run(
-    config: RunConfig,
+    base: Base,
+    settings: Training,
     data: TokenizedDataset,
     *,
-    steps: int,
     pad_token_id: int,
     adapter: str | Path,
     out: str | Path,
+    compared_with: str | Path | None = None,
     dropouts: Collection[str] = (),
 ) -> list[float]:
     """A whole run on one process: start from `adapter`, save with peft to `out`, return the losses.
 
-    The token batches are the run's; everything else is transformers, peft and torch. dropouts: see `reference_model`.
+        reference_run(Base("model", dtype="float64"), Training(steps=3), data, pad_token_id=0, adapter="a", out="b")
+
+    The sequences are the run's; everything else is transformers, peft and torch. compared_with: folder of the frozen
+    adapter that the objective compares with; None: the base, or nothing. dropouts: see `reference_model`.
     """
-    settings = dataclasses.replace(config.train, steps=steps, epochs=None)
     options: dict[str, Any] = {"objective": settings.objective, "pad": pad_token_id}
-    model = reference_model(config.model, adapter, dropouts=dropouts, **options)
-    policy = frozen_policy(config.model, config.reference, **options)
-    batches = (micro_batches_of(data, settings, step, pad_token_id=pad_token_id) for step in range(steps))
+    model = reference_model(base, adapter, dropouts=dropouts, **options)
+    policy = frozen_policy(base, compared_with, **options)
+    batches = (micro_batches_of(data, settings, step, pad_token_id=pad_token_id) for step in range(settings.steps))
     freeze_outside_pieces(model, own_words(adapter).get("pieces", {}))
     losses = train(model, batches, settings, policy)
     model.save_pretrained(str(out), save_embedding_layers=False)

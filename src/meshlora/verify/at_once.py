@@ -22,6 +22,7 @@ from meshlora.loading.load import load_blueprint
 from meshlora.run.config.run import DataConfig, RunConfig, TrainConfig
 from meshlora.run.prepared import Prepared
 from meshlora.run.trainer import Trainer
+from meshlora.verify.alone import reference_run
 from meshlora.verify.faults.registry import applied
 from meshlora.verify.ours import Recorder, run_config
 from meshlora.verify.pool import Pool
@@ -30,7 +31,6 @@ from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.topology import Topology
 from meshlora_judge.case import Case
 from meshlora_judge.compare import Worst, compare_adapters
-from meshlora_judge.reference import reference_run
 from meshlora_judge.trace import Trace
 
 # That of the phase "deltas" of a proof: AdamW divides by small moments. Rounding alone gives 1e-13.

@@ -33,7 +33,7 @@ from meshlora.model.inject import parallel_leaves
 from meshlora.run import trainer as trainer_module
 from meshlora.run.checkpoint.manifest import Saved
 from meshlora.run.checkpoint.resuming import find_checkpoint
-from meshlora.run.config.run import DataConfig, RunConfig, TrainConfig
+from meshlora.run.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora.run.heads import outputs_of
 from meshlora.run.prepared import Prepared
 from meshlora.run.trained import TrainedAdapter
@@ -358,5 +358,13 @@ def run_config(case: Case, topology: str, folder: Path) -> RunConfig:
     # Rows hold two or three sequences.
     longest = max(len(sequence.input_ids) for sequence in case.data)
     data = DataConfig("unused", eval="unused", packing=case.packing, max_length=2 * longest)
-    train = dataclasses.replace(case.train, output=str(folder / Path(LAST).parent))
-    return RunConfig(case.base, data, train, adapter=case.adapter, topology=topology)
+    fields = {f.name: getattr(case, f.name) for f in dataclasses.fields(TrainConfig) if hasattr(case, f.name)}
+    fields |= {"output": str(folder / Path(LAST).parent), "recompute": "full" if case.recompute else "none"}
+    model = ModelConfig(
+        **vars(case.base),
+        disable_dropout="unsupported",  # whatever the case keeps on is supported
+        allow_unused_weights=True,
+        kernels=case.kernels,
+    )
+    train = TrainConfig(**fields, replica_check_every=0)  # drift is for the judge to find
+    return RunConfig(model, data, train, adapter=case.adapter, topology=topology)

@@ -1,0 +1,56 @@
+"""A run on one process, by the judge: what it is told of a run file.
+
+Owns: the judge's values, made of ours. Does not own: the reference itself (`meshlora_judge.reference`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection
+from pathlib import Path
+
+from meshlora.run.config.run import ModelConfig, RunConfig, TrainConfig
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_judge import reference
+from meshlora_judge.settings import Base, Training
+
+
+def reference_run(
+    config: RunConfig,
+    data: TokenizedDataset,
+    *,
+    steps: int,
+    pad_token_id: int,
+    adapter: str | Path,
+    out: str | Path,
+    dropouts: Collection[str] = (),
+) -> list[float]:
+    """A whole run on one process: start from `adapter`, save with peft to `out`, return the losses.
+
+        losses = meshlora.reference_run(
+            config, prepared.data, steps=20, pad_token_id=0, adapter="runs/mine/initial", out="alone"
+        )
+
+    The sequences are the run's; everything else is transformers, peft and torch. dropouts: configuration fields of the
+    model whose dropout stays on.
+    """
+    return reference.reference_run(
+        base_of(config.model),
+        training_of(config.train, steps=steps),
+        data,
+        pad_token_id=pad_token_id,
+        adapter=adapter,
+        out=out,
+        compared_with=config.reference,
+        dropouts=dropouts,
+    )
+
+
+def base_of(model: ModelConfig) -> Base:
+    """The base model of a run file."""
+    return Base(**{field.name: getattr(model, field.name) for field in dataclasses.fields(Base)})
+
+
+def training_of(train: TrainConfig, *, steps: int) -> Training:
+    """The training of a run file, of `steps` optimizer steps."""
+    return Training(**{f.name: getattr(train, f.name) for f in dataclasses.fields(Training)} | {"steps": steps})
