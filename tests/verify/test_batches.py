@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import ast
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-import meshlora_judge
 from meshlora.reading.sampler import GlobalBatches
 from meshlora.run.config.run import TrainConfig
 from meshlora.train.batch import collate
@@ -73,11 +69,3 @@ def test_cp_rank_of_the_commands_case_has_as_many_tokens_as_a_row_has_documents(
     """So that what takes its tokens for sequences is caught by `meshlora verify --packing auto`."""
     proof = prepare_proof(Request((f"cp={cp}",), family="llama", packing="auto"))
     assert "few_tokens" in proof.features_on(proof.topologies[0])
-
-
-def test_judge_imports_neither_order_nor_collation() -> None:
-    for file in Path(meshlora_judge.__path__[0]).glob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("meshlora.reading"):
-                names = {alias.name for alias in node.names} - {"TOKEN_TYPES"}  # names of a model's arguments
-                assert names <= {"TokenizedDataset", "Sequence", "KnownInputs"}, file
