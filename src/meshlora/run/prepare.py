@@ -52,7 +52,6 @@ from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.files import why_not_writable
 from meshlora_ground.further_inputs import FurtherInputs
-from meshlora_ground.slow_paths import SlowPath
 from meshlora_ground.tasks import CAUSAL
 from meshlora_ground.topology import TOKENS, Topology
 from meshlora_ground.weight_files import weight_files
