@@ -17,8 +17,8 @@ from peft import LoraConfig
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
-from meshlora.reading.packing import joined, with_positions
 from meshlora.train.batch import Batch, collate
+from meshlora.train.packing import joined, with_positions
 from meshlora_ground.dataset import Sequence
 
 RANK = 16

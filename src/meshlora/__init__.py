@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from meshlora.adapter.formats.peft_format import save_adapter as save_adapter
     from meshlora.comm.groups import leave as leave
     from meshlora.loading.load import load as load
-    from meshlora.reading.packing import joined as joined
-    from meshlora.reading.packing import with_positions as with_positions
+    from meshlora.train.packing import joined as joined
+    from meshlora.train.packing import with_positions as with_positions
     from meshlora.reading.preferences import read_preferences as read_preferences
     from meshlora.reading.records import Record as Record
     from meshlora.reading.rollouts import read_rollouts as read_rollouts
     from meshlora.reading.sampler import GlobalBatches as GlobalBatches
-    from meshlora.reading.sampler import share as share
+    from meshlora.train.batches import share as share
     from meshlora.reading.sources import read_records as read_records
     from meshlora.reading.stream import RolloutStream as RolloutStream
     from meshlora.reading.tokenization import tokenize as tokenize
@@ -74,13 +74,13 @@ _HOME = {
     "shifted": "meshlora.train.batch",
     "Sequence": "meshlora_ground.dataset",
     "TokenizedDataset": "meshlora_ground.dataset",
-    "joined": "meshlora.reading.packing",
-    "with_positions": "meshlora.reading.packing",
+    "joined": "meshlora.train.packing",
+    "with_positions": "meshlora.train.packing",
     "read_preferences": "meshlora.reading.preferences",
     "Record": "meshlora.reading.records",
     "read_rollouts": "meshlora.reading.rollouts",
     "GlobalBatches": "meshlora.reading.sampler",
-    "share": "meshlora.reading.sampler",
+    "share": "meshlora.train.batches",
     "read_records": "meshlora.reading.sources",
     "tokenize": "meshlora.reading.tokenization",
     "add_adapter": "meshlora.adapter.attach",

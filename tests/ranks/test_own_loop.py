@@ -18,7 +18,7 @@ from peft import LoraConfig
 
 import meshlora
 from meshlora.comm.collectives import all_reduce_sum
-from meshlora.reading.sampler import share
+from meshlora.train.batches import share
 from meshlora_ground.errors import UserError
 from meshlora_judge.compare import compare_adapters
 from tests.pool import Pool

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshlora.reading.packing import packed_share
 from meshlora.run.config.file import read_run
 from meshlora.run.together import prepare_run
+from meshlora.train.packing import packed_share
 from meshlora.wings.experts.routing import step_file
 from meshlora_ground.routing import RoutingRecord
 from meshlora_judge.compare import compare_adapters

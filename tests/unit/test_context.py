@@ -27,9 +27,9 @@ from meshlora.loading.blueprint import make_blueprint
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.token_order import order_of_rows, token_order
-from meshlora.reading.packing import joined, with_positions
 from meshlora.run.prepare import check_fits
 from meshlora.train.batch import IGNORED, collate
+from meshlora.train.packing import joined, with_positions
 from meshlora.wings.context import context
 from meshlora.wings.context.attention_parts import How
 from meshlora.wings.context.context import ContextCut, HeldTokens, RowsOfMask, _compare

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshlora.reading.sampler import GlobalBatches, epoch_order, share
+from meshlora.reading.sampler import GlobalBatches, epoch_order
+from meshlora.train.batches import share
 from meshlora_ground.errors import UserError
 
 counts = st.integers(1, 60)

@@ -10,9 +10,9 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from meshlora.comm.groups import Axis
 from meshlora.layers.noise import add_noise, sequence_lengths
 from meshlora.layers.tokens import ForwardTokens, Share
-from meshlora.reading.packing import joined, with_positions
 from meshlora.run.config.file import read_run
 from meshlora.train.batch import collate
+from meshlora.train.packing import joined, with_positions
 from meshlora_ground.dataset import Sequence
 from meshlora_ground.errors import UserError
 from meshlora_ground.masks import noise_key, token_numbers, uniform

@@ -59,7 +59,7 @@ def test_a_function_that_only_a_registry_holds_gets_the_fault_too() -> None:
         ("run/loss_scale.py", "self.good_steps, self.skipped = (int(state", "(left out)"),
         ("run/objectives.py", "(margin > 0).to(margin.dtype)", "(margin > 0.5).to(margin.dtype)"),
         (
-            "reading/sampler.py",
+            "train/batches.py",
             "mine[j * micro_batch_size:(j + 1) * micro_batch_size]",
             "(j + 1) * micro_batch_size - 1]",
         ),

@@ -2,7 +2,7 @@
 
 Owns: `TokenDropout`, which replaces the model's `nn.Dropout`. Does not own: the tokens of a module and their masks
 (`layers.tokens`), mask bits (`meshlora_ground.masks`), which dropouts are exact (`plan.dropout`), the numbering of a
-batch's tokens (`data.collate`).
+batch's tokens (`train.batch`).
 
 Masks are computed on use, and again in the backward: no mask outlives the layer that applies it.
 """

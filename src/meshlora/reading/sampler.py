@@ -1,10 +1,9 @@
-"""The sequences of each optimizer step, and their division among data-parallel ranks.
+"""The sequences of each optimizer step.
 
-Owns: the global order, a pure function of (number of sequences, seed, epoch), and its division among dp ranks.
-Does not own: the sequences, processes, or the tensors of a micro-batch (`collate.py`).
+Owns: the global order, a pure function of (number of sequences, seed, epoch). Does not own: the sequences, and their
+division among dp ranks (`train.batches.share`).
 
-The global order is independent of the topology: a run on any mesh takes the same sequences in the same step. Only
-`share` knows dp, and the shares of a step partition it for any dp.
+The order is independent of the topology: a run on any mesh takes the same sequences in the same step.
 """
 
 from __future__ import annotations
@@ -76,23 +75,3 @@ class GlobalBatches:
             else epoch_order(self.num_sequences, seed=self.seed, epoch=epoch)
         )
         return order[position * self.global_batch_size : (position + 1) * self.global_batch_size]
-
-
-def share(global_indices: np.ndarray, *, dp_rank: int, dp_size: int, micro_batch_size: int) -> list[np.ndarray]:
-    """The micro-batches of one dp rank, each `[<= micro_batch_size]` indices.
-
-    Position p of the global batch goes to rank p % dp: with micro-batches of one sequence, micro-batch j of rank d is
-    position j·dp + d. Every rank gets the same number of micro-batches, as their collectives must match; a rank that
-    has run out gets an empty one, which must add neither loss nor tokens (`collate([])`).
-
-    Raises:
-        UserError: `micro_batch_size` below 1.
-    """
-    if micro_batch_size < 1:
-        raise UserError(f"micro_batch_size={micro_batch_size}", "must be at least 1")
-    assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
-    # Rank 0 has the most: its number of micro-batches is everyone's.
-    num_sequences_of_rank_0 = -(-len(global_indices) // dp_size)
-    num_micro_batches = -(-num_sequences_of_rank_0 // micro_batch_size)
-    mine = global_indices[dp_rank::dp_size]
-    return [mine[j * micro_batch_size : (j + 1) * micro_batch_size] for j in range(num_micro_batches)]

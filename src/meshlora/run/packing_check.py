@@ -1,6 +1,6 @@
 """Whether a model keeps packed sequences apart: tested on a tiny twin of the model, not listed by family.
 
-Owns: the comparison, and the refusal. Does not own: rows (`reading.packing`), twins (`plan.families.twin`).
+Owns: the comparison, and the refusal. Does not own: rows (`train.packing`), twins (`plan.families.twin`).
 
 Without a mask, attention in transformers finds sequence borders by restarting position ids. A convolution or recurrent
 state along the row, an alibi bias or a mask made elsewhere does not: the logits of packed tokens then differ from those
@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from meshlora.plan.families.twin import shrink_config
-from meshlora.reading.packing import padded_lengths
 from meshlora.train.losses import packed_positions
+from meshlora.train.packing import padded_lengths
 from meshlora.wings.packed_rows.by_sequence import keep_apart, rows_of
 from meshlora.wings.packed_rows.row_masks import read_positions_in_masks
 from meshlora_ground.errors import UnsupportedError, reason

@@ -1,7 +1,7 @@
 """Collation of sequences of unequal length into one rectangular batch of tensors.
 
-Owns: padding, the shift of labels by one, and the dummy batch. Does not own: which sequences (`sampler.py`), or how a
-batch is split over the mesh.
+Owns: padding, the shift of labels by one, and the dummy batch. Does not own: which sequences (`train.batches`), or how
+a batch is split over the mesh.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class Batch:
         num_trained_tokens: how many labels are not -100.
         columns: name -> float32 `[B, S]`, shifted like labels and 0 where these are -100.
         targets: float32 `[B, K]`, of each text; None: they have none.
-        order: int64 `[B, S]`, on the host: whose tokens are which under cp (`plan.token_order`); None: they are not
-        cut.
+        order: int64 `[B, S]`, on the host: whose tokens are which under cp (`plan.token_order`); None: not cut.
         own: int64 `[B, S/cp]`, the positions of this rank's. `num_trained_tokens` and `trained` are of these alone.
         counts_rows: whether this rank counts what is of whole rows; all but the first cp rank leave it to that one.
         rows_per_example: number of neighbouring rows that form an example.

@@ -1,7 +1,8 @@
 """From examples to the padded micro-batches of one dp rank.
 
-Owns: which run options affect padding; the assignment of rows to adapters. Does not own: the order of examples
-(`reading.sampler`), padding itself (`data.collate`).
+Owns: which run options affect padding; whose examples are which (`share`); the assignment of rows to adapters. Does not
+own: the order of examples (`reading.sampler`), rows of several sequences (`train.packing`), padding itself
+(`train.batch`).
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import numpy as np
 
 from meshlora.comm.groups import Mesh
 from meshlora.plan.token_order import token_order
-from meshlora.reading.packing import joined, packed_share, with_positions
-from meshlora.reading.sampler import share
 from meshlora.train.batch import Batch, collate
+from meshlora.train.packing import joined, packed_share, with_positions
 from meshlora_ground.dataset import Sequence as TokenSequence
 from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.errors import UserError
 
 Step = tuple[TokenizedDataset, np.ndarray]  # of one adapter: its data, the indices of the step's examples
 Row = tuple[int, list[int]]  # index of the adapter's step; positions of the row's sequences in that step
@@ -149,6 +150,26 @@ class Batching:
     def batches(self, data: TokenizedDataset, indices: np.ndarray) -> Iterator[Batch]:
         """This rank's share of the examples `indices` of one adapter, padded."""
         return (micro.batch for micro in self.micro_batches([(data, indices)]))
+
+
+def share(global_indices: np.ndarray, *, dp_rank: int, dp_size: int, micro_batch_size: int) -> list[np.ndarray]:
+    """The micro-batches of one dp rank, each `[<= micro_batch_size]` indices.
+
+    Position p of the global batch goes to rank p % dp: with micro-batches of one sequence, micro-batch j of rank d is
+    position j·dp + d. Every rank gets the same number of micro-batches, as their collectives must match; a rank that
+    has run out gets an empty one, which must add neither loss nor tokens (`collate([])`).
+
+    Raises:
+        UserError: `micro_batch_size` below 1.
+    """
+    if micro_batch_size < 1:
+        raise UserError(f"micro_batch_size={micro_batch_size}", "must be at least 1")
+    assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
+    # Rank 0 has the most: its number of micro-batches is everyone's.
+    num_sequences_of_rank_0 = -(-len(global_indices) // dp_size)
+    num_micro_batches = -(-num_sequences_of_rank_0 // micro_batch_size)
+    mine = global_indices[dp_rank::dp_size]
+    return [mine[j * micro_batch_size : (j + 1) * micro_batch_size] for j in range(num_micro_batches)]
 
 
 def _joined(rows: list[Row]) -> list[Row]:

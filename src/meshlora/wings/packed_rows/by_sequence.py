@@ -2,7 +2,7 @@
 
 Owns: the lengths of the sequences in the running forward (`Lengths`), the mask of packed rows, made whole only for code
 that looks into it, and attention to each sequence by transformers' own function with the mask of that sequence alone.
-Does not own: which sequences share a row (`reading.packing`), position ids, by which transformers notices packed rows,
+Does not own: which sequences share a row (`train.packing`), position ids, by which transformers notices packed rows,
 and cp, whose ranks attend in parts (`wings.context.context`).
 
 transformers calls attention and makes masks through two registries of functions by name. Ours stand there as
