@@ -11,6 +11,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshlora.adapter.plan import AdapterPlan
+    from meshlora.comm.groups import Mesh
+    from meshlora.model.pipeline import Pipeline
+    from meshlora.plan.rules import ModelPlan
+    from meshlora_ground.topology import Topology
 
 # In the order in which they are asked.
 WINGS = ("stages", "experts", "quantized", "kernels", "context", "packed_rows", "images", "generation")
@@ -18,6 +27,41 @@ WINGS = ("stages", "experts", "quantized", "kernels", "context", "packed_rows", 
 
 class Feature:
     """What a wing brings: each method is called where its first line says, for every model."""
+
+    def check(self, topology: Topology, given: Mapping[str, bool]) -> None:
+        """`loading.load`, before anything is read: refuse what is not proved with the wing.
+
+        given: what is used, as messages name it -> whether it is.
+
+        Raises:
+            UnsupportedError: names the first that is.
+        """
+
+    def with_stages(self, model: Any, plan: ModelPlan) -> ModelPlan:
+        """`plan.derive`, when a split model is planned: its plan, with the cut of its layers into stages.
+
+        Raises:
+            UserError, UnsupportedError: there is none that is proved.
+        """
+        return plan
+
+    def plan_of_rank(self, plan: ModelPlan, rank: int) -> ModelPlan:
+        """`loading.load`, when ranks are known: what of `plan` pp rank `rank` has."""
+        return plan
+
+    def check_adapter(self, model: Any, plan: ModelPlan, adapter: AdapterPlan) -> None:
+        """`adapter.plan`, when an adapter is planned: refuse one that cannot be trained on the plan of the model.
+
+        Raises:
+            UnsupportedError: names what cannot be.
+        """
+
+    def pipeline(self, model: Any, plan: ModelPlan, mesh: Mesh) -> Pipeline | None:
+        """`model.inject`, before anything else: the way of forwards through the layers that this rank has.
+
+        What other ranks have is taken out of `model`. None: this rank has all of it.
+        """
+        return None
 
 
 @functools.cache

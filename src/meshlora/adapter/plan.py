@@ -22,13 +22,13 @@ from meshlora.adapter.initialization import check_whole_matrix
 from meshlora.adapter.targets.options import check_kind, matches
 from meshlora.adapter.targets.resolve import Target, describe_targets, resolve_targets
 from meshlora.adapter.targets.token_rows import TokenRows, resolve_rows
+from meshlora.feature import features
 from meshlora.model.dp_shard import check_not_sharded
 from meshlora.plan.grads import FactorRule, Side, embedding_rule, expert_rule, factor_rule, split_rule, whole_rule
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import ModelPlan
 from meshlora.wings.experts.targets import out_of_reach, stored_parameters, with_whole_projections
 from meshlora.wings.quantized.plan import check_not_quantized
-from meshlora.wings.stages.plan import check_trained
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 from meshlora_ground.tasks import CAUSAL, HEADS, task_of
 
@@ -121,7 +121,8 @@ def plan_adapter(
     parameters |= {each.name: trained_rows(model, plan, each) for each in rows.values()}
     vocabulary = {name: whole_shape(model, plan, f"{name}.weight") for name in (plan.embedding, plan.head) if name}
     found = AdapterPlan(config, stored, targets, parameters, tuple(copies), rows, folder, vocabulary)
-    check_trained(model, plan, parameters, found.weights)
+    for feature in features():
+        feature.check_adapter(model, plan, found)
     return found
 
 

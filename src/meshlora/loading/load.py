@@ -18,6 +18,7 @@ from meshlora.adapter import attach
 from meshlora.adapter.formats.peft_format import begin_adapter, begin_reference
 from meshlora.adapter.targets.options import check_kind
 from meshlora.comm.groups import Mesh, join, num_processes, open_mesh
+from meshlora.feature import features
 from meshlora.layers.dropout import replace_dropouts
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.loading.guards import guard_model
@@ -32,7 +33,6 @@ from meshlora.plan.families.proved import check_proved_here
 from meshlora.wings.experts.same_tokens import compare_first_tokens
 from meshlora.wings.kernels.kernels import with_kernels
 from meshlora.wings.kernels.liger import Kernels, check_kernels, liger
-from meshlora.wings.stages.plan import check_options, plan_of_rank
 from meshlora_ground.errors import UserError
 from meshlora_ground.hub import located
 from meshlora_ground.model_class import model_class
@@ -88,7 +88,8 @@ def load(
     if lora is not None:
         check_kind(lora)
     shape = topology if isinstance(topology, Topology) else Topology.parse(topology, world=num_processes())
-    check_options(shape, {"meshlora.load": True})  # whose loops are the caller's: stages need the order of a schedule
+    for feature in features():
+        feature.check(shape, {"meshlora.load": True})  # whose loops are the caller's
     options = BaseOptions(
         dtype="auto" if dtype is None else dtype,  # type: ignore[arg-type] # a wrong one is refused by its name
         attn_implementation=attn_implementation,
@@ -123,7 +124,9 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
     if blueprint.source is not None:
         weight_files(blueprint.source)
     mesh = open_mesh(whole.topology, device=join(device), copies=whole.copies, has_experts=bool(whole.experts))
-    plan = plan_of_rank(whole, mesh.pp.rank)
+    plan = whole
+    for feature in features():
+        plan = feature.plan_of_rank(plan, mesh.pp.rank)
     source: Any = (
         StateDictSource(_random_weights(copy.deepcopy(blueprint.config), blueprint.dtype, seed))
         if blueprint.source is None

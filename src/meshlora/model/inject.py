@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from meshlora.comm.groups import Axis, Mesh
+from meshlora.feature import features
 from meshlora.layers.embedding import ParallelEmbedding, parallelize_embedding
 from meshlora.layers.linear import ParallelHead, ParallelLinear
+from meshlora.model.pipeline import Pipeline
 from meshlora.model.regions import TokenCut, install_borders
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule, ModelPlan
@@ -24,7 +26,6 @@ from meshlora.wings.kernels.liger import Kernels
 from meshlora.wings.kernels.rms_norm import own_gradients_of_norms, widen_norm
 from meshlora.wings.kernels.rotary import own_rotations
 from meshlora.wings.packed_rows.row_masks import read_positions_in_masks
-from meshlora.wings.stages.hold import Pipeline, take_out, take_turns
 from meshlora_ground.errors import UserError
 
 
@@ -42,8 +43,7 @@ def parallelize(
     The base is frozen. Everything else stays the model's own. Returns the cuts of its forwards over cp and
     under sp, and their way through this stage. kernels: of the modules whose code is known.
     """
-    pipeline = Pipeline(mesh, plan)
-    take_out(model, pipeline)
+    pipeline = _pipeline(model, plan, mesh)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     tied = is_tied(model, plan)
@@ -84,8 +84,16 @@ def parallelize(
     own_rotations(model)
     cuts = install_borders(model, plan, mesh, pipeline)
     read_positions_in_masks(model)
-    take_turns(model, pipeline)
+    pipeline.take_turns(model)
     return *cuts, pipeline
+
+
+def _pipeline(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> Pipeline:
+    for feature in features():
+        pipeline = feature.pipeline(model, plan, mesh)
+        if pipeline is not None:
+            return pipeline
+    return Pipeline()
 
 
 ParallelLeaf = ParallelLinear | ParallelEmbedding | ParallelExpertLinear | RouterAdapter

@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from meshlora.comm.collectives import copy_one_to_each, gather_each_to_each, gather_each_to_one, slice_one_to_each
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.layers.linear import ParallelLinear
+from meshlora.model.pipeline import Pipeline
 from meshlora.plan.rules import ModelPlan, Region
 from meshlora.wings.context.context import ContextCut, HeldTokens, hold_context
 from meshlora.wings.context.passed_states import pass_states
 from meshlora.wings.experts.module import ParallelExperts
 from meshlora.wings.kernels.early_a import pack, unpack
-from meshlora.wings.stages.hold import Pipeline
 from meshlora_ground import compat
 from meshlora_ground.compat import cut_deepstack, without_fused_projection
 from meshlora_ground.errors import UnsupportedError, UserError

@@ -17,6 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from meshlora.feature import features
 from meshlora.plan.blocks import Heads, kept_whole, leaf_layout, local_attributes, parameter_layout
 from meshlora.plan.families.explicit import explicit_plan
 from meshlora.plan.families.family import FamilyPlan, Leaf
@@ -26,7 +27,6 @@ from meshlora.plan.families.styles import family_plan, text_decoder
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import CONTEXT_ATTENTIONS, Domain, ExpertsRule, LinearRule, ModelPlan, ParameterRule, Region
 from meshlora.wings.experts.forms import find_experts
-from meshlora.wings.stages.plan import with_stages
 from meshlora_ground import compat
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.tasks import CAUSAL, task_of
@@ -86,7 +86,10 @@ def plan_model(model: PreTrainedModel, topology: Topology, *, has_stages: bool =
     if topology.is_whole:
         return whole
     plan = _Planner(model, whole).plan()
-    return with_stages(model, plan) if has_stages else plan
+    if has_stages:
+        for feature in features():
+            plan = feature.with_stages(model, plan)
+    return plan
 
 
 def _name_of_layers(model: Any) -> str:

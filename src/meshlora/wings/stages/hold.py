@@ -25,26 +25,20 @@ from torch import Tensor, nn
 
 from meshlora.comm.collectives import hand_on, open_channel, take_over
 from meshlora.comm.groups import Mesh
+from meshlora.model.pipeline import Pipeline
 from meshlora.plan.rules import ModelPlan
 
 
-class Pipeline:
+class HeldStages(Pipeline):
     """The running forward's way through this rank's stages. One object per model.
 
-    plan: of this rank.
-
-    Attributes:
-        stage: the one that runs: the last of this rank outside of `at`.
-        enter: cuts the residual stream `[B, S, H]` to what a rank has of it between layers.
-        noted: notes what borders know of the forward that has run; calling the result lets them know it again, for a
-            backward that computes layers again after later forwards.
+    plan: of this rank. stage: outside of `at` the last of this rank.
     """
 
     def __init__(self, mesh: Mesh, plan: ModelPlan) -> None:
+        super().__init__()
         self.mesh, self.plan = mesh, plan
         self.stage, self._is_chosen = plan.own_stages[-1], False
-        self.enter: Callable[[Tensor], Tensor] = lambda x: x
-        self.noted: Callable[[], Callable[[], None]] = lambda: lambda: None
         self._signal: Tensor | None = None
         self._shape: tuple[int, ...] = ()
         for channel in mesh.channels.in_order:
@@ -52,12 +46,12 @@ class Pipeline:
 
     @property
     def is_last(self) -> bool:
-        """Whether the model's output is that of the running stage."""
-        return not self.plan.stages or self.stage == len(self.plan.stages) - 1
+        """As in `Pipeline`."""
+        return self.stage == len(self.plan.stages) - 1
 
     @contextlib.contextmanager
     def at(self, stage: int) -> Iterator[None]:
-        """Inside the block forwards are those of `stage` alone, one of this rank's."""
+        """As in `Pipeline`."""
         before = self.stage, self._is_chosen
         self.stage, self._is_chosen = stage, True
         try:
@@ -66,17 +60,17 @@ class Pipeline:
             self.stage, self._is_chosen = before
 
     def earlier(self) -> Iterator[int]:
-        """The stages of this rank before its last, each running in its turn; none where `at` has chosen one."""
+        """As in `Pipeline`."""
         for stage in () if self._is_chosen else self.plan.own_stages[:-1]:
             with self.at(stage):
                 yield stage
 
     def runs(self, name: str) -> bool:
-        """Whether the module `name` is of the running stage."""
+        """As in `Pipeline`."""
         return self.plan.stage_of(name) == self.stage
 
     def signal(self) -> Tensor:
-        """`[]`, 0: the loss of a stage before the last, after its forward. Its backward is that of what was sent."""
+        """As in `Pipeline`."""
         assert self._signal is not None, "no forward has run"
         found, self._signal = self._signal, None
         return found
@@ -97,15 +91,29 @@ class Pipeline:
         tokens = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         self._shape = tuple(tokens.shape)
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Pipeline:
-        return self  # of a model and its layers
+    def take_turns(self, model: Any) -> None:
+        """As in `Pipeline`."""
+        plan = self.plan
+        if len(plan.own_stages) == 1:
+            return
+        embedding = model.get_input_embeddings()
+        if plan.has_first_stage:
+            zeros = functools.partial(_zeros, embedding.embedding_dim, embedding.weight.dtype)
+            _unless(embedding, functools.partial(self.runs, plan.embedding), zeros)
+        if plan.has_last_stage:
+            for name in plan.after:
+                passed = _narrow if name == plan.head else _first
+                _unless(model.get_submodule(name), functools.partial(self.runs, name), passed)
 
 
-def take_out(model: Any, pipeline: Pipeline) -> None:
-    """Take out of `model`, on the meta device, what other ranks have, and let its layers take turns."""
-    plan = pipeline.plan
+def hold_stages(model: Any, plan: ModelPlan, mesh: Mesh) -> HeldStages | None:
+    """Take out of `model`, on the meta device, what other ranks have, and let its layers take turns. plan: of a rank.
+
+    Returns None where no other rank has anything.
+    """
     if not plan.stages:
-        return
+        return None
+    pipeline = HeldStages(mesh, plan)
     model.register_forward_pre_hook(pipeline.begin, with_kwargs=True)
     for index, layer in enumerate(model.get_submodule(plan.layers)):
         passed = functools.partial(_pass_layer, functools.partial(pipeline.passed, index), _returned(type(layer)))
@@ -123,21 +131,7 @@ def take_out(model: Any, pipeline: Pipeline) -> None:
             _empty(module)
     if not plan.has_first_stage:
         _empty(embedding)
-
-
-def take_turns(model: Any, pipeline: Pipeline) -> None:
-    """Let what is before and after the layers of a rank with several stages run in one of them alone."""
-    plan = pipeline.plan
-    if len(plan.own_stages) == 1:
-        return
-    embedding = model.get_input_embeddings()
-    if plan.has_first_stage:
-        zeros = functools.partial(_zeros, embedding.embedding_dim, embedding.weight.dtype)
-        _unless(embedding, functools.partial(pipeline.runs, plan.embedding), zeros)
-    if plan.has_last_stage:
-        for name in plan.after:
-            passed = _narrow if name == plan.head else _first
-            _unless(model.get_submodule(name), functools.partial(pipeline.runs, name), passed)
+    return pipeline
 
 
 def _head(model: Any) -> str:

@@ -1,0 +1,58 @@
+"""The running forward's way through the decoder layers that a rank has.
+
+Owns: `Pipeline`, of a rank that has all of them: one stage. Does not own: several stages (`wings.stages.hold`), what a
+rank has of the residual stream between layers (`model.regions`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+
+class Pipeline:
+    """The running forward's way through this rank's stages: one, of the whole model. One object per model.
+
+    Attributes:
+        stage: the one that runs.
+        enter: cuts the residual stream `[B, S, H]` to what a rank has of it between layers.
+        noted: notes what borders know of the forward that has run; calling the result lets them know it again, for a
+            backward that computes layers again after later forwards.
+    """
+
+    def __init__(self) -> None:
+        self.stage = 0
+        self.enter: Callable[[Tensor], Tensor] = lambda x: x
+        self.noted: Callable[[], Callable[[], None]] = lambda: lambda: None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the model's output is that of the running stage."""
+        return True
+
+    @contextlib.contextmanager
+    def at(self, stage: int) -> Iterator[None]:
+        """Inside the block forwards are those of `stage` alone, one of this rank's."""
+        assert stage == 0, stage
+        yield
+
+    def earlier(self) -> Iterator[int]:
+        """The stages of this rank before its last, each running in its turn; none where `at` has chosen one."""
+        return iter(())
+
+    def runs(self, name: str) -> bool:
+        """Whether the module `name` is of the running stage."""
+        return True
+
+    def signal(self) -> Tensor:
+        """`[]`, 0: the loss of a stage before the last, after its forward. Its backward is that of what was sent."""
+        raise AssertionError("the whole model is its last stage")
+
+    def take_turns(self, model: Any) -> None:
+        """`model` has its leaves: what is before and after its layers is to run in one stage alone."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Pipeline:
+        return self  # of a model and its layers
