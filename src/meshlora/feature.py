@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshlora.adapter.plan import AdapterPlan
     from meshlora.comm.groups import Mesh
+    from meshlora.layers.held_tokens import ContextCut
     from meshlora.model.pipeline import Pipeline
     from meshlora.plan.rules import ModelPlan
     from meshlora_ground.topology import Topology
@@ -62,6 +63,12 @@ class Feature:
         What other ranks have is taken out of `model`. None: this rank has all of it.
         """
         return None
+
+    def borders(self, model: Any, plan: ModelPlan, context: ContextCut) -> None:
+        """`model.regions`, when the borders of a split model's layers are installed: install those of the wing.
+
+        context: the cut of the model's forwards over cp.
+        """
 
 
 @functools.cache

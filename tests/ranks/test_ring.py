@@ -18,9 +18,10 @@ from transformers.masking_utils import (
 
 from meshlora.comm.collectives import pass_on
 from meshlora.comm.groups import open_mesh
+from meshlora.layers.held_tokens import HeldTokens
 from meshlora.plan.token_order import token_order
 from meshlora.wings.context.attention_parts import How, Part, attend
-from meshlora.wings.context.context import HeldTokens, RowsOfMask
+from meshlora.wings.context.context import RowsOfMask
 from meshlora_ground.topology import Topology
 from tests.for_each import for_each
 from tests.pool import Pool

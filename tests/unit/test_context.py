@@ -23,6 +23,7 @@ from transformers.masking_utils import (
 )
 
 from meshlora.comm.groups import Axis
+from meshlora.layers.held_tokens import ContextCut, HeldTokens
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import twin_config
@@ -32,7 +33,8 @@ from meshlora.train.batch import IGNORED, collate
 from meshlora.train.packing import joined, with_positions
 from meshlora.wings.context import context
 from meshlora.wings.context.attention_parts import How
-from meshlora.wings.context.context import ContextCut, HeldTokens, RowsOfMask, _compare
+from meshlora.wings.context.borders import _kept, cut_argument
+from meshlora.wings.context.context import ContextAttention, RowsOfMask, _compare
 from meshlora_ground import compat
 from meshlora_ground.dataset import Sequence
 from meshlora_ground.errors import UnsupportedError, UserError
@@ -112,7 +114,7 @@ def test_what_is_one_for_all_rows_is_cut_as_each_row_is() -> None:
     context.next(token_order(PACKED, size=3))
     context.begin()
     for factor in (cos[..., :1], torch.randn(2, 36, 1)):  # beam's, of each query
-        found = context.cut_argument("attention_scaling", factor[:, None])
+        found = cut_argument(context.held, "attention_scaling", factor[:, None])
         assert torch.equal(found, one.cut(factor, 1)[:, None])
 
 
@@ -217,25 +219,25 @@ def test_code_that_uses_its_mask_is_refused(does: Callable[[Any], Any], words: s
 def test_arguments_with_something_of_each_token_are_cut_or_refused() -> None:
     running = ContextCut(Axis(2, 1, (0, 1), None), CPU)
     cos = torch.randn(2, 36, 4)
-    assert running.cut_argument("position_embeddings", cos) is cos  # nobody has cut this forward
+    assert cut_argument(running.held, "position_embeddings", cos) is cos  # nobody has cut this forward
     running.next(token_order(PACKED, size=2))
     running.begin()
-    found = running.cut_argument("position_embeddings", (cos, -cos))
+    found = cut_argument(running.held, "position_embeddings", (cos, -cos))
     assert [tuple(part.shape) for part in found] == [(2, 18, 4)] * 2
-    assert running.cut_argument("scale", torch.ones(2, 3)).shape == (2, 3)
+    assert cut_argument(running.held, "scale", torch.ones(2, 3)).shape == (2, 3)
     with pytest.raises(UnsupportedError, match=r"takes memory \[2, 36, 7\]"):
-        running.cut_argument("memory", torch.ones(2, 36, 7))
+        cut_argument(running.held, "memory", torch.ones(2, 36, 7))
     running.begin()  # the next forward is whole again
-    assert running.cut_argument("position_embeddings", cos) is cos
+    assert cut_argument(running.held, "position_embeddings", cos) is cos
 
 
 def test_tokens_of_a_rank_stay_as_they_are_where_a_decoder_makes_a_view_of_all() -> None:
     running = ContextCut(Axis(2, 0, (0, 1), None), CPU)
     x = torch.randn(1, 3, 5, dtype=torch.float64, requires_grad=True)
-    assert running.kept(x) is x  # of a forward that is not cut
+    assert _kept(running, x) is x  # of a forward that is not cut
     running.next(token_order([[6]], size=2))
     running.begin()
-    kept = running.kept(x)
+    kept = _kept(running, x)
     assert type(kept * 2) is Tensor
     viewed = kept.view((-1, 6, 5))
     assert type(viewed) is Tensor
@@ -301,7 +303,7 @@ class Linear(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.meshlora_context = ContextCut(Axis(2, 0, (0, 1), None), CPU, is_ring=True)
+        self.meshlora_context = ContextAttention(ContextCut(Axis(2, 0, (0, 1), None), CPU), is_ring=True)
 
     def forward(self) -> None: ...
 
@@ -320,8 +322,8 @@ def test_attention_that_the_ring_does_not_know_is_refused_by_name(
     implementation: str, options: dict[str, Any], unknown: str
 ) -> None:
     module, part = Linear(), torch.randn(2, 2, 18, 4)
-    module.meshlora_context.next(token_order(PACKED, size=2))
-    module.meshlora_context.begin()
+    module.meshlora_context.cut.next(token_order(PACKED, size=2))
+    module.meshlora_context.cut.begin()
     attend: Any = AttentionInterface()[f"meshlora-{implementation}"]
     with pytest.raises(UnsupportedError, match=f"the ring with Linear: .* does not know {unknown}; leave out ring"):
         attend(module, part, part, part, mask_of(implementation), scaling=0.5, **options)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import meshlora
 from meshlora.comm.groups import Axis
 from meshlora.layers.dropout import TokenDropout, input_features
+from meshlora.layers.held_tokens import ContextCut
 from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.products import LoraLinearFunction
 from meshlora.layers.tokens import ForwardTokens, Mask, Segment, Share
@@ -24,7 +25,6 @@ from meshlora.plan.families.twin import twin_config
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import LinearRule
 from meshlora.train.batch import collate
-from meshlora.wings.context.context import ContextCut
 from meshlora_ground import masks as dropout
 from meshlora_ground.dataset import Sequence
 from meshlora_ground.errors import UnsupportedError, UserError

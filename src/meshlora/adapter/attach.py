@@ -24,6 +24,7 @@ from meshlora.adapter.updates import guard_updates
 from meshlora.comm.collectives import all_gather, broadcast_of
 from meshlora.comm.groups import Mesh
 from meshlora.layers.embedding import ParallelEmbedding
+from meshlora.layers.held_tokens import ContextCut
 from meshlora.layers.linear import ParallelHead, ParallelLinear
 from meshlora.layers.rounded import Rounding
 from meshlora.layers.tokens import ForwardTokens
@@ -33,7 +34,6 @@ from meshlora.model.pipeline import Pipeline
 from meshlora.model.regions import TokenCut
 from meshlora.plan.grads import FactorRule
 from meshlora.plan.rules import ModelPlan
-from meshlora.wings.context.context import ContextCut
 from meshlora.wings.experts.module import ParallelExpertLinear
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 from meshlora_ground.float64 import wide_dtype

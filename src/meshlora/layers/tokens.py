@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from meshlora.comm.groups import Axis
-from meshlora.wings.context.context import ContextCut
+from meshlora.layers.held_tokens import ContextCut
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.masks import POSITION_BITS, keep_mask, mask_key
 

@@ -12,12 +12,12 @@ from transformers.pytorch_utils import Conv1D
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.feature import features
 from meshlora.layers.embedding import ParallelEmbedding, parallelize_embedding
+from meshlora.layers.held_tokens import ContextCut
 from meshlora.layers.linear import ParallelHead, ParallelLinear
 from meshlora.model.pipeline import Pipeline
 from meshlora.model.regions import TokenCut, install_borders
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule, ModelPlan
-from meshlora.wings.context.context import ContextCut
 from meshlora.wings.experts.module import ParallelExpertLinear, parallelize_block, parallelize_experts
 from meshlora.wings.experts.router import RouterAdapter, adapt_router, router_of
 from meshlora.wings.kernels.fused import fuse

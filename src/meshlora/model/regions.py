@@ -23,14 +23,13 @@ from torch import Tensor, nn
 
 from meshlora.comm.collectives import copy_one_to_each, gather_each_to_each, gather_each_to_one, slice_one_to_each
 from meshlora.comm.groups import Axis, Mesh
+from meshlora.feature import features
+from meshlora.layers.held_tokens import ContextCut, HeldTokens
 from meshlora.layers.linear import ParallelLinear
 from meshlora.model.pipeline import Pipeline
 from meshlora.plan.rules import ModelPlan, Region
-from meshlora.wings.context.context import ContextCut, HeldTokens, hold_context
-from meshlora.wings.context.passed_states import pass_states
 from meshlora.wings.experts.module import ParallelExperts
 from meshlora.wings.kernels.early_a import pack, unpack
-from meshlora_ground import compat
 from meshlora_ground.compat import cut_deepstack, without_fused_projection
 from meshlora_ground.errors import UnsupportedError, UserError
 
@@ -107,7 +106,7 @@ def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh, pipeline: Pip
     Returns the cuts of its forwards over cp and, under sp, over tp.
     """
     tp, sp = mesh.tp, plan.topology.sp
-    context, cut = ContextCut(mesh.cp, mesh.device, is_ring=plan.topology.ring), TokenCut(tp, sp=sp)
+    context, cut = ContextCut(mesh.cp, mesh.device), TokenCut(tp, sp=sp)
     if plan.topology.is_whole:
         return context, cut
     for region in plan.regions:
@@ -124,8 +123,8 @@ def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh, pipeline: Pip
         """The tokens of this rank: those of its cp rank, and of these those of its tp rank under sp."""
         return cut.cut(context.cut(x)) if sp else context.cut(x)
 
-    if context.axis.size > 1:
-        install_context(model, plan, layers, context)
+    for feature in features():
+        feature.borders(model, plan, context)
     if sp or context.axis.size > 1:
         if plan.holds(f"{plan.layers}.0"):
             map_input(layers[0], "the first decoder layer", lambda x: own(x) if pipeline.stage == 0 else x)
@@ -146,44 +145,8 @@ def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh, pipeline: Pip
     return context, cut
 
 
-def sees_all(config: Any) -> bool:
-    """Whether a layer of a model of this configuration attends to all earlier tokens."""
-    text = config.get_text_config()
-    types = getattr(text, "layer_types", None)
-    return "full_attention" in types if types else not getattr(text, "sliding_window", None)
-
-
 def _known_again(cut: TokenCut, context: ContextCut, batch_size: int, seq_len: int, held: HeldTokens | None) -> None:
     cut.batch_size, cut.seq_len, context.held = batch_size, seq_len, held
-
-
-def install_context(model: nn.Module, plan: ModelPlan, layers: nn.ModuleList, context: ContextCut) -> None:
-    """Let the decoder layers attend over cp, and cut what they are called with besides the residual stream."""
-    parts = plan.layers.split(".")
-    parents = [model.get_submodule(".".join(parts[:number])) for number in range(len(parts))]
-    hold_context(model, layers, context, parents=parents)
-    if compat.views_as_its_input(parents[-1]):
-        for name in plan.after:
-            if name != plan.head:
-                map_output(model.get_submodule(name), context.kept)
-    # A window has as much work everywhere, and a state goes from one token to the next: on all stages alike.
-    context.balances = sees_all(model.config) and not plan.recurrent
-    for name, state in plan.recurrent.items():
-        if plan.holds(name):
-            pass_states(model.get_submodule(name), name, state, context)
-    for index, layer in enumerate(layers):
-        if not plan.holds(f"{plan.layers}.{index}"):
-            continue
-        names = list(inspect.signature(layer.forward).parameters)
-
-        def cut(_: nn.Module, args: Any, kwargs: Any, names: Sequence[str] = names) -> Any:
-            own = tuple(context.cut_argument(name, value) for name, value in zip(names[1:], args[1:], strict=False))
-            return (*args[:1], *own), {
-                name: value if name == "hidden_states" else context.cut_argument(name, value)
-                for name, value in kwargs.items()
-            }
-
-        layer.register_forward_pre_hook(cut, with_kwargs=True)
 
 
 def _riders(model: nn.Module, plan: ModelPlan, region: Region) -> list[ParallelLinear]:

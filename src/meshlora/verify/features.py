@@ -11,10 +11,10 @@ from transformers import PretrainedConfig
 
 from meshlora.adapter.targets.options import is_open
 from meshlora.model.padding import leaves_mask
-from meshlora.model.regions import sees_all
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.token_order import FEWEST
+from meshlora.wings.context.borders import sees_all
 from meshlora.wings.quantized.plan import KEEP
 from meshlora_ground.objective import Grpo, Objective, Policy, Sft
 from meshlora_ground.tasks import CAUSAL

@@ -22,6 +22,7 @@ from meshlora.adapter.targets.resolve import Target
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.layers.dropout import replace_dropouts
 from meshlora.layers.head.loss import IGNORED, chunk_tokens, summed_cross_entropy_from_hidden
+from meshlora.layers.held_tokens import HeldTokens
 from meshlora.layers.linear import ParallelHead
 from meshlora.loading.blueprint import Blueprint
 from meshlora.loading.guards import guard_model
@@ -35,7 +36,6 @@ from meshlora.plan.token_order import token_order
 from meshlora.run.optimizers import is_frozen
 from meshlora.verify.budget import Flow
 from meshlora.wings.context import context
-from meshlora.wings.context.context import HeldTokens
 from meshlora.wings.experts.module import ParallelExperts
 from meshlora.wings.quantized.quantized import FrozenMatrix
 from meshlora_extra.planner.fake import FakeRun, Section, Work

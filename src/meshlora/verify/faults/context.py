@@ -11,7 +11,8 @@ from torch import Tensor
 
 from meshlora.comm import collectives
 from meshlora.comm.groups import Axis, Mesh
-from meshlora.layers import tokens
+from meshlora.layers import held_tokens, tokens
+from meshlora.layers.held_tokens import ContextCut, HeldTokens
 from meshlora.layers.tokens import ForwardTokens, Part, Share
 from meshlora.plan.grads import GradPart
 from meshlora.run import trainer
@@ -20,8 +21,8 @@ from meshlora.train import batches, gradsync
 from meshlora.train.batch import IGNORED, Batch
 from meshlora.train.losses import Rows
 from meshlora.verify.faults.fault import after, around, instead_of, without_axis
-from meshlora.wings.context import context, passed_states
-from meshlora.wings.context.context import Block, ContextCut, HeldTokens, RowsOfMask
+from meshlora.wings.context import borders, passed_states
+from meshlora.wings.context.context import Block, RowsOfMask
 from meshlora.wings.context.passed_states import PassedStates
 from meshlora.wings.experts.balance import LoadBalancing
 from meshlora_ground.topology import SEQUENCES, TOKENS
@@ -29,13 +30,13 @@ from meshlora_ground.topology import SEQUENCES, TOKENS
 # --- attention: whose keys and values, in which order, seen by whom
 
 
-@after(context, "gather_each_to_each", needs="gathered_keys")
+@after(held_tokens, "gather_each_to_each", needs="gathered_keys")
 def context_keys_in_reverse(y: Tensor, x: Tensor, axis: Axis) -> Tensor:
     """keys and values are gathered in the order of the cp ranks"""
     return y.unflatten(0, (axis.size, -1)).flip(0).flatten(0, 1)
 
 
-@instead_of(context, "gather_each_to_each", needs="gathered_keys")
+@instead_of(held_tokens, "gather_each_to_each", needs="gathered_keys")
 def context_key_gradients_not_summed(x: Tensor, axis: Axis) -> Tensor:
     """keys and values have the gradients of the queries of all cp ranks"""
     return collectives.gather_each_to_one(x, axis)
@@ -106,14 +107,14 @@ def context_cut_in_one_piece(original: Any, self: ContextCut, x: Tensor) -> Any:
     return x if held is None else x.narrow(1, held.axis.rank * held.per_rank, held.per_rank)
 
 
-@around(ContextCut, "cut_argument", needs="cp rope")
-def context_positions_begin_again(original: Any, self: ContextCut, name: str, value: Any) -> Any:
+@around(borders, "cut_argument", needs="cp rope")
+def context_positions_begin_again(original: Any, held: HeldTokens | None, name: str, value: Any) -> Any:
     """a token has its position in the row, whichever cp rank has it"""
-    found = original(self, name, value)
-    if self.held is None or not isinstance(value, Tensor) or not name.startswith("position_"):
+    found = original(held, name, value)
+    if held is None or not isinstance(value, Tensor) or not name.startswith("position_"):
         return found
     dim = -2 if name == "position_embeddings" else -1
-    return value.narrow(dim, 0, self.held.per_rank).expand_as(found)
+    return value.narrow(dim, 0, held.per_rank).expand_as(found)
 
 
 @around(ForwardTokens, "parts", needs="dropout few_tokens")

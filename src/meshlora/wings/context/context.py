@@ -1,8 +1,7 @@
 """Context parallelism: each cp rank has its own tokens of every sequence, and attends with them to all others.
 
-Owns: which tokens of a forward a rank has (`HeldTokens`), the cut of activations and of arguments of layers,
-attention of a rank's own queries to all keys and values, and the masks of these rows. Does not own: how tokens are
-dealt to ranks (`meshlora.plan.token_order`), where layers are entered (`model.regions`), the softmax: that is the
+Owns: attention of a rank's own queries to all keys and values, and the masks of these rows. Does not own: which tokens
+a rank has (`layers.held_tokens`), what else layers are called with (`wings.context.borders`), the softmax: that is the
 model's, or that of `wings.context.attention_parts`.
 
 transformers calls attention and makes masks through two registries of functions by name. Ours stand there under names
@@ -13,7 +12,7 @@ each block, plain causal rows on GPUs, where a mask would keep keys for each hea
 in place of that code.
 
 Keys and values are gathered once, together, and their gradients reduce-scattered once. In the ring they pass by one
-rank's at a time. A forward that nobody has cut (`ContextCut.next`) runs whole on every cp rank: what generation does.
+rank's at a time.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from meshlora.comm.collectives import gather_each_to_each
-from meshlora.comm.groups import Axis
+from meshlora.layers.held_tokens import ContextCut, HeldTokens
 from meshlora.plan.rules import CONTEXT_ATTENTIONS
 from meshlora.wings.context.attention_parts import How, Part, Seen, attend, columns_of, groups_of, has_kernel
 from meshlora_ground import compat
@@ -39,9 +37,6 @@ from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.transfer import to_device
 
 _OURS = "meshlora-"
-
-# Words in the name of an argument of decoder layers -> its dims of rows and of tokens.
-_TOKEN_DIMS = {"position_embeddings": (-3, -2), "position_ids": (-2, -1), "attention_scaling": (-4, -2)}
 
 # Queries of a block: the sixteenth of a row, within these. Blocks skip the keys that none of their queries sees.
 _FEWEST, _MOST, _PER_ROW = 8, 1024, 16
@@ -52,104 +47,17 @@ _ALONE = 128
 _WITHOUT_EFFECT = {"is_causal", "sliding_window", "position_ids"}
 
 
-class HeldTokens:
-    """The tokens of one forward on a cp rank.
-
-    order: int64 `[B, S]`, on the host: of each row the positions of rank 0's tokens, then rank 1's, each ascending.
+class ContextAttention:
+    """How the layers of a model attend over cp. One object per model.
 
     Attributes:
-        own: `[B, S/cp]`, the positions of this rank's. places: `[B, S]`, where each position is in `order`; None if
-            every rank has a contiguous part.
-    """
-
-    def __init__(self, order: np.ndarray, axis: Axis, device: torch.device) -> None:
-        self.rows, self.length = order.shape
-        self.axis, self.per_rank = axis, self.length // axis.size
-        self.is_uniform = bool((order == order[:1]).all())
-        first = axis.rank * self.per_rank
-        self.own_on_host = order[:, first : first + self.per_rank]
-        self.order = order
-        self.own = to_device(torch.from_numpy(np.ascontiguousarray(self.own_on_host)), device)
-        is_contiguous = bool((order == np.arange(self.length)).all())
-        places = None if is_contiguous else torch.from_numpy(np.argsort(order, axis=1))
-        self.places = None if places is None else to_device(places, device)
-
-    def cut(self, x: Tensor, dim: int, *, rows: int | None = None) -> Tensor:
-        """This rank's entries of `x` along `dim`, which has S entries. The gradient is that of its own entries, 0
-        elsewhere.
-
-        rows: the dim of rows, before `dim`, next to it if None; they may be one for all.
-        """
-        dim %= x.ndim
-        if self.is_uniform or dim == 0:
-            return x.index_select(dim, self.own[0])
-        rows = dim - 1 if rows is None else rows % x.ndim
-        shape, own = list(x.shape), [1] * x.ndim
-        shape[rows] = own[rows] = self.rows
-        x = x.expand(shape)
-        shape[dim] = own[dim] = self.per_rank
-        return x.gather(dim, self.own.view(own).expand(shape))
-
-    def gathered(self, x: Tensor) -> Tensor:
-        """`[B, S/cp, ...]` of each rank -> `[B, S, ...]` of all, in the order of the row; its gradient is summed."""
-        every = gather_each_to_each(x.contiguous(), self.axis)
-        rows = every.unflatten(0, (self.axis.size, self.rows)).transpose(0, 1).flatten(1, 2)
-        if self.places is None:
-            return rows
-        if self.is_uniform:
-            return rows.index_select(1, self.places[0])
-        index = self.places.view(*self.places.shape, *[1] * (x.ndim - 2)).expand_as(rows)
-        return rows.gather(1, index)
-
-    def of_rank(self, rank: int) -> np.ndarray:
-        """`[B, S/cp]`, the positions of the tokens of a rank."""
-        return self.order[:, rank * self.per_rank : (rank + 1) * self.per_rank]
-
-    def blocks(self) -> Iterator[tuple[slice, slice, np.ndarray]]:
-        """(rows, own tokens, their positions) of each block of queries. Rows are together where all are dealt alike."""
-        for row in range(1 if self.is_uniform else self.rows):
-            rows = slice(None) if self.is_uniform else slice(row, row + 1)
-            for own in self.cut_up(slice(0, self.per_rank), row):
-                yield rows, own, self.own_on_host[row, own]
-
-    def cut_up(self, tokens: slice, row: int) -> Iterator[slice]:
-        """Blocks of own `tokens` of a row."""
-        most = min(_MOST, max(_FEWEST, self.length // _PER_ROW))
-        begin = tokens.start
-        # A block ends where the next token is not the neighbour in the row; short ones are joined.
-        breaks = np.flatnonzero(np.diff(self.own_on_host[row, tokens]) != 1) + 1 + tokens.start
-        for end in [*breaks.tolist(), tokens.stop]:
-            if 2 * (end - begin) < most and end < tokens.stop:
-                continue
-            for start in range(begin, end, most):
-                yield slice(start, min(end, start + most))
-            begin = end
-
-
-class ContextCut:
-    """The cut of a model's forwards over `axis`: whether, and how, the running one is cut. One object per model.
-
-    Attributes:
-        balances: whether ranks are to get heads and tails of sequences, as the later tokens have more work, or
-            contiguous parts.
+        cut: of its running forward.
         is_ring: whether keys and values pass by, in place of being gathered.
     """
 
-    def __init__(self, axis: Axis, device: torch.device, *, is_ring: bool = False) -> None:
-        self.axis, self.device, self.is_ring = axis, device, is_ring
-        self.balances = True
-        self.held: HeldTokens | None = None
-        self._next: np.ndarray | None = None
+    def __init__(self, cut: ContextCut, *, is_ring: bool) -> None:
+        self.cut, self.is_ring = cut, is_ring
         self.compared: set[type] = set()  # attentions whose own code computes what the ring does
-
-    def next(self, order: np.ndarray | None) -> None:
-        """Cut the next forward of the model by `order`, of `HeldTokens`; without a call it is whole on every rank."""
-        self._next = order
-
-    def begin(self) -> None:
-        """A forward of the model begins. What it says holds in its backward too, where layers may run again."""
-        order, self._next = self._next, None
-        self.held = None if order is None else HeldTokens(order, self.axis, self.device)
 
     def check_ring(self, module: nn.Module, unknown: Sequence[str]) -> None:
         """
@@ -160,47 +68,33 @@ class ContextCut:
             raise UnsupportedError(
                 f"the ring with {type(module).__name__}",
                 f"the ring computes attention itself, and does not know {', '.join(unknown)}",
-                f"leave out ring (cp={self.axis.size} gathers keys and values, and runs the model's own attention)",
+                f"leave out ring (cp={self.cut.axis.size} gathers keys and values, and runs the model's own attention)",
             )
 
-    def cut(self, x: Tensor) -> Tensor:
-        """The residual stream `[B, S, H]` -> `[B, S/cp, H]`."""
-        return x if self.held is None else self.held.cut(x, 1)
-
-    def kept(self, x: Tensor) -> Tensor:
-        """x `[B, S/cp, H]`, of which the model's code makes a view as `[B, S, H]`: that is x itself."""
-        return x if self.held is None else x.as_subclass(compat.Unviewed)
-
-    def of_tokens(self, values: Tensor) -> Tensor:
-        """`[B*S]` of the running forward's tokens -> `[B, S/cp]`, or `[B, S]` if it is whole."""
-        return values if self.held is None else self.held.cut(values.view(self.held.rows, -1), 1)
-
-    def cut_argument(self, name: str, value: Any) -> Any:
-        """An argument of a decoder layer, of its own tokens in place of all.
-
-        Raises:
-            UnsupportedError: it has something for each token, and it is not known along which dim.
-        """
-        held = self.held
-        if held is None or isinstance(value, RowsOfMask):
-            return value
-        if isinstance(value, tuple):
-            return tuple(self.cut_argument(name, each) for each in value)
-        if not isinstance(value, Tensor) or held.length not in value.shape[1:]:
-            return value
-        if name.endswith("attention_mask") and value.ndim == 2:  # of recurrent mixers, 0 at padding
-            return held.cut(value, 1)
-        rows, dim = next((dims for word, dims in _TOKEN_DIMS.items() if word in name), (0, 0))
-        if not dim or value.shape[dim] != held.length:
-            raise UnsupportedError(
-                f"cp with a decoder layer that takes {name} {list(value.shape)}",
-                "it may hold something of each token, and it is not known where",
-                "use cp=1",
-            )
-        return held.cut(value, dim, rows=rows if value.ndim >= -rows else None)
-
-    def __deepcopy__(self, memo: dict[int, object]) -> ContextCut:
+    def __deepcopy__(self, memo: dict[int, object]) -> ContextAttention:
         return self  # of a model and its layers
+
+
+def _blocks_of(held: HeldTokens) -> Iterator[tuple[slice, slice, np.ndarray]]:
+    """(rows, own tokens, their positions) of each block of queries. Rows are together where all are dealt alike."""
+    for row in range(1 if held.is_uniform else held.rows):
+        rows = slice(None) if held.is_uniform else slice(row, row + 1)
+        for own in _cut_up(held, slice(0, held.per_rank), row):
+            yield rows, own, held.own_on_host[row, own]
+
+
+def _cut_up(held: HeldTokens, tokens: slice, row: int) -> Iterator[slice]:
+    """Blocks of own `tokens` of a row."""
+    most = min(_MOST, max(_FEWEST, held.length // _PER_ROW))
+    begin = tokens.start
+    # A block ends where the next token is not the neighbour in the row; short ones are joined.
+    breaks = np.flatnonzero(np.diff(held.own_on_host[row, tokens]) != 1) + 1 + tokens.start
+    for end in [*breaks.tolist(), tokens.stop]:
+        if 2 * (end - begin) < most and end < tokens.stop:
+            continue
+        for start in range(begin, end, most):
+            yield slice(start, min(end, start + most))
+        begin = end
 
 
 class RowsOfMask:
@@ -221,7 +115,7 @@ class RowsOfMask:
 
     def blocks(self, held: HeldTokens) -> list[Block]:
         """The blocks of a rank's queries, each with its part of the mask; the same for all layers."""
-        found: list[Block] = self._once("blocks", held, lambda: [self._block(*b) for b in held.blocks()])
+        found: list[Block] = self._once("blocks", held, lambda: [self._block(*b) for b in _blocks_of(held)])
         return found
 
     def parts(self, held: HeldTokens, *, in_ring: bool) -> list[list[Part]]:
@@ -271,7 +165,7 @@ class RowsOfMask:
             if slices is not None:
                 yield from (Part(rows, queries, where, None, is_causal) for where, is_causal in slices)
                 continue
-            for own in held.cut_up(queries, row):
+            for own in _cut_up(held, queries, row):
                 columns = columns_of(seen, own)
                 if columns.stop:
                     mask = self._rows(rows, held.own_on_host[row, own], keys[row])
@@ -383,8 +277,8 @@ def _attention(
     key, value: of own tokens, `[B, h, S/cp, d]`. Returns `[B, S/cp, h, d]`.
     """
     call = functools.partial(compat.attention_function(base, module), module)
-    context: ContextCut = module.meshlora_context
-    held = context.held
+    context: ContextAttention = module.meshlora_context
+    held = context.cut.held
     if held is None:
         mask = attention_mask.whole if isinstance(attention_mask, RowsOfMask) else attention_mask
         whole: tuple[Tensor, None] = call(query, key, value, mask, *args, **kwargs)
@@ -457,7 +351,7 @@ def _compare(module: Any, call: Any, query: Tensor, pair: Tensor, how: How, kwar
     with torch.no_grad():
         expected = call(few, key, value, mask, **kwargs)[0]
         part = Part(slice(None), slice(0, 3), slice(0, 4), seen)
-        found = attend(few, pairs, kwargs.get("s_aux"), [[part]], how, module.meshlora_context.axis)
+        found = attend(few, pairs, kwargs.get("s_aux"), [[part]], how, module.meshlora_context.cut.axis)
     # Softmaxes in float32, and sinks in bfloat16, which eager attention may add before it widens them.
     if found.shape != expected.shape or not torch.allclose(found, expected.to(found.dtype), rtol=1e-2, atol=1e-3):
         module.meshlora_context.check_ring(module, ["what its eager attention computes"])
@@ -484,11 +378,11 @@ def _begin(context: ContextCut) -> None:
         )
 
 
-def hold_context(model: Any, layers: nn.ModuleList, context: ContextCut, *, parents: Sequence[nn.Module]) -> None:
+def hold_context(model: Any, layers: nn.ModuleList, context: ContextAttention, parents: Sequence[nn.Module]) -> None:
     """Let the decoder `layers` of `model` attend over all cp ranks. parents: the modules around them."""
     base = compat.attention_of(model.config.get_text_config())
     assert base in CONTEXT_ATTENTIONS, base
-    model.register_forward_pre_hook(lambda *_: _begin(context), prepend=True)
+    model.register_forward_pre_hook(lambda *_: _begin(context.cut), prepend=True)
     for module in (*parents, *layers.modules()):
         module.meshlora_context = context  # type: ignore[assignment]
         if (config := getattr(module, "config", None)) is not None:

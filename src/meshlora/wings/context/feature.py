@@ -1,7 +1,13 @@
-"""What this wing brings to the core."""
+"""What this wing brings to the core: layers that see the tokens of other ranks."""
 
 from __future__ import annotations
 
 from meshlora.feature import Feature
+from meshlora.wings.context.borders import install_context
 
-FEATURE = Feature()
+
+class _Context(Feature):
+    borders = staticmethod(install_context)
+
+
+FEATURE = _Context()

@@ -24,7 +24,7 @@ from torch.autograd import Function
 
 from meshlora.comm.collectives import gather_each_to_each, receive_from_neighbour, send_to_neighbour
 from meshlora.comm.groups import Axis
-from meshlora.wings.context.context import ContextCut
+from meshlora.layers.held_tokens import ContextCut
 from meshlora_ground.caches import cache_argument
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.float64 import wide_dtype

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Axis, Mesh
-from meshlora.wings.context.context import ContextCut
+from meshlora.layers.held_tokens import ContextCut
 from meshlora_ground.errors import UserError, numbered
 from meshlora_ground.masks import hashed_in_place
 

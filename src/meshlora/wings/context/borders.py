@@ -1,0 +1,95 @@
+"""What the decoder layers of a rank are called with under cp, and what lets them see the tokens of other ranks.
+
+Owns: the cut of the arguments of layers, and which modules attend over cp or pass states on. Does not own: attention
+(`wings.context.context`), states (`wings.context.passed_states`), the cut of the residual stream (`model.regions`).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from meshlora.layers.held_tokens import ContextCut, HeldTokens
+from meshlora.model.regions import map_output
+from meshlora.plan.rules import ModelPlan
+from meshlora.wings.context.context import ContextAttention, RowsOfMask, hold_context
+from meshlora.wings.context.passed_states import pass_states
+from meshlora_ground import compat
+from meshlora_ground.errors import UnsupportedError
+
+# Words in the name of an argument of decoder layers -> its dims of rows and of tokens.
+_TOKEN_DIMS = {"position_embeddings": (-3, -2), "position_ids": (-2, -1), "attention_scaling": (-4, -2)}
+
+
+def install_context(model: Any, plan: ModelPlan, context: ContextCut) -> None:
+    """Let the decoder layers attend over cp, and cut what they are called with besides the residual stream."""
+    if context.axis.size == 1:
+        return
+    layers = model.get_submodule(plan.layers)
+    parts = plan.layers.split(".")
+    parents = [model.get_submodule(".".join(parts[:number])) for number in range(len(parts))]
+    hold_context(model, layers, ContextAttention(context, is_ring=plan.topology.ring), parents)
+    if compat.views_as_its_input(parents[-1]):
+        for name in plan.after:
+            if name != plan.head:
+                map_output(model.get_submodule(name), functools.partial(_kept, context))
+    # A window has as much work everywhere, and a state goes from one token to the next: on all stages alike.
+    context.balances = sees_all(model.config) and not plan.recurrent
+    for name, state in plan.recurrent.items():
+        if plan.holds(name):
+            pass_states(model.get_submodule(name), name, state, context)
+    for index, layer in enumerate(layers):
+        if not plan.holds(f"{plan.layers}.{index}"):
+            continue
+        names = list(inspect.signature(layer.forward).parameters)
+
+        def cut(_: nn.Module, args: Any, kwargs: Any, names: Sequence[str] = names) -> Any:
+            own = tuple(
+                cut_argument(context.held, name, value) for name, value in zip(names[1:], args[1:], strict=False)
+            )
+            return (*args[:1], *own), {
+                name: value if name == "hidden_states" else cut_argument(context.held, name, value)
+                for name, value in kwargs.items()
+            }
+
+        layer.register_forward_pre_hook(cut, with_kwargs=True)
+
+
+def sees_all(config: Any) -> bool:
+    """Whether a layer of a model of this configuration attends to all earlier tokens."""
+    text = config.get_text_config()
+    types = getattr(text, "layer_types", None)
+    return "full_attention" in types if types else not getattr(text, "sliding_window", None)
+
+
+def cut_argument(held: HeldTokens | None, name: str, value: Any) -> Any:
+    """An argument of a decoder layer, of its own tokens in place of all.
+
+    Raises:
+        UnsupportedError: it has something for each token, and it is not known along which dim.
+    """
+    if held is None or isinstance(value, RowsOfMask):
+        return value
+    if isinstance(value, tuple):
+        return tuple(cut_argument(held, name, each) for each in value)
+    if not isinstance(value, Tensor) or held.length not in value.shape[1:]:
+        return value
+    if name.endswith("attention_mask") and value.ndim == 2:  # of recurrent mixers, 0 at padding
+        return held.cut(value, 1)
+    rows, dim = next((dims for word, dims in _TOKEN_DIMS.items() if word in name), (0, 0))
+    if not dim or value.shape[dim] != held.length:
+        raise UnsupportedError(
+            f"cp with a decoder layer that takes {name} {list(value.shape)}",
+            "it may hold something of each token, and it is not known where",
+            "use cp=1",
+        )
+    return held.cut(value, dim, rows=rows if value.ndim >= -rows else None)
+
+
+def _kept(context: ContextCut, x: Tensor) -> Tensor:
+    """x `[B, S/cp, H]`, of which the model's code makes a view as `[B, S, H]`: that is x itself."""
+    return x if context.held is None else x.as_subclass(compat.Unviewed)
