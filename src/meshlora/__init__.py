@@ -19,13 +19,10 @@ if TYPE_CHECKING:
     from meshlora.adapter.formats.peft_format import save_adapter as save_adapter
     from meshlora.comm.groups import leave as leave
     from meshlora.loading.load import load as load
-    from meshlora.train.packing import joined as joined
-    from meshlora.train.packing import with_positions as with_positions
     from meshlora.reading.preferences import read_preferences as read_preferences
     from meshlora.reading.records import Record as Record
     from meshlora.reading.rollouts import read_rollouts as read_rollouts
     from meshlora.reading.sampler import GlobalBatches as GlobalBatches
-    from meshlora.train.batches import share as share
     from meshlora.reading.sources import read_records as read_records
     from meshlora.reading.stream import RolloutStream as RolloutStream
     from meshlora.reading.tokenization import tokenize as tokenize
@@ -40,10 +37,13 @@ if TYPE_CHECKING:
     from meshlora.train.batch import Batch as Batch
     from meshlora.train.batch import collate as collate
     from meshlora.train.batch import shifted as shifted
+    from meshlora.train.batches import share as share
     from meshlora.train.gradsync import clip_gradients as clip_gradients
     from meshlora.train.gradsync import finish_gradients as finish_gradients
     from meshlora.train.losses import language_model_loss as language_model_loss
     from meshlora.train.losses import token_scores as token_scores
+    from meshlora.train.packing import joined as joined
+    from meshlora.train.packing import with_positions as with_positions
     from meshlora.train.step import step as step
     from meshlora.verify.alone import reference_run as reference_run
     from meshlora.wings.generation.in_memory import merge as merge
