@@ -61,12 +61,13 @@ from gpu_shapes import (
     tiny,
 )
 from meshlora.adapter.attach import active_factors, runtime
+from meshlora.layers.frozen import unpacked
 from meshlora.loading import load as api
 from meshlora.run.recompute import recompute_layers
 from meshlora.train.gradsync import finish_gradients_on_device
 from meshlora.train.losses import language_model_losses
 from meshlora.wings.packed_rows.by_sequence import keep_apart
-from meshlora.wings.quantized.quantized import pack, unpacked
+from meshlora.wings.quantized.quantized import pack
 from meshlora_ground.errors import UserError
 from processes import be_quiet
 from table import Findings, Parity, ParityError, Row, greater, parser, run, seconds_left, smaller, turns_within

@@ -24,8 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshlora.layers.frozen import unpacked
 from meshlora.wings.experts.products import Projection, backward_rows, forward_rows
-from meshlora.wings.quantized.quantized import Packed, pack, stacked, unpacked
+from meshlora.wings.quantized.quantized import Packed, pack, stacked
 from processes import begin_high_water_mark, memory_bytes
 from table import Findings, Parity, ParityError, Row, parser, run, smaller
 

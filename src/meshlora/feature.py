@@ -11,15 +11,22 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from meshlora.adapter.plan import AdapterPlan
     from meshlora.comm.groups import Mesh
+    from meshlora.layers.frozen import FewBits
     from meshlora.layers.held_tokens import ContextCut
     from meshlora.model.pipeline import Pipeline
-    from meshlora.plan.rules import ModelPlan
+    from meshlora.model.stored import Place, StoredTensor
+    from meshlora.model.weights import Placement, Source
+    from meshlora.plan.rules import ModelPlan, Packing
     from meshlora_ground.topology import Topology
 
 # In the order in which they are asked.
@@ -68,6 +75,61 @@ class Feature:
         """`model.regions`, when the borders of a split model's layers are installed: install those of the wing.
 
         context: the cut of the model's forwards over cp.
+        """
+
+    def check_stored_quantization(self, quantization: Mapping[str, Any], model_type: str | None, what: str) -> None:
+        """`loading.blueprint`, of a checkpoint with a `quantization_config`: refuse one whose weights cannot be read.
+
+        Raises:
+            UserError: it is malformed. UnsupportedError: another method, or a variant of one.
+        """
+
+    def kept_packed(
+        self, source: Path | None, model: Any, stored: Mapping[str, Any] | None, quantization: str | None
+    ) -> Mapping[str, Packing]:
+        """`loading.blueprint`, before the plan: parameter -> how it stays packed in memory; none: {}.
+
+        stored: the `quantization_config` of the checkpoint. quantization: what is asked for.
+        """
+        return {}
+
+    def with_quantization(
+        self, plan: ModelPlan, kind: str | None, stored: Mapping[str, Packing] | None = None
+    ) -> ModelPlan:
+        """`loading.blueprint`, when a plan is made: it, with what is held in few bits. stored: of `kept_packed`."""
+        return plan
+
+    def packed_weights(
+        self,
+        tensors: Mapping[str, StoredTensor],
+        quantization: Mapping[str, Any],
+        value: Callable[[str], Tensor],
+    ) -> Iterable[Place]:
+        """`model.stored`, of a checkpoint with a `quantization_config`: the place of each weight in few bits.
+
+        value: reads a whole tensor by key.
+        """
+        return ()
+
+    def read_packed(
+        self,
+        name: str,
+        where: Placement,
+        source: Source,
+        mesh: Mesh,
+        packing: Packing,
+        *,
+        dtype: torch.dtype,
+        quantization: str | None,
+    ) -> FewBits | None:
+        """`model.weights`, of a weight that is held in few bits: this rank's part; None: another wing's."""
+        return None
+
+    def check_trained_base(self, plan: ModelPlan, parameter: str) -> None:
+        """`adapter.plan`, for each parameter of the base that is trained, whole or in rows: refuse what cannot be.
+
+        Raises:
+            UnsupportedError: it cannot be trained.
         """
 
 

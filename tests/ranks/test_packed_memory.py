@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 import meshlora
+from meshlora.layers.frozen import FrozenMatrix
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.model.stream import _NUM_BYTES
 from meshlora.plan.base_options import BaseOptions
-from meshlora.wings.quantized.quantized import FrozenMatrix
+from meshlora.wings.quantized.reading import packings
 from meshlora_extra.planner.memory import held
 from meshlora_ground.topology import Topology
 from tests.packed import write_packed
@@ -46,7 +47,7 @@ def test_a_rank_holds_its_packed_bytes_and_a_tenth_at_most(
     source = make_blueprint(folder, Topology(), BaseOptions(dtype="bfloat16", quantization=quantization)).weights()
     stored = [
         math.prod(part.shape) * _NUM_BYTES[part.dtype]
-        for name in source.packings()
+        for name in packings(source)
         for tensor in source.stored[name].tensors
         if tensor.packed
         for part in tensor.packed[1].values()

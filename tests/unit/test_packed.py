@@ -16,11 +16,12 @@ from torch import Tensor
 from transformers import AutoConfig
 
 from meshlora.loading.blueprint import make_blueprint, read_model_config
-from meshlora.model.stored import Part
+from meshlora.model.stored import Bounds, Part
 from meshlora.model.stream import _NUM_BYTES
 from meshlora.model.weights import CheckpointSource
 from meshlora.plan.base_options import BaseOptions
-from meshlora.wings.quantized.packed import Blocks4, Blocks8, Bounds, GroupedInts, Mxfp4, Nvfp4
+from meshlora.wings.quantized.packed import Blocks4, Blocks8, GroupedInts, Mxfp4, Nvfp4
+from meshlora.wings.quantized.reading import keep, packings
 from meshlora_extra.merging.merge import merge
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
@@ -74,10 +75,10 @@ def test_slice_that_crosses_blocks_is_that_of_the_whole(case: str, folders: Any)
 def test_what_stays_packed_has_the_same_numbers(case: str, folders: Any) -> None:
     """Whole, and slices that cross blocks; no more bytes than are stored, but for scales of 8 bits that become 32."""
     source = _source(folders(case))
-    names = list(source.packings())
+    names = list(packings(source))
     assert len(names) >= 4
     for name in names:
-        whole, kept = source.read(name), source.keep(name)
+        whole, kept = source.read(name), keep(source, name)
         assert torch.equal(kept.whole(), whole), name
         stored = [part for t in source.stored[name].tensors if t.packed for part in t.packed[1].values()]
         num_bytes = sum(math.prod(part.shape) * _NUM_BYTES[part.dtype] for part in stored)
@@ -85,7 +86,7 @@ def test_what_stays_packed_has_the_same_numbers(case: str, folders: Any) -> None
         for dim in (whole.ndim - 2, whole.ndim - 1):
             parts, size = [Part(dim, 2, 16), Part(dim, whole.shape[dim] - 12, whole.shape[dim])], whole.shape[dim]
             index = torch.tensor([*range(2, 16), *range(size - 12, size)])
-            part = source.keep(name, *parts)
+            part = keep(source, name, *parts)
             assert torch.equal(part.whole(), whole.index_select(dim, index)), name
             assert part.shape == part.whole().shape
 

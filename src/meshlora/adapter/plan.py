@@ -29,6 +29,7 @@ from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import ModelPlan
 from meshlora.wings.experts.targets import out_of_reach, stored_parameters, with_whole_projections
 from meshlora.wings.quantized.plan import check_not_quantized
+from meshlora.wings.stages.plan import check_trained
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 from meshlora_ground.tasks import CAUSAL, HEADS, task_of
 
@@ -214,7 +215,8 @@ def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets:
             biases = [name for name in biases if name.rpartition(".")[0] in targets]
         found += [name for name in biases if name not in found]
     for name in found:
-        check_not_quantized(plan, name)
+        for feature in features():
+            feature.check_trained_base(plan, name)
         check_not_sharded(plan, name, model.get_parameter(name))
     return found
 

@@ -24,6 +24,7 @@ from meshlora.comm.collectives import (
 from meshlora.comm.groups import Axis
 from meshlora.layers.adapted import AdaptedLeaf
 from meshlora.layers.dropout import input_features
+from meshlora.layers.frozen import FrozenMatrix, frozen_linear, unpacked
 from meshlora.layers.head.recipe import LogitsRecipe
 from meshlora.layers.products import LoraLinearFunction
 from meshlora.layers.token_rows import ReplacedRows, base_rows, rows_of
@@ -33,7 +34,6 @@ from meshlora.plan.rules import LinearRule
 from meshlora.wings.kernels.early_a import Rider, rode_along
 from meshlora.wings.kernels.gate_recompute import product_behind
 from meshlora.wings.kernels.shared_input import Joined, share
-from meshlora.wings.quantized.quantized import FrozenMatrix, frozen_linear, unpacked
 
 
 class ParallelLinear(AdaptedLeaf, FrozenMatrix):

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from meshlora.layers.frozen import FewBits, unpacked
 from meshlora.layers.rounded import rounded, scaled_product, wide_product
 from meshlora.layers.tokens import Segment, are_alike
 from meshlora.wings.kernels.gate_recompute import Product
 from meshlora.wings.kernels.shared_input import InputGradient
-from meshlora.wings.quantized.quantized import Packed, unpacked
 from meshlora_ground.transfer import to_device
 
 # Up to this many tokens a product on CPUs is faster with tokens as columns: by a fifth at 32, equal at 64, slower
@@ -58,7 +58,7 @@ class LoraLinearFunction(Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        weight: Tensor | Packed,
+        weight: Tensor | FewBits,
         bias: Tensor | None,
         segments: Sequence[Segment],
         product: Product | None,
@@ -68,7 +68,7 @@ class LoraLinearFunction(Function):
         *factors: Tensor,
     ) -> Tensor:
         x2 = x.reshape(-1, x.shape[-1])
-        packed = weight if isinstance(weight, Packed) else None
+        packed = weight if isinstance(weight, FewBits) else None
         plain = unpacked(weight)
         ctx.dtypes = [factor.dtype for factor in factors]
         factors = tuple(rounded(factor, x.dtype) for factor in factors)

@@ -22,6 +22,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, plan_folder, read_factors
 from meshlora.adapter.initialization import WHOLE_MATRIX
 from meshlora.adapter.plan import AdapterPlan, plan_adapter, with_trained_head
+from meshlora.feature import features
 from meshlora.loading.guards import check_dropouts, dropout_fields, handle_dropout
 from meshlora.model.building import build_on_meta
 from meshlora.model.dp_shard import check_units
@@ -31,9 +32,6 @@ from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.derive import plan_model
 from meshlora.plan.numbers import check_numbers
 from meshlora.plan.rules import ModelPlan, Packing
-from meshlora.wings.quantized.packed import check_packing
-from meshlora.wings.quantized.plan import KEEP, KINDS, with_quantization
-from meshlora.wings.quantized.quantized import check_library
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean, reason
 from meshlora_ground.files import read_json
 from meshlora_ground.model_class import take_quantization
@@ -206,37 +204,11 @@ def make_blueprint(
     dtype = resolve_dtype(options.dtype, config)
     built = _build(copy.deepcopy(config), dtype, options)
     source = None if isinstance(model, PretrainedConfig) else Path(model)
-    kept = _kept(source, built, packing) if options.quantization == KEEP else {}
-    if packing and options.quantization not in (None, KEEP):
-        raise UnsupportedError(
-            f"quantization {options.quantization} of model {source}",
-            "its checkpoint is quantised already, and rounding it twice is not proved",
-            "use model.quantization: keep, or leave it out",
-        )
+    kept: dict[str, Packing] = {}
+    for feature in features():
+        kept |= feature.kept_packed(source, built, packing, options.quantization)
     plan = _split(built, topology, options.quantization, kept)
     return Blueprint(source, options, config, dtype, built, plan, packing=packing, kept=kept, objective=objective)
-
-
-def _kept(source: Path | None, model: Any, packing: Mapping[str, Any] | None) -> dict[str, Packing]:
-    """Parameter -> how it stays packed in memory.
-
-    Raises:
-        UserError: nothing is stored in few bits. UnsupportedError: in a format that does not stay packed.
-    """
-    given = f"quantization keep of model {source or model.config.model_type}"
-    if not packing:
-        raise UserError(given, "its checkpoint is not quantised", f"use one of {', '.join(KINDS)}, or leave it out")
-    if source is None:
-        raise UserError(given, "its files say which weights are in few bits", "give the folder of the checkpoint")
-    weights = CheckpointSource(source, model, packing)
-    kept, packed = weights.packings(), weights.packed()
-    if packed is not None and not kept:
-        raise UnsupportedError(
-            f"{given}: {packed}",
-            f"what {packing['quant_method']} stores so does not stay packed; fp8, int8, mxfp4 and bitsandbytes' do",
-            "leave out model.quantization",
-        )
-    return kept
 
 
 def _split(
@@ -247,8 +219,9 @@ def _split(
     *,
     has_stages: bool = True,
 ) -> ModelPlan:
-    plan = with_quantization(plan_model(model, topology, has_stages=has_stages), quantization, kept)
-    check_library(packing.kind for packing in plan.quantized.values())
+    plan = plan_model(model, topology, has_stages=has_stages)
+    for feature in features():
+        plan = feature.with_quantization(plan, quantization, kept)
     check_units(model, plan)
     return plan
 
@@ -312,7 +285,8 @@ def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code
         raise UserError(f"{file}", f"transformers refuses it ({reason(error)})") from error
     _complete(config, folder)
     if packing := take_quantization(config):
-        check_packing(packing, model_type, f"{file}")
+        for feature in features():
+            feature.check_stored_quantization(packing, model_type, f"{file}")
         config.quantization_config = packing
     return config
 

@@ -1,8 +1,8 @@
 """The stored tensors of each parameter of a model: one, or several to be put together.
 
 Owns: finding the tensors of a Hugging Face checkpoint (single file or sharded, old and new key names, experts one by
-one, codes and their scales) and the place of each in its parameter. Does not own: reading them (`model.weights`), the
-arithmetic of few bits (`wings.quantized.packed`).
+one) and the place of each in its parameter. Does not own: reading them (`model.weights`), the formats of weights in few
+bits, which a wing reads (`wings.quantized.packed`).
 
 transformers' own rules for loading decide: its renamings, and those of its conversions that concatenate tensors,
 stack the matrices of experts or transpose them. Others are refused by name, and only where the model has the weight.
@@ -16,23 +16,41 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from meshlora.feature import features
 from meshlora.model.stream import dtype_name
-from meshlora.plan.rules import Packing
-from meshlora.wings.quantized.packed import Format, find_packed
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.files import open_safetensors
 from meshlora_ground.weight_files import weight_files
 
 _ROWS_AT_ONCE = 4096
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
+
+# (start, stop) along each dim.
+Bounds = Sequence[tuple[int, int]]
+# `read("scales", bounds)`: a slice of one of the stored tensors.
+Reader = Callable[[str, Bounds], Tensor]
+
+
+class Format(Protocol):
+    """How a weight is made of several stored tensors, its parts. shape: of the weight."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, bounds: Bounds, read: Reader) -> Tensor:
+        """The slice `bounds` of the weight, in float32."""
+
+
+# Name of a weight, its format (None: its parts do not fit), part -> key of the stored tensor, keys that say no more.
+Place = tuple[str, Format | None, dict[str, str], list[str]]
 
 
 @dataclass(frozen=True)
@@ -97,12 +115,6 @@ class Stored:
     def tensors(self) -> tuple[StoredTensor, ...]:
         """All of them."""
         return tuple(itertools.chain.from_iterable(self.rows))
-
-    @property
-    def packing(self) -> Packing | None:
-        """How it can stay packed in memory; None if it is in plain numbers, or cannot."""
-        found = {t.packed[0].packing if t.packed is not None else None for t in self.tensors}
-        return found.pop() if len(found) == 1 else None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -246,7 +258,8 @@ def _with_packed(folder: Path, quantization: Mapping[str, Any] | None) -> list[S
             return found
 
     found, spent = dict(tensors), set[str]()
-    for name, form, keys, others in find_packed(tensors, quantization, value):
+    places = [feature.packed_weights(tensors, quantization, value) for feature in features()]
+    for name, form, keys, others in itertools.chain.from_iterable(places):
         parts = {part: tensors[key] for part, key in keys.items() if key in tensors}
         if form is None or parts.keys() != keys.keys() or len(parts) < 2:
             shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in parts.items())

@@ -24,16 +24,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from meshlora.comm.groups import Mesh
+from meshlora.feature import features
+from meshlora.layers.frozen import FewBits, FrozenMatrix
 from meshlora.layers.linear import ParallelLinear
 from meshlora.model.dp_shard import shard_unit
-from meshlora.model.stored import Part, Stored, StoredTensor, find_stored
+from meshlora.model.stored import Bounds, Part, Stored, StoredTensor, find_stored
 from meshlora.model.stream import FLOATS
-from meshlora.plan.layout import Layout, Split
+from meshlora.plan.layout import Layout, Split, contiguous
 from meshlora.plan.rules import ExpertRule, ModelPlan, Packing
 from meshlora.wings.experts.module import ParallelExpertLinear
-from meshlora.wings.quantized.packed import Bounds
-from meshlora.wings.quantized.plan import KEEP, contiguous
-from meshlora.wings.quantized.quantized import FrozenMatrix, Packed, joined, pack, stacked
 from meshlora_ground import compat
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 from meshlora_ground.files import open_safetensors
@@ -71,22 +70,6 @@ class Source:
         """The key of a weight that is stored in few bits; None if there is none."""
         tensors = (t for stored in self.stored.values() for t in stored.tensors)
         return next((t.key for t in tensors if t.packed is not None), None)
-
-    def packings(self) -> dict[str, Packing]:
-        """Name -> how it can stay packed in memory, for the weights that can."""
-        found = ((name, stored.packing) for name, stored in self.stored.items())
-        return {name: packing for name, packing in found if packing is not None}
-
-    def keep(self, name: str, *parts: Part) -> Packed:
-        """`read`, packed. The slices may be several along one dim."""
-        stored = self.stored[name]
-        # Expert, if they are stored one by one -> place along dim -2 -> blocks along dim -1.
-        grid: dict[str, dict[str, list[Packed]]] = {}
-        for tensor, own, place in stored.blocks(parts):
-            row = grid.setdefault(str(place[:-2]), {}).setdefault(str(place[-2]), [])
-            row.append(_keep_slice(tensor, own))
-        found = [joined([joined(row, -1) for row in rows.values()], -2) for rows in grid.values()]
-        return stacked(found) if stored.experts else found[0]
 
     def read(self, name: str, *parts: Part) -> Tensor:
         """The slices `parts` of the tensor, concatenated along each dim. It may be a view: copy it."""
@@ -134,13 +117,7 @@ class CheckpointSource(Source):
         self.folder, self.model = folder, model
 
 
-def _keep_slice(stored: StoredTensor, parts: tuple[Part, ...]) -> Packed:
-    assert stored.packed is not None, stored
-    form, tensors = stored.packed
-    return form.keep(_bounds(stored, parts), lambda part, of_part: _read_bounds(tensors[part], of_part))
-
-
-def _bounds(stored: StoredTensor, parts: tuple[Part, ...]) -> Bounds:
+def bounds_in(stored: StoredTensor, parts: tuple[Part, ...]) -> Bounds:
     of_dim = {part.dim: (part.start, part.stop) for part in parts}
     return [of_dim.get(dim, (0, size)) for dim, size in enumerate(stored.shape)]
 
@@ -149,7 +126,7 @@ def read_slice(stored: StoredTensor, parts: tuple[Part, ...] = ()) -> Tensor:
     """A slice of one stored tensor; in plain numbers, float32, if it is in few bits. It may be a view: copy it."""
     if stored.packed is not None:
         form, tensors = stored.packed
-        return form.read(_bounds(stored, parts), lambda part, of_part: _read_bounds(tensors[part], of_part))
+        return form.read(bounds_in(stored, parts), lambda part, of_part: read_bounds(tensors[part], of_part))
     if stored.swapped:
         one, other = stored.swapped
         dims = {one: other, other: one}
@@ -171,7 +148,7 @@ def read_slice(stored: StoredTensor, parts: tuple[Part, ...] = ()) -> Tensor:
         return tensor.clone()
 
 
-def _read_bounds(stored: StoredTensor, bounds: Bounds) -> Tensor:
+def read_bounds(stored: StoredTensor, bounds: Bounds) -> Tensor:
     """A slice of a tensor of as many dims, or all of one that has fewer: a scale of the whole matrix."""
     parts = [Part(dim, *bound) for dim, bound in enumerate(bounds)]
     return read_slice(stored, tuple(parts[: len(stored.shape)]))
@@ -241,12 +218,12 @@ def fill(
                 check_tied(aliases[name], source)
                 if path in plan.quantized and leaf == "weight":
                     assert isinstance(module, FrozenMatrix)
-                    how = {"dtype": old.dtype, "is_stored": plan.quantization == KEEP}
-                    module.hold(read_packed(stored, where, source, mesh, plan.quantized[path], **how))
+                    packing, kind = plan.quantized[path], plan.quantization
+                    module.hold(read_packed(stored, where, source, mesh, packing, dtype=old.dtype, quantization=kind))
                     continue
                 tensor = _read_local(stored, where, source, mesh)
                 value = tensor.to(device=mesh.device, dtype=old.dtype).contiguous()
-                _check_finite(value, stored, source)
+                check_finite(value, stored, source)
                 made[id(old)] = nn.Parameter(value, requires_grad=False)
             setattr(module, leaf, made[id(old)])
 
@@ -263,7 +240,7 @@ def _drawn(model: Any, path: str, leaf: str, seed: int) -> Tensor:
     return found
 
 
-def _check_finite(value: Tensor, name: str, source: Source) -> None:
+def check_finite(value: Tensor, name: str, source: Source) -> None:
     # A fifth of the time of the copy into memory; isfinite takes five times that copy.
     if value.numel() and not all(bound.isfinite() for bound in value.aminmax()):
         raise UserError(
@@ -452,12 +429,12 @@ def _read_local(name: str, where: Placement, source: Source, mesh: Mesh) -> Tens
     axis = mesh.tp
     if where.num_experts:
         axis, ep = mesh.over({ETP}), mesh.over({EP})
-        parts += _parts(0, Layout.plain(where.num_experts), rank=ep.rank, size=ep.size)
+        parts += parts_of_rank(0, Layout.plain(where.num_experts), rank=ep.rank, size=ep.size)
     if where.dim is None or where.layout is None:
         tensor = source.read(name, *parts)
         return tensor.T if where.is_transposed else tensor
     stored_dim = 1 - where.dim if where.is_transposed else where.dim
-    tensor = source.read(name, *parts, *_parts(stored_dim, where.layout, rank=axis.rank, size=axis.size))
+    tensor = source.read(name, *parts, *parts_of_rank(stored_dim, where.layout, rank=axis.rank, size=axis.size))
     if missing := where.layout.local_size(axis.size) - tensor.shape[stored_dim]:
         shape = list(tensor.shape)
         shape[stored_dim] = missing
@@ -465,7 +442,7 @@ def _read_local(name: str, where: Placement, source: Source, mesh: Mesh) -> Tens
     return tensor.T if where.is_transposed else tensor
 
 
-def _parts(dim: int, layout: Layout, *, rank: int, size: int) -> list[Part]:
+def parts_of_rank(dim: int, layout: Layout, *, rank: int, size: int) -> list[Part]:
     """The slices of a rank along `dim`; adjacent runs, as of interleaved gate and up, are one part."""
     runs = layout.runs(rank=rank, size=size)
     return [Part(dim, *bound) for bound in contiguous((run.start, run.stop) for run in runs)]
@@ -479,62 +456,18 @@ def read_packed(
     packing: Packing,
     *,
     dtype: torch.dtype,
-    is_stored: bool,
-) -> Packed:
-    """This rank's part of the stored tensor `name`, packed: as it is stored, or quantised now, an expert at a time.
+    quantization: str | None,
+) -> FewBits:
+    """This rank's part of the stored tensor `name`, packed, by the wing that packs.
 
     Raises:
         UserError: a value that is not finite.
     """
-    axis, experts = mesh.tp, list[Part]()
-    if where.num_experts:
-        axis, ep = mesh.over({ETP}), mesh.over({EP})
-        experts = _parts(0, Layout.plain(where.num_experts), rank=ep.rank, size=ep.size)
-    parts = list[Part]()
-    if where.dim is not None and where.layout is not None:
-        stored_dim = 1 - where.dim if where.is_transposed else where.dim
-        parts = _parts(stored_dim, where.layout, rank=axis.rank, size=axis.size)
-    if is_stored:
-        packed = source.keep(name, *experts, *parts)
-    else:
-        each = [[Part(0, e, e + 1)] for part in experts for e in range(part.start, part.stop)]
-        found = [_quantised(name, one, parts, where, source, packing, mesh.device, dtype) for one in each or [[]]]
-        packed = stacked(found) if each else found[0]
-    packed = (packed.mT if where.is_transposed else packed).to(mesh.device, dtype)
-    if is_stored:
-        for number in range(len(packed)) if experts else ():
-            _check_finite(packed[number], name, source)
-        if not experts:
-            _check_finite(packed.whole(), name, source)
-    return packed
-
-
-def _quantised(
-    name: str,
-    expert: list[Part],
-    parts: list[Part],
-    where: Placement,
-    source: Source,
-    packing: Packing,
-    device: torch.device,
-    dtype: torch.dtype,
-) -> Packed:
-    """The slices `parts` of a matrix, quantised. Of a block that is cut all is read: its scale is that of the whole."""
-    found, ndim = [], len(where.shape)
-    dim = (parts[0].dim if parts else 0) - ndim  # -2 or -1, as stored
-    along = -3 - dim if where.has_inputs_first else dim  # of [out, in]
-    size = packing.block[along]
-    for part in parts or [Part(ndim + dim, 0, where.shape[dim])]:
-        start, stop = part.start // size * size, min(-(-part.stop // size) * size, where.shape[dim])
-        value = source.read(name, *expert, Part(part.dim, start, stop))
-        value = (value[0] if expert else value).to(device=device, dtype=dtype)
-        _check_finite(value, name, source)
-        packed = pack(value.T if where.has_inputs_first else value, packing.kind)
-        bounds = [(0, size) for size in packed.shape]
-        bounds[along] = (part.start - start, part.stop - start)
-        packed = packed.part(bounds[0], bounds[1])
-        found.append(packed.mT if where.has_inputs_first else packed)
-    return joined(found, dim)
+    for feature in features():
+        packed = feature.read_packed(name, where, source, mesh, packing, dtype=dtype, quantization=quantization)
+        if packed is not None:
+            return packed
+    raise AssertionError(packing)
 
 
 def _fill_buffers(model: Any, plan: ModelPlan, source: Source, mesh: Mesh) -> None:

@@ -17,7 +17,7 @@ key/value heads of grouped-query attention) is *replicated*: several neighbourin
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Self
@@ -208,3 +208,14 @@ class Layout:
             else:
                 runs.append(run)
             unit = stop
+
+
+def contiguous(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges, those that follow one another as one."""
+    found: list[tuple[int, int]] = []
+    for start, stop in runs:
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        else:
+            found.append((start, stop))
+    return found

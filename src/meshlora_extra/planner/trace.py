@@ -21,6 +21,7 @@ from meshlora.adapter import attach
 from meshlora.adapter.targets.resolve import Target
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.layers.dropout import replace_dropouts
+from meshlora.layers.frozen import FrozenMatrix
 from meshlora.layers.head.loss import IGNORED, chunk_tokens, summed_cross_entropy_from_hidden
 from meshlora.layers.held_tokens import HeldTokens
 from meshlora.layers.linear import ParallelHead
@@ -37,7 +38,6 @@ from meshlora.run.optimizers import is_frozen
 from meshlora.verify.budget import Flow
 from meshlora.wings.context import context
 from meshlora.wings.experts.module import ParallelExperts
-from meshlora.wings.quantized.quantized import FrozenMatrix
 from meshlora_extra.planner.fake import FakeRun, Section, Work
 from meshlora_extra.planner.memory import LayerMemory, Phase, StepMemory, packed_like
 from meshlora_ground.compat import replaced

@@ -16,9 +16,9 @@ from typing import Any
 
 from peft import LoraConfig
 
+from meshlora.feature import features
 from meshlora.model.inject import is_tied
 from meshlora.plan.rules import ModelPlan
-from meshlora.wings.quantized.plan import check_not_quantized
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 
 DELTA = "trainable_tokens_delta"  # PEFT's name of a parameter that holds rows, not differences
@@ -121,7 +121,8 @@ def _check_rows(
             "give the base with the tokens added: its embedding is resized before it is saved",
         )
     for name in rows.modules:
-        check_not_quantized(plan, f"{name}.weight")
+        for feature in features():
+            feature.check_trained_base(plan, f"{name}.weight")
         given, way_out = f"{_OPTION} of {name}", f"take {name} out of one of the two"
         if name in targets:
             rule = "it has LoRA too, and a token's row is trained either way"

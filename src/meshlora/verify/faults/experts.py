@@ -23,6 +23,7 @@ from meshlora.wings.experts import balance
 from meshlora.wings.experts.balance import LoadBalancing
 from meshlora.wings.experts.dispatch import Journey, Places, Slots
 from meshlora.wings.experts.module import ParallelExperts
+from meshlora.wings.quantized import reading
 from meshlora_ground.topology import DATA, ETP, EXPERT_AXES
 
 
@@ -64,12 +65,13 @@ def experts_permuted_over_ep(
     original: Any, name: str, where: Any, source: Any, mesh: Any, *rest: Any, **options: Any
 ) -> Any:
     """ep rank i holds the i-th share of the experts"""
-    parts = weights._parts
+    parts = weights.parts_of_rank
 
     def of_the_next(dim: int, layout: Any, *, rank: int, size: int) -> Any:
         return parts(dim, layout, rank=(rank + 1) % size if dim == 0 else rank, size=size)
 
-    with mock.patch.object(weights, "_parts", of_the_next if where.num_experts else parts):
+    wrong = of_the_next if where.num_experts else parts
+    with mock.patch.object(weights, "parts_of_rank", wrong), mock.patch.object(reading, "parts_of_rank", wrong):
         return original(name, where, source, mesh, *rest, **options)
 
 

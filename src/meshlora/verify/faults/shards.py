@@ -18,7 +18,7 @@ from meshlora.model import dp_shard, regions, weights
 from meshlora.model.weights import Placement
 from meshlora.plan.layout import Layout, Piece
 from meshlora.verify.faults.fault import after, around, fault
-from meshlora.wings.quantized import quantized
+from meshlora.wings.quantized import quantized, reading
 from meshlora.wings.quantized.quantized import Equal, Packed, Run
 from meshlora_ground.compat import running_backward
 
@@ -156,7 +156,7 @@ def mixer_channels_of_another_piece(original: Any, name: str, placement: Placeme
 
 
 @around(
-    weights,
+    reading,
     "pack",
     needs="quantizes",
     also=(

@@ -23,13 +23,13 @@ from torch.autograd import Function
 from meshlora.comm.collectives import all_gather, gather_each_to_one
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.layers.adapted import AdaptedLeaf, become
+from meshlora.layers.frozen import FrozenMatrix
 from meshlora.layers.tokens import owners
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import ExpertRule, ExpertsRule
 from meshlora.wings.experts.dispatch import Journey, Places, Slots
 from meshlora.wings.experts.mlp import GroupedMlpFunction
 from meshlora.wings.experts.products import Projection, by_row
-from meshlora.wings.quantized.quantized import FrozenMatrix
 from meshlora_ground.compat import gate_of
 from meshlora_ground.topology import EP, ETP
 from meshlora_ground.transfer import to_device

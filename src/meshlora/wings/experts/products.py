@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshlora.wings.quantized.quantized import Packed
+from meshlora.layers.frozen import FewBits
 from meshlora_ground.slow_paths import EXPERTS_ONE_BY_ONE, take
 from meshlora_ground.transfer import to_device
 
@@ -42,13 +42,13 @@ class Projection:
             adapter.
     """
 
-    weight: Tensor | Packed
+    weight: Tensor | FewBits
     bias: Tensor | None = None
     scale: float = 1.0
     is_transposed: bool = False
 
     @property
-    def forward_weight(self) -> Tensor | Packed:
+    def forward_weight(self) -> Tensor | FewBits:
         """`[E, in, out]`, a view."""
         return self.weight if self.is_transposed else self.weight.mT
 
@@ -116,13 +116,13 @@ def can_group(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def grouped_product(x: Tensor, weight: Tensor | Packed, counts: Sequence[int]) -> Tensor:
+def grouped_product(x: Tensor, weight: Tensor | FewBits, counts: Sequence[int]) -> Tensor:
     """y[n] = x[n] weight[e]: x `[N, in]`, weight `[E, in, out]` -> `[N, out]`. counts: per expert, or per E K pair."""
     counts = of_experts(counts, len(weight))
-    if not isinstance(weight, Packed) and len(x) and can_group(x, weight):
+    if not isinstance(weight, FewBits) and len(x) and can_group(x, weight):
         ends = torch.tensor(counts, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
         return F.grouped_mm(x, weight, offs=to_device(ends, x.device))
-    if not isinstance(weight, Packed) and len(x):
+    if not isinstance(weight, FewBits) and len(x):
         take(EXPERTS_ONE_BY_ONE, x.device)
     y = x.new_empty(len(x), weight.shape[2])
     for e, (count, x_e, y_e) in enumerate(zip(counts, x.split(counts), y.split(counts), strict=True)):
@@ -137,7 +137,7 @@ def of_experts(counts: Sequence[int], num_experts: int) -> Sequence[int]:
     return counts if each == 1 else [sum(counts[e * each : (e + 1) * each]) for e in range(num_experts)]
 
 
-def _experts(weight: Tensor | Packed, counts: Sequence[int]) -> list[int]:
+def _experts(weight: Tensor | FewBits, counts: Sequence[int]) -> list[int]:
     """The expert of each entry of `counts`."""
     each = len(counts) // len(weight)
     return [place // each for place in range(len(counts))]

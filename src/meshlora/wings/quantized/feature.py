@@ -1,7 +1,20 @@
-"""What this wing brings to the core."""
+"""What this wing brings to the core: frozen bases in few bits."""
 
 from __future__ import annotations
 
 from meshlora.feature import Feature
+from meshlora.wings.quantized.packed import check_packing, find_packed
+from meshlora.wings.quantized.plan import check_not_quantized, with_quantization
+from meshlora.wings.quantized.reading import kept_packed, read_packed
 
-FEATURE = Feature()
+
+class _Quantized(Feature):
+    check_stored_quantization = staticmethod(check_packing)
+    kept_packed = staticmethod(kept_packed)
+    with_quantization = staticmethod(with_quantization)
+    packed_weights = staticmethod(find_packed)
+    read_packed = staticmethod(read_packed)
+    check_trained_base = staticmethod(check_not_quantized)
+
+
+FEATURE = _Quantized()

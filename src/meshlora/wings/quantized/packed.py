@@ -13,20 +13,16 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from meshlora.model.stored import Bounds, Format, Place, Reader
 from meshlora.plan.rules import Packing
 from meshlora.wings.quantized.plan import Touched
 from meshlora.wings.quantized.quantized import Form, Packed, numbers_of_scales, values_of
 from meshlora_ground.errors import UnsupportedError, UserError
-
-# (start, stop) along each dim.
-Bounds = Sequence[tuple[int, int]]
-# `read("scales", bounds)`: a slice of one of the stored tensors.
-Reader = Callable[[str, Bounds], Tensor]
 
 METHODS = ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt", "gptq", "awq", "bitsandbytes")
 # Kinds of stored numbers of 8 bits; integers only where a method says so.
@@ -39,18 +35,13 @@ _SPENT = ("activation_scale", "input_scale", "input_scale_ub", "input_global_sca
 _WAY_OUT = "use the checkpoint that it was made from"
 
 
-class Format(Protocol):
-    """How a weight is made of stored tensors. shape: of the weight."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
+@runtime_checkable
+class PackedFormat(Format, Protocol):
+    """One whose codes and scales may stay packed."""
 
     @property
     def packing(self) -> Packing | None:
         """How codes and scales stay packed in memory; None if they cannot yet."""
-
-    def read(self, bounds: Bounds, read: Reader) -> Tensor:
-        """The slice `bounds` of the weight, in float32."""
 
     def keep(self, bounds: Bounds, read: Reader) -> Packed:
         """The slice `bounds` of the weight, packed: its codes, and the scales of all blocks that it has a part of."""
@@ -119,16 +110,10 @@ def _is_size(value: Any) -> bool:
     return type(value) is int and value > 0
 
 
-# Name of a weight, its format, part -> key of the stored tensor, keys that say nothing more.
-Place = tuple[str, Format | None, dict[str, str], list[str]]
-
-
 def find_packed(
     tensors: Mapping[str, Tensors], quantization: Mapping[str, Any], value: Callable[[str], Tensor]
 ) -> Iterator[Place]:
-    """The place of each weight in few bits.
-
-    value: reads a whole tensor by key. The format is None where the parts are not all there, or do not fit.
+    """The place of each weight in few bits. value: reads a whole tensor by key.
 
     Raises:
         UnsupportedError: a variant of a format that is not read.

@@ -11,11 +11,12 @@ cut crosses a block, both ranks hold the scale.
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from meshlora.plan.layout import Split
+from meshlora.plan.layout import Split, contiguous
 from meshlora.plan.rules import ExpertRule, LinearRule, ModelPlan, Packing, kind_of
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 
@@ -43,7 +44,7 @@ def with_quantization(plan: ModelPlan, kind: str | None, stored: Mapping[str, Pa
     kind: one of `KINDS`, or "keep": as in the checkpoint. stored: parameter -> how the checkpoint packs it.
 
     Raises:
-        UserError: unknown kind; blocks do not fit the matrix; nothing is stored in few bits.
+        UserError: unknown kind; blocks do not fit the matrix; nothing is stored in few bits; bitsandbytes is missing.
     """
     if kind is None:
         return plan
@@ -59,7 +60,19 @@ def with_quantization(plan: ModelPlan, kind: str | None, stored: Mapping[str, Pa
         found = dict.fromkeys(rules, _BLOCKS[kind])
     for name, packing in found.items():
         _check_blocks(plan, rules[name], packing, is_stored=kind == KEEP)
+    check_library(packing.kind for packing in found.values())
     return dataclasses.replace(plan, quantization=kind, quantized=found)
+
+
+def check_library(kinds: Iterable[str]) -> None:
+    """Refuse kinds of bitsandbytes where it is not installed.
+
+    Raises:
+        UserError: it is not.
+    """
+    needs = sorted({*kinds} & {*OF_LIBRARY})
+    if needs and importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(f"quantization {needs[0]}", "it needs bitsandbytes", "pip install 'meshlora[quantization]'")
 
 
 def _kept(rules: Mapping[str, LinearRule], stored: Mapping[str, Packing]) -> dict[str, Packing]:
@@ -101,17 +114,6 @@ def bounds_of(plan: ModelPlan, rule: LinearRule) -> tuple[list[tuple[int, int]],
         return whole
     own = contiguous((run.start, run.stop) for run in rule.layout.runs(rank=0, size=size))
     return (own, whole[1]) if rule.split is Split.COLUMN else (whole[0], own)
-
-
-def contiguous(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges, those that follow one another as one."""
-    found: list[tuple[int, int]] = []
-    for start, stop in runs:
-        if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
-    return found
 
 
 @dataclass(frozen=True)

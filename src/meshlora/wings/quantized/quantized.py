@@ -1,10 +1,10 @@
 """Frozen matrices in few bits: packed in memory, and unpacked for the duration of one product.
 
-Owns: packing a matrix, its parts, what autograd saves of it, the product without an adapter, and the view as plain
-weights. Does not own: which matrices are packed (`wings.quantized.plan`), reading packed ones
+Owns: packing a matrix, its parts, unpacking it, and the view as plain weights. Does not own: the leaf that holds one,
+and its product (`layers.frozen`), which matrices are packed (`wings.quantized.plan`), reading packed ones
 (`wings.quantized.packed`); the quantisation to nf4 and int8 and their levels, which are bitsandbytes'.
 
-The backward unpacks the matrix again; the unpacked one is never saved. Of a stack of experts one is unpacked at a time.
+Of a stack of experts one matrix is unpacked at a time.
 
 A GPU unpacks a matrix at once: nf4, fp4 and int8 by bitsandbytes' kernel, if it gives the bits of the definition
 (`_by_definition`), others in two to four launches. A CPU goes by the definition, some rows at a time.
@@ -15,19 +15,18 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
 
+from meshlora.layers.frozen import FewBits, FrozenMatrix
 from meshlora.wings.quantized.plan import BITS, OF_LIBRARY, Touched
-from meshlora_ground.errors import UserError, reason
+from meshlora_ground.errors import reason
 from meshlora_ground.slow_paths import UNPACKED_IN_PIECES, UNPACKED_WITHOUT_KERNEL, take
 
 _BLOCK = 64  # of bitsandbytes, consecutive input features
@@ -42,17 +41,6 @@ _BLOCKS_OF_LIBRARY = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 # Elements unpacked at once. On a CPU they stay in its cache, and hardly count beside the matrix. On a GPU they are a
 # whole matrix of all but the largest models, and need at most 2 GiB beside it.
 _IN_CACHE, _ON_GPU = 2**18, 2**28
-
-
-def check_library(kinds: Iterable[str]) -> None:
-    """Refuse kinds of bitsandbytes where it is not installed.
-
-    Raises:
-        UserError: it is not.
-    """
-    needs = sorted({*kinds} & {*OF_LIBRARY})
-    if needs and importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(f"quantization {needs[0]}", "it needs bitsandbytes", "pip install 'meshlora[quantization]'")
 
 
 def bitsandbytes_functions() -> Any:
@@ -92,6 +80,10 @@ class Form:
         )
         return rows, columns
 
+    def matrix(self, codes: Tensor, scales: Tensor) -> Packed:
+        """The matrix, or the stack of them, that they are."""
+        return Packed(codes, scales, self)
+
 
 # How a dim is cut into blocks.
 Equal = tuple[tuple[int, int], ...]
@@ -118,7 +110,7 @@ def runs(equal: Equal, most: int) -> Iterator[Run]:
 
 
 @dataclass(frozen=True)
-class Packed:
+class Packed(FewBits):
     """A matrix, or a stack `[E, ...]` of them, in few bits.
 
     Attributes:
@@ -197,11 +189,6 @@ def stacked(parts: Sequence[Packed]) -> Packed:
     """A stack of packed matrices."""
     assert all(part.form == parts[0].form for part in parts), {part.form for part in parts}
     return Packed(torch.stack([p.codes for p in parts]), torch.stack([p.scales for p in parts]), parts[0].form)
-
-
-def unpacked(weight: Tensor | Packed) -> Tensor:
-    """The plain weight, packed or not."""
-    return weight.whole() if isinstance(weight, Packed) else weight
 
 
 def numbers_of_scales(scales: Tensor) -> Tensor:
@@ -382,53 +369,6 @@ def _pack_mxfp4(exact: Tensor, dtype: torch.dtype) -> Packed:
 def levels_of_int8() -> tuple[float, ...]:
     """-1, -126/127, ..., 1, and a second zero, float32, as the library computes them: not under the meta device."""
     return tuple(bitsandbytes_functions().create_linear_map(signed=True, total_bits=8).tolist())
-
-
-class FrozenMatrix(nn.Module):
-    """A leaf with a frozen `weight`, packed or not.
-
-    Attributes:
-        weight: the plain weight, or its codes. form: how it is packed; None if it is not; else `weight_scales` has the
-            scales.
-    """
-
-    weight: nn.Parameter
-    weight_scales: nn.Parameter
-    form: Form | None = None
-
-    def hold(self, packed: Packed) -> None:
-        """Hold the weight packed from now on."""
-        self.weight = nn.Parameter(packed.codes, requires_grad=False)
-        self.weight_scales = nn.Parameter(packed.scales, requires_grad=False)
-        self.form = packed.form
-
-    @property
-    def frozen_weight(self) -> Tensor | Packed:
-        """The weight in the form that products take."""
-        if self.form is None or self.weight.dtype != torch.uint8:
-            return self.weight
-        return Packed(self.weight, self.weight_scales, self.form)
-
-
-class _PackedLinear(Function):
-    """`y = x W^T + b` with W packed and frozen; dx = g W."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Packed, bias: Tensor | None) -> Tensor:
-        ctx.weight = weight
-        return F.linear(x, weight.whole(), bias)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0] @ ctx.weight.whole(), None, None
-
-
-def frozen_linear(x: Tensor, weight: Tensor | Packed, bias: Tensor | None) -> Tensor:
-    """`y = x W^T + b` of a frozen W, packed or not."""
-    if isinstance(weight, Packed):
-        y: Tensor = _PackedLinear.apply(x, weight, bias)
-        return y
-    return F.linear(x, weight, bias)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,175 @@
+"""Packed weights of a checkpoint: which stay so in memory, and a rank's part of one.
+
+Owns: choosing the weights of `quantization: keep`, and reading or making packed slices. Does not own: the formats
+(`wings.quantized.packed`), plain slices and how a weight is split (`model.weights`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from meshlora.comm.groups import Mesh
+from meshlora.model.stored import Part, Stored, StoredTensor
+from meshlora.model.weights import (
+    CheckpointSource,
+    Placement,
+    Source,
+    bounds_in,
+    check_finite,
+    parts_of_rank,
+    read_bounds,
+)
+from meshlora.plan.layout import Layout
+from meshlora.plan.rules import Packing
+from meshlora.wings.quantized.packed import PackedFormat
+from meshlora.wings.quantized.plan import KEEP, KINDS
+from meshlora.wings.quantized.quantized import Packed, joined, pack, stacked
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.topology import EP, ETP
+
+
+def kept_packed(
+    source: Path | None, model: Any, stored: Mapping[str, Any] | None, quantization: str | None
+) -> dict[str, Packing]:
+    """Parameter -> how it stays packed in memory: of `keep` what the checkpoint packs, else none.
+
+    stored: the `quantization_config` of the checkpoint.
+
+    Raises:
+        UserError: nothing is stored in few bits. UnsupportedError: in a format that does not stay packed; a checkpoint
+            in few bits would be rounded again.
+    """
+    if quantization != KEEP:
+        if stored and quantization is not None:
+            raise UnsupportedError(
+                f"quantization {quantization} of model {source}",
+                "its checkpoint is quantised already, and rounding it twice is not proved",
+                "use model.quantization: keep, or leave it out",
+            )
+        return {}
+    given = f"quantization keep of model {source or model.config.model_type}"
+    if not stored:
+        raise UserError(given, "its checkpoint is not quantised", f"use one of {', '.join(KINDS)}, or leave it out")
+    if source is None:
+        raise UserError(given, "its files say which weights are in few bits", "give the folder of the checkpoint")
+    weights = CheckpointSource(source, model, stored)
+    kept, packed = packings(weights), weights.packed()
+    if packed is not None and not kept:
+        raise UnsupportedError(
+            f"{given}: {packed}",
+            f"what {stored['quant_method']} stores so does not stay packed; fp8, int8, mxfp4 and bitsandbytes' do",
+            "leave out model.quantization",
+        )
+    return kept
+
+
+def packings(source: Source) -> dict[str, Packing]:
+    """Name -> how it can stay packed in memory, for the weights that can."""
+    found = {}
+    for name, stored in source.stored.items():
+        packing = _packing(stored)
+        if packing is not None:
+            found[name] = packing
+    return found
+
+
+def _packing(stored: Stored) -> Packing | None:
+    """How it can stay packed in memory; None if it is in plain numbers, or cannot."""
+    found = {_format(t).packing if t.packed is not None else None for t in stored.tensors}
+    return found.pop() if len(found) == 1 else None
+
+
+def _format(tensor: StoredTensor) -> PackedFormat:
+    assert tensor.packed is not None, tensor
+    form = tensor.packed[0]
+    assert isinstance(form, PackedFormat), form
+    return form
+
+
+def keep(source: Source, name: str, *parts: Part) -> Packed:
+    """`source.read`, packed. The slices may be several along one dim."""
+    stored = source.stored[name]
+    # Expert, if they are stored one by one -> place along dim -2 -> blocks along dim -1.
+    grid: dict[str, dict[str, list[Packed]]] = {}
+    for tensor, own, place in stored.blocks(parts):
+        row = grid.setdefault(str(place[:-2]), {}).setdefault(str(place[-2]), [])
+        row.append(_keep_slice(tensor, own))
+    found = [joined([joined(row, -1) for row in rows.values()], -2) for rows in grid.values()]
+    return stacked(found) if stored.experts else found[0]
+
+
+def _keep_slice(stored: StoredTensor, parts: tuple[Part, ...]) -> Packed:
+    assert stored.packed is not None, stored
+    tensors = stored.packed[1]
+    return _format(stored).keep(bounds_in(stored, parts), lambda part, of_part: read_bounds(tensors[part], of_part))
+
+
+def read_packed(
+    name: str,
+    where: Placement,
+    source: Source,
+    mesh: Mesh,
+    packing: Packing,
+    *,
+    dtype: torch.dtype,
+    quantization: str | None,
+) -> Packed:
+    """This rank's part of the stored tensor `name`, packed: as it is stored, or quantised now, an expert at a time.
+
+    Raises:
+        UserError: a value that is not finite.
+    """
+    axis, experts = mesh.tp, list[Part]()
+    if where.num_experts:
+        axis, ep = mesh.over({ETP}), mesh.over({EP})
+        experts = parts_of_rank(0, Layout.plain(where.num_experts), rank=ep.rank, size=ep.size)
+    parts = list[Part]()
+    if where.dim is not None and where.layout is not None:
+        stored_dim = 1 - where.dim if where.is_transposed else where.dim
+        parts = parts_of_rank(stored_dim, where.layout, rank=axis.rank, size=axis.size)
+    is_stored = quantization == KEEP
+    if is_stored:
+        packed = keep(source, name, *experts, *parts)
+    else:
+        each = [[Part(0, e, e + 1)] for part in experts for e in range(part.start, part.stop)]
+        found = [_quantised(name, one, parts, where, source, packing, mesh.device, dtype) for one in each or [[]]]
+        packed = stacked(found) if each else found[0]
+    packed = (packed.mT if where.is_transposed else packed).to(mesh.device, dtype)
+    if is_stored:
+        for number in range(len(packed)) if experts else ():
+            check_finite(packed[number], name, source)
+        if not experts:
+            check_finite(packed.whole(), name, source)
+    return packed
+
+
+def _quantised(
+    name: str,
+    expert: list[Part],
+    parts: list[Part],
+    where: Placement,
+    source: Source,
+    packing: Packing,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Packed:
+    """The slices `parts` of a matrix, quantised. Of a block that is cut all is read: its scale is that of the whole."""
+    found, ndim = [], len(where.shape)
+    dim = (parts[0].dim if parts else 0) - ndim  # -2 or -1, as stored
+    along = -3 - dim if where.has_inputs_first else dim  # of [out, in]
+    size = packing.block[along]
+    for part in parts or [Part(ndim + dim, 0, where.shape[dim])]:
+        start, stop = part.start // size * size, min(-(-part.stop // size) * size, where.shape[dim])
+        value = source.read(name, *expert, Part(part.dim, start, stop))
+        value = (value[0] if expert else value).to(device=device, dtype=dtype)
+        check_finite(value, name, source)
+        packed = pack(value.T if where.has_inputs_first else value, packing.kind)
+        bounds = [(0, size) for size in packed.shape]
+        bounds[along] = (part.start - start, part.stop - start)
+        packed = packed.part(bounds[0], bounds[1])
+        found.append(packed.mT if where.has_inputs_first else packed)
+    return joined(found, dim)
