@@ -11,22 +11,27 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
+
+    from peft import LoraConfig
+
     from meshlora.adapter.plan import AdapterPlan
+    from meshlora.adapter.targets.resolve import Target
     from meshlora.comm.groups import Mesh
+    from meshlora.layers.adapted import AdaptedLeaf, Placement
     from meshlora.layers.frozen import FewBits
     from meshlora.layers.held_tokens import ContextCut
     from meshlora.model.pipeline import Pipeline
     from meshlora.model.stored import Place, StoredTensor
-    from meshlora.model.weights import Placement, Source
-    from meshlora.plan.rules import ModelPlan, Packing
+    from meshlora.model.weights import Source
+    from meshlora.plan.rules import ExpertsRule, ModelPlan, Packing
     from meshlora_ground.topology import Topology
 
 # In the order in which they are asked.
@@ -131,6 +136,79 @@ class Feature:
         Raises:
             UnsupportedError: it cannot be trained.
         """
+
+    def find_experts(self, model: Any, topology: Topology) -> Mapping[str, ExpertsRule]:
+        """`plan.derive`, first: name -> rule of every routed experts module.
+
+        Raises:
+            UserError: the axes do not fit the model. UnsupportedError: experts of an unknown form.
+        """
+        return {}
+
+    def replace(self, model: nn.Module, plan: ModelPlan, mesh: Mesh, *, dtype: torch.dtype) -> None:
+        """`model.inject`, when linears and the vocabulary are replaced: replace what else is split, on the meta device.
+
+        dtype: of the base.
+        """
+
+    def adopt(self, module: nn.Module, plan: ModelPlan, name: str) -> AdaptedLeaf | None:
+        """`model.inject`, of the model's own `module` that gets an adapter: the leaf around it; None: another's."""
+        return None
+
+    def watch(self, model: Any) -> None:
+        """`loading.load`, of a model that lacks nothing but its adapters: watch its forwards by hooks."""
+
+    def with_names_of_model(self, config: LoraConfig, plan: ModelPlan) -> LoraConfig:
+        """`adapter.targets`, before anything is matched: the configuration, in names that the model has."""
+        return config
+
+    def targets_among_parameters(self, model: Any, plan: ModelPlan, config: LoraConfig) -> Collection[str]:
+        """`adapter.targets`: what `target_parameters` match, in order.
+
+        Raises:
+            UserError: an entry matches nothing. UnsupportedError: it matches what can have no adapter.
+        """
+        return ()
+
+    def check_targets(
+        self, config: LoraConfig, modules: Collection[str], by_weight: Collection[str], plan: ModelPlan
+    ) -> None:
+        """`adapter.targets`, when all is matched: refuse options that some targets cannot have.
+
+        modules: the matches of `target_modules`. by_weight: those of `target_parameters`.
+
+        Raises:
+            UserError, UnsupportedError: names option and target.
+        """
+
+    def with_stored_parameters(self, config: LoraConfig, targets: Iterable[str], plan: ModelPlan) -> LoraConfig:
+        """`adapter.plan`: the configuration with the `target_parameters` to store."""
+        return config
+
+    def as_peft_reads(self, config: LoraConfig, modules: Iterable[str], model_type: str) -> LoraConfig:
+        """`adapter.plan`, last: the configuration to store in words that PEFT reads as they are meant.
+
+        modules: the targets among linears and the embedding.
+        """
+        return config
+
+    def config_of_file(self, file: Path, config: LoraConfig, plan: ModelPlan) -> LoraConfig:
+        """`adapter.formats`, of an adapter file that may have another layout than PEFT's: the configuration it implies.
+
+        Raises:
+            UserError: it is damaged, or of another model. UnsupportedError: it holds what is not read.
+        """
+        return config
+
+    def factors_of_file(
+        self, file: Path, targets: Mapping[str, Target], plan: ModelPlan
+    ) -> dict[str, dict[str, Tensor]] | None:
+        """`adapter.formats`: target -> part -> full factor, checked, of such a layout; None: it has none of these.
+
+        Raises:
+            UserError: names, shapes or types do not fit the model, or values are not finite.
+        """
+        return None
 
 
 @functools.cache

@@ -23,6 +23,7 @@ from meshlora.adapter.targets.token_rows import TokenRows
 from meshlora.adapter.updates import guard_updates
 from meshlora.comm.collectives import all_gather, broadcast_of
 from meshlora.comm.groups import Mesh
+from meshlora.layers.adapted import AdaptedLeaf
 from meshlora.layers.embedding import ParallelEmbedding
 from meshlora.layers.held_tokens import ContextCut
 from meshlora.layers.linear import ParallelHead, ParallelLinear
@@ -35,6 +36,8 @@ from meshlora.model.regions import TokenCut
 from meshlora.plan.grads import FactorRule
 from meshlora.plan.rules import ModelPlan
 from meshlora.wings.experts.module import ParallelExpertLinear
+from meshlora.wings.context.context import ContextCut
+from meshlora.wings.stages.hold import Pipeline
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 from meshlora_ground.float64 import wide_dtype
 
@@ -220,7 +223,7 @@ def attach(
     if not state.adapters:
         state.rounding.watch(model, model.dtype)
     leaves = parallel_leaves(model).values()
-    state.rounding.leaves = [leaf for leaf in leaves if isinstance(leaf, ParallelLinear | ParallelExpertLinear)]
+    state.rounding.leaves = [leaf for leaf in leaves if isinstance(leaf, AdaptedLeaf) and leaf.rounds_factors]
     state.adapters[name] = Adapter(planned, copies)
     if mesh.topology.world > 1:
         for factor in adapter_factors(model, name):

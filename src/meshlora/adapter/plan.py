@@ -223,8 +223,9 @@ def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets:
 
 def final_config(config: LoraConfig, targets: Mapping[str, Target], plan: ModelPlan) -> LoraConfig:
     """The configuration to store: a copy with `target_modules` resolved to names (also `"all-linear"`)."""
-    config = dataclasses.replace(with_whole_projections(config, plan))
-    config.target_parameters = stored_parameters(config, targets, plan)
+    config = dataclasses.replace(config)
+    for feature in features():
+        config = feature.with_stored_parameters(config, targets, plan)
     if any(name in plan.linears and plan.linears[name].is_transposed for name in targets):
         config.fan_in_fan_out = True  # PEFT's option for weights stored [in, out]
     if config.target_modules is None and config.target_parameters:
@@ -242,7 +243,9 @@ def final_config(config: LoraConfig, targets: Mapping[str, Target], plan: ModelP
         chosen = {name for name in targets if f"{name}.weight" not in by_weight}
         config.target_modules = chosen & {plan.embedding, *plan.linears}  # not its tower
     modules = [name for name in everywhere if name not in (*plan.projections, *plan.matrices)]
-    return out_of_reach(config, modules, plan.model_type)
+    for feature in features():
+        config = feature.as_peft_reads(config, modules, plan.model_type)
+    return config
 
 
 def rule_of_part(plan: ModelPlan, target: Target, part: str) -> FactorRule:

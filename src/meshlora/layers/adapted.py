@@ -1,6 +1,7 @@
 """The base of all leaves that carry adapters: factors by adapter name, assembled from those of pieces.
 
-Owns: `AdaptedLeaf`, and `become`, for modules that stay the model's own. Does not own: computation with the factors
+Owns: `AdaptedLeaf`; `Placement`, where a leaf's part of the base is stored; `become`, for modules that stay the model's
+own. Does not own: computation with the factors
 (`layers.linear`, `wings.experts.module`, `wings.experts.router`), their initialization (`adapter.initialization`).
 """
 
@@ -8,12 +9,33 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from meshlora.layers.tokens import ForwardTokens
+from meshlora.plan.layout import Layout
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How a rank's tensor maps to the stored one.
+
+    Attributes:
+        shape: of the stored one. is_transposed: whether the stored one is the transpose of ours.
+        dim: our dim that is split over tp (None: none). layout: of that dim.
+        num_experts: for a stack of experts' matrices: dim 0 is split over ep, and `dim` over etp, not tp.
+        has_inputs_first: whether the stored one is `[..., in, out]`.
+    """
+
+    shape: tuple[int, ...]
+    dim: int | None = None
+    layout: Layout | None = None
+    is_transposed: bool = False
+    num_experts: int = 0
+    has_inputs_first: bool = False
 
 
 class AdaptedLeaf(nn.Module):
@@ -26,7 +48,10 @@ class AdaptedLeaf(nn.Module):
         pieces: adapter name -> its pieces, in order. scaling: adapter name -> s.
         active: the adapter in use; None for the base alone, or for several adapters chosen by token.
         tokens: the tokens of the running forward and their adapters; None before the first adapter.
+        rounds_factors: whether its products take factors in the dtype of the base (`layers.rounded`).
     """
+
+    rounds_factors: ClassVar[bool] = True
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__()
@@ -37,6 +62,18 @@ class AdaptedLeaf(nn.Module):
         self.scaling: dict[str, float] = {}
         self.active: str | None = None
         self.tokens: ForwardTokens | None = None
+
+    def name_at(self, path: str) -> str:
+        """The name in the plan of the leaf that is the module at `path`."""
+        return path
+
+    def stored_name(self, path: str, leaf: str) -> str:
+        """The name in the model before the split of its parameter `leaf`."""
+        return f"{path}.{leaf}" if path else leaf
+
+    def placement(self, parameter: Tensor) -> Placement:
+        """Where its base `parameter` is stored."""
+        return Placement(tuple(parameter.shape))
 
     def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
         """Attach local factors `{"A": ..., "B": ...}` (for pieces `"A.q"`, `"B.q"`, ...) as adapter `name`; frozen."""

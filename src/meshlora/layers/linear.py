@@ -22,7 +22,7 @@ from meshlora.comm.collectives import (
     reduce_scatter_each_to_each,
 )
 from meshlora.comm.groups import Axis
-from meshlora.layers.adapted import AdaptedLeaf
+from meshlora.layers.adapted import AdaptedLeaf, Placement
 from meshlora.layers.dropout import input_features
 from meshlora.layers.frozen import FrozenMatrix, frozen_linear, unpacked
 from meshlora.layers.head.recipe import LogitsRecipe
@@ -84,6 +84,16 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
         if found and adapter in self.lora_magnitude_vector:
             found["magnitude"] = self.lora_magnitude_vector[adapter]
         return found
+
+    def placement(self, parameter: Tensor) -> Placement:
+        """Where its base `parameter` is stored."""
+        rule = self.rule
+        if parameter.ndim == 1:
+            return Placement((rule.out_features,), 0 if rule.split is Split.COLUMN else None, rule.layout)
+        dim = {Split.COLUMN: 0, Split.ROW: 1, Split.WHOLE: None}[rule.split]
+        shape = (rule.out_features, rule.in_features)
+        stored = shape[::-1] if rule.is_transposed else shape
+        return Placement(stored, dim, rule.layout, rule.is_transposed, has_inputs_first=rule.is_transposed)
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., in_local]` -> y `[..., out_local]`; a row layer returns the sum over tp."""

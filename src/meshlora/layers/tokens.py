@@ -18,12 +18,22 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshlora.comm.groups import Axis
 from meshlora.layers.held_tokens import ContextCut
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.masks import POSITION_BITS, keep_mask, mask_key
+
+
+class CutsTokens(nn.Module):
+    """A module that sends tokens elsewhere.
+
+    Attributes:
+        cuts_tokens: whether the tokens are replicated over tp, so that each rank sends its share of them.
+    """
+
+    cuts_tokens: bool
 
 
 @dataclass(frozen=True)

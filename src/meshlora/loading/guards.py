@@ -15,9 +15,9 @@ from torch import nn
 
 from meshlora.adapter import attach
 from meshlora.loading.methods import take_methods
+from meshlora.loading.numbered import given_tokens
 from meshlora.model.wrappers import refuse_wrappers
 from meshlora.plan.dropout import is_exact_dropout, is_exact_module
-from meshlora.wings.experts.same_tokens import given_tokens
 from meshlora_ground import compat
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.tasks import CAUSAL, task_of

@@ -30,7 +30,6 @@ from meshlora.model.padding import is_causal, needs_mask
 from meshlora.model.weights import StateDictSource, extra_weights, fill
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.proved import check_proved_here
-from meshlora.wings.experts.same_tokens import compare_first_tokens
 from meshlora.wings.kernels.kernels import with_kernels
 from meshlora.wings.kernels.liger import Kernels, check_kernels, liger
 from meshlora_ground.errors import UserError
@@ -150,8 +149,8 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
     guard_model(model, plan.topology)
     take_labels(model)
     number_tokens(model)
-    loop = model.meshlora.loop
-    compare_first_tokens(model, mesh, model.meshlora.context, always=lambda: loop.is_in_step)
+    for feature in features():
+        feature.watch(model)
     if blueprint.adapter is not None:
         begin_adapter(model, "default", blueprint.adapter, seed=seed)
         begin_reference(model, "default", blueprint.reference)

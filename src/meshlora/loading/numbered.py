@@ -17,8 +17,15 @@ from torch import Tensor, nn
 from meshlora.adapter.attach import Runtime, runtime
 from meshlora.layers.head.recipe import LogitsRecipe
 from meshlora.layers.tokens import Share
-from meshlora.wings.experts.same_tokens import given_tokens
 from meshlora_ground.masks import numbers_by_content
+
+
+def given_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Tensor | None]:
+    """(name, value) of the token argument of a model's forward: ids `[B, S]`, or embeddings `[B, S, H]`."""
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(given := kwargs.get(name), Tensor):
+            return name, given
+    return "input_ids", args[0] if args else None
 
 
 def number_tokens(model: Any) -> None:

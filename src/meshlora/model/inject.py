@@ -11,6 +11,7 @@ from transformers.pytorch_utils import Conv1D
 
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.feature import features
+from meshlora.layers.adapted import AdaptedLeaf
 from meshlora.layers.embedding import ParallelEmbedding, parallelize_embedding
 from meshlora.layers.held_tokens import ContextCut
 from meshlora.layers.linear import ParallelHead, ParallelLinear
@@ -20,6 +21,7 @@ from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule, ModelPlan
 from meshlora.wings.experts.module import ParallelExpertLinear, parallelize_block, parallelize_experts
 from meshlora.wings.experts.router import RouterAdapter, adapt_router, router_of
+from meshlora.wings.context.context import ContextCut
 from meshlora.wings.kernels.fused import fuse
 from meshlora.wings.kernels.gate_recompute import watch_activations
 from meshlora.wings.kernels.liger import Kernels
@@ -71,10 +73,8 @@ def parallelize(
     if tied:
         head, embedding = model.get_submodule(plan.head), model.get_submodule(plan.embedding)
         head.weight = embedding.weight
-    for name, experts in plan.experts.items():
-        parallelize_experts(model.get_submodule(name), experts, mesh, dtype=dtype, sp=plan.topology.sp)
-        if experts.weights_first:
-            parallelize_block(model.get_submodule(experts.block))
+    for feature in features():
+        feature.replace(model, plan, mesh, dtype=dtype)
     for name, layout in plan.wide_norms.items():
         widen_norm(model.get_submodule(name), layout, mesh.over(plan.axes_of_norm(name)), name=name)
     watch_activations(model, plan.owners)
@@ -96,12 +96,18 @@ def _pipeline(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> Pipeline:
     return Pipeline()
 
 
-ParallelLeaf = ParallelLinear | ParallelEmbedding | ParallelExpertLinear | RouterAdapter
+ParallelLeaf = AdaptedLeaf | ParallelEmbedding
 
 
 def parallel_leaves(model: nn.Module) -> dict[str, ParallelLeaf]:
     """Name -> leaf that can carry adapters, in module order."""
-    return {router_of(name): module for name, module in model.named_modules() if isinstance(module, ParallelLeaf)}
+    found: dict[str, ParallelLeaf] = {}
+    for path, module in model.named_modules():
+        if isinstance(module, AdaptedLeaf):
+            found[module.name_at(path)] = module
+        elif isinstance(module, ParallelEmbedding):
+            found[path] = module
+    return found
 
 
 def adopt(model: nn.Module, plan: ModelPlan, name: str, tp: Axis) -> ParallelLeaf:
@@ -113,8 +119,9 @@ def adopt(model: nn.Module, plan: ModelPlan, name: str, tp: Axis) -> ParallelLea
     module = model.get_submodule(name)
     if isinstance(module, ParallelLeaf):
         return module
-    if name in plan.matrices:
-        return adapt_router(module, plan.matrices[name])
+    for feature in features():
+        if (own := feature.adopt(module, plan, name)) is not None:
+            return own
     if name == plan.embedding:
         parallelize_embedding(module, None, tp, name=name)
         assert isinstance(module, ParallelEmbedding)

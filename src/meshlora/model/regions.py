@@ -29,6 +29,9 @@ from meshlora.layers.linear import ParallelLinear
 from meshlora.model.pipeline import Pipeline
 from meshlora.plan.rules import ModelPlan, Region
 from meshlora.wings.experts.module import ParallelExperts
+from meshlora.layers.tokens import CutsTokens
+from meshlora.wings.context.context import ContextCut, HeldTokens, hold_context
+from meshlora.wings.context.passed_states import pass_states
 from meshlora.wings.kernels.early_a import pack, unpack
 from meshlora_ground.compat import cut_deepstack, without_fused_projection
 from meshlora_ground.errors import UnsupportedError, UserError
@@ -56,7 +59,7 @@ class TokenCut:
                 yield
             return
         scattering = [leaf for leaf in model.modules() if isinstance(leaf, ParallelLinear) and leaf.scatters_tokens]
-        experts = [module for module in model.modules() if isinstance(module, ParallelExperts)]
+        experts = [module for module in model.modules() if isinstance(module, CutsTokens)]
         self._leave(scattering, experts, is_off=True)
         try:
             with torch.no_grad():
@@ -64,7 +67,7 @@ class TokenCut:
         finally:
             self._leave(scattering, experts, is_off=False)
 
-    def _leave(self, leaves: Sequence[ParallelLinear], experts: Sequence[ParallelExperts], *, is_off: bool) -> None:
+    def _leave(self, leaves: Sequence[ParallelLinear], experts: Sequence[CutsTokens], *, is_off: bool) -> None:
         self.is_off = is_off
         for leaf in leaves:
             leaf.scatters_tokens = not is_off

@@ -15,7 +15,6 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,13 @@ from transformers import PreTrainedModel
 
 from meshlora.comm.groups import Mesh
 from meshlora.feature import features
+from meshlora.layers.adapted import AdaptedLeaf, Placement
 from meshlora.layers.frozen import FewBits, FrozenMatrix
-from meshlora.layers.linear import ParallelLinear
 from meshlora.model.dp_shard import shard_unit
 from meshlora.model.stored import Bounds, Part, Stored, StoredTensor, find_stored
 from meshlora.model.stream import FLOATS
-from meshlora.plan.layout import Layout, Split, contiguous
-from meshlora.plan.rules import ExpertRule, ModelPlan, Packing
-from meshlora.wings.experts.module import ParallelExpertLinear
+from meshlora.plan.layout import Layout, contiguous
+from meshlora.plan.rules import ModelPlan, Packing
 from meshlora_ground import compat
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 from meshlora_ground.files import open_safetensors
@@ -154,25 +152,6 @@ def read_bounds(stored: StoredTensor, bounds: Bounds) -> Tensor:
     return read_slice(stored, tuple(parts[: len(stored.shape)]))
 
 
-@dataclass(frozen=True)
-class Placement:
-    """How a rank's tensor maps to the stored one.
-
-    Attributes:
-        shape: of the stored one. is_transposed: whether the stored one is the transpose of ours.
-        dim: our dim that is split over tp (None: none). layout: of that dim.
-        num_experts: for a stack of experts' matrices: dim 0 is split over ep, and `dim` over etp, not tp.
-        has_inputs_first: whether the stored one is `[..., in, out]`.
-    """
-
-    shape: tuple[int, ...]
-    dim: int | None = None
-    layout: Layout | None = None
-    is_transposed: bool = False
-    num_experts: int = 0
-    has_inputs_first: bool = False
-
-
 def fill(
     model: Any,
     plan: ModelPlan,
@@ -251,9 +230,9 @@ def check_finite(value: Tensor, name: str, source: Source) -> None:
 
 
 def _base_name(path: str, module: nn.Module, leaf: str) -> str:
-    """The name of a parameter in the model before the split, in which projections of experts are not modules."""
-    if isinstance(module, ParallelExpertLinear):
-        return path if leaf == "weight" else f"{path}_{leaf}"
+    """The name of a parameter in the model before the split."""
+    if isinstance(module, AdaptedLeaf):
+        return module.stored_name(path, leaf)
     return f"{path}.{leaf}" if path else leaf
 
 
@@ -388,39 +367,13 @@ def check_tied(names: Sequence[str], source: Source) -> None:
 
 def _placement(name: str, module: nn.Module, parameter: Tensor, plan: ModelPlan | None) -> Placement:
     """The placement of the base parameter `name` in the stored tensor."""
-    if isinstance(module, ParallelExpertLinear):
-        return _placement_of_experts(module.rule, is_bias=parameter.ndim == 2)
-    if isinstance(module, ParallelLinear):
-        rule = module.rule
-        if parameter.ndim == 1:
-            return Placement((rule.out_features,), 0 if rule.split is Split.COLUMN else None, rule.layout)
-        dim = {Split.COLUMN: 0, Split.ROW: 1, Split.WHOLE: None}[rule.split]
-        shape = (rule.out_features, rule.in_features)
-        stored = shape[::-1] if rule.is_transposed else shape
-        return Placement(stored, dim, rule.layout, rule.is_transposed, has_inputs_first=rule.is_transposed)
+    if isinstance(module, AdaptedLeaf):
+        return module.placement(parameter)
     if plan is not None and (own := plan.parameters.get(name)) is not None:
         whole = list(parameter.shape)
         whole[own.dim] = own.layout.size
         return Placement(tuple(whole), own.dim, own.layout)
     return Placement(tuple(parameter.shape))
-
-
-def _placement_of_experts(rule: ExpertRule, *, is_bias: bool) -> Placement:
-    if is_bias:
-        layout = rule.layout if rule.split is Split.COLUMN else None
-        return Placement(
-            (rule.num_experts, rule.out_features), None if layout is None else 1, layout, num_experts=rule.num_experts
-        )
-    dim = 1 if (rule.split is Split.COLUMN) != rule.is_transposed else 2
-    shape = (rule.out_features, rule.in_features)
-    # Held as it is stored: no transposition.
-    return Placement(
-        (rule.num_experts, *(shape[::-1] if rule.is_transposed else shape)),
-        dim,
-        rule.layout,
-        num_experts=rule.num_experts,
-        has_inputs_first=rule.is_transposed,
-    )
 
 
 def _read_local(name: str, where: Placement, source: Source, mesh: Mesh) -> Tensor:

@@ -27,6 +27,7 @@ from meshlora.plan.families.styles import family_plan, text_decoder
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import CONTEXT_ATTENTIONS, Domain, ExpertsRule, LinearRule, ModelPlan, ParameterRule, Region
 from meshlora.wings.experts.forms import find_experts
+from meshlora.wings.stages.plan import with_stages
 from meshlora_ground import compat
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.tasks import CAUSAL, task_of
@@ -51,7 +52,9 @@ def plan_model(model: PreTrainedModel, topology: Topology, *, has_stages: bool =
             "its head takes whole texts, of which a rank has a part",
             "use dp, tp and sp, which have its proofs",
         )
-    experts = find_experts(model, topology)
+    experts: dict[str, ExpertsRule] = {}
+    for feature in features():
+        experts |= feature.find_experts(model, topology)
     routers = {name for rule in experts.values() for name in rule.routers}
     linears = {
         name: LinearRule(name, Split.WHOLE, *_features(m), m.bias is not None, is_transposed=isinstance(m, Conv1D))

@@ -34,9 +34,9 @@ from meshlora.adapter.replicas import check_replicas
 from meshlora.adapter.targets.pieces import own_words, with_own_words, with_pieces
 from meshlora.adapter.targets.token_rows import DELTA
 from meshlora.comm.collectives import broadcast_text
+from meshlora.feature import features
 from meshlora.model.inject import is_tied
 from meshlora.plan.rules import ModelPlan
-from meshlora.wings.experts.per_expert import engine_config, engine_factors
 from meshlora_ground.errors import MeshloraError, SaveError, UnsupportedError, UserError, did_you_mean, reason
 from meshlora_ground.files import new_folder, read_json, write_json_atomically
 from meshlora_ground.hub import repository_of
@@ -130,7 +130,9 @@ def load_adapter(model: Any, path: str | Path, *, adapter: str = "default", igno
 
 def plan_folder(model: Any, plan: ModelPlan, folder: Path, *, ignore_dropout: bool = False) -> AdapterPlan:
     """`plan_adapter` for the adapter in `folder`; patterns of its configuration need not match."""
-    config = engine_config(folder / WEIGHTS_FILE, read_config(folder, ignore_dropout=ignore_dropout), plan)
+    config = read_config(folder, ignore_dropout=ignore_dropout)
+    for feature in features():
+        config = feature.config_of_file(folder / WEIGHTS_FILE, config, plan)
     return plan_adapter(model, plan, config, strict=False, folder=folder)
 
 
@@ -276,8 +278,9 @@ def read_factors(planned: AdapterPlan, plan: ModelPlan) -> tuple[dict[str, dict[
     """(full factors by module and part, full values of trained base parameters), all checked."""
     assert planned.folder is not None
     file, targets = planned.folder / WEIGHTS_FILE, planned.targets
-    if (of_single_experts := engine_factors(file, targets, plan)) is not None:
-        return of_single_experts, {}
+    for feature in features():
+        if (of_other_layout := feature.factors_of_file(file, targets, plan)) is not None:
+            return of_other_layout, {}
     of_copies = {name: key_of_parameter(name, targets) for name in planned.of_base}
     expected = file_shapes(targets) | {key: planned.parameters[name].shape for name, key in of_copies.items()}
     named = base_keys(targets, plan, planned.copies, planned.with_rows)

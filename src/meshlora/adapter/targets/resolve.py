@@ -27,10 +27,10 @@ from meshlora.adapter.targets.options import (
     suffixes,
 )
 from meshlora.adapter.targets.pieces import check_pieces, piece_of, pieces_of
+from meshlora.feature import features
 from meshlora.plan.layout import Layout
 from meshlora.plan.rules import ExpertRule, ModelPlan
 from meshlora.plan.table import folded_names
-from meshlora.wings.experts.targets import check_experts, check_named_once, matched_parameters, with_whole_projections
 from meshlora_ground.compat import refuse_mamba_targets
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 
@@ -172,7 +172,8 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
     check_supported(config)
     _check_task(config, plan)
     check_patterns(config, [*(n for n, _ in model.named_modules()), *(n for n, _ in model.named_parameters())])
-    config = with_whole_projections(config, plan)
+    for feature in features():
+        config = feature.with_names_of_model(config, plan)
     config = dataclasses.replace(config, target_modules=_explicit_targets(model, plan, config))
     # On a parallel model projections of experts are modules; otherwise, as in PEFT, parameters.
     names = [name for name, _ in model.named_modules() if name and name not in plan.projections]
@@ -183,10 +184,10 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
         matched = [name for name in matched if is_open(plan, config, name)]
     for name in matched:
         _check_module(model, plan, config, name)
-    by_weight = matched_parameters(model, plan, config)
+    by_weight = [name for feature in features() for name in feature.targets_among_parameters(model, plan, config)]
     parameters = [name for name in by_weight if name not in matched]
-    check_experts(config, [*matched, *parameters], plan)
-    check_named_once(matched, by_weight, plan)
+    for feature in features():
+        feature.check_targets(config, matched, by_weight, plan)
     matched += parameters
     check_pieces(config, matched, plan)
     if strict:

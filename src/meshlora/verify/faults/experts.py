@@ -14,12 +14,13 @@ from meshlora.adapter.attach import Factor
 from meshlora.adapter.formats import file_tensors
 from meshlora.comm.collectives import reduce_each_to_one
 from meshlora.comm.groups import Axis, Mesh
-from meshlora.model import inject, weights
+from meshlora.model import weights
 from meshlora.plan.grads import GradPart
 from meshlora.run import trainer
 from meshlora.train import gradsync
 from meshlora.verify.faults.fault import after, around, instead_of, without_axis
 from meshlora.wings.experts import balance
+from meshlora.wings.experts import module as experts
 from meshlora.wings.experts.balance import LoadBalancing
 from meshlora.wings.experts.dispatch import Journey, Places, Slots
 from meshlora.wings.experts.module import ParallelExperts
@@ -87,7 +88,7 @@ def routing_weight_applied_twice(original: Any, self: Slots, rows: Tensor, given
     return original(self, rows, given * given)
 
 
-@around(inject, "parallelize_experts", needs="experts sp")
+@around(experts, "parallelize_experts", needs="experts sp")
 def tokens_cut_twice(original: Any, module: Any, rule: Any, mesh: Any, **options: Any) -> None:
     """under sp each tp rank dispatches all the tokens it holds"""
     original(module, rule, mesh, **options)

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from meshlora.adapter import attach
 from meshlora.comm.groups import Axis
+from meshlora.layers.adapted import Placement
 from meshlora.layers.linear import ParallelLinear
 from meshlora.model import dp_shard, regions, weights
-from meshlora.model.weights import Placement
 from meshlora.plan.layout import Layout, Piece
 from meshlora.verify.faults.fault import after, around, fault
 from meshlora.wings.quantized import quantized, reading

@@ -22,11 +22,11 @@ from torch.autograd import Function
 
 from meshlora.comm.collectives import all_gather, gather_each_to_one
 from meshlora.comm.groups import Axis, Mesh
-from meshlora.layers.adapted import AdaptedLeaf, become
+from meshlora.layers.adapted import AdaptedLeaf, Placement, become
 from meshlora.layers.frozen import FrozenMatrix
-from meshlora.layers.tokens import owners
+from meshlora.layers.tokens import CutsTokens, owners
 from meshlora.plan.layout import Split
-from meshlora.plan.rules import ExpertRule, ExpertsRule
+from meshlora.plan.rules import ExpertRule, ExpertsRule, ModelPlan
 from meshlora.wings.experts.dispatch import Journey, Places, Slots
 from meshlora.wings.experts.mlp import GroupedMlpFunction
 from meshlora.wings.experts.products import Projection, by_row
@@ -65,6 +65,28 @@ class ParallelExpertLinear(AdaptedLeaf, FrozenMatrix):
         held = {p: v.mT.contiguous().mT if p.startswith("B") else v for p, v in factors.items()}
         super().add_adapter(name, held, scaling=scaling)
 
+    def stored_name(self, path: str, leaf: str) -> str:
+        """Before the split projections are parameters, not modules."""
+        return path if leaf == "weight" else f"{path}_{leaf}"
+
+    def placement(self, parameter: Tensor) -> Placement:
+        """Where its base `parameter` is stored."""
+        rule = self.rule
+        if parameter.ndim == 2:  # a bias
+            layout = rule.layout if rule.split is Split.COLUMN else None
+            shape = (rule.num_experts, rule.out_features)
+            return Placement(shape, None if layout is None else 1, layout, num_experts=rule.num_experts)
+        dim = 1 if (rule.split is Split.COLUMN) != rule.is_transposed else 2
+        shape = (rule.out_features, rule.in_features)
+        # Held as it is stored: no transposition.
+        return Placement(
+            (rule.num_experts, *(shape[::-1] if rule.is_transposed else shape)),
+            dim,
+            rule.layout,
+            num_experts=rule.num_experts,
+            has_inputs_first=rule.is_transposed,
+        )
+
     def projection(self) -> Projection:
         """The frozen part; for a row projection one term of a sum over etp, with the bias on the first rank only."""
         bias = self.bias if self.rule.split is Split.COLUMN or self.etp.rank == 0 else None
@@ -102,17 +124,15 @@ class ParallelExpertLinear(AdaptedLeaf, FrozenMatrix):
         return f"{self.rule.split}, {shape}, adapters={list(self.scaling)}"
 
 
-class ParallelExperts(nn.Module):
+class ParallelExperts(CutsTokens):
     """This rank's experts of a layer. Made by `parallelize_experts` from the model's own module.
 
     Attributes:
         rule: of all experts. mesh: the ranks that hold them.
-        cuts_tokens: whether the tokens are replicated over tp, so that each rank sends its share of them.
     """
 
     rule: ExpertsRule
     mesh: Mesh
-    cuts_tokens: bool
     act_fn: Any
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -196,6 +216,14 @@ class ParallelExperts(nn.Module):
             return own(inner)
         gate, up = inner.chunk(2, dim=-1)
         return self.act_fn(gate) * up
+
+
+def replace_experts(model: nn.Module, plan: ModelPlan, mesh: Mesh, *, dtype: torch.dtype) -> None:
+    """Make all experts of `model`, on the meta device, hold this rank's part of them."""
+    for name, experts in plan.experts.items():
+        parallelize_experts(model.get_submodule(name), experts, mesh, dtype=dtype, sp=plan.topology.sp)
+        if experts.weights_first:
+            parallelize_block(model.get_submodule(experts.block))
 
 
 def parallelize_experts(module: nn.Module, rule: ExpertsRule, mesh: Mesh, *, dtype: torch.dtype, sp: bool) -> None:

@@ -13,21 +13,32 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from meshlora.layers.adapted import AdaptedLeaf
-from meshlora.plan.rules import LinearRule
+from meshlora.plan.rules import LinearRule, ModelPlan
 
 
 class RouterAdapter(AdaptedLeaf):
     """W `[E, H]` -> W + s B A with the adapter in use."""
 
+    rounds_factors = False  # its sum is of W's dtype, once
+
     def __init__(self, rule: LinearRule) -> None:
         super().__init__(rule.in_features, rule.out_features)
         self.rule = rule
+
+    def name_at(self, path: str) -> str:
+        """The router's, not that of the parametrization of its weight."""
+        return path.partition(".parametrizations.")[0]
 
     def forward(self, weight: Tensor) -> Tensor:
         if self.in_use is None:
             return weight
         a, b = (factor.to(weight.dtype) for factor in self.factors(self.in_use))
         return torch.addmm(weight, b, a, alpha=self.scaling[self.in_use])
+
+
+def adopt_router(module: nn.Module, plan: ModelPlan, name: str) -> RouterAdapter | None:
+    """The adapter around the weight of `module`, if it is a router that holds its weight itself."""
+    return adapt_router(module, plan.matrices[name]) if name in plan.matrices else None
 
 
 def adapt_router(module: nn.Module, rule: LinearRule) -> RouterAdapter:
@@ -40,8 +51,3 @@ def adapt_router(module: nn.Module, rule: LinearRule) -> RouterAdapter:
     adapter = RouterAdapter(rule)
     parametrize.register_parametrization(module, "weight", adapter)
     return adapter
-
-
-def router_of(path: str) -> str:
-    """The name of the router whose adapter is the module at `path`."""
-    return path.partition(".parametrizations.")[0]

@@ -15,15 +15,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.layers.held_tokens import ContextCut
+from meshlora.loading.numbered import given_tokens
+from meshlora.wings.context.context import ContextCut
 from meshlora_ground.errors import UserError, numbered
 from meshlora_ground.masks import hashed_in_place
 
 # How many forwards are compared: the first ones with gradients, and the first ones without.
 COMPARED_FORWARDS = 2
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+def watch_tokens(model: Any) -> None:
+    """`compare_first_tokens` of a model that is loaded, and those of each step of a loop of the caller's own."""
+    state = runtime(model)
+    compare_first_tokens(model, state.mesh, state.context, always=lambda: state.loop.is_in_step)
 
 
 def compare_first_tokens(
@@ -50,14 +59,6 @@ def compare_first_tokens(
         _compare({name: given} | {each: value for each, value in more.items() if isinstance(value, Tensor)}, together)
 
     model.register_forward_pre_hook(compare, with_kwargs=True)
-
-
-def given_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Tensor | None]:
-    """(name, value) of the token argument of a model's forward: ids `[B, S]`, or embeddings `[B, S, H]`."""
-    for name in ("input_ids", "inputs_embeds"):
-        if isinstance(given := kwargs.get(name), Tensor):
-            return name, given
-    return "input_ids", args[0] if args else None
 
 
 def _compare(given: dict[str, Tensor], tp: Axis) -> None:

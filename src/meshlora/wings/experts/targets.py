@@ -157,7 +157,19 @@ def _short(name: str) -> str:
     return ".".join(parts[start:])
 
 
-def check_experts(config: LoraConfig, matched: Iterable[str], plan: ModelPlan) -> None:
+def check_targets(config: LoraConfig, modules: Collection[str], by_weight: Collection[str], plan: ModelPlan) -> None:
+    """Refuse options that some targets cannot have, and targets that are named twice.
+
+    modules: the matches of `target_modules`. by_weight: those of `target_parameters`.
+
+    Raises:
+        UnsupportedError, UserError: see the two checks.
+    """
+    _check_options(config, [*modules, *(name for name in by_weight if name not in modules)], plan)
+    _check_named_once(modules, by_weight, plan)
+
+
+def _check_options(config: LoraConfig, matched: Iterable[str], plan: ModelPlan) -> None:
     """Refuse options that experts, routers, and linears targeted as parameters cannot have.
 
     Raises:
@@ -188,7 +200,7 @@ def check_experts(config: LoraConfig, matched: Iterable[str], plan: ModelPlan) -
         )
 
 
-def check_named_once(modules: Iterable[str], by_weight: Collection[str], plan: ModelPlan) -> None:
+def _check_named_once(modules: Iterable[str], by_weight: Collection[str], plan: ModelPlan) -> None:
     """Refuse linears among `modules`, the matches of `target_modules`, that `target_parameters` name `by_weight` too.
 
     Raises:
@@ -203,8 +215,15 @@ def check_named_once(modules: Iterable[str], by_weight: Collection[str], plan: M
             )
 
 
-def stored_parameters(config: LoraConfig, targets: Iterable[str], plan: ModelPlan) -> list[str] | None:
-    """`target_parameters` to store: as given if they match exactly the targets, else full names."""
+def with_stored_parameters(config: LoraConfig, targets: Iterable[str], plan: ModelPlan) -> LoraConfig:
+    """A copy with the `target_parameters` to store."""
+    config = dataclasses.replace(with_whole_projections(config, plan))
+    config.target_parameters = _stored_parameters(config, targets, plan)
+    return config
+
+
+def _stored_parameters(config: LoraConfig, targets: Iterable[str], plan: ModelPlan) -> list[str] | None:
+    """As given if they match exactly the targets, else full names."""
     given = list(config.target_parameters or ())
     if not given:
         return None

@@ -24,7 +24,6 @@ from meshlora.layers.token_rows import ReplacedRows, rows_of
 from meshlora.model.dp_shard import whole_weights
 from meshlora.model.inject import parallel_leaves
 from meshlora.wings.experts.module import ParallelExpertLinear
-from meshlora.wings.experts.router import RouterAdapter
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.float64 import lift, wide_dtype
 
@@ -79,6 +78,7 @@ def unmerge(model: Any) -> None:
     leaves = parallel_leaves(model)
     for name, weight in state.unmerged.items():
         leaf = leaves[name]
+        assert isinstance(leaf, _Merging), name
         if isinstance(leaf.weight, DTensor):
             with torch.no_grad():
                 leaf.weight.to_local().copy_(weight)
@@ -108,7 +108,7 @@ def _leaves(model: Any, adapter: str) -> dict[str, _Merging]:
     return {
         name: leaf
         for name, leaf in parallel_leaves(model).items()
-        if not isinstance(leaf, RouterAdapter) and (adapter in leaf.scaling or _rows(leaf, adapter) is not None)
+        if isinstance(leaf, _Merging) and (adapter in leaf.scaling or _rows(leaf, adapter) is not None)
     }
 
 

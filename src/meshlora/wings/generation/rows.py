@@ -22,8 +22,9 @@ from torch import Tensor
 from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_gather, all_reduce_sum
 from meshlora.comm.groups import Axis, Mesh
+from meshlora.loading.numbered import given_tokens
 from meshlora.wings.context.context import as_transformers_attends
-from meshlora.wings.experts.same_tokens import fingerprint, given_tokens
+from meshlora.wings.experts.same_tokens import fingerprint
 from meshlora_ground.errors import UnsupportedError, UserError
 
 # Arguments of transformers' `generate` with loops of their own, in which nobody has compared ranks.

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from meshlora.comm.groups import Mesh
+from meshlora.layers.adapted import Placement
 from meshlora.model.stored import Part, Stored, StoredTensor
 from meshlora.model.weights import (
     CheckpointSource,
-    Placement,
     Source,
     bounds_in,
     check_finite,
