@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-
     from peft import LoraConfig
 
     from meshlora.adapter.plan import AdapterPlan

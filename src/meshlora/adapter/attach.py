@@ -35,9 +35,6 @@ from meshlora.model.pipeline import Pipeline
 from meshlora.model.regions import TokenCut
 from meshlora.plan.grads import FactorRule
 from meshlora.plan.rules import ModelPlan
-from meshlora.wings.experts.module import ParallelExpertLinear
-from meshlora.wings.context.context import ContextCut
-from meshlora.wings.stages.hold import Pipeline
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 from meshlora_ground.float64 import wide_dtype
 

@@ -27,9 +27,6 @@ from meshlora.model.dp_shard import check_not_sharded
 from meshlora.plan.grads import FactorRule, Side, embedding_rule, expert_rule, factor_rule, split_rule, whole_rule
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import ModelPlan
-from meshlora.wings.experts.targets import out_of_reach, stored_parameters, with_whole_projections
-from meshlora.wings.quantized.plan import check_not_quantized
-from meshlora.wings.stages.plan import check_trained
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 from meshlora_ground.tasks import CAUSAL, HEADS, task_of
 

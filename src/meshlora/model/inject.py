@@ -19,9 +19,6 @@ from meshlora.model.pipeline import Pipeline
 from meshlora.model.regions import TokenCut, install_borders
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule, ModelPlan
-from meshlora.wings.experts.module import ParallelExpertLinear, parallelize_block, parallelize_experts
-from meshlora.wings.experts.router import RouterAdapter, adapt_router, router_of
-from meshlora.wings.context.context import ContextCut
 from meshlora.wings.kernels.fused import fuse
 from meshlora.wings.kernels.gate_recompute import watch_activations
 from meshlora.wings.kernels.liger import Kernels

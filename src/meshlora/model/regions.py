@@ -26,12 +26,9 @@ from meshlora.comm.groups import Axis, Mesh
 from meshlora.feature import features
 from meshlora.layers.held_tokens import ContextCut, HeldTokens
 from meshlora.layers.linear import ParallelLinear
+from meshlora.layers.tokens import CutsTokens
 from meshlora.model.pipeline import Pipeline
 from meshlora.plan.rules import ModelPlan, Region
-from meshlora.wings.experts.module import ParallelExperts
-from meshlora.layers.tokens import CutsTokens
-from meshlora.wings.context.context import ContextCut, HeldTokens, hold_context
-from meshlora.wings.context.passed_states import pass_states
 from meshlora.wings.kernels.early_a import pack, unpack
 from meshlora_ground.compat import cut_deepstack, without_fused_projection
 from meshlora_ground.errors import UnsupportedError, UserError

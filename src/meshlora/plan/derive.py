@@ -26,8 +26,6 @@ from meshlora.plan.families.proved import check_family
 from meshlora.plan.families.styles import family_plan, text_decoder
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import CONTEXT_ATTENTIONS, Domain, ExpertsRule, LinearRule, ModelPlan, ParameterRule, Region
-from meshlora.wings.experts.forms import find_experts
-from meshlora.wings.stages.plan import with_stages
 from meshlora_ground import compat
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.tasks import CAUSAL, task_of

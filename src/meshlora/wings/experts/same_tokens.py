@@ -20,7 +20,6 @@ from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.layers.held_tokens import ContextCut
 from meshlora.loading.numbered import given_tokens
-from meshlora.wings.context.context import ContextCut
 from meshlora_ground.errors import UserError, numbered
 from meshlora_ground.masks import hashed_in_place
 
