@@ -14,7 +14,7 @@ from meshlora.reading.chat import stop_tokens
 from meshlora.reading.readers import READERS
 from meshlora.reading.records import Record
 from meshlora.reading.tokenization import tokenize
-from meshlora.reading.turns import Ends
+from meshlora.reading.turns import Ends, Messages, Turns
 from meshlora_ground.errors import UserError
 from tests.unit.records import END, EOS, MARKED, UNMARKED, chat, make_tokenizer, trained_text
 
@@ -373,3 +373,17 @@ def test_random_conversations_train_every_word_of_an_answer_and_none_of_others(
         assert answer.strip() in trained
         assert user.partition(" ")[0] not in trained
     assert "<|start|>" not in trained
+
+
+def test_an_answer_costs_two_renderings() -> None:
+    """One for its beginning and one for its end, which of the last answer is the end of the whole."""
+    rendered = []
+
+    def render(messages: Messages, leads_on: bool) -> str:
+        rendered.append((len(messages), leads_on))
+        text = "".join(f"<|start|>{each['role']}\n{each['content']}{END}" for each in messages)
+        return text + "<|start|>assistant\n" * leads_on
+
+    turns = Turns(THREE.messages or (), render, Ends.of([END], ["<|start|>", END]))
+    assert [turns.text[slice(*turns.span(index))] for index in (1, 3)] == [f"hello{END}", f"bye{END}"]
+    assert rendered == [(4, False), (4, False), (1, True), (2, False), (3, True)]

@@ -147,16 +147,21 @@ def tokenize_conversations(
         of_text = iter(leading_tokens(texts, tokenizer, max_length=max_length, has_offsets=True))
         for place, (found, with_images, placeholders) in zip(numbers, each, strict=True):
             tokens = with_images or next(of_text)
-            inside = functools.partial(_inside, tokens, len(found.text))
-            has_all = train_on == "everything"
-            is_trained = np.ones(len(tokens.ids), dtype=bool) if has_all else inside(found.turns)
-            of_images = inside(placeholders)
-            whole = int(of_images.nonzero()[0].max(initial=-1)) + 1
-            is_trained &= ~inside(found.left_out) & ~of_images
-            ends = [end for _, end in tokens.offsets]
-            words = tuple((bisect.bisect_right(ends, at), text) for at, text in found.lost_words)
-            rows[place] = Row(tokens.ids, is_trained, whole, tuple(found.lost), words)
+            rows[place] = _row(tokens, found, placeholders, has_all=train_on == "everything")
     return rows
+
+
+def _row(tokens: Leading, found: _Spans, placeholders: list[Span], *, has_all: bool) -> Row:
+    """The row of a conversation. has_all: everything is trained but what is left out, and placeholders of images."""
+    offsets = np.fromiter(itertools.chain.from_iterable(tokens.offsets), np.int64, 2 * len(tokens.ids)).reshape(-1, 2)
+    inside = functools.partial(_inside, offsets, len(found.text) if tokens.is_whole else int(offsets[:, 1].max()))
+    is_trained = np.ones(len(tokens.ids), dtype=bool) if has_all else inside(found.turns)
+    is_trained &= ~inside(found.left_out)
+    of_images = inside(placeholders)
+    whole = int(of_images.nonzero()[0].max(initial=-1)) + 1
+    ends = offsets[:, 1].tolist() if found.lost_words else []
+    words = tuple((bisect.bisect_right(ends, at), text) for at, text in found.lost_words)
+    return Row(tokens.ids, is_trained & ~of_images, whole, tuple(found.lost), words)
 
 
 def _parted(pairs: AbstractSequence[tuple[int, _Rendered]]) -> tuple[list[int], list[_Rendered]]:
@@ -668,13 +673,14 @@ def _joined(message: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def _inside(tokens: Leading, length: int, spans: AbstractSequence[Span]) -> np.ndarray:
-    """bool `[S]`: the tokens that overlap a span of the text, of `length` characters."""
-    starts, ends = np.array(tokens.offsets, dtype=np.int64).reshape(-1, 2).T
+def _inside(offsets: np.ndarray, end_of_tokens: int, spans: AbstractSequence[Span]) -> np.ndarray:
+    """bool `[S]`: the tokens that overlap a span of the text. offsets: int64 `[S, 2]`, the characters of each token."""
+    result = np.zeros(len(offsets), dtype=bool)
+    if not spans:
+        return result
     # A tokenizer may trim a token of spaces to the empty range at its end: it still covers the character before.
-    starts = np.minimum(starts, ends - 1)
-    end_of_tokens = length if tokens.is_whole else int(ends.max())
-    result = np.zeros(len(tokens.ids), dtype=bool)
+    ends = offsets[:, 1]
+    starts = np.minimum(offsets[:, 0], ends - 1)
     for start, end in spans:
         if start < end_of_tokens:
             result |= (ends > start) & (starts < end)

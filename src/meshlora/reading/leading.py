@@ -80,7 +80,7 @@ def batches(items: Iterable[Item], size_of: Callable[[Item], int]) -> Iterator[l
 
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, has_offsets: bool) -> Any:
     """Not verbose: texts longer than the model's context are truncated by us."""
-    options = {"return_offsets_mapping": True} if has_offsets else {}
+    options = {"return_offsets_mapping": True, "return_token_type_ids": False} if has_offsets else {}
     try:
         return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
     except Exception as error:  # an untrusted tokenizer may raise anything
