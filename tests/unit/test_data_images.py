@@ -27,6 +27,7 @@ from meshlora.train.batch import IGNORED, _more, collate
 from meshlora.wings.images import images as images_module
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError, UserError
+from tests.for_each import for_each
 from tests.images import conversation, part, write_pictures, write_processor, write_rows
 
 CONFIGS = {"qwen3_vl": Qwen3VLConfig, "gemma3": Gemma3Config}
@@ -187,6 +188,24 @@ def test_a_file_that_is_no_whole_image_is_refused_with_record_and_file(
     make(folder / "bad.png")
     with pytest.raises(UserError, match=f"a.jsonl:2: image .*bad.png.*{words}"):
         read(folder, ROWS[0], conversation("bad.png", "what?"), processor=processors["qwen3_vl"])
+
+
+@for_each("what", ["missing", "png cut"])
+def test_a_record_whose_image_cannot_be_read_is_passed_over(
+    what: str, processors: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    write_pictures(folder := tmp_path_factory.mktemp("pictures"))
+    BAD[what][0](folder / "bad.png")
+    said: list[str] = []
+    options = {"processor": processors["qwen3_vl"], "on_bad_row": "skip", "say": said.append}
+    found = read(folder, conversation("bad.png", "what?"), *[ROWS[0]] * 10, **options)
+    expected = read(folder, *[ROWS[0]] * 10, processor=processors["qwen3_vl"])
+    assert found.input_ids.tolist() == expected.input_ids.tolist()
+    assert found.further is not None
+    assert expected.further is not None
+    assert found.further.digest().tolist() == expected.further.digest().tolist()
+    assert said[0].startswith("1 of 11 rows cannot be trained, and are passed over")
+    assert "a.jsonl:1: image " in said[0]
 
 
 @pytest.mark.parametrize(

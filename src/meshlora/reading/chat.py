@@ -121,7 +121,8 @@ def tokenize_conversations(
     stops at a span that starts with a space trimmed from the tokenizer's offsets, runs to the end of the conversation
     if a span ends with one, and drops the rest of a final character that is split over tokens.
 
-    skips: None stands for a conversation that the template refuses, or of which it cannot be told what is trained.
+    skips: None stands for a conversation that the template refuses, of which it cannot be told what is trained, or
+    whose images cannot be read.
     processor: of transformers, if some have images. What it puts into the text for an image is never trained.
     are_generated: a last answer follows the generation prompt as its content is given (`data.answers`).
 
@@ -142,10 +143,11 @@ def tokenize_conversations(
     every = _rendered(records, template, train_on=train_on, skips=skips, are_generated=are_generated)
     rendered = ((place, found) for place, found in enumerate(every) if found is not None)
     for numbers, batch in map(_parted, batches(rendered, lambda pair: len(pair[1].spans.text))):
-        each = [_with_placeholders(one, processor) if one.record.images else (one.spans, None, []) for one in batch]
-        texts = [found.text for found, tokens, _ in each if tokens is None]
+        made = [_with_images(one, processor, skips=skips) for one in batch]
+        each = [(place, *one) for place, one in zip(numbers, made, strict=True) if one is not None]
+        texts = [found.text for _, found, tokens, _ in each if tokens is None]
         of_text = iter(leading_tokens(texts, tokenizer, max_length=max_length, has_offsets=True))
-        for place, (found, with_images, placeholders) in zip(numbers, each, strict=True):
+        for place, found, with_images, placeholders in each:
             tokens = with_images or next(of_text)
             rows[place] = _row(tokens, found, placeholders, has_all=train_on == "everything")
     return rows
@@ -197,6 +199,18 @@ def _call_is_lost(given: str) -> UserError:
 
 def _names(template: str, name: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template) is not None
+
+
+def _with_images(one: _Rendered, processor: Any, *, skips: bool) -> tuple[_Spans, Leading | None, list[Span]] | None:
+    """As `_with_placeholders`; without images no tokens yet. skips: None, where that raises."""
+    if not one.record.images:
+        return one.spans, None, []
+    try:
+        return _with_placeholders(one, processor)
+    except UserError:
+        if skips:
+            return None
+        raise
 
 
 def _with_placeholders(one: _Rendered, processor: Any) -> tuple[_Spans, Leading, list[Span]]:

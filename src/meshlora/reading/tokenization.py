@@ -100,7 +100,7 @@ def tokenize(
     if (first := next((record for record in records if record.images), None)) is not None:
         if processor is None:
             raise UserError(f"{first.origin}: a record with an image", "images are not read here", "leave it out")
-        images = images_of(records, processor())
+        images = images_of(records, processor(), skips=on_bad_row == SKIP)
         tokenizer = images.processor.tokenizer
     options: dict[str, Any] = {"max_length": max_length, "too_long": too_long, "rows_per_example": rows_per_example}
     options["train_on"] = train_on if isinstance(train_on, str) else sorted(train_on)

@@ -83,19 +83,17 @@ class Images:
         return np.frombuffer(hashlib.sha256(words.encode()).digest(), dtype=np.uint8)
 
 
-def images_of(records: Sequence[Record], processor: Any) -> Images:
-    """The images of `records`, hashed.
+def images_of(records: Sequence[Record], processor: Any, *, skips: bool = False) -> Images:
+    """The images of `records`, hashed. skips: a record whose files cannot be read has none here, and is no error yet.
 
     Raises:
         UserError: a file is missing, or no regular file.
     """
-    for record in records:
-        for path in record.images:
-            _check_file(Path(path), record.origin)
-    with FileHashes(Path(path) for record in records for path in record.images) as hashes:
+    readable = [record.images if _can_be_read(record, skips=skips) else () for record in records]
+    with FileHashes(Path(path) for paths in readable for path in paths) as hashes:
         files = [
-            tuple(ImageFile(Path(path), record.origin, hashes[Path(path)]) for path in record.images)
-            for record in records
+            tuple(ImageFile(Path(path), record.origin, hashes[Path(path)]) for path in paths)
+            for record, paths in zip(records, readable, strict=True)
         ]
     made = processor(text=["x"]) if processor.return_mm_token_type_ids else {}
     return Images(files, processor, tuple(name for name in TOKEN_TYPES if name in made))
@@ -125,6 +123,18 @@ def locate_images(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         return {**message, "content": [*map(part_of, content)]} if isinstance(content, list) else message
 
     return {name: [*map(message_of, value)] if isinstance(value, list) else value for name, value in row.items()}
+
+
+def _can_be_read(record: Record, *, skips: bool) -> bool:
+    """Whether the image files of a record are there. Raises: UserError: they are not, unless `skips`."""
+    try:
+        for path in record.images:
+            _check_file(Path(path), record.origin)
+    except UserError:
+        if not skips:
+            raise
+        return False
+    return True
 
 
 def _check_file(path: Path, origin: str) -> None:
