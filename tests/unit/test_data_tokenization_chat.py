@@ -153,7 +153,7 @@ def test_weight_0_under_marks_that_do_not_name_turns_is_refused_not_guessed() ->
     )
     assert twice != MARKED
     tokenizer = make_tokenizer(chat_template=twice)
-    tokenize([_without_weights(FIRST_IS_OUT)], tokenizer, max_length=64)
+    tokenize([_without_weights(FIRST_IS_OUT)], tokenizer, max_length=64, lost_text="note")
     with pytest.raises(
         UserError, match=r"a.jsonl:1: .*some turns of the assistant are trained: .*cannot be told which is which"
     ):

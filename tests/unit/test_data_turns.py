@@ -375,6 +375,18 @@ def test_random_conversations_train_every_word_of_an_answer_and_none_of_others(
     assert "<|start|>" not in trained
 
 
+def test_text_of_an_answer_outside_of_generation_is_lost_text() -> None:
+    outside = "{{ m.content.split('|')[0] + '|' }}{% generation %}{{ m.content.split('|')[1] + '<|end|>' }}"
+    template = MARKED.replace("{% generation %}{{ m.content + '<|end|>' }}", outside)
+    assert outside in template
+    record, said = chat(("user", "hi"), ("assistant", "[A] first|then"), ("user", "and?"), ("assistant", "[A] a|b")), []
+    with pytest.raises(UserError, match=r"writes outside of {% generation %}, words of 2 trained answers; .*note"):
+        _trained(template, record)
+    assert _trained(template, record, lost_text="note", say=said.append) == f"then{END}b{END}"
+    assert said[-1].endswith("(data.lost_text: note)")
+    assert _trained(template, record, train_on="everything").endswith(f"[A] a|b{END}\n")
+
+
 def test_an_answer_costs_two_renderings() -> None:
     """One for its beginning and one for its end, which of the last answer is the end of the whole."""
     rendered = []

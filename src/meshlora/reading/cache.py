@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 Arrays = dict[str, np.ndarray]
 
 # Increase it whenever the same records and options give different arrays than before.
-FORMAT_VERSION = 8
+FORMAT_VERSION = 9
 
 # More than one core needs for ten gigabytes of text.
 _LONGEST_S = 3600.0

@@ -34,6 +34,7 @@ from meshlora.reading.lost import (
     LEFT_OUT,
     NO_END,
     NOTHING,
+    OUTSIDE,
     REASONED,
     UNCLOSED,
     UNREAD,
@@ -458,7 +459,8 @@ class _Chat:
         # An answer that is not trained has no need of a place, unless all around it is trained.
         answers = [index for index in (*trained, *(out if has_all else ())) if index in of_assistant]
         turns = self._turns()
-        lost, words = self._lost(turns, trained)
+        marked = self._render(self.messages)[1] if self.has_markers and not has_all else None
+        lost, words = self._lost(turns, trained, marked)
         gone = [index for index in trained if turns.is_gone(index)]
         if gone:
             trained, answers = ([index for index in own if index not in gone] for own in (trained, answers))
@@ -466,7 +468,7 @@ class _Chat:
         if has_all and not out:
             return _Spans(turns.text, [], [], lost, words)
         if self.has_markers:
-            marked = self._render(self.messages)[1]
+            marked = self._render(self.messages)[1] if marked is None else marked
             if trained == of_assistant and not out and self.generated is None:
                 return _Spans(turns.text, marked, [], lost, words)
             spans = self._marked_turns(turns, answers, marked) if answers else {}
@@ -527,12 +529,19 @@ class _Chat:
                 return None
             raise self._untold(f"messages[{index}], an answer to train", str(error)) from None
 
-    def _lost(self, turns: Turns, trained: list[int]) -> tuple[list[str], list[tuple[int, str]]]:
-        """(what is so of the trained messages, the words of them that are not rendered)."""
+    def _lost(
+        self, turns: Turns, trained: list[int], marked: list[Span] | None
+    ) -> tuple[list[str], list[tuple[int, str]]]:
+        """(what is so of the trained messages, the words of them that are not rendered). marked: the spans inside
+        `{% generation %}`, outside of which no answer is trained; None: they are not what is trained.
+        """
         found, words = list[str](), list[tuple[int, str]]()
         for index in trained:
-            lost = turns.lost.get(index, set())
+            lost, outside = turns.lost.get(index, set()), set[str]()
             if self.messages[index]["role"] == "assistant":
+                if marked is not None and index != self.generated:
+                    outside = turns.outside(index, marked)
+                    lost = lost | outside
                 found.append(ANSWER)
                 if turns.kinds(index) & _OF_REASONING and (index == self.generated or not lost & _OF_REASONING):
                     found.append(REASONED)
@@ -541,10 +550,10 @@ class _Chat:
             if not lost:
                 continue
             words += turns.lost_words(index, lost)
-            alone = {AS_KIND[kind] for kind in turns.lost_as_last(index)}
+            alone = {AS_KIND[kind] for kind in turns.lost_as_last(index) | outside}
             for kind in sorted({AS_KIND[kind] for kind in lost}):
                 found.append(kind if kind in alone else earlier(kind))
-            found += [LAST] * (index == trained[-1])
+            found += [LAST] * (index == trained[-1]) + [OUTSIDE] * bool(outside)
         if any(kinds & {"content", "call"} for index, kinds in turns.lost.items() if index not in trained):
             found.append(UNREAD)
         return found, words

@@ -7,7 +7,7 @@ Owns: the kinds, their form in a dataset's arrays, which are refused, and the wo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -21,7 +21,8 @@ LostText = Literal["refuse", "note"]
 REASONING, FIELD, WORDS, CALL = "reasoning", "field", "words", "call"
 # Of a mark's kind (`turns.py`).
 AS_KIND = {"content": WORDS, "reasoning": REASONING, "field": FIELD, "call": CALL, "name": CALL}
-LAST = "last"  # beside others: one of them is of the last trained answer
+# Beside others: one of them is of the last trained answer; one is rendered, but outside of `{% generation %}`.
+LAST, OUTSIDE = "last", "outside"
 NO_END, EMPTY, LEFT_OUT, CUT = "end", "empty", "left out", "cut"
 NOTHING, UNREAD, UNCLOSED = "nothing", "unread", "unclosed"
 ANSWER, REASONED = "answer", "reasoned"  # a trained answer; one with reasoning of which nothing is lost
@@ -41,7 +42,7 @@ _LOST = {
 # What models do not read of earlier answers at inference either.
 _NOTED = (earlier(REASONING), earlier(FIELD))
 _REFUSED = {name: words for kind, words in _LOST.items() for name in (kind, earlier(kind)) if name not in _NOTED}
-KINDS = (*_REFUSED, *_NOTED, LAST, NO_END, EMPTY, LEFT_OUT, CUT, NOTHING, UNREAD, UNCLOSED, ANSWER, REASONED)
+KINDS = (*_REFUSED, *_NOTED, LAST, NO_END, EMPTY, LEFT_OUT, CUT, NOTHING, UNREAD, UNCLOSED, ANSWER, REASONED, OUTSIDE)
 
 _SAID = {
     NO_END: "the rendered text does not end trained answers with a token that the model stops at",
@@ -91,16 +92,18 @@ class Lost:
             lines.append(f"{self._records(*noted)}: {what} {number:,} earlier answers, which is not trained{offer}")
         lines += self._of_reasoning(of_kind)
         if refused := {kind: of_kind[kind] for kind in _REFUSED if kind in of_kind}:
-            lines.append(self._refused(refused, lost_text, is_of_last=LAST in of_kind))
+            also = {kind for kind in (LAST, OUTSIDE) if kind in of_kind}
+            lines.append(self._refused(refused, lost_text, also))
         return lines
 
-    def _refused(self, found: Mapping[str, int], lost_text: LostText, *, is_of_last: bool) -> str:
-        """What is said of text that is lost. Raises: UserError: if it may not be."""
+    def _refused(self, found: Mapping[str, int], lost_text: LostText, also: Collection[str]) -> str:
+        """What is said of text that is lost. also: LAST, OUTSIDE. Raises: UserError: if it may not be."""
         numbers = Counter[str]()
         for kind, number in found.items():
             numbers[_REFUSED[kind]] += number
         each = [f"{words} of {number:,}" for words, number in numbers.items()]
-        rule = f"the chat template leaves out {', '.join(each)} trained answer{'s' * (max(numbers.values()) > 1)}"
+        how = "leaves out, or writes outside of {% generation %}," if OUTSIDE in also else "leaves out"
+        rule = f"the chat template {how} {', '.join(each)} trained answer{'s' * (max(numbers.values()) > 1)}"
         given = self._records(*found)
         if lost_text == "note":
             return f"{given}: {rule}, which is not trained (data.lost_text: note)"
@@ -111,7 +114,7 @@ class Lost:
         elif can_be_generated:
             beside = " with data.turns: apart" * self.can_be_apart
             ways.append(f"data.answers: as_generated{beside}, which takes answers as they are given")
-        if self.trains_all and not is_of_last:
+        if self.trains_all and LAST not in also:
             ways.append("data.train_on: last")
         ways.append("data.lost_text: note, to train what is written")
         raise UserError(given, rule, f"give {', or '.join(ways)}")

@@ -393,6 +393,15 @@ class Turns:
             raise UntoldError("texts of other messages stand between its own")
         return start, end
 
+    def outside(self, index: int, spans: AbstractSequence[Span]) -> set[str]:
+        """The kinds of text of message `index` that are rendered, and not, or not all, in one of `spans`."""
+        found = set()
+        for place, each in self._marked():
+            character = place if each.opens else place - 1  # the first or last of a text
+            if each.message == index and not any(start <= character < end for start, end in spans):
+                found.add(each.kind)
+        return found
+
     def owners(self, span: Span) -> set[int]:
         """The messages of which some text begins in a span."""
         return {each.message for _, each in self._marked(*span) if each.opens}
