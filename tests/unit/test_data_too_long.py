@@ -15,7 +15,7 @@ from meshlora.reading.rollouts import read_rollouts
 from meshlora.reading.tokenization import tokenize
 from meshlora_ground.errors import UserError
 from tests.for_each import for_each
-from tests.unit.records import END, MARKED, chat, make_tokenizer, pair, trained_text
+from tests.unit.records import END, MARKED, UNMARKED, chat, make_tokenizer, pair, trained_text
 
 LONG = pair("near the river and the city centre " * 3, " the house", origin="a.jsonl:2")
 RECORDS = [pair("near", " the river", origin="a.jsonl:1"), LONG, pair("the city", " is", origin="a.jsonl:3")]
@@ -62,17 +62,19 @@ def test_short_record_that_trains_nothing_is_no_matter_of_length() -> None:
 
 
 @for_each("max_length", [2, 3, 7, 20])
-@for_each("kind", ["text", "completion", "conversation"])
+@for_each("kind", ["text", "completion", "conversation", "all of it"])
 def test_windows_predict_every_trained_token_exactly_once(kind: str, max_length: int) -> None:
     words = "the house is near the river and the city centre " * 4
+    conversation = chat(("user", "hi"), ("assistant", words), ("user", words), ("assistant", "bye"))
     record = {
         "text": Record(text=words, origin="a:1"),
         "completion": pair(words, words),
-        "conversation": chat(("user", "hi"), ("assistant", words), ("user", words), ("assistant", "bye")),
+        "conversation": conversation,
+        "all of it": conversation,
     }[kind]
-    tokenizer = make_tokenizer(chat_template=MARKED)
-    whole = tokenize([record], tokenizer, max_length=999)[0]
-    found = tokenize([record, record], tokenizer, max_length=max_length, too_long="split")
+    tokenizer, train_on = make_tokenizer(chat_template=MARKED), "everything" if kind == "all of it" else "all"
+    whole = tokenize([record], tokenizer, max_length=999, train_on=train_on)[0]
+    found = tokenize([record, record], tokenizer, max_length=max_length, too_long="split", train_on=train_on)
     assert np.diff(found.offsets).max() == max_length
     assert set(found.sources.tolist()) == {0, 1}
     predicted = [
@@ -84,7 +86,7 @@ def test_windows_predict_every_trained_token_exactly_once(kind: str, max_length:
     expected = [tuple(whole.input_ids[p - 1 : p + 1]) for p in range(1, len(whole.input_ids)) if whole.is_trained[p]]
     assert predicted == expected
     assert found.num_trained_tokens == 2 * len(expected)
-    if kind != "text":  # windows of what is not trained are not kept
+    if kind in ("completion", "conversation"):  # windows of what is not trained are not kept
         assert len(found) < 2 * len(whole.input_ids) // (max_length - 1)
 
 
@@ -194,6 +196,20 @@ def test_conversations_are_split_where_trained_turns_end() -> None:
     assert [trained_text(found, tokenizer, n) for n in range(len(found))] == [
         "".join(f"the river {n}{END}" for n in own) for own in (range(3), range(3, 6))
     ]
+
+
+@for_each("template", [MARKED, UNMARKED])
+def test_conversations_of_which_all_is_trained_are_split_where_answers_end(template: str) -> None:
+    tokenizer = make_tokenizer(chat_template=template, eos=END)
+    whole = tokenize([EXCHANGES], tokenizer, max_length=999, train_on="everything")
+    length = len(whole.input_ids) // 2 + 3
+    found, said = said_of([EXCHANGES], tokenizer, max_length=length, too_long="split", train_on="everything")
+    assert [line for line in said if "is cut" in line] == []
+    parts = [tokenizer.decode(each.input_ids) for each in found]
+    assert len(parts) > 1
+    assert all(part.removesuffix("\n").endswith(END) for part in parts)
+    assert all(part.startswith(END) for part in parts[1:]), "seen again, so that the token behind it is predicted"
+    assert "".join([parts[0], *(part.removeprefix(END) for part in parts[1:])]) == tokenizer.decode(whole.input_ids)
 
 
 def test_a_turn_that_is_cut_is_said_with_the_number_of_records() -> None:

@@ -70,7 +70,7 @@ class Row(NamedTuple):
 
     is_trained: bool `[S]`. whole: how many of the first tokens must not be cut, as they stand for images. lost: what
     is so of the trained answers (`lost.KINDS`). lost_words: the texts that the template leaves out of them, each with
-    the number of the tokens before it.
+    the number of the tokens before it. ends: the number of tokens up to the end of each answer, if all is trained.
     """
 
     ids: list[int]
@@ -78,11 +78,12 @@ class Row(NamedTuple):
     whole: int = 0
     lost: tuple[str, ...] = ()
     lost_words: tuple[tuple[int, str], ...] = ()
+    ends: tuple[int, ...] = ()
 
 
 class _Spans(NamedTuple):
     """A conversation as text. turns: those to train. left_out: those that are not trained, whatever else is. lost: as
-    in `Row`; lost_words: too, with places in the text.
+    in `Row`; lost_words, ends: too, with places in the text.
     """
 
     text: str
@@ -90,6 +91,7 @@ class _Spans(NamedTuple):
     left_out: list[Span]
     lost: list[str]
     lost_words: list[tuple[int, str]]
+    ends: AbstractSequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -162,9 +164,10 @@ def _row(tokens: Leading, found: _Spans, placeholders: list[Span], *, has_all: b
     is_trained &= ~inside(found.left_out)
     of_images = inside(placeholders)
     whole = int(of_images.nonzero()[0].max(initial=-1)) + 1
-    ends = offsets[:, 1].tolist() if found.lost_words else []
+    ends = offsets[:, 1].tolist() if found.lost_words or found.ends else []
     words = tuple((bisect.bisect_right(ends, at), text) for at, text in found.lost_words)
-    return Row(tokens.ids, is_trained & ~of_images, whole, tuple(found.lost), words)
+    of_turns = tuple(bisect.bisect_right(ends, at) for at in found.ends)
+    return Row(tokens.ids, is_trained & ~of_images, whole, tuple(found.lost), words, of_turns)
 
 
 def _parted(pairs: AbstractSequence[tuple[int, _Rendered]]) -> tuple[list[int], list[_Rendered]]:
@@ -466,7 +469,7 @@ class _Chat:
             trained, answers = ([index for index in own if index not in gone] for own in (trained, answers))
             lost += [NOTHING] * (not has_all and not trained)
         if has_all and not out:
-            return _Spans(turns.text, [], [], lost, words)
+            return _Spans(turns.text, [], [], lost, words, turns.ends(of_assistant))
         if self.has_markers:
             marked = self._render(self.messages)[1] if marked is None else marked
             if trained == of_assistant and not out and self.generated is None:
@@ -482,7 +485,7 @@ class _Chat:
             return self._generated(turns, self.generated, spans[self.generated], lost, words)
         spans |= self._turns_of_others([index for index in (*trained, *out) if index not in of_assistant], turns)
         of_each = [[spans[index] for index in own if index in spans] for own in (trained, out)]
-        return _Spans(turns.text, of_each[0], of_each[1], lost, words)
+        return _Spans(turns.text, of_each[0], of_each[1], lost, words, turns.ends(of_assistant) if has_all else ())
 
     def _generated(self, turns: Turns, index: int, span: Span, lost: list[str], words: list[tuple[int, str]]) -> _Spans:
         """The generation prompt, the content of message `index`, and what the template writes after it: calls, an end.

@@ -370,7 +370,7 @@ def _sequences(
     if too_long == "split" and is_long:
         if row.whole:
             found.split_images.append(_with_length(record, row, max_length))
-        parts, is_cut = windows(ids, row.is_trained, max_length, at_turns=record.kind == "messages")
+        parts, is_cut = windows(ids, row.is_trained, max_length, at_turns=record.kind == "messages", ends=row.ends)
     else:
         parts = [(ids[:max_length], row.is_trained[:max_length])]
         is_cut = is_long and is_cut_turn(row.is_trained, max_length)

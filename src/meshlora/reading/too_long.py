@@ -27,21 +27,25 @@ def check_too_long(too_long: str) -> None:
 
 
 def windows(
-    ids: np.ndarray, is_trained: np.ndarray, max_length: int, *, at_turns: bool
+    ids: np.ndarray, is_trained: np.ndarray, max_length: int, *, at_turns: bool, ends: Sequence[int] = ()
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], bool]:
     """(the windows of a record with a trained token in them, each `(ids, is_trained)` of at most `max_length` tokens;
     whether a trained turn is cut).
 
-    at_turns: a window ends after the last trained turn that ends in it, if one does; the next begins behind that. Else
-    neighbours share one token, the last of one and the first of the next, where it is seen and not trained. So every
-    trained token but the first of the record is predicted exactly once.
+    at_turns: a window ends after the last trained turn that ends in it, if one does; the next begins behind that, if
+    what is there is not trained. Else neighbours share one token, the last of one and the first of the next, where it
+    is seen and not trained. So every trained token but the first of the record is predicted exactly once. ends: where
+    turns end of which all around is trained, as numbers of tokens.
     """
-    ends = np.flatnonzero(is_trained[:-1] & ~is_trained[1:]) + 1 if at_turns else np.empty(0, dtype=np.int64)
+    own_ends = np.array(sorted(ends), dtype=np.int64)
+    if at_turns:
+        own_ends = np.union1d(own_ends, np.flatnonzero(is_trained[:-1] & ~is_trained[1:]) + 1)
     found, start, is_cut = [], 0, False
     while start < max(len(ids) - 1, 1):
         stop, after = min(start + max_length, len(ids)), 1
-        if stop < len(ids) and len(own := ends[(ends > start + 1) & (ends <= stop)]):
-            stop, after = int(own[-1]), 0
+        if stop < len(ids) and len(own := own_ends[(own_ends > start + 1) & (own_ends <= stop)]):
+            stop = int(own[-1])
+            after = int(is_trained[stop]) if stop < len(ids) else 0
         elif stop < len(ids):
             is_cut |= is_cut_turn(is_trained, stop)
         part, trained = ids[start:stop], is_trained[start:stop].copy()

@@ -425,6 +425,17 @@ class Turns:
         stops = [at + len(stop) for stop in self._ends.stops if (at := self.text.rfind(stop, start, end)) >= 0]
         return start, max(stops, default=end)
 
+    def ends(self, indices: Iterable[int]) -> list[int]:
+        """Where messages end: behind the first token after their texts that a model stops at, if there is one."""
+        found = []
+        for index in indices:
+            last = self._own.get(index, [0])[-1]
+            after = self.text[last : self._opened(last, but=index)] if index in self._own else ""
+            stops = [at + len(stop) for stop in self._ends.stops if (at := after.find(stop)) >= 0]
+            if stops:
+                found.append(last + min(stops))
+        return found
+
     def is_ended(self, span: Span) -> bool:
         """Whether a span ends in a token that the model stops at."""
         return self.text[slice(*span)].endswith(self._ends.stops)
