@@ -49,6 +49,7 @@ from gpu_shapes import RANK, Shape, real_shapes, resized, tiny
 from meshlora.adapter.attach import active_factors
 from meshlora.comm.groups import simulated_job
 from meshlora.layers.head import loss as vocabulary
+from meshlora.layers.row_lengths import rows_of
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.model.regions import tensors_in
 from meshlora.plan.base_options import BaseOptions
@@ -56,7 +57,7 @@ from meshlora.run.step_sums import StepSums
 from meshlora.train.batch import Batch
 from meshlora.train.gradsync import clip_gradients_on_device, finish_gradients_on_device
 from meshlora.train.losses import shifted_loss
-from meshlora.wings.packed_rows.by_sequence import keep_apart, rows_of
+from meshlora.wings.packed_rows.by_sequence import keep_apart
 from meshlora_extra.planner import fake
 from meshlora_extra.planner.fake import FakeRun, Work
 from meshlora_extra.planner.hardware import Hardware, hardware_named

@@ -209,6 +209,9 @@ class Feature:
         """
         return None
 
+    def finish_model(self, model: Any) -> None:
+        """`model.inject`, when a model has its leaves and its borders: change what else the wing changes in it."""
+
 
 @functools.cache
 def features() -> tuple[Feature, ...]:

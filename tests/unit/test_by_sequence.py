@@ -11,12 +11,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import meshlora
+from meshlora.layers.row_lengths import rows_of
 from meshlora.plan.families.twin import twin_config
 from meshlora.train.batch import Batch, collate
 from meshlora.train.losses import batch_log_probabilities
 from meshlora.train.packing import joined, with_positions
 from meshlora.wings.packed_rows import varlen
-from meshlora.wings.packed_rows.by_sequence import PackedMask, keep_apart, rows_of
+from meshlora.wings.packed_rows.by_sequence import PackedMask, keep_apart
 from meshlora.wings.packed_rows.row_masks import read_positions_in_masks
 from meshlora_ground import compat
 from meshlora_ground.dataset import Sequence

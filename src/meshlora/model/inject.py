@@ -24,7 +24,6 @@ from meshlora.wings.kernels.gate_recompute import watch_activations
 from meshlora.wings.kernels.liger import Kernels
 from meshlora.wings.kernels.rms_norm import own_gradients_of_norms, widen_norm
 from meshlora.wings.kernels.rotary import own_rotations
-from meshlora.wings.packed_rows.row_masks import read_positions_in_masks
 from meshlora_ground.errors import UserError
 
 
@@ -80,7 +79,8 @@ def parallelize(
     own_gradients_of_norms(model)
     own_rotations(model)
     cuts = install_borders(model, plan, mesh, pipeline)
-    read_positions_in_masks(model)
+    for feature in features():
+        feature.finish_model(model)
     pipeline.take_turns(model)
     return *cuts, pipeline
 

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from meshlora.layers.row_lengths import rows_of
 from meshlora.plan.families.twin import shrink_config
 from meshlora.train.losses import packed_positions
 from meshlora.train.packing import padded_lengths
-from meshlora.wings.packed_rows.by_sequence import keep_apart, rows_of
+from meshlora.wings.packed_rows.by_sequence import keep_apart
 from meshlora.wings.packed_rows.row_masks import read_positions_in_masks
 from meshlora_ground.errors import UnsupportedError, reason
 from meshlora_ground.float64 import lift

@@ -24,9 +24,9 @@ from meshlora.layers.head.loss import (
 )
 from meshlora.layers.head.recipe import LogitsRecipe
 from meshlora.layers.linear import ParallelHead
+from meshlora.layers.row_lengths import rows_of
 from meshlora.plan.token_order import order_of_rows
 from meshlora.train.batch import Batch, shifted
-from meshlora.wings.packed_rows.by_sequence import rows_of
 from meshlora_ground.compat import no_rows_packed
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.slow_paths import PADDING_MASK, take

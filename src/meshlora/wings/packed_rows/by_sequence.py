@@ -1,9 +1,9 @@
 """Attention of packed rows, one sequence at a time: no mask of S x S, and no score of two sequences.
 
-Owns: the lengths of the sequences in the running forward (`Lengths`), the mask of packed rows, made whole only for code
-that looks into it, and attention to each sequence by transformers' own function with the mask of that sequence alone.
-Does not own: which sequences share a row (`train.packing`), position ids, by which transformers notices packed rows,
-and cp, whose ranks attend in parts (`wings.context.context`).
+Owns: the mask of packed rows, made whole only for code that looks into it, and attention to each sequence by
+transformers' own function with the mask of that sequence alone. Does not own: the lengths (`layers.row_lengths`), which
+sequences share a row (`train.packing`), position ids, by which transformers notices packed rows, and cp, whose ranks
+attend in parts (`wings.context.context`).
 
 transformers calls attention and makes masks through two registries of functions by name. Ours stand there as
 `meshlora-apart-sdpa` and `meshlora-apart-eager`. So windows, sinks and soft caps are those of the model. Sequences of
@@ -15,9 +15,8 @@ without this file.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, LlamaConfig
 from transformers.masking_utils import create_causal_mask
 
+from meshlora.layers.row_lengths import Lengths, lengths_of
 from meshlora.wings.packed_rows.varlen import Ends, fits, in_one_call
 from meshlora_ground import compat
 from meshlora_ground.slow_paths import ONE_BY_ONE, WHOLE_MASK, take
@@ -35,31 +35,18 @@ BASES = ("sdpa", "eager")
 _WITHOUT_EFFECT = {"position_ids"}
 
 
-class Lengths:
-    """The lengths of the sequences in each row of a model's running forward. One object per model.
+class PackedLengths(Lengths):
+    """`Lengths` of a model that attends one sequence at a time.
 
     Attributes:
-        of_rows: of each row, padding at its end included, summing to S; None: not known.
         apart, whole: the attention modules that have run packed rows one sequence at a time, and with a whole mask.
     """
 
     def __init__(self) -> None:
-        self.of_rows: Sequence[Sequence[int]] | None = None
-        self._next: Sequence[Sequence[int]] | None = None
+        super().__init__()
         self.apart: set[nn.Module] = set()
         self.whole: set[nn.Module] = set()
         self.ends = Ends()
-
-    def next(self, of_rows: Sequence[Sequence[int]] | None) -> None:
-        """Say the lengths of the next forward; without a call they are not known."""
-        self._next = of_rows
-
-    def begin(self) -> None:
-        """A forward of the model begins."""
-        self.of_rows, self._next = self._next, None
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Lengths:
-        return self  # of a model and its layers
 
 
 class PackedMask:
@@ -150,7 +137,7 @@ def _attention(
 ) -> Any:
     """Attention `[B, h, S, d]` -> `[B, S, h, d]` as transformers' function `base` computes it."""
     call = functools.partial(compat.attention_function(base, module), module)
-    running: Lengths = module.meshlora_lengths
+    running: PackedLengths = module.meshlora_lengths
     lengths = attention_mask.lengths(running) if isinstance(attention_mask, PackedMask) else None
     if lengths is None or _has_more(args, kwargs, key.shape[2], query.shape[2]):
         if isinstance(attention_mask, PackedMask) or running.of_rows is not None:
@@ -204,17 +191,19 @@ def knows_packed_rows() -> bool:
     return isinstance(mask, PackedMask)
 
 
-def keep_apart(model: Any) -> Lengths | None:
-    """Let attention of `model` run packed rows one sequence at a time, where `rows_of` says which there are.
+def keep_apart(model: Any) -> PackedLengths | None:
+    """Let attention of `model` run packed rows one sequence at a time, where `layers.row_lengths.rows_of` says which
+    there are.
 
     Returns None if its attention is none of transformers' sdpa and eager: it goes on as it was.
     """
-    if (found := _lengths_of(model)) is not None:
+    if (found := lengths_of(model)) is not None:
+        assert isinstance(found, PackedLengths)
         return found
     base = compat.attention_of(model.config.get_text_config())
     if base not in BASES:
         return None
-    lengths = Lengths()
+    lengths = PackedLengths()
     model.register_forward_pre_hook(lambda *_: lengths.begin(), prepend=True)
     for module in model.modules():
         module.meshlora_lengths = lengths
@@ -222,23 +211,3 @@ def keep_apart(model: Any) -> Lengths | None:
         if config is not None and compat.attention_of(config) == base:
             compat.set_attention(config, _OURS + base)
     return lengths
-
-
-@contextlib.contextmanager
-def rows_of(model: Any, lengths: Sequence[Sequence[int]] | None) -> Iterator[None]:
-    """The block runs one forward of `model`, on packed rows whose sequences have these lengths; None: on others."""
-    if lengths is None:
-        yield
-        return
-    if all(len(of_row) == 1 for of_row in lengths):  # transformers' own rule for one sequence a row has no mask
-        with compat.no_rows_packed():
-            yield
-        return
-    if (running := _lengths_of(model)) is not None:
-        running.next(lengths)
-    with compat.all_rows_packed():  # as the host knows: transformers would read the position ids
-        yield
-
-
-def _lengths_of(model: Any) -> Lengths | None:
-    return vars(model).get("meshlora_lengths")

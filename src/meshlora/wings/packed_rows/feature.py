@@ -1,7 +1,13 @@
-"""What this wing brings to the core."""
+"""What this wing brings to the core: masks that know where sequences begin."""
 
 from __future__ import annotations
 
 from meshlora.feature import Feature
+from meshlora.wings.packed_rows.row_masks import read_positions_in_masks
 
-FEATURE = Feature()
+
+class _PackedRows(Feature):
+    finish_model = staticmethod(read_positions_in_masks)
+
+
+FEATURE = _PackedRows()
