@@ -54,7 +54,14 @@ QUIET = {
 def _modules() -> list[tuple[str, Path, ast.Module]]:
     """(room, file, tree) of every source file but the top-level `__init__`, which re-exports."""
     files = [file for file in own_files() if name_of(file) != "__init__.py"]
-    return [(name_of(file).partition("/")[0].removesuffix(".py"), file, ast.parse(file.read_text())) for file in files]
+    return [(name_of(file).partition("/")[0].removesuffix(".py"), file, _parsed(file)) for file in files]
+
+
+def _parsed(file: Path) -> ast.Module:
+    tree = ast.parse(file.read_text())
+    if name_of(file) == "feature.py":  # the core asks it, so that of the core it knows types alone
+        tree.body = [node for node in tree.body if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node))]
+    return tree
 
 
 def _imported(tree: ast.Module) -> set[str]:
