@@ -1,10 +1,10 @@
-"""What the code itself can write: the tables of docs/architecture.md, and the JSON schema of a run file.
+"""What the code itself can write: tables of docs/architecture.md and docs/support.md, and a run file's JSON schema.
 
     .venv/bin/python scripts/describe_house.py           # write them
     .venv/bin/python scripts/describe_house.py --check   # exit code 1 where they differ
 
 Packages are those of `ALLOWED` in tests/unit/test_architecture.py; a file's row is the first paragraph of its
-docstring. The schema is that of scripts/write_schema.py.
+docstring; features are those of plan/pairs.py. The schema is that of scripts/write_schema.py.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -19,10 +20,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import write_schema
 from tests.unit.test_architecture import ALLOWED, FREE
 
+from meshlora.plan.features import Feature
+from meshlora.plan.pairs import GROUPS, PROVED, REFUSED
 from meshlora_ground.versions import name_of, own_files
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
+SUPPORT = ROOT / "docs" / "support.md"
 
 
 def imports() -> str:
@@ -39,12 +43,41 @@ def files() -> str:
     return "\n".join(["| file | what it is |", "|---|---|", *rows])
 
 
-def described(page: str) -> str:
+def refused() -> str:
+    """The table of what is refused together."""
+    lines = ["| what | with | why not | instead |", "|---|---|---|---|"]
+    for row in REFUSED:
+        first, *others = (_words(side) for side in row.sides)
+        lines.append(f"| {first} | {'; and '.join(others)} | {row.because} | {row.way_out} |")
+    return "\n".join(lines)
+
+
+def proved() -> str:
+    """The tables of groups, and of the test that shows any two features of them that are not refused."""
+    lines = ["| group | features |", "|---|---|"]
+    lines += [f"| {name} | {_words(group)} |" for name, group in GROUPS.items()]
+    lines += ["", "| what | with | shown by |", "|---|---|---|"]
+    lines += [f"| {_groups(row.one)} | {_groups(row.other)} | `{row.by}` |" for row in PROVED]
+    return "\n".join(lines)
+
+
+def _words(side: frozenset[Feature]) -> str:
+    return ", ".join(feature.of_docs for feature in Feature if feature in side)
+
+
+def _groups(side: frozenset[Feature]) -> str:
+    if side == frozenset().union(*GROUPS.values()):
+        return "every other"
+    names = [name for name, group in GROUPS.items() if group <= side]
+    return ", ".join(names) or _words(side)
+
+
+def described(page: str, tables: Mapping[str, str]) -> str:
     """`page` with its tables as the code has them."""
-    for name, table in {"imports": imports(), "files": files()}.items():
+    for name, table in tables.items():
         before, mark, rest = page.partition(f"<!-- {name}, written by scripts/describe_house.py -->\n\n")
         _, end, after = rest.partition("\n\n<!-- end -->")
-        assert end, f"{PAGE} has no place for {name}"
+        assert end, f"there is no place for {name}"
         page = f"{before}{mark}{table}{end}{after}"
     return page
 
@@ -61,7 +94,11 @@ def main() -> int:
     """The exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something differs")
-    written = {PAGE: described(PAGE.read_text("utf-8")), write_schema.FILE: write_schema.text()}
+    written = {
+        PAGE: described(PAGE.read_text("utf-8"), {"imports": imports(), "files": files()}),
+        SUPPORT: described(SUPPORT.read_text("utf-8"), {"refused": refused(), "proved": proved()}),
+        write_schema.FILE: write_schema.text(),
+    }
     changed = [file for file, text in written.items() if not file.is_file() or text != file.read_text("utf-8")]
     if parser.parse_args().check:
         for file in changed:

@@ -224,7 +224,7 @@ def _page(rows: dict[str, dict[str, str]]) -> str:
     """docs/support.md. rows: as in `rows_of`."""
     used = ", ".join(f"{name} {number}" for name, number in versions().items())
     lines = [
-        "# Which families are proved",
+        "# What goes with what, and which families are proved",
         "",
         f"Written by `.venv/bin/python scripts/prove_families.py --record`; {used}.",
         "",

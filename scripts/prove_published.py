@@ -45,6 +45,7 @@ from meshlora_ground.versions import versions
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs/support.md"
+PAIRS = "## What goes with what"
 SIZES = (1, 2, 4, 8)
 DENSE, EXPERTS = ("tp=2,sp",), ("tp=2,sp,ep=2", "tp=2,sp,etp=2")
 ODD = ("tp=3,sp",)  # where 2 does not divide
@@ -88,8 +89,10 @@ def main() -> int:
     counts = {status: sum(f.status == status for f in findings) for status in ("ready", "refused", "failed")}
     console.print(f"{len(findings)} published checkpoints: " + counted(counts), highlight=False)
     if not options.only and not options.plan_only:
-        families = PAGE.read_text(encoding="utf-8").partition(AFTER)[0].rstrip("\n")
-        PAGE.write_text(f"{families}\n\n{AFTER}\n\n{page(findings)}", encoding="utf-8")
+        families, _, own = PAGE.read_text(encoding="utf-8").partition(AFTER)
+        pairs = own[own.index(PAIRS) :]  # written by scripts/describe_house.py
+        text = f"{families.rstrip()}\n\n{AFTER}\n\n{page(findings)}\n{pairs}"
+        PAGE.write_text(text, encoding="utf-8")
         console.print(f"written: {PAGE.relative_to(ROOT)}", highlight=False)
     return 1 if counts["failed"] else 0
 

@@ -40,15 +40,6 @@ WINGS = ("stages", "experts", "quantized", "kernels", "context", "packed_rows", 
 class Feature:
     """What a wing brings: each method is called where its first line says, for every model."""
 
-    def check(self, topology: Topology, given: Mapping[str, bool]) -> None:
-        """`loading.load`, before anything is read: refuse what is not proved with the wing.
-
-        given: what is used, as messages name it -> whether it is.
-
-        Raises:
-            UnsupportedError: names the first that is.
-        """
-
     def with_stages(self, model: Any, plan: ModelPlan) -> ModelPlan:
         """`plan.derive`, when a split model is planned: its plan, with the cut of its layers into stages.
 

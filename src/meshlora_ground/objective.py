@@ -47,11 +47,6 @@ class _Objective:
         return self.unit
 
     @property
-    def why_padded(self) -> str:
-        """Why no two sequences may share a row; empty if they may."""
-        return "" if self.unit == "token" else f"a {self.unit} is two rows"
-
-    @property
     def needs_entropy(self) -> bool:
         """Whether the loss uses the entropy at each trained token."""
         return False
@@ -152,12 +147,6 @@ class _PolicyGradient(Referenced):
     def per(self) -> Per:
         """Tokens of the step, or its sequences."""
         return "token" if self.mean_over == "token" else "record"
-
-    @property
-    def why_padded(self) -> str:
-        """What is made of a whole sequence needs a row of its own."""
-        is_whole = self.ratio == "sequence" or self.mean_over != "token"
-        return "its ratio or its mean is of whole sequences" if is_whole else ""
 
     @property
     def needs_entropy(self) -> bool:

@@ -126,7 +126,7 @@ def test_a_stream_is_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"train.objective": "sft"}, "a stream holds rollouts, which train.objective=sft does not read"),
+        ({"train.objective": "sft"}, "a stream holds rollouts, which this objective does not read"),
         ({"train.epochs": "1", "train.steps": "null"}, "a stream has no epochs; give train.steps"),
         ({"data.train": "[a, b]"}, "a stream is one folder"),
         ({"train.routing_record": "routes"}, "such a record is of data that are known beforehand"),

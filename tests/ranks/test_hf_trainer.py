@@ -277,13 +277,13 @@ class _Stream(IterableDataset[Any]):
 
 # What a mesh refuses of arguments: (topology, what TrainingArguments are given, the message).
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("tp=2", {"optim": "adafactor"}, "optim=adafactor: it uses whole matrices"),
+    ("tp=2", {"optim": "adafactor"}, "optim=adafactor on tp=2: it uses whole matrices"),
     ("tp=2", {"bf16": True}, "bf16=True and a base in float32"),
-    ("tp=2", {"fp16": True}, "fp16=True: its loss scale"),
-    ("tp=2", {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0: it is not proved on a mesh"),
+    ("tp=2", {"fp16": True}, "fp16=True on tp=2: its loss scale"),
+    ("tp=2", {"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 on tp=2: it is not proved on a mesh"),
     ("tp=2", {"gradient_checkpointing_kwargs": {"use_reentrant": True}}, "checkpointing_kwargs="),
-    ("tp=2", {"enable_jit_checkpoint": True}, "enable_jit_checkpoint=True: it is not proved"),
-    ("dp=2", {"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy=group_by_length and dp=2"),
+    ("tp=2", {"enable_jit_checkpoint": True}, "enable_jit_checkpoint=True on tp=2: it is not proved"),
+    ("dp=2", {"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy=group_by_length on dp=2"),
 ]
 
 
@@ -324,11 +324,11 @@ def _refused() -> list[str]:
 def test_what_a_mesh_cannot_keep_is_refused(pools: Callable[[int], Pool]) -> None:
     rights = [
         *(right for _, _, right in REFUSED),
-        "the optimizer Adafactor: it uses whole matrices",
+        "the optimizer Adafactor on tp=2: it uses whole matrices",
         "compute_loss of a class before OnMesh",
-        "a compute_loss of your own and dp=2",
-        "an iterable dataset and dp=2",
-        "the optimizer Adafactor: it uses whole matrices",
+        "a compute_loss of your own on dp=2",
+        "an iterable dataset on dp=2",
+        "the optimizer Adafactor on tp=2: it uses whole matrices",
         "its loss is a mean of a rank's own rows",
     ]
     for said, right in zip(pools(2).run(_refused)[0], rights, strict=True):

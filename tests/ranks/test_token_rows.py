@@ -231,7 +231,7 @@ def test_several_adapters_with_rows_are_refused(tmp_path: Path) -> None:
     folder, _ = _made(tmp_path, "list")
     model = _ours(folder, lora=LoraConfig(**LORA, trainable_token_indices=[7]))
     meshlora.add_adapter(model, "other", LoraConfig(**LORA))
-    with pytest.raises(meshlora.UnsupportedError, match="adapter default: trainable_token_indices"):
+    with pytest.raises(meshlora.UnsupportedError, match="trainable_token_indices with 2 adapters"):
         set_adapters(model, ["default", "other"])
 
 

@@ -13,10 +13,8 @@ import pytest
 
 from meshlora.reading import chat
 from meshlora.reading.readers import READERS
-from meshlora.run.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
-from meshlora_ground.objective import Grpo
 from tests.unit.records import END, UNMARKED, make_tokenizer, trained_text
 
 # Refuses what the system says, and never ends where it is asked to wait.
@@ -113,9 +111,3 @@ def test_an_error_is_the_default(tmp_path: Path) -> None:
     for rows in ([*GOOD, BROKEN], [*GOOD, SYSTEM]):
         with pytest.raises(UserError, match=r"malformed|refuses them"):
             _read(_lines(tmp_path / "a.jsonl", *rows), "text", tmp_path, on_bad_row="error")
-
-
-def test_rows_that_are_compared_with_each_other_are_not_passed_over() -> None:
-    train = TrainConfig("z", steps=1, batch_size=1, lr=1e-3, objective=Grpo())
-    with pytest.raises(UserError, match=r"data.on_bad_row=skip with train.objective=grpo"):
-        RunConfig(ModelConfig("x"), DataConfig("y", on_bad_row="skip"), train, lora={"r": 4})

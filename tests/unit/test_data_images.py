@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
 import shutil
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,15 @@ import torch
 from PIL import Image
 from transformers import Gemma3Config, LlamaConfig, Qwen3VLConfig
 
+from meshlora.plan.pairs import check
 from meshlora.reading.preferences import read_preferences
 from meshlora.reading.processor import load_processor
 from meshlora.reading.rollouts import read_rollouts
 from meshlora.reading.sources import read_records
 from meshlora.reading.tokenization import tokenize
 from meshlora.run.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
-from meshlora.run.prepare import check_images
+from meshlora.run.followed import no_tokens
+from meshlora.run.prepare import asked_of
 from meshlora.train.batch import IGNORED, _more, collate
 from meshlora.wings.images import images as images_module
 from meshlora_ground.dataset import TokenizedDataset
@@ -285,12 +287,10 @@ def test_what_is_not_proved_with_images_is_refused(processors: dict[str, Any], f
     data = read(folder, *ROWS, processor=processors["gemma3"])
     assert [data.has_images([index]) for index in range(3)] == [True, False, True]
     run = RunConfig(ModelConfig("m"), DataConfig("t", packing=True), TrainConfig("out", steps=1), lora={})
-    check_images(run, [None])
+    base: Any = types.SimpleNamespace(asked={})
+    check(asked_of(run, base, no_tokens(), None))
     with pytest.raises(UnsupportedError, match=r"data.packing with images"):
-        check_images(run, [None, data.images])
-    noisy = dataclasses.replace(run, data=DataConfig("t"), train=TrainConfig("out", steps=1, neftune_alpha=5.0))
-    with pytest.raises(UnsupportedError, match=r"train.neftune_alpha with images"):
-        check_images(noisy, [data.images])
+        check(asked_of(run, base, no_tokens(), data))
     row = {"messages": ROWS[0]["messages"], "advantage": 1.0}
     with pytest.raises(UserError, match=r"a.jsonl:1: a record with an image: images are not read here"):
         read_rollouts(

@@ -151,8 +151,3 @@ def test_run_is_the_one_that_holds_its_records(setup: Setup) -> None:
     assert runs[0].identity == runs[1].identity
     assert runs[0].train_data.input_ids.tolist() == runs[1].train_data.input_ids.tolist()
     assert [isinstance(run.train_data.input_ids, np.memmap) for run in runs] == [False, True]
-
-
-def test_what_cannot_be_streamed_is_refused(setup: Setup) -> None:
-    with pytest.raises(UserError, match=r"data.streaming with train.objective=dpo: its records are held in memory"):
-        prepared(setup, data__streaming=True, train__objective="dpo")

@@ -136,7 +136,10 @@ def test_pattern_before_that_of_pieces_is_refused(option: str, key: str) -> None
 def test_dora_on_a_linear_that_is_named_as_a_parameter_is_refused(modules: list[str] | None) -> None:
     """PEFT wraps a parameter, and has no DoRA for that."""
     options: dict[str, Any] = {"target_modules": modules, "target_parameters": ["q_proj.weight"]}
-    with pytest.raises(UnsupportedError, match=r"use_dora on model\.layers\.0\.self_attn\.q_proj.*in target_modules"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"use_dora with target_parameters: model\.layers\.0\.self_attn\.q_proj.*in target_modules",
+    ):
         _experts("qwen3_moe", **options, use_dora=True)
     assert _experts("qwen3_moe", target_parameters=["q_proj.weight"])
 

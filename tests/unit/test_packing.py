@@ -58,8 +58,3 @@ def test_every_attention_is_shown_by_itself(name: str | None, monkeypatch: pytes
     monkeypatch.setattr(compat, "packed_sequence_indices", lambda position_ids: None)
     with pytest.raises(UnsupportedError, match="mix sequences"):
         check_packing(config, attn_implementation=name, trust_remote_code=False)
-
-
-def test_attention_that_was_not_looked_at_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="attn_implementation=flash_attention_2"):
-        check_packing(twin_config("llama"), attn_implementation="flash_attention_2", trust_remote_code=False)

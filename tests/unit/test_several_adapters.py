@@ -303,7 +303,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
     "a value out of range": ({"adapters__one__train": {"lr": -1}}, "adapters.one: train.lr=-1"),
     "trackers that follow one run a process": ({"train__track": ["wandb"]}, "train.track"),
     "a loss of routers": ({"train__router_aux_loss_coef": 0.01}, "train.router_aux_loss_coef"),
-    "float16": ({"model__dtype": "float16"}, "float16 with several adapters"),
+    "float16": ({"model__dtype": "float16"}, "float16 with 2 adapters: their loss scale"),
     "PiSSA": ({"adapters__one__lora": {"init_lora_weights": "pissa"}}, "adapter one: init_lora_weights"),
     "a norm in full": ({"adapters__one__lora": {"modules_to_save": ["norm"]}}, "adapter one: modules_to_save"),
     "trained biases": ({"adapters__one__lora": {"bias": "all"}}, "adapter one: bias='all'"),

@@ -110,12 +110,6 @@ MISTAKES: dict[str, Case] = {
     "recompute_unknown": case(setting("train.recompute", "all"), "train.recompute=all", "none, full or a number"),
     "recompute_every_zeroth_layer": case(setting("train.recompute", 0), "train.recompute=0", "none, full or a number"),
     "recompute_beyond_the_model": case(setting("train.recompute", 3), "train.recompute=3", "use at most 2"),
-    "packing_pairs": case(
-        several(setting("data.packing", True), setting("train.objective", "dpo")),
-        "data.packing with train.objective=dpo",
-        "a pair is two rows",
-        "data.packing: false",
-    ),
     "packing_with_another_attention": case(
         several(setting("data.packing", True), setting("model.attn_implementation", "flex_attention")),
         "model.attn_implementation=flex_attention",

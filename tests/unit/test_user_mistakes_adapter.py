@@ -33,12 +33,6 @@ MISTAKES: dict[str, Case] = {
     # A fresh adapter.
     "lora_unknown_option": case(lora(rank=8), "lora", "rank", "not an option", "did you mean"),
     "lora_is_a_number": case(setting("lora", 8), "lora: 8", "a group of keys"),
-    "lora_dora_on_the_embedding": case(
-        lora(use_dora=True, target_modules=["embed_tokens"]), "use_dora on the embedding model.embed_tokens", "linear"
-    ),
-    "lora_dora_from_the_weights": case(
-        lora(use_dora=True, init_lora_weights="pissa"), "use_dora", "'pissa'", "not proved together"
-    ),
     "lora_dropout_of_everything": case(lora(lora_dropout=1.0), "lora_dropout=1.0", "a share in [0, 1)"),
     "lora_dropout_is_text": case(lora(lora_dropout="a tenth"), "lora_dropout='a tenth'", "a share in [0, 1)"),
     "lora_dropout_with_dora": case(lora(lora_dropout=0.1, use_dora=True), "with use_dora", "leave lora_dropout at 0.0"),
@@ -109,9 +103,6 @@ MISTAKES: dict[str, Case] = {
     ),
     "lora_target_pattern_is_not_a_regular_expression": case(
         lora(target_modules="(q_proj"), "'(q_proj'", "regular expression"
-    ),
-    "lora_target_the_embedding_from_the_weights": case(
-        lora(target_modules=["embed_tokens"], init_lora_weights="olora"), "'olora' on the embedding", "linear layers"
     ),
     "lora_target_is_not_a_linear": case(
         several(

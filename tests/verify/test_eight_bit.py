@@ -129,8 +129,8 @@ def test_run_goes_on_with_its_codes_on_another_mesh(folder: Path, pools: Callabl
     ("family", "lora", "words"),
     [
         ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, "the embedding in modules_to"),
-        ("gpt2", {"target_modules": ["c_attn"], "pieces": {"c_attn": ["q"]}}, "pieces of fused matrices"),
-        ("qwen3_moe", {"target_parameters": ["experts.down_proj"]}, "an adapter on parameters"),
+        ("gpt2", {"target_modules": ["c_attn"], "pieces": {"c_attn": ["q"]}}, "pieces"),
+        ("qwen3_moe", {"target_parameters": ["experts.down_proj"]}, "an adapter on the parameter"),
     ],
 )
 def test_what_has_other_blocks_in_peft_is_refused(family: str, lora: dict[str, Any], words: str) -> None:
@@ -140,7 +140,7 @@ def test_what_has_other_blocks_in_peft_is_refused(family: str, lora: dict[str, A
 
 def test_what_is_proved_and_needed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request(("tp=2",), family="llama", optimizer="adamw_8bit")
-    with pytest.raises(UnsupportedError, match="adamw_8bit in float32 on cpu: rounding moves codes"):
+    with pytest.raises(UnsupportedError, match="adamw_8bit with a proof in float32: rounding moves codes"):
         prepare_proof(dataclasses.replace(request, dtype="float32", device="cpu"))
     with pytest.raises(UserError, match=r"train\.min_8bit_size with train\.optimizer=adamw: it has no effect"):
         TrainConfig("out", steps=1, min_8bit_size=1)

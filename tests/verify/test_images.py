@@ -110,9 +110,9 @@ def test_composite_resumes_and_is_split_over_dp_and_tp(images: bool, prove: Prov
     ("request_", "words"),
     [
         ({"family": "llama"}, "its model takes no images"),
-        ({"family": "gemma3", "packing": True}, "--images with --packing"),
-        ({"family": "gemma3", "adapters": 2}, "--images with --adapters"),
-        ({"family": "gemma3", "objective": Classify(num_labels=2)}, "--images with --objective classify"),
+        ({"family": "gemma3", "packing": True}, "--packing with images"),
+        ({"family": "gemma3", "adapters": 2}, "images with 2 adapters"),
+        ({"family": "gemma3", "objective": Classify(num_labels=2)}, "--objective classify with images"),
     ],
 )
 def test_what_has_no_images_is_refused(request_: dict[str, Any], words: str) -> None:

@@ -34,6 +34,7 @@ from meshlora.model.inject import adopt, parallel_leaves
 from meshlora.model.pipeline import Pipeline
 from meshlora.model.regions import TokenCut
 from meshlora.plan.grads import FactorRule
+from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 from meshlora_ground.float64 import wide_dtype
@@ -271,11 +272,8 @@ def _check_name(state: Runtime, name: str, config: LoraConfig) -> None:
         raise UserError(f"adapter {name!r}", "the model has one of that name already", "choose another name")
     if not name or "." in name or "/" in name:
         raise UserError(f"adapter {name!r}", "a name is not empty and holds no dot or slash")
-    others = [config, *(adapter.plan.stored for adapter in state.adapters.values())]
-    if state.adapters and any(other.init_lora_weights in WHOLE_MATRIX for other in others):
-        raise UserError(
-            "a second adapter beside PiSSA or OLoRA", "these take their start out of the base", "load apart"
-        )
+    for other in (config, *(adapter.plan.stored for adapter in state.adapters.values())):
+        check({"adapters": len(state.adapters) + 1, "init_lora_weights": other.init_lora_weights})
 
 
 def set_adapter(model: Any, name: str | None) -> None:
@@ -298,12 +296,8 @@ def set_adapters(model: Any, names: Sequence[str]) -> None:
     for name in names:
         if name not in state.adapters:
             raise UserError(f"adapter {name!r}", "the model has no such adapter", did_you_mean(name, state.adapters))
-    if len(names) > 1 and (with_rows := [name for name in names if state.adapters[name].plan.rows]):
-        raise UnsupportedError(
-            f"adapter {with_rows[0]}: trainable_token_indices",
-            "it is not supported among several adapters",
-            "train one",
-        )
+    for name in names:
+        check({"adapters": len(names), "trainable_token_indices": state.adapters[name].plan.rows})
     _activate(model, names[0] if len(names) == 1 else None)
     for owner in state.adapters:
         for factor in adapter_factors(model, owner):
@@ -339,12 +333,7 @@ def disable_adapter(model: Any) -> Iterator[None]:
     """Run the base model inside the block; the active and trainable adapters are restored afterwards."""
     for adapter in runtime(model).adapters.values():
         init = adapter.plan.stored.init_lora_weights
-        if init in WHOLE_MATRIX:
-            raise UserError(
-                f"disable_adapter with init_lora_weights={init!r}",
-                "the base has given its principal part to the adapter",
-                "load the base without it",
-            )
+        check({"door": "disable_adapter", "init_lora_weights": init})
     state, active = runtime(model), runtime(model).active
     with in_use(model, None), state.dropout.of_base():
         state.active = active  # so that it can still be saved

@@ -79,27 +79,13 @@ def _generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
-def check_whole_matrix(config: LoraConfig, targets: Collection[str], plan: ModelPlan, dtype: torch.dtype) -> None:
+def check_decomposed(config: LoraConfig, targets: Collection[str], plan: ModelPlan) -> None:
     """Refuse weights that PEFT does not decompose either, before any weight is read.
 
     Raises:
-        UnsupportedError: a base in float64, quantised or sharded over dp; OLoRA on a transposed weight.
+        UnsupportedError: OLoRA on a transposed weight.
     """
     init = config.init_lora_weights
-    if init in WHOLE_MATRIX and plan.topology.dp_shard:
-        raise UnsupportedError(
-            f"init_lora_weights={init!r} on {plan.topology}",
-            "it changes weights of which a rank holds a part only",
-            "leave out dp_shard, or use init_lora_weights: true",
-        )
-    if init in WHOLE_MATRIX and plan.quantized:
-        raise UnsupportedError(
-            f"init_lora_weights={init!r} in {plan.quantization}",
-            "it changes the base, which is quantised",
-            "use init_lora_weights: true",
-        )
-    if init in WHOLE_MATRIX and dtype == torch.float64:
-        raise UnsupportedError(f"init_lora_weights={init!r} in float64", "PEFT computes it in float32", "use float32")
     transposed = [name for name in targets if name in plan.linears and plan.linears[name].is_transposed]
     if init == "olora" and transposed:
         raise UnsupportedError(f"olora on {transposed[0]}", "PEFT decomposes the transposed weight", "use pissa")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,16 @@ from typing import Any
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 
-from meshlora.adapter.initialization import check_whole_matrix
+from meshlora.adapter.initialization import check_decomposed
 from meshlora.adapter.targets.options import check_kind, matches
 from meshlora.adapter.targets.resolve import Target, describe_targets, resolve_targets
 from meshlora.adapter.targets.token_rows import TokenRows, resolve_rows
 from meshlora.feature import features
 from meshlora.model.dp_shard import check_not_sharded
+from meshlora.plan.features import Asked
 from meshlora.plan.grads import FactorRule, Side, embedding_rule, expert_rule, factor_rule, split_rule, whole_rule
 from meshlora.plan.layout import Layout, Split
+from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 from meshlora_ground.tasks import CAUSAL, HEADS, task_of
@@ -71,6 +73,24 @@ class AdapterPlan:
         """Names of the parameters of the base that `of_base` stand for, whole or in part."""
         return (*self.copies, *(f"{module}.weight" for module in self.rows))
 
+    def asked(self, plan: ModelPlan) -> Asked:
+        """What is asked for, as far as the adapter on the model of `plan` says it: see `plan.features`."""
+        experts = [name for name in self.targets if name in plan.projections or name in plan.matrices]
+        options = ("init_lora_weights", "use_dora", "bias", "modules_to_save", "trainable_token_indices")
+        return {
+            **plan.asked,
+            **{name: getattr(self.config, name) for name in options},
+            "lora_dropout": self.stored.lora_dropout,
+            "pieces": any(".lora_A." in name for name in self.parameters),
+            "an adapter on the embedding": plan.embedding if plan.embedding in self.targets else "",
+            "an adapter on the output head": plan.head if plan.head in self.targets else "",
+            "an adapter on the parameter": min(self.stored.target_parameters or [""]),
+            "an adapter on experts or routers": experts[0] if experts else "",
+            "LoRA on the router": next((name for name in self.targets if name in plan.matrices), ""),
+            "modules_to_save, or biases": bool(self.copies),
+            "the embedding in modules_to_save": f"{plan.embedding}.weight" in self.copies,
+        }
+
     @property
     def with_rows(self) -> frozenset[str]:
         """The modules that have `rows`."""
@@ -106,8 +126,7 @@ def plan_adapter(
     check_kind(config)
     targets = resolve_targets(model, plan, config, strict=strict)
     stored = final_config(config, targets, plan)
-    _check_dropout(stored, targets, plan)
-    check_whole_matrix(config, targets, plan, model.dtype)
+    check_decomposed(config, targets, plan)
     copies = trained_parameters(model, plan, config, targets)
     parameters = {
         target.name_of(part): Trained(shape, rule_of_part(plan, target, part))
@@ -119,6 +138,7 @@ def plan_adapter(
     parameters |= {each.name: trained_rows(model, plan, each) for each in rows.values()}
     vocabulary = {name: whole_shape(model, plan, f"{name}.weight") for name in (plan.embedding, plan.head) if name}
     found = AdapterPlan(config, stored, targets, parameters, tuple(copies), rows, folder, vocabulary)
+    check({**found.asked(plan), "model.dtype": str(model.dtype).removeprefix("torch.")})
     for feature in features():
         feature.check_adapter(model, plan, found)
     return found
@@ -134,33 +154,6 @@ def with_trained_head(config: LoraConfig, model: Any) -> LoraConfig:
     config.modules_to_save = list(dict.fromkeys((*(config.modules_to_save or ()), *heads))) or None
     config.task_type = config.task_type or task
     return config
-
-
-def _check_dropout(stored: LoraConfig, targets: Collection[str], plan: ModelPlan) -> None:
-    """Refuse a `lora_dropout` that would have no effect. Embeddings have none, as in PEFT.
-
-    stored: the configuration as saved, where some linears are named as parameters.
-
-    Raises:
-        UnsupportedError: names the option and what it conflicts with.
-    """
-    if not stored.lora_dropout:
-        return
-    given, off = f"LoraConfig(lora_dropout={stored.lora_dropout})", "leave lora_dropout at 0.0"
-    if stored.use_dora:
-        raise UnsupportedError(f"{given} with use_dora", "the two together are not supported yet", f"{off}")
-    if stored.target_parameters:
-        raise UnsupportedError(
-            f"{given} with an adapter on the parameter {min(stored.target_parameters)}",
-            "PEFT has no dropout for experts, routers and linears that it names as parameters",
-            f"{off}, or leave these targets out",
-        )
-    if plan.head in targets:
-        raise UnsupportedError(
-            f"{given} with an adapter on the output head {plan.head}",
-            "it is computed for some trained tokens at a time",
-            f"{off}, or leave the head out",
-        )
 
 
 def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets: Mapping[str, Target]) -> list[str]:
@@ -197,15 +190,9 @@ def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets:
                     f"modules_to_save: {owner}", "it is a whole block", "name norms, linears or embeddings"
                 )
             leaves = [leaf for leaf, _ in module.named_parameters(recurse=is_head)]
-            if config.bias == "all" and "bias" in leaves:
-                raise UnsupportedError(
-                    f"modules_to_save: {owner} with bias='all'",
-                    "PEFT stores its bias twice, under two names",
-                    "use bias='none' or 'lora_only': modules_to_save trains that bias too",
-                )
+            if "bias" in leaves:
+                check({"bias": config.bias, "modules_to_save with a bias": owner})
             found += [f"{owner}.{leaf}" for leaf in leaves]
-    if config.bias == "all" and plan.text:
-        raise UnsupportedError("bias='all' of a composite", "text trains no bias of its tower", "use bias='lora_only'")
     if config.bias != "none":
         biases = [name for name, _ in model.named_parameters() if name.rpartition(".")[2] == "bias"]
         if config.bias == "lora_only":

@@ -20,7 +20,6 @@ from peft import LoraConfig
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, plan_folder, read_factors
-from meshlora.adapter.initialization import WHOLE_MATRIX
 from meshlora.adapter.plan import AdapterPlan, plan_adapter, with_trained_head
 from meshlora.feature import features
 from meshlora.loading.guards import check_dropouts, dropout_fields, handle_dropout
@@ -30,9 +29,11 @@ from meshlora.model.stored import has_own_head, num_stored, stored_dtype
 from meshlora.model.weights import CheckpointSource, check_checkpoint, extra_weights, kept_wide
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.derive import plan_model
+from meshlora.plan.features import Asked
 from meshlora.plan.numbers import check_numbers
+from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan, Packing
-from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean, reason
+from meshlora_ground.errors import UserError, did_you_mean, reason
 from meshlora_ground.files import read_json
 from meshlora_ground.model_class import take_quantization
 from meshlora_ground.objective import TEXT, Objective
@@ -87,6 +88,17 @@ class Blueprint:
         """The adapter; asserts that there is one."""
         assert self.adapter is not None
         return self.adapter
+
+    @property
+    def asked(self) -> Asked:
+        """What is asked for, as far as the base and its adapter say it: see `plan.features`."""
+        return {
+            **(self.plan.asked if self.adapter is None else self.adapter.asked(self.plan)),
+            "train.objective": self.objective,
+            "model.dtype": str(self.dtype).removeprefix("torch."),
+            "model.attn_implementation": self.options.attn_implementation,
+            "dropout": next((f"{name}={rate:g}" for name, rate in self.dropouts.items()), ""),
+        }
 
     @property
     def dropouts(self) -> dict[str, float]:
@@ -156,12 +168,9 @@ class Blueprint:
             raise UserError(f"train.objective.reference={folder}", "there is no such folder", way_out)
         reference = None if folder is None else self.with_folder(Path(folder), ignore_dropout=True).trained
         for adapter in (self.adapter, reference) if self.objective.needs_base else ():
-            if adapter is not None and (init := adapter.config.init_lora_weights) in WHOLE_MATRIX:
-                raise UnsupportedError(
-                    f"train.objective={self.objective.kind} with init_lora_weights={init!r}",
-                    "it needs the frozen base, which has given its principal part to the adapter",
-                    "use init_lora_weights: true",
-                )
+            if adapter is not None:
+                init = adapter.config.init_lora_weights
+                check({"train.objective": self.objective, "init_lora_weights": init})
         return dataclasses.replace(self, reference=reference)
 
     @property

@@ -18,6 +18,7 @@ from meshlora.loading.methods import take_methods
 from meshlora.loading.numbered import given_tokens
 from meshlora.model.wrappers import refuse_wrappers
 from meshlora.plan.dropout import is_exact_dropout, is_exact_module
+from meshlora.plan.pairs import check
 from meshlora_ground import compat
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.tasks import CAUSAL, task_of
@@ -146,10 +147,11 @@ def guard_model(model: Any, topology: Topology) -> None:
 
 def _check_outputs(config: Any, kwargs: dict[str, Any], topology: Topology) -> None:
     """Refuse hidden states and attentions of which a rank has a part only."""
-    for name, in_parts in (("output_hidden_states", topology.sp), ("output_attentions", topology.tp > 1)):
-        wanted = kwargs.get(name)
-        if in_parts and (wanted if wanted is not None else getattr(config, name, False)):
-            raise UnsupportedError(f"{name}=True on {topology}", "a rank has a part of them only", "use tp=1 for it")
+    names = ("output_hidden_states", "output_attentions")
+    wanted = {name: kwargs.get(name) for name in names}
+    wanted = {name: getattr(config, name, False) if value is None else value for name, value in wanted.items()}
+    if any(wanted.values()):  # of each forward
+        check({"topology": topology, **wanted})
 
 
 def _configs(config: Any) -> Iterator[Any]:

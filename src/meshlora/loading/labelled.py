@@ -22,9 +22,10 @@ from torch.autograd import Function
 
 from meshlora.adapter.attach import Loop, runtime
 from meshlora.comm.collectives import reduce_each_to_one
+from meshlora.plan.pairs import check
 from meshlora.plan.token_order import order_of_rows
 from meshlora.train.batch import IGNORED, shifted
-from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.errors import UserError
 from meshlora_ground.tasks import CAUSAL, task_of
 
 _OWN = "_meshlora_own"
@@ -82,13 +83,9 @@ def take_labels(model: Any) -> None:
 def _labelled(model: Any, given: dict[str, Any]) -> Any:
     plain, state = functools.partial(type(model).forward, model), runtime(model)
     mesh, wants_routers = state.mesh, given.get("output_router_logits")
-    if mesh.topology.pp > 1:
-        raise UnsupportedError(f"labels on {mesh.topology}", "only its last stage has a loss", "use pp=1")
     if wants_routers is None:
         wants_routers = getattr(model.config.get_text_config(), "output_router_logits", False)
-    if wants_routers and mesh.topology.world > 1:
-        rule = "the load-balancing loss of Hugging Face's models is that of each rank's own tokens"
-        raise UnsupportedError(f"labels with output_router_logits=True on {mesh.topology}", rule, "leave it out")
+    check({"topology": mesh.topology, "door": "labels", "output_router_logits": wants_routers})
     if wants_routers or task_of(model.config) != CAUSAL:  # a loss that has more in it than a sum over tokens
         outputs = plain(**given)
         if isinstance(found := getattr(outputs, "loss", None), Tensor):

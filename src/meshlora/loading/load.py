@@ -30,6 +30,7 @@ from meshlora.model.padding import is_causal, needs_mask
 from meshlora.model.weights import StateDictSource, extra_weights, fill
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.proved import check_proved_here
+from meshlora.plan.pairs import check
 from meshlora.wings.kernels.kernels import with_kernels
 from meshlora.wings.kernels.liger import Kernels, check_kernels, liger
 from meshlora_ground.errors import UserError
@@ -87,8 +88,8 @@ def load(
     if lora is not None:
         check_kind(lora)
     shape = topology if isinstance(topology, Topology) else Topology.parse(topology, world=num_processes())
-    for feature in features():
-        feature.check(shape, {"meshlora.load": True})  # whose loops are the caller's
+    # Its loops are the caller's, and stages need the order of a schedule.
+    check({"topology": shape, "door": "meshlora.load"})
     options = BaseOptions(
         dtype="auto" if dtype is None else dtype,  # type: ignore[arg-type] # a wrong one is refused by its name
         attn_implementation=attn_implementation,

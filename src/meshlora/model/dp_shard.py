@@ -24,6 +24,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from meshlora.comm.collectives import all_gather_into
 from meshlora.comm.groups import Axis, Mesh
+from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
 from meshlora_ground.compat import forward_hooks
 from meshlora_ground.errors import UnsupportedError
@@ -59,11 +60,7 @@ def check_not_sharded(plan: ModelPlan, name: str, parameter: Tensor) -> None:
         UnsupportedError: it is.
     """
     if plan.is_sharded(name, ndim=parameter.ndim):
-        raise UnsupportedError(
-            f"training {name} on {plan.topology}",
-            "what dp_shard shards is frozen, and it shards the matrices of decoder layers",
-            "leave out dp_shard, or give it LoRA; norms, biases, embedding and head can be trained",
-        )
+        check({"topology": plan.topology, "sharded": name})
 
 
 def shard_unit(model: nn.Module, unit: str, plan: ModelPlan, mesh: Mesh) -> None:

@@ -25,10 +25,11 @@ from meshlora.plan.families.mixers import Mixer, mixer_of
 from meshlora.plan.families.proved import check_family
 from meshlora.plan.families.styles import family_plan, text_decoder
 from meshlora.plan.layout import Layout, Split
-from meshlora.plan.rules import CONTEXT_ATTENTIONS, Domain, ExpertsRule, LinearRule, ModelPlan, ParameterRule, Region
+from meshlora.plan.pairs import check
+from meshlora.plan.rules import Domain, ExpertsRule, LinearRule, ModelPlan, ParameterRule, Region
 from meshlora_ground import compat
 from meshlora_ground.errors import UnsupportedError, UserError
-from meshlora_ground.tasks import CAUSAL, task_of
+from meshlora_ground.tasks import task_of
 from meshlora_ground.topology import TOKENS, Topology, divisors, set_of
 
 _ADAPTED = {"q", "k", "v", "gate", "up"}
@@ -44,12 +45,7 @@ def plan_model(model: PreTrainedModel, topology: Topology, *, has_stages: bool =
         UserError: tp does not divide the heads or a width; the message names values that do.
     """
     check_family(model, topology)
-    if topology.size_over(TOKENS) > 1 and task_of(model.config) != CAUSAL:
-        raise UnsupportedError(
-            f"{type(model).__name__} on {topology}",
-            "its head takes whole texts, of which a rank has a part",
-            "use dp, tp and sp, which have its proofs",
-        )
+    check({"topology": topology, "task": task_of(model.config)})
     experts: dict[str, ExpertsRule] = {}
     for feature in features():
         experts |= feature.find_experts(model, topology)
@@ -197,12 +193,7 @@ class _Planner:
         if topology.size_over(TOKENS) == 1:
             return (), {}
         implementation = compat.attention_of(self.config.get_text_config())
-        if implementation not in CONTEXT_ATTENTIONS:
-            raise UnsupportedError(
-                f"attn_implementation={implementation} on {topology}",
-                "cut sequences attend by sdpa or eager",
-                f"use attn_implementation={CONTEXT_ATTENTIONS[0]}",
-            )
+        check({"topology": topology, "model.attn_implementation": implementation})
         known = set()
         for index, layer in enumerate(self.layers):
             for path, module in layer.named_modules():

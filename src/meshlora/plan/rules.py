@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
 
+from meshlora.plan.features import Asked
 from meshlora.plan.layout import Layout, Split
 from meshlora_ground.tasks import CAUSAL, HEADS
 from meshlora_ground.topology import FEATURES, LAYERS, Topology, copies_axis
@@ -250,6 +251,17 @@ class ModelPlan:
     def has_vocabulary(self) -> bool:
         """Whether its outputs are logits of a vocabulary, split over tp; else what follows the layers is whole."""
         return self.task == CAUSAL
+
+    @property
+    def asked(self) -> Asked:
+        """What is asked for, as far as the plan says it: see `plan.features`."""
+        return {
+            "topology": self.topology,
+            "task": self.task,
+            "composite": self.text,
+            "experts": bool(self.experts),
+            "model.quantization": self.quantization,
+        }
 
     def is_of_head(self, name: str) -> bool:
         """Whether the module `name` is in the head of a model that is not a language model."""

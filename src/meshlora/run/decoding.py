@@ -22,6 +22,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokeniz
 from meshlora.loading.blueprint import read_model_config
 from meshlora.loading.guards import most_positions
 from meshlora.loading.load import load
+from meshlora.plan.pairs import check
 from meshlora.reading.chat import conversation_prompts, stop_ids
 from meshlora.reading.clock import set_day
 from meshlora.reading.records import Record
@@ -30,7 +31,7 @@ from meshlora.reading.tokenizer import load_tokenizer, padding_token_id
 from meshlora.run.config.run import GenerateConfig
 from meshlora.run.gpt2_beam import gpt2_beam
 from meshlora.wings.generation.rows import all_finished, generating
-from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.errors import UserError
 from meshlora_ground.reading import read_text
 
 
@@ -154,10 +155,8 @@ def continued(
     Raises:
         UnsupportedError: log-probabilities of a beam search, which draws nothing.
     """
-    if log_probs and (options.num_beams > 1 or options.search == "gpt2_beam"):
-        raise UnsupportedError(
-            "log-probabilities with beams", "a beam is searched for, not drawn", "set generate.num_beams: 1"
-        )
+    beams = {"generate.num_beams": options.num_beams, "generate.search": options.search}
+    check({"log-probabilities": log_probs, **beams})
     for number, part in batches.items():
         with generating(network):
             torch.manual_seed((options.seed + number) % 2**63)

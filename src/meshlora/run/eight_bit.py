@@ -22,9 +22,9 @@ from torch import Tensor
 from meshlora.adapter.attach import Factor, full_factor, local_part
 from meshlora.adapter.plan import Trained
 from meshlora.comm.groups import Mesh
+from meshlora.plan.pairs import check
 from meshlora.run.optimizers import BLOCK, cuts_blocks, has_eight_bits
 from meshlora.wings.quantized.quantized import bitsandbytes_functions
-from meshlora_ground.errors import UserError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _SCALES = tuple(f"{moment}_absmax" for moment in MOMENTS)
@@ -54,9 +54,8 @@ class AdamW8bit(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         for factor in factors:
-            if factor.parameter.is_cuda and factor.parameter.dtype == torch.float64:
-                rule, way_out = "the kernels of bitsandbytes on GPUs have no float64", "use model.dtype: float32"
-                raise UserError("train.optimizer=adamw_8bit with model.dtype=float64", rule, way_out)
+            dtype, device = str(factor.parameter.dtype).removeprefix("torch."), factor.parameter.device.type
+            check({"train.optimizer": "adamw_8bit", "model.dtype": dtype, "device": device})
         self.mesh, self.parameters, self.least = mesh, parameters, least
         self.factors = {factor.parameter: factor for factor in factors}
         self._levels: dict[torch.device, tuple[Tensor, Tensor]] = {}

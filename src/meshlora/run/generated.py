@@ -21,6 +21,7 @@ from meshlora.comm.collectives import all_gather
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.proved import check_proved_here
+from meshlora.plan.pairs import check
 from meshlora.reading.nlg import of_categories
 from meshlora.reading.records import Prompt, prompts_of
 from meshlora.reading.tokenizer import tokenizer_of
@@ -29,7 +30,6 @@ from meshlora.run.decoding import Continuation, batches_of, continued, encode_ch
 from meshlora.run.evaluate import Evaluation, load_for_evaluation
 from meshlora.run.sources import records_of
 from meshlora.wings.generation.rows import in_step
-from meshlora.wings.stages.plan import check_options
 from meshlora_ground.errors import UserError
 from meshlora_ground.float64 import lift
 from meshlora_ground.topology import Topology, divisors
@@ -162,7 +162,7 @@ def blueprint_to_generate(
             break
     if topology is not None:
         shape = Topology.parse(topology, world=world)
-        check_options(shape, {"meshlora generate": True})
+        check({"topology": shape, "door": "meshlora generate"})
         found = made.on(shape)
         check_proved_here(found.plan.model_type, shape, has_experts=bool(found.plan.experts))
     return found if adapter is None else found.with_folder(adapter, ignore_dropout=True)

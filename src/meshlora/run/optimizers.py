@@ -14,11 +14,11 @@ import torch
 
 from meshlora.adapter.plan import AdapterPlan, Trained
 from meshlora.plan.grads import Cut
+from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
-from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.errors import UserError
 from meshlora_ground.topology import Topology
 
-_ROWS = "trainable_token_indices"
 BLOCK = 256  # elements of a factor, flattened, that share a scale of their moments in 8 bits
 
 
@@ -62,42 +62,7 @@ def check_trainable(optimizer: str, adapter: AdapterPlan, plan: ModelPlan) -> No
     Raises:
         UnsupportedError: names what of it. UserError: the library of the optimizer is not installed.
     """
-    if optimizer == "lora_fa":
-        _check_pairs(adapter, plan)
-    if optimizer == "adamw_8bit":
-        if importlib.util.find_spec("bitsandbytes") is None:
-            way_out = "pip install 'meshlora[quantization]'"
-            raise UserError("train.optimizer=adamw_8bit", "it needs bitsandbytes", way_out)
-        _check_flat(adapter, plan)
-
-
-def _check_flat(adapter: AdapterPlan, plan: ModelPlan) -> None:
-    """Refuse parameters that PEFT keeps as parts of a larger one, whose blocks are then other blocks."""
-    given = {
-        "an adapter on parameters (experts, routers)": bool(adapter.stored.target_parameters),
-        "an adapter on pieces of fused matrices": any(".lora_A." in name for name in adapter.parameters),
-    }
-    way_out = "leave it out, or use optimizer: adamw"
-    if what := next((name for name, is_there in given.items() if is_there), None):
-        rule = "PEFT keeps several of these in one matrix, whose blocks of 256 elements are not those of each"
-        raise UnsupportedError(f"train.optimizer=adamw_8bit with {what}", rule, way_out)
-    if adapter.rows:
-        raise UnsupportedError(f"train.optimizer=adamw_8bit with {_ROWS}", "it is not proved with them", way_out)
-    if f"{plan.embedding}.weight" in adapter.copies:
-        rule = "transformers leaves its moments in 32 bits, and bitsandbytes itself does not"
-        raise UnsupportedError("train.optimizer=adamw_8bit with the embedding in modules_to_save", rule, way_out)
-
-
-def _check_pairs(adapter: AdapterPlan, plan: ModelPlan) -> None:
-    """Refuse other parameters than an A and a B of a linear."""
-    given = {
-        "modules_to_save, or biases": bool(adapter.copies),
-        _ROWS: bool(adapter.rows),
-        "use_dora": adapter.config.use_dora,
-        "an adapter on the embedding": plan.embedding in adapter.targets,
-        "an adapter on parameters (experts, routers)": bool(adapter.stored.target_parameters),
-        "an adapter on pieces of fused matrices": any(".lora_A." in name for name in adapter.parameters),
-    }
-    if what := next((name for name, is_there in given.items() if is_there), None):
-        rule = "PEFT's optimizer pairs one A with one B of a linear, and would take other parameters for these"
-        raise UnsupportedError(f"train.optimizer=lora_fa with {what}", rule, "leave it out, or use optimizer: adamw")
+    check({**adapter.asked(plan), "train.optimizer": optimizer})
+    if optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        way_out = "pip install 'meshlora[quantization]'"
+        raise UserError("train.optimizer=adamw_8bit", "it needs bitsandbytes", way_out)

@@ -30,7 +30,6 @@ from meshlora_ground.model_class import model_class
 # Longer and shorter than a twin's windows (8), odd; the second row ends in padding.
 _ROWS = ((13, 5, 3), (3, 11))
 _LIMIT = 1e-9
-_ATTENTIONS = (None, "eager", "sdpa")
 
 
 def check_packing(config: PretrainedConfig, *, attn_implementation: str | None, trust_remote_code: bool) -> bool:
@@ -40,16 +39,10 @@ def check_packing(config: PretrainedConfig, *, attn_implementation: str | None, 
     mask of the whole row, and computes the scores of all its tokens.
 
     Raises:
-        UnsupportedError: they do; the twin cannot show it; an attention implementation that is not proved.
+        UnsupportedError: they do; the twin cannot show it.
     """
     what = f"data.packing with model_type {config.model_type!r}"
     way_out = "set data.packing: false"
-    if attn_implementation not in _ATTENTIONS:
-        raise UnsupportedError(
-            f"data.packing with model.attn_implementation={attn_implementation}",
-            "that sequences of a row are kept apart is shown for eager and sdpa",
-            "use one of these",
-        )
     try:
         model = _twin(config, attn_implementation, trust_remote_code)
         lengths = keep_apart(model)

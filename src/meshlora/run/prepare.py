@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from transformers import PretrainedConfig, PreTrainedTokenizerBase
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, PIECES_FILE, WEIGHTS_FILE, lora_config
 from meshlora.loading.blueprint import Blueprint
 from meshlora.loading.guards import longest_fixed_length, most_positions
+from meshlora.plan.pairs import check, refusal
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.table import notes_of_whole
 from meshlora.reading.bad_rows import ERROR
@@ -36,7 +37,7 @@ from meshlora.run.early_stopping import Patience, losses_until
 from meshlora.run.followed import no_tokens, stream_of
 from meshlora.run.optimizers import check_trainable
 from meshlora.run.packing_check import check_packing
-from meshlora.run.prepared import Prepared
+from meshlora.run.prepared import Prepared, asked_of
 from meshlora.run.recompute import check_recompute
 from meshlora.run.slow_paths import check_fast, slow_paths
 from meshlora.run.sources import read_sources
@@ -46,7 +47,6 @@ from meshlora.wings.experts.balance import check_load_balancing
 from meshlora.wings.experts.routing import check_routed, check_routing, step_file
 from meshlora.wings.images.images import Images
 from meshlora.wings.kernels.kernels import with_kernels
-from meshlora.wings.stages.plan import check_options
 from meshlora_ground.compat import attention_of
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError, UserError
@@ -88,14 +88,7 @@ def check_request(config: RunConfig, *, world: int | None, resumes: bool) -> Top
             f"each of the dp={topology.dp} ranks needs at least one sequence a step",
             "raise train.batch_size or lower dp",
         )
-    check_options(
-        topology,
-        {
-            "train.routing_record": train.routing_record is not None,
-            "train.routing_replay": train.routing_replay is not None,
-            f"train.sample_every={train.sample_every}": train.sample_every > 0,
-        },
-    )
+    check({**config.asked, "topology": topology})
     _check_output(config, resumes=resumes)
     check_trackers(train.track)
     return topology
@@ -111,6 +104,7 @@ def blueprint_of(config: RunConfig, base: Blueprint) -> Blueprint:
         blueprint = base.with_folder(Path(config.adapter))
     else:
         blueprint = base.with_adapter(lora_config(config.lora or {}, "lora", unknown_is_error=True))
+    check({**config.asked, **blueprint.asked})
     blueprint = blueprint.with_reference(config.reference)
     _check_model(blueprint, config)
     said = blueprint.check_weights()
@@ -157,14 +151,11 @@ def read_run_data(config: RunConfig, blueprint: Blueprint, *, day: str | None = 
     )
     if train_data is None:
         train_data = no_tokens()
+    check(asked_of(config, blueprint, train_data, eval_data))
     images = [data.images for data in (train_data, eval_data) if data is not None]
-    check_images(config, images)
     check_vision(blueprint, train_data.images)
     if train_data.routed is not None:
         check_routed(train_data.routed, blueprint.plan)
-        if config.train.routing_record or config.train.routing_replay:
-            given = "routed_experts of the data with train.routing_record or train.routing_replay"
-            raise UserError(given, "the data say the experts of each token", "leave one out")
     of_processors = [each.processor.tokenizer for each in images if isinstance(each, Images)]
     written = next(filter(None, map(written_day, (tokenizer, *of_processors))), None)
     if config.data.date is not None and written is None:
@@ -285,11 +276,9 @@ def _with_packing(
 
 def _why_padded(config: RunConfig, blueprint: Blueprint, data: RunData) -> str:
     """Why the sequences of a micro-batch keep rows of their own, whatever the model is; empty if they need not."""
-    objective = config.train.objective
-    if objective.task != CAUSAL or objective.why_padded:
-        return f"train.objective={objective.kind} compares whole rows"
-    if any(each is not None and each.images is not None for each in (data.train, data.eval)):
-        return "the data has images"
+    refused = refusal({**asked_of(config, blueprint, data.train, data.eval), "data.packing": True})
+    if refused is not None:
+        return refused.rule
     return "cp cuts each row" if blueprint.topology.size_over(TOKENS) > 1 else ""
 
 
@@ -461,23 +450,6 @@ def read_data(
         **(own if objective.task == CAUSAL else {"objective": objective}),
     )
     return read_sources(data, given, read, say)
-
-
-def check_images(config: RunConfig, images: Iterable[FurtherInputs | None]) -> None:
-    """Refuse images together with what is not proved with them. images: of each dataset.
-
-    Raises:
-        UnsupportedError: names the option.
-    """
-    given = {
-        "data.packing": config.data.packing is True,
-        "train.neftune_alpha": config.train.neftune_alpha > 0,
-        "train.routing_record": config.train.routing_record is not None,
-        "train.routing_replay": config.train.routing_replay is not None,
-    }
-    option = next((option for option, is_given in given.items() if is_given), None)
-    if option is not None and any(each is not None for each in images):
-        raise UnsupportedError(f"{option} with images", "it is not proved with them", "leave it out")
 
 
 def check_vision(blueprint: Blueprint, images: FurtherInputs | None) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from meshlora.loading.blueprint import Blueprint
+from meshlora.plan.features import Asked
 from meshlora.plan.rules import ModelPlan
 from meshlora.reading.sampler import GlobalBatches
 from meshlora.run.checkpoint.identity import Contents
@@ -65,6 +66,11 @@ class Prepared:
         return self.blueprint.topology
 
     @property
+    def asked(self) -> Asked:
+        """What is asked for: see `plan.features`."""
+        return asked_of(self.config, self.blueprint, self.train_data, self.eval_data)
+
+    @property
     def start(self) -> Blueprint:
         """The blueprint with the initial adapter: the checkpoint's, if the run resumes."""
         return self.blueprint if self.resume is None else self.blueprint.with_folder(self.resume.folder)
@@ -98,3 +104,17 @@ class Prepared:
     def on(self, topology: Topology) -> Prepared:
         """The same run on another topology, for a proof of it."""
         return replace(self, blueprint=self.blueprint.on(topology))
+
+
+def asked_of(
+    config: RunConfig, blueprint: Blueprint, train: TokenizedDataset, held_out: TokenizedDataset | None
+) -> Asked:
+    """What is asked for, as far as a run file, its model with the adapter and its data say it: see `plan.features`."""
+    each = [data for data in (train, held_out) if data is not None]
+    return {
+        **config.asked,
+        **blueprint.asked,
+        "train.objective": config.train.objective,
+        "images": any(data.images is not None for data in each),
+        "routed_experts of the data": train.routed is not None,
+    }

@@ -13,9 +13,9 @@ from meshlora.reading.mixture import joined_sources, num_draws
 from meshlora.reading.places import files_of
 from meshlora.reading.records import Record
 from meshlora.reading.sources import read_records
-from meshlora.run.config.run import DataConfig, Given, Source, sources_of
+from meshlora.run.config.run import DataConfig, Given, Source, num_read_apart, sources_of
 from meshlora_ground.dataset import TokenizedDataset
-from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.errors import UserError
 
 
 def read_sources(
@@ -24,19 +24,13 @@ def read_sources(
     """The tokens of all sources of `given`, in order. read: called with paths, `columns` and `format`.
 
     Raises:
-        UserError: as `read`; some of the sources have weights and others not. UnsupportedError: several are streamed.
+        UserError: as `read`; some of the sources have weights and others not.
     """
     groups = _groups(data, given)
     weights = [each.weight for each in sources_of(given)]
     has_weights = any(weight is not None for weight in weights)
     if has_weights and None in weights:
         raise UserError(f"weights {weights}", "some sources have one and others not", "give each a weight, or none")
-    if data.streaming and len(groups) > 1:
-        raise UnsupportedError(
-            f"data.streaming with {len(groups)} sources that have options of their own",
-            "their tokens are joined in memory",
-            "leave out streaming, or the options",
-        )
     found = [read(paths, columns=columns, format=format) for paths, columns, format in groups]
     if len(found) == 1:
         return found[0]
@@ -62,7 +56,7 @@ def records_of(data: DataConfig, given: Given) -> list[Record]:
 def _groups(data: DataConfig, given: Given) -> list[tuple[list[str], dict[str, str] | None, Any]]:
     """(paths, columns, format) of what is read at once: all sources without options of their own, or each by itself."""
     sources = sources_of(given)
-    if all(each == Source(each.path) for each in sources):
+    if num_read_apart(given) == 1:
         return [([path for each in sources for path in each.paths], data.columns, data.format)]
     return [(_files(each), each.columns or data.columns, each.format or data.format) for each in sources]
 

@@ -1,6 +1,6 @@
 """Preparing the runs of a run file: the checks of each, and those of several adapters trained together.
 
-Owns: every refusal that is specific to several adapters in one run; holding their output folders. Does not own: the
+Owns: which runs train together; holding their output folders. Does not own: the
 checks of one run (`run.prepare`), the lock (`run.lock`).
 """
 
@@ -13,24 +13,17 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-import torch
-from peft import LoraConfig
-
-from meshlora.adapter.initialization import WHOLE_MATRIX
-from meshlora.adapter.targets.resolve import Target
 from meshlora.loading.blueprint import Blueprint, make_blueprint
-from meshlora.plan.rules import ModelPlan
+from meshlora.plan.pairs import check
 from meshlora.run.config.run import RunConfig
 from meshlora.run.lock import hold, holder_of
 from meshlora.run.prepare import blueprint_of, check_request, first_day, prepare, read_output, read_run_data
 from meshlora.run.prepared import Prepared
-from meshlora_ground.errors import UnsupportedError, UserError
-from meshlora_ground.tasks import CAUSAL
+from meshlora_ground.errors import UserError
 from meshlora_ground.versions import digest
 
 # Longer values are compared by hash.
 _LONGEST_SHOWN = 64
-_WAY_OUT = "train the adapters one by one, or leave it out"
 
 
 def prepare_run(
@@ -77,12 +70,11 @@ def prepare_runs(
     Raises:
         UserError: the first thing that does not fit, with the adapter's name if there are several.
     """
-    if "" not in configs:
-        if resume not in (None, "auto"):
-            raise UserError(
-                f"--resume {resume}", "each of several adapters has checkpoints of its own", "use --resume auto"
-            )
-        _check_options(next(iter(configs.values())))
+    several = {"adapters": len(configs), "resume": resume} if "" not in configs else {}
+    for name, config in configs.items():
+        with _named(name):
+            check({**config.asked, **several})
+    if several:
         # Of a micro-batch each adapter would have a row, and short ones would be padded to the longest.
         configs = {name: _padded(config) for name, config in configs.items()}
     runs: dict[str, Prepared] = {}
@@ -91,25 +83,9 @@ def prepare_runs(
         with _named(name):
             runs[name] = prepare_run(config, world=world, resume=resume, despite=despite, base=base, day=day)
         base = runs[name].blueprint
-    if "" not in runs:
-        if runs[name].blueprint.dtype == torch.float16:
-            raise UnsupportedError("float16 with several adapters", "their loss scale is not proved", "use bfloat16")
-        if runs[name].config.train.optimizer == "adamw_8bit":
-            given = "train.optimizer=adamw_8bit with several adapters"
-            raise UnsupportedError(given, "it is not proved with them", "use optimizer: adamw")
-        for name, run in runs.items():
-            if any(data is not None and data.images is not None for data in (run.train_data, run.eval_data)):
-                raise UnsupportedError(f"adapter {name}: images", "they are not proved with several adapters", _WAY_OUT)
-            if run.train_data.routed is not None:
-                what = f"adapter {name}: routed_experts"
-                raise UnsupportedError(what, "they are not supported with several adapters", _WAY_OUT)
-            if run.config.reference is not None:
-                given, why = (
-                    f"adapter {name}: reference: {run.config.reference}",
-                    "it is not proved with several adapters",
-                )
-                raise UnsupportedError(given, why, "use reference: base, or train the adapters one by one")
-            check_adapter_together(name, run.blueprint.trained.config, run.blueprint.trained.targets, run.plan)
+    for name, run in runs.items():
+        with _named(name):
+            check({**run.asked, **several})
     return runs
 
 
@@ -189,42 +165,3 @@ def logs_of(runs: Mapping[str, Prepared]) -> Path:
     """The folder of the ranks' logs: the output, or the common parent of the outputs of several adapters."""
     output = Path(next(iter(runs.values())).config.train.output)
     return output if "" in runs else output.parent
-
-
-def check_adapter_together(name: str, lora: LoraConfig, targets: Mapping[str, Target], plan: ModelPlan) -> None:
-    """Refuse the adapter `name` among several if its options are not proved there.
-
-    Raises:
-        UnsupportedError: names the option or the target.
-    """
-    refused = {
-        f"bias={lora.bias!r}": lora.bias != "none",
-        "modules_to_save": bool(lora.modules_to_save),
-        "trainable_token_indices": bool(lora.trainable_token_indices),
-        f"init_lora_weights={lora.init_lora_weights!r}": lora.init_lora_weights in WHOLE_MATRIX,
-        **{f"LoRA on the router {target}": True for target in targets if target in plan.matrices},
-    }
-    for option, is_given in refused.items():
-        if is_given:
-            raise UnsupportedError(f"adapter {name}: {option}", "it is not supported among several adapters", _WAY_OUT)
-
-
-def _check_options(config: RunConfig) -> None:
-    """Refuse run-wide options that are not proved for several adapters.
-
-    Raises:
-        UnsupportedError: names the option.
-    """
-    train = config.train
-    given = {
-        f"train.router_aux_loss_coef={train.router_aux_loss_coef}": train.router_aux_loss_coef > 0,
-        f"train.track={train.track}": bool({*train.track} - {"tensorboard"}),  # others: one run per process
-        "train.routing_record": train.routing_record is not None,
-        "train.routing_replay": train.routing_replay is not None,
-        "data.follow_s": config.data.follow_s is not None,
-        "rl": config.rl is not None,
-        f"train.objective={train.objective.kind}": train.objective.task != CAUSAL,
-    }
-    for option, is_given in given.items():
-        if is_given:
-            raise UnsupportedError(option, "it is not supported with several adapters", _WAY_OUT)

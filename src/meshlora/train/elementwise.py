@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 
 from meshlora.comm.groups import Mesh
-from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora.plan.pairs import check
+from meshlora_ground.errors import UserError
 from meshlora_ground.topology import LAYERS, Topology
 
 # Optimizers that treat each element by itself, so that a shard of a factor is updated as the whole one would be.
@@ -22,7 +23,6 @@ _ELEMENTWISE = (
     torch.optim.Adagrad,
     torch.optim.RMSprop,
 )
-WHOLE = "it uses whole matrices, or rounds their blocks, and a rank has a part of each"
 
 
 def check_optimizer(kind: type, mesh: Mesh) -> None:
@@ -31,9 +31,8 @@ def check_optimizer(kind: type, mesh: Mesh) -> None:
     Raises:
         UnsupportedError: its class is none of those that are known to.
     """
-    if mesh.topology.world > 1 and kind not in _ELEMENTWISE:
-        names = ", ".join(known.__name__ for known in _ELEMENTWISE)
-        raise UnsupportedError(f"the optimizer {kind.__name__}", WHOLE, f"use torch's {names}")
+    is_whole = kind not in _ELEMENTWISE
+    check({"topology": mesh.topology, "optimizer": f"the optimizer {kind.__name__}" if is_whole else ""})
 
 
 def check_rates(of_ranks: Sequence[float], topology: Topology) -> None:

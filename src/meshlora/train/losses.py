@@ -25,6 +25,7 @@ from meshlora.layers.head.loss import (
 from meshlora.layers.head.recipe import LogitsRecipe
 from meshlora.layers.linear import ParallelHead
 from meshlora.layers.row_lengths import rows_of
+from meshlora.plan.pairs import check
 from meshlora.plan.token_order import order_of_rows
 from meshlora.train.batch import Batch, shifted
 from meshlora_ground.compat import no_rows_packed
@@ -201,9 +202,7 @@ def token_scores(
     """
     if not temperature > 0:
         raise UserError(f"temperature={temperature}", "logits are divided by it", "give a positive number")
-    topology = runtime(model).mesh.topology
-    if topology.cp > 1 or topology.pp > 1:
-        raise UnsupportedError(f"token_scores on {topology}", "its ranks have a part of the tokens or layers each")
+    check({"topology": runtime(model).mesh.topology, "door": "token_scores"})
     mask: Any = attention_mask
     after = _after(input_ids, labels, attention_mask, position_ids)
     batch = Batch(input_ids, mask, after, 0, input_ids, position_ids=position_ids, more=more or {})

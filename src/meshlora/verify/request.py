@@ -30,7 +30,9 @@ from meshlora.loading.blueprint import Blueprint, make_blueprint, read_model_con
 from meshlora.loading.guards import dropout_fields, handle_dropout
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.twin import shrink_config, twin_config
+from meshlora.plan.features import Asked
 from meshlora.plan.numbers import check_numbers
+from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
 from meshlora.reading.processor import load_processor
 from meshlora.reading.sources import read_records
@@ -41,7 +43,6 @@ from meshlora.run.config.run import Schedule
 from meshlora.run.optimizers import check_trainable
 from meshlora.run.packing_check import check_packing
 from meshlora.run.recompute import check_recompute
-from meshlora.run.together import check_adapter_together
 from meshlora.verify.faults.registry import find
 from meshlora.verify.features import features_of_run
 from meshlora.wings.experts.targets import with_whole_projections
@@ -231,18 +232,9 @@ def prepare_proof(request: Request) -> Proof:
         for piece in pieces_of(name, pieces):  # refuse early what the judge does not know
             rows_of(config, name, piece, rule.out_features)
     device = _device(request.device, max(t.world for t in plans), request.ranks_per_gpu)
-    if request.optimizer == "adamw_8bit" and (dtype, device) != ("float64", "cpu"):
-        asked, why = f"--optimizer adamw_8bit in {dtype} on {device}", "rounding moves codes, as a fault would"
-        raise UnsupportedError(asked, why, "prove it in float64 on CPUs: --device cpu")
-    if request.adapters > 1 and (dtype != "float64" or not is_twin or device != "cpu"):
-        raise UserError(
-            f"--adapters {request.adapters}",
-            "several adapters are proved on twins, in float64, on CPUs",
-            "give --family or --twin, and --device cpu",
-        )
-    if request.objective.needs_base and dtype != "float64" and any(plan.experts for plan in plans.values()):
-        why = "routing is replayed below float64, and the frozen base routes by itself"
-        raise UnsupportedError(f"--objective {request.objective.kind} of experts in {dtype}", why, "use float64")
+    where = {"proof.dtype": dtype, "proof.device": device, "proof.model": "" if is_twin else str(request.model)}
+    for blueprint in blueprints.values():
+        check({**blueprint.asked, **_asked(request), **where})
     words = json.loads(json.dumps(_in_peft_words(request.lora, lora, plans)))
     of_adapter = {
         "lora": words,
@@ -281,9 +273,7 @@ def _reference(request: Request, plans: dict[Topology, ModelPlan], words: dict[s
     lora = lora_config(request.reference, "reference", unknown_is_error=True)
     for name in ("pieces", "share_experts"):
         if getattr(lora, name, None):
-            raise UnsupportedError(
-                f"a reference with {name}", "it is proved of the adapter of the run alone", "use start"
-            )
+            check({"door": "meshlora verify", "parts of a reference": name})
     plan = next(iter(plans.values()))
     own = _in_full(lora, lora.target_modules if isinstance(lora.target_modules, set | list) else (), plan)
     found: dict[str, Any] = json.loads(json.dumps(_in_peft_words(request.reference, own, plans)))
@@ -316,9 +306,6 @@ def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology
         for topology in _every_topology(request.nproc or _AUTO_PROCESSES, has_experts=has_experts):
             with contextlib.suppress(UserError):
                 found.setdefault(topology, base.on(topology).with_adapter(lora))
-    first = next(iter(found.values()))
-    if request.adapters > 1:
-        check_adapter_together("adapter-1", lora, first.trained.targets, first.plan)
     return found
 
 
@@ -510,34 +497,25 @@ def _check(request: Request) -> None:
         raise UserError(f"--resume with --steps {request.steps}", "a step is needed before it and one after it")
     if request.nproc is not None and request.nproc < 1:
         raise UserError(f"--nproc {request.nproc}", "at least 1 process is needed")
-    objective = request.objective
-    if request.packing and (objective.why_padded or objective.task != CAUSAL):
-        given = f"--packing with --objective {objective.kind}"
-        is_row = objective.task != CAUSAL
-        rule = "packing is for language models" if is_row else objective.why_padded
-        raise UserError(given, rule, "leave out --packing")
-    alone = {"--optimizer adamw_8bit": request.optimizer == "adamw_8bit"}
-    alone[f"--schedule {request.schedule}"] = request.schedule != "linear"
-    if request.adapters > 1 and (option := next((name for name, is_given in alone.items() if is_given), None)):
-        raise UnsupportedError(
-            f"--adapters {request.adapters} with {option}", "several adapters are not proved with it"
-        )
-    if request.adapters > 1 and objective.task != CAUSAL:
-        raise UnsupportedError(f"--adapters {request.adapters} with --objective {objective.kind}", "it is not proved")
-    if request.router_aux_loss_coef and objective.task != CAUSAL:
-        raise UserError("a load-balancing loss", f"--objective {objective.kind} has none", "leave it out")
-    if request.resume and request.adapters > 1:
-        raise UserError(f"--adapters {request.adapters} with --resume", "several adapters are not proved with it")
-    refused = {
-        "--packing": request.packing,
-        "--neftune-alpha": request.neftune_alpha > 0,
-        "--adapters": request.adapters > 1,
-        f"--objective {objective.kind}": objective.task != CAUSAL,
-    }
-    if request.images and (option := next((name for name, is_given in refused.items() if is_given), None)):
-        raise UserError(f"--images with {option}", "it is not proved with images", f"leave out {option}")
+    check(_asked(request))
     for name in request.mutations:
         find(name)
+
+
+def _asked(request: Request) -> Asked:
+    """What is asked for, as far as the request says it: see `plan.features`."""
+    names = ("objective", "optimizer", "schedule", "neftune_alpha", "lora_plus_ratio")
+    return {
+        # A run of several adapters has none, and their proof may have it.
+        "train.router_aux_loss_coef": request.router_aux_loss_coef if request.adapters == 1 else None,
+        **{f"train.{name}": getattr(request, name) for name in names},
+        "data.packing": bool(request.packing),
+        "model.attn_implementation": request.attn_implementation,
+        "adapters": request.adapters,
+        "resumes": request.resume,
+        "images": request.images,
+        "door": "meshlora verify",
+    }
 
 
 def _in_peft_words(given: dict[str, Any], lora: LoraConfig, plans: dict[Topology, ModelPlan]) -> dict[str, Any]:

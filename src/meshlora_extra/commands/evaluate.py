@@ -16,7 +16,6 @@ from meshlora.cli.arguments import add_json, add_local_rank, add_run_file, check
 from meshlora_extra.paper.scores import SCRIPTS
 from meshlora_ground.errors import UserError
 from meshlora_ground.reading import path_argument
-from meshlora_ground.tasks import CAUSAL
 
 
 def add(commands: Any) -> None:
@@ -116,13 +115,13 @@ def _check_files(options: argparse.Namespace) -> None:
 
 def _config(options: argparse.Namespace, place: Any) -> Any:
     """The run file with the topology and the data of this evaluation."""
+    from meshlora.plan.pairs import check
     from meshlora.run.config.file import read_run
     from meshlora_ground.hub import located_files
 
     config = read_run(options.file, options.overrides)
-    if options.generate and config.train.objective.task != CAUSAL:
-        what = f"--generate with train.objective={config.train.objective.kind}"
-        raise UserError(what, "such a model writes no text", "leave it out")
+    if options.generate:
+        check({"door": "--generate", "train.objective": config.train.objective})
     given = {override.partition("=")[0] for override in options.overrides}
     if place is None and options.nproc is None and "topology" not in given:
         config = dataclasses.replace(config, topology="")  # one process, whatever the run used

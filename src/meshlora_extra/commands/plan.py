@@ -195,6 +195,7 @@ def planned_step(runs: Mapping[str, Any], gpu: Any) -> Any:
     Rows are as long as the longest of a micro-batch is on average, taken in the order of the data; where its sequences
     are joined to one row, as long as they are themselves.
     """
+    from meshlora.plan.pairs import check
     from meshlora.run.watch.metrics import Planned
     from meshlora_extra.planner.choose import choose
     from meshlora_extra.planner.problem import problem_of_run
@@ -208,8 +209,7 @@ def planned_step(runs: Mapping[str, Any], gpu: Any) -> Any:
     try:
         if len(lengths) == 0:
             raise UnsupportedError("this run", "plans are of data that are known beforehand")
-        if len(runs) > 1 or train.objective.kind != "sft" or run.blueprint.dtype.itemsize > 4:
-            raise UnsupportedError("this run", "plans are of one adapter, train.objective=sft, at most four bytes")
+        check({**run.asked, "adapters": len(runs), "door": "meshlora plan"})
         seq = data.max_length if data.packing is True else round(sum(of_rows) / len(of_rows))
         problem = problem_of_run(run.config, run.blueprint, gpus=topology.world, gpu=gpu, seq=seq)
         best = choose(problem, [topology]).ranked[0]

@@ -16,7 +16,7 @@ from transformers import Trainer, TrainingArguments
 from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Mesh
-from meshlora.train.elementwise import WHOLE
+from meshlora.plan.pairs import check
 from meshlora_extra.hf.rows import fingerprint_of
 from meshlora_ground.errors import UnsupportedError, UserError, numbered
 
@@ -42,16 +42,21 @@ def check_arguments(args: TrainingArguments, model: Any) -> None:
         UserError: the argument, why not, and what to use.
     """
     mesh = runtime(model).mesh
-    if mesh.topology.pp > 1:
-        raise UnsupportedError(f"Trainer on {mesh.topology}", "its loop has no turns of stages", "use meshlora train")
+    logits = getattr(model.config, "output_router_logits", False)
+    optim = getattr(args.optim, "value", args.optim)
+    order = getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy)
+    check(
+        {
+            "topology": mesh.topology,
+            "door": "Trainer",
+            "output_router_logits": logits,
+            "optimizer": "" if optim in ELEMENTWISE else f"optim={optim}",
+            "fp16": args.fp16,
+            "train_sampling_strategy": order,
+        }
+    )
     if mesh.topology.world == 1:
         return
-    optim = getattr(args.optim, "value", args.optim)
-    if optim not in ELEMENTWISE:
-        raise UnsupportedError(f"optim={optim}", WHOLE, f"use one of {', '.join(ELEMENTWISE)}")
-    if args.fp16:
-        rule = "its loss scale would be that of each rank's own gradients"
-        raise UnsupportedError("fp16=True", rule, "load the model with dtype='bfloat16' or 'float32'")
     if args.bf16 and model.dtype != torch.bfloat16:
         raise UserError(
             f"bf16=True and a base in {str(model.dtype).removeprefix('torch.')}",
@@ -62,15 +67,7 @@ def check_arguments(args: TrainingArguments, model: Any) -> None:
     given = {name: getattr(args, name, None) for name in _NOT_PROVED}
     given |= {f"accelerator_config.{name}": getattr(args.accelerator_config, name) for name in _NOT_PROVED_TO_SPLIT}
     for name, value in given.items():
-        if value:
-            raise UnsupportedError(f"{name}={value}", "it is not proved on a mesh", "leave it out")
-    order = getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy)
-    if mesh.dp.size > 1 and order in ("group_by_length", "batch_rebalance"):
-        rule = "it orders the rows by the batch of one process, and dp ranks share one"
-        raise UnsupportedError(f"train_sampling_strategy={order} and dp={mesh.dp.size}", rule, "use random, or dp=1")
-    if getattr(model.config, "output_router_logits", False):
-        rule = "the load-balancing loss of Trainer is that of each rank's own tokens"
-        raise UnsupportedError("output_router_logits=True", rule, "leave it out, or use meshlora train")
+        check({"topology": mesh.topology, "argument": f"{name}={value}" if value else ""})
 
 
 def check_data(data: Any, mesh: Mesh) -> None:
@@ -80,9 +77,8 @@ def check_data(data: Any, mesh: Mesh) -> None:
         UnsupportedError: `data` has no length.
     """
     for one in data.values() if isinstance(data, dict) else (data,):
-        if mesh.dp.size > 1 and one is not None and (isinstance(one, IterableDataset) or not hasattr(one, "__len__")):
-            rule = "its last rows are not proved to be counted once"
-            raise UnsupportedError(f"an iterable dataset and dp={mesh.dp.size}", rule, "use one with a length, or dp=1")
+        is_unsized = one is not None and (isinstance(one, IterableDataset) or not hasattr(one, "__len__"))
+        check({"topology": mesh.topology, "an iterable dataset": is_unsized})
 
 
 def check_alike(args: TrainingArguments, data: Any, mesh: Mesh) -> None:
@@ -127,12 +123,7 @@ def check_loss(trainer: Any, behind: Any, mesh: Mesh) -> None:
     if not type(trainer).compute_loss.__module__.startswith("meshlora_extra.hf."):
         rule = "the mesh's own, which counts the ranks, must be the one that Trainer calls"
         raise UnsupportedError("compute_loss of a class before OnMesh", rule, "use on_mesh(YourTrainer)")
-    if mesh.dp.size == 1:
-        return
-    if not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None:
-        rule = "its loss is a mean of a rank's own rows, and ranks have unequal shares"
-        raise UnsupportedError(f"{type(trainer.model).__name__} and dp={mesh.dp.size}", rule, "use dp=1")
-    if behind is not Trainer.compute_loss and not getattr(trainer, "loss_is_scaled_for_ga", None):
-        rule = "a mean of a rank's own rows is not that of all"
-        way_out = "divide by num_items_in_batch and set loss_is_scaled_for_ga = True, or use dp=1"
-        raise UnsupportedError(f"a compute_loss of your own and dp={mesh.dp.size}", rule, way_out)
+    divides = trainer.model_accepts_loss_kwargs or trainer.compute_loss_func is not None
+    is_own = behind is not Trainer.compute_loss and not getattr(trainer, "loss_is_scaled_for_ga", None)
+    mean = "" if divides else type(trainer.model).__name__
+    check({"topology": mesh.topology, "mean": mean, "a compute_loss of your own": is_own})

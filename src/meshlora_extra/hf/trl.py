@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.utils import ModelOutput
 
 from meshlora.adapter.attach import active_factors, adapter_factors, draw_adapter, in_use, runtime
+from meshlora.plan.pairs import check
 from meshlora.run.feeding import fitted
 from meshlora.train.losses import token_scores
 from meshlora_extra.hf.trainer import OnMesh
@@ -77,10 +78,9 @@ class _OnMeshOfTrl(OnMesh):
         if isinstance(model, str) or options.get("peft_config") is not None:
             given_as = "peft_config" if options.get("peft_config") is not None else f"model={model!r}"
             raise UserError(f"{name}({given_as})", "the model is split before", "give meshlora.load(..., lora=...)")
-        topology = runtime(model).mesh.topology
-        if topology.dp > 1 or topology.cp > 1 or topology.pp > 1:
-            rule = "TRL gathers over processes by itself, which is proved for the ranks of one replica alone"
-            raise UnsupportedError(f"{name} on {topology}", rule, "use tp, or MeshTrainer, or meshlora train")
+        state = runtime(model)
+        rate = 0.0 if state.active is None else state.adapters[state.active].plan.stored.lora_dropout
+        check({"topology": state.mesh.topology, "door": f"trl.{name}", "lora_dropout": rate})
         positional = dict(zip(_NAMES.get(name, ("args",)), given, strict=False))
         options |= positional
         args: Any = options.get("args")
@@ -89,16 +89,9 @@ class _OnMeshOfTrl(OnMesh):
             given_args = "no args" if args is None else f"args of {type(args).__name__}"
             rule = "TRL would make new ones, which count the processes anew"
             raise UserError(f"{name} with {given_args}", rule, f"give args=trl.{config}(...)")
-        state = runtime(model)
-        rate = 0.0 if state.active is None else state.adapters[state.active].plan.stored.lora_dropout
-        if rate and name != "SFTTrainer":
-            rule = "what is generated, and the reference, run in training mode, with dropout of their own"
-            raise UnsupportedError(f"{name} with lora_dropout={rate}", rule, "use an adapter with lora_dropout=0")
         for refused in _REFUSED:
-            if getattr(args, refused, False):
-                raise UnsupportedError(
-                    f"{refused}={getattr(args, refused)}", "it is not proved on a mesh", "leave it out"
-                )
+            if value := getattr(args, refused, False):
+                check({"topology": state.mesh.topology, "argument": f"{refused}={value}"})
         if name == "GRPOTrainer":
             # Its arguments counted every process of the job as one with prompts of its own.
             args.generation_batch_size //= args.world_size

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+from meshlora.plan.pairs import check
 from meshlora.reading.tokenizer import tokenizer_of
 from meshlora.run.prepared import Prepared
 from meshlora.run.trained import TrainedAdapter
@@ -19,7 +20,6 @@ from meshlora_extra.rl.publishing import check_for_engines
 from meshlora_extra.rl.rewards import Rewards
 from meshlora_extra.rl.rollouts import EngineGenerator, OwnGenerator, Publisher, Rollouts
 from meshlora_ground.console import Console
-from meshlora_ground.errors import UnsupportedError
 
 PUBLISHED = "published"  # in the output
 
@@ -28,30 +28,17 @@ def check_rl(run: Prepared, *, say: Callable[[str], None] | None = None) -> Prom
     """The prompts of a run with `rl`; None if its rollouts are recorded. say: told what is read.
 
     Raises:
-        UserError: prompts that cannot be used. UnsupportedError: what is not proved.
+        UserError: prompts that cannot be used. UnsupportedError: what does not go with making rollouts.
     """
     rl = run.config.rl
     assert rl is not None
     if rl.is_folder:
         return None
-    if run.topology.pp > 1:
-        raise UnsupportedError(f"rl on {run.topology}", "nothing is generated through stages of layers", "leave out pp")
-    _check_policy(run)
+    check(run.asked)
     if rl.is_engine or rl.publish_to is not None:
         check_for_engines(run.blueprint.trained.config, "lora")
         engine_layout(run.blueprint.trained, run.blueprint.plan, "lora")
     return read_prompts(run.config, tokenizer_of(run.config), run.blueprint.config, say)
-
-
-def _check_policy(run: Prepared) -> None:
-    """Refuse what acts in training alone."""
-    rule = "the policy that is trained would be another one than the one that acts"
-    if dropout := run.blueprint.trained.config.lora_dropout:
-        raise UnsupportedError(f"rl with lora_dropout={dropout}", rule, "leave it out")
-    if alpha := run.config.train.neftune_alpha:
-        raise UnsupportedError(f"rl with train.neftune_alpha={alpha:g}", rule, "leave it out")
-    for name, rate in run.blueprint.dropouts.items():
-        raise UnsupportedError(f"rl with the model's {name}={rate:g}", rule, "set model.disable_dropout: true")
 
 
 def check_rewards(run: Prepared, prompts: Prompts | None) -> None:

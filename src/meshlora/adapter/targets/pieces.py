@@ -16,8 +16,9 @@ from peft import LoraConfig
 
 from meshlora.adapter.targets.options import matches, pattern_key
 from meshlora.plan.layout import Layout, Piece
+from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
-from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.errors import UserError
 
 
 @dataclass
@@ -107,9 +108,8 @@ def check_pieces(config: LoraConfig, targets: Collection[str], plan: ModelPlan) 
             )
         if len(set(names)) != len(names) or not names:
             raise UserError(f"pieces: {key}: {names}", "each piece once, and at least one")
+        check({"pieces": chosen, "init_lora_weights": config.init_lora_weights})
         for name in about:
-            if config.init_lora_weights in ("pissa", "olora"):
-                raise UnsupportedError(f"pieces with init_lora_weights={config.init_lora_weights!r}", "not proved")
             rule = plan.rule_of(name)
             for piece in names:
                 piece_of(rule.fused if rule is not None else None, name, piece)

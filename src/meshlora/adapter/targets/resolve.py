@@ -29,6 +29,7 @@ from meshlora.adapter.targets.options import (
 from meshlora.adapter.targets.pieces import check_pieces, piece_of, pieces_of
 from meshlora.feature import features
 from meshlora.plan.layout import Layout
+from meshlora.plan.pairs import check
 from meshlora.plan.rules import ExpertRule, ModelPlan
 from meshlora.plan.table import folded_names
 from meshlora_ground.compat import refuse_mamba_targets
@@ -151,10 +152,7 @@ def check_supported(config: LoraConfig) -> None:
             "this option is not supported yet",
             f"leave it at {getattr(default, option.name)!r}; supported: {', '.join(sorted(SUPPORTED))}",
         )
-    if config.use_dora and isinstance(config.init_lora_weights, str) and config.init_lora_weights != "gaussian":
-        raise UnsupportedError(
-            f"use_dora with init_lora_weights={config.init_lora_weights!r}", "the two are not proved together"
-        )
+    check({"use_dora": config.use_dora, "init_lora_weights": config.init_lora_weights})
     check_values(config)
 
 
@@ -226,13 +224,14 @@ def _check_module(model: Any, plan: ModelPlan, config: LoraConfig, name: str) ->
         way_out = f"name it in exclude_modules: [{leaf}]"
         raise UnsupportedError(f"target_modules matches {name}", f"PEFT refuses it ({error})", way_out) from None
     is_tied = name == plan.head and model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    if is_tied and config.init_lora_weights in ("pissa", "olora"):
-        raise UnsupportedError(
-            f"init_lora_weights={config.init_lora_weights!r} on {name}", "it shares its weight with the embedding"
-        )
-    if name == plan.embedding and (config.use_dora or isinstance(config.init_lora_weights, str)):
-        what = "use_dora" if config.use_dora else f"init_lora_weights={config.init_lora_weights!r}"
-        raise UnsupportedError(f"{what} on the embedding {name}", "it is for linear layers", "leave it out")
+    check(
+        {
+            "use_dora": config.use_dora,
+            "init_lora_weights": config.init_lora_weights,
+            "an adapter on the tied head": name if is_tied else "",
+            "an adapter on the embedding": name if name == plan.embedding else "",
+        }
+    )
 
 
 def _no_match(config: LoraConfig, plan: ModelPlan) -> UserError:

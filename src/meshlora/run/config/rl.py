@@ -173,8 +173,6 @@ class RlConfig:
         if self.adapter_name != "meshlora" and not self.is_engine:
             rule = "it is the adapter's name in an engine, and rl.source is none"
             raise UserError(f"rl.adapter_name={self.adapter_name}", rule, "leave it out")
-        if self.is_folder and self.publish_to is not None:
-            raise UserError("rl.publish_to with recorded rollouts", "nothing is generated", "use meshlora publish")
 
     @property
     def files(self) -> list[str]:

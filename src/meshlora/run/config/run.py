@@ -13,13 +13,14 @@ from typing import Annotated, Any, ClassVar, Literal
 import pydantic
 
 from meshlora.plan.base_options import BaseOptions
+from meshlora.plan.features import KEYS, Asked
+from meshlora.plan.pairs import check
 from meshlora.run.config.rl import RlConfig
 from meshlora_ground.errors import UserError
 from meshlora_ground.numbers import check_numbers, number, require
 from meshlora_ground.objective import Objective, Referenced, Sft
 from meshlora_ground.private import CACHE
 from meshlora_ground.reading import check_path
-from meshlora_ground.tasks import CAUSAL
 from meshlora_ground.topology import Topology
 
 # Upper limits: far above any use, and below the point where arithmetic or a library fails.
@@ -91,6 +92,12 @@ def sources_of(given: Given) -> list[Source]:
     """The sources of `data.train` or `data.eval`."""
     each = given if isinstance(given, list) else [] if given is None else [given]
     return [one if isinstance(one, Source) else Source(one) for one in each]
+
+
+def num_read_apart(given: Given) -> int:
+    """How many of the sources are read by themselves, as one has options of its own; 1: all are read at once."""
+    sources = sources_of(given)
+    return 1 if all(each == Source(each.path) for each in sources) else len(sources)
 
 
 def paths_of(given: Given) -> list[str]:
@@ -221,8 +228,7 @@ class GenerateConfig:
             raise UserError(
                 "generate.stop: an empty text", "every text would end before its first token", "leave it out"
             )
-        if self.search == "gpt2_beam" and self.do_sample:
-            raise UserError("generate.do_sample with search=gpt2_beam", "that search draws nothing", "give one of them")
+        check({"generate.search": self.search, "generate.do_sample": self.do_sample})
         for name in ("temperature", "top_p"):
             if getattr(self, name) != 1.0 and not self.do_sample:
                 raise UserError(f"generate.{name}", "it has no effect without do_sample", "give generate.do_sample")
@@ -352,20 +358,12 @@ class TrainConfig:
         is_known = self.recompute in ("none", "full") if isinstance(self.recompute, str) else self.recompute >= 1
         require(is_known, "train.recompute", self.recompute, "none, full or a number n from 1, for every n-th layer")
         self._check_schedule()
-        self._check_objective()
         self._check_keeping()
         if self.lora_plus_ratio is None and self.lora_plus_embedding_lr != 1e-6:
             raise UserError("train.lora_plus_embedding_lr", "it has no effect without lora_plus_ratio", "give both")
         if self.min_8bit_size != 4096 and self.optimizer != "adamw_8bit":
             given = f"train.min_8bit_size with train.optimizer={self.optimizer}"
             raise UserError(given, "it has no effect: it is of moments in 8 bits", "it goes with optimizer: adamw_8bit")
-        if self.lora_plus_ratio is not None and self.optimizer == "lora_fa":
-            given, rule = "train.lora_plus_ratio with train.optimizer=lora_fa", "A is not trained: B alone has a rate"
-            raise UserError(given, rule, "leave out one of them")
-        if self.routing_record is not None and self.routing_replay is not None:
-            raise UserError(
-                "both train.routing_record and train.routing_replay", "what is replayed is recorded already", "give one"
-            )
         if (self.steps is None) == (self.epochs is None):
             given = "neither" if self.steps is None else "both"
             raise UserError(f"{given} of train.steps and train.epochs", "a run has exactly one length", "give one")
@@ -383,15 +381,6 @@ class TrainConfig:
             raise UserError("train.early_stopping", "it is decided by evaluations", "give train.eval_every")
         if self.keep_last and not (self.save_every or self.keep_best):
             raise UserError("train.keep_last", "it has no effect without checkpoints", "give train.save_every")
-
-    def _check_objective(self) -> None:
-        """Routing replay needs one forward per step: an objective that also runs the base has two."""
-        if self.objective.needs_base and (self.routing_record or self.routing_replay):
-            raise UserError(
-                "train.routing_record or train.routing_replay",
-                "a step of this objective runs the frozen base too, whose routing is another",
-                "leave them out",
-            )
 
     def _check_schedule(self) -> None:
         """Rules of the options of each schedule."""
@@ -422,6 +411,11 @@ class TrainConfig:
 
 # Content of an output folder; one that holds any of it is not overwritten unless `overwrite` is set.
 RUN_CONTENT = ("metrics.jsonl", "adapter", "initial", "checkpoints", "merged", "rollouts")
+# Fields of `peft.LoraConfig`, and ours beside them, that `RunConfig.asked` knows.
+_OF_ADAPTER = (
+    *("init_lora_weights", "use_dora", "lora_dropout", "bias", "modules_to_save", "trainable_token_indices", "pieces"),
+    "share_experts",
+)
 # Keys that each adapter of a run may set for itself; all others are shared.
 PER_ADAPTER = {
     "data": {
@@ -513,35 +507,9 @@ class RunConfig:
             )
         if self.data.sample_prompts is not None and not self.train.sample_every:
             raise UserError("data.sample_prompts", "it has no effect without train.sample_every", "give both")
-        for name in ("eval_categories", "separator", "empty_answers") if self.train.objective.reader != "text" else ():
-            if getattr(self.data, name) not in ("all", "", "train"):
-                given = f"data.{name} with train.objective={self.train.objective.kind}"
-                raise UserError(given, "only records of sft have it", "leave it out")
-        if self.data.on_bad_row == "skip" and self.train.objective.reader not in ("text", "pairs", "feedback"):
-            given = f"data.on_bad_row=skip with train.objective={self.train.objective.kind}"
-            raise UserError(given, "its rows are compared with each other, or have labels", "correct the rows")
-        self._check_task()
-        if self.data.packing is True and (why := self.train.objective.why_padded):
-            given = f"data.packing with train.objective={self.train.objective.kind}"
-            raise UserError(given, why, "set data.packing: false")
-        if self.data.too_long == "split" and self.train.objective.reader != "text":
-            given = f"data.too_long=split with train.objective={self.train.objective.kind}"
-            raise UserError(given, "its answers are compared as wholes", "use truncate, drop or error")
-        if self.data.turns == "apart" and self.train.objective.reader != "text":
-            given = f"data.turns=apart with train.objective={self.train.objective.kind}"
-            raise UserError(given, "its answers are compared as wholes", "leave it out")
-        held = {
-            f"train.objective={self.train.objective.kind}": self.train.objective.reader != "text",
-            "data.separator": bool(self.data.separator),
-            f"data.eval_categories={self.data.eval_categories}": self.data.eval_categories != "all",
-        }
-        if self.data.streaming and (option := next((option for option, is_given in held.items() if is_given), None)):
-            raise UserError(f"data.streaming with {option}", "its records are held in memory", "leave out one of them")
         if self.rl is not None:
             self._check_rl(self.rl)
-        if self.is_stream:
-            self._check_stream()
-        Topology.parse(self.topology)
+        check(self.asked)
 
     @property
     def is_stream(self) -> bool:
@@ -551,64 +519,21 @@ class RunConfig:
     def _check_rl(self, rl: RlConfig) -> None:
         """Refuse what does not go with rollouts that the run makes."""
         train = self.train
-        if train.objective.kind != "grpo":
-            given = f"rl with train.objective={train.objective.kind}"
-            raise UserError(given, "it learns from rewards, compared within groups", "give objective: {kind: grpo}")
         if train.batch_size % rl.completions:
             given = f"train.batch_size={train.batch_size} with rl.completions={rl.completions}"
             raise UserError(given, "a step has whole groups", f"use a multiple of {rl.completions}")
-        if self.data.eval is not None:
-            raise UserError("rl with data.eval", "a run of rl is watched by its rewards", "leave it out")
-        if self.data.follow_s is not None and (rl.is_own or rl.is_engine):
-            raise UserError(f"data.follow_s with rl.source={rl.source}", "it makes its rollouts", "leave it out")
         if rl.max_new_tokens >= self.data.max_length:
             given = f"rl.max_new_tokens={rl.max_new_tokens} with data.max_length={self.data.max_length}"
             raise UserError(given, "a sequence holds the prompt, too", "raise data.max_length")
-        if rl.temperature != 1.0 and train.objective.importance_cap is None and not rl.is_folder:
-            given = f"rl.temperature={rl.temperature:g} with train.objective.importance_cap=null"
-            raise UserError(given, "what is trained is not what samples: that is to be corrected", "leave out one")
-        if rl.is_engine and rl.temperature != 1.0:
-            given = f"rl.temperature={rl.temperature:g} with rl.source={rl.source}"
-            rule = "an engine's log-probabilities are those before the temperature, unless it was started otherwise"
-            raise UserError(given, rule, "leave it out")
-        if rl.is_engine and max(rl.publish_every, rl.updates) > 1 and train.objective.importance_cap is None:
-            given = f"rl.publish_every={rl.publish_every}, rl.updates={rl.updates} with importance_cap=null"
-            raise UserError(given, "the adapter that samples is an older one: that is to be corrected", "leave out one")
 
-    def _check_stream(self) -> None:
-        """Refuse, for data that come step by step, what needs all of them beforehand."""
-        given, train = "rl" if self.data.follow_s is None else f"data.follow_s={self.data.follow_s:g}", self.train
-        if not train.objective.is_of_rollouts:
-            rule = f"a stream holds rollouts, which train.objective={train.objective.kind} does not read"
-            raise UserError(given, rule, "give an objective that trains on rollouts, or leave it out")
-        if self.rl is None and not isinstance(self.data.train, str):
-            raise UserError(given, "a stream is one folder", "give data.train as its path")
-        if train.epochs is not None:
-            raise UserError(f"{given} with train.epochs", "a stream has no epochs", "give train.steps")
-        if train.routing_record or train.routing_replay:
-            rule = "such a record is of data that are known beforehand"
-            raise UserError(f"{given} with train.routing_record or train.routing_replay", rule, "leave them out")
-
-    def _check_task(self) -> None:
-        """Refuse what only a language model has, for objectives of other models."""
-        train, data = self.train, self.data
-        if train.objective.task == CAUSAL:
-            return
-        given = {
-            "data.packing": data.packing is True,
-            f"data.train_on={data.train_on}": data.train_on != "all",
-            f"data.too_long={data.too_long}": data.too_long != "truncate",
-            f"data.turns={data.turns}": data.turns != "whole",
-            f"data.answers={data.answers}": data.answers != "as_rendered",
-            f"data.lost_text={data.lost_text}": data.lost_text != "refuse",
-            "data.chat_template": data.chat_template is not None,
-            "train.sample_every": train.sample_every > 0,
-            "train.merge_at_end": train.merge_at_end,
-            "train.router_aux_loss_coef": train.router_aux_loss_coef > 0,
-            "train.routing_record": train.routing_record is not None,
-            "train.routing_replay": train.routing_replay is not None,
-        }
-        for option, is_given in given.items():
-            if is_given:
-                rule = "it is for language models: this objective has another head"
-                raise UserError(f"{option} with train.objective={train.objective.kind}", rule, "leave it out")
+    @property
+    def asked(self) -> Asked:
+        """What is asked for, as far as the run file says it: see `plan.features`."""
+        groups = {"model": self.model, "data": self.data, "train": self.train}
+        found = {f"{group}.{name}": value for group, options in groups.items() for name, value in vars(options).items()}
+        found |= {name: value for name, value in (self.lora or {}).items() if name in _OF_ADAPTER}
+        found |= {"topology": Topology.parse(self.topology), "rl": self.rl, "reference": self.reference}
+        found["sources"] = max(num_read_apart(self.data.train), num_read_apart(self.data.eval))
+        if self.rl is not None:  # the prompts of rl may be in several files
+            del found["data.train"]
+        return {key: value for key, value in found.items() if key in KEYS}

@@ -26,11 +26,12 @@ from torch import Tensor
 
 from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_gather, broadcast_in_place
+from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
 from meshlora.train.batch import Batch
 from meshlora.train.batches import Batching
 from meshlora_ground.dataset import TokenizedDataset
-from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
+from meshlora_ground.errors import MeshloraError, UserError
 from meshlora_ground.files import why_not_writable, write_atomically
 from meshlora_ground.routing import Routing, RoutingRecord
 
@@ -188,8 +189,7 @@ def check_routed(routed: np.ndarray, plan: ModelPlan) -> dict[str, int]:
         UnsupportedError: stages of layers.
     """
     option = "routed_experts of the data"
-    if plan.topology.pp > 1:
-        raise UnsupportedError(f"{option} on {plan.topology}", "they are not replayed with pp", "use other axes")
+    check({"topology": plan.topology, option: True})
     if not plan.experts:
         raise UserError(option, f"{plan.model_type} has no routed experts", "leave them out")
     layers = {

@@ -22,6 +22,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 
 from meshlora.adapter.targets.options import matches, pattern_key
 from meshlora.adapter.targets.pieces import with_pieces
+from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
 from meshlora_ground.compat import rewrite_targets
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
@@ -180,23 +181,24 @@ def _check_options(config: LoraConfig, matched: Iterable[str], plan: ModelPlan) 
     if getattr(config, "share_experts", False) and not experts:
         raise UserError("share_experts", "no experts are among the targets", "name them in target_parameters")
     parameters = [*experts, *(name for name in matched if name in plan.matrices)]
-    if parameters and (config.use_dora or config.init_lora_weights in ("pissa", "olora")):
-        what = "use_dora" if config.use_dora else f"init_lora_weights={config.init_lora_weights!r}"
-        raise UnsupportedError(f"{what} on {parameters[0]}", "PEFT has none for a parameter", "leave it out")
     linears = [name for name in matched if name in plan.linears]
     renamed = [name for name in linears if _is_rewritten(name.rpartition(".")[2], plan.model_type)]
-    if renamed and config.use_dora:
-        raise UnsupportedError(
-            f"use_dora on {renamed[0]}",
-            "PEFT reads this name as a word for experts, and what it can read instead has no DoRA",
-            "leave out use_dora, or this target",
-        )
     by_weight = [name for name in linears if matches(config.target_parameters or (), [f"{name}.weight"])]
     transposed = [name for name in by_weight if plan.linears[name].is_transposed]
-    if by_weight and (config.use_dora or transposed):
-        what = f"use_dora on {by_weight[0]}" if config.use_dora else f"{transposed[0]}, which is stored [in, out]"
+    check(
+        {
+            "use_dora": config.use_dora,
+            "init_lora_weights": config.init_lora_weights,
+            "an adapter on experts or routers": "".join(parameters[:1]),
+            "renamed": "".join(renamed[:1]),
+            "by_weight": "".join(by_weight[:1]),
+        }
+    )
+    if transposed:
         raise UnsupportedError(
-            f"target_parameters: {what}", "PEFT has none for a parameter", "name it in target_modules, and only there"
+            f"target_parameters: {transposed[0]}, which is stored [in, out]",
+            "PEFT has none for a parameter",
+            "name it in target_modules, and only there",
         )
 
 

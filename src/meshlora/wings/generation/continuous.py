@@ -21,6 +21,7 @@ from meshlora.comm.collectives import all_gather, broadcast_in_place
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.layers.linear import ParallelLinear
 from meshlora.plan.layout import Split
+from meshlora.plan.pairs import check
 from meshlora.wings.generation.rows import in_step, whole_tokens
 from meshlora_ground import compat
 from meshlora_ground.errors import UnsupportedError
@@ -57,22 +58,15 @@ def refuse_manager(model: Any, *args: Any, **options: Any) -> Any:
     Raises:
         UnsupportedError: on more than one process.
     """
-    topology = runtime(model).mesh.topology
-    if topology.world > 1:
-        raise UnsupportedError(
-            f"a manager of continuous batching on {topology}",
-            "requests that come one by one are not proved on a mesh",
-            "use model.generate_batch",
-        )
+    check({"topology": runtime(model).mesh.topology, "door": "a manager of continuous batching"})
     return type(model).init_continuous_batching(model, *args, **options)
 
 
 def _check(model: Any, mesh: Mesh) -> None:
     """Refuse what `generate_batch` would do wrong, or has not been compared on."""
+    check({"topology": mesh.topology, "door": "generate_batch"})
     topology, heads = mesh.topology, getattr(model.config.get_text_config(), "num_key_value_heads", None)
     why = {
-        "a token would pass all stages before the next can begin": topology.pp > 1,
-        "it brings an attention of its own": topology.cp > 1,
         "replicas need each other's forwards, and each makes batches of its own": in_step(model) is not None,
         f"its cache has {heads} key/value heads divided by tp, and here ranks share some": _shares_heads(
             model, mesh.tp

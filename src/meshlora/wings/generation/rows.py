@@ -23,6 +23,7 @@ from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_gather, all_reduce_sum
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.loading.numbered import given_tokens
+from meshlora.plan.pairs import check
 from meshlora.wings.context.context import as_transformers_attends
 from meshlora.wings.experts.same_tokens import fingerprint
 from meshlora_ground.errors import UnsupportedError, UserError
@@ -85,18 +86,13 @@ def generate(model: Any, *args: Any, **options: Any) -> Any:
             stages; a loop in which nobody has compared ranks.
     """
     mesh: Mesh = runtime(model).mesh
-    if mesh.pp.size > 1:
-        raise UnsupportedError(
-            f"generate on {mesh.topology}",
-            "a token would pass all stages before the next can begin, and no order of stages is made for it",
-            "use pp=1, with as many tp or dp ranks",
-        )
+    check({"topology": mesh.topology, "door": "generate"})
     own = type(model).generate
     if mesh.topology.world == 1:
         return own(model, *args, **options)
     for name in _REFUSED:
-        if options.get(name) is not None:
-            raise UnsupportedError(f"generate({name}=...) on {mesh.topology}", "it is not proved on a mesh", "omit it")
+        given = options.get(name) is not None
+        check({"topology": mesh.topology, "argument": f"generate({name}=...)" if given else ""})
     if options.get("cache_implementation") == "paged":
         raise UnsupportedError("cache_implementation='paged'", "it is continuous batching", "use model.generate_batch")
     _compare(model, args, options)

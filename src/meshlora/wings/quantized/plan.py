@@ -17,8 +17,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from meshlora.plan.layout import Split, contiguous
+from meshlora.plan.pairs import check
 from meshlora.plan.rules import ExpertRule, LinearRule, ModelPlan, Packing, kind_of
-from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
+from meshlora_ground.errors import UserError, did_you_mean
 
 # Kind -> bits per weight: QLoRA's NormalFloat (Dettmers et al., 2023); 255 equally spaced values; E4M3 as in
 # DeepSeek-V3; E2M1 of OCP Microscaling Formats 1.0.
@@ -149,6 +150,4 @@ def check_not_quantized(plan: ModelPlan, parameter: str) -> None:
     """
     owner, _, leaf = parameter.rpartition(".")
     if leaf == "weight" and owner in plan.quantized:
-        raise UnsupportedError(
-            f"training {parameter} in {plan.quantization}", "a quantised matrix is frozen", "give it LoRA"
-        )
+        check({"model.quantization": plan.quantization, "quantised": parameter})

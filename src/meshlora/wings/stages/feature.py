@@ -8,11 +8,10 @@ from meshlora.adapter.plan import AdapterPlan
 from meshlora.feature import Feature
 from meshlora.plan.rules import ModelPlan
 from meshlora.wings.stages.hold import hold_stages
-from meshlora.wings.stages.plan import check_options, check_trained, plan_of_rank, with_stages
+from meshlora.wings.stages.plan import check_trained, plan_of_rank, with_stages
 
 
 class _Stages(Feature):
-    check = staticmethod(check_options)
     with_stages = staticmethod(with_stages)
     plan_of_rank = staticmethod(plan_of_rank)
     pipeline = staticmethod(hold_stages)

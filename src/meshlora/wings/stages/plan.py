@@ -11,12 +11,13 @@ elements of the matrices that a token is multiplied with; the embedding, a looku
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import LAYERS, Topology, divisors, set_of
@@ -51,15 +52,7 @@ def check_stages(model: Any, plan: ModelPlan) -> None:
         UserError: there are more. UnsupportedError: names what is not proved.
     """
     topology = plan.topology
-    check_options(
-        topology,
-        {
-            # A layer is gathered where it passes on what another stage computes, too.
-            "a sharded base": topology.dp_shard and topology.interleave > 1,
-            f"a model for {plan.task}": not plan.has_vocabulary,
-            f"a composite ({type(model).__name__})": bool(plan.text),
-        },
-    )
+    check({**plan.asked, "composite": type(model).__name__ if plan.text else ""})
     if topology.num_stages > plan.num_layers:
         fitting = set_of(divisors(plan.num_layers))
         raise UserError(
@@ -67,17 +60,6 @@ def check_stages(model: Any, plan: ModelPlan) -> None:
             f"each stage needs a layer, and the model has {plan.num_layers}",
             f"use at most {plan.num_layers} stages, pp times interleave, as in {fitting}",
         )
-
-
-def check_options(topology: Topology, given: Mapping[str, bool]) -> None:
-    """Refuse what is not proved with stages.
-
-    Raises:
-        UnsupportedError: names the first option that is given.
-    """
-    for option, is_given in given.items() if topology.size_over(LAYERS) > 1 else ():
-        if is_given:
-            raise UnsupportedError(f"{option} on {topology}", "it is not proved with stages of layers", "use pp=1")
 
 
 def check_trained(model: Any, plan: ModelPlan, parameters: Iterable[str], copies: Collection[str]) -> None:
@@ -116,7 +98,9 @@ def check_tied(model: Any, plan: ModelPlan, copies: Collection[str]) -> None:
         return
     ends = {f"{plan.embedding}.weight", f"{plan.head}.weight"}
     is_tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    check_options(plan.topology, {f"training {name}, tied,": is_tied for name in copies if name in ends})
+    for name in copies:
+        if is_tied and name in ends:
+            check({"topology": plan.topology, "tied": name})
 
 
 def check_shared(model: Any, plan: ModelPlan) -> None:

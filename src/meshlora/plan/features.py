@@ -1,0 +1,254 @@
+"""The features of a run, a proof, a plan or a loop that can be asked for, with the predicate of each.
+
+Owns: their names, how a message says one that is given, and when it is. Does not own: which of them go together
+(`plan.pairs`).
+
+What is asked for is a plain mapping, `Asked`: option or fact -> value, as far as it is known yet. Options have the
+names of a run file; facts of the model, the adapter and the data have names of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+Asked = Mapping[str, Any]
+
+_TASK = "CAUSAL_LM"  # as `meshlora_ground.tasks.CAUSAL`
+
+
+def _is(value: object) -> Callable[[Any], bool]:
+    return lambda given: bool(given == value)
+
+
+def _other_than(value: object) -> Callable[[Any], bool]:
+    return lambda given: bool(given != value)
+
+
+def _begins(words: str) -> Callable[[Any], bool]:
+    return lambda given: bool(given.startswith(words))
+
+
+class Feature(Enum):
+    """Key of what is asked for, predicate on its value, words of the docs, and how a message says the value."""
+
+    # The topology.
+    DP = "topology", lambda given: given.dp > 1, "dp", "dp"
+    STAGES = "topology", lambda given: given.pp > 1, "pp", "pp"
+    INTERLEAVE = "topology", lambda given: given.interleave > 1, "interleave", "interleave"
+    CONTEXT = "topology", lambda given: given.cp > 1, "cp", "cp"
+    RING = "topology", lambda given: given.ring, "ring", "ring"
+    TENSOR = "topology", lambda given: given.tp > 1, "tp", "tp"
+    SEQUENCE = "topology", lambda given: given.sp, "sp", "sp"
+    EXPERT = "topology", lambda given: given.ep > 1, "ep", "ep"
+    EXPERT_TENSOR = "topology", lambda given: given.etp > 1, "etp", "etp"
+    TWO_STAGE = "topology", lambda given: given.two_stage, "two-stage", "two-stage"
+    SHARDED = "topology", lambda given: given.dp_shard, "dp_shard", "a sharded base"
+    MESH = "topology", lambda given: given.world > 1, "several ranks", "several ranks"
+
+    # The model, and how it computes.
+    EXPERTS = "experts", bool, "routed experts", "experts"
+    COMPOSITE = "composite", bool, "a composite", "a composite ({})"
+    TASK = "task", _other_than(_TASK), "a model with another head", "a model for {}"
+    QUANTIZED = "model.quantization", bool, "", "quantization {}"
+    FLOAT16 = "model.dtype", _is("float16"), "float16", "{}"
+    FLOAT64 = "model.dtype", _is("float64"), "float64", "{}"
+    OTHER_ATTENTION = (
+        "model.attn_implementation",
+        lambda given: given not in ("eager", "sdpa"),
+        "attention by other than sdpa and eager",
+        "{key}={}",
+    )
+    MODEL_DROPOUT = "dropout", bool, "dropout of the model", "the model's {}"
+
+    # The adapter.
+    WHOLE_MATRIX = "init_lora_weights", lambda given: given in ("pissa", "olora"), "PiSSA, OLoRA", "{key}={!r}"
+    NAMED_INIT = "init_lora_weights", lambda given: isinstance(given, str), "`init_lora_weights` by name", "{key}={!r}"
+    DORA = "use_dora", bool, ""
+    LORA_DROPOUT = "lora_dropout", bool, "", "{key}={}"
+    BIASES = "bias", _other_than("none"), "", "bias={!r}"
+    ALL_BIASES = "bias", _is("all"), "`bias: all`", "bias={!r}"
+    SAVED = "modules_to_save", bool, ""
+    SAVED_BIAS = "modules_to_save with a bias", bool, "", "modules_to_save: {}"
+    COPIES = "modules_to_save, or biases", bool, "`modules_to_save`, or biases"
+    ROWS = "trainable_token_indices", bool, ""
+    PIECES = "pieces", bool, ""
+    SHARED_EXPERTS = "share_experts", bool, ""
+    ON_EMBEDDING = "an adapter on the embedding", bool, "an adapter on the embedding", "{key} {}"
+    ON_HEAD = "an adapter on the output head", bool, "an adapter on the output head", "{key} {}"
+    ON_TIED_HEAD = "an adapter on the tied head", bool, "an adapter on a tied head", "{key} {}"
+    ON_PARAMETERS = "an adapter on the parameter", bool, "an adapter on parameters (experts, routers)", "{key} {}"
+    ON_EXPERTS = "an adapter on experts or routers", bool, "an adapter on experts or routers", "an adapter on {}"
+    BY_WEIGHT = "by_weight", bool, "linears in `target_parameters`", "target_parameters: {}"
+    RENAMED = "renamed", bool, "linears that PEFT takes for experts by their name", "an adapter on {}"
+    ON_ROUTER = "LoRA on the router", bool, "an adapter on a router", "{key} {}"
+    TRAINED_TIED = "tied", bool, "training one end of tied weights", "training {}, tied,"
+    TRAINED_SHARD = "sharded", bool, "training a matrix of the layers", "training {}"
+    TRAINED_QUANTIZED = "quantised", bool, "training a quantised matrix", "training {}"
+    TRAINED_EMBEDDING = "the embedding in modules_to_save", bool, "the embedding in `modules_to_save`"
+
+    # The objective.
+    COMPARED = "train.objective", lambda given: given.reader != "text", "any objective but sft", "{key}={0.kind}"
+    PAIRS = "train.objective", lambda given: given.unit == "pair", "objectives of pairs", "{key}={0.kind}"
+    RECORDS = "train.objective", lambda given: given.unit == "record", "objectives of records", "{key}={0.kind}"
+    SEQUENCES = (
+        "train.objective",
+        lambda given: getattr(given, "ratio", "") == "sequence" or getattr(given, "mean_over", "token") != "token",
+        "policy gradients of whole sequences",
+        "{key}={0.kind}",
+    )
+    OTHER_HEAD = (
+        "train.objective",
+        lambda given: given.task != _TASK,
+        "classify, classify_tokens, embed",
+        "{key}={0.kind}",
+    )
+    BASE = "train.objective", lambda given: given.needs_base, "objectives with a frozen policy", "{key}={0.kind}"
+    NO_GRPO = "train.objective", lambda given: given.kind != "grpo", "any objective but grpo", "{key}={0.kind}"
+    NO_ROLLOUTS = (
+        "train.objective",
+        lambda given: not given.is_of_rollouts,
+        "objectives without rollouts",
+        "{key}={0.kind}",
+    )
+    UNCORRECTED = (
+        "train.objective",
+        lambda given: given.is_of_rollouts and given.importance_cap is None,
+        "`importance_cap: null`",
+        "train.objective.importance_cap=null",
+    )
+    NOTHING_ALONE = (
+        "train.objective",
+        lambda given: given.reader not in ("text", "pairs", "feedback"),
+        "objectives that compare rows, or have labels",
+        "{key}={0.kind}",
+    )
+    REFERENCE = "reference", bool, "a reference that is an adapter", "{key}: {}"
+
+    # The data.
+    PACKING = "data.packing", _is(True), ""
+    SEPARATOR = "data.separator", bool, ""
+    CATEGORIES = "data.eval_categories", _other_than("all"), "", "{key}={}"
+    SKIPPED_EMPTY = "data.empty_answers", _other_than("train"), "`data.empty_answers: skip`"
+    SKIPPED_BAD = "data.on_bad_row", _is("skip"), "`data.on_bad_row: skip`", "{key}={}"
+    TOO_LONG = "data.too_long", _other_than("truncate"), "`data.too_long` but truncate", "{key}={}"
+    SPLIT = "data.too_long", _is("split"), "`data.too_long: split`", "{key}={}"
+    TRAIN_ON = "data.train_on", _other_than("all"), "", "{key}={}"
+    APART = "data.turns", _is("apart"), "`data.turns: apart`", "{key}={}"
+    AS_GENERATED = "data.answers", _other_than("as_rendered"), "`data.answers: as_generated`", "{key}={}"
+    LOST_TEXT = "data.lost_text", _other_than("refuse"), "`data.lost_text: note`", "{key}={}"
+    TEMPLATE = "data.chat_template", bool, ""
+    STREAMING = "data.streaming", bool, ""
+    FOLLOWED = "data.follow_s", bool, "", "{key}={:g}"
+    HELD_OUT = "data.eval", bool, ""
+    SEVERAL_PATHS = "data.train", lambda given: not isinstance(given, str), "several sources", "several paths in {key}"
+    OWN_SOURCES = "sources", lambda given: given > 1, "sources with options of their own", "{} sources of their own"
+    IMAGES = "images", bool, "images"
+    ROUTED = "routed_experts of the data", bool, "`routed_experts` of the data"
+
+    # The loop.
+    EIGHT_BIT = "train.optimizer", _is("adamw_8bit"), "adamw_8bit", "{key}={}"
+    LORA_FA = "train.optimizer", _is("lora_fa"), "lora_fa", "{key}={}"
+    LORA_PLUS = "train.lora_plus_ratio", bool, ""
+    SCHEDULE = "train.schedule", _other_than("linear"), "any schedule but linear", "{key}={}"
+    NOISE = "train.neftune_alpha", bool, "", "{key}={:g}"
+    ROUTER_LOSS = "train.router_aux_loss_coef", bool, "", "{key}={}"
+    RECORD = "train.routing_record", bool, ""
+    REPLAY = "train.routing_replay", bool, ""
+    RECOMPUTED = "train.recompute", _other_than("none"), "", "{key}={}"
+    EPOCHS = "train.epochs", bool, ""
+    SAMPLES = "train.sample_every", bool, "", "{key}={}"
+    MERGED = "train.merge_at_end", bool, ""
+    TRACKERS = "train.track", lambda given: bool({*given} - {"tensorboard"}), "trackers but tensorboard", "{key}={}"
+    ADAPTERS = "adapters", lambda given: given > 1, "several adapters", "{} adapters"
+    RESUMED_FOLDER = "resume", lambda given: given not in (None, "auto"), "`--resume FOLDER`", "--resume {}"
+    RESUMED = "resumes", bool, "`--resume` of a proof", "--resume"
+
+    # Rollouts that a run makes.
+    RL = "rl", bool, "rl", "rl"
+    MADE = "rl", lambda given: not given.is_folder, "rl that generates", "rl"
+    ENGINE = "rl", lambda given: given.is_engine, "rl with an engine", "rl.source={0.source}"
+    RECORDED = "rl", lambda given: given.is_folder, "rl of recorded rollouts", "recorded rollouts"
+    PUBLISHED = "rl", lambda given: bool(given.publish_to), "`rl.publish_to`", "rl.publish_to"
+    TEMPERATURE = (
+        "rl",
+        lambda given: given.temperature != 1.0,
+        "`rl.temperature` but 1",
+        "rl.temperature={0.temperature:g}",
+    )
+    OLDER = (
+        "rl",
+        lambda given: max(given.publish_every, given.updates) > 1,
+        "`rl.publish_every`, `rl.updates`",
+        "rl.publish_every={0.publish_every}, rl.updates={0.updates}",
+    )
+
+    # The door: who asks.
+    PROOF = "door", _is("meshlora verify"), "`meshlora verify`", "{}"
+    PLAN = "door", _is("meshlora plan"), "`meshlora plan` of a run", "{}"
+    LOAD = "door", _is("meshlora.load"), "`meshlora.load`", "{}"
+    GENERATE = "door", _is("generate"), "`model.generate`", "{}"
+    BATCHED = "door", _begins("generate_batch"), "`generate_batch`", "{}"
+    COMMAND = "door", _is("meshlora generate"), "`meshlora generate`", "{}"
+    LABELS = "door", _is("labels"), "`model(labels=)`", "{}"
+    SCORES = "door", _is("token_scores"), "`token_scores`", "{}"
+    TRAINER = "door", _is("Trainer"), "`MeshTrainer`", "{}"
+    TRL = "door", _begins("trl."), "TRL's trainers", "{}"
+    TRL_SAMPLES = "door", lambda given: given in ("trl.DPOTrainer", "trl.GRPOTrainer"), "DPOTrainer, GRPOTrainer", "{}"
+    BASE_ALONE = "door", _is("disable_adapter"), "`disable_adapter`", "{}"
+    ROUTER_LOGITS = "output_router_logits", bool, "", "{key}=True"
+    HIDDEN_STATES = "output_hidden_states", bool, "", "{key}=True"
+    ATTENTIONS = "output_attentions", bool, "", "{key}=True"
+    MANAGER = "door", _is("a manager of continuous batching"), "a manager of continuous batching", "{}"
+    EVALUATED = "door", _is("--generate"), "`meshlora evaluate --generate`", "{}"
+    # Arguments of loops and of trainers of others, and of texts.
+    ARGUMENT = "argument", bool, "arguments that are refused by name", "{}"
+    WHOLE_OPTIMIZER = "optimizer", bool, "optimizers that use whole matrices", "{}"
+    LOSS_SCALE = "fp16", bool, "`fp16` of Trainer", "fp16=True"
+    BY_LENGTH = (
+        "train_sampling_strategy",
+        lambda given: given in ("group_by_length", "batch_rebalance"),
+        "`train_sampling_strategy` by length",
+        "{key}={}",
+    )
+    UNSIZED = "an iterable dataset", bool, "an iterable dataset"
+    OWN_LOSS = "a compute_loss of your own", bool, "a `compute_loss` that divides by itself"
+    OWN_MEAN = "mean", bool, "models that take no `num_items_in_batch`", "{}"
+    SAMPLED = "generate.do_sample", bool, ""
+    BEAMS = "generate.num_beams", lambda given: given > 1, "", "beams"
+    GPT2_BEAM = "generate.search", _is("gpt2_beam"), "`generate.search: gpt2_beam`", "{key}={}"
+    PROBABILITIES = "log-probabilities", bool, "log-probabilities of texts"
+    GPU = "device", _is("cuda"), "a GPU", "a GPU"
+    # Of a proof.
+    PARTS = "parts of a reference", bool, "`pieces`, `share_experts` of a reference", "a reference with {}"
+    ROUNDED = "proof.dtype", _other_than("float64"), "a proof below float64", "a proof in {}"
+    ON_GPU = "proof.device", _other_than("cpu"), "a proof on GPUs", "a proof on {}"
+    WHOLE_MODEL = "proof.model", bool, "a proof of a checkpoint", "--model {}"
+
+    def __init__(self, key: str, predicate: Callable[[Any], bool], of_docs: str, said: str = "{key}") -> None:
+        self.key, self.predicate, self.said = key, predicate, said
+        self.of_docs = of_docs or f"`{key}`"
+
+    def is_in(self, asked: Asked) -> bool:
+        """Whether it is asked for."""
+        value = asked.get(self.key)
+        return value is not None and bool(self.predicate(value))
+
+    def given(self, asked: Asked) -> str:
+        """As the one who asks has given it: by the option of a run file, or by that of `meshlora verify`."""
+        words = self.said.format(asked[self.key], key=self.key)
+        if asked.get("door") != "meshlora verify" or not words.startswith(("data.", "train.")):
+            return words
+        name, equals, value = words.partition("=")
+        return f"--{name.rpartition('.')[2].replace('_', '-')}{' ' if equals else ''}{value}"
+
+
+KEYS = frozenset(feature.key for feature in Feature)
+
+
+def features_of(asked: Asked) -> list[Feature]:
+    """What is asked for, in the order of `Feature`."""
+    unknown = asked.keys() - KEYS
+    assert not unknown, unknown
+    return [feature for feature in Feature if feature.is_in(asked)]

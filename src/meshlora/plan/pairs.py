@@ -1,0 +1,578 @@
+"""Which features go together: what is refused, why and what to do instead; and the test that proves the rest.
+
+Owns: the table, and the one check of it, for all that starts a run, a proof, a plan, a loop or a rollout. Does not own:
+features (`plan.features`); what one feature by itself cannot be: a value out of range, a model without it.
+
+A pair that stands in no row is refused: nobody has said that the two train what one process does. docs/support.md is
+written from this table.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from meshlora.plan.features import Asked, Feature, features_of
+from meshlora_ground.errors import UnsupportedError
+
+Side = frozenset[Feature]
+F = Feature
+
+
+@dataclass(frozen=True)
+class Refused:
+    """because: why any one of each of `sides` is refused together. way_out: what to do instead."""
+
+    sides: tuple[Side, ...]
+    because: str
+    way_out: str = ""
+
+
+@dataclass(frozen=True)
+class Proved:
+    """by: the test that shows each of `one` beside each of `other`, where no row above refuses the two."""
+
+    one: Side
+    other: Side
+    by: str
+
+
+def _refused(*sides: Feature | set[Feature], because: str, way_out: str = "") -> Refused:
+    """A row, whose message names the sides in this order."""
+    return Refused(tuple(frozenset({side} if isinstance(side, Feature) else side) for side in sides), because, way_out)
+
+
+_ALONE = "train the adapters one by one, or leave it out"
+_PLAIN = "leave it out, or use optimizer: adamw"
+
+REFUSED: tuple[Refused, ...] = (
+    # Two options of a run.
+    _refused(
+        {F.PACKING, F.TRAIN_ON, F.TOO_LONG, F.APART, F.AS_GENERATED, F.LOST_TEXT, F.TEMPLATE, F.SAMPLES, F.MERGED}
+        | {F.ROUTER_LOSS, F.RECORD, F.REPLAY},
+        F.OTHER_HEAD,
+        because="it is for language models: this objective has another head",
+        way_out="leave it out",
+    ),
+    _refused(
+        {F.CATEGORIES, F.SEPARATOR, F.SKIPPED_EMPTY},
+        F.COMPARED,
+        because="only records of sft have it",
+        way_out="leave it out",
+    ),
+    _refused(
+        F.SKIPPED_BAD,
+        F.NOTHING_ALONE,
+        because="its rows are compared with each other, or have labels",
+        way_out="correct the rows",
+    ),
+    _refused(F.PACKING, F.PAIRS, because="a pair is two rows", way_out="set data.packing: false"),
+    _refused(F.PACKING, F.RECORDS, because="a record is two rows", way_out="set data.packing: false"),
+    _refused(
+        F.PACKING,
+        F.SEQUENCES,
+        because="its ratio or its mean is of whole sequences",
+        way_out="set data.packing: false",
+    ),
+    _refused(
+        F.PACKING,
+        F.OTHER_ATTENTION,
+        because="that sequences of a row are kept apart is shown for eager and sdpa",
+        way_out="use one of these",
+    ),
+    _refused(F.SPLIT, F.COMPARED, because="its answers are compared as wholes", way_out="use truncate, drop or error"),
+    _refused(F.APART, F.COMPARED, because="its answers are compared as wholes", way_out="leave it out"),
+    _refused(
+        F.STREAMING,
+        {F.COMPARED, F.SEPARATOR, F.CATEGORIES},
+        because="its records are held in memory",
+        way_out="leave out one of them",
+    ),
+    _refused(
+        F.STREAMING,
+        F.OWN_SOURCES,
+        because="their tokens are joined in memory",
+        way_out="leave out streaming, or the options",
+    ),
+    _refused(
+        {F.RECORD, F.REPLAY},
+        F.BASE,
+        because="a step of this objective runs the frozen base too, whose routing is another",
+        way_out="leave them out",
+    ),
+    _refused(F.RECORD, F.REPLAY, because="what is replayed is recorded already", way_out="give one"),
+    _refused(F.LORA_PLUS, F.LORA_FA, because="A is not trained: B alone has a rate", way_out="leave out one of them"),
+    # Rollouts, and data that come step by step.
+    _refused(
+        F.RL,
+        F.NO_GRPO,
+        because="it learns from rewards, compared within groups",
+        way_out="give objective: {kind: grpo}",
+    ),
+    _refused(F.RL, F.HELD_OUT, because="a run of rl is watched by its rewards", way_out="leave it out"),
+    _refused(F.FOLLOWED, F.MADE, because="it makes its rollouts", way_out="leave it out"),
+    _refused(
+        F.TEMPERATURE,
+        F.UNCORRECTED,
+        F.MADE,
+        because="what is trained is not what samples: that is to be corrected",
+        way_out="leave out one",
+    ),
+    _refused(
+        F.TEMPERATURE,
+        F.ENGINE,
+        because="an engine's log-probabilities are those before the temperature, unless it was started otherwise",
+        way_out="leave it out",
+    ),
+    _refused(
+        F.OLDER,
+        F.UNCORRECTED,
+        F.ENGINE,
+        because="the adapter that samples is an older one: that is to be corrected",
+        way_out="leave out one",
+    ),
+    _refused(F.PUBLISHED, F.RECORDED, because="nothing is generated", way_out="use meshlora publish"),
+    _refused(
+        {F.FOLLOWED, F.RL},
+        F.NO_ROLLOUTS,
+        because="a stream holds rollouts, which this objective does not read",
+        way_out="give an objective that trains on rollouts, or leave it out",
+    ),
+    _refused(F.FOLLOWED, F.SEVERAL_PATHS, because="a stream is one folder", way_out="give data.train as its path"),
+    _refused({F.FOLLOWED, F.RL}, F.EPOCHS, because="a stream has no epochs", way_out="give train.steps"),
+    _refused(
+        {F.FOLLOWED, F.RL},
+        {F.RECORD, F.REPLAY},
+        because="such a record is of data that are known beforehand",
+        way_out="leave it out",
+    ),
+    _refused(
+        F.MADE,
+        {F.LORA_DROPOUT, F.NOISE},
+        because="the policy that is trained would be another one than the one that acts",
+        way_out="leave it out",
+    ),
+    _refused(
+        F.MADE,
+        F.MODEL_DROPOUT,
+        because="the policy that is trained would be another one than the one that acts",
+        way_out="set model.disable_dropout: true",
+    ),
+    _refused(F.MADE, F.STAGES, because="nothing is generated through stages of layers", way_out="leave out pp"),
+    # What comes with the data.
+    _refused(
+        {F.PACKING, F.NOISE, F.RECORD, F.REPLAY, F.OTHER_HEAD},
+        F.IMAGES,
+        because="it is not proved with images",
+        way_out="leave it out",
+    ),
+    _refused(F.ROUTED, {F.RECORD, F.REPLAY}, because="the data say the experts of each token", way_out="leave one out"),
+    _refused(F.ROUTED, F.STAGES, because="they are not replayed with pp", way_out="use other axes"),
+    # Stages of layers, tokens cut over ranks, a sharded base.
+    _refused(
+        {F.RECORD, F.REPLAY, F.SAMPLES, F.TASK, F.OTHER_HEAD, F.COMPOSITE, F.TRAINED_TIED, F.LOAD, F.COMMAND},
+        F.STAGES,
+        because="it is not proved with stages of layers",
+        way_out="use pp=1",
+    ),
+    _refused(F.SHARDED, F.INTERLEAVE, because="it is not proved with stages of layers", way_out="use pp=1"),
+    _refused(
+        {F.TASK, F.OTHER_HEAD},
+        F.CONTEXT,
+        because="its head takes whole texts, of which a rank has a part",
+        way_out="use dp, tp and sp, which have its proofs",
+    ),
+    _refused(
+        F.OTHER_ATTENTION,
+        F.CONTEXT,
+        because="cut sequences attend by sdpa or eager",
+        way_out="use attn_implementation=sdpa",
+    ),
+    _refused(
+        F.TRAINED_SHARD,
+        F.SHARDED,
+        because="what dp_shard shards is frozen, and it shards the matrices of decoder layers",
+        way_out="leave out dp_shard, or give it LoRA; norms, biases, embedding and head can be trained",
+    ),
+    _refused(
+        F.WHOLE_MATRIX,
+        F.SHARDED,
+        because="it changes weights of which a rank holds a part only",
+        way_out="leave out dp_shard, or use init_lora_weights: true",
+    ),
+    # The adapter, and the base that it is on.
+    _refused(F.TRAINED_QUANTIZED, F.QUANTIZED, because="a quantised matrix is frozen", way_out="give it LoRA"),
+    _refused(
+        F.WHOLE_MATRIX,
+        F.QUANTIZED,
+        because="it changes the base, which is quantised",
+        way_out="use init_lora_weights: true",
+    ),
+    _refused(F.WHOLE_MATRIX, F.FLOAT64, because="PEFT computes it in float32", way_out="use float32"),
+    _refused(
+        F.BASE,
+        F.WHOLE_MATRIX,
+        because="it needs the frozen base, which has given its principal part to the adapter",
+        way_out="use init_lora_weights: true",
+    ),
+    _refused(
+        F.BASE_ALONE,
+        F.WHOLE_MATRIX,
+        because="the base has given its principal part to the adapter",
+        way_out="load the base without it",
+    ),
+    _refused(F.ALL_BIASES, F.COMPOSITE, because="text trains no bias of its tower", way_out="use bias='lora_only'"),
+    _refused(
+        F.SAVED_BIAS,
+        F.ALL_BIASES,
+        because="PEFT stores its bias twice, under two names",
+        way_out="use bias='none' or 'lora_only': modules_to_save trains that bias too",
+    ),
+    _refused(F.DORA, F.WHOLE_MATRIX, because="the two are not proved together", way_out="leave out one of them"),
+    _refused(F.PIECES, F.WHOLE_MATRIX, because="not proved", way_out="leave out one of them"),
+    _refused({F.DORA, F.WHOLE_MATRIX}, F.ON_EXPERTS, because="PEFT has none for a parameter", way_out="leave it out"),
+    _refused(
+        F.DORA,
+        F.RENAMED,
+        because="PEFT reads this name as a word for experts, and what it can read instead has no DoRA",
+        way_out="leave out use_dora, or this target",
+    ),
+    _refused(
+        F.DORA,
+        F.BY_WEIGHT,
+        because="PEFT has none for a parameter",
+        way_out="name it in target_modules, and only there",
+    ),
+    _refused(
+        F.WHOLE_MATRIX,
+        F.ON_TIED_HEAD,
+        because="it shares its weight with the embedding",
+        way_out="use init_lora_weights: true",
+    ),
+    _refused({F.DORA, F.NAMED_INIT}, F.ON_EMBEDDING, because="it is for linear layers", way_out="leave it out"),
+    _refused(
+        F.LORA_DROPOUT,
+        F.DORA,
+        because="the two together are not supported yet",
+        way_out="leave lora_dropout at 0.0",
+    ),
+    _refused(
+        F.LORA_DROPOUT,
+        F.ON_PARAMETERS,
+        because="PEFT has no dropout for experts, routers and linears that it names as parameters",
+        way_out="leave lora_dropout at 0.0, or leave these targets out",
+    ),
+    _refused(
+        F.LORA_DROPOUT,
+        F.ON_HEAD,
+        because="it is computed for some trained tokens at a time",
+        way_out="leave lora_dropout at 0.0, or leave the head out",
+    ),
+    _refused(
+        F.EIGHT_BIT,
+        {F.ON_PARAMETERS, F.PIECES},
+        because="PEFT keeps several of these in one matrix, whose blocks of 256 elements are not those of each",
+        way_out=_PLAIN,
+    ),
+    _refused(F.EIGHT_BIT, F.ROWS, because="it is not proved with them", way_out=_PLAIN),
+    _refused(
+        F.EIGHT_BIT,
+        F.TRAINED_EMBEDDING,
+        because="transformers leaves its moments in 32 bits, and bitsandbytes itself does not",
+        way_out=_PLAIN,
+    ),
+    _refused(
+        F.LORA_FA,
+        {F.COPIES, F.ROWS, F.DORA, F.ON_EMBEDDING, F.ON_PARAMETERS, F.PIECES},
+        because="PEFT's optimizer pairs one A with one B of a linear, and would take other parameters for these",
+        way_out=_PLAIN,
+    ),
+    # Several adapters at once.
+    _refused(
+        {F.ROUTER_LOSS, F.TRACKERS, F.RECORD, F.REPLAY, F.FOLLOWED, F.RL, F.OTHER_HEAD, F.EIGHT_BIT, F.IMAGES}
+        | {F.ROUTED, F.BIASES, F.SAVED, F.ROWS, F.WHOLE_MATRIX, F.ON_ROUTER, F.RESUMED},
+        F.ADAPTERS,
+        because="it is not proved with several adapters",
+        way_out=_ALONE,
+    ),
+    _refused(F.FLOAT16, F.ADAPTERS, because="their loss scale is not proved", way_out="use bfloat16"),
+    _refused(
+        F.REFERENCE,
+        F.ADAPTERS,
+        because="it is not proved with several adapters",
+        way_out="use reference: base, or train the adapters one by one",
+    ),
+    _refused(
+        F.RESUMED_FOLDER,
+        F.ADAPTERS,
+        because="each of several adapters has checkpoints of its own",
+        way_out="use --resume auto",
+    ),
+    # Proofs and plans.
+    _refused(
+        F.ADAPTERS,
+        F.SCHEDULE,
+        F.PROOF,
+        because="several adapters are not proved with it",
+        way_out="leave it out",
+    ),
+    _refused(
+        F.ADAPTERS,
+        {F.ROUNDED, F.ON_GPU, F.WHOLE_MODEL},
+        because="several adapters are proved on twins, in float64, on CPUs",
+        way_out="give --family or --twin, and --device cpu",
+    ),
+    _refused(
+        F.EIGHT_BIT,
+        {F.ROUNDED, F.ON_GPU},
+        because="rounding moves codes, as a fault would",
+        way_out="prove it in float64 on CPUs: --device cpu",
+    ),
+    _refused(
+        F.BASE,
+        F.EXPERTS,
+        F.ROUNDED,
+        because="routing is replayed below float64, and the frozen base routes by itself",
+        way_out="use float64",
+    ),
+    _refused(F.PARTS, F.PROOF, because="it is proved of the adapter of the run alone", way_out="use reference: start"),
+    _refused(
+        F.PLAN,
+        {F.ADAPTERS, F.COMPARED, F.FLOAT64},
+        because="plans are of one adapter, train.objective=sft, at most four bytes",
+    ),
+    # Loops and trainers of others.
+    _refused(F.TRAINER, F.STAGES, because="its loop has no turns of stages", way_out="use meshlora train"),
+    _refused(F.LABELS, F.STAGES, because="only its last stage has a loss", way_out="use pp=1"),
+    _refused(
+        F.ROUTER_LOGITS,
+        F.MESH,
+        because="the load-balancing loss of Hugging Face's models is that of each rank's own tokens",
+        way_out="leave it out, or use meshlora train",
+    ),
+    _refused(F.ARGUMENT, F.MESH, because="it is not proved on a mesh", way_out="leave it out"),
+    _refused(
+        F.WHOLE_OPTIMIZER,
+        F.MESH,
+        because="it uses whole matrices, or rounds their blocks, and a rank has a part of each",
+        way_out="use torch's AdamW, Adam, SGD, Adagrad or RMSprop",
+    ),
+    _refused(
+        F.LOSS_SCALE,
+        F.MESH,
+        because="its loss scale would be that of each rank's own gradients",
+        way_out="load the model with dtype='bfloat16' or 'float32'",
+    ),
+    _refused(
+        F.BY_LENGTH,
+        F.DP,
+        because="it orders the rows by the batch of one process, and dp ranks share one",
+        way_out="use random, or dp=1",
+    ),
+    _refused(
+        F.UNSIZED,
+        F.DP,
+        because="its last rows are not proved to be counted once",
+        way_out="use one with a length, or dp=1",
+    ),
+    _refused(
+        F.OWN_MEAN,
+        F.DP,
+        because="its loss is a mean of a rank's own rows, and ranks have unequal shares",
+        way_out="use dp=1",
+    ),
+    _refused(
+        F.OWN_LOSS,
+        F.DP,
+        because="a mean of a rank's own rows is not that of all",
+        way_out="divide by num_items_in_batch and set loss_is_scaled_for_ga = True, or use dp=1",
+    ),
+    _refused(
+        F.MANAGER,
+        F.MESH,
+        because="requests that come one by one are not proved on a mesh",
+        way_out="use model.generate_batch",
+    ),
+    _refused(F.EVALUATED, F.OTHER_HEAD, because="such a model writes no text", way_out="leave it out"),
+    _refused(F.SAMPLED, F.GPT2_BEAM, because="that search draws nothing", way_out="give one of them"),
+    _refused(
+        F.PROBABILITIES,
+        {F.BEAMS, F.GPT2_BEAM},
+        because="a beam is searched for, not drawn",
+        way_out="set generate.num_beams: 1",
+    ),
+    _refused(
+        F.EIGHT_BIT,
+        F.FLOAT64,
+        F.GPU,
+        because="the kernels of bitsandbytes on GPUs have no float64",
+        way_out="use model.dtype: float32",
+    ),
+    _refused(
+        F.GENERATE,
+        F.STAGES,
+        because="a token would pass all stages before the next can begin, and no order of stages is made for it",
+        way_out="use pp=1, with as many tp or dp ranks",
+    ),
+    _refused(
+        F.BATCHED,
+        F.STAGES,
+        because="a token would pass all stages before the next can begin",
+        way_out="use model.generate",
+    ),
+    _refused(F.BATCHED, F.CONTEXT, because="it brings an attention of its own", way_out="use model.generate"),
+    _refused(
+        F.SCORES,
+        {F.CONTEXT, F.STAGES},
+        because="its ranks have a part of the tokens or layers each",
+        way_out="use dp, tp and sp",
+    ),
+    _refused(
+        F.TRL,
+        {F.DP, F.CONTEXT, F.STAGES},
+        because="TRL gathers over processes by itself, which is proved for the ranks of one replica alone",
+        way_out="use tp, or MeshTrainer, or meshlora train",
+    ),
+    _refused(
+        F.TRL_SAMPLES,
+        F.LORA_DROPOUT,
+        because="what is generated, and the reference, run in training mode, with dropout of their own",
+        way_out="use an adapter with lora_dropout=0",
+    ),
+    _refused(F.HIDDEN_STATES, F.SEQUENCE, because="a rank has a part of them only", way_out="use tp=1 for it"),
+    _refused(F.ATTENTIONS, F.TENSOR, because="a rank has a part of them only", way_out="use tp=1 for it"),
+)
+
+# Every feature is in one of these by name: one that is in none goes with nothing.
+AXES = frozenset(
+    {F.DP, F.STAGES, F.INTERLEAVE, F.CONTEXT, F.RING, F.TENSOR, F.SEQUENCE, F.EXPERT, F.EXPERT_TENSOR, F.TWO_STAGE}
+    | {F.SHARDED, F.MESH}
+)
+BASES = frozenset(
+    {F.EXPERTS, F.COMPOSITE, F.TASK, F.QUANTIZED, F.FLOAT16, F.FLOAT64, F.OTHER_ATTENTION, F.MODEL_DROPOUT}
+)
+METHODS = frozenset(
+    {F.WHOLE_MATRIX, F.NAMED_INIT, F.DORA, F.LORA_DROPOUT, F.BIASES, F.ALL_BIASES, F.SAVED, F.SAVED_BIAS, F.COPIES}
+    | {F.ROWS, F.PIECES, F.SHARED_EXPERTS, F.ON_EMBEDDING, F.ON_HEAD, F.ON_TIED_HEAD, F.ON_PARAMETERS, F.ON_EXPERTS}
+    | {F.BY_WEIGHT, F.RENAMED, F.ON_ROUTER, F.TRAINED_TIED, F.TRAINED_SHARD, F.TRAINED_QUANTIZED, F.TRAINED_EMBEDDING}
+)
+OBJECTIVES = frozenset(
+    {F.COMPARED, F.PAIRS, F.RECORDS, F.SEQUENCES, F.OTHER_HEAD, F.BASE, F.NO_GRPO, F.NO_ROLLOUTS, F.UNCORRECTED}
+    | {F.NOTHING_ALONE, F.REFERENCE}
+)
+READING = frozenset(
+    {F.SEPARATOR, F.CATEGORIES, F.SKIPPED_EMPTY, F.SKIPPED_BAD, F.TOO_LONG, F.SPLIT, F.TRAIN_ON, F.APART}
+    | {F.AS_GENERATED, F.LOST_TEXT, F.TEMPLATE, F.STREAMING, F.HELD_OUT, F.SEVERAL_PATHS, F.OWN_SOURCES}
+)
+STEPS = frozenset(
+    {F.PACKING, F.IMAGES, F.ROUTED, F.EIGHT_BIT, F.LORA_FA, F.LORA_PLUS, F.SCHEDULE, F.NOISE, F.ROUTER_LOSS}
+    | {F.RECORD, F.REPLAY, F.RECOMPUTED}
+)
+AROUND = frozenset({F.EPOCHS, F.SAMPLES, F.MERGED, F.TRACKERS, F.RESUMED_FOLDER, F.RESUMED})
+ROLLOUTS = frozenset({F.FOLLOWED, F.RL, F.MADE, F.ENGINE, F.RECORDED, F.PUBLISHED, F.TEMPERATURE, F.OLDER})
+SEVERAL = frozenset({F.ADAPTERS})
+PROOFS = frozenset({F.PROOF, F.PARTS, F.ROUNDED, F.ON_GPU, F.WHOLE_MODEL})
+LOOPS = frozenset(
+    {F.LOAD, F.GENERATE, F.BATCHED, F.COMMAND, F.LABELS, F.SCORES, F.TRAINER, F.TRL, F.TRL_SAMPLES, F.BASE_ALONE}
+    | {F.ROUTER_LOGITS, F.HIDDEN_STATES, F.ATTENTIONS, F.MANAGER, F.EVALUATED, F.ARGUMENT, F.WHOLE_OPTIMIZER, F.GPU}
+    | {F.LOSS_SCALE, F.BY_LENGTH, F.UNSIZED, F.OWN_LOSS, F.OWN_MEAN, F.SAMPLED, F.BEAMS, F.GPT2_BEAM, F.PROBABILITIES}
+)
+PLANS = frozenset({F.PLAN})
+GROUPS = {
+    "axes": AXES,
+    "bases": BASES,
+    "methods of adapters": METHODS,
+    "objectives": OBJECTIVES,
+    "reading": READING,
+    "steps": STEPS,
+    "around the steps": AROUND,
+    "rollouts": ROLLOUTS,
+    "several adapters": SEVERAL,
+    "proofs": PROOFS,
+    "loops of others": LOOPS,
+    "plans": PLANS,
+}
+_EVERY = frozenset().union(*GROUPS.values())
+_TRAINED = AXES | BASES | METHODS | OBJECTIVES | STEPS
+
+PROVED: tuple[Proved, ...] = (
+    Proved(AXES, AXES, "tests/parity/test_topologies.py::test_adapter_is_the_one_a_single_process_produces"),
+    Proved(AXES, METHODS, "tests/ranks/test_methods.py::test_trains_as_one_process_does"),
+    Proved(AXES, OBJECTIVES, "tests/verify/test_objectives.py::test_objective_is_that_of_one_process_on_every_mesh"),
+    Proved(
+        AXES,
+        frozenset({F.PACKING}),
+        "tests/verify/test_packing.py::test_packed_rows_are_the_sequences_one_by_one_on_every_mesh",
+    ),
+    # Any other two of these: the twin of each run has both, else the run is refused.
+    Proved(_TRAINED, _TRAINED, "tests/verify/test_preflight.py::test_twin_that_lacks_what_the_model_has_is_refused"),
+    # Reading ends with tokens, before a process starts.
+    Proved(READING, _EVERY, "tests/unit/test_features.py::test_features_together_are_refused_in_words_or_make_a_run"),
+    Proved(AROUND, _EVERY, "tests/ranks/test_dp_shard.py::test_a_run_with_all_that_a_run_has_gives_the_bytes_of_dp"),
+    Proved(
+        ROLLOUTS, _EVERY, "tests/ranks/test_rl.py::test_recorded_rollouts_give_one_adapter_and_that_of_transformers"
+    ),
+    Proved(SEVERAL, _EVERY, "tests/verify/test_several_adapters.py::test_what_one_adapter_may_have_several_may"),
+    Proved(
+        PROOFS, _EVERY, "tests/parity/test_topologies.py::test_low_precision_stays_within_the_references_own_rounding"
+    ),
+    Proved(LOOPS, _EVERY, "tests/ranks/test_own_loop.py::test_own_loop_saves_the_adapter_of_one_process"),
+    Proved(PLANS, _EVERY, "tests/ranks/test_planner.py::test_real_ranks_send_what_is_planned"),
+)
+
+
+def check(asked: Asked) -> None:
+    """Refuse what does not go together: `check({"topology": topology, "train.sample_every": 2})`.
+
+    Asked early and again wherever more is known: of the run file, of the model with its adapter, of the data.
+
+    Raises:
+        UnsupportedError: names the first two or three.
+    """
+    if (error := refusal(asked)) is not None:
+        raise error
+
+
+def refusal(asked: Asked) -> UnsupportedError | None:
+    """What `check` would raise."""
+    given = features_of(asked)
+    has = frozenset(given)
+    for row in REFUSED:
+        found = [next(feature for feature in given if feature in side) for side in row.sides if side & has]
+        if len(found) == len(row.sides):
+            return UnsupportedError(_said(found, asked), row.because, row.way_out)
+    for pair in itertools.combinations(given, 2):
+        if proof_of(*pair) is None:
+            why = "nobody has said that the two go together"
+            return UnsupportedError(_said(pair, asked), why, "leave out one of them, or see docs/support.md")
+    return None
+
+
+@functools.cache
+def proof_of(one: Feature, other: Feature) -> str | None:
+    """The test that shows two features together; None: there is none."""
+    for row in PROVED:
+        if (one in row.one and other in row.other) or (other in row.one and one in row.other):
+            return row.by
+    return None
+
+
+def refused_pairs() -> Iterator[tuple[Feature, Feature]]:
+    """Every two features that a row of two sides refuses."""
+    for row in REFUSED:
+        if len(row.sides) == 2:
+            yield from itertools.product(*row.sides)
+
+
+_BETWEEN = {"topology": "on", "door": "in"}  # and else "with"
+
+
+def _said(features: tuple[Feature, ...] | list[Feature], asked: Asked) -> str:
+    """In one line; axes by the topology that has them."""
+    words, topology = "", asked.get("topology")
+    for feature in features:
+        said = f"{topology}" if words and feature.key == "topology" else feature.given(asked)
+        words = f"{words} {_BETWEEN.get(feature.key, 'with')} {said}" if words else said
+    return words
