@@ -100,7 +100,7 @@ def test_vision_opens_the_tower(vision: Any, start: tuple[str, ...]) -> None:
     [
         ({"target_modules": ["fc1"]}, "fc1.* matches no linear layer"),
         ({"target_modules": r".*vision_tower.*fc1"}, "it matches no linear layer of the text part"),
-        ({"target_modules": ["q_proj"], "bias": "all"}, "bias='all' of a composite"),
+        ({"target_modules": ["q_proj"], "bias": "all"}, "bias='all' with a composite"),
         ({"target_modules": ["q_proj"], "vision": "yes"}, "true, false or a list of names"),
     ],
 )
