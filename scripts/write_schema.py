@@ -3,8 +3,8 @@
     .venv/bin/python scripts/write_schema.py    # write it; scripts/describe_house.py does too, and --check compares
 
 Types, choices, limits and defaults are those of the dataclasses; descriptions are the sentences of their docstrings.
-Here besides: what `config.file` allows in other words (an objective by its name, its parameters beside it, several
-adapters), and the fields of `lora`.
+Here besides: what `config.file` allows in other words (an objective by its name, several adapters), and the fields of
+`lora`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from meshlora.run.config import file
-from meshlora.run.config.file import BESIDE, LOSS_ON
 from meshlora.run.config.presets import PRESETS
 from meshlora.run.config.rl import REWARDS, RlConfig
 from meshlora.run.config.run import (
@@ -78,11 +77,6 @@ def schema() -> dict[str, Any]:
     keys, train = whole["properties"], groups["TrainConfig"]["properties"]
     by_name = {"enum": list(KINDS), "description": "The kind alone, with its own values as they are."}
     train["objective"] = {"anyOf": [by_name, train["objective"]], "description": train["objective"]["description"]}
-    for key, (name, kinds) in BESIDE.items():
-        inside = groups[KINDS[kinds[0]].__name__]["properties"][name]
-        train[key] = inside | {"deprecated": True, "description": f"Older spelling of objective.{name}."}
-    older = {"enum": list(LOSS_ON), "deprecated": True, "description": "Older name of train_on."}
-    groups["DataConfig"]["properties"]["loss_on"] = older
     lora = {
         "type": "object",
         "properties": LORA,

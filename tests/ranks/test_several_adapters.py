@@ -71,7 +71,8 @@ def _file(folder: Path, name: str, topology: str, **changes: Any) -> Path:
     for own in adapters.values():
         for key in {"train", "eval"} & own["data"].keys():
             own["data"][key] = str(folder / own["data"][key])
-    common = {"steps": 9, "save_every": 1, "micro_batch_size": 4, "max_grad_norm": 0.1, "label_smoothing": 0.1}
+    common: dict[str, Any] = {"steps": 9, "save_every": 1, "micro_batch_size": 4, "max_grad_norm": 0.1}
+    common["objective"] = {"kind": "sft", "label_smoothing": 0.1}
     return write_run_file(
         folder / f"{name}.yaml",
         model={"path": str(small_base()), "dtype": "float64"},

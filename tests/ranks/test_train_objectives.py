@@ -29,8 +29,8 @@ REPORTED = {
     "kto": {"accuracy", "kl"},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
-    "policy": {"train__kl_coef": 0.1},
-    "dpo": {"train__dpo_beta": 0.2, "train__label_smoothing": 0.1},
+    "policy": {"train__objective": {"kind": "policy", "kl_coef": 0.1}},
+    "dpo": {"train__objective": {"kind": "dpo", "beta": 0.2, "label_smoothing": 0.1}},
     "orpo": {"train__objective": {"kind": "orpo", "beta": 0.2}},
     "kto": {"train__objective": {"kind": "kto", "beta": 0.2, "desirable_weight": 1.2, "undesirable_weight": 0.8}},
 }
@@ -98,17 +98,13 @@ def _column(output: Path, name: str) -> list[float]:
 @for_each(
     ("objective", "changes", "words"),
     [
-        ("dpo", {"train__kl_coef": 0.1}, "it goes with policy"),
-        ("policy", {"train__dpo_beta": 0.5}, "it goes with dpo"),
-        ("policy", {"train__label_smoothing": 0.1}, "it goes with sft or dpo"),
-        ("dpo", {"train__label_smoothing": 0.5}, "the other answer would be the better"),
-        ("policy", {"train__clip_low": 1.5}, "above 0, at most 1"),
-        ("policy", {"train__kl_coef": -1.0}, "not negative"),
+        ("policy", {"train__objective": {"kind": "policy", "beta": 0.5}}, "unknown key"),
+        ("dpo", {"train__objective": {"kind": "dpo", "label_smoothing": 0.5}}, "the other answer would be the better"),
+        ("policy", {"train__objective": {"kind": "policy", "clip_low": 1.5}}, "above 0, at most 1"),
+        ("policy", {"train__objective": {"kind": "policy", "kl_coef": -1.0}}, "not negative"),
         ("dpo", {"train__objective": {"kind": "dpo", "betta": 0.1}}, "did you mean 'beta'"),
         ("dpo", {"train__objective": {"kind": "dqo"}}, "did you mean 'dpo'"),
         ("dpo", {"train__objective": {"beta": 0.1}}, "objective.kind: this key is required"),
-        ("dpo", {"train__objective": {"kind": "dpo", "beta": 0.1}, "train__dpo_beta": 0.1}, "they are the same"),
-        ("orpo", {"train__dpo_beta": 0.2}, "it goes with dpo"),
         ("orpo", {"data__packing": True}, "a pair is two rows"),
         ("kto", {"data__packing": True}, "a record is two rows"),
         ("kto", {"train__objective": {"kind": "kto", "desirable_weight": 0}}, "above 0, at most"),

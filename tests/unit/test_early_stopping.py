@@ -56,7 +56,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     copy_lines("train", tmp_path / "train.jsonl", 0, 4)
     copy_lines("train", tmp_path / "eval.jsonl", 0, 2)
     options = {"steps": 6, "eval_every": 1, "save_every": 1, "early_stopping": {"patience": 2}, "batch_size": 1}
-    data = {"eval": str(tmp_path / "eval.jsonl"), "max_length": 16, "loss_on": "all"}
+    data = {"eval": str(tmp_path / "eval.jsonl"), "max_length": 16, "train_on": "everything"}
     file = write_run_file(tmp_path / "out.yaml", train=options, data=data)
     monkeypatch.setattr(TrainedAdapter, "evaluate", lambda self, _: (LOSSES[self.done - 1], 1))
 

@@ -55,7 +55,7 @@ def evaluated(setup: Setup, *words: str) -> dict[str, object]:
 def test_loss_is_that_of_transformers_and_peft_over_the_whole_file(setup: Setup) -> None:
     """Micro-batches of 3 do not divide the 8 sequences; without label smoothing, whatever the run trains with."""
     setup.set("train.micro_batch_size", 3)
-    setup.set("train.label_smoothing", 0.3)
+    setup.set("train.objective", {"kind": "sft", "label_smoothing": 0.3})
     setup.set("model.dtype", "float64")
     found = evaluated(setup, "--adapter", str(setup.adapter))
     tokenizer = AutoTokenizer.from_pretrained(setup.model)

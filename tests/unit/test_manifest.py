@@ -129,7 +129,6 @@ BROKEN: dict[str, Break] = {
     "a pipe as manifest": pipe(FILE),
     "a pipe as weights": pipe(WEIGHTS),
     "no manifest": lambda folder: (folder / FILE).unlink(),
-    "of an earlier format": lambda folder: (folder / FILE).rename(folder / "training_state.json"),
     "one bit of the weights": flip(WEIGHTS, 150),
     "weights cut": lambda folder: os.truncate(folder / WEIGHTS, 100),
     "state missing": lambda folder: (folder / STATE_FILE).unlink(),

@@ -142,9 +142,8 @@ def test_sequences_are_cut_to_the_length_of_the_run_file(setup: Setup) -> None:
     assert {len(sequence.input_ids) for sequence in prepared(setup, data__max_length=12).train_data} == {12}
 
 
-@pytest.mark.parametrize(("option", "value"), [("train_on", "everything"), ("loss_on", "all")])
-def test_prompts_are_trained_where_the_run_file_says_so(setup: Setup, option: str, value: str) -> None:
-    data = prepared(setup, **{f"data__{option}": value}).train_data
+def test_prompts_are_trained_where_the_run_file_says_so(setup: Setup) -> None:
+    data = prepared(setup, data__train_on="everything").train_data
     assert data.num_trained_tokens == len(data.input_ids) - len(data), "all but the first of each sequence"
 
 

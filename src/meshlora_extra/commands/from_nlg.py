@@ -98,7 +98,8 @@ def run_of(options: argparse.Namespace) -> dict[str, Any]:
     train |= _length(options)
     train |= {"weight_decay": options.weight_decay, "decay_biases_and_norms": not options.no_decay_bias}
     train |= {"beta1": options.adam_beta1, "beta2": options.adam_beta2, "eps": options.adam_epislon}
-    train |= {"max_grad_norm": options.clip, "label_smoothing": options.label_smooth, "seed": options.random_seed}
+    train |= {"max_grad_norm": options.clip, "seed": options.random_seed}
+    train["objective"] = {"kind": "sft", "label_smoothing": options.label_smooth}
     train["log_every"] = options.log_interval
     for ours, theirs in {"save_every": "save_interval", "eval_every": "eval_interval"}.items():
         if theirs == "save_interval" or options.valid_data:

@@ -31,7 +31,6 @@ from meshlora_ground.topology import Topology
 
 FILE, FORMAT = "manifest.json", 2
 STATE_FILE = "training_state.safetensors"
-_EARLIER_FILE = "training_state.json"  # of format 1, which had no hash of its own
 _ADAPTER_FILES = {"adapter_config.json", "adapter_model.safetensors"}
 _NEEDED = {"checkpoint": _ADAPTER_FILES | {STATE_FILE}, "initial": _ADAPTER_FILES, "adapter": _ADAPTER_FILES}
 _MAY_BE_THERE = {"meshlora.json"}
@@ -167,7 +166,7 @@ def read_manifest(folder: Path, *, kinds: tuple[Kind, ...] = ("checkpoint", "ini
 def is_saved(folder: Path) -> bool:
     """Whether `folder` looks like one saved by a run, or like an adapter, whole or not."""
     try:
-        return any((folder / name).exists() for name in (FILE, _EARLIER_FILE, *_NEEDED["checkpoint"]))
+        return any((folder / name).exists() for name in (FILE, *_NEEDED["checkpoint"]))
     except OSError:
         return False
 
@@ -192,8 +191,6 @@ def _read(folder: Path, what: str, way_out: str) -> Any:
     """
     file = folder / FILE
     if not file.is_file():  # a pipe would block
-        if (folder / _EARLIER_FILE).is_file():
-            raise NotWholeError(f"{what} {folder}", f"its format is 1, this meshlora reads {FORMAT}", "start a new run")
         raise NotWholeError(f"{what} {folder}", f"it has no {FILE}", "give a folder that a run saved")
     try:
         return parse_json(read_text(file, most_bytes=_LARGEST))

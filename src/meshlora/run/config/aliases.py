@@ -42,20 +42,23 @@ _KEYS = {
         ("gradient_checkpointing", "gradient_checkpointing_kwargs", "activation_checkpointing"),
         "train.recompute, as in recompute: full",
     ),
-    "label_smoothing_factor": "train.objective, as in objective: {kind: sft, label_smoothing: 0.1}",
+    **dict.fromkeys(
+        ("label_smoothing_factor", "label_smoothing"),
+        "train.objective, as in objective: {kind: sft, label_smoothing: 0.1}",
+    ),
     **dict.fromkeys(("stage", "loss_type", "finetuning_stage"), "train.objective, as in objective: dpo"),
-    **dict.fromkeys(("pref_beta", "rl_beta"), "train.objective, as in objective: {kind: dpo, beta: 0.1}"),
+    **dict.fromkeys(("pref_beta", "rl_beta", "dpo_beta"), "train.objective, as in objective: {kind: dpo, beta: 0.1}"),
     **dict.fromkeys(("neftune_noise_alpha", "noise_alpha"), "train.neftune_alpha"),
     **dict.fromkeys(("optim", "optimizer_name"), "train.optimizer, as in optimizer: adamw"),
     # Of TRL's and verl's GRPO.
     **{
         name: f"train.objective, as in {{kind: grpo, {ours}}}"
         for ours, names in {
-            "clip_low: 0.2": ("epsilon", "clip_ratio", "clip_ratio_low"),
-            "clip_high: 0.28": ("epsilon_high", "clip_ratio_high"),
+            "clip_low: 0.2": ("epsilon", "clip_ratio", "clip_ratio_low", "clip_low"),
+            "clip_high: 0.28": ("epsilon_high", "clip_ratio_high", "clip_high"),
             "ratio: sequence": ("importance_sampling_level",),
             "importance_cap: 2": ("vllm_importance_sampling_cap", "vllm_importance_sampling_clip_max", "tis_cap"),
-            "kl_coef: 0.01": ("kl_loss_coef", "use_kl_loss"),
+            "kl_coef: 0.01": ("kl_loss_coef", "use_kl_loss", "kl_coef"),
             "kl: k3": ("kl_loss_type",),
             "mean_over: sequence": ("loss_agg_mode",),
             "scale_rewards: none": ("norm_adv_by_std_in_grpo",),
@@ -80,7 +83,7 @@ _KEYS = {
     **dict.fromkeys(("dataset_text_field", "dataset_kwargs", "remove_unused_columns"), "data.columns"),
     **dict.fromkeys(("sample_packing", "multipack"), "data.packing"),
     **dict.fromkeys(
-        ("train_on_inputs", "train_on_prompt", "completion_only_loss", "assistant_only_loss"),
+        ("train_on_inputs", "train_on_prompt", "loss_on", "completion_only_loss", "assistant_only_loss"),
         "data.train_on: all is completions and answers, everything is prompts too",
     ),
     **dict.fromkeys(("excess_length_strategy", "truncation_mode", "truncation"), "data.too_long"),

@@ -1,6 +1,6 @@
 """Reading a run file: one YAML -> one tree of dataclasses, with errors that name the key.
 
-Owns: YAML, overrides, splitting a file with several adapters into one run each, and older spellings.
+Owns: YAML, overrides, splitting a file with several adapters into one run each.
 Does not own: names, defaults and rules of the fields (`run.config.run`), their types (`run.config.types`).
 """
 
@@ -19,7 +19,7 @@ from meshlora.run.config.run import PER_ADAPTER, RUN_CONTENT, Given, RunConfig, 
 from meshlora.run.config.types import checked, groups
 from meshlora_ground.errors import UserError, did_you_mean
 from meshlora_ground.hub import located, located_files
-from meshlora_ground.objective import KINDS, Referenced
+from meshlora_ground.objective import Referenced
 from meshlora_ground.reading import parse_yaml, read_text
 
 
@@ -52,7 +52,6 @@ def read_runs(path: str | Path, overrides: list[str] | None = None, *, downloads
     tree = _read_tree(Path(path))
     for override in overrides or []:
         _apply(tree, override)
-    _respell(tree, "data")
     if "adapters" not in tree:
         return {"": _run(tree, downloads)}
     adapters = tree.pop("adapters")
@@ -67,8 +66,6 @@ def read_runs(path: str | Path, overrides: list[str] | None = None, *, downloads
             raise UserError(f"adapters.{name}", rule)
         if name.lower() in _TAKEN:
             raise UserError(f"adapters.{name}", "a run keeps something else under this name", "choose another")
-        if isinstance(own, dict):
-            _respell(own, f"adapters.{name}.data")
         own_tree = _tree_of(tree, name, own)
         try:
             runs[name] = _run(own_tree, downloads)
@@ -113,8 +110,9 @@ _DEEPEST_KEY = 10
 
 def _run(tree: dict[str, Any], downloads: bool) -> RunConfig:
     tree = with_preset(tree, facts=functools.partial(_facts, tree) if downloads else None)
-    if isinstance(tree.get("train"), Mapping):
-        tree["train"] = _with_objective(tree["train"], has_preset="preset" in tree)
+    train = tree.get("train")
+    if isinstance(train, Mapping) and isinstance(train.get("objective"), str):  # the kind alone
+        tree["train"] = {**train, "objective": {"kind": train["objective"]}}
     config = checked(tree)
     return _located(config) if downloads else config
 
@@ -145,60 +143,6 @@ def _located(config: RunConfig) -> RunConfig:
     data = dataclasses.replace(config.data, train=trained, eval=evaluated)
     model = dataclasses.replace(model, path=folder, revision=None)
     return dataclasses.replace(config, data=data, model=model, adapter=adapter, train=train)
-
-
-# The older `data.loss_on` -> `data.train_on`.
-LOSS_ON = {"completion": "all", "all": "everything"}
-
-
-def _respell(tree: dict[str, Any], where: str) -> None:
-    """Rewrite `loss_on` in the group `data` of `tree`. Raises: UserError."""
-    data = tree.get("data")
-    if not isinstance(data, Mapping) or "loss_on" not in data:
-        return
-    given = data["loss_on"]
-    if "train_on" in data:
-        raise UserError(f"{where}.loss_on and {where}.train_on", "the first is an older name", "give train_on")
-    if not isinstance(given, str) or given not in LOSS_ON:
-        known = ", ".join(map(repr, LOSS_ON))
-        raise UserError(f"{where}.loss_on: {given!r}", f"one of {known}", f"or give {where}.train_on")
-    rest = {key: value for key, value in data.items() if key != "loss_on"}
-    tree["data"] = rest | {"train_on": LOSS_ON[given]}
-
-
-# Parameters of objectives that run files may also give next to `objective`: key -> its name inside, and its kinds.
-BESIDE = {
-    "label_smoothing": ("label_smoothing", ("sft", "dpo")),
-    **{name: (name, ("policy",)) for name in ("clip_low", "clip_high", "kl_coef")},
-    "dpo_beta": ("beta", ("dpo",)),
-}
-
-
-def _with_objective(train: Mapping[str, Any], *, has_preset: bool) -> dict[str, Any]:
-    """`train` with an objective given as a name, or with keys next to it, rewritten as `{kind: dpo, beta: 0.1}`.
-
-    has_preset: a key next to it may come from the preset, and the objective's own value wins.
-
-    Raises:
-        UserError: a key next to the objective that this kind does not read, or that it also has inside.
-    """
-    given = train.get("objective", "sft")
-    given = {"kind": given} if isinstance(given, str) else given
-    rest = {key: value for key, value in train.items() if key not in BESIDE}
-    if not isinstance(given, Mapping) or str(given.get("kind")) not in KINDS:
-        return rest | {"objective": given}  # `checked` raises the error
-    inside = dict(given)
-    for key, (name, kinds) in BESIDE.items():
-        if key not in train or (has_preset and name in given):
-            continue
-        if given["kind"] in kinds:
-            if name in given:
-                raise UserError(f"train.{key} and train.objective.{name}", "they are the same", "give one")
-            inside[name] = train[key]
-        elif train[key] != getattr(KINDS[kinds[0]](), name):
-            rule = f"it has no effect with train.objective={given['kind']}"
-            raise UserError(f"train.{key}", rule, f"it goes with {' or '.join(kinds)}")
-    return rest | {"objective": inside}
 
 
 def _read_tree(file: Path) -> dict[str, Any]:
@@ -234,7 +178,7 @@ def _tree_of(shared: Mapping[str, Any], name: str, own: Any) -> dict[str, Any]:
         if not isinstance(values, Mapping):
             raise UserError(f"{where}.{group}: {values!r}", "it must be a group of keys")
         for key in values if group in PER_ADAPTER else ():
-            if key not in PER_ADAPTER[group] and key in (*groups()[group], *BESIDE):  # `checked` refuses other keys
+            if key not in PER_ADAPTER[group] and key in groups()[group]:  # `checked` refuses other keys
                 way_out = f"give {group}.{key} outside of adapters:, for all of them"
                 raise UserError(f"{where}.{group}.{key}", "an adapter has no such key for itself", way_out)
         for_all = shared.get(group) or {}

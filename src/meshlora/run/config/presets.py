@@ -37,7 +37,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "beta2": 0.999,
             "eps": 1e-6,
             "max_grad_norm": 0.0,
-            "label_smoothing": 0.1,
+            "objective": {"kind": "sft", "label_smoothing": 0.1},
         },
         "generate": {
             "search": "gpt2_beam",
@@ -139,9 +139,12 @@ def resolved(config: Any) -> str:
     lines = []
     of_model = {"lora": ["lora_dropout", "rank_pattern"], "train": ["lr"]} if config.preset in OF_MODEL else {}
     for group, values in PRESETS[config.preset].items():
-        values = dict.fromkeys([*values, *of_model.get(group, ())])
+        inside = [key for key in values.get("objective", ()) if key != "kind"]
+        values = dict.fromkeys([*values, *inside, *of_model.get(group, ())])
         own = getattr(config, group)
-        shown = own if group == "lora" else vars(own) | vars(getattr(own, "objective", own))
+        shown = own if group == "lora" else vars(own)
+        if group == "train":
+            shown = {**vars(own.objective), **shown, "objective": own.objective.kind}
         if shown is not None:
             lines.append(
                 f"{group}: " + ", ".join(f"{key} {shown[key]}" for key in values if shown.get(key) is not None)
