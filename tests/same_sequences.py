@@ -8,10 +8,10 @@ import numpy as np
 
 from meshlora.cli.main import _parser
 from meshlora.loading.blueprint import read_model_config
-from meshlora.reading.tokenizer import tokenizer_of
 from meshlora.run.config.file import read_run
 from meshlora.run.config.run import RunConfig
 from meshlora.run.prepare import read_data
+from meshlora.run.sources import tokenizer_of
 from meshlora_extra.commands import evaluate
 from meshlora_ground.dataset import TokenizedDataset
 

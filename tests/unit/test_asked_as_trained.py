@@ -12,12 +12,12 @@ from transformers import AutoTokenizer
 from meshlora.loading.blueprint import read_model_config
 from meshlora.reading import clock
 from meshlora.reading.records import Record
-from meshlora.reading.tokenizer import tokenizer_of
 from meshlora.run.config.file import read_run
 from meshlora.run.config.run import GenerateConfig, RunConfig
 from meshlora.run.decoding import ends_of, read_prompts
 from meshlora.run.evaluate import prepare_evaluation
 from meshlora.run.generated import prepare_prompts
+from meshlora.run.sources import tokenizer_of
 from meshlora.run.together import prepare_run
 from meshlora_extra.rl.prompts import read_prompts as read_prompts_of_rl
 from tests.unit.mistakes import Setup

@@ -24,12 +24,12 @@ from meshlora.loading.blueprint import read_model_config
 from meshlora.reading import formats, preferences
 from meshlora.reading.sources import read_records
 from meshlora.reading.tokenization import tokenize
-from meshlora.reading.tokenizer import tokenizer_of
 from meshlora.run import prepare, trained
 from meshlora.run.config.file import read_run
 from meshlora.run.config.run import DataConfig, Format, GenerateConfig, TrainConfig
 from meshlora.run.prepared import Prepared
 from meshlora.run.run import train
+from meshlora.run.sources import tokenizer_of
 from meshlora.run.together import prepare_run
 from meshlora.run.trainer import Trainer
 from meshlora.train.batches import MicroBatch

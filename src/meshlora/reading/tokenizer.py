@@ -1,4 +1,4 @@
-"""The tokenizer of a model's folder, or of a run.
+"""The tokenizer of a model's folder, as it is or with a run's chat template, stop tokens and day.
 
 Owns: loading it, its chat template, and the padding token. Does not own: tokenising data (`data`).
 """
@@ -20,7 +20,6 @@ from meshlora.reading.chat import add_stop_tokens
 from meshlora.reading.clock import set_day
 from meshlora.reading.files import is_folder, nearest_file
 from meshlora.reading.processor import FILES as PROCESSOR_FILES
-from meshlora.run.config.run import RunConfig
 from meshlora_ground.errors import UserError, did_you_mean, reason
 from meshlora_ground.reading import read_text
 
@@ -49,13 +48,13 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     return tokenizer
 
 
-def add_tokenizer(folder: Path, config: RunConfig, *, chat_template: str | None) -> None:
-    """Write the tokenizer of a run into `folder`, as it has to be to load from there, and what a processor adds to it.
+def add_tokenizer(folder: Path, model: str, *, trust_remote_code: bool, chat_template: str | None) -> None:
+    """Write the tokenizer of `model` into `folder`, as it has to be to load from there, with its processor.
 
     Its own code, under `trust_remote_code`, is not copied. chat_template: the text with which the run has read its
     data, if it is not the tokenizer's own: its file may have changed since.
     """
-    tokenizer = load_tokenizer(config.model.path, trust_remote_code=config.model.trust_remote_code)
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     has_one_template = not isinstance(tokenizer.chat_template, dict)  # several would be a folder of files
@@ -65,26 +64,28 @@ def add_tokenizer(folder: Path, config: RunConfig, *, chat_template: str | None)
             if file.is_file() and file.suffix != ".py":
                 shutil.move(file, folder / file.name)
     for name in PROCESSOR_FILES:
-        if (file := Path(config.model.path, name)).is_file():
+        if (file := Path(model, name)).is_file():
             shutil.copyfile(file, folder / name)
 
 
-def tokenizer_of(config: RunConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run: its model's, with the chat template of `data.chat_template`, whose clock stands at
-    `data.date`.
+def tokenizer_with(
+    path: str, *, trust_remote_code: bool, chat_template: str | None, stop_tokens: list[str], date: str | None
+) -> PreTrainedTokenizerBase:
+    """The tokenizer in a model's folder, with what `data` of a run file says of it.
+
+    date: at which the clock of its chat template stands.
 
     Raises:
         UserError: as `load_tokenizer`; a template that is neither a file nor one of the tokenizer's or TRL's; a stop
             token that is none.
     """
-    model, given = config.model, config.data.chat_template
-    tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-    if given is not None:
-        tokenizer.chat_template = _chat_template(given, tokenizer)
-    if config.data.stop_tokens:
-        add_stop_tokens(tokenizer, config.data.stop_tokens)
-    if config.data.date is not None:
-        set_day(tokenizer, config.data.date)
+    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    if chat_template is not None:
+        tokenizer.chat_template = _chat_template(chat_template, tokenizer)
+    if stop_tokens:
+        add_stop_tokens(tokenizer, stop_tokens)
+    if date is not None:
+        set_day(tokenizer, date)
     return tokenizer
 
 

@@ -25,13 +25,14 @@ from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.plan.families.proved import check_proved_here
 from meshlora.reading.clock import today
-from meshlora.reading.tokenizer import padding_token_id, tokenizer_of
+from meshlora.reading.tokenizer import padding_token_id
 from meshlora.run import heads
 from meshlora.run.advantages import with_advantages
 from meshlora.run.checkpoint.resuming import day_of_adapter
 from meshlora.run.config.run import RunConfig, paths_of
 from meshlora.run.objectives import count, first_pass, loss_sums, reference_log_probabilities
 from meshlora.run.prepare import check_fits, dated, read_data
+from meshlora.run.sources import tokenizer_of
 from meshlora.train.batches import Batching
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError

@@ -24,11 +24,10 @@ from meshlora.plan.families.proved import check_proved_here
 from meshlora.plan.pairs import check
 from meshlora.reading.nlg import of_categories
 from meshlora.reading.records import Prompt, prompts_of
-from meshlora.reading.tokenizer import tokenizer_of
 from meshlora.run.config.run import GenerateConfig
 from meshlora.run.decoding import Continuation, batches_of, continued, encode_chats, encode_prompts, texts_of
 from meshlora.run.evaluate import Evaluation, load_for_evaluation
-from meshlora.run.sources import records_of
+from meshlora.run.sources import records_of, tokenizer_of
 from meshlora.wings.generation.rows import in_step
 from meshlora_ground.errors import UserError
 from meshlora_ground.float64 import lift

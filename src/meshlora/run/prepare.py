@@ -29,7 +29,7 @@ from meshlora.reading.clock import day_of, set_day, today, written_day
 from meshlora.reading.places import places
 from meshlora.reading.processor import load_processor
 from meshlora.reading.readers import READERS
-from meshlora.reading.tokenizer import padding_token_id, tokenizer_of
+from meshlora.reading.tokenizer import padding_token_id
 from meshlora.run.checkpoint.identity import contents, identity
 from meshlora.run.checkpoint.resuming import day_of_adapter, day_of_run, going_on
 from meshlora.run.config.run import RUN_CONTENT, Given, RunConfig, paths_of
@@ -40,7 +40,7 @@ from meshlora.run.packing_check import check_packing
 from meshlora.run.prepared import Prepared, asked_of
 from meshlora.run.recompute import check_recompute
 from meshlora.run.slow_paths import check_fast, slow_paths
-from meshlora.run.sources import read_sources
+from meshlora.run.sources import read_sources, tokenizer_of
 from meshlora.run.watch.samples import Samples, prepare_samples
 from meshlora.run.watch.tracking import check_trackers
 from meshlora.wings.experts.balance import check_load_balancing

@@ -26,7 +26,7 @@ from meshlora.adapter.replicas import check_replicas
 from meshlora.comm.collectives import broadcast_in_place
 from meshlora.layers.tokens import Share
 from meshlora.reading.stream import num_failed
-from meshlora.reading.tokenizer import add_tokenizer, tokenizer_of
+from meshlora.reading.tokenizer import add_tokenizer
 from meshlora.run.advantages import with_advantages
 from meshlora.run.checkpoint.manifest import CARD, Kind, Manifest, write_manifest
 from meshlora.run.checkpoint.resuming import FINISHED, FOLDER
@@ -43,6 +43,7 @@ from meshlora.run.optimizer import make_optimizer, parameter_groups
 from meshlora.run.optimizers import is_frozen
 from meshlora.run.prepare import read_data
 from meshlora.run.prepared import Prepared
+from meshlora.run.sources import tokenizer_of
 from meshlora.run.watch.metrics import Reporter
 from meshlora.run.watch.samples import FILE as SAMPLES
 from meshlora.train.batch import Batch
@@ -293,7 +294,13 @@ class TrainedAdapter:
             (folder / CARD).write_bytes(card.encode())
 
         def add_own_tokenizer() -> None:
-            add_tokenizer(folder, self.run.config, chat_template=self.run.chat_template)
+            model = self.run.config.model
+            add_tokenizer(
+                folder,
+                model.path,
+                trust_remote_code=model.trust_remote_code,
+                chat_template=self.run.chat_template,
+            )
 
         for what, add in {"a tokenizer": add_own_tokenizer, "a model card": add_card}.items():
             try:

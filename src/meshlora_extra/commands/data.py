@@ -50,9 +50,9 @@ def _data(options: argparse.Namespace) -> None:
     import_libraries()
     from meshlora.loading.blueprint import read_model_config
     from meshlora.reading.summary import summary
-    from meshlora.reading.tokenizer import tokenizer_of
     from meshlora.run.config.file import read_run
     from meshlora.run.prepare import read_data
+    from meshlora.run.sources import tokenizer_of
     from meshlora_extra.plot import check_picture, plot_lengths
     from meshlora_ground.console import Console
     from meshlora_ground.files import check_result_file, write_json_atomically

@@ -12,6 +12,7 @@ from pathlib import Path
 from meshlora.plan.pairs import check
 from meshlora.reading.tokenizer import tokenizer_of
 from meshlora.run.prepared import Prepared
+from meshlora.run.sources import tokenizer_of
 from meshlora.run.trained import TrainedAdapter
 from meshlora_extra.engine_export import engine_layout
 from meshlora_extra.rl.engine import Engine
