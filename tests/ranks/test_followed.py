@@ -137,7 +137,7 @@ def test_what_needs_all_data_beforehand_is_refused(
 ) -> None:
     file = objective_file(tmp_path, "run", "", "policy", data__train="stream", data__follow_s=1.0)
     overrides = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
-    assert main(["check", str(file), *overrides, "--set", "train.objective=policy"]) == 2
+    assert main(["check", str(file), "--set", "train.objective=policy", *overrides]) == 2
     assert words in capsys.readouterr().err
 
 
