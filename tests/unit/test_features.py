@@ -15,7 +15,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import meshlora
 from meshlora.plan import pairs
 from meshlora.plan.families.twin import twin_config
 from meshlora.plan.features import Feature, features_of
@@ -24,13 +23,13 @@ from meshlora.run import together
 from meshlora.run.config.file import read_run
 from meshlora.run.together import prepare_run
 from meshlora_ground.errors import UnsupportedError
+from meshlora_ground.versions import name_of, own_files
 from meshlora_judge.inputs import write_twin
 from tests.changed import is_there
 from tests.for_each import for_each
 from tests.run_files import EXAMPLES, copy_tokenizer, write_run_file
 
 F = Feature
-SOURCE = Path(meshlora.__file__).parent
 DATA = EXAMPLES / "docstrings"
 
 
@@ -277,14 +276,14 @@ def test_no_other_place_refuses_two_features() -> None:
 
 def _refusals() -> Iterator[tuple[str, str]]:
     """(file and function, source of `given`) of every error of a user, names filled in from their assignments."""
-    for file in sorted(SOURCE.rglob("*.py")):
+    for file in own_files():
         if file.name == "pairs.py":
             continue
         for function in ast.walk(ast.parse(file.read_text())):
             if isinstance(function, ast.FunctionDef):
                 for given, rule in _errors_of(function):
                     if "no effect" not in rule:
-                        yield f"{file.relative_to(SOURCE)}:{function.name}", given
+                        yield f"{name_of(file)}:{function.name}", given
 
 
 def _errors_of(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:

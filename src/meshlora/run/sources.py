@@ -15,9 +15,8 @@ from meshlora.reading.mixture import joined_sources, num_draws
 from meshlora.reading.places import files_of
 from meshlora.reading.records import Record
 from meshlora.reading.sources import read_records
-from meshlora.run.config.run import DataConfig, Given, Source, num_read_apart, sources_of
 from meshlora.reading.tokenizer import tokenizer_with
-from meshlora.run.config.run import DataConfig, Given, RunConfig, Source, sources_of
+from meshlora.run.config.run import DataConfig, Given, RunConfig, Source, num_read_apart, sources_of
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
 

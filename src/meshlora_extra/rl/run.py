@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshlora.plan.pairs import check
-from meshlora.reading.tokenizer import tokenizer_of
 from meshlora.run.prepared import Prepared
 from meshlora.run.sources import tokenizer_of
 from meshlora.run.trained import TrainedAdapter
