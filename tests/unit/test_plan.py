@@ -65,9 +65,7 @@ def test_layers_that_share_a_weight_are_not_sharded(monkeypatch: pytest.MonkeyPa
 
 def test_a_quantised_matrix_is_not_trained() -> None:
     _, plan = build_meta(twin_config("llama", block=64), Topology(), dtype=torch.float32, quantization="nf4")
-    with pytest.raises(
-        UnsupportedError, match=r"mlp\.up_proj\.weight with quantization nf4: a quantised matrix is frozen"
-    ):
+    with pytest.raises(UnsupportedError, match=r"mlp\.up_proj\.weight with quantization nf4: a quantised"):
         check_not_quantized(plan, "model.layers.0.mlp.up_proj.weight")
     check_not_quantized(plan, "model.layers.0.mlp.up_proj.bias")
     check_not_quantized(plan, "model.norm.weight")
