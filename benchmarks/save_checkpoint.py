@@ -22,10 +22,10 @@ from peft import LoraConfig
 import meshlora
 from meshlora.adapter.attach import active_factors
 from meshlora.adapter.formats.peft_format import save_adapter
-from meshlora.plan.families.twin import twin_config
 from meshlora.run.checkpoint.manifest import Manifest, write_manifest
 from meshlora.run.checkpoint.state import state_writer
 from meshlora.verify.pool import Pool
+from meshlora_judge.twin import twin_config
 
 SIZES = {"num_hidden_layers": 4, "hidden_size": 512, "moe_intermediate_size": 512, "vocab_size": 1024}
 

@@ -27,12 +27,12 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from rich.console import Console
 
-from meshlora.plan.families.twin import language_model_types
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.request import Request, prepare_proof
 from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
 from meshlora_ground.topology import LAYERS, TOKENS, Topology
 from meshlora_ground.versions import versions
+from meshlora_judge.twin import language_model_types
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "src/meshlora/plan/families/proved.json"

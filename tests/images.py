@@ -11,8 +11,8 @@ import torch
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoTokenizer
 
-from meshlora.plan.families.twin import twin_config
 from meshlora.reading.processor import load_processor
+from meshlora_judge.twin import twin_config
 
 BASE = Path(__file__).parents[1] / "examples" / "tiny_base"
 # Content as text or as parts; every image is one placeholder. The assistant's turns are marked.

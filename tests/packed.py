@@ -13,8 +13,8 @@ from bitsandbytes.functional import quantize_4bit
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from meshlora.plan.families.twin import twin_config
 from meshlora_judge.inputs import write_twin
+from meshlora_judge.twin import twin_config
 
 BLOCK = 32
 

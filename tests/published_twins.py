@@ -18,8 +18,8 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from meshlora.loading.blueprint import read_model_config
-from meshlora.plan.families.twin import layers_of_twin, shrink_config
 from meshlora_judge.inputs import write_twin
+from meshlora_judge.twin import layers_of_twin, shrink_config
 from tests.packed import BLOCK, PUBLISHED
 
 FOLDER = Path(__file__).with_name("published")

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from meshlora.plan.families.twin import twin_config
 from meshlora_judge.inputs import write_adapter, write_twin
 from meshlora_judge.reference import MicroBatch
+from meshlora_judge.twin import twin_config
 
 
 def make_twin(folder: Path, model_type: str, *, seed: int = 0, **overrides: Any) -> Path:

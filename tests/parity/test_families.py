@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM
 
 from meshlora.plan.derive import plan_model
 from meshlora.plan.families.proved import PROVED, PROVED_CONTEXT, PROVED_EXPERTS
-from meshlora.plan.families.twin import twin_config
 from meshlora.verify.proof import Outcome
 from meshlora.verify.request import DROPOUT
 from meshlora_ground.objective import Sft
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import twin_config
 
 DENSE, WITH_EXPERTS = ("tp=2", "tp=2,sp"), ("tp=2,sp,ep=2", "tp=2,sp,etp=2")
 # By default each once: what no family of `test_heads`, `test_experts` and the kill table has, of the forms that a plan

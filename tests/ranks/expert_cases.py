@@ -18,12 +18,12 @@ from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
 from meshlora.comm.groups import Mesh, open_mesh
-from meshlora.plan.families.twin import twin_config
 from meshlora.plan.rules import ExpertsRule
 from meshlora.wings.experts.forms import find_experts
 from meshlora.wings.experts.module import ParallelExpertLinear, parallelize_block, parallelize_experts
 from meshlora_ground.float64 import lift
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import twin_config
 
 SCALE, RANK, ALWAYS, NEVER = 0.5, 4, 3, 7
 # How gate and up lie in the first matrix: in two blocks, in pairs of rows, or there is no gate.

@@ -22,7 +22,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from meshlora.plan.families.twin import twin_config
+from meshlora_judge.twin import twin_config
 from tests.ranks.forked import Forked
 from tests.run_files import copy_tokenizer, write_run_file
 

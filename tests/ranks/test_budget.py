@@ -13,11 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshlora
 from meshlora.adapter.attach import runtime
-from meshlora.plan.families.twin import twin_config
 from meshlora.plan.layout import Split
 from meshlora.train.losses import shifted_loss, summed_cross_entropy
 from meshlora.verify.budget import first_forwards_budget, micro_batch_budget
 from meshlora_judge.capture import CollectiveCounter
+from meshlora_judge.twin import twin_config
 from tests.for_each import for_each
 from tests.pool import Pool
 

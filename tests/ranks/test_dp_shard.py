@@ -18,12 +18,12 @@ from meshlora.adapter.formats.peft_format import WEIGHTS_FILE
 from meshlora.loading import load as api
 from meshlora.model import weights
 from meshlora.model.dp_shard import whole_weights
-from meshlora.plan.families.twin import twin_config
 from meshlora.run.recompute import recompute_layers
 from meshlora.train.losses import shifted_loss
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.float64 import lift
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import twin_config
 from tests.conftest import Prove
 from tests.pool import Pool
 from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file

@@ -20,10 +20,10 @@ from transformers import AutoModelForCausalLM
 import meshlora
 from meshlora.adapter.attach import adapter_factors
 from meshlora.comm.groups import num_processes
-from meshlora.plan.families.twin import twin_config
 from meshlora.verify.request import with_biases
 from meshlora_judge.compare import relative
 from meshlora_judge.inputs import write_twin
+from meshlora_judge.twin import twin_config
 from tests.blueprints import load_without_proof
 from tests.conftest import Prove
 from tests.pool import Pool

@@ -17,8 +17,8 @@ from meshlora.loading import load
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.model import weights
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.families.twin import twin_config
 from meshlora_ground.topology import Topology, axis_sets
+from meshlora_judge.twin import twin_config
 from tests.pool import Pool
 from tests.ranks.memory import growth_of_peak, in_a_process_of_its_own, model_of_zeros
 

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 import meshlora
-from meshlora.plan.families.twin import twin_config
 from meshlora.reading.sampler import GlobalBatches
 from meshlora_judge.compare import compare_adapters
+from meshlora_judge.twin import twin_config
 from tests.pool import Pool
 
 BASE = str(Path(__file__).parents[2] / "examples/tiny_base")

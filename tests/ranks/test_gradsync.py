@@ -10,8 +10,8 @@ from peft import LoraConfig
 
 import meshlora
 from meshlora.adapter.attach import active_factors, runtime
-from meshlora.plan.families.twin import twin_config
 from meshlora.train.losses import summed_cross_entropy
+from meshlora_judge.twin import twin_config
 from tests.pool import Pool, RankError
 
 LORA = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)

@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 import meshlora
-from meshlora.plan.families.twin import twin_config
 from meshlora.run.config.run import ModelConfig
 from meshlora.train.losses import summed_cross_entropy
 from meshlora_ground import compat
 from meshlora_judge.compare import relative
 from meshlora_judge.reference import losses_of, reference_model
+from meshlora_judge.twin import twin_config
 from tests.pool import Pool, RankError
 from tests.twins import make_batches, make_twin
 

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM
 
 import meshlora
 from meshlora.comm.collectives import all_reduce_sum
-from meshlora.plan.families.twin import twin_config
 from meshlora_ground.errors import UserError
+from meshlora_judge.twin import twin_config
 from tests.pool import Pool
 
 BASE = str(Path(__file__).parents[2] / "examples/tiny_base")

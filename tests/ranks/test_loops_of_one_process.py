@@ -14,7 +14,7 @@ from peft import LoraConfig
 
 import meshlora
 from meshlora.adapter.attach import active_factors
-from meshlora.plan.families.twin import twin_config
+from meshlora_judge.twin import twin_config
 from tests.pool import Pool
 
 IDS = torch.randint(3, 200, (2, 8), generator=torch.Generator().manual_seed(0))

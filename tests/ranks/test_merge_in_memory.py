@@ -13,10 +13,10 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import meshlora
-from meshlora.plan.families.twin import twin_config
 from meshlora_ground.compat import targets_as_configured
 from meshlora_ground.errors import UserError
 from meshlora_judge.inputs import write_adapter, write_twin
+from meshlora_judge.twin import twin_config
 from tests.pool import Pool
 
 IDS = torch.tensor([[5, 9, 200, 31, 77, 8], [44, 45, 46, 3, 99, 7]])

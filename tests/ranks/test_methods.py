@@ -17,11 +17,11 @@ import meshlora
 from meshlora.adapter.attach import active_factors, full_factor, runtime
 from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.comm.groups import num_processes
-from meshlora.plan.families.twin import twin_config
 from meshlora.train.losses import shifted_loss
 from meshlora_ground.objective import Sft
 from meshlora_judge.compare import relative
 from meshlora_judge.inputs import write_twin
+from meshlora_judge.twin import twin_config
 from tests.blueprints import load_without_proof
 from tests.conftest import Prove
 from tests.pool import Pool

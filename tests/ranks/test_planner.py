@@ -19,7 +19,6 @@ from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.model.regions import tensors_in
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.families.twin import twin_config
 from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.losses import shifted_loss
 from meshlora.wings.experts import same_tokens
@@ -32,6 +31,7 @@ from meshlora_ground.compat import TorchDispatchMode
 from meshlora_ground.topology import TOKENS as TOKEN_AXES
 from meshlora_ground.topology import Topology
 from meshlora_judge.capture import CollectiveCounter
+from meshlora_judge.twin import twin_config
 from tests.for_each import for_each
 from tests.pool import Pool
 

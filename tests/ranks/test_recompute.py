@@ -17,7 +17,6 @@ import meshlora
 from meshlora.adapter.attach import active_factors, runtime
 from meshlora.adapter.formats.peft_format import WEIGHTS_FILE
 from meshlora.plan.derive import decoder_layers
-from meshlora.plan.families.twin import twin_config
 from meshlora.run.recompute import check_recompute, recompute_layers
 from meshlora.train.losses import shifted_loss
 from meshlora.wings.experts.routing import step_file
@@ -27,6 +26,7 @@ from meshlora_ground.routing import RoutingRecord
 from meshlora_ground.topology import Topology
 from meshlora_judge.capture import CollectiveCounter
 from meshlora_judge.compare import compare_adapters
+from meshlora_judge.twin import twin_config
 from tests.blueprints import build_meta
 from tests.pool import Pool
 from tests.ranks import test_training_experts as experts

@@ -17,7 +17,6 @@ import meshlora
 import meshlora.run.run
 from meshlora.adapter.attach import active_factors, runtime
 from meshlora.adapter.replicas import check_replicas, find_drifts, fingerprint, position_weights, replicated_over
-from meshlora.plan.families.twin import twin_config
 from meshlora.plan.grads import FactorRule, Side, expert_rule, split_rule
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import ExpertRule
@@ -26,6 +25,7 @@ from meshlora.run.together import prepare_run
 from meshlora.run.trained import TrainedAdapter
 from meshlora.run.trainer import Trainer
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import twin_config
 from tests.for_each import for_each
 from tests.pool import Pool, wait_for_all
 from tests.ranks.test_budget import CommCounter

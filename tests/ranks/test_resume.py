@@ -16,7 +16,6 @@ import torch
 from safetensors.torch import load_file
 
 from meshlora.adapter.formats.peft_format import WEIGHTS_FILE
-from meshlora.plan.families.twin import twin_config
 from meshlora.run import trained, trainer
 from meshlora.run.checkpoint.manifest import FILE, STATE_FILE, read_whole
 from meshlora.run.checkpoint.retention import LATEST, point
@@ -26,6 +25,7 @@ from meshlora.run.together import prepare_run
 from meshlora_ground.errors import UserError
 from meshlora_ground.topology import Topology
 from meshlora_judge.inputs import write_twin
+from meshlora_judge.twin import twin_config
 from tests.manifests import manifest_of
 from tests.pool import Pool, RankError
 from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file

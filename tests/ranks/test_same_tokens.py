@@ -11,8 +11,8 @@ from peft import LoraConfig
 from torch import Tensor
 
 import meshlora
-from meshlora.plan.families.twin import twin_config
 from meshlora.wings.experts.same_tokens import COMPARED_FORWARDS
+from meshlora_judge.twin import twin_config
 from tests.for_each import for_each
 from tests.pool import Pool
 

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM
 
 import meshlora
 from meshlora.adapter.attach import gather_adapter
-from meshlora.plan.families.twin import twin_config
 from meshlora.run.feeding import fitted
 from meshlora.run.recompute import recompute_layers
 from meshlora_ground.topology import Topology
 from meshlora_judge.compare import compare_adapters
+from meshlora_judge.twin import twin_config
 from tests.pool import Pool
 from tests.ranks.masked import MaskedPeft
 

@@ -22,7 +22,6 @@ from meshlora.adapter.attach import active_factors, set_adapters
 from meshlora.adapter.plan import plan_adapter
 from meshlora.cli.main import main
 from meshlora.plan.derive import plan_model
-from meshlora.plan.families.twin import twin_config
 from meshlora.run.config.file import read_run
 from meshlora.run.together import prepare_run
 from meshlora.verify import preflight
@@ -34,6 +33,7 @@ from meshlora_judge.case import check_tokens, random_tokens, with_tokens
 from meshlora_judge.compare import relative
 from meshlora_judge.inputs import write_twin
 from meshlora_judge.reference import trainable
+from meshlora_judge.twin import twin_config
 from tests.conftest import Prove
 from tests.ranks.test_trainer import folder, run_file
 

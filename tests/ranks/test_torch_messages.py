@@ -15,7 +15,6 @@ from meshlora.adapter.attach import runtime
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.families.twin import twin_config
 from meshlora.train.losses import shifted_loss
 from meshlora.verify.budget import Flow, Sizes, micro_batch_messages
 from meshlora.verify.proof import Processes, run_proof
@@ -23,6 +22,7 @@ from meshlora.verify.request import Request, prepare_proof
 from meshlora_ground.topology import LAYERS, Topology
 from meshlora_judge.capture import CollectiveCounter
 from meshlora_judge.judge import _Judge
+from meshlora_judge.twin import twin_config
 from tests.pool import Pool
 from tests.ranks.test_stages import _passed_on
 from tests.torch_messages import over_torch

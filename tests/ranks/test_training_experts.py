@@ -12,7 +12,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from meshlora.plan.families.twin import twin_config
 from meshlora.run.config.file import read_run
 from meshlora.run.together import prepare_run
 from meshlora.train.batch import collate
@@ -22,6 +21,7 @@ from meshlora_ground.float64 import lift
 from meshlora_ground.routing import RoutingRecord
 from meshlora_judge.compare import compare_adapters
 from meshlora_judge.inputs import write_twin
+from meshlora_judge.twin import twin_config
 from tests.pool import Pool, RankError
 from tests.ranks.test_trainer import run_and_keep_groups
 from tests.run_files import TINY, copy_lines, copy_tokenizer, metrics_of, write_run_file

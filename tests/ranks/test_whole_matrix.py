@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 import meshlora
 from meshlora.adapter.attach import active_factors, adapter_factors, gather_adapter, runtime
 from meshlora.model.inject import parallel_leaves
-from meshlora.plan.families.twin import twin_config
 from meshlora.run.config.run import TrainConfig
 from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.losses import shifted_loss
@@ -23,6 +22,7 @@ from meshlora_ground.errors import UserError
 from meshlora_ground.topology import Topology
 from meshlora_judge.inputs import write_twin
 from meshlora_judge.reference import rates_of, train
+from meshlora_judge.twin import twin_config
 from tests.blueprints import load_without_proof
 from tests.pool import Pool
 from tests.twins import make_batches

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import meshlora
-from meshlora.plan.families.twin import twin_config
+from meshlora_judge.twin import twin_config
 from tests.for_each import for_each
 from tests.pool import Pool
 

@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 import meshlora.model.weights
 import meshlora.run.launch
 import meshlora.run.run
-from meshlora.plan.families.twin import twin_config
 from meshlora_extra.engine_export import export_per_expert
+from meshlora_judge.twin import twin_config
 from tests.run_files import copy_tokenizer
 from tests.unit.engine_adapters import KINDS, meta, twin
 from tests.unit.mistakes import Setup

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from meshlora.cli.main import main
-from meshlora.plan.families.twin import twin_config
 from meshlora_ground.errors import printable
+from meshlora_judge.twin import twin_config
 
 UP = "model.layers.1.mlp.up_proj"
 UP_A = f"base_model.model.{UP}.lora_A.weight"

@@ -22,11 +22,11 @@ from meshlora.adapter.targets.options import check_values
 from meshlora.cli.main import main
 from meshlora.loading.blueprint import make_blueprint, read_model_config
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.families.twin import twin_config
 from meshlora_extra.merging.merge import merge
 from meshlora_ground.errors import UserError
 from meshlora_ground.float64 import lift
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import twin_config
 from tests.blueprints import load_without_proof
 from tests.for_each import for_each
 

@@ -24,7 +24,7 @@ ALLOWED: dict[str, set[str]] = {
     **{room: {*CORE[:number]} for number, room in enumerate(CORE)},
     "wings": {*CORE},
     "reading": {*CORE},
-    "run": {*_ON_CORE, "reading"},
+    "run": {*_ON_CORE, "reading", "meshlora_judge"},
     "verify": {*_ON_RUNS, "meshlora_judge"},
     "cli": {*_ON_RUNS, "verify"},
     "__main__": {"cli"},

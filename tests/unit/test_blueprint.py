@@ -15,12 +15,12 @@ from meshlora.loading import blueprint as module
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.families.twin import twin_config
 from meshlora.run.config.file import read_run
 from meshlora.run.run import train
 from meshlora.run.together import prepare_run
 from meshlora.verify.request import Request, prepare_proof
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import twin_config
 from tests.unit.mistakes import Setup
 
 LORA = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], modules_to_save=["norm"])

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 import meshlora
 from meshlora.layers.row_lengths import rows_of
 from meshlora.plan.families.twin import twin_config
+from meshlora.reading.packing import joined, with_positions
 from meshlora.train.batch import Batch, collate
 from meshlora.train.losses import batch_log_probabilities
 from meshlora.train.packing import joined, with_positions
@@ -22,6 +23,7 @@ from meshlora.wings.packed_rows.row_masks import read_positions_in_masks
 from meshlora_ground import compat
 from meshlora_ground.dataset import Sequence
 from meshlora_ground.float64 import lift
+from meshlora_judge.twin import twin_config
 from tests.for_each import for_each
 
 _LENGTHS = [[13, 5, 3], [3, 11, 7]]

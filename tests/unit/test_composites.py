@@ -18,7 +18,6 @@ from meshlora.loading.blueprint import Blueprint, read_model_config
 from meshlora.model.stored import Part
 from meshlora.model.weights import CheckpointSource
 from meshlora.plan.derive import decoder_layers, plan_model
-from meshlora.plan.families.twin import twin_config
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import Domain
 from meshlora.run.prepare import check_vision
@@ -26,6 +25,7 @@ from meshlora.train.losses import packed_positions
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.model_class import model_class
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import twin_config
 
 SP = Topology.parse("tp=2,sp")
 # Family -> (its decoder layers, modules beside the text part).

@@ -26,7 +26,6 @@ from meshlora.comm.groups import Axis
 from meshlora.layers.held_tokens import ContextCut, HeldTokens
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.families.twin import twin_config
 from meshlora.plan.token_order import order_of_rows, token_order
 from meshlora.run.prepare import check_fits
 from meshlora.train.batch import IGNORED, collate
@@ -39,6 +38,7 @@ from meshlora_ground import compat
 from meshlora_ground.dataset import Sequence
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import twin_config
 from tests.for_each import for_each
 from tests.unit.records import make_tokenizer
 

@@ -21,7 +21,6 @@ from meshlora.layers.products import LoraLinearFunction
 from meshlora.layers.tokens import ForwardTokens, Mask, Segment, Share
 from meshlora.loading.guards import check_dropouts, handle_dropout
 from meshlora.plan.dropout import EXACT_DROPOUTS, is_exact_module
-from meshlora.plan.families.twin import twin_config
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import LinearRule
 from meshlora.train.batch import collate
@@ -30,6 +29,7 @@ from meshlora_ground.dataset import Sequence
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.masks import keep_mask, mask_key, numbers_by_content, token_numbers
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import twin_config
 from tests.blueprints import build_meta
 from tests.for_each import for_each
 

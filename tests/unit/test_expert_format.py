@@ -23,7 +23,6 @@ from meshlora.adapter.formats.file_tensors import (
     to_shared,
 )
 from meshlora.adapter.formats.peft_format import lora_config
-from meshlora.plan.families.twin import twin_config
 from meshlora.wings.experts.per_expert import (
     EngineNames,
     engine_names,
@@ -34,6 +33,7 @@ from meshlora.wings.experts.per_expert import (
 )
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.float64 import lift
+from meshlora_judge.twin import twin_config
 from tests.for_each import for_each
 
 E, R, IN, OUT = 4, 3, 5, 7

@@ -15,10 +15,10 @@ import meshlora
 from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.adapter.plan import final_config
 from meshlora.adapter.targets.resolve import Target, resolve_targets
-from meshlora.plan.families.twin import twin_config
 from meshlora.wings.experts.targets import out_of_reach
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import twin_config
 from tests.blueprints import build_meta
 from tests.for_each import for_each
 from tests.twins import make_twin

@@ -17,10 +17,10 @@ import meshlora.model.weights
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.model.inject import parallelize
 from meshlora.model.weights import CheckpointSource, Source, StateDictSource, check_checkpoint, fill
-from meshlora.plan.families.twin import twin_config
 from meshlora.plan.rules import ModelPlan
 from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
 from meshlora_ground.topology import Topology, axis_sets
+from meshlora_judge.twin import twin_config
 from tests.blueprints import build_meta
 from tests.for_each import for_each
 

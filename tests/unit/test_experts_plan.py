@@ -18,13 +18,13 @@ from meshlora.adapter.targets.resolve import Target, resolve_targets
 from meshlora.comm.groups import open_mesh
 from meshlora.model.inject import parallelize
 from meshlora.plan.derive import plan_model
-from meshlora.plan.families.twin import twin_config
 from meshlora.plan.grads import Side, expert_rule
 from meshlora.plan.layout import Layout, Piece, Split
 from meshlora.plan.rules import ExpertsRule
 from meshlora.wings.experts.forms import find_experts
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import twin_config
 from tests.for_each import for_each
 
 _MODELS: dict[str, Any] = {}

@@ -15,7 +15,6 @@ from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP, Llam
 import meshlora
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.families.twin import twin_config
 from meshlora.verify.preflight import _devices_of
 from meshlora.wings.kernels import fused
 from meshlora.wings.kernels import kernels as module
@@ -24,6 +23,7 @@ from meshlora.wings.kernels.kernels import with_kernels
 from meshlora.wings.kernels.liger import Kernels, check_kernels
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import twin_config
 from tests.kernels import STAND_IN
 
 CPU = torch.device("cpu")

@@ -19,7 +19,6 @@ from meshlora.adapter.formats.peft_format import lora_config, save_adapter, set_
 from meshlora.loading.blueprint import Blueprint, make_blueprint, read_model_config
 from meshlora.loading.load import load_blueprint
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.families.twin import twin_config
 from meshlora.reading.readers import READERS
 from meshlora.run import heads
 from meshlora.run.heads import Compared, embeddings, info_nce
@@ -30,6 +29,7 @@ from meshlora_ground.errors import UserError
 from meshlora_ground.objective import Classify, ClassifyTokens, Embed, Objective
 from meshlora_ground.tasks import set_task, task_of
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import twin_config
 from tests.for_each import for_each
 
 TINY = Path(__file__).parents[2] / "examples" / "tiny_base"

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations import PeftAdapterMixin
 
 import meshlora
-from meshlora.plan.families.twin import twin_config
 from meshlora_ground.errors import UserError
+from meshlora_judge.twin import twin_config
 from tests.twins import make_twin
 
 QUERY = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)

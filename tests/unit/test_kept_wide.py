@@ -10,7 +10,7 @@ from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 import meshlora
-from meshlora.plan.families.twin import twin_config
+from meshlora_judge.twin import twin_config
 
 
 @pytest.mark.parametrize("family", ["beam", "deepseek_v3", "flint", "llama", "nemotron_h", "qwen3_moe"])

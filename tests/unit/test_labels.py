@@ -11,10 +11,10 @@ from peft import LoraConfig
 from torch import Tensor
 
 import meshlora
-from meshlora.plan.families.twin import twin_config
 from meshlora.train.batch import Batch
 from meshlora.train.losses import batch_log_probabilities, check_shifted, shifted_loss
 from meshlora_ground.errors import UserError
+from meshlora_judge.twin import twin_config
 from tests.for_each import for_each
 
 TEXT = [[5, 6, 7, 8, 9, 0, 0], [5, 3, 3, 4, 5, 6, 0]]

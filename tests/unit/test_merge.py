@@ -22,12 +22,12 @@ from transformers.core_model_loading import Concatenate, WeightConverter
 from meshlora.cli.main import main
 from meshlora.loading.blueprint import read_model_config
 from meshlora.model.stream import write_stream
-from meshlora.plan.families.twin import twin_config
 from meshlora.verify.pool import _context as started_from
 from meshlora_extra.merging import merge as merge_module
 from meshlora_extra.merging.merge import merge
 from meshlora_ground.errors import MeshloraError
 from meshlora_ground.weight_files import INDEX
+from meshlora_judge.twin import twin_config
 from tests.for_each import for_each
 
 IDS = torch.randint(3, 250, (2, 9), generator=torch.Generator().manual_seed(5))

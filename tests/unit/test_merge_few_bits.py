@@ -14,13 +14,13 @@ from transformers import AutoConfig
 
 from meshlora.loading.blueprint import make_blueprint, read_model_config
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.families.twin import twin_config
 from meshlora_extra.merging.merge import merge
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.topology import Topology
 from meshlora_judge.inputs import write_twin
 from meshlora_judge.packed import load_base
 from meshlora_judge.quantized import _fp8, _mxfp4
+from meshlora_judge.twin import twin_config
 from tests.packed import write_packed
 
 MOE = {"hidden_size": 64, "moe_intermediate_size": 256}

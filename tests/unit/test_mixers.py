@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 from meshlora.adapter.targets.resolve import resolve_targets
 from meshlora.plan.derive import plan_model
 from meshlora.plan.families.mixers import MIXERS, mixer_of
-from meshlora.plan.families.twin import shrink_config, twin_config
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.table import notes_of_whole
 from meshlora_extra.planner.memory import held
 from meshlora_ground.errors import UserError
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import shrink_config, twin_config
 from tests.for_each import for_each
 
 SHORT_CONVOLUTIONS = {"lfm2": "conv", "lfm2_moe": "conv", "lfm3": "conv"}

@@ -12,12 +12,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Trainer
 
 from meshlora.adapter.attach import active_factors
-from meshlora.plan.families.twin import twin_config
 from meshlora.run.checkpoint.state import restore_optimizer, state_writer
 from meshlora.run.config.run import TrainConfig
 from meshlora.run.optimizer import make_optimizer, parameter_groups
 from meshlora_ground.topology import Topology
 from meshlora_judge.inputs import write_twin
+from meshlora_judge.twin import twin_config
 from tests.blueprints import load_without_proof
 
 DECAY, LR = 0.1, 0.5

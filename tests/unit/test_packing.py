@@ -8,11 +8,11 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from meshlora.plan.families.twin import twin_config
 from meshlora.run.packing_check import check_packing
 from meshlora.wings.packed_rows.row_masks import read_positions_in_masks
 from meshlora_ground import compat
 from meshlora_ground.errors import UnsupportedError
+from meshlora_judge.twin import twin_config
 from tests.for_each import for_each
 
 

@@ -17,7 +17,6 @@ from meshlora.loading.blueprint import make_blueprint
 from meshlora.model.padding import needs_mask
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.proved import PROVED, PROVED_EXPERTS
-from meshlora.plan.families.twin import twin_config
 from meshlora.run.packing_check import _twin
 from meshlora.train.batch import Batch, collate
 from meshlora.train.losses import batch_log_probabilities, shifted_loss
@@ -25,6 +24,7 @@ from meshlora_ground.compat import replaced
 from meshlora_ground.dataset import Sequence
 from meshlora_ground.float64 import lift
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import twin_config
 
 # Longer and shorter than a twin's windows (8).
 LENGTHS = (13, 21, 5)

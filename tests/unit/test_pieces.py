@@ -16,10 +16,10 @@ from meshlora.adapter.plan import plan_adapter
 from meshlora.adapter.targets.resolve import resolve_targets
 from meshlora.plan.families.explicit import explicit_plan
 from meshlora.plan.families.proved import PROVED
-from meshlora.plan.families.twin import twin_config
 from meshlora_ground.errors import UserError
 from meshlora_ground.topology import Topology
 from meshlora_judge.pieces import rows_of
+from meshlora_judge.twin import twin_config
 from tests.blueprints import build_meta
 
 ON_Q_AND_V: dict[str, Any] = {

@@ -10,11 +10,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from meshlora.plan.derive import plan_model
-from meshlora.plan.families.twin import twin_config
 from meshlora.verify.request import Request, prepare_proof
 from meshlora.wings.quantized.plan import check_not_quantized
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import twin_config
 from tests.blueprints import build_meta
 
 TP = Topology(tp=2, sp=True)

@@ -21,7 +21,6 @@ from meshlora.cli.main import main
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.derive import plan_model
-from meshlora.plan.families.twin import twin_config
 from meshlora.run.allocator import most_resident_bytes
 from meshlora.verify.budget import Message, micro_batch_budget
 from meshlora_extra.planner import fake
@@ -33,6 +32,7 @@ from meshlora_extra.planner.problem import Problem
 from meshlora_extra.planner.simulate import Simulation, simulate
 from meshlora_ground.errors import UserError
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import twin_config
 
 SHAPE = Path(__file__).parents[2] / "examples" / "llama-3.1-70b-shape.json"
 

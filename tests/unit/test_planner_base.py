@@ -12,7 +12,6 @@ import torch
 
 from meshlora.cli.main import main
 from meshlora.plan.derive import plan_model
-from meshlora.plan.families.twin import twin_config
 from meshlora.verify.budget import Message, micro_batch_budget
 from meshlora.wings.quantized.plan import with_quantization
 from meshlora.wings.quantized.quantized import pack
@@ -23,6 +22,7 @@ from meshlora_extra.planner.kinds import shrink
 from meshlora_extra.planner.memory import LayerMemory, Phase, States, StepMemory, held, peak_of
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import DATA, Topology
+from meshlora_judge.twin import twin_config
 from tests.unit.test_planner import problem_of, simulated
 
 # Weights beside which activations are nothing, so that a layer's copy that is forgotten shows.

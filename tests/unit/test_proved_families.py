@@ -11,13 +11,13 @@ import meshlora
 from meshlora.cli.main import main
 from meshlora.plan.families import proved as families
 from meshlora.plan.families.proved import check_proved_here, proof_of_family
-from meshlora.plan.families.twin import twin_config
 from meshlora.verify import command
 from meshlora.verify.proof import Processes, run_proof
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.proof_records import remember
 from meshlora_ground.topology import Topology
 from meshlora_ground.versions import versions
+from meshlora_judge.twin import twin_config
 from tests.blueprints import build_meta
 
 OTHER = {"transformers": "5.99.1", "peft": versions()["peft"] + ".post1"}

@@ -20,7 +20,6 @@ from meshlora.loading.blueprint import read_model_config
 from meshlora.loading.load import load
 from meshlora.model.stored import Part
 from meshlora.model.weights import CheckpointSource, check_checkpoint, extra_weights
-from meshlora.plan.families.twin import twin_config
 from meshlora.run.config.file import read_run
 from meshlora.run.evaluate import prepare_evaluation
 from meshlora.run.together import prepare_run
@@ -29,6 +28,7 @@ from meshlora_extra.merging.merge import merge
 from meshlora_ground.errors import UserError
 from meshlora_ground.model_class import take_quantization
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import twin_config
 from tests.blueprints import build_meta
 from tests.unit.mistakes import Setup
 from tests.unit.test_expert_weights import FILE, make_checkpoint

@@ -14,7 +14,6 @@ from torch import Tensor
 import meshlora
 from meshlora.adapter.attach import active_factors
 from meshlora.layers.linear import ParallelLinear
-from meshlora.plan.families.twin import twin_config
 from meshlora.wings.experts.products import Projection, backward_rows, forward_rows
 from meshlora.wings.quantized import plan, quantized
 from meshlora.wings.quantized.plan import KINDS, check_library
@@ -24,6 +23,7 @@ from meshlora_ground.float64 import lift
 from meshlora_ground.topology import Topology
 from meshlora_judge.inputs import write_twin
 from meshlora_judge.quantized import _ROUNDED
+from meshlora_judge.twin import twin_config
 from tests.blueprints import build_meta
 from tests.for_each import for_each
 

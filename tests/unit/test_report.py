@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from meshlora.verify.report import figures
-from meshlora.verify.report.heatmap import ALARM_SHADES, CALM_SHADES, HeatMap, shade_of
-from meshlora.verify.report.page import number, render, write_report
+from meshlora_judge.report import figures
+from meshlora_judge.report.heatmap import ALARM_SHADES, CALM_SHADES, HeatMap, shade_of
+from meshlora_judge.report.page import number, render, write_report
 
 LAYER_MODULES = ("self_attn.q_proj", "self_attn.o_proj", "self_attn", "mlp")
 PHASES = ("sequences", "forward", "logits", "loss", "backward", "gradients", "deltas", "saved_file", "collectives")

@@ -17,10 +17,10 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 import meshlora
-from meshlora.plan.families.twin import twin_config
 from meshlora.wings.kernels import rms_norm
 from meshlora.wings.kernels.rms_norm import is_known, own_gradients_of_norms
 from meshlora_ground.float64 import lift
+from meshlora_judge.twin import twin_config
 
 SHAPES = {"tokens": (2, 5, 32), "heads": (2, 5, 4, 32), "flat": (7, 32)}
 

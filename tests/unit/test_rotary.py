@@ -17,9 +17,9 @@ from transformers.models.phi3.modeling_phi3 import Phi3Attention
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
 import meshlora
-from meshlora.plan.families.twin import twin_config
 from meshlora.wings.kernels import rotary
 from meshlora.wings.kernels.rotary import RotationFunction, rotates
+from meshlora_judge.twin import twin_config
 
 B, S, D = 2, 5, 8
 

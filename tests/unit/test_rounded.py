@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import meshlora
 from meshlora.adapter.attach import active_factors
 from meshlora.layers import rounded
-from meshlora.plan.families.twin import twin_config
 from meshlora.train.losses import shifted_loss
+from meshlora_judge.twin import twin_config
 
 R = 5  # no other dim of the twin
 IDS = torch.arange(3, 19).view(2, 8)

@@ -10,8 +10,8 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM
 
 import meshlora
-from meshlora.plan.families.twin import twin_config
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import twin_config
 from tests.blueprints import build_meta
 
 

@@ -20,10 +20,10 @@ import meshlora
 from meshlora.adapter.attach import active_factors
 from meshlora.layers.products import LoraLinearFunction
 from meshlora.layers.tokens import Segment
-from meshlora.plan.families.twin import twin_config
 from meshlora.train.losses import shifted_loss
 from meshlora.wings.kernels.gate_recompute import product_behind, watch_activations
 from meshlora.wings.kernels.shared_input import Joined, share
+from meshlora_judge.twin import twin_config
 from tests.pool import Pool
 
 B, S, R = 2, 8, 4

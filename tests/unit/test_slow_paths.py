@@ -16,7 +16,6 @@ import transformers
 
 from meshlora.cli.main import main
 from meshlora.comm import collectives
-from meshlora.plan.families.twin import twin_config
 from meshlora.processes.who_is_missing import Arrivals
 from meshlora.run import slow_paths as facts
 from meshlora.run.run import train
@@ -37,6 +36,7 @@ from meshlora_ground.slow_paths import (
     take,
     watching,
 )
+from meshlora_judge.twin import twin_config
 from tests.run_files import metrics_of
 from tests.unit.mistakes import Setup
 from tests.unit.test_by_sequence import _batch

@@ -11,7 +11,6 @@ from peft import LoraConfig
 
 import meshlora
 from meshlora.adapter.plan import plan_adapter
-from meshlora.plan.families.twin import twin_config
 from meshlora.plan.grads import general_rules
 from meshlora.plan.rules import ModelPlan
 from meshlora.wings.stages.pipeline_schedule import one_forward_one_backward
@@ -19,6 +18,7 @@ from meshlora.wings.stages.plan import cut_layers, plan_of_rank
 from meshlora_extra.planner.pipeline import time_of_all
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import LAYERS, Topology
+from meshlora_judge.twin import twin_config
 from tests.blueprints import build_meta
 from tests.for_each import for_each
 

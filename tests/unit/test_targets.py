@@ -14,9 +14,9 @@ import meshlora
 from meshlora.adapter.plan import trained_parameters
 from meshlora.adapter.targets.resolve import check_supported, resolve_targets
 from meshlora.plan.derive import plan_model
-from meshlora.plan.families.twin import twin_config
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import twin_config
 from tests.for_each import for_each
 
 CHOICES: dict[str, dict[str, Any]] = {

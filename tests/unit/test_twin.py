@@ -12,9 +12,9 @@ import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from meshlora.plan.families.proved import PROVED
-from meshlora.plan.families.twin import language_model_types, layers_of_twin, shrink_config, twin_config
 from meshlora_ground.errors import UserError
 from meshlora_ground.model_class import model_class
+from meshlora_judge.twin import language_model_types, layers_of_twin, shrink_config, twin_config
 from tests.for_each import for_each
 
 SIZES = {

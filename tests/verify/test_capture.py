@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from meshlora.plan.families.twin import twin_config
 from meshlora_ground.topology import Topology
 from meshlora_judge.capture import Capture, MicroBatchCapture
 from meshlora_judge.ownership import fingerprints, places
 from meshlora_judge.pieces import in_pieces, mask_of, rows_of
 from meshlora_judge.results import relative
 from meshlora_judge.trace import Trace
+from meshlora_judge.twin import twin_config
 from meshlora_judge.unshard import (
     Layout,
     Ownership,

@@ -10,13 +10,14 @@ import torch
 from peft import LoraConfig
 
 import meshlora
-from meshlora.plan.families.twin import twin_config
 from meshlora.run.config.file import read_run
 from meshlora.run.together import prepare_run
 from meshlora.train.losses import shifted_loss
 from meshlora.verify import preflight
 from meshlora.verify.request import Request, prepare_proof
 from meshlora_ground.errors import UnsupportedError
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_judge.twin import twin_config
 from tests.conftest import Prove
 from tests.ranks.test_trainer import folder, run_file
 

@@ -17,7 +17,6 @@ import torch
 
 from meshlora.cli.main import main
 from meshlora.loading.blueprint import read_model_config
-from meshlora.plan.families.twin import layers_of_twin, twin_config
 from meshlora.run.config.file import read_run
 from meshlora.run.config.run import Schedule
 from meshlora.run.prepared import Prepared
@@ -33,6 +32,7 @@ from meshlora_ground.proof_records import record_of, remember
 from meshlora_ground.topology import Topology
 from meshlora_judge.inputs import write_twin
 from meshlora_judge.reference import rates_of
+from meshlora_judge.twin import layers_of_twin, twin_config
 from tests.for_each import for_each
 from tests.run_files import TINY, copy_tokenizer, write_run_file
 

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshlora.plan.derive import plan_model
-from meshlora.plan.families.twin import shrink_config
 from meshlora.verify.proof import Processes
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.topology import Topology
+from meshlora_judge.twin import shrink_config
 from tests.published_twins import config_of, names, read_published, stored_keys, write_published_twin
 from tests.scripts import load_script
 

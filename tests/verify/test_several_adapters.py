@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from meshlora.plan.families.twin import twin_config
 from meshlora.run.config.file import read_runs
 from meshlora.run.prepared import Prepared
 from meshlora.run.together import prepare_runs
@@ -25,6 +24,7 @@ from meshlora_ground.tasks import CAUSAL
 from meshlora_ground.topology import Topology
 from meshlora_judge.compare import Worst
 from meshlora_judge.inputs import write_twin
+from meshlora_judge.twin import twin_config
 from tests.conftest import Prove
 from tests.run_files import TINY, copy_tokenizer, write_run_file
 

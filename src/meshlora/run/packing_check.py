@@ -1,6 +1,6 @@
 """Whether a model keeps packed sequences apart: tested on a tiny twin of the model, not listed by family.
 
-Owns: the comparison, and the refusal. Does not own: rows (`train.packing`), twins (`plan.families.twin`).
+Owns: the comparison, and the refusal. Does not own: rows (`train.packing`), twins (`meshlora_judge.twin`).
 
 Without a mask, attention in transformers finds sequence borders by restarting position ids. A convolution or recurrent
 state along the row, an alibi bias or a mask made elsewhere does not: the logits of packed tokens then differ from those
@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from meshlora.layers.row_lengths import rows_of
-from meshlora.plan.families.twin import shrink_config
 from meshlora.train.losses import packed_positions
 from meshlora.train.packing import padded_lengths
 from meshlora.wings.packed_rows.by_sequence import keep_apart
@@ -26,6 +25,7 @@ from meshlora.wings.packed_rows.row_masks import read_positions_in_masks
 from meshlora_ground.errors import UnsupportedError, reason
 from meshlora_ground.float64 import lift
 from meshlora_ground.model_class import model_class
+from meshlora_judge.twin import shrink_config
 
 # Longer and shorter than a twin's windows (8), odd; the second row ends in padding.
 _ROWS = ((13, 5, 3), (3, 11))

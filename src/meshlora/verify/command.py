@@ -15,13 +15,13 @@ from meshlora.run.launch import signals_end_what_was_started
 from meshlora.verify.faults.registry import MUTATIONS, find
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.report.document import document, is_proved
-from meshlora.verify.report.page import write_report
 from meshlora.verify.report.show import show
 from meshlora.verify.request import DEFAULT_LORA, Proof, Request, prepare_proof
 from meshlora_ground.console import Console
 from meshlora_ground.errors import MeshloraError, UserError
 from meshlora_ground.files import check_result_file, write_json_atomically
 from meshlora_ground.proof_records import remember, usable_cache
+from meshlora_judge.report.page import write_report
 
 # Columns of output to a pipe or a file, where folding lines gains nothing.
 _WIDTH_OF_FILES = 200

@@ -29,7 +29,6 @@ from meshlora.run.prepared import Prepared
 from meshlora.verify.at_once import LIMIT, compare_at_once, one_of_several
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.report.document import document, is_proved
-from meshlora.verify.report.page import write_report
 from meshlora.verify.request import Proof, Request, prepare_proof
 from meshlora.verify.stand_in import MOST_RANKS, StandIn, provable
 from meshlora.wings.kernels.liger import liger_version
@@ -41,6 +40,7 @@ from meshlora_ground.topology import Topology
 from meshlora_ground.versions import digest, own_sources, versions
 from meshlora_judge.compare import Worst
 from meshlora_judge.inputs import write_twin
+from meshlora_judge.report.page import write_report
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 Owns: the cache of reference runs, the processes, and the order of work. Does not own: the request and its checks
 (`verify.request`), the comparison (`meshlora_judge.judge`), our side on a rank (`verify.ours`), showing results
-(`verify.report.show`, `verify.report.page`).
+(`verify.report.show`, `meshlora_judge.report.page`).
 """
 
 from __future__ import annotations

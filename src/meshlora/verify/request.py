@@ -2,7 +2,7 @@
 
 Owns: the rules of a request, the topologies of "auto", the targets of the default adapter, and the training sequences:
 random tokens, or a user's text. Does not own: running it (`verify.proof`), the number of sequences
-(`meshlora_judge.case`), the shapes of twins (`plan.families.twin`).
+(`meshlora_judge.case`), the shapes of twins (`meshlora_judge.twin`).
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ from meshlora_judge.case import (
 from meshlora_judge.images import with_images
 from meshlora_judge.objectives import has_load_balancing
 from meshlora_judge.pieces import pieces_of, rows_of
+from meshlora_judge.twin import shrink_config, twin_config
 
 DEFAULT_LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 DROPOUT = 0.12  # the default of the command

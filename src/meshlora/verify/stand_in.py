@@ -1,7 +1,7 @@
 """The stand-in for a run in its preflight: a twin of its model with its adapter, on its topology or a smaller one.
 
 Owns: mapping a run to its twin, and the refusal of a twin that lacks a feature of the model. Does not own: the shapes
-of twins (`plan.families.twin`), the proof (`verify.preflight`).
+of twins (`meshlora_judge.twin`), the proof (`verify.preflight`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from meshlora.adapter.targets.token_rows import TokenRows
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.guards import dropout_fields, handle_dropout
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.families.twin import layers_of_twin, shrink_config
 from meshlora.plan.rules import ModelPlan, kind_of
 from meshlora.run.prepared import Prepared
 from meshlora.verify.features import features_of_model, features_of_topology
@@ -26,6 +25,7 @@ from meshlora.verify.request import Proof, of_schedule
 from meshlora.wings.quantized.plan import TWIN_BLOCKS, kind_for_twin
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.topology import LAYERS, Topology, divisors
+from meshlora_judge.twin import layers_of_twin, shrink_config
 
 # What a machine can run beside the job: more than two ranks on an axis show nothing new.
 MOST_RANKS = 8

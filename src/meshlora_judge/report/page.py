@@ -1,8 +1,8 @@
 """The report: a proof as one self-contained HTML file.
 
 Owns: the values that the page shows, and writing it. Does not own: its looks (`report.html.j2`, `report.css`,
-`report.js`), the heat map (`verify.report.heatmap`), the geometry of figures (`verify.report.figures`), the meaning of
-the numbers (`verify.report.document`).
+`report.js`), the heat map (`meshlora_judge.report.heatmap`), the geometry of figures
+(`meshlora_judge.report.figures`), the document of plain values that it is made of (`verify.report.document`).
 
 Its content security policy allows no request and no script but its own. The template escapes all text. Without
 JavaScript everything is shown, unfolded.
@@ -22,10 +22,10 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from meshlora.verify.report import figures
-from meshlora.verify.report.heatmap import COLUMNS, HeatMap, excess, scale
 from meshlora_ground.files import write_atomically
 from meshlora_judge.judge import PHASES
+from meshlora_judge.report import figures
+from meshlora_judge.report.heatmap import COLUMNS, HeatMap, excess, scale
 
 Document = dict[str, Any]
 
