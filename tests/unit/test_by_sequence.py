@@ -7,13 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from meshlora.reading.packing import joined, with_positions
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import meshlora
 from meshlora.layers.row_lengths import rows_of
-from meshlora.plan.families.twin import twin_config
-from meshlora.reading.packing import joined, with_positions
 from meshlora.train.batch import Batch, collate
 from meshlora.train.losses import batch_log_probabilities
 from meshlora.train.packing import joined, with_positions

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from meshlora.plan import pairs
-from meshlora.plan.families.twin import twin_config
 from meshlora.plan.features import Feature, features_of
 from meshlora.plan.pairs import AXES, PROVED, REFUSED, check, proof_of, refusal, refused_pairs
 from meshlora.run import together
@@ -25,6 +24,7 @@ from meshlora.run.together import prepare_run
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.versions import name_of, own_files
 from meshlora_judge.inputs import write_twin
+from meshlora_judge.twin import twin_config
 from tests.changed import is_there
 from tests.for_each import for_each
 from tests.run_files import EXAMPLES, copy_tokenizer, write_run_file

@@ -16,7 +16,6 @@ from meshlora.train.losses import shifted_loss
 from meshlora.verify import preflight
 from meshlora.verify.request import Request, prepare_proof
 from meshlora_ground.errors import UnsupportedError
-from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_judge.twin import twin_config
 from tests.conftest import Prove
 from tests.ranks.test_trainer import folder, run_file
