@@ -13,7 +13,7 @@ export TOKENIZERS_PARALLELISM := false
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test test-versions test-floor test-newest test-slurm test-wheel test-vllm test-meteor proof proof-slice claims
-.PHONY: bench check static lint types house dist docs setup clean
+.PHONY: bench check static lint types house dist dist-judge test-judge docs setup clean
 
 demo: $(READY)
 	$(BIN)/python examples/demo.py
@@ -84,6 +84,18 @@ dist: $(READY)
 # The wheel as a stranger installs it: an empty environment, a folder outside the repository.
 test-wheel: dist
 	$(BIN)/python scripts/try_wheel.py dist/*.whl dist/*.tar.gz
+
+# The judge without the engine, in dist/judge.
+dist-judge: $(READY)
+	rm -rf dist/judge
+	$(BIN)/python -m build --quiet --wheel --outdir dist/judge distributions/judge
+	rm -rf distributions/judge/build distributions/judge/*.egg-info
+
+# And that it runs a reference in an environment without the engine: some minutes.
+test-judge: dist-judge
+	rm -rf .venv-judge
+	scripts/set_up.sh .venv-judge "meshlora-judge @ file://$$(echo $(CURDIR)/dist/judge/*.whl)"
+	.venv-judge/bin/python -I tests/judge_alone.py "$$(mktemp -d)"
 
 # Does vLLM say the same tokens? In an environment of its own, as it wants other versions: 3 GB, once.
 VLLM := .venv-vllm

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from meshlora.reading.packing import joined, with_positions
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 

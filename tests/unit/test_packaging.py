@@ -6,6 +6,7 @@ import ast
 import re
 import sys
 import tomllib
+from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,19 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from meshlora_ground.versions import OWN
+from tests.judge_alone import PACKAGES
 from tests.scripts import ROOT
 
 # Named in `train.track` by those who have them; and what comes with torch for GPUs.
 BY_THEIR_OWN_NAME = {"wandb", "mlflow", "trackio", "triton"}
 
 
-def _project() -> dict[str, Any]:
-    return dict(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"])
+# The distribution of the judge alone.
+JUDGE = "distributions/judge"
+
+
+def _project(folder: str = ".") -> dict[str, Any]:
+    return dict(tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"])
 
 
 def _names(requirements: list[str]) -> set[str]:
@@ -46,17 +52,42 @@ def _imports(file: Path) -> set[tuple[str, bool]]:
 
 
 def test_every_import_is_declared() -> None:
-    project = _project()
+    assert not _undeclared(".", (ROOT / "src").rglob("*.py"))
+
+
+def test_every_import_of_the_judge_is_declared_where_it_is_alone() -> None:
+    files = [file for package in PACKAGES for file in (ROOT / "src" / package).rglob("*.py")]
+    assert not _undeclared(JUDGE, files)
+    whole = {*_project()["dependencies"], *_project()["optional-dependencies"]["quantization"]}
+    alone = _project(JUDGE)
+    assert {*alone["dependencies"], *alone["optional-dependencies"]["quantization"]} <= whole
+
+
+def test_the_distribution_of_the_judge_has_every_file_of_it() -> None:
+    """Setuptools finds no packages outside of the folder of a pyproject: they are listed."""
+    given, whole = (
+        tomllib.loads((ROOT / f / "pyproject.toml").read_text())["tool"]["setuptools"] for f in (JUDGE, ".")
+    )
+    folders = {file.parent for package in PACKAGES for file in (ROOT / "src" / package).rglob("*.py")}
+    assert {*given["packages"]} == {".".join(folder.relative_to(ROOT / "src").parts) for folder in folders}
+    assert given["package-data"] == {
+        name: whole["package-data"][name] for name in PACKAGES if name in whole["package-data"]
+    }
+
+
+def _undeclared(folder: str, files: Iterable[Path]) -> list[str]:
+    """What `files` import that the project in `folder` does not declare."""
+    project = _project(folder)
     needed = _names(project["dependencies"])
     optional = _names([words for extra in project["optional-dependencies"].values() for words in extra])
     distributions = metadata.packages_distributions()
     missing = []
-    for file in (ROOT / "src").rglob("*.py"):
+    for file in files:
         for name, is_always in _imports(file):
             owners = {canonicalize_name(owner) for owner in distributions.get(name, [name])}
             if not owners & (needed if is_always else needed | optional | BY_THEIR_OWN_NAME):
                 missing.append(f"{file.relative_to(ROOT)}: {name}")
-    assert not missing
+    return missing
 
 
 def test_the_pinned_versions_are_in_the_declared_ranges() -> None:
@@ -73,6 +104,7 @@ def test_every_place_has_the_same_version() -> None:
     version = re.escape(_project()["version"])
     for name, line in (
         ("src/meshlora/__init__.py", f'^__version__ = "{version}"$'),
+        (f"{JUDGE}/pyproject.toml", f'^version = "{version}"$'),
         ("CITATION.cff", f"^version: {version}$"),
         ("CHANGELOG.md", f"^## {version}\\b"),
     ):
