@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from meshlora.adapter.formats.peft_format import lora_config as lora_config
     from meshlora.adapter.formats.peft_format import save_adapter as save_adapter
     from meshlora.comm.groups import leave as leave
+    from meshlora.layers.head.loss import shifted as shifted
     from meshlora.loading.load import load as load
     from meshlora.reading.preferences import read_preferences as read_preferences
     from meshlora.reading.records import Record as Record
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from meshlora.train.batch import IGNORED as IGNORED
     from meshlora.train.batch import Batch as Batch
     from meshlora.train.batch import collate as collate
-    from meshlora.train.batch import shifted as shifted
     from meshlora.train.batches import share as share
     from meshlora.train.gradsync import clip_gradients as clip_gradients
     from meshlora.train.gradsync import finish_gradients as finish_gradients
@@ -71,7 +71,7 @@ _HOME = {
     "IGNORED": "meshlora.train.batch",
     "Batch": "meshlora.train.batch",
     "collate": "meshlora.train.batch",
-    "shifted": "meshlora.train.batch",
+    "shifted": "meshlora.layers.head.loss",
     "Sequence": "meshlora_ground.dataset",
     "TokenizedDataset": "meshlora_ground.dataset",
     "joined": "meshlora.train.packing",

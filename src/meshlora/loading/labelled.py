@@ -22,9 +22,9 @@ from torch.autograd import Function
 
 from meshlora.adapter.attach import Loop, runtime
 from meshlora.comm.collectives import reduce_each_to_one
+from meshlora.layers.head.loss import IGNORED, shifted
 from meshlora.plan.pairs import check
 from meshlora.plan.token_order import order_of_rows
-from meshlora.train.batch import IGNORED, shifted
 from meshlora_ground.errors import UserError
 from meshlora_ground.tasks import CAUSAL, task_of
 

@@ -115,11 +115,6 @@ class Batch:
         return dataclasses.replace(self, **tensors, columns=columns, more=more)
 
 
-def shifted(labels: Tensor) -> Tensor:
-    """Labels `[B, S]` as Hugging Face's models take them -> the label of each token: the one after it."""
-    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-
-
 def collate(
     sequences: AbstractSequence[Sequence],
     *,

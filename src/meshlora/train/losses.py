@@ -20,6 +20,7 @@ from meshlora.layers.head.loss import (
     IGNORED,
     log_probabilities_from_hidden,
     scores_from_hidden,
+    shifted,
     summed_cross_entropy_from_hidden,
 )
 from meshlora.layers.head.recipe import LogitsRecipe
@@ -27,7 +28,7 @@ from meshlora.layers.linear import ParallelHead
 from meshlora.layers.row_lengths import rows_of
 from meshlora.plan.pairs import check
 from meshlora.plan.token_order import order_of_rows
-from meshlora.train.batch import Batch, shifted
+from meshlora.train.batch import Batch
 from meshlora_ground.compat import no_rows_packed
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.slow_paths import PADDING_MASK, take

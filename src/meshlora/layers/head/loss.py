@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -34,6 +35,11 @@ CHUNK_BYTES = 128 * 2**20
 _TILE = 256  # rows
 
 Head = Callable[[Tensor], Tensor]
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """Labels `[B, S]` as Hugging Face's models take them -> the label of each token: the one after it."""
+    return F.pad(labels[:, 1:], (0, 1), value=IGNORED)
 
 
 def summed_cross_entropy_from_hidden(
