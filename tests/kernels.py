@@ -65,17 +65,17 @@ STAND_IN = Kernels(
 
 def stand_in() -> None:
     """Let this process take the stand-in for liger-kernel. Called on ranks of a pool, too."""
-    from meshlora.loading import load
+    from meshlora.wings.kernels import kernels
 
-    load.liger = lambda: STAND_IN  # type: ignore[attr-defined]
+    kernels.liger = lambda: STAND_IN  # type: ignore[attr-defined]
 
 
 def real_kernels() -> None:
     """Let this process take liger-kernel as it is, on a CPU by the interpreter of Triton."""
     import pytest
 
-    from meshlora.loading import load
+    from meshlora.wings.kernels import kernels
     from tests.interpreted import interpreted
 
-    kernels = interpreted(pytest.MonkeyPatch())
-    load.liger = lambda: kernels  # type: ignore[attr-defined]
+    found = interpreted(pytest.MonkeyPatch())
+    kernels.liger = lambda: found  # type: ignore[attr-defined]

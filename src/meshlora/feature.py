@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from meshlora.plan.base_options import BaseOptions
+from meshlora.plan.rules import ModelPlan, Region
+
 if TYPE_CHECKING:
     from peft import LoraConfig
 
@@ -202,6 +205,34 @@ class Feature:
 
     def finish_model(self, model: Any) -> None:
         """`model.inject`, when a model has its leaves and its borders: change what else the wing changes in it."""
+
+    def check_loading(
+        self, model: nn.Module, plan: ModelPlan, options: BaseOptions, *, dtype: torch.dtype, device: str
+    ) -> None:
+        """`meshlora.load`, before its processes meet: refuse options that this model or device cannot have.
+
+        model: on the meta device. device: as the user said it.
+        """
+
+    def connect_linears(self, model: nn.Module, plan: ModelPlan) -> None:
+        """`model.inject`, when linears have become parallel ones, and again after one that does so for an adapter:
+        set their `enter`.
+        """
+
+    def change_modules(
+        self, model: nn.Module, plan: ModelPlan, options: BaseOptions, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """`model.inject`, when all leaves are parallel, before borders: give modules another forward of the same
+        numbers.
+        """
+
+    def gather_input(
+        self, gather: Callable[[Tensor], Tensor], model: nn.Module, plan: ModelPlan, region: Region
+    ) -> Callable[[Tensor], Tensor]:
+        """`model.regions`, for each split region under sp: how its input is made whole, `[1, B*S/tp, H]` ->
+        `[B, S, H]`, given how without this wing.
+        """
+        return gather
 
 
 @functools.cache

@@ -17,7 +17,7 @@ from meshlora.comm.groups import Axis
 from meshlora.layers.dropout import TokenDropout, input_features
 from meshlora.layers.held_tokens import ContextCut
 from meshlora.layers.linear import ParallelLinear
-from meshlora.layers.products import LoraLinearFunction
+from meshlora.layers.products import Entered, LoraLinearFunction
 from meshlora.layers.tokens import ForwardTokens, Mask, Segment, Share
 from meshlora.loading.guards import check_dropouts, handle_dropout
 from meshlora.plan.dropout import EXACT_DROPOUTS, is_exact_module
@@ -162,7 +162,7 @@ def test_gradients_of_a_lora_linear_with_dropout_pass_gradcheck() -> None:
     x, a, b = (t.requires_grad_() for t in (x, a, b))
     whole = [Segment(0, 6, 0.5, mask)]
     assert torch.autograd.gradcheck(
-        lambda *t: LoraLinearFunction.apply(t[0], weight, None, whole, None, None, None, False, *t[1:]), (x, a, b)
+        lambda *t: LoraLinearFunction.apply(t[0], None, weight, None, whole, Entered(t[0]), *t[1:]), (x, a, b)
     )
     drop = TokenDropout("drop", 0.4, tokens := ForwardTokens(ALONE, sp=False))
     with tokens.at(0, 0, torch.arange(6).view(2, 3)):

@@ -8,14 +8,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshlora.layers.products import LoraLinearFunction
+from meshlora.layers.products import Entered, LoraLinearFunction
 from meshlora.layers.tokens import Segment
 
 
 def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, a: Tensor, b: Tensor) -> Tensor:
     """One adapter on all rows, with the scale 0.5."""
     whole = [Segment(0, x.numel() // x.shape[-1], 0.5)]
-    y: Tensor = LoraLinearFunction.apply(x, weight, bias, whole, None, None, None, False, a, b)
+    y: Tensor = LoraLinearFunction.apply(x, None, weight, bias, whole, Entered(x), a, b)
     return y
 
 

@@ -15,7 +15,8 @@ from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.tokens import ForwardTokens, Share
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
-from meshlora.wings.kernels.early_a import Rider, pack, rode_along, unpack
+from meshlora.wings.kernels.early_a import Rider, pack, rider, rode_along, unpack
+from meshlora.wings.kernels.entrance import Entrance
 from meshlora.wings.quantized import quantized
 
 ALONE = Axis(1, 0, (0,), None)
@@ -45,13 +46,13 @@ def _linears(*, bias: bool = False, dropout: float = 0.0, packed: str | None = N
         leaf.active = "one"
         found.append(leaf)
     for leaf in found:
-        leaf.has_neighbours, leaf.together = True, found
+        leaf.enter = Entrance(has_neighbours=True, together=found)
     return found
 
 
 def _riding(x: Tensor, leaves: list[ParallelLinear]) -> tuple[Tensor, list[Rider]]:
     """x as a region gets it: on one rank what is gathered is what was put together."""
-    riders = [rider for leaf in leaves if (rider := leaf.rider(x))]
+    riders = [one for leaf in leaves if (one := rider(leaf, x))]
     return unpack(pack(x, riders), x.shape[-1], riders), riders
 
 
@@ -72,7 +73,7 @@ def _results(leaves: list[ParallelLinear], called: Callable[[Tensor], list[Tenso
 def test_linears_whose_z_rides_compute_what_they_compute_by_themselves(options: dict[str, object]) -> None:
     def together(x: Tensor) -> list[Tensor]:
         whole, riders = _riding(x, leaves)
-        assert [rider.leaf for rider in riders] == leaves
+        assert [one.leaf for one in riders] == leaves
         assert all(rode_along(leaf, whole) is not None for leaf in leaves)
         return [leaf(whole) for leaf in leaves]
 
@@ -108,17 +109,17 @@ def test_a_linear_that_is_called_with_another_tensor_takes_that_one(change: Call
 def test_who_rides() -> None:
     leaf = _linears()[0]
     x = torch.randn(1, T, H, dtype=torch.float64)
-    assert leaf.rider(x) is not None
-    assert leaf.rider(x[..., :-1]) is None, "its input is another"
+    assert rider(leaf, x) is not None
+    assert rider(leaf, x[..., :-1]) is None, "its input is another"
     leaf.active = None
-    assert leaf.rider(x) is None, "the base alone"
+    assert rider(leaf, x) is None, "the base alone"
 
 
 def test_what_was_gathered_and_all_of_x_are_gone_after_the_forward() -> None:
     """z and the tokens of this rank are kept."""
     leaves = _linears()
     x = torch.randn(1, T, H, dtype=torch.float64, requires_grad=True) * 1.0
-    riders = [rider for leaf in leaves if (rider := leaf.rider(x))]
+    riders = [one for leaf in leaves if (one := rider(leaf, x))]
     gathered = pack(x, riders)
     storage = weakref.ref(gathered.untyped_storage())
     whole = unpack(gathered, H, riders)

@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import meshlora
 from meshlora.adapter.attach import active_factors
-from meshlora.layers.products import LoraLinearFunction
+from meshlora.layers.products import Entered, LoraLinearFunction
 from meshlora.layers.tokens import Segment
 from meshlora.train.losses import shifted_loss
 from meshlora.wings.kernels.gate_recompute import product_behind, watch_activations
@@ -123,7 +123,8 @@ def test_a_linear_on_a_gated_product_has_the_gradients_of_the_formula() -> None:
     def gradients(mlp: nn.Module) -> tuple[Tensor, ...]:
         gate, up = _gate_and_up()
         x = mlp(gate, up)
-        y = LoraLinearFunction.apply(x, weight, None, [Segment(0, 3, 0.5)], product_behind(x), None, None, False, a, b)
+        entered = Entered(x, source=product_behind(x))
+        y = LoraLinearFunction.apply(x, None, weight, None, [Segment(0, 3, 0.5)], entered, a, b)
         return torch.autograd.grad(y.square().sum(), (gate, up, a, b))
 
     for ours, expected in zip(gradients(mlp), gradients(plain), strict=True):
@@ -187,9 +188,9 @@ def _shared_and_apart(*, is_shared: bool) -> tuple[Tensor, ...]:
     total = x.sum()  # another reader
     for scale in (0.5, 2.0, 3.0):
         shared = share(x) if is_shared else None
-        of_shared = (None, None) if shared is None else (shared.gradient, shared.token)
-        own = x if shared is None else x.detach()
-        y = LoraLinearFunction.apply(own, w * scale, None, [Segment(0, 6, scale)], None, *of_shared, False, a, b)
+        known = {} if shared is None else {"gradient": shared.gradient, "token": shared.token}
+        own = Entered(x if shared is None else x.detach(), **known)  # type: ignore[arg-type]
+        y = LoraLinearFunction.apply(own.x, own.token, w * scale, None, [Segment(0, 6, scale)], own, a, b)
         total = total + y.square().sum()
     # Stops before the input: what was added up there must not come into the next backward.
     torch.autograd.grad(total, (a,), retain_graph=True)
@@ -215,8 +216,8 @@ def test_a_change_of_a_shared_input_is_noticed_by_who_saved_it() -> None:
     x = leaf * 1
     shared = share(x)
     assert shared is not None
-    whole = [Segment(0, 3, 0.5)]
-    y = LoraLinearFunction.apply(x.detach(), w.detach(), None, whole, None, shared.gradient, shared.token, False, a, b)
+    own = Entered(x.detach(), gradient=shared.gradient, token=shared.token)
+    y = LoraLinearFunction.apply(own.x, own.token, w.detach(), None, [Segment(0, 3, 0.5)], own, a, b)
     x.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
@@ -244,7 +245,7 @@ def test_gradients_of_a_whole_model_do_not_depend_on_what_is_kept(monkeypatch: p
         return {f.name: f.parameter.grad for f in active_factors(model) if f.parameter.grad is not None}
 
     ours = gradients()
-    monkeypatch.setattr("meshlora.layers.linear.product_behind", lambda x: None)
-    monkeypatch.setattr("meshlora.layers.linear.share", lambda *_: None)
+    monkeypatch.setattr("meshlora.wings.kernels.entrance.product_behind", lambda x: None)
+    monkeypatch.setattr("meshlora.wings.kernels.entrance.share", lambda *_: None)
     for name, expected in gradients().items():
         assert torch.allclose(ours[name], expected, rtol=1e-10), name

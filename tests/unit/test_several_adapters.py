@@ -142,7 +142,7 @@ def test_each_adapter_drops_at_its_own_rate() -> None:
         assert share.adapter is not None
         leaf.active = share.adapter
         with leaf.tokens.at(share.seed, share.step, share.tokens):
-            mask = leaf._mask(share.adapter, torch.ones(1, SEQ, IN))
+            mask = leaf.mask(share.adapter, torch.ones(1, SEQ, IN))
         assert mask is not None
         rates[share.adapter] = mask.p
     assert rates == {"a": 0.2, "c": 0.5}
@@ -184,7 +184,7 @@ def _other_weight_in_the_backward(patch: pytest.MonkeyPatch) -> None:
 
 def _factors_of_the_next(patch: pytest.MonkeyPatch) -> None:
     apply = LoraLinearFunction.apply
-    patch.setattr(LoraLinearFunction, "apply", lambda *given: apply(*given[:8], *given[10:], *given[8:10]))
+    patch.setattr(LoraLinearFunction, "apply", lambda *given: apply(*given[:6], *given[8:], *given[6:8]))
 
 
 @for_each(

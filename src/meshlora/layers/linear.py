@@ -9,7 +9,7 @@ sum once; the bias is added after that, once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,14 +26,11 @@ from meshlora.layers.adapted import AdaptedLeaf, Placement
 from meshlora.layers.dropout import input_features
 from meshlora.layers.frozen import FrozenMatrix, frozen_linear, unpacked
 from meshlora.layers.head.recipe import LogitsRecipe
-from meshlora.layers.products import LoraLinearFunction
+from meshlora.layers.products import Entered, GivenZFunction, LoraLinearFunction
 from meshlora.layers.token_rows import ReplacedRows, base_rows, rows_of
 from meshlora.layers.tokens import ForwardTokens, Mask, Part, Segment
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
-from meshlora.wings.kernels.early_a import Rider, rode_along
-from meshlora.wings.kernels.gate_recompute import product_behind
-from meshlora.wings.kernels.shared_input import Joined, share
 
 
 class ParallelLinear(AdaptedLeaf, FrozenMatrix):
@@ -46,12 +43,9 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
         lora_magnitude_vector: adapter name -> local magnitudes `[out_local]` of DoRA.
         dropout: adapter name -> probability of dropout on the input of A in training; absent if 0.
         scatters_tokens: under sp, whether the output leaves as this rank's slice of the tokens.
-        has_neighbours: whether other linears share its input. together: those known to, and itself; they have their
-            products with A together.
+        enter: (this linear, x) -> what is known of x, before the products with an adapter. Another one where linears
+            share work.
     """
-
-    has_neighbours = False
-    together: Sequence[ParallelLinear] = ()
 
     def __init__(
         self, rule: LinearRule, tp: Axis, *, scatters_tokens: bool, dtype: torch.dtype, device: torch.device | str
@@ -65,6 +59,7 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
             self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device), requires_grad=False)
         self.lora_magnitude_vector = nn.ParameterDict()
         self.dropout: dict[str, float] = {}
+        self.enter: Callable[[ParallelLinear, Tensor], Entered] = _as_it_is
 
     def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
         """As in `AdaptedLeaf`; with DoRA also `magnitude` `[out_local]`, in the same call or a separate one."""
@@ -106,50 +101,35 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
         if not segments:
             y = frozen_linear(x, self.frozen_weight, bias)
         else:
-            z, product = rode_along(self, x), product_behind(x)
-            joined = self._joined(x) if z is None and product is None else None
-            shared = share(x, joined) if self.has_neighbours else None
-            own = x if shared is None else x.detach()
-            if shared is not None and z is None:
-                z = shared.zs.get(self)
-            rides = z is not None
-            how = (segments, None if rides else product, *(shared or (None, None))[:2], rides)
-            factors = [z, self.factor_b(names[0])] if rides else [f for name in names for f in self.factors(name)]
-            y = LoraLinearFunction.apply(own, self.frozen_weight, bias, *how, *factors)
+            y = self._adapted(self.enter(self, x), bias, segments, names)
         if is_row:
             y = self._leave_region(y)
         if has_magnitude:
             y = self._with_magnitudes(y)
         return self._add_bias(y) if adds_bias else y
 
-    def rider(self, x: Tensor) -> Rider | None:
-        """What early A needs of this linear, or None. x: this rank's tokens of a region's input, `[..., in]`."""
-        name = self.in_use
-        if name is None or self.in_features != x.shape[-1]:
-            return None
-        return Rider(self, self.factor_a(name), self.scaling[name], self._mask(name, x))
-
-    def _joined(self, x: Tensor) -> Joined | None:
-        """This linear and those together with it, for one product of x with all A; None if one has dropout or its own
-        scale."""
-        leaves = [leaf for leaf in self.together if leaf.in_use is not None and leaf.in_features == x.shape[-1]]
-        names = [(leaf, str(leaf.in_use)) for leaf in leaves]
-        has_dropout = any(leaf.training and name in leaf.dropout for leaf, name in names)
-        scales = {leaf.scaling[name] for leaf, name in names}
-        if len(leaves) < 2 or has_dropout or len(scales) > 1 or self not in leaves:
-            return None
-        return Joined(leaves, [leaf.factor_a(name) for leaf, name in names], scales.pop())
+    def _adapted(
+        self, entered: Entered, bias: Tensor | None, segments: Sequence[Segment], names: Sequence[str]
+    ) -> Tensor:
+        """x `[..., in_local]` -> `[..., out_local]`, with the products of the adapters `names` on their segments."""
+        frozen = entered.x, entered.token, self.frozen_weight, bias
+        if entered.z is not None:
+            y: Tensor = GivenZFunction.apply(*frozen, entered, entered.z, self.factor_b(names[0]))
+        else:
+            factors = [factor for name in names for factor in self.factors(name)]
+            y = LoraLinearFunction.apply(*frozen, segments, entered, *factors)
+        return y
 
     def _segments(self, x: Tensor) -> tuple[list[Segment], list[str]]:
         """The adapter products on the rows of x, and the adapter of each."""
         name = self.in_use
         if name is not None:
-            return [Segment(0, x.numel() // x.shape[-1], self.scaling[name], self._mask(name, x))], [name]
+            return [Segment(0, x.numel() // x.shape[-1], self.scaling[name], self.mask(name, x))], [name]
         segments, names = [], []
         for part in self._parts(x):
             adapter = part.share.adapter
             if adapter in self.scaling:
-                segments.append(Segment(part.start, part.stop, self.scaling[adapter], self._mask(adapter, x, part)))
+                segments.append(Segment(part.start, part.stop, self.scaling[adapter], self.mask(adapter, x, part)))
                 names.append(adapter)
         return segments, names
 
@@ -159,7 +139,7 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
             return []
         return self.tokens.parts(self.rule.name, x.numel() // x.shape[-1])
 
-    def _mask(self, adapter: str, x: Tensor, part: Part | None = None) -> Mask | None:
+    def mask(self, adapter: str, x: Tensor, part: Part | None = None) -> Mask | None:
         """The dropout of `adapter` on its rows of x: those of `part`, or all."""
         if not self.training or adapter not in self.dropout:
             return None
@@ -223,6 +203,10 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
 
     def extra_repr(self) -> str:
         return f"{self.rule.split}, {self.in_features} -> {self.out_features}, adapters={list(self.scaling)}"
+
+
+def _as_it_is(_: ParallelLinear, x: Tensor) -> Entered:
+    return Entered(x)
 
 
 class ParallelHead(ParallelLinear):

@@ -1,14 +1,15 @@
 """The products of a linear with LoRA: `y = x W^T + b + s (x A^T) B^T` with W frozen, of one adapter or of several.
 
-Owns: forward and backward in one autograd function, each adapter on its own rows. Does not own: which rows are which
-adapter's (`layers.tokens`), the module that holds the matrices (`layers.linear`).
+Owns: forward and backward in one autograd function, each adapter on its own rows; what else may be known of x when it
+enters (`Entered`). Does not own: which rows are which adapter's (`layers.tokens`), the module that holds the matrices
+(`layers.linear`), who knows more of x than its values (`wings.kernels.entrance`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -17,13 +18,45 @@ from torch.autograd import Function
 from meshlora.layers.frozen import FewBits, unpacked
 from meshlora.layers.rounded import rounded, scaled_product, wide_product
 from meshlora.layers.tokens import Segment, are_alike
-from meshlora.wings.kernels.gate_recompute import Product
-from meshlora.wings.kernels.shared_input import InputGradient
 from meshlora_ground.transfer import to_device
 
 # Up to this many tokens a product on CPUs is faster with tokens as columns: by a fifth at 32, equal at 64, slower
 # beyond (MKL, float32, 1,024 x 1,408). bfloat16 has other kernels.
 _FEW_TOKENS = 32
+
+
+class Source(NamedTuple):
+    """What x is computed of: `compute(*tensors)`, as in the forward. Saved in place of x."""
+
+    tensors: Sequence[Tensor]
+    compute: Callable[..., Tensor]
+
+
+class SharedGradient(Protocol):
+    """The gradient of one x `[T, in]`, to which several linears add in the same backward."""
+
+    def so_far(self) -> Tensor | None:
+        """The sum, to be changed in place; None: this linear is the first. `hold` must follow."""
+
+    def hold(self, total: Tensor) -> None:
+        """Keep the sum."""
+
+
+class Entered(NamedTuple):
+    """x as it enters a linear, and what else is known of it. Decides how products are computed, never what they are.
+
+    x: `[..., in]`.
+    z: `[T, r]`, `s D(x) A^T` of the one adapter in use, where it is there already: A has its gradient through z.
+    source: saved for the gradient of A, in place of x.
+    gradient: where that of x is added up, which then is detached. token: `[0]`, before this linear and after x in the
+        graph, by which the input's gradient waits for all that add to it.
+    """
+
+    x: Tensor
+    z: Tensor | None = None
+    source: Source | None = None
+    gradient: SharedGradient | None = None
+    token: Tensor | None = None
 
 
 class LoraLinearFunction(Function):
@@ -43,28 +76,24 @@ class LoraLinearFunction(Function):
     Segments that are alike (`layers.tokens.are_alike`) run as one batched product, not as a masked product of all rows
     with all factors: there an infinity in one adapter's rows would reach the others' gradients. The factors of a
     segment without rows get zeros: other ranks have its rows.
-    W and b are frozen: no gradient is computed for them, and x is saved for dA alone; if x is a product of two tensors
-    that are saved anyway (`wings.kernels.gate_recompute`), these are saved instead. A packed W is unpacked in each
-    direction, once for all segments, and only the packed one is saved. The mask of D is recomputed in the backward.
-    Linears that share x all add to one dx and return none (`wings.kernels.shared_input`): they are called with x
-    detached, and with the token of the shared input.
-    rides: z was gathered with x (`wings.kernels.early_a`), or computed for several linears
-    (`wings.kernels.shared_input`), and replaces A, of one adapter; its gradient is g B, and nothing of x is saved.
+    W and b are frozen: no gradient is computed for them, and x, or its source, is saved for dA alone. A packed W is
+    unpacked in each direction, once for all segments, and only the packed one is saved. The mask of D is recomputed in
+    the backward.
     The factors may have higher precision than x (fp32 with bf16): products take rounded ones (`layers.rounded`), and
     the gradients are returned in the higher precision.
+
+    x, token: of `entered`, by themselves as autograd looks at arguments. factors: A and B of each segment in turn.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
+        token: Tensor | None,
         weight: Tensor | FewBits,
         bias: Tensor | None,
         segments: Sequence[Segment],
-        product: Product | None,
-        gradient: InputGradient | None,
-        token: Tensor | None,
-        rides: bool,
+        entered: Entered,
         *factors: Tensor,
     ) -> Tensor:
         x2 = x.reshape(-1, x.shape[-1])
@@ -73,16 +102,12 @@ class LoraLinearFunction(Function):
         ctx.dtypes = [factor.dtype for factor in factors]
         factors = tuple(rounded(factor, x.dtype) for factor in factors)
         groups = _groups(segments, factors)
-        if rides:
-            zs: Sequence[Tensor] = factors[:1]
-        else:
-            zs = [group.product(group.seen(x2), _stacked(a).mT) for group, a, _ in groups]
+        zs = [group.product(group.seen(x2), _stacked(a).mT) for group, a, _ in groups]
         y = _sum_of_products(x, plain, bias, [(group, z, b) for z, (group, _, b) in zip(zs, groups, strict=True)])
-        inputs: Sequence[Tensor] = (x2,) if product is None else (product.gate, product.up.detach())
-        inputs = () if rides or not any(ctx.needs_input_grad[8::2]) else inputs
+        source = entered.source or Source((x2,), _itself)
+        inputs = source.tensors if any(ctx.needs_input_grad[6::2]) else ()
         ctx.save_for_backward(None if packed else plain, *factors, *zs, *inputs)
-        ctx.segments, ctx.packed, ctx.gradient, ctx.rides = segments, packed, gradient, rides
-        ctx.activation = product.activation if product is not None else None
+        ctx.segments, ctx.packed, ctx.gradient, ctx.compute = segments, packed, entered.gradient, source.compute
         return y
 
     @staticmethod
@@ -93,34 +118,62 @@ class LoraLinearFunction(Function):
         groups = _groups(ctx.segments, saved[:number])
         zs, inputs = saved[number : number + len(groups)], saved[number + len(groups) :]
         g = grads[0].reshape(-1, weight.shape[0])
-        needs = ctx.needs_input_grad[8:]
-        x = _input(ctx, inputs) if any(needs[::2]) and not ctx.rides else None
+        needs = ctx.needs_input_grad[6:]
+        x = ctx.compute(*inputs).reshape(-1, weight.shape[1]) if inputs else None
         dzs, found, place = [], [], 0
         for (group, a, b), z in zip(groups, zs, strict=True):
             own = group.rows(g)
-            dzs.append(own @ b[0] if ctx.rides else group.product(own, _stacked(b)))
+            dzs.append(group.product(own, _stacked(b)))
             stop = place + 2 * len(a)
             das: Sequence[Tensor | None] = [None] * len(a)
             dbs = das
-            if ctx.rides:
-                das = dzs
-            elif x is not None and any(needs[place:stop:2]):
+            if x is not None and any(needs[place:stop:2]):
                 das = group.each(wide_product(dzs[-1].mT, group.seen(x), ctx.dtypes[place]))
             if any(needs[place + 1 : stop : 2]):
                 dbs = group.each(_gradient_of_b(own, z, ctx.dtypes[place + 1]))
             found += [one for pair in zip(das, dbs, strict=True) for one in pair]
             place = stop
-        dx, gradient = None, ctx.gradient
-        if ctx.needs_input_grad[0] or gradient is not None:
-            dx = gradient.so_far() if gradient is not None else None
-            if not ctx.rides:
-                terms = [(group, dz, _stacked(a)) for dz, (group, a, _) in zip(dzs, groups, strict=True)]
-                dx = _with_terms(dx, terms, g, weight.shape[1])
-            dx = g @ weight if dx is None else dx.addmm_(g, weight)
-            if gradient is not None:
-                gradient.hold(dx)
-            dx = dx.view(*grads[0].shape[:-1], weight.shape[1]) if gradient is None else None
-        return dx, *[None] * 7, *found
+        dx = _gradient_of_x(ctx, grads[0], weight, list(zip(groups, dzs, strict=True)))
+        return dx, None, None, None, None, None, *found
+
+
+class GivenZFunction(Function):
+    """`y = x W^T + b + z B^T` of one adapter, whose z `[T, r]` is there already.
+
+    backward, with g = dL/dy: dz = g B, dB = g^T z, dx = g W. Nothing of x is saved. Else as `LoraLinearFunction`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        token: Tensor | None,
+        weight: Tensor | FewBits,
+        bias: Tensor | None,
+        entered: Entered,
+        z: Tensor,
+        b: Tensor,
+    ) -> Tensor:
+        packed = weight if isinstance(weight, FewBits) else None
+        plain = unpacked(weight)
+        ctx.dtype, b = b.dtype, rounded(b, x.dtype)
+        y = _sum_of_products(x, plain, bias, [(_Group([Segment(0, len(z), 1.0)]), z, [b])])
+        ctx.save_for_backward(None if packed else plain, z, b)
+        ctx.packed, ctx.gradient = packed, entered.gradient
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        weight, z, b = ctx.saved_tensors
+        weight = weight if ctx.packed is None else ctx.packed.whole()
+        g = grads[0].reshape(-1, weight.shape[0])
+        dz = g @ b
+        db = _gradient_of_b(g, z, ctx.dtype) if ctx.needs_input_grad[6] else None
+        return _gradient_of_x(ctx, grads[0], weight, ()), None, None, None, None, dz, db
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
 
 
 @dataclass(frozen=True)
@@ -151,8 +204,12 @@ class _Group:
         return [gradient] if len(self.segments) == 1 else gradient.unbind()
 
 
-def _groups(segments: Sequence[Segment], factors: Sequence[Tensor]) -> list[tuple[_Group, list[Tensor], list[Tensor]]]:
-    """(group, its A, its B); factors: A and B of each segment in turn."""
+# A group, its A and its B.
+_OfGroup = tuple[_Group, list[Tensor], list[Tensor]]
+
+
+def _groups(segments: Sequence[Segment], factors: Sequence[Tensor]) -> list[_OfGroup]:
+    """factors: A and B of each segment in turn."""
     if len(segments) > 1 and are_alike(segments, factors):
         return [(_Group(segments), list(factors[::2]), list(factors[1::2]))]
     pairs = zip(segments, factors[::2], factors[1::2], strict=True)
@@ -169,6 +226,25 @@ def _gradient_of_b(g: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
     if g.is_cpu:  # the transpose: twice as fast there
         return (z.mT @ g).mT.to(dtype, memory_format=torch.contiguous_format)
     return wide_product(g.mT, z, dtype)
+
+
+def _gradient_of_x(
+    ctx: Any, grad: Tensor, weight: Tensor, products: Sequence[tuple[_OfGroup, Tensor]]
+) -> Tensor | None:
+    """`D(dz A)` of all (group with its factors, dz), and `g W`; None where it is added to that of other linears."""
+    shared: SharedGradient | None = ctx.gradient
+    if shared is None and not ctx.needs_input_grad[0]:
+        return None
+    g = grad.reshape(-1, weight.shape[0])
+    total = None if shared is None else shared.so_far()
+    if products:
+        terms = [(group, dz, _stacked(a)) for (group, a, _), dz in products]
+        total = _with_terms(total, terms, g, weight.shape[1])
+    total = g @ weight if total is None else total.addmm_(g, weight)
+    if shared is None:
+        return total.view(*grad.shape[:-1], weight.shape[1])
+    shared.hold(total)
+    return None
 
 
 def _with_terms(total: Tensor | None, terms: Sequence[tuple[_Group, Tensor, Tensor]], g: Tensor, width: int) -> Tensor:
@@ -216,12 +292,3 @@ def _sum_of_products(
             (torch.addmm if z.ndim == 2 else torch.baddbmm)(bias, z, bt, out=own)
     rows.addmm_(x2, weight.T)
     return y
-
-
-def _input(ctx: Any, saved: list[Tensor]) -> Tensor:
-    """x `[T, in]` of the forward, from the tensors saved for it."""
-    if ctx.activation is None:
-        return saved[0]
-    gate, up = saved
-    product: Tensor = ctx.activation.times(gate, up)
-    return product.reshape(-1, up.shape[-1])

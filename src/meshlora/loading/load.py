@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 from meshlora.adapter import attach
 from meshlora.adapter.formats.peft_format import begin_adapter, begin_reference
 from meshlora.adapter.targets.options import check_kind
-from meshlora.comm.groups import Mesh, join, num_processes, open_mesh
+from meshlora.comm.groups import join, num_processes, open_mesh
 from meshlora.feature import features
 from meshlora.layers.dropout import replace_dropouts
 from meshlora.loading.blueprint import Blueprint, make_blueprint
@@ -31,8 +31,6 @@ from meshlora.model.weights import StateDictSource, extra_weights, fill
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.proved import check_proved_here
 from meshlora.plan.pairs import check
-from meshlora.wings.kernels.kernels import with_kernels
-from meshlora.wings.kernels.liger import Kernels, check_kernels, liger
 from meshlora_ground.errors import UserError
 from meshlora_ground.hub import located
 from meshlora_ground.model_class import model_class
@@ -101,7 +99,9 @@ def load(
     )
     if not isinstance(model, PretrainedConfig):
         model = located(f"{model}", "model", trust_remote_code=trust_remote_code)
-    blueprint, _ = with_kernels(make_blueprint(model, shape, options), device=device, is_proved=False)
+    blueprint = make_blueprint(model, shape, options)
+    for feature in features():
+        feature.check_loading(blueprint.model, blueprint.plan, options, dtype=blueprint.dtype, device=device)
     check_proved_here(blueprint.plan.model_type, shape, has_experts=bool(blueprint.plan.experts))
     if adapter is not None:
         blueprint = blueprint.with_folder(
@@ -134,8 +134,8 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
     )
     adapters = [adapter for adapter in (blueprint.adapter, blueprint.reference) if adapter is not None]
     targets = {name for adapter in adapters for name in adapter.targets}
-    kernels = _kernels(blueprint, mesh)
-    cuts = parallelize(model, plan, mesh, targets={*targets, *plan.quantized}, dtype=blueprint.dtype, kernels=kernels)
+    targets |= {*plan.quantized}
+    cuts = parallelize(model, plan, mesh, targets=targets, dtype=blueprint.dtype, options=blueprint.options)
     of_stage = blueprint.model if plan.stages else None
     unused = blueprint.options.allow_unused_weights
     fill(model, plan, source, mesh, whole=of_stage, allow_unused=unused, fresh=blueprint.fresh, seed=seed)
@@ -157,15 +157,6 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
         begin_reference(model, "default", blueprint.reference)
     attach.set_adapter(model, "default" if blueprint.adapter is not None else None)
     return model
-
-
-def _kernels(blueprint: Blueprint, mesh: Mesh) -> Kernels | None:
-    """The kernels of `blueprint`, which give the right numbers on this device; None: it has none."""
-    if blueprint.options.kernels != "liger":
-        return None
-    kernels = liger()
-    check_kernels(kernels, mesh.device, blueprint.dtype)
-    return kernels
 
 
 def _random_weights(config: PretrainedConfig, dtype: torch.dtype, seed: int) -> dict[str, torch.Tensor]:

@@ -19,8 +19,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from meshlora.adapter import attach
 from meshlora.adapter.formats import peft_format
-from meshlora.wings.generation.continuous import generate_batch, refuse_manager
-from meshlora.wings.generation.rows import all_finished, generate
 from meshlora_ground import compat
 from meshlora_ground.errors import UserError
 

@@ -17,13 +17,10 @@ from meshlora.layers.held_tokens import ContextCut
 from meshlora.layers.linear import ParallelHead, ParallelLinear
 from meshlora.model.pipeline import Pipeline
 from meshlora.model.regions import TokenCut, install_borders
+from meshlora.model.wide_norm import widen_norm
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule, ModelPlan
-from meshlora.wings.kernels.fused import fuse
-from meshlora.wings.kernels.gate_recompute import watch_activations
-from meshlora.wings.kernels.liger import Kernels
-from meshlora.wings.kernels.rms_norm import own_gradients_of_norms, widen_norm
-from meshlora.wings.kernels.rotary import own_rotations
 from meshlora_ground.errors import UserError
 
 
@@ -34,12 +31,12 @@ def parallelize(
     *,
     targets: set[str],
     dtype: torch.dtype,
-    kernels: Kernels | None = None,
+    options: BaseOptions | None = None,
 ) -> tuple[ContextCut, TokenCut, Pipeline]:
     """Replace in place, on the meta device, every split leaf, the head, experts, and every leaf that gets an adapter.
 
     The base is frozen. Everything else stays the model's own. Returns the cuts of its forwards over cp and
-    under sp, and their way through this stage. kernels: of the modules whose code is known.
+    under sp, and their way through this stage. options: with which the model was built; None: the usual ones.
     """
     pipeline = _pipeline(model, plan, mesh)
     for parameter in model.parameters():
@@ -62,7 +59,7 @@ def parallelize(
             empty = torch.empty(shape, dtype=whole.dtype, device="meta")
             is_parameter = isinstance(whole, nn.Parameter)
             setattr(module, leaf, nn.Parameter(empty, requires_grad=False) if is_parameter else empty)
-    _introduce(model, plan)
+    _connect(model, plan)
     if plan.embedding and (plan.topology.tp > 1 or plan.embedding in targets):
         embedding = model.get_submodule(plan.embedding)
         parallelize_embedding(embedding, plan.parameters.get(f"{plan.embedding}.weight"), mesh.tp, name=plan.embedding)
@@ -73,11 +70,8 @@ def parallelize(
         feature.replace(model, plan, mesh, dtype=dtype)
     for name, layout in plan.wide_norms.items():
         widen_norm(model.get_submodule(name), layout, mesh.over(plan.axes_of_norm(name)), name=name)
-    watch_activations(model, plan.owners)
-    if kernels is not None:
-        fuse(model, kernels)
-    own_gradients_of_norms(model)
-    own_rotations(model)
+    for feature in features():
+        feature.change_modules(model, plan, options or BaseOptions(), dtype=dtype, device=mesh.device)
     cuts = install_borders(model, plan, mesh, pipeline)
     for feature in features():
         feature.finish_model(model)
@@ -136,28 +130,21 @@ def adopt(model: nn.Module, plan: ModelPlan, name: str, tp: Axis) -> ParallelLea
     leaf = ParallelLinear(rule, tp, scatters_tokens=False, dtype=module.weight.dtype, device="meta")
     leaf.weight = nn.Parameter(module.weight.T, requires_grad=False) if rule.is_transposed else module.weight
     leaf.register_parameter("bias", module.bias)
-    leaf.has_neighbours = name in plan.neighbours
     leaf.train(module.training)
     _replace(model, leaf)
-    _introduce(model, plan)
+    _connect(model, plan)
     return leaf
 
 
 def _leaf(plan: ModelPlan, rule: LinearRule, tp: Axis, *, dtype: torch.dtype) -> ParallelLinear:
     cls = ParallelHead if rule.name == plan.head else ParallelLinear
     scatters = plan.topology.sp and rule.split is Split.ROW
-    leaf = cls(rule, tp, scatters_tokens=scatters, dtype=dtype, device="meta")
-    leaf.has_neighbours = rule.name in plan.neighbours
-    return leaf
+    return cls(rule, tp, scatters_tokens=scatters, dtype=dtype, device="meta")
 
 
-def _introduce(model: nn.Module, plan: ModelPlan) -> None:
-    """Tell linears which others are called with the same input."""
-    groups: dict[frozenset[str], list[ParallelLinear]] = {}
-    for name, leaf in parallel_leaves(model).items():
-        if isinstance(leaf, ParallelLinear) and name in plan.together:
-            groups.setdefault(plan.together[name], []).append(leaf)
-            leaf.together = groups[plan.together[name]]
+def _connect(model: nn.Module, plan: ModelPlan) -> None:
+    for feature in features():
+        feature.connect_linears(model, plan)
 
 
 def _replace(model: nn.Module, leaf: ParallelLinear) -> None:

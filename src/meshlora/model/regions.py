@@ -1,8 +1,7 @@
 """Region borders: the collectives on activations that enter or leave a block.
 
 Owns: the hooks on the model's own modules that split the residual stream over the tokens (sp) and that make the input
-of a region whole, together with the results of early A. Does not own: the output side of a split region, which is its
-row-parallel linear.
+of a region whole. Does not own: the output side of a split region, which is its row-parallel linear.
 
 Under sp the residual stream between regions is `[1, B*S/tp, H]`: a contiguous slice of the flattened tokens. Slicing
 the flattened tokens needs no transposes, and only B*S must be divisible by tp. A region sees `[B, S, H]` again, as
@@ -15,7 +14,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +28,6 @@ from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.tokens import CutsTokens
 from meshlora.model.pipeline import Pipeline
 from meshlora.plan.rules import ModelPlan, Region
-from meshlora.wings.kernels.early_a import pack, unpack
 from meshlora_ground.compat import cut_deepstack, without_fused_projection
 from meshlora_ground.errors import UnsupportedError, UserError
 
@@ -111,7 +109,7 @@ def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh, pipeline: Pip
         return context, cut
     for region in plan.regions:
         module = model.get_submodule(region.name)
-        _install_region(module, region, cut, sp=sp, riders=_riders(model, plan, region))
+        _install_region(module, region, cut, sp=sp, gather=_gather(model, plan, region, cut))
         _tell_local_sizes(model, region)
         if region.is_split:
             without_fused_projection(module)
@@ -149,34 +147,28 @@ def _known_again(cut: TokenCut, context: ContextCut, batch_size: int, seq_len: i
     cut.batch_size, cut.seq_len, context.held = batch_size, seq_len, held
 
 
-def _riders(model: nn.Module, plan: ModelPlan, region: Region) -> list[ParallelLinear]:
-    found = [model.get_submodule(name) for name in plan.riders(region)]
-    assert all(isinstance(leaf, ParallelLinear) for leaf in found), region
-    return found  # type: ignore[return-value]
+def _gather(model: nn.Module, plan: ModelPlan, region: Region, cut: TokenCut) -> Callable[[Tensor], Tensor]:
+    """How the input of a split region is made whole under sp."""
+
+    def gather(x: Tensor) -> Tensor:
+        return cut.whole(x, terms=True)
+
+    found: Callable[[Tensor], Tensor] = gather
+    for feature in features():
+        found = feature.gather_input(found, model, plan, region)
+    return found
 
 
 def _install_region(
-    module: nn.Module, region: Region, cut: TokenCut, *, sp: bool, riders: Sequence[ParallelLinear]
+    module: nn.Module, region: Region, cut: TokenCut, *, sp: bool, gather: Callable[[Tensor], Tensor]
 ) -> None:
     if region.is_split and sp:
-        map_input(module, region.name, lambda x: _entered(x, cut, riders), passes=region.passes)
+        map_input(module, region.name, gather, passes=region.passes)
     elif region.is_split:
         map_input(module, region.name, lambda x: copy_one_to_each(x, cut.tp), passes=region.passes)
     elif sp:
         map_input(module, region.name, lambda x: cut.whole(x, terms=False))
         map_output(module, cut.cut)
-
-
-def _entered(x: Tensor, cut: TokenCut, riders: Sequence[ParallelLinear]) -> Tensor:
-    """x `[1, B*S/tp, H]` -> `[B, S, H]`, gathered with the results of early A.
-
-    Without a gradient for x there is no early A: sending a gradient of z alone would be another kind of message.
-    """
-    needs_gradient = torch.is_grad_enabled() and x.requires_grad
-    riding = [rider for leaf in riders if (rider := leaf.rider(x))] if needs_gradient else []
-    if not riding:
-        return cut.whole(x, terms=True)
-    return unpack(cut.whole(pack(x, riding), terms=True), x.shape[-1], riding)
 
 
 def _tell_local_sizes(model: nn.Module, region: Region) -> None:

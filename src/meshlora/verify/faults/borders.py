@@ -13,10 +13,10 @@ from meshlora.comm import collectives
 from meshlora.comm.groups import Axis
 from meshlora.layers import linear
 from meshlora.layers.linear import ParallelHead, ParallelLinear
-from meshlora.model import inject, regions
+from meshlora.model import inject, regions, wide_norm
 from meshlora.plan.layout import Split
 from meshlora.verify.faults.fault import after, around, instead_of
-from meshlora.wings.kernels import rms_norm
+from meshlora.wings.kernels import early_a
 from meshlora.wings.kernels.early_a import Pack
 
 
@@ -121,25 +121,25 @@ def head_input_gradient_not_reduced(original: Any, model: Any, plan: Any, *rest:
         return original(model, plan, *rest)
 
 
-@instead_of(rms_norm, "reduce_each_to_each", needs="tp wide_norm")
+@instead_of(wide_norm, "reduce_each_to_each", needs="tp wide_norm")
 def wide_norm_over_local_width(x: Tensor, axis: Axis) -> Tensor:
     """a norm over a split width has the mean of squares of the whole"""
     return x * axis.size
 
 
-@instead_of(rms_norm, "reduce_each_to_each", needs="tp wide_norm")
+@instead_of(wide_norm, "reduce_each_to_each", needs="tp wide_norm")
 def wide_norm_gradient_not_reduced(x: Tensor, axis: Axis) -> Tensor:
     """the gradient of a mean over a split width is summed over tp"""
     return collectives.reduce_each_to_one(x, axis)
 
 
-@instead_of(rms_norm, "silu", needs="tp gated_norm")
+@instead_of(wide_norm, "silu", needs="tp gated_norm")
 def gated_norm_before_its_gate(x: Tensor) -> Tensor:
     """the mean of squares of a norm after a gate is that of what the gate lets through"""
     return torch.ones_like(x)
 
 
-@around(regions, "unpack", needs="riding_together")
+@around(early_a, "unpack", needs="riding_together")
 def ride_ends_at_the_next_linear(original: Any, packed: Any, width: int, riders: Any) -> Any:
     """a linear adds the product of its own A to its output"""
     return original(packed, width, riders[1:] + riders[:1])

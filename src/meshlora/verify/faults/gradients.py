@@ -68,7 +68,7 @@ def _joined_without_scale(backward: Any) -> Any:
 def a_gradient_without_scale(found: Any, ctx: Any, *_: Tensor) -> tuple[Any, ...]:
     """the gradients of both factors have the LoRA scale"""
     *of_x, da, db = found
-    return *of_x, da if da is None or ctx.rides else da / ctx.segments[0].scale, db
+    return *of_x, da if da is None else da / ctx.segments[0].scale, db
 
 
 @after(gradsync, "_parts", needs="dp")

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from meshlora.loading import load
 from meshlora.verify.faults.fault import after
+from meshlora.wings.kernels import kernels as kernels_of_models
 from meshlora.wings.kernels.liger import Gate, Kernels
 
 
@@ -18,14 +18,14 @@ def _with_gates(kernels: Kernels | None, change: Any) -> Kernels | None:
     return dataclasses.replace(kernels, gates={name: change(gate) for name, gate in kernels.gates.items()})
 
 
-@after(load, "_kernels", needs="kernels")
-def kernel_rotates_gradients_forward(kernels: Kernels | None, *_: Any) -> Kernels | None:
+@after(kernels_of_models, "kernels_of", needs="kernels")
+def kernel_rotates_gradients_forward(kernels: Kernels | None, *_: Any, **__: Any) -> Kernels | None:
     """the gradient of a rotation is turned back"""
     return kernels and dataclasses.replace(kernels, rotate_back=kernels.rotate)
 
 
-@after(load, "_kernels", needs="kernels")
-def kernel_norm_without_weight(kernels: Kernels | None, *_: Any) -> Kernels | None:
+@after(kernels_of_models, "kernels_of", needs="kernels")
+def kernel_norm_without_weight(kernels: Kernels | None, *_: Any, **__: Any) -> Kernels | None:
     """a norm is multiplied by its weight"""
     if kernels is None:
         return None
@@ -37,8 +37,8 @@ def kernel_norm_without_weight(kernels: Kernels | None, *_: Any) -> Kernels | No
     return dataclasses.replace(kernels, norm=plain)
 
 
-@after(load, "_kernels", needs="kernels")
-def kernel_gate_and_up_exchanged(kernels: Kernels | None, *_: Any) -> Kernels | None:
+@after(kernels_of_models, "kernels_of", needs="kernels")
+def kernel_gate_and_up_exchanged(kernels: Kernels | None, *_: Any, **__: Any) -> Kernels | None:
     """each of gate and up gets its own gradient"""
 
     def exchanged(gate: Gate) -> Gate:
@@ -47,8 +47,8 @@ def kernel_gate_and_up_exchanged(kernels: Kernels | None, *_: Any) -> Kernels | 
     return _with_gates(kernels, exchanged)
 
 
-@after(load, "_kernels", needs="kernels")
-def kernel_writes_product_over_gate(kernels: Kernels | None, *_: Any) -> Kernels | None:
+@after(kernels_of_models, "kernels_of", needs="kernels")
+def kernel_writes_product_over_gate(kernels: Kernels | None, *_: Any, **__: Any) -> Kernels | None:
     """what the backward reads is as the forward left it"""
 
     def over(gate: Gate) -> Gate:

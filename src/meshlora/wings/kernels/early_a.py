@@ -2,7 +2,7 @@
 
 Owns: packing these low-rank activations with the input before its gather and unpacking them after it, with gradients;
 the note on the gathered input in which linears find theirs. Does not own: the gather (`model.regions`), the use of the
-activations (`layers.linear`).
+activations (`wings.kernels.entrance`).
 
 A linear that multiplies the gathered input by A saves all of it, `[T, H]`, on every rank, for dA alone. Here each rank
 multiplies its own tokens before the gather, and saves only these, `[T/tp, H]`.
@@ -20,7 +20,7 @@ tp: now one for each rank's tokens, no longer one for its output features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from meshlora.layers.dropout import Mask
+from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.notes import note, noted
+from meshlora.layers.tokens import Mask
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,14 @@ class Rider:
     a: Tensor
     scale: float
     dropout: Mask | None
+
+
+def rider(leaf: ParallelLinear, x: Tensor) -> Rider | None:
+    """What is needed of a linear, or None. x: this rank's tokens of a region's input, `[..., in]`."""
+    name = leaf.in_use
+    if name is None or leaf.in_features != x.shape[-1]:
+        return None
+    return Rider(leaf, leaf.factor_a(name), leaf.scaling[name], leaf.mask(name, x))
 
 
 class _Ride(dict[nn.Module, Tensor]):
@@ -97,6 +106,24 @@ class _Unpack(Function):
             return torch.zeros(*ctx.shape[:-1], width, dtype=ctx.dtype, device=ctx.device) if grad is None else grad
 
         return torch.cat([of(grad, width) for grad, width in zip(grads, ctx.widths, strict=True)], -1), None
+
+
+def with_riders(gather: Callable[[Tensor], Tensor], leaves: Sequence[ParallelLinear]) -> Callable[[Tensor], Tensor]:
+    """`gather` of the input of a region, `[1, B*S/tp, H]` -> `[B, S, H]`, together with the results of early A.
+
+    leaves: the linears that may read it. Without a gradient for x there is no early A: sending a gradient of z alone
+    would be another kind of message.
+    """
+
+    def gathered(x: Tensor) -> Tensor:
+        riding: list[Rider] = []
+        if torch.is_grad_enabled() and x.requires_grad:
+            riding = [found for leaf in leaves if (found := rider(leaf, x))]
+        if not riding:
+            return gather(x)
+        return unpack(gather(pack(x, riding)), x.shape[-1], riding)
+
+    return gathered
 
 
 def pack(x: Tensor, riders: Sequence[Rider]) -> Tensor:

@@ -1,7 +1,7 @@
 """Gated MLPs: `act(gate) * up` is recomputed in the backward, not saved.
 
 Owns: detecting the product in the model's own forward, its gradient, and what a linear that is called with the product
-saves instead. Does not own: that linear (`layers.linear`), the list of activations (transformers, torch).
+saves instead. Does not own: that linear (`layers.products`), the list of activations (transformers, torch).
 
 transformers writes `down_proj(act_fn(gate_proj(x)) * up_proj(x))`. Left alone, autograd saves four tensors `[T, F]`:
 gate for the activation, act(gate) and up for the product, the product for A of down_proj. Two are enough. The model's
@@ -21,6 +21,7 @@ from torch.autograd import Function
 from transformers.activations import ACT2CLS
 
 from meshlora.layers.notes import note, noted
+from meshlora.layers.products import Source
 from meshlora_ground.float64 import is_lifted, lift
 
 _MULTIPLY = {torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__}
@@ -65,9 +66,10 @@ class Product:
     activation: Activation
 
 
-def product_behind(x: Tensor) -> Product | None:
+def product_behind(x: Tensor) -> Source | None:
     """The source of `x`, if it is such a product and unchanged."""
-    return noted(x, Product)
+    found = noted(x, Product)
+    return None if found is None else Source((found.gate, found.up.detach()), found.activation.times)
 
 
 class _Gated(Function):
@@ -88,7 +90,7 @@ class _Gated(Function):
         return d_activated, d_up, None, None
 
 
-class _Source(NamedTuple):
+class _Gate(NamedTuple):
     """The source of act(gate). gate: detached, as only its values are saved."""
 
     gate: Tensor
@@ -105,7 +107,7 @@ class _Activated(Tensor):
         with torch.DisableTorchFunctionSubclass():
             if func in _MULTIPLY and len(args) == 2 and not kwargs:
                 activated, up = args if isinstance(args[0], _Activated) else reversed(args)
-                source = noted(activated, _Source)
+                source = noted(activated, _Gate)
                 if source is not None and _is_gated(activated, up):
                     return _multiply(activated, up, source)
             return func(*args, **(kwargs or {}))
@@ -119,7 +121,7 @@ def _is_gated(activated: Tensor, up: Any) -> bool:
     )
 
 
-def _multiply(activated: Tensor, up: Tensor, source: _Source) -> Tensor:
+def _multiply(activated: Tensor, up: Tensor, source: _Gate) -> Tensor:
     product = _Gated.apply(activated, up, *source)
     assert isinstance(product, Tensor)
     note(product, Product(source.gate, up, source.activation))
@@ -138,5 +140,5 @@ def _tell(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if len(args) != 1 or type(output) is not Tensor or not output.requires_grad or output.shape != args[0].shape:
         return output
     found = output.as_subclass(_Activated)
-    note(found, _Source(args[0].detach(), Activation(module.forward)))
+    note(found, _Gate(args[0].detach(), Activation(module.forward)))
     return found

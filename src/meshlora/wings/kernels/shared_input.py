@@ -1,7 +1,8 @@
 """One input of several linears (q, k, v; gate, up): one product with all their A, and one tensor for its gradient.
 
 Owns: `share`, which gives linears that are called with the same tensor a common node in the graph, the products with A
-there, and the tensor in which they accumulate the gradient of the input. Does not own: these linears (`layers.linear`).
+there, and the tensor in which they accumulate the gradient of the input. Does not own: these linears
+(`wings.kernels.entrance`).
 
 Without it each linear reads x for its own x A^T, and again for its own dA, allocates its own gradient `[T, in]`, and
 autograd adds these: a write, two reads and a write more for each further linear. Here
