@@ -20,6 +20,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from meshlora.adapter import attach
 from meshlora.adapter.formats import peft_format
 from meshlora_ground import compat
+from meshlora.feature import features
 from meshlora_ground.errors import UserError
 
 _NAMES = "enable one with set_adapter(name), none with `with disable_adapter()`"
@@ -53,9 +54,8 @@ def take_methods(model: Any) -> None:
         "disable_adapter": attach.disable_adapter,
         "save_adapter": peft_format.save_adapter,
     }
-    if hasattr(model, "generate"):
-        methods |= {"generate": generate, "generate_batch": generate_batch, "init_continuous_batching": refuse_manager}
-        compat.finish_together(model, functools.partial(all_finished, model))
+    for feature in features():
+        methods |= feature.methods(model)
     for name, function in methods.items():
         object.__setattr__(model, name, functools.partial(function, model))
     for name, (rule, way_out) in _REFUSED.items():
