@@ -19,7 +19,6 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from meshlora.adapter import attach
 from meshlora.adapter.formats import peft_format
-from meshlora_ground import compat
 from meshlora.feature import features
 from meshlora_ground.errors import UserError
 
