@@ -18,9 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.rules import ModelPlan, Region
-
 if TYPE_CHECKING:
     from peft import LoraConfig
 
@@ -33,11 +30,12 @@ if TYPE_CHECKING:
     from meshlora.model.pipeline import Pipeline
     from meshlora.model.stored import Place, StoredTensor
     from meshlora.model.weights import Source
-    from meshlora.plan.rules import ExpertsRule, ModelPlan, Packing
+    from meshlora.plan.base_options import BaseOptions
+    from meshlora.plan.rules import ExpertsRule, ModelPlan, Packing, Region
     from meshlora_ground.topology import Topology
 
 # In the order in which they are asked.
-WINGS = ("stages", "experts", "quantized", "kernels", "context", "packed_rows", "images", "generation")
+WINGS = ("stages", "experts", "quantized", "kernels", "context", "packed_rows", "generation")
 
 
 class Feature:

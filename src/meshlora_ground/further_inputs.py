@@ -1,6 +1,6 @@
 """What a model takes beside the tokens of sequences: token types, and tensors of images.
 
-Owns: the interface, and such inputs held in memory. Does not own: making them of files (`wings.images.images`), random
+Owns: the interface, and such inputs held in memory. Does not own: making them of files (`reading.images`), random
 ones for a proof (`meshlora_judge.images`), putting sequences together.
 """
 

@@ -17,6 +17,7 @@ from PIL import Image
 from transformers import Gemma3Config, LlamaConfig, Qwen3VLConfig
 
 from meshlora.plan.pairs import check
+from meshlora.reading import images as images_module
 from meshlora.reading.preferences import read_preferences
 from meshlora.reading.processor import load_processor
 from meshlora.reading.rollouts import read_rollouts
@@ -26,7 +27,6 @@ from meshlora.run.config.run import DataConfig, ModelConfig, RunConfig, TrainCon
 from meshlora.run.followed import no_tokens
 from meshlora.run.prepare import asked_of
 from meshlora.train.batch import IGNORED, _more, collate
-from meshlora.wings.images import images as images_module
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError, UserError
 from tests.for_each import for_each

@@ -25,6 +25,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from meshlora.reading.clock import stop_clock, words_of_day, written_day
 from meshlora.reading.conversations import REASONING
+from meshlora.reading.images import read_image
 from meshlora.reading.leading import Leading, Span, batches, leading_tokens
 from meshlora.reading.lost import (
     ANSWER,
@@ -43,7 +44,6 @@ from meshlora.reading.lost import (
 from meshlora.reading.records import Record, listed, without_paths
 from meshlora.reading.train_on import TrainOn, chosen, is_empty, left_out
 from meshlora.reading.turns import FAILURES, Ends, Messages, NothingError, Turns, UntoldError, after_prompt
-from meshlora.wings.images.images import read_image
 from meshlora_ground.errors import UnsupportedError, UserError, reason
 from meshlora_ground.files import read_json
 from meshlora_ground.limits import Failed, each_apart

@@ -1,6 +1,6 @@
 """The processor of a model's folder: its tokenizer, and how images become the model's inputs.
 
-Owns: loading it. Does not own: its use (`wings.images.images`, `reading.chat`).
+Owns: loading it. Does not own: its use (`reading.images`, `reading.chat`).
 """
 
 from __future__ import annotations

@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from meshlora.reading.bad_rows import ERROR, SKIP, words_of_bad
 from meshlora.reading.files import bounded_lines, is_folder, json_objects, kind_of, opened, text_lines
 from meshlora.reading.formats import RECORDS, Choice, Format, Formats
+from meshlora.reading.images import locate_images
 from meshlora.reading.nlg import expanded
 from meshlora.reading.places import check_saved, places
 from meshlora.reading.records import MalformedError, Problems, Record, listed, quoted
 from meshlora.reading.tables import parquet_batches, rows_at_once, table_rows
-from meshlora.wings.images.images import locate_images
 from meshlora_ground.errors import UserError, reason
 
 if TYPE_CHECKING:

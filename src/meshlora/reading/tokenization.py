@@ -22,12 +22,12 @@ from meshlora.reading.apart import Chats, beginnings, can_be_apart, examples_of,
 from meshlora.reading.bad_rows import ERROR, SKIP, words_of_bad
 from meshlora.reading.cache import Arrays, cache_key, load_or_make
 from meshlora.reading.chat import Row, Seen, tokenize_conversations
+from meshlora.reading.images import images_of
 from meshlora.reading.leading import leading_tokens
 from meshlora.reading.lost import CUT, NOTHING, Lost, as_array
 from meshlora.reading.records import MAX_SHOWN, Record
 from meshlora.reading.too_long import Found, check_too_long, is_cut_turn, windows
 from meshlora.reading.train_on import TrainOn, check_train_on, is_of
-from meshlora.wings.images.images import images_of
 from meshlora_ground.dataset import Taken, TokenizedDataset
 from meshlora_ground.errors import UserError, reason
 

@@ -26,6 +26,7 @@ from meshlora.plan.table import notes_of_whole
 from meshlora.reading.bad_rows import ERROR
 from meshlora.reading.chat import add_stop_tokens
 from meshlora.reading.clock import day_of, set_day, today, written_day
+from meshlora.reading.images import Images
 from meshlora.reading.places import places
 from meshlora.reading.processor import load_processor
 from meshlora.reading.readers import READERS
@@ -45,7 +46,6 @@ from meshlora.run.watch.samples import Samples, prepare_samples
 from meshlora.run.watch.tracking import check_trackers
 from meshlora.wings.experts.balance import check_load_balancing
 from meshlora.wings.experts.routing import check_routed, check_routing, step_file
-from meshlora.wings.images.images import Images
 from meshlora.wings.kernels.kernels import with_kernels
 from meshlora_ground.compat import attention_of
 from meshlora_ground.dataset import TokenizedDataset
