@@ -219,58 +219,70 @@ def backward_rows(
     if _groups_factors(g, a, counts):
         x = None if x is None else _gathered(x, index)
         return _backward_grouped(g, x, zt, projection, counts, a, b, needs_dx=needs_dx)
-    a_dtype, b_dtype = a.dtype, b.dtype
-    a, bt = a.to(g.dtype), _transposed(b, g.dtype)
-    number = len(counts)
-    shares_a, shares_b = (len(factor) < number for factor in (a, b))
-    if shares_a and x is not None:
-        x, index = _gathered(x, index), None
-    dx = g.new_empty(len(g), weight.shape[2]) if needs_dx else None
-    dzt = g.new_empty(a.shape[1], len(g))
-    if shares_b:
-        torch.mm(bt[0], g.T, out=dzt).mul_(projection.scale)
-    da = None if x is None else torch.empty_like(a)
-    dbt = None if zt is None else torch.empty_like(bt)
-    zt = None if zt is None else zt * projection.scale
-    none = [None] * number
-    pieces = zip(
-        counts,
-        g.split(counts),
-        dzt.split(counts, 1),
-        _experts(weight, counts),
-        a.expand(number, -1, -1).unbind(),
-        bt.expand(number, -1, -1).unbind(),
-        none if dx is None else dx.split(counts),
-        none if x is None or shares_a else _by_expert(x, index, counts),
-        none if zt is None or shares_b else zt.split(counts, 1),
-        none if da is None or shares_a else da.unbind(),
-        none if dbt is None or shares_b else dbt.unbind(),
-        strict=True,
-    )
-    for count, g_e, dzt_e, e, a_e, bt_e, dx_e, x_e, zt_e, da_e, dbt_e in pieces:
-        if count:
-            if not shares_b:
-                torch.addmm(dzt_e, bt_e, g_e.T, beta=0, alpha=projection.scale, out=dzt_e)
-            if dx_e is not None:
-                torch.mm(g_e, weight[e], out=dx_e)
-                if not shares_a:
-                    dx_e.addmm_(dzt_e.T, a_e)
-            if dbt_e is not None:
-                torch.mm(zt_e, g_e, out=dbt_e)
-            if da_e is not None:
-                torch.mm(dzt_e, x_e, out=da_e)
-        else:
-            for factor in (da_e, dbt_e):
-                if factor is not None:
-                    factor.zero_()
-    if shares_a:
-        if dx is not None:
-            dx.addmm_(dzt.T, a[0])
-        if da is not None and x is not None:
-            torch.mm(dzt, x, out=da[0])
-    if shares_b and dbt is not None and zt is not None:
+    bt = _transposed(b, g.dtype)
+    dzt = _gradient_of_z(g, bt, projection.scale, counts)
+    dx = da = db = None
+    if needs_dx:
+        dx = _gradient_of_x(g, dzt, weight, a.to(g.dtype), counts)
+    if x is not None:
+        da = _gradient_of_a(dzt, x, len(a), counts, index).to(a.dtype)
+    if zt is not None:
+        db = _gradient_of_b(zt * projection.scale, g, len(b), counts).to(b.dtype).mT
+    return dx, da, db
+
+
+def _gradient_of_z(g: Tensor, bt: Tensor, scale: float, counts: Sequence[int]) -> Tensor:
+    """dz^T `[r, N]`, dz_e = s g_e B_e. bt: B^T `[E, r, out]`, or `[1, r, out]` of all experts."""
+    dzt = g.new_empty(bt.shape[1], len(g))
+    if len(bt) < len(counts):
+        return torch.mm(bt[0], g.T, out=dzt).mul_(scale)
+    for g_e, dzt_e, bt_e in zip(g.split(counts), dzt.split(counts, 1), bt.unbind(), strict=True):
+        if len(g_e):
+            torch.addmm(dzt_e, bt_e, g_e.T, beta=0, alpha=scale, out=dzt_e)
+    return dzt
+
+
+def _gradient_of_x(g: Tensor, dzt: Tensor, weight: Tensor, a: Tensor, counts: Sequence[int]) -> Tensor:
+    """dx `[N, in]`, dx_e = g_e W_e + dz_e A_e. weight: `[E, out, in]`. a: `[E, r, in]`, or `[1, r, in]` of all."""
+    dx = g.new_empty(len(g), weight.shape[2])
+    is_shared = len(a) < len(counts)
+    pieces = zip(_experts(weight, counts), g.split(counts), dzt.split(counts, 1), dx.split(counts), strict=True)
+    for number, (e, g_e, dzt_e, dx_e) in enumerate(pieces):
+        if len(g_e):
+            torch.mm(g_e, weight[e], out=dx_e)
+            if not is_shared:
+                dx_e.addmm_(dzt_e.T, a[number])
+    return dx.addmm_(dzt.T, a[0]) if is_shared else dx
+
+
+def _gradient_of_a(dzt: Tensor, x: Tensor, number: int, counts: Sequence[int], index: Tensor | None) -> Tensor:
+    """dA `[E, r, in]`, dA_e = dz_e^T x_e, or `[1, r, in]` over all rows. number: of factors, E or 1."""
+    da = dzt.new_empty(number, len(dzt), x.shape[-1])
+    if number < len(counts):
+        torch.mm(dzt, _gathered(x, index), out=da[0])
+        return da
+    for x_e, dzt_e, da_e in zip(_by_expert(x, index, counts), dzt.split(counts, 1), da.unbind(), strict=True):
+        _product_or_zero(dzt_e, x_e, da_e)
+    return da
+
+
+def _gradient_of_b(zt: Tensor, g: Tensor, number: int, counts: Sequence[int]) -> Tensor:
+    """dB^T `[E, r, out]`, dB_e = g_e^T s z_e, or `[1, r, out]` over all rows. zt: s z^T. number: as above."""
+    dbt = g.new_empty(number, len(zt), g.shape[-1])
+    if number < len(counts):
         torch.mm(zt, g, out=dbt[0])
-    return dx, None if da is None else da.to(a_dtype), None if dbt is None else dbt.to(b_dtype).mT
+        return dbt
+    for g_e, zt_e, dbt_e in zip(g.split(counts), zt.split(counts, 1), dbt.unbind(), strict=True):
+        _product_or_zero(zt_e, g_e, dbt_e)
+    return dbt
+
+
+def _product_or_zero(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """out = left right; 0 where there are no rows to sum over, which not every kernel writes."""
+    if len(right):
+        torch.mm(left, right, out=out)
+    else:
+        out.zero_()
 
 
 def _gathered(x: Tensor, index: Tensor | None) -> Tensor:
