@@ -141,7 +141,7 @@ CAUGHT_BY: dict[str, str] = {
     "data.format": f"{_OPTIONS}::test_rows_are_read_in_the_format_of_the_run_file",
     "data.max_length": f"{_OPTIONS}::test_sequences_are_cut_to_the_length_of_the_run_file",
     "data.packing": f"{_OPTIONS}::test_sequences_share_a_row_where_the_run_file_says_so",
-    "data.train_on": f"{_OPTIONS}::test_prompts_are_trained_where_the_run_file_says_so[train_on-everything]",
+    "data.train_on": f"{_OPTIONS}::test_prompts_are_trained_where_the_run_file_says_so",
     "data.too_long": f"{_OPTIONS}::test_long_records_are_left_out_where_the_run_file_says_so",
     "data.turns": f"{_OPTIONS}::test_a_step_on_answers_that_are_apart_is_the_step_on_their_conversations",
     **dict.fromkeys(

@@ -368,21 +368,41 @@ def test_sides_that_peft_swaps_are_marked() -> None:
         ("gpt_oss", {"target_parameters": ["norm.weight"]}, "model.norm.weight: LoRA on this parameter"),
         ("gpt_oss", {"target_parameters": ["down_proj_bias"]}, "down_proj_bias: LoRA on this parameter"),
         ("gpt_oss", {"target_parameters": ["experts.gate_proj", "experts.gate_up_proj"]}, "both named"),
-        ("gpt_oss", {"target_parameters": ["down_proj"], "use_dora": True}, "use_dora on model.layers.0.mlp.experts"),
-        ("gpt_oss", {"target_parameters": ["down_proj"], "init_lora_weights": "pissa"}, "'pissa' on model.layers.0"),
-        ("gpt_oss", {"target_parameters": ["down_proj"], "init_lora_weights": "olora"}, "'olora' on model.layers.0"),
+        (
+            "gpt_oss",
+            {"target_parameters": ["down_proj"], "use_dora": True},
+            "use_dora with an adapter on model.layers.0.mlp.experts",
+        ),
+        (
+            "gpt_oss",
+            {"target_parameters": ["down_proj"], "init_lora_weights": "pissa"},
+            "'pissa' with an adapter on model.layers.0",
+        ),
+        (
+            "gpt_oss",
+            {"target_parameters": ["down_proj"], "init_lora_weights": "olora"},
+            "'olora' with an adapter on model.layers.0",
+        ),
         ("gpt_oss", {"target_parameters": ["down_proj"], "layers_to_transform": [2]}, "the model has 2 layers"),
         ("gpt_oss", {"target_modules": ["q_proj"], "share_experts": True}, "no experts are among the targets"),
         ("gpt_oss", {"target_modules": ["down_proj"]}, "'down_proj' matches no linear layer"),
         ("gpt_oss", {"target_modules": ["experts"]}, "LoRA on GptOssExperts is not supported"),
         ("qwen3_moe", {"target_modules": ["gate_up_proj"]}, "'gate_up_proj' matches no linear layer"),
-        ("qwen3_moe", {"target_parameters": ["mlp.gate.weight"], "use_dora": True}, "use_dora on .*mlp.gate: PEFT has"),
+        (
+            "qwen3_moe",
+            {"target_parameters": ["mlp.gate.weight"], "use_dora": True},
+            "use_dora with an adapter on .*mlp.gate: PEFT has",
+        ),
         (
             "qwen3_moe",
             {"target_parameters": ["mlp.gate.weight"], "init_lora_weights": "pissa"},
-            "'pissa' on .*mlp.gate",
+            "'pissa' with an adapter on .*mlp.gate",
         ),
-        ("qwen3_moe", {"target_modules": ["up_proj"], "use_dora": True}, "use_dora on model.layers.0.mlp.up_proj"),
+        (
+            "qwen3_moe",
+            {"target_modules": ["up_proj"], "use_dora": True},
+            "use_dora with an adapter on model.layers.0.mlp.up_proj",
+        ),
     ],
 )
 def test_target_that_cannot_be_followed_is_refused(family: str, options: dict[str, Any], words: str) -> None:

@@ -247,14 +247,14 @@ def test_sequences_share_a_row_where_the_run_file_says_so(setup: Setup, monkeypa
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (lambda s: s.set("train.objective", "dpo"), "train.objective=dpo compares whole rows"),
+        (lambda s: s.set("train.objective", "dpo"), "a pair is two rows"),
         (lambda s: s.set("topology", "cp=2"), "cp cuts each row"),
         (lambda s: s.set("model.attn_implementation", "flex_attention"), "shown for eager and sdpa"),
     ],
     ids=["pairs", "cp", "attention"],
 )
 def test_rows_are_padded_with_a_word_where_joined_ones_are_not_proved(change: Any, why: str, setup: Setup) -> None:
-    if "dpo" in why:
+    if why.startswith("a pair"):
         for file in ("train.jsonl", "eval.jsonl"):
             (setup.folder / file).write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 8)
     change(setup)

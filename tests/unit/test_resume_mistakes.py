@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-import meshlora.run.launch
+import meshlora.cli.job
 from meshlora.cli.main import main
 from meshlora.run.checkpoint.identity import identity_of_contents
 from meshlora.run.config.file import read_run
@@ -236,17 +236,17 @@ def test_output_that_another_run_used_until_it_was_held_is_read_again(
     setup: Setup, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was empty when this run was checked, and another trained and ended before this one held it."""
-    from meshlora.run import together
+    from meshlora.cli import job
 
     setup.command, output = TRAIN[:-2], setup.folder / "output"
-    prepare_runs = together.prepare_runs
+    prepare_runs = job.prepare_runs
 
     def and_another_trains(*given: Any, **options: Any) -> Any:
         runs = prepare_runs(*given, **options)
         save(output / "adapter", "adapter", step=STEPS, steps=STEPS)
         return runs
 
-    monkeypatch.setattr(together, "prepare_runs", and_another_trains)
+    monkeypatch.setattr(job, "prepare_runs", and_another_trains)
     setup.write()
     assert main([part.format(folder=setup.folder) for part in setup.command]) == 2
     assert "it holds a run already" in capfd.readouterr().err
@@ -256,7 +256,7 @@ def test_output_that_another_run_used_until_it_was_held_is_read_again(
 def test_output_is_held_until_the_launch_has_ended(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     output = setup.folder / "output"
-    monkeypatch.setattr(meshlora.run.launch, "launch", lambda *_, **__: seen.append((output / LOCK).is_file()))
+    monkeypatch.setattr(meshlora.cli.job, "launch", lambda *_, **__: seen.append((output / LOCK).is_file()))
     setup.write()
     assert main(["train", str(setup.folder / "run.yaml"), "--nproc", "2", "--no-preflight"]) == 0
     assert seen == [True]

@@ -17,6 +17,7 @@ from meshlora.wings.experts.routing import check_routed, check_routing, step_fil
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.limits import time_limit
 from meshlora_ground.routing import Routing, RoutingRecord
+from meshlora_ground.topology import Topology
 from tests.for_each import for_each
 
 T, H, E, K = 10, 4, 8, 2
@@ -236,9 +237,7 @@ def _plan(*layers: int, pp: int = 1) -> Any:
         f"model.layers.{layer}.mlp": SimpleNamespace(block=f"model.layers.{layer}.mlp", num_experts=E)
         for layer in layers
     }
-    return SimpleNamespace(
-        experts=blocks, layers="model.layers", model_type="moe", topology=SimpleNamespace(pp=pp, __str__=lambda: "pp")
-    )
+    return SimpleNamespace(experts=blocks, layers="model.layers", model_type="moe", topology=Topology(pp=pp))
 
 
 def test_layers_of_a_record_are_all_or_those_with_experts() -> None:
@@ -254,7 +253,7 @@ def test_layers_of_a_record_are_all_or_those_with_experts() -> None:
     ("change", "plan", "words"),
     [
         ({}, _plan(), "moe has no routed experts"),
-        ({}, _plan(1, pp=2), "not replayed with pp"),
+        ({}, _plan(1, pp=2), "on pp=2"),
         ({}, _plan(0, 1, 2), "of 2 layers, and 3 of moe have experts"),
         ({}, _plan(4), "of 2 layers, and 1 of moe have experts"),
         ({(2, 1, 0): 1}, _plan(0, 1), "to one expert twice"),

@@ -94,8 +94,11 @@ def _resolved(family: str, **options: Any) -> tuple[list[str], list[str]]:
         ({"target_modules": ["q_proj"], "bias": "some"}, "bias"),
         ({"target_modules": ["q_proj"], "task_type": "SEQ_CLS"}, "is one for CAUSAL_LM"),
         ({"target_modules": ["q_proj"], "use_dora": True, "init_lora_weights": "pissa"}, "use_dora"),
-        ({"target_modules": ["embed_tokens"], "use_dora": True}, "use_dora on the embedding"),
-        ({"target_modules": ["embed_tokens"], "init_lora_weights": "pissa"}, "'pissa' on the embedding"),
+        ({"target_modules": ["embed_tokens"], "use_dora": True}, "use_dora with an adapter on the embedding"),
+        (
+            {"target_modules": ["embed_tokens"], "init_lora_weights": "pissa"},
+            "'pissa' with an adapter on the embedding",
+        ),
         ({"target_modules": ["norm"]}, "LoRA on LlamaRMSNorm"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["lm_haed"]}, "did you mean 'lm_head'"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["q_proj"]}, "'q_proj' of target_modules has no effect"),

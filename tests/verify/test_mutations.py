@@ -155,7 +155,7 @@ def test_no_fault_is_left_out_where_it_can_show(topology: str) -> None:
     parsed = Topology.parse(topology)
     has = (
         {"ranks", "adamw", "scale", "steps", "targets", "digits", "sft", "seed"}
-        | {"short_batch", "unmasked", "first_tokens"}
+        | {"short_batch", "unmasked", "first_tokens", "several_micro_batches"}
         | {a for a in ("dp", "tp") if getattr(parsed, a) > 1}
         | ({"data"} if parsed.dp > 1 else set())
         | ({"sp", "riding", "riding_together"} if parsed.sp else set())

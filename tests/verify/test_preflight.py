@@ -389,8 +389,8 @@ def test_train_proves_before_it_trains_and_only_the_first_time(
     assert (tmp_path / "out" / "adapter").is_dir()
 
     before_training: list[str] = []
-    monkeypatch.setattr("meshlora.run.run.train", lambda *_, **__: before_training.append(capfd.readouterr().out))
-    monkeypatch.setattr("meshlora.comm.groups.join", lambda *_: None)
+    monkeypatch.setattr("meshlora.cli.job.train", lambda *_, **__: before_training.append(capfd.readouterr().out))
+    monkeypatch.setattr("meshlora.cli.job.join", lambda *_: None)
     words += ["--set", "train.overwrite=true"]
     assert main(words) == 0
     shutil.rmtree(tmp_path / ".cache/meshlora/proofs/passed")

@@ -95,7 +95,10 @@ class Job:
         """Returns False if it was stopped before its end. watch: of a rank (`run.edge.rank_edge`)."""
         with contextlib.ExitStack() as held:
             day = one_day()
-            found = agreed(lambda: self._look(day, held), lambda found: words_of(found.runs), own=own_words())
+            if self.starts_ranks:
+                found = self._look(day, held)
+            else:
+                found = agreed(lambda: self._look(day, held), lambda found: words_of(found.runs), own=own_words())
             if are_finished(found.runs, is_main=self.is_main):
                 self._write(found, is_done=True)
                 return True

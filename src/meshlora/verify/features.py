@@ -171,6 +171,8 @@ def features_of_run(case: Case, plan: ModelPlan, config: PretrainedConfig, *, ad
         "resume": case.resumes,
         "adapters": adapters > 1,
         "one_micro_batch": micro_batches == 1,
+        # Of a packed step the short sequences of a proof may all share one row.
+        "several_micro_batches": micro_batches > 1 and not case.packing,
         "four_micro_batches": micro_batches > 3,
         "kernels": case.kernels != "none",
         "quantized": case.quantization is not None,

@@ -21,7 +21,7 @@ from meshlora.run.prepare import blueprint_of, check_request
 from meshlora_extra.planner.choose import choose
 from meshlora_extra.planner.hardware import GPUS, Hardware
 from meshlora_extra.planner.problem import problem_of_run
-from meshlora_ground.errors import UserError
+from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
 
 # A run on devices that no table has, as CPUs, is ranked as if it were on these: any topology trains the same adapter.
@@ -43,11 +43,11 @@ def fitted(configs: Mapping[str, RunConfig], *, world: int) -> tuple[dict[str, R
         return dict(configs), ()
     gpu = _gpu_of(first)
     for topology in _ranked(first, world, gpu):
-        changed = {name: dataclasses.replace(config, topology=str(topology)) for name, config in configs.items()}
-        try:
+        try:  # a run file alone may say that it does not go with the topology
+            changed = {name: dataclasses.replace(config, topology=str(topology)) for name, config in configs.items()}
             for config in changed.values():
                 check_request(config, world=world, resumes=True)
-        except UserError:  # the planner knows no options of training
+        except (UserError, UnsupportedError):  # the planner knows no options of training
             continue
         note = f"{world} processes, where topology={first.topology} has {Topology.parse(first.topology).world}"
         return changed, (f"{note}: the run is on {topology} (train.on_fewer; the planner's choice for {gpu.name})",)

@@ -90,11 +90,11 @@ def sp_gather_reversed(y: Tensor, x: Tensor, axis: Axis) -> Tensor:
 
 @around(regions, "_install_region", needs="sp whole_mixer")
 def whole_region_sees_its_slice(
-    original: Any, module: Any, of: Any, cut: regions.TokenCut, *, sp: bool, riders: Any
+    original: Any, module: Any, of: Any, cut: regions.TokenCut, *, sp: bool, gather: Any
 ) -> None:
     """a block that is not split sees all tokens"""
     if of.is_split:
-        original(module, of, cut, sp=sp, riders=riders)
+        original(module, of, cut, sp=sp, gather=gather)
         return
 
     def own_tokens(x: Tensor) -> Tensor:

@@ -61,8 +61,9 @@ class Mutation:
             "odd_dropout" (not a multiple of 0.1), "model_dropout", "dropout" (either), "packing", "whole_rows" (on each
             rank: no cp), "first_tokens" (in whole rows of one sequence each, some of them trained), "few_tokens" (in a
             row on a cp rank, as many as it has documents), "unmasked" (padding at the end of rows has no mask),
-            "m_rope" (positions of time, height and width), "resume", "one_micro_batch" (per step), "four_micro_batches"
-            (or more); of the frozen base "dp_shard", "quantized", "quantizes" (on load), "four_bits", "plain_base";
+            "m_rope" (positions of time, height and width), "resume", "one_micro_batch" (per step),
+            "several_micro_batches", "four_micro_batches" (or more);
+            of the frozen base "dp_shard", "quantized", "quantizes" (on load), "four_bits", "plain_base";
             "kernels" (fused, of a package); of images "images" (some sequences have them), "image_grid" (positions by
             grids), "image_blocks" (their tokens see each other), "features" (of a tower for the first layers), "vision"
             (an adapter on the tower).

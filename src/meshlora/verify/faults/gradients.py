@@ -188,7 +188,7 @@ def norm_after_clipping_reported(original: Any, mesh: Mesh, adapters: Adapters, 
     return original(mesh, adapters, [None] * len(limits))
 
 
-@around(Trainer, "_backward")
+@around(Trainer, "_backward", needs="several_micro_batches")
 def earlier_micro_batches_dropped(original: Any, self: Trainer, *args: Any, **rest: Any) -> Any:
     """the gradient of a step is the sum over its micro-batches"""
     for one in self.adapters:

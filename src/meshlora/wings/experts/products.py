@@ -242,7 +242,7 @@ def _gradient_of_z(g: Tensor, bt: Tensor, scale: float, counts: Sequence[int]) -
     return dzt
 
 
-def _gradient_of_x(g: Tensor, dzt: Tensor, weight: Tensor, a: Tensor, counts: Sequence[int]) -> Tensor:
+def _gradient_of_x(g: Tensor, dzt: Tensor, weight: Tensor | FewBits, a: Tensor, counts: Sequence[int]) -> Tensor:
     """dx `[N, in]`, dx_e = g_e W_e + dz_e A_e. weight: `[E, out, in]`. a: `[E, r, in]`, or `[1, r, in]` of all."""
     dx = g.new_empty(len(g), weight.shape[2])
     is_shared = len(a) < len(counts)
