@@ -10,6 +10,7 @@ hours. The kernel can end a process whatever it is doing. A fork costs some mill
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import multiprocessing
@@ -160,7 +161,21 @@ def _limit_memory(more_bytes: int) -> None:
     status = Path("/proc/self/statm")
     if not status.exists():  # not Linux: only the time limit applies
         return
-    limit = int(status.read_text().split()[0]) * resource.getpagesize() + more_bytes
+    now = int(status.read_text().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+    is_free = hard == resource.RLIM_INFINITY
+    resource.setrlimit(resource.RLIMIT_AS, (now if is_free else min(now, hard), hard))
+    _take_holes()
+    limit = now + more_bytes if is_free else min(now + more_bytes, hard)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _take_holes() -> None:
+    """Of the heap, while it may not grow: what the original process freed would pass for memory that it still has, by
+    the kernel's count. Not a page of them is touched.
+    """
+    malloc = ctypes.CDLL(None).malloc
+    malloc.argtypes, malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
+    for exponent in range(33, 19, -1):  # 8 GiB to 1 MiB
+        while malloc(2**exponent):
+            pass
