@@ -1,10 +1,12 @@
-"""What the code itself can write: tables of docs/architecture.md and docs/support.md, and a run file's JSON schema.
+"""What the code itself can write: tables of architecture.md, support.md and adding/transformers.md in docs, and a run
+file's JSON schema.
 
     .venv/bin/python scripts/describe_house.py           # write them
     .venv/bin/python scripts/describe_house.py --check   # exit code 1 where they differ
 
 Packages are those of `ALLOWED` in tests/unit/test_architecture.py; a file's row is the first paragraph of its
-docstring; features are those of plan/pairs.py. The schema is that of scripts/write_schema.py.
+docstring; features are those of plan/pairs.py, private names those of tests/unit/test_compat_names.py. The schema is
+that of scripts/write_schema.py.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import write_schema
 from tests.unit.test_architecture import ALLOWED, FREE
+from tests.unit.test_compat_names import PRIVATE, Private
 
 from meshlora.plan.features import Feature
 from meshlora.plan.pairs import GROUPS, PROVED, REFUSED
@@ -27,6 +30,7 @@ from meshlora_ground.versions import name_of, own_files
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 SUPPORT = ROOT / "docs" / "support.md"
+LIBRARIES = ROOT / "docs" / "adding" / "transformers.md"
 
 
 def imports() -> str:
@@ -59,6 +63,18 @@ def proved() -> str:
     lines += ["", "| what | with | shown by |", "|---|---|---|"]
     lines += [f"| {_groups(row.one)} | {_groups(row.other)} | `{row.by}` |" for row in PROVED]
     return "\n".join(lines)
+
+
+def private() -> str:
+    """The table of private names of libraries, each once."""
+    rows = [f"| `{row.name}` | `{row.ours}` | {row.need}{_when(row)} |" for row in PRIVATE]
+    return "\n".join(["| name | ours | needed |", "|---|---|---|", *dict.fromkeys(rows)])
+
+
+def _when(row: Private) -> str:
+    if row.since:
+        return f" (from {row.since} on)"
+    return f" (before {row.until})" if row.until else ""
 
 
 def _words(side: frozenset[Feature]) -> str:
@@ -96,6 +112,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where something differs")
     written = {
         PAGE: described(PAGE.read_text("utf-8"), {"imports": imports(), "files": files()}),
+        LIBRARIES: described(LIBRARIES.read_text("utf-8"), {"private": private()}),
         SUPPORT: described(SUPPORT.read_text("utf-8"), {"refused": refused(), "proved": proved()}),
         write_schema.FILE: write_schema.text(),
     }
