@@ -151,6 +151,14 @@ def test_a_time_limit_may_be_longer_than_the_system_can_wait(all_at_once: Any, m
     assert got == 1
 
 
+def test_no_call_of_a_socket_waits_by_itself() -> None:
+    one, other = socket.socketpair()
+    ranks = Links({1: one})
+    with other:
+        assert one.gettimeout() == 0, "a rank that sends nothing would be waited for beyond every limit"
+    del ranks
+
+
 def test_a_rank_that_has_gone_is_noticed_at_once() -> None:
     for is_sending in (False, True):
         a, b = _links(2)
