@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shlex
@@ -85,9 +84,8 @@ def test_card_of_a_resumed_run_is_that_of_the_run_that_nothing_interrupted(
 
     def run(*resume: str) -> dict[str, bytes]:
         words = shlex.join(["meshlora", "train", "run.yaml", *resume])
-        options = argparse.Namespace(words=words, no_preflight=True, ranks_per_gpu=1)
         prepared = prepare_run(read_run(file), world=1, resume=resume[1] if resume else None)
-        train({"": Job(options).described(prepared)})
+        train({"": Job(words, "run.yaml", no_preflight=True).described(prepared)})
         return {each.name: each.read_bytes() for each in (tmp_path / "run" / "adapter").iterdir()}
 
     whole = run()

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from meshlora.cli import train
-from meshlora.cli.job import Job
 from meshlora.cli.main import main
+from meshlora.cli.train import job_of
 from meshlora.run.config.file import read_runs
 from meshlora.run.learning_rate import learning_rate
 from meshlora_extra.sweep import rates_of, sweep_of
@@ -61,7 +61,7 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
 
     def run(*arguments: str, ends: int | None = None, is_stopped: bool = False) -> int:
         def start(options: argparse.Namespace) -> bool:
-            assert Job(options).ranks_per_gpu == 1  # the arguments are those of meshlora train, with their defaults
+            assert job_of(options).ranks_per_gpu == 1  # the arguments are those of meshlora train, with their defaults
             config, *_ = read_runs(options.file, options.overrides).values()
             options_of, steps = config.train, config.train.steps
             assert steps is not None

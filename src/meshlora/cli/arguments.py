@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,10 @@ def check_json(options: argparse.Namespace) -> None:
         check_result_file(Path(options.json), options.json)
 
 
-def write_result(options: argparse.Namespace, result: Mapping[str, Any]) -> None:
-    """Write `result` where `--json` says, if it is given."""
-    if options.json:
-        write_json_atomically(Path(options.json), dict(result))
+def write_result(file: str | None, result: Mapping[str, Any]) -> None:
+    """Write `result` to the file of `--json`, if it is given."""
+    if file:
+        write_json_atomically(Path(file), dict(result))
 
 
 def add_ranks_per_gpu(parser: argparse.ArgumentParser) -> None:
@@ -61,9 +61,12 @@ def add_local_rank(parser: argparse.ArgumentParser, *, default: Any = argparse.S
     )
 
 
-def run_file_words(options: argparse.Namespace) -> list[str]:
+def run_file_words(file: str, overrides: Iterable[str]) -> list[str]:
     """The arguments of `add_run_file` as given, to pass on to ranks."""
-    return [options.file, *(word for override in options.overrides for word in ("--set", override))]
+    words = [file]
+    for override in overrides:
+        words += ["--set", override]
+    return words
 
 
 def checked_place(options: argparse.Namespace) -> Any:

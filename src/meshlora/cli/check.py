@@ -74,16 +74,16 @@ def _check(options: argparse.Namespace) -> None:
         rates = [learning_rate(step, options=train, steps=run.steps) for step in range(run.steps)]
         part("plot", "--plot").plot_schedule(rates, Path(options.plot), title=f"{train.schedule}, {run.steps:,} steps")
         console.say(f"learning rate: {options.plot}")
-    words = [*run_file_words(options), "--nproc", str(run.topology.world), *ranks_per_gpu_words(options)]
+    words = run_file_words(options.file, options.overrides)
+    words += ["--nproc", str(run.topology.world), *ranks_per_gpu_words(options)]
     command = shlex.join(["meshlora", command_name, *words])
     if options.prove:
         preflight(runs, ranks_per_gpu=shares)
     state = preflight_state(runs, ranks_per_gpu=shares)
     console.say(state)
     console.say(f"ready: {command}")
-    write_result(
-        options, {"runs": {name: _result(run) for name, run in runs.items()}, "preflight": state, "command": command}
-    )
+    found = {name: _result(run) for name, run in runs.items()}
+    write_result(options.json, {"runs": found, "preflight": state, "command": command})
 
 
 def _rows_of(run: Any) -> list[tuple[str, str]]:

@@ -6,7 +6,6 @@ Owns: its order: look, hold, prove, train. Does not own: arguments (`cli.train`)
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,16 +59,29 @@ class Found:
 class Job:
     """A training as the command line asks for it.
 
-    options: the arguments of the command. place: this process', under a launcher.
+    words: the whole command. file, overrides: the run file, and values in place of its own. place: this process', under
+    a launcher; nproc: or how many ranks it starts, and ranks_per_gpu: how many share each GPU. has_page: `--watch`. The
+    others are arguments of the command.
     """
 
-    options: argparse.Namespace
+    words: str
+    file: str
+    overrides: Sequence[str] = ()
+    command: str = "train"
     place: Place | None = None
+    nproc: int | None = None
+    ranks_per_gpu: int = 1
+    resume: str | None = None
+    resume_despite: Sequence[str] = ()
+    no_preflight: bool = False
+    hardware: str | None = None
+    has_page: bool = False
+    json: str | None = None
 
     @property
     def starts_ranks(self) -> bool:
         """Whether this process starts the ranks, and is none of them."""
-        return self.options.nproc is not None
+        return self.nproc is not None
 
     @property
     def is_main(self) -> bool:
@@ -82,14 +94,9 @@ class Job:
         return self.is_main and not launched_by_us()
 
     @property
-    def ranks_per_gpu(self) -> int:
-        """So many ranks share each GPU."""
-        return int(self.options.ranks_per_gpu) if self.place is None else self.place.ranks_per_gpu
-
-    @property
     def makes_rollouts(self) -> bool:
         """Whether it is `meshlora rl`."""
-        return self.options.command == "rl"
+        return self.command == "rl"
 
     def run(self, watch: Watch | None = None) -> bool:
         """Returns False if it was stopped before its end. watch: of a rank (`run.edge.rank_edge`)."""
@@ -119,14 +126,15 @@ class Job:
 
     def _look(self, day: str, held: contextlib.ExitStack) -> Found:
         """Read and check the run file and all that it names; hold the outputs, in the process that leads."""
-        options = self.options
-        world = options.nproc if self.starts_ranks else self.place.world if self.place is not None else 1
-        configs, note = fitted(read_runs(options.file, options.overrides), world=world)
+        world = self.nproc or 1  # alone
+        if self.place is not None:
+            world = self.place.world
+        configs, note = fitted(read_runs(self.file, self.overrides), world=world)
         if self.starts_ranks:
             device = next(iter(configs.values())).device
-            on_gpus(device, num_ranks=options.nproc, ranks_per_gpu=self.ranks_per_gpu)
+            on_gpus(device, num_ranks=world, ranks_per_gpu=self.ranks_per_gpu)
         check_command(configs, makes_rollouts=self.makes_rollouts)
-        resume, despite = options.resume, options.resume_despite
+        resume, despite = self.resume, self.resume_despite
         runs = prepare_runs(configs, world=world, resume=resume, despite=despite, day=day)
         runs = {name: self.described(run, note) for name, run in runs.items()}
         prompts = self._prompts(runs[""]) if self.makes_rollouts else None
@@ -136,8 +144,8 @@ class Job:
 
     def described(self, run: Prepared, note: Sequence[str] = ()) -> Prepared:
         """`run` with its command, what is proved of it, and a further note."""
-        proof = proof_words(run, skip=self.options.no_preflight, ranks_per_gpu=self.ranks_per_gpu)
-        return run.described(note, command=whole_command(command_of(self.options.words)), proof=proof)
+        proof = proof_words(run, skip=self.no_preflight, ranks_per_gpu=self.ranks_per_gpu)
+        return run.described(note, command=whole_command(command_of(self.words)), proof=proof)
 
     def _prompts(self, run: Prepared) -> Any:
         """The prompts of rollouts, checked with their rewards before this process opens its GPU: templates of prompts
@@ -158,33 +166,37 @@ class Job:
     def _planned(self, found: Found) -> Any:
         """The planned step to show beside the seen one, on the rank that shows it. A wrong file is refused before any
         rank is started."""
-        if not self.options.hardware or not self.is_main:
+        if not self.hardware or not self.is_main:
             return None
         plan = part("plan", "--hardware")
-        hardware = plan.hardware_of_run(found.runs, self.options.hardware)
+        hardware = plan.hardware_of_run(found.runs, self.hardware)
         return None if self.starts_ranks else plan.planned_step(found.runs, hardware)
 
     def _prove(self, found: Found) -> None:
         if self.place is not None:  # join first: ranks that wait for this one then notice if it ends here
             join(found.config.device)
-        preflight(found.runs, skip=self.options.no_preflight, ranks_per_gpu=self.ranks_per_gpu)
+        preflight(found.runs, skip=self.no_preflight, ranks_per_gpu=self.ranks_per_gpu)
         stop_forking()
 
     def _launch(self, found: Found) -> bool:
         """Start the ranks on this machine, and wait for them."""
-        options = self.options
-        words = [options.command, *run_file_words(options)]
-        words += ["--resume", options.resume] if options.resume is not None else []
-        words += [word for name in options.resume_despite for word in ("--resume-despite", name)]
-        words += ["--hardware", options.hardware] if options.hardware else []
-        words += ["--no-preflight"] if options.no_preflight else []  # for what the adapter's card says
+        assert self.nproc is not None
+        words = [self.command, *run_file_words(self.file, self.overrides)]
+        if self.resume is not None:
+            words += ["--resume", self.resume]
+        for name in self.resume_despite:
+            words += ["--resume-despite", name]
+        if self.hardware:
+            words += ["--hardware", self.hardware]
+        if self.no_preflight:  # for what the adapter's card says
+            words += ["--no-preflight"]
         with self._watched(found):
             said = launch(
                 words,
-                nproc=options.nproc,
-                on_gpus=on_gpus(found.config.device, num_ranks=options.nproc, ranks_per_gpu=self.ranks_per_gpu),
+                nproc=self.nproc,
+                on_gpus=on_gpus(found.config.device, num_ranks=self.nproc, ranks_per_gpu=self.ranks_per_gpu),
                 ranks_per_gpu=self.ranks_per_gpu,
-                command=options.words,
+                command=self.words,
                 timeout_s=max(run.config.train.timeout_s for run in found.runs.values()),
             )
         return said is not False
@@ -199,14 +211,14 @@ class Job:
             making = rollouts.making(runs[""], found.prompts)
             if self.is_main:
                 rollouts.describe(runs[""], found.prompts, Console())
-        go_on = how_to_go_on(self.options.words)
+        go_on = how_to_go_on(self.words)
         with self._watched(found):
             return train(runs, go_on=go_on, watch=watch, planned=planned, making=making, ends_if_stopped=True)
 
     @contextlib.contextmanager
     def _watched(self, found: Found) -> Iterator[None]:
         """With `--watch`, a page shows the run during the block, and the others beside it."""
-        if not self.options.watch or not self.leads:
+        if not self.has_page or not self.leads:
             yield
             return
         output = Path(found.config.train.output).absolute()
@@ -228,7 +240,7 @@ class Job:
             }
             for name, output in outputs.items()
         }
-        write_result(self.options, {"is_done": is_done, "runs": runs})
+        write_result(self.json, {"is_done": is_done, "runs": runs})
 
 
 def fitted(configs: dict[str, RunConfig], *, world: int) -> tuple[dict[str, RunConfig], Sequence[str]]:

@@ -67,14 +67,13 @@ def _train(options: argparse.Namespace) -> None:
         raise UserError(given, rule, "use one of 3 to 125, as in 85; or 0, as for a run that is done")
     check_json(options)
     _check_sharing(options)
-    from meshlora.cli.job import Job
     from meshlora.run.edge import rank_edge
 
     if options.nproc is not None:
         is_done = start(options)
     else:
         with rank_edge(is_watched=True) as watch:
-            is_done = Job(options, place).run(watch)
+            is_done = job_of(options, place).run(watch)
     if not is_done and options.stopped_exit_code:  # out here: to the other ranks this one has ended well
         raise SystemExit(options.stopped_exit_code)
 
@@ -84,9 +83,28 @@ def start(options: argparse.Namespace) -> bool:
 
     options: of this command.
     """
-    from meshlora.cli.job import Job
+    return job_of(options).run()
 
-    return Job(options).run()
+
+def job_of(options: argparse.Namespace, place: Any = None) -> Any:
+    """The job that the arguments ask for. place: this process', under a launcher."""
+    from meshlora.cli.job import Job  # takes seconds to import
+
+    return Job(
+        options.words,
+        options.file,
+        options.overrides,
+        command=options.command,
+        place=place,
+        nproc=options.nproc,
+        ranks_per_gpu=options.ranks_per_gpu if place is None else place.ranks_per_gpu,
+        resume=options.resume,
+        resume_despite=options.resume_despite,
+        no_preflight=options.no_preflight,
+        hardware=options.hardware,
+        has_page=options.watch,
+        json=options.json,
+    )
 
 
 def _check_sharing(options: argparse.Namespace) -> None:

@@ -82,7 +82,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         if options.nproc is not None:
             words = ["--adapter", str(adapter)] if adapter is not None else ["--base"]
             words += _own_words(options)
-            words = ["evaluate", *run_file_words(options), *words]
+            words = ["evaluate", *run_file_words(options.file, options.overrides), *words]
             result = launch(words, nproc=options.nproc, on_gpus=takes_gpus)
         else:
             result = evaluate(run)
@@ -93,7 +93,7 @@ def _evaluate(options: argparse.Namespace) -> None:
                 leave()
                 return
         _show(result)
-        write_result(options, result)
+        write_result(options.json, result)
         leave()
 
 

@@ -59,7 +59,7 @@ def _export(options: argparse.Namespace) -> None:
         done = export(given, options.out, layout=layout)
     Console().say(f"exported and read back: {options.out} ({done} tensors)")
     write_result(
-        options,
+        options.json,
         {"out": options.out, "layout": layout, "num_tensors": done if isinstance(done, int) else done.num_tensors},
     )
 

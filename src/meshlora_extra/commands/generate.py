@@ -205,4 +205,4 @@ def _hand_over_each(options: argparse.Namespace, texts: Iterable[str]) -> None:
     for prompt, text in zip(options.prompt, texts, strict=True):
         hand_over(text)
         said.append({"prompt": prompt, "text": text})
-    write_result(options, {"texts": said})
+    write_result(options.json, {"texts": said})

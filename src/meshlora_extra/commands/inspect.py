@@ -51,7 +51,7 @@ def _inspect(options: argparse.Namespace) -> None:
         )
     if rows:
         console.show_rows(rows)
-    write_result(options, {"folder": f"{folder}", "is_whole": not broken, "problems": broken, "found": dict(rows)})
+    write_result(options.json, {"folder": f"{folder}", "is_whole": not broken, "problems": broken, "found": dict(rows)})
     if broken:
         raise MeshloraError(f"{folder}: {broken[0] if len(broken) == 1 else f'{len(broken)} folders are not whole'}")
 

@@ -98,7 +98,7 @@ def _launch_script(options: argparse.Namespace) -> None:
 def filled(options: argparse.Namespace, *, ranks: int, has_gpus: bool) -> str:
     """The file for the launcher `options.kind`, with `ranks` ranks on each node."""
     given = {name: getattr(options, name) for name in _DEFAULTS if getattr(options, name) is not None}
-    words = [*run_file_words(options), "--resume", "auto", "--stopped-exit-code", str(STOPPED)]
+    words = [*run_file_words(options.file, options.overrides), "--resume", "auto", "--stopped-exit-code", str(STOPPED)]
     quoted = shlex.join(words)
     values = (
         _DEFAULTS
@@ -154,7 +154,7 @@ def _check_options(options: argparse.Namespace) -> None:
         for name in sorted(own - _KINDS[options.kind][1]):
             if getattr(options, name) is not None:
                 raise UserError(f"{_option(name)} with --{options.kind}", f"it is for --{kind}", "leave it out")
-    if words := [word for word in run_file_words(options) if not word.isprintable()]:
+    if words := [word for word in run_file_words(options.file, options.overrides) if not word.isprintable()]:
         raise UserError(
             words[0], "a word with control characters would break the file", "put the value into the run file"
         )

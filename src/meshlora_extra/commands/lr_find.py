@@ -118,7 +118,7 @@ def _run(options: argparse.Namespace, rates: Sequence[float], output: Path) -> M
     overrides += [*(f"data.{name}=null" for name in _WITHOUT_DATA), "data.eval_categories=all"]
     parser = Parser(prog="meshlora train")
     train.add_training(parser, command="train")
-    asked = [*run_file_words(options), *(word for each in overrides for word in ("--set", each))]
+    asked = run_file_words(options.file, [*options.overrides, *overrides])
     asked += ["--nproc", str(options.nproc), *["--no-preflight"] * options.no_preflight]
     words = parser.parse_args(asked, argparse.Namespace(words=options.words))
     read_run(words.file, words.overrides)  # refuses several adapters

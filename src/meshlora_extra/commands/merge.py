@@ -46,4 +46,4 @@ def _merge(options: argparse.Namespace) -> None:
     say(f"checked: {done.check}")
     say(f"merged: {options.out}")
     names = ("num_tensors", "num_changed", "num_bytes", "is_untied", "check")
-    write_result(options, {"out": options.out, **{name: getattr(done, name) for name in names}})
+    write_result(options.json, {"out": options.out, **{name: getattr(done, name) for name in names}})

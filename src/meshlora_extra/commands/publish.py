@@ -49,7 +49,7 @@ def _publish(options: argparse.Namespace) -> None:
     if options.url is not None:
         Engine(options.url).load_adapter(options.name, version)
         Console().say(f"loaded: {options.name} at {options.url}")
-    write_result(options, {"folder": f"{version}", "name": options.name, "url": options.url})
+    write_result(options.json, {"folder": f"{version}", "name": options.name, "url": options.url})
 
 
 def _adapter_in(folder: Path) -> tuple[Path, str]:

@@ -47,4 +47,4 @@ def _push(options: argparse.Namespace) -> None:
     say(f"sending {len(files)} files, {size / 1e6:,.1f} MB, to {endpoint()} as {options.name}, to be read by {who}")
     where = push(folder, options.name, base=base, is_public=options.public)
     say(f"pushed: {where}")
-    write_result(options, {"name": options.name, "where": where, "num_files": len(files), "num_bytes": size})
+    write_result(options.json, {"name": options.name, "where": where, "num_files": len(files), "num_bytes": size})
