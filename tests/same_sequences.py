@@ -10,8 +10,7 @@ from meshlora.cli.main import _parser
 from meshlora.loading.blueprint import read_model_config
 from meshlora.run.config.file import read_run
 from meshlora.run.config.run import RunConfig
-from meshlora.run.prepare import read_data
-from meshlora.run.sources import tokenizer_of
+from meshlora.run.texts import Texts
 from meshlora_extra.commands import evaluate
 from meshlora_ground.dataset import TokenizedDataset
 
@@ -27,4 +26,5 @@ def assert_same_sequences(run: Path, trained: Path, evaluated: Path) -> None:
 
 def _read(config: RunConfig, given: object) -> TokenizedDataset:
     model = read_model_config(config.model.path)
-    return read_data(config, given, tokenizer_of(config), model)  # type: ignore[arg-type] # of either kind
+    texts = Texts(config.model, config.data, config.train.objective)
+    return texts.read(given, texts.tokenizer(), model)  # type: ignore[arg-type] # of either kind

@@ -17,7 +17,7 @@ from meshlora.run.config.run import GenerateConfig, RunConfig
 from meshlora.run.decoding import ends_of, read_prompts
 from meshlora.run.evaluate import prepare_evaluation
 from meshlora.run.generated import prepare_prompts
-from meshlora.run.sources import tokenizer_of
+from meshlora.run.texts import Texts
 from meshlora.run.together import prepare_run
 from meshlora_extra.rl.prompts import read_prompts as read_prompts_of_rl
 from tests.unit.mistakes import Setup
@@ -82,7 +82,8 @@ def test_every_command_asks_with_the_tokens_of_the_training(chats: Setup) -> Non
     rl = {"rewards": [{"kind": "match", "field": "answer"}], "completions": 2, "max_new_tokens": 4}
     config = _config(chats, rl=rl, train__objective={"kind": "grpo"}, train__batch_size=2)
     said: list[str] = []
-    found = read_prompts_of_rl(config, tokenizer_of(config), model, said.append)
+    texts = Texts(config.model, config.data, config.train.objective)
+    found = read_prompts_of_rl(config, texts.tokenizer(), model, said.append)
     assert [list(each.ids) for each in found.prompts] == expected
     assert "the chat template writes the date: 2026-01-15 (data.date)" in said
 
@@ -94,7 +95,8 @@ def test_a_call_in_a_prompt_that_the_template_leaves_out_is_said_not_refused(cha
     chats.drop("data.eval")
     config = _config(chats, rl=rl, train__objective={"kind": "grpo"}, train__batch_size=2)
     said: list[str] = []
-    read_prompts_of_rl(config, tokenizer_of(config), read_model_config(chats.model), said.append)
+    texts = Texts(config.model, config.data, config.train.objective)
+    read_prompts_of_rl(config, texts.tokenizer(), read_model_config(chats.model), said.append)
     assert any("messages have tool_calls, which the chat template does not name" in line for line in said), said
 
 

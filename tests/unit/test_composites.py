@@ -20,7 +20,7 @@ from meshlora.model.weights import CheckpointSource
 from meshlora.plan.derive import decoder_layers, plan_model
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import Domain
-from meshlora.run.prepare import check_vision
+from meshlora.run.run_data import check_vision
 from meshlora.train.losses import packed_positions
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.model_class import model_class

@@ -25,7 +25,7 @@ from meshlora.reading.sources import read_records
 from meshlora.reading.tokenization import tokenize
 from meshlora.run.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora.run.followed import no_tokens
-from meshlora.run.prepare import asked_of
+from meshlora.run.prepared import asked_of
 from meshlora.train.batch import IGNORED, _more, collate
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError, UserError
@@ -288,9 +288,9 @@ def test_what_is_not_proved_with_images_is_refused(processors: dict[str, Any], f
     assert [data.has_images([index]) for index in range(3)] == [True, False, True]
     run = RunConfig(ModelConfig("m"), DataConfig("t", packing=True), TrainConfig("out", steps=1), lora={})
     base: Any = types.SimpleNamespace(asked={})
-    check(asked_of(run, base, no_tokens(), None))
+    check(asked_of(run.asked, base, no_tokens(), None))
     with pytest.raises(UnsupportedError, match=r"data.packing with images"):
-        check(asked_of(run, base, no_tokens(), data))
+        check(asked_of(run.asked, base, no_tokens(), data))
     row = {"messages": ROWS[0]["messages"], "advantage": 1.0}
     with pytest.raises(UserError, match=r"a.jsonl:1: a record with an image: images are not read here"):
         read_rollouts(

@@ -168,7 +168,7 @@ def _together(folder: Path, names: list[str]) -> None:
         return
     if rules := _rules(has):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(together, "read_run_data", _read_nothing)
+            patch.setattr(together.Reading, "read", _read_nothing)
             with pytest.raises(UnsupportedError) as raised:
                 prepare_run(read_run(file))
         assert raised.value.rule in rules, (names, raised.value)

@@ -15,7 +15,7 @@ from meshlora.reading.sources import read_records
 from meshlora.run.config.file import read_run
 from meshlora.run.config.run import GenerateConfig
 from meshlora.run.decoding import encode_prompts, ends_of
-from meshlora.run.prepare import read_data
+from meshlora.run.texts import Texts
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
 from tests.for_each import for_each
@@ -41,8 +41,9 @@ class _Config:
 
 def tokens_of(file: Path, folder: Path, tokenizer: Any, **data: Any) -> TokenizedDataset:
     data |= {"train": str(file), "cache_dir": str(folder / "cache"), "max_length": 512}
-    path = write_run_file(folder / "run.yaml", data=data)
-    return read_data(read_run(path), str(file), tokenizer, _Config())  # type: ignore[arg-type]
+    config = read_run(write_run_file(folder / "run.yaml", data=data))
+    texts = Texts(config.model, config.data, config.train.objective)
+    return texts.read(str(file), tokenizer, _Config())  # type: ignore[arg-type]
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -29,7 +29,7 @@ from meshlora.run.config.file import read_run
 from meshlora.run.config.run import DataConfig, Format, GenerateConfig, TrainConfig
 from meshlora.run.prepared import Prepared
 from meshlora.run.run import train
-from meshlora.run.sources import tokenizer_of
+from meshlora.run.texts import Texts
 from meshlora.run.together import prepare_run
 from meshlora.run.trainer import Trainer
 from meshlora.train.batches import MicroBatch
@@ -471,14 +471,15 @@ def test_a_template_of_trl_goes_by_its_name_and_a_file_before_it(
     setup.set("data.chat_template", "small_training")
     setup.write()
     config = read_run(setup.folder / "run.yaml")
-    assert tokenizer_of(config).chat_template == written
+    texts = Texts(config.model, config.data, config.train.objective)
+    assert texts.tokenizer().chat_template == written
     monkeypatch.chdir(tmp_path)
     Path("small_training").write_text("mine")
-    assert tokenizer_of(config).chat_template == "mine"
+    assert texts.tokenizer().chat_template == "mine"
     for name, words in (("small", "and TRL small_training"), ("small_trainin", "'small_training'")):
         data = dataclasses.replace(config.data, chat_template=name)
         with pytest.raises(UserError, match=words):
-            tokenizer_of(dataclasses.replace(config, data=data))
+            dataclasses.replace(texts, data=data).tokenizer()
 
 
 def test_conversations_are_rendered_by_the_template_of_the_run_file(setup: Setup) -> None:

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.guards import most_positions
 from meshlora.plan.base_options import BaseOptions
-from meshlora.run.prepare import check_fits
+from meshlora.run.run_data import check_fits
 from meshlora_ground.errors import UserError
 from meshlora_ground.topology import Topology
 from meshlora_judge.twin import twin_config

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,8 @@ from meshlora.cli.main import main
 from meshlora.comm import collectives
 from meshlora.processes.who_is_missing import Arrivals
 from meshlora.run import slow_paths as facts
+from meshlora.run.compute import Compute
+from meshlora.run.prepared import Prepared
 from meshlora.run.run import train
 from meshlora.train import losses
 from meshlora.wings.experts import products
@@ -33,6 +35,7 @@ from meshlora_ground.slow_paths import (
     OVER_CPU,
     PADDING_MASK,
     WHOLE_MASK,
+    SlowPath,
     take,
     watching,
 )
@@ -128,6 +131,11 @@ def test_what_a_step_is_the_first_to_take_is_said_after_it(setup: Setup, monkeyp
     assert (setup.folder / "output" / "initial").is_dir()
 
 
+def _slow(run: Prepared, device: str = "cpu", **options: Any) -> Iterator[SlowPath]:
+    options = {"kernels": "auto", "row_length": None} | options
+    return facts.slow_paths(run.blueprint, run.train_data, compute=Compute(device, "auto"), **options)
+
+
 def test_those_of_a_gpu_are_known_before(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(facts, "liger_version", lambda: "")
@@ -136,9 +144,7 @@ def test_those_of_a_gpu_are_known_before(setup: Setup, monkeypatch: pytest.Monke
 
     def found(version: str = "", **options: Any) -> list[tuple[str, str]]:
         monkeypatch.setattr(facts, "liger_version", lambda: version)
-        model = dataclasses.replace(run.config.model, **options)
-        config = dataclasses.replace(run.config, device="auto", model=model)
-        given = facts.slow_paths(config, run.blueprint, run.train_data, is_apart=True)
+        given = _slow(run, device="auto", is_apart=True, **options)
         return [(path.cause, path.way_out) for path in given]
 
     assert found() == [("liger-kernel is not installed", "pip install 'meshlora[kernels]'")]
@@ -162,7 +168,7 @@ def test_norms_of_another_transformers_are_said(setup: Setup, monkeypatch: pytes
 
 def test_a_family_whose_rows_need_the_whole_mask_is_named(setup: Setup) -> None:
     run = prepared(setup, data__packing=True)
-    given = facts.slow_paths(run.config, run.blueprint, run.train_data, is_apart=False)
+    given = _slow(run, row_length=run.config.data.max_length, is_apart=False)
     assert [(path.cause, path.way_out) for path in given] == [
         ("attention of llama depends on more than the positions of tokens", "data.packing: false")
     ]

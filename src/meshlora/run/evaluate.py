@@ -31,8 +31,8 @@ from meshlora.run.advantages import with_advantages
 from meshlora.run.checkpoint.resuming import day_of_adapter
 from meshlora.run.config.run import RunConfig, paths_of
 from meshlora.run.objectives import count, first_pass, loss_sums, reference_log_probabilities
-from meshlora.run.prepare import check_fits, dated, read_data
-from meshlora.run.sources import tokenizer_of
+from meshlora.run.run_data import check_fits
+from meshlora.run.texts import Texts
 from meshlora.train.batches import Batching
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
@@ -135,12 +135,13 @@ def prepare_evaluation(
         blueprint = blueprint.with_folder(adapter, ignore_dropout=True).with_reference(config.reference)
     said = blueprint.check_weights()  # of a head that is new the adapter has the values
     begun = None if adapter is None else day_of_adapter(adapter)
-    config = dated(config, config.data.date or begun or day or today())
-    tokenizer = tokenizer_of(config)
+    config = config.with_data(date=config.data.date or begun or day or today())
+    texts = Texts(config.model, config.data, config.train.objective)
+    tokenizer = texts.tokenizer()
     check_fits(tokenizer, blueprint, max_length=config.data.max_length)
     notes = [said] if said else []
     categories = config.data.eval_categories
-    data = read_data(config, config.data.eval, tokenizer, blueprint.config, say=notes.append, categories=categories)
+    data = texts.read(config.data.eval, tokenizer, blueprint.config, say=notes.append, categories=categories)
     pad = padding_token_id(tokenizer)
     return Evaluation(config, blueprint, data.first(config.data.eval_limit), pad, tuple(notes))
 

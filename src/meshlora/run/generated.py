@@ -27,7 +27,8 @@ from meshlora.reading.records import Prompt, prompts_of
 from meshlora.run.config.run import GenerateConfig
 from meshlora.run.decoding import Continuation, batches_of, continued, encode_chats, encode_prompts, texts_of
 from meshlora.run.evaluate import Evaluation, load_for_evaluation
-from meshlora.run.sources import records_of, tokenizer_of
+from meshlora.run.sources import records_of
+from meshlora.run.texts import Texts
 from meshlora.wings.generation.rows import in_step
 from meshlora_ground.errors import UserError
 from meshlora_ground.float64 import lift
@@ -57,7 +58,8 @@ def prepare_prompts(run: Evaluation) -> Prompts:
     assert data.eval is not None
     records = of_categories(records_of(data, data.eval), data.eval_categories)
     prompts = prompts_of(records[: data.eval_limit])
-    tokenizer, model = tokenizer_of(config), run.blueprint.config
+    texts = Texts(config.model, data, config.train.objective)
+    tokenizer, model = texts.tokenizer(), run.blueprint.config
     plain = [prompt for prompt in prompts if prompt.text is not None]
     names, texts = [prompt.origin for prompt in plain], [prompt.text or "" for prompt in plain]
     of_texts = iter(encode_prompts(texts, tokenizer, model, config.generate, names=names, separator=data.separator))

@@ -68,7 +68,7 @@ class Prepared:
     @property
     def asked(self) -> Asked:
         """What is asked for: see `plan.features`."""
-        return asked_of(self.config, self.blueprint, self.train_data, self.eval_data)
+        return asked_of(self.config.asked, self.blueprint, self.train_data, self.eval_data)
 
     @property
     def start(self) -> Blueprint:
@@ -106,15 +106,13 @@ class Prepared:
         return replace(self, blueprint=self.blueprint.on(topology))
 
 
-def asked_of(
-    config: RunConfig, blueprint: Blueprint, train: TokenizedDataset, held_out: TokenizedDataset | None
-) -> Asked:
-    """What is asked for, as far as a run file, its model with the adapter and its data say it: see `plan.features`."""
+def asked_of(asked: Asked, blueprint: Blueprint, train: TokenizedDataset, held_out: TokenizedDataset | None) -> Asked:
+    """What is asked for, as far as a run file (`asked`), its model with the adapter and its data say it."""
     each = [data for data in (train, held_out) if data is not None]
     return {
-        **config.asked,
+        **asked,
         **blueprint.asked,
-        "train.objective": config.train.objective,
+        "train.objective": asked["train.objective"],
         "images": any(data.images is not None for data in each),
         "routed_experts of the data": train.routed is not None,
     }

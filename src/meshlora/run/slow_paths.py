@@ -15,7 +15,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from meshlora.loading.blueprint import Blueprint
-from meshlora.run.config.run import RunConfig
+from meshlora.run.compute import Compute
 from meshlora.wings.kernels.fused import fusable
 from meshlora.wings.kernels.liger import liger_version
 from meshlora.wings.kernels.rms_norm import is_known
@@ -30,29 +30,36 @@ _TRANSFORMERS = "pip install transformers==5.23"  # whose code was read
 
 
 def slow_paths(
-    config: RunConfig, blueprint: Blueprint, data: TokenizedDataset, *, is_apart: bool | None
+    blueprint: Blueprint,
+    data: TokenizedDataset,
+    *,
+    compute: Compute,
+    kernels: str,
+    row_length: int | None,
+    is_apart: bool | None,
 ) -> Iterator[SlowPath]:
     """Those of a run that are known before it starts.
 
-    is_apart: whether attention keeps sequences of a row apart without a mask of the whole row; None: rows have one each
-    for another reason.
+    kernels: `model.kernels`, as given there. row_length: tokens of a row, with
+    `data.packing`. is_apart: whether attention keeps sequences of a row apart without a mask of the whole row; None:
+    rows have one each for another reason.
     """
     has_gpu = torch.cuda.is_available()
-    if has_gpu and config.device == "cpu":
+    if has_gpu and compute.device == "cpu":
         yield SlowPath("ranks on CPUs", "this machine has GPUs, and device: cpu was given", "device: auto")
     if attention_of(blueprint.model.config.get_text_config()) == "eager" and has_sdpa(blueprint.model):
         what = "attention with all scores in memory, S x S of each head"
         yield SlowPath(what, "model.attn_implementation: eager", "leave it out, for sdpa")
     if is_apart is False:
-        yield from _of_masks(config, blueprint, data)
+        yield from _of_masks(blueprint, data, row_length)
     if not is_known(LlamaRMSNorm) and any("RMSNorm" in type(m).__name__ for m in blueprint.model.modules()):
         cause = f"transformers {version_of('transformers')} writes them in another way than is known here"
         yield SlowPath("norms in separate operations, saved in float32", cause, _TRANSFORMERS)
-    if has_gpu and config.device != "cpu" and blueprint.dtype != torch.float64:
-        yield from _of_kernels(config, blueprint)
+    if has_gpu and compute.device != "cpu" and blueprint.dtype != torch.float64:
+        yield from _of_kernels(blueprint, kernels, compute)
 
 
-def _of_masks(config: RunConfig, blueprint: Blueprint, data: TokenizedDataset) -> Iterator[SlowPath]:
+def _of_masks(blueprint: Blueprint, data: TokenizedDataset, row_length: int | None) -> Iterator[SlowPath]:
     """Of attention that joined sequences would have a mask of the whole row for."""
     is_of_version = not knows_packed_rows()
     cause = (
@@ -60,28 +67,29 @@ def _of_masks(config: RunConfig, blueprint: Blueprint, data: TokenizedDataset) -
         if is_of_version
         else f"attention of {blueprint.plan.model_type} depends on more than the positions of tokens"
     )
-    if config.data.packing is not True:
+    if row_length is None:
         if is_of_version:  # else padding is the best there is
             yield SlowPath("rows padded to the longest of a micro-batch", cause, _TRANSFORMERS)
         return
-    length, of_each = config.data.max_length, np.sort(np.diff(data.offsets))
-    if of_each[:2].sum() > length:  # no row holds two
+    of_each = np.sort(np.diff(data.offsets))
+    if of_each[:2].sum() > row_length:  # no row holds two
         return
     own = int((of_each.astype(np.int64) ** 2).sum() // max(1, of_each.sum()))
-    cost = f"{length:,} x {length:,}, {length / max(1, own):.1f} times the scores of the sequences by themselves"
+    times = row_length / max(1, own)
+    cost = f"{row_length:,} x {row_length:,}, {times:.1f} times the scores of the sequences by themselves"
     way_out = f"{_TRANSFORMERS}, or data.packing: false" if is_of_version else "data.packing: false"
     yield SlowPath(f"{WHOLE_MASK.what}, {cost}", cause, way_out)
 
 
-def _of_kernels(config: RunConfig, blueprint: Blueprint) -> Iterator[SlowPath]:
+def _of_kernels(blueprint: Blueprint, wanted: str, compute: Compute) -> Iterator[SlowPath]:
     """Of kernels that a GPU could have."""
     if blueprint.options.kernels != "liger" and fusable(blueprint.model):
-        if config.model.kernels == "none":
+        if wanted == "none":
             cause, way_out = "model.kernels: none", "leave it out"
         elif not liger_version():
             cause, way_out = "liger-kernel is not installed", "pip install 'meshlora[kernels]'"
         else:
-            cause, way_out = f"preflight: {config.preflight} does not prove kernels", "preflight: auto"
+            cause, way_out = f"preflight: {compute.preflight} does not prove kernels", "preflight: auto"
         yield SlowPath("norms, rotations and gated MLPs in separate kernels", cause, way_out)
     if blueprint.plan.experts and blueprint.dtype != torch.bfloat16:
         yield EXPERTS_ONE_BY_ONE

@@ -1,7 +1,7 @@
-"""The sources of a run's data, each read with its own columns, format and split, and its tokenizer.
+"""The sources of a run's data, each read with its own columns, format and split.
 
 Owns: what `data.train` and `data.eval` mean together with the options of each source. Does not own: reading
-(`meshlora.reading`), whether data and model fit (`run.prepare`).
+(`meshlora.reading`), with what options (`run.texts`).
 """
 
 from __future__ import annotations
@@ -9,28 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from meshlora.reading.mixture import joined_sources, num_draws
 from meshlora.reading.places import files_of
 from meshlora.reading.records import Record
 from meshlora.reading.sources import read_records
-from meshlora.reading.tokenizer import tokenizer_with
-from meshlora.run.config.run import DataConfig, Given, RunConfig, Source, num_read_apart, sources_of
+from meshlora.run.config.run import DataConfig, Given, Source, num_read_apart, sources_of
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
-
-
-def tokenizer_of(config: RunConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run. Raises: UserError, as `tokenizer_with`."""
-    model, data = config.model, config.data
-    return tokenizer_with(
-        model.path,
-        trust_remote_code=model.trust_remote_code,
-        chat_template=data.chat_template,
-        stop_tokens=data.stop_tokens,
-        date=data.date,
-    )
 
 
 def read_sources(

@@ -13,12 +13,14 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
-from meshlora.loading.blueprint import Blueprint, make_blueprint
+from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.pairs import check
 from meshlora.run.config.run import RunConfig
 from meshlora.run.lock import hold, holder_of
-from meshlora.run.prepare import blueprint_of, check_request, first_day, prepare, read_output, read_run_data
+from meshlora.run.prepare import blueprint_of, check_request, first_day, prepare, read_output
 from meshlora.run.prepared import Prepared
+from meshlora.run.run_data import Reading
+from meshlora.run.texts import Texts
 from meshlora_ground.errors import UserError
 from meshlora_ground.versions import digest
 
@@ -48,11 +50,13 @@ def prepare_run(
         UserError: the first thing that does not fit.
     """
     topology = check_request(config, world=world, resumes=resume is not None)
-    blueprint = blueprint_of(
-        config, base or make_blueprint(config.model.path, topology, config.model, config.train.objective)
-    )
-    data = read_run_data(config, blueprint, day=first_day(config, resume=resume, day=day))
-    return prepare(config, blueprint, data, resume=resume, despite=despite)
+    blueprint = blueprint_of(config, topology, base=base)
+    policy = None if config.rl is None else config.adapter
+    day = first_day(config.data.date, output=config.train.output, policy=policy, resume=resume, day=day)
+    texts = Texts(config.model, config.data, config.train.objective)
+    reading = Reading(texts, blueprint, config.asked, is_stream=config.is_stream, day=day)
+    data = reading.read()
+    return prepare(config, data, resume=resume, despite=despite)
 
 
 def prepare_runs(
@@ -91,8 +95,7 @@ def prepare_runs(
 
 def _padded(config: RunConfig) -> RunConfig:
     """Rows of one sequence, where the run file leaves it open."""
-    is_open = config.data.packing == "auto"
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, packing=False)) if is_open else config
+    return config.with_data(packing=False) if config.data.packing == "auto" else config
 
 
 def words_of(runs: Mapping[str, Prepared]) -> dict[str, str]:

@@ -41,9 +41,8 @@ from meshlora.run.model_card import model_card
 from meshlora.run.objectives import Point, first_pass
 from meshlora.run.optimizer import make_optimizer, parameter_groups
 from meshlora.run.optimizers import is_frozen
-from meshlora.run.prepare import read_data
 from meshlora.run.prepared import Prepared
-from meshlora.run.sources import tokenizer_of
+from meshlora.run.texts import Texts
 from meshlora.run.watch.metrics import Reporter
 from meshlora.run.watch.samples import FILE as SAMPLES
 from meshlora.train.batch import Batch
@@ -150,10 +149,11 @@ class TrainedAdapter:
         config, stream = self.run.config, stream_of(self.run.config)
         if stream is None:
             return None
-        tokenizer, model = tokenizer_of(config), self.run.blueprint.config
+        texts = Texts(config.model, config.data, config.train.objective)
+        tokenizer, model = texts.tokenizer(), self.run.blueprint.config
 
         def read(file: str) -> TokenizedDataset:
-            data = read_data(config, file, tokenizer, model)
+            data = texts.read(file, tokenizer, model)
             self.step_facts = {} if data.targets is None else {"reward": float(data.targets[:, 0].mean())}
             if config.rl is not None and config.rl.may_fail:
                 self.step_facts["failed_rewards"] = float(num_failed(file))

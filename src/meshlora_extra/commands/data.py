@@ -51,8 +51,7 @@ def _data(options: argparse.Namespace) -> None:
     from meshlora.loading.blueprint import read_model_config
     from meshlora.reading.summary import summary
     from meshlora.run.config.file import read_run
-    from meshlora.run.prepare import read_data
-    from meshlora.run.sources import tokenizer_of
+    from meshlora.run.texts import Texts
     from meshlora_extra.plot import check_picture, plot_lengths
     from meshlora_ground.console import Console
     from meshlora_ground.files import check_result_file, write_json_atomically
@@ -72,9 +71,10 @@ def _data(options: argparse.Namespace) -> None:
     if options.plot:
         check_picture(Path(options.plot))
     model = read_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    tokenizer, notes = tokenizer_of(config), list[str]()
+    texts = Texts(config.model, config.data, config.train.objective)
+    tokenizer, notes = texts.tokenizer(), list[str]()
     categories = config.data.eval_categories if options.eval else "all"
-    data = read_data(config, paths, tokenizer, model, say=notes.append, categories=categories)
+    data = texts.read(paths, tokenizer, model, say=notes.append, categories=categories)
     data = data.first(config.data.eval_limit) if options.eval else data
     found, console = summary(data), Console()
     for index in range(min(options.show, len(data))):

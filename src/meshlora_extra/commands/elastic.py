@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 
 from meshlora.comm.groups import on_gpus
-from meshlora.loading.blueprint import make_blueprint
 from meshlora.run.config.run import RunConfig
 from meshlora.run.prepare import blueprint_of, check_request
 from meshlora_extra.planner.choose import choose
@@ -68,7 +67,7 @@ def _has(text: str, world: int) -> bool:
 def _ranked(config: RunConfig, world: int, gpu: Hardware) -> Iterator[Topology]:
     """Topologies of `world` GPUs whose memory suffices, the fastest first."""
     model = dataclasses.replace(config.model, disable_dropout=True)
-    one = blueprint_of(config, make_blueprint(model.path, Topology(), model, config.train.objective))
+    one = blueprint_of(dataclasses.replace(config, model=model), Topology())
     problem = problem_of_run(config, one, gpus=world, gpu=gpu, seq=config.data.max_length)
     return (prediction.topology for prediction in choose(problem).ranked if prediction.fits)
 

@@ -19,12 +19,14 @@ import numpy as np
 import yaml
 
 from meshlora.adapter.formats.peft_format import lora_config
-from meshlora.loading.blueprint import Blueprint, make_blueprint
+from meshlora.loading.blueprint import Blueprint
 from meshlora.loading.guards import longest_fixed_length, most_positions
 from meshlora.run.config.file import read_run
 from meshlora.run.config.model_presets import facts_of, has_known_rate
 from meshlora.run.config.run import RunConfig
-from meshlora.run.prepare import RunData, blueprint_of, read_run_data
+from meshlora.run.prepare import blueprint_of
+from meshlora.run.run_data import Reading, RunData
+from meshlora.run.texts import Texts
 from meshlora_extra.planner.choose import choose
 from meshlora_extra.planner.hardware import Hardware
 from meshlora_extra.planner.problem import Problem
@@ -116,10 +118,10 @@ def _looked(wish: Wish, goal: Goal) -> _Seen:
     with tempfile.TemporaryDirectory(prefix="meshlora-init-") as folder:
         (Path(folder) / "run.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
         config = read_run(Path(folder) / "run.yaml")
-    base = make_blueprint(config.model.path, Topology(), config.model, config.train.objective)
-    blueprint = blueprint_of(config, base)
-    whole = dataclasses.replace(config, data=dataclasses.replace(config.data, max_length=_most_positions(blueprint)))
-    return _Seen(goal, config, blueprint, read_run_data(whole, blueprint))
+    blueprint = blueprint_of(config, Topology())
+    whole = dataclasses.replace(config.data, max_length=_most_positions(blueprint))
+    texts = Texts(config.model, whole, config.train.objective)
+    return _Seen(goal, config, blueprint, Reading(texts, blueprint, config.asked).read())
 
 
 def _most_positions(blueprint: Blueprint) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from meshlora.plan.pairs import check
 from meshlora.run.prepared import Prepared
-from meshlora.run.sources import tokenizer_of
+from meshlora.run.texts import Texts
 from meshlora.run.trained import TrainedAdapter
 from meshlora_extra.engine_export import engine_layout
 from meshlora_extra.rl.engine import Engine
@@ -38,7 +38,11 @@ def check_rl(run: Prepared, *, say: Callable[[str], None] | None = None) -> Prom
     if rl.is_engine or rl.publish_to is not None:
         check_for_engines(run.blueprint.trained.config, "lora")
         engine_layout(run.blueprint.trained, run.blueprint.plan, "lora")
-    return read_prompts(run.config, tokenizer_of(run.config), run.blueprint.config, say)
+    return read_prompts(run.config, _texts(run).tokenizer(), run.blueprint.config, say)
+
+
+def _texts(run: Prepared) -> Texts:
+    return Texts(run.config.model, run.config.data, run.config.train.objective)
 
 
 def check_rewards(run: Prepared, prompts: Prompts | None) -> None:
@@ -56,7 +60,7 @@ def making(run: Prepared, prompts: Prompts | None) -> Callable[[TrainedAdapter],
     """What sets how the rollouts of `run` are made, for `run.run.train`; None if they are recorded. prompts: of
     `check_rl`.
     """
-    rl, tokenizer = run.config.rl, tokenizer_of(run.config)
+    rl, tokenizer = run.config.rl, _texts(run).tokenizer()
     assert rl is not None
     if prompts is None:
         return None

@@ -84,27 +84,29 @@ def identity(
 
 
 def contents(
-    config: Any,
+    options: Any,
     *,
+    adapters: Mapping[str, str | None],
+    of_adapter: Collection[str],
     weights: Collection[Path],
-    adapter: Collection[str],
     replay: Collection[Path],
     prompts: Collection[Path] = (),
     rewards: Collection[Path] = (),
 ) -> Contents:
     """Name -> the files that a run reads, all part of its identity.
 
-    weights: files of the base. adapter: names of an adapter's files. replay: files of the replayed routing. prompts,
+    options: the `ModelConfig`. adapters: name -> folder. of_adapter: names of their files. weights: files of the base.
+    replay: files of the replayed routing. prompts,
     rewards: files and folders of the prompts of rollouts, and of their rewards.
     """
-    model = Path(config.model.path)
-    code = model.rglob("*.py") if config.model.trust_remote_code else ()
+    model = Path(options.path)
+    code = model.rglob("*.py") if options.trust_remote_code else ()
     own = (model / "config.json", model / INDEX)
     found = {"model": [*weights, *(file for file in own if file.is_file()), *code]}
     found["tokenizer"] = [file for pattern in _TOKENIZER for file in model.glob(pattern) if file.is_file()]
-    for name, folder in {"adapter": config.adapter, "reference": config.reference}.items():
-        if folder is not None and (name == "adapter" or folder != config.adapter):
-            found[name] = [file for file in (Path(folder) / name for name in adapter) if file.is_file()]
+    for name, folder in adapters.items():
+        if folder is not None and (name == "adapter" or folder != adapters["adapter"]):
+            found[name] = [file for file in (Path(folder) / name for name in of_adapter) if file.is_file()]
     for name, paths in {"rl.prompts": prompts, "rl.rewards": rewards}.items():
         files = [file for path in paths for file in ([*path.rglob("*")] if path.is_dir() else [path])]
         if paths:

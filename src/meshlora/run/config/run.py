@@ -6,7 +6,7 @@ Owns: names, types, defaults, and rules that need no file and no model. Does not
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -510,6 +510,24 @@ class RunConfig:
         if self.rl is not None:
             self._check_rl(self.rl)
         check(self.asked)
+
+    @property
+    def inputs(self) -> dict[str, list[str]]:
+        """Option -> paths of everything that a run reads."""
+        given = {"model.path": self.model.path, "adapter": self.adapter, "train.objective.reference": self.reference}
+        given["data.chat_template"] = self.data.chat_template
+        found = {option: [path] for option, path in given.items() if path is not None}
+        found |= {"data.train": paths_of(self.data.train), "data.eval": paths_of(self.data.eval)}
+        if self.train.routing_replay is not None:
+            found["train.routing_replay"] = [self.train.routing_replay]
+        if self.rl is not None:
+            found["rl.source"] = [self.rl.source] if self.rl.is_folder else []
+            found["rl.rewards"] = self.rl.files
+        return found
+
+    def with_data(self, **options: Any) -> RunConfig:
+        """The run with other options of `data`."""
+        return replace(self, data=replace(self.data, **options))
 
     @property
     def is_stream(self) -> bool:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from meshlora.adapter.attach import runtime
 from meshlora.reading.records import Record, asked_of
-from meshlora.run.config.run import GenerateConfig, RunConfig
+from meshlora.run.config.run import DataConfig, GenerateConfig
 from meshlora.run.decoding import continuations, encode_chats, encode_prompts
 from meshlora.run.sources import records_of
 from meshlora.run.watch.metrics import lines_until
@@ -51,16 +51,17 @@ class Samples:
             say(f"  {' '.join(prompt.split())[-60:]!r} -> {' '.join(text.split())!r}")
 
 
-def prepare_samples(config: RunConfig, tokenizer: PreTrainedTokenizerBase, model_config: Any) -> Samples | None:
-    """The prompts of a run with `train.sample_every`.
+def prepare_samples(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, model_config: Any, *, every: int, max_new_tokens: int
+) -> Samples | None:
+    """The prompts of a run with `train.sample_every`, of which `every` is the value.
 
     Raises:
         UserError: there are none, or they are too long.
     """
-    if not config.train.sample_every:
+    if not every:
         return None
-    data = config.data
-    options = GenerateConfig(max_new_tokens=config.generate.max_new_tokens)
+    options = GenerateConfig(max_new_tokens=max_new_tokens)
     chats = list[Record]()
     if (prompts := data.sample_prompts) is None:
         assert data.eval is not None
@@ -69,7 +70,7 @@ def prepare_samples(config: RunConfig, tokenizer: PreTrainedTokenizerBase, model
         prompts, chats = [each.prompt for each in first if each.prompt], [each for each in first if each.messages]
     if not prompts and not chats:
         raise UserError(
-            f"train.sample_every={config.train.sample_every}",
+            f"train.sample_every={every}",
             "no record of data.eval has a prompt to continue",
             "give data.sample_prompts",
         )

@@ -1,0 +1,137 @@
+"""The data of a run: read, and checked against its model.
+
+Owns: whether tokenizer, data and model fit together. Does not own: how texts become tokens (`run.texts`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from meshlora.loading.blueprint import Blueprint
+from meshlora.loading.guards import longest_fixed_length, most_positions
+from meshlora.plan.features import Asked
+from meshlora.plan.pairs import check
+from meshlora.reading.clock import set_day, written_day
+from meshlora.reading.images import Images
+from meshlora.reading.tokenizer import padding_token_id
+from meshlora.run.followed import no_tokens
+from meshlora.run.prepared import asked_of
+from meshlora.run.texts import Texts
+from meshlora.wings.experts.routing import check_routed
+from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.further_inputs import FurtherInputs
+
+
+@dataclass(frozen=True)
+class RunData:
+    """The data of a run. notes: which parts of its files are not read. day: that chat templates write, if they ask for
+    one.
+    """
+
+    texts: Texts
+    blueprint: Blueprint
+    tokenizer: PreTrainedTokenizerBase
+    train: TokenizedDataset
+    eval: TokenizedDataset | None
+    notes: tuple[str, ...] = ()
+    day: str | None = None
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is read for a run.
+
+    asked: `RunConfig.asked`. is_stream: the data for training come step by step. day: of `prepare.first_day`; default:
+    today.
+    """
+
+    texts: Texts
+    blueprint: Blueprint
+    asked: Asked
+    is_stream: bool = False
+    day: str | None = None
+
+    def read(self) -> RunData:
+        """The tokenised (cached) data, checked against the model.
+
+        Raises:
+            UserError: a file, a record or a token that does not fit.
+        """
+        blueprint = self.blueprint
+        options, tokenizer = self.texts.data, self.texts.tokenizer()
+        if self.day is not None:
+            set_day(tokenizer, self.day)
+        check_fits(tokenizer, blueprint, max_length=options.max_length)
+        notes: list[str] = []
+        read = functools.partial(self.texts.read, tokenizer=tokenizer, model=blueprint.config, say=notes.append)
+        train_data = no_tokens() if self.is_stream else read(options.train)
+        eval_data = read(options.eval, categories=options.eval_categories) if options.eval is not None else None
+        check(asked_of(self.asked, blueprint, train_data, eval_data))
+        check_vision(blueprint, train_data.images)
+        if train_data.routed is not None:
+            check_routed(train_data.routed, blueprint.plan)
+        written = written_day(tokenizer)
+        for data in (train_data, eval_data):
+            if data is not None and isinstance(data.images, Images):  # whose processor has a template of its own
+                written = written or written_day(data.images.processor.tokenizer)
+        if options.date is not None and written is None:
+            notes.append(f"data.date={options.date} has no effect: the chat template writes no date")
+        if eval_data is not None:
+            eval_data = eval_data.first(options.eval_limit)
+        return RunData(self.texts, blueprint, tokenizer, train_data, eval_data, tuple(dict.fromkeys(notes)), written)
+
+
+def check_fits(tokenizer: PreTrainedTokenizerBase, blueprint: Blueprint, *, max_length: int) -> None:
+    """Check the tokenizer against the model's vocabulary, and `max_length` against its positions."""
+    text_config, topology = blueprint.config.get_text_config(), blueprint.topology
+    if len(tokenizer) > text_config.vocab_size:
+        raise UserError(
+            f"tokenizer with {len(tokenizer)} tokens",
+            f"the model {blueprint.source} has embeddings for {text_config.vocab_size}",
+            "is it the tokenizer of another model?",
+        )
+    pad = padding_token_id(tokenizer)  # embedded like any other token, though masked afterwards
+    if not 0 <= pad < text_config.vocab_size:
+        raise UserError(
+            f"tokenizer whose padding is token {pad}",
+            f"the model {blueprint.source} has embeddings for {text_config.vocab_size}",
+            "name another pad_token, or eos_token, in tokenizer_config.json",
+        )
+    fixed = longest_fixed_length(blueprint.config)
+    if fixed is not None and max_length > fixed[0]:
+        raise UnsupportedError(
+            f"data.max_length={max_length}",
+            f"beyond {fixed[0]} positions the model's {fixed[1]} depends on the batch, hence on the topology",
+            f"use at most {fixed[0]}",
+        )
+    limit = most_positions(blueprint.config, blueprint.model)
+    multiple = topology.size_over(topology.token_cut)  # sequences are padded to a length that can be cut
+    if limit and math.ceil(max_length / multiple) * multiple > limit:
+        cut = {axis: size for axis, size in topology.sizes.items() if axis in topology.token_cut and size > 1}
+        sizes = "*".join(f"{axis}={size}" for axis, size in cut.items())
+        padded = f", padded to a multiple of {sizes}{' under sp' * topology.sp}" if multiple > 1 else ""
+        raise UserError(
+            f"data.max_length={max_length}{padded}",
+            f"the model has {limit} positions",
+            f"use at most {limit // multiple * multiple}",
+        )
+
+
+def check_vision(blueprint: Blueprint, images: FurtherInputs | None) -> None:
+    """Refuse an adapter outside the text part of a composite without images: it would have no gradient.
+
+    Raises:
+        UserError: names the first such module.
+    """
+    outside = [name for name in blueprint.trained.targets if not blueprint.plan.is_text(name)]
+    if outside and images is None:
+        raise UserError(
+            f"an adapter on {outside[0]}",
+            "text does not pass through it, and no training data has images",
+            "leave out lora.vision, or train on images",
+        )
