@@ -92,16 +92,20 @@ def _rows_of(run: Any) -> list[tuple[str, str]]:
     from meshlora.run.config.presets import resolved
 
     config, adapter = run.config, run.blueprint.trained
-    return [
-        *([(f"preset {config.preset}", resolved(config))] if config.preset is not None else []),
+    rows = []
+    if config.preset is not None:
+        rows.append((f"preset {config.preset}", resolved(config)))
+    train_data = "rollouts, a file a step" if config.is_stream else _size(run.train_data)
+    rows += [
         ("model", f"{config.model.path} ({run.plan.model_type}, {run.plan.num_layers} layers)"),
         ("topology", f"{run.topology} ({run.topology.world} processes)"),
         ("adapter", "\n".join([run.blueprint.size, *describe_adapter(adapter)])),
-        ("train data", _size(run.train_data) if not config.is_stream else "rollouts, a file a step"),
+        ("train data", train_data),
         ("eval data", _size(run.eval_data)),
         ("steps", f"{run.steps:,} of {config.train.batch_size} sequences"),
         ("output", config.train.output),
     ]
+    return rows
 
 
 def _result(run: Any) -> dict[str, Any]:

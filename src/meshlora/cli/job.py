@@ -101,7 +101,7 @@ class Job:
     def run(self, watch: Watch | None = None) -> bool:
         """Returns False if it was stopped before its end. watch: of a rank (`run.edge.rank_edge`)."""
         with contextlib.ExitStack() as held:
-            day = one_day()
+            day = one_day()  # before files are read: two ranks could do it on two days
             if self.starts_ranks:
                 found = self._look(day, held)
             else:
@@ -130,7 +130,7 @@ class Job:
         if self.place is not None:
             world = self.place.world
         configs, note = fitted(read_runs(self.file, self.overrides), world=world)
-        if self.starts_ranks:
+        if self.starts_ranks:  # what each rank would refuse, once
             device = next(iter(configs.values())).device
             on_gpus(device, num_ranks=world, ranks_per_gpu=self.ranks_per_gpu)
         check_command(configs, makes_rollouts=self.makes_rollouts)
@@ -139,6 +139,7 @@ class Job:
         runs = {name: self.described(run, note) for name, run in runs.items()}
         prompts = self._prompts(runs[""]) if self.makes_rollouts else None
         if self.leads:
+            # Read again under the lock: another run may have used them since.
             runs = held.enter_context(holding_outputs(runs, resume=resume, despite=despite))
         return Found(runs, prompts)
 
@@ -176,7 +177,7 @@ class Job:
         if self.place is not None:  # join first: ranks that wait for this one then notice if it ends here
             join(found.config.device)
         preflight(found.runs, skip=self.no_preflight, ranks_per_gpu=self.ranks_per_gpu)
-        stop_forking()
+        stop_forking()  # whose server holds some 300 MB
 
     def _launch(self, found: Found) -> bool:
         """Start the ranks on this machine, and wait for them."""
@@ -204,7 +205,7 @@ class Job:
     def _train(self, found: Found, watch: Watch | None, planned: Any) -> bool:
         """Train as one rank of a launcher, or alone."""
         runs, making = found.runs, None
-        if self.place is not None and self.place.rank > 0:
+        if self.place is not None and self.place.rank > 0:  # rank 0 alone speaks on the terminal
             log_to_file(logs_of(runs), self.place.rank, goes_on=any(run.resume is not None for run in runs.values()))
         if self.makes_rollouts:
             rollouts = part("rollouts", "rl")
@@ -230,16 +231,12 @@ class Job:
         """Write the result of `--json`, in the process that speaks for the job."""
         if not self.is_main:
             return
-        outputs = {name: Path(run.config.train.output) for name, run in found.runs.items()}
-        runs = {
-            name: {
-                "output": f"{output}",
-                "adapter": f"{output / 'adapter'}" if is_done else None,
-                "num_steps": found.runs[name].steps,
-                **last_values(output / "metrics.jsonl"),
-            }
-            for name, output in outputs.items()
-        }
+        runs = {}
+        for name, run in found.runs.items():
+            output = Path(run.config.train.output)
+            adapter = f"{output / 'adapter'}" if is_done else None  # that of a run which was stopped is not its result
+            last = last_values(output / "metrics.jsonl")
+            runs[name] = {"output": f"{output}", "adapter": adapter, "num_steps": run.steps, **last}
         write_result(self.json, {"is_done": is_done, "runs": runs})
 
 
@@ -264,7 +261,9 @@ def are_finished(runs: Mapping[str, Prepared], *, is_main: bool = True) -> bool:
     """Whether all runs are complete; the main rank then reports each, and writes a merged model that is missing."""
     if not all(run.is_finished for run in runs.values()):
         return False
-    for run in runs.values() if is_main else ():
+    if not is_main:
+        return True
+    for run in runs.values():
         output = Path(run.config.train.output)
         done = read_manifest(output / "adapter", kinds=("adapter",)).step
         words = f"all {run.steps:,} steps are done" if done == run.steps else f"stopped early, after {done:,} steps"

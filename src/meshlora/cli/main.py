@@ -56,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             argcomplete.autocomplete(parser)
         options = parser.parse_args(arguments)
-        words = _LOCAL_RANK.sub("", "\0".join(["meshlora", *(sys.argv[1:] if arguments is None else arguments)]))
+        given = sys.argv[1:] if arguments is None else arguments
+        words = _LOCAL_RANK.sub("", "\0".join(["meshlora", *given]))  # NUL is in no argument
         options.words = shlex.join(words.split("\0"))
         _take_local_rank(options)
         _locate(options)

@@ -43,16 +43,18 @@ class Parser(argparse.ArgumentParser):
         words = sys.argv[1:] if args is None else args
         ours = itertools.takewhile(lambda word: word != "--" and (not self.has_commands or word[:1] == "-"), words)
         given = [word.partition("=")[0] for word in ours if word.startswith("--")]
-        known = self._known() if given else []
+        known = self._known() if given else []  # --help is costly to format
         for name in given:
-            if not any(option.startswith(name) for option in known) and (near := self._near(name, known)):
+            is_known = any(option.startswith(name) for option in known)  # argparse takes an unambiguous beginning, too
+            if not is_known and (near := self._near(name, known)):
                 self.error(f"{self.prog} has no option {name}; {near}")
         return super().parse_known_args(args, namespace)
 
     def _known(self) -> list[str]:
         """All options, from the lines of --help that begin with one: argparse has no public list."""
-        lines = re.findall(r"(?m)^ {2}(-.*?)(?: {2}|$)", _COLOUR.sub("", self.format_help()))
-        return [name for line in lines for name in re.findall(r"--[\w-]+", line)]
+        text = _COLOUR.sub("", self.format_help())
+        lines = re.findall(r"(?m)^ {2}(-.*?)(?: {2}|$)", text)  # up to the help, which may name options of others
+        return re.findall(r"--[\w-]+", "\n".join(lines))
 
     def error(self, message: str) -> None:  # type: ignore[override]
         """Print one line, and exit."""
@@ -64,8 +66,10 @@ class Parser(argparse.ArgumentParser):
 
     @staticmethod
     def _near(word: str, known: Iterable[str]) -> str:
-        said = did_you_mean(word, known) if word else ""
-        return said if said.startswith("did you mean") else ""
+        if not word:
+            return ""
+        said = did_you_mean(word, known)
+        return said if said.startswith("did you mean") else ""  # else it lists all, which argparse does, too
 
 
 def _words(choices: str) -> Sequence[str]:
@@ -77,5 +81,8 @@ def keys_of_run_files(prefix: str, **_: Any) -> list[str]:
     """The completions of `--set KEY=`."""
     from meshlora.run.config.types import groups
 
-    known = [f"{group}.{key}=".lstrip(".") for group, keys in groups().items() for key in keys]
-    return [key for key in known if key.startswith(prefix)]
+    found = []
+    for group, keys in groups().items():
+        known = [f"{group}.{key}=".lstrip(".") for key in keys]  # those of no group begin with a dot
+        found += [key for key in known if key.startswith(prefix)]
+    return found

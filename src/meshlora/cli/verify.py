@@ -96,18 +96,24 @@ def _verify(options: argparse.Namespace) -> None:
                 "it starts ranks of its own",
                 "start it once, without torchrun or srun",
             )
-    names = [name for each in options.mutation for name in (MUTATIONS if each == "all" else [each])]
+    names: list[str] = []
+    for each in options.mutation:
+        names += MUTATIONS if each == "all" else [each]
     objective = as_proved(options.objective)
     schedule = of_schedule(options.schedule, ends_above_zero=options.schedule in _FALLING)
+    overrides = _fields(options.overrides)
+    lora, dropout = dict(DEFAULT_LORA), DROPOUT
+    if options.lora:
+        lora, dropout = read_lora(options.lora), 0.0  # the file's own
     given = same_fields(Request, options) | {
         "topologies": tuple(options.topology or ["tp=2,sp"]),
-        "overrides": _fields(options.overrides),
-        "lora": read_lora(options.lora) if options.lora else dict(DEFAULT_LORA),
-        "default_dropout": 0.0 if options.lora else DROPOUT,
+        "overrides": overrides,
+        "lora": lora,
+        "default_dropout": dropout,
         "objective": objective,
         "routed": "auto" if objective.kind == "grpo" else False,
         "seed": SEED if options.seed is None else options.seed,
-        "mutations": tuple(dict.fromkeys(names)),
+        "mutations": tuple(dict.fromkeys(names)),  # each once, in order
         **schedule,
         "steps": schedule["steps"] if options.steps is None else options.steps,
     }
