@@ -13,7 +13,7 @@ import functools
 import importlib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -35,11 +35,19 @@ if TYPE_CHECKING:
     from meshlora_ground.topology import Topology
 
 # In the order in which they are asked.
-WINGS = ("stages", "experts", "quantized", "kernels", "context", "packed_rows", "generation")
+WINGS = ("stages", "experts", "quantized", "kernels", "context", "packed_rows", "generation", "hub")
 
 
 class Feature:
     """What a wing brings: each method is called where its first line says, for every model."""
+
+    def folder_of(self, given: str, kind: Literal["model", "adapter"], *, trust_remote_code: bool) -> str:
+        """`loading.load`, first: the path of what may be given by a name.
+
+        Raises:
+            UserError: it is a name whose files are not to be had.
+        """
+        return given
 
     def with_stages(self, model: Any, plan: ModelPlan) -> ModelPlan:
         """`plan.derive`, when a split model is planned: its plan, with the cut of its layers into stages.

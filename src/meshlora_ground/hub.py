@@ -45,7 +45,6 @@ CHOICE = "MESHLORA_HF_HUB_OFFLINE"
 
 HEADER = re.compile(r"---\s*\n(.*?\n)---\s*\n", re.DOTALL)  # of a card
 _NAME = re.compile(r"(?P<name>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?", re.ASCII)
-_SNAPSHOT = re.compile(r"models--(?P<name>[\w.-]+--[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})", re.ASCII)
 _DATASET = re.compile(r"(?P<name>[^:]+)(:((?P<config>[\w.-]+)/)?(?P<split>[\w.-]+))?", re.ASCII)
 _TABLES = (".parquet", *(kind + packed for kind in (".jsonl", ".json", ".csv") for packed in ("", ".gz", ".zst")))
 _FILES = {".csv", ".gz", ".zst", ".json", ".jsonl", ".parquet", ".safetensors", ".txt", ".yaml", ".yml"}
@@ -65,25 +64,6 @@ _STALLED_S = 300.0
 _LOCK_S, _LOOK_S = 86_400.0, 0.2
 # The first that remembers what a repository holds. transformers 5.17 goes with older ones alone.
 _OLDEST = Version("2.4")
-
-
-@dataclass(frozen=True)
-class Repository:
-    """A snapshot in the cache. commit: 40 hexadecimal digits."""
-
-    name: str
-    commit: str
-    folder: Path
-
-
-def repository_of(folder: str | Path | None) -> Repository | None:
-    """The model repository whose snapshot `folder` is, by its path; None for any other folder.
-
-    repository_of(".../models--Qwen--Qwen3-0.6B/snapshots/c1899de289a04d12100db370d81485cdf75e47ca").name
-    """
-    path = Path(folder or ".")
-    found = _SNAPSHOT.fullmatch("/".join(path.parts[-3:]))
-    return Repository(found["name"].replace("--", "/", 1), found["commit"], path) if found else None
 
 
 def located(

@@ -1,7 +1,7 @@
 """The files of a checkpoint folder that are the model: those that transformers would load, or a refusal.
 
-Owns: that choice, for both sides of a proof, merging and the hub. Does not own: the tensors in the files
-(`model.stored`).
+Owns: that choice, for both sides of a proof, merging and the hub, and which repository of the hub a folder is a
+snapshot of. Does not own: the tensors in the files (`model.stored`), the hub (`meshlora_ground.hub`).
 
 transformers (`_get_resolved_checkpoint_files`) takes what config.json names as `transformers_weights`, else
 model.safetensors, else the shards of its index, else pickled weights. Where that could be another model than the
@@ -11,6 +11,8 @@ reader of the folder expects, it is refused: nobody can tell which of two is mea
 from __future__ import annotations
 
 import os
+import re
+from dataclasses import dataclass
 from pathlib import Path
 
 from meshlora_ground.errors import UserError
@@ -20,6 +22,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 # The largest checkpoints have some 100,000 tensors.
 _INDEX_BYTES = 32 * 2**20
 _LONGEST_NAME = 100
+_SNAPSHOT = re.compile(r"models--(?P<name>[\w.-]+--[\w.-]+)/snapshots/(?P<commit>[0-9a-f]{40})", re.ASCII)
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -112,3 +115,22 @@ def _named_by_config(folder: Path) -> object:
         return None
     config = read_json(folder / "config.json", most_bytes=_INDEX_BYTES)
     return config.get("transformers_weights") if isinstance(config, dict) else None
+
+
+@dataclass(frozen=True)
+class Repository:
+    """A snapshot in the cache. commit: 40 hexadecimal digits."""
+
+    name: str
+    commit: str
+    folder: Path
+
+
+def repository_of(folder: str | Path | None) -> Repository | None:
+    """The model repository whose snapshot `folder` is, by its path; None for any other folder.
+
+    repository_of(".../models--Qwen--Qwen3-0.6B/snapshots/c1899de289a04d12100db370d81485cdf75e47ca").name
+    """
+    path = Path(folder or ".")
+    found = _SNAPSHOT.fullmatch("/".join(path.parts[-3:]))
+    return Repository(found["name"].replace("--", "/", 1), found["commit"], path) if found else None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshlora.comm.groups import open_mesh, simulated_job
-from meshlora.processes.who_is_missing import Arrivals, Ranks, say_who_is_missing
+from meshlora.processes.arrivals import Arrivals, Ranks
+from meshlora.processes.who_is_missing import say_who_is_missing
 from meshlora_ground.topology import Topology
 
 ROW, COLUMN, ALL = (0, 1), (1, 3), (0, 1, 2, 3)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore, PrefixStore, Store
 
-from meshlora.processes.attempt import part_of_attempt
+from meshlora.processes.launchers import part_of_attempt
 
 
 def _attempt(store: Store, world: int = 3, *, last: float = 0.0) -> list[Store]:

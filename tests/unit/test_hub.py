@@ -20,7 +20,8 @@ from meshlora.run.config.file import read_run
 from meshlora.run.together import prepare_run
 from meshlora_ground import hub
 from meshlora_ground.errors import UserError
-from meshlora_ground.hub import located, located_files, repository_of
+from meshlora_ground.hub import located, located_files
+from meshlora_ground.weight_files import repository_of
 from tests.hub import Hub, commit_of
 from tests.processes import Started, wait_until
 from tests.unit.mistakes import Setup

@@ -335,7 +335,7 @@ def test_ranks_are_waited_for_as_long_as_the_run_file_says(setup: Setup, monkeyp
         waited.append(timeout_s)
         return contextlib.nullcontext()
 
-    monkeypatch.setattr(Mesh, "patient_for", noted)
+    monkeypatch.setattr("meshlora.run.run.patient_for", noted)
     train({"": prepared(setup, train__steps=1, train__timeout_s=7.0, topology="")})
     assert waited == [7.0]
 

@@ -16,7 +16,7 @@ import transformers
 
 from meshlora.cli.main import main
 from meshlora.comm import collectives
-from meshlora.processes.who_is_missing import Arrivals
+from meshlora.processes.arrivals import Arrivals
 from meshlora.run import slow_paths as facts
 from meshlora.run.compute import Compute
 from meshlora.run.prepared import Prepared

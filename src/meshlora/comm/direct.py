@@ -200,7 +200,7 @@ def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis
 
 
 def _patience_s(axis: Axis) -> float:
-    """How long to wait for the other ranks of `axis`: the limit of `Mesh.patient_for` inside it, else the group's."""
+    """How long to wait for the other ranks of `axis`: the limit of `comm.patience` inside it, else the group's."""
     if axis.arrivals.timeout_s is not None:
         return axis.arrivals.timeout_s
     assert axis.group is not None

@@ -12,7 +12,7 @@ import atexit
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -24,8 +24,7 @@ from torch import Tensor
 from torch.distributed import Backend, Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from meshlora.processes.attempt import part_of_attempt
-from meshlora.processes.heartbeat import Board, BoardInFolder, BoardInStore, Watch
+from meshlora.processes.arrivals import Arrivals
 from meshlora.processes.launchers import (
     enter_place,
     hides_gpus,
@@ -33,10 +32,10 @@ from meshlora.processes.launchers import (
     launcher_place,
     local_store,
     master_port,
+    part_of_attempt,
     set_rendezvous,
 )
 from meshlora.processes.links import Links, Outbox
-from meshlora.processes.who_is_missing import Arrivals, explaining_timeouts
 from meshlora_ground import compat
 from meshlora_ground.errors import UserError
 from meshlora_ground.topology import DATA, FEATURES, LAYERS, SEQUENCES, TOKENS, Topology, axis_sets
@@ -227,23 +226,6 @@ class Mesh:
             elif axis.group is not None:
                 compat.set_timeout(axis.group, timeout_s)
 
-    @contextlib.contextmanager
-    def patient_for(self, timeout_s: float, *, watch: Watch | None = None) -> Iterator[None]:
-        """Inside the block a collective waits `timeout_s` seconds for the other ranks, then reports who is missing.
-
-        Outside it the limit is that of `join`, as loading and proving may take long. The limit holds on NCCL too, which
-        names the collective itself. watch: this rank's, if it has one already.
-        """
-        if self.topology.world == 1:
-            yield
-            return
-        self.wait_at_most(timeout_s)
-        with contextlib.ExitStack() as opened:
-            if watch is None:
-                watch = opened.enter_context(Watch(_board(compat.job_store), self.rank, world=self.topology.world))
-            opened.enter_context(explaining_timeouts(self.world.arrivals, watch, timeout_s=timeout_s))
-            yield
-
     def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
         return self  # process groups cannot be copied, and copies of a model share them
 
@@ -282,16 +264,6 @@ def meet() -> dist.Store | None:
     return _store(file, place.rank, place.world)
 
 
-def board_of_job() -> Board:
-    """The words that all ranks of a launcher's job share, from before any group is open."""
-    return _board(meet)
-
-
-def _board(store: Callable[[], Any]) -> Board:
-    file = local_store()
-    return BoardInFolder(Path(file).parent) if file else BoardInStore(store())
-
-
 @functools.cache
 def _store(file: str | None, rank: int, world: int) -> dist.Store:
     """Made once per process: a second store would claim the port, or the file, of the first."""
@@ -313,7 +285,7 @@ def join(device_type: str = "auto", *, timeout_s: float = LOADING_S) -> torch.de
     """Join the launcher's job, or run alone; returns this rank's device, of which it takes its share if others have it.
 
     NCCL on GPUs. On CPUs a `LocalGroup` if meshlora started the ranks, else gloo. timeout_s: of its collectives, until
-    `Mesh.patient_for`.
+    `comm.patience`.
 
     Raises:
         UserError: see `on_gpus`.

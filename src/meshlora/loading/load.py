@@ -32,7 +32,6 @@ from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.proved import check_proved_here
 from meshlora.plan.pairs import check
 from meshlora_ground.errors import UserError
-from meshlora_ground.hub import located
 from meshlora_ground.model_class import model_class
 from meshlora_ground.topology import Topology
 from meshlora_ground.weight_files import weight_files
@@ -98,15 +97,13 @@ def load(
         kernels=kernels,
     )
     if not isinstance(model, PretrainedConfig):
-        model = located(f"{model}", "model", trust_remote_code=trust_remote_code)
+        model = _folder(model, "model", trust_remote_code=trust_remote_code)
     blueprint = make_blueprint(model, shape, options)
     for feature in features():
         feature.check_loading(blueprint.model, blueprint.plan, options, dtype=blueprint.dtype, device=device)
     check_proved_here(blueprint.plan.model_type, shape, has_experts=bool(blueprint.plan.experts))
     if adapter is not None:
-        blueprint = blueprint.with_folder(
-            Path(located(f"{adapter}", "adapter", kind="adapter")), ignore_dropout=ignore_lora_dropout
-        )
+        blueprint = blueprint.with_folder(Path(_folder(adapter, "adapter")), ignore_dropout=ignore_lora_dropout)
     elif lora is not None:
         blueprint = blueprint.with_adapter(lora)
     loaded = load_blueprint(blueprint, device=device, seed=seed)
@@ -114,6 +111,14 @@ def load(
     if said and loaded.meshlora.mesh.rank == 0:
         logger.warning(said)
     return loaded
+
+
+def _folder(given: str | Path, kind: Literal["model", "adapter"], *, trust_remote_code: bool = False) -> str:
+    """The path of a model or adapter that may be given by a name which a wing knows."""
+    path = f"{given}"
+    for feature in features():
+        path = feature.folder_of(path, kind, trust_remote_code=trust_remote_code)
+    return path
 
 
 def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0) -> Any:

@@ -1,7 +1,8 @@
 """Launchers: what torchrun, SLURM, mpirun and our own tell a rank by its environment.
 
-Owns: a rank's place in the job (`launcher_place`), and where the ranks meet (`set_rendezvous`). Does not own: opening
-groups (`comm.groups`), starting processes (`run.launch`).
+Owns: a rank's place in the job (`launcher_place`), where the ranks meet (`set_rendezvous`), and which of a job's
+attempts they are in (`part_of_attempt`). Does not own: opening groups (`comm.groups`), starting processes
+(`run.launch`).
 
 In the order of search: RANK and WORLD_SIZE (torchrun, our `--nproc`, PyTorchJob of Kubernetes, Ray), Open MPI, MPICH
 and Intel MPI, SLURM's `srun`, any other that speaks PMI. `mpirun` within a SLURM job starts its helpers by `srun`, so
@@ -13,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import secrets
 import shutil
 import socket
 import subprocess
@@ -20,8 +22,11 @@ import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
+from torch.distributed import PrefixStore, Store
 
 from meshlora_ground.errors import UserError
 
@@ -43,6 +48,9 @@ NO_GPUS = {"CUDA_VISIBLE_DEVICES": "-1", "HIP_VISIBLE_DEVICES": "-1"}
 _RESOLVES_IN_S = 30.0
 _AGAIN_S = 1.0
 _SCONTROL_S = 10.0  # the longest that SLURM is asked for an address
+# Between two looks, the first and the longest: thousands of ranks may wait for rank 0.
+_LOOK_S, _MOST_S = 0.05, 2.0
+_ATTEMPT = "attempt"
 
 
 @dataclass(frozen=True)
@@ -269,3 +277,44 @@ def _resolves(host: str) -> bool:
     except (OSError, UnicodeError):
         return False
     return True
+
+
+def part_of_attempt(store: Store, rank: int, world: int, *, timeout_s: float) -> Store:
+    """The part of `store` without words of earlier attempts of a job that torchrun restarts. Every rank calls this.
+
+    torchrun's agents keep one store over all restarts, and nothing in a rank's environment counts attempts the same on
+    all nodes: after a node was lost, the others' counts differ from a new one's. So rank 0 draws a name, and each rank
+    accepts only the name with which rank 0 has answered the rank's own draw.
+
+    Raises:
+        RuntimeError: a rank did not come in time.
+    """
+    own = secrets.token_hex(8)
+    if rank == 0:
+        store.set(_ATTEMPT, own)
+        for other in range(1, world):
+            store.wait([_drawn(own, other)], timedelta(seconds=timeout_s))
+            store.set(_answered(own, other), _text(store.get(_drawn(own, other))))
+        return PrefixStore(own, store)
+    deadline, told, pause_s = time.monotonic() + timeout_s, "", _LOOK_S
+    while time.monotonic() < deadline:
+        if store.check([_ATTEMPT]) and (name := _text(store.get(_ATTEMPT))) != told:
+            store.set(_drawn(name, rank), own)
+            told = name
+        if told and store.check([_answered(told, rank)]) and _text(store.get(_answered(told, rank))) == own:
+            return PrefixStore(told, store)
+        time.sleep(pause_s)
+        pause_s = min(1.5 * pause_s, _MOST_S)
+    raise RuntimeError(f"Timed out waiting {timeout_s:g} s for rank 0 to begin")
+
+
+def _text(words: Any) -> str:
+    return str(words.decode())
+
+
+def _drawn(name: str, rank: int) -> str:
+    return f"{name}/drawn/{rank}"
+
+
+def _answered(name: str, rank: int) -> str:
+    return f"{name}/answered/{rank}"

@@ -1,90 +1,23 @@
-"""Arrivals at collectives: which ranks are missing when one has waited too long.
+"""Which ranks are missing when a collective has waited too long.
 
-Owns: the count of collectives that this rank has entered, per group; its answer to a rank that asks; finding the ranks
-that did not arrive. Does not own: the collectives (`comm.collectives`), how ranks ask each other
-(`processes.heartbeat`), the time limit of groups (`comm.groups`).
-
-Answers have a fixed size: a group is named by the number of its partition of the ranks, not by its members.
+Owns: asking all ranks where they are, and finding from their answers those that did not arrive. Does not own: what a
+rank answers (`processes.arrivals`), how ranks ask each other (`processes.heartbeat`), the time limit of groups
+(`comm.groups`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable, Iterator
 
+from meshlora.processes.arrivals import Arrivals, Ranks
 from meshlora.processes.heartbeat import Watch
-from meshlora_ground.errors import CollectiveTimeoutError
 
 # Of more ranks only the first are named.
 _NAMED = 16
 _EXPLAINS, _EXPLAINED = "m/explains", "m/explained"
-# gloo's words for a timeout, and ours. NCCL ends the process by itself and names the collective.
-_TIMED_OUT = ("Timed out waiting", "timed out")
-
-Ranks = tuple[int, ...]
-Partition = Sequence[Ranks]  # groups without a common rank
-
-
-@dataclass
-class Arrivals:
-    """The collectives that this rank has entered, and the current one. As a context manager: one collective.
-
-    Attributes:
-        entered: number of collectives, by the ranks of their group. name, ranks: of the last one; is_in: still in it.
-        partitions: the groups of each axis, the same on all ranks, in the order in which they were opened.
-        timeout_s, explain: set while reports are published; the time limit, and the message for a collective that
-            exceeded it.
-    """
-
-    entered: dict[Ranks, int] = field(default_factory=dict)
-    name: str = ""
-    ranks: Ranks = ()
-    is_in: bool = False
-    partitions: list[Partition] = field(default_factory=list, repr=False, compare=False)
-    timeout_s: float | None = None
-    explain: Callable[[], str] | None = None
-
-    def at(self, name: str, ranks: Ranks) -> Self:
-        """Enter collective `name` over the global ranks `ranks`."""
-        self.entered[ranks] = self.entered.get(ranks, 0) + 1
-        self.name, self.ranks, self.is_in = name, ranks, True
-        return self
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.explain is not None and isinstance(error, RuntimeError) and any(s in str(error) for s in _TIMED_OUT):
-            raise CollectiveTimeoutError(self.explain()) from error
-        self.is_in = False
-
-    def words(self, rank: int) -> str:
-        """As JSON, for the other ranks; `rank` is this one."""
-        own = [_group_of(rank, partition) for partition in self.partitions]
-        counts = [self.entered.get(ranks, 0) for ranks in own]
-        now = own.index(self.ranks) if self.ranks in own else None
-        return json.dumps({"entered": counts, "name": self.name, "now": now, "is_in": self.is_in})
-
-    @classmethod
-    def read(cls, words: str, rank: int, partitions: list[Partition]) -> Arrivals:
-        """Parse the `words` of `rank`."""
-        said = json.loads(words)
-        own = [_group_of(rank, partition) for partition in partitions]
-        entered = {ranks: count for ranks, count in zip(own, said["entered"], strict=True) if ranks and count}
-        now = () if said["now"] is None else own[said["now"]]
-        return cls(entered, said["name"], now, said["is_in"], partitions)
-
-
-def _group_of(rank: int, partition: Partition) -> Ranks:
-    return next((ranks for ranks in partition if rank in ranks), ())
 
 
 @contextlib.contextmanager

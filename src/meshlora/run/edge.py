@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from meshlora.comm.groups import board_of_job
+from meshlora.comm.patience import board_of_job
 from meshlora.processes.heartbeat import Cause, Watch
 from meshlora.processes.launchers import launcher_place
 from meshlora_ground.compat import abort_groups

@@ -17,9 +17,9 @@ import yaml
 from meshlora.run.config.run import Given, paths_of
 from meshlora.run.prepared import Prepared
 from meshlora_ground.errors import one_line
-from meshlora_ground.hub import repository_of
 from meshlora_ground.tasks import CAUSAL
 from meshlora_ground.versions import versions
+from meshlora_ground.weight_files import repository_of
 
 _DATASET = re.compile(r"datasets--(?P<name>[\w.-]+--[\w.-]+)/snapshots/[0-9a-f]{40}/(?P<file>.+)", re.ASCII)
 # What may stand in a command and is nobody's business: tokens, places behind URLs, folders of a machine.

@@ -23,6 +23,7 @@ from meshlora.adapter.formats.peft_format import begin_adapter
 from meshlora.adapter.plan import describe_adapter
 from meshlora.comm.collectives import all_gather, broadcast_in_place
 from meshlora.comm.groups import Mesh, join, leave
+from meshlora.comm.patience import patient_for
 from meshlora.loading.load import load_blueprint
 from meshlora.processes.heartbeat import Watch
 from meshlora.processes.launchers import launcher_place
@@ -87,7 +88,7 @@ def train(
             reporters[name] = opened.enter_context(_reporter(name, run, console, mesh))
             reporters[name].planned = planned
             introduce(run, notes, reporters[name], held_bytes)
-        opened.enter_context(mesh.patient_for(first.config.train.timeout_s, watch=watch))
+        opened.enter_context(patient_for(mesh, first.config.train.timeout_s, watch=watch))
         check = functools.partial(_check_merge, first) if first.config.train.merge_at_end and is_main else None
         of_adapters = {names[name]: run for name, run in runs.items()}
         trainer = Trainer(of_adapters, model, {names[name]: one for name, one in reporters.items()}, stop, check)

@@ -87,8 +87,8 @@ def _choose(options: argparse.Namespace) -> None:
     from meshlora_extra.planner.problem import Problem, read_config
     from meshlora_ground.console import Console
     from meshlora_ground.files import write_text_atomically
-    from meshlora_ground.hub import repository_of
     from meshlora_ground.topology import Topology
+    from meshlora_ground.weight_files import repository_of
 
     gpu = hardware_named(options.gpu, options.hardware)
     config = read_config(options.model, trust_remote_code=options.trust_remote_code)

@@ -39,9 +39,9 @@ from meshlora.model.inject import is_tied
 from meshlora.plan.rules import ModelPlan
 from meshlora_ground.errors import MeshloraError, SaveError, UnsupportedError, UserError, did_you_mean, reason
 from meshlora_ground.files import new_folder, read_json, write_json_atomically
-from meshlora_ground.hub import repository_of
 from meshlora_ground.reading import parse_yaml, read_text
 from meshlora_ground.tasks import CAUSAL, labels_of, set_labels, set_task, task_of
+from meshlora_ground.weight_files import repository_of
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"

@@ -19,8 +19,7 @@ import numpy as np
 
 from meshlora_ground.errors import UserError, did_you_mean, one_line
 from meshlora_ground.file_hash import FileHashes
-from meshlora_ground.hub import repository_of
-from meshlora_ground.weight_files import INDEX
+from meshlora_ground.weight_files import INDEX, repository_of
 
 # Name in an identity -> files.
 Contents = Mapping[str, tuple[Path, ...]]
