@@ -27,7 +27,7 @@ from torch import Tensor
 from cores import fewer
 from meshlora.comm.collectives import copy_one_to_each
 from meshlora.comm.groups import Axis, become_rank, leave, open_mesh
-from meshlora.layers.head.loss import CHUNK_BYTES, summed_cross_entropy_from_hidden
+from meshlora.layers.head_loss import CHUNK_BYTES, summed_cross_entropy_from_hidden
 from meshlora_ground.topology import Topology
 from processes import memory_bytes
 from table import Findings, Parity, ParityError, Row, faster, parser, run, smaller, turns_within

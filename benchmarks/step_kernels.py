@@ -48,7 +48,7 @@ from transformers import AutoModelForCausalLM
 from gpu_shapes import RANK, Shape, real_shapes, resized, tiny
 from meshlora.adapter.attach import active_factors
 from meshlora.comm.groups import simulated_job
-from meshlora.layers.head import loss as vocabulary
+from meshlora.layers import head_loss as vocabulary
 from meshlora.layers.row_lengths import rows_of
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.model.regions import tensors_in

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from meshlora.adapter.formats.peft_format import lora_config as lora_config
     from meshlora.adapter.formats.peft_format import save_adapter as save_adapter
     from meshlora.comm.groups import leave as leave
-    from meshlora.layers.head.loss import shifted as shifted
+    from meshlora.layers.head_loss import shifted as shifted
     from meshlora.loading.load import load as load
     from meshlora.reading.preferences import read_preferences as read_preferences
     from meshlora.reading.records import Record as Record
@@ -71,7 +71,7 @@ _HOME = {
     "IGNORED": "meshlora.train.batch",
     "Batch": "meshlora.train.batch",
     "collate": "meshlora.train.batch",
-    "shifted": "meshlora.layers.head.loss",
+    "shifted": "meshlora.layers.head_loss",
     "Sequence": "meshlora_ground.dataset",
     "TokenizedDataset": "meshlora_ground.dataset",
     "joined": "meshlora.train.packing",

@@ -241,7 +241,7 @@ class Feature:
         return gather
 
     def methods(self, model: Any) -> Mapping[str, Callable[..., Any]]:
-        """`loading.methods`, when a model has its weights: name -> a function of the model and of its
+        """`loading.guards`, when a model has its weights: name -> a function of the model and of its
         arguments, in place of a method that knows nothing of the mesh.
         """
         return {}

@@ -21,7 +21,7 @@ import yaml
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from meshlora.layers.head import loss as vocabulary
+from meshlora.layers import head_loss as vocabulary
 from meshlora.run.trainer import Trainer
 from tests.pool import Pool
 from tests.ranks.test_several_adapters import _file as many_file

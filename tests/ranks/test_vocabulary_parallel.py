@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshlora.comm.collectives import all_reduce_sum, copy_one_to_each
 from meshlora.comm.groups import Axis, open_mesh
-from meshlora.layers.head import loss as vocabulary
-from meshlora.layers.head.loss import IGNORED, summed_cross_entropy_from_hidden
+from meshlora.layers import head_loss as vocabulary
+from meshlora.layers.head_loss import IGNORED, summed_cross_entropy_from_hidden
 from meshlora_ground.topology import Topology
 from tests.for_each import for_each
 from tests.pool import Pool

@@ -247,7 +247,7 @@ ALLOWED = {
     "meshlora_extra/hf/summed.py:_try": _SHOWN,
     "meshlora_extra/hf/trainer.py:compute_loss": _OF_RECORD,
     "wings/generation/continuous.py:_check": _OF_MODEL,
-    "model/wrappers.py:_check_caller": "a wrapper of another library",
+    "loading/guards.py:_check_caller": "a wrapper of another library",
     "plan/derive.py:_mixing": _OF_MODEL,
     "plan/derive.py:_refuse_mixing": _OF_MODEL,
     "plan/families/proved.py:check_family": _OF_MODEL,

@@ -15,9 +15,9 @@ from transformers import CohereConfig, Gemma2Config, GraniteConfig, LlamaConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from meshlora.comm.groups import Axis
-from meshlora.layers.head import loss as vocabulary
-from meshlora.layers.head.loss import IGNORED, summed_cross_entropy_from_hidden
-from meshlora.layers.head.recipe import LogitsRecipe
+from meshlora.layers import head_loss as vocabulary
+from meshlora.layers.head_loss import IGNORED, summed_cross_entropy_from_hidden
+from meshlora.layers.logits_recipe import LogitsRecipe
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.float64 import lift
 from tests.for_each import for_each

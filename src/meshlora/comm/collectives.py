@@ -35,7 +35,7 @@ def _together(name: str, ours: Callable[..., Any], torchs: Callable[..., Any], a
     with axis.arrivals.at(name, axis.ranks):
         if axis.is_direct and given[0].is_cpu:
             return ours(*given, axis)
-        if axis.is_direct:
+        if axis.is_direct:  # gloo, and the tensor on a GPU: torch copies it over the host
             take(OVER_CPU, given[0].device)
         return torchs(*given, group=axis.group)
 
@@ -111,6 +111,7 @@ def receive_from_neighbour(like: Tensor, axis: Axis, *, step: int) -> Tensor:
     wait for each other in turn. Without a gradient.
     """
     before = axis.rank if step > 0 else axis.size - 1 - axis.rank
+    # In each turn one pair of neighbours has something; the exchange is of all ranks.
     for turn in range(before):
         receive = [0] * axis.size
         receive[axis.rank - step] = len(like) * (turn == before - 1)
@@ -149,11 +150,13 @@ def broadcast_in_place(tensor: Tensor, axis: Axis) -> Tensor:
 
 def broadcast_text(text: str, axis: Axis, device: torch.device) -> str:
     """The text of the group's first rank, on all."""
-    content = text.encode()
+    content = bytearray(text.encode())
     size = int(broadcast_in_place(torch.tensor([len(content)], device=device), axis).item())
-    if not size:
+    if not size:  # `frombuffer` takes no empty buffer
         return ""
-    held = torch.frombuffer(bytearray(content if axis.rank == 0 else size), dtype=torch.uint8).to(device)
+    if axis.rank != 0:
+        content = bytearray(size)
+    held = torch.frombuffer(content, dtype=torch.uint8).to(device)
     return bytes(broadcast_in_place(held, axis).tolist()).decode()
 
 
@@ -161,10 +164,11 @@ def broadcast_of(tensor: Tensor | None, like: Tensor, axis: Axis, *, source: int
     """`tensor` of rank `source` of `axis`, the others of which give None, on all of them. like: its shape and dtype."""
     own = torch.empty_like(like, device=device) if tensor is None else tensor
     rows = own.reshape(1, -1)
-    number = [int(rank == source) for rank in range(axis.size)]
-    send_to = [int(axis.rank == source)] * axis.size
-    every = torch.cat([rows] * axis.size) if axis.rank == source else rows[:0]
-    return exchange_rows(every, axis, send_to, number).view(like.shape)
+    receive = [0] * axis.size
+    receive[source] = 1
+    if axis.rank == source:
+        return exchange_rows(torch.cat([rows] * axis.size), axis, [1] * axis.size, receive).view(like.shape)
+    return exchange_rows(rows[:0], axis, [0] * axis.size, receive).view(like.shape)
 
 
 def open_channel(axis: Axis) -> None:
@@ -284,9 +288,14 @@ def exchange_each_to_each(x: Tensor, axis: Axis, send: Sequence[int], receive: S
     """each -> each. forward: all-to-all on dim 0; backward: the reverse exchange."""
     if axis.size == 1:
         return x
-    return _move(
-        x, axis, lambda t, a: exchange_rows(t, a, send, receive), lambda t, a: exchange_rows(t, a, receive, send)
-    )
+
+    def there(t: Tensor, a: Axis) -> Tensor:
+        return exchange_rows(t, a, send, receive)
+
+    def back(t: Tensor, a: Axis) -> Tensor:
+        return exchange_rows(t, a, receive, send)
+
+    return _move(x, axis, there, back)
 
 
 class _HandOn(Function):

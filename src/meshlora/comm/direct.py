@@ -62,15 +62,15 @@ def _operator(signature: str) -> Callable[[Callable[..., Any]], Callable[..., An
 @_operator("allreduce_(Tensor(a!) tensor, str group) -> ()")
 def all_reduce(tensor: Tensor, axis: Axis) -> None:
     """Sum over the ranks, in place; contiguous."""
-    flat, own_rank = tensor.view(-1), _rank(axis)
+    flat = tensor.view(-1)
     if axis.size == 2 or flat.numel() * flat.element_size() <= ONE_ROUND_BYTES:
-        parts = [flat if rank == own_rank else torch.empty_like(flat) for rank in range(axis.size)]
+        parts = _with_room(flat, axis)
         _exchange([flat] * axis.size, parts, axis)
         _add_up(parts, flat, axis)
-    else:
+    else:  # each rank sums its share of the elements, and tells the others the sums
         shares = flat.tensor_split(axis.size)
-        own = shares[own_rank]
-        parts = [own if rank == own_rank else torch.empty_like(own) for rank in range(axis.size)]
+        own = shares[_rank(axis)]
+        parts = _with_room(own, axis)
         _exchange(shares, parts, axis)
         _add_up(parts, own, axis)
         _exchange([own] * axis.size, shares, axis)
@@ -101,11 +101,10 @@ def all_gather(result: Tensor, tensor: Tensor, axis: Axis) -> None:
 @_operator("reducescatter_(Tensor(a!) result, Tensor tensor, str group) -> ()")
 def reduce_scatter(result: Tensor, tensor: Tensor, axis: Axis) -> None:
     """This rank's slice of the sum of `tensor` over the ranks -> `result`; both contiguous."""
-    flat, own_rank = result.view(-1), _rank(axis)
     shares = tensor.view(-1).tensor_split(axis.size)
-    parts = [shares[rank] if rank == own_rank else torch.empty_like(flat) for rank in range(axis.size)]
+    parts = _with_room(shares[_rank(axis)], axis)
     _exchange(shares, parts, axis)
-    _add_up(parts, flat, axis)
+    _add_up(parts, result.view(-1), axis)
 
 
 @_operator("alltoall_(Tensor(a!) result, Tensor tensor, int[] receive, int[] send, str group) -> ()")
@@ -131,16 +130,25 @@ def broadcast(tensor: Tensor, axis: Axis) -> None:
 def send(tensor: Tensor, axis: Axis) -> None:
     """`tensor`, contiguous, to the other of two ranks. A thread waits for it to leave."""
     links_of(axis)  # here: it needs the other rank, which opens them too
-    nothing, other = tensor.new_empty(0), 1 - _rank(axis)
-    outgoing = [tensor if rank == other else nothing for rank in range(2)]
+    nothing = tensor.new_empty(0)
+    outgoing = [nothing, nothing]
+    outgoing[1 - _rank(axis)] = tensor
     axis.outbox.put(lambda: _exchange(outgoing, [nothing] * 2, axis))
 
 
 @_operator("receive_(Tensor(a!) tensor, str group) -> ()")
 def receive(tensor: Tensor, axis: Axis) -> None:
     """Into `tensor`, contiguous, what the other of two ranks has sent."""
-    nothing, other = tensor.new_empty(0), 1 - _rank(axis)
-    _exchange([nothing] * 2, [tensor if rank == other else nothing for rank in range(2)], axis)
+    nothing = tensor.new_empty(0)
+    incoming = [nothing, nothing]
+    incoming[1 - _rank(axis)] = tensor
+    _exchange([nothing] * 2, incoming, axis)
+
+
+def _with_room(own: Tensor, axis: Axis) -> list[Tensor]:
+    """`own` at this rank's place, and new memory of its shape at those of the others."""
+    own_rank = _rank(axis)
+    return [own if rank == own_rank else torch.empty_like(own) for rank in range(axis.size)]
 
 
 def _rank(axis: Axis) -> int:
@@ -166,7 +174,7 @@ def _open_links(axis: Axis) -> Links | None:
     meeting = Meeting(_rank(axis), axis.size)
     try:
         can = meeting.connect(_told_to_all(meeting.address, axis))
-        if all(map(any, _told_to_all(bytes([can]), axis))):
+        if all(map(any, _told_to_all(bytes([can]), axis))):  # each tells one byte: 1 if it reached all below it
             return meeting.links()
     finally:
         meeting.give_up()
@@ -180,7 +188,7 @@ def _told_to_all(own: bytes, axis: Axis) -> list[bytes]:
     if isinstance(axis.group, LocalGroup):
         return axis.group.told_to_all(own)
     mine = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-    found = [mine if rank == _rank(axis) else torch.empty_like(mine) for rank in range(axis.size)]
+    found = _with_room(mine, axis)
     _exchange_over_gloo([mine] * axis.size, found, axis)
     return [one.numpy().tobytes() for one in found]
 
@@ -191,12 +199,15 @@ def _exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis
     if links is None:
         _exchange_over_gloo(outgoing, incoming, axis)
         return
-    others = [rank for rank in range(axis.size) if rank != _rank(axis)]
-    links.exchange(
-        {rank: outgoing[rank] for rank in others if outgoing[rank].numel()},
-        {rank: incoming[rank] for rank in others if incoming[rank].numel()},
-        timeout_s=_patience_s(axis),
-    )
+    own_rank, to_each, from_each = _rank(axis), {}, {}
+    for rank, (given, room) in enumerate(zip(outgoing, incoming, strict=True)):
+        if rank == own_rank:  # the caller has put its own part in place
+            continue
+        if given.numel():
+            to_each[rank] = given
+        if room.numel():
+            from_each[rank] = room
+    links.exchange(to_each, from_each, timeout_s=_patience_s(axis))
 
 
 def _patience_s(axis: Axis) -> float:
@@ -215,6 +226,7 @@ def _patience_s(axis: Axis) -> float:
 def _exchange_over_gloo(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], axis: Axis) -> None:
     assert axis.group is not None
     own_rank = _rank(axis)
+    # Each begins with the rank after it, so that not all send to the first one first.
     others = [(own_rank + step) % axis.size for step in range(1, axis.size)]
     works = [axis.group.send([outgoing[i]], i, _TAG) for i in others if outgoing[i].numel()]
     works += [axis.group.recv([incoming[i]], i, _TAG) for i in others[::-1] if incoming[i].numel()]

@@ -26,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshlora.processes.arrivals import Arrivals
 from meshlora.processes.launchers import (
+    Place,
     enter_place,
     hides_gpus,
     is_by_torchrun,
@@ -223,7 +224,7 @@ class Mesh:
         for axis in (*self._axes.values(), *self.channels.in_order):
             if isinstance(axis.group, LocalGroup):
                 axis.group.timeout_s = timeout_s
-            elif axis.group is not None:
+            elif axis.group is not None:  # None of a rank alone
                 compat.set_timeout(axis.group, timeout_s)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
@@ -292,36 +293,44 @@ def join(device_type: str = "auto", *, timeout_s: float = LOADING_S) -> torch.de
     """
     place = launcher_place()
     if dist.is_initialized() and place is None:  # the script opened the group, and chose its device
-        on_gpu = on_gpus(device_type, num_ranks=1)
-        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    shares = place.ranks_per_gpu if place else 1
-    on_gpu = on_gpus(device_type, num_ranks=place.local_rank + 1 if place else 1, ranks_per_gpu=shares)
-    device = torch.device("cuda", place.gpu if place else 0) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-        if shares > 1:
-            torch.cuda.set_per_process_memory_fraction(1 / shares, device)
-        # Autograd runs in its own threads, and cuBLAS warns if a matmul is the first CUDA work of a thread.
-        torch.zeros((), device=device, requires_grad=True).mul(2).backward()
+        if on_gpus(device_type, num_ranks=1):
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+    own = place or Place(rank=0, world=1, local_rank=0)
+    on_gpu = on_gpus(device_type, num_ranks=own.local_rank + 1, ranks_per_gpu=own.ranks_per_gpu)
+    device = _take_gpu(own) if on_gpu else torch.device("cpu")
     if place is None or dist.is_initialized():
         return device
     store = meet()
     assert store is not None
-    is_local = local_store() is not None and not on_gpu
-    if is_local:
+    if on_gpu:
+        backend = "nccl"
+    elif local_store() is not None:
+        backend = BACKEND
         if BACKEND not in Backend.backend_list:
             Backend.register_backend(BACKEND, LocalGroup, devices=["cpu"])
-    elif not on_gpu:
-        # Also for a script that never calls `leave`.
-        atexit.register(leave)
+    else:
+        backend = "gloo"
+        atexit.register(leave)  # also for a script that never calls `leave`
     dist.init_process_group(
-        "nccl" if on_gpu else BACKEND if is_local else "gloo",
+        backend,
         store=dist.PrefixStore("group", store),
         rank=place.rank,
         world_size=place.world,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if on_gpu else None,
+        device_id=device if on_gpu else None,  # NCCL connects at once, and can be split
     )
+    return device
+
+
+def _take_gpu(place: Place) -> torch.device:
+    """The GPU of a rank, made this process' own: the default of all that names no device."""
+    device = torch.device("cuda", place.gpu)
+    torch.cuda.set_device(device)
+    if place.ranks_per_gpu > 1:
+        torch.cuda.set_per_process_memory_fraction(1 / place.ranks_per_gpu, device)
+    # Autograd runs in its own threads, and cuBLAS warns if a matmul is the first CUDA work of a thread.
+    torch.zeros((), device=device, requires_grad=True).mul(2).backward()
     return device
 
 
@@ -348,12 +357,13 @@ def on_gpus(device_type: str, *, num_ranks: int, ranks_per_gpu: int = 1) -> bool
     if not num_gpus:
         raise UserError("device: cuda", "this machine has no CUDA device that torch can use", "use device: cpu")
     if num_gpus * ranks_per_gpu < num_ranks:
-        needed = -(-num_ranks // num_gpus)
+        rule = f"each needs a GPU of its own, and there are {num_gpus}"
+        if ranks_per_gpu > 1:
+            rule = f"--ranks-per-gpu {ranks_per_gpu} has room for {ranks_per_gpu * num_gpus}"
+        needed = -(-num_ranks // num_gpus)  # rounded up
         raise UserError(
             f"{num_ranks} processes on this machine",
-            f"each needs a GPU of its own, and there are {num_gpus}"
-            if ranks_per_gpu == 1
-            else f"--ranks-per-gpu {ranks_per_gpu} has room for {ranks_per_gpu * num_gpus}",
+            rule,
             "start fewer, use device: cpu, or let ranks share a GPU, to try and to prove (train --nproc, verify, "
             f"check --prove): --ranks-per-gpu {needed}",
         )
@@ -416,7 +426,9 @@ def open_mesh(
     Raises:
         UserError: the job does not have `topology.world` ranks.
     """
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world = 0, 1
+    if dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
     if world != topology.world:
         raise UserError(
             f"topology {topology} needs {topology.world} processes",
@@ -424,6 +436,7 @@ def open_mesh(
             f"start it with `torchrun --nproc-per-node {topology.world}` or `meshlora train --nproc {topology.world}`",
         )
     opened: dict[tuple[tuple[int, ...], ...], Axis] = {}  # two sets of axes may span the same ranks
+    # One count for all groups: an answer of this rank has all that it has entered.
     arrivals, axes = Arrivals(), {}
     for names in axis_sets(copies, has_experts=has_experts):
         groups = topology.groups_over(names)
@@ -436,18 +449,23 @@ def open_mesh(
 
 def _open_channels(topology: Topology, rank: int, arrivals: Arrivals) -> Channels:
     """The groups between neighbouring stages, opened in one order on every rank."""
-    stride, found, size = topology.per_stage, dict[str, Axis](), topology.size_over(LAYERS)
-    # With several stages a rank the last rank's are followed by the first rank's.
-    for place in range(size - 1 if topology.interleave == 1 else size):
-        starts = range(place * stride, (place + 1) * stride)
-        follower = {first: (first + stride) % topology.world for first in starts}
-        pairs = [sorted(pair) for pair in follower.items()]
-        own = next((pair for pair in pairs if rank in pair), None)
+    stride, num_borders = topology.per_stage, topology.size_over(LAYERS)
+    if topology.interleave == 1:  # else the last rank's stages are followed by the first rank's
+        num_borders -= 1
+    found: dict[str, Axis] = {}
+    for border in range(num_borders):
+        pairs: list[list[int]] = []
+        own, is_before = None, False
+        for before in range(border * stride, (border + 1) * stride):
+            pair = sorted((before, (before + stride) % topology.world))
+            pairs.append(pair)
+            if rank in pair:
+                own, is_before = pair, rank == before
         arrivals.partitions.append([tuple(pair) for pair in pairs])
         for here, there in (("to_next", "from_before"), ("from_next", "to_before")):
-            group = _opened(pairs)
+            group = _opened(pairs)  # by all ranks, also those that are in none of the pairs
             if own is not None:
-                found[here if rank in follower else there] = Axis(2, own.index(rank), tuple(own), group, arrivals)
+                found[here if is_before else there] = Axis(2, own.index(rank), tuple(own), group, arrivals)
     return Channels(**found, in_order=tuple(found.values()))
 
 
@@ -470,7 +488,7 @@ def _open_axis(groups: list[list[int]], rank: int, world: int, arrivals: Arrival
     arrivals.partitions.append([tuple(group) for group in groups])
     group: dist.ProcessGroup | None = None
     if len(ranks) == world > 1:
-        group = dist.group.WORLD
+        group = dist.group.WORLD  # open already: a second one would take memory of its own on a GPU
     elif len(ranks) > 1:
         group = _opened(groups)
     return Axis(len(ranks), ranks.index(rank), tuple(ranks), group, arrivals)

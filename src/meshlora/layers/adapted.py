@@ -77,24 +77,34 @@ class AdaptedLeaf(nn.Module):
 
     def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
         """Attach local factors `{"A": ..., "B": ...}` (for pieces `"A.q"`, `"B.q"`, ...) as adapter `name`; frozen."""
+        pieces = []
         for part, value in factors.items():
             side, _, piece = part.partition(".")
-            width = len(self._piece_rows(piece)) if piece else self.out_features
-            assert value.shape[-1 if side == "A" else -2] == (self.in_features if side == "A" else width), (part, value)
             key = f"{name}/{piece}" if piece else name
-            (self.lora_A if side == "A" else self.lora_B)[key] = nn.Parameter(value, requires_grad=False)
+            factor = nn.Parameter(value, requires_grad=False)
+            if side == "A":
+                assert value.shape[-1] == self.in_features, (part, value)
+                self.lora_A[key] = factor
+                if piece:
+                    pieces.append(piece)
+            else:
+                width = len(self._piece_rows(piece)) if piece else self.out_features
+                assert value.shape[-2] == width, (part, value)
+                self.lora_B[key] = factor
         if factors:
-            self.pieces[name] = tuple(part.partition(".")[2] for part in factors if part.startswith("A."))
+            self.pieces[name] = tuple(pieces)
         self.scaling[name] = scaling
 
     def trained(self, adapter: str) -> dict[str, nn.Parameter]:
         """The trained tensors of `adapter` on this leaf, keyed as in `add_adapter`."""
         if adapter not in self.scaling:
             return {}
+        if not self.pieces[adapter]:
+            return {"A": self.lora_A[adapter], "B": self.lora_B[adapter]}
         found: dict[str, nn.Parameter] = {}
-        for piece in self.pieces[adapter] or ("",):
-            key, end = (f"{adapter}/{piece}", f".{piece}") if piece else (adapter, "")
-            found |= {f"A{end}": self.lora_A[key], f"B{end}": self.lora_B[key]}
+        for piece in self.pieces[adapter]:
+            key = f"{adapter}/{piece}"  # the name of a parameter has no dot
+            found |= {f"A.{piece}": self.lora_A[key], f"B.{piece}": self.lora_B[key]}
         return found
 
     @property

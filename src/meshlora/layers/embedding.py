@@ -93,15 +93,20 @@ class ParallelEmbedding(nn.Embedding):
         found, nothing = [], self.weight.new_zeros(len(ids), self.embedding_dim)
         for part in self.tokens.parts(type(self).__name__, len(ids)):
             adapter, rows = str(part.share.adapter), slice(part.start, part.stop)
-            found.append(self._lora(ids[rows], adapter, dtype) if adapter in self.scaling else nothing[rows])
+            if adapter in self.scaling:
+                found.append(self._lora(ids[rows], adapter, dtype))
+            else:  # it is on other modules alone
+                found.append(nothing[rows])
         return torch.cat(found)
 
     def _lora(self, ids: Tensor, name: str, dtype: torch.dtype) -> Tensor:
         # The padding token's column of A gets no gradient, as in PEFT.
         z = F.embedding(ids, self.lora_embedding_A[name].T, padding_idx=self.padding_idx).to(dtype)
         delta = z @ self.lora_embedding_B[name].T.to(dtype) * self.scaling[name]
-        scale = getattr(self, "embed_scale", None)
-        return delta if scale is None else delta * scale.to(delta.dtype)
+        scale = getattr(self, "embed_scale", None)  # of gemma: PEFT scales its update too
+        if scale is not None:
+            delta = delta * scale.to(delta.dtype)
+        return delta
 
 
 def parallelize_embedding(module: nn.Module, rule: ParameterRule | None, tp: Axis, *, name: str) -> None:
@@ -125,4 +130,4 @@ def parallelize_embedding(module: nn.Module, rule: ParameterRule | None, tp: Axi
     module.weight = nn.Parameter(empty, requires_grad=False)
     if module.padding_idx is not None:
         padding = module.padding_idx - module.first_id
-        module.padding_idx = padding if 0 <= padding < local else None
+        module.padding_idx = padding if 0 <= padding < local else None  # a rank of tp has it, the others have none

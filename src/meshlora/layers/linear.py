@@ -25,7 +25,7 @@ from meshlora.comm.groups import Axis
 from meshlora.layers.adapted import AdaptedLeaf, Placement
 from meshlora.layers.dropout import input_features
 from meshlora.layers.frozen import FrozenMatrix, frozen_linear, unpacked
-from meshlora.layers.head.recipe import LogitsRecipe
+from meshlora.layers.logits_recipe import LogitsRecipe
 from meshlora.layers.products import Entered, GivenZFunction, LoraLinearFunction
 from meshlora.layers.token_rows import ReplacedRows, base_rows, rows_of
 from meshlora.layers.tokens import ForwardTokens, Mask, Part, Segment
@@ -65,7 +65,7 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
         """As in `AdaptedLeaf`; with DoRA also `magnitude` `[out_local]`, in the same call or a separate one."""
         if "magnitude" in factors:
             self.lora_magnitude_vector[name] = nn.Parameter(factors["magnitude"], requires_grad=False)
-        super().add_adapter(name, {p: v for p, v in factors.items() if p != "magnitude"}, scaling=scaling)
+        super().add_adapter(name, {part: v for part, v in factors.items() if part != "magnitude"}, scaling=scaling)
 
     def set_dropout(self, name: str, p: float, tokens: ForwardTokens) -> None:
         """Give the input of adapter `name` dropout with probability `p` in training."""
@@ -83,12 +83,13 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
     def placement(self, parameter: Tensor) -> Placement:
         """Where its base `parameter` is stored."""
         rule = self.rule
-        if parameter.ndim == 1:
-            return Placement((rule.out_features,), 0 if rule.split is Split.COLUMN else None, rule.layout)
         dim = {Split.COLUMN: 0, Split.ROW: 1, Split.WHOLE: None}[rule.split]
+        if parameter.ndim == 1:  # a bias: a row-parallel linear has all of it
+            return Placement((rule.out_features,), 0 if rule.split is Split.COLUMN else None, rule.layout)
         shape = (rule.out_features, rule.in_features)
-        stored = shape[::-1] if rule.is_transposed else shape
-        return Placement(stored, dim, rule.layout, rule.is_transposed, has_inputs_first=rule.is_transposed)
+        if rule.is_transposed:
+            shape = (rule.in_features, rule.out_features)
+        return Placement(shape, dim, rule.layout, rule.is_transposed, has_inputs_first=rule.is_transposed)
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., in_local]` -> y `[..., out_local]`; a row layer returns the sum over tp."""
@@ -106,7 +107,9 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
             y = self._leave_region(y)
         if has_magnitude:
             y = self._with_magnitudes(y)
-        return self._add_bias(y) if adds_bias else y
+        if adds_bias:
+            y = self._add_bias(y)
+        return y
 
     def _adapted(
         self, entered: Entered, bias: Tensor | None, segments: Sequence[Segment], names: Sequence[str]
@@ -158,8 +161,9 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
         found = []
         for part in self._parts(y):
             adapter, own = str(part.share.adapter), rows[part.start : part.stop]
-            has_magnitude = adapter in self.lora_magnitude_vector
-            found.append(own * self.magnitude_ratio(adapter).to(y.dtype) if has_magnitude else own)
+            if adapter in self.lora_magnitude_vector:
+                own = own * self.magnitude_ratio(adapter).to(y.dtype)
+            found.append(own)
         return torch.cat(found).view(y.shape)
 
     def magnitude_ratio(self, adapter: str) -> Tensor:
@@ -234,8 +238,9 @@ class ParallelHead(ParallelLinear):
     def local_logits(self, x: Tensor) -> Tensor:
         """x `[..., in]` -> logits `[..., vocab/tp]` of this rank's rows, padding included."""
         logits = super().forward(x)
-        rows = rows_of(self.replaced, self.active)
-        return logits if rows is None else rows.put_into(logits, x)
+        if (rows := rows_of(self.replaced, self.active)) is not None:
+            logits = rows.put_into(logits, x)
+        return logits
 
     def replace_rows(self, adapter: str, values: nn.Parameter, ids: Sequence[int]) -> None:
         """Let the rows `values` `[n, H]` of the tokens `ids` take the place of the base's while `adapter` is active."""
@@ -243,15 +248,18 @@ class ParallelHead(ParallelLinear):
 
     def base_rows(self, ids: Sequence[int]) -> Tensor:
         """The rows `[n, H]` of the tokens `ids` in the base. Collective."""
-        is_whole = self.rule.split is Split.WHOLE
-        return base_rows(self.weight, ids, first=self._first_id, tp=None if is_whole else self.tp)
+        others = None if self.rule.split is Split.WHOLE else self.tp
+        return base_rows(self.weight, ids, first=self._first_id, tp=others)
 
     @property
     def _first_id(self) -> int:
-        return 0 if self.rule.split is Split.WHOLE else self.tp.rank * self.out_features
+        if self.rule.split is Split.WHOLE:
+            return 0
+        return self.tp.rank * self.out_features
 
     def _whole(self, y: Tensor) -> Tensor:
         if self.rule.split is Split.WHOLE:
             return y
+        # Collectives work on dim 0; rows beyond the vocabulary are padding.
         parts = gather_each_to_one(y.movedim(-1, 0).contiguous(), self.tp)
         return parts[: self.rule.out_features].movedim(0, -1)

@@ -26,7 +26,7 @@ def note(x: Tensor, found: _Note) -> _Note:
     if notes is None:
         notes = {}
         setattr(x, _NOTES, notes)
-    notes[type(found)] = (found, version_of(x))
+    notes[type(found)] = (found, version_of(x))  # one of a kind: a second takes the place of the first
     return found
 
 

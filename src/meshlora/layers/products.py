@@ -102,10 +102,10 @@ class LoraLinearFunction(Function):
         ctx.dtypes = [factor.dtype for factor in factors]
         factors = tuple(rounded(factor, x.dtype) for factor in factors)
         groups = _groups(segments, factors)
-        zs = [group.product(group.seen(x2), _stacked(a).mT) for group, a, _ in groups]
-        y = _sum_of_products(x, plain, bias, [(group, z, b) for z, (group, _, b) in zip(zs, groups, strict=True)])
+        zs = [group.product(group.seen(x2), group.a.mT) for group in groups]
+        y = _sum_of_products(x, plain, bias, list(zip(groups, zs, strict=True)))
         source = entered.source or Source((x2,), _itself)
-        inputs = source.tensors if any(ctx.needs_input_grad[6::2]) else ()
+        inputs = source.tensors if any(ctx.needs_input_grad[6::2]) else ()  # of every second factor: the As
         ctx.save_for_backward(None if packed else plain, *factors, *zs, *inputs)
         ctx.segments, ctx.packed, ctx.gradient, ctx.compute = segments, packed, entered.gradient, source.compute
         return y
@@ -113,7 +113,8 @@ class LoraLinearFunction(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         weight, *saved = ctx.saved_tensors
-        weight = weight if ctx.packed is None else ctx.packed.whole()
+        if ctx.packed is not None:
+            weight = ctx.packed.whole()
         number = 2 * len(ctx.segments)
         groups = _groups(ctx.segments, saved[:number])
         zs, inputs = saved[number : number + len(groups)], saved[number + len(groups) :]
@@ -121,17 +122,18 @@ class LoraLinearFunction(Function):
         needs = ctx.needs_input_grad[6:]
         x = ctx.compute(*inputs).reshape(-1, weight.shape[1]) if inputs else None
         dzs, found, place = [], [], 0
-        for (group, a, b), z in zip(groups, zs, strict=True):
+        for group, z in zip(groups, zs, strict=True):
             own = group.rows(g)
-            dzs.append(group.product(own, _stacked(b)))
-            stop = place + 2 * len(a)
-            das: Sequence[Tensor | None] = [None] * len(a)
+            dzs.append(group.product(own, group.b))
+            stop = place + 2 * len(group.segments)
+            das: Sequence[Tensor | None] = [None] * len(group.segments)
             dbs = das
             if x is not None and any(needs[place:stop:2]):
                 das = group.each(wide_product(dzs[-1].mT, group.seen(x), ctx.dtypes[place]))
             if any(needs[place + 1 : stop : 2]):
                 dbs = group.each(_gradient_of_b(own, z, ctx.dtypes[place + 1]))
-            found += [one for pair in zip(das, dbs, strict=True) for one in pair]
+            for da, db in zip(das, dbs, strict=True):  # in the order of the factors
+                found += [da, db]
             place = stop
         dx = _gradient_of_x(ctx, grads[0], weight, list(zip(groups, dzs, strict=True)))
         return dx, None, None, None, None, None, *found
@@ -157,7 +159,8 @@ class GivenZFunction(Function):
         packed = weight if isinstance(weight, FewBits) else None
         plain = unpacked(weight)
         ctx.dtype, b = b.dtype, rounded(b, x.dtype)
-        y = _sum_of_products(x, plain, bias, [(_Group([Segment(0, len(z), 1.0)]), z, [b])])
+        all_rows = _Group([Segment(0, len(z), 1.0)], [], [b])  # z has the scale already
+        y = _sum_of_products(x, plain, bias, [(all_rows, z)])
         ctx.save_for_backward(None if packed else plain, z, b)
         ctx.packed, ctx.gradient = packed, entered.gradient
         return y
@@ -165,7 +168,8 @@ class GivenZFunction(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         weight, z, b = ctx.saved_tensors
-        weight = weight if ctx.packed is None else ctx.packed.whole()
+        if ctx.packed is not None:
+            weight = ctx.packed.whole()
         g = grads[0].reshape(-1, weight.shape[0])
         dz = g @ b
         db = _gradient_of_b(g, z, ctx.dtype) if ctx.needs_input_grad[6] else None
@@ -178,9 +182,25 @@ def _itself(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Group:
-    """Segments computed as one product: a single one, with tensors `[t, ...]`, or K that are alike, `[K, t, ...]`."""
+    """Segments computed as one product: a single one, with tensors `[t, ...]`, or K that are alike, `[K, t, ...]`.
+
+    Attributes:
+        each_a, each_b: the factors of each segment.
+    """
 
     segments: Sequence[Segment]
+    each_a: Sequence[Tensor]
+    each_b: Sequence[Tensor]
+
+    @property
+    def a(self) -> Tensor:
+        """`[r, in]` or `[K, r, in]`, a new tensor on each call."""
+        return self.each_a[0] if len(self.each_a) == 1 else torch.stack(list(self.each_a))
+
+    @property
+    def b(self) -> Tensor:
+        """`[out, r]` or `[K, out, r]`, as `a`."""
+        return self.each_b[0] if len(self.each_b) == 1 else torch.stack(list(self.each_b))
 
     def rows(self, x: Tensor) -> Tensor:
         """Its rows of x `[T, ...]`, a view."""
@@ -204,21 +224,12 @@ class _Group:
         return [gradient] if len(self.segments) == 1 else gradient.unbind()
 
 
-# A group, its A and its B.
-_OfGroup = tuple[_Group, list[Tensor], list[Tensor]]
-
-
-def _groups(segments: Sequence[Segment], factors: Sequence[Tensor]) -> list[_OfGroup]:
+def _groups(segments: Sequence[Segment], factors: Sequence[Tensor]) -> list[_Group]:
     """factors: A and B of each segment in turn."""
     if len(segments) > 1 and are_alike(segments, factors):
-        return [(_Group(segments), list(factors[::2]), list(factors[1::2]))]
+        return [_Group(segments, factors[::2], factors[1::2])]
     pairs = zip(segments, factors[::2], factors[1::2], strict=True)
-    return [(_Group((segment,)), [a], [b]) for segment, a, b in pairs]
-
-
-def _stacked(factors: Sequence[Tensor]) -> Tensor:
-    """`[..., r, in]` for a product with the rows of a group."""
-    return factors[0] if len(factors) == 1 else torch.stack(list(factors))
+    return [_Group((segment,), (a,), (b,)) for segment, a, b in pairs]
 
 
 def _gradient_of_b(g: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
@@ -228,17 +239,18 @@ def _gradient_of_b(g: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
     return wide_product(g.mT, z, dtype)
 
 
-def _gradient_of_x(
-    ctx: Any, grad: Tensor, weight: Tensor, products: Sequence[tuple[_OfGroup, Tensor]]
-) -> Tensor | None:
-    """`D(dz A)` of all (group with its factors, dz), and `g W`; None where it is added to that of other linears."""
+# A group, and its z or dz, `[..., t, r]`.
+_Term = tuple[_Group, Tensor]
+
+
+def _gradient_of_x(ctx: Any, grad: Tensor, weight: Tensor, terms: Sequence[_Term]) -> Tensor | None:
+    """`D(dz A)` of all (group, dz), and `g W`; None where it is added to that of other linears."""
     shared: SharedGradient | None = ctx.gradient
     if shared is None and not ctx.needs_input_grad[0]:
         return None
     g = grad.reshape(-1, weight.shape[0])
     total = None if shared is None else shared.so_far()
-    if products:
-        terms = [(group, dz, _stacked(a)) for (group, a, _), dz in products]
+    if terms:
         total = _with_terms(total, terms, g, weight.shape[1])
     total = g @ weight if total is None else total.addmm_(g, weight)
     if shared is None:
@@ -247,48 +259,62 @@ def _gradient_of_x(
     return None
 
 
-def _with_terms(total: Tensor | None, terms: Sequence[tuple[_Group, Tensor, Tensor]], g: Tensor, width: int) -> Tensor:
+def _with_terms(total: Tensor | None, terms: Sequence[_Term], g: Tensor, width: int) -> Tensor:
     """`total` `[T, width]` with D(dz A) added on the rows of each group, in place; None: zeros."""
     is_first = total is None
     if total is None:
-        total = (g.new_empty if _cover(terms, len(g)) else g.new_zeros)(len(g), width)
-    for group, dz, a in terms:
-        rows, mask = group.rows(total), group.segments[0].dropout
+        # What every row gets a term of need not be cleared before.
+        new = g.new_empty if _cover(terms, len(g)) else g.new_zeros
+        total = new(len(g), width)
+    for group, dz in terms:
+        rows, a, mask = group.rows(total), group.a, group.segments[0].dropout
         if mask is not None:
             term = mask.drop(dz @ a)
-            rows.copy_(term) if is_first else rows.add_(term)
+            if is_first:
+                rows.copy_(term)
+            else:
+                rows.add_(term)
         elif is_first:
             torch.matmul(dz, a, out=rows)
+        elif a.ndim == 2:
+            rows.addmm_(dz, a)
         else:
-            (rows.addmm_ if a.ndim == 2 else rows.baddbmm_)(dz, a)
+            rows.baddbmm_(dz, a)
     return total
 
 
-def _cover(groups: Sequence[tuple[_Group, Tensor, Any]], num_rows: int) -> bool:
+def _cover(terms: Sequence[_Term], num_rows: int) -> bool:
     """Whether every row is in a group."""
-    return sum(s.stop - s.start for group, *_ in groups for s in group.segments) == num_rows
+    number = 0
+    for group, _ in terms:
+        number += group.segments[-1].stop - group.segments[0].start  # those of one group are contiguous
+    return number == num_rows
 
 
-def _sum_of_products(
-    x: Tensor, weight: Tensor, bias: Tensor | None, terms: Sequence[tuple[_Group, Tensor, Sequence[Tensor]]]
-) -> Tensor:
-    """`x W^T + bias`, and `z B^T` on the rows of each (group, z `[..., t, r]`, its B); `[..., out]`, x `[..., in]`."""
+def _sum_of_products(x: Tensor, weight: Tensor, bias: Tensor | None, terms: Sequence[_Term]) -> Tensor:
+    """`x W^T + bias`, and `z B^T` on the rows of each (group, z); `[..., out]`, x `[..., in]`."""
     x2 = x.reshape(-1, x.shape[-1])
     y = x.new_empty(*x.shape[:-1], weight.shape[0])  # no view: some models change it in place
     rows = y.view(-1, weight.shape[0])
     covered = _cover(terms, len(x2))
     if not covered:
-        rows.zero_() if bias is None else rows.copy_(bias)
+        if bias is None:
+            rows.zero_()
+        else:
+            rows.copy_(bias)
     is_small = len(x2) <= _FEW_TOKENS and x.is_cpu and x.dtype in (torch.float32, torch.float64)
     if is_small and bias is None and covered and len(terms) == 1 and terms[0][1].ndim == 2:
-        (_, z, b) = terms[0]
-        rows.copy_((_stacked(b) @ z.T).addmm_(weight, x2.T).T)
+        ((group, z),) = terms
+        rows.copy_((group.b @ z.T).addmm_(weight, x2.T).T)
         return y
-    for group, z, b in terms:
-        own, bt = group.rows(rows), _stacked(b).mT
+    # The bias enters with the small product, so that no pass over y is its own.
+    for group, z in terms:
+        own, bt = group.rows(rows), group.b.mT
         if bias is None:
             torch.matmul(z, bt, out=own)
+        elif z.ndim == 2:
+            torch.addmm(bias, z, bt, out=own)
         else:
-            (torch.addmm if z.ndim == 2 else torch.baddbmm)(bias, z, bt, out=own)
+            torch.baddbmm(bias, z, bt, out=own)
     rows.addmm_(x2, weight.T)
     return y

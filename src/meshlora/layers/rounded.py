@@ -33,7 +33,9 @@ def rounded(factor: Tensor, dtype: torch.dtype) -> Tensor:
     if factor.dtype == dtype:
         return factor
     found = noted(factor, _Rounded)
-    return found.copy if found is not None and found.copy.dtype == dtype else factor.to(dtype)
+    if found is None or found.copy.dtype != dtype:
+        return factor.to(dtype)
+    return found.copy
 
 
 def round_each(factors: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.Parameter]:
@@ -42,9 +44,9 @@ def round_each(factors: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.P
     wide = [factor for factor in factors if factor.dtype != dtype]
     if not wide:
         return []
-    flat = torch.empty(sum(factor.numel() for factor in wide), dtype=dtype, device=wide[0].device)
-    parts = flat.split([factor.numel() for factor in wide])
-    copies = [_laid_out(part, factor) for part, factor in zip(parts, wide, strict=True)]
+    sizes = [factor.numel() for factor in wide]
+    flat = torch.empty(sum(sizes), dtype=dtype, device=wide[0].device)
+    copies = [_laid_out(part, factor) for part, factor in zip(flat.split(sizes), wide, strict=True)]
     with torch.no_grad():
         copy_each(copies, [factor.detach() for factor in wide])
     for factor, copy in zip(wide, copies, strict=True):

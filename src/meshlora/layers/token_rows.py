@@ -31,19 +31,20 @@ class ReplacedRows(nn.Module):
     def __init__(self, values: nn.Parameter, ids: Sequence[int], *, first: int, num_local: int) -> None:
         super().__init__()
         self.values = values
-        numbers = [number - first for number in ids]
-        here = [row for row, number in enumerate(numbers) if 0 <= number < num_local]
-        order = sorted(range(len(numbers)), key=numbers.__getitem__)
-        self.numbers, self.order, self.ordered, self.here, self.local = (
-            torch.tensor(each, dtype=torch.int64, device=values.device)
-            for each in (numbers, order, sorted(numbers), here, [numbers[row] for row in here])
-        )
+        # Worked out on the host once: on a GPU the counts of rows would have to be waited for.
+        numbers = torch.tensor(ids, dtype=torch.int64, device="cpu") - first
+        ordered, order = numbers.sort(stable=True)
+        (here,) = ((numbers >= 0) & (numbers < num_local)).nonzero(as_tuple=True)
+        device = values.device
+        self.numbers, self.ordered, self.order = numbers.to(device), ordered.to(device), order.to(device)
+        self.here, self.local = here.to(device), numbers[here].to(device)
 
     def looked_up(self, y: Tensor, ids: Tensor, *, padding: int | None, scale: Tensor | None) -> Tensor:
         """y `[..., H]`, the lookup of local ids `[...]` -> with the rows in place of those of the base.
 
         padding: the local id whose row gets no gradient, as of any embedding. scale: what the lookup multiplies.
         """
+        # Where an id is, or would be: past the end there is no entry to compare with.
         place = torch.searchsorted(self.ordered, ids).clamp_(max=len(self.ordered) - 1)
         is_listed = self.ordered[place] == ids
         values = self.values.to(y.dtype)

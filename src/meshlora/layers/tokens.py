@@ -153,7 +153,9 @@ class ForwardTokens:
         Raises:
             UserError: no shares are set. UnsupportedError: the rows are not tokens.
         """
-        given = self._shares if self._shares is not None or self._said is None else (self._said(),)
+        given = self._shares
+        if given is None and self._said is not None:
+            given = (self._said(),)
         if given is None:
             raise UserError(
                 f"a forward in training with dropout in {module}",
@@ -161,34 +163,36 @@ class ForwardTokens:
                 "call it in a `meshlora.step`, with gradients, or in `model.meshlora.dropout.at(seed, step, tokens)`, "
                 "or use model.eval(), or no dropout",
             )
-        first, shares = 0, list(given)
-        if num_rows != _number(shares):
-            held = self._held(shares)
-            # A rank of cp may have as many tokens as there are sequences: its rows are tokens. Nobody pools over cp.
-            pooled = [share.of_sequences() for share in shares] if self.tp.size == 1 and held is shares else []
+        shares = list(given)
+        if num_rows == _number(shares):
+            return _in_turn(shares, 0, num_rows)
+        held = self._held(shares)
+        # A rank of cp may have as many tokens as there are sequences: its rows are tokens. Nobody pools over cp.
+        if self.tp.size == 1 and held is shares:
+            pooled = [share.of_sequences() for share in shares]
             if num_rows == _number(pooled):
                 return _in_turn(pooled, 0, num_rows)
-            shares = held
-            total = _number(shares)
-            if num_rows != total and not (self.sp and num_rows * self.tp.size == total):
-                raise UnsupportedError(
-                    f"dropout, or one of several adapters, in {module}",
-                    f"it is called with {num_rows} rows for {total} tokens",
-                    "leave it out of target_modules, or set lora_dropout: 0 and train one adapter",
-                )
-            first = 0 if num_rows == total else self.tp.rank * num_rows
-        return _in_turn(shares, first, num_rows)
+        total = _number(held)
+        if num_rows == total:
+            return _in_turn(held, 0, num_rows)
+        if self.sp and num_rows * self.tp.size == total:
+            return _in_turn(held, self.tp.rank * num_rows, num_rows)
+        raise UnsupportedError(
+            f"dropout, or one of several adapters, in {module}",
+            f"it is called with {num_rows} rows for {total} tokens",
+            "leave it out of target_modules, or set lora_dropout: 0 and train one adapter",
+        )
 
     def _held(self, shares: list[Share]) -> list[Share]:
         """The shares with the tokens of this cp rank alone; `shares` itself where nothing is cut."""
-        held = None if self.context is None else self.context.held
-        if held is None:
+        if self.context is None or self.context.held is None:
             return shares
-        of_each = held.own.split([len(share.tokens) for share in shares])
-        return [
-            replace(share, tokens=share.tokens.gather(1, own.to(share.tokens.device)))
-            for share, own in zip(shares, of_each, strict=True)
-        ]
+        found, row = [], 0
+        for share in shares:
+            own = self.context.held.own[row : row + len(share.tokens)]
+            found.append(replace(share, tokens=share.tokens.gather(1, own.to(share.tokens.device))))
+            row += len(share.tokens)
+        return found
 
     def mask(self, module: str, p: float, part: Part, features: Tensor) -> Mask:
         """The mask of `part` in `module`, whose columns are `features` of the whole matrix."""
@@ -200,7 +204,8 @@ def _in_turn(shares: Sequence[Share], first: int, num_rows: int) -> list[Part]:
     found, start = [], 0
     for share in shares:
         stop = start + share.tokens.numel()
-        low, high = (min(max(edge - first, 0), num_rows) for edge in (start, stop))
+        # Both in 0..num_rows: a share that is on other ranks alone gets an empty part.
+        low, high = min(max(start - first, 0), num_rows), min(max(stop - first, 0), num_rows)
         skipped = max(first - start, 0)
         found.append(Part(share, low, high, share.tokens.flatten()[skipped : skipped + high - low]))
         start = stop
@@ -216,18 +221,21 @@ def are_alike(segments: Sequence[Segment], factors: Sequence[Tensor]) -> bool:
 
     factors: A and B of each segment in turn.
     """
-    first = segments[0]
-    size = first.stop - first.start
-    return (
-        size > 0
-        and all(s.start == first.start + place * size for place, s in enumerate(segments))
-        and all(s.stop - s.start == size and s.dropout is None for s in segments)
-        and len({len(a) for a in factors[::2]}) == 1
-    )
+    size, rank = segments[0].stop - segments[0].start, len(factors[0])
+    if size <= 0:
+        return False
+    start = segments[0].start
+    for segment, a in zip(segments, factors[::2], strict=True):
+        if segment.start != start or segment.stop != start + size or segment.dropout is not None or len(a) != rank:
+            return False
+        start = segment.stop
+    return True
 
 
 def owners(parts: Sequence[Part], names: Sequence[str | None]) -> Tensor:
     """int64 `[num_rows]`: for each row the index of its adapter in `names`."""
-    return torch.cat(
-        [torch.full((part.stop - part.start,), names.index(part.share.adapter), device="cpu") for part in parts]
-    )
+    found = []
+    for part in parts:
+        number = names.index(part.share.adapter)
+        found.append(torch.full((part.stop - part.start,), number, device="cpu"))
+    return torch.cat(found)

@@ -22,13 +22,13 @@ from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, plan_folder, read_factors
 from meshlora.adapter.plan import AdapterPlan, plan_adapter, with_trained_head
 from meshlora.feature import features
-from meshlora.loading.guards import check_dropouts, dropout_fields, handle_dropout
 from meshlora.model.building import build_on_meta
 from meshlora.model.dp_shard import check_units
 from meshlora.model.stored import has_own_head, num_stored, stored_dtype
 from meshlora.model.weights import CheckpointSource, check_checkpoint, extra_weights, kept_wide
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.derive import plan_model
+from meshlora.plan.dropout import check_dropouts, dropout_fields, handle_dropout
 from meshlora.plan.features import Asked
 from meshlora.plan.numbers import check_numbers
 from meshlora.plan.pairs import check
@@ -92,12 +92,14 @@ class Blueprint:
     @property
     def asked(self) -> Asked:
         """What is asked for, as far as the base and its adapter say it: see `plan.features`."""
+        asked = self.plan.asked if self.adapter is None else self.adapter.asked(self.plan)
+        dropouts = [f"{name}={rate:g}" for name, rate in self.dropouts.items()]
         return {
-            **(self.plan.asked if self.adapter is None else self.adapter.asked(self.plan)),
+            **asked,
             "train.objective": self.objective,
             "model.dtype": str(self.dtype).removeprefix("torch."),
             "model.attn_implementation": self.options.attn_implementation,
-            "dropout": next((f"{name}={rate:g}" for name, rate in self.dropouts.items()), ""),
+            "dropout": (dropouts or [""])[0],
         }
 
     @property
@@ -132,7 +134,7 @@ class Blueprint:
         def planned(adapter: AdapterPlan | None) -> AdapterPlan | None:
             if adapter is None:
                 return None
-            is_fresh = adapter.folder is None
+            is_fresh = adapter.folder is None  # a stored one may name targets that this model has not
             return plan_adapter(self.model, plan, adapter.config, strict=is_fresh, folder=adapter.folder)
 
         return dataclasses.replace(self, plan=plan, adapter=planned(self.adapter), reference=planned(self.reference))
@@ -166,9 +168,11 @@ class Blueprint:
         if folder is not None and not Path(folder).is_dir():
             way_out = "give start, base or the folder of an adapter"
             raise UserError(f"train.objective.reference={folder}", "there is no such folder", way_out)
-        reference = None if folder is None else self.with_folder(Path(folder), ignore_dropout=True).trained
-        for adapter in (self.adapter, reference) if self.objective.needs_base else ():
-            if adapter is not None:
+        reference = None
+        if folder is not None:
+            reference = self.with_folder(Path(folder), ignore_dropout=True).trained
+        for adapter in (self.adapter, reference):
+            if adapter is not None and self.objective.needs_base:  # PiSSA and OLoRA change it
                 init = adapter.config.init_lora_weights
                 check({"train.objective": self.objective, "init_lora_weights": init})
         return dataclasses.replace(self, reference=reference)
@@ -211,7 +215,7 @@ def make_blueprint(
     packing = take_quantization(config)  # the model itself is one of plain numbers
     objective.configure(config)
     dtype = resolve_dtype(options.dtype, config)
-    built = _build(copy.deepcopy(config), dtype, options)
+    built = _build(copy.deepcopy(config), dtype, options)  # which sets dropouts to 0
     source = None if isinstance(model, PretrainedConfig) else Path(model)
     kept: dict[str, Packing] = {}
     for feature in features():

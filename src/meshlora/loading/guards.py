@@ -1,88 +1,77 @@
-"""Guards on the model: refuse what would depend on the topology, or see only one rank's part.
+"""Guards on a loaded model: what would depend on the topology, or see one rank's part, is done right or refused.
 
-Owns: refusing the model's own dropouts, length-dependent rotary embeddings, and outputs that only a whole model has.
-Does not own: refusals that follow from the plan, methods of transformers that ignore the mesh (`loading.methods`),
-third-party wrappers (`model.wrappers`).
+Owns: length-dependent rotary embeddings, outputs that only a whole model has, the methods that a model inherits from
+transformers and torch, and wrappers of other libraries. Does not own: refusals that follow from the plan, the functions
+of `meshlora` that methods call (`adapter.attach`, `adapter.formats.peft_format`).
+
+transformers' own methods would inject layers that ignore the mesh, or give one rank's shard for the whole. Every public
+method of its `PeftAdapterMixin` is in one of two tables, or is one of ours.
+
+`DistributedDataParallel(model)` broadcasts rank 0's part of every weight over the parts of the others, and ends without
+an error. Wrappers do not ask a model for permission, but each first walks its modules, through `named_modules` of every
+module. So the model and its layers override that method and look at the caller. This also covers a model inside another
+module, and a layer that is wrapped alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
+import functools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import torch
+from peft import PeftConfig
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from meshlora.adapter import attach
-from meshlora.loading.methods import take_methods
+from meshlora.adapter.formats import peft_format
+from meshlora.feature import features
 from meshlora.loading.numbered import given_tokens
-from meshlora.model.wrappers import refuse_wrappers
-from meshlora.plan.dropout import is_exact_dropout, is_exact_module
+from meshlora.plan.dropout import parts_of
 from meshlora.plan.pairs import check
-from meshlora_ground import compat
-from meshlora_ground.errors import UnsupportedError
-from meshlora_ground.tasks import CAUSAL, task_of
+from meshlora_ground.compat import COMPOSED
+from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
 
-_DROPOUT_WORDS = ("dropout", "pdrop", "layerdrop", "drop_rate", "drop_path", "jitter")
 _LENGTH_DEPENDENT = ("longrope", "dynamic")
 _LENGTHENED = ("linear", "yarn")  # rotary embeddings for `factor` times as many positions
-
-
-def handle_dropout(config: Any, *, disable: bool | Literal["unsupported"]) -> None:
-    """Set the model's own dropouts and router noise to 0 in `config` and its sub-configurations, or refuse those that
-    would depend on the topology.
-
-    disable: True: set all to 0. "unsupported": only those that would be refused.
-
-    Raises:
-        UnsupportedError: some are not exact, and `disable` is off; or one drops everything.
-    """
-    if disable and task_of(config) != CAUSAL and not getattr(config, "classifier_dropout", None):
-        config.classifier_dropout = 0.0  # heads have one of 0.1 without being asked
-    for part, name, value in _dropouts(config):
-        is_exact = is_exact_dropout(part.model_type, name)
-        if disable is True or (disable == "unsupported" and not is_exact):
-            setattr(part, name, type(value)(0))  # some families insist on whole numbers
-        elif not is_exact:
-            raise UnsupportedError(
-                f"{name}={value} in the model's configuration",
-                "its random numbers would depend on the topology",
-                "turn what is not exact off: disable_dropout='unsupported' (in a run file, model.disable_dropout: "
-                "unsupported), or all of the model's own dropouts: true",
-            )
-        elif value >= 1:
-            raise UnsupportedError(f"{name}={value} in the model's configuration", "nothing would be left", "below 1")
-
-
-def dropout_fields(config: Any) -> dict[str, float]:
-    """Field -> rate of the dropouts left in `config` by `handle_dropout`."""
-    return {name: float(value) for _, name, value in _dropouts(config)}
-
-
-def check_dropouts(model: Any) -> None:
-    """Check that a built model has only exact dropouts, wherever their rates came from.
-
-    Raises:
-        UnsupportedError: names the module.
-    """
-    for name, module in model.named_modules():
-        is_dropout = compat.is_dropout(module) and module.p > 0
-        if is_dropout and not is_exact_module(model.config.model_type, name):
-            way_out = "turn it off: model.disable_dropout: unsupported"
-            raise UnsupportedError(f"{name}: dropout {module.p}", "its masks would depend on the topology", way_out)
-
-
-def _dropouts(config: Any) -> list[tuple[Any, str, float]]:
-    """(configuration, field, rate) of all dropouts above 0 in `config` and its sub-configurations."""
-    found = []
-    unused = ("classifier", "summary_") if task_of(config) == CAUSAL else ()
-    for part in _configs(config):
-        for name, value in vars(part).items():
-            is_dropout = any(word in name for word in _DROPOUT_WORDS) and not name.startswith(unused)
-            if is_dropout and not isinstance(value, bool) and isinstance(value, int | float) and value > 0:
-                found.append((part, name, value))
-    return found
+_NAMES = "enable one with set_adapter(name), none with `with disable_adapter()`"
+# Method -> (what it would do, the way out).
+_REFUSED = {
+    "save_pretrained": ("it would write one rank's shard", "use meshlora.save_adapter"),
+    "get_adapter_state_dict": ("it would give one rank's shard", "use meshlora.save_adapter, and read its file"),
+    "resize_token_embeddings": (
+        "each rank would resize its own part of the vocabulary",
+        "resize the base on one process, save_pretrained it, and load that folder",
+    ),
+    "delete_adapter": ("an adapter stays until the model is gone", "add the next one under another name"),
+    "enable_peft_hotswap": ("no adapter takes the place of another", "load the next one under another name"),
+    "enable_adapters": ("it turns PEFT's layers on, and this model has others", _NAMES),
+    "disable_adapters": ("it turns PEFT's layers off, and this model has others", _NAMES),
+    "half": ("sums of its factors need float32", "give meshlora.load dtype='float16'"),
+    "bfloat16": ("sums of its factors need float32", "give meshlora.load dtype='bfloat16'"),
+    "compile": ("compiled code was not proved", "leave it out"),
+    "__deepcopy__": ("a copy would share its groups and its state with this model", "load the model once more"),
+    "__reduce_ex__": ("its groups are of this process", "use meshlora.save_adapter, and load the model there"),
+}
+# (module, function) of the wrapping code -> what the user called.
+_WRAPPERS = {
+    ("torch.nn.parallel.distributed", "DistributedDataParallel.__init__"): "torch.nn.parallel.DistributedDataParallel",
+    ("torch.nn.parallel.data_parallel", "DataParallel.forward"): "torch.nn.DataParallel",
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel.__init__"): (
+        "torch.distributed.fsdp.FullyShardedDataParallel"
+    ),
+    ("accelerate.accelerator", "Accelerator.prepare"): "accelerate.Accelerator.prepare",
+    ("accelerate.accelerator", "Accelerator.prepare_model"): "accelerate.Accelerator.prepare_model",
+    ("transformers.trainer", "Trainer.__init__"): "transformers.Trainer",
+    ("deepspeed", "initialize"): "deepspeed.initialize",
+}
+# torch's wrappers that run in `COMPOSED`, where they are detected before they open a mesh.
+_COMPOSABLE = {"fully_shard", "replicate"}
 
 
 def longest_fixed_length(config: Any) -> tuple[int, str] | None:
@@ -91,17 +80,20 @@ def longest_fixed_length(config: Any) -> tuple[int, str] | None:
     longrope and dynamic scaling use the padded length of the whole batch, which differs between topologies. Doge keeps
     the best tokens by topk, which breaks ties, as between repeated tokens, depending on the length.
     """
-    limits: list[int] = []
     if config.model_type == "doge":
         return config.keep_window_size, "dynamic mask"
-    for part in _configs(config):
+    limits: list[int] = []
+    for part in parts_of(config):
         rope = getattr(part, "rope_parameters", None) or {}
-        for entry in [rope, *(v for v in rope.values() if isinstance(v, dict))]:
-            if entry.get("rope_type") in _LENGTH_DEPENDENT:
-                own = entry.get("original_max_position_embeddings")
-                limits += [n for n in (own, getattr(part, "original_max_position_embeddings", None)) if n]
-                limits.append(part.max_position_embeddings)
-    return (min(limits), "rotary embedding") if limits else None
+        # Some families have parameters of their own for each type of layer.
+        for entry in (rope, *rope.values()):
+            if isinstance(entry, dict) and entry.get("rope_type") in _LENGTH_DEPENDENT:
+                name = "original_max_position_embeddings"
+                lengths = entry.get(name), getattr(part, name, None), part.max_position_embeddings
+                limits += [length for length in lengths if length]
+    if not limits:
+        return None
+    return min(limits), "rotary embedding"
 
 
 def most_positions(config: Any, model: nn.Module | None = None) -> int | None:
@@ -117,7 +109,9 @@ def most_positions(config: Any, model: nn.Module | None = None) -> int | None:
     rope, most = getattr(text, "rope_parameters", None) or {}, limit
     if rope.get("rope_type") in _LENGTHENED and isinstance(factor := rope.get("factor"), int | float):
         most = max(most, int(factor * (rope.get("original_max_position_embeddings") or limit)))
-    for name, module in model.named_modules() if model is not None else ():
+    if model is None:
+        return most
+    for name, module in model.named_modules():
         is_of_positions = isinstance(module, nn.Embedding) and name.endswith("position_embeddings")
         if is_of_positions and module.padding_idx is not None:
             most = min(most, module.num_embeddings - module.padding_idx - 1)
@@ -147,16 +141,142 @@ def guard_model(model: Any, topology: Topology) -> None:
 
 def _check_outputs(config: Any, kwargs: dict[str, Any], topology: Topology) -> None:
     """Refuse hidden states and attentions of which a rank has a part only."""
-    names = ("output_hidden_states", "output_attentions")
-    wanted = {name: kwargs.get(name) for name in names}
-    wanted = {name: getattr(config, name, False) if value is None else value for name, value in wanted.items()}
+    wanted: dict[str, Any] = {}
+    for name in ("output_hidden_states", "output_attentions"):
+        given = kwargs.get(name)
+        wanted[name] = getattr(config, name, False) if given is None else given
     if any(wanted.values()):  # of each forward
         check({"topology": topology, **wanted})
 
 
-def _configs(config: Any) -> Iterator[Any]:
-    """A configuration and its sub-configurations."""
-    yield config
-    for value in list(vars(config).values()):
-        if hasattr(value, "to_dict") and hasattr(value, "model_type"):
-            yield from _configs(value)
+# --- methods of transformers and torch --------------------------------------------------------------------------------
+
+
+def take_methods(model: Any) -> None:
+    """Replace methods of PEFT and transformers on this model by ours, or by a refusal."""
+    methods: dict[str, Callable[..., Any]] = {
+        "add_adapter": _add_adapter,
+        "load_adapter": _load_adapter,
+        "set_adapter": _set_adapter,
+        "active_adapters": _active_adapters,
+        "disable_adapter": attach.disable_adapter,
+        "save_adapter": peft_format.save_adapter,
+    }
+    for feature in features():
+        methods |= feature.methods(model)
+    for name, function in methods.items():
+        object.__setattr__(model, name, functools.partial(function, model))
+    for name, (rule, way_out) in _REFUSED.items():
+        if hasattr(model, name) or name.startswith("__"):
+            object.__setattr__(model, name, functools.partial(_refuse, name, rule, way_out))
+    _watch_compile()
+
+
+@functools.cache
+def _watch_compile() -> None:
+    """Refuse `torch.compile(model)`, which asks the model nothing and puts it into a module of torch's own."""
+    register_module_module_registration_hook(_check_owner)
+
+
+def _check_owner(owner: Any, name: str, module: Any) -> None:
+    if name == "_orig_mod" and isinstance(getattr(module, "meshlora", None), attach.Runtime):
+        _refuse("torch.compile", *_REFUSED["compile"])
+
+
+def _add_adapter(
+    model: Any,
+    name: Any = None,
+    config: Any = None,
+    *,
+    adapter_config: Any = None,
+    adapter_name: Any = None,
+    seed: int = 0,
+) -> None:
+    """`meshlora.add_adapter`; or transformers', called as `add_adapter(config, name="default")`: active at once."""
+    if adapter_config is None and not isinstance(name, PeftConfig):
+        attach.add_adapter(model, name, config, seed=seed)
+        return
+    if adapter_config is None:
+        adapter_config, name = name, config
+    own = adapter_name or name or "default"
+    attach.add_adapter(model, own, adapter_config, seed=seed)
+    attach.set_adapter(model, own)
+
+
+def _load_adapter(
+    model: Any, peft_model_id: str | Path, adapter_name: str | None = None, *, is_trainable: bool = False, **others: Any
+) -> None:
+    """transformers': the adapter is active at once, frozen, and the model in evaluation mode, or `is_trainable`."""
+    if given := sorted(name for name, value in others.items() if value):
+        rule = "it takes a folder, adapter_name and is_trainable"
+        way_out = "meshlora.load_adapter(model, folder, adapter=...) attaches one, and leaves the active one as it is"
+        raise UserError(f"load_adapter({given[0]}={others[given[0]]!r}) on a parallel model", rule, way_out)
+    name = adapter_name or "default"
+    peft_format.load_adapter(model, peft_model_id, adapter=name)
+    attach.set_adapter(model, name)
+    if not is_trainable:
+        model.eval()
+        for factor in attach.active_factors(model):
+            factor.parameter.requires_grad_(False)
+
+
+def _set_adapter(model: Any, adapter_name: str | list[str] | None) -> None:
+    """`meshlora.set_adapter`, also called with a list of one, as transformers' may be."""
+    names = list(adapter_name) if isinstance(adapter_name, list | tuple) else [adapter_name]
+    if len(names) != 1:
+        raise UserError(f"set_adapter({names})", "one adapter is active at a time", "give one name, or None")
+    attach.set_adapter(model, names[0])
+
+
+def _active_adapters(model: Any) -> list[str]:
+    """The active adapter, in a list; none: an empty one."""
+    active = attach.runtime(model).active
+    return [] if active is None else [active]
+
+
+def _refuse(name: str, rule: str, way_out: str, *_: Any, **__: Any) -> None:
+    raise UserError(f"{name} on a parallel model", rule, way_out)
+
+
+# --- wrappers of other libraries --------------------------------------------------------------------------------------
+
+
+def refuse_wrappers(model: Any, topology: Topology) -> None:
+    """Make `model` and its layers refuse to be wrapped. On one rank nothing is sharded, and all are allowed."""
+    if topology.world == 1:
+        return
+    modules = [model]
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList):
+            modules.extend(module)
+    for module in modules:
+        object.__setattr__(module, "named_modules", functools.partial(_named_modules, module, topology))
+    model.register_forward_pre_hook(lambda *_: _check_caller(topology))  # DataParallel walks no modules on CPUs
+
+
+def _named_modules(module: nn.Module, topology: Topology, *args: Any, **kwargs: Any) -> Any:
+    """`nn.Module.named_modules`: `modules`, `parameters` and `buffers` call it, as do those of enclosing modules."""
+    _check_caller(topology)
+    return type(module).named_modules(module, *args, **kwargs)
+
+
+def _check_caller(topology: Topology) -> None:
+    """Raises UserError if a wrapper is among the callers; the outermost is the one that the user called."""
+    found = ""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if getattr(type(frame.f_locals.get("self")), "keeps_the_mesh", False):
+            return  # `meshlora_extra.hf.trainer`, which wraps nothing
+        where = (frame.f_globals.get("__name__", ""), frame.f_code.co_qualname)
+        if where == COMPOSED and (name := getattr(frame.f_locals.get("func"), "__name__", "")) in _COMPOSABLE:
+            found = f"torch's {name}"
+        found = _WRAPPERS.get(where, found)
+        frame = frame.f_back
+    if found:
+        raise UserError(
+            f"{found} around a model on {topology}",
+            "meshlora has divided the model among the ranks and sums its gradients itself; a wrapper would overwrite "
+            "the parts of other ranks, or average what differs between them",
+            "leave the wrapper out: `meshlora train`, or a loop of your own with meshlora.finish_gradients, as "
+            "docs/python-api.md has it",
+        )

@@ -22,7 +22,7 @@ from torch.autograd import Function
 
 from meshlora.adapter.attach import Loop, runtime
 from meshlora.comm.collectives import reduce_each_to_one
-from meshlora.layers.head.loss import IGNORED, shifted
+from meshlora.layers.head_loss import IGNORED, shifted
 from meshlora.plan.pairs import check
 from meshlora.plan.token_order import order_of_rows
 from meshlora_ground.errors import UserError
@@ -92,31 +92,41 @@ def _labelled(model: Any, given: dict[str, Any]) -> Any:
             outputs.loss = _Divided.apply(found, torch.ones_like(found), state.loop)
         return outputs
     labels, divisor, after = given.pop("labels"), given.pop("num_items_in_batch", None), given.pop("shift_labels", None)
-    is_tuple = not (model.config.return_dict if given.get("return_dict") is None else given["return_dict"])
+    returns_dict = given.get("return_dict")
+    if returns_dict is None:
+        returns_dict = model.config.return_dict
     given["return_dict"] = True
-    after = shifted(labels) if after is None else after
-    number = (after != IGNORED).sum()
-    is_cut = state.context.held is not None
+    if after is None:
+        after = shifted(labels)
+    number = (after != IGNORED).sum()  # before the cut: all cp ranks count alike
     if torch.is_grad_enabled():
         given.setdefault("use_cache", False)
     outputs = plain(**given)
     logits = outputs.logits
-    if state.context.held is not None:
-        after = after.gather(1, state.context.held.own.to(after.device))
+    held = state.context.held  # of this forward: known once it has begun
+    if held is not None:
+        after = after.gather(1, held.own.to(after.device))
     if logits.shape[:-1] != after.shape:
         rule = f"its logits are of {list(logits.shape[:-1])} tokens, and a loss needs those of each label"
         raise UserError(f"labels {list(labels.shape)}", rule, "leave out logits_to_keep")
     total = F.cross_entropy(
         logits.flatten(0, -2).float(), after.flatten().to(logits.device), ignore_index=IGNORED, reduction="sum"
     )
-    whole = reduce_each_to_one(total, mesh.cp) if is_cut else total
-    by = number.to(whole) if divisor is None else torch.as_tensor(divisor, device=whole.device).to(whole)
+    rest, whole = dict(outputs), total
+    if held is not None:
+        whole = reduce_each_to_one(total, mesh.cp)
+        del rest["logits"]  # of this rank's tokens alone
+    by = number.to(whole)
+    if divisor is not None:
+        by = torch.as_tensor(divisor, device=whole.device).to(whole)
     is_sum = isinstance(divisor, int | float) and divisor == 1
-    loss = _Divided.apply(whole, by, state.loop) if whole.requires_grad and not is_sum else whole / by
+    if whole.requires_grad and not is_sum:
+        loss = _Divided.apply(whole, by, state.loop)
+    else:
+        loss = whole / by
     setattr(loss, _OWN, OwnLoss(total, number, divisor))
-    rest = {name: value for name, value in outputs.items() if not (is_cut and name == "logits")}
     found = type(outputs)(loss=loss, **rest)
-    return found.to_tuple() if is_tuple else found
+    return found if returns_dict else found.to_tuple()
 
 
 class _Divided(Function):

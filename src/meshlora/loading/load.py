@@ -27,7 +27,7 @@ from meshlora.loading.numbered import number_tokens
 from meshlora.model.dp_shard import finish_sharding
 from meshlora.model.inject import parallelize
 from meshlora.model.padding import is_causal, needs_mask
-from meshlora.model.weights import StateDictSource, extra_weights, fill
+from meshlora.model.weights import Source, StateDictSource, extra_weights, fill
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.proved import check_proved_here
 from meshlora.plan.pairs import check
@@ -127,19 +127,20 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
     """
     whole, model = blueprint.plan, copy.deepcopy(blueprint.model)
     if blueprint.source is not None:
-        weight_files(blueprint.source)
+        weight_files(blueprint.source)  # refused before ranks wait for each other
     mesh = open_mesh(whole.topology, device=join(device), copies=whole.copies, has_experts=bool(whole.experts))
     plan = whole
     for feature in features():
         plan = feature.plan_of_rank(plan, mesh.pp.rank)
-    source: Any = (
-        StateDictSource(_random_weights(copy.deepcopy(blueprint.config), blueprint.dtype, seed))
-        if blueprint.source is None
-        else blueprint.weights()
-    )
-    adapters = [adapter for adapter in (blueprint.adapter, blueprint.reference) if adapter is not None]
-    targets = {name for adapter in adapters for name in adapter.targets}
-    targets |= {*plan.quantized}
+    source: Source
+    if blueprint.source is None:
+        source = StateDictSource(_random_weights(copy.deepcopy(blueprint.config), blueprint.dtype, seed))
+    else:
+        source = blueprint.weights()
+    targets = {*plan.quantized}  # what is held in few bits is a leaf of ours, with an adapter or without
+    for adapter in (blueprint.adapter, blueprint.reference):
+        if adapter is not None:
+            targets |= {*adapter.targets}
     cuts = parallelize(model, plan, mesh, targets=targets, dtype=blueprint.dtype, options=blueprint.options)
     of_stage = blueprint.model if plan.stages else None
     unused = blueprint.options.allow_unused_weights

@@ -8,14 +8,14 @@ done with it (`layers.tokens`). `meshlora train` knows the places, and says them
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from meshlora.adapter.attach import Runtime, runtime
-from meshlora.layers.head.recipe import LogitsRecipe
+from meshlora.layers.logits_recipe import LogitsRecipe
 from meshlora.layers.tokens import Share
 from meshlora_ground.masks import numbers_by_content
 
@@ -37,16 +37,11 @@ def number_tokens(model: Any) -> None:
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         name, ids = given_tokens(args, kwargs)
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
-        mask = mask if isinstance(mask, Tensor) and mask.ndim == 2 else None
-        masks, is_known = state.loop.masks, name == "input_ids" and ids is not None and torch.is_grad_enabled()
-
-        @functools.cache
-        def share() -> Share:
-            assert ids is not None
-            assert masks is not None
-            return Share(None, numbers_by_content(ids, mask), *masks)
-
-        own = share if is_known and masks is not None else None
+        if not isinstance(mask, Tensor) or mask.ndim != 2:  # none, or one of its own for each pair of tokens
+            mask = None
+        masks, own = state.loop.masks, None
+        if masks is not None and name == "input_ids" and ids is not None and torch.is_grad_enabled():
+            own = functools.cache(functools.partial(_share, ids, mask, masks))
         before.append((state.dropout.say(own), own))
 
     def end(_: nn.Module, __: Any, output: Any) -> None:
@@ -62,6 +57,10 @@ def number_tokens(model: Any) -> None:
     model.register_forward_hook(end, always_call=True)
 
 
+def _share(ids: Tensor, mask: Tensor | None, masks: tuple[int, int]) -> Share:
+    return Share(None, numbers_by_content(ids, mask), *masks)
+
+
 def _begin_backward(state: Runtime, share: Callable[[], Share], know_again: Callable[[], None], _: Tensor) -> None:
     """The gradient of a forward's result is there: what is recomputed from now on is of its tokens."""
     know_again()
@@ -70,6 +69,14 @@ def _begin_backward(state: Runtime, share: Callable[[], Share], know_again: Call
 
 def _with_gradients(output: Any) -> list[Tensor]:
     """The tensors of a model's output that a backward may begin with."""
-    values = output.values() if isinstance(output, Mapping) else output if isinstance(output, tuple) else [output]
-    found = [value.hidden if isinstance(value, LogitsRecipe) else value for value in values]
-    return [value for value in found if isinstance(value, Tensor) and value.requires_grad]
+    values: Iterable[Any] = [output]
+    if isinstance(output, Mapping):
+        values = output.values()
+    elif isinstance(output, tuple):
+        values = output
+    found = []
+    for value in values:
+        tensor = value.hidden if isinstance(value, LogitsRecipe) else value
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            found.append(tensor)
+    return found

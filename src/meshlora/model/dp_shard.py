@@ -41,16 +41,16 @@ def check_units(model: nn.Module, plan: ModelPlan) -> None:
     owners: dict[int, set[str]] = {}
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        unit = next((unit for unit in plan.units if name.startswith(f"{unit}.")), "")
-        owners.setdefault(id(parameter), set()).add(unit)
-        names[id(parameter)] = name
-    shared = [names[key] for key, units in owners.items() if len(units) > 1]
-    if shared:
-        raise UnsupportedError(
-            f"{plan.topology}: {shared[0]}",
-            "a decoder layer shares it with another part of the model",
-            "leave out dp_shard",
-        )
+        units = [unit for unit in plan.units if name.startswith(f"{unit}.")]
+        owners.setdefault(id(parameter), set()).update(units or [""])
+        names[id(parameter)] = name  # the last of its names
+    for key, units_of_it in owners.items():
+        if len(units_of_it) > 1:
+            raise UnsupportedError(
+                f"{plan.topology}: {names[key]}",
+                "a decoder layer shares it with another part of the model",
+                "leave out dp_shard",
+            )
 
 
 def check_not_sharded(plan: ModelPlan, name: str, parameter: Tensor) -> None:
@@ -66,11 +66,10 @@ def check_not_sharded(plan: ModelPlan, name: str, parameter: Tensor) -> None:
 def shard_unit(model: nn.Module, unit: str, plan: ModelPlan, mesh: Mesh) -> None:
     """Shard the decoder layer `unit`, whose weights are whole on every dp rank so far, over dp."""
     layer = model.get_submodule(unit)
-    kept = {
-        parameter
-        for name, parameter in layer.named_parameters()
-        if not plan.is_sharded(f"{unit}.{name}", ndim=parameter.ndim)
-    }
+    kept = set()
+    for name, parameter in layer.named_parameters():
+        if not plan.is_sharded(f"{unit}.{name}", ndim=parameter.ndim):
+            kept.add(parameter)
     before = list(forward_hooks(layer))
     fully_shard(layer, mesh=mesh.data.as_torch_mesh(mesh.device.type), reshard_after_forward=True, ignored_params=kept)
     assert isinstance(layer, FSDPModule)
@@ -86,7 +85,7 @@ def finish_sharding(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:
     """Join the units in one schedule: in the backward each is gathered while the one after it computes."""
     if not plan.units:
         return
-    stack = model.get_submodule(plan.units[0].rpartition(".")[0].rpartition(".")[0])
+    stack = model.get_submodule(plan.units[0].rpartition(".")[0].rpartition(".")[0])  # model.layers.0 -> model
     fully_shard(stack, mesh=mesh.data.as_torch_mesh(mesh.device.type), ignored_params=set(stack.parameters()))
     layers = [model.get_submodule(unit) for unit in plan.units]
     for index, layer in enumerate(layers):
@@ -101,13 +100,11 @@ def finish_sharding(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:
 @contextlib.contextmanager
 def whole_weights(model: nn.Module, name: str | None = None) -> Iterator[None]:
     """Inside the block the weights of the unit with module `name`, or of all units, are whole. Collective."""
-    units = [
-        module
-        for path, module in model.named_modules()
-        if isinstance(module, FSDPModule) and (name is None or name.startswith(f"{path}."))
-    ]
-    for unit in units:
-        unit.unshard()
+    units = []
+    for path, module in model.named_modules():
+        if isinstance(module, FSDPModule) and (name is None or name.startswith(f"{path}.")):
+            module.unshard()
+            units.append(module)
     try:
         yield
     finally:

@@ -41,7 +41,7 @@ def parallelize(
     pipeline = _pipeline(model, plan, mesh)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-    tied = is_tied(model, plan)
+    tied = is_tied(model, plan)  # before the head gets a weight of its own
     for name, rule in plan.linears.items():
         if rule.split is Split.WHOLE and name not in targets and name != plan.head:
             continue
@@ -57,8 +57,9 @@ def parallelize(
             shape = list(whole.shape)
             shape[split.dim] = split.layout.local_size(mesh.tp.size)
             empty = torch.empty(shape, dtype=whole.dtype, device="meta")
-            is_parameter = isinstance(whole, nn.Parameter)
-            setattr(module, leaf, nn.Parameter(empty, requires_grad=False) if is_parameter else empty)
+            if isinstance(whole, nn.Parameter):  # else a buffer, which is split in the same way
+                empty = nn.Parameter(empty, requires_grad=False)
+            setattr(module, leaf, empty)
     _connect(model, plan)
     if plan.embedding and (plan.topology.tp > 1 or plan.embedding in targets):
         embedding = model.get_submodule(plan.embedding)
@@ -72,6 +73,7 @@ def parallelize(
         widen_norm(model.get_submodule(name), layout, mesh.over(plan.axes_of_norm(name)), name=name)
     for feature in features():
         feature.change_modules(model, plan, options or BaseOptions(), dtype=dtype, device=mesh.device)
+    # After the leaves: a module that is replaced would lose its hooks.
     cuts = install_borders(model, plan, mesh, pipeline)
     for feature in features():
         feature.finish_model(model)
@@ -128,7 +130,9 @@ def adopt(model: nn.Module, plan: ModelPlan, name: str, tp: Axis) -> ParallelLea
     assert isinstance(module.weight, nn.Parameter)
     assert rule.split is Split.WHOLE, rule
     leaf = ParallelLinear(rule, tp, scatters_tokens=False, dtype=module.weight.dtype, device="meta")
-    leaf.weight = nn.Parameter(module.weight.T, requires_grad=False) if rule.is_transposed else module.weight
+    leaf.weight = module.weight
+    if rule.is_transposed:  # a view: Conv1D has [in, out]
+        leaf.weight = nn.Parameter(module.weight.T, requires_grad=False)
     leaf.register_parameter("bias", module.bias)
     leaf.train(module.training)
     _replace(model, leaf)

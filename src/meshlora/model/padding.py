@@ -30,9 +30,13 @@ def is_causal(model: Any, plan: ModelPlan) -> bool:
     """Whether no token of `model`, of a proved family, sees a later one, as for other tasks or by its configuration."""
     if plan.model_type not in PROVED or plan.task != CAUSAL:
         return False
-    of_text = (module for name, module in model.named_modules() if plan.is_text(name))
-    parts = (model.config.get_text_config(), *of_text)
-    return all(getattr(part, "is_causal", True) is not False for part in parts)
+    if getattr(model.config.get_text_config(), "is_causal", True) is False:
+        return False
+    for name, module in model.named_modules():
+        # Of an image part attentions may see all of it: an image has no later tokens.
+        if plan.is_text(name) and getattr(module, "is_causal", True) is False:
+            return False
+    return True
 
 
 def leaves_mask(plan: ModelPlan) -> bool:

@@ -53,8 +53,12 @@ class TokenCut:
             with torch.no_grad():
                 yield
             return
-        scattering = [leaf for leaf in model.modules() if isinstance(leaf, ParallelLinear) and leaf.scatters_tokens]
-        experts = [module for module in model.modules() if isinstance(module, CutsTokens)]
+        scattering, experts = [], []
+        for module in model.modules():
+            if isinstance(module, ParallelLinear) and module.scatters_tokens:
+                scattering.append(module)
+            elif isinstance(module, CutsTokens):
+                experts.append(module)
         self._leave(scattering, experts, is_off=True)
         try:
             with torch.no_grad():
@@ -66,6 +70,7 @@ class TokenCut:
         self.is_off = is_off
         for leaf in leaves:
             leaf.scatters_tokens = not is_off
+        # Experts are given all tokens then, by every tp rank: each sends its share of them alone.
         for module in experts:
             module.cuts_tokens = is_off
 
@@ -95,7 +100,9 @@ class TokenCut:
             return x
         gather = gather_each_to_each if terms else gather_each_to_one
         whole = gather(x.reshape(-1, x.shape[-1]), self.tp)
-        return whole if x.ndim == 2 else whole.view(self.batch_size, self.seq_len, -1)
+        if x.ndim == 2:
+            return whole
+        return whole.view(self.batch_size, self.seq_len, -1)
 
 
 def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh, pipeline: Pipeline) -> tuple[ContextCut, TokenCut]:
@@ -119,27 +126,34 @@ def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh, pipeline: Pip
 
     def own(x: Tensor) -> Tensor:
         """The tokens of this rank: those of its cp rank, and of these those of its tp rank under sp."""
-        return cut.cut(context.cut(x)) if sp else context.cut(x)
+        x = context.cut(x)
+        return cut.cut(x) if sp else x
+
+    def own_at_first(x: Tensor) -> Tensor:
+        return own(x) if pipeline.stage == 0 else x  # what comes from an earlier stage is cut already
 
     for feature in features():
         feature.borders(model, plan, context)
     if sp or context.axis.size > 1:
         if plan.holds(f"{plan.layers}.0"):
-            map_input(layers[0], "the first decoder layer", lambda x: own(x) if pipeline.stage == 0 else x)
+            map_input(layers[0], "the first decoder layer", own_at_first)
         pipeline.enter = own
         pipeline.noted = lambda: functools.partial(
             _known_again, cut, context, cut.batch_size, cut.seq_len, context.held
         )
         cut_deepstack(model, own)
-    if not plan.has_last_stage:
-        return context, cut
-    # Everything after the last layer is a region that ends with the head: there is no sum at its end, as logits stay
-    # split, but the gradient on each rank is that of its own part of the vocabulary. Without a vocabulary all ranks
-    # compute all of it.
-    if sp:
-        map_output(layers[-1], lambda x: cut.whole(x, terms=plan.has_vocabulary) if pipeline.is_last else x)
-    elif plan.has_vocabulary:
-        map_output(layers[-1], lambda x: copy_one_to_each(x, tp) if pipeline.is_last else x)
+
+    def into_head(x: Tensor) -> Tensor:
+        """Everything after the last layer is a region that ends with the head: there is no sum at its end, as logits
+        stay split, but the gradient on each rank is that of its own part of the vocabulary. Without a vocabulary all
+        ranks compute all of it.
+        """
+        if not pipeline.is_last:
+            return x
+        return cut.whole(x, terms=plan.has_vocabulary) if sp else copy_one_to_each(x, tp)
+
+    if plan.has_last_stage and (sp or plan.has_vocabulary):
+        map_output(layers[-1], into_head)
     return context, cut
 
 
@@ -162,6 +176,7 @@ def _gather(model: nn.Module, plan: ModelPlan, region: Region, cut: TokenCut) ->
 def _install_region(
     module: nn.Module, region: Region, cut: TokenCut, *, sp: bool, gather: Callable[[Tensor], Tensor]
 ) -> None:
+    # At the output of a split region nothing is to do: its row-parallel linear sums, and under sp cuts.
     if region.is_split and sp:
         map_input(module, region.name, gather, passes=region.passes)
     elif region.is_split:
@@ -177,10 +192,12 @@ def _tell_local_sizes(model: nn.Module, region: Region) -> None:
         module = model.get_submodule(path)
         for name, value in values.items():
             owner, _, attribute = name.rpartition(".")
+            part: Any = module
             if owner:
                 # A copy, as the configuration belongs to the whole model.
-                setattr(module, owner, copy.copy(getattr(module, owner)))
-            setattr(getattr(module, owner) if owner else module, attribute, value)
+                part = copy.copy(getattr(module, owner))
+                setattr(module, owner, part)
+            setattr(part, attribute, value)
 
 
 def _cut_arguments(module: nn.Module, region: Region, tp: Axis) -> None:
@@ -195,8 +212,9 @@ def _cut_arguments(module: nn.Module, region: Region, tp: Axis) -> None:
         dim, heads = region.sliced[name]
         if isinstance(dim, str):  # batch and heads in one dim
             return value.unflatten(0, (-1, heads)).tensor_split(tp.size, 1)[tp.rank].flatten(0, 1)
-        # A mask that is the same for all heads has size 1 here.
-        return value.tensor_split(tp.size, dim)[tp.rank] if value.shape[dim] == heads else value
+        if value.shape[dim] != heads:  # a mask that is the same for all heads has size 1 here
+            return value
+        return value.tensor_split(tp.size, dim)[tp.rank]
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         own = tuple(cut(name, value) for name, value in zip(names, args, strict=False))

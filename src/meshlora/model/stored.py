@@ -10,13 +10,12 @@ stack the matrices of experts or transpose them. Others are refused by name, and
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor
 
 from meshlora.feature import features
-from meshlora.model.stream import dtype_name
+from meshlora.model.stream import FLOATS, dtype_name
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.files import open_safetensors
 from meshlora_ground.weight_files import weight_files
@@ -35,6 +34,8 @@ _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 # (start, stop) along each dim.
 Bounds = Sequence[tuple[int, int]]
+# A range wanted along a dim, and its place in the result.
+_Range = tuple[tuple[int, int], slice]
 # `read("scales", bounds)`: a slice of one of the stored tensors.
 Reader = Callable[[str, Bounds], Tensor]
 
@@ -119,9 +120,13 @@ class Stored:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the parameter."""
-        first = self.rows[0]
-        shape = (sum(t.shape[0] for t in first), *first[0].shape[1:]) if len(first) > 1 else first[0].shape
-        return (len(self.experts), *shape) if self.experts else shape
+        first, *others = self.rows[0]
+        shape = first.shape
+        if others:
+            shape = (shape[0] + sum(tensor.shape[0] for tensor in others), *shape[1:])
+        if self.experts:
+            return (len(self.experts), *shape)
+        return shape
 
     def shape_of(self, parts: Sequence[Part]) -> list[int]:
         """The shape of the parameter sliced to `parts`."""
@@ -133,45 +138,54 @@ class Stored:
         Several parts along one dim are concatenated.
         """
         chosen = [_along(dim, size, parts) for dim, size in enumerate(self.shape)]
-        stacked = 1 if self.experts else 0
-        for number, row in enumerate(self.rows):
-            if stacked and not any(start <= number < stop for (start, stop), _ in chosen[0]):
-                continue
-            start = 0
-            for tensor in row:
-                first = [(number, number + 1)] if stacked else []
-                bounds = [*first, *((0, size) for size in tensor.shape)]
-                if len(row) > 1:
-                    bounds[stacked] = (start, start + tensor.shape[0])
-                    start += tensor.shape[0]
-                cuts = [list(_overlaps(own, bound)) for own, bound in zip(chosen, bounds, strict=True)]
-                for cut in itertools.product(*cuts):
-                    place = [place for _, place in cut]
-                    own = tuple(
-                        Part(dim, *inside)
-                        for dim, (inside, _) in enumerate(cut[stacked:])
-                        if inside != (0, tensor.shape[dim])
-                    )
-                    yield Block(tensor, own, (*(p.start for p in place[:stacked]), *place[stacked:]))
+        if not self.experts:
+            yield from _blocks_of_row(self.rows[0], chosen)
+            return
+        of_experts, *of_matrix = chosen
+        for (first, stop), place in of_experts:
+            for number in range(first, stop):
+                index = place.start + number - first
+                for block in _blocks_of_row(self.rows[number], of_matrix):
+                    yield Block(block.tensor, block.parts, (index, *block.place))
 
     def mistake(self, name: str, needed: tuple[int, ...]) -> tuple[str, str] | None:
         """(What is wrong, the rule) if this does not fit parameter `name` of shape `needed`."""
         if not self.experts or len(needed) != len(self.shape):
             return None if self.shape == needed else (name, shape_mistake(self.shape, needed))
         number, width, *others = needed
+        # Those of one expert are of one shape: gate and up, one above the other.
         matrix = (width // len(self.names), *others)
-        for tensor, expert in zip(self.tensors, (e for e in self.experts for _ in self.names), strict=True):
+        for expert, row in zip(self.experts, self.rows, strict=True):
             if expert >= number:
-                return tensor.key, f"config.json says {number} experts, 0 to {number - 1}"
-            if tensor.shape != matrix:
-                return tensor.key, shape_mistake(tensor.shape, matrix)
+                return row[0].key, f"config.json says {number} experts, 0 to {number - 1}"
+            for tensor in row:
+                if tensor.shape != matrix:
+                    return tensor.key, shape_mistake(tensor.shape, matrix)
         if missing := sorted(set(range(number)) - set(self.experts)):
             return self.names[0].replace("*", str(missing[0])), f"it is missing; config.json says {number} experts"
         return None
 
 
-def _along(dim: int, size: int, parts: Sequence[Part]) -> list[tuple[tuple[int, int], slice]]:
-    """[(range wanted along a dim, its place in the result)]."""
+def _blocks_of_row(row: Sequence[StoredTensor], chosen: Sequence[Sequence[_Range]]) -> Iterator[Block]:
+    """The blocks of tensors that are concatenated along their first dim. chosen: the ranges wanted along each dim."""
+    start = 0
+    for tensor in row:
+        bounds = [(0, size) for size in tensor.shape]
+        if len(row) > 1:
+            bounds[0] = (start, start + tensor.shape[0])
+            start += tensor.shape[0]
+        cuts = [list(_overlaps(own, bound)) for own, bound in zip(chosen, bounds, strict=True)]
+        for cut in itertools.product(*cuts):  # of a tensor without dims: one, of nothing
+            parts, place = [], []
+            for dim, (inside, of_dim) in enumerate(cut):
+                place.append(of_dim)
+                if inside != (0, tensor.shape[dim]):  # a dim that is read whole has no part
+                    parts.append(Part(dim, *inside))
+            yield Block(tensor, tuple(parts), tuple(place))
+
+
+def _along(dim: int, size: int, parts: Sequence[Part]) -> list[_Range]:
+    """The ranges that are wanted along a dim: those of `parts`, or all of it."""
     found, offset = [], 0
     for part in [p for p in parts if p.dim == dim] or [Part(dim, 0, size)]:
         found.append(((part.start, part.stop), slice(offset, offset + part.stop - part.start)))
@@ -179,17 +193,14 @@ def _along(dim: int, size: int, parts: Sequence[Part]) -> list[tuple[tuple[int, 
     return found
 
 
-def _overlaps(
-    chosen: list[tuple[tuple[int, int], slice]], bound: tuple[int, int]
-) -> Iterator[tuple[tuple[int, int], slice]]:
-    """The parts of the chosen ranges within `bound`: (range from its start, place in the result)."""
+def _overlaps(chosen: Sequence[_Range], bound: tuple[int, int]) -> Iterator[_Range]:
+    """The chosen ranges within `bound`, counted from its start."""
     for (start, stop), place in chosen:
         low, high = max(start, bound[0]), min(stop, bound[1])
+        # An empty range is read too: of a rank that has no rows, the result still has a shape and a dtype.
         if low < high or (start == stop and bound[0] <= start <= bound[1]):
-            yield (
-                (low - bound[0], high - bound[0]),
-                slice(place.start + low - start, place.start + high - start),
-            )
+            shift = place.start - start
+            yield (low - bound[0], high - bound[0]), slice(low + shift, high + shift)
 
 
 def shape_mistake(given: tuple[int, ...], needed: tuple[int, ...]) -> str:
@@ -200,38 +211,50 @@ def shape_mistake(given: tuple[int, ...], needed: tuple[int, ...]) -> str:
 def num_stored(folder: Path) -> int:
     """The number of tensors in a checkpoint; 0 if none can be read."""
     try:
-        return sum(1 for _ in _stored_tensors(folder))
+        return len(list(_stored_tensors(folder)))
     except UserError:
         return 0
 
 
 def stored_dtype(folder: Path) -> torch.dtype | None:
     """The dtype of most plain numbers in a checkpoint, which weights in few bits become; None if none can be read."""
-    kinds = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    with contextlib.suppress(UserError):
-        sizes = Counter[str]()
+    sizes = Counter[str]()
+    try:
         for tensor in _stored_tensors(folder):
-            sizes[tensor.dtype] += math.prod(tensor.shape) if tensor.dtype in kinds else 0
-        return next((kinds[name] for name, size in sizes.most_common(1) if size), None)
-    return None
+            if tensor.dtype in FLOATS:
+                sizes[tensor.dtype] += math.prod(tensor.shape)
+    except UserError:
+        return None
+    if not sizes.total():
+        return None
+    ((most, _),) = sizes.most_common(1)
+    return FLOATS[most]
 
 
 def has_own_head(folder: Path) -> bool:
     """Whether a checkpoint holds an output head with other values than its embedding: transformers ties no such two."""
-    with contextlib.suppress(UserError):
-        tensors = [*_stored_tensors(folder)]
-        heads, embeddings = ([t for t in tensors if t.key.endswith(end)] for end in (_HEAD, _EMBEDDING))
-        return len(heads) == len(embeddings) == 1 and not _same_values(heads[0], embeddings[0])
-    return False
+    heads, embeddings = [], []
+    try:
+        for tensor in _stored_tensors(folder):
+            if tensor.key.endswith(_HEAD):
+                heads.append(tensor)
+            elif tensor.key.endswith(_EMBEDDING):
+                embeddings.append(tensor)
+    except UserError:  # it is reported where weights are read
+        return False
+    return len(heads) == len(embeddings) == 1 and not _same_values(heads[0], embeddings[0])
 
 
 def _same_values(one: StoredTensor, other: StoredTensor) -> bool:
+    if one.shape != other.shape:
+        return False
     with open_safetensors(one.file) as file, open_safetensors(other.file) as other_file:
         rows, other_rows = file.get_slice(one.key), other_file.get_slice(other.key)
-        return one.shape == other.shape and all(
-            torch.equal(rows[start : start + _ROWS_AT_ONCE], other_rows[start : start + _ROWS_AT_ONCE])
-            for start in range(0, one.shape[0], _ROWS_AT_ONCE)
-        )
+        for start in range(0, one.shape[0], _ROWS_AT_ONCE):  # a vocabulary may be gigabytes
+            some = slice(start, start + _ROWS_AT_ONCE)
+            if not torch.equal(rows[some], other_rows[some]):
+                return False
+    return True
 
 
 def _stored_tensors(folder: Path) -> Iterator[StoredTensor]:
@@ -258,18 +281,18 @@ def _with_packed(folder: Path, quantization: Mapping[str, Any] | None) -> list[S
             return found
 
     found, spent = dict(tensors), set[str]()
-    places = [feature.packed_weights(tensors, quantization, value) for feature in features()]
-    for name, form, keys, others in itertools.chain.from_iterable(places):
-        parts = {part: tensors[key] for part, key in keys.items() if key in tensors}
-        if form is None or parts.keys() != keys.keys() or len(parts) < 2:
-            shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in parts.items())
-            raise UserError(
-                f"checkpoint {folder}: {name}",
-                f"its stored parts are not all there, or do not fit one another ({shapes})",
-                "download it again",
-            )
-        spent |= {*keys.values(), *others} - {name}
-        found[name] = StoredTensor(parts["codes"].file, name, form.shape, "F32", packed=(form, parts))
+    for feature in features():
+        for name, form, keys, others in feature.packed_weights(tensors, quantization, value):
+            parts = {part: tensors[key] for part, key in keys.items() if key in tensors}
+            if form is None or parts.keys() != keys.keys() or len(parts) < 2:
+                shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in parts.items())
+                raise UserError(
+                    f"checkpoint {folder}: {name}",
+                    f"its stored parts are not all there, or do not fit one another ({shapes})",
+                    "download it again",
+                )
+            spent |= {*keys.values(), *others} - {name}  # some formats store the codes under the weight's own name
+            found[name] = StoredTensor(parts["codes"].file, name, form.shape, "F32", packed=(form, parts))
     return [tensor for key, tensor in found.items() if key not in spent]
 
 
@@ -298,9 +321,15 @@ def find_stored(folder: Path, model: Any, quantization: Mapping[str, Any] | None
     """
     from transformers import conversion_mapping, core_model_loading
 
-    transforms = conversion_mapping.get_model_conversion_mapping(model)
-    renamings = [t for t in transforms if isinstance(t, core_model_loading.WeightRenaming)]
-    converters = [t for t in transforms if isinstance(t, core_model_loading.WeightConverter)]
+    renamings, converters = [], []
+    of_pattern: dict[str, Any] = {}
+    for transform in conversion_mapping.get_model_conversion_mapping(model):
+        if isinstance(transform, core_model_loading.WeightRenaming):
+            renamings.append(transform)
+        elif isinstance(transform, core_model_loading.WeightConverter):
+            converters.append(transform)
+            # The first that has a pattern takes what matches it, in transformers too.
+            of_pattern = dict.fromkeys(transform.source_patterns, transform) | of_pattern
     rename, prefix = core_model_loading.rename_source_key, model.base_model_prefix
     names = model.state_dict()
     found: dict[str, list[_Found]] = {}
@@ -311,14 +340,14 @@ def find_stored(folder: Path, model: Any, quantization: Mapping[str, Any] | None
             name, pattern = rename(tensor.key, [], [], prefix, names)
         place = _Found(tensor)
         if pattern is not None and name in names:
-            converter = next(c for c in converters if pattern in c.source_patterns)
+            converter = of_pattern[pattern]
             operations = converter.operations
             if len(converter.target_patterns) > 1:
                 for target, part in _pieces(tensor, converter, model.config):
                     found.setdefault(name.replace(converter.target_patterns[0], target), []).append(_Found(part))
                 continue
             # One that looks at the shape reads what a merge writes in the model's own order, too; others would not.
-            if [getattr(operation, "check_dims", False) for operation in operations] == [True]:
+            if len(operations) == 1 and getattr(operations[0], "check_dims", False):
                 place = _Found(_transposed(tensor, tuple(names[name].shape), operations[0]))
             else:
                 is_stacked = _check_operations(tensor.key, operations)
@@ -329,8 +358,11 @@ def find_stored(folder: Path, model: Any, quantization: Mapping[str, Any] | None
     for name, places in found.items():
         if name in names:
             stored[name] = _together(places)
-        else:  # no parameter takes these
-            stored |= {p.tensor.key if len(places) > 1 else name: Stored(((p.tensor,),)) for p in places}
+        elif len(places) == 1:  # no parameter takes it
+            stored[name] = Stored(((places[0].tensor,),))
+        else:
+            for place in places:
+                stored[place.tensor.key] = Stored(((place.tensor,),))
     return stored
 
 
@@ -371,11 +403,18 @@ def _check_operations(key: str, operations: Sequence[Any]) -> bool:
 
 def _number(key: str, pattern: str) -> int | None:
     """The match of the `*` in a pattern of transformers."""
-    match = re.search(pattern.replace("*.", r"(\d+)\."), key) if "*." in pattern else None
+    if "*." not in pattern:
+        return None
+    match = re.search(pattern.replace("*.", r"(\d+)\."), key)
     return int(match[1]) if match else None
 
 
 def _together(places: list[_Found]) -> Stored:
+    """The tensors of one parameter, in the order in which transformers puts them together.
+
+    Raises:
+        UserError: two are of one place, or an expert lacks one.
+    """
     places = sorted(places, key=lambda p: (p.pattern, -1 if p.number is None else p.number))
     for one, two in itertools.pairwise(places):
         if one.is_stacked != two.is_stacked or one[1:] == two[1:]:
@@ -384,25 +423,28 @@ def _together(places: list[_Found]) -> Stored:
                 "both are stored for the same parameter",
                 "keep one of the two",
             )
-    if not any(place.is_stacked for place in places):
+    if not places[0].is_stacked:  # as all are, or none
         return Stored((tuple(place.tensor for place in places),))
-    by_place = {(place.number or 0, place.pattern): place for place in places}
-    experts, patterns = (sorted({key[side] for key in by_place}) for side in (0, 1))
-    names = _names(places, patterns)
-    for expert, (pattern, name) in itertools.product(experts, zip(patterns, names, strict=True)):
-        if (expert, pattern) not in by_place:
-            folder = places[0].tensor.file.parent
-            raise UserError(
-                f"checkpoint {folder}: {name.replace('*', str(expert))}",
-                f"it is missing, and other weights of expert {expert} are there",
-                "download it again",
-            )
-    rows = tuple(tuple(by_place[e, p].tensor for p in patterns) for e in experts)
-    return Stored(rows, tuple(experts), names)
+    names: dict[int, str] = {}
+    by_place: dict[int, dict[int, StoredTensor]] = {}
+    for place in places:
+        names.setdefault(place.pattern, _any_expert(place))
+        by_place.setdefault(place.number or 0, {})[place.pattern] = place.tensor
+    experts, rows = sorted(by_place), []
+    for expert in experts:
+        row = by_place[expert]
+        for pattern, name in names.items():
+            if pattern not in row:
+                raise UserError(
+                    f"checkpoint {places[0].tensor.file.parent}: {name.replace('*', str(expert))}",
+                    f"it is missing, and other weights of expert {expert} are there",
+                    "download it again",
+                )
+        rows.append(tuple(row[pattern] for pattern in names))
+    return Stored(tuple(rows), tuple(experts), tuple(names.values()))
 
 
-def _names(places: list[_Found], patterns: Collection[int]) -> tuple[str, ...]:
-    """The key of each pattern, with `*` for the number of the expert."""
-    firsts = {place.pattern: place for place in reversed(places)}
-    parts = [firsts[pattern].tensor.key.rpartition(f".{firsts[pattern].number}.") for pattern in patterns]
-    return tuple(f"{before}.*.{after}" if dot else after for before, dot, after in parts)
+def _any_expert(place: _Found) -> str:
+    """The key of a tensor, with `*` for the number of the expert."""
+    before, dot, after = place.tensor.key.rpartition(f".{place.number}.")
+    return f"{before}.*.{after}" if dot else after

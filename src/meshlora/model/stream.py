@@ -41,7 +41,8 @@ class Entry:
 
 def dtype_name(dtype: torch.dtype) -> str:
     """torch.bfloat16 -> "BF16"."""
-    return next(name for name, known in FLOATS.items() if known == dtype)
+    (found,) = [name for name, known in FLOATS.items() if known == dtype]
+    return found
 
 
 def write_stream(
@@ -85,8 +86,8 @@ def check_stream(path: Path, entries: Sequence[Entry], meant: Mapping[str, str])
     for entry in entries:
         with open_safetensors(path) as file:  # a new map for each, so that at most one tensor is in memory
             tensor = file.get_tensor(entry.key).clone()
-        same = tuple(tensor.shape) == entry.shape and hashlib.sha256(_bytes(tensor)).hexdigest() == meant[entry.key]
-        if not same:
+        digest = hashlib.sha256(_bytes(tensor)).hexdigest()
+        if tuple(tensor.shape) != entry.shape or digest != meant[entry.key]:
             raise MeshloraError(f"{path.name}: {entry.key}: read back, it differs from what was written")
 
 

@@ -61,13 +61,18 @@ class Source:
     def integers(self, name: str) -> str | None:
         """A stored tensor of `name` in few bits, or of integers, without its scales; None if there is none."""
         stored = self.stored[name]
-        found = next((t for t in stored.tensors if t.value is None and t.dtype not in FLOATS), None)
-        return None if found is None else found.key if stored.experts else name
+        for tensor in stored.tensors:
+            if tensor.value is None and tensor.dtype not in FLOATS:
+                return tensor.key if stored.experts else name
+        return None
 
     def packed(self) -> str | None:
         """The key of a weight that is stored in few bits; None if there is none."""
-        tensors = (t for stored in self.stored.values() for t in stored.tensors)
-        return next((t.key for t in tensors if t.packed is not None), None)
+        for stored in self.stored.values():
+            for tensor in stored.tensors:
+                if tensor.packed is not None:
+                    return tensor.key
+        return None
 
     def read(self, name: str, *parts: Part) -> Tensor:
         """The slices `parts` of the tensor, concatenated along each dim. It may be a view: copy it."""
@@ -80,7 +85,7 @@ class Source:
             value = read_slice(tensor, own)
             if whole is None:
                 whole = value.new_empty(stored.shape_of(parts))
-            if whole.dtype != value.dtype:
+            if whole.dtype != value.dtype:  # some experts of a checkpoint in few bits are in plain numbers
                 whole = whole.to(torch.promote_types(whole.dtype, value.dtype))
             whole[place] = value
         assert whole is not None, name
@@ -132,16 +137,22 @@ def read_slice(stored: StoredTensor, parts: tuple[Part, ...] = ()) -> Tensor:
         parts = tuple(Part(dims.get(part.dim, part.dim), part.start, part.stop) for part in parts)
         return read_slice(as_stored, parts).transpose(one, other)
     if stored.rows is not None:
-        whole = read_slice(dataclasses.replace(stored, rows=None), tuple(part for part in parts if part.dim))
-        kept = [stored.rows[part.start : part.stop] for part in parts if not part.dim] or [stored.rows]
-        return whole[kept[0]]
+        rows, others = stored.rows, []
+        for part in parts:
+            if part.dim == 0:
+                rows = rows[part.start : part.stop]
+            else:
+                others.append(part)
+        return read_slice(dataclasses.replace(stored, rows=None), tuple(others))[rows]
     index: list[slice] = [slice(None)] * len(stored.shape)
     for part in parts:
         index[part.dim] = slice(part.start, part.stop)
     if stored.value is not None:
         return stored.value[tuple(index)]
     with open_safetensors(stored.file) as file:
-        tensor: Tensor = file.get_slice(stored.key)[tuple(index)] if index else file.get_tensor(stored.key)
+        if not index:  # safetensors slices no tensor without dims
+            return file.get_tensor(stored.key).clone()
+        tensor: Tensor = file.get_slice(stored.key)[tuple(index)]
         # A copy, or the memory map would live as long as the tensor.
         return tensor.clone()
 
@@ -171,8 +182,10 @@ def fill(
     Raises:
         UserError: as `check_checkpoint`; a value that is not finite, on the ranks that read it.
     """
-    checked, of_plan = (model, plan) if whole is None else (whole, None)
-    aliases = check_checkpoint(checked, source, plan=of_plan, allow_unused=allow_unused, fresh=fresh)
+    if whole is None:
+        aliases = check_checkpoint(model, source, plan=plan, allow_unused=allow_unused, fresh=fresh)
+    else:  # a stage alone would not use what is of the others
+        aliases = check_checkpoint(whole, source, allow_unused=allow_unused, fresh=fresh)
     # Buffers first: a module's own initialization also draws its parameters, which on the meta device does nothing.
     _fill_buffers(model, plan, source, mesh)
     made: dict[int, nn.Parameter] = {}
@@ -184,16 +197,18 @@ def fill(
             unit = None
         if module is None:
             break
-        unit = path if path in plan.units else unit
+        if path in plan.units:
+            unit = path
         for leaf, old in list(module.named_parameters(recurse=False)):
-            if id(old) not in made:
+            if id(old) not in made:  # a tied weight is made once
                 name = _base_name(path, module, leaf)
                 if name in fresh and source.shape(name) is None:
                     drawn = _drawn(model, path, leaf, seed).to(mesh.device, old.dtype)
                     setattr(module, leaf, nn.Parameter(drawn, requires_grad=False))
                     continue
                 where = _placement(name, module, old, plan)
-                stored = _stored_name(name, source, aliases)
+                stored = _stored_name(aliases[name], source)
+                assert stored is not None, name
                 check_tied(aliases[name], source)
                 if path in plan.quantized and leaf == "weight":
                     assert isinstance(module, FrozenMatrix)
@@ -213,15 +228,18 @@ def _drawn(model: Any, path: str, leaf: str, seed: int) -> Tensor:
     module = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
     digest = hashlib.sha256(f"{seed}:{path}.{leaf}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+        torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)  # 63 bits: torch takes signed seeds
         compat.initialize(model, module)
     found: Tensor = getattr(module, leaf).detach()
     return found
 
 
 def check_finite(value: Tensor, name: str, source: Source) -> None:
+    if not value.numel():
+        return
     # A fifth of the time of the copy into memory; isfinite takes five times that copy.
-    if value.numel() and not all(bound.isfinite() for bound in value.aminmax()):
+    least, most = value.aminmax()
+    if not (least.isfinite() and most.isfinite()):
         raise UserError(
             f"{source.describe()}: {name}",
             f"it holds values that are not finite as {str(value.dtype).removeprefix('torch.')}",
@@ -242,7 +260,10 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         path, _, leaf = name.rpartition(".")
         by_id.setdefault(id(parameter), []).append(_base_name(path, model.get_submodule(path), leaf))
-    return {name: names for names in by_id.values() for name in names}
+    aliases: dict[str, list[str]] = {}
+    for names in by_id.values():
+        aliases |= dict.fromkeys(names, names)
+    return aliases
 
 
 def kept_wide(model: Any, dtype: torch.dtype) -> set[str]:
@@ -270,15 +291,16 @@ def check_checkpoint(
         UserError: weights are missing, of another shape or not used by the model. UnsupportedError: they are integers.
     """
     aliases = _aliases(model)
-    absent = [n for n, names in aliases.items() if all(source.shape(a) is None for a in names)]
-    if missing := [name for name in absent if name not in fresh]:
+    missing = [name for name, names in aliases.items() if name not in fresh and _stored_name(names, source) is None]
+    if missing:
+        rule, way_out = f"it lacks {len(missing)} weights, first {missing[0]}", ""
         there = source.unused(set())
-        near = f"; {did_you_mean(missing[0], there)}" if len(there) <= 10_000 and there else ""
-        is_new = task_of(model.config) != CAUSAL
-        way_out = "a part that is new is trained in full: name it in lora.modules_to_save" if is_new else ""
-        raise UserError(source.describe(), f"it lacks {len(missing)} weights, first {missing[0]}{near}", way_out)
-    unused = [] if allow_unused else _without_a_place(model, source).get("", [])
-    if unused:
+        if 0 < len(there) <= 10_000:  # of more names the search for a near one would take minutes
+            rule += f"; {did_you_mean(missing[0], there)}"
+        if task_of(model.config) != CAUSAL:
+            way_out = "a part that is new is trained in full: name it in lora.modules_to_save"
+        raise UserError(source.describe(), rule, way_out)
+    if not allow_unused and (unused := _without_a_place(model, source).get("")):
         raise UserError(
             source.describe(),
             f"{len(unused)} of its weights have no place in {type(model).__name__}, first {unused[0]}",
@@ -290,10 +312,14 @@ def check_checkpoint(
 
 def extra_weights(model: nn.Module, source: Source) -> str:
     """The weights of a checkpoint that are known to have no place in its model, in words; empty if there are none."""
-    found = {kind: names for kind, names in _without_a_place(model, source).items() if kind}
-    groups = (f"{len(names)} {kind}, first {names[0]}" for kind, names in found.items())
-    number = sum(map(len, found.values()))
-    return f"{number} weights of {source.describe()} are passed over: {'; '.join(groups)}" if found else ""
+    number, groups = 0, []
+    for kind, names in _without_a_place(model, source).items():
+        if kind:
+            number += len(names)
+            groups.append(f"{len(names)} {kind}, first {names[0]}")
+    if not groups:
+        return ""
+    return f"{number} weights of {source.describe()} are passed over: {'; '.join(groups)}"
 
 
 _EXTRA = {
@@ -317,21 +343,29 @@ def _without_a_place(model: Any, source: Source) -> dict[str, list[str]]:
     first, number = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
     found: dict[str, list[str]] = {}
     for name in source.unused(wanted):
-        kind = next((kind for kind, pattern in patterns.items() if pattern.search(name)), "")
         layer = re.match(r"(model|model\.language_model|language_model\.model)\.layers\.(\d{1,6})\.", name)
         if layer and first <= int(layer[2]) < first + number:
             kind = "of multi-token prediction"
+        else:
+            kind = _kind_of(name, patterns)
         found.setdefault(kind, []).append(name)
     return found
+
+
+def _kind_of(name: str, patterns: Mapping[str, re.Pattern[str]]) -> str:
+    for kind, pattern in patterns.items():
+        if pattern.search(name):
+            return kind
+    return ""
 
 
 def _check_shapes(model: nn.Module, source: Source, aliases: dict[str, list[str]], plan: ModelPlan | None) -> None:
     for path, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             own = _base_name(path, module, leaf)
-            if all(source.shape(alias) is None for alias in aliases[own]):  # it is to be drawn
+            name = _stored_name(aliases[own], source)
+            if name is None:  # it is to be drawn
                 continue
-            name = _stored_name(own, source, aliases)
             if mistake := source.mistake(name, _placement(own, module, parameter, plan).shape):
                 key, rule = mistake
                 raise UserError(f"{source.describe()}: {key}", rule, "are the weights and config.json of one model?")
@@ -343,26 +377,35 @@ def _check_shapes(model: nn.Module, source: Source, aliases: dict[str, list[str]
                 )
 
 
-def _stored_name(name: str, source: Source, aliases: dict[str, list[str]]) -> str:
-    return next(alias for alias in aliases[name] if source.shape(alias) is not None)
+def _stored_name(names: Sequence[str], source: Source) -> str | None:
+    """The first of the names of a weight under which it is stored; None: under none."""
+    for name in names:
+        if source.shape(name) is not None:
+            return name
+    return None
 
 
 def check_tied(names: Sequence[str], source: Source) -> None:
     """Check that a tied weight that is stored twice has the same values; transformers would not tie them otherwise."""
     first, *others = [name for name in names if source.shape(name) is not None]
     for name in others:
-        shape = source.shape(first)
-        assert shape is not None
-        same = shape == source.shape(name)
-        for start in range(0, shape[0] if same else 0, _ROWS_AT_ONCE):
-            rows = Part(0, start, min(start + _ROWS_AT_ONCE, shape[0]))
-            same = same and torch.equal(source.read(first, rows), source.read(name, rows))
-        if not same:
+        if not _are_equal(first, name, source):
             raise UserError(
                 f"{source.describe()}: {first} and {name}",
                 "config.json ties them, but they differ",
                 "set tie_word_embeddings: false in config.json",
             )
+
+
+def _are_equal(one: str, other: str, source: Source) -> bool:
+    shape = source.shape(one)
+    if shape is None or shape != source.shape(other):
+        return False
+    for start in range(0, shape[0], _ROWS_AT_ONCE):
+        rows = Part(0, start, min(start + _ROWS_AT_ONCE, shape[0]))
+        if not torch.equal(source.read(one, rows), source.read(other, rows)):
+            return False
+    return True
 
 
 def _placement(name: str, module: nn.Module, parameter: Tensor, plan: ModelPlan | None) -> Placement:
@@ -378,21 +421,28 @@ def _placement(name: str, module: nn.Module, parameter: Tensor, plan: ModelPlan 
 
 def _read_local(name: str, where: Placement, source: Source, mesh: Mesh) -> Tensor:
     """This rank's part of the stored tensor `name`, as we hold it: its runs concatenated, then padding."""
+    tensor = _read_as_stored(name, where, source, mesh)
+    return tensor.T if where.is_transposed else tensor
+
+
+def _read_as_stored(name: str, where: Placement, source: Source, mesh: Mesh) -> Tensor:
     parts: list[Part] = []
     axis = mesh.tp
-    if where.num_experts:
+    if where.num_experts:  # whole experts over ep, and of each its part over etp, not tp
         axis, ep = mesh.over({ETP}), mesh.over({EP})
         parts += parts_of_rank(0, Layout.plain(where.num_experts), rank=ep.rank, size=ep.size)
     if where.dim is None or where.layout is None:
-        tensor = source.read(name, *parts)
-        return tensor.T if where.is_transposed else tensor
-    stored_dim = 1 - where.dim if where.is_transposed else where.dim
-    tensor = source.read(name, *parts, *parts_of_rank(stored_dim, where.layout, rank=axis.rank, size=axis.size))
-    if missing := where.layout.local_size(axis.size) - tensor.shape[stored_dim]:
+        return source.read(name, *parts)
+    dim = where.dim
+    if where.is_transposed:
+        dim = 1 - dim
+    tensor = source.read(name, *parts, *parts_of_rank(dim, where.layout, rank=axis.rank, size=axis.size))
+    # Ranks hold equally many rows, of a vocabulary that does not divide the last ones zeros.
+    if missing := where.layout.local_size(axis.size) - tensor.shape[dim]:
         shape = list(tensor.shape)
-        shape[stored_dim] = missing
-        tensor = torch.cat([tensor, tensor.new_zeros(shape)], stored_dim)
-    return tensor.T if where.is_transposed else tensor
+        shape[dim] = missing
+        tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
+    return tensor
 
 
 def parts_of_rank(dim: int, layout: Layout, *, rank: int, size: int) -> list[Part]:
@@ -429,7 +479,7 @@ def _fill_buffers(model: Any, plan: ModelPlan, source: Source, mesh: Mesh) -> No
 
     That computes the whole of a split buffer; this rank's part is cut out of it at the end.
     """
-    buffers = {name for name, _ in model.named_buffers()}
+    buffers = dict(model.named_buffers())
     split = {name: rule for name, rule in plan.parameters.items() if name in buffers}
     for name, rule in split.items():
         owner, _, leaf = name.rpartition(".")
@@ -451,7 +501,8 @@ def _fill_buffers(model: Any, plan: ModelPlan, source: Source, mesh: Mesh) -> No
                 setattr(module, leaf, torch.full_like(old, poison, device=mesh.device))
                 computed = True
         if computed:
-            part = parts[max((p for p in parts if f"{path}.".startswith(p)), key=len)]
+            # Modules come after those around them, so the last match is the innermost.
+            *_, part = (part for prefix, part in parts.items() if f"{path}.".startswith(prefix))
             compat.initialize(part, module)
             above = path
             while (missing := _uncomputed(module)) and above:  # a model may compute those of all its layers
@@ -470,5 +521,7 @@ def _fill_buffers(model: Any, plan: ModelPlan, source: Source, mesh: Mesh) -> No
 
 def _uncomputed(module: nn.Module) -> str:
     """The first buffer of `module` with a NaN; "" if there is none."""
-    buffers = module.named_buffers(recurse=False)
-    return next((leaf for leaf, b in buffers if b.is_floating_point() and b.isnan().any()), "")
+    for leaf, buffer in module.named_buffers(recurse=False):
+        if buffer.is_floating_point() and buffer.isnan().any():
+            return leaf
+    return ""

@@ -63,33 +63,50 @@ def say_who_is_missing(known: Callable[[int], Arrivals | None], rank: int, *, ti
     assert waits is not None
     looked_at: set[int] = set()
     missing = _not_arrived(known, waits, rank)
-    while waiting := {one: said for one in sorted(missing - looked_at) if (said := known(one)) and said.is_in}:
-        looked_at.update(waiting)
-        behind = set().union(*(_not_arrived(known, said, one) for one, said in waiting.items())) - {rank}
-        if behind - missing:
-            missing = (missing - set(waiting)) | behind
+    while todo := sorted(missing - looked_at):
+        looked_at.update(todo)
+        waiting: set[int] = set()
+        behind: set[int] = set()
+        for one in todo:
+            said = known(one)
+            if said is not None and said.is_in:
+                waiting.add(one)
+                behind |= _not_arrived(known, said, one)
+        behind.discard(rank)
+        if behind - missing:  # else they wait for each other alone, and all of them are named
+            missing = (missing - waiting) | behind
     which = f"{waits.name} over {_words(waits.ranks)} (number {waits.entered.get(waits.ranks, 0)} of this group)"
     if not missing:
         return f"{which} did not end in {timeout_s:g} s, though all ranks came: is the network well?"
-    last = [
-        f"rank {one} was last in {said.name} over {_words(said.ranks)}"
-        if (said := known(one)) and said.name
-        else f"rank {one} said nothing"
-        for one in sorted(missing)[:_NAMED]
-    ]
+    last = [_last_of(one, known(one)) for one in sorted(missing)[:_NAMED]]
     return (
         f"{which} was given up after {timeout_s:g} s (train.timeout_s): {_words(tuple(sorted(missing)))} did not "
         f"arrive; {', '.join(last)}"
     )
 
 
+def _last_of(rank: int, said: Arrivals | None) -> str:
+    if said is None or not said.name:
+        return f"rank {rank} said nothing"
+    return f"rank {rank} was last in {said.name} over {_words(said.ranks)}"
+
+
 def _not_arrived(known: Callable[[int], Arrivals | None], waits: Arrivals, rank: int) -> set[int]:
     """Ranks of the group in which `rank` waits that entered fewer of its collectives."""
-    number = waits.entered.get(waits.ranks, 0)
-    others = {one: known(one) for one in waits.ranks if one != rank}
-    return {one for one, said in others.items() if said is None or said.entered.get(waits.ranks, 0) < number}
+    number, found = waits.entered.get(waits.ranks, 0), set()
+    for other in waits.ranks:
+        if other == rank:
+            continue
+        said = known(other)
+        if said is None or said.entered.get(waits.ranks, 0) < number:
+            found.add(other)
+    return found
 
 
 def _words(ranks: Ranks) -> str:
-    more = f" and {len(ranks) - _NAMED:,} more" if len(ranks) > _NAMED else ""
-    return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, ranks[:_NAMED]))}{more}"
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    text = f"ranks {', '.join(map(str, ranks[:_NAMED]))}"
+    if len(ranks) > _NAMED:
+        text += f" and {len(ranks) - _NAMED:,} more"
+    return text

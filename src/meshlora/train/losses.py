@@ -1,7 +1,7 @@
 """Losses as sums over trained tokens; `gradsync.finish_gradients` divides by the global number of tokens.
 
 Owns: the loss and log-probabilities of a language model without materialising its logits, and the loss of given
-logits, for custom loops. Does not own: the arithmetic over a split vocabulary (`layers.head.loss`), the objectives
+logits, for custom loops. Does not own: the arithmetic over a split vocabulary (`layers.head_loss`), the objectives
 (`run.objectives`).
 """
 
@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlora.adapter.attach import runtime
-from meshlora.layers.head.loss import (
+from meshlora.layers.head_loss import (
     IGNORED,
     log_probabilities_from_hidden,
     scores_from_hidden,
     shifted,
     summed_cross_entropy_from_hidden,
 )
-from meshlora.layers.head.recipe import LogitsRecipe
 from meshlora.layers.linear import ParallelHead
+from meshlora.layers.logits_recipe import LogitsRecipe
 from meshlora.layers.row_lengths import rows_of
 from meshlora.plan.pairs import check
 from meshlora.plan.token_order import order_of_rows

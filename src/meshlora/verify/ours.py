@@ -25,7 +25,7 @@ from meshlora.adapter.attach import active_factors, adapter_factors, runtime
 from meshlora.adapter.formats import peft_format
 from meshlora.adapter.targets.pieces import PieceLoraConfig
 from meshlora.comm.groups import Mesh
-from meshlora.layers.head import loss as vocabulary
+from meshlora.layers import head_loss as vocabulary
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.model.dp_shard import whole_weights

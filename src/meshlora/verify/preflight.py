@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from meshlora.comm.groups import on_gpus, sharing_note
-from meshlora.loading.guards import dropout_fields
+from meshlora.plan.dropout import dropout_fields
 from meshlora.plan.families.proved import check_proved_here
 from meshlora.run.launch import signals_end_what_was_started
 from meshlora.run.model_card import NOT_PROVED

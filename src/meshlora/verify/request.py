@@ -27,8 +27,8 @@ from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.adapter.initialization import WHOLE_MATRIX
 from meshlora.comm.groups import on_gpus, sharing_note
 from meshlora.loading.blueprint import Blueprint, make_blueprint, read_model_config, resolve_dtype
-from meshlora.loading.guards import dropout_fields, handle_dropout
 from meshlora.plan.base_options import BaseOptions
+from meshlora.plan.dropout import dropout_fields, handle_dropout
 from meshlora.plan.features import Asked
 from meshlora.plan.numbers import check_numbers
 from meshlora.plan.pairs import check

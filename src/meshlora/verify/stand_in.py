@@ -16,8 +16,8 @@ from typing import Any
 from meshlora.adapter.targets.resolve import Target
 from meshlora.adapter.targets.token_rows import TokenRows
 from meshlora.loading.blueprint import make_blueprint
-from meshlora.loading.guards import dropout_fields, handle_dropout
 from meshlora.plan.base_options import BaseOptions
+from meshlora.plan.dropout import dropout_fields, handle_dropout
 from meshlora.plan.rules import ModelPlan, kind_of
 from meshlora.run.prepared import Prepared
 from meshlora.verify.features import features_of_model, features_of_topology

@@ -61,7 +61,7 @@ class OnMesh(_Trainer):
     process with a batch of per_device_train_batch_size times dp.
     """
 
-    # Read by `model.wrappers`: this trainer wraps nothing.
+    # Read by `loading.guards`: this trainer wraps nothing.
     keeps_the_mesh = True
     model: Any
     args: TrainingArguments

@@ -22,7 +22,7 @@ from meshlora.adapter.targets.resolve import Target
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.layers.dropout import replace_dropouts
 from meshlora.layers.frozen import FrozenMatrix
-from meshlora.layers.head.loss import IGNORED, chunk_tokens, summed_cross_entropy_from_hidden
+from meshlora.layers.head_loss import IGNORED, chunk_tokens, summed_cross_entropy_from_hidden
 from meshlora.layers.held_tokens import HeldTokens
 from meshlora.layers.linear import ParallelHead
 from meshlora.loading.blueprint import Blueprint
@@ -60,7 +60,7 @@ class Trace:
 
 
 def tokens_of_chunk(vocab: int, dtype: torch.dtype, tokens: int) -> int:
-    """Tokens per chunk of the loss, at most `tokens` (`layers.head.loss`)."""
+    """Tokens per chunk of the loss, at most `tokens` (`layers.head_loss`)."""
     return min(tokens, chunk_tokens(vocab, wide_dtype(dtype)))
 
 

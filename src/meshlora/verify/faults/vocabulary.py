@@ -12,8 +12,8 @@ from torch import Tensor
 from meshlora.adapter import plan as adapter_plan
 from meshlora.comm.groups import Axis
 from meshlora.layers import embedding, linear
+from meshlora.layers import head_loss as vocabulary
 from meshlora.layers.embedding import ParallelEmbedding
-from meshlora.layers.head import loss as vocabulary
 from meshlora.layers.linear import ParallelHead
 from meshlora.plan.grads import Side
 from meshlora.verify.faults.fault import after, around, instead_of, without_axis

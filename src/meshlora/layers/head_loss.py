@@ -1,7 +1,7 @@
 """The loss over a vocabulary split over tp: no rank ever materialises the logits of all tokens, in either pass.
 
 Owns: the cross-entropy, the log-probabilities and the entropy from hidden states, in chunks of tokens, with their
-gradients. Does not own: the head itself, what a model does to its logits (`layers.head.recipe`), gradient sums over
+gradients. Does not own: the head itself, what a model does to its logits (`layers.logits_recipe`), gradient sums over
 ranks (`model.regions`, `train.gradsync`).
 
 Rank r of tp holds rows `r*V/tp .. (r+1)*V/tp` of the head, with V padded at its end to a multiple of tp. The padding is
@@ -10,7 +10,7 @@ not part of the vocabulary: it enters neither the softmax nor the mean of label 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,9 +121,12 @@ def scores_from_hidden(
     """
     loss = _ChunkLoss(axis, vocab, 0.0, wide_dtype(hidden.dtype))
     chunks = _Chunks.of(hidden, head, labels, trained, loss)
-    each = _Scores.apply(hidden, chunks, *parameters)
-    log_p, entropy, mean, is_top = (one.new_zeros(labels.shape).index_copy(0, chunks.rows, one) for one in each)
-    return log_p, entropy, mean, is_top
+    log_p, entropy, mean, is_top = _Scores.apply(hidden, chunks, *parameters)
+
+    def of_all(values: Tensor) -> Tensor:
+        return values.new_zeros(labels.shape).index_copy(0, chunks.rows, values)
+
+    return of_all(log_p), of_all(entropy), of_all(mean), of_all(is_top)
 
 
 def _check_labels(labels: Tensor, vocab: int) -> None:
@@ -134,8 +137,8 @@ def _check_labels(labels: Tensor, vocab: int) -> None:
     if labels.is_cuda:  # without a host sync; the run ends at the next one
         assert_on_device((least >= 0) & (most < vocab), f"a label is not in the vocabulary of {vocab}")
     elif least < 0 or most >= vocab:
-        wrong = int(least if least < 0 else most)
-        raise UserError(f"label {wrong}", f"is not in the vocabulary of {vocab}", "look at the tokenizer")
+        wrong = least if least < 0 else most
+        raise UserError(f"label {int(wrong)}", f"is not in the vocabulary of {vocab}", "look at the tokenizer")
 
 
 @dataclass(frozen=True)
@@ -343,8 +346,8 @@ class _CrossEntropy(Function):
             if sizes is not None:
                 of_tokens = of_tokens.repeat_interleave(sizes, output_size=len(d_hidden)).unsqueeze(1)
             d_hidden = _scaled(d_hidden, of_tokens)
-        by_parameter = (_scaled(total, grads[0]) for total in sums)
-        return (d_hidden, *[None] * 3, *(next(by_parameter) if trained else None for trained in ctx.is_trained))
+        of_parameters = _in_place_of(ctx.is_trained, [_scaled(total, grads[0]) for total in sums])
+        return (d_hidden, None, None, None, *of_parameters)
 
 
 class _LogProbabilities(Function):
@@ -388,8 +391,14 @@ def _again(ctx: Any, **options: Any) -> tuple[Tensor | None, ...]:
     needs_hidden, _, *needs = ctx.needs_input_grad
     trained = [p for p, is_needed in zip(parameters, needs, strict=True) if is_needed]
     _, d_hidden, sums = ctx.chunks.run(hidden, trained, needs_hidden=needs_hidden, **options)
-    by_parameter = iter(sums)
-    return (d_hidden, None, *(next(by_parameter) if is_needed else None for is_needed in needs))
+    return (d_hidden, None, *_in_place_of(needs, sums))
+
+
+def _in_place_of(are_needed: Sequence[bool], found: Sequence[Tensor]) -> Iterator[Tensor | None]:
+    """For each parameter its gradient, of those that are needed alone, or None."""
+    gradients = iter(found)
+    for is_needed in are_needed:
+        yield next(gradients) if is_needed else None
 
 
 def _scaled(tensor: Tensor, factor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """Logits that are never computed: a record of the model's operations on them, replayed by each rank on its slice.
 
 Owns: `LogitsRecipe`, and the list of calls on logits that are elementwise. Does not own: the loss that replays them
-(`layers.head.loss`), the head that returns one (`layers.linear`).
+(`layers.head_loss`), the head that returns one (`layers.linear`).
 """
 
 from __future__ import annotations
@@ -16,15 +16,11 @@ from torch import Tensor
 from meshlora_ground.compat import tensor_without_storage
 from meshlora_ground.errors import UnsupportedError
 
-_METADATA = {
-    *(
-        getattr(Tensor, name).__get__
-        for name in ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_cuda", "is_meta")
-    ),
-    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "is_floating_point", "element_size", "__len__")),
-    torch.is_floating_point,
-    torch.numel,
-}
+_FIELDS = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_cuda", "is_meta")
+_QUESTIONS = ("size", "dim", "numel", "is_floating_point", "element_size", "__len__")
+# What a model may ask of logits that are not there.
+_METADATA = {torch.is_floating_point, torch.numel}
+_METADATA |= {getattr(Tensor, name).__get__ for name in _FIELDS} | {getattr(Tensor, name) for name in _QUESTIONS}
 
 # Elementwise functions, by name: a rank can apply them to its slice of the vocabulary alone.
 _ELEMENTWISE = (
@@ -119,18 +115,20 @@ def _record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     is_in_place = func in _IN_PLACE
     if not is_in_place and func not in _OUT_OF_PLACE:
         _refuse(func)
-    places = [i for i, arg in enumerate(args) if isinstance(arg, LogitsRecipe)]
-    if len(places) != 1 or any(isinstance(value, LogitsRecipe) for value in kwargs.values()):
+    recipe: LogitsRecipe | None = None
+    before, after = [], []
+    for arg in args:
+        if recipe is not None:
+            after.append(_scalar(arg, func))  # a second recipe is no scalar, and refused there
+        elif isinstance(arg, LogitsRecipe):
+            recipe = arg
+        else:
+            before.append(_scalar(arg, func))
+    if recipe is None:
         _refuse(func)
-    place, recipe = places[0], args[places[0]]
-    others = [_scalar(arg, func) for i, arg in enumerate(args) if i != place]
-    operation = _Operation(
-        _IN_PLACE[func] if is_in_place else _OUT_OF_PLACE[func],
-        tuple(others[place:]),
-        {name: _scalar(value, func) for name, value in kwargs.items()},
-        is_in_place,
-        before=tuple(others[:place]),
-    )
+    by_name = {name: _scalar(value, func) for name, value in kwargs.items()}
+    replayed = _IN_PLACE[func] if is_in_place else _OUT_OF_PLACE[func]
+    operation = _Operation(replayed, tuple(after), by_name, is_in_place, before=tuple(before))
     with torch.DisableTorchFunctionSubclass():
         # One logit shows the dtype of the result, and whether the call returns its input (a cast without effect).
         probe = torch.zeros((1,) * recipe.ndim, dtype=recipe.dtype, device=recipe.device)
