@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from meshlora_ground.errors import UserError
+from meshlora_ground.topology import EP, ETP, Topology
+
 if TYPE_CHECKING:
     from peft import LoraConfig
 
@@ -32,14 +35,19 @@ if TYPE_CHECKING:
     from meshlora.model.weights import Source
     from meshlora.plan.base_options import BaseOptions
     from meshlora.plan.rules import ExpertsRule, ModelPlan, Packing, Region
-    from meshlora_ground.topology import Topology
 
 # In the order in which they are asked.
 WINGS = ("stages", "experts", "quantized", "kernels", "context", "packed_rows", "generation", "hub")
 
 
 class Feature:
-    """What a wing brings: each method is called where its first line says, for every model."""
+    """What a wing brings: each method is called where its first line says, for every model.
+
+    Attributes:
+        axes: of the mesh, whose ranks the core alone would run as if there were one.
+    """
+
+    axes: tuple[str, ...] = ()
 
     def folder_of(self, given: str, kind: Literal["model", "adapter"], *, trust_remote_code: bool) -> str:
         """`loading.load`, first: the path of what may be given by a name.
@@ -251,3 +259,15 @@ class Feature:
 def features() -> tuple[Feature, ...]:
     """Those of all wings."""
     return tuple(importlib.import_module(f"meshlora.wings.{name}.feature").FEATURE for name in WINGS)
+
+
+def check_axes(topology: Topology) -> None:
+    """Refuse several ranks along an axis whose wing is not there.
+
+    Raises:
+        UserError: names the axis.
+    """
+    known = {"dp", "tp"}.union(*(feature.axes for feature in features()))
+    for axis, size in (topology.sizes | {EP: topology.ep, ETP: topology.etp}).items():
+        if size > 1 and axis not in known:
+            raise UserError(f"{axis}={size}", "its wing is not in WINGS of meshlora/feature.py", f"use {axis}=1")

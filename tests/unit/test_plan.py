@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from meshlora import feature
+from meshlora.feature import features
 from meshlora.plan.derive import plan_model
 from meshlora.verify.request import Request, prepare_proof
 from meshlora.wings.quantized.plan import check_not_quantized
@@ -31,6 +33,20 @@ def test_a_module_for_each_head_is_refused() -> None:
     with pytest.raises(UnsupportedError, match=r"layernorm\.norms: a module for each head is not split yet"):
         plan_model(model, TP)
     assert plan_model(model, Topology())
+
+
+def test_ranks_along_the_axis_of_a_wing_that_is_taken_out_are_not_run_as_if_there_were_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = _model("qwen3_moe")
+    for wing, axis in (("stages", "pp"), ("context", "cp"), ("experts", "ep"), ("experts", "etp")):
+        topology = Topology.parse(f"{axis}=2")
+        assert plan_model(model, topology)
+        left = tuple(each for each in features() if not type(each).__module__.startswith(f"meshlora.wings.{wing}."))
+        with monkeypatch.context() as patch:
+            patch.setattr(feature, "features", lambda left=left: left)
+            with pytest.raises(UserError, match=f"^{axis}=2: its wing is not in WINGS"):
+                plan_model(model, topology)
 
 
 def test_a_split_of_what_is_no_linear_is_refused() -> None:

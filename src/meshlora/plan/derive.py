@@ -17,7 +17,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from meshlora.feature import features
+from meshlora.feature import check_axes, features
 from meshlora.plan.blocks import Heads, kept_whole, leaf_layout, local_attributes, parameter_layout
 from meshlora.plan.families.explicit import explicit_plan
 from meshlora.plan.families.family import FamilyPlan, Leaf
@@ -42,8 +42,9 @@ def plan_model(model: PreTrainedModel, topology: Topology, *, has_stages: bool =
 
     Raises:
         UnsupportedError: no exact split is known for the family, a style, a layer or a parameter.
-        UserError: tp does not divide the heads or a width; the message names values that do.
+        UserError: tp does not divide the heads or a width; the message names values that do. An axis needs a wing.
     """
+    check_axes(topology)
     check_family(model, topology)
     check({"topology": topology, "task": task_of(model.config)})
     experts: dict[str, ExpertsRule] = {}

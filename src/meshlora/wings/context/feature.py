@@ -7,6 +7,7 @@ from meshlora.wings.context.borders import install_context
 
 
 class _Context(Feature):
+    axes = ("cp",)
     borders = staticmethod(install_context)
 
 

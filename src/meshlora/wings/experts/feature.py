@@ -18,6 +18,7 @@ from meshlora.wings.experts.targets import (
 
 
 class _Experts(Feature):
+    axes = ("ep", "etp")
     find_experts = staticmethod(find_experts)
     replace = staticmethod(replace_experts)
     adopt = staticmethod(adopt_router)

@@ -12,6 +12,7 @@ from meshlora.wings.stages.plan import check_trained, plan_of_rank, with_stages
 
 
 class _Stages(Feature):
+    axes = ("pp",)
     with_stages = staticmethod(with_stages)
     plan_of_rank = staticmethod(plan_of_rank)
     pipeline = staticmethod(hold_stages)
