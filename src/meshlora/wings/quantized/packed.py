@@ -63,7 +63,9 @@ def check_packing(quantization: Any, model_type: Any, what: str) -> None:
     Raises:
         UnsupportedError: another method, or a variant of one. UserError: it is malformed.
     """
-    given = quantization if isinstance(quantization, Mapping) else {}
+    given: Mapping[str, Any] = {}
+    if isinstance(quantization, Mapping):
+        given = quantization
     method, way_out = given.get("quant_method"), _WAY_OUT
     if method not in METHODS:
         rule = f"of quantised checkpoints those in {', '.join(METHODS)} are read"
@@ -134,13 +136,21 @@ def find_packed(
         elif leaf in ("qweight", "weight_packed"):
             yield _integers(owner, leaf, tensors, quantization, weights)
         elif _BNB_STATE in key:
-            name, _, kind = key.partition(_BNB_STATE)
-            parts = {part: f"{name}.{part}" for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map")}
-            parts = {"codes": name} | {part: k for part, k in parts.items() if k in tensors}
-            form_of_blocks = Blocks4.of(kind, bytes(value(key).tolist()))
-            if name not in tensors or tensors[name].dtype != "U8":
-                form_of_blocks = None
-            yield name, form_of_blocks and form_of_blocks.fitting(tensors, parts), parts, [key]
+            yield _of_4_bits(key, tensors, value)
+
+
+def _of_4_bits(key: str, tensors: Mapping[str, Tensors], value: Callable[[str], Tensor]) -> Place:
+    """The place of codes of bitsandbytes, of which the JSON at `key` tells."""
+    name, _, kind = key.partition(_BNB_STATE)
+    parts = {"codes": name}
+    # Scales are nested or plain: `fitting` says whether what is there belongs together.
+    for part in ("absmax", "quant_map", "nested_absmax", "nested_quant_map"):
+        if f"{name}.{part}" in tensors:
+            parts[part] = f"{name}.{part}"
+    form = None
+    if name in tensors and tensors[name].dtype == "U8":
+        form = Blocks4.of(kind, bytes(value(key).tolist()))  # the JSON is stored as a tensor of bytes
+    return name, form and form.fitting(tensors, parts), parts, [key]
 
 
 def _nvfp4(owner: str, leaf: str, tensors: Mapping[str, Tensors], method: str) -> Place | None:
@@ -148,16 +158,19 @@ def _nvfp4(owner: str, leaf: str, tensors: Mapping[str, Tensors], method: str) -
     names = {"weight_packed": "weight_global_scale", "weight": "weight_scale_2"}
     if leaf not in names or f"{owner}.{names[leaf]}" not in tensors:
         return None
-    parts = {
-        "codes": f"{owner}.{leaf}",
-        "scales": f"{owner}.weight_scale",
-        "global": f"{owner}.{names[leaf]}",
-    }
-    shapes = [_shape(tensors, key) for key in parts.values()]
-    form = Nvfp4.of(shapes[0], shapes[1], shapes[2], divides=method == "compressed-tensors")
-    if [tensors[key].dtype for key in parts.values() if key in tensors] != ["U8", "F8_E4M3", "F32"]:
-        form = None
-    return f"{owner}.weight", form, parts, [f"{owner}.{name}" for name in _SPENT]
+    parts = {"codes": f"{owner}.{leaf}", "scales": f"{owner}.weight_scale", "global": f"{owner}.{names[leaf]}"}
+    form = None
+    if parts["scales"] in tensors:
+        codes, scales, of_matrix = tensors[parts["codes"]], tensors[parts["scales"]], tensors[parts["global"]]
+        if (codes.dtype, scales.dtype, of_matrix.dtype) == ("U8", "F8_E4M3", "F32"):
+            # compressed-tensors stores the reciprocal of what modelopt stores.
+            divides = method == "compressed-tensors"
+            form = Nvfp4.of(codes.shape, scales.shape, of_matrix.shape, divides=divides)
+    return f"{owner}.weight", form, parts, _spent(owner)
+
+
+def _spent(owner: str) -> list[str]:
+    return [f"{owner}.{name}" for name in _SPENT]
 
 
 def _of_8_bits(
@@ -170,26 +183,30 @@ def _of_8_bits(
     """The place of a matrix of float8 or of integers of 8 bits."""
     owner, codes = key.rpartition(".")[0], tensors[key]
     is_of_rows = codes.dtype == "I8" and quantization.get("quant_method") == "bitsandbytes"
-    names = [("scales", f"{owner}.SCB")] if is_of_rows else [("scales", f"{key}_scale"), ("scales", f"{key}_scale_inv")]
-    names += [("zeros", f"{key}_zero_point")] if codes.dtype == "I8" else []
-    parts = {"codes": key} | {part: name for part, name in names if name in tensors}
-    spent = [f"{owner}.{name}" for name in (*_SPENT, "weight_format")]
+    # DeepSeek calls its scales inverse ones, and multiplies by them like all others.
+    names = {f"{key}_scale": "scales", f"{key}_scale_inv": "scales"}
+    if is_of_rows:
+        names = {f"{owner}.SCB": "scales"}
+    if codes.dtype == "I8":
+        names[f"{key}_zero_point"] = "zeros"
+    parts = {"codes": key} | {part: name for name, part in names.items() if name in tensors}
+    spent = [*_spent(owner), f"{owner}.weight_format"]
     if is_of_rows and spent[-1] in tensors and int(value(spent[-1])):
         raise UnsupportedError(spent[-1], "only int8 in rows is read", _WAY_OUT)
     scales = _shape(tensors, parts.get("scales", ""))
     if "scales" not in parts or _shape(tensors, parts.get("zeros", parts["scales"])) != scales:
         return key, None, parts, spent
     block = quantization.get("weight_block_size") or weights.get("block_structure") or [1, weights.get("group_size")]
+    if not isinstance(block, list) or not all(map(_is_size, block)):
+        block = None
+    if is_of_rows:
+        scales = (*scales, 1)
     width = _NUM_BYTES.get(tensors[parts["scales"]].dtype, 4)
-    form = Blocks8.of(
-        codes.shape,
-        (*scales, 1) if is_of_rows else scales,
-        block if isinstance(block, list) and all(map(_is_size, block)) else None,
-        _OF_8_BITS[codes.dtype],
-        width,
-    )
-    if form is not None and codes.dtype == "I8":
-        form = dataclasses.replace(form, divisor=127.0 if is_of_rows else 1.0, has_zeros="zeros" in parts)
+    form = Blocks8.of(codes.shape, scales, block, _OF_8_BITS[codes.dtype], width)
+    if form is not None:
+        form = dataclasses.replace(form, has_zeros="zeros" in parts)
+    if form is not None and is_of_rows:
+        form = dataclasses.replace(form, divisor=127.0)
     return key, form, parts, spent
 
 
@@ -197,17 +214,18 @@ def _integers(
     owner: str, leaf: str, tensors: Mapping[str, Tensors], quantization: Mapping[str, Any], weights: Mapping[str, Any]
 ) -> Place:
     """The place of a matrix of integers in words."""
-    is_packed = leaf == "weight_packed"
-    names = {"codes": leaf, "scales": "weight_scale" if is_packed else "scales"}
-    zeros, groups = "weight_zero_point" if is_packed else "qzeros", "weight_g_idx" if is_packed else "g_idx"
-    names |= {"zeros": zeros} if not is_packed or f"{owner}.{zeros}" in tensors else {}
-    names |= {"groups": "g_idx"} if f"{owner}.g_idx" in tensors else {}
-    if is_packed and f"{owner}.{groups}" in tensors:
-        rule = "integers of compressed-tensors in the order of activations are not read yet"
-        raise UnsupportedError(f"{owner}.{groups}", rule, _WAY_OUT)
+    names, bits = {"codes": leaf, "scales": "scales", "zeros": "qzeros"}, quantization.get("bits", 4)
+    if leaf == "weight_packed":  # of compressed-tensors
+        names, bits = {"codes": leaf, "scales": "weight_scale"}, weights.get("num_bits", 4)
+        if f"{owner}.weight_zero_point" in tensors:
+            names["zeros"] = "weight_zero_point"
+        if f"{owner}.weight_g_idx" in tensors:
+            rule = "integers of compressed-tensors in the order of activations are not read yet"
+            raise UnsupportedError(f"{owner}.weight_g_idx", rule, _WAY_OUT)
+    if f"{owner}.g_idx" in tensors:
+        names["groups"] = "g_idx"
     parts = {part: f"{owner}.{name}" for part, name in names.items()}
     shapes = {part: _shape(tensors, key) for part, key in parts.items()}
-    bits = weights.get("num_bits", 4) if is_packed else quantization.get("bits", 4)
     return f"{owner}.weight", GroupedInts.of(shapes, quantization, bits), parts, [f"{owner}.weight_shape"]
 
 
@@ -224,12 +242,12 @@ def _weights_of_groups(quantization: Mapping[str, Any]) -> Mapping[str, Any]:
     groups = quantization.get("config_groups")
     if quantization.get("quant_method") != "compressed-tensors" or not isinstance(groups, Mapping):
         return {}
-    said_of = [group.get("weights") for group in groups.values() if isinstance(group, Mapping)]
-    weights = [one for one in said_of if isinstance(one, Mapping)]
+    groups = [group for group in groups.values() if isinstance(group, Mapping)]
+    weights = [group["weights"] for group in groups if isinstance(group.get("weights"), Mapping)]
     found: dict[str, Any] = {}
     for field in ("num_bits", "group_size", "block_structure"):
-        said = [w[field] for w in weights if w.get(field) is not None]
-        if any(one != said[0] for one in said):
+        said = [one[field] for one in weights if one.get(field) is not None]
+        if said and said.count(said[0]) < len(said):
             raise UnsupportedError(f"config_groups with {field} {said}", "one for all weights is read", _WAY_OUT)
         if said:
             found[field] = said[0]
@@ -266,10 +284,11 @@ class Blocks8:
         if math.prod(scales) == 1:
             return Blocks8(codes, codes, kind, scale_bytes)
         if scales == (*codes[:-1], 1):
-            return Blocks8(codes, (*(1 for _ in codes[:-1]), codes[-1]), kind, scale_bytes)
-        whole = (*(1 for _ in codes[:-2]), *(block or ()))
-        fits = len(whole) == len(codes) and scales == tuple(-(-n // size) for n, size in zip(codes, whole, strict=True))
-        return Blocks8(codes, whole, kind, scale_bytes) if fits else None
+            return Blocks8(codes, (1,) * (len(codes) - 1) + codes[-1:], kind, scale_bytes)
+        whole = (1,) * (len(codes) - 2) + tuple(block or ())
+        if len(whole) != len(codes) or scales != tuple(-(-n // size) for n, size in zip(codes, whole, strict=True)):
+            return None
+        return Blocks8(codes, whole, kind, scale_bytes)
 
     @property
     def packing(self) -> Packing | None:
@@ -290,7 +309,7 @@ class Blocks8:
         """The slice `bounds` of the weight, packed."""
         codes = read("codes", bounds).contiguous().view(torch.uint8)
         touched, scales = self._of_blocks("scales", bounds, read)
-        if scales.dtype == torch.float8_e8m0fnu:
+        if scales.dtype == torch.float8_e8m0fnu:  # exponents, which are held as bytes
             scales = scales.view(torch.uint8)
         *experts, rows, columns = touched
         for along in experts:  # one scale of all of them, or one each
@@ -299,11 +318,15 @@ class Blocks8:
 
     def _of_blocks(self, part: str, bounds: Bounds, read: Reader) -> tuple[list[Touched], Tensor]:
         """The blocks along each dim that the slice has a part of, and their scales or zeros."""
-        touched = [Touched.by(*bound, size) for bound, size in zip(bounds, self.block, strict=True)]
-        found = read(part, [(along.first, along.last) for along in touched])
+        touched, blocks = [], []
+        for bound, size in zip(bounds, self.block, strict=True):
+            touched.append(Touched.by(*bound, size))
+            blocks.append((touched[-1].first, touched[-1].last))
+        found = read(part, blocks)
         if part == "scales" and self.divisor != 1:
             found = found.float() / self.divisor
-        return touched, found.reshape([along.last - along.first for along in touched])
+        # A scale of the whole matrix, or of rows, may be stored with fewer dims.
+        return touched, found.reshape([last - first for first, last in blocks])
 
 
 def _spread(touched: Sequence[Touched], of_blocks: Tensor) -> Tensor:
@@ -382,9 +405,12 @@ class Nvfp4:
         codes: tuple[int, ...], scales: tuple[int, ...], of_matrix: tuple[int, ...], *, divides: bool
     ) -> Nvfp4 | None:
         """The format of tensors of these shapes; None if they do not fit."""
-        shape = (codes[0], 2 * codes[1]) if len(codes) == 2 else ()
-        fits = len(shape) == 2 and scales == (shape[0], shape[1] / _NV_BLOCK) and of_matrix in ((), (1,))
-        return Nvfp4(shape, divides) if fits else None
+        if len(codes) != 2:
+            return None
+        rows, width = codes[0], 2 * codes[1]  # two codes a byte
+        if scales != (rows, width / _NV_BLOCK) or of_matrix not in ((), (1,)):
+            return None
+        return Nvfp4((rows, width), divides)
 
     def read(self, bounds: Bounds, read: Reader) -> Tensor:
         """The slice `bounds` of the weight, in float32."""
@@ -393,7 +419,10 @@ class Nvfp4:
         pairs = read("codes", [rows, (start // 2, -(-stop // 2))]).int()
         values = values_of("mxfp4")[torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)]  # low nibble first
         scales, of_matrix = read("scales", [rows, (along.first, along.last)]).float(), read("global", [(0, 1)])
-        scales = scales / of_matrix if self.divides else scales * of_matrix
+        if self.divides:
+            scales = scales / of_matrix
+        else:
+            scales = scales * of_matrix
         return values[:, start % 2 :][:, : stop - start] * _spread([Touched.by(*rows, 1), along], scales)
 
     def keep(self, bounds: Bounds, read: Reader) -> Packed:
@@ -434,15 +463,21 @@ class GroupedInts:
             return None
         if method == "compressed-tensors":
             outputs, inputs, (rows, groups) = codes[0], codes[1] * number, shapes["scales"]
-            if shapes.get("zeros", (-(-rows // number), groups)) != (-(-rows // number), groups):
+            words_of_zeros = (-(-rows // number), groups)
+            if shapes.get("zeros", words_of_zeros) != words_of_zeros:
                 return None
         else:
             groups, rows = shapes["scales"]
-            inputs, outputs = (codes[0] * number, codes[1]) if method == "gptq" else (codes[0], codes[1] * number)
+            inputs, outputs = codes
+            if method == "gptq":
+                inputs *= number
+            else:
+                outputs *= number
             if shapes["zeros"] != (groups, outputs // number) or shapes.get("groups", (inputs,)) != (inputs,):
                 return None
         if rows != outputs or not groups or inputs % groups:
             return None
+        # The first format of gptq stores zeros less 1; gptq_v2 as they are.
         offset = int(method == "gptq" and quantization.get("checkpoint_format", "gptq") == "gptq")
         form = GroupedInts((outputs, inputs), str(method), bits, inputs // groups, offset)
         return dataclasses.replace(form, has_groups="groups" in shapes, has_zeros="zeros" in shapes)
@@ -453,10 +488,12 @@ class GroupedInts:
         group = torch.arange(*inputs) // self.group
         if self.has_groups:  # features in the order of their activations: a group is not a range
             group = read("groups", [inputs]).long()
-        first = int(group.min()) if len(group) else 0
-        groups = (first, int(group.max()) + 1 if len(group) else 0)
+        groups = (0, 0)
+        if len(group):
+            groups = (int(group.min()), int(group.max()) + 1)
         codes, zeros, scales = self._parts(outputs, inputs, groups, read)
-        return (codes - zeros.index_select(1, group - first)).float() * scales.index_select(1, group - first)
+        group = group - groups[0]
+        return (codes - zeros.index_select(1, group)).float() * scales.index_select(1, group)
 
     def keep(self, bounds: Bounds, read: Reader) -> Packed:
         """Not yet."""
@@ -474,8 +511,8 @@ class GroupedInts:
             return self._numbers("codes", [outputs, inputs], 1, read), zeros, scales
         scales = read("scales", [groups, outputs]).float().T
         zeros = self._numbers("zeros", [groups, outputs], 1, read).T
-        zeros = (zeros + self.zero_offset) & (2**self.bits - 1)
-        codes = self._numbers("codes", [inputs, outputs], 0 if self.method == "gptq" else 1, read).T
+        zeros = (zeros + self.zero_offset) & (2**self.bits - 1)  # the largest less 1 is 0: it wraps
+        codes = self._numbers("codes", [inputs, outputs], int(self.method == "awq"), read).T
         return codes, zeros, scales
 
     def _numbers(self, part: str, bounds: Bounds, dim: int, read: Reader) -> Tensor:
@@ -483,9 +520,16 @@ class GroupedInts:
         number = 32 // self.bits
         start, stop = bounds[dim]
         words = (start // number, -(-stop // number))
-        found = read(part, [words if d == dim else bound for d, bound in enumerate(bounds)])
-        shifts = torch.tensor(_AWQ_ORDER if self.method == "awq" else range(number), dtype=torch.int32) * self.bits
-        shifts = shifts.reshape([-1 if d == dim + 1 else 1 for d in range(3)])
+        of_words = list(bounds)
+        of_words[dim] = words
+        found = read(part, of_words)
+        order: Sequence[int] = range(number)
+        if self.method == "awq":
+            order = _AWQ_ORDER
+        shape = [1, 1, 1]  # a dim for the numbers of a word, after that of the words
+        shape[dim + 1] = number
+        shifts = (torch.tensor(order, dtype=torch.int32) * self.bits).reshape(shape)
+        # The sign of a word is shifted in from above, and masked out.
         numbers = (found.unsqueeze(dim + 1) >> shifts) & (2**self.bits - 1)
         offset = words[0] * number
         return numbers.flatten(dim, dim + 1).narrow(dim, start - offset, stop - start)
@@ -527,7 +571,9 @@ class Blocks4:
         needed = {"codes": (number // 2, 1), "quant_map": (16,), "absmax": (scales,)}
         if self.nested:
             needed |= {"nested_absmax": (-(-scales // self.nested),), "nested_quant_map": (256,)}
-        return self if {part: _shape(tensors, key) for part, key in parts.items()} == needed else None
+        if {part: _shape(tensors, key) for part, key in parts.items()} != needed:
+            return None
+        return self
 
     def read(self, bounds: Bounds, read: Reader) -> Tensor:
         """The slice `bounds` of the weight, in float32: whole rows are read, as their blocks follow one another."""
@@ -543,10 +589,13 @@ class Blocks4:
     @property
     def packing(self) -> Packing | None:
         """How codes and scales stay packed in memory: their blocks must lie in rows."""
-        return None if self.shape[1] % self.block else Packing(self.kind, (1, self.block), 4)
+        if self.shape[1] % self.block:
+            return None
+        return Packing(self.kind, (1, self.block), 4)
 
     def keep(self, bounds: Bounds, read: Reader) -> Packed:
         """The slice `bounds` of the weight, packed; scales in few bits become float32."""
+        # What stays packed is unpacked with bitsandbytes' own levels.
         if not torch.equal(read("quant_map", [(0, 16)]).float(), values_of(self.kind)):
             raise UnsupportedError(f"{self.kind} with levels of its own", "they cannot stay packed", "leave out keep")
         (first, last), columns = bounds
@@ -561,6 +610,7 @@ class Blocks4:
         scales = read("absmax", [blocks])
         if not self.nested:
             return scales
+        # Scales in few bits are blocks themselves, cut as those of weights are.
         outer = (blocks[0] // self.nested, -(-blocks[1] // self.nested))
         of_each = torch.arange(*blocks) // self.nested - outer[0]
         table = read("nested_quant_map", [(0, 256)])

@@ -80,13 +80,16 @@ def _kept(rules: Mapping[str, LinearRule], stored: Mapping[str, Packing]) -> dic
     """Name -> packing of each matrix that is stored in few bits."""
     if not stored:
         raise UserError("quantization keep", "nothing of the checkpoint is stored in few bits", "leave it out")
-    # The planner's model has one layer of each kind, whose numbers are others.
-    of_kinds = {kind_of(name): packing for name, packing in stored.items()}
-    names = {name: name if isinstance(rule, ExpertRule) else f"{name}.weight" for name, rule in rules.items()}
-    found = {name: stored.get(key) for name, key in names.items()}
-    if not any(found.values()):
-        found = {name: of_kinds.get(kind_of(key)) for name, key in names.items()}
-    return {name: packing for name, packing in found.items() if packing is not None}
+    names = {f"{name}.weight": name for name in rules}
+    for name, rule in rules.items():
+        if isinstance(rule, ExpertRule):  # a parameter itself
+            names[name] = names.pop(f"{name}.weight")
+    found = {name: stored[key] for key, name in names.items() if key in stored}
+    if not found:
+        # The planner's model has one layer of each kind, whose numbers are others.
+        of_kinds = {kind_of(key): packing for key, packing in stored.items()}
+        found = {name: of_kinds[kind_of(key)] for key, name in names.items() if kind_of(key) in of_kinds}
+    return found
 
 
 def _check_blocks(plan: ModelPlan, rule: LinearRule, packing: Packing, *, is_stored: bool) -> None:
@@ -109,12 +112,16 @@ def kind_for_twin(plan: ModelPlan) -> str | None:
 
 def bounds_of(plan: ModelPlan, rule: LinearRule) -> tuple[list[tuple[int, int]], ...]:
     """(ranges of outputs, of inputs) of the matrix of `rule` on rank 0 of its axis."""
-    size = plan.topology.etp if isinstance(rule, ExpertRule) else plan.topology.tp
-    whole = [(0, rule.out_features)], [(0, rule.in_features)]
+    size = plan.topology.tp
+    if isinstance(rule, ExpertRule):
+        size = plan.topology.etp
+    outputs, inputs = [(0, rule.out_features)], [(0, rule.in_features)]
     if rule.split is Split.WHOLE or rule.layout is None:
-        return whole
+        return outputs, inputs
     own = contiguous((run.start, run.stop) for run in rule.layout.runs(rank=0, size=size))
-    return (own, whole[1]) if rule.split is Split.COLUMN else (whole[0], own)
+    if rule.split is Split.COLUMN:
+        return own, inputs
+    return outputs, own
 
 
 @dataclass(frozen=True)
@@ -135,11 +142,15 @@ class Touched:
 
 def local_blocks(plan: ModelPlan, rule: LinearRule, packing: Packing) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(outputs, inputs) of rank 0 that share a scale, block by block."""
-    rows, columns = (
-        tuple(count for start, stop in bounds for count in Touched.by(start, stop, size).counts)
-        for bounds, size in zip(bounds_of(plan, rule), packing.block, strict=True)
-    )
-    return rows, columns
+    rows, columns = bounds_of(plan, rule)
+    return _counts(rows, packing.block[0]), _counts(columns, packing.block[1])
+
+
+def _counts(bounds: Iterable[tuple[int, int]], size: int) -> tuple[int, ...]:
+    found: tuple[int, ...] = ()
+    for start, stop in bounds:  # each range begins a block of its own: neighbours may be far apart in the whole
+        found += Touched.by(start, stop, size).counts
+    return found
 
 
 def check_not_quantized(plan: ModelPlan, parameter: str) -> None:

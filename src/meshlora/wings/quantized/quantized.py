@@ -74,11 +74,7 @@ class Form:
     @functools.cached_property
     def equal(self) -> tuple[Equal, Equal]:
         """Of rows, and of columns: (elements of a block, number of equal blocks that follow one another), ..."""
-        rows, columns = (
-            tuple((count, len(list(blocks))) for count, blocks in itertools.groupby(counts))
-            for counts in (self.rows, self.columns)
-        )
-        return rows, columns
+        return _equal(self.rows), _equal(self.columns)
 
     def matrix(self, codes: Tensor, scales: Tensor) -> Packed:
         """The matrix, or the stack of them, that they are."""
@@ -87,6 +83,10 @@ class Form:
 
 # How a dim is cut into blocks.
 Equal = tuple[tuple[int, int], ...]
+
+
+def _equal(counts: tuple[int, ...]) -> Equal:
+    return tuple((count, len(list(blocks))) for count, blocks in itertools.groupby(counts))
 
 
 class Run(NamedTuple):
@@ -125,8 +125,11 @@ class Packed(FewBits):
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the plain weight."""
-        ends = self.codes.shape[-2], self.codes.shape[-1] * 8 // BITS[self.form.kind]
-        return *self.codes.shape[:-2], *(ends[::-1] if self.form.is_transposed else ends)
+        *stack, rows, width = self.codes.shape  # of bytes
+        columns = width * 8 // BITS[self.form.kind]
+        if self.form.is_transposed:
+            rows, columns = columns, rows
+        return *stack, rows, columns
 
     @property
     def mT(self) -> Packed:
@@ -150,7 +153,9 @@ class Packed(FewBits):
         if self.codes.ndim == 3:
             return torch.stack([self[expert] for expert in range(len(self))])
         found = _by_rows(self)
-        return found.T if self.form.is_transposed else found
+        if self.form.is_transposed:
+            return found.T
+        return found
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Packed:
         """On `device`, of numbers in `dtype`."""
@@ -160,12 +165,13 @@ class Packed(FewBits):
     def part(self, rows: tuple[int, int], columns: tuple[int, int]) -> Packed:
         """A slice of a matrix of whole blocks, of the codes as they lie."""
         form = self.form
-        touched = [Touched.by(*part, sizes[0]) for part, sizes in ((rows, form.rows), (columns, form.columns))]
-        each = 8 // BITS[form.kind]
+        down, across = Touched.by(*rows, form.rows[0]), Touched.by(*columns, form.columns[0])
+        each = 8 // BITS[form.kind]  # codes in a byte
+        # Copies: a view would keep the whole matrix alive.
         return Packed(
             self.codes[slice(*rows), columns[0] // each : columns[1] // each].contiguous(),
-            self.scales[touched[0].first : touched[0].last, touched[1].first : touched[1].last].contiguous(),
-            dataclasses.replace(form, rows=touched[0].counts, columns=touched[1].counts),
+            self.scales[down.first : down.last, across.first : across.last].contiguous(),
+            dataclasses.replace(form, rows=down.counts, columns=across.counts),
         )
 
 
@@ -174,26 +180,32 @@ def joined(parts: Sequence[Packed], dim: int) -> Packed:
     first, *others = parts
     if not others:
         return first
-    dim = -3 - dim if first.form.is_transposed else dim
+    if first.form.is_transposed:
+        dim = -3 - dim  # the other of the last two: codes and scales are those of the transpose
     rows, columns = first.form.rows, first.form.columns
-    if dim == -2:
-        rows = tuple(count for part in parts for count in part.form.rows)
-    else:
-        columns = tuple(count for part in parts for count in part.form.columns)
+    for part in others:
+        if dim == -2:
+            rows += part.form.rows
+        else:
+            columns += part.form.columns
     form = dataclasses.replace(first.form, rows=rows, columns=columns)
-    codes, scales = ([getattr(part, what) for part in parts] for what in ("codes", "scales"))
+    codes, scales = [part.codes for part in parts], [part.scales for part in parts]
     return Packed(torch.cat(codes, dim), torch.cat(scales, dim), form)
 
 
 def stacked(parts: Sequence[Packed]) -> Packed:
     """A stack of packed matrices."""
-    assert all(part.form == parts[0].form for part in parts), {part.form for part in parts}
-    return Packed(torch.stack([p.codes for p in parts]), torch.stack([p.scales for p in parts]), parts[0].form)
+    for part in parts:
+        assert part.form == parts[0].form, (part.form, parts[0].form)
+    codes, scales = [part.codes for part in parts], [part.scales for part in parts]
+    return Packed(torch.stack(codes), torch.stack(scales), parts[0].form)
 
 
 def numbers_of_scales(scales: Tensor) -> Tensor:
     """Scales in float32; bytes are exponents."""
-    return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
+    if scales.dtype == torch.uint8:
+        scales = scales.view(torch.float8_e8m0fnu)
+    return scales.float()
 
 
 # --- unpacking --------------------------------------------------------------------------------------------------------
@@ -201,7 +213,9 @@ def numbers_of_scales(scales: Tensor) -> Tensor:
 
 def elements_at_once(number: int, *, on_cpu: bool) -> int:
     """How many of the `number` elements of a matrix are unpacked at once."""
-    return max(_IN_CACHE, number // 32) if on_cpu else _ON_GPU
+    if on_cpu:
+        return max(_IN_CACHE, number // 32)
+    return _ON_GPU
 
 
 def _by_rows(packed: Packed) -> Tensor:
@@ -212,7 +226,9 @@ def _by_rows(packed: Packed) -> Tensor:
         take(UNPACKED_WITHOUT_KERNEL, codes.device)
 
     def unpack(codes: Tensor, scales: Tensor, rows: Equal) -> Tensor:
-        return _by_library(codes, scales, form) if takes_kernel else _by_definition(codes, scales, rows, form)
+        if takes_kernel:
+            return _by_library(codes, scales, form)
+        return _by_definition(codes, scales, rows, form)
 
     rows, width = len(codes), codes.shape[1] * 8 // BITS[form.kind]
     at_once = elements_at_once(rows * width, on_cpu=scales.is_cpu)
@@ -234,7 +250,9 @@ def _by_definition(codes: Tensor, scales: Tensor, rows: Equal, form: Form) -> Te
     on_cpu = scales.is_cpu
     is_short = form.kind in _SHORT and form.dtype in (torch.bfloat16, torch.float16)
     # In place a product is computed in float32 and rounded: on a GPU in one launch, on a CPU by copies.
-    dtype = form.dtype if is_short and not on_cpu else torch.float32
+    dtype = torch.float32
+    if is_short and not on_cpu:
+        dtype = form.dtype
     if form.kind in _OF_8_BITS and not on_cpu:  # on CPUs a table is five times as fast
         values = codes.view(_OF_8_BITS[form.kind]).to(dtype)
     else:
@@ -251,7 +269,9 @@ def _by_library(codes: Tensor, scales: Tensor, form: Form) -> Tensor:
     """As `_by_definition`, by bitsandbytes' kernel: rows of equal blocks, which lie in memory as it takes them."""
     bitsandbytes_functions()  # which defines the operators
     kernels, block, scales = torch.ops.bitsandbytes, form.columns[0], scales.contiguous()
-    dtype = torch.float32 if form.dtype == torch.float64 else form.dtype
+    dtype = form.dtype
+    if dtype == torch.float64:  # the kernels have none: what they round in float32, they round as the definition
+        dtype = torch.float32
     if form.kind == "int8":
         table = _table("int8", torch.float32, scales.device)
         found: Tensor = kernels.dequantize_blockwise(codes, scales, table, block, dtype)
@@ -265,10 +285,14 @@ def unpacked_slowly(packed: Packed) -> str | None:
     form, device = packed.form, packed.scales.device
     if form.kind not in OF_LIBRARY or packed.scales.is_cpu:
         return None
-    sizes = {count for count, _ in form.equal[1]}
-    if len(sizes) != 1 or not sizes <= {*_BLOCKS_OF_LIBRARY} or {count for count, _ in form.equal[0]} != {1}:
+    (rows, *others), (columns, *more) = form.equal
+    block = columns[0]
+    # Its kernel takes blocks of one row, all as wide.
+    if others or more or rows[0] != 1 or block not in _BLOCKS_OF_LIBRARY:
         return f"a cut crosses the blocks of {form.kind}, and bitsandbytes' kernel takes whole ones"
-    return None if device.type == "meta" else _disagreement(form.kind, *sizes, form.dtype, device)
+    if device.type == "meta":  # of a plan: nothing can be tried
+        return None
+    return _disagreement(form.kind, block, form.dtype, device)
 
 
 @functools.cache
@@ -283,8 +307,9 @@ def _disagreement(kind: str, block: int, dtype: torch.dtype, device: torch.devic
         found = _by_library(codes, scales, form)
     except (AttributeError, RuntimeError) as error:  # no such operator, or not for this device
         return f"{given} does not run ({reason(error)})"
-    is_equal = torch.equal(found, _by_definition(codes, scales, form.equal[0], form).to(found.dtype))
-    return None if is_equal else f"{given} gives other numbers"
+    if not torch.equal(found, _by_definition(codes, scales, form.equal[0], form).to(found.dtype)):
+        return f"{given} gives other numbers"
+    return None
 
 
 @functools.cache
@@ -296,14 +321,20 @@ def _table(kind: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.tensor(levels_of_int8(), device="cpu").to(device)
     values, byte = values_of(kind).to(dtype), torch.arange(256, device="cpu")
     pairs = [values[byte & 15], values[byte >> 4]]  # the low half first
-    both = torch.stack(pairs if kind == "mxfp4" else pairs[::-1], -1)
-    return both.view(torch.int64 if dtype == torch.float32 else torch.int32).flatten().to(device)
+    if kind != "mxfp4":  # bitsandbytes has the high half first
+        pairs.reverse()
+    # Both as one integer: a byte of codes takes one look-up.
+    of_both = torch.int32
+    if dtype == torch.float32:
+        of_both = torch.int64
+    return torch.stack(pairs, -1).view(of_both).flatten().to(device)
 
 
 def values_of(kind: str) -> Tensor:
     """The 16 numbers of a kind of 4 bits, float32."""
     if kind == "mxfp4":
-        return torch.tensor([*E2M1, *(-value for value in E2M1)], device="cpu")
+        positive = torch.tensor(E2M1, device="cpu")
+        return torch.cat([positive, -positive])  # the highest bit is the sign
     found: Tensor = bitsandbytes_functions().get_4bit_type(kind, device="cpu").float()
     return found
 
@@ -326,7 +357,8 @@ def pack(weight: Tensor, kind: str) -> Packed:
         codes, state = library.quantize_4bit(exact, blocksize=_BLOCK, quant_type="nf4")
     else:
         # Its kernels for CPUs and for GPUs take another level for 0.1 % of all numbers: those of CPUs, everywhere.
-        exact = exact.cpu() if exact.is_cuda else exact
+        if exact.is_cuda:
+            exact = exact.cpu()
         levels = _table(kind, torch.float32, exact.device)
         codes, state = library.quantize_blockwise(exact, code=levels, blocksize=_BLOCK)
     form = Form(kind, weight.dtype, (1,) * rows, (_BLOCK,) * (width // _BLOCK))
@@ -335,14 +367,15 @@ def pack(weight: Tensor, kind: str) -> Packed:
 
 def _pack_fp8(exact: Tensor, dtype: torch.dtype) -> Packed:
     """The largest of each block of 128 x 128 becomes 448, the largest of e4m3 (DeepSeek-V3, section 3.3)."""
-    rows, columns = (Touched.by(0, size, _FP8_BLOCK).counts for size in exact.shape)
-    missing = [-size % _FP8_BLOCK for size in exact.shape]
-    padded = F.pad(exact, (0, missing[1], 0, missing[0])).view(len(rows), _FP8_BLOCK, len(columns), _FP8_BLOCK)
+    height, width = exact.shape
+    rows, columns = Touched.by(0, height, _FP8_BLOCK).counts, Touched.by(0, width, _FP8_BLOCK).counts
+    padded = F.pad(exact, (0, -width % _FP8_BLOCK, 0, -height % _FP8_BLOCK))  # of the last dim first
+    padded = padded.view(len(rows), _FP8_BLOCK, len(columns), _FP8_BLOCK)
     largest = padded.abs().amax((1, 3))
     scales = largest / torch.full_like(largest, _FP8_MOST)  # by a number a GPU would multiply with its reciprocal
-    scales[scales == 0] = 1.0
+    scales[scales == 0] = 1.0  # of zeros: 0 / 0
     codes = (padded / scales[:, None, :, None]).to(torch.float8_e4m3fn).flatten(2).flatten(0, 1)
-    codes = codes[: exact.shape[0], : exact.shape[1]].contiguous()
+    codes = codes[:height, :width].contiguous()
     return Packed(codes.view(torch.uint8), scales, Form("fp8", dtype, rows, columns))
 
 
@@ -356,7 +389,8 @@ def _pack_mxfp4(exact: Tensor, dtype: torch.dtype) -> Packed:
     exponents = (torch.frexp(largest).exponent - 1 - 2).clamp(-127, 127)
     scales = torch.where(largest > 0, exponents + 127, 0).to(torch.uint8)
     blocks = blocks / numbers_of_scales(scales).unsqueeze(-1)
-    middles = torch.tensor([(low + high) / 2 for low, high in itertools.pairwise(E2M1)], device=exact.device)
+    levels = torch.tensor(E2M1, device=exact.device)
+    middles = (levels[:-1] + levels[1:]) / 2  # exact in float32
     up = torch.arange(len(middles), device=exact.device) % 2 == 1  # ties go to the even code: here the one above
     middles = torch.where(up, middles.nextafter(middles.new_zeros(())), middles)
     codes = torch.bucketize(blocks.abs(), middles) + 8 * (blocks < 0)

@@ -79,8 +79,14 @@ def packings(source: Source) -> dict[str, Packing]:
 
 def _packing(stored: Stored) -> Packing | None:
     """How it can stay packed in memory; None if it is in plain numbers, or cannot."""
-    found = {_format(t).packing if t.packed is not None else None for t in stored.tensors}
-    return found.pop() if len(found) == 1 else None
+    found = set()
+    for tensor in stored.tensors:
+        if tensor.packed is None:
+            return None
+        found.add(_format(tensor).packing)
+    if len(found) != 1:  # a matrix has one form in memory
+        return None
+    return found.pop()
 
 
 def _format(tensor: StoredTensor) -> PackedFormat:
@@ -98,8 +104,13 @@ def keep(source: Source, name: str, *parts: Part) -> Packed:
     for tensor, own, place in stored.blocks(parts):
         row = grid.setdefault(str(place[:-2]), {}).setdefault(str(place[-2]), [])
         row.append(_keep_slice(tensor, own))
-    found = [joined([joined(row, -1) for row in rows.values()], -2) for rows in grid.values()]
-    return stacked(found) if stored.experts else found[0]
+    found = []
+    for rows in grid.values():
+        whole_rows = [joined(row, -1) for row in rows.values()]
+        found.append(joined(whole_rows, -2))
+    if stored.experts:
+        return stacked(found)
+    return found[0]
 
 
 def _keep_slice(stored: StoredTensor, parts: tuple[Part, ...]) -> Packed:
@@ -129,21 +140,33 @@ def read_packed(
         experts = parts_of_rank(0, Layout.plain(where.num_experts), rank=ep.rank, size=ep.size)
     parts = list[Part]()
     if where.dim is not None and where.layout is not None:
-        stored_dim = 1 - where.dim if where.is_transposed else where.dim
+        stored_dim = where.dim
+        if where.is_transposed:
+            stored_dim = 1 - where.dim
         parts = parts_of_rank(stored_dim, where.layout, rank=axis.rank, size=axis.size)
+
+    def quantised(expert: list[Part]) -> Packed:
+        return _quantised(name, expert, parts, where, source, packing, mesh.device, dtype)
+
     is_stored = quantization == KEEP
     if is_stored:
         packed = keep(source, name, *experts, *parts)
+    elif experts:
+        each = []
+        for part in experts:  # one at a time: in plain numbers a stack may be larger than the memory
+            each += [quantised([Part(0, number, number + 1)]) for number in range(part.start, part.stop)]
+        packed = stacked(each)
     else:
-        each = [[Part(0, e, e + 1)] for part in experts for e in range(part.start, part.stop)]
-        found = [_quantised(name, one, parts, where, source, packing, mesh.device, dtype) for one in each or [[]]]
-        packed = stacked(found) if each else found[0]
-    packed = (packed.mT if where.is_transposed else packed).to(mesh.device, dtype)
-    if is_stored:
-        for number in range(len(packed)) if experts else ():
+        packed = quantised([])
+    if where.is_transposed:
+        packed = packed.mT
+    packed = packed.to(mesh.device, dtype)
+    # What is quantised here was checked before: its codes have no word for NaN.
+    if is_stored and experts:
+        for number in range(len(packed)):
             check_finite(packed[number], name, source)
-        if not experts:
-            check_finite(packed.whole(), name, source)
+    elif is_stored:
+        check_finite(packed.whole(), name, source)
     return packed
 
 
@@ -159,17 +182,27 @@ def _quantised(
 ) -> Packed:
     """The slices `parts` of a matrix, quantised. Of a block that is cut all is read: its scale is that of the whole."""
     found, ndim = [], len(where.shape)
-    dim = (parts[0].dim if parts else 0) - ndim  # -2 or -1, as stored
-    along = -3 - dim if where.has_inputs_first else dim  # of [out, in]
+    dim = -ndim
+    if parts:
+        dim += parts[0].dim  # -2 or -1, as stored
+    along = dim  # of [out, in]
+    if where.has_inputs_first:
+        along = -3 - dim
     size = packing.block[along]
     for part in parts or [Part(ndim + dim, 0, where.shape[dim])]:
         start, stop = part.start // size * size, min(-(-part.stop // size) * size, where.shape[dim])
         value = source.read(name, *expert, Part(part.dim, start, stop))
-        value = (value[0] if expert else value).to(device=device, dtype=dtype)
+        if expert:
+            value = value[0]
+        value = value.to(device=device, dtype=dtype)
         check_finite(value, name, source)
-        packed = pack(value.T if where.has_inputs_first else value, packing.kind)
+        if where.has_inputs_first:
+            value = value.T
+        packed = pack(value, packing.kind)
         bounds = [(0, size) for size in packed.shape]
         bounds[along] = (part.start - start, part.stop - start)
         packed = packed.part(bounds[0], bounds[1])
-        found.append(packed.mT if where.has_inputs_first else packed)
+        if where.has_inputs_first:
+            packed = packed.mT
+        found.append(packed)
     return joined(found, dim)

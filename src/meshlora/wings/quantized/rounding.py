@@ -61,18 +61,21 @@ class Rounding:
         """The tensor of `part` of a merged weight; that of codes counts the error."""
         if self.kind == "fp8":
             packed = pack(value, "fp8")
-            if part == "codes":
-                self._count(packed, value)
-            return packed.codes.view(torch.float8_e4m3fn) if part == "codes" else packed.scales
-        each = [pack(matrix.T, "mxfp4") for matrix in value]  # gpt-oss holds the transpose
-        if part == "codes":
-            for one, matrix in zip(each, value, strict=True):
-                self._count(one, matrix.T)
+            if part == "scales":
+                return packed.scales
+            self._count(packed, value)
+            return packed.codes.view(torch.float8_e4m3fn)
+        # gpt-oss holds the transpose. A matrix is rounded twice, for either part: neither is kept for the other.
+        each = [pack(matrix.T, "mxfp4") for matrix in value]
         found = stacked(each)
-        return found.codes.unflatten(-1, (-1, _MX_BLOCK // 2)) if part == "codes" else found.scales
+        if part == "scales":
+            return found.scales
+        for one, matrix in zip(each, value, strict=True):
+            self._count(one, matrix.T)
+        return found.codes.unflatten(-1, (-1, _MX_BLOCK // 2))
 
     def _count(self, packed: Packed, value: Tensor) -> None:
-        wide = value.double()
+        wide = value.double()  # squares of millions of small errors, added up
         error = packed.to(value.device, torch.float32).whole().double() - wide
         self.squares += torch.stack([error.square().sum(), wide.square().sum()])
 
@@ -95,24 +98,34 @@ def rounding_of(kind: str, model: Any, stored: Mapping[str, Stored], given: Mapp
         UnsupportedError: it has no weight that can be.
     """
     if kind == "mxfp4":
-        of_experts = [name for name, one in stored.items() if any(_is_mxfp4(t.packed) for t in one.tensors)]
-        if not of_experts:
+        experts = set[str]()
+        for one in stored.values():
+            if any(_is_mxfp4(t.packed) for t in one.tensors):
+                experts |= {t.key for t in one.tensors}
+        if not experts:
             rule = "only experts that are stored in mxfp4 are written in it"
             raise UnsupportedError("--quantize mxfp4", rule, "use --quantize fp8, or leave it out")
-        return Rounding(kind, frozenset(t.key for name in of_experts for t in stored[name].tensors), dict(given))
+        return Rounding(kind, frozenset(experts), dict(given))
     plan = with_quantization(plan_model(model, Topology()), "fp8")
-    names = {name if name in plan.projections else f"{name}.weight" for name in plan.quantized}
     linears = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    chosen = [t for name in sorted(names & stored.keys()) for t in stored[name].tensors]
+    # Projections of experts are parameters themselves.
+    names = (plan.quantized.keys() & plan.projections.keys()) | {
+        f"{name}.weight" for name in plan.quantized.keys() - plan.projections.keys()
+    }
+    chosen = sorted(names & stored.keys())
     fused = sorted(name for name in plan.projections if name in stored and not stored[name].experts)
     if fused:
         rule = "its experts are one tensor, and fp8 stores them one by one"
         raise UnsupportedError(f"--quantize fp8 of {fused[0]}", rule, "leave out --quantize")
-    own = {t.key for t in chosen if _divides(t.shape)}
+    own = {t.key for name in chosen for t in stored[name].tensors if _divides(t.shape)}
     if not own:
         raise UnsupportedError("--quantize fp8", f"blocks of {_FP8_BLOCK} divide no matrix", "leave out --quantize")
-    left = {name for name in linears - names if name in stored}
-    left |= {name for name in names & stored.keys() if not {t.key for t in stored[name].tensors} <= own}
+    left, undivided = (linears - names) & stored.keys(), []
+    for name in chosen:
+        for tensor in stored[name].tensors:
+            if tensor.key not in own:
+                left.add(name)
+                undivided.append(tensor.key)
     config = {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -120,7 +133,7 @@ def rounding_of(kind: str, model: Any, stored: Mapping[str, Stored], given: Mapp
         "weight_block_size": [_FP8_BLOCK, _FP8_BLOCK],
         "modules_to_not_convert": _modules(left),
     }
-    return Rounding(kind, frozenset(own), config, tuple(t.key for t in chosen if t.key not in own))
+    return Rounding(kind, frozenset(own), config, tuple(undivided))
 
 
 def _is_mxfp4(packed: Any) -> bool:
