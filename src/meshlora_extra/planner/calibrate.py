@@ -17,10 +17,11 @@ import itertools
 import math
 import os
 import platform
+import re
 import statistics
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -47,19 +48,36 @@ from meshlora_ground.topology import Topology
 _ROUNDS, _SAMPLE_S = 5, 0.08
 # Collectives in a row, as in a step, and the most times that they are in a round.
 _AT_ONCE, _MOST_TURNS = 5, 10
-# As many, as the host's wait for the last of them takes longer than a small kernel.
-_KERNELS_IN_A_ROW = 20
 # Bytes of a collective's input: from a sum of two numbers to the residual stream of many tokens.
 _MESSAGE_BYTES = (64, 16 * 2**10, 256 * 2**10, 2 * 2**20, 8 * 2**20)
-# Tokens and features of the timed layer, and its LoRA rank.
-_CPU, _GPU = (256, 768, 2048, 16), (4096, 4096, 14336, 16)
-_HEAD, _SEQUENCES = 64, (256, 512, 1024)
+_HEAD = 64
 _TINY_TOKENS = 8
-# More than the caches that a core of a CPU reaches, or a GPU has.
-_COLD_CPU, _COLD_GPU = 64 * 2**20, 512 * 2**20
 # No `Hardware` may have a zero.
 _LEAST_S = 1e-9
 _NOTHING = Work(0, 0)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """Of what is timed on a kind of device: tokens and features of a layer, its LoRA rank, tokens of attention."""
+
+    tokens: int
+    hidden: int
+    inner: int
+    rank: int
+    sequences: tuple[int, ...]
+    cold_bytes: int  # more than the caches that a core of a CPU reaches, or a GPU has
+    in_a_row: int  # kernels: on a GPU the host's wait for the last of them takes longer than a small one
+
+
+_CPU = _Sizes(256, 768, 2048, 16, (256, 512, 1024), 64 * 2**20, 1)
+_GPU = _Sizes(4096, 4096, 14336, 16, (2048, 4096, 8192), 512 * 2**20, 20)
+
+
+def _sizes(device: torch.device) -> _Sizes:
+    if device.type == "cuda":
+        return _GPU
+    return _CPU
 
 
 @dataclass(frozen=True)
@@ -83,6 +101,13 @@ class Timing:
     axis: str = ""
     seconds: float = 0.0
 
+    @property
+    def link(self) -> str:
+        """Between machines, or inside one, as fields of `Hardware` begin."""
+        if self.is_network:
+            return "network"
+        return "node"
+
 
 Sample = tuple[Timing, Callable[[], object]]
 Clock = Callable[[Timing, Callable[[], object]], float]
@@ -91,11 +116,11 @@ Clock = Callable[[Timing, Callable[[], object]], float]
 def measure(samples: Iterable[Sample], clock: Clock, *, rounds: int = _ROUNDS) -> list[Timing]:
     """The samples with their times, each the median of all rounds. Collective over all ranks."""
     every = list(samples)
-    found = [[clock(what, run) for what, run in every] for _ in range(rounds)]
-    return [
-        replace(what, seconds=statistics.median(times))
-        for (what, _), times in zip(every, zip(*found, strict=True), strict=True)
-    ]
+    times: list[list[float]] = [[] for _ in every]
+    for _ in range(rounds):
+        for own, (what, run) in zip(times, every, strict=True):
+            own.append(clock(what, run))
+    return [replace(what, seconds=statistics.median(own)) for own, (what, _) in zip(times, every, strict=True)]
 
 
 def clock_of(mesh: Mesh) -> Clock:
@@ -113,7 +138,7 @@ def clock_of(mesh: Mesh) -> Clock:
         return (time.perf_counter() - started) / times
 
     def slowest(own: float) -> float:
-        told = torch.tensor([own], dtype=torch.float64, device=mesh.device)
+        told = torch.tensor([own], dtype=torch.float64, device=mesh.device)  # float64: a clock's digits
         return float(collectives.all_gather(told, mesh.world).max())
 
     def clock(what: Timing, run: Callable[[], object]) -> float:
@@ -123,9 +148,8 @@ def clock_of(mesh: Mesh) -> Clock:
             turns = int(min(_MOST_TURNS, max(1, _SAMPLE_S / _AT_ONCE / first)))
             return slowest(statistics.median(once(run, _AT_ONCE) for _ in range(turns)))
         found, started = list[float](), time.perf_counter()
-        in_a_row = _KERNELS_IN_A_ROW if mesh.device.type == "cuda" else 1
         while not found or time.perf_counter() - started < _SAMPLE_S:
-            found.append(once(run, in_a_row))
+            found.append(once(run, _sizes(mesh.device).in_a_row))
         return slowest(statistics.median(found))
 
     return clock
@@ -152,23 +176,24 @@ class _Memory:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
-        self._num_bytes = _COLD_GPU if device.type == "cuda" else _COLD_CPU
+        self._num_bytes = _sizes(device).cold_bytes
         self._values = _random(self._num_bytes // dtype.itemsize, dtype=dtype, device=device)
         self._kept, self._kept_bytes, self._taken = deque[Tensor](), 0, 0
 
     def tensors(self, *shape: int) -> Iterator[Tensor]:
         """Tensors of `shape`, without end."""
-        number = math.prod(shape)
-        views = [own.view(shape) for own in self._values.split(number) if len(own) == number]
+        number = len(self._values) // math.prod(shape)
+        views = self._values[: number * math.prod(shape)].view(number, *shape).unbind()
         self._taken += 1  # two that are taken at once are not the same
-        return itertools.cycle([*views[self._taken % len(views) :], *views[: self._taken % len(views)]])
+        start = self._taken % number
+        return itertools.cycle(views[start:] + views[:start])
 
     def kept(self, run: Callable[..., Tensor], *given: Iterator[Tensor]) -> Callable[[], None]:
         """`run` of the next tensors of each of `given`, whose result is held for a while."""
 
         def keep() -> None:
             found = run(*map(next, given))
-            self._kept.append(found)
+            self._kept.append(found)  # as a step keeps results for its backward
             self._kept_bytes += found.nbytes
             while self._kept_bytes > self._num_bytes:
                 self._kept_bytes -= self._kept.popleft().nbytes
@@ -178,7 +203,8 @@ class _Memory:
 
 def _products(memory: _Memory) -> Iterator[Sample]:
     """`[n, k] x [k, m]`: the layer's own, and LoRA's with r as any of the three."""
-    tokens, hidden, inner, rank = _GPU if memory.device.type == "cuda" else _CPU
+    sizes = _sizes(memory.device)
+    tokens, hidden, inner, rank = sizes.tokens, sizes.hidden, sizes.inner, sizes.rank
     size, is_half = memory.dtype.itemsize, _is_half(memory.dtype)
     for n, k, m in (
         *((tokens, hidden, inner), (tokens, inner, hidden), (tokens, hidden, hidden), (tokens, hidden, hidden // 4)),
@@ -186,16 +212,14 @@ def _products(memory: _Memory) -> Iterator[Sample]:
         *((tokens, inner, rank), (tokens, rank, inner), (tokens, hidden, 4 * rank)),
     ):
         work = Work(2 * n * k * m, size * (n * k + k * m + n * m))
-        left, right = memory.tensors(n, k), memory.tensors(m, k)
+        left, right = memory.tensors(n, k), memory.tensors(m, k)  # [m, k]: weights lie transposed
         yield Timing("product", work, is_half), memory.kept(lambda left, right: left @ right.T, left, right)
 
 
 def _attention(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     """Causal, forward and backward as one."""
-    hidden = (_GPU if device.type == "cuda" else _CPU)[1]
-    for tokens in _SEQUENCES:
-        tokens *= 8 if device.type == "cuda" else 1
-        shape = (1, hidden // _HEAD, tokens, _HEAD)
+    for tokens in _sizes(device).sequences:
+        shape = (1, _sizes(device).hidden // _HEAD, tokens, _HEAD)
         query, key, value = (_random(*shape, dtype=dtype, device=device).requires_grad_() for _ in range(3))
         given = _random(*shape, dtype=dtype, device=device)
 
@@ -213,11 +237,13 @@ def _operators(memory: _Memory) -> Iterator[Sample]:
     """Between products, about as often as in a layer: of a residual stream, a gated MLP with its backward, a norm,
     rotary embeddings, and of a softmax in float32.
     """
-    tokens, _, width, _ = _GPU if memory.device.type == "cuda" else _CPU
+    tokens, width = _sizes(memory.device).tokens, _sizes(memory.device).inner
     shape, half, is_half = (tokens, width), width // 2, _is_half(memory.dtype)
     scale = _random(width, dtype=memory.dtype, device=memory.device)
     own, wide = tokens * width * memory.dtype.itemsize, 4 * tokens * width
-    logits = memory if memory.dtype == torch.float32 else _Memory(memory.device, torch.float32)
+    logits = memory
+    if memory.dtype != torch.float32:
+        logits = _Memory(memory.device, torch.float32)
     samples: tuple[tuple[_Memory, int, int, Callable[..., Tensor]], ...] = (
         (memory, 3 * own, 2, torch.add),
         (memory, 3 * own, 2, torch.mul),
@@ -238,7 +264,7 @@ def _operators(memory: _Memory) -> Iterator[Sample]:
 def _host(mesh: Mesh, dtype: torch.dtype) -> Sample:
     """Forward and backward of a model whose operators take no time but the host's, each rank with its own tokens."""
     lora = LoraConfig(r=2, lora_alpha=4, target_modules="all-linear")
-    alone = Topology()
+    alone = Topology()  # the operators are counted on one rank
     config = LlamaConfig(
         vocab_size=32,
         hidden_size=16,
@@ -263,7 +289,7 @@ def _host(mesh: Mesh, dtype: torch.dtype) -> Sample:
     def run() -> None:
         loss_of(model, own.plan, runtime(model).mesh, ids, _TINY_TOKENS, at_chunk=lambda: None).backward()
         for parameter in model.parameters():
-            parameter.grad = None
+            parameter.grad = None  # else the next turn would add to it
 
     return Timing("host", number=number, is_half=_is_half(dtype)), run
 
@@ -277,7 +303,7 @@ def _messages(mesh: Mesh, gpus_per_node: int) -> Iterator[Sample]:
         is_network = any(rank // gpus_per_node != axis.ranks[0] // gpus_per_node for rank in axis.ranks)
         for num_bytes in _MESSAGE_BYTES:
             for kind, own_bytes, run in _collectives(axis, num_bytes, mesh.device):
-                wire = Message("", kind, frozenset({name}), own_bytes).wire_bytes(size)
+                wire = Message("", kind, frozenset({name}), own_bytes).wire_bytes(size)  # bytes that one rank sends
                 what = Timing("message", ranks=size, is_network=is_network, wire_bytes=wire, axis=name)
                 yield what, run
 
@@ -285,7 +311,7 @@ def _messages(mesh: Mesh, gpus_per_node: int) -> Iterator[Sample]:
 def _collectives(axis: Axis, num_bytes: int, device: torch.device) -> Iterator[tuple[str, int, Callable[[], object]]]:
     """(kind, bytes of a rank's input, the collective), with at most `num_bytes` on a rank."""
     rows = max(1, num_bytes // (4 * axis.size))
-    whole = torch.zeros(rows * axis.size, device=device)
+    whole = torch.zeros(rows * axis.size, device=device)  # float32
     part, each = whole[:rows], [rows] * axis.size
     yield "allreduce", whole.nbytes, lambda: collectives.all_reduce_sum(whole, axis)
     yield "allgather", part.nbytes, lambda: collectives.all_gather(part, axis)
@@ -312,15 +338,16 @@ def fields_of(timings: Sequence[Timing], *, waits: bool) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for is_half, name in ((False, "full"), (True, "half")):
-        own = [timing for timing in timings if timing.is_half == is_half]
         for what, field in ("product", "products"), ("attention", "attention"):
-            if rates := _rates([timing for timing in own if timing.what == what]):
+            if rates := _rates([t for t in timings if t.is_half == is_half and t.what == what]):
                 found[f"{name}_{field}"] = rates
         if products := found.get(f"{name}_products"):
             found[f"{name}_tflops"] = max(tflops for _, tflops in products)
     found |= _memory(timings)
     host_s = max((t.seconds / t.number for t in timings if t.what == "host"), default=_LEAST_S)
-    found |= {"host_s": host_s, "kernel_s": _LEAST_S} if waits else {"kernel_s": host_s}
+    if waits:  # then nothing is left to the launch
+        found["host_s"], host_s = host_s, _LEAST_S
+    found["kernel_s"] = host_s
     return found | _links([timing for timing in timings if timing.what == "message"])
 
 
@@ -329,28 +356,26 @@ def _rates(timings: Sequence[Timing]) -> list[list[float]]:
     groups: dict[int, list[Timing]] = {}
     for timing in timings:
         groups.setdefault(round(math.log2(timing.work.flops / timing.work.num_bytes)), []).append(timing)
-    return [
-        [
-            sum(t.work.flops for t in group) / sum(t.work.num_bytes for t in group),
-            # Each counts alike, whatever its size.
-            1e-12 / statistics.mean(t.seconds / t.work.flops for t in group),
-        ]
-        for _, group in sorted(groups.items())
-    ]
+    rates = []
+    for _, group in sorted(groups.items()):
+        intensity = sum(t.work.flops for t in group) / sum(t.work.num_bytes for t in group)
+        # Each counts alike, whatever its size.
+        rates.append([intensity, 1e-12 / statistics.mean(t.seconds / t.work.flops for t in group)])
+    return rates
 
 
 def _memory(timings: Sequence[Timing]) -> dict[str, float]:
     """The best operator's bandwidth, and the share of it that all together reach."""
-    found = {}
+    best, together = 0.0, {}
     for is_half in (False, True):
         own = [timing for timing in timings if timing.what == "operators" and timing.is_half == is_half]
         if own:
-            together = sum(t.work.num_bytes for t in own) / sum(t.seconds for t in own)
-            found[is_half] = max(t.work.num_bytes / t.seconds for t in own), together
-    best = max(most for most, _ in found.values())
-    shares = {is_half: together / best for is_half, (_, together) in found.items()}
-    fields = {"memory_gb_s": best / 1e9, "memory_efficiency": shares.get(False, shares.get(True, 1.0))}
-    return fields | ({"half_memory_efficiency": shares[True]} if True in shares else {})
+            together[is_half] = sum(t.work.num_bytes for t in own) / sum(t.seconds for t in own)
+            best = max(best, *(t.work.num_bytes / t.seconds for t in own))
+    fields = {"memory_gb_s": best / 1e9, "memory_efficiency": together.get(False, together.get(True, best)) / best}
+    if True in together:
+        fields["half_memory_efficiency"] = together[True] / best
+    return fields
 
 
 def _links(messages: Sequence[Timing]) -> dict[str, float]:
@@ -359,22 +384,24 @@ def _links(messages: Sequence[Timing]) -> dict[str, float]:
     What cannot be told apart is alpha: with groups of one size, doublings inside a machine. A link without a message is
     left out.
     """
-    links = [link for link in (False, True) if any(timing.is_network == link for timing in messages)]
-    columns = {"launch_s": [1.0] * len(messages)}
-    for link in links:
-        name, own = ("network" if link else "node"), [timing.is_network == link for timing in messages]
-        columns[f"{name}_gb_s"] = [t.wire_bytes * is_own for t, is_own in zip(messages, own, strict=True)]
-        doublings = [math.log2(t.ranks) * is_own for t, is_own in zip(messages, own, strict=True)]
-        if len({*doublings} - {0.0}) > 1 or (link and len(links) > 1):
-            columns[f"{name}_hop_s"] = doublings
     found = {"link_efficiency": 1.0}
     if not messages:
         return found
+    links = sorted({timing.link for timing in messages}, reverse=True)  # that inside machines first
+    columns = {"launch_s": [1.0] * len(messages)}
+    for link in links:
+        wire_bytes, doublings = [], []  # of the messages of other links 0
+        for timing in messages:
+            is_own = timing.link == link
+            wire_bytes.append(timing.wire_bytes * is_own)
+            doublings.append(math.log2(timing.ranks) * is_own)
+        columns[f"{link}_gb_s"] = wire_bytes
+        if len({*doublings} - {0.0}) > 1 or (link == "network" and len(links) > 1):
+            columns[f"{link}_hop_s"] = doublings
     fitted = _fit(columns, [timing.seconds for timing in messages])
     for link in links:
-        name = "network" if link else "node"
-        found[f"{name}_gb_s"] = 1e-9 / fitted.get(f"{name}_gb_s", 1e-15)
-        found[f"{name}_hop_s"] = fitted.get(f"{name}_hop_s", _LEAST_S)
+        found[f"{link}_gb_s"] = 1e-9 / fitted.get(f"{link}_gb_s", 1e-15)
+        found[f"{link}_hop_s"] = fitted.get(f"{link}_hop_s", _LEAST_S)
     return found | {"launch_s": fitted.get("launch_s", _LEAST_S)}
 
 
@@ -385,11 +412,12 @@ def _fit(columns: Mapping[str, Sequence[float]], seconds: Sequence[float]) -> di
         matrix = np.array([columns[name] for name in names]).T / times[:, None]
         # Bytes and ones differ by a million: equal lengths keep the equations well conditioned.
         lengths = np.linalg.norm(matrix, axis=0)
+        # Of relative errors: each row is divided by its time.
         factors = np.linalg.lstsq(matrix / lengths, np.ones(len(times)), rcond=None)[0] / lengths
         kept = [name for name, factor in zip(names, factors, strict=True) if factor > 0]
         if len(kept) == len(names):
             return dict(zip(names, factors.tolist(), strict=True))
-        names = kept
+        names = kept  # fitted again without them: the others take their part
 
 
 # --- the machines -----------------------------------------------------------------------------------------------------
@@ -397,9 +425,10 @@ def _fit(columns: Mapping[str, Sequence[float]], seconds: Sequence[float]) -> di
 
 def machines(mesh: Mesh) -> tuple[int, int]:
     """(ranks on a machine, at most; machines). Collective over all ranks."""
+    # Names as numbers, which collectives carry.
     own = torch.tensor([zlib.crc32(platform.node().encode())], dtype=torch.int64, device=mesh.device)
-    names = collectives.all_gather(own, mesh.world).tolist()
-    return max(names.count(name) for name in names), len(set(names))
+    ranks = Counter(collectives.all_gather(own, mesh.world).tolist())
+    return max(ranks.values()), len(ranks)
 
 
 def memory_gb(device: torch.device, ranks_here: int) -> float:
@@ -421,10 +450,11 @@ def calibrate(
 def hardware_of(mesh: Mesh, timings: Sequence[Timing]) -> dict[str, Any]:
     """All fields of `Hardware`, with those that follow from `timings` of its samples. Collective over all ranks."""
     (per_node, nodes), device = machines(mesh), mesh.device
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-    threads = f", {torch.get_num_threads()} threads each" if device.type == "cpu" else ""
+    name, threads = "cpu", f", {torch.get_num_threads()} threads each"
+    if device.type == "cuda":
+        name, threads = torch.cuda.get_device_name(device), ""
     return {
-        "name": "".join(c if c.isalnum() else "-" for c in name).lower(),
+        "name": re.sub(r"[\W_]", "-", name).lower(),
         "device": device.type,
         "ranks": mesh.topology.world,
         "nodes": nodes,

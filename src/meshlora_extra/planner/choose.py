@@ -7,6 +7,7 @@ the parts of a prediction (`memory`, `communication`, `trace`, `hardware`), outp
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections import Counter
@@ -51,6 +52,9 @@ _MESHES = 3
 _STAGED = 6
 # So many longer sizes of an axis that gain nothing end the search along it. Stages may have to be as many as nodes.
 _TRIED = {TOKENS: 1, LAYERS: 2}
+# Fields on which no trace of a micro-batch depends: how many ranks have other sequences and other layers.
+_APART = SEQUENCES | LAYERS
+_APART |= {field_of(name) for name, (axes, _) in (FLAGS | NUMBERS).items() if _APART & {*axes}}
 # Copies into and out of buckets, scaling, norms, clipping, AdamW: each of all gradients at once.
 _OPERATORS_OF_AN_UPDATE = 30
 # Memory traffic of these, in passes over the gradients.
@@ -155,35 +159,43 @@ def choose(problem: Problem, topologies: Sequence[Topology] = ()) -> Choice:
     left_out: list[tuple[str, str]] = []
     traces: Traces = {}
 
-    def look_at(waiting: Iterable[Topology]) -> None:
-        for topology in waiting:
-            try:
-                found.append(predict(problem, topology, traces))
-            except UserError as error:
-                if len(topologies) == 1:
-                    raise
-                left_out.append((str(topology), error.rule.replace(str(topology), "this")))  # said once for all
+    def look_at(topology: Topology) -> None:
+        try:
+            found.append(predict(problem, topology, traces))
+        except UserError as error:
+            if len(topologies) == 1:
+                raise
+            left_out.append((str(topology), error.rule.replace(str(topology), "this")))  # said once for all
 
     def look_through(every: Sequence[Topology]) -> None:
-        look_at(topology for topology in every if not _is_cut(topology))
+        cut = []
+        for topology in every:
+            if _is_cut(topology):
+                cut.append(topology)
+            else:
+                look_at(topology)
         meshes = list(dict.fromkeys(_experts_of(p.topology) for p in _ranked(found)))[:_MESHES]
-        waiting = (t for t in every if _is_cut(t) and (not meshes or _experts_of(t) in meshes))
-        look_at(t for t in waiting if not _is_over(found, t, TOKENS))
-        # A ring sends more, and holds fewer keys and values.
-        tight = [p.topology for p in found if p.states.kept <= p.usable_bytes < p.memory_bytes]
-        look_at(dataclasses.replace(topology, ring=True) for topology in tight if _is_cut(topology))
-        best = [prediction.topology for prediction in _ranked(found)[:_STAGED]]
-        staged = dict.fromkeys(staged for topology in best for staged in _in_stages(topology, problem))
-        look_at(t for t in sorted(staged, key=lambda t: t.pp) if not _is_over(found, t, LAYERS))
+        for topology in cut:
+            if (not meshes or _experts_of(topology) in meshes) and not _is_over(found, topology, TOKENS):
+                look_at(topology)
+        for p in found[:]:  # which grows below
+            if _is_cut(p.topology) and p.states.kept <= p.usable_bytes < p.memory_bytes:
+                look_at(dataclasses.replace(p.topology, ring=True))  # it sends more, and holds fewer keys and values
+        staged: dict[Topology, None] = {}  # a set that keeps the order
+        for p in _ranked(found)[:_STAGED]:
+            staged |= dict.fromkeys(_in_stages(p.topology, problem))
+        for topology in sorted(staged, key=lambda t: t.pp):
+            if not _is_over(found, topology, LAYERS):  # asked in turn: it depends on what the shorter ones gained
+                look_at(topology)
 
     with simulated_job(2):
-        if topologies:
-            look_at(topologies)
-        else:
+        for topology in topologies:
+            look_at(topology)
+        if not topologies:
             every = sorted(all_topologies(problem), key=lambda topology: topology.cp)
-            look_through([topology for topology in every if not problem.gpu.crosses_nodes(topology.tp)])
-            if not any(prediction.fits for prediction in found):
-                look_through([topology for topology in every if problem.gpu.crosses_nodes(topology.tp)])
+            for crosses in (False, True):
+                if not any(prediction.fits for prediction in found):
+                    look_through([t for t in every if problem.gpu.crosses_nodes(t.tp) == crosses])
     if not found:
         name, why = left_out[0]
         raise UserError(f"{problem.gpus} GPUs", f"none of the topologies can be; {name}: {why}", "change --gpus")
@@ -191,23 +203,30 @@ def choose(problem: Problem, topologies: Sequence[Topology] = ()) -> Choice:
 
 
 def _ranked(found: Iterable[Prediction]) -> list[Prediction]:
-    return sorted(found, key=lambda p: (not p.fits, p.time_s if p.fits else p.memory_bytes))
+    def key(one: Prediction) -> tuple[bool, float]:
+        if one.fits:
+            return False, one.time_s
+        return True, one.memory_bytes
+
+    return sorted(found, key=key)
 
 
 def _in_stages(topology: Topology, problem: Problem) -> Iterator[Topology]:
     """`topology` with each of its dense axes shorter and stages of layers in its place, one and two on a rank."""
     layers = len(problem.shrunk.order)
     for axis, size in topology.sizes.items():
-        for stages in divisors(size) if axis not in LAYERS else ():
+        if axis in LAYERS:
+            continue
+        for stages in divisors(size):
             if not 1 < stages <= layers:
                 continue
-            ep = math.gcd(topology.ep, topology.world // stages // topology.etp)
+            ep = math.gcd(topology.ep, topology.world // stages // topology.etp)  # experts lie inside a stage
             shorter: dict[str, Any] = {axis: size // stages, "ep": ep, **_flags(topology, axis, size // stages)}
             try:
                 staged = dataclasses.replace(topology, **shorter).with_stages(stages)
             except UserError:  # its mesh of experts does not fit into a stage
                 continue
-            plain = dataclasses.replace(staged, dp_shard=False)
+            plain = dataclasses.replace(staged, dp_shard=False)  # few layers may fit whole
             yield from (staged, plain)
             if 2 * stages <= layers:
                 yield dataclasses.replace(plain, interleave=2)
@@ -215,11 +234,12 @@ def _in_stages(topology: Topology, problem: Problem) -> Iterator[Topology]:
 
 def _flags(topology: Topology, axis: str, size: int) -> dict[str, bool]:
     """Those of `topology` without what means nothing where `axis` has the size `size`."""
-    left = topology.sizes | {axis: size}
-    return {
-        field_of(flag): getattr(topology, field_of(flag)) and any(left.get(need, 2) > 1 for need in needs)
-        for flag, (needs, _) in FLAGS.items()
-    }
+    left, kept = topology.sizes | {axis: size}, {}
+    for flag, (needs, _) in FLAGS.items():
+        name = field_of(flag)
+        # `sizes` has the dense axes alone: what needs etp is kept.
+        kept[name] = getattr(topology, name) and any(left.get(need, 2) > 1 for need in needs)
+    return kept
 
 
 def _is_cut(topology: Topology) -> bool:
@@ -229,17 +249,19 @@ def _is_cut(topology: Topology) -> bool:
 
 def _is_over(found: Iterable[Prediction], topology: Topology, axes: frozenset[str]) -> bool:
     """Whether longer `axes`, all else alike but dp, have stopped to gain; with cp, whether states alone do not fit."""
-
-    def others(topology: Topology) -> list[Any]:
-        return [value for name, value in vars(topology).items() if name not in axes | SEQUENCES]
-
-    alike = [p for p in found if others(p.topology) == others(topology)]
+    own = _without(topology, axes | SEQUENCES)
+    alike = [p for p in found if _without(p.topology, axes | SEQUENCES) == own]
     alike.sort(key=lambda p: p.topology.size_over(axes))
     if axes == TOKENS and any(p.states.kept > p.usable_bytes for p in alike):
         return True
     before, last = alike[: -_TRIED[axes]], alike[-_TRIED[axes] :]
     best_s = min((p.time_s for p in before if p.fits), default=math.inf)
     return best_s < math.inf and not any(p.fits and p.time_s < best_s for p in last)
+
+
+def _without(topology: Topology, fields: frozenset[str]) -> tuple[Any, ...]:
+    """The values of all its other fields."""
+    return tuple(value for name, value in vars(topology).items() if name not in fields)
 
 
 def _experts_of(topology: Topology) -> tuple[int, int, bool]:
@@ -257,21 +279,35 @@ def all_topologies(problem: Problem) -> Iterator[Topology]:
 
 
 def _shapes(problem: Problem) -> Iterator[Topology]:
-    """Every shape of both meshes. etp stays inside a node, as tokens go to all etp ranks of an expert."""
-    experts = [
-        m.shape[0] for n, m in problem.shrunk.model.named_parameters() if n.endswith(".down_proj") and m.ndim == 3
-    ]
+    """Every shape of both meshes."""
+    meshes = list(_meshes_of_experts(problem))
     for dense in dense_sizes(problem.gpus):
-        for sp in (False, True) if dense[TP] > 1 else (False,):
-            if not experts:
-                yield Topology(**dense, sp=sp)
+        for sp in (False, True):
+            if sp and dense[TP] == 1:
                 continue
-            sizes = itertools.product(divisors(experts[0]), divisors(problem.gpu.gpus_per_node))
-            for ep, etp in sizes:
-                if problem.gpus % (ep * etp) == 0:
-                    yield Topology(**dense, sp=sp, ep=ep, etp=etp)
-                    if etp > 1 and ep > 1:
-                        yield Topology(**dense, sp=sp, ep=ep, etp=etp, two_stage=True)
+            for mesh in meshes:
+                yield Topology(**dense, sp=sp, **mesh)
+
+
+def _meshes_of_experts(problem: Problem) -> Iterator[dict[str, Any]]:
+    """The fields of a topology that cut experts; none in a model without."""
+    num_experts = _num_experts(problem)
+    if not num_experts:
+        yield {}
+        return
+    # etp stays inside a node, as tokens go to all etp ranks of an expert.
+    for ep, etp in itertools.product(divisors(num_experts), divisors(problem.gpu.gpus_per_node)):
+        if problem.gpus % (ep * etp) == 0:
+            yield {"ep": ep, "etp": etp}
+            if etp > 1 and ep > 1:
+                yield {"ep": ep, "etp": etp, "two_stage": True}
+
+
+def _num_experts(problem: Problem) -> int:
+    for name, parameter in problem.shrunk.model.named_parameters():
+        if name.endswith(".down_proj") and parameter.ndim == 3:  # [E, ...]: of a linear it is a module
+            return len(parameter)
+    return 0
 
 
 def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
@@ -282,30 +318,28 @@ def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
     Raises:
         UserError: the model cannot be split so, or there are fewer sequences than dp ranks. UnsupportedError: unproved.
     """
-    share = -(-problem.global_batch // topology.dp)
+    share = -(-problem.global_batch // topology.dp)  # rounded up
     if topology.dp > problem.global_batch:
         raise UserError(
             f"--global-batch {problem.global_batch}", f"each of the dp={topology.dp} ranks needs a sequence of its own"
         )
-    small = problem.small.on(topology, has_stages=False)
+    small = problem.small.on(topology, has_stages=False)  # stages are cut from the plan below
     check_proved(small.plan.model_type, topology, has_experts=bool(small.plan.experts))
     small = small.with_adapter(problem.lora)
     parts = parts_of(problem.model, problem.shrunk, small.plan)
     check_tied(problem.model, small.plan, small.adapter.weights if small.adapter else ())
-    states = [states_of(part.shrunk, small, problem.optimizer, problem.min_8bit_size) for part in parts]
-    for part, own in zip(parts, states, strict=True):
+    states = []
+    for part in parts:
+        own = states_of(part.shrunk, small, problem.optimizer, problem.min_8bit_size)
         if not own.parameters:
             raise idle(topology, part.layers)
+        states.append(own)
     cut = topology.size_over(topology.token_cut)
-    tokens = -(-problem.seq // cut) * cut
-    # Of a micro-batch, however many ranks have other sequences and other layers.
-    apart = SEQUENCES | LAYERS
-    apart |= {field_of(name) for name, (axes, _) in (FLAGS | NUMBERS).items() if apart & {*axes}}
-    alike = topology.is_whole, *(value for name, value in vars(topology).items() if name not in apart)
+    tokens = -(-problem.seq // cut) * cut  # rounded up
+    alike = topology.is_whole, *_without(topology, _APART)
     if alike not in traces:
-        device, optimizer = problem.gpu.device, problem.optimizer
-        single, double = (trace(small, rows=n, tokens=tokens, device=device, optimizer=optimizer) for n in (1, 2))
-        traces[alike] = single, double
+        of = functools.partial(trace, small, tokens=tokens, device=problem.gpu.device, optimizer=problem.optimizer)
+        traces[alike] = of(rows=1), of(rows=2)
     predictions: list[Prediction] = []
     waiting = _micro_batches(problem, share)
     for recompute in _recomputations(problem):
@@ -316,24 +350,23 @@ def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
             if not one.fits:
                 break
             waiting = waiting[1:]
-    fitting = [prediction for prediction in predictions if prediction.fits]
-    if fitting:
-        return min(fitting, key=lambda p: p.time_s)
-    return min(predictions, key=lambda p: p.memory_bytes)
+    return _ranked(predictions)[0]
 
 
 def _micro_batches(problem: Problem, share: int) -> list[int]:
     """Powers of two up to the sequences of a dp rank, and that number itself."""
     if problem.micro_batch is not None:
         return [min(problem.micro_batch, share)]
-    return sorted({2**n for n in range(share.bit_length()) if 2**n <= share} | {share})
+    return sorted({2**n for n in range(share.bit_length())} | {share})
 
 
 def _recomputations(problem: Problem) -> list[Recompute]:
     if problem.recompute is not None:
         return [problem.recompute]
-    most = len(problem.shrunk.order)
-    return [r for r in RECOMPUTE if r == "none" or (problem.can_recompute and (isinstance(r, str) or r < most))]
+    if not problem.can_recompute:
+        return ["none"]
+    # Each n-th of fewer layers than n is the first alone.
+    return [r for r in RECOMPUTE if isinstance(r, str) or r < len(problem.shrunk.order)]
 
 
 def recomputed_layers(recompute: Recompute, number: int) -> tuple[bool, ...]:
@@ -357,25 +390,31 @@ class KernelTimes:
 
     def of_forward(self, stage: Stage, order: Sequence[int]) -> float:
         """Seconds of a stage's forward."""
-        layers = sum(self.forward[kind] for kind in order[stage.start : stage.stop])
-        return self.before + layers + (self.after if stage.is_last else 0.0)
+        total = self.before + sum(self.forward[kind] for kind in order[stage.start : stage.stop])
+        if stage.is_last:
+            total += self.after
+        return total
 
     def of_backward(self, stage: Stage, order: Sequence[int]) -> float:
         """Seconds of a stage's backward, without what is computed again."""
-        layers = sum(self.backward[kind] for kind in order[stage.start : stage.stop])
-        return layers + (self.back if stage.is_last else 0.0)
+        total = sum(self.backward[kind] for kind in order[stage.start : stage.stop])
+        if stage.is_last:
+            total += self.back
+        return total
 
 
 def _kernel_times(problem: Problem, traces: tuple[Trace, Trace], rows: int, own: int, chunk_tokens: int) -> KernelTimes:
     """own: the tokens of a sequence that a rank has. chunk_tokens: those of a chunk of the loss."""
     gpu, two = problem.gpu, traces[1]
 
+    def of_rows(first: float, second: float) -> float:
+        return first + (rows - 1) * (second - first)  # from those of one sequence and of two
+
     def seconds(part: str) -> float:
         """Of one run of a part with `rows` sequences: device and host each linear in their number."""
-        work = [t.work.get(part, Counter()) for t in traces]
-        busy = [gpu.busy_s(each, is_half=problem.is_half) for each in work]
-        launched = [gpu.launches_s(each) for each in work]
-        return max(times[0] + (rows - 1) * (times[1] - times[0]) for times in (busy, launched))
+        first, second = traces[0].work.get(part, Counter()), two.work.get(part, Counter())
+        busy_s = of_rows(gpu.busy_s(first, is_half=problem.is_half), gpu.busy_s(second, is_half=problem.is_half))
+        return max(busy_s, of_rows(gpu.launches_s(first), gpu.launches_s(second)))
 
     # The larger of the two traced chunks stands for all of them.
     chunk, tokens = two.work["chunk"], rows * own
@@ -415,12 +454,13 @@ def _prediction(
     turns: list[TurnTimes] = []
     for number, (part, held) in enumerate(zip(parts, states, strict=True)):
         recomputed = [again[layer] for layer in part.layers]
+        # Of the whole turn order.
         peak = _peak_of_rank(number, part, memory, one.flow, held, sizes, recomputed, micro_batches)
         of_rank = dataclasses.replace(small, plan=part.plan)
         messages = messages_of(part.shrunk, of_rank, one.flow, sizes, held, recomputed=recomputed)
         ranks.append(RankCost(held, peak, tuple(messages)))
         turns.append(_turn_times(problem, part, messages, kernels, recomputed))
-    busiest = max(range(len(parts)), key=lambda number: turns[number].total_s)
+    busiest = max(range(len(parts)), key=lambda number: turns[number].total_s)  # all wait for it
     traffic = traffic_of(ranks[busiest].messages, topology, gpu, micro_batches=micro_batches)
     return Prediction(
         topology,
@@ -470,11 +510,14 @@ def _peak_of_rank(
 
 def _number_of_micro_batches(problem: Problem, topology: Topology, rows: int) -> int:
     """Of a step. Where ranks have several stages the trainer makes a multiple of theirs."""
-    multiple = topology.size_over(LAYERS) if topology.interleave > 1 else 1
+    multiple = 1
+    if topology.interleave > 1:
+        multiple = topology.size_over(LAYERS)
     return -(-problem.global_batch // (topology.dp * rows * multiple)) * multiple
 
 
 def _update_s(gpu: Hardware, states: States) -> float:
+    # All bytes in one, and the launches of the rest.
     update = {Work(0, _PASSES_OF_A_STEP * states.gradients): 1, Work(0, 0): _OPERATORS_OF_AN_UPDATE}
     return gpu.work_s(update, is_half=False)
 
@@ -486,6 +529,7 @@ def _waits_s(
     if len(ranks) == 1:
         return 0.0
     handed_on = max(message.num_bytes for message in ranks[0].messages if message.kind == "send")
+    # With the bubble.
     whole_s = time_of_all(topology, [t.stages for t in turns], hop_s(topology, gpu, handed_on), micro_batches)
     return whole_s - micro_batches * max(t.total_s for t in turns)
 
@@ -519,10 +563,14 @@ def _turn_times(
         forward_s=kernels.forward,
         backward_s=kernels.backward,
     )
-    there, back = (
-        sum(link.time_s for link in traffic_of(sent, topology, gpu, micro_batches=1).values())
-        for sent in ([m for m in messages if m.phase in phases] for phases in (("forward", "loss"), ("backward",)))
-    )
+
+    def more_s(*phases: str) -> float:
+        """For each stage: messages of these phases and half of the gathers."""
+        sent = [m for m in messages if m.phase in phases]
+        links = traffic_of(sent, topology, gpu, micro_batches=1).values()
+        return (sum(link.time_s for link in links) + gather_s / 2) / len(part.stages)
+
+    there_s, back_s = more_s("forward", "loss"), more_s("backward")
     found, total = [], {"compute": 0.0, "recomputation": 0.0, "gathers of weights": gather_s}
     for stage in part.stages:
         layers = zip(order[stage.start : stage.stop], recomputed[stage.start : stage.stop], strict=True)
@@ -530,8 +578,7 @@ def _turn_times(
         forward_s, backward_s = kernels.of_forward(stage, order), kernels.of_backward(stage, order)
         total["compute"] += forward_s + backward_s
         total["recomputation"] += again_s
-        more = [(sent_s + gather_s / 2) / len(part.stages) for sent_s in (there, back)]
-        found.append((forward_s + more[0], backward_s + again_s + more[1]))
+        found.append((forward_s + there_s, backward_s + again_s + back_s))
     return TurnTimes(tuple(found), total)
 
 
@@ -555,21 +602,27 @@ def gathers_s(
     order: the kind of each layer. forward_s, backward_s: kind -> time of its kernels; the backward of a recomputed
     layer includes both.
     """
+    # Shards are gathered over all of it.
     ranks, is_network = topology.size_over(DATA), gpu.crosses_nodes(span_of(topology, DATA))
     gathered = [m for m in messages if m.is_ahead]
     if not gathered:
         return 0.0
-    each = {
-        m.layer: gpu.message_s(m.wire_bytes(ranks), ranks=ranks, is_network=is_network)
-        for m in gathered
-        if m.phase == "forward"
-    }
-    backward = [backward_s[k] + again * forward_s[k] for k, again in zip(order, recomputed, strict=True)]
+    each_s: dict[int | None, float] = {}
+    for message in gathered:
+        if message.phase == "forward":
+            wire_bytes = message.wire_bytes(ranks)
+            each_s[message.layer] = gpu.message_s(wire_bytes, ranks=ranks, is_network=is_network)
+    there, back = [], []  # (kind, time of its kernels) of each layer
+    for kind, again in zip(order, recomputed, strict=True):
+        there.append((kind, forward_s[kind]))
+        back.append((kind, backward_s[kind] + again * forward_s[kind]))
     total = 0.0
-    directions = [([*order], [forward_s[k] for k in order]), ([*reversed(order)], backward[::-1])]
-    for kinds, kernels_s in directions:
-        hidden_s = [0.0, *(gpu.overlap_efficiency * s for s in kernels_s[:-1])]
-        total += sum(max(0.0, each.get(k, 0.0) - s) for k, s in zip(kinds, hidden_s, strict=True))
+    for layers in (there, back[::-1]):
+        exposed_s, hidden_s = [], 0.0
+        for kind, kernels_s in layers:
+            exposed_s.append(max(0.0, each_s.get(kind, 0.0) - hidden_s))
+            hidden_s = gpu.overlap_efficiency * kernels_s
+        total += sum(exposed_s)
     # Into the gather's buffer, and out of it into the matrices' own memory: read and written.
     copies: Counter[Work] = Counter()
     for message in gathered:

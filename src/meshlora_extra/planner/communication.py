@@ -6,6 +6,7 @@ own: the messages of a micro-batch (`verify.budget`), the speed of links (`meshl
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,40 +37,44 @@ def messages_of(
     order, plan, targets = shrunk.order, small.plan, small.trained.targets
     ranks = {name: target.r * max(1, len(target.pieces)) for name, target in targets.items()}
     scaled = [n for n, t in targets.items() if t.use_dora and plan.linears[n].split is Split.ROW]
-    twice = Counter[int | None](kind for kind, again in zip(order, recomputed, strict=True) if again)
+    twice = Counter[int | None](itertools.compress(order, recomputed))  # kind -> its layers that run again
     once, repeated = [], []
     for module, message in (
         *micro_batch_messages(plan, flow, sizes, ranks=ranks, scaled=scaled),
-        *(("", message) for message in _of_step(states)),
+        *_of_step(states),
         *gathers(plan, states.shards),
     ):
+        # Nobody to send to, or on another pp rank.
         if plan.topology.size_over(message.axes) == 1 or not shrunk.times(module):
             continue
-        kind = shrunk.kind_of(module)
+        kind = shrunk.kind_of(module)  # None outside the layers
         once.append(replace(message, layer=kind, calls=message.calls * shrunk.times(module)))
         if twice[kind] and message.phase == "forward" and not message.is_ahead:
             again = message.calls * twice[kind]
+            # A recomputed forward sends again, in the backward.
             repeated.append(replace(message, phase="backward", layer=kind, calls=again))
     return once + repeated
 
 
-def _of_step(states: States) -> Iterator[Message]:
-    """The token count (int64), the gradient norm (fp64), and gradients by the axes that they are summed over."""
-    yield Message("step", "allreduce", DATA, 8)
-    yield Message("step", "allreduce", frozenset(DENSE_AXES), 8)
+def _of_step(states: States) -> Iterator[tuple[str, Message]]:
+    """Of no module: the token count, the gradient norm, and gradients by the axes that they are summed over."""
+    yield "", Message("step", "allreduce", DATA, 8)  # int64
+    yield "", Message("step", "allreduce", frozenset(DENSE_AXES), 8)  # fp64
     for (axes, mean_axes), num_bytes in states.buckets.items():
-        yield Message("step", "allreduce", axes | mean_axes, num_bytes)
+        yield "", Message("step", "allreduce", axes | mean_axes, num_bytes)
 
 
 def ranks_of(message: Message, topology: Topology) -> int:
     """The number of ranks of its group: two of neighbouring stages, else all over its axes."""
-    return 2 if message.kind in ("send", "receive") else topology.size_over(message.axes)
+    if message.kind in ("send", "receive"):
+        return 2
+    return topology.size_over(message.axes)
 
 
 def hop_s(topology: Topology, gpu: Hardware, num_bytes: int) -> float:
     """Seconds of a message from a stage to the next, over the slowest link between any two of them."""
     is_network = gpu.crosses_nodes(span_of(topology, LAYERS))
-    return gpu.message_s(num_bytes, ranks=2, is_network=is_network)
+    return gpu.message_s(num_bytes, ranks=2, is_network=is_network)  # from one rank to one
 
 
 def span_of(topology: Topology, axes: frozenset[str]) -> int:
@@ -100,11 +105,15 @@ def traffic_of(
     for message in messages:
         ranks, is_handed_on = ranks_of(message, topology), message.kind in ("send", "receive")
         is_network = gpu.crosses_nodes(span_of(topology, message.axes))
-        calls = message.calls * (1 if message.phase == "step" else micro_batches)
+        calls, link = message.calls, "node"
+        if message.phase != "step":
+            calls *= micro_batches
+        if is_network:
+            link = "network"
         wire = message.wire_bytes(ranks)
-        time_s = gpu.message_s(wire, ranks=ranks, is_network=is_network)
-        link = "network" if is_network else "node"
-        time_s = 0.0 if message.is_ahead or is_handed_on else time_s
+        time_s = gpu.message_s(wire, ranks=ranks, is_network=is_network)  # asked of all: it refuses unknown links
+        if message.is_ahead or is_handed_on:
+            time_s = 0.0
         before = found[link]
         found[link] = Traffic(before.calls + calls, before.wire_bytes + calls * wire, before.time_s + calls * time_s)
     return found
@@ -122,7 +131,7 @@ def grouped(messages: Iterable[Message], *, micro_batches: int) -> dict[str, int
         if message.kind in ("send", "receive"):
             found["stages"] = found.get("stages", 0) + message.calls * micro_batches
         elif message.phase == "step":
-            found["scalars" if message.num_bytes == 8 else "buckets"] += message.calls
+            found["scalars" if message.num_bytes == 8 else "buckets"] += message.calls  # the token count and the norm
         else:
             is_end = message.layer is None and message.phase != "backward"
             found["ends" if is_end else "layers"] += message.calls * micro_batches

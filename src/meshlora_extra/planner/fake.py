@@ -176,12 +176,14 @@ class FakeRun(TorchDispatchMode):
             return func(*args, **kwargs)
         if func.namespace == "c10d":
             return self._collective(func, args, kwargs)
-        given = _flat(args) + _flat(kwargs) if kwargs else _flat(args)
+        given = _flat((args, kwargs))
         name: str = schema_of(func).name
         num_fake = sum([t.is_meta for t in given])
         if num_fake:
             if name == READ_NUMBER:
-                return 1.0 if given[0].is_floating_point() else 1
+                if given[0].is_floating_point():
+                    return 1.0
+                return 1
         elif _stays_real(given, args, kwargs):
             return func(*args, **kwargs)
         if num_fake < len(given):
@@ -202,7 +204,9 @@ class FakeRun(TorchDispatchMode):
         self._is_off = True
         here = RowsOfMask(masks.make, masks.given | {"device": "cpu", "attention_mask": None})
         ends = here._rows(rows, positions[[0, -1]])
-        columns = (ends if ends.dtype == torch.bool else ends == 0).flatten(0, 2).any(0).nonzero().flatten()
+        if ends.dtype != torch.bool:
+            ends = ends == 0  # it is added to the scores
+        columns = ends.flatten(0, 2).any(0).nonzero().flatten()
         self._is_off = False
         keys = slice(int(columns[0]), int(columns[-1]) + 1)
         return Block(rows, own, keys, masks._rows(rows, positions)[..., keys].contiguous())
@@ -241,20 +245,30 @@ class FakeRun(TorchDispatchMode):
 
     def _collective(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Record it, and run it on empty tensors in the real process group."""
-        plain = schema_of(func).name.partition("::")[2].replace("_", "")
-        kind = "receive" if "recv" in plain else next((k for k in _KINDS if k in plain), plain)
+        kind = _kind_of(schema_of(func).name.partition("::")[2].replace("_", ""))
         held = list(tensors_in(args))
-        sizes = [t.nbytes for t in held]
         size = ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject))).size()
-        number = min(sizes) if kind == "allgather" else max(sizes)
+        sizes = [t.nbytes for t in held]
+        number = max(sizes)
+        if kind == "allgather":
+            number = min(sizes)  # the result is among its arguments
+            if not any(t.is_meta for t in held):
+                whole, own = held
+                whole.copy_(own.repeat(len(whole) // len(own), *[1] * (own.ndim - 1)))
         self.calls[Call(self.phase, kind, size, number)] += 1
-        if kind == "allgather" and not any(t.is_meta for t in held):
-            whole, own = held
-            whole.copy_(own.repeat(len(whole) // len(own), *[1] * (own.ndim - 1)))
         nothing = map_tensors(lambda t: torch.empty(0, dtype=t.dtype), args)
         if kind == "alltoall":
             nothing = (*nothing[:3], [], [], *nothing[5:])
         return func(*nothing, **kwargs)
+
+
+def _kind_of(operator: str) -> str:
+    if "recv" in operator:
+        return "receive"
+    for kind in _KINDS:
+        if kind in operator:
+            return kind
+    return operator
 
 
 def _attention(
@@ -271,12 +285,16 @@ def _attention(
 
     Values narrower than keys are padded, as flash attention requires.
     """
-    missing = query.shape[-1] - value.shape[-1]
-    padded = F.pad(value, [0, missing]) if missing > 0 else value
+    width = value.shape[-1]
+    missing = query.shape[-1] - width
+    if missing > 0:
+        value = F.pad(value, [0, missing])
     if attn_mask is not None:
         attn_mask = torch.empty(attn_mask.shape, dtype=query.dtype)
-    out = fused_attention(query, key, padded, dropout=dropout_p, is_causal=is_causal, mask=attn_mask, scale=scale)
-    return out[..., : value.shape[-1]] if missing > 0 else out
+    out = fused_attention(query, key, value, dropout=dropout_p, is_causal=is_causal, mask=attn_mask, scale=scale)
+    if missing > 0:
+        out = out[..., :width]
+    return out
 
 
 def _grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
@@ -287,7 +305,9 @@ def _grouped_product(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _without_content(tensor: Tensor) -> Tensor:
-    return tensor if tensor.is_meta else torch.empty_like(tensor, device="meta")
+    if tensor.is_meta:
+        return tensor
+    return torch.empty_like(tensor, device="meta")
 
 
 def _equal_shares(chosen: Tensor, places: int) -> Tensor:
@@ -335,18 +355,37 @@ def _run(func: Any, args: Any, kwargs: Any) -> tuple[Any, list[Tensor], Work | N
     if known is not None and not known.must_run:
         if known.made is None:
             return args[0], [args[0]], known.work
-        new = [each and torch.empty_strided(*each[:2], dtype=each[2], device="meta") for each in known.made]
-        return new[0] if known.is_single else tuple(new), [tensor for tensor in new if tensor is not None], known.work
+        found, made = _made_of(known)
+        return found, made, known.work
     name = schema_of(func).name
     if name.startswith(ON_EACH) and name.endswith("_"):  # it changes numbers alone
         return None, [], work_of(func, args, kwargs, [])
-    is_grouped = name == GROUPED_PRODUCT and args[0].dtype != torch.bfloat16
-    found = _grouped_product(*args[:3]) if is_grouped else func(*args, **kwargs)
+    if name == GROUPED_PRODUCT and args[0].dtype != torch.bfloat16:
+        found = _grouped_product(*args[:3])
+    else:
+        found = func(*args, **kwargs)
     made = _flat(found)
     if known is None:
         work = work_of(func, args, kwargs, made)
         _KNOWN[key] = known = _known_of(func, args, kwargs, found, work) or Known(None, True, work, must_run=True)
     return found, made, known.work
+
+
+def _made_of(known: Known) -> tuple[Any, list[Tensor]]:
+    """(result, its tensors) of an operator whose results are known."""
+    assert known.made is not None
+    result: list[Tensor | None] = []
+    made: list[Tensor] = []
+    for each in known.made:
+        if each is None:
+            result.append(None)
+            continue
+        shape, strides, dtype = each
+        made.append(torch.empty_strided(shape, strides, dtype=dtype, device="meta"))
+        result.append(made[-1])
+    if known.is_single:
+        return made[0], made
+    return tuple(result), made
 
 
 def _flat(value: Any) -> list[Tensor]:
@@ -378,7 +417,9 @@ def _key_of(value: Any) -> Any:
 def _known_of(func: Any, args: Any, kwargs: Any, found: Any, work: Work | None) -> Known | None:
     """None where the result is anything but new tensors, or the first argument overwritten."""
     given, is_single = list(tensors_in((args, kwargs))), isinstance(found, Tensor)
-    results = [found] if is_single else found
+    results = found
+    if is_single:
+        results = [found]
     if not isinstance(results, list | tuple):
         return None
     made = [tensor for tensor in results if tensor is not None]
@@ -387,24 +428,36 @@ def _known_of(func: Any, args: Any, kwargs: Any, found: Any, work: Work | None) 
     aliases = [argument.alias_info is not None for argument in schema_of(func).arguments]
     if any(aliases):
         is_overwritten = found is args[0] and aliases[0] and sum(aliases) == 1
-        return Known(None, True, work) if is_overwritten and schema_of(func).name not in _MOVES else None
-    storages = [tensor.untyped_storage() for tensor in made]
-    alike = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta").untyped_storage() for t in made]
-    are_new = len({*map(storage_id, storages)} - {storage_id(t.untyped_storage()) for t in given}) == len(made)
-    if not are_new or [s.nbytes() for s in storages] != [s.nbytes() for s in alike]:  # `_unsafe_view` is of its input
-        return None
-    return Known(tuple(t if t is None else (t.shape, t.stride(), t.dtype) for t in results), is_single, work)
+        if not is_overwritten or schema_of(func).name in _MOVES:
+            return None
+        return Known(None, True, work)
+    seen = {storage_id(tensor.untyped_storage()) for tensor in given}
+    forms: list[tuple[Any, Any, torch.dtype] | None] = []
+    for tensor in results:
+        if tensor is None:
+            forms.append(None)
+            continue
+        shape, strides, storage = tensor.shape, tensor.stride(), tensor.untyped_storage()
+        alone = torch.empty_strided(shape, strides, dtype=tensor.dtype, device="meta").untyped_storage()
+        if storage_id(storage) in seen or storage.nbytes() != alone.nbytes():  # `_unsafe_view` is of its input
+            return None
+        seen.add(storage_id(storage))
+        forms.append((shape, strides, tensor.dtype))
+    return Known(tuple(forms), is_single, work)
 
 
 def work_of(func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> Work | None:
     """The cost of an operator whose results are `made`; None if nothing runs, as for a view or an allocation."""
     name = schema_of(func).name
     short = name.partition("::")[2]
-    written = made or (list(tensors_in(args[:1])) if short.endswith("_") else [])  # lists of tensors return nothing
+    written, read = made, args
+    if not made and short.endswith("_"):  # on lists of tensors it returns nothing
+        written = list(tensors_in(args[:1]))
     if not written or short in _ALLOCATES or is_view(func):
         return None
-    read = tensors_in((args[1:] if short.removeprefix("_foreach_") in _NOT_READ else args, kwargs))
-    given = [tensor for tensor in read if tensor is not kwargs.get("out")]
+    if short.removeprefix("_foreach_") in _NOT_READ:
+        read = args[1:]
+    given = [tensor for tensor in tensors_in((read, kwargs)) if tensor is not kwargs.get("out")]
     moved = sum(map(_stored_bytes, written)) + sum(_read_bytes(short, tensor, written) for tensor in given)
     if short in _SCATTERS:
         moved = 3 * _stored_bytes(given[-1])
@@ -414,25 +467,37 @@ def work_of(func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> Work |
 
 def _stored_bytes(tensor: Tensor) -> int:
     """Bytes in memory: an expanded dimension is stored once."""
-    sizes = (size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride or size < 2)
-    return math.prod(sizes) * tensor.element_size()
+    num_bytes = tensor.element_size()
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if stride or size < 2:
+            num_bytes *= size
+    return num_bytes
 
 
 def _read_bytes(short: str, tensor: Tensor, written: Sequence[Tensor]) -> int:
     size = _stored_bytes(tensor)
-    return min(size, *(t.numel() * tensor.element_size() for t in written)) if short in _GATHERS else size
+    if short not in _GATHERS:
+        return size
+    return min(size, *(t.numel() * tensor.element_size() for t in written))
 
 
 def _flops_of(name: str, given: Sequence[Tensor], made: Sequence[Tensor], *, is_causal: bool) -> int:
     """Floating-point operations of a matrix product or an attention; 0 for other, memory-bound operators."""
     short = name.partition("::")[2]
     if short in _PRODUCTS:
-        left = given[1] if short.startswith(("addmm", "baddbmm")) else given[0]
+        left = given[0]
+        if short.startswith(("addmm", "baddbmm")):
+            left = given[1]  # after what it is added to
         return 2 * made[0].numel() * left.shape[-1]
     if _ATTENTION in short:
         # Two products, each 2 operations a number, of half the pairs if causal, else of all that the kernel is given.
         # Backward: the first product again, and two for each of the forward's.
-        query, key = (given[1], given[2]) if "backward" in short else (given[0], given[1])
-        products = 5 if "backward" in short else 2
-        return products * (1 if is_causal else 2) * query.numel() * key.shape[-2]
+        query, key, *_ = given
+        products = 2
+        if "backward" in short:
+            _, query, key, *_ = given  # after the gradient of the result
+            products = 5
+        if not is_causal:
+            products *= 2
+        return products * query.numel() * key.shape[-2]
     return 0

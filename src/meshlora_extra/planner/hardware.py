@@ -98,34 +98,43 @@ class Hardware:
         """Time of kernels, each bound by its flops or its bytes, whichever is slower; and of the host for each, if that
         waits for them.
         """
-        efficiency = (self.half_memory_efficiency if is_half else 0.0) or self.memory_efficiency
+        efficiency = self.memory_efficiency
+        if is_half and self.half_memory_efficiency:
+            efficiency = self.half_memory_efficiency
         bytes_s = 1e9 * efficiency * self.memory_gb_s
         total = 0.0
         for one, number in work.items():
-            flops_s = self._flops_s(one, is_half=is_half) if one.flops else math.inf
-            # A measured rate is that of the whole operator, its bytes included.
-            is_measured = one.flops and self._rates(one, is_half=is_half)
-            moved_s = 0.0 if is_measured else one.num_bytes / bytes_s
-            total += number * (self.host_s + max(one.flops / flops_s, moved_s))
+            busy_s = one.num_bytes / bytes_s
+            if one.flops:
+                flops_s = one.flops / self._flops_s(one, is_half=is_half)
+                if self._rates(one, is_half=is_half):
+                    busy_s = flops_s  # a measured rate is that of the whole operator, its bytes included
+                busy_s = max(flops_s, busy_s)
+            total += number * (self.host_s + busy_s)
         return total
 
     def _rates(self, work: Work, *, is_half: bool) -> Rates:
-        products, attention = (
-            (self.half_products, self.half_attention) if is_half else (self.full_products, self.full_attention)
-        )
-        return (attention or products) if work.is_attention else products
+        products, attention = self.full_products, self.full_attention
+        if is_half:
+            products, attention = self.half_products, self.half_attention
+        if work.is_attention and attention:
+            return attention
+        return products
 
     def _flops_s(self, work: Work, *, is_half: bool) -> float:
         """Flops per second: measured, between the two nearest numbers of flops per byte, or the datasheet's."""
         if rates := self._rates(work, is_half=is_half):
             intensity, least = work.flops / work.num_bytes, rates[0][0]
-            logs, tflops = [math.log(x) for x, _ in rates], [y for _, y in rates]
+            logs, tflops = [math.log(x) for x, _ in rates], [y for _, y in rates]  # interpolated over the logarithm
             # A product skinnier than any that was measured is bound by its bytes, as the skinniest is.
-            share = 1.0 if work.is_attention else min(1.0, intensity / least)
+            share = min(1.0, intensity / least)
+            if work.is_attention:
+                share = 1.0
             return 1e12 * float(np.interp(math.log(intensity), logs, tflops)) * share
-        peak = self.half_tflops if is_half else self.full_tflops
+        peak, dtype = self.full_tflops, "float32"  # a datasheet's
+        if is_half:
+            peak, dtype = self.half_tflops, "bfloat16"
         if not peak:
-            dtype = "bfloat16" if is_half else "float32"
             raise UserError(
                 f"{self.name}: {dtype}", "its products were not measured", f"calibrate with --dtype {dtype}"
             )
@@ -133,13 +142,14 @@ class Hardware:
 
     def crosses_nodes(self, span: int) -> bool:
         """Whether `span` consecutive ranks, from the first of a node, are on several nodes."""
-        return span > self.gpus_per_node
+        return span > self.gpus_per_node  # ranks are numbered node by node
 
     def message_s(self, wire_bytes: float, *, ranks: int, is_network: bool) -> float:
         """Time of one collective in which each of `ranks` ranks sends `wire_bytes`, by the alpha-beta model."""
-        hop_s, gb_s = (self.network_hop_s, self.network_gb_s) if is_network else (self.node_hop_s, self.node_gb_s)
+        hop_s, gb_s, what, where = self.node_hop_s, self.node_gb_s, "inside machines", "one"
+        if is_network:
+            hop_s, gb_s, what, where = self.network_hop_s, self.network_gb_s, "between machines", "several"
         if not gb_s:
-            what, where = ("between machines", "several") if is_network else ("inside machines", "one")
             way_out = f"calibrate with ranks on {where}, or give --gpu too"
             raise UserError(f"{self.name}: messages {what}", "they were not measured", way_out)
         return self.launch_s + hop_s * math.log2(ranks) + wire_bytes / (1e9 * gb_s * self.link_efficiency)
@@ -196,18 +206,21 @@ def hardware_named(name: str | None, file: str | None = None) -> Hardware:
         UserError: a name that is not in the table, unless the file gives every number; a file that is not a JSON
             object, or has unknown keys, or values that are not positive numbers.
     """
-    given = _read(file) if file is not None else {}
-    gpu = GPUS.get(name.lower()) if name is not None else None
-    if gpu is not None:
-        return dataclasses.replace(gpu, **given)
+    given: dict[str, Any] = {}  # fields of the file
+    if file is not None:
+        given = _read(file)
     needed = {f.name for f in dataclasses.fields(Hardware) if f.default is dataclasses.MISSING} - {"name"}
     missing = needed - given.keys()
     if name is None:
         return _measured(given, missing, file)
-    if file is None or missing:
-        rest = f"; or give {', '.join(sorted(missing))} in --hardware" if file is not None else ""
-        raise UserError(f"--gpu {name}", "it is not in the table of GPUs", did_you_mean(name.lower(), GPUS) + rest)
-    return Hardware(**{"name": name, **given})
+    if gpu := GPUS.get(name.lower()):
+        return dataclasses.replace(gpu, **given)
+    if file is not None and not missing:
+        return Hardware(**{"name": name, **given})
+    way_out = did_you_mean(name.lower(), GPUS)
+    if file is not None:
+        way_out += f"; or give {', '.join(sorted(missing))} in --hardware"
+    raise UserError(f"--gpu {name}", "it is not in the table of GPUs", way_out)
 
 
 def _measured(given: Mapping[str, Any], missing: set[str], file: str | None) -> Hardware:
@@ -219,6 +232,7 @@ def _measured(given: Mapping[str, Any], missing: set[str], file: str | None) -> 
 
 
 _RATES = ("full_products", "half_products", "full_attention", "half_attention")
+_SHARES = ("usable_", "matmul_eff", "memory_eff", "half_memory_eff", "link_eff", "overlap_eff")
 
 
 def _read(file: str) -> dict[str, Any]:
@@ -234,28 +248,42 @@ def _read(file: str) -> dict[str, Any]:
         if key not in known:
             raise UserError(f"--hardware {file}: {key}", "unknown key", did_you_mean(key, known))
         if rule := _broken_rule(key, value):
-            shown = repr(value) if len(repr(value)) < 80 else "..."
+            shown = repr(value)
+            if len(shown) >= 80:
+                shown = "..."
             raise UserError(f"--hardware {file}: {key}={shown}", rule)
-        found[key] = tuple((x, y) for x, y in value) if key in _RATES else value
+        found[key] = value
+        if key in _RATES:
+            found[key] = tuple((x, y) for x, y in value)  # a `Hardware` is hashed
     return found
 
 
 def _broken_rule(key: str, value: Any) -> str | None:
     """What `value` of `key` must be, if it is not."""
     if key in ("name", "source"):
-        return None if isinstance(value, str) else "it must be text"
-    if key == "device":
-        return None if value in ("cpu", "cuda") else "it must be cpu or cuda"
-    if key in _RATES:
-        pairs = isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
-        is_rising = pairs and all(_is_positive(x) for pair in value for x in pair) and sorted(value) == value
-        return None if value and is_rising else "it must be pairs [flops per byte, TFLOP/s] above 0, by the former"
-    if key in ("gpus_per_node", "ranks", "nodes"):
-        return None if isinstance(value, int) and _is_positive(value) else "it must be a whole number above 0"
-    if not _is_positive(value):
-        return "it must be a number above 0"
-    is_share = key.startswith(("usable_", "matmul_eff", "memory_eff", "half_memory_eff", "link_eff", "overlap_eff"))
-    return "it is a share, at most 1" if is_share and value > 1 else None
+        rule, is_kept = "it must be text", isinstance(value, str)
+    elif key == "device":
+        rule, is_kept = "it must be cpu or cuda", value in ("cpu", "cuda")
+    elif key in _RATES:
+        rule, is_kept = "it must be pairs [flops per byte, TFLOP/s] above 0, by the former", _are_rates(value)
+    elif key in ("gpus_per_node", "ranks", "nodes"):
+        rule, is_kept = "it must be a whole number above 0", isinstance(value, int) and _is_positive(value)
+    elif _is_positive(value) and key.startswith(_SHARES):
+        rule, is_kept = "it is a share, at most 1", value <= 1
+    else:
+        rule, is_kept = "it must be a number above 0", _is_positive(value)
+    if is_kept:
+        return None
+    return rule
+
+
+def _are_rates(value: Any) -> bool:
+    if not value or not isinstance(value, list):
+        return False
+    for pair in value:
+        if not isinstance(pair, list) or len(pair) != 2 or not (_is_positive(pair[0]) and _is_positive(pair[1])):
+            return False
+    return sorted(value) == value
 
 
 def _is_positive(value: Any) -> bool:

@@ -44,6 +44,7 @@ class Shrunk:
         kind = self.kind_of(name)
         if kind is not None:
             return self.order.count(kind)
+        # What another pp rank has counts no times.
         return int(not any(name == module or name.startswith(f"{module}.") for module in self.elsewhere))
 
     @property
@@ -61,6 +62,7 @@ def shrink(model: Any) -> Shrunk:
     order: list[int] = []
     chosen: list[int] = []
     for index, layer in enumerate(layers):
+        # The first layer frees its input later than others.
         key = (index == 0, types[index] if types else None, *_shape(layer))
         if key not in kinds:
             kinds[key] = len(kinds)
@@ -72,7 +74,7 @@ def shrink(model: Any) -> Shrunk:
     try:
         small = copy.deepcopy(model)
     finally:
-        setattr(owner, attribute, layers)
+        setattr(owner, attribute, layers)  # the model given is left as it was
     own = small.config.get_text_config()
     for field, value in {"num_hidden_layers": len(chosen), "layer_types": types and [types[i] for i in chosen]}.items():
         if value is not None and hasattr(own, field):
@@ -84,7 +86,7 @@ def _set(config: Any, field: str, value: Any) -> None:
     kind = type(config)
     derived = getattr(kind, field, None)
     if isinstance(derived, property) and derived.fset is None:  # bamba and jamba say it by other fields
-        config.__class__ = type(kind.__name__, (kind,), {field: value})
+        config.__class__ = type(kind.__name__, (kind,), {field: value})  # a subclass whose field is plain
     else:
         setattr(config, field, value)
 

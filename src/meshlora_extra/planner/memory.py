@@ -82,9 +82,10 @@ def states_of(shrunk: Shrunk, small: Blueprint, optimizer: str = "adamw", min_8b
             frozen += times * number
             moments += times * local[-2] ** 2 * each  # the correction of its B
             continue
+        # Two, and what the optimizer adds.
         moments += times * _bytes_of_moments(trained, plan, optimizer, each, min_8bit_size)
         total += times * number
-        largest, count = max(largest, number * each), count + times
+        largest, count = max(largest, number * each), count + times  # of one parameter, for the norm
         for segment in trained.rule.parts(rank=0, size=plan.topology.tp):
             part = list(local)
             stop = part[segment.dim] if segment.stop is None else segment.stop
@@ -97,13 +98,15 @@ def states_of(shrunk: Shrunk, small: Blueprint, optimizer: str = "adamw", min_8b
 def _bytes_of_moments(trained: Trained, plan: ModelPlan, optimizer: str, each: int, min_8bit_size: int) -> int:
     """What a rank keeps of one parameter besides its value and gradient. each: bytes of an element of it."""
     number = math.prod(local_shape(trained, plan))
+    if optimizer == "adamw":
+        return 2 * number * each + 4  # torch's AdamW keeps the step number, in fp32
     if optimizer != "adamw_8bit":
-        return 2 * number * each + (4 if optimizer == "adamw" else 0)  # and torch's AdamW the step number, in fp32
+        return 2 * number * each
     if not has_eight_bits(trained.shape, min_8bit_size):
-        return 2 * 4 * number
-    if cuts_blocks(trained, plan.topology):
+        return 2 * 4 * number  # small ones stay in fp32
+    if cuts_blocks(trained, plan.topology):  # then each rank keeps those of the whole parameter
         number = math.prod(trained.shape)
-    return 2 * (number + 4 * -(-number // BLOCK))
+    return 2 * (number + 4 * -(-number // BLOCK))  # a byte each, and an fp32 scale a block
 
 
 def local_shape(trained: Trained, plan: ModelPlan) -> tuple[int, ...]:
@@ -124,7 +127,7 @@ def _of_base(shrunk: Shrunk, plan: ModelPlan, targets: Collection[str]) -> tuple
     for name, parameter in shrunk.model.named_parameters(remove_duplicate=False):
         if not shrunk.times(name) or id(parameter) in counted:  # a tied head may be on another rank
             continue
-        counted.add(id(parameter))
+        counted.add(id(parameter))  # tied names share it
         for tensor in held(name, parameter.shape, parameter.dtype, plan, targets):
             num_bytes = tensor.nbytes
             if plan.is_sharded(name, ndim=tensor.ndim):
@@ -144,7 +147,7 @@ def held(
 
     targets: names of the modules with LoRA. A linear that is not replaced keeps its stored shape.
     """
-    owner = name if name in plan.projections else name.removesuffix(".weight")
+    owner = name if name in plan.projections else name.removesuffix(".weight")  # experts are parameters themselves
     if owner in plan.quantized:
         packed = packed_like(owner, dtype, plan, device="meta")
         return packed.codes, packed.scales
@@ -156,11 +159,12 @@ def packed_like(name: str, dtype: torch.dtype, plan: ModelPlan, *, device: str =
     rule, packing = plan.rule_of(name), plan.quantized[name]
     assert rule is not None, name
     rows, columns = local_blocks(plan, rule, packing)
-    experts = [rule.num_experts // plan.topology.ep] if isinstance(rule, ExpertRule) else []
+    experts, is_transposed = [], False
+    if isinstance(rule, ExpertRule):
+        experts, is_transposed = [rule.num_experts // plan.topology.ep], rule.is_transposed
     codes = torch.empty(*experts, sum(rows), sum(columns) * BITS[packing.kind] // 8, dtype=torch.uint8, device=device)
     of_scales = {1: torch.uint8, 2: torch.bfloat16, 4: torch.float32}[packing.scale_bytes]
     scales = torch.empty(*experts, len(rows), len(columns), dtype=of_scales, device=device)
-    is_transposed = isinstance(rule, ExpertRule) and rule.is_transposed
     return Packed(codes, scales, Form(packing.kind, dtype, rows, columns, is_transposed))
 
 
@@ -176,7 +180,9 @@ def _local_shape(name: str, shape: Sequence[int], plan: ModelPlan, targets: Coll
         if leaf == "bias":
             return (out,)
         is_ours = linear.split is not Split.WHOLE or owner in targets or owner in plan.quantized
-        return (out, inside) if is_ours else tuple(shape)
+        if not is_ours:
+            return tuple(shape)
+        return out, inside  # as nn.Linear: a Conv1D that we replace is turned round
     # The bias of experts is a parameter beside the matrix, and named after it.
     expert = plan.projections.get(name.removesuffix("_bias"))
     if expert is not None:
@@ -184,7 +190,9 @@ def _local_shape(name: str, shape: Sequence[int], plan: ModelPlan, targets: Coll
         experts = expert.num_experts // plan.topology.ep
         if name not in plan.projections:
             return experts, out
-        return (experts, inside, out) if expert.is_transposed else (experts, out, inside)
+        if expert.is_transposed:
+            return experts, inside, out
+        return experts, out, inside
     return tuple(shape)
 
 
@@ -230,7 +238,7 @@ class StepMemory:
 
     def at(self, other: StepMemory, rows: int, chunk_tokens: int) -> StepMemory:
         """Extrapolate from this with one row and `other` with two to `rows`, and the chunk to `chunk_tokens`."""
-        grown = other.chunk_tokens - self.chunk_tokens
+        grown = other.chunk_tokens - self.chunk_tokens  # 0 where both traces had one whole chunk
         chunks = 1 + (chunk_tokens - self.chunk_tokens) / grown if grown else 1.0
         found: StepMemory = _grown(self, other, rows)
         return dataclasses.replace(found, chunk=_grown(self.chunk, other.chunk, chunks), chunk_tokens=chunk_tokens)
@@ -241,10 +249,10 @@ def _grown(one: Any, two: Any, times: float) -> Any:
     if isinstance(one, tuple):
         return tuple(_grown(a, b, times) for a, b in zip(one, two, strict=True))
     if dataclasses.is_dataclass(one):
-        names = (field.name for field in dataclasses.fields(one))
         made: Any = type(one)
-        return made(*(_grown(getattr(one, name), getattr(two, name), times) for name in names))
-    return one + (times - 1) * (two - one)
+        fields = dataclasses.fields(one)
+        return made(*(_grown(getattr(one, field.name), getattr(two, field.name), times) for field in fields))
+    return one + (times - 1) * (two - one)  # linear in rows
 
 
 @dataclass(frozen=True)
@@ -304,11 +312,15 @@ class _Walk:
         if not stage.is_first:
             received = self.memory.layers[self.order[stage.start]].output
             self.run(Phase(received, received))
+        before = 0  # the buffer of the layer before lives until this one's is copied out
         for index in range(stage.start, stage.stop):
             layer, whole = self.memory.layers[self.order[index]], self.gathered[index]
-            self.run(Phase(2 * whole + (self.gathered[index - 1] if index > stage.start else 0), 0))
-            twice = self.recomputed[index]
-            self.run(Phase(layer.forward.peak, layer.output) if twice else layer.forward, beside=2 * whole)
+            self.run(Phase(2 * whole + before, 0))
+            phase = layer.forward
+            if self.recomputed[index]:
+                phase = Phase(phase.peak, layer.output)  # the rest is dropped, and made again in the backward
+            self.run(phase, beside=2 * whole)
+            before = whole
         self.activations = max(self.activations, self.live - self.start)
         if stage.is_last:
             self.run(self.memory.after)
@@ -328,7 +340,7 @@ class _Walk:
             self.run(Phase(received, received))
         for index in reversed(range(stage.start, stage.stop)):
             layer, whole = self.memory.layers[self.order[index]], self.gathered[index]
-            new = 0.0 if accumulates else layer.gradients
+            new = 0.0 if accumulates else layer.gradients  # they exist from the micro-batch before
             # The end of the traced backward includes its gradients.
             back = Phase(layer.backward.peak, layer.backward.end - layer.gradients + new)
             if self.recomputed[index]:
@@ -364,7 +376,9 @@ def peak_of(
     default one of all layers. turns: its forwards and backwards in order.
     """
     stages = stages or (Stage(0, len(order)),)
-    gathered = [dp * states.shards[kind] if states.shards else 0 for kind in order]
+    gathered = [0] * len(order)
+    if states.shards:
+        gathered = [dp * states.shards[kind] for kind in order]
     start = float(states.gradients) if accumulates else 0.0
     walk = _Walk(memory, order, recomputed, gathered, prologue, start=start)
     held: dict[tuple[int, int], float] = {}  # of each forward whose backward is to come
@@ -375,8 +389,9 @@ def peak_of(
             held[number, place] = walk.live - before
         else:
             walk.backward(stages[place], accumulates=accumulates)
-            walk.live = before - held.pop((number, place))
+            walk.live = before - held.pop((number, place))  # frees what its forward kept
     # A bucket is reduced as a flat copy, out of place; the norm squares one parameter at a time in fp64.
-    summed = max((2 * size for size in states.buckets.values()), default=0)
+    summed = 2 * max(states.buckets.values(), default=0)
+    # In a turn, in the reduction, in the norm.
     most = max(walk.most, states.gradients + summed, states.gradients + 4 * states.largest)
     return Peak(int(walk.activations), int(most - walk.activations), int(most))

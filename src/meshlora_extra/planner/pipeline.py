@@ -58,8 +58,9 @@ def parts_of(model: Any, shrunk: Shrunk, plan: ModelPlan) -> list[PartOfModel]:
     order, topology = shrunk.order, plan.topology
     number = topology.num_stages
     if number == 1:
-        return [PartOfModel(shrunk, plan, tuple(range(len(order))), (Stage(0, len(order)),))]
+        return [PartOfModel(shrunk, plan, tuple(range(len(order))), (Stage(0, len(order)),))]  # one stage of all
     check_stages(model, dataclasses.replace(plan, num_layers=len(order)))
+    # Of one layer of each kind.
     costs = {kind: layer_cost(shrunk.model, plan, f"{plan.layers}.{kind}") for kind in {*order}}
     cuts = cut_layers(tuple(costs[kind] for kind in order), number, after=layer_cost(shrunk.model, plan, plan.head))
     check_shared(model, dataclasses.replace(plan, stages=cuts))
@@ -67,14 +68,18 @@ def parts_of(model: Any, shrunk: Shrunk, plan: ModelPlan) -> list[PartOfModel]:
     found = []
     for rank in range(size):
         of_rank = dataclasses.replace(plan, stages=cuts, pp_rank=rank)
-        layers: list[int] = []
+        layers: list[int] = []  # with interleave those of several stages
         stages: list[Stage] = []
         for stage in of_rank.own_stages:
             begin = len(layers)
             layers += range(*cuts[stage])
             stages.append(Stage(begin, len(layers), stage == 0, stage == number - 1))
-        elsewhere = [] if of_rank.has_first_stage else [plan.embedding]
-        elsewhere += [] if of_rank.has_last_stage else [*plan.after, plan.head]
+        elsewhere = []
+        if not of_rank.has_first_stage:
+            elsewhere.append(plan.embedding)
+        if not of_rank.has_last_stage:
+            elsewhere += [*plan.after, plan.head]
+        # What is elsewhere counts no times.
         own = dataclasses.replace(shrunk, order=tuple(order[i] for i in layers), elsewhere=frozenset(elsewhere))
         found.append(PartOfModel(own, of_rank, tuple(layers), tuple(stages)))
     return found
@@ -82,7 +87,9 @@ def parts_of(model: Any, shrunk: Shrunk, plan: ModelPlan) -> list[PartOfModel]:
 
 def shown_micro_batches(topology: Topology, micro_batches: int) -> int:
     """So many, of all of a step, that a rank has as many of them in memory at once as ever, and its order repeats."""
-    return min(micro_batches, 2 * topology.size_over(LAYERS)) if topology.num_stages > 1 else 1
+    if topology.num_stages == 1:
+        return 1
+    return min(micro_batches, 2 * topology.size_over(LAYERS))  # the first fill the pipeline, the second repeat
 
 
 def turns_of(topology: Topology, rank: int, micro_batches: int) -> Iterator[Turn]:
@@ -104,10 +111,11 @@ def time_of_all(
     rank, and where interleaved stages are unequal less than 1 % too short.
     """
     size = topology.size_over(LAYERS)
-    some = 16 * size
+    some = 16 * size  # micro-batches that are simulated
     if micro_batches <= some + size:
         return _run(topology, turn_s, hop_s, micro_batches)
-    less, more = (_run(topology, turn_s, hop_s, number) for number in (some, some + size))
+    less = _run(topology, turn_s, hop_s, some)
+    more = _run(topology, turn_s, hop_s, some + size)
     return more + (micro_batches - some - size) * (more - less) / size
 
 
@@ -118,18 +126,18 @@ def _run(
     waiting = [list(turns_of(topology, rank, micro_batches)) for rank in range(size)]
     done: dict[Turn, float] = {}
     now, place = [0.0] * size, [0] * size
-    while any(at < len(turns) for at, turns in zip(place, waiting, strict=True)):
+    while len(done) < sum(map(len, waiting)):
         number_done = len(done)
         for rank in range(size):
             while place[rank] < len(waiting[rank]):
                 number, own, is_forward = waiting[rank][place[rank]]
-                stage = own * size + rank
+                stage = own * size + rank  # stages go round the ranks
                 assert is_forward or (number, stage, True) in done, "a backward comes before its forward"
                 before = stage - 1 if is_forward else stage + 1
                 ready = 0.0
                 if 0 <= before <= last:
                     if (number, before, is_forward) not in done:
-                        break
+                        break  # it waits for another rank's turn
                     ready = done[number, before, is_forward] + hop_s
                 now[rank] = max(now[rank], ready) + turn_s[rank][own][0 if is_forward else 1]
                 done[number, stage, is_forward] = now[rank]

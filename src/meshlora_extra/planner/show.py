@@ -6,7 +6,7 @@ Owns: what is printed and written. Does not own: the numbers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from rich.box import SIMPLE_HEAD
@@ -15,36 +15,56 @@ from rich.table import Column, Table
 from meshlora_extra.planner.calibrate import Timing
 from meshlora_extra.planner.choose import Choice, Prediction
 from meshlora_extra.planner.communication import grouped
+from meshlora_extra.planner.fake import Call
 from meshlora_extra.planner.problem import Problem
 from meshlora_extra.planner.simulate import Simulation
 from meshlora_ground.topology import LAYERS, TOKENS
 
 _GB = 1e9
+# The keys of `communication.grouped` in words.
+_PLACES = {
+    "layers": "collectives of layers",
+    "ends": "collectives of embedding, head, loss",
+    "buckets": "collectives of gradient buckets",
+    "scalars": "collectives of scalars",
+    "stages": "messages of stages",
+}
 
 
 def ranking(problem: Problem, choice: Choice) -> Table:
     """One row per topology, the best first: micro-batches, recomputation, memory, time, throughput, collectives."""
     gpu = problem.gpu
-    base = f" in {problem.quantization}" if problem.quantization else ""
+    model = problem.model.config.model_type
+    if problem.quantization:
+        model += f" in {problem.quantization}"
     title = (
-        f"{problem.model.config.model_type}{base} on {problem.gpus:,} x {gpu.name}: {problem.global_batch:,} sequences "
-        f"of {problem.seq:,} tokens a step"
+        f"{model} on {problem.gpus:,} x {gpu.name}: {problem.global_batch:,} sequences of {problem.seq:,} tokens a step"
     )
     table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)  # fits in 80 columns
-    for name in ("topology", "batches", "re-\ncompute", "GB", "s\na step", "tokens/s\na GPU", "calls"):
-        is_name = name == "topology"  # long ones are folded, in place of numbers cut short
-        justify: Literal["left", "right"] = "left" if is_name or name == "re-\ncompute" else "right"
-        table.add_column(name, justify=justify, no_wrap=not is_name, overflow="fold" if is_name else "ellipsis")
+    table.add_column("topology", overflow="fold")  # long ones are folded, in place of numbers cut short
+    table.add_column("batches", justify="right", no_wrap=True)
+    table.add_column("re-\ncompute", no_wrap=True)
+    for name in ("GB", "s\na step", "tokens/s\na GPU", "calls"):
+        table.add_column(name, justify="right", no_wrap=True)
     for prediction in choice.ranked:
-        calls = sum(grouped(prediction.messages, micro_batches=prediction.micro_batches).values())
         rows = f"{prediction.micro_batches} x {prediction.micro_batch}"
         memory = f"{prediction.memory_bytes / _GB:,.1f}"
-        speed = f"{prediction.tokens_per_s(problem.global_batch, problem.seq):,.0f}"
-        time_s = f"{prediction.time_s:,.2f}" if prediction.time_s < 1000 else f"{prediction.time_s:,.0f}"
-        number = f"{calls:,}" if calls < 10_000 else f"{calls / 1000:,.0f}k"
-        rest = (time_s, speed, number) if prediction.fits else ("-", "no room", "-")
+        rest = _speed_of(problem, prediction)
         table.add_row(str(prediction.topology), rows, str(prediction.recompute), memory, *rest)
     return table
+
+
+def _speed_of(problem: Problem, prediction: Prediction) -> tuple[str, str, str]:
+    """Seconds, throughput and calls, as `ranking` shows them."""
+    if not prediction.fits:
+        return "-", "no room", "-"
+    calls = sum(grouped(prediction.messages, micro_batches=prediction.micro_batches).values())
+    time_s, number = f"{prediction.time_s:,.2f}", f"{calls:,}"
+    if prediction.time_s >= 1000:
+        time_s = f"{prediction.time_s:,.0f}"
+    if calls >= 10_000:
+        number = f"{calls / 1000:,.0f}k"
+    return time_s, f"{prediction.tokens_per_s(problem.global_batch, problem.seq):,.0f}", number
 
 
 def breakdown(problem: Problem, prediction: Prediction) -> Table:
@@ -54,21 +74,19 @@ def breakdown(problem: Problem, prediction: Prediction) -> Table:
         table.add_row(name, f"{number / _GB:,.2f} GB")
     table.add_row("together, at most", f"{prediction.memory_bytes / _GB:,.2f} GB")
     table.add_row("room on a GPU", f"{prediction.usable_bytes / _GB:,.2f} GB", end_section=True)
+    shows = {
+        "gathers of weights": prediction.topology.dp_shard,
+        "waiting for other stages": prediction.topology.num_stages > 1,
+    }
     for name, time_s in prediction.parts_s.items():
-        shows = {
-            "gathers of weights": prediction.topology.dp_shard,
-            "waiting for other stages": prediction.topology.num_stages > 1,
-        }
-        if not shows.get(name, True):
-            continue
-        table.add_row(name, f"{time_s:,.3f} s")
+        if shows.get(name, True):
+            table.add_row(name, f"{time_s:,.3f} s")
     table.add_row("together", f"{prediction.time_s:,.3f} s", end_section=True)
     for link, traffic in prediction.traffic.items():
         words = {"node": "messages inside nodes", "network": "messages between nodes"}[link]
         table.add_row(words, f"{traffic.calls:,}, {traffic.wire_bytes / _GB:,.2f} GB sent")
     for name, calls in grouped(prediction.messages, micro_batches=prediction.micro_batches).items():
-        words = {"layers": "layers", "ends": "embedding, head, loss", "buckets": "gradient buckets"}.get(name, name)
-        table.add_row(f"messages of {words}" if name == "stages" else f"collectives of {words}", f"{calls:,}")
+        table.add_row(_PLACES[name], f"{calls:,}")
     return table
 
 
@@ -83,6 +101,7 @@ def memory_parts(prediction: Prediction) -> dict[str, int]:
         "saved activations": peak.activations,
         "logits of a chunk": prediction.chunk_bytes,
         "gradients": states.gradients,
+        # A chunk need not be part of the peak.
         "other working memory": max(0, peak.working - prediction.chunk_bytes - states.gradients),
     }
 
@@ -93,6 +112,7 @@ def why_best(choice: Choice) -> list[str]:
     """
     best, found = choice.ranked[0], []
     for axes in (TOKENS, LAYERS):
+        # Ranked: the first is the best of them.
         others = [other for other in choice.ranked if other.topology.size_over(axes) == 1]
         if not others or not best.fits or best.topology.size_over(axes) == 1:
             continue
@@ -115,33 +135,49 @@ def _lack(other: Prediction) -> str:
 
 def _cost(best: Prediction, other: Prediction) -> str:
     """How much longer `other` takes, and in which parts."""
-    more = {name: other.parts_s[name] - best.parts_s[name] for name in best.parts_s}
-    worst = sorted((name for name in more if more[name] > 0.05 * (other.time_s - best.time_s)), key=more.get)  # type: ignore[arg-type]
-    words = ", ".join(f"{_time(more[name])} more {name}" for name in reversed(worst)) or "about the same"
+    longer = []
+    for name, time_s in best.parts_s.items():
+        more_s = other.parts_s[name] - time_s
+        if more_s > 0.05 * (other.time_s - best.time_s):
+            longer.append((more_s, name))
+    longer.sort(key=lambda part: part[0])
+    words = ", ".join(f"{_time(more_s)} more {name}" for more_s, name in reversed(longer)) or "about the same"
     return f"{other.time_s / best.time_s:.2f} x the time: {words}"
 
 
 def why_not(choice: Choice) -> list[str]:
     """For each topology but the best, why it is worse."""
-    best = choice.ranked[0]
-    found = [f"{other.topology}: {_cost(best, other)}" if other.fits else _lack(other) for other in choice.ranked[1:]]
+    (best, *others), found = choice.ranked, []
+    for other in others:
+        if other.fits:
+            found.append(f"{other.topology}: {_cost(best, other)}")
+        else:
+            found.append(_lack(other))
     by_reason: dict[str, list[str]] = {}
     for topology, why in choice.left_out:
         by_reason.setdefault(why, []).append(topology)
-    return found + [f"{'; '.join(topologies)}: {why}" for why, topologies in by_reason.items()]
+    for why, topologies in by_reason.items():
+        found.append(f"{'; '.join(topologies)}: {why}")  # one line for all that fail alike
+    return found
 
 
 def _time(time_s: float) -> str:
-    return f"{1000 * time_s:,.0f} ms" if time_s < 1 else f"{time_s:,.2f} s"
+    if time_s < 1:
+        return f"{1000 * time_s:,.0f} ms"
+    return f"{time_s:,.2f} s"
 
 
 def assumptions(problem: Problem) -> str:
     """The assumptions behind the times."""
     gpu = problem.gpu
     if gpu.ranks:
-        at_once = "" if gpu.ranks == problem.gpus else f" (planned for {problem.gpus:,})"
-        return f"times follow from what was {gpu.source}{at_once}; nothing overlaps but gathers of weights (dp_shard)"
-    tflops = gpu.half_tflops if problem.is_half else gpu.full_tflops
+        source = gpu.source
+        if gpu.ranks != problem.gpus:
+            source += f" (planned for {problem.gpus:,})"
+        return f"times follow from what was {source}; nothing overlaps but gathers of weights (dp_shard)"
+    tflops = gpu.full_tflops
+    if problem.is_half:
+        tflops = gpu.half_tflops
     return (
         f"times are estimates: {tflops:,.0f} TFLOP/s at {gpu.matmul_efficiency:.0%}, {gpu.memory_gb_s:,.0f} GB/s of "
         f"memory at {gpu.memory_efficiency:.0%}, {gpu.kernel_s * 1e6:g} us of the host for an operator, links of "
@@ -191,17 +227,20 @@ def _prediction_json(problem: Problem, prediction: Prediction) -> dict[str, Any]
 def calibrated(fields: Mapping[str, Any], timings: Sequence[Timing]) -> Table:
     """What was measured: rates by flops per byte, bandwidth, the host, and each axis by itself."""
     table = Table("", Column(justify="right"), title=fields["source"], show_header=False)
-    for name in ("full_products", "half_products", "full_attention", "half_attention"):
-        words = f"{'float32' if name.startswith('full') else 'bfloat16'} {name.partition('_')[2]}, TFLOP/s"
-        for intensity, tflops in fields.get(name, ()):
-            table.add_row(f"{words} at {intensity:,.0f} flops a byte", f"{tflops:,.3g}")
+    for kind in ("products", "attention"):
+        for size, dtype in (("full", "float32"), ("half", "bfloat16")):
+            for intensity, tflops in fields.get(f"{size}_{kind}", ()):
+                table.add_row(f"{dtype} {kind}, TFLOP/s at {intensity:,.0f} flops a byte", f"{tflops:,.3g}")
     table.add_row("operators between them, GB/s", f"{fields['memory_gb_s'] * fields['memory_efficiency']:,.3g}")
     if "half_memory_efficiency" in fields:
         share = fields["half_memory_efficiency"]
         table.add_row("in bfloat16", f"{fields['memory_gb_s'] * share:,.3g}")
     table.add_row("host, for each operator, us", f"{1e6 * fields.get('host_s', fields['kernel_s']):.1f}")
-    for axis in dict.fromkeys(t.axis for t in timings if t.what == "message"):
-        own = [timing for timing in timings if timing.axis == axis]
+    by_axis: dict[str, list[Timing]] = {}
+    for timing in timings:
+        if timing.what == "message":
+            by_axis.setdefault(timing.axis, []).append(timing)
+    for axis, own in by_axis.items():
         most = max(timing.wire_bytes / timing.seconds for timing in own)
         least = min(timing.seconds for timing in own)
         table.add_row(
@@ -212,29 +251,38 @@ def calibrated(fields: Mapping[str, Any], timings: Sequence[Timing]) -> Table:
 
 def simulated(simulation: Simulation) -> Table:
     """Predicted and observed numbers, side by side."""
-    predicted, seen = (Column(name, justify="right") for name in ("predicted", "seen"))
-    table = Table("", predicted, seen, title=f"a step on {simulation.world:,} simulated ranks")
-    for name, pair in simulation.fullest.bytes.items():
-        table.add_row(f"{name}, GB", *(f"{number / _GB:,.3f}" for number in pair))
-    both_calls = (simulation.fullest.predicted_calls, simulation.fullest.calls)
+    rank = simulation.fullest
+    table = Table("", title=f"a step on {simulation.world:,} simulated ranks")
+    for name in ("predicted", "seen"):
+        table.add_column(name, justify="right")
+    for name, (predicted, seen) in rank.bytes.items():
+        table.add_row(f"{name}, GB", f"{predicted / _GB:,.3f}", f"{seen / _GB:,.3f}")
     for phase in ("forward", "loss", "backward", "step"):
-        numbers = [sum(n for call, n in calls.items() if call.phase == phase) for calls in both_calls]
-        table.add_row(f"collectives, {phase}", *(f"{number:,}" for number in numbers))
-    totals = [sum(call.num_bytes * n for call, n in calls.items()) for calls in both_calls]
-    table.add_row("bytes put into them", *(f"{number:,}" for number in totals))
+        table.add_row(f"collectives, {phase}", _of_phase(rank.predicted_calls, phase), _of_phase(rank.calls, phase))
+    table.add_row("bytes put into them", _bytes_of(rank.predicted_calls), _bytes_of(rank.calls))
     return table
+
+
+def _of_phase(calls: Mapping[Call, int], phase: str) -> str:
+    return f"{sum(number for call, number in calls.items() if call.phase == phase):,}"
+
+
+def _bytes_of(calls: Mapping[Call, int]) -> str:
+    return f"{sum(call.num_bytes * number for call, number in calls.items()):,}"
 
 
 def run_file(problem: Problem, prediction: Prediction, *, model: str, data: str, output: str) -> str:
     """The run of `prediction` as YAML for `meshlora check` and `meshlora train`."""
     lora = problem.lora
     targets = lora.target_modules
-    values: dict[str, Any] = {
+    if isinstance(targets, set | list):
+        targets = sorted(targets)
+    values: dict[str, Any] = {  # in the order of docs/run-file.md
         "model": {"path": model, "dtype": str(problem.blueprint.dtype).removeprefix("torch.")},
         "lora": {
             "r": lora.r,
             "lora_alpha": lora.lora_alpha,
-            "target_modules": sorted(targets) if isinstance(targets, set | list) else targets,
+            "target_modules": targets,
         },
         "data": {"train": data, "max_length": problem.seq},
         "train": {
@@ -250,7 +298,7 @@ def run_file(problem: Problem, prediction: Prediction, *, model: str, data: str,
         values["model"]["quantization"] = problem.quantization
     if lora.target_parameters:
         values["lora"]["target_parameters"] = list(lora.target_parameters)
-    nodes = -(-problem.gpus // problem.gpu.gpus_per_node)
+    nodes = -(-problem.gpus // problem.gpu.gpus_per_node)  # rounded up
     each = min(problem.gpus, problem.gpu.gpus_per_node)
     head = [
         f"# meshlora plan: {problem.gpus} x {problem.gpu.name}, {prediction.memory_bytes / _GB:.1f} GB a rank, about "

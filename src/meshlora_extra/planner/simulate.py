@@ -65,7 +65,9 @@ class RankSeen:
                 words = f"{call.phase} {call.kind} over {call.ranks} ranks of {call.num_bytes:,} bytes"
                 yield f"{words}: {predicted} predicted, {seen} seen"
         for name, (predicted, seen) in self.bytes.items():
-            limit = MOST_ERROR * seen if name == "peak" else 0
+            limit = 0.0
+            if name == "peak":
+                limit = MOST_ERROR * seen
             if abs(predicted - seen) > limit:
                 yield f"{name}: {predicted:,} bytes predicted, {seen:,} seen"
 
@@ -92,8 +94,10 @@ class Simulation:
     def differences(self) -> Iterator[str]:
         """Of all ranks, each with its pp rank where there are several."""
         for number, rank in enumerate(self.ranks):
-            where = f"pp rank {number}: " if len(self.ranks) > 1 else ""
-            yield from (where + difference for difference in rank.differences())
+            for difference in rank.differences():
+                if len(self.ranks) > 1:
+                    difference = f"pp rank {number}: {difference}"
+                yield difference
 
 
 def simulate(problem: Problem, prediction: Prediction) -> Simulation:
@@ -111,8 +115,8 @@ def _simulate(problem: Problem, blueprint: Blueprint, prediction: Prediction, nu
     with simulated_job(topology.world, number * topology.per_stage):
         plan = plan_of_rank(blueprint.plan, number)
         model, trained = copy.deepcopy(blueprint.model), blueprint.trained.parameters
-        own = [parameter for name, parameter in trained.items() if plan.holds(name)]
-        expected = Counter(local_shape(parameter, plan) for parameter in own)
+        expected = Counter(local_shape(parameter, plan) for name, parameter in trained.items() if plan.holds(name))
+        # Real groups, which assemble needs with shards.
         mesh = open_mesh(topology, copies=blueprint.plan.copies, has_experts=bool(blueprint.plan.experts))
         with run, meta_parameters_allowed():
             assemble(model, dataclasses.replace(blueprint, plan=plan), mesh, run, optimizer=problem.optimizer)
@@ -126,17 +130,20 @@ def _simulate(problem: Problem, blueprint: Blueprint, prediction: Prediction, nu
             before = run.live_bytes
             optimizer = _update(model, problem.optimizer, problem.min_8bit_size)
             moments = run.live_bytes - before
-            del optimizer
+            del optimizer  # its moments, measured
     shapes = Counter(tuple(f.parameter.shape) for f in active_factors(model))
-    wrong = [
-        f"shape {list(s)}: {expected[s]} predicted, {shapes[s]} seen"
-        for s in shapes.keys() | expected.keys()
-        if shapes[s] != expected[s]
-    ]
+    wrong = []
+    for shape in shapes.keys() | expected.keys():
+        own, seen = expected[shape], shapes[shape]
+        if own != seen:
+            wrong.append(f"shape {list(shape)}: {own} predicted, {seen} seen")
     predicted, calls = prediction.ranks[number], Counter[Call]()
     for message in predicted.messages:
         call = Call(message.phase, message.kind, ranks_of(message, topology), message.num_bytes)
-        calls[call] += message.calls * (1 if message.phase == "step" else shown)
+        if message.phase == "step":
+            calls[call] += message.calls
+        else:
+            calls[call] += message.calls * shown
     held = predicted.states
     return RankSeen(
         run.calls,
@@ -165,14 +172,14 @@ def _step(run: FakeRun, model: Any, rows: int, tokens: int, number: int, *, accu
     def enter(phase: str) -> Any:
         return lambda *_: setattr(run, "phase", phase)
 
-    hooks = [
+    hooks = [  # collectives are counted by phase
         model.register_forward_pre_hook(enter("forward"), prepend=True),
         model.register_forward_hook(enter("loss")),
     ]
     run.begin("step")
     if accumulates:
         for factor in trained:
-            factor.parameter.grad = torch.empty_like(factor.parameter)
+            factor.parameter.grad = torch.empty_like(factor.parameter)  # of no values: nothing has data here
     order = one_forward_one_backward(number, rank=mesh.pp.rank, size=mesh.pp.size, interleave=mesh.topology.interleave)
     for micro_batch, stage, is_forward in order:
         with pipeline.at(stage):
@@ -182,14 +189,14 @@ def _step(run: FakeRun, model: Any, rows: int, tokens: int, number: int, *, accu
                 del loss
                 continue
             run.phase = "backward"
-            loss, know_again = waiting.pop((micro_batch, stage))
+            loss, know_again = waiting.pop((micro_batch, stage))  # in the order of the schedule, not of the forwards
             know_again()
             loss.backward()
             del loss, know_again
     run.phase = "step"
     totals = finish_gradients_on_device(mesh, [trained], [rows * tokens if mesh.cp.rank == 0 else 0])
     norms = clip_gradients_on_device(mesh, [trained], [1.0])
-    del totals, norms
+    del totals, norms  # they would count as live
     run.end()
     for hook in hooks:
         hook.remove()

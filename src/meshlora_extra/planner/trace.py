@@ -71,8 +71,10 @@ def model_vocab(model: Any) -> int:
 
 def fake_mesh(topology: Topology, copies: set[int], *, has_experts: bool) -> Mesh:
     """The mesh of rank 0 with groups of the right sizes, all of which use the default process group."""
-    sizes = {names: topology.size_over(names) for names in axis_sets(copies, has_experts=has_experts)}
-    axes = {names: Axis(size, 0, tuple(range(size)), None) for names, size in sizes.items()}
+    axes = {}
+    for names in axis_sets(copies, has_experts=has_experts):
+        size = topology.size_over(names)
+        axes[names] = Axis(size, 0, tuple(range(size)), None)
     return Mesh(topology, 0, torch.device("cpu"), axes)
 
 
@@ -121,7 +123,7 @@ def trace(small: Blueprint, *, rows: int, tokens: int, device: str = "cuda", opt
     Raises:
         UnsupportedError: a model without an ordinary head; recurrent mixers under cp.
     """
-    plan = dataclasses.replace(small.plan, units=())
+    plan = dataclasses.replace(small.plan, units=())  # gathers are added by formula
     if plan.recurrent:
         raise UnsupportedError(
             f"model_type {plan.model_type!r} on {plan.topology}",
@@ -129,7 +131,7 @@ def trace(small: Blueprint, *, rows: int, tokens: int, device: str = "cuda", opt
             "plan it without cp",
         )
     run = FakeRun(device)
-    own = rows * tokens // plan.topology.size_over(TOKENS)
+    own = rows * tokens // plan.topology.size_over(TOKENS)  # tokens of this rank
     chunk_tokens = tokens_of_chunk(model_vocab(small.model), small.model.dtype, own)
     with run:
         mesh = fake_mesh(plan.topology, plan.copies, has_experts=bool(plan.experts))
@@ -137,12 +139,12 @@ def trace(small: Blueprint, *, rows: int, tokens: int, device: str = "cuda", opt
             copy.deepcopy(small.model), dataclasses.replace(small, plan=plan), mesh, run, optimizer=optimizer
         )
         watch = _Watch(run, model, plan)
-        run.begin("before")
+        run.begin("before")  # until the first layer begins its own
         with (
             replaced(HeldTokens, "gathered", watch.gathering(HeldTokens.gathered)),
             replaced(context, "attend", watch.attending(context.attend)),
         ):
-            ids = torch.zeros(rows, tokens, dtype=torch.int64)
+            ids = torch.zeros(rows, tokens, dtype=torch.int64)  # real, as integers are
             loss = loss_of(model, plan, mesh, ids, chunk_tokens, at_chunk=lambda: run.begin("chunk"))
         run.end()
         watch.release_outputs()
@@ -150,12 +152,12 @@ def trace(small: Blueprint, *, rows: int, tokens: int, device: str = "cuda", opt
         loss.backward()
         run.end()
     sections = run.sections
-    layers = tuple(
-        _layer_memory(sections, watch, number, sum(p.grad.nbytes for p in layer.parameters() if p.grad is not None))
-        for number, layer in enumerate(decoder_layers(model)[1])
-    )
+    layers = []
+    for number, layer in enumerate(decoder_layers(model)[1]):
+        gradients = sum(p.grad.nbytes for p in layer.parameters() if p.grad is not None)
+        layers.append(_layer_memory(sections, watch, number, gradients))
     before, after, chunk, back = (_phase(sections[name]) for name in ("before", "after", "chunk", "back"))
-    memory = StepMemory(before, layers, after, chunk, back, chunk_tokens)
+    memory = StepMemory(before, tuple(layers), after, chunk, back, chunk_tokens)
     return Trace(memory, {name: section.work for name, section in sections.items()}, watch.flow())
 
 
@@ -192,7 +194,7 @@ def loss_of(
         raise UnsupportedError(
             f"model_type {plan.model_type!r}", "its head is not an ordinary one", "it is not planned"
         )
-    head.is_lazy = True
+    head.is_lazy = True  # logits are a recipe, computed chunk by chunk
     if mesh.cp.size > 1:
         cut = model.meshlora.context
         cut.next(token_order([[tokens]] * rows, size=mesh.cp.size, is_balanced=cut.balances))
@@ -200,7 +202,7 @@ def loss_of(
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
     hidden = recipe.hidden.flatten(0, -2)
     labels = ids.new_full((len(hidden),), IGNORED)
-    labels[:num_trained] = 0
+    labels[:num_trained] = 0  # any label: times do not depend on it
 
     def local_logits(hidden: Tensor) -> Tensor:
         at_chunk()
@@ -229,10 +231,16 @@ class _Watch:
         layers = decoder_layers(model)[1]
         for number, layer in enumerate(layers):
             self._watch_layer(layer, number, is_last=number == len(layers) - 1)
-        for name in (*(region.name for region in plan.regions if region.is_split), *plan.wide_norms):
+        entered, left = [*plan.wide_norms], []  # where a gradient is summed on the way in, and on the way out
+        for region in plan.regions:
+            if region.is_split:
+                entered.append(region.name)
+            else:
+                left.append(region.name)
+        left += [name for name, rule in plan.linears.items() if rule.split is Split.ROW]
+        for name in entered:
             model.get_submodule(name).register_forward_pre_hook(self._note(name), with_kwargs=True, prepend=True)
-        left = [region.name for region in plan.regions if not region.is_split]
-        for name in (*left, *(name for name, rule in plan.linears.items() if rule.split is Split.ROW)):
+        for name in left:
             model.get_submodule(name).register_forward_hook(self._note(name, of_output=True))
         self._attention = ""
         for name in plan.attentions:
@@ -286,7 +294,7 @@ class _Watch:
         for number in list(self._held):
             before = self.run.live_bytes
             del self._held[number]
-            self.is_kept[number] = self.run.live_bytes == before
+            self.is_kept[number] = self.run.live_bytes == before  # nothing was freed: the next layer holds it
 
     def _watch_layer(self, layer: nn.Module, number: int, *, is_last: bool) -> None:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
@@ -297,8 +305,9 @@ class _Watch:
         def leave(_: nn.Module, args: Any, output: Any) -> None:
             hidden = output[0] if isinstance(output, tuple | list) else output
             self.output[number] = hidden.nbytes
-            self._held[number] = hidden
+            self._held[number] = hidden  # until `release_outputs` sees who else holds it
             if hidden.requires_grad:
+                # Called when the backward reaches the layer's output.
                 hidden.register_hook(lambda _: self.run.begin(f"layer {number} back"))
             if is_last:
                 self.run.begin("after")
