@@ -113,7 +113,12 @@ class UnlikeError(TypeError):
 
 def _two(name: str) -> Callable[[Any, Any], Any]:
     """The function of an operator: `add` -> `operator.add`."""
-    return divmod if name == "divmod" else getattr(operator, name + "_" * (name in ("and", "or")))
+    if name == "divmod":
+        return divmod  # which `operator` lacks
+    if name in ("and", "or"):
+        name += "_"  # keywords of Python
+    function: Callable[[Any, Any], Any] = getattr(operator, name)
+    return function
 
 
 def _special(name: str) -> Callable[..., Any]:
@@ -278,6 +283,7 @@ class Peer:
                 raise
             except BaseException as error:  # noqa: BLE001  # whatever its code raises is the answer
                 answer = ["error", self._encode_error(error)]
+            # What the call has changed in them.
             back = self._containers and [self._encode(each) for each in (*args, *named.values())]
             self._send([*answer, back or [], self._printed()])
         finally:
@@ -314,7 +320,9 @@ class Peer:
             self._container_numbers.clear()
 
     def _printed(self) -> str:
-        return sys.stdout.taken() if isinstance(sys.stdout, Printed) else ""
+        if isinstance(sys.stdout, Printed):
+            return sys.stdout.taken()
+        return ""
 
     def _send(self, message: list[Any]) -> None:
         try:
@@ -340,7 +348,9 @@ class Peer:
         if kind in _SAME:
             return value
         if kind is int:
-            return value if -_LARGEST_INT < value < _LARGEST_INT else ["int", hex(value)]
+            if -_LARGEST_INT < value < _LARGEST_INT:
+                return value
+            return ["int", hex(value)]
         if kind is list or kind is set or kind is bytearray:
             return [kind.__name__, self._container(value), [self._encode(each) for each in value]]
         if kind is dict:
@@ -377,7 +387,7 @@ class Peer:
 
     def _hold(self, value: Any) -> int:
         number = self._numbers.setdefault(id(value), len(self._held) + 1)
-        self._held[number] = value
+        self._held[number] = value  # and is kept alive: the id stays its own
         return number
 
     def _container(self, value: Any) -> int:
@@ -413,7 +423,7 @@ class Peer:
     def _fill(self, kind: str, number: int, items: list[Any]) -> Any:
         """The container of `number` with `items`."""
         value = self._containers.get(-number)
-        if value is None:
+        if value is None:  # seen for the first time
             value = {"list": list, "set": set, "dict": dict, "bytearray": bytearray}[kind]()
             self._containers[-number] = value
             self._container_numbers[id(value)] = -number
@@ -454,7 +464,7 @@ class Peer:
         if not issubclass(found, (Exception, SystemExit)) or issubclass(found, StopAsyncIteration):
             found = RuntimeError  # the other would end the tests, and not as they say
         try:
-            error: BaseException = found(*given)
+            error: BaseException = found(*given)  # its constructor may want other arguments
         except TypeError:
             error = RuntimeError(text)
         vars(error).update({name: self._decode(each) for name, each in more.items() if not name.startswith("_")})
@@ -473,7 +483,9 @@ def _copied_as(value: Any) -> str | None:
         return "numpy.ndarray" if kind.__name__ == "ndarray" else "numpy.generic"
     name = f"{kind.__module__}.{kind.__qualname__}"
     is_zoned = kind.__module__ == "datetime" and getattr(value, "tzinfo", None) is not None
-    return None if is_zoned or name.startswith("numpy.") or name not in _COPIED else name
+    if is_zoned or name.startswith("numpy.") or name not in _COPIED:
+        return None
+    return name
 
 
 class Printed(io.StringIO):
@@ -547,6 +559,7 @@ def run_tests(channel: int, code: str, tests: str) -> str:
         end = error
     if peer.is_gone:
         return "failed: the completion's process has ended"
+    # `exit()` in the tests, not in the completion.
     is_own_end = isinstance(end, SystemExit) and "_text_of_peer" not in vars(end) and not end.code
     if end is None or is_own_end:
         return "passed"
@@ -625,7 +638,9 @@ def _main_module() -> dict[str, Any]:
 def _limit(which: int, most: int, *, more: int = 0) -> None:
     """more: beyond the limit that is told, the one that ends."""
     _, hard = resource.getrlimit(which)
-    told, ends = (each if hard == resource.RLIM_INFINITY else min(each, hard) for each in (most, most + more))
+    told, ends = most, most + more
+    if hard != resource.RLIM_INFINITY:
+        told, ends = min(told, hard), min(ends, hard)
     resource.setrlimit(which, (told, ends))
 
 

@@ -42,6 +42,7 @@ class Engine:
         Raises:
             UserError: the engine cannot be reached, or refuses it.
         """
+        # Load_inplace: a name may be loaded twice.
         body = {"lora_name": name, "lora_path": str(folder.absolute()), "load_inplace": True}
         self._answer("load_lora_adapter", body, why="it loads an adapter", is_json=False)
 
@@ -65,7 +66,7 @@ class Engine:
         )
         if not isinstance(answer, Mapping):
             raise self._wrong("its answer is no object with choices")
-        if answer.get("model", model) != model:
+        if answer.get("model", model) != model:  # another adapter, or the base, may have answered
             raise self._wrong(f"{str(answer['model'])[:100]!r} has completed the prompts, and {model!r} was asked")
         choices, number = answer.get("choices"), n * len(prompts)
         given = choices if isinstance(choices, list) else []
@@ -81,7 +82,7 @@ class Engine:
                 found.append(_completed(by_index[place], len(prompts[place // n]), vocab_size, max_tokens))
             except MalformedError as wrong:
                 raise self._wrong(f"completion {place}: {wrong}") from None
-        return [found[start : start + n] for start in range(0, len(found), n)]
+        return [found[start : start + n] for start in range(0, len(found), n)]  # by prompt
 
     def _wrong(self, rule: str) -> UserError:
         return UserError(f"the engine at {self.url}", rule, "is it one like vLLM's?")
@@ -117,12 +118,12 @@ def _completed(choice: Mapping[str, Any], num_prompt: int, vocab_size: int, max_
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise MalformedError("it has not one log-probability for each token")
     check_log_probs(scores, "token_logprobs")
-    experts = choice.get("routed_experts")
+    log_probs, experts = [float(each) for each in scores], choice.get("routed_experts")
     if experts is None:
-        return Continuation(tokens, [float(each) for each in scores])
+        return Continuation(tokens, log_probs)
     routed = _array(experts)
     check_routed(routed, num_prompt + len(tokens))
-    return Continuation(tokens, [float(each) for each in scores], list(routed.tolist()))
+    return Continuation(tokens, log_probs, list(routed.tolist()))
 
 
 def _array(text: Any) -> np.ndarray:
@@ -139,7 +140,7 @@ def _array(text: Any) -> np.ndarray:
         shape, is_by_column, dtype = read[np.lib.format.read_magic(file)](file)
     except Exception as error:  # untrusted bytes read by a library may raise anything
         raise MalformedError(f"its routed_experts cannot be read ({reason(error)})") from error
-    content = file.read()
+    content = file.read()  # as much as the server has sent, and no more
     if dtype.kind not in "ui" or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != len(content):
         raise MalformedError(f"its routed_experts are {dtype} {list(shape)} in {len(content)} bytes")
     return np.frombuffer(content, dtype).reshape(shape, order="F" if is_by_column else "C")
@@ -151,5 +152,8 @@ def _message(said: str) -> str:
         found = json.loads(said)
     except (ValueError, RecursionError):
         return said[:300]
-    inside = found.get("error", found) if isinstance(found, dict) else found
-    return str(inside.get("message", said) if isinstance(inside, dict) else inside)[:300]
+    if isinstance(found, dict):
+        found = found.get("error", found)
+    if isinstance(found, dict):
+        found = found.get("message", said)
+    return str(found)[:300]

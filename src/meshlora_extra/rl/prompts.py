@@ -46,7 +46,7 @@ class Prompts:
 
     def of_round(self, number: int) -> list[Prompt]:
         """Those of generation `number`, counted from 0: a function of it and the seed alone."""
-        order = GlobalBatches(len(self.prompts), len(self.prompts), self.seed)
+        order = GlobalBatches(len(self.prompts), len(self.prompts), self.seed)  # of one batch: a pass
         places = np.arange(number * self.per_step, (number + 1) * self.per_step)
         # Passes follow each other without a short step between them: groups are independent of each other.
         passes, within = np.divmod(places, len(self.prompts))
@@ -104,7 +104,10 @@ def read_prompts(
     )
     found = []
     for row in rows:
-        text, ids = next(of_chats) if row.text is None else (row.text, next(of_texts))
+        if row.text is None:
+            text, ids = next(of_chats)
+        else:
+            text, ids = row.text, next(of_texts)
         found.append(Prompt(text, tuple(ids), row.fields, row.origin))
     most = data.max_length - rl.max_new_tokens
     long = [prompt for prompt in found if len(prompt.ids) > most]
@@ -139,12 +142,13 @@ def _of_messages(row: dict[str, Any], origin: str) -> _Asked:
 def _conversation(messages: Any, rest: dict[str, Any], origin: str) -> _Asked:
     if not isinstance(messages, list):
         raise MalformedError(f"its prompt is {json_type(messages)}, neither a text nor messages")
-    last = messages[-1] if messages else None
+    last, given = (messages or [None])[-1], [*messages]
     is_answered = isinstance(last, dict) and last.get("role", last.get("from")) in ("assistant", "gpt")
-    # A conversation has a turn of the assistant: here it is the one to come.
-    *found, answer = checked_messages(messages if is_answered else [*messages, _TO_COME], "messages")
+    if not is_answered:
+        given.append(_TO_COME)  # a conversation has a turn of the assistant: here it is the one to come
+    *found, answer = checked_messages(given, "messages")
     if is_answered:
-        rest = {"answer": answer.get("content"), **rest}
+        rest = {"answer": answer.get("content"), **rest}  # what is left out is what it is compared with
     if not found:
         raise MalformedError("nothing is asked before the assistant's turn")
     return _Asked(None, Record(messages=tuple(found), origin=origin), rest, origin)

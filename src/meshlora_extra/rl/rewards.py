@@ -83,7 +83,8 @@ class Rewards:
         self._needs: dict[str, Callable[[Completion], object]] = {}
         for number, one in enumerate(given):
             name = _name_of(one)
-            name = f"{name} {number + 1}" if name in self._scores else name
+            if name in self._scores:
+                name = f"{name} {number + 1}"
             self._scores[name] = (one.weight, _MAKERS[type(one)](one, f"rl.rewards.{number} ({name})"))
             if type(one) in _NEEDS:
                 self._needs[name] = functools.partial(_NEEDS[type(one)], one)
@@ -95,6 +96,7 @@ class Rewards:
         for place, completion in enumerate(completions):
             failed = tuple(name for name, of_all in values.items() if isinstance(of_all[place], _Failed))
             parts = {name: _number(of_all[place], name, completion) for name, of_all in values.items()}
+            # Exact: the order of rewards does not matter.
             total = math.fsum(self._scores[name][0] * value for name, value in parts.items())
             found.append(Scored(total, parts, failed))
         return found
@@ -122,7 +124,7 @@ def _name_of(one: Any) -> str:
 def _number(value: Any, name: str, completion: Completion) -> float:
     """`value`, if it is a finite number."""
     try:
-        number = float(value)
+        number = float(value)  # also of numpy and torch
     except (TypeError, ValueError):
         number = math.nan
     if not math.isfinite(number):
@@ -213,7 +215,7 @@ def _json_schema(one: JsonSchemaReward, name: str) -> Score:
 
     def score(completion: Completion) -> float:
         try:
-            value = parse_json(completion.text.strip())
+            value = parse_json(completion.text.strip())  # strict: bounded, no key twice
         except ValueError:
             return 0.0
         with _judged("the schema"):
@@ -229,8 +231,8 @@ def _check_references(schema: Any, known: Any, where: str) -> None:
     left = [(schema, known.resolver_with_root(schema))]
     while left:
         part, resolver = left.pop()
-        for word in ("$ref", "$dynamicRef") if isinstance(part.contents, Mapping) else ():
-            if isinstance(to := part.contents.get(word), str):
+        for word in ("$ref", "$dynamicRef"):
+            if isinstance(part.contents, Mapping) and isinstance(to := part.contents.get(word), str):
                 try:
                     resolver.lookup(to)
                 except Unresolvable:
@@ -241,8 +243,10 @@ def _check_references(schema: Any, known: Any, where: str) -> None:
 
 def _match(one: MatchReward, name: str) -> Score:
     def score(completion: Completion) -> float:
-        wanted = _wanted(one, completion)
-        return float((completion.text.strip() if one.how == "text" else _last_number(completion.text)) == wanted)
+        said: Any = completion.text.strip()
+        if one.how != "text":
+            said = _last_number(completion.text)
+        return float(said == _wanted(one, completion))
 
     return _each(name, score)
 
@@ -362,7 +366,7 @@ def _loaded(name: str) -> Callable[..., Any]:
 
 
 def _model(one: ModelReward, name: str) -> Score:
-    model = RewardModel(one.path, batch_size=one.batch_size)
+    model = RewardModel(one.path, batch_size=one.batch_size)  # loaded once
 
     def of_all(completions: Sequence[Completion]) -> list[float]:
         texts = [each.prompt + each.text for each in completions]

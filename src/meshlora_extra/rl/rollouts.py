@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import math
 import shutil
@@ -87,23 +88,26 @@ class Rollouts:
             )
         if self.publish is not None and self.publish.steps is None:  # this process has not yet
             self.publish(step - 1)
-        asked = [prompt for prompt in self.prompts.of_round(number) for _ in range(self.config.completions)]
+        asked: list[Prompt] = []
+        for prompt in self.prompts.of_round(number):
+            asked += [prompt] * self.config.completions
+        records: list[dict[str, Any]] = []
         with self.one.reporter.doing("rollouts"):
             said = self.generate(asked, step)
-            records = None if self.rewards is None else self._records(asked, said, step)
-        if self.config.updates > 1:
-            old = trainer_log_probs(
-                self.one, [(prompt.ids, each.tokens) for prompt, each in zip(asked, said, strict=True)]
-            )
-            for other in range(step + 1, step + self.config.updates) if records is not None else ():
-                assert records is not None
+            if self.rewards is not None:
+                records = self._records(asked, said, step)
+        old: list[list[float]] = []
+        if self.config.updates > 1:  # all ranks, as it is collective
+            pairs = [(prompt.ids, each.tokens) for prompt, each in zip(asked, said, strict=True)]
+            old = trainer_log_probs(self.one, pairs)
+        if self.rewards is not None:
+            for other in range(step + 1, step + self.config.updates):
                 stream.write(other, [each | {"old_log_probs": own} for each, own in zip(records, old, strict=True)])
-        if records is not None:  # last: whoever finds it finds the others
-            stream.write(step, records)
+            stream.write(step, records)  # last: whoever finds it finds the others
 
     def _records(self, asked: Sequence[Prompt], said: Sequence[Continuation], step: int) -> list[dict[str, Any]]:
         assert self.rewards is not None
-        options = GenerateConfig(stop=self.config.stop)
+        options = GenerateConfig(stop=self.config.stop)  # texts end where generation stopped
         texts = texts_of([each.tokens for each in said], self.tokenizer, options)
         given = [
             Completion(prompt.text, text, prompt.fields, prompt.origin)
@@ -111,28 +115,31 @@ class Rollouts:
         ]
         scored = self.rewards(given)
         self._tell(step, scored, said)
-        return [
-            {
+        adapter_steps: int | None = step - 1
+        if self.publish is not None and not self.config.is_own:
+            adapter_steps = self.publish.steps  # an engine has what was published last
+        records = []
+        for place, (prompt, each, text, score) in enumerate(zip(asked, said, texts, scored, strict=True)):
+            record: dict[str, Any] = {
                 "input_ids": [*prompt.ids, *each.tokens],
                 "is_trained": [0] * len(prompt.ids) + [1] * len(each.tokens),
                 "reward": score.total,
                 "group": place // self.config.completions,
                 "engine_log_probs": each.log_probs,
-                **({} if each.routed_experts is None else {"routed_experts": each.routed_experts}),
-                "said": completion.text,
-                "parts": dict(score.parts),
-                **({FAILED: list(score.failed)} if score.failed else {}),
-                "origin": prompt.origin,
-                "adapter_steps": step - 1 if self.publish is None or self.config.is_own else self.publish.steps,
             }
-            for place, (prompt, each, completion, score) in enumerate(zip(asked, said, given, scored, strict=True))
-        ]
+            if each.routed_experts is not None:
+                record["routed_experts"] = each.routed_experts
+            record |= {"said": text, "parts": dict(score.parts)}
+            if score.failed:
+                record[FAILED] = list(score.failed)
+            records.append(record | {"origin": prompt.origin, "adapter_steps": adapter_steps})
+        return records
 
     def _tell(self, step: int, scored: Sequence[Scored], said: Sequence[Continuation]) -> None:
         """One line about a generation. A group of equal rewards teaches nothing."""
         totals = torch.tensor([each.total for each in scored], dtype=torch.float64)
         groups = totals.view(-1, self.config.completions)
-        num_of_use = int((groups != groups[:, :1]).any(1).sum())
+        num_of_use = int((groups != groups[:, :1]).any(1).sum())  # advantages of equal rewards are 0
         length = sum(len(each.tokens) for each in said) / len(said)
         self.one.reporter.say(
             f"rollouts of step {step}: reward {totals.mean():.3f} ± {totals.std():.3f}, which differs within "
@@ -151,7 +158,7 @@ class Rollouts:
         is_last = step == self.one.run.steps
         if self.publish is not None and (step % self.config.publish_every == 0 or is_last):
             self.publish(step)
-        if (step - 1) % self.config.updates:
+        if (step - 1) % self.config.updates:  # later updates are off policy, and may differ
             return
         if math.isnan(means["ratio"]):  # the step was left out
             return
@@ -192,7 +199,7 @@ class Publisher:
                 save_adapter(self.one.model, saved)
             if self.one.mesh.rank == 0:
                 blueprint = self.one.run.blueprint
-                version = publish(
+                version = publish(  # a path of its own: engines cache by path
                     saved, self.to, name=f"step-{steps:06d}", model_and_plan=lambda: (blueprint.model, blueprint.plan)
                 )
                 if self.engine is not None:
@@ -223,7 +230,7 @@ class EngineGenerator:
                 stop=self.config.stop,
                 seed=seed_of(self.one.run.config.train.seed, step),
             )
-            every = [each for group in found for each in group]
+            every = itertools.chain.from_iterable(found)
             said = json.dumps([(each.tokens, each.log_probs, each.routed_experts) for each in every])
         of_all = broadcast_text(said, self.one.mesh.world, self.one.mesh.device)
         return [Continuation(*each) for each in json.loads(of_all)]
@@ -268,12 +275,13 @@ def trainer_log_probs(one: TrainedAdapter, said: Sequence[tuple[Sequence[int], S
     step = (TokenizedDataset(np.concatenate(ids), np.concatenate(trained), offsets), np.arange(len(said)))
     # A row of its own for each, so that its place is known.
     batching = dataclasses.replace(one.batching, row_length=None, joins=False)
+    # Of all completions; each dp rank fills its own.
     table = torch.zeros(len(said), max(len(tokens) for _, tokens in said), dtype=torch.float64, device=one.mesh.device)
     with lift(one.model.dtype == torch.float64):
         for rows, micro in zip(batching.rows([step]), batching.micro_batches([step]), strict=True):
             found = batch_log_probabilities(one.model, micro.batch)
-            for row, (_, (place, *_)) in enumerate(rows):
-                own = found[row][micro.batch.labels[row] >= 0]
+            for row, (_, (place, *_)) in enumerate(rows):  # joins=False: one sequence a row
+                own = found[row][micro.batch.labels[row] >= 0]  # trained tokens alone
                 table[place, : len(own)] = own
-    table = all_reduce_sum(table, one.mesh.dp)
+    table = all_reduce_sum(table, one.mesh.dp)  # exact: all but one rank add zeros
     return [row[: len(tokens)].tolist() for row, (_, tokens) in zip(table, said, strict=True)]

@@ -18,7 +18,7 @@ from meshlora_extra.rl.engine import Engine
 from meshlora_extra.rl.prompts import Prompts, read_prompts
 from meshlora_extra.rl.publishing import check_for_engines
 from meshlora_extra.rl.rewards import Rewards
-from meshlora_extra.rl.rollouts import EngineGenerator, OwnGenerator, Publisher, Rollouts
+from meshlora_extra.rl.rollouts import EngineGenerator, Generator, OwnGenerator, Publisher, Rollouts
 from meshlora_ground.console import Console
 
 PUBLISHED = "published"  # in the output
@@ -69,11 +69,16 @@ def making(run: Prepared, prompts: Prompts | None) -> Callable[[TrainedAdapter],
         assert one.followed is not None
         assert rl is not None
         assert prompts is not None
-        rewards = Rewards(rl.rewards) if one.mesh.rank == 0 else None  # once: each rank for itself could differ
-        engine = Engine(rl.source, one.run.config.train.timeout_s) if rl.is_engine else None
-        generate = OwnGenerator(one, rl, tokenizer) if engine is None else EngineGenerator(one, rl, engine)
-        to = rl.publish_to or (one.output / PUBLISHED if rl.is_engine else None)
-        publisher = None if to is None else Publisher(one, Path(to), engine, rl.adapter_name)
+        rewards, engine, publisher = None, None, None
+        to: str | Path | None = rl.publish_to
+        generate: Generator = OwnGenerator(one, rl, tokenizer)
+        if one.mesh.rank == 0:  # once: each rank for itself could differ
+            rewards = Rewards(rl.rewards)
+        if rl.is_engine:
+            engine, to = Engine(rl.source, one.run.config.train.timeout_s), to or one.output / PUBLISHED
+            generate = EngineGenerator(one, rl, engine)
+        if to:
+            publisher = Publisher(one, Path(to), engine, rl.adapter_name)
         rollouts = Rollouts(one, rl, prompts, generate, rewards, tokenizer, publisher)
         one.followed.make, one.followed.check = rollouts.make, rollouts.check
 
@@ -88,7 +93,10 @@ def describe(run: Prepared, prompts: Prompts | None, console: Console) -> None:
         console.say(f"rollouts: recorded in {rl.source}")
         return
     each = ", ".join(f"{one.kind} x {one.weight:g}" for one in rl.rewards)
+    source = rl.source
+    if rl.is_own:
+        source = "this model"
     console.say(
         f"rollouts: {len(prompts.prompts):,} prompts, {prompts.per_step} a step with {rl.completions} completions "
-        f"each, from {'this model' if rl.is_own else rl.source}; rewards: {each}"
+        f"each, from {source}; rewards: {each}"
     )

@@ -37,8 +37,9 @@ logger = logging.getLogger(__name__)
 
 def code_in(text: str) -> str:
     """The code of a completion: that of its first fenced block, or all of it."""
-    found = _BLOCK.search(text)
-    return found[1] if found else text
+    if found := _BLOCK.search(text):
+        return found[1]
+    return text
 
 
 def run_tests(programs: Sequence[str], limits: UnitTestsReward, tests: Sequence[str] | None = None) -> list[str]:
@@ -51,7 +52,9 @@ def run_tests(programs: Sequence[str], limits: UnitTestsReward, tests: Sequence[
     Raises:
         UserError: there is no sandbox. MeshloraError: none could be started, whatever the program.
     """
-    each = zip(programs, tests if tests is not None else [""] * len(programs), strict=True)
+    if tests is None:
+        tests = [""] * len(programs)
+    each = zip(programs, tests, strict=True)
     with concurrent.futures.ThreadPoolExecutor(max(1, len(os.sched_getaffinity(0)))) as pool:
         found = list(pool.map(lambda one: _run(one[0], one[1], limits), each))
     if any("UnlikeError" in how for how in found):
@@ -61,7 +64,7 @@ def run_tests(programs: Sequence[str], limits: UnitTestsReward, tests: Sequence[
 
 def _run(program: str, tests: str, limits: UnitTestsReward) -> str:
     for attempt in range(_TRIES):
-        time.sleep(_WAIT_S * attempt)
+        time.sleep(_WAIT_S * attempt)  # at first not at all
         try:
             how = _run_once(program, tests, limits)
         except OSError as error:
@@ -93,7 +96,7 @@ def _run_once(program: str, tests: str, limits: UnitTestsReward) -> str:
 
 def _words(side: str, channel: socket.socket, limits: UnitTestsReward) -> list[str]:
     """The command of one side, as `rl.apart` reads it."""
-    processes = 0 if limits.sandbox == "none" else MOST_PROCESSES
+    processes = 0 if limits.sandbox == "none" else MOST_PROCESSES  # without a sandbox the limit would be the user's own
     numbers = [channel.fileno(), limits.cpu_s, limits.memory_mb * 2**20, processes]
     return [PYTHON, "-I", "-S", str(PROGRAM), side, *map(str, numbers), *PACKAGES]
 
@@ -126,7 +129,11 @@ def _started(
 
 def _end_of(code: int, limits: UnitTestsReward) -> str:
     """The signal that a side ended by, in words; empty if it was none."""
-    number = code - 128 if code > 128 else -code
+    number = -code  # as Python says it
+    if code > 128:
+        number = code - 128  # as a shell, and bubblewrap, say it
     if number == signal.SIGXCPU:
         return f"used more than {limits.cpu_s} s of a processor"
-    return f"was ended by signal {number}" if number > 0 else ""
+    if number > 0:
+        return f"was ended by signal {number}"
+    return ""
