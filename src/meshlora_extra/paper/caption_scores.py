@@ -7,6 +7,7 @@ tokens (`meshlora_extra.paper.caption_tokens`, sacrebleu's 13a), nor BLEU, METEO
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ def nist(hypotheses: Sequence[Tokens], references: Sequence[Sequence[Tokens]]) -
     counts = [Counter[tuple[str, ...]]() for _ in range(_NIST_ORDER + 1)]
     for own in references:
         for reference in own:
-            counts[0][()] += len(reference)
+            counts[0][()] += len(reference)  # the empty n-gram: the history of unigrams
             for n in range(1, _NIST_ORDER + 1):
                 counts[n].update(ngrams(reference, n))
     found, lengths = [0.0] * _NIST_ORDER, [0] * _NIST_ORDER
@@ -40,12 +41,16 @@ def nist(hypotheses: Sequence[Tokens], references: Sequence[Sequence[Tokens]]) -
             lengths[n - 1] += len(tokens) - (n - 1)  # a shorter text counts below zero, as in the original
             most: Counter[tuple[str, ...]] = Counter()
             for reference in own:
-                most |= Counter(ngrams(reference, n))
+                most |= Counter(ngrams(reference, n))  # the maximum over references, as BLEU clips
             for ngram, number in (Counter(ngrams(tokens, n)) & most).items():
                 found[n - 1] += number * math.log2(counts[n - 1][ngram[:-1]] / counts[n][ngram])
     mean_length = sum(sum(map(len, own)) / len(own) for own in references)
     ratio = lengths[0] / mean_length
-    penalty = 1.0 if ratio >= 1 else math.exp(-_BETA_NIST * math.log(ratio) ** 2) if ratio > 0 else 0.0
+    penalty = 1.0
+    if ratio <= 0:
+        penalty = 0.0
+    elif ratio < 1:
+        penalty = math.exp(-_BETA_NIST * math.log(ratio) ** 2)
     return penalty * sum(value / length for value, length in zip(found, lengths, strict=True) if length)
 
 
@@ -68,7 +73,10 @@ def _common_length(one: Tokens, other: Tokens) -> int:
     for token in one:
         below = [0]
         for (left, above), match in zip(pairwise(row), other, strict=True):
-            below.append(left + 1 if token == match else max(above, below[-1]))
+            if token == match:
+                below.append(left + 1)
+            else:
+                below.append(max(above, below[-1]))
         row = below
     return row[-1]
 
@@ -79,9 +87,10 @@ def cider(hypotheses: Sequence[Tokens], references: Sequence[Sequence[Tokens]]) 
     Document frequencies are those of the references; with one text alone every frequency is 1, and CIDEr 0.
     """
     documents: Counter[tuple[str, ...]] = Counter()
-    counted = [[_counts(reference) for reference in own] for own in references]
-    for each in counted:
-        documents.update({ngram for counts in each for by_n in counts for ngram in by_n})
+    counted = []
+    for own in references:
+        counted.append([_counts(reference) for reference in own])
+        documents.update(set().union(*itertools.chain.from_iterable(counted[-1])))  # once for a text's references
     total = 0.0
     for tokens, own, each in zip(hypotheses, references, counted, strict=True):
         vector = _weighted(_counts(tokens), documents, len(references))
@@ -99,10 +108,12 @@ def _counts(tokens: Tokens) -> Counts:
 
 def _weighted(counts: Counts, documents: Counter[tuple[str, ...]], number: int) -> list[dict[tuple[str, ...], float]]:
     """Term frequency times log inverse document frequency, by n - 1."""
-    return [
-        {ngram: count * (math.log(number) - math.log(max(1, documents[ngram]))) for ngram, count in by_n.items()}
-        for by_n in counts
-    ]
+    weighted: list[dict[tuple[str, ...], float]] = []
+    for by_n in counts:
+        weighted.append({})
+        for ngram, count in by_n.items():
+            weighted[-1][ngram] = count * (math.log(number) - math.log(max(1, documents[ngram])))
+    return weighted
 
 
 def _clipped_cosine(one: list[dict[tuple[str, ...], float]], reference: list[dict[tuple[str, ...], float]]) -> float:
@@ -111,5 +122,6 @@ def _clipped_cosine(one: list[dict[tuple[str, ...], float]], reference: list[dic
     for found, meant in zip(one, reference, strict=True):
         norms = math.sqrt(sum(value**2 for value in found.values()) * sum(value**2 for value in meant.values()))
         product = sum(min(value, meant[ngram]) * meant[ngram] for ngram, value in found.items() if ngram in meant)
-        total += product / norms if norms else 0.0
+        if norms:
+            total += product / norms
     return total / len(one)

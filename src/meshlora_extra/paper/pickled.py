@@ -35,7 +35,7 @@ def read_pickled(file: Path) -> dict[str, Tensor]:
     except Exception as error:  # untrusted bytes read by a library may raise anything
         rule = f"it cannot be read as tensors alone ({reason(error)})"
         raise UserError(f"{file}", rule, "a whole model, or code, is not read: save its state_dict()") from error
-    for name in _WRAPPERS:
+    for name in _WRAPPERS:  # from the outside in
         if isinstance(found, Mapping) and isinstance(found.get(name), Mapping):
             found = found[name]
     if not isinstance(found, Mapping) or not all(isinstance(key, str) for key in found):
@@ -67,7 +67,7 @@ def without_base(
     for key, tensor in tensors.items():
         if key in kept or (own := base(key)) is None:
             continue
-        compared += 1
+        compared += 1  # of names that the model has
         if own.shape != tensor.shape or not torch.equal(own, tensor.to(own.dtype)):
             rule = "it differs from the model's, so that more was trained than an adapter, or on another model"
             raise UserError(f"{file}: {key}", rule, "give the model that was trained from")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -63,17 +63,21 @@ def scores(hypotheses: Sequence[str], references: References, script: Script = "
     """
     if not hypotheses:
         raise UserError("no generated text", "there is nothing to score")
-    return _e2e_metrics(hypotheses, references) if script == "e2e-metrics" else _generation_eval(hypotheses, references)
+    if script == "e2e-metrics":
+        return _e2e_metrics(hypotheses, references)
+    return _generation_eval(hypotheses, references)
 
 
 def _e2e_metrics(hypotheses: Sequence[str], references: References) -> dict[str, Any]:
     from sacrebleu.tokenizers.tokenizer_13a import Tokenizer13a
 
     mteval = Tokenizer13a()
-    words = [mteval(text.lower()).split() for text in hypotheses]
-    words_of_references = [[mteval(text.lower()).split() for text in own] for own in references]
-    tokens = [caption_tokens(text) for text in hypotheses]
-    tokens_of_references = [[caption_tokens(text) for text in own] for own in references]
+
+    def words_of(text: str) -> list[str]:
+        return mteval(text.lower()).split()
+
+    words, words_of_references = _tokenized(hypotheses, references, words_of)
+    tokens, tokens_of_references = _tokenized(hypotheses, references, caption_tokens)
     return {
         **_bleu(hypotheses, references, lowercase=True),
         "nist": nist(words, words_of_references),
@@ -88,17 +92,22 @@ def _generation_eval(hypotheses: Sequence[str], references: References) -> dict[
     import sacrebleu
     from nltk.tokenize import NLTKWordTokenizer
 
-    texts, own_texts = [spaced(text) for text in hypotheses], [[*map(spaced, own)] for own in references]
-    split = NLTKWordTokenizer().tokenize
-    tokens, own_tokens = [*map(split, texts)], [[*map(split, own)] for own in own_texts]
+    texts, own_texts = _tokenized(hypotheses, references, spaced)
+    tokens, own_tokens = _tokenized(texts, own_texts, NLTKWordTokenizer().tokenize)
+    # The nearest reference, of tokens.
     rates = [min(pyter.ter(text, reference) for reference in own) for text, own in zip(tokens, own_tokens, strict=True)]
-    chrf = sacrebleu.CHRF(word_order=2, eps_smoothing=True).corpus_score(texts, _streams(own_texts))
+    chrf = sacrebleu.CHRF(word_order=2, eps_smoothing=True).corpus_score(texts, _streams(own_texts))  # chrF++
     return {
         **_bleu(texts, own_texts, lowercase=False),
         "meteor": meteor(tokens, own_tokens),
         "ter": 100 * sum(rates) / len(rates),
         "chrf": chrf.score,
     }
+
+
+def _tokenized(hypotheses: Sequence[str], references: References, split: Callable[[str], Any]) -> tuple[Any, Any]:
+    """`split` of each text: of the hypotheses, and of each one's references."""
+    return [split(text) for text in hypotheses], [[split(text) for text in own] for own in references]
 
 
 def spaced(text: str) -> str:
@@ -109,7 +118,7 @@ def spaced(text: str) -> str:
 def _bleu(hypotheses: Sequence[str], references: References, *, lowercase: bool) -> dict[str, Any]:
     import sacrebleu
 
-    metric = sacrebleu.BLEU(lowercase=lowercase, smooth_method="none")
+    metric = sacrebleu.BLEU(lowercase=lowercase, smooth_method="none")  # the scripts do not smooth
     found = metric.corpus_score(list(hypotheses), _streams(references))
     return {"bleu": found.score, "bleu_signature": str(metric.get_signature())}
 
@@ -123,8 +132,10 @@ def shown(found: Mapping[str, Any]) -> str:
     """The scores in one line."""
     parts = []
     for name, (title, form) in SHOWN.items():
-        if name in found:
-            parts.append(f"{title} {format(found[name], form) if found[name] is not None else '–'}")
+        if name in found and found[name] is None:
+            parts.append(f"{title} –")
+        elif name in found:
+            parts.append(f"{title} {format(found[name], form)}")
     return "  ".join(parts)
 
 
@@ -135,12 +146,17 @@ def written_references(references: References, script: Script) -> dict[str, str]
     `reference1`, ..., a line a text; a text with fewer references repeats its first.
     """
     if script == "e2e-metrics":
-        return {"": "".join("".join(f"{_line(text)}\n" for text in own) + "\n" for own in references)}
-    most = max(map(len, references))
-    return {
-        f"reference{index}": "".join(f"{spaced(own[index] if index < len(own) else own[0])}\n" for own in references)
-        for index in range(most)
-    }
+        return {"": "\n".join("".join(f"{_line(text)}\n" for text in own) for own in references) + "\n"}
+    files = {}
+    for index in range(max(map(len, references))):
+        lines = []
+        for own in references:
+            if index < len(own):
+                lines.append(spaced(own[index]))
+            else:
+                lines.append(spaced(own[0]))
+        files[f"reference{index}"] = "\n".join(lines) + "\n"
+    return files
 
 
 def _line(text: str) -> str:
