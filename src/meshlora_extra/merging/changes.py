@@ -108,7 +108,7 @@ class Changes:
     def read(self, key: str) -> Tensor:
         """One tensor of the adapter file, in memory of its own."""
         with open_adapter(self.file, self.names) as file:
-            tensor: Tensor = file.get_tensor(key).clone()
+            tensor: Tensor = file.get_tensor(key).clone()  # safetensors maps the file, which is closed here
         return tensor
 
 
@@ -125,13 +125,13 @@ def read_changes(model: Any, folder: Path) -> Changes:
     except ImportError as error:  # some options need extra packages
         raise UnsupportedError(where, f"peft cannot read it here ({reason(error)})") from error
     check_mergeable(config, where)
-    with open_adapter(folder / WEIGHTS_FILE) as file:
+    with open_adapter(folder / WEIGHTS_FILE) as file:  # names alone: no tensor is read
         names = file.names
     refuse_per_expert(folder, names)
     check_patterns(config, [*(name for name, _ in model.named_modules()), *model.state_dict()])
-    base_shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    base_names = set(model.state_dict())  # before PEFT wraps it
     vocabulary = _vocabulary(model)
-    wrapped = _attach(model, config, where)
+    wrapped = _attach(model, config, where)  # PEFT decides which modules, not a rule of ours
     expected = {
         key: tuple(tensor.shape)
         for key, tensor in _quietly(get_peft_model_state_dict, wrapped, save_embedding_layers=False).items()
@@ -140,18 +140,24 @@ def read_changes(model: Any, folder: Path) -> Changes:
     optional = {
         key: tuple(tensor.shape)
         for key, tensor in wrapped.state_dict().items()
-        if _base_name(key) in base_shapes and ".modules_to_save." not in key
+        if _base_name(key) in base_names and ".modules_to_save." not in key
     }
     by_name = _products(wrapped, config) | _token_rows(wrapped, where)
     again = _repeated_rows(wrapped)
-    names = {name: key for name, key in names.items() if name not in again}
+    names = {name: key for name, key in names.items() if name not in again}  # a tied head's second copy
     _check_file(folder / WEIGHTS_FILE, names, expected, optional, vocabulary)
-    added = {key for c in by_name.values() if c.lora for key in (c.lora.a, c.lora.b, c.lora.magnitude) if key}
-    added |= {c.bias[0] for c in by_name.values() if c.bias} | {c.rows[0] for c in by_name.values() if c.rows}
-    assert added <= names.keys(), added - names.keys()
+    added: set[str | None] = {None}  # stands for no magnitude
+    for change in by_name.values():
+        if change.lora:
+            added |= {change.lora.a, change.lora.b, change.lora.magnitude}
+        if change.bias:
+            added.add(change.bias[0])
+        if change.rows:
+            added.add(change.rows[0])
+    assert added <= {None, *names}, added - names.keys()
     for key in sorted(names.keys() - added):
         name = _base_name(key)
-        if name not in base_shapes:
+        if name not in base_names:
             raise UnsupportedError(f"{folder / WEIGHTS_FILE}: {key}", "merging this kind of tensor is not supported")
         change = by_name.get(name, Change())
         if ".original_module." in key:
@@ -198,11 +204,13 @@ def check_mergeable(config: LoraConfig, where: str) -> None:
 def _attach(model: Any, config: LoraConfig, where: str) -> Any:
     """The PEFT model of `config`, initialised without reading any weight."""
     values = {field.name: getattr(config, field.name) for field in dataclasses.fields(LoraConfig) if field.init}
+    # Other inits would read weights, which are on meta.
     config = LoraConfig(**values | {"init_lora_weights": True, "eva_config": None, "inference_mode": False})
     try:
         with torch.device("meta"), targets_as_configured():
-            kind = PeftModelForCausalLM if task_of(model.config) == CAUSAL else PeftModel
-            return _quietly(kind, model, config)
+            if task_of(model.config) == CAUSAL:
+                return _quietly(PeftModelForCausalLM, model, config)
+            return _quietly(PeftModel, model, config)
     except ValueError as error:  # no match, or a module PEFT has no adapter for
         raise UserError(where, f"peft cannot attach it to this model ({reason(error)})") from error
 
@@ -250,8 +258,12 @@ def _products(wrapped: Any, config: LoraConfig) -> dict[str, Change]:
             raise UnsupportedError(
                 f"LoRA on {name}", f"merging it into a {type(base).__name__} is not supported", "leave it unmerged"
             )
-        a, b = ("lora_embedding_A", "lora_embedding_B") if is_embedding else ("lora_A.weight", "lora_B.weight")
-        is_transposed = is_embedding or (isinstance(base, Conv1D) and not is_parameter)
+        a, b = "lora_A.weight", "lora_B.weight"
+        if is_embedding:
+            a, b = "lora_embedding_A", "lora_embedding_B"
+        is_transposed, num_experts = is_embedding or (isinstance(base, Conv1D) and not is_parameter), 0
+        if is_stack:
+            is_transposed, num_experts = is_stored_in_out(module), module.num_experts
         magnitude = f"{path}.lora_magnitude_vector" if config.use_dora else None
         product = Lora(
             a=f"{path}.{a}",
@@ -259,9 +271,9 @@ def _products(wrapped: Any, config: LoraConfig) -> dict[str, Change]:
             r=module.r["default"],
             scaling=module.scaling["default"],
             magnitude=magnitude,
-            is_transposed=is_stored_in_out(module) if is_stack else is_transposed,
+            is_transposed=is_transposed,
             residual=_residual(wrapped, name, base, config, is_matrix=not is_embedding and not is_stack),
-            num_experts=module.num_experts if is_stack else 0,
+            num_experts=num_experts,
         )
         found[f"{name}.{module.parameter_name if is_parameter else 'weight'}"] = Change(lora=product)
         if config.lora_bias:
@@ -310,6 +322,7 @@ def _residual(wrapped: Any, name: str, base: Any, config: LoraConfig, *, is_matr
     if not isinstance(init, str) or init.lower() not in _RESIDUAL_INITS:
         return ""
     weight = getattr(base, "weight", None)  # a stack of experts has none
+    # A tied weight would change under its other names too.
     num_users = sum(p is weight for _, p in wrapped.named_parameters(remove_duplicate=False))
     refused = not is_matrix or num_users > 1 or (init.lower() == "olora" and isinstance(base, Conv1D))
     if refused or config.use_dora:
@@ -328,6 +341,7 @@ def merged_weight(weight: Tensor, lora: Lora, a: Tensor, b: Tensor, magnitude: T
     weight = weight.to(wide_dtype(weight.dtype))
     if lora.num_experts:
         for expert, matrix in enumerate(weight):
+            # In place, one expert at a time: the stack may be large.
             matrix.add_(_product_of_expert(expert, lora, a, b, matrix.dtype))
         return weight
     view = weight.T if lora.is_transposed else weight  # [out, in]
@@ -340,7 +354,7 @@ def merged_weight(weight: Tensor, lora: Lora, a: Tensor, b: Tensor, magnitude: T
         view.addmm_(q[:, : lora.r], r[: lora.r], alpha=-lora.scaling)
     view.addmm_(b.to(view.dtype), a.to(view.dtype), alpha=lora.scaling)
     if magnitude is not None:
-        norm = torch.linalg.vector_norm(view, dim=1)
+        norm = torch.linalg.vector_norm(view, dim=1)  # of each output, as PEFT takes it
         view.mul_((magnitude.to(view.dtype) / norm)[:, None])
     return weight
 
@@ -348,7 +362,7 @@ def merged_weight(weight: Tensor, lora: Lora, a: Tensor, b: Tensor, magnitude: T
 def _product_of_expert(expert: int, lora: Lora, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     """`s B A` of one expert, in the orientation of the stored matrix."""
     own_a = a.view(lora.num_experts, lora.r, -1)[expert]
-    own_b = b.view(-1, lora.r, lora.num_experts)[:, :, expert]
+    own_b = b.view(-1, lora.r, lora.num_experts)[:, :, expert]  # the expert is B's fast index, and A's slow one
     product = (own_b.to(dtype) @ own_a.to(dtype)) * lora.scaling
     return product.T if lora.is_transposed else product
 

@@ -16,7 +16,7 @@ import json
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ from meshlora.model.stored import StoredTensor, has_own_head
 from meshlora.model.stream import FLOATS, Entry, check_stream, dtype_name, write_stream
 from meshlora.model.weights import CheckpointSource, check_checkpoint, check_tied, kept_wide, read_slice
 from meshlora.wings.quantized.rounding import Rounding, rounding_of
-from meshlora_extra.merging.changes import Change, Changes, merged_expert, merged_weight, read_changes
+from meshlora_extra.merging.changes import Change, Changes, Lora, merged_expert, merged_weight, read_changes
 from meshlora_extra.merging.check import Base, compare_logits
 from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError, reason
 from meshlora_ground.files import new_folder, open_safetensors, read_json, write_json_atomically
@@ -94,7 +94,12 @@ class _Planned:
 
     def read_base(self, name: str) -> Tensor:
         """A weight of the model, under whichever of its names it is stored."""
-        return self.source.read(next(a for a in self.aliases.get(name, [name]) if self.source.shape(a) is not None))
+        return self.source.read(_stored_of(self.aliases.get(name, [name]), self.source))
+
+
+def _stored_of(names: Iterable[str], source: CheckpointSource) -> str:
+    """The first of `names` that the checkpoint stores."""
+    return next(name for name in names if source.shape(name) is not None)
 
 
 def check_merge(
@@ -132,20 +137,22 @@ def merge(
     source_folder, out = Path(model_folder), Path(out_folder)
     if out.exists():
         raise UserError(f"--out {out}", "it is there already", "choose a new folder; nothing is overwritten")
-    planned = _planned(
+    planned = _planned(  # every refusal comes before the first byte
         source_folder, Path(adapter_folder), config, dtype, quantize, trust_remote_code=trust_remote_code
     )
     outputs, is_untied = planned.outputs, bool(planned.untied) or has_own_head(source_folder)
     is_packed = planned.source.packed() is not None
-    dtype = dtype or (plain_dtype(config) if is_packed else None)
+    if is_packed and dtype is None:
+        dtype = plain_dtype(config)
+    num_bytes = sum(o.entry.num_bytes for o in outputs)
     try:
-        with new_folder(out) as folder:
+        with new_folder(out) as folder:  # under another name until its end
             _copy_files(source_folder, folder)
             _write_config(source_folder, folder, dtype, planned, untie=is_untied)
             meant = _write_weights(folder, planned)
             check = "every tensor read back"
             _read_back(folder, outputs, meant, trust_remote_code=trust_remote_code)
-            if check_logits and sum(o.entry.num_bytes for o in outputs) < _LARGEST_TO_RUN:
+            if check_logits and num_bytes < _LARGEST_TO_RUN:
                 check += "; logits of transformers + peft: relative difference "
                 check += f"{_compared(planned, Path(adapter_folder), folder, trust_remote_code=trust_remote_code):.1e}"
             elif check_logits:
@@ -162,7 +169,7 @@ def merge(
     return Merged(
         num_tensors=len(outputs),
         num_changed=sum(o.name in planned.changes.by_name for o in outputs),
-        num_bytes=sum(o.entry.num_bytes for o in outputs),
+        num_bytes=num_bytes,
         is_untied=bool(planned.untied),
         check=check,
     )
@@ -187,6 +194,7 @@ def _as_peft_names_it(adapter: Path, changes: Changes) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory() as made:
         shutil.copyfile(adapter / CONFIG_FILE, Path(made) / CONFIG_FILE)
+        # Small: factors only.
         save_file({name: changes.read(name) for name in changes.names}, Path(made) / WEIGHTS_FILE)
         yield Path(made)
 
@@ -200,7 +208,7 @@ def _planned(
     *,
     trust_remote_code: bool,
 ) -> _Planned:
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(config)  # set_head changes it
     set_head(config, adapter_folder)
     model = build_on_meta(config, trust_remote_code=trust_remote_code)
     stored_config = getattr(config, "quantization_config", None) or {}
@@ -209,28 +217,35 @@ def _planned(
         dtype = plain_dtype(config)
     # Before the adapter is read: that puts its modules into the model.
     rounding = rounding_of(quantize, model, source.stored, stored_config) if quantize else None
-    heads = {name for name in model.state_dict() if name.partition(".")[0] in HEADS} if _has_head(config) else set()
-    aliases = check_checkpoint(model, source, allow_unused=True, fresh=heads)
-    for tied in {tuple(names) for names in aliases.values() if not heads & set(names)}:
-        check_tied(tied, source)
-    wide = kept_wide(model, dtype) if dtype is not None else set()
-    names = set(model.state_dict())
+    names, heads, head = set(model.state_dict()), set[str](), {}
+    if _has_head(config):
+        heads = {name for name in names if name.partition(".")[0] in HEADS}
+        head = {name: config.to_dict().get(name) for name in _HEAD_FIELDS}
+    aliases = check_checkpoint(model, source, allow_unused=True, fresh=heads)  # tied names included
+    for tied in set(map(tuple, aliases.values())):
+        if heads.isdisjoint(tied):
+            check_tied(tied, source)
+    wide: set[str] = set()
+    if dtype is not None:
+        wide = kept_wide(model, dtype)
+    # First aliases: equal changes are compared under all names.
     changes = _with_equal_changes(_with_aliases(read_changes(model, adapter_folder), aliases), aliases)
-    untied = _untied_names(changes, aliases)
+    untied = _untied_names(changes, aliases)  # each is stored on its own then
     outputs = _outputs(source, changes, untied, aliases, dtype, wide)
     if _has_head(config):
         outputs = [one for one in outputs if one.name in names]  # without the head of the task before
-        outputs += _new_head(source, changes, heads, dtype)
+        outputs += _new_head(source, changes, heads, dtype)  # a causal checkpoint has no score
     added = [name for name in untied if source.shape(name) is None]
     _check_new_keys(config, added, names, trust_remote_code=trust_remote_code)
-    head = {name: config.to_dict().get(name) for name in _HEAD_FIELDS} if _has_head(config) else {}
     if rounding is not None:
-        outputs = [
-            dataclasses.replace(one, entry=entry, part=part)
-            for one in outputs
-            for part, entry in rounding.entries(one.entry).items()
-        ]
+        outputs = list(_in_parts(outputs, rounding))
     return _Planned(source, changes, aliases, untied, outputs, head, rounding)
+
+
+def _in_parts(outputs: Iterable[_Output], rounding: Rounding) -> Iterator[_Output]:
+    for one in outputs:
+        for part, entry in rounding.entries(one.entry).items():
+            yield dataclasses.replace(one, entry=entry, part=part)
 
 
 def _has_head(config: PretrainedConfig) -> bool:
@@ -261,14 +276,18 @@ def _new_head(
 def plain_dtype(config: PretrainedConfig) -> torch.dtype:
     """The type of weights that are no longer in few bits: that of the others."""
     found = getattr(config, "dtype", None)
-    return found if isinstance(found, torch.dtype) else torch.bfloat16
+    if isinstance(found, torch.dtype):
+        return found
+    return torch.bfloat16
 
 
 def _with_aliases(changes: Changes, aliases: Mapping[str, list[str]]) -> Changes:
     """Replace a base parameter under all names that share it; LoRA applies to one name only."""
     by_name = dict(changes.by_name)
     for name, change in changes.by_name.items():
-        whole = change.beside if change.is_own else change.whole
+        whole = change.whole
+        if change.is_own:
+            whole = change.beside
         by_name[name] = dataclasses.replace(by_name[name], beside=None)
         if whole is None:
             continue
@@ -282,9 +301,9 @@ def _with_aliases(changes: Changes, aliases: Mapping[str, list[str]]) -> Changes
 def _with_equal_changes(changes: Changes, aliases: Mapping[str, list[str]]) -> Changes:
     """Give names that share a weight and have equal changes (PEFT's `ensure_weight_tying`) the same `Change`."""
     by_name = dict(changes.by_name)
-    for first, *others in {tuple(names) for names in aliases.values() if len(names) > 1}:
+    for first, *others in _tied(aliases):
         if first in by_name and all(_is_equal_change(changes, first, name) for name in others):
-            by_name |= dict.fromkeys(others, by_name[first])
+            by_name |= dict.fromkeys(others, by_name[first])  # the same object: `_untied_names` compares with a set
     return dataclasses.replace(changes, by_name=by_name)
 
 
@@ -300,17 +319,31 @@ def _is_equal_change(changes: Changes, first: str, second: str) -> bool:
         return True
     if one.lora.scaling != two.lora.scaling or one.lora.magnitude or two.lora.magnitude:
         return False
-    pairs = []
-    for lora in (one.lora, two.lora):
-        a, b = changes.read(lora.a), changes.read(lora.b)
-        pairs.append((a.T, b.T) if lora.is_transposed else (b, a))  # left and right factor, as stored
-    return all(torch.equal(x, y) for x, y in zip(*pairs, strict=True))
+    left, right = _as_stored(changes, one.lora)
+    other_left, other_right = _as_stored(changes, two.lora)
+    return torch.equal(left, other_left) and torch.equal(right, other_right)
+
+
+def _as_stored(changes: Changes, lora: Lora) -> tuple[Tensor, Tensor]:
+    """The left and the right factor of what is added to the weight as it is stored."""
+    a, b = changes.read(lora.a), changes.read(lora.b)
+    if lora.is_transposed:
+        return a.T, b.T
+    return b, a
+
+
+def _tied(aliases: Mapping[str, list[str]]) -> set[tuple[str, ...]]:
+    """The names of each weight that has several."""
+    return {tuple(names) for names in aliases.values() if len(names) > 1}
 
 
 def _untied_names(changes: Changes, aliases: Mapping[str, list[str]]) -> list[str]:
     """Names that share one weight in the model but not in the merged model."""
-    groups = {tuple(names) for names in aliases.values() if len(names) > 1}
-    return sorted(name for names in groups if len({changes.by_name.get(n) for n in names}) > 1 for name in names)
+    found: list[str] = []
+    for names in _tied(aliases):
+        if len({changes.by_name.get(name) for name in names}) > 1:
+            found += names
+    return sorted(found)
 
 
 def _outputs(
@@ -324,23 +357,26 @@ def _outputs(
     """All tensors to write: those of the checkpoint under their keys, and new ones for untied weights."""
 
     def type_of(name: str, stored: str) -> str:
-        is_cast = dtype is not None and stored in FLOATS and name not in wide
-        return dtype_name(dtype) if is_cast and dtype is not None else stored
+        if dtype is None or stored not in FLOATS or name in wide:
+            return stored
+        return dtype_name(dtype)
 
     outputs = []
     for name, stored in source.stored.items():
         if name in changes.by_name and (integers := source.integers(name)):
             raise UnsupportedError(f"{source.describe()}: {integers}", "it holds integers, and the adapter changes it")
-        blocks = list(stored.blocks(()))
+        blocks = list(stored.blocks(()))  # several: parts of one parameter in several tensors
         for tensor, _, place in blocks:
-            key = tensor.key if tensor.rows is None else name  # of one that is cut on loading, as what it becomes
-            entry = Entry(key, tensor.shape, type_of(name, tensor.dtype))
-            is_whole = len(blocks) == 1 and not stored.experts
-            outputs.append(_Output(tensor.file.name, entry, name, None if is_whole else place, tensor))
+            entry = Entry(tensor.key, tensor.shape, type_of(name, tensor.dtype))
+            if tensor.rows is not None:
+                entry = dataclasses.replace(entry, key=name)  # it is cut on loading: as what it becomes
+            output = _Output(tensor.file.name, entry, name, place, tensor)
+            if len(blocks) == 1 and not stored.experts:
+                output = dataclasses.replace(output, place=None)
+            outputs.append(output)
     for name in untied:
         if source.shape(name) is None:
-            twin = next(alias for alias in aliases[name] if source.shape(alias) is not None)
-            tensor = source.stored[twin].tensors[0]
+            tensor = source.stored[_stored_of(aliases[name], source)].tensors[0]
             entry = Entry(name, tensor.shape, type_of(name, tensor.dtype))
             outputs.append(_Output(tensor.file.name, entry, name, None, tensor))
     return outputs
@@ -377,16 +413,19 @@ def _copy_files(source: Path, folder: Path) -> None:
 def _write_config(source: Path, folder: Path, dtype: torch.dtype | None, planned: _Planned, *, untie: bool) -> None:
     head = {name: value for name, value in planned.head.items() if value is not None}
     stored = read_json(source / "config.json") | head
-    parts = [stored, *(part for part in (stored.get("text_config"),) if isinstance(part, dict))]
+    parts = [stored]
+    if isinstance(stored.get("text_config"), dict):
+        parts.append(stored["text_config"])
     for part in parts:
         part.pop("quantization_config", None)  # plain numbers are written, or others in few bits
         if untie:
             part["tie_word_embeddings"] = False
         if dtype is not None:
-            for key in [key for key in ("dtype", "torch_dtype") if key in part] or (
-                ["dtype"] if part is stored else []
-            ):
-                part[key] = str(dtype).removeprefix("torch.")
+            words = str(dtype).removeprefix("torch.")
+            if part is stored and "torch_dtype" not in part:  # the name before transformers 4.56
+                part["dtype"] = words
+            for key in {"dtype", "torch_dtype"} & part.keys():
+                part[key] = words
     if planned.rounding is not None:
         stored["quantization_config"] = planned.rounding.config
     write_json_atomically(folder / "config.json", stored)
@@ -395,21 +434,29 @@ def _write_config(source: Path, folder: Path, dtype: torch.dtype | None, planned
 def _write_weights(folder: Path, planned: _Planned) -> dict[str, dict[str, str]]:
     """Write all files; returns file -> key -> SHA-256 of the intended tensor."""
     outputs, source = planned.outputs, planned.source
-    by_key = {(o.file, o.entry.key): o for o in outputs}
     # A and B of both projections of a layer's experts: stored one by one, their matrices alternate.
     read_factor = functools.lru_cache(maxsize=4)(planned.changes.read)
     meant = {}
-    for name in sorted({o.file for o in outputs}):
+    for name, own in sorted(_by_file(outputs).items()):
+        by_key = {o.entry.key: o for o in own}
 
-        def read(entry: Entry, file: str = name) -> Tensor:
-            return _value(by_key[file, entry.key], planned, read_factor)
+        def read(entry: Entry, by_key: Mapping[str, _Output] = by_key) -> Tensor:
+            return _value(by_key[entry.key], planned, read_factor)
 
         with open_safetensors(source.folder / name) as file:
             metadata = file.metadata() or {"format": "pt"}
-        meant[name] = write_stream(folder / name, [o.entry for o in outputs if o.file == name], read, metadata)
+        # Hashes of what was meant, to compare with what was written.
+        meant[name] = write_stream(folder / name, [o.entry for o in own], read, metadata)
     if (source.folder / INDEX).is_file():
         write_json_atomically(folder / INDEX, _index(outputs))
     return meant
+
+
+def _by_file(outputs: Iterable[_Output]) -> dict[str, list[_Output]]:
+    found: dict[str, list[_Output]] = {}
+    for one in outputs:
+        found.setdefault(one.file, []).append(one)
+    return found
 
 
 def _index(outputs: list[_Output]) -> dict[str, Any]:
@@ -430,33 +477,44 @@ def _value(output: _Output, planned: _Planned, read_factor: Callable[[str], Tens
             value = merged_expert(value, place, lora, read_factor(lora.a), read_factor(lora.b))
     else:
         value = _merged_parameter(output.name, change, planned)
-        value = value if place is None else value[place]
+        if place is not None:
+            value = value[place]
     if not output.part:
         value = value.to(FLOATS.get(output.entry.dtype, value.dtype))
     if change != Change() and not all(torch.isfinite(bound) for bound in value.aminmax()):  # isfinite(value) would copy
-        for tensor in source.stored[output.name].tensors if output.name in source.stored else ():
-            if not torch.isfinite(read_slice(tensor)).all():
-                rule = "it holds values that are not finite"
-                raise UserError(f"{source.describe()}: {tensor.key}", rule, "copy or download it again")
-        raise MeshloraError(f"{output.entry.key}: merged, it holds values that are not finite as {output.entry.dtype}")
+        raise _not_finite(output, source)
     if planned.rounding is not None and output.part:
         return planned.rounding.rounded(value.float(), output.part)
     return value
 
 
+def _not_finite(output: _Output, source: CheckpointSource) -> MeshloraError:
+    """The error of a merged tensor, or of the stored one that it was made of, if that is to blame."""
+    if output.name in source.stored:
+        for tensor in source.stored[output.name].tensors:
+            if not torch.isfinite(read_slice(tensor)).all():
+                rule = "it holds values that are not finite"
+                return UserError(f"{source.describe()}: {tensor.key}", rule, "copy or download it again")
+    return MeshloraError(f"{output.entry.key}: merged, it holds values that are not finite as {output.entry.dtype}")
+
+
 def _merged_parameter(name: str, change: Change, planned: _Planned) -> Tensor:
     changes = planned.changes
-    value = changes.read(change.whole) if change.whole is not None else planned.read_base(name)
+    if change.whole is None:
+        value = planned.read_base(name)
+    else:
+        value = changes.read(change.whole)
     if lora := change.lora:
         magnitude = changes.read(lora.magnitude) if lora.magnitude else None
         value = merged_weight(value, lora, changes.read(lora.a), changes.read(lora.b), magnitude)
     if change.rows is not None:
         key, indices = change.rows
+        # Rows that are replaced, not added.
         value = value.index_copy(0, torch.tensor(indices), changes.read(key).to(value.dtype))
     if change.bias is not None:
         key, scaling = change.bias
         wide = wide_dtype(value.dtype)
-        value = value.to(wide).add_(changes.read(key).to(wide), alpha=scaling)
+        value = value.to(wide).add_(changes.read(key).to(wide), alpha=scaling)  # rounded once, at the end
     return value
 
 
@@ -464,8 +522,8 @@ def _read_back(
     folder: Path, outputs: list[_Output], meant: Mapping[str, Mapping[str, str]], *, trust_remote_code: bool
 ) -> None:
     """Check that every file holds the intended tensors, the index matches, and config.json's checkpoint is complete."""
-    for name, digests in meant.items():
-        check_stream(folder / name, [o.entry for o in outputs if o.file == name], digests)
+    for name, own in _by_file(outputs).items():
+        check_stream(folder / name, [o.entry for o in own], meant[name])
     if (folder / INDEX).is_file() and read_json(folder / INDEX) != json.loads(json.dumps(_index(outputs))):
         raise MeshloraError(f"{INDEX}: read back, it differs from what was written")
     from transformers import AutoConfig
@@ -473,7 +531,7 @@ def _read_back(
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)
     model = build_on_meta(config, trust_remote_code=trust_remote_code)
     given = getattr(config, "quantization_config", None)
-    tied = check_checkpoint(model, CheckpointSource(folder, model, given), allow_unused=True)
+    tied = check_checkpoint(model, CheckpointSource(folder, model, given), allow_unused=True)  # as a user would load it
     stored = {o.name for o in outputs}
     for name, names in tied.items():
         if len(names) == 1 or not set(names) <= stored:
@@ -484,4 +542,4 @@ def _read_back(
 
 def _narrowest(outputs: list[_Output]) -> torch.dtype:
     types = {FLOATS[o.entry.dtype] for o in outputs if o.entry.dtype in FLOATS}
-    return max(types, key=lambda t: torch.finfo(t).eps)
+    return max(types, key=lambda t: torch.finfo(t).eps)  # bounds the difference of logits
