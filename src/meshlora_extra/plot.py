@@ -45,7 +45,9 @@ def read_metrics(run: Path) -> Metrics:
     Raises:
         UserError: there is none, it has no steps yet, or a line is malformed.
     """
-    file = run / "metrics.jsonl" if run.is_dir() else run
+    file, folder = run, run.parent
+    if run.is_dir():
+        file, folder = run / "metrics.jsonl", run
     way_out = "give the output folder of a run, or its metrics.jsonl"
     if not run.exists():
         raise UserError(f"{run}", "there is no such folder or file", way_out)
@@ -59,7 +61,7 @@ def read_metrics(run: Path) -> Metrics:
         raise UserError(f"{file}", "it is not text", way_out) from None
     found: dict[str, list[dict[str, float]]] = {"loss": [], "eval_loss": []}
     for number, line in enumerate(lines, 1):
-        if not line.endswith("\n"):
+        if not line.endswith("\n"):  # it is being written
             break
         try:
             values = json.loads(line)
@@ -72,7 +74,7 @@ def read_metrics(run: Path) -> Metrics:
     steps, evaluations = found["loss"], found["eval_loss"]
     if not steps:
         raise UserError(f"{file}", "no step is recorded there yet")
-    return Metrics((run if run.is_dir() else run.parent).name or str(run), steps, evaluations)
+    return Metrics(folder.name or str(run), steps, evaluations)
 
 
 def plot_runs(runs: Sequence[Path], file: Path) -> None:
@@ -160,7 +162,9 @@ def _label(axis: Any, title: str) -> None:
 def _labels(runs: Sequence[Path], all_metrics: Sequence[Metrics]) -> list[str]:
     """Names of the folders, or if two are equal, the paths as given."""
     names = [metrics.name for metrics in all_metrics]
-    return names if len(set(names)) == len(names) else [str(run) for run in runs]
+    if len(set(names)) < len(names):
+        return [str(run) for run in runs]
+    return names
 
 
 def _pyplot(file: Path) -> Any:
@@ -172,7 +176,7 @@ def _pyplot(file: Path) -> Any:
         import matplotlib
     except ImportError:
         raise UserError("pictures", "they need matplotlib", "pip install 'meshlora[plot]'") from None
-    matplotlib.use("agg")
+    matplotlib.use("agg")  # before pyplot is imported, or it looks for a display
     from matplotlib import pyplot
 
     return pyplot
@@ -187,6 +191,7 @@ def _save(figure: Any, file: Path) -> None:
     pyplot.close(figure)
     content = drawn.getvalue()
     if kind == ".html":
+        # Without the XML declaration before it.
         content = _PAGE.format(content[content.index(b"<svg") :].decode()).encode()
     try:
         write_atomically(file, lambda path: path.write_bytes(content))

@@ -57,10 +57,11 @@ def _data(options: argparse.Namespace) -> None:
     from meshlora_ground.files import check_result_file, write_json_atomically
 
     config = read_run(options.file, options.overrides)
-    name = "data.eval" if options.eval else "data.train"
-    paths = config.data.eval if options.eval else config.data.train
-    if paths is None:
-        raise UserError("--eval", "the run file has no data.eval", "leave it out")
+    name, paths, categories = "data.train", config.data.train, "all"
+    if options.eval:
+        if config.data.eval is None:
+            raise UserError("--eval", "the run file has no data.eval", "leave it out")
+        name, paths, categories = "data.eval", config.data.eval, config.data.eval_categories
     if config.rl is not None:
         rule = "its data are prompts, whose completions the run makes"
         raise UserError(f"{options.file} with rl", rule, "meshlora check reads them")
@@ -73,9 +74,9 @@ def _data(options: argparse.Namespace) -> None:
     model = read_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
     texts = Texts(config.model, config.data, config.train.objective)
     tokenizer, notes = texts.tokenizer(), list[str]()
-    categories = config.data.eval_categories if options.eval else "all"
     data = texts.read(paths, tokenizer, model, say=notes.append, categories=categories)
-    data = data.first(config.data.eval_limit) if options.eval else data
+    if options.eval:
+        data = data.first(config.data.eval_limit)  # what an evaluation takes of it
     found, console = summary(data), Console()
     for index in range(min(options.show, len(data))):
         _show_sequence(data, index, tokenizer, console)
@@ -109,7 +110,10 @@ def _show_sequence(data: TokenizedDataset, index: int, tokenizer: Any, console: 
     else:
         text = Text()
         for is_trained, ids in found:
-            text.append(tokenizer.decode(ids).join(_MARKS if is_trained else ("", "")))
+            words = tokenizer.decode(ids)
+            if is_trained:
+                words = words.join(_MARKS)
+            text.append(words)
     console.print(text, soft_wrap=True)
     console.say("")
 
@@ -120,28 +124,32 @@ def _in_colours(found: list[tuple[bool, list[int]]], lost: Sequence[tuple[int, s
 
     text, place, rest = Text(), 0, list(lost)
     for is_trained, ids in found:
-        style, start = _TRAINED if is_trained else "", 0
-        while rest and rest[0][0] < place + len(ids):
+        style, start = "", 0
+        if is_trained:
+            style = _TRAINED
+        while rest and rest[0][0] < place + len(ids):  # words left out inside this part
             at, words = rest.pop(0)
             text.append(tokenizer.decode(ids[start : at - place]), style=style)
             text.append(words, style=_LOST)
             start = at - place
         text.append(tokenizer.decode(ids[start:]), style=style)
         place += len(ids)
-    for _, words in rest:
+    for _, words in rest:  # after its last token
         text.append(words, style=_LOST)
     return text
 
 
 def _rows(name: str, found: Summary, max_length: int) -> list[tuple[str, str]]:
-    of_pairs = f" in {found.examples:,} examples" if found.examples != found.sequences else ""
-    long = f"{found.too_long:,} longer than max_length={max_length}" + f", {found.dropped:,} left out" * bool(
-        found.dropped
-    )
+    sequences = f"{found.sequences:,}"
+    if found.examples != found.sequences:  # pairs, or lists of texts
+        sequences += f" in {found.examples:,} examples"
+    long = f"{found.too_long:,} longer than max_length={max_length}"
+    if found.dropped:
+        long += f", {found.dropped:,} left out"
     share = found.trained_tokens / found.tokens
     return [
         (name, f"{found.records:,} records, {long}"),
-        ("sequences", f"{found.sequences:,}{of_pairs}"),
+        ("sequences", sequences),
         ("tokens", f"{found.tokens:,}, of which {found.trained_tokens:,} trained ({share:.1%})"),
         ("lengths", f"{found.shortest:,} to {found.longest:,}, median {found.median:,.0f}"),
     ]

@@ -37,8 +37,7 @@ def _env(options: argparse.Namespace) -> None:
         return
     if options.json is not None:
         write_json_atomically(Path(options.json), found)
-    rows = [(name, _shown(value)) for name, value in found.items()]
-    Console().show_rows(rows)
+    Console().show_rows([(name, _shown(value)) for name, value in found.items()])
 
 
 def environment() -> dict[str, Any]:
@@ -50,19 +49,25 @@ def environment() -> dict[str, Any]:
     from meshlora_ground.private import CACHE
     from meshlora_ground.versions import version_of, versions
 
-    has_gpu = torch.cuda.is_available()
+    nccl, gpus, hub = "no GPU", [], endpoint()
+    if torch.cuda.is_available():
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+        gpus = [_gpu(torch.cuda.get_device_properties(n)) for n in range(torch.cuda.device_count())]
+    if is_offline():
+        hub += ", offline"
     return {
         **versions(),
         **{name: found for name in _LIBRARIES if (found := version_of(name))},
         "platform": f"{platform.system()} {platform.release()} {platform.machine()}",
+        # Of this process, which a container may have limited.
         "cores": f"{len(os.sched_getaffinity(0))} of {os.cpu_count()}, {torch.get_num_threads()} threads",
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9, 1),
         "cuda": torch.version.cuda or "not in this torch",
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if has_gpu else "no GPU",
-        "gpus": [_gpu(torch.cuda.get_device_properties(n)) for n in range(torch.cuda.device_count() if has_gpu else 0)],
+        "nccl": nccl,
+        "gpus": gpus,
         "cache": _from_home(str(CACHE)),
         "hub_cache": _from_home(HF_HUB_CACHE),
-        "hub": f"{endpoint()}{', offline' if is_offline() else ''}",
+        "hub": hub,
     }
 
 
@@ -74,8 +79,12 @@ def _gpu(properties: Any) -> str:
 def _from_home(path: str) -> str:
     """`path` without the name of the user in it."""
     home = os.path.expanduser("~")
-    return f"~{path[len(home) :]}" if path.startswith(f"{home}{os.sep}") else path
+    if path.startswith(f"{home}{os.sep}"):
+        return f"~{path[len(home) :]}"  # output goes into issues
+    return path
 
 
 def _shown(value: Any) -> str:
-    return "\n".join(value) or "none" if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        return "\n".join(value) or "none"
+    return str(value)

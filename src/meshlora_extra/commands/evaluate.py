@@ -60,7 +60,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     from meshlora.comm.groups import leave, on_gpus
     from meshlora.run.agreement import one_day
     from meshlora.run.edge import launched_by_us, leave_result, rank_edge
-    from meshlora.run.evaluate import adapter_of_run, evaluate, prepare_evaluation
+    from meshlora.run.evaluate import evaluate, prepare_evaluation
     from meshlora.run.generated import prepare_prompts
     from meshlora.run.launch import launch
     from meshlora.run.machines import machines
@@ -69,32 +69,48 @@ def _evaluate(options: argparse.Namespace) -> None:
     with rank_edge(is_watched=True) if place is not None else contextlib.nullcontext() as watch:
         _check_files(options)
         config = _config(options, place)
-        adapter = Path(options.adapter) if options.adapter else None if options.base else adapter_of_run(config)
+        adapter = _adapter(options, config)
         world = options.nproc or (place.world if place else 1)
+        # Asked before CUDA is opened here.
         takes_gpus = options.nproc is not None and on_gpus(config.device, num_ranks=options.nproc)
         run = prepare_evaluation(config, adapter=adapter, world=world, day=one_day())
         is_main = place is None or place.rank == 0
         _check_scores(options, config)
         # Before this process opens its GPU: templates of prompts are rendered in a fork of it.
-        prompts = prepare_prompts(run) if options.generate else None
+        prompts = None
+        if options.generate:
+            prompts = prepare_prompts(run)
         machines(config.device, watch)
         _say(run.notes if is_main and not launched_by_us() else ())
         if options.nproc is not None:
-            words = ["--adapter", str(adapter)] if adapter is not None else ["--base"]
+            words = ["evaluate", *run_file_words(options.file, options.overrides)]
+            if adapter is None:
+                words.append("--base")
+            else:
+                words += ["--adapter", str(adapter)]
             words += _own_words(options)
-            words = ["evaluate", *run_file_words(options.file, options.overrides), *words]
             result = launch(words, nproc=options.nproc, on_gpus=takes_gpus)
         else:
             result = evaluate(run)
             if prompts is not None:
                 result |= _generate_and_score(run, prompts, options, world=world, is_main=is_main)
             leave_result(result)
-            if not is_main or launched_by_us():
+            if not is_main or launched_by_us():  # the launcher shows what its rank 0 left
                 leave()
                 return
         _show(result)
         write_result(options.json, result)
         leave()
+
+
+def _adapter(options: argparse.Namespace, config: Any) -> Path | None:
+    from meshlora.run.evaluate import adapter_of_run
+
+    if options.base:
+        return None
+    if options.adapter:
+        return Path(options.adapter)
+    return adapter_of_run(config)
 
 
 def _check_files(options: argparse.Namespace) -> None:
@@ -106,7 +122,8 @@ def _check_files(options: argparse.Namespace) -> None:
             given = f"--{name} {getattr(options, name)}"
             raise UserError(given, "it has no effect without --generate", "give both")
     files = [options.json, options.hypotheses]
-    files += [options.references] if options.scores in (None, SCRIPTS[0]) else []
+    if options.scores in (None, SCRIPTS[0]):  # of the others they are a folder
+        files.append(options.references)
     for file in filter(None, files):
         check_result_file(Path(file), file)
     if options.references and options.references not in files and Path(options.references).exists():
@@ -149,9 +166,10 @@ def _texts_file(options: argparse.Namespace, config: Any) -> Path:
 
 def _own_words(options: argparse.Namespace) -> list[str]:
     """The arguments that ranks are started with, beside the run file and the adapter."""
-    words = ["--generate"] if options.generate else []
+    words = ["--generate"] * options.generate
     for name in ("data", "hypotheses", "references", "scores"):
-        words += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
+        if given := getattr(options, name):
+            words += [f"--{name}", given]
     return words
 
 
@@ -180,7 +198,7 @@ def _generate_and_score(
         return {}
     file, script = _texts_file(options, run.config), options.scores or SCRIPTS[0]
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomically(file, "".join(f"{text}\n" for text in hypotheses))
+    write_text_atomically(file, "".join(f"{text}\n" for text in hypotheses))  # a line each, as the scripts read them
     if options.references:
         _write_references(Path(options.references), hypotheses, prompts.references, script)
     return {
@@ -214,12 +232,17 @@ def _show(result: dict[str, Any]) -> None:
     from meshlora_ground.objective import COUNTED
 
     say = Console().say
-    adapter = f"adapter {result['adapter']}" if result["adapter"] else "the base, without an adapter"
+    adapter = "the base, without an adapter"
+    if result["adapter"]:
+        adapter = f"adapter {result['adapter']}"
     say(f"{result['model']}, {adapter}")
     counted = next(f"{result[name]:,} {name.replace('_', ' ')}" for name in COUNTED.values() if name in result)
-    shown = f"  perplexity {result['perplexity']:.3f}" if result.get("perplexity") is not None else ""
+    shown = ""
+    if result.get("perplexity") is not None:
+        shown = f"  perplexity {result['perplexity']:.3f}"
     for name in ("accuracy", "macro_f1", "recall_at_1"):
-        shown += f"  {name} {result[name]:.4f}" if name in result else ""
+        if name in result:
+            shown += f"  {name} {result[name]:.4f}"
     say(f"{result['examples']:,} examples, {counted}, on {result['topology']}: loss {result['loss']:.4f}{shown}")
     if "bleu" in result:
         say(f"{result['prompts']:,} prompts, {result['references']:,} references: {result['hypotheses']}")

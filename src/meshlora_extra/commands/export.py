@@ -31,15 +31,15 @@ def add(commands: Any) -> None:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from meshlora_extra.engine_export import Exported, export_per_expert, import_per_expert
+    from meshlora_extra.engine_export import export_per_expert, import_per_expert
     from meshlora_extra.paper.export import export
     from meshlora_ground.console import Console
 
     check_json(options)
     given, layout = Path(options.adapter), options.layout
-    is_file = given.exists() and not given.is_dir()
-    for option in () if is_file else ("lora_alpha", "enable_lora"):
-        if getattr(options, option) is not None:
+    is_file = given.exists() and not given.is_dir()  # of loralib
+    for option in ("lora_alpha", "enable_lora"):
+        if not is_file and getattr(options, option) is not None:
             name = option.replace("_", "-")
             raise UserError(f"--{name}", "an adapter folder says it itself", f"leave out --{name}")
     if is_file and layout != "peft":
@@ -48,20 +48,20 @@ def _export(options: argparse.Namespace) -> None:
         raise UserError(f"--model {options.model}", "this needs no model", "leave out --model")
     if not options.model and layout == "per-expert":
         raise UserError("--layout per-expert", "the model says how its experts lie", "give --model FOLDER")
-    done: int | Exported
+    words = ""
     if is_file:
-        done = _import_loralib(options)
-    elif options.model:
-        convert = import_per_expert if layout == "peft" else export_per_expert
-        blueprint = read_blueprint(options, "")
-        done = convert(options.adapter, options.out, model=blueprint.model, plan=blueprint.plan)
+        number = _import_loralib(options)
+    elif not options.model:
+        number = export(given, options.out, layout=layout)
     else:
-        done = export(given, options.out, layout=layout)
-    Console().say(f"exported and read back: {options.out} ({done} tensors)")
-    write_result(
-        options.json,
-        {"out": options.out, "layout": layout, "num_tensors": done if isinstance(done, int) else done.num_tensors},
-    )
+        blueprint = read_blueprint(options, "")
+        if layout == "peft":
+            number = import_per_expert(given, options.out, model=blueprint.model, plan=blueprint.plan)
+        else:
+            exported = export_per_expert(given, options.out, model=blueprint.model, plan=blueprint.plan)
+            number, words = exported.num_tensors, f"{exported}"  # with the rank, and what was padded to it
+    Console().say(f"exported and read back: {options.out} ({words or number} tensors)")
+    write_result(options.json, {"out": options.out, "layout": layout, "num_tensors": number})
 
 
 def _import_loralib(options: argparse.Namespace) -> int:
@@ -75,10 +75,14 @@ def _import_loralib(options: argparse.Namespace) -> int:
     if options.model:
         blueprint = read_blueprint(options, "")
         model = blueprint.model
-        weights = blueprint.weights() if Path(options.adapter).suffix in PICKLED else None
+        weights = None
+        if Path(options.adapter).suffix in PICKLED:  # other files hold no base to compare
+            weights = blueprint.weights()
 
         def base(name: str) -> Any:
-            return weights.read(name) if weights is not None and name in weights.stored else None
+            if weights is None or name not in weights.stored:
+                return None
+            return weights.read(name)
 
     done = import_loralib(
         options.adapter, options.out, lora_alpha=options.lora_alpha, enable_lora=enabled, model=model, base=base

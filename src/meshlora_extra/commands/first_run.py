@@ -82,24 +82,26 @@ def first_run(wish: Wish, *, file: Path, schema: str = "") -> str:
     max_length = _max_length(lengths, _most_positions(seen.blueprint))
     values = _values(wish, seen, max_length)
     plan = _plan(wish, seen, values, max_length)
-    start = f"meshlora train {file}" + (f" --nproc {wish.gpus}" if wish.gpus > 1 else "")
-    head = [
-        *([schema] if schema else []),
-        "# Written by meshlora init; every key: docs/run-file.md. It is started by",
-        f"#   {start}",
-    ]
+    start = f"meshlora train {file}"
+    if wish.gpus > 1:
+        start += f" --nproc {wish.gpus}"
+    head = ["# Written by meshlora init; every key: docs/run-file.md. It is started by", f"#   {start}"]
+    if schema:
+        head.insert(0, schema)  # editors look for it in the first line
     return "\n".join([*head, "", *_lines(values, _notes(seen, lengths, max_length, plan))]) + "\n"
 
 
 def _look(wish: Wish) -> _Seen:
     """Read the model and the data, with the goal as given, or the first that takes data of this kind."""
-    goals: list[Goal] = [wish.goal] if wish.goal else ["sft", "dpo"]
+    goals: list[Goal] = ["sft", "dpo"]
+    if wish.goal:
+        goals = [wish.goal]
     first: UserError | None = None
     for goal in goals:
         try:
             return _looked(wish, goal)
         except UserError as error:
-            first = first or error
+            first = first or error  # sft's: most data are meant for it
     assert first is not None
     raise first
 
@@ -108,14 +110,12 @@ def _looked(wish: Wish, goal: Goal) -> _Seen:
     tree: dict[str, Any] = {
         "preset": PRESET[goal],
         "model": {"path": wish.model},
-        "data": {"train": wish.data, **({"columns": dict(wish.columns)} if wish.columns else {})},
+        "data": _data(wish),
         # The rate is not asked for while the family may have none.
         "train": {"output": wish.output, "steps": 1, "lr": 1e-4},
         "lora": {"target_modules": "all-linear"},
     }
-    if wish.eval is not None:
-        tree["data"]["eval"] = wish.eval
-    with tempfile.TemporaryDirectory(prefix="meshlora-init-") as folder:
+    with tempfile.TemporaryDirectory(prefix="meshlora-init-") as folder:  # read_run takes a file alone
         (Path(folder) / "run.yaml").write_text(yaml.safe_dump(tree), encoding="utf-8")
         config = read_run(Path(folder) / "run.yaml")
     blueprint = blueprint_of(config, Topology())
@@ -126,8 +126,19 @@ def _looked(wish: Wish, goal: Goal) -> _Seen:
 
 def _most_positions(blueprint: Blueprint) -> int:
     """The longest sequences that the model takes."""
-    fixed = longest_fixed_length(blueprint.config)
-    return min(each for each in (fixed[0] if fixed else None, most_positions(blueprint.config), _LONGEST) if each)
+    lengths = [most_positions(blueprint.config), _LONGEST]
+    if fixed := longest_fixed_length(blueprint.config):
+        lengths.append(fixed[0])
+    return min(each for each in lengths if each)
+
+
+def _data(wish: Wish) -> dict[str, Any]:
+    data: dict[str, Any] = {"train": wish.data}
+    if wish.eval is not None:
+        data["eval"] = wish.eval
+    if wish.columns:
+        data["columns"] = dict(wish.columns)
+    return data
 
 
 def _max_length(lengths: np.ndarray, most: int) -> int:
@@ -143,9 +154,13 @@ def _values(wish: Wish, seen: _Seen, max_length: int) -> dict[str, Any]:
     tokens, size = seen.data.train.num_trained_tokens, min(config.train.batch_size, seen.data.train.num_examples)
     if wish.steps is not None:
         train["steps"] = wish.steps
+    elif wish.epochs is not None:
+        train["epochs"] = wish.epochs
+    elif tokens < _FEW_TOKENS:
+        train["epochs"] = 3
     else:
-        train["epochs"] = wish.epochs if wish.epochs is not None else 3 if tokens < _FEW_TOKENS else 1
-    train["batch_size"] = max(size, wish.gpus)
+        train["epochs"] = 1
+    train["batch_size"] = max(size, wish.gpus)  # each dp rank needs a sequence
     if seen.goal == "sft" and not has_known_rate(facts):
         train["lr"] = 2e-4 if facts.width <= _LARGE_WIDTH else 1e-4
     steps = train.get("steps") or math.ceil(train["epochs"] * math.ceil(seen.data.train.num_examples / size))
@@ -158,10 +173,11 @@ def _values(wish: Wish, seen: _Seen, max_length: int) -> dict[str, Any]:
         lora["r"] = _rank(seen, tokens)
     elif seen.goal == "dpo":
         lora["target_modules"] = "all-linear"
-    data: dict[str, Any] = {"train": wish.data, **({"eval": wish.eval} if wish.eval else {})}
-    data |= {"columns": dict(wish.columns)} if wish.columns else {}
-    values = {"preset": PRESET[seen.goal], "model": {"path": wish.model}, "data": data | {"max_length": max_length}}
-    return values | ({"lora": lora} if lora else {}) | {"train": train}
+    data = _data(wish) | {"max_length": max_length}
+    values = {"preset": PRESET[seen.goal], "model": {"path": wish.model}, "data": data}
+    if lora:
+        values["lora"] = lora
+    return values | {"train": train}
 
 
 def _rank(seen: _Seen, tokens: int) -> int:
@@ -183,7 +199,7 @@ class _Planned:
 def _plan(wish: Wish, seen: _Seen, values: dict[str, Any], max_length: int) -> _Planned:
     """Plan the topology, and add it to `values`."""
     train = values["train"]
-    lora = {**(seen.config.lora or {}), **values.get("lora", {})}
+    lora = {**(seen.config.lora or {}), **values.get("lora", {})}  # the preset's, below ours
     plain = dataclasses.replace(seen.blueprint, adapter=None)
     hardware, size = wish.hardware, train["batch_size"]
     try:
@@ -195,9 +211,12 @@ def _plan(wish: Wish, seen: _Seen, values: dict[str, Any], max_length: int) -> _
         words = f"the planner's first of {wish.gpus} x {hardware.name}: {memory}"
         if not best.fits:
             raise MeshloraError(f"no topology fits: {best.topology} comes nearest, {memory}; use more GPUs, or qlora")
-        micro = max(1, best.micro_batch // 2) if seen.goal == "dpo" else best.micro_batch  # a pair is two rows
+        micro = best.micro_batch
+        if seen.goal == "dpo":
+            micro = max(1, micro // 2)  # a pair is two rows
         found = _Planned(str(best.topology), micro, best.recompute, words)
     except UserError as error:
+        # The run is possible without a plan.
         found = _Planned(f"dp={wish.gpus}", 1, "none", f"not planned: {one_line(str(error), 160)}")
     train["micro_batch_size"] = found.micro_batch
     if found.recompute != "none":
@@ -246,4 +265,6 @@ def _lines(values: Mapping[str, Any], notes: Mapping[str, str]) -> Sequence[str]
 
 def _line(key: str, value: Any, note: str) -> str:
     written = yaml.safe_dump(value, width=10_000, default_flow_style=True).removesuffix("...\n").strip()
-    return f"{key}: {written}  # {one_line(note, 200)}" if note else f"{key}: {written}"
+    if not note:
+        return f"{key}: {written}"
+    return f"{key}: {written}  # {one_line(note, 200)}"

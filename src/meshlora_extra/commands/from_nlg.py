@@ -94,7 +94,7 @@ def run_of(options: argparse.Namespace) -> dict[str, Any]:
     given: dict[str, Any] = vars(options)
     train: dict[str, Any] = {"output": options.work_dir}
     train["batch_size"] = options.train_batch_size * options.nproc * options.grad_acc
-    train["micro_batch_size"] = options.train_batch_size
+    train["micro_batch_size"] = options.train_batch_size  # there it is of a process
     train |= _length(options)
     train |= {"weight_decay": options.weight_decay, "decay_biases_and_norms": not options.no_decay_bias}
     train |= {"beta1": options.adam_beta1, "beta2": options.adam_beta2, "eps": options.adam_epislon}
@@ -105,11 +105,14 @@ def run_of(options: argparse.Namespace) -> dict[str, Any]:
         if theirs == "save_interval" or options.valid_data:
             train[ours] = _in_steps(theirs, given[theirs], options.grad_acc)
     data = {"train": options.train_data, "max_length": options.seq_len}
-    data |= {"eval": options.valid_data} if options.valid_data else {}
-    data |= {"train_on": "everything"} if options.obj == "jlm" else {}
+    if options.valid_data:
+        data["eval"] = options.valid_data
+    if options.obj == "jlm":  # of prompts too
+        data["train_on"] = "everything"
     recipe = PRESETS["microsoft-e2e"]  # for texts that are evaluated or continued: encoded rows are complete
     separator = recipe["data"]["separator"]
-    data |= {"separator": separator} if _is_separated(options, separator) else {}
+    if _is_separated(options, separator):
+        data["separator"] = separator
     lora = {"r": options.lora_dim, "lora_alpha": options.lora_alpha, "lora_dropout": options.lora_dropout}
     lora |= {"target_modules": ["c_attn"], "pieces": {"c_attn": ["q", "v"]}}
     return {
@@ -133,7 +136,7 @@ def _is_separated(options: argparse.Namespace, separator: str) -> bool:
 
     file = Path(options.train_data)
     rows = json_objects(file, Problems()) if file.is_file() and file.suffix == ".jsonl" else iter(())
-    context = next((row.get("context") for _, row in rows), None)
+    context = next((row.get("context") for _, row in rows), None)  # token ids
     if not isinstance(context, list) or not context:
         return True
     return bool(load_tokenizer(options.model).decode(context[-1:]) == separator)

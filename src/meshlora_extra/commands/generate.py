@@ -67,9 +67,10 @@ def _generate(options: argparse.Namespace) -> None:
         world = options.nproc or (place.world if place else 1)
         check_json(options)
         config = _config(options)
-        if world == 1 and options.topology is None:
+        if world == 1 and options.topology is None:  # no group is opened
             _hand_over_each(options, _texts_of_one_process(options, config))
             return
+        # Before CUDA is opened here.
         takes_gpus = options.nproc is not None and on_gpus("auto", num_ranks=options.nproc)
         run = prepare(options, config, world=world)
         machines("auto", watch)
@@ -92,6 +93,7 @@ def _config(options: argparse.Namespace) -> Any:
     try:
         return GenerateConfig(**words, batch_size=1)
     except UserError as error:
+        # The config's words, and here there is no run file.
         given = error.given.replace("generate.", "--").replace("_", "-").replace("=", " ")
         way_out = error.way_out.replace("generate.do_sample", "--temperature").replace(
             "generate.num_beams", "--num-beams"
@@ -119,12 +121,20 @@ def _day(options: argparse.Namespace) -> str | None:
 
     if not options.chat:
         return None
-    today = one_day()
-    return (day_of_adapter(Path(options.adapter)) if options.adapter else None) or today
+    today = one_day()  # asked on all ranks, as it is collective
+    if options.adapter:
+        return day_of_adapter(Path(options.adapter)) or today
+    return today
 
 
 def _names(options: argparse.Namespace) -> list[str]:
     return [f"--prompt {prompt[:80]!r}" for prompt in options.prompt]
+
+
+def _adapter(options: argparse.Namespace) -> Path | None:
+    if not options.adapter:
+        return None
+    return Path(options.adapter)
 
 
 def _texts_of_one_process(options: argparse.Namespace, config: Any) -> Iterator[str]:
@@ -133,7 +143,7 @@ def _texts_of_one_process(options: argparse.Namespace, config: Any) -> Iterator[
     return generate(
         options.model,
         _asked(options),
-        adapter=Path(options.adapter) if options.adapter else None,
+        adapter=_adapter(options),
         options=config,
         names=_names(options),
         separator=options.separator,
@@ -157,7 +167,7 @@ def prepare(options: argparse.Namespace, config: Any, *, world: int) -> tuple[An
         options.model,
         _asked(options),
         config,
-        adapter=Path(options.adapter) if options.adapter else None,
+        adapter=_adapter(options),
         trust_remote_code=code,
         names=_names(options),
         separator=options.separator,
@@ -165,7 +175,7 @@ def prepare(options: argparse.Namespace, config: Any, *, world: int) -> tuple[An
     )
     blueprint = blueprint_to_generate(
         options.model,
-        adapter=Path(options.adapter) if options.adapter else None,
+        adapter=_adapter(options),
         topology=options.topology,
         world=world,
         dtype=options.dtype,
@@ -189,12 +199,12 @@ def _own_words(options: argparse.Namespace) -> list[str]:
     """The arguments that ranks are started with: all but `--nproc`. Each is one word, whatever its text begins with."""
     given = {"model": options.model, "adapter": options.adapter, "topology": options.topology, "json": options.json}
     given |= {name: getattr(options, name) for name in (*_DECODING, "prompt", "separator", "temperature", "dtype")}
-    words = [
-        f"--{name.replace('_', '-')}={each}"
-        for name, value in given.items()
-        for each in (value if isinstance(value, list) else [value])
-        if each is not None
-    ]
+    words = []
+    for name, value in given.items():
+        if not isinstance(value, list):
+            value = [value]
+        # One word each: a prompt may begin with a hyphen.
+        words += [f"--{name.replace('_', '-')}={each}" for each in value if each is not None]
     return words + ["--trust-remote-code"] * options.trust_remote_code + ["--chat"] * options.chat
 
 

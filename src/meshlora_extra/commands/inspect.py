@@ -52,8 +52,10 @@ def _inspect(options: argparse.Namespace) -> None:
     if rows:
         console.show_rows(rows)
     write_result(options.json, {"folder": f"{folder}", "is_whole": not broken, "problems": broken, "found": dict(rows)})
+    if len(broken) == 1:
+        raise MeshloraError(f"{folder}: {broken[0]}")
     if broken:
-        raise MeshloraError(f"{folder}: {broken[0] if len(broken) == 1 else f'{len(broken)} folders are not whole'}")
+        raise MeshloraError(f"{folder}: {len(broken)} folders are not whole")
 
 
 def _is_run(folder: Path) -> bool:
@@ -72,6 +74,7 @@ def _is_plain(folder: Path) -> bool:
         there = {file.name for file in folder.iterdir()}
     except (OSError, ValueError):
         return False
+    # A save of a run that lost its manifest is damaged, not plain.
     return {CONFIG_FILE, WEIGHTS_FILE} <= there and not {FILE, STATE_FILE} & there
 
 
@@ -103,28 +106,33 @@ def _saved(folder: Path) -> tuple[list[tuple[str, str]], list[str]]:
         saved = read_manifest(folder)
     except NotWholeError as error:
         return [], [str(error)]
-    mistakes = {name: file_mistake(saved, name) for name in sorted(saved.files)}
-    rows = _rows(saved)
-    for name, mistake in mistakes.items():
-        rows.append((name, f"{saved.files[name].num_bytes:,} bytes, {mistake or 'as they were saved'}"))
-    return rows, [mistake for mistake in mistakes.values() if mistake]
+    rows, mistakes = _rows(saved), []
+    for name, file in sorted(saved.files.items()):
+        mistake = file_mistake(saved, name)
+        rows.append((name, f"{file.num_bytes:,} bytes, {mistake or 'as they were saved'}"))
+        if mistake:
+            mistakes.append(mistake)
+    return rows, mistakes
 
 
 def _rows(saved: Saved) -> list[tuple[str, str]]:
     """(name, value) of everything in a manifest except its files."""
     from meshlora.run.checkpoint.identity import shown
 
-    skipped = f", {saved.step - saved.updates:,} of them left out" if saved.step > saved.updates else ""
-    rows = [
-        (saved.kind, f"after {saved.step:,} of {saved.steps:,} steps{skipped}"),
-        ("topology", saved.topology),
-        ("eval loss", "" if saved.eval_loss is None else f"{saved.eval_loss:.6g}"),
-        ("loss scale", f"{saved.loss_scale['scale']:g}" if saved.loss_scale else ""),
-        ("versions", ", ".join(f"{shown(name)} {shown(value)}" for name, value in sorted(saved.versions.items()))),
-    ]
-    return [row for row in rows if row[1]] + [
-        (shown(name), shown(value)) for name, value in sorted(saved.identity.items())
-    ]
+    steps = f"after {saved.step:,} of {saved.steps:,} steps"
+    if saved.step > saved.updates:
+        steps += f", {saved.step - saved.updates:,} of them left out"  # their gradients were not finite
+    rows: list[tuple[str, str]] = [(saved.kind, steps)]
+    if saved.topology:
+        rows.append(("topology", saved.topology))
+    if saved.eval_loss is not None:
+        rows.append(("eval loss", f"{saved.eval_loss:.6g}"))
+    if saved.loss_scale:
+        rows.append(("loss scale", f"{saved.loss_scale['scale']:g}"))
+    if saved.versions:
+        words = (f"{shown(name)} {shown(value)}" for name, value in sorted(saved.versions.items()))
+        rows.append(("versions", ", ".join(words)))
+    return rows + [(shown(name), shown(value)) for name, value in sorted(saved.identity.items())]
 
 
 def _run(output: Path) -> tuple[list[tuple[str, str]], list[str]]:
@@ -134,20 +142,26 @@ def _run(output: Path) -> tuple[list[tuple[str, str]], list[str]]:
     from meshlora.run.checkpoint.resuming import FINISHED, FOLDER, step_folders
     from meshlora.run.lock import holder_of
 
-    folders = [output / name for name in ("initial", FINISHED)]
-    folders = [folder for folder in folders if folder.exists() or folder.is_symlink()]
-    folders[1:1] = [folder for _, folder in reversed(step_folders(output / FOLDER))]
+    folders: list[tuple[Path, Any]] = []
+    for name in ("initial", FINISHED):
+        folder = output / name
+        if folder.exists() or folder.is_symlink():  # a broken link is a problem to show
+            folders.append((folder, name))
+    # Between the two, the newest first.
+    folders[1:1] = [(folder, "checkpoint") for _, folder in reversed(step_folders(output / FOLDER))]
     rows, whole, broken = [], dict[Path, Saved](), []
-    for folder in folders:
+    for folder, kind in folders:
         try:
-            kind: Any = folder.name if folder.name in ("initial", FINISHED) else "checkpoint"
             saved = whole[folder] = read_whole(folder, kinds=(kind,))
             rows.append((f"{folder.relative_to(output)}", f"whole, after {saved.step:,} of {saved.steps:,} steps"))
         except NotWholeError as error:
             rows.append((f"{folder.relative_to(output)}", f"not whole: {error.rule}"))
             broken.append(str(error))
-    links = (output / FOLDER / name for name in ("latest", "best"))
-    rows += [(f"{FOLDER}/{link.name}", shown(f"{link.readlink()}")) for link in links if link.is_symlink()]
+    for name in ("latest", "best"):
+        link = output / FOLDER / name
+        if link.is_symlink():
+            rows.append((f"{FOLDER}/{name}", shown(f"{link.readlink()}")))
+    # Resuming takes the newest whole one.
     last = max((saved.step for saved in whole.values() if saved.kind == "checkpoint"), default=0)
     if output / FINISHED in whole:
         rows.append(("--resume auto", f"all {whole[output / FINISHED].steps:,} steps are done, if the run is the same"))

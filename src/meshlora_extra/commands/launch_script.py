@@ -78,11 +78,12 @@ def _launch_script(options: argparse.Namespace) -> None:
     _check_options(options)
     if options.out:
         check_result_file(Path(options.out), f"--out {options.out}")
+    # All of a file have the same topology.
     config = next(iter(read_runs(options.file, options.overrides, downloads=False).values()))
     ranks = options.gpus_per_node
     if ranks is None:
         smallest = Topology.parse(config.topology)
-        ranks, rest = divmod(smallest.world, options.nodes)
+        ranks, rest = divmod(smallest.world, options.nodes)  # the topology without a number has the least dp
         if rest:
             rule = f"the {smallest.world} ranks of topology {smallest} do not divide among them"
             raise UserError(f"--nodes {options.nodes}", rule, "give --gpus-per-node too")
@@ -98,8 +99,13 @@ def _launch_script(options: argparse.Namespace) -> None:
 def filled(options: argparse.Namespace, *, ranks: int, has_gpus: bool) -> str:
     """The file for the launcher `options.kind`, with `ranks` ranks on each node."""
     given = {name: getattr(options, name) for name in _DEFAULTS if getattr(options, name) is not None}
-    words = [*run_file_words(options.file, options.overrides), "--resume", "auto", "--stopped-exit-code", str(STOPPED)]
-    quoted = shlex.join(words)
+    run = run_file_words(options.file, options.overrides)
+    words = shlex.join([*run, "--resume", "auto", "--stopped-exit-code", str(STOPPED)])
+    if options.kind == "k8s":
+        words = words.replace("$", "$$")  # Kubernetes reads $(NAME)
+    of_gpus: dict[str, Any] = {"gpus": None, "if_gpus": None}  # which leaves their lines out
+    if has_gpus:
+        of_gpus = {"gpus": ranks, "if_gpus": ""}
     values = (
         _DEFAULTS
         | given
@@ -111,11 +117,10 @@ def filled(options: argparse.Namespace, *, ranks: int, has_gpus: bool) -> str:
             "nodes": options.nodes,
             "last_node": options.nodes - 1,
             "ranks": ranks,
-            "gpus": ranks if has_gpus else None,
-            "if_gpus": "" if has_gpus else None,
+            **of_gpus,
             "cpus": options.cpus_per_gpu,
             "all_cpus": options.cpus_per_gpu * ranks,
-            "words": quoted.replace("$", "$$") if options.kind == "k8s" else quoted,  # Kubernetes reads $(NAME)
+            "words": words,
             "stopped": STOPPED,
         }
     )
@@ -175,9 +180,10 @@ def _check_time(text: str, stop_before_s: int) -> None:
     days, *parts = [int(number) if number else 0 for number in found.groups()]
     # 90 and 90:30 are minutes, 1:30:00 and 2-1 begin with hours.
     hours_first = found["days"] is not None or found["third"] is not None
-    limit_s = 86400 * days + sum(
-        a * b for a, b in zip(parts, (3600, 60, 1) if hours_first else (60, 1, 0), strict=True)
-    )
+    first, second, third = parts
+    limit_s = 86400 * days + 60 * first + second
+    if hours_first:
+        limit_s = 86400 * days + 3600 * first + 60 * second + third
     if limit_s <= stop_before_s:
         raise UserError(
             f"--time {text} with --stop-before {stop_before_s}",

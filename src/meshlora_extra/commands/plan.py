@@ -77,8 +77,9 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _choose(options: argparse.Namespace) -> None:
-    for name in ("gpus", *(() if options.hardware else ("gpu",)), "seq"):
-        if getattr(options, name) is None:
+    for name in ("gpus", "gpu", "seq"):
+        is_told = name == "gpu" and options.hardware  # a file alone may say all of it
+        if getattr(options, name) is None and not is_told:
             raise UserError("meshlora plan", f"--{name} is required beside --gpus and --gpu", "as in --seq 4096")
     from meshlora.plan.table import gradient_table, notes_of_whole
     from meshlora_extra.planner import show
@@ -104,7 +105,7 @@ def _choose(options: argparse.Namespace) -> None:
         optimizer=options.optimizer,
     )
     topologies = [Topology.parse(text, world=options.gpus) for text in options.topology]
-    choice = choose(problem, topologies)
+    choice = choose(problem, topologies)  # none given: all
     best = choice.ranked[0]
     console = Console()
     console.print(show.ranking(problem, choice))
@@ -114,7 +115,7 @@ def _choose(options: argparse.Namespace) -> None:
     console.say(show.assumptions(problem))
     for note in notes_of_whole(problem.blueprint.on(best.topology).plan):
         console.say(f"note: {note}")
-    if not best.fits:
+    if not best.fits:  # shown all the same, for what comes nearest
         missing = f"{(best.memory_bytes - best.usable_bytes) / 1e9:,.1f} GB too much for each GPU"
         way_out = "use more GPUs, or shorter sequences"
         raise MeshloraError(f"no topology fits: {best.topology} comes nearest, {missing}; {way_out}")
@@ -127,9 +128,14 @@ def _choose(options: argparse.Namespace) -> None:
         write_text_atomically(Path(options.json), json.dumps(found, indent=1) + "\n")
     if options.out:
         folder = Path(options.model)
-        name = str(folder if folder.is_dir() else folder.parent if folder.name == "config.json" else folder.stem)
         if repository := repository_of(folder):
             name = repository.name
+        elif folder.is_dir():
+            name = str(folder)
+        elif folder.name == "config.json":
+            name = str(folder.parent)
+        else:
+            name = folder.stem
         text = show.run_file(problem, best, model=name, data=options.data, output=f"runs/{Path(options.out).stem}")
         write_text_atomically(Path(options.out), text)
         console.say(f"written: {options.out}")
@@ -161,7 +167,9 @@ def _simulate(console: Any, problem: Any, best: Any) -> dict[str, Any]:
 def _lora(file: str | None) -> Any:
     from meshlora.adapter.formats.peft_format import lora_config, read_lora
 
-    values = read_lora(file) if file else {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+    values: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
+    if file:
+        values = read_lora(file)
     return lora_config(values, "--lora", unknown_is_error=True)
 
 
@@ -183,7 +191,9 @@ def hardware_of_run(runs: Mapping[str, Any], file: str) -> Any:
     from meshlora_extra.planner.hardware import hardware_named
 
     gpu = hardware_named(None, file)
-    device = "cuda" if on_gpus(next(iter(runs.values())).config.device, num_ranks=1) else "cpu"
+    device = "cpu"
+    if on_gpus(next(iter(runs.values())).config.device, num_ranks=1):
+        device = "cuda"
     if gpu.device != device:
         raise UserError(f"--hardware {file}", f"it is of {gpu.device}, and this run is on {device}", "calibrate here")
     return gpu
@@ -203,18 +213,24 @@ def planned_step(runs: Mapping[str, Any], gpu: Any) -> Any:
 
     run = next(iter(runs.values()))
     data, train, topology = run.config.data, run.config.train, run.topology
+    # Of the sequences, in tokens.
     lengths, rows = run.train_data.offsets[1:] - run.train_data.offsets[:-1], train.micro_batch_size
-    padded = [int(lengths[first : first + rows].max()) for first in range(0, len(lengths), rows)]
-    of_rows = lengths if data.packing == "auto" else padded
+    of_rows = lengths
+    if data.packing != "auto":
+        of_rows = [int(lengths[first : first + rows].max()) for first in range(0, len(lengths), rows)]
     try:
         if len(lengths) == 0:
             raise UnsupportedError("this run", "plans are of data that are known beforehand")
         check({**run.asked, "adapters": len(runs), "door": "meshlora plan"})
-        seq = data.max_length if data.packing is True else round(sum(of_rows) / len(of_rows))
+        seq = round(sum(of_rows) / len(of_rows))
+        if data.packing is True:  # rows are full
+            seq = data.max_length
         problem = problem_of_run(run.config, run.blueprint, gpus=topology.world, gpu=gpu, seq=seq)
         best = choose(problem, [topology]).ranked[0]
     except UserError as error:
         Console().say(f"not planned: {error}")
         return None
-    there = "" if gpu.ranks in (0, topology.world) else f", where {gpu.ranks} ranks were measured"
-    return Planned(best.time_s, f"rows of {problem.seq:,} tokens on {topology.world} x {gpu.name}{there}", best.parts_s)
+    words = f"rows of {problem.seq:,} tokens on {topology.world} x {gpu.name}"
+    if gpu.ranks not in (0, topology.world):  # fewer at once have more of the memory's bandwidth each
+        words += f", where {gpu.ranks} ranks were measured"
+    return Planned(best.time_s, words, best.parts_s)

@@ -61,7 +61,7 @@ class Runs:
         status = _status(file)
         if status is None:
             return {"steps": [], "evaluations": [], "written": 0.0}
-        mark = (status.st_size, status.st_mtime_ns)
+        mark = (status.st_size, status.st_mtime_ns)  # a line more changes both
         with self._lock:
             known = self._read.get(file)
             if known is None or known[0] != mark:
@@ -125,7 +125,9 @@ def _is_finite(value: Any) -> bool:
 def _thinned(points: list[dict[str, float]]) -> list[dict[str, float]]:
     """At most `_MOST_POINTS` of them, evenly, the last among them."""
     every = -(-len(points) // _MOST_POINTS)
-    return points if every <= 1 else [*points[:-1:every], points[-1]]
+    if every <= 1:
+        return points
+    return [*points[:-1:every], points[-1]]
 
 
 def _samples(file: Path) -> list[dict[str, Any]]:
