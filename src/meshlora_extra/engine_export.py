@@ -46,7 +46,7 @@ def engine_layout(adapter: AdapterPlan, plan: ModelPlan, where: str) -> Literal[
         UserError: targets of several scales. UnsupportedError: what engines read in no layout, by name.
     """
     targets = adapter.targets
-    if adapter.rows:
+    if adapter.rows:  # `trainable_token_indices`
         words = "engines take LoRA, and no rows of a vocabulary besides"
         raise UnsupportedError(f"{where}: trainable_token_indices", words, "merge it: meshlora merge")
     if not adapter.config.target_parameters:
@@ -56,7 +56,7 @@ def engine_layout(adapter: AdapterPlan, plan: ModelPlan, where: str) -> Literal[
     if reads_fused_experts(plan.model_type):
         _check_fused(where, targets, plan)
         return "peft"
-    engine_names(plan.model_type)
+    engine_names(plan.model_type)  # refuses families that no engine reads so
     _one_scaling(where, targets)
     return "per-expert"
 
@@ -106,8 +106,10 @@ class Exported(NamedTuple):
     num_padded: int
 
     def __str__(self) -> str:
-        padded = f", {self.num_padded} targets padded to it with zeros:" if self.num_padded else ":"
-        return f"rank {self.r}{padded} {self.num_tensors}"
+        padded = ""
+        if self.num_padded:
+            padded = f", {self.num_padded} targets padded to it with zeros"
+        return f"rank {self.r}{padded}: {self.num_tensors}"
 
 
 def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan: ModelPlan) -> Exported:
@@ -136,17 +138,19 @@ def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
     engine_layout(planned, plan, f"{folder}")
     names = engine_names(plan.model_type)  # refuses what engines read as it is, once that is known to be so
     _check_no_base(folder, tensors, targets, plan)
-    full, _ = read_factors(planned, plan)
+    full, _ = read_factors(planned, plan)  # split into experts
     # On disk the pieces of a linear are one adapter whose rank is the sum of theirs.
     ranks = {name: each.r if each.num_experts else each.r * max(1, len(each.pieces)) for name, each in targets.items()}
     r, scaling = max(ranks.values()), _one_scaling(f"{folder}", targets)
     linears = {name: each for name, each in targets.items() if not each.num_experts}
+    # Weights of the base that PEFT stores beside.
     written = {key: tensors[key] for key in base_keys(linears, plan).values() if key in tensors}
     for (_, side), key in file_keys(linears).items():
-        written[key] = _padded(tensors[key], r, dim=0 if side == "A" else 1)
+        written[key] = _padded(tensors[key], r, dim="AB".index(side))  # A: [r, in], B: [out, r]
     for rule in plan.experts.values():
         written |= _layer_tensors(rule, full, r, names)
     stored = read_json(folder / CONFIG_FILE) | _one_rank(r, scaling)
+    # Last parts of names: engines match these.
     stored["target_modules"] = sorted({name.rpartition(".")[2] for name in linears} | {*names.projections.values()})
     write_folder(target, written, stored, {})
     return Exported(len(written), r, sum(own < r for own in ranks.values()))
@@ -173,7 +177,7 @@ def import_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
     full = {targets[name].name_of(part): tensor for name, parts in factors.items() for part, tensor in parts.items()}
     written = file_tensors(full, targets)
     with open_adapter(file) as opened:
-        besides = opened.keys().intersection(base_keys(targets, plan).values())
+        besides = opened.keys().intersection(base_keys(targets, plan).values())  # embeddings that were resized
         written |= {key: opened.get_tensor(key).clone() for key in besides}
     stored = read_json(folder / CONFIG_FILE) | {
         "target_modules": sorted(config.target_modules or ()),
@@ -233,11 +237,14 @@ def _one_rank(r: int, scaling: float) -> dict[str, Any]:
     which under rsLoRA is another scale.
     """
     product = scaling * r
+    # Rounding may have moved it by a digit.
     near = (float(f"{product:.12g}"), product, math.nextafter(product, 0), math.nextafter(product, math.inf))
-    alpha = next((each for each in near if each / r == scaling), product)
+    alpha = next((each for each in near if each / r == scaling), product)  # PEFT divides it by r again
+    if alpha == int(alpha):
+        alpha = int(alpha)
     return {
         "r": r,
-        "lora_alpha": int(alpha) if alpha == int(alpha) else alpha,
+        "lora_alpha": alpha,
         "use_rslora": False,
         "rank_pattern": {},
         "alpha_pattern": {},
@@ -258,11 +265,15 @@ def _layer_tensors(
         name: ExpertFactors(_padded(factors.a, r, dim=1), _padded(factors.b, r, dim=2))
         for name, factors in by_projection(rule, full).items()
     }
-    return engine_tensors(rule.name, padded, num_experts=rule.num_experts, names=names) if padded else {}
+    if not padded:
+        return {}
+    return engine_tensors(rule.name, padded, num_experts=rule.num_experts, names=names)
 
 
 def _padded(factor: Tensor, r: int, *, dim: int) -> Tensor:
     """`factor` padded with zeros to rank `r` along `dim`."""
     shape = list(factor.shape)
+    if shape[dim] == r:
+        return factor
     shape[dim] = r - shape[dim]
-    return torch.cat([factor, factor.new_zeros(shape)], dim) if shape[dim] else factor
+    return torch.cat([factor, factor.new_zeros(shape)], dim)

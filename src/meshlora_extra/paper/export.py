@@ -14,6 +14,7 @@ equal pieces, holds A `[k*r, in]` and B `[k * out/n, r]`, the products of the pi
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -94,12 +95,15 @@ def export(adapter: str | Path, out: str | Path, layout: Literal["peft", "lorali
         UnsupportedError: loralib has no such adapter.
     """
     folder, target = Path(adapter), Path(out)
-    check_new(target, ".safetensors" if layout == "loralib" else "")
+    suffix, ways_out = "", ["use --layout peft"]
+    if layout == "loralib":
+        suffix, ways_out = ".safetensors", []
+    check_new(target, suffix)
     config = read_config(folder, ignore_dropout=True)
     if layout == "loralib":
         _check_for_loralib(config, f"{folder / CONFIG_FILE}")
     tensors = read_adapter_tensors(folder / WEIGHTS_FILE)
-    refuse_per_expert(folder, tensors, *(["use --layout peft"] if layout == "peft" else []))
+    refuse_per_expert(folder, tensors, *ways_out)
     factors, biases = _factors(tensors, config, f"{folder}", strict=layout == "loralib")
     if layout == "peft":
         write_folder(target, tensors, read_json(folder / CONFIG_FILE), {})
@@ -142,16 +146,19 @@ def import_loralib(
         rule = "it comes from elsewhere, and PEFT loads an adapter of other names as one without effect"
         raise UserError(f"{source}", rule, "give --model, the base it was trained on")
     check_new(target)
-    tensors, prefix = _without_wrappers(source, read_pickled(source) if is_pickled else read_tensors(source))
     metadata: dict[str, Any] = {}
     num_of_base = 0
     if is_pickled:
         assert base is not None
+        tensors, prefix = _without_wrappers(source, read_pickled(source))
         tensors, num_of_base = without_base(source, tensors, base)
     else:
+        tensors, prefix = _without_wrappers(source, read_tensors(source))
         with open_safetensors(source) as opened:
             metadata = _parse_metadata(source, (opened.metadata() or {}).get("loralib"))
-    alpha = lora_alpha if lora_alpha is not None else metadata.get("lora_alpha")
+    alpha = lora_alpha
+    if alpha is None:
+        alpha = metadata.get("lora_alpha")
     if alpha is None:
         raise UserError(f"{source}", "it does not say lora_alpha", "give --lora-alpha, the value it was trained with")
     if not (isinstance(alpha, int | float) and 0 < alpha < math.inf):
@@ -162,21 +169,40 @@ def import_loralib(
     factors = {}
     for module in modules:
         own = metadata.get("modules", {}).get(module, {})
-        enabled = metadata.get("enable_lora", {}).get(module) if enable_lora is None else enable_lora
+        enabled = enable_lora
+        if enabled is None:
+            enabled = metadata.get("enable_lora", {}).get(module)
         factors[module] = _from_loralib(source, module, tensors, float(own.get("lora_alpha", alpha)), enabled)
-    known = {f"{module}.lora_{side}" for module in modules for side in "AB"}
-    biases = {key: tensor for key, tensor in tensors.items() if key not in known}
-    # Old GPT-2 code keeps its causal mask in a buffer of this name, which loralib takes for a bias.
-    biases = {key: tensor for key, tensor in biases.items() if not (key.endswith("attn.bias") and tensor.ndim > 1)}
-    if wrong := [key for key in biases if not key.endswith(".bias")]:
-        raise UserError(f"{source}: {wrong[0]}", "it is neither lora_A, lora_B nor a bias")
+    biases = _biases(source, tensors)
     if model is not None:
         _check_modules(source, factors, biases, model)
     check_effect(source, {module: each.b for module, each in factors.items()} | biases)
     config, stored = _peft_state(factors, biases)
     pieces = {_short_name(module, factors): list(each.pieces) for module, each in factors.items() if each.pieces}
-    write_folder(target, stored, config, {"pieces": pieces} if pieces else {})
+    ours: dict[str, Any] = {}  # what PEFT has no place for
+    if pieces:
+        ours["pieces"] = pieces
+    write_folder(target, stored, config, ours)
     return Imported(len(stored), prefix, num_of_base)
+
+
+def _biases(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The biases of a lora_state_dict.
+
+    Raises:
+        UserError: something else is there besides factors.
+    """
+    found = {}
+    for key, tensor in tensors.items():
+        if key.endswith((".lora_A", ".lora_B")):
+            continue
+        # Old GPT-2 code keeps its causal mask in a buffer of this name, which loralib takes for a bias.
+        if key.endswith("attn.bias") and tensor.ndim > 1:
+            continue
+        if not key.endswith(".bias"):
+            raise UserError(f"{file}: {key}", "it is neither lora_A, lora_B nor a bias")
+        found[key] = tensor
+    return found
 
 
 def check_new(target: Path, suffix: str = "") -> None:
@@ -209,21 +235,18 @@ def _loralib_state(
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The state and its metadata: r, lora_alpha, enable_lora by module, and modules that differ."""
     state = dict(biases)
+    first = next(iter(factors.values()))
     enabled: dict[str, list[bool]] = {}
+    modules: dict[str, dict[str, float]] = {}
     for module, each in factors.items():
         state[f"{module}.lora_A"] = each.a
         state[f"{module}.lora_B"] = each.b
         if each.pieces:
-            state[f"{module}.lora_B"] = _compact_b(module, each)
+            state[f"{module}.lora_B"] = _compact_b(module, each)  # without the zeros of the block form
             enabled[module] = [name in each.pieces for name in _PIECES]
-    first = next(iter(factors.values()))
-    metadata: dict[str, Any] = {"r": first.r, "lora_alpha": first.lora_alpha, "enable_lora": enabled}
-    metadata["modules"] = {
-        module: {"r": each.r, "lora_alpha": each.lora_alpha}
-        for module, each in factors.items()
-        if (each.r, each.lora_alpha) != (first.r, first.lora_alpha)
-    }
-    return state, metadata
+        if (each.r, each.lora_alpha) != (first.r, first.lora_alpha):
+            modules[module] = {"r": each.r, "lora_alpha": each.lora_alpha}
+    return state, {"r": first.r, "lora_alpha": first.lora_alpha, "enable_lora": enabled, "modules": modules}
 
 
 def _parse_metadata(file: Path, text: str | None) -> dict[str, Any]:
@@ -287,7 +310,7 @@ def _from_loralib(
     a, b = tensors.get(f"{module}.lora_A"), tensors.get(f"{module}.lora_B")
     if a is None or b is None or a.ndim != 2 or b.ndim != 2:
         raise UserError(f"{file}: {module}", "it needs lora_A and lora_B, both matrices (Conv2d is not supported)")
-    r = b.shape[1]
+    r = b.shape[1]  # also of a MergedLinear, whose B holds k pieces by rows
     if a.shape[0] == r and (enabled is None or sum(enabled) != 1):
         return Factors(a, b, r, alpha, is_embedding=module.rpartition(".")[2] in _EMBEDDINGS)
     num_enabled = a.shape[0] // r
@@ -305,7 +328,8 @@ def _from_loralib(
             f"{module} has LoRA on {num_enabled} pieces of {len(_PIECES)} ({', '.join(_PIECES)})",
         )
     out_features = b.shape[0] // num_enabled * len(_PIECES)
-    pieces = tuple(name for name, on in zip(_PIECES, enabled, strict=True) if on)
+    pieces = tuple(itertools.compress(_PIECES, enabled))
+    # [1, k*r, in] and [1, k*out/n, r].
     each_a, each_b = a.unsqueeze(0).chunk(num_enabled, 1), b.unsqueeze(0).chunk(num_enabled, 1)
     own = {name: ExpertFactors(*sides) for name, *sides in zip(pieces, each_a, each_b, strict=True)}
     whole = to_blocks(own, rows=_equal_blocks(module, out_features), out_features=out_features)
@@ -319,7 +343,7 @@ def _compact_b(module: str, factors: Factors) -> Tensor:
         raise UserError(f"{module}: piece {unknown[0]!r}", did_you_mean(unknown[0], rows))
     if list(factors.pieces) != [name for name in rows if name in factors.pieces]:
         raise UserError(f"{module}: pieces {list(factors.pieces)}", f"their order should be that of {list(rows)}")
-    whole = ExpertFactors(factors.a.unsqueeze(0), factors.b.unsqueeze(0))
+    whole = ExpertFactors(factors.a.unsqueeze(0), factors.b.unsqueeze(0))  # a stack of one
     found = from_blocks(whole, pieces=factors.pieces, rows=rows, where=module)
     return torch.cat([each.b[0] for each in found.values()])
 
@@ -343,76 +367,93 @@ def _factors(
         suffix = next((s for s in _SIDES if name.endswith(s)), None)
         if suffix is not None:
             module = name.removesuffix(suffix)
-            found.setdefault(module, {})[_SIDES[suffix]] = tensor
-            embeddings |= {module} if "embedding" in suffix else set()
+            found.setdefault(module, {})[_SIDES[suffix]] = tensor  # either side may come first
+            if "embedding" in suffix:
+                embeddings.add(module)
         elif name.endswith(".bias") and ".lora_" not in name:
             biases[name.replace(".base_layer.", ".")] = tensor
         elif strict and ".base_layer." not in name:  # PEFT stores embeddings along with LoRA on them
             raise UnsupportedError(f"{where}: {key}", "loralib has no place for it", "merge it instead: meshlora merge")
-    check_patterns(config, found)
+    check_patterns(config, found)  # a pattern that matches nothing is a mistake
     factors = {}
     for module, sides in sorted(found.items()):
         if sides.keys() != {"A", "B"}:
             raise UserError(f"{where}: {module}", f"it has lora_{next(iter(sides))} only")
         a, b = sides["A"], sides["B"]
         r, scaling = rank_and_scaling(config, module)
-        # LoRA on experts, which only layout "peft" can hold, has rank r per expert.
-        needed = r if strict else a.shape[0]
+        needed, enabled = a.shape[0], []
+        if strict:
+            # LoRA on experts, which only layout "peft" can hold, has rank r per expert. To PEFT an adapter on pieces is
+            # like any other; loralib has a form of its own, for equal blocks only.
+            needed, enabled = r, pieces_of(config, module)
         if a.ndim != 2 or b.ndim != 2 or (a.shape[0], b.shape[1]) != (needed, needed):
             raise UserError(
                 f"{where}: {module}",
                 f"A {list(a.shape)} and B {list(b.shape)} are not of rank {r}, as {CONFIG_FILE} says",
             )
-        # To PEFT an adapter on pieces is like any other; loralib has a form of its own, for equal blocks only.
-        enabled = pieces_of(config, module) if strict else []
         if enabled and r % len(enabled):
             raise UserError(f"{where}: {module}", f"rank {r} is not the same for {len(enabled)} pieces")
-        rank = r // max(1, len(enabled))
+        rank = r // max(1, len(enabled))  # of one piece
         factors[module] = Factors(a, b, rank, scaling * rank, module in embeddings, tuple(enabled))
     if not factors:
         raise UserError(where, "it holds no lora_A")
-    pieces = own_words(config).get("pieces", {}) if strict else {}
-    if unused := [module for module in pieces if not matches([module], factors)]:
-        raise UserError(f"{where}: {PIECES_FILE} names {unused[0]}", "there is no such module in the adapter")
+    if strict:
+        for module in own_words(config).get("pieces", {}):
+            if not matches([module], factors):
+                raise UserError(f"{where}: {PIECES_FILE} names {module}", "there is no such module in the adapter")
     return factors, biases
 
 
 def _peft_state(
     factors: Mapping[str, Factors], biases: Mapping[str, Tensor]
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    # Most modules are like it: the config says its r.
     plain = next((f for f in factors.values() if not f.pieces), next(iter(factors.values())))
-    ranks = {m: f.r * max(1, len(f.pieces)) for m, f in factors.items()}
-    alphas = {m: f.lora_alpha * max(1, len(f.pieces)) for m, f in factors.items()}
+    ranks: dict[str, int] = {}
+    alphas: dict[str, float] = {}
+    stored = {}
+    for module, each in factors.items():
+        name, times = _short_name(module, factors), max(1, len(each.pieces))  # blocks, each with the rank and the scale
+        if each.r * times != plain.r:
+            ranks[name] = each.r * times
+        if each.lora_alpha * times != plain.lora_alpha:
+            alphas[name] = each.lora_alpha * times
+        for side, tensor in (("A", each.a), ("B", each.b)):
+            suffix = f"lora_{side}.weight"
+            if each.is_embedding:
+                suffix = f"lora_embedding_{side}"
+            stored[f"{PREFIX}{module}.{suffix}"] = tensor
+    for key, tensor in biases.items():
+        module = key.removesuffix(".bias")
+        if module in factors:
+            module = f"{module}.base_layer"
+        stored[f"{PREFIX}{module}.bias"] = tensor
     config = LoraConfig(
         r=plain.r,
         lora_alpha=plain.lora_alpha,
         target_modules=sorted(factors),
-        rank_pattern={_short_name(m, factors): r for m, r in ranks.items() if r != plain.r},
-        alpha_pattern={_short_name(m, factors): alpha for m, alpha in alphas.items() if alpha != plain.lora_alpha},
+        rank_pattern=ranks,
+        alpha_pattern=alphas,
         bias=_bias_option(factors, biases),
     )
-    stored = {}
-    for module, each in factors.items():
-        for side, tensor in (("A", each.a), ("B", each.b)):
-            suffix = f"lora_embedding_{side}" if each.is_embedding else f"lora_{side}.weight"
-            stored[f"{PREFIX}{module}.{suffix}"] = tensor
-    for key, tensor in biases.items():
-        module = key.removesuffix(".bias")
-        stored[f"{PREFIX}{module}.base_layer.bias" if module in factors else f"{PREFIX}{key}"] = tensor
     return config_to_store(config, None), stored
 
 
 def _bias_option(factors: Mapping[str, Factors], biases: Mapping[str, Tensor]) -> Literal["none", "all", "lora_only"]:
     if not biases:
         return "none"
-    return "lora_only" if all(key.removesuffix(".bias") in factors for key in biases) else "all"
+    if all(key.removesuffix(".bias") in factors for key in biases):
+        return "lora_only"
+    return "all"
 
 
 def _short_name(module: str, factors: Mapping[str, Factors]) -> str:
     """The last part of the name if all modules with it are alike, else the full name."""
     suffix = module.rpartition(".")[2]
     alike = {(f.r, f.lora_alpha, f.pieces) for m, f in factors.items() if m.rpartition(".")[2] == suffix}
-    return suffix if len(alike) == 1 else module
+    if len(alike) == 1:
+        return suffix
+    return module
 
 
 def write_folder(
@@ -432,12 +473,12 @@ def write_folder(
 
 
 def _write_file(target: Path, state: Mapping[str, Tensor], metadata: Mapping[str, Any]) -> None:
-    ordered = {key: state[key].contiguous() for key in sorted(state)}
+    ordered = {key: state[key].contiguous() for key in sorted(state)}  # safetensors refuses what is not contiguous
     text = {"format": "pt", "loralib": json.dumps(metadata, sort_keys=True)}
 
     def write(path: Path) -> None:
         save_file(ordered, path, metadata=text)
-        _compare(path, state)
+        _compare(path, state)  # before it appears under its name
 
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
