@@ -61,15 +61,19 @@ def collect_over(accelerator: Accelerator, mesh: Mesh) -> None:
         rows = gathered_rows(value, mesh.dp)
         # Trainer repeats a loss as if the last batch were as large as the others.
         data = accelerator.gradient_state
-        last = data.remainder if data.end_of_dataloader else 0
-        return recursively_apply(lambda tensor: tensor[:last], rows) if last > 0 else rows
+        last = data.remainder
+        if not data.end_of_dataloader or last <= 0:
+            return rows
+        return recursively_apply(lambda tensor: tensor[:last], rows)
 
     def gather_all(value: Any) -> Any:
         return gathered_rows(value, mesh.dp)
 
     def reduce(value: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        whole = all_reduce_sum(value.clone(), mesh.dp)
-        return whole * scale / (mesh.dp.size if reduction == "mean" else 1)
+        whole = all_reduce_sum(value.clone(), mesh.dp) * scale
+        if reduction == "mean":
+            whole = whole / mesh.dp.size
+        return whole
 
     accelerator.gather = gather_all
     accelerator.gather_for_metrics = gather

@@ -7,6 +7,7 @@ cp can cut (`run.feeding`).
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
@@ -61,7 +62,7 @@ class SharedRows:
 def fingerprint_of(value: Any, start: int = 0) -> int:
     """32 bits of the numbers and texts anywhere in `value`; of other objects their types alone."""
     if isinstance(value, Mapping):
-        value = [part for pair in value.items() for part in pair]
+        value = list(itertools.chain.from_iterable(value.items()))
     if isinstance(value, Tensor):
         value = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     if isinstance(value, list | tuple) and not all(isinstance(one, int | float) for one in value):
@@ -85,10 +86,11 @@ def gathered_rows(value: Any, dp: Axis) -> Any:
 
 
 def _gathered(tensor: Tensor, dp: Axis) -> Tensor:
-    own = tensor.unsqueeze(0) if tensor.ndim == 0 else tensor
+    own = sent = torch.atleast_1d(tensor)
     sizes = all_gather(torch.tensor([len(own)], device=own.device), dp).tolist()
-    sent = own.to(torch.uint8) if own.dtype == torch.bool else own
-    room = sent.new_zeros(max(sizes), *own.shape[1:])
+    if own.dtype == torch.bool:  # which backends do not send
+        sent = own.to(torch.uint8)
+    room = sent.new_zeros(max(sizes), *own.shape[1:])  # as many rows as the rank with most has
     room[: len(own)] = sent
     every = all_gather(room, dp).view(dp.size, *room.shape)
     return torch.cat([rows[:size] for rows, size in zip(every, sizes, strict=True)]).to(own.dtype)

@@ -29,7 +29,7 @@ def write_adapter_into(model: Any, folder: Path) -> None:
     if mesh.rank == 0:
         shutil.rmtree(new, ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
-    save_adapter(model, new)
+    save_adapter(model, new)  # collective: every rank
     if mesh.rank == 0:
         for file in sorted(new.iterdir()):
             os.replace(file, folder / file.name)
@@ -47,15 +47,16 @@ def read_adapter_into(model: Any, folder: Path) -> None:
     assert state.active is not None
     planned = plan_folder(state.whole.model, state.whole.plan, folder)
     own = state.adapters[state.active].plan.parameters
-    if (other := sorted(planned.parameters.keys() ^ own.keys())) or any(
-        planned.parameters[name].shape != own[name].shape for name in own
-    ):
-        rule = "it is of another adapter" + (f": {other[0]} is on one side only" if other else ", by its shapes")
-        raise UserError(f"{folder}", rule, "resume with the adapter's own options")
+    way_out = "resume with the adapter's own options"
+    if other := sorted(planned.parameters.keys() ^ own.keys()):
+        raise UserError(f"{folder}", f"it is of another adapter: {other[0]} is on one side only", way_out)
+    if any(planned.parameters[name].shape != own[name].shape for name in own):
+        raise UserError(f"{folder}", "it is of another adapter, by its shapes", way_out)
     full, trained = read_factors(planned, state.whole.plan)
-    values = trained | {
-        planned.targets[name].name_of(part): value for name, parts in full.items() for part, value in parts.items()
-    }
+    values = dict(trained)
+    for name, parts in full.items():
+        for part, value in parts.items():
+            values[planned.targets[name].name_of(part)] = value
     with torch.no_grad():
         for factor in active_factors(model):
             factor.parameter.copy_(local_part(values[factor.name], factor.rule, state.mesh))
@@ -69,7 +70,7 @@ def write_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: Path) 
     found["state"] = {number: dict(own) for number, own in found["state"].items()}  # else those of the optimizer
     for name in _moments(optimizer):
         held = {f.name: optimizer.state[f.parameter][name] for f in factors}
-        whole = gather_values(model, state.active, held, only_rank=0)
+        whole = gather_values(model, state.active, held, only_rank=0)  # collective, so on all ranks
         for number, factor in _numbered(optimizer, factors).items():
             if state.mesh.rank == 0:
                 found["state"][number][name] = whole[factor.name]
@@ -95,7 +96,7 @@ def read_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -
     for number in found["state"]:  # none, of an optimizer without moments
         factor = numbered[number]
         for name, value in found["state"][number].items():
-            if not isinstance(value, Tensor) or value.ndim == 0:
+            if not isinstance(value, Tensor) or value.ndim == 0:  # the number of steps
                 continue
             part = local_part(value, factor.rule, mesh)
             if part.shape != factor.parameter.shape:
@@ -107,18 +108,19 @@ def read_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -
 
 def _moments(optimizer: torch.optim.Optimizer) -> list[str]:
     """Names of the tensors that `optimizer` holds in the shape of a parameter; the same on all ranks."""
-    return sorted(
-        {
-            name
-            for parameter, state in optimizer.state.items()
-            for name, value in state.items()
-            if isinstance(value, Tensor) and value.ndim > 0 and value.shape == parameter.shape
-        }
-    )
+    names = set()
+    for parameter, state in optimizer.state.items():
+        for name, value in state.items():
+            if isinstance(value, Tensor) and value.ndim > 0 and value.shape == parameter.shape:
+                names.add(name)
+    return sorted(names)
 
 
 def _numbered(optimizer: torch.optim.Optimizer, factors: Any) -> dict[int, Any]:
     """Number of a parameter in the optimizer's state dict -> the factor."""
     by_identity = {id(factor.parameter): factor for factor in factors}
-    every = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    return {number: by_identity[id(parameter)] for number, parameter in enumerate(every)}
+    found: dict[int, Any] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found[len(found)] = by_identity[id(parameter)]  # torch counts through all groups
+    return found

@@ -36,9 +36,13 @@ class SummedLoss:
     def _try(self, outputs: Any, labels: Any, number: Any) -> None:
         """Call the function, without gradients, for the first row and for the first row twice. Collective."""
         device, found = self._mesh.device, []
-        every = outputs.values() if isinstance(outputs, Mapping) else outputs
+        every, gpus = outputs, []
+        if isinstance(outputs, Mapping):
+            every = outputs.values()
+        if device.type == "cuda":
+            gpus.append(device)
         logits = next(value for value in every if isinstance(value, Tensor) and value.is_floating_point())
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.no_grad(), torch.random.fork_rng(gpus):
             for rows in ([0], [0, 0]):
                 given = [_rows(value, rows, len(logits)) for value in (outputs, labels)]
                 found.append(self.function(*given, num_items_in_batch=number).detach())
@@ -47,6 +51,7 @@ class SummedLoss:
         limit = max(torch.finfo(value.dtype).eps for value in (logits, found[0])) ** 0.5
         is_known = once == once and once != 0.0  # a row without labels tells nothing
         adds_up = abs(twice - 2 * once) <= limit * abs(once)
+        # One rank that sees a mean refuses for all.
         told = torch.tensor([float(is_known and not adds_up), float(is_known)], device=device)
         is_wrong, is_shown = (all_reduce_sum(told, self._mesh.world) > 0).tolist()
         if is_wrong:

@@ -48,6 +48,7 @@ class _Reference(nn.Module):
         super().__init__()
         state = runtime(model)
         assert state.active is not None
+        # Any values: they are replaced below.
         draw_adapter(model, _REFERENCE, state.adapters[state.active].plan, seed=0)
         now = {factor.name: factor.parameter for factor in active_factors(model)}
         for factor in adapter_factors(model, _REFERENCE):
@@ -79,14 +80,18 @@ class _OnMeshOfTrl(OnMesh):
             given_as = "peft_config" if options.get("peft_config") is not None else f"model={model!r}"
             raise UserError(f"{name}({given_as})", "the model is split before", "give meshlora.load(..., lora=...)")
         state = runtime(model)
-        rate = 0.0 if state.active is None else state.adapters[state.active].plan.stored.lora_dropout
+        rate = 0.0
+        if state.active is not None:
+            rate = state.adapters[state.active].plan.stored.lora_dropout
         check({"topology": state.mesh.topology, "door": f"trl.{name}", "lora_dropout": rate})
-        positional = dict(zip(_NAMES.get(name, ("args",)), given, strict=False))
+        positional = dict(zip(_NAMES.get(name, ("args",)), given, strict=False))  # TRL's own order of arguments
         options |= positional
         args: Any = options.get("args")
         config = f"{name.removesuffix('Trainer')}Config"
         if config not in {kind.__name__ for kind in type(args).__mro__}:
-            given_args = "no args" if args is None else f"args of {type(args).__name__}"
+            given_args = "no args"
+            if args is not None:
+                given_args = f"args of {type(args).__name__}"
             rule = "TRL would make new ones, which count the processes anew"
             raise UserError(f"{name} with {given_args}", rule, f"give args=trl.{config}(...)")
         for refused in _REFUSED:
@@ -96,7 +101,9 @@ class _OnMeshOfTrl(OnMesh):
             # Its arguments counted every process of the job as one with prompts of its own.
             args.generation_batch_size //= args.world_size
         beta = getattr(args, "beta", 0.0)
-        reference = _Reference(model) if name == "DPOTrainer" or beta else None
+        reference = None
+        if name == "DPOTrainer" or beta:
+            reference = _Reference(model)
         if name == "DPOTrainer":
             if options.get("ref_model") is None:
                 options["ref_model"] = reference
@@ -133,8 +140,9 @@ def _scored(
 ) -> Any:
     """The forward of a split model, with the head that TRL adds to whole ones: no rank has whole logits."""
     if not fused_lm_head:
-        options = inputs if labels is None else {**inputs, "labels": labels}
-        return type(model).forward(model, *args, **options)
+        if labels is not None:
+            inputs["labels"] = labels
+        return type(model).forward(model, *args, **inputs)
     assert labels is not None
     assert not args
     if inputs.get("output_router_logits"):
@@ -145,6 +153,7 @@ def _scored(
         if isinstance(value, Tensor) and name not in (*_SCORED, "num_items_in_batch"):
             raise UnsupportedError(f"the model's input {name}", "only tokens are scored on a mesh", "leave it out")
     pad = model.config.get_text_config().pad_token_id or 0
+    # Filled up to what sp and cp can split.
     own = fitted({**own, "labels": labels}, runtime(model).mesh.topology, pad_token_id=pad)
     scores = token_scores(
         model,
@@ -155,7 +164,9 @@ def _scored(
         position_ids=own.get("position_ids"),
     )
     log_probs, entropy, mean_logits, is_top1 = (value[:, 1:length] for value in vars(scores).values())
-    mask = labels[:, 1:] != -100
+    mask = labels[:, 1:] != -100  # the token that each position predicts
     number = inputs.get("num_items_in_batch")
-    loss = -log_probs.sum() / (mask.sum().clamp(min=1) if number is None else number)
+    if number is None:
+        number = mask.sum().clamp(min=1)
+    loss = -log_probs.sum() / number
     return ScoredOutput(loss, log_probs, entropy, mean_logits, is_top1 > 0, mask)
