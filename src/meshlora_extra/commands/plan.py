@@ -127,18 +127,23 @@ def _choose(options: argparse.Namespace) -> None:
     if options.json:
         write_text_atomically(Path(options.json), json.dumps(found, indent=1) + "\n")
     if options.out:
-        folder = Path(options.model)
-        if repository := repository_of(folder):
-            name = repository.name
-        elif folder.is_dir():
-            name = str(folder)
-        elif folder.name == "config.json":
-            name = str(folder.parent)
-        else:
-            name = folder.stem
+        name = _shown_model(Path(options.model))
         text = show.run_file(problem, best, model=name, data=options.data, output=f"runs/{Path(options.out).stem}")
         write_text_atomically(Path(options.out), text)
         console.say(f"written: {options.out}")
+
+
+def _shown_model(folder: Path) -> str:
+    """The model as a run file names it."""
+    from meshlora_ground.hub import repository_of
+
+    if repository := repository_of(folder):
+        return repository.name
+    if folder.is_dir():
+        return str(folder)
+    if folder.name == "config.json":
+        return str(folder.parent)
+    return folder.stem
 
 
 def _simulate(console: Any, problem: Any, best: Any) -> dict[str, Any]:
