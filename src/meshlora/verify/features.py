@@ -1,9 +1,14 @@
-"""The features that faults need to show: those of a model, its topology and its adapter, and of a run of them.
+"""The features that faults need to show: of a topology, of a model with its adapter, and of a run of them.
 
-Owns: their names, and which a run has. Does not own: what they mean (`verify.faults.fault`).
+Owns: their names, each with its predicate. Does not own: which of them a fault needs (`verify.faults`).
 """
 
 from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from functools import cached_property
+from typing import Any, Self
 
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
@@ -16,117 +21,390 @@ from meshlora.plan.rules import ModelPlan
 from meshlora.plan.token_order import FEWEST
 from meshlora.wings.context.borders import sees_all
 from meshlora.wings.quantized.plan import KEEP
-from meshlora_ground.objective import Grpo, Objective, Policy, Sft
+from meshlora_ground.objective import Grpo, Policy, Sft
 from meshlora_ground.tasks import CAUSAL
-from meshlora_ground.topology import DATA, DENSE_AXES, EXPERT_AXES, FLAGS, Topology, field_of
+from meshlora_ground.topology import DATA, EXPERT_AXES, Topology
 from meshlora_judge.batches import micro_batches_of
 from meshlora_judge.case import Case
 
 
+class _Adapted:
+    """A model with an adapter, as predicates see it.
+
+    Attributes:
+        text, rope: configuration of the text part, and of its positions. targets: names of linears with LoRA.
+        biased, adapted: how those with a bias and the targets are split. shared: names of linears of which several
+            ranks hold the same rows. fused: names of the pieces of each fused matrix. blocks: names of those whose
+            rows on a rank are not contiguous.
+    """
+
+    def __init__(self, plan: ModelPlan, lora: LoraConfig, config: PretrainedConfig, *, has_pieces: bool) -> None:
+        self.plan, self.lora, self.config, self.has_pieces = plan, lora, config, has_pieces
+        self.text = config.get_text_config()
+        self.rope = getattr(self.text, "rope_parameters", None) or {}
+        self.targets, self.shared, self.blocks = set[str](), set[str](), set[str]()
+        self.biased, self.adapted = set[Split](), set[Split]()
+        self.fused: list[set[str]] = []
+        self.is_padded = False
+        for name, rule in plan.linears.items():
+            if rule.has_bias:
+                self.biased.add(rule.split)
+            if name != plan.head and is_open(plan, lora, name) and _is_target(lora, name):
+                self.targets.add(name)
+                self.adapted.add(rule.split)
+            if rule.layout is not None:
+                self._see(name, rule.layout)
+
+    def _see(self, name: str, layout: Layout) -> None:
+        """Note what is special about the layout of a linear."""
+        tp = self.plan.topology.tp
+        if max(layout.copies(tp)) > 1:
+            self.shared.add(name)
+        if layout.is_padded and layout.size % tp:
+            self.is_padded = True
+        if len(layout.pieces) > 1:
+            self.fused.append({piece.name for piece in layout.pieces})
+            runs = layout.runs(rank=0, size=tp)
+            if runs[-1].stop - runs[0].start != sum(run.size for run in runs):
+                self.blocks.add(name)
+
+    @property
+    def has_whole_mixer(self) -> bool:
+        """Whether a token mixer is not split."""
+        whole = (region.name for region in self.plan.regions if not region.is_split)
+        return any(not name.endswith(("mlp", "feed_forward")) for name in whole)
+
+    @property
+    def has_sliced_arguments(self) -> bool:
+        """Whether regions take arguments with a dim of heads, other than a bias of positions that is not there."""
+        return any(region.sliced for region in self.plan.regions) and getattr(self.config, "alibi", True)
+
+    @property
+    def has_uneven_heads(self) -> bool:
+        """Whether the number of heads is no power of two."""
+        heads = getattr(self.text, "num_attention_heads", None)
+        return isinstance(heads, int) and heads & (heads - 1) != 0
+
+    @property
+    def has_several_targets(self) -> bool:
+        """Whether the configuration names several targets, or all."""
+        given = self.lora.target_modules
+        if isinstance(given, str):
+            return given == "all-linear"
+        return len(given or ()) > 1
+
+    @property
+    def scale(self) -> float:
+        """That of LoRA, for targets without a pattern."""
+        rank: int = self.lora.r
+        return self.lora.lora_alpha / (rank**0.5 if self.lora.use_rslora else rank)
+
+    @property
+    def is_on_embedding(self) -> bool:
+        """Whether the embedding has LoRA."""
+        return _is_target(self.lora, self.plan.embedding, is_linear=False)
+
+    @property
+    def has_tied_rows(self) -> bool:
+        """Whether the adapter has rows of an embedding that is tied, and says nothing of the head."""
+        if not getattr(self.config, "tie_word_embeddings", False):
+            return False
+        given = self.lora.trainable_token_indices
+        return isinstance(given, list) or list(given or ()) in ([self.plan.embedding], ["embed_tokens"])
+
+    @cached_property
+    def riders(self) -> list[int]:
+        """For each region, the number of targets whose low-rank activations are gathered with its input."""
+        plan, prefix = self.plan, f"{self.plan.layers}."
+
+        def layer(name: str) -> int:
+            return int(name.removeprefix(prefix).partition(".")[0])
+
+        of_width = {name for name in self.targets if plan.linears[name].in_features == self.text.hidden_size}
+        first = min((layer(name) for name in self.targets if name.startswith(prefix)), default=0)
+        # Below the first target, and in its layer, no gradient flows back.
+        above = (r for r in plan.regions if r.name.startswith(prefix) and layer(r.name) > first)
+        return [len(of_width.intersection(plan.riders(region))) for region in above]
+
+
+class _Run:
+    """A run of a case, as predicates see it. adapters: how many are trained at once."""
+
+    def __init__(self, case: Case, plan: ModelPlan, config: PretrainedConfig, *, adapters: int) -> None:
+        self.case, self.plan, self.config, self.adapters = case, plan, config, adapters
+        self.topology, self.objective = plan.topology, case.objective
+        self.lora = LoraConfig(**case.lora)
+        self.micro_batches = -(-case.batch_size // (case.micro_batch_size * plan.topology.dp))
+        # Names of what the model takes beside tokens, if that is of images.
+        self.images = set[str]()
+        if case.further is not None and case.further.has_images:
+            self.images.update(*case.further.each)
+
+    @property
+    def has_vision(self) -> bool:
+        """Whether the adapter is on the tower of images."""
+        return bool(self.images) and any(not self.plan.is_text(name) for name in self.lora.target_modules or ())
+
+    @property
+    def trains_first_tokens(self) -> bool:
+        """Whether rows hold one sequence each, whole, and the first token of some is trained."""
+        if self.topology.cp > 1 or self.case.packing:
+            return False
+        return any(self.case.is_trained[start] for start in self.case.offsets[:-1])
+
+    @property
+    def has_few_tokens(self) -> bool:
+        """Whether a cp rank has as many tokens of a packed row as the row has documents, its padding counted as one."""
+        case, cp = self.case, self.topology.cp
+        if cp != self.topology.world or cp == 1 or case.packing != "auto":
+            return False
+        for step in range(case.steps):
+            for rows in micro_batches_of(case.data, case.train, step, pad_token_id=case.pad_token_id):
+                num_tokens = int(rows.attention_mask.sum())
+                on_each = max(FEWEST, -(-num_tokens // cp))
+                if on_each == len(rows.attention_mask) + (on_each * cp > num_tokens):
+                    return True
+        return False
+
+
+# What a predicate asks, and the predicate: anything that is true or false.
+_Test = tuple[type, Callable[[Any], object]]
+
+
+def _mesh(has: Callable[[Topology], object]) -> _Test:
+    return Topology, has
+
+
+def _model(has: Callable[[_Adapted], object]) -> _Test:
+    return _Adapted, has
+
+
+def _run(has: Callable[[_Run], object]) -> _Test:
+    return _Run, has
+
+
+def _kind(kind: str) -> _Test:
+    return _run(lambda r: r.objective.kind == kind)
+
+
+def _optimizer(name: str) -> _Test:
+    return _run(lambda r: r.case.optimizer == name)
+
+
+def _policy(has: Callable[[Policy | Grpo], object]) -> _Test:
+    return _run(lambda r: isinstance(r.objective, Policy | Grpo) and has(r.objective))
+
+
+class Feature(enum.StrEnum):
+    """A feature: its name, as reports and messages have it, and what has it."""
+
+    asks: type
+    test: Callable[[Any], object]
+
+    def __new__(cls, word: str, test: _Test) -> Self:
+        self = str.__new__(cls, word)
+        self._value_ = word  # enum's own: without it the value is the pair
+        self.asks, self.test = test
+        return self
+
+    # --- the mesh: axes of more than one rank, flags
+
+    PP = "pp", _mesh(lambda t: t.pp > 1)
+    DP = "dp", _mesh(lambda t: t.dp > 1)
+    CP = "cp", _mesh(lambda t: t.cp > 1)
+    TP = "tp", _mesh(lambda t: t.tp > 1)
+    EDP = "edp", _mesh(lambda t: t.edp > 1)
+    EP = "ep", _mesh(lambda t: t.ep > 1)
+    ETP = "etp", _mesh(lambda t: t.etp > 1)
+    SP = "sp", _mesh(lambda t: t.sp)
+    DP_SHARD = "dp_shard", _mesh(lambda t: t.dp_shard)
+    RING = "ring", _mesh(lambda t: t.ring)  # of keys and values over cp
+    TWO_STAGE = "two_stage", _mesh(lambda t: t.two_stage)
+    INTERLEAVE = "interleave", _mesh(lambda t: t.interleave > 1)
+    RANKS = "ranks", _mesh(lambda t: t.world > 1)
+    EXPERT_AXES = "expert_axes", _mesh(lambda t: t.ep * t.etp > 1)
+    DATA = "data", _mesh(lambda t: t.size_over(DATA) > 1)  # ranks with different sequences or tokens
+    # Ranks route different tokens.
+    OTHER_TOKENS = "other_tokens", _mesh(lambda t: t.size_over(DATA | t.token_cut) > 1)
+    DENSE_DP_IS_NOT_EDP = (
+        "dense_dp_is_not_edp",
+        _mesh(lambda t: t.groups_over(DATA) != t.groups_over(frozenset(EXPERT_AXES[:1]))),
+    )
+
+    # --- the model: its linears, regions and norms
+
+    ROW_BIAS = "row_bias", _model(lambda m: Split.ROW in m.biased)
+    COLUMN_BIAS = "column_bias", _model(lambda m: Split.COLUMN in m.biased)
+    WHOLE_MIXER = "whole_mixer", _model(lambda m: m.has_whole_mixer)  # one of tokens that is not split
+    KV_REPLICAS = "kv_replicas", _model(lambda m: m.shared)  # heads that several ranks hold
+    UNEVEN_HEADS = "uneven_heads", _model(lambda m: m.has_uneven_heads)  # their number is no power of two
+    FUSED_QKV = "fused_qkv", _model(lambda m: {"q", "k", "v"} in m.fused)  # split piece by piece, and the next one
+    FUSED_GATE_UP = "fused_gate_up", _model(lambda m: {"gate", "up"} in m.fused)
+    FUSED_BLOCKS = "fused_blocks", _model(lambda m: m.blocks)  # rows on a rank are not contiguous
+    SLICED = "sliced", _model(lambda m: m.has_sliced_arguments)  # arguments with a dim of heads
+    WIDE_NORM = "wide_norm", _model(lambda m: m.plan.wide_norms)  # over a width that is split
+    MIXER = "mixer", _model(lambda m: any(name.endswith(".A_log") for name in m.plan.parameters))  # has heads
+    GATED_NORM = (
+        "gated_norm",
+        _model(lambda m: any(n.pieces[0].name == "x" for n in m.plan.wide_norms.values())),
+    )  # after a gate
+    PADDED_VOCABULARY = "padded_vocabulary", _model(lambda m: m.is_padded)
+    GATHERED_KEYS = "gathered_keys", _model(lambda m: m.plan.attentions and not m.plan.topology.ring)
+    RECURRENT = "recurrent", _model(lambda m: m.plan.recurrent)  # mixers over cp
+    PASSED_STATES = "passed_states", _model(lambda m: any(m.plan.recurrent.values()))
+    # Cp ranks have heads and tails of sequences.
+    BALANCED = "balanced", _model(lambda m: m.plan.attentions and not m.plan.recurrent and sees_all(m.config))
+    SOFT_CAPS = "soft_caps", _model(lambda m: getattr(m.text, "attn_logit_softcapping", None))  # of scores
+    ROPE = "rope", _model(lambda m: m.plan.attentions and m.rope)
+    M_ROPE = "m_rope", _model(lambda m: "mrope_section" in m.rope)  # positions of time, height and width
+    EXPERTS = "experts", _model(lambda m: m.plan.experts)
+    # Routing weights scale what experts give, not what they take.
+    ROUTING_LAST = "routing_last", _model(lambda m: any(not rule.weights_first for rule in m.plan.experts.values()))
+    GATED_EXPERTS = "gated_experts", _model(lambda m: any(e.first.fused is not None for e in m.plan.experts.values()))
+    EXPERT_BIAS = "expert_bias", _model(lambda m: any(rule.has_bias for rule in m.plan.projections.values()))
+
+    # --- the adapter
+
+    ROW_TARGET = "row_target", _model(lambda m: Split.ROW in m.adapted)
+    COLUMN_TARGET = "column_target", _model(lambda m: Split.COLUMN in m.adapted)
+    WHOLE_TARGET = "whole_target", _model(lambda m: Split.WHOLE in m.adapted)
+    TARGETS = "targets", _model(lambda m: m.has_several_targets)  # by name, or all
+    SCALE = "scale", _model(lambda m: m.scale != 1)
+    KV_TARGET = "kv_target", _model(lambda m: m.targets & m.shared)  # an adapter on such heads
+    FUSED_TARGET = "fused_target", _model(lambda m: m.targets & m.blocks and not m.has_pieces)
+    RIDING = "riding", _model(lambda m: any(m.riders))  # under sp, activations are gathered with a region's input
+    RIDING_TOGETHER = "riding_together", _model(lambda m: max(m.riders, default=0) > 1)  # several with one input
+    PIECES = "pieces", _model(lambda m: m.has_pieces)  # targets are parts of fused matrices
+    EXPERT_TARGET = "expert_target", _model(lambda m: m.lora.target_parameters)
+    EMBEDDING_TARGET = "embedding_target", _model(lambda m: m.is_on_embedding)
+    EMBEDDING_PADDING = (  # its gradient is zero for that token
+        "embedding_padding",
+        _model(lambda m: m.is_on_embedding and getattr(m.text, "pad_token_id", None) is not None),
+    )
+    TRAINED = "trained", _model(lambda m: m.lora.modules_to_save)  # in full
+    TOKEN_ROWS = "token_rows", _model(lambda m: m.lora.trainable_token_indices)  # in place of the base's
+    TIED_ROWS = "tied_rows", _model(lambda m: m.has_tied_rows)  # which a tied head has too
+    RANKS_BY_PATTERN = "ranks_by_pattern", _model(lambda m: m.lora.rank_pattern and not m.has_pieces)
+    SCALES_BY_PATTERN = "scales_by_pattern", _model(lambda m: m.lora.alpha_pattern and not m.has_pieces)
+    DORA = "dora", _model(lambda m: m.lora.use_dora)  # magnitudes of rows
+    LORA_DROPOUT = "lora_dropout", _run(lambda r: r.lora.lora_dropout > 0)
+    MODEL_DROPOUT = "model_dropout", _run(lambda r: r.case.dropout)
+    DROPOUT = "dropout", _run(lambda r: r.case.dropout or r.lora.lora_dropout > 0)
+    # No multiple of 0.1: a rate rounded to one shows.
+    ODD_DROPOUT = "odd_dropout", _run(lambda r: round(r.lora.lora_dropout, 1) != r.lora.lora_dropout)
+    ADAPTERS = "adapters", _run(lambda r: r.adapters > 1)  # several, trained at once
+    SHARED_EXPERTS_ADAPTER = "shared_experts_adapter", _run(lambda r: r.case.share_experts)
+
+    # --- the frozen base
+
+    QUANTIZED = "quantized", _run(lambda r: r.case.quantization is not None)
+    # Some faults are of weights as they are stored.
+    PLAIN_BASE = "plain_base", _run(lambda r: r.case.quantization is None)
+    QUANTIZES = "quantizes", _run(lambda r: r.case.quantization not in (None, KEEP))  # on load
+    FOUR_BITS = "four_bits", _run(lambda r: r.case.quantization in ("nf4", "mxfp4"))
+    KERNELS = "kernels", _run(lambda r: r.case.kernels != "none")  # fused ones, of a package
+
+    # --- batches
+
+    STEPS = "steps", _run(lambda r: r.case.steps > 1)
+    SEED = "seed", _run(lambda r: r.case.seed != 0)  # 0 is the default
+    DIGITS = "digits", _run(lambda r: r.case.dtype != "bfloat16")  # enough of them for a small fault
+    SHORT_BATCH = (  # the last of an epoch
+        "short_batch",
+        _run(lambda r: r.case.steps > 1 and r.case.data.num_examples % r.case.batch_size != 0),
+    )
+    PACKING = "packing", _run(lambda r: r.case.packing)
+    WHOLE_ROWS = "whole_rows", _run(lambda r: r.topology.cp == 1)  # on each rank
+    FIRST_TOKENS = "first_tokens", _run(lambda r: r.trains_first_tokens)
+    FEW_TOKENS = "few_tokens", _run(lambda r: r.has_few_tokens)
+    # Padding at the end of rows has no mask.
+    UNMASKED = "unmasked", _run(lambda r: not r.case.packing and not r.images and leaves_mask(r.plan))
+    ONE_MICRO_BATCH = "one_micro_batch", _run(lambda r: r.micro_batches == 1)  # in a step
+    SEVERAL_MICRO_BATCHES = (  # short sequences of a packed step may all share one row
+        "several_micro_batches",
+        _run(lambda r: r.micro_batches > 1 and not r.case.packing),
+    )
+    FOUR_MICRO_BATCHES = "four_micro_batches", _run(lambda r: r.micro_batches > 3)
+    IMAGES = "images", _run(lambda r: r.images)  # of some sequences
+    IMAGE_GRID = "image_grid", _run(lambda r: "image_grid_thw" in r.images)  # positions by grids
+    IMAGE_BLOCKS = "image_blocks", _run(lambda r: "token_type_ids" in r.images)  # their tokens see each other
+    FEATURES = (  # of a tower, for the first layers
+        "features",
+        _run(lambda r: r.images and getattr(r.config.vision_config, "deepstack_visual_indexes", None)),
+    )
+    VISION = "vision", _run(lambda r: r.has_vision)
+
+    # --- the objective: its kind, what it needs and what it is a mean over
+
+    SFT = "sft", _kind("sft")
+    POLICY = "policy", _kind("policy")
+    GRPO = "grpo", _kind("grpo")
+    DPO = "dpo", _kind("dpo")
+    ORPO = "orpo", _kind("orpo")
+    KTO = "kto", _kind("kto")
+    CLASSIFY = "classify", _kind("classify")
+    CLASSIFY_TOKENS = "classify_tokens", _kind("classify_tokens")
+    EMBED = "embed", _kind("embed")
+    SMOOTHING = "smoothing", _run(lambda r: getattr(r.objective, "label_smoothing", 0) > 0)
+    BASE = "base", _run(lambda r: r.objective.needs_base)
+    REFERENCE = "reference", _run(lambda r: r.case.reference is not None)  # a frozen adapter
+    LOG_PROBABILITIES = (  # of whole rows
+        "log_probabilities",
+        _run(lambda r: not isinstance(r.objective, Sft) and r.objective.task == CAUSAL),
+    )
+    EXAMPLES = "examples", _run(lambda r: r.objective.per != "token")  # a mean over pairs or records
+    # Embeddings are of all tokens, or of the last.
+    POOLS_TO_THE_END = "pools_to_the_end", _run(lambda r: getattr(r.objective, "pooling", "cls") != "cls")
+    ENTROPY = "entropy", _run(lambda r: r.objective.needs_entropy)  # a bonus
+    ROUTED = "routed", _run(lambda r: r.case.routed)  # rollouts say the experts of tokens
+    AUX_LOSS = "aux_loss", _run(lambda r: r.case.router_aux_loss_coef > 0)
+    POLICY_GRADIENT = "policy_gradient", _policy(lambda o: True)
+    IMPORTANCE = "importance", _policy(lambda o: o.importance_cap is not None)  # weights are capped
+    # One for all tokens of a sequence (GSPO).
+    SEQUENCE_RATIO = "sequence_ratio", _policy(lambda o: o.ratio == "sequence")
+    MEANS_OF_SEQUENCES = "means_of_sequences", _policy(lambda o: "sequence" in (o.mean_over, o.ratio))
+    CISPO = "cispo", _policy(lambda o: o.loss == "cispo")
+    KL_ESTIMATE = "kl_estimate", _policy(lambda o: o.kl != "k3")  # not the default, and the next one
+    SCALED_OTHERWISE = "scaled_otherwise", _policy(lambda o: getattr(o, "scale_rewards", "group") != "group")
+
+    # --- the optimizer and its rates
+
+    ADAMW = "adamw", _optimizer("adamw")
+    ADAMW_8BIT = "adamw_8bit", _optimizer("adamw_8bit")
+    LORA_FA = "lora_fa", _optimizer("lora_fa")  # A stays frozen
+    LORA_PLUS = "lora_plus", _run(lambda r: r.case.lora_plus_ratio is not None)
+    OTHER_SCHEDULE = "other_schedule", _run(lambda r: r.case.schedule != "linear")
+    FINAL_RATE = "final_rate", _run(lambda r: r.case.min_lr > 0)
+    NOISE = "noise", _run(lambda r: r.case.neftune_alpha > 0)  # on embedded tokens
+    RESUME = "resume", _run(lambda r: r.case.resumes)  # stopped before its last step
+
+
+def _of(subject: Topology | _Adapted | _Run) -> set[Feature]:
+    return {feature for feature in Feature if isinstance(subject, feature.asks) and feature.test(subject)}
+
+
+def features_of_topology(topology: Topology) -> set[Feature]:
+    """The features that depend on neither model nor adapter."""
+    return _of(topology)
+
+
 def features_of_model(
     plan: ModelPlan, config: LoraConfig, model: PretrainedConfig, *, has_pieces: bool = False
-) -> set[str]:
-    """Names of features, as in `verify.faults.fault.Mutation`.
+) -> set[Feature]:
+    """The features of a model on the topology of its plan, with an adapter.
 
     plan: of the model configured by `model`. config: of the adapter. has_pieces: it targets parts of matrices.
     """
-    topology, text = plan.topology, model.get_text_config()
-    has = features_of_topology(topology)
-    has |= {f"{r.split}_bias" for r in plan.linears.values() if r.has_bias and r.split is not Split.WHOLE}
-    own = [name for name in plan.linears if name != plan.head and is_open(plan, config, name)]
-    targets = [plan.linears[name] for name in own if _is_target(config, name)]
-    has |= {f"{rule.split}_target" for rule in targets}
-    split = {name: layout for name, rule in plan.linears.items() if (layout := rule.layout)}
-    shared = {name for name, layout in split.items() if max(layout.copies(topology.tp)) > 1}
-    fused = {name: {p.name for p in layout.pieces} for name, layout in split.items() if len(layout.pieces) > 1}
-    riders = _riders(plan, {rule.name for rule in targets}, text.hidden_size)
-    blocks = {name for name in fused if not _is_one_run(split[name], topology.tp)}
-    heads = getattr(text, "num_attention_heads", None)
-    facts = {
-        "targets": config.target_modules == "all-linear"
-        or (not isinstance(config.target_modules, str) and len(config.target_modules or ()) > 1),
-        "whole_mixer": any(not r.is_split and not r.name.endswith(("mlp", "feed_forward")) for r in plan.regions),
-        "scale": config.lora_alpha / (config.r**0.5 if config.use_rslora else config.r) != 1,
-        "kv_replicas": bool(shared),
-        "kv_target": any(rule.name in shared for rule in targets),
-        "uneven_heads": isinstance(heads, int) and heads & (heads - 1) != 0,
-        "fused_qkv": any(names == {"q", "k", "v"} for names in fused.values()),
-        "fused_gate_up": any(names == {"gate", "up"} for names in fused.values()),
-        "fused_target": any(rule.name in blocks and not has_pieces for rule in targets),
-        "fused_blocks": bool(blocks),
-        "sliced": any(r.sliced for r in plan.regions) and getattr(model, "alibi", True),
-        "wide_norm": bool(plan.wide_norms),
-        "mixer": any(name.endswith(".A_log") for name in plan.parameters),
-        "gated_norm": any(layout.pieces[0].name == "x" for layout in plan.wide_norms.values()),
-        "riding": any(riders),
-        "riding_together": max(riders, default=0) > 1,
-        "padded_vocabulary": any(layout.is_padded and layout.size % topology.tp for layout in split.values()),
-        "pieces": has_pieces,
-        "experts": bool(plan.experts),
-        "expert_target": bool(config.target_parameters),
-        "routing_last": any(not rule.weights_first for rule in plan.experts.values()),
-        "gated_experts": any(rule.first.fused is not None for rule in plan.experts.values()),
-        "expert_bias": any(rule.has_bias for rule in plan.projections.values()),
-        "embedding_target": _is_target(config, plan.embedding, is_linear=False),
-        "embedding_padding": _is_target(config, plan.embedding, is_linear=False)
-        and getattr(text, "pad_token_id", None) is not None,
-        "trained": bool(config.modules_to_save),
-        "token_rows": bool(config.trainable_token_indices),
-        "tied_rows": getattr(model, "tie_word_embeddings", False) and _is_of_embedding(config, plan),
-        "ranks_by_pattern": bool(config.rank_pattern) and not has_pieces,
-        "scales_by_pattern": bool(config.alpha_pattern) and not has_pieces,
-        "dora": config.use_dora,
-        "gathered_keys": bool(plan.attentions) and not topology.ring,
-        "recurrent": bool(plan.recurrent),
-        "passed_states": any(plan.recurrent.values()),
-        "balanced": bool(plan.attentions) and not plan.recurrent and sees_all(model),
-        "soft_caps": bool(getattr(text, "attn_logit_softcapping", None)),
-        "rope": bool(plan.attentions) and bool(getattr(text, "rope_parameters", None)),
-        "m_rope": "mrope_section" in (getattr(text, "rope_parameters", None) or {}),
-    }
-    return has | {name for name, is_there in facts.items() if is_there}
+    return _of(plan.topology) | _of(_Adapted(plan, config, model, has_pieces=has_pieces))
 
 
-def features_of_topology(topology: Topology) -> set[str]:
-    """The features that depend on neither model nor adapter."""
-    has = {name for name in (*DENSE_AXES, *EXPERT_AXES) if getattr(topology, name) > 1}
-    has |= {field for field in map(field_of, FLAGS) if getattr(topology, field)}
-    facts = {
-        "interleave": topology.interleave > 1,
-        "ranks": topology.world > 1,
-        "expert_axes": topology.ep * topology.etp > 1,
-        "data": topology.size_over(DATA) > 1,
-        "other_tokens": topology.size_over(DATA | topology.token_cut) > 1,
-        "dense_dp_is_not_edp": topology.groups_over(DATA) != topology.groups_over(frozenset(EXPERT_AXES[:1])),
-    }
-    return has | {name for name, is_there in facts.items() if is_there}
+def features_of_run(case: Case, plan: ModelPlan, config: PretrainedConfig, *, adapters: int) -> set[Feature]:
+    """The features of the run of `case` on the topology of `plan`.
 
-
-def _riders(plan: ModelPlan, targets: set[str], width: int) -> list[int]:
-    """For each region, the number of targets whose low-rank activations are gathered with its input `[..., width]`.
-
-    Only in layers above the first target: below it no gradient flows back.
+    config: of the model. adapters: how many are trained at once.
     """
-
-    def layer(name: str) -> int:
-        return int(name.removeprefix(f"{plan.layers}.").partition(".")[0])
-
-    inputs = {name for name in targets if plan.linears[name].in_features == width}
-    first = min((layer(name) for name in targets if name.startswith(f"{plan.layers}.")), default=0)
-    inside = (region for region in plan.regions if region.name.startswith(f"{plan.layers}."))
-    return [len(inputs.intersection(plan.riders(r))) for r in inside if layer(r.name) > first]
-
-
-def _is_one_run(layout: Layout, tp: int) -> bool:
-    """Whether a rank holds contiguous rows of a fused matrix."""
-    runs = layout.runs(rank=0, size=tp)
-    return runs[-1].stop - runs[0].start == sum(run.size for run in runs)
-
-
-def _is_of_embedding(config: LoraConfig, plan: ModelPlan) -> bool:
-    """Whether the adapter has rows of the embedding, and says nothing of the head."""
-    given = config.trainable_token_indices
-    return isinstance(given, list) or [*(given or ())] == [plan.embedding] or [*(given or ())] == ["embed_tokens"]
+    run = _Run(case, plan, config, adapters=adapters)
+    return features_of_model(plan, run.lora, config, has_pieces=bool(case.pieces)) | _of(run)
 
 
 def _is_target(config: LoraConfig, name: str, *, is_linear: bool = True) -> bool:
@@ -134,96 +412,3 @@ def _is_target(config: LoraConfig, name: str, *, is_linear: bool = True) -> bool
     if config.target_modules == "all-linear":
         return is_linear and name.rpartition(".")[2] not in (config.modules_to_save or ())
     return bool(config.target_modules) and bool(check_target_module_exists(config, name))
-
-
-def features_of_run(case: Case, plan: ModelPlan, config: PretrainedConfig, *, adapters: int) -> set[str]:
-    """The features of the run of `case` on the topology of `plan`, named as in `verify.faults.fault.Mutation`.
-
-    config: of the model. adapters: how many are trained at once.
-    """
-    topology, lora = plan.topology, LoraConfig(**case.lora)
-    has = features_of_model(plan, lora, config, has_pieces=bool(case.pieces))
-    further = case.further
-    takes = {n for inputs in further.each for n in inputs} if further is not None and further.has_images else set()
-    micro_batches = -(-case.batch_size // (case.micro_batch_size * topology.dp))
-    facts = {
-        "steps": case.steps > 1,
-        "digits": case.dtype != "bfloat16",
-        "seed": case.seed != 0,
-        "short_batch": case.steps > 1 and case.data.num_examples % case.batch_size != 0,
-        "odd_dropout": round(lora.lora_dropout, 1) != lora.lora_dropout,
-        "aux_loss": case.router_aux_loss_coef > 0,
-        "shared_experts_adapter": case.share_experts,
-        "dropout": bool(case.dropout) or lora.lora_dropout > 0,
-        "lora_dropout": lora.lora_dropout > 0,
-        "model_dropout": bool(case.dropout),
-        "smoothing": getattr(case.objective, "label_smoothing", 0) > 0,
-        "images": bool(takes),
-        "image_grid": "image_grid_thw" in takes,
-        "image_blocks": "token_type_ids" in takes,
-        "features": bool(takes and getattr(config.vision_config, "deepstack_visual_indexes", None)),
-        "vision": bool(takes) and any(not plan.is_text(n) for n in lora.target_modules or ()),
-        "packing": bool(case.packing),
-        "whole_rows": topology.cp == 1,
-        "first_tokens": topology.cp == 1 and not case.packing and _trains_first_tokens(case),
-        "few_tokens": topology.cp == topology.world and _has_few_tokens(case, topology.cp),
-        "unmasked": not case.packing and not takes and leaves_mask(plan),
-        "resume": case.resumes,
-        "adapters": adapters > 1,
-        "one_micro_batch": micro_batches == 1,
-        # Of a packed step the short sequences of a proof may all share one row.
-        "several_micro_batches": micro_batches > 1 and not case.packing,
-        "four_micro_batches": micro_batches > 3,
-        "kernels": case.kernels != "none",
-        "quantized": case.quantization is not None,
-        "plain_base": case.quantization is None,
-        "quantizes": case.quantization not in (None, KEEP),
-        "four_bits": case.quantization in ("nf4", "mxfp4"),
-        "base": case.objective.needs_base,
-        "reference": case.reference is not None,
-        "log_probabilities": not isinstance(case.objective, Sft) and case.objective.task == CAUSAL,
-        "examples": case.objective.per != "token",
-        "pools_to_the_end": getattr(case.objective, "pooling", "cls") != "cls",
-        case.objective.kind: True,
-        "entropy": case.objective.needs_entropy,
-        "routed": bool(case.routed),
-        **_of_policy(case.objective),
-        "lora_plus": case.lora_plus_ratio is not None,
-        "other_schedule": case.schedule != "linear",
-        "final_rate": case.min_lr > 0,
-        "noise": case.neftune_alpha > 0,
-        case.optimizer: True,
-    }
-    return has | {name for name, is_there in facts.items() if is_there}
-
-
-def _trains_first_tokens(case: Case) -> bool:
-    return any(case.is_trained[start] for start in case.offsets[:-1])
-
-
-def _has_few_tokens(case: Case, cp: int) -> bool:
-    """Whether a cp rank has as many tokens of a packed row as the row has documents, its padding counted as one."""
-    if cp == 1 or case.packing != "auto":
-        return False
-    for step in range(case.steps):
-        for rows in micro_batches_of(case.data, case.train, step, pad_token_id=case.pad_token_id):
-            num_tokens = int(rows.attention_mask.sum())
-            on_each = max(FEWEST, -(-num_tokens // cp))
-            if on_each == len(rows.attention_mask) + (on_each * cp > num_tokens):
-                return True
-    return False
-
-
-def _of_policy(objective: Objective) -> dict[str, bool]:
-    """Features of policy gradients."""
-    if not isinstance(objective, Policy | Grpo):
-        return {}
-    return {
-        "policy_gradient": True,
-        "importance": objective.importance_cap is not None,
-        "sequence_ratio": objective.ratio == "sequence",
-        "means_of_sequences": objective.mean_over == "sequence" or objective.ratio == "sequence",
-        "cispo": objective.loss == "cispo",
-        "kl_estimate": objective.kl != "k3",
-        "scaled_otherwise": getattr(objective, "scale_rewards", "group") != "group",
-    }

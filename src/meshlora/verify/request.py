@@ -43,7 +43,7 @@ from meshlora.run.optimizers import check_trainable
 from meshlora.run.packing_check import check_packing
 from meshlora.run.recompute import check_recompute
 from meshlora.verify.faults.registry import find
-from meshlora.verify.features import features_of_run
+from meshlora.verify.features import Feature, features_of_run
 from meshlora.wings.experts.targets import with_whole_projections
 from meshlora.wings.kernels.kernels import with_kernels
 from meshlora.wings.quantized.plan import KEEP, TWIN_BLOCKS
@@ -201,8 +201,8 @@ class Proof:
         has = self.features_on(topology)
         return [name for name in self.request.mutations if find(name).needs <= has]
 
-    def features_on(self, topology: Topology) -> set[str]:
-        """The features of a run on `topology`, named as in `verify.faults.fault.Mutation`."""
+    def features_on(self, topology: Topology) -> set[Feature]:
+        """The features of a run on `topology`."""
         return features_of_run(self.case, self.plans[topology], self.config, adapters=self.request.adapters)
 
 

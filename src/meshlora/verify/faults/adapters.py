@@ -20,66 +20,67 @@ from meshlora.plan.grads import Side
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
 from meshlora.verify.faults.fault import after, around, instead_of, rank
+from meshlora.verify.features import Feature
 
 
-@around(attach, "draw_factors", needs="ranks")
+@around(attach, "draw_factors", needs={Feature.RANKS})
 def a_drawn_per_rank(original: Any, *args: Any, seed: int, **rest: Any) -> Any:
     """a fresh A has the same bits on every rank and topology"""
-    return original(*args, seed=seed + rank(), **rest)
+    return original(*args, seed=seed + rank(), **rest)  # that of rank 0 stays right
 
 
-@around(attach, "attach", needs="tp row_target")
+@around(attach, "attach", needs={Feature.TP, Feature.ROW_TARGET})
 def kaiming_on_local_fan_in(original: Any, model: Any, name: str, planned: Any, full: Any, *rest: Any) -> None:
     """the bound of a fresh A comes from the whole matrix' in_features"""
     plan = runtime(model).plan
 
     def wider(target: Any) -> dict[str, Tensor]:
         is_row = target.name in plan.linears and plan.linears[target.name].split is Split.ROW
-        width = math.sqrt(plan.topology.tp) if is_row else 1.0
+        width = math.sqrt(plan.topology.tp) if is_row else 1.0  # a bound is 1 / sqrt(fan_in)
         return {part: t * width if part[0] == "A" else t for part, t in full(target).items()}
 
     original(model, name, planned, wider, *rest)
 
 
-@after(attach, "draw_factors", needs="tp")
+@after(attach, "draw_factors", needs={Feature.TP})
 def b_unequal_on_replicas(factors: dict[str, Tensor], *_: Any, **__: Any) -> dict[str, Tensor]:
     """copies of a factor are equal to the bit"""
     return {part: t * (1 + 0.01 * rank()) if part.startswith("B") else t for part, t in factors.items()}
 
 
-@around(ParallelLinear, "add_adapter", needs="tp")
+@around(ParallelLinear, "add_adapter", needs={Feature.TP})
 def lora_scale_divided_by_tp(original: Any, self: ParallelLinear, *args: Any, scaling: float) -> None:
     """the LoRA scale does not know tp"""
     original(self, *args, scaling=scaling / self.tp.size)
 
 
-@around(ParallelLinear, "add_adapter", needs="scale")
+@around(ParallelLinear, "add_adapter", needs={Feature.SCALE})
 def lora_scale_squared(original: Any, self: ParallelLinear, *args: Any, scaling: float) -> None:
     """the LoRA scale is applied once"""
     original(self, *args, scaling=scaling * scaling)
 
 
-@around(attach, "attach", needs="scale")
+@around(attach, "attach", needs={Feature.SCALE})
 def scale_of_fresh_squared(original: Any, model: Any, name: str, planned: Any, *rest: Any) -> None:
     """a fresh adapter has the scale of its configuration"""
     squared = {n: dataclasses.replace(t, scaling=t.scaling**2) for n, t in planned.targets.items()}
     original(model, name, dataclasses.replace(planned, targets=squared), *rest)
 
 
-@instead_of(linear, "all_reduce_sum", needs="tp dora row_target")
+@instead_of(linear, "all_reduce_sum", needs={Feature.TP, Feature.DORA, Feature.ROW_TARGET})
 def dora_norm_over_local_slice(x: Tensor, axis: Axis) -> Tensor:
     """the norm of a row that is split over tp is that of the whole row"""
     return x
 
 
-@around(ParallelLinear, "weight_norm", needs="dora")
+@around(ParallelLinear, "weight_norm", needs={Feature.DORA})
 def dora_norm_of_base_alone(original: Any, self: ParallelLinear, adapter: str) -> Any:
     """DoRA divides by the norm of the weight with the adapter"""
-    with mock.patch.dict(self.scaling, {adapter: 0.0}):
+    with mock.patch.dict(self.scaling, {adapter: 0.0}):  # adds nothing to the base
         return original(self, adapter)
 
 
-@after(adapter_plan, "factor_rule", needs="tp dora row_target")
+@after(adapter_plan, "factor_rule", needs={Feature.TP, Feature.DORA, Feature.ROW_TARGET})
 def row_magnitude_summed_as_other_kind(found: Any, rule: LinearRule, side: Side, *, sp: bool) -> Any:
     """a row-parallel linear's magnitude is summed over tp under sp alone, as the residual stream is"""
     # Sums over tp what each rank holds in full, and averages terms.
@@ -88,7 +89,7 @@ def row_magnitude_summed_as_other_kind(found: Any, rule: LinearRule, side: Side,
     return dataclasses.replace(found, grad_axes=found.grad_axes ^ {"tp"}, mean_axes=found.mean_axes ^ {"tp"})
 
 
-@around(attach, "draw_factors", needs="seed")
+@around(attach, "draw_factors", needs={Feature.SEED})
 def fresh_seed_ignored(original: Any, *args: Any, seed: int, **rest: Any) -> Any:
     """a fresh adapter is determined by its seed"""
     return original(*args, seed=0, **rest)

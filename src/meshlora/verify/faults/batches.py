@@ -19,6 +19,7 @@ from meshlora.train import batches, losses
 from meshlora.train.batch import Batch
 from meshlora.train.batches import Batching
 from meshlora.verify.faults.fault import after, around, instead_of
+from meshlora.verify.features import Feature
 from meshlora.wings.packed_rows.by_sequence import PackedMask
 from meshlora_ground import compat
 from meshlora_ground.dataset import Sequence
@@ -32,7 +33,7 @@ def _dummy_counted(batch: Batch, sequences: Any) -> Batch:
     return dataclasses.replace(batch, labels=batch.input_ids.clone(), num_trained_tokens=batch.input_ids.numel())
 
 
-@around(batches, "share", needs="dp")
+@around(batches, "share", needs={Feature.DP})
 def accumulation_indices_of_rank_0(original: Any, indices: Any, *, dp_rank: int, **rest: Any) -> Any:
     """each sequence of a global batch is taken by exactly one dp rank"""
     return original(indices, dp_rank=0, **rest)
@@ -46,7 +47,7 @@ def labels_not_shifted(batch: Batch, *_: Any, **__: Any) -> Batch:
     return dataclasses.replace(batch, labels=torch.where(labels == -100, labels, batch.input_ids))
 
 
-@around(sampler, "epoch_order", needs="steps")
+@around(sampler, "epoch_order", needs={Feature.STEPS})
 def epochs_in_one_order(original: Any, n: int, *, seed: int, epoch: int) -> Any:
     """every epoch has an order of its own"""
     return original(n, seed=seed, epoch=0)
@@ -55,10 +56,10 @@ def epochs_in_one_order(original: Any, n: int, *, seed: int, epoch: int) -> Any:
 @after(*EVALUATION)
 def evaluation_per_sequence(result: tuple[float, int], self: TrainedAdapter, data: Any) -> tuple[float, int]:
     """the evaluated loss is a mean over tokens"""
-    return result[0] * result[1] / len(data), result[1]
+    return result[0] * result[1] / len(data), result[1]  # its sum over tokens, by sequences
 
 
-@after(batches, "collate", needs="sp")
+@after(batches, "collate", needs={Feature.SP})
 def labels_shifted_after_the_split(batch: Batch, *_: Any, token_multiple: int = 1, **__: Any) -> Batch:
     """labels are shifted before the tokens are cut over tp"""
     # Shifting inside a slice of the tokens leaves its last token without a label.
@@ -85,19 +86,19 @@ def evaluation_filled_up(original: Any, self: Batching, data: Any, indices: np.n
     return original(self, data, np.concatenate([indices, indices[: -len(indices) % at_once]]))
 
 
-@after(batches, "collate", needs="dp", within=EVALUATION)
+@after(batches, "collate", needs={Feature.DP}, within=EVALUATION)
 def evaluation_counts_dummies(batch: Batch, sequences: Any, **_: Any) -> Batch:
     """a rank that has no sequence left adds nothing to an evaluation"""
     return _dummy_counted(batch, sequences)
 
 
-@after(batches, "collate", needs="dp")
+@after(batches, "collate", needs={Feature.DP})
 def dummy_micro_batch_counted(batch: Batch, sequences: Any, **_: Any) -> Batch:
     """a dummy micro-batch adds neither loss nor tokens"""
     return _dummy_counted(batch, sequences)
 
 
-@around(*EVALUATION, needs="smoothing sft")
+@around(*EVALUATION, needs={Feature.SMOOTHING, Feature.SFT})
 def evaluation_smoothed(original: Any, self: TrainedAdapter, data: Any) -> Any:
     """the evaluated loss is not smoothed"""
     own, loss = vars(self.objective)["label_smoothing"], objectives.language_model_losses
@@ -109,7 +110,7 @@ def evaluation_smoothed(original: Any, self: TrainedAdapter, data: Any) -> Any:
         return original(self, data)
 
 
-@around(sampler, "epoch_order", needs="seed")
+@around(sampler, "epoch_order", needs={Feature.SEED})
 def sampler_seed_ignored(original: Any, n: int, *, seed: int, epoch: int) -> Any:
     """the order of the sequences is determined by the run's seed"""
     return original(n, seed=0, epoch=epoch)
@@ -118,22 +119,22 @@ def sampler_seed_ignored(original: Any, n: int, *, seed: int, epoch: int) -> Any
 @after(sampler, "epoch_order")
 def epoch_in_file_order(order: np.ndarray, *_: Any, **__: Any) -> np.ndarray:
     """an epoch takes the sequences in a drawn order"""
-    return np.sort(order)
+    return np.sort(order)  # the same sequences
 
 
-@after(GlobalBatches, "batch", needs="short_batch")
+@after(GlobalBatches, "batch", needs={Feature.SHORT_BATCH})
 def batch_filled_up(found: np.ndarray, self: GlobalBatches, step: int) -> np.ndarray:
     """the last batch of an epoch has the remaining sequences, and none twice"""
     return np.concatenate([found, self.batch(0)[: self.global_batch_size - len(found)]]) if step else found
 
 
-@around(objectives, "language_model_losses", needs="smoothing sft")
+@around(objectives, "language_model_losses", needs={Feature.SMOOTHING, Feature.SFT})
 def label_smoothing_ignored(original: Any, *args: Any, label_smoothing: float) -> Any:
     """the loss is smoothed as configured"""
     return original(*args, label_smoothing=0.0)
 
 
-@after(batches, "collate", needs="unmasked")
+@after(batches, "collate", needs={Feature.UNMASKED})
 def padding_at_the_start(batch: Batch, *_: Any, **__: Any) -> Batch:
     """padding that has no mask is at the end of its row"""
     order = batch.attention_mask.argsort(dim=1, stable=True)  # zeros first
@@ -146,57 +147,57 @@ def padding_at_the_start(batch: Batch, *_: Any, **__: Any) -> Batch:
     return dataclasses.replace(batch, input_ids=ids, attention_mask=mask, labels=labels, tokens=tokens, columns=columns)
 
 
-@around(trainer, "Batching", needs="packing")
+@around(trainer, "Batching", needs={Feature.PACKING})
 def packing_left_out(original: Any, mesh: Any, size: int, pad_token_id: int, row_length: Any, **rest: Any) -> Any:
     """sequences share rows if packing is configured"""
-    return original(mesh, size, pad_token_id, None, **rest | {"joins": False})
+    return original(mesh, size, pad_token_id, None, **rest | {"joins": False})  # no length of rows to fill
 
 
-@after(batches, "with_positions", needs="packing")
+@after(batches, "with_positions", needs={Feature.PACKING})
 def packing_positions_run_on(batch: Batch, *_: Any) -> Batch:
     """position ids restart at each sequence of a row"""
     ids = batch.input_ids
     return dataclasses.replace(batch, position_ids=torch.arange(ids.shape[1]).expand_as(ids))
 
 
-@instead_of(compat, "packed_sequence_indices", needs="packing")
+@instead_of(compat, "packed_sequence_indices", needs={Feature.PACKING})
 def packing_seen_across(position_ids: Tensor) -> None:
     """a token attends to its own sequence alone"""
 
 
-@around(PackedMask, "lengths", needs="packing whole_rows")
+@around(PackedMask, "lengths", needs={Feature.PACKING, Feature.WHOLE_ROWS})
 def packing_cut_a_token_late(original: Any, self: PackedMask, running: Any) -> Any:
     """attention of packed rows is cut where sequences end"""
     found = original(self, running)
     return found and [[row[0] + 1, row[1] - 1, *row[2:]] if len(row) > 1 else row for row in found]
 
 
-@after(losses, "model_inputs", needs="packing")
+@after(losses, "model_inputs", needs={Feature.PACKING})
 def packing_with_a_mask(inputs: dict[str, Any], ids: Any, mask: Any, *_: Any) -> dict[str, Any]:
     """transformers gets no mask: with one it does not look for the borders of sequences"""
     return {**inputs, "attention_mask": torch.ones_like(ids) if mask is None else mask}
 
 
-@around(losses, "packed_positions", needs="packing m_rope")
+@around(losses, "packed_positions", needs={Feature.PACKING, Feature.M_ROPE})
 def packing_without_positions_in_the_row(original: Any, config: Any, position_ids: Tensor) -> Tensor:
     """M-RoPE gets the positions in the row too, by which sequences are kept apart"""
-    return original(config, position_ids)[1:]
+    return original(config, position_ids)[1:]  # the first are those in the row
 
 
-@after(batches, "collate", needs="sft first_tokens")
+@after(batches, "collate", needs={Feature.SFT, Feature.FIRST_TOKENS})
 def first_tokens_counted(batch: Batch, sequences: AbstractSequence[Sequence], **_: Any) -> Batch:
     """the first token of a sequence, though it is trained text, is predicted by none and does not count"""
     firsts = sum(int(sequence.is_trained[0]) for sequence in sequences)
     return dataclasses.replace(batch, num_trained_tokens=batch.num_trained_tokens + firsts)
 
 
-@after(batches, "joined", needs="packing")
+@after(batches, "joined", needs={Feature.PACKING})
 def packing_first_tokens_trained(joined: Sequence, sequences: AbstractSequence[Sequence]) -> Sequence:
     """the first token of a sequence, though it is trained text, is predicted by no token of another"""
     return dataclasses.replace(joined, is_trained=np.concatenate([sequence.is_trained for sequence in sequences]))
 
 
-@after(batches, "joined", needs="packing")
+@after(batches, "joined", needs={Feature.PACKING})
 def packing_labels_across(joined: Sequence, sequences: AbstractSequence[Sequence]) -> Sequence:
     """the last token of a sequence predicts nothing of the next one"""
     # The last token of each sequence then predicts the first of the next.

@@ -16,6 +16,7 @@ from meshlora.layers.linear import ParallelHead, ParallelLinear
 from meshlora.model import inject, regions, wide_norm
 from meshlora.plan.layout import Split
 from meshlora.verify.faults.fault import after, around, instead_of
+from meshlora.verify.features import Feature
 from meshlora.wings.kernels import early_a
 from meshlora.wings.kernels.early_a import Pack
 
@@ -36,7 +37,7 @@ def _unreduced(change: Any) -> Any:
 @instead_of(
     linear,
     "reduce_each_to_one",
-    needs="tp",
+    needs={Feature.TP},
     also=((linear, "reduce_scatter_each_to_each", lambda _: collectives.slice_one_to_each),),
 )
 def row_output_not_reduced(x: Tensor, axis: Axis) -> Tensor:
@@ -44,51 +45,51 @@ def row_output_not_reduced(x: Tensor, axis: Axis) -> Tensor:
     return x
 
 
-@after(linear, "reduce_each_to_one", "reduce_scatter_each_to_each", needs="tp")
+@after(linear, "reduce_each_to_one", "reduce_scatter_each_to_each", needs={Feature.TP})
 def row_output_averaged(y: Tensor, x: Tensor, axis: Axis) -> Tensor:
     """the output of a row-parallel linear is a sum over tp, not a mean"""
     return y / axis.size
 
 
-@around(linear, "reduce_each_to_one", "reduce_scatter_each_to_each", needs="tp")
+@around(linear, "reduce_each_to_one", "reduce_scatter_each_to_each", needs={Feature.TP})
 def row_output_reduced_twice(original: Any, x: Tensor, axis: Axis) -> Any:
     """the output of a row-parallel linear is summed over tp once"""
-    return original(collectives.reduce_each_to_one(x, axis), axis)
+    return original(collectives.reduce_each_to_one(x, axis), axis)  # tp times what it should be
 
 
-@around(ParallelLinear, "_leave_region", needs="tp row_bias")
+@around(ParallelLinear, "_leave_region", needs={Feature.TP, Feature.ROW_BIAS})
 def row_bias_on_every_rank(original: Any, self: ParallelLinear, y: Tensor) -> Any:
     """the bias of a row-parallel linear is added once, after the sum"""
     # Adds the bias tp - 1 times over the ranks, besides the correct one.
     return original(self, y if self.bias is None else y + self.bias * (1 - 1 / self.tp.size))
 
 
-@around(regions, "map_input", needs="tp")
+@around(regions, "map_input", needs={Feature.TP})
 def column_input_gradient_not_reduced(original: Any, module: Any, name: str, change: Any, **rest: Any) -> None:
     """the gradient that leaves a split region is the sum over tp"""
     original(module, name, _unreduced(change), **rest)
 
 
-@around(ParallelLinear, "forward", needs="tp", also=column_input_gradient_not_reduced.changes)
+@around(ParallelLinear, "forward", needs={Feature.TP}, also=column_input_gradient_not_reduced.changes)
 def column_input_gradient_reduced_per_linear(original: Any, self: ParallelLinear, x: Tensor) -> Any:
     """the gradient that leaves a split region is summed once for all of its column-parallel linears"""
     in_region = self.rule.split is Split.COLUMN and not isinstance(self, ParallelHead)
     return original(self, collectives.copy_one_to_each(x, self.tp) if in_region else x)
 
 
-@around(regions, "slice_one_to_each", needs="sp")
+@around(regions, "slice_one_to_each", needs={Feature.SP})
 def sp_slices_rotated(original: Any, x: Tensor, axis: Axis) -> Any:
     """tp rank i holds the i-th slice of the tokens"""
     return original(x, dataclasses.replace(axis, rank=(axis.rank + 1) % axis.size))
 
 
-@after(regions, "gather_each_to_each", "gather_each_to_one", needs="sp")
+@after(regions, "gather_each_to_each", "gather_each_to_one", needs={Feature.SP})
 def sp_gather_reversed(y: Tensor, x: Tensor, axis: Axis) -> Tensor:
     """slices of tokens are gathered in the order of the tp ranks"""
     return y.unflatten(0, (axis.size, -1)).flip(0).flatten(0, 1)
 
 
-@around(regions, "_install_region", needs="sp whole_mixer")
+@around(regions, "_install_region", needs={Feature.SP, Feature.WHOLE_MIXER})
 def whole_region_sees_its_slice(
     original: Any, module: Any, of: Any, cut: regions.TokenCut, *, sp: bool, gather: Any
 ) -> None:
@@ -108,7 +109,7 @@ def whole_region_sees_its_slice(
     regions.map_output(module, cut.cut)
 
 
-@around(inject, "install_borders", needs="tp")
+@around(inject, "install_borders", needs={Feature.TP})
 def head_input_gradient_not_reduced(original: Any, model: Any, plan: Any, *rest: Any) -> Any:
     """the gradient that leaves the head is the sum over the parts of the vocabulary"""
     last = model.get_submodule(plan.layers)[-1] if plan.layers else None
@@ -121,31 +122,31 @@ def head_input_gradient_not_reduced(original: Any, model: Any, plan: Any, *rest:
         return original(model, plan, *rest)
 
 
-@instead_of(wide_norm, "reduce_each_to_each", needs="tp wide_norm")
+@instead_of(wide_norm, "reduce_each_to_each", needs={Feature.TP, Feature.WIDE_NORM})
 def wide_norm_over_local_width(x: Tensor, axis: Axis) -> Tensor:
     """a norm over a split width has the mean of squares of the whole"""
-    return x * axis.size
+    return x * axis.size  # as if all ranks had the same squares
 
 
-@instead_of(wide_norm, "reduce_each_to_each", needs="tp wide_norm")
+@instead_of(wide_norm, "reduce_each_to_each", needs={Feature.TP, Feature.WIDE_NORM})
 def wide_norm_gradient_not_reduced(x: Tensor, axis: Axis) -> Tensor:
     """the gradient of a mean over a split width is summed over tp"""
     return collectives.reduce_each_to_one(x, axis)
 
 
-@instead_of(wide_norm, "silu", needs="tp gated_norm")
+@instead_of(wide_norm, "silu", needs={Feature.TP, Feature.GATED_NORM})
 def gated_norm_before_its_gate(x: Tensor) -> Tensor:
     """the mean of squares of a norm after a gate is that of what the gate lets through"""
-    return torch.ones_like(x)
+    return torch.ones_like(x)  # a gate that lets all through
 
 
-@around(early_a, "unpack", needs="riding_together")
+@around(early_a, "unpack", needs={Feature.RIDING_TOGETHER})
 def ride_ends_at_the_next_linear(original: Any, packed: Any, width: int, riders: Any) -> Any:
     """a linear adds the product of its own A to its output"""
-    return original(packed, width, riders[1:] + riders[:1])
+    return original(packed, width, riders[1:] + riders[:1])  # each takes that of the next one
 
 
-@after(Pack, "backward", needs="riding scale")
+@after(Pack, "backward", needs={Feature.RIDING, Feature.SCALE})
 def ride_gradient_without_scale(found: Any, ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     """the gradient of an A applied before the gather has the LoRA scale"""
     dx, riders, *das = found
@@ -153,7 +154,7 @@ def ride_gradient_without_scale(found: Any, ctx: Any, *grads: Tensor) -> tuple[A
     return dx, riders, *(None if da is None else da / scale for da, (scale, _) in pairs)
 
 
-@after(Pack, "backward", needs="riding")
+@after(Pack, "backward", needs={Feature.RIDING})
 def ride_gradient_stops_at_a(found: Any, ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
     """the gradient of a region's input has the terms of every A"""
     dx, *rest = found

@@ -21,6 +21,7 @@ from meshlora.train import batches, gradsync
 from meshlora.train.batch import IGNORED, Batch
 from meshlora.train.losses import Rows
 from meshlora.verify.faults.fault import after, around, instead_of, without_axis
+from meshlora.verify.features import Feature
 from meshlora.wings.context import borders, passed_states
 from meshlora.wings.context.context import Block, RowsOfMask
 from meshlora.wings.context.passed_states import PassedStates
@@ -30,94 +31,96 @@ from meshlora_ground.topology import SEQUENCES, TOKENS
 # --- attention: whose keys and values, in which order, seen by whom
 
 
-@after(held_tokens, "gather_each_to_each", needs="gathered_keys")
+@after(held_tokens, "gather_each_to_each", needs={Feature.GATHERED_KEYS})
 def context_keys_in_reverse(y: Tensor, x: Tensor, axis: Axis) -> Tensor:
     """keys and values are gathered in the order of the cp ranks"""
     return y.unflatten(0, (axis.size, -1)).flip(0).flatten(0, 1)
 
 
-@instead_of(held_tokens, "gather_each_to_each", needs="gathered_keys")
+@instead_of(held_tokens, "gather_each_to_each", needs={Feature.GATHERED_KEYS})
 def context_key_gradients_not_summed(x: Tensor, axis: Axis) -> Tensor:
     """keys and values have the gradients of the queries of all cp ranks"""
     return collectives.gather_each_to_one(x, axis)
 
 
-@after(HeldTokens, "__init__", needs="gathered_keys")
+@after(HeldTokens, "__init__", needs={Feature.GATHERED_KEYS})
 def context_mask_of_rank_0(_: None, self: HeldTokens, order: np.ndarray, *__: Any) -> None:
     """a rank has the rows of the mask of its own queries"""
     self.own_on_host = order[:, : self.per_rank]
 
 
-@after(HeldTokens, "__init__", needs="gathered_keys balanced")
+@after(HeldTokens, "__init__", needs={Feature.GATHERED_KEYS, Feature.BALANCED})
 def context_order_not_undone(_: None, self: HeldTokens, *__: Any) -> None:
     """gathered keys and values are put in the order of the row, of which masks are"""
-    self.places = None
+    self.places = None  # as if they were in order
 
 
-@after(RowsOfMask, "_block", needs="gathered_keys")
+@after(RowsOfMask, "_block", needs={Feature.GATHERED_KEYS})
 def context_first_key_left_out(block: Block, *_: Any) -> Block:
     """a block of queries has all keys that one of them sees, from the first one on"""
-    if block.keys.stop - block.keys.start == 1:
+    if block.keys.stop - block.keys.start == 1:  # a softmax over no key is no number
         return block
     keys = slice(block.keys.start + 1, block.keys.stop)
     return dataclasses.replace(block, keys=keys, mask=block.mask[..., 1:].contiguous())
 
 
-@around(RowsOfMask, "_rows", needs="gathered_keys packing")
+@around(RowsOfMask, "_rows", needs={Feature.GATHERED_KEYS, Feature.PACKING})
 def context_mask_of_the_first_row(original: Any, self: RowsOfMask, rows: slice, *rest: np.ndarray) -> Any:
     """documents are kept apart by the borders of their own row"""
-    return original(self, rows if rows.stop is None else slice(0, 1), *rest)
+    return original(self, rows if rows.stop is None else slice(0, 1), *rest)  # a stop of None is all rows
 
 
 # --- recurrent mixers
 
 
-@after(passed_states, "receive_from_neighbour", needs="passed_states")
+@after(passed_states, "receive_from_neighbour", needs={Feature.PASSED_STATES})
 def context_state_begins_again(state: Tensor, *_: Any, step: int) -> Tensor:
     """a recurrent mixer goes on from the state that the cp rank before it leaves"""
-    return torch.zeros_like(state) if step > 0 else state
+    return torch.zeros_like(state) if step > 0 else state  # forwards go up the ranks
 
 
-@after(passed_states, "receive_from_neighbour", needs="passed_states")
+@after(passed_states, "receive_from_neighbour", needs={Feature.PASSED_STATES})
 def context_state_without_gradient(state: Tensor, *_: Any, step: int) -> Tensor:
     """the state that a cp rank leaves has the gradient of the ranks after it"""
-    return torch.zeros_like(state) if step < 0 else state
+    return torch.zeros_like(state) if step < 0 else state  # and backwards down
 
 
-@after(PassedStates, "update_conv_state", needs="recurrent")
+@after(PassedStates, "update_conv_state", needs={Feature.RECURRENT})
 def context_convolution_begins_again(inputs: Tensor, *_: Any, conv_kernel_size: int, **__: Any) -> Tensor:
     """a convolution reaches into the tokens of the cp rank before"""
     reach = conv_kernel_size - 1
-    return torch.cat([0 * inputs[..., :reach], inputs[..., reach:]], -1)
+    return torch.cat([0 * inputs[..., :reach], inputs[..., reach:]], -1)  # zeros, as before a sequence
 
 
 # --- the cut of what a layer is called with
 
 
-@around(HeldTokens, "gathered", needs="gathered_keys")
+@around(HeldTokens, "gathered", needs={Feature.GATHERED_KEYS})
 def context_keys_and_values_gathered_apart(original: Any, self: HeldTokens, x: Tensor) -> Any:
     """keys and values of a layer are gathered over cp once, together"""
     return torch.cat([original(self, part) for part in x.chunk(2, -1)], -1) if x.ndim > 2 else original(self, x)
 
 
-@around(ContextCut, "cut", needs="cp balanced")
+@around(ContextCut, "cut", needs={Feature.CP, Feature.BALANCED})
 def context_cut_in_one_piece(original: Any, self: ContextCut, x: Tensor) -> Any:
     """the residual stream is cut as the masks are: a head and a tail of each document"""
     held = self.held
-    return x if held is None else x.narrow(1, held.axis.rank * held.per_rank, held.per_rank)
+    if held is None:
+        return x
+    return x.narrow(1, held.axis.rank * held.per_rank, held.per_rank)
 
 
-@around(borders, "cut_argument", needs="cp rope")
+@around(borders, "cut_argument", needs={Feature.CP, Feature.ROPE})
 def context_positions_begin_again(original: Any, held: HeldTokens | None, name: str, value: Any) -> Any:
     """a token has its position in the row, whichever cp rank has it"""
     found = original(held, name, value)
     if held is None or not isinstance(value, Tensor) or not name.startswith("position_"):
         return found
-    dim = -2 if name == "position_embeddings" else -1
+    dim = -2 if name == "position_embeddings" else -1  # those have a width
     return value.narrow(dim, 0, held.per_rank).expand_as(found)
 
 
-@around(ForwardTokens, "parts", needs="dropout few_tokens")
+@around(ForwardTokens, "parts", needs={Feature.DROPOUT, Feature.FEW_TOKENS})
 def context_tokens_taken_for_pooled(original: Any, self: ForwardTokens, module: str, num_rows: int) -> list[Part]:
     """a cp rank with as many tokens as there are sequences drops by its tokens, not by the first of each sequence"""
     firsts = [share.of_sequences() for share in self._shares or ()]
@@ -126,17 +129,20 @@ def context_tokens_taken_for_pooled(original: Any, self: ForwardTokens, module: 
     return original(self, module, num_rows)
 
 
-@after(ForwardTokens, "_held", needs="cp dropout")
+@after(ForwardTokens, "_held", needs={Feature.CP, Feature.DROPOUT})
 def context_dropout_of_the_first_tokens(found: list[Share], self: ForwardTokens, shares: list[Share]) -> list[Share]:
     """a mask of dropout is that of the tokens that a cp rank has"""
-    pairs = zip(found, shares, strict=True)
-    return [dataclasses.replace(own, tokens=whole.tokens[:, : own.tokens.shape[1]]) for own, whole in pairs]
+    changed = []
+    for own, whole in zip(found, shares, strict=True):
+        first = whole.tokens[:, : own.tokens.shape[1]]
+        changed.append(dataclasses.replace(own, tokens=first))
+    return changed
 
 
 # --- rows, labels and counts
 
 
-@after(batches, "collate", needs="cp")
+@after(batches, "collate", needs={Feature.CP})
 def context_rows_cut_to_a_multiple(batch: Batch, *_: Any, row_multiple: int = 1, **__: Any) -> Batch:
     """a row whose length is no multiple of cp is padded, and loses no token"""
     longest = int(batch.attention_mask.sum(1).max())
@@ -165,7 +171,7 @@ def _edges(batch: Batch, step: int) -> tuple[Tensor, Tensor]:
     return rows, places
 
 
-@after(Batch, "cut", needs="cp")
+@after(Batch, "cut", needs={Feature.CP})
 def context_label_lost_at_a_cut(batch: Batch, *_: Any, **__: Any) -> Batch:
     """a token predicts the next one, which another cp rank may have"""
     # Labels shifted after the cut.
@@ -174,7 +180,7 @@ def context_label_lost_at_a_cut(batch: Batch, *_: Any, **__: Any) -> Batch:
     return _with_labels(batch, labels)
 
 
-@after(Batch, "cut", needs="cp")
+@after(Batch, "cut", needs={Feature.CP})
 def context_label_twice_at_a_cut(batch: Batch, *_: Any, **__: Any) -> Batch:
     """the first token of a part does not predict itself too"""
     # The label of the token before, which its own rank counts, is taken over by the first token of the next part.
@@ -184,13 +190,13 @@ def context_label_twice_at_a_cut(batch: Batch, *_: Any, **__: Any) -> Batch:
     return _with_labels(batch, labels)
 
 
-@after(Batch, "cut", needs="cp")
+@after(Batch, "cut", needs={Feature.CP})
 def context_tokens_counted_on_each_rank(batch: Batch, *_: Any, **__: Any) -> Batch:
     """a trained token is counted by the cp rank that has it"""
     return dataclasses.replace(batch, num_trained_tokens=int((batch.labels != IGNORED).sum()))
 
 
-@around(trainer, "loss_sums", needs="cp log_probabilities")
+@around(trainer, "loss_sums", needs={Feature.CP, Feature.LOG_PROBABILITIES})
 def context_losses_of_rows_on_each_rank(
     original: Any, objective: Any, model: Any, batch: Batch, own: Rows, *rest: Any
 ) -> list[tuple[Tensor, Sums]]:
@@ -200,7 +206,7 @@ def context_losses_of_rows_on_each_rank(
     return found
 
 
-@around(trainer, "count", needs="cp log_probabilities examples")
+@around(trainer, "count", needs={Feature.CP, Feature.LOG_PROBABILITIES, Feature.EXAMPLES})
 def context_examples_counted_on_each_rank(original: Any, objective: Any, batch: Batch) -> Any:
     """a pair or a record, of which all cp ranks have tokens, is counted by one of them"""
     return original(objective, dataclasses.replace(batch, counts_rows=True))
@@ -209,27 +215,29 @@ def context_examples_counted_on_each_rank(original: Any, objective: Any, batch: 
 # --- sums over cp
 
 
-@after(gradsync, "_parts", needs="cp")
+@after(gradsync, "_parts", needs={Feature.CP})
 def context_gradients_not_summed(found: list[GradPart], *_: Any) -> list[GradPart]:
     """gradients of factors are summed over cp"""
     return [without_axis(part, "cp") for part in found]
 
 
-@around(gradsync, "_sum_bucket", needs="cp")
+@around(gradsync, "_sum_bucket", needs={Feature.CP})
 def context_gradients_summed_twice(
     original: Any, grads: Any, axes: frozenset[str], mesh: Mesh, *, scales: Tensor
 ) -> None:
     """gradients of factors are summed over cp once"""
-    original(grads, axes, mesh, scales=scales * (mesh.cp.size if "cp" in axes else 1))
+    if "cp" in axes:
+        scales = scales * mesh.cp.size
+    original(grads, axes, mesh, scales=scales)
 
 
-@after(LoadBalancing, "__init__", needs="cp aux_loss")
+@after(LoadBalancing, "__init__", needs={Feature.CP, Feature.AUX_LOSS})
 def context_choices_of_one_rank(_: None, self: LoadBalancing, *__: Any, **___: Any) -> None:
     """the load-balancing loss counts the choices of the tokens of all cp ranks"""
     self.axis = self.mesh.over((SEQUENCES | self.mesh.topology.token_cut) - TOKENS)
 
 
-@after(LoadBalancing, "_counted", needs="cp aux_loss")
+@after(LoadBalancing, "_counted", needs={Feature.CP, Feature.AUX_LOSS})
 def context_tokens_of_balance_divided(found: Tensor, self: LoadBalancing, *_: Any) -> Tensor:
     """the load-balancing loss weighs as the trained tokens of all cp ranks do"""
-    return torch.cat([found[:-1], found[-1:] / self.mesh.cp.size])
+    return torch.cat([found[:-1], found[-1:] / self.mesh.cp.size])  # the last is the number of tokens

@@ -14,74 +14,80 @@ from meshlora.layers import linear, tokens
 from meshlora.layers.tokens import ForwardTokens, Mask
 from meshlora.run import trained, trainer
 from meshlora.verify.faults.fault import after, around, instead_of
+from meshlora.verify.features import Feature
 from meshlora_ground import masks
 
 
-@after(ForwardTokens, "mask", needs="dropout other_tokens")
+@after(ForwardTokens, "mask", needs={Feature.DROPOUT, Feature.OTHER_TOKENS})
 def dropout_by_local_token(mask: Mask, *_: Any) -> Mask:
     """a mask depends on the place in the global batch and the position, not on the row on the rank"""
     return dataclasses.replace(mask, tokens=torch.arange(len(mask.tokens), device=mask.tokens.device))
 
 
-@after(linear, "input_features", needs="lora_dropout tp row_target")
+@after(linear, "input_features", needs={Feature.LORA_DROPOUT, Feature.TP, Feature.ROW_TARGET})
 def dropout_by_local_feature(features: Tensor, *_: Any) -> Tensor:
     """the mask of a split input is indexed by the features of the whole matrix"""
     return torch.arange(len(features))
 
 
-@around(tokens, "mask_key", needs="dropout steps")
+@around(tokens, "mask_key", needs={Feature.DROPOUT, Feature.STEPS})
 def dropout_same_in_every_step(original: Any, seed: int, step: int, module: str) -> Any:
     """each optimizer step has masks of its own"""
     return original(seed, 0, module)
 
 
-@around(tokens, "mask_key", needs="dropout")
+@around(tokens, "mask_key", needs={Feature.DROPOUT})
 def dropout_same_in_every_module(original: Any, seed: int, step: int, module: str) -> Any:
     """each module has masks of its own"""
     return original(seed, step, "")
 
 
-@after(ForwardTokens, "mask", needs="dropout tp")
+@after(ForwardTokens, "mask", needs={Feature.DROPOUT, Feature.TP})
 def dropout_per_tp_rank(mask: Mask, own: ForwardTokens, *_: Any) -> Mask:
     """a mask does not depend on the tp rank"""
-    return dataclasses.replace(mask, key=mask.key ^ own.tp.rank)
+    return dataclasses.replace(mask, key=mask.key ^ own.tp.rank)  # that of rank 0 stays right
 
 
-@after(masks, "_hashed", needs="dropout")
+@after(masks, "_hashed", needs={Feature.DROPOUT})
 def dropout_of_later_tokens_as_the_first(found: Iterator[tuple[slice, Tensor]], *_: Any) -> Iterator[Any]:
     """tokens whose masks are made some at a time have masks of their own"""
     first = None
     for block, hashed in found:
         first = hashed if first is None else first
-        yield block, first[: len(hashed)]
+        yield block, first[: len(hashed)]  # the last block may be shorter
 
 
-@after(Mask, "drop", needs="dropout")
+@after(Mask, "drop", needs={Feature.DROPOUT})
 def dropout_not_scaled(found: Tensor, self: Mask, x: Tensor) -> Tensor:
     """kept elements are divided by the keep probability"""
     return found * (1 - self.p)
 
 
-@instead_of(PreTrainedModel, "eval", needs="base model_dropout", within=(trainer, "reference_log_probabilities"))
+@instead_of(
+    PreTrainedModel,
+    "eval",
+    needs={Feature.BASE, Feature.MODEL_DROPOUT},
+    within=(trainer, "reference_log_probabilities"),
+)
 def base_with_dropout(self: Any) -> Any:
     """the frozen base is evaluated without dropout"""
     return self
 
 
-@after(trained, "mean_loss", needs="dropout steps")
+@after(trained, "mean_loss", needs={Feature.DROPOUT, Feature.STEPS})
 def evaluation_ends_dropout(found: Any, model: Any, *_: Any, **__: Any) -> Any:
     """training continues with dropout after an evaluation"""
     model.eval()
     return found
 
 
-@around(tokens, "mask_key", needs="dropout seed")
+@around(tokens, "mask_key", needs={Feature.DROPOUT, Feature.SEED})
 def dropout_seed_ignored(original: Any, seed: int, step: int, module: str) -> Any:
     """masks are determined by the run's seed"""
     return original(0, step, module)
 
 
-@after(ForwardTokens, "mask", needs="odd_dropout")
+@after(ForwardTokens, "mask", needs={Feature.ODD_DROPOUT})
 def dropout_rate_in_tenths(mask: Mask, *_: Any) -> Mask:
     """the dropout rate of an adapter is the configured one"""
     return dataclasses.replace(mask, p=round(mask.p, 1))

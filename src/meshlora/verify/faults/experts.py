@@ -19,6 +19,7 @@ from meshlora.plan.grads import GradPart
 from meshlora.run import trainer
 from meshlora.train import gradsync
 from meshlora.verify.faults.fault import after, around, instead_of, without_axis
+from meshlora.verify.features import Feature
 from meshlora.wings.experts import balance
 from meshlora.wings.experts import module as experts
 from meshlora.wings.experts.balance import LoadBalancing
@@ -28,40 +29,44 @@ from meshlora.wings.quantized import reading
 from meshlora_ground.topology import DATA, ETP, EXPERT_AXES
 
 
-@after(gradsync, "_parts", needs="expert_target etp")
+@after(gradsync, "_parts", needs={Feature.EXPERT_TARGET, Feature.ETP})
 def experts_first_a_not_summed_over_etp(found: list[GradPart], factor: Factor, mesh: Mesh) -> list[GradPart]:
     """each etp rank has the gradient of A of gate and up from its own features: it is a sum over etp"""
-    is_it = factor.rule.is_expert and ".lora_A" in factor.name
-    return [without_axis(part, "etp") if is_it else part for part in found]
+    if not factor.rule.is_expert or ".lora_A" not in factor.name:
+        return found
+    return [without_axis(part, "etp") for part in found]
 
 
-@after(gradsync, "_parts", needs="expert_target etp")
+@after(gradsync, "_parts", needs={Feature.EXPERT_TARGET, Feature.ETP})
 def experts_second_b_not_summed_over_etp(found: list[GradPart], factor: Factor, mesh: Mesh) -> list[GradPart]:
     """x A^T of down is a sum over etp, so the gradient of its B is one too"""
-    is_it = factor.rule.is_expert and ".lora_B" in factor.name
-    return [without_axis(part, "etp") if is_it else part for part in found]
+    if not factor.rule.is_expert or ".lora_B" not in factor.name:
+        return found
+    return [without_axis(part, "etp") for part in found]
 
 
-@after(gradsync, "_parts", needs="expert_target edp")
+@after(gradsync, "_parts", needs={Feature.EXPERT_TARGET, Feature.EDP})
 def experts_not_summed_over_edp(found: list[GradPart], factor: Factor, mesh: Mesh) -> list[GradPart]:
     """the gradient of an expert's factor is a sum over the ranks that hold the same part of it"""
-    return [without_axis(part, "edp") if factor.rule.is_expert else part for part in found]
+    if not factor.rule.is_expert:
+        return found
+    return [without_axis(part, "edp") for part in found]
 
 
-@after(gradsync, "_parts", needs="expert_target dense_dp_is_not_edp")
+@after(gradsync, "_parts", needs={Feature.EXPERT_TARGET, Feature.DENSE_DP_IS_NOT_EDP})
 def experts_summed_over_dense_dp(found: list[GradPart], factor: Factor, mesh: Mesh) -> list[GradPart]:
     """the data-parallel ranks of experts are not those of attention"""
     if not factor.rule.is_expert:
         return found
     changed = []
     for part in found:
-        is_summed = "edp" in part.grad_axes
-        over = part.grad_axes - frozenset(EXPERT_AXES) | DATA if is_summed else part.grad_axes
-        changed.append(dataclasses.replace(part, grad_axes=over))
+        if "edp" in part.grad_axes:
+            part = dataclasses.replace(part, grad_axes=part.grad_axes - frozenset(EXPERT_AXES) | DATA)
+        changed.append(part)
     return changed
 
 
-@around(weights, "_read_local", "read_packed", needs="experts ep")
+@around(weights, "_read_local", "read_packed", needs={Feature.EXPERTS, Feature.EP})
 def experts_permuted_over_ep(
     original: Any, name: str, where: Any, source: Any, mesh: Any, *rest: Any, **options: Any
 ) -> Any:
@@ -69,40 +74,42 @@ def experts_permuted_over_ep(
     parts = weights.parts_of_rank
 
     def of_the_next(dim: int, layout: Any, *, rank: int, size: int) -> Any:
-        return parts(dim, layout, rank=(rank + 1) % size if dim == 0 else rank, size=size)
+        if dim == 0:  # that of experts
+            rank = (rank + 1) % size
+        return parts(dim, layout, rank=rank, size=size)
 
     wrong = of_the_next if where.num_experts else parts
     with mock.patch.object(weights, "parts_of_rank", wrong), mock.patch.object(reading, "parts_of_rank", wrong):
         return original(name, where, source, mesh, *rest, **options)
 
 
-@after(ParallelExperts, "_run", needs="experts etp")
+@after(ParallelExperts, "_run", needs={Feature.EXPERTS, Feature.ETP})
 def experts_reduced_twice(rows: Tensor, self: Any, *_: Any) -> Tensor:
     """the output of an expert is summed over etp once, on the way back"""
     return reduce_each_to_one(rows, self.mesh.over({ETP}))
 
 
-@around(Slots, "weighted_sum", needs="experts expert_axes routing_last")
+@around(Slots, "weighted_sum", needs={Feature.EXPERTS, Feature.EXPERT_AXES, Feature.ROUTING_LAST})
 def routing_weight_applied_twice(original: Any, self: Slots, rows: Tensor, given: Tensor) -> Any:
     """an expert's output is multiplied by its routing weight once"""
     return original(self, rows, given * given)
 
 
-@around(experts, "parallelize_experts", needs="experts sp")
+@around(experts, "parallelize_experts", needs={Feature.EXPERTS, Feature.SP})
 def tokens_cut_twice(original: Any, module: Any, rule: Any, mesh: Any, **options: Any) -> None:
     """under sp each tp rank dispatches all the tokens it holds"""
     original(module, rule, mesh, **options)
     module.cuts_tokens = mesh.tp.size > 1
 
 
-@after(Journey, "__init__", needs="experts expert_axes")
+@after(Journey, "__init__", needs={Feature.EXPERTS, Feature.EXPERT_AXES})
 def rows_combined_in_order_of_arrival(_: None, self: Journey, *args: Any) -> None:
     """a row goes back to the token that it came from, whatever the order in which experts take rows"""
     index = self.by_expert.index
     self.by_expert = Places(index, torch.arange(len(index), device=index.device).unsqueeze(1))
 
 
-@around(Slots, "weighted_sum", needs="experts expert_axes routing_last")
+@around(Slots, "weighted_sum", needs={Feature.EXPERTS, Feature.EXPERT_AXES, Feature.ROUTING_LAST})
 def token_dropped(original: Any, self: Slots, rows: Tensor, given: Tensor) -> Any:
     """no token is dropped: there is no capacity"""
     keep = torch.ones_like(given)
@@ -110,47 +117,47 @@ def token_dropped(original: Any, self: Slots, rows: Tensor, given: Tensor) -> An
     return original(self, rows, given * keep)
 
 
-@around(file_tensors, "to_peft", needs="expert_target")
+@around(file_tensors, "to_peft", needs={Feature.EXPERT_TARGET})
 def experts_b_stored_expert_major(original: Any, a: Tensor, b: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """in PEFT's files B of experts is expert-minor"""
-    left, right = original(a, b, **options)
+    left, right = original(a, b, **options)  # lora_A, lora_B
     return left, right.unflatten(1, (b.shape[2], -1)).mT.flatten(1).contiguous()
 
 
-@around(ParallelExperts, "_gated", needs="gated_experts")
+@around(ParallelExperts, "_gated", needs={Feature.GATED_EXPERTS})
 def experts_gate_and_up_swapped(original: Any, self: Any, inner: Tensor) -> Any:
     """the first half of an expert's first projection goes through the activation, the second does not"""
     fused = self.rule.first.fused
     if fused is None:
         return original(self, inner)
-    if fused.groups > 1:
+    if fused.groups > 1:  # gate and up alternate
         return original(self, inner.unflatten(-1, (-1, 2)).flip(-1).flatten(-2))
     return original(self, torch.cat(inner.chunk(2, -1)[::-1], -1))
 
 
-@around(LoadBalancing, "_add_up", needs="aux_loss other_tokens")
+@around(LoadBalancing, "_add_up", needs={Feature.AUX_LOSS, Feature.OTHER_TOKENS})
 def aux_loss_of_local_tokens(original: Any, self: Any, counts: Tensor) -> None:
     """the load-balancing loss counts the choices of all tokens of a step, of all ranks"""
     own = counts.clone()
     original(self, counts)
-    rows = float(own[-2]) or 1.0
+    rows = float(own[-2]) or 1.0  # a rank may have no token
     self._shares = (own[:-2] / rows).to(self._shares.dtype)
 
 
-@after(LoadBalancing, "term", needs="aux_loss")
+@after(LoadBalancing, "term", needs={Feature.AUX_LOSS})
 def aux_loss_left_out(term: Tensor, *_: Any) -> Tensor:
     """a configured load-balancing loss has a gradient"""
     return term * 0
 
 
-@around(initialization, "_generator", needs="expert_target")
+@around(initialization, "_generator", needs={Feature.EXPERT_TARGET})
 def experts_drawn_alike(original: Any, seed: int, name: str) -> Any:
     """each expert's factors are drawn separately, by its number"""
     of_all, _, number = name.rpartition(".")
-    return original(seed, of_all if number.isdecimal() else name)
+    return original(seed, of_all if number.isdecimal() else name)  # one name for all, and so one draw
 
 
-@after(gradsync, "_parts", needs="expert_target edp", within=(trainer, "clip_gradients_on_device"))
+@after(gradsync, "_parts", needs={Feature.EXPERT_TARGET, Feature.EDP}, within=(trainer, "clip_gradients_on_device"))
 def experts_norm_counted_per_rank(found: list[GradPart], factor: Factor, mesh: Mesh) -> list[GradPart]:
     """in the norm of the gradient each element of an expert counts once, however many ranks hold it"""
     if not factor.rule.is_expert:
@@ -158,20 +165,23 @@ def experts_norm_counted_per_rank(found: list[GradPart], factor: Factor, mesh: M
     return [dataclasses.replace(part, replicas=part.replicas - {"edp"}) for part in found]
 
 
-@around(trainer, "LoadBalancing", needs="aux_loss")
+@around(trainer, "LoadBalancing", needs={Feature.AUX_LOSS})
 def aux_loss_at_default(original: Any, model: Any, *, coef: float) -> Any:
     """the load-balancing loss weighs as configured"""
-    return original(model, coef=0.001)
+    return original(model, coef=0.001)  # that of most families in transformers
 
 
-@after(gradsync, "_parts", needs="ep shared_experts_adapter")
+@after(gradsync, "_parts", needs={Feature.EP, Feature.SHARED_EXPERTS_ADAPTER})
 def shared_experts_not_summed_over_ep(found: list[GradPart], *_: Any) -> list[GradPart]:
     """one adapter for all experts has the gradient of the experts of all ranks"""
     return [without_axis(part, "ep") for part in found]
 
 
 @instead_of(
-    balance, "all_reduce_sum", needs="aux_loss one_micro_batch other_tokens", within=(LoadBalancing, "count_here")
+    balance,
+    "all_reduce_sum",
+    needs={Feature.AUX_LOSS, Feature.ONE_MICRO_BATCH, Feature.OTHER_TOKENS},
+    within=(LoadBalancing, "count_here"),
 )
 def balance_of_one_micro_batch_counted_locally(counts: Tensor, axis: Axis) -> Tensor:
     """the choices of each expert are counted over all ranks, even with a single micro-batch"""

@@ -13,6 +13,7 @@ from meshlora.adapter import plan as adapter_plan
 from meshlora.adapter.attach import adapter_factors, runtime
 from meshlora.adapter.formats import file_tensors, peft_format
 from meshlora.verify.faults.fault import after, around, rank
+from meshlora.verify.features import Feature
 
 Tensors = dict[str, Tensor]
 
@@ -22,13 +23,14 @@ def _changed(
 ) -> Tensors:
     """Apply change(full tensor, dim, tp) to the factors split over tp, or to the replicated ones."""
     dims = {factor.name: factor.rule.split_dim for factor in adapter_factors(model, adapter)}
-    tp = runtime(model).mesh.tp.size
-    return {
-        name: change(t, dims[name] or 0, tp) if (dims[name] is not None) == split else t for name, t in full.items()
-    }
+    changed, tp = dict(full), runtime(model).mesh.tp.size
+    for name, tensor in full.items():
+        if (dims[name] is not None) == split:
+            changed[name] = change(tensor, dims[name] or 0, tp)
+    return changed
 
 
-@around(peft_format, "attach", needs="ranks")
+@around(peft_format, "attach", needs={Feature.RANKS})
 def adapter_loaded_on_rank_0_only(original: Any, model: Any, name: str, planned: Any, full: Any, *rest: Any) -> None:
     """every rank holds its part of a loaded adapter"""
 
@@ -38,7 +40,7 @@ def adapter_loaded_on_rank_0_only(original: Any, model: Any, name: str, planned:
     original(model, name, planned, full if rank() == 0 else zeros, *rest)
 
 
-@after(peft_format, "gather_adapter", needs="tp")
+@after(peft_format, "gather_adapter", needs={Feature.TP})
 def shard_missing_in_file(full: Tensors, model: Any, adapter: str, **_: Any) -> Tensors:
     """the saved file has the shards of all tp ranks"""
 
@@ -49,13 +51,13 @@ def shard_missing_in_file(full: Tensors, model: Any, adapter: str, **_: Any) -> 
     return _changed(full, model, adapter, first_alone, split=True)
 
 
-@after(peft_format, "gather_adapter", needs="tp")
+@after(peft_format, "gather_adapter", needs={Feature.TP})
 def whole_entries_duplicated_in_file(full: Tensors, model: Any, adapter: str, **_: Any) -> Tensors:
     """replicated factors are saved once"""
     return _changed(full, model, adapter, lambda t, dim, tp: torch.cat([t] * tp, 0), split=False)
 
 
-@after(peft_format, "gather_adapter", needs="tp")
+@after(peft_format, "gather_adapter", needs={Feature.TP})
 def shards_reversed_in_file(full: Tensors, model: Any, adapter: str, **_: Any) -> Tensors:
     """the saved file has the shards in the order of the tp ranks"""
     return _changed(full, model, adapter, lambda t, dim, tp: torch.cat(t.tensor_split(tp, dim)[::-1], dim), split=True)
@@ -64,7 +66,7 @@ def shards_reversed_in_file(full: Tensors, model: Any, adapter: str, **_: Any) -
 @around(peft_format, "save_file")
 def rounded_in_file(original: Any, tensors: Tensors, path: Any, **options: Any) -> None:
     """the saved file is equal to the bit to what the ranks hold"""
-    half = {torch.float64: torch.float32, torch.float32: torch.bfloat16}
+    half = {torch.float64: torch.float32, torch.float32: torch.bfloat16}  # half as many bytes
     original({name: t.to(half.get(t.dtype, t.dtype)) for name, t in tensors.items()}, path, **options)
 
 
@@ -83,19 +85,19 @@ def alpha_doubled_in_file(stored: dict[str, Any], *_: Any) -> dict[str, Any]:
     return stored | {"lora_alpha": 2 * stored["lora_alpha"]}
 
 
-@after(adapter_plan, "final_config", needs="targets")
+@after(adapter_plan, "final_config", needs={Feature.TARGETS})
 def target_missing_in_fresh_file(config: Any, *_: Any, **__: Any) -> Any:
     """the stored configuration of a fresh adapter names all of its targets"""
     return dataclasses.replace(config, target_modules=set(sorted(config.target_modules)[1:]))
 
 
-@after(peft_format, "gather_adapter", needs="trained")
+@after(peft_format, "gather_adapter", needs={Feature.TRAINED})
 def trained_weights_missing_in_file(full: Tensors, *_: Any, **__: Any) -> Tensors:
     """the saved file has the trained parameters of the base"""
     return {name: t for name, t in full.items() if ".lora_" in name}
 
 
-@after(file_tensors, "_rows_of_pieces", needs="pieces", within=(peft_format, "file_tensors"))
+@after(file_tensors, "_rows_of_pieces", needs={Feature.PIECES}, within=(peft_format, "file_tensors"))
 def piece_on_the_next_in_file(found: Tensors, target: Any) -> Tensors:
     """the saved B of an adapter on pieces is zero outside their rows"""
     return {piece: (rows + len(rows)) % target.out_features for piece, rows in found.items()}

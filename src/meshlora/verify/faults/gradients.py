@@ -22,6 +22,7 @@ from meshlora.run.trainer import Trainer
 from meshlora.train import gradsync
 from meshlora.train.gradsync import Adapters
 from meshlora.verify.faults.fault import after, around, instead_of, without_axis
+from meshlora.verify.features import Feature
 from meshlora.wings.kernels.shared_input import ShareFunction
 from meshlora_ground.topology import size_of_copies
 
@@ -36,57 +37,71 @@ def _times(factors: Sequence[Factor], scale: float) -> None:
         factor.parameter.grad.mul_(scale)
 
 
-@after(adapter_plan, "factor_rule", needs="tp column_target")
+@after(adapter_plan, "factor_rule", needs={Feature.TP, Feature.COLUMN_TARGET})
 def column_a_not_summed(found: Any, rule: LinearRule, side: Side, *, sp: bool) -> Any:
     """the gradient of A of a column-parallel linear is summed over tp"""
-    return without_axis(found, "tp") if (rule.split, side) == (Split.COLUMN, Side.INPUT) else found
+    if (rule.split, side) != (Split.COLUMN, Side.INPUT):
+        return found
+    return without_axis(found, "tp")
 
 
-@after(adapter_plan, "factor_rule", needs="tp row_target")
+@after(adapter_plan, "factor_rule", needs={Feature.TP, Feature.ROW_TARGET})
 def row_b_not_summed(found: Any, rule: LinearRule, side: Side, *, sp: bool) -> Any:
     """the gradient of B of a row-parallel linear is summed over tp"""
-    return without_axis(found, "tp") if (rule.split, side) == (Split.ROW, Side.OUTPUT) else found
+    if (rule.split, side) != (Split.ROW, Side.OUTPUT):
+        return found
+    return without_axis(found, "tp")
 
 
-@around(gradsync, "_sum_bucket", needs="tp")
+@around(gradsync, "_sum_bucket", needs={Feature.TP})
 def factor_gradients_averaged(original: Any, grads: Any, axes: frozenset[str], mesh: Mesh, *, scales: Tensor) -> None:
     """gradients of factors are summed over tp, not averaged"""
-    original(grads, axes, mesh, scales=scales / (mesh.tp.size if "tp" in axes else 1))
+    if "tp" in axes:
+        scales = scales / mesh.tp.size
+    original(grads, axes, mesh, scales=scales)
 
 
 def _joined_without_scale(backward: Any) -> Any:
     """Of linears that share their input, whose A have their gradients together."""
 
     def without(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        of_x, das = (found := backward(ctx, *grads))[:3], found[3:]
-        return *of_x, *(da if da is None else da / ctx.scale for da in das)
+        found = list(backward(ctx, *grads))
+        for place, da in enumerate(found[3:], start=3):  # the first three are of x
+            if da is not None:
+                found[place] = da / ctx.scale
+        return tuple(found)
 
     return without
 
 
-@after(LoraLinearFunction, "backward", needs="scale", also=((ShareFunction, "backward", _joined_without_scale),))
+@after(
+    LoraLinearFunction, "backward", needs={Feature.SCALE}, also=((ShareFunction, "backward", _joined_without_scale),)
+)
 def a_gradient_without_scale(found: Any, ctx: Any, *_: Tensor) -> tuple[Any, ...]:
     """the gradients of both factors have the LoRA scale"""
     *of_x, da, db = found
-    return *of_x, da if da is None else da / ctx.segments[0].scale, db
+    if da is not None:
+        da = da / ctx.segments[0].scale
+    return *of_x, da, db
 
 
-@after(gradsync, "_parts", needs="dp")
+@after(gradsync, "_parts", needs={Feature.DP})
 def dp_reduction_skipped(found: list[GradPart], *_: Any) -> list[GradPart]:
     """gradients of factors are summed over dp"""
     return [without_axis(part, "dp") for part in found]
 
 
-@around(*FINISH, needs="data")
+@around(*FINISH, needs={Feature.DATA})
 def dp_mean_of_means(original: Any, mesh: Mesh, adapters: Adapters, num_tokens: Sequence[int]) -> Any:
     """every trained token weighs the same, on whichever dp rank it is"""
     for factors, own in zip(adapters, num_tokens, strict=True):
+        # Finishing divides by it.
         total = int(collectives.all_reduce_sum(torch.tensor([own], device=mesh.device), mesh.data))
         _times(factors, total / (mesh.data.size * max(own, 1)))
     return original(mesh, adapters, num_tokens)
 
 
-@after(*FINISH, needs="data")
+@after(*FINISH, needs={Feature.DATA})
 def local_token_count(totals: Tensor, mesh: Mesh, adapters: Adapters, num_tokens: Sequence[int]) -> Tensor:
     """gradients are divided by the number of trained tokens of all ranks"""
     for factors, total, own in zip(adapters, totals, num_tokens, strict=True):
@@ -94,22 +109,25 @@ def local_token_count(totals: Tensor, mesh: Mesh, adapters: Adapters, num_tokens
     return totals
 
 
-@after(objectives, "language_model_losses", needs="sft")
+@after(objectives, "language_model_losses", needs={Feature.SFT})
 def micro_batch_means(losses: Sequence[Tensor], model: Any, batch: Any, own: Any, **_: Any) -> list[Tensor]:
     """the loss is a sum over tokens: micro-batches of unequal length weigh unequally"""
-    # Weighs every micro-batch as if it had ten tokens.
-    return [loss * 10 / (rows.labels != -100).sum().clamp(min=1) for loss, (_, rows) in zip(losses, own, strict=True)]
+    changed = []
+    for loss, (_, rows) in zip(losses, own, strict=True):
+        number = (rows.labels != -100).sum().clamp(min=1)
+        changed.append(loss * 10 / number)  # each micro-batch weighs as if it had ten tokens
+    return changed
 
 
-@after(gradsync, "_sum_of_squares", needs="tp")
+@after(gradsync, "_sum_of_squares", needs={Feature.TP})
 def clip_norm_counts_replicas(squares: Tensor, factors: Sequence[Any], mesh: Any) -> Tensor:
     """every logical element counts once in the gradient norm"""
     whole = [f.parameter.grad for f in factors if "tp" in f.rule.replicas and f.parameter.grad is not None]
     once = sum(grad.double().square().sum() for grad in whole) / mesh.data.size
-    return squares + once * (1 - 1 / mesh.tp.size)
+    return squares + once * (1 - 1 / mesh.tp.size)  # squares are summed over tp after this
 
 
-@around(*FINISH, needs="ranks")
+@around(*FINISH, needs={Feature.RANKS})
 def clip_before_reduction(original: Any, mesh: Mesh, adapters: Adapters, num_tokens: Sequence[int]) -> Any:
     """gradients are clipped after they are summed over all ranks"""
     for factors, own in zip(adapters, num_tokens, strict=True):
@@ -123,33 +141,39 @@ def clipping_skipped(original: Any, mesh: Mesh, adapters: Adapters, limits: Limi
     return original(mesh, adapters, [None] * len(limits))
 
 
-@around(adapter_plan, "whole_rule", needs="sp trained")
+@around(adapter_plan, "whole_rule", needs={Feature.SP, Feature.TRAINED})
 def trained_norm_not_summed(original: Any, domain: Domain, *, sp: bool) -> Any:
     """the gradient of a trained norm is summed over the ranks that see different tokens or terms"""
-    return original(Domain.EQUAL, sp=sp)
+    return original(Domain.EQUAL, sp=sp)  # which needs no sum
 
 
-@after(gradsync, "_parts", needs="kv_replicas kv_target")
+@after(gradsync, "_parts", needs={Feature.KV_REPLICAS, Feature.KV_TARGET})
 def kv_replicas_not_summed(found: list[GradPart], *_: Any) -> list[GradPart]:
     """the gradient of rows that several tp ranks hold is summed over them"""
-    over = [frozenset(axis for axis in part.grad_axes if "/" not in axis) for part in found]
-    return [dataclasses.replace(part, grad_axes=axes) for part, axes in zip(found, over, strict=True)]
+    changed = []
+    for part in found:
+        copies = {axis for axis in part.grad_axes if "/" in axis}  # named as a part of tp
+        changed.append(dataclasses.replace(part, grad_axes=part.grad_axes - copies))
+    return changed
 
 
-@after(gradsync, "_parts", needs="kv_replicas kv_target", within=(gradsync, "_sum_of_squares"))
+@after(gradsync, "_parts", needs={Feature.KV_REPLICAS, Feature.KV_TARGET}, within=(gradsync, "_sum_of_squares"))
 def kv_replicas_counted_in_norm(found: list[GradPart], *_: Any) -> list[GradPart]:
     """rows that several tp ranks hold count once in the gradient norm"""
-    held = [frozenset(axis for axis in part.replicas if not size_of_copies(axis)) for part in found]
-    return [dataclasses.replace(part, replicas=axes) for part, axes in zip(found, held, strict=True)]
+    changed = []
+    for part in found:
+        copies = {axis for axis in part.replicas if size_of_copies(axis)}
+        changed.append(dataclasses.replace(part, replicas=part.replicas - copies))
+    return changed
 
 
-@instead_of(trainer, "count", needs="sft")
+@instead_of(trainer, "count", needs={Feature.SFT})
 def prompts_and_padding_counted(objective: Any, batch: Any) -> int:
     """gradients are divided by the number of tokens that are trained"""
     return 0 if batch.is_dummy else batch.input_ids.numel()
 
 
-@after(*FINISH, needs="data")
+@after(*FINISH, needs={Feature.DATA})
 def tokens_of_one_rank_reported(totals: Tensor, mesh: Mesh, adapters: Adapters, num_tokens: Sequence[int]) -> Tensor:
     """a step reports the trained tokens of all ranks"""
     return torch.tensor(num_tokens, device=totals.device)
@@ -158,7 +182,7 @@ def tokens_of_one_rank_reported(totals: Tensor, mesh: Mesh, adapters: Adapters, 
 @around(*CLIP)
 def default_max_grad_norm(original: Any, mesh: Mesh, adapters: Adapters, limits: Limits) -> Any:
     """gradients are clipped at the configured norm"""
-    return original(mesh, adapters, [1.0] * len(limits))
+    return original(mesh, adapters, [1.0] * len(limits))  # as in run files
 
 
 @around(*CLIP)
@@ -171,7 +195,7 @@ def clipped_factor_by_factor(original: Any, mesh: Mesh, adapters: Adapters, limi
     return norms
 
 
-@after(*CLIP, needs="steps")
+@after(*CLIP, needs={Feature.STEPS})
 def clipping_scales_up(norms: Tensor, mesh: Mesh, adapters: Adapters, limits: Limits) -> Tensor:
     """gradients whose norm is below the limit stay as they are"""
     for factors, limit, norm in zip(adapters, limits, norms, strict=True):
@@ -188,7 +212,7 @@ def norm_after_clipping_reported(original: Any, mesh: Mesh, adapters: Adapters, 
     return original(mesh, adapters, [None] * len(limits))
 
 
-@around(Trainer, "_backward", needs="several_micro_batches")
+@around(Trainer, "_backward", needs={Feature.SEVERAL_MICRO_BATCHES})
 def earlier_micro_batches_dropped(original: Any, self: Trainer, *args: Any, **rest: Any) -> Any:
     """the gradient of a step is the sum over its micro-batches"""
     for one in self.adapters:
@@ -196,10 +220,10 @@ def earlier_micro_batches_dropped(original: Any, self: Trainer, *args: Any, **re
     return original(self, *args, **rest)
 
 
-@around(Trainer, "_backward", needs="four_micro_batches")
+@around(Trainer, "_backward", needs={Feature.FOUR_MICRO_BATCHES})
 def fourth_micro_batch_dropped(original: Any, self: Trainer, number: int, losses: list[Tensor]) -> None:
     """the gradient of a step is the sum over all of its micro-batches"""
-    if number < 3:
+    if number < 3:  # from 0
         original(self, number, losses)
         return
     factors = active_factors(self.model)

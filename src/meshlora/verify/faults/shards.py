@@ -18,6 +18,7 @@ from meshlora.layers.linear import ParallelLinear
 from meshlora.model import dp_shard, regions, weights
 from meshlora.plan.layout import Layout, Piece
 from meshlora.verify.faults.fault import after, around, fault
+from meshlora.verify.features import Feature
 from meshlora.wings.quantized import quantized, reading
 from meshlora.wings.quantized.quantized import Equal, Packed, Run
 from meshlora_ground.compat import running_backward
@@ -30,7 +31,7 @@ def _is_split(placement: Placement) -> bool:
 
 def _seen_as(mesh: Any, rank: int) -> Any:
     """A mesh that reports tp rank `rank`."""
-    return SimpleNamespace(tp=dataclasses.replace(mesh.tp, rank=rank), device=mesh.device)
+    return SimpleNamespace(tp=dataclasses.replace(mesh.tp, rank=rank), device=mesh.device)  # all that readers ask
 
 
 def _next_rank(mesh: Any) -> Any:
@@ -51,7 +52,7 @@ def _as_one_matrix(layout: Layout | None) -> Layout | None:
     return Layout.plain(layout.size) if layout is not None and len(layout.pieces) > 1 else layout
 
 
-@around(weights, "_read_local", "read_packed", needs="tp")
+@around(weights, "_read_local", "read_packed", needs={Feature.TP})
 def base_shards_reversed(
     original: Any, name: str, placement: Placement, source: Any, mesh: Any, *rest: Any, **options: Any
 ) -> Any:
@@ -61,33 +62,39 @@ def base_shards_reversed(
     return original(name, placement, source, mesh, *rest, **options)
 
 
-@around(weights, "_read_local", needs="tp column_bias")
+@around(weights, "_read_local", needs={Feature.TP, Feature.COLUMN_BIAS})
 def column_bias_of_rank_0(original: Any, name: str, placement: Placement, source: Any, mesh: Any) -> Any:
     """tp rank i holds the i-th slice of the bias of a column-parallel linear"""
     is_it = _is_split(placement) and name.endswith(".bias")
     return original(name, placement, source, _seen_as(mesh, 0) if is_it else mesh)
 
 
-@after(weights, "_read_local", needs="tp fused_qkv plain_base")
+@after(weights, "_read_local", needs={Feature.TP, Feature.FUSED_QKV, Feature.PLAIN_BASE})
 def qkv_pieces_reversed(value: Tensor, name: str, placement: Placement, source: Any, mesh: Any) -> Tensor:
     """a rank holds the rows of a fused matrix in the order q, k, v"""
     return _pieces_reversed(value, placement, mesh, "q k v")
 
 
-@after(weights, "_read_local", needs="tp fused_gate_up plain_base")
+@after(weights, "_read_local", needs={Feature.TP, Feature.FUSED_GATE_UP, Feature.PLAIN_BASE})
 def gate_and_up_swapped(value: Tensor, name: str, placement: Placement, source: Any, mesh: Any) -> Tensor:
     """a rank holds its rows of gate before those of up"""
     return _pieces_reversed(value, placement, mesh, "gate up")
 
 
-@around(attach, "local_part", needs="tp fused_blocks fused_target")
+@around(attach, "local_part", needs={Feature.TP, Feature.FUSED_BLOCKS, Feature.FUSED_TARGET})
 def fused_b_cut_as_one_matrix(original: Any, full: Tensor, rule: Any, mesh: Any) -> Any:
     """the rows of B go with the rows of the base"""
     cuts = tuple(dataclasses.replace(cut, layout=_as_one_matrix(cut.layout)) for cut in rule.cuts)
     return original(full, rule if rule.is_expert else dataclasses.replace(rule, cuts=cuts), mesh)
 
 
-@around(weights, "_read_local", "read_packed", needs="tp fused_blocks", also=fused_b_cut_as_one_matrix.changes)
+@around(
+    weights,
+    "_read_local",
+    "read_packed",
+    needs={Feature.TP, Feature.FUSED_BLOCKS},
+    also=fused_b_cut_as_one_matrix.changes,
+)
 def fused_base_cut_as_one_matrix(
     original: Any, name: str, placement: Placement, source: Any, mesh: Any, *rest: Any, **options: Any
 ) -> Any:
@@ -97,13 +104,13 @@ def fused_base_cut_as_one_matrix(
     return original(name, placement, source, mesh, *rest, **options)
 
 
-@after(ParallelLinear, "_piece_rows", needs="pieces")
+@after(ParallelLinear, "_piece_rows", needs={Feature.PIECES})
 def piece_lands_on_the_next(rows: Tensor, self: ParallelLinear, piece: str) -> Tensor:
     """an adapter on a piece adds to the rows of that piece"""
     return (rows + len(rows)) % self.out_features
 
 
-@around(Piece, "share", needs="kv_replicas")
+@around(Piece, "share", needs={Feature.KV_REPLICAS})
 def kv_head_of_another_rank(original: Any, self: Piece, *, rank: int, size: int) -> Any:
     """a rank holds the key/value heads of its query heads"""
     # Deals replicated heads to ranks round-robin.
@@ -112,27 +119,27 @@ def kv_head_of_another_rank(original: Any, self: Piece, *, rank: int, size: int)
     return original(self, rank=rank, size=size)
 
 
-@around(regions, "_cut_arguments", needs="sliced")
+@around(regions, "_cut_arguments", needs={Feature.SLICED})
 def heads_of_rank_0_in_arguments(original: Any, module: Any, of: Any, tp: Axis) -> Any:
     """each rank sees its own heads of an argument with a heads dim"""
     return original(module, of, dataclasses.replace(tp, rank=0))
 
 
-@around(weights, "_read_local", needs="tp wide_norm")
+@around(weights, "_read_local", needs={Feature.TP, Feature.WIDE_NORM})
 def wide_norm_weight_of_rank_0(original: Any, name: str, placement: Placement, source: Any, mesh: Any) -> Any:
     """tp rank i holds the i-th slice of the weight of a norm over a split width"""
     is_it = _is_split(placement) and not name.endswith(".bias") and len(placement.shape) == 1
     return original(name, placement, source, _seen_as(mesh, 0) if is_it else mesh)
 
 
-@around(weights, "_read_local", needs="tp mixer")
+@around(weights, "_read_local", needs={Feature.TP, Feature.MIXER})
 def mixer_decay_of_the_neighbour(original: Any, name: str, placement: Placement, source: Any, mesh: Any) -> Any:
     """a rank has the decay and the step of its own heads of a mixer"""
     is_it = _is_split(placement) and name.endswith((".A_log", ".dt_bias"))
     return original(name, placement, source, _next_rank(mesh) if is_it else mesh)
 
 
-@around(weights, "_read_local", needs="tp mixer")
+@around(weights, "_read_local", needs={Feature.TP, Feature.MIXER})
 def mixer_values_of_the_neighbour(original: Any, name: str, placement: Placement, source: Any, mesh: Any) -> Any:
     """the heads of every piece of a mixer's projection belong to the same rank"""
     found, layout = original(name, placement, source, mesh), placement.layout
@@ -145,7 +152,7 @@ def mixer_values_of_the_neighbour(original: Any, name: str, placement: Placement
     return found
 
 
-@around(weights, "_read_local", needs="tp mixer")
+@around(weights, "_read_local", needs={Feature.TP, Feature.MIXER})
 def mixer_channels_of_another_piece(original: Any, name: str, placement: Placement, source: Any, mesh: Any) -> Any:
     """the channels of a mixer's convolution are in the order of its pieces, as the rows of its projection"""
     found, layout = original(name, placement, source, mesh), placement.layout
@@ -158,7 +165,7 @@ def mixer_channels_of_another_piece(original: Any, name: str, placement: Placeme
 @around(
     reading,
     "pack",
-    needs="quantizes",
+    needs={Feature.QUANTIZES},
     also=(
         (quantized, "_by_rows", lambda unpack: lambda packed: unpack(packed).roll(-(packed.form.columns[0] // 2), 1)),
     ),
@@ -170,14 +177,14 @@ def quantized_blocks_straddle(original: Any, weight: Tensor, kind: str) -> Any:
     return original(weight.roll(packed.form.columns[0] // 2, 1), kind)
 
 
-@after(weights, "read_packed", needs="quantized")
+@after(weights, "read_packed", needs={Feature.QUANTIZED})
 def quantized_scale_of_neighbour(packed: Packed, *_: Any, **__: Any) -> Packed:
     """each block has its own scale"""
     scales = packed.scales
     return dataclasses.replace(packed, scales=scales.flatten(-2).roll(1, -1).view_as(scales))
 
 
-@after(weights, "read_packed", needs="quantized")
+@after(weights, "read_packed", needs={Feature.QUANTIZED})
 def quantized_scale_off_by_a_power(packed: Packed, *_: Any, **__: Any) -> Packed:
     """a scale is what its bits say"""
     return dataclasses.replace(
@@ -185,7 +192,7 @@ def quantized_scale_off_by_a_power(packed: Packed, *_: Any, **__: Any) -> Packed
     )
 
 
-@around(weights, "read_packed", needs="quantized tp")
+@around(weights, "read_packed", needs={Feature.QUANTIZED, Feature.TP})
 def quantized_codes_of_neighbour(
     original: Any, name: str, placement: Placement, source: Any, mesh: Any, *rest: Any, **options: Any
 ) -> Any:
@@ -197,25 +204,25 @@ def quantized_codes_of_neighbour(
     return dataclasses.replace(own, codes=other.codes)
 
 
-@after(weights, "read_packed", needs="quantized four_bits")
+@after(weights, "read_packed", needs={Feature.QUANTIZED, Feature.FOUR_BITS})
 def quantized_halves_swapped(packed: Packed, *_: Any, **__: Any) -> Packed:
     """a byte of two codes begins with the right one"""
     return dataclasses.replace(packed, codes=(packed.codes >> 4) | (packed.codes << 4))
 
 
-@after(Packed, "__getitem__", needs="quantized experts")
+@after(Packed, "__getitem__", needs={Feature.QUANTIZED, Feature.EXPERTS})
 def quantized_expert_transposed(found: Tensor, self: Packed, expert: int) -> Tensor:
     """an unpacked expert is not the transpose"""
-    return found.T.reshape(found.shape)
+    return found.T.reshape(found.shape)  # the numbers of the transpose in the old shape
 
 
-@after(quantized, "_by_rows", needs="quantized digits")
+@after(quantized, "_by_rows", needs={Feature.QUANTIZED, Feature.DIGITS})
 def quantized_otherwise_in_backward(found: Tensor, packed: Packed) -> Tensor:
     """a backward computes with the same numbers as its forward"""
     return found.bfloat16().to(found.dtype) if running_backward() >= 0 else found
 
 
-@after(quantized, "runs", needs="quantized")
+@after(quantized, "runs", needs={Feature.QUANTIZED})
 def quantized_parts_by_first_scales(found: Iterator[Run], equal: Equal, most: int) -> Iterator[Run]:
     """rows that are unpacked a part at a time take the scales of their own blocks"""
     is_in_parts = most < sum(count * number for count, number in equal)
@@ -223,14 +230,16 @@ def quantized_parts_by_first_scales(found: Iterator[Run], equal: Equal, most: in
         yield run._replace(blocks=slice(0, run.blocks.stop - run.blocks.start)) if is_in_parts else run
 
 
-@after(dp_shard, "all_gather_into", needs="dp_shard")
+@after(dp_shard, "all_gather_into", needs={Feature.DP_SHARD})
 def dp_shards_gathered_in_reverse(_: None, result: Tensor, tensor: Tensor, axis: Axis) -> None:
     """the parts of a layer's weights are gathered in the order of the dp ranks"""
     result.copy_(torch.cat(result.chunk(axis.size)[::-1]))
 
 
 # A new list each time the fault is injected.
-@fault(lambda wrong, gather: functools.partial(wrong, gather, []), dp_shard, "all_gather_into", needs="dp_shard")
+@fault(
+    lambda wrong, gather: functools.partial(wrong, gather, []), dp_shard, "all_gather_into", needs={Feature.DP_SHARD}
+)
 def dp_shard_stale_in_backward(original: Any, last: list[Tensor], result: Tensor, tensor: Tensor, axis: Axis) -> None:
     """a layer's backward computes with the weights of its forward"""
     # Simulates backwards that read freed memory: the weights of the last layer forwarded.
@@ -241,7 +250,7 @@ def dp_shard_stale_in_backward(original: Any, last: list[Tensor], result: Tensor
         result.copy_(last[0])
 
 
-@around(weights, "shard_unit", needs="dp_shard")
+@around(weights, "shard_unit", needs={Feature.DP_SHARD})
 def dp_shard_of_another_layer(original: Any, model: Any, unit: str, plan: Any, mesh: Any) -> None:
     """each dp rank holds its part of the right layer"""
     # All but dp rank 0 shard the layer before instead; the first layer is right.
@@ -251,6 +260,6 @@ def dp_shard_of_another_layer(original: Any, model: Any, unit: str, plan: Any, m
         for name, parameter in model.get_submodule(unit).named_parameters():
             if hasattr(before[name], "to_local"):
                 part = before[name].to_local()
-                first = mesh.data.rank * -(-len(parameter) // mesh.data.size)
+                first = mesh.data.rank * -(-len(parameter) // mesh.data.size)  # shards are of rows, rounded up
                 parameter[first : first + len(part)] = part
     original(model, unit, plan, mesh)

@@ -17,46 +17,48 @@ from meshlora.run import step_sums
 from meshlora.train.gradsync import Adapters
 from meshlora.verify.faults.fault import around
 from meshlora.verify.faults.gradients import CLIP
+from meshlora.verify.features import Feature
 from meshlora.wings.stages import hold as stages
 
 BACK = (collectives._TakeOver, "backward")
 
 
-@around(stages, "hand_on", needs="pp")
+@around(stages, "hand_on", needs={Feature.PP})
 def stream_of_other_tokens_sent(original: Any, x: Tensor, *channels: Any) -> Tensor:
     """a stage sends the residual stream of the micro-batch, in its order"""
-    found: Tensor = original(x.flip(0, 1), *channels)
+    found: Tensor = original(x.flip(0, 1), *channels)  # of one sequence the order of its tokens
     return found
 
 
-@around(*BACK, needs="pp")
+@around(*BACK, needs={Feature.PP})
 def stage_gradient_not_sent(original: Any, ctx: Any, gradient: Tensor) -> Any:
     """a stage sends the gradient of its input to the stage before"""
-    return original(ctx, torch.zeros_like(gradient))
+    return original(ctx, torch.zeros_like(gradient))  # the other stage waits for it
 
 
-@around(*BACK, needs="pp")
+@around(*BACK, needs={Feature.PP})
 def stage_gradient_halved(original: Any, ctx: Any, gradient: Tensor) -> Any:
     """the gradient of a stage's input is sent as it is, not divided by the number of micro-batches"""
     return original(ctx, gradient / 2)
 
 
-@around(collectives, "send", needs="pp", within=BACK)
+@around(collectives, "send", needs={Feature.PP}, within=BACK)
 def stage_gradient_of_first_micro_batch_alone(original: Any, gradient: Tensor, channel: Any) -> None:
     """the gradients of all micro-batches are sent to the stage before"""
     number = channel.outbox.number = getattr(channel.outbox, "number", 0) + 1
+    # Sent all the same: the other stage waits.
     original(gradient if number == 1 else torch.zeros_like(gradient), channel)
 
 
-@around(*CLIP, needs="pp")
+@around(*CLIP, needs={Feature.PP})
 def norm_of_one_stage(original: Any, mesh: Mesh, adapters: Adapters, limits: Sequence[float | None]) -> Any:
     """the norm of the gradient is that of all stages"""
-    other = copy.copy(mesh)
+    other = copy.copy(mesh)  # whose group of all ranks is that of one stage
     other._axes = {**mesh._axes, frozenset(mesh.topology.sizes): mesh.stage}
     return original(other, adapters, limits)
 
 
-@around(step_sums.StepSums, "add", needs="pp")
+@around(step_sums.StepSums, "add", needs={Feature.PP})
 def loss_counted_on_every_stage(
     original: Any, self: Any, number: int, batch: Any, count: int, loss: Any, sums: Any
 ) -> None:
@@ -65,15 +67,15 @@ def loss_counted_on_every_stage(
     original(self, number, batch, count, share, sums)
 
 
-@around(attach, "broadcast_of", needs="pp")
+@around(attach, "broadcast_of", needs={Feature.PP})
 def other_stages_missing_in_file(original: Any, tensor: Any, like: Any, axis: Any, *, source: int, device: Any) -> Any:
     """a file has the factors of all stages"""
     found = original(tensor, like, axis, source=source, device=device)
     return found if source == 0 else torch.zeros_like(found)
 
 
-@around(ModelPlan, "stage_of", needs="pp targets", within=(attach, "draw_adapter"))
+@around(ModelPlan, "stage_of", needs={Feature.PP, Feature.TARGETS}, within=(attach, "draw_adapter"))
 def last_layer_without_an_adapter(original: Any, self: ModelPlan, name: str) -> int:
     """each target has its adapter on the stage that has its layer"""
     last = name.startswith(f"{self.layers}.{self.num_layers - 1}.")
-    return 0 if last and self.pp_rank else int(original(self, name))
+    return 0 if last and self.pp_rank else int(original(self, name))  # as if the first stage had it

@@ -17,6 +17,7 @@ from meshlora.layers.embedding import ParallelEmbedding
 from meshlora.layers.linear import ParallelHead
 from meshlora.plan.grads import Side
 from meshlora.verify.faults.fault import after, around, instead_of, without_axis
+from meshlora.verify.features import Feature
 
 LOSS = (vocabulary._ChunkLoss, "__call__")
 
@@ -25,71 +26,71 @@ def _next_rank(tp: Axis) -> int:
     return (tp.rank + 1) % tp.size
 
 
-@around(ParallelEmbedding, "_local", needs="tp")
+@around(ParallelEmbedding, "_local", needs={Feature.TP})
 def embedding_rows_of_another_rank(original: Any, self: ParallelEmbedding, ids: Tensor) -> Any:
     """a rank looks up the tokens of its own part of the vocabulary"""
     with mock.patch.object(self, "first_id", _next_rank(self.tp) * self.num_embeddings):
         return original(self, ids)
 
 
-@after(ParallelEmbedding, "_local", needs="tp")
+@after(ParallelEmbedding, "_local", needs={Feature.TP})
 def embedding_of_others_not_masked(found: tuple[Tensor, Tensor | None], *_: Any) -> tuple[Tensor, Tensor | None]:
     """a rank adds nothing for tokens of other ranks"""
     ids, is_other = found
     return ids, None if is_other is None else torch.zeros_like(is_other)
 
 
-@instead_of(embedding, "reduce_each_to_one", needs="tp")
+@instead_of(embedding, "reduce_each_to_one", needs={Feature.TP})
 def embedding_not_reduced(x: Tensor, axis: Axis) -> Tensor:
     """the embedding of a token is the sum over tp"""
     return x
 
 
-@after(adapter_plan, "embedding_rule", needs="tp embedding_target")
+@after(adapter_plan, "embedding_rule", needs={Feature.TP, Feature.EMBEDDING_TARGET})
 def embedding_b_not_summed(found: Any, rule: Any, side: Side) -> Any:
     """the gradient of B on the embedding is summed over tp"""
     return without_axis(found, "tp") if side is Side.OUTPUT else found
 
 
-@after(adapter_plan, "rows_rule", needs="tp token_rows")
+@after(adapter_plan, "rows_rule", needs={Feature.TP, Feature.TOKEN_ROWS})
 def token_rows_not_summed(found: Any, *_: Any) -> Any:
     """the gradient of rows in place of the base's is summed over tp: a rank has the terms of its own tokens"""
     return without_axis(found, "tp")
 
 
-@around(ParallelHead, "replace_rows", needs="tied_rows")
+@around(ParallelHead, "replace_rows", needs={Feature.TIED_ROWS})
 def tied_head_keeps_rows_of_base(original: Any, self: ParallelHead, adapter: str, *rows: Any) -> None:
     """a tied head has the rows that the embedding has in place of the base's"""
 
 
-@after(linear, "gather_each_to_one", needs="tp")
+@after(linear, "gather_each_to_one", needs={Feature.TP})
 def logits_gathered_in_another_order(y: Tensor, x: Tensor, axis: Axis) -> Tensor:
     """logits are gathered in the order of the tp ranks"""
     return y.unflatten(0, (axis.size, -1)).flip(0).flatten(0, 1)
 
 
-@around(*LOSS, needs="tp")
+@around(*LOSS, needs={Feature.TP})
 def labels_of_another_rank(original: Any, self: Any, *seen: Tensor) -> Any:
     """a rank finds the labels of its own part of the vocabulary"""
     other = dataclasses.replace(self.axis, rank=_next_rank(self.axis))
     return original(dataclasses.replace(self, axis=other), *seen)
 
 
-@around(*LOSS, needs="padded_vocabulary")
+@around(*LOSS, needs={Feature.PADDED_VOCABULARY})
 def padding_in_softmax(original: Any, self: Any, logits: Tensor, *seen: Tensor) -> Any:
     """the padding of a vocabulary is excluded from the softmax"""
     return original(dataclasses.replace(self, vocab=self.axis.size * logits.shape[1]), logits, *seen)
 
 
-@after(vocabulary, "all_gather", needs="tp smoothing sft", within=LOSS)
+@after(vocabulary, "all_gather", needs={Feature.TP, Feature.SMOOTHING, Feature.SFT}, within=LOSS)
 def smoothed_over_local_vocabulary(by_rank: Tensor, tensor: Tensor, axis: Axis) -> Tensor:
     """label smoothing takes the mean over the whole vocabulary"""
     # Each rank uses the mean over its own logits.
-    by_rank.view(axis.size, *tensor.shape)[:, 3] = tensor[3]
+    by_rank.view(axis.size, *tensor.shape)[:, 3] = tensor[3]  # the fourth of its sums is that of all logits
     return by_rank
 
 
-@around(ParallelEmbedding, "_lora", needs="embedding_padding")
+@around(ParallelEmbedding, "_lora", needs={Feature.EMBEDDING_PADDING})
 def embedding_padding_trained(original: Any, self: ParallelEmbedding, *args: Any) -> Any:
     """as in PEFT an adapter on the embedding has no gradient from the padding token"""
     with mock.patch.object(self, "padding_idx", None):
