@@ -11,6 +11,7 @@ import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -79,7 +80,7 @@ from meshlora_judge.twin import shrink_config, twin_config
 DEFAULT_LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 DROPOUT = 0.12  # the default of the command
 SEED = 3  # not 0, the default of a run
-_AUTO_PROCESSES = 4
+_AUTO_PROCESSES = 4  # of "auto" without --nproc
 _MAX_LENGTH, _MAX_LENGTH_WITH_IMAGES = 128, 2048  # tokens of a sequence of the user's
 _CHOICE = 2  # records that are read, for each that is needed: some may be equal, or have nothing trained
 _AUX_LOSS_COEF = 0.1  # large enough for a wrong one to show
@@ -166,8 +167,8 @@ class Request:
 
 def same_fields(kind: Any, source: object) -> dict[str, Any]:
     """The fields of `kind` that `source` also has, as keyword arguments."""
-    names = (item.name for item in dataclasses.fields(kind))
-    return {name: getattr(source, name) for name in names if hasattr(source, name)}
+    names = [item.name for item in dataclasses.fields(kind) if hasattr(source, item.name)]
+    return {name: getattr(source, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -224,18 +225,23 @@ def prepare_proof(request: Request) -> Proof:
             config, attn_implementation=request.attn_implementation, trust_remote_code=request.trust_remote_code
         )
     blueprints = _blueprints(request, config, given)
-    plans = {topology: blueprint.plan for topology, blueprint in blueprints.items()}
-    first = next(iter(blueprints.values()))
+    plans, first = {topology: one.plan for topology, one in blueprints.items()}, next(iter(blueprints.values()))
     lora = _in_full(first.trained.config, first.trained.targets, first.plan)
     pieces = getattr(lora, "pieces", None) or {}
     for name, rule in first.plan.linears.items():
         for piece in pieces_of(name, pieces):  # refuse early what the judge does not know
             rows_of(config, name, piece, rule.out_features)
+    # The same for all: the reference is on it too.
     device = _device(request.device, max(t.world for t in plans), request.ranks_per_gpu)
-    where = {"proof.dtype": dtype, "proof.device": device, "proof.model": "" if is_twin else str(request.model)}
+    if is_twin:
+        model, files, notes = "", [_config_text(config)], []
+    else:
+        model = str(request.model)
+        files, notes = file_fingerprint(Path(model)), _notes(request, first)
+    where = {"proof.dtype": dtype, "proof.device": device, "proof.model": model}
     for blueprint in blueprints.values():
         check({**blueprint.asked, **_asked(request), **where})
-    words = json.loads(json.dumps(_in_peft_words(request.lora, lora, plans)))
+    words = json.loads(json.dumps(_in_peft_words(request.lora, lora, plans)))  # no tuples: as it is read from a file
     of_adapter = {
         "lora": words,
         "reference": _reference(request, plans, words),
@@ -244,18 +250,17 @@ def prepare_proof(request: Request) -> Proof:
     }
     case = dataclasses.replace(
         _case(request, config, first.plan, batch_size_for(max(t.dp for t in plans)), tokens=first.trained.tokens),
-        model="" if is_twin else str(request.model),
+        model=model,
         dtype=dtype,
         router_aux_loss_coef=_aux_loss_coef(request, config, plans),
         device=device,
         **of_adapter,
     )
-    files = [_config_text(config)] if is_twin else file_fingerprint(Path(str(request.model)))
-    notes = () if is_twin else _notes(request, first)
-    notes += ("each token goes to the experts that its rollout says",) if case.routed else ()
+    if case.routed:
+        notes.append("each token goes to the experts that its rollout says")
     if request.ranks_per_gpu > 1:
-        notes = (*notes, sharing_note(request.ranks_per_gpu))
-    return Proof(request, config, plans, case, case_hash(case, inputs=files), notes)
+        notes.append(sharing_note(request.ranks_per_gpu))
+    return Proof(request, config, plans, case, case_hash(case, inputs=files), tuple(notes))
 
 
 def _reference(request: Request, plans: dict[Topology, ModelPlan], words: dict[str, Any]) -> dict[str, Any] | None:
@@ -275,16 +280,19 @@ def _reference(request: Request, plans: dict[Topology, ModelPlan], words: dict[s
         if getattr(lora, name, None):
             check({"door": "meshlora verify", "parts of a reference": name})
     plan = next(iter(plans.values()))
-    own = _in_full(lora, lora.target_modules if isinstance(lora.target_modules, set | list) else (), plan)
+    targets = lora.target_modules
+    if not isinstance(targets, set | list):
+        targets = ()  # a pattern, or all
+    own = _in_full(lora, targets, plan)
     found: dict[str, Any] = json.loads(json.dumps(_in_peft_words(request.reference, own, plans)))
     return found
 
 
-def _notes(request: Request, blueprint: Blueprint) -> tuple[str, ...]:
+def _notes(request: Request, blueprint: Blueprint) -> list[str]:
     """Which weights of the checkpoint both sides pass over. Raises: UserError: it lacks some."""
     options = dataclasses.replace(blueprint.options, allow_unused_weights=True)  # as transformers has it
     said = dataclasses.replace(blueprint, source=Path(str(request.model)), options=options).check_weights()
-    return (said,) if said else ()
+    return [said] if said else []
 
 
 def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology]) -> dict[Topology, Blueprint]:
@@ -292,9 +300,10 @@ def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology
     options = BaseOptions(**same_fields(BaseOptions, request), disable_dropout="unsupported")
     # Of a checkpoint in few bits the files say which weights are.
     model = request.model if request.quantization == KEEP and request.model is not None else config
-    base = make_blueprint(model, given[0] if given else Topology(), options, request.objective)
+    base = make_blueprint(model, (given or [Topology()])[0], options, request.objective)
     base, _ = with_kernels(base, device=request.device, is_proved=True)
-    check_recompute(base.model, "full" if request.recompute else "none")
+    if request.recompute:
+        check_recompute(base.model, "full")
     lora = lora_config(request.lora, "lora", unknown_is_error=True)
     if request.lora == DEFAULT_LORA:
         lora = default_adapter(lora, base.plan, dropout=request.default_dropout)
@@ -312,11 +321,12 @@ def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology
 def default_adapter(lora: LoraConfig, plan: ModelPlan, *, dropout: float = 0.0) -> LoraConfig:
     """The default adapter `lora`, with experts if the model has any, else with dropout: PEFT has none for experts."""
     left_out = [name for name in plan.linears if _LEFT_OUT.search(f"{plan.model_type}.{name}")]
-    if not plan.projections:
-        if plan.task == "FEATURE_EXTRACTION":
-            left_out += [name for name in plan.linears if "pooler" in name]
-        return dataclasses.replace(lora, lora_dropout=dropout, exclude_modules=left_out or None)
-    return dataclasses.replace(lora, target_parameters=list(plan.projections), exclude_modules=left_out or None)
+    if plan.task == "FEATURE_EXTRACTION" and not plan.projections:
+        # Embeddings are of hidden states: a pooler gets no gradient.
+        left_out += [name for name in plan.linears if "pooler" in name]
+    if plan.projections:
+        return dataclasses.replace(lora, target_parameters=list(plan.projections), exclude_modules=left_out or None)
+    return dataclasses.replace(lora, lora_dropout=dropout, exclude_modules=left_out or None)
 
 
 def _every_topology(processes: int, *, has_experts: bool) -> list[Topology]:
@@ -331,14 +341,13 @@ def _every_topology(processes: int, *, has_experts: bool) -> list[Topology]:
         splits = [(1, 1, False)]
         if has_experts:
             splits += [(parts, 1, False), (1, parts, False)]
-            splits += [(parts, parts, way) for way in (False, True) if world % parts**2 == 0]
-        found += [
-            Topology(dp=world // tp, tp=tp, sp=sp, ep=ep, etp=etp, two_stage=two_stage)
-            for tp in divisors(world)
-            for sp in (False, True)
-            if tp > 1 or not sp
-            for ep, etp, two_stage in splits
-        ]
+        if has_experts and world % parts**2 == 0:
+            splits += [(parts, parts, False), (parts, parts, True)]
+        for tp, sp in itertools.product(divisors(world), (False, True)):
+            if sp and tp == 1:
+                continue
+            dense = Topology(dp=world // tp, tp=tp, sp=sp)
+            found += [dataclasses.replace(dense, ep=ep, etp=etp, two_stage=way) for ep, etp, way in splits]
     return found or [Topology()]
 
 
@@ -348,13 +357,18 @@ def _in_full(lora: LoraConfig, targets: Collection[str], plan: ModelPlan) -> Lor
     if not lora.target_parameters and not plan.text:
         return lora
     found = copy.copy(with_whole_projections(lora, plan))
-    ends = list(found.target_parameters or ())
-    weights = [
-        name for name in targets if any(f"{name}.weight" == end or f"{name}.weight".endswith(f".{end}") for end in ends)
-    ]
-    experts = [name for name in targets if name in plan.projections]
-    found.target_parameters = [*experts, *(f"{name}.weight" for name in weights)] or None
-    found.target_modules = [name for name in targets if name not in {*experts, *weights}]
+    ends = tuple(f".{end}" for end in found.target_parameters or ())
+    experts, weights, modules = [], [], []
+    for name in targets:
+        weight = f"{name}.weight"
+        is_expert, is_parameter = name in plan.projections, f".{weight}".endswith(ends)
+        if is_expert:
+            experts.append(name)
+        if is_parameter:  # a linear of PEFT's target_parameters, by its end as in PEFT
+            weights.append(weight)
+        if not (is_expert or is_parameter):
+            modules.append(name)
+    found.target_parameters, found.target_modules = [*experts, *weights] or None, modules
     return found
 
 
@@ -381,18 +395,25 @@ def _case(
         "further": data.further,
         "columns": {name: tuple(column.tolist()) for name, column in data.columns.items()},
         "rows_per_example": data.rows_per_example,
-        "targets": () if data.targets is None else tuple(map(tuple, data.targets.tolist())),
         "predicts_next": data.predicts_next,
-        "routed": () if data.routed is None else tuple(tuple(map(tuple, token)) for token in data.routed.tolist()),
+        "routed": (),  # not as the request has it
         "input_ids": tuple(data.input_ids.tolist()),
         "is_trained": tuple(data.is_trained.tolist()),
         "offsets": tuple(data.offsets.tolist()),
-        "min_8bit_size": _MIN_8BIT_SIZE if request.optimizer == "adamw_8bit" else Case.min_8bit_size,
         "batch_size": batch_size,
-        "warmup_steps": 0 if request.schedule == "cycle" else min(1, request.steps - 1),
+        "warmup_steps": min(1, request.steps - 1),
         "pad_token_id": pad,
         "dropout": tuple(sorted(dropout_fields(config))),
     }
+    # Tuples all the way down: a case is hashed.
+    if data.targets is not None:
+        own["targets"] = tuple(map(tuple, data.targets.tolist()))
+    if data.routed is not None:
+        own["routed"] = tuple(tuple(map(tuple, token)) for token in data.routed.tolist())
+    if request.optimizer == "adamw_8bit":
+        own["min_8bit_size"] = _MIN_8BIT_SIZE
+    if request.schedule == "cycle":
+        own["warmup_steps"] = 0  # its rates say what it begins with
     return Case(**(same_fields(Case, request) | own))
 
 
@@ -426,22 +447,25 @@ def _sequences(request: Request, config: PretrainedConfig, number: int) -> tuple
     size = text_config.vocab_size
     if data is None:
         pad = getattr(text_config, "pad_token_id", None)
-        pad = pad if isinstance(pad, int) and 0 <= pad < size else 0
-        shortest = 2 if request.objective.reader in _ANSWERS else 1
-        options = {"seed": request.seed, "pad_token_id": pad, "shortest": shortest}
+        if not isinstance(pad, int) or not 0 <= pad < size:
+            pad = 0
+        options = {"seed": request.seed, "pad_token_id": pad, "shortest": 1}
+        if request.objective.reader in _ANSWERS:
+            options["shortest"] = 2
         return random_tokens(num_sequences=number, vocab_size=size, **options), pad
     if not isinstance(request.model, str) or request.twin:
         raise UserError(f"--data {data}", "a twin has no tokenizer", "leave out --data, or give --model without --twin")
     tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
-    longest = _MAX_LENGTH_WITH_IMAGES if request.images else _MAX_LENGTH
-    limit = min(getattr(text_config, "max_position_embeddings", None) or longest, longest)
-    records = read_records([data])
+    records, longest = read_records([data]), _MAX_LENGTH
     if request.images:  # each image is read, to know its tokens: not those of a whole file
-        records = records[: _CHOICE * number]
-    if any(record.images for record in records) != request.images:
-        none = f"none of its first {len(records)} records has an image", "leave out --images"
-        rule, way_out = none if request.images else ("it has images", "give --images")
-        raise UserError(f"--data {data}", rule, way_out)
+        records, longest = records[: _CHOICE * number], _MAX_LENGTH_WITH_IMAGES
+    limit = min(getattr(text_config, "max_position_embeddings", None) or longest, longest)
+    has_images = any(record.images for record in records)
+    if has_images and not request.images:
+        raise UserError(f"--data {data}", "it has images", "give --images")
+    if request.images and not has_images:
+        rule = f"none of its first {len(records)} records has an image"
+        raise UserError(f"--data {data}", rule, "leave out --images")
     processor = functools.partial(load_processor, request.model, config)
     found = tokenize(records, tokenizer, max_length=limit, vocab_size=size, processor=processor)
     return distinct_sequences(found, number, source=data), padding_token_id(tokenizer)
@@ -452,14 +476,17 @@ def of_schedule(kind: Schedule, *, ends_above_zero: bool, starts_at_zero: bool =
 
     ends_above_zero: its final rate. starts_at_zero: its warm-up.
     """
-    return {
-        "schedule": kind,
-        "steps": 3 if kind == "linear" else _STEPS_OF_OTHERS,
-        "warmup_from_zero": starts_at_zero,
-        "min_lr": 0.3 * Case.lr if ends_above_zero else 0.0,
-        "decay_steps": 2 if kind == "warmup_stable_decay" else 0,
-        "cycle": {0: 0.2 * Case.lr, 1: Case.lr, 3: 0.4 * Case.lr} if kind == "cycle" else {},
-    }
+    fields: dict[str, Any] = {"schedule": kind, "steps": _STEPS_OF_OTHERS, "warmup_from_zero": starts_at_zero}
+    fields |= {"min_lr": 0.0, "decay_steps": 0, "cycle": {}}
+    if kind == "linear":
+        fields["steps"] = 3
+    if ends_above_zero:
+        fields["min_lr"] = 0.3 * Case.lr
+    if kind == "warmup_stable_decay":
+        fields["decay_steps"] = 2
+    if kind == "cycle":
+        fields["cycle"] = {0: 0.2 * Case.lr, 1: Case.lr, 3: 0.4 * Case.lr}
+    return fields
 
 
 def as_records(
@@ -520,7 +547,9 @@ def _asked(request: Request) -> Asked:
 
 def _in_peft_words(given: dict[str, Any], lora: LoraConfig, plans: dict[Topology, ModelPlan]) -> dict[str, Any]:
     """`given`, the adapter `lora` as the user wrote it, as fields that PEFT itself understands."""
-    plain = {name: value for name, value in given.items() if name not in ("pieces", "share_experts", "vision")}
+    plain = dict(given)
+    for own in ("pieces", "share_experts", "vision"):
+        plain.pop(own, None)
     if lora.lora_dropout:
         plain["lora_dropout"] = lora.lora_dropout
     if lora.target_parameters or any(plan.text for plan in plans.values()):
@@ -533,16 +562,20 @@ def _in_peft_words(given: dict[str, Any], lora: LoraConfig, plans: dict[Topology
         plain["modules_to_save"] = lora.modules_to_save
     if getattr(lora, "pieces", None):
         plain |= {"rank_pattern": lora.rank_pattern, "alpha_pattern": lora.alpha_pattern}
-    if any(rule.is_transposed for plan in plans.values() for rule in plan.linears.values()):
-        plain["fan_in_fan_out"] = True  # else PEFT sets it with a warning
+    for plan in plans.values():
+        if any(rule.is_transposed for rule in plan.linears.values()):
+            plain["fan_in_fan_out"] = True  # else PEFT sets it with a warning
     return plain
 
 
 def _aux_loss_coef(request: Request, config: PretrainedConfig, plans: dict[Topology, ModelPlan]) -> float:
     if request.router_aux_loss_coef is not None:
         return request.router_aux_loss_coef
-    has_experts = any(plan.experts for plan in plans.values()) and request.objective.task == CAUSAL
-    return _AUX_LOSS_COEF if request.family is not None and has_experts and has_load_balancing(config) else 0.0
+    if request.family is None or request.objective.task != CAUSAL:
+        return 0.0
+    if any(plan.experts for plan in plans.values()) and has_load_balancing(config):
+        return _AUX_LOSS_COEF
+    return 0.0
 
 
 def _topologies(request: Request) -> list[Topology]:
@@ -551,8 +584,10 @@ def _topologies(request: Request) -> list[Topology]:
     for text in request.topologies:
         if text.strip() == "auto":
             continue
-        has_dp = bool(SEQUENCES & {part.partition("=")[0].strip() for part in text.split(",")})
-        topology = Topology.parse(text, world=None if has_dp else request.nproc)
+        axes, world = {part.partition("=")[0].strip() for part in text.split(",")}, request.nproc
+        if axes & SEQUENCES:
+            world = None  # dp is said: it need not take all processes
+        topology = Topology.parse(text, world=world)
         if request.nproc is not None and topology.world > request.nproc:
             raise UserError(f"topology {topology}", f"it needs {topology.world} processes, --nproc is {request.nproc}")
         found.append(topology)
@@ -564,7 +599,7 @@ def _config(request: Request, *, tp: int, stages: int) -> tuple[PretrainedConfig
     if (request.model is None) == (request.family is None):
         given = "neither" if request.model is None else "both"
         raise UserError(f"{given} of --model and --family", "a proof is about one model", "give one of them")
-    block = TWIN_BLOCKS.get(request.quantization or "", 1)
+    block = TWIN_BLOCKS.get(request.quantization or "", 1)  # which divides its widths
     if request.quantization == KEEP and (request.family is not None or request.twin):
         given, way_out = "--quantization keep of a twin", f"use one of {', '.join(TWIN_BLOCKS)}"
         raise UserError(given, "its weights are random, and not stored in few bits", way_out)
@@ -580,10 +615,13 @@ def _config(request: Request, *, tp: int, stages: int) -> tuple[PretrainedConfig
         config = read_model_config(request.model, trust_remote_code=request.trust_remote_code)
         if request.overrides:
             raise UserError("--set with --model", "the configuration of a checkpoint is what it is", "use --family")
-        if not request.twin and not isinstance(request.model, PretrainedConfig):
+        if request.twin:
+            config = shrink_config(config, tp=tp, block=block, least=stages)
+        elif isinstance(request.model, PretrainedConfig):
+            config = copy.deepcopy(config)  # the caller's own
+        else:
             handle_dropout(config, disable="unsupported")
             return config, False
-        config = shrink_config(config, tp=tp, block=block, least=stages) if request.twin else copy.deepcopy(config)
     handle_dropout(config, disable=False)  # a twin keeps the dropout it was given
     if request.objective.task != CAUSAL:
         request.objective.configure(config)
@@ -625,10 +663,13 @@ def with_biases(config: PretrainedConfig, given: Collection[str] = ()) -> Pretra
 def _device(wanted: str, ranks: int, ranks_per_gpu: int) -> str:
     """Where to prove. Of "auto" the GPUs if they are enough; with ranks that share them they must be."""
     if wanted == "auto" and ranks_per_gpu == 1:
-        return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= ranks else "cpu"
-    return "cuda" if on_gpus(wanted, num_ranks=ranks, ranks_per_gpu=ranks_per_gpu) else "cpu"
+        takes_gpus = torch.cuda.is_available() and torch.cuda.device_count() >= ranks
+    else:
+        takes_gpus = on_gpus(wanted, num_ranks=ranks, ranks_per_gpu=ranks_per_gpu)
+    return "cuda" if takes_gpus else "cpu"
 
 
 def _config_text(config: PretrainedConfig) -> str:
-    values = {name: value for name, value in config.to_dict().items() if name != READ_FROM}
+    values = config.to_dict()
+    values.pop(READ_FROM, None)  # a folder: the same configuration elsewhere is the same
     return json.dumps(values, sort_keys=True, default=str)
