@@ -37,19 +37,16 @@ def document(
         "ranks_per_gpu": proof.request.ranks_per_gpu,
         "passed": is_proved(outcomes),
         "seconds": round(seconds, 2),
-        "runs": [_run(outcome) | (_details(outcome) if details else {}) for outcome in outcomes],
+        "runs": list(map(_run, outcomes)),
     }
     if details:
-        result["gradient_axes"] = [
-            {
-                "base": words,
-                "factor": f"lora_{side}",
-                "split_dim": rule.split_dim,
-                "axes": sorted(rule.grad_axes),
-                "mean_axes": sorted(rule.mean_axes),
-            }
-            for words, side, rule in general_rules(sp=False)
-        ]
+        for run, outcome in zip(result["runs"], outcomes, strict=True):
+            run |= _details(outcome)
+        result["gradient_axes"] = axes = []
+        for words, side, rule in general_rules(sp=False):
+            summed, averaged = sorted(rule.grad_axes), sorted(rule.mean_axes)
+            own = {"base": words, "factor": f"lora_{side}", "split_dim": rule.split_dim}
+            axes.append(own | {"axes": summed, "mean_axes": averaged})
     return result
 
 
@@ -59,34 +56,34 @@ def is_proved(outcomes: Sequence[Outcome]) -> bool:
 
 
 def _run(outcome: Outcome) -> dict[str, Any]:
-    found = outcome.divergence
+    found, invariant, first = outcome.divergence, None, None
+    if outcome.mutation:
+        invariant = find(outcome.mutation).invariant
+    if found:
+        first = vars(found) | {"relative": _number(found.relative)}
     return {
         "topology": str(outcome.topology),
         "mutation": outcome.mutation,
-        "invariant": find(outcome.mutation).invariant if outcome.mutation else None,
+        "invariant": invariant,
         "passed": outcome.passed,
         "seconds": round(outcome.seconds, 3),
         "error": outcome.error or None,
         "phases": {phase.name: _phase(phase) for phase in outcome.phases},
-        "first_divergence": vars(found) | {"relative": _number(found.relative)} if found else None,
+        "first_divergence": first,
     }
 
 
 def _details(outcome: Outcome) -> dict[str, Any]:
-    losses = zip(("ours", "reference"), outcome.losses, strict=True)
-    kinds = {key: key.split(" ") for key in sorted({*outcome.collectives, *outcome.budget})}
+    ours, reference = outcome.losses
+    collectives = []
+    for key in sorted(outcome.collectives.keys() | outcome.budget.keys()):
+        phase, kind = key.split(" ")
+        calls, budget = outcome.collectives.get(key, 0), outcome.budget.get(key, 0)
+        collectives.append({"phase": phase, "kind": kind, "calls": calls, "budget": budget})
     return {
-        "tensors": {phase.name: [_tensor(result) for result in phase.results] for phase in outcome.phases},
-        "losses": {side: list(map(_number, values)) for side, values in losses},
-        "collectives": [
-            {
-                "phase": phase,
-                "kind": kind,
-                "calls": outcome.collectives.get(key, 0),
-                "budget": outcome.budget.get(key, 0),
-            }
-            for key, (phase, kind) in kinds.items()
-        ],
+        "tensors": {phase.name: list(map(_tensor, phase.results)) for phase in outcome.phases},
+        "losses": {"ours": list(map(_number, ours)), "reference": list(map(_number, reference))},
+        "collectives": collectives,
         "splits": outcome.facts,
     }
 
@@ -96,15 +93,11 @@ def _tensor(r: TensorResult) -> dict[str, Any]:
 
 
 def _phase(phase: Phase) -> dict[str, Any]:
-    worst = phase.worst
-    return {
-        "passed": phase.passed,
-        "worst_relative": _number(worst.error) if worst else 0.0,
-        "worst_name": worst.name if worst else None,
-        "limit": _number(worst.limit) if worst else None,
-        "num_tensors": len(phase.results),
-    }
+    found: dict[str, Any] = {"passed": phase.passed, "worst_relative": 0.0, "worst_name": None, "limit": None}
+    if worst := phase.worst:  # none of a phase without tensors
+        found |= {"worst_relative": _number(worst.error), "worst_name": worst.name, "limit": _number(worst.limit)}
+    return found | {"num_tensors": len(phase.results)}
 
 
 def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    return value if math.isfinite(value) else None  # json.dumps would write NaN, which is no JSON

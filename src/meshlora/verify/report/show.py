@@ -34,15 +34,14 @@ def show(console: Console, proof: Proof, outcomes: Sequence[Outcome]) -> None:
     for outcome in plain:
         if not outcome.passed:
             _explain(console, outcome)
-    mutated = [outcome for outcome in outcomes if outcome.mutation is not None]
     if proof.request.mutations:
-        _kills(console, proof, mutated)
+        _kills(console, proof, [outcome for outcome in outcomes if outcome.mutation is not None])
 
 
 def _phases(console: Console, proof: Proof, outcomes: Sequence[Outcome]) -> None:
     """The table of phases, split into several if the terminal is narrow."""
     case = proof.case
-    what = f"twin of {case.model_type}" if not case.model else case.model
+    what = case.model or f"twin of {case.model_type}"
     console.say(f"{what}, {case.dtype}, {case.steps} steps: worst relative error against one process")
     widths = [max(_NUMBER, len(str(outcome.topology)) + 3) for outcome in outcomes]
     if _WIDE + sum(widths) <= console.width:
@@ -55,35 +54,40 @@ def _phases(console: Console, proof: Proof, outcomes: Sequence[Outcome]) -> None
 
 def _phase_table(outcomes: Sequence[Outcome], *, is_narrow: bool = False) -> Table:
     """Phases down, topologies across: the worst tensor's relative error."""
-    names = [str(outcome.topology) for outcome in outcomes]
-    table = Table(
-        Column("phase", overflow="fold"),
-        Column("tensors", justify="right", no_wrap=True),
-        *(Column(name.replace(",", ",\n") if is_narrow else name, justify="right", no_wrap=True) for name in names),
-        Column("limit", justify="right", no_wrap=True),
-    )
-    compared = {phase.name for outcome in outcomes for phase in outcome.phases} or set(PHASES)
-    for name in (name for name in PHASES if name in compared):
-        phases = [next((p for p in outcome.phases if p.name == name), None) for outcome in outcomes]
-        limits = [p.worst.limit for p in phases if p is not None and p.worst is not None]
-        counts = [len(p.results) for p in phases if p is not None]
-        table.add_row(
-            PHASES[name],
-            str(max(counts, default=0)),
-            *(_cell(phase) for phase in phases),
-            f"{max(limits):.0e}" if limits and max(limits) > 0 else "exact",
-        )
+    separator = ",\n" if is_narrow else ","
+    table = Table(Column("phase", overflow="fold"), Column("tensors", justify="right", no_wrap=True))
+    for outcome in outcomes:
+        table.add_column(str(outcome.topology).replace(",", separator), justify="right", no_wrap=True)
+    table.add_column("limit", justify="right", no_wrap=True)
+    by_name = [{phase.name: phase for phase in outcome.phases} for outcome in outcomes]
+    for name in PHASES:
+        phases = [found.get(name) for found in by_name]
+        # Runs that all broke off have compared nothing: each phase has a line then.
+        if any(phases) or not any(by_name):
+            table.add_row(PHASES[name], *_row(phases))
     table.add_section()
-    table.add_row("", "", *(_verdict(outcome) for outcome in outcomes), "")
+    table.add_row("", "", *map(_verdict, outcomes), "")
     return table
+
+
+def _row(phases: Sequence[Phase | None]) -> list[str | Text]:
+    """Number of tensors, a cell for each topology, limit."""
+    count, limit = 0, 0.0
+    for phase in phases:
+        if phase is not None:
+            count = max(count, len(phase.results))
+        if phase is not None and phase.worst is not None:
+            limit = max(limit, phase.worst.limit)
+    return [str(count), *map(_cell, phases), f"{limit:.0e}" if limit > 0 else "exact"]
 
 
 def _cell(phase: Phase | None) -> Text:
     if phase is None or phase.worst is None:
         return Text("-", style="dim")
-    if phase.passed:
-        return Text(f"{phase.worst.error:.1e}" if phase.worst.error else "0", style="green")
-    return Text(f"{phase.worst.error:.1e}", style="bold red")
+    error = f"{phase.worst.error:.1e}"
+    if not phase.passed:
+        return Text(error, style="bold red")
+    return Text(error if phase.worst.error else "0", style="green")  # equal to the bit
 
 
 def _verdict(outcome: Outcome) -> Text:
@@ -104,14 +108,15 @@ def _explain(console: Console, outcome: Outcome) -> None:
 
 def divergence_lines(found: Divergence) -> list[str]:
     """Location, size and likely cause, a line each."""
-    ratio = f", {found.ratio:.4g} times the reference" if found.ratio is not None else ""
-    ranks = f" on rank{'s' if len(found.ranks) > 1 else ''} {', '.join(map(str, found.ranks))}" if found.ranks else ""
-    others = f" (and {found.num_failed - 1} more)" if found.num_failed > 1 else ""
-    return [
-        f"first difference: {found.phase} of {found.name}{ranks}{others}",
-        f"relative error:   {found.relative:.1e}{ratio}",
-        f"likely cause:     {found.cause}",
-    ]
+    where, error = f"{found.phase} of {found.name}", f"{found.relative:.1e}"
+    if found.ranks:
+        where += " on ranks " if len(found.ranks) > 1 else " on rank "
+        where += ", ".join(map(str, found.ranks))
+    if found.num_failed > 1:
+        where += f" (and {found.num_failed - 1} more)"
+    if found.ratio is not None:
+        error += f", {found.ratio:.4g} times the reference"
+    return [f"first difference: {where}", f"relative error:   {error}", f"likely cause:     {found.cause}"]
 
 
 def _kills(console: Console, proof: Proof, outcomes: Sequence[Outcome]) -> None:
@@ -123,19 +128,25 @@ def _kills(console: Console, proof: Proof, outcomes: Sequence[Outcome]) -> None:
             console.print(_kill_table(own, console.width))
             killed = sum(not outcome.passed for outcome in own)
             console.say(f"{killed} of {len(own)} killed: {killed / len(own):.0%}")
-        rest = [name for name in proof.request.mutations if name not in {outcome.mutation for outcome in own}]
-        for name in rest:
-            lacks = ", ".join(sorted(find(name).needs - proof.features_on(topology)))
-            console.say(f"  cannot show here: {name} (needs {lacks})", style="dim")
+        injected, has = {outcome.mutation for outcome in own}, proof.features_on(topology)
+        for name in proof.request.mutations:
+            if name not in injected:
+                lacks = ", ".join(sorted(find(name).needs - has))
+                console.say(f"  cannot show here: {name} (needs {lacks})", style="dim")
 
 
 def _kill_table(outcomes: Sequence[Outcome], width: int) -> Table:
     """Two lines per mutation, to fit 80 columns: its name and the phase that caught it; the invariant and tensor."""
-    rows = [_caught(outcome) for outcome in outcomes]
+    rows = list(map(_caught, outcomes))
     room = width - _KILL_BORDER
-    names = max(len(left[0]) for left, _ in rows)
-    right = min(max(len(text) + 1 for _, texts in rows for text in texts), room - min(names, room * 11 // 20))
-    left = min(max(len(text) + 1 for texts, _ in rows for text in texts), room - right)
+    names = left = right = 0
+    for (name, invariant), (phase, where) in rows:
+        names = max(names, len(name))
+        left = max(left, len(name) + 1, len(invariant) + 1)
+        right = max(right, len(phase) + 1, len(where) + 1)
+    # A name is not folded unless it takes more than 11 parts in 20 of the width.
+    right = min(right, room - min(names, room * 11 // 20))
+    left = min(left, room - right)
     table = Table(
         Column("mutation, and the invariant it breaks", width=left),
         Column("caught by, first at", width=right),
@@ -152,9 +163,13 @@ def _kill_table(outcomes: Sequence[Outcome], width: int) -> Table:
 def _caught(outcome: Outcome) -> tuple[tuple[str, str], tuple[str, str]]:
     """((mutation, invariant), (phase, name))."""
     assert outcome.mutation is not None
-    found = outcome.divergence
-    phase = _SURVIVED if outcome.passed else found.phase if found else "error"
-    where = found.name if found else outcome.error.splitlines()[-1] if outcome.error else ""
+    phase, where = "error", ""
+    if outcome.divergence is not None:
+        phase, where = outcome.divergence.phase, outcome.divergence.name
+    elif outcome.error:
+        where = outcome.error.splitlines()[-1]
+    if outcome.passed:
+        phase = _SURVIVED
     return (outcome.mutation, find(outcome.mutation).invariant), (phase, where)
 
 
