@@ -33,6 +33,7 @@ MOST_RANKS = 8
 _ATTENTIONS = ("eager", "sdpa")
 # Tokens of the twin with rows of their own: more show nothing new. And the first that may: those before are special.
 _MOST_TOKENS, _FIRST_TOKEN = 4, 3
+_AS_IN_THE_RUN = ("r", "lora_alpha", "use_rslora", "use_dora", "lora_dropout", "bias")
 _WAY_OUT = "prove the model itself with `meshlora verify --model FOLDER`, then train with --no-preflight"
 
 
@@ -75,56 +76,55 @@ class StandIn:
         plan = make_blueprint(self.config, self.topology, options, run.config.train.objective).plan
         lora, targets = run.blueprint.trained.config, run.blueprint.trained.targets
         stood_for = self._stood_for(plan, [plan.embedding, *plan.linears])
-        saved = {
-            wanted: [name for name, real in stood_for.items() if f".{real}".endswith(f".{wanted}")]
-            for wanted in lora.modules_to_save or ()
-        }
-        full = {name for names in saved.values() for name in names} | {
-            wanted.rpartition(".")[2] for wanted, names in saved.items() if not names
-        }
         on = self._targets(plan, stood_for, targets)
-        of_modules = [name for name in on if name in stood_for and name not in full]
-        pieces = {
-            key: list(names) for key, names in (getattr(lora, "pieces", None) or {}).items() if "experts" not in key
-        }
-        pieces |= {name: list(target.pieces) for name, target in on.items() if target.num_experts and target.pieces}
-        on_twin = {
-            "r": lora.r,
-            "lora_alpha": lora.lora_alpha,
-            "use_rslora": lora.use_rslora,
-            "use_dora": lora.use_dora,
-            "lora_dropout": lora.lora_dropout,
-            "bias": lora.bias,
-            "modules_to_save": sorted(full) or None,
-            "init_lora_weights": lora.init_lora_weights,
-            "target_modules": sorted(of_modules),
-        }
-        if by_parameter := [name for name in on if name not in stood_for]:
-            on_twin["target_parameters"] = by_parameter
-        if any(target.is_shared for target in on.values()):
-            on_twin["share_experts"] = True
+        full = _trained_in_full(lora.modules_to_save or (), stood_for)
+        modules, parameters = [], []
+        ranks, alphas, pieces = dict[str, int](), dict[str, float](), dict[str, list[str]]()
+        for key, names in (getattr(lora, "pieces", None) or {}).items():
+            if "experts" not in key:  # those of experts go by the names of the twin
+                pieces[key] = list(names)
         for name, target in on.items():
-            if not target.pieces and target.r != lora.r:
-                on_twin.setdefault("rank_pattern", {})[name] = target.r
+            if name not in stood_for:
+                parameters.append(name)
+            elif name not in full:
+                modules.append(name)
+            if target.pieces:  # which have the rank and scale of all
+                if target.num_experts:
+                    pieces[name] = list(target.pieces)
+                continue
+            if target.r != lora.r:
+                ranks[name] = target.r
+            # `lora_alpha` is scaling times r, or with rslora its root.
             alpha = target.scaling * (math.sqrt(target.r) if lora.use_rslora else target.r)
-            if not target.pieces and not math.isclose(alpha, lora.lora_alpha):
-                on_twin.setdefault("alpha_pattern", {})[name] = int(alpha) if alpha == int(alpha) else alpha
-        if rows := run.blueprint.trained.rows:
-            on_twin["trainable_token_indices"] = self._rows(rows)
-        return on_twin | ({"pieces": pieces} if pieces else {})
+            if not math.isclose(alpha, lora.lora_alpha):
+                alphas[name] = int(alpha) if alpha == int(alpha) else alpha
+        on_twin = {name: getattr(lora, name) for name in _AS_IN_THE_RUN}
+        on_twin |= {"modules_to_save": sorted(full) or None, "init_lora_weights": lora.init_lora_weights}
+        on_twin["target_modules"] = sorted(modules)
+        further = {
+            "target_parameters": parameters,
+            "share_experts": any(target.is_shared for target in on.values()),
+            "rank_pattern": ranks,
+            "alpha_pattern": alphas,
+            "trainable_token_indices": self._rows(run.blueprint.trained.rows or {}),
+            "pieces": pieces,
+        }
+        return on_twin | {name: value for name, value in further.items() if value}
 
     def _rows(self, rows: Mapping[str, TokenRows]) -> dict[str, list[int]]:
         """Module -> tokens of the twin, for those of `rows`: a few, over all of its vocabulary, in another order."""
         given, own = self._given.get_text_config(), self.config.get_text_config()
-        few = {module: each.ids[:_MOST_TOKENS] for module, each in rows.items()}
-        padding = getattr(given, "pad_token_id", None)
+        padding, own_padding = getattr(given, "pad_token_id", None), getattr(own, "pad_token_id", None)
+        few, on_twin = dict[str, tuple[int, ...]](), dict[int, int]()
         for module, each in rows.items():
+            few[module] = each.ids[:_MOST_TOKENS]
             if padding in each.ids and padding not in few[module]:
                 few[module] += (padding,)
-        known = [*dict.fromkeys(token for ids in few.values() for token in ids)]
-        spread = [_FIRST_TOKEN + n * (own.vocab_size - _FIRST_TOKEN) // len(known) for n in range(len(known))]
-        own_padding = getattr(own, "pad_token_id", None)
-        on_twin = {token: new + (new == own_padding) for token, new in zip(known, reversed(spread), strict=True)}
+            on_twin |= dict.fromkeys(few[module], 0)
+        for place, token in enumerate(on_twin):
+            last = len(on_twin) - 1 - place
+            new = _FIRST_TOKEN + last * (own.vocab_size - _FIRST_TOKEN) // len(on_twin)
+            on_twin[token] = new + (new == own_padding)
         if padding in on_twin and own_padding is not None:
             on_twin[padding] = own_padding
         return {module: [on_twin[token] for token in ids] for module, ids in few.items()}
@@ -141,13 +141,19 @@ class StandIn:
 
         If no counterpart of a kind is a target but another module of that kind is, all of the kind in the twin are.
         """
-        names = [*stood_for, *plan.projections, *plan.matrices]
-        real = self._stood_for(plan, names)
-        covered = {kind_of(name) for name in names if real[name] in targets}
-        of_kinds = {kind_of(name): target for name, target in reversed(list(targets.items()))}
-        first = {kind: target for kind, target in of_kinds.items() if kind not in covered}
-        found = {name: targets.get(real[name]) or first.get(kind_of(name)) for name in names}
-        return {f"{name}.weight" if name in plan.matrices else name: target for name, target in found.items() if target}
+        real = self._stood_for(plan, [*stood_for, *plan.projections, *plan.matrices])
+        first = dict[str, Target]()
+        for name, target in targets.items():
+            first.setdefault(kind_of(name), target)
+        for name, counterpart in real.items():
+            if counterpart in targets:
+                first.pop(kind_of(name), None)
+        found = {}
+        for name, counterpart in real.items():
+            if target_of := targets.get(counterpart) or first.get(kind_of(name)):
+                end = ".weight" if name in plan.matrices else ""
+                found[name + end] = target_of
+        return found
 
     def _stood_for(self, plan: ModelPlan, names: Iterable[str]) -> dict[str, str]:
         """Name in the twin -> name in the model."""
@@ -155,8 +161,9 @@ class StandIn:
 
         def real(name: str) -> str:
             number, _, rest = name.removeprefix(prefix).partition(".")
-            is_inside = name.startswith(prefix) and number.isdecimal() and int(number) < len(layers)
-            return f"{self._run.plan.layers}.{layers[int(number)]}.{rest}" if is_inside else name
+            if name.startswith(prefix) and number.isdecimal() and int(number) < len(layers):
+                return f"{self._run.plan.layers}.{layers[int(number)]}.{rest}"
+            return name
 
         return {name: real(name) for name in names}
 
@@ -198,19 +205,28 @@ def provable(topology: Topology, *, most_ranks: int = MOST_RANKS) -> Topology:
     topology = dataclasses.replace(topology.with_stages(min(topology.size_over(LAYERS), 2)), interleave=interleave)
     least = min(2, topology.dp)  # a sum over one rank proves nothing
     cp = min(3 if topology.ring else 2, topology.cp)  # in a ring of two each is the next and the one before
-    others, of_stage = (ranks // (topology.dp * topology.cp) * cp for ranks in (topology.world, topology.per_stage))
-    smaller = [
-        dataclasses.replace(topology, dp=dp, cp=cp, ep=ep, etp=etp)
-        for ep, etp in itertools.product(_few(topology.ep), _few(topology.etp))
-        for dp in range(least, max(least, most_ranks // others, ep * etp) + 1)
-        if dp * of_stage % (ep * etp) == 0
-    ]
+    of_stage = topology.per_stage // (topology.dp * topology.cp) * cp  # ranks of a stage, for each along dp
+    others = topology.world // (topology.dp * topology.cp) * cp
+    smaller = []
+    for ep, etp in itertools.product(_few(topology.ep), _few(topology.etp)):
+        sizes = range(least, max(least, most_ranks // others, ep * etp) + 1)
+        fitting = [dp for dp in sizes if dp * of_stage % (ep * etp) == 0]
+        smaller += [dataclasses.replace(topology, dp=dp, cp=cp, ep=ep, etp=etp) for dp in fitting]
     wanted = features_of_topology(topology)
 
     def likeness(other: Topology) -> tuple[int, int, int]:
         return -len(wanted - features_of_topology(other)), -other.world, -other.ep
 
     return max(smaller, key=likeness)
+
+
+def _trained_in_full(wanted: Iterable[str], stood_for: Mapping[str, str]) -> set[str]:
+    """Modules of the twin whose counterpart is one of `wanted`, by its end; others as they are, by their last name."""
+    full = set[str]()
+    for end in wanted:
+        names = {name for name, real in stood_for.items() if f".{real}".endswith(f".{end}")}
+        full |= names or {end.rpartition(".")[2]}
+    return full
 
 
 def _few(size: int) -> list[int]:
@@ -231,6 +247,12 @@ def _adapters_of_layers(runs: Iterable[Prepared]) -> dict[int, Hashable]:
 
 
 def _kinds(plan: ModelPlan) -> set[tuple[str, str]]:
-    regions = {(kind_of(r.name), "split region" if r.is_split else "whole region") for r in plan.regions}
-    experts = {(kind_of(name), f"experts, {rule.split}") for name, rule in plan.projections.items()}
-    return regions | experts | {(kind_of(name), str(rule.split)) for name, rule in plan.linears.items()}
+    """(kind of block, how it is split)."""
+    found = set[tuple[str, str]]()
+    for region in plan.regions:
+        found.add((kind_of(region.name), "split region" if region.is_split else "whole region"))
+    for name, experts in plan.projections.items():
+        found.add((kind_of(name), f"experts, {experts.split}"))
+    for name, linear in plan.linears.items():
+        found.add((kind_of(name), str(linear.split)))
+    return found
