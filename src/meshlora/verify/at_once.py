@@ -63,6 +63,7 @@ def one_of_several(like: RunConfig, number: int, lora: Mapping[str, Any], output
 
 
 def _lengths(options: TrainConfig) -> list[int]:
+    # Unlike each other, and from adapter to adapter.
     return [4 + (3 * (options.seed - 1) + 5 * place) % 9 for place in range(5)]
 
 

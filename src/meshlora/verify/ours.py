@@ -85,10 +85,11 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
     trace = Trace(initial=_locals(model, "default"), facts=_facts(model), terms=_terms(model))
     trace.scalings = _scalings(model, "default")
     with attach.disable_adapter(model), whole_weights(model), plain_weights(model):
-        trace.rows, trace.columns = fingerprints(model)
+        trace.rows, trace.columns = fingerprints(model)  # of the base alone, unpacked
     trace.fresh = _fresh(model, case, "fresh")
     trace.fresh_both = _fresh(model, case, "fresh_both")
     trace.fresh_scalings = _scalings(model, "fresh")
+    # What drifts is for the judge to find.
     peft_format.save_adapter(model, folder / FRESH, adapter="fresh_both", compares=False)
     prepared = functools.partial(Prepared, config, blueprint, case.pad_token_id, case.data, case.data, case.steps)
     stopped = _train(prepared(), model, trace, case)
@@ -109,9 +110,12 @@ def _train(run: Prepared, model: Any, trace: Trace, case: Case) -> Saved | None:
         step = adapters[0].done
         at_step(routing, step)
         if case.resumes and run.resume is None and step == case.steps - 2:
-            trainer.stop.set()
+            trainer.stop.set()  # as a signal does
         with in_parts(is_first=step == 0):
-            metrics = train_step(adapters) if step > 0 else _first_step(trainer, train_step, trace)
+            if step > 0:
+                metrics = train_step(adapters)
+            else:
+                metrics = _first_step(trainer, train_step, trace)
         after_step(routing, step, case)
         return metrics
 
@@ -130,7 +134,9 @@ def _train(run: Prepared, model: Any, trace: Trace, case: Case) -> Saved | None:
     recorded = mock.patch.object(trainer_module, "clip_gradients_on_device", recording_clip)
     with replay as routing, recorded, mock.patch.object(trainer, "train_step", watched):
         is_finished = trainer.train()
-    return None if is_finished else find_checkpoint(trainer.adapters[0].output, "auto", logger.warning)
+    if is_finished:
+        return None
+    return find_checkpoint(trainer.adapters[0].output, "auto", logger.warning)
 
 
 @contextlib.contextmanager
@@ -169,7 +175,8 @@ class Recorder(Reporter):
 
     def step(self, metrics: StepMetrics) -> None:
         self.trace.losses.append(metrics.loss)
-        self.trace.aux_losses += [metrics.aux_loss] if metrics.aux_loss is not None else []
+        if metrics.aux_loss is not None:
+            self.trace.aux_losses.append(metrics.aux_loss)
         self.trace.grad_norms.append(metrics.grad_norm)
         self.trace.num_tokens.append(metrics.tokens)
         self.trace.rates.append(metrics.lr)
@@ -183,7 +190,9 @@ def _logits(trainer: Trainer) -> list[Tensor]:
     """Logits of the first step's micro-batches, from a plain call of the model: the loss never forms them."""
     model, (one,), routing = trainer.model, trainer.adapters, trainer.routing
     found = []
-    with routing.step(0, *one.step_data) if routing is not None else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if routing is not None:
+            stack.enter_context(routing.step(0, *one.step_data))
         for number, micro in enumerate(trainer._micro_batches([one.step_data])):
             if routing is not None:
                 routing.before(number, dataclasses.replace(micro.batch, own=None))  # a plain call is not cut over cp
@@ -230,7 +239,10 @@ def _watch(model: Any, trace: Trace, objective: Objective, *, recomputes: bool) 
         stack.callback(begin.remove)
         stack.callback(end.remove)
         context, pipeline = runtime(model).context, runtime(model).pipeline
-        held = lambda: None if context.held is None else context.held.own  # noqa: E731
+
+        def held() -> Tensor | None:
+            return None if context.held is None else context.held.own
+
         capture = stack.enter_context(Capture(model, held, lambda name: not pipeline.runs(name)))
         for patch in _in_phases(counter, capture):
             stack.enter_context(patch)
@@ -283,8 +295,9 @@ def _in_phases(counter: CollectiveCounter, capture: Capture) -> list[Any]:
 def _budget(model: Any, micro_batches: int, objective: Objective, *, recomputes: bool) -> Counter[tuple[str, str]]:
     """(phase, kind) -> collectives that the plan allows per step."""
     plan = runtime(model).plan
-    scaled = [f for f in active_factors(model) if f.name.endswith(".lora_magnitude_vector")]
-    rows = sum(f.rule.split_dim is None for f in scaled)
+    factors, rows = active_factors(model), 0
+    for factor in factors:  # DoRA on a row-parallel linear: each rank has all magnitudes
+        rows += factor.name.endswith(".lora_magnitude_vector") and factor.rule.split_dim is None
     per_micro_batch = micro_batch_budget(plan, scaled_rows=rows, recomputes=recomputes)
     budget = Counter({key: n * micro_batches for key, n in per_micro_batch.items()})
     budget += first_forwards_budget(plan, min(micro_batches, COMPARED_FORWARDS))
@@ -295,12 +308,12 @@ def _budget(model: Any, micro_batches: int, objective: Objective, *, recomputes:
         budget += Counter({("loss", "allgather"): micro_batches, ("backward", "allgather"): micro_batches})
     # And each cp rank needs those of all tokens of its rows.
     if plan.topology.size_over(TOKENS) > 1 and not isinstance(objective, Sft):
-        number = micro_batches * (2 if objective.needs_entropy else 1)
+        number = micro_batches * (1 + objective.needs_entropy)
         budget += Counter({("loss", "allgather"): number, ("backward", "reducescatter"): number})
     # Features for the first layers are cut under sp, so that their gradient is gathered.
     features = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
     budget += Counter({("backward", "allgather"): micro_batches * len(features) * plan.topology.sp})
-    return budget + step_budget(plan, [f.rule for f in active_factors(model)])
+    return budget + step_budget(plan, [factor.rule for factor in factors])
 
 
 def _locals(model: Any, adapter: str) -> dict[str, Tensor]:
@@ -325,31 +338,39 @@ def _fresh(model: Any, case: Case, name: str) -> dict[str, Tensor]:
     if case.pieces or case.share_experts:
         config = PieceLoraConfig(**words, pieces=case.pieces, share_experts=case.share_experts)
     if name == "fresh_both":
-        config.init_lora_weights = False
+        config.init_lora_weights = False  # as in PEFT: B is random too
     attach.add_adapter(model, name, config, seed=case.seed)
     return _locals(model, name)
 
 
 def _facts(model: Any) -> dict[str, str]:
-    plan = runtime(model).plan
-    regions = {r.name: "split region" if r.is_split else "whole region" for r in plan.regions}
-    for mixer in (*plan.attentions, *plan.recurrent):
-        for owner in [name for name in regions if f"{mixer}.".startswith(f"{name}.")]:
-            regions[owner] += " that mixes tokens of several ranks"
-    experts = {name: f"expert {rule.split}" for name, rule in plan.projections.items()}
-    return regions | {name: str(rule.split) for name, rule in plan.linears.items()} | experts
+    """Module -> how it is split, in the words of the judge."""
+    plan, facts = runtime(model).plan, dict[str, str]()
+    for region in plan.regions:
+        facts[region.name] = "split region" if region.is_split else "whole region"
+        for mixer in (*plan.attentions, *plan.recurrent):
+            if f"{mixer}.".startswith(f"{region.name}."):
+                facts[region.name] += " that mixes tokens of several ranks"
+    for name, linear in plan.linears.items():
+        facts[name] = str(linear.split)
+    for name, experts in plan.projections.items():
+        facts[name] = f"expert {experts.split}"
+    return facts
 
 
 def _terms(model: Any) -> list[str]:
     """Modules inside split regions, and those around and after the last layer; under cp those before the layers too."""
     plan = runtime(model).plan
-    split = [f"{region.name}." for region in plan.regions if region.is_split]
-    inside = [name for name, _ in model.named_modules() if any(name.startswith(prefix) for prefix in split)]
-    parents = plan.layers.split(".")[:-1]
-    around = [".".join(parents[: depth + 1]) for depth in range(len(parents))]
-    terms = [*inside, *plan.after, *around, f"{plan.layers}.{plan.num_layers - 1}"]
+    modules = [name for name, _ in model.named_modules()]
+    split = tuple(f"{region.name}." for region in plan.regions if region.is_split)
+    terms = [name for name in modules if name.startswith(split)]
+    terms += plan.after
+    parents = plan.layers.split(".")
+    for depth in range(1, len(parents)):
+        terms.append(".".join(parents[:depth]))
+    terms.append(f"{plan.layers}.{plan.num_layers - 1}")
     if runtime(model).context.axis.size > 1:
-        terms += [name for name, _ in model.named_modules() if not name.startswith(f"{plan.layers}.")]
+        terms += [name for name in modules if not name.startswith(f"{plan.layers}.")]
     return terms
 
 
