@@ -24,17 +24,20 @@ from meshlora.verify.faults.fault import Mutation
 from meshlora_ground.errors import UserError
 from meshlora_ground.versions import OWN, file_of, name_of, own_files
 
-_PAIRS_OF_COMPARISONS = (
-    (ast.Lt, ast.LtE),
-    (ast.Gt, ast.GtE),
-    (ast.Eq, ast.NotEq),
-    (ast.In, ast.NotIn),
-    (ast.Is, ast.IsNot),
+
+def _both_ways(*pairs: tuple[Any, Any]) -> dict[Any, Any]:
+    found = dict[Any, Any]()
+    for one, other in pairs:
+        found |= {one: other, other: one}
+    return found
+
+
+_COMPARED = _both_ways(
+    (ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.In, ast.NotIn), (ast.Is, ast.IsNot)
 )
-_COMPARED: dict[Any, Any] = {one: other for a, b in _PAIRS_OF_COMPARISONS for one, other in ((a, b), (b, a))}
-_PAIRS_OF_OPERATORS = ((ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.BitAnd, ast.BitOr))
-_COMPUTED: dict[Any, Any] = {one: other for a, b in _PAIRS_OF_OPERATORS for one, other in ((a, b), (b, a))}
+_COMPUTED = _both_ways((ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.BitAnd, ast.BitOr))
 _COMPUTED |= {ast.FloorDiv: ast.Mult, ast.Mod: ast.FloorDiv, ast.Pow: ast.Mult}
+_JOINED = _both_ways((ast.And, ast.Or))
 _NAMED = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _AXES = {"tp": "dp", "dp": "tp", "cp": "tp", "ep": "etp", "etp": "ep", "edp": "dp", "rank": "size"}
 # What counts some of what the other counts all of.
@@ -84,19 +87,25 @@ class Generated(Mutation):
         Raises:
             NotPutInError: no function has this line, or the changed one closes over other variables.
         """
-        functions = [(f, f.__code__) for f in _functions(self.file) if _holds(f.__code__, self.line)]
+        functions = []
         codes = {_place(c): c for c in _codes(compile(_changed(self), str(file_of(self.file)), "exec"))}
+        for function in _functions(self.file):
+            code = function.__code__
+            if not _holds(code, self.line):
+                continue
+            changed = codes.get(_place(code), code)
+            if code.co_freevars != changed.co_freevars:  # Python refuses such a code
+                raise NotPutInError(f"--mutation {self.name}", "its function would need other variables around it")
+            functions.append((function, code, changed))
         if not functions:
             raise NotPutInError(f"--mutation {self.name}", "no function has this line")
-        if any(code.co_freevars != codes.get(_place(code), code).co_freevars for _, code in functions):
-            raise NotPutInError(f"--mutation {self.name}", "its function would need other variables around it")
         try:
-            for function, code in functions:
-                function.__code__ = codes.get(_place(code), code)
+            for function, _, changed in functions:
+                function.__code__ = changed  # wherever it is held: no name is looked up
             _forget()
             yield
         finally:
-            for function, code in functions:
+            for function, code, _ in functions:
                 function.__code__ = code
             _forget()
 
@@ -108,11 +117,11 @@ def generated(name: str) -> Generated:
         UserError: there is none.
     """
     file = name.partition(":")[0]
-    of_file = faults_of(file) if file in files() else ()
-    found = next((fault for fault in of_file if fault.name == name), None)
-    if found is None:
-        raise UserError(f"--mutation {name}", "no such change can be made", "see scripts/generate_faults.py --list")
-    return found
+    if file in files():
+        for fault in faults_of(file):
+            if fault.name == name:
+                return fault
+    raise UserError(f"--mutation {name}", "no such change can be made", "see scripts/generate_faults.py --list")
 
 
 def files() -> list[str]:
@@ -126,11 +135,12 @@ def faults_of(file: str) -> tuple[Generated, ...]:
     found = []
     for node, statement, operator, change in _changes(_tree(file)):
         after = change(copy.deepcopy(node))
-        name, before = _name(file, node, operator), ast.unparse(node)
-        words = ast.unparse(after) if after is not None else "(left out)"
+        name, before, words = _name(file, node, operator), ast.unparse(node), "(left out)"
+        if after is not None:
+            words = ast.unparse(after)
         line = ast.unparse(statement).partition("\n")[0]
         fault = Generated(name, f"{before} stays as it is", frozenset(), (), file, node.lineno, line, before, words)
-        if fault.before != fault.after:
+        if fault.before != fault.after:  # equal arguments may change places
             found.append(fault)
     return tuple(found)
 
@@ -149,7 +159,7 @@ def reached_lines(run: Callable[[], None]) -> set[tuple[str, int]]:
         if name is None:
             return None
         seen.add((name, frame.f_lineno))
-        return of_frame
+        return of_frame  # for its lines
 
     sys.settrace(of_frame)
     try:
@@ -183,8 +193,7 @@ class _Replace(ast.NodeTransformer):
     def visit(self, node: ast.AST) -> Any:
         if node is not self.node:
             return self.generic_visit(node)
-        after = self.after if self.after is not None else ast.Pass()
-        return ast.copy_location(after, node)
+        return ast.copy_location(self.after or ast.Pass(), node)
 
 
 def _changes(tree: ast.Module) -> Iterator[tuple[Any, ast.AST, str, Change]]:
@@ -199,8 +208,7 @@ def _computed(node: ast.AST, statement: ast.AST, *, is_inside: bool) -> Iterator
     if isinstance(node, ast.stmt):
         statement = node
     if isinstance(node, ast.FunctionDef | ast.Lambda):
-        body = node.body if isinstance(node, ast.FunctionDef) else [node.body]
-        for child in body:
+        for child in _listed(node.body):
             yield from _computed(child, statement, is_inside=True)
         return
     if isinstance(node, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom) or _is_said(node):
@@ -210,17 +218,24 @@ def _computed(node: ast.AST, statement: ast.AST, *, is_inside: bool) -> Iterator
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "ctx", "type_params"):
             continue
-        for child in value if isinstance(value, list) else [value]:
+        for child in _listed(value):
             if isinstance(child, ast.AST):
                 yield from _computed(child, statement, is_inside=is_inside)
+
+
+def _listed(value: Any) -> list[Any]:
+    """A field of a node, or the body of a function or lambda: a list in some kinds of nodes, one node in others."""
+    return value if isinstance(value, list) else [value]
 
 
 def _is_said(node: ast.AST) -> bool:
     """Whether it is a docstring, log line or message."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
         return True
-    called = node.func if isinstance(node, ast.Call) else None
-    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    if not isinstance(node, ast.Call):
+        return False
+    # A call of a call has neither.
+    name = getattr(node.func, "attr", "") or getattr(node.func, "id", "")
     return name in _SAYING or name.endswith("Error")
 
 
@@ -236,15 +251,17 @@ def _of_node(node: ast.AST) -> Iterator[tuple[str, Change]]:
                 yield "operator", lambda n: _set(n, op=_COMPUTED[type(op)]())
             yield "lost", lambda n: None
         case ast.BoolOp(op=op):
-            yield "bool", lambda n: _set(n, op=ast.Or() if isinstance(op, ast.And) else ast.And())
+            yield "bool", lambda n: _set(n, op=_JOINED[type(op)]())
         case ast.UnaryOp(op=ast.Not() | ast.USub()):
             yield "unary", lambda n: n.operand
         case ast.If() | ast.IfExp():
             yield "condition", lambda n: _set(n, test=ast.UnaryOp(ast.Not(), n.test))
-        case ast.Constant(value=value) if isinstance(value, bool):
+        case ast.Constant(value=bool()):  # which are integers too
             yield "constant", lambda n: _set(n, value=not n.value)
-        case ast.Constant(value=value) if isinstance(value, int | float):
-            yield "constant", lambda n: _set(n, value=n.value + 1 if isinstance(n.value, int) else 2 * n.value + 0.01)
+        case ast.Constant(value=int()):
+            yield "constant", lambda n: _set(n, value=n.value + 1)
+        case ast.Constant(value=float()):
+            yield "constant", lambda n: _set(n, value=2 * n.value + 0.01)
         case ast.Subscript(slice=ast.Slice(lower=lower, upper=upper, step=None)) if (lower is None) != (upper is None):
             yield "slice", lambda n: _set(n, slice=ast.Slice(n.slice.upper, n.slice.lower))
         case ast.Tuple(elts=[_, _, *_], ctx=ast.Load()) | ast.List(elts=[_, _, *_], ctx=ast.Load()):
@@ -334,6 +351,7 @@ def _functions(file: str) -> list[FunctionType]:
     package = () if file.partition("/")[0] in OWN else ("meshlora",)
     importlib.import_module(".".join((*package, *Path(file).with_suffix("").parts)).removesuffix(".__init__"))
     gc.unfreeze()  # early imports are frozen (`lifetime`)
+    # No isinstance: it would ask lazy modules for their class.
     return [one for one in gc.get_objects() if type(one) is FunctionType and one.__code__.co_filename == name]
 
 
@@ -356,7 +374,7 @@ def _holds(code: CodeType, line: int) -> bool:
 
 def _forget() -> None:
     """Clear the caches of the product: their entries predate the switch."""
-    for name, module in [*sys.modules.items()]:
+    for name, module in list(sys.modules.items()):  # looking at a module may import others
         if name.partition(".")[0] in OWN and not name.startswith(("meshlora.verify", "meshlora_judge")):
             for value in vars(module).values():
                 if callable(getattr(value, "cache_clear", None)):
