@@ -80,7 +80,8 @@ class Flow:
     @classmethod
     def everywhere(cls, plan: ModelPlan) -> Flow:
         """The flow in which gradients reach every module."""
-        names = {*(region.name for region in plan.regions), *plan.linears, *plan.wide_norms, *plan.experts}
+        names = {region.name for region in plan.regions}
+        names.update(plan.linears, plan.wide_norms, plan.experts)
         ones = dict.fromkeys(plan.experts, 1)
         keys = dict.fromkeys(plan.attentions, 1)
         return cls(frozenset(names), ones, ones, keys, frozenset(keys), is_trained_before=True)
@@ -130,8 +131,9 @@ def gathers(plan: ModelPlan, shards: Sequence[int]) -> Named:
     shards: bytes of this rank's shard of each unit.
     """
     for unit, num_bytes in zip(plan.units, shards, strict=True):
-        for phase in ("forward", "backward") if num_bytes else ():
-            yield unit, Message(phase, "allgather", DATA, num_bytes, is_ahead=True)
+        if num_bytes:
+            yield unit, Message("forward", "allgather", DATA, num_bytes, is_ahead=True)
+            yield unit, Message("backward", "allgather", DATA, num_bytes, is_ahead=True)
 
 
 def _own(plan: ModelPlan, sizes: Sizes) -> int:
@@ -147,13 +149,16 @@ def _of_regions(plan: ModelPlan, flow: Flow, sizes: Sizes, ranks: Mapping[str, i
         is_reached = region.name in flow.reached
         width = sizes.width
         if is_reached:  # low-rank activations gathered with the input
-            width += sum(ranks.get(n, 0) for n in plan.riders(region) if plan.linears[n].in_features == sizes.width)
+            for rider in plan.riders(region):
+                if plan.linears[rider].in_features == sizes.width:
+                    width += ranks.get(rider, 0)
         width *= sizes.dtype.itemsize
         if topology.sp:
             yield region.name, Message("forward", "allgather", FEATURES, own * width)
-            if is_reached:
-                back = ("reducescatter", tokens * width) if region.is_split else ("allgather", own * width)
-                yield region.name, Message("backward", back[0], FEATURES, back[1])
+            if is_reached and region.is_split:
+                yield region.name, Message("backward", "reducescatter", FEATURES, tokens * width)
+            elif is_reached:
+                yield region.name, Message("backward", "allgather", FEATURES, own * width)
         elif region.is_split and is_reached:
             yield region.name, Message("backward", "allreduce", FEATURES, tokens * width)
 
@@ -165,14 +170,16 @@ def _of_leaves(plan: ModelPlan, flow: Flow, sizes: Sizes, scaled: Collection[str
         if rule.split is not Split.ROW:
             continue
         width = rule.out_features * sizes.dtype.itemsize
-        yield name, Message("forward", "reducescatter" if topology.sp else "allreduce", FEATURES, tokens * width)
+        kind = "reducescatter" if topology.sp else "allreduce"
+        yield name, Message("forward", kind, FEATURES, tokens * width)
         if topology.sp and name in flow.reached:
             yield name, Message("backward", "allgather", FEATURES, tokens // topology.tp * width)
         if name in scaled:
-            yield name, Message("forward", "allreduce", FEATURES, rule.out_features * 4)
+            yield name, Message("forward", "allreduce", FEATURES, rule.out_features * 4)  # norms are in float32
     for name in plan.wide_norms:
-        for phase in ("forward", "backward") if name in flow.reached else ("forward",):
-            yield name, Message(phase, "allreduce", plan.axes_of_norm(name), tokens * 4)
+        yield name, Message("forward", "allreduce", plan.axes_of_norm(name), tokens * 4)
+        if name in flow.reached:
+            yield name, Message("backward", "allreduce", plan.axes_of_norm(name), tokens * 4)
 
 
 def _of_attentions(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
@@ -201,8 +208,10 @@ def _of_recurrent(plan: ModelPlan) -> Named:
     for name, state in plan.recurrent.items():
         yield name, Message("forward", "allgather", TOKENS, 1)
         yield name, Message("backward", "reducescatter", TOKENS, 1)
-        for phase in ("forward", "backward") if state else ():
-            yield name, Message(phase, "alltoall", TOKENS, 1, plan.topology.size_over(TOKENS) - 1)
+        if state:  # from each cp rank to the next
+            calls = plan.topology.size_over(TOKENS) - 1
+            yield name, Message("forward", "alltoall", TOKENS, 1, calls)
+            yield name, Message("backward", "alltoall", TOKENS, 1, calls)
 
 
 def _of_ends(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
@@ -221,7 +230,7 @@ def _of_ends(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
         yield "", Message("backward", "reducescatter", FEATURES, tokens * each)
     else:
         yield "", Message("backward", "allreduce", FEATURES, tokens * each)
-    exact = wide_dtype(sizes.dtype).itemsize
+    exact = wide_dtype(sizes.dtype).itemsize  # four numbers of a token: see `_ChunkLoss`
     whole, last = divmod(tokens, sizes.chunk_tokens)
     yield "", Message("loss", "allgather", FEATURES, 4 * sizes.chunk_tokens * exact, whole)
     if last:
@@ -253,7 +262,7 @@ def _of_experts(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
     for name, rule in plan.experts.items():
         rows = tokens * flow.top_k[name]
         is_reached = name in flow.reached
-        yield name, Message("forward", "allgather", block, rule.num_experts * 8)
+        yield name, Message("forward", "allgather", block, rule.num_experts * 8)  # int64 counts of rows
         over, copies = (ep, 1) if topology.two_stage else (block, topology.etp)
         for phase in ("forward", "backward") if is_reached else ("forward",):
             yield name, Message(phase, "alltoall", over, rows * copies * sizes.token_bytes, 2)
@@ -282,7 +291,7 @@ def micro_batch_budget(plan: ModelPlan, *, scaled_rows: int = 0, recomputes: boo
         found[message.phase, message.kind] += message.calls
         if recomputes and module and message.phase == "forward" and not message.is_ahead:
             found["backward", message.kind] += message.calls
-    return +found
+    return +found  # drops zeros
 
 
 def first_forwards_budget(plan: ModelPlan, num_compared: int) -> Counter[tuple[str, str]]:
@@ -292,6 +301,9 @@ def first_forwards_budget(plan: ModelPlan, num_compared: int) -> Counter[tuple[s
 
 def step_budget(plan: ModelPlan, factors: Iterable[FactorRule]) -> Counter[tuple[str, str]]:
     """Additional calls of an optimizer step: a bucket per set of gradient axes that spans ranks, and the count."""
-    parts = [part for rule in factors for part in rule.parts(rank=0, size=plan.topology.tp)]
-    buckets = {(s.grad_axes, s.mean_axes) for s in parts if plan.topology.size_over(s.grad_axes | s.mean_axes) > 1}
+    buckets = set[tuple[frozenset[str], frozenset[str]]]()
+    for rule in factors:
+        for part in rule.parts(rank=0, size=plan.topology.tp):
+            if plan.topology.size_over(part.grad_axes | part.mean_axes) > 1:
+                buckets.add((part.grad_axes, part.mean_axes))
     return Counter({("step", "allreduce"): len(buckets) + (plan.topology.size_over(DATA) > 1)})
