@@ -108,8 +108,11 @@ class Pool:
         """Start the ranks without waiting for them."""
         if self._pipes:
             return
-        sees = gpus_hidden() if self.device == "cpu" else contextlib.nullcontext()
-        with no_code_of_working_folder(), _signals_held(), sees:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(no_code_of_working_folder())
+            stack.enter_context(_signals_held())
+            if self.device == "cpu":
+                stack.enter_context(gpus_hidden())
             context, folders_of_it = _context(self.device)
             self._folders = new_scratch()
             self._janitor = Janitor([*self._folders, *folders_of_it])
@@ -119,7 +122,7 @@ class Pool:
                 arguments = (rank, self.size, self.device, store, self.ranks_per_gpu, theirs)
                 process = context.Process(target=_serve, args=arguments, daemon=True)
                 process.start()
-                theirs.close()
+                theirs.close()  # else the end of a rank would not close the pipe
                 self._pipes.append(ours)
                 self._processes.append(process)
 
@@ -169,20 +172,24 @@ class Pool:
         failed = {rank: answer for rank, answer in answers.items() if not answer[0]}
         if not failed and len(answers) == self.size:
             return [answers[rank][1] for rank in range(self.size)]
-        silent = sorted(set(range(self.size)) - answers.keys() - ended.keys())
         waited_s = _GRACE_S if failed or ended else timeout_s
-        raise _first_error(
-            failed, ended, silent=f"ranks without an answer in {waited_s:.0f} s: {silent}" if silent else ""
-        )
+        silent = ""
+        if ranks := sorted(set(range(self.size)) - answers.keys() - ended.keys()):
+            silent = f"ranks without an answer in {waited_s:.0f} s: {ranks}"
+        raise _first_error(failed, ended, silent=silent)
 
     def _how_it_ended(self, rank: int) -> str:
         process = self._processes[rank]
         process.join(_EXIT_S)
         code = process.exitcode
-        if code is None or code >= 0:
-            return f"the process ended by itself{f' with exit code {code}' if code else ''}"
-        memory = "; the machine may be out of memory" if code == -signal.SIGKILL else ""
-        return f"the process was ended by signal {-code} ({signal.Signals(-code).name}){memory}"
+        if not code:
+            return "the process ended by itself"
+        if code > 0:
+            return f"the process ended by itself with exit code {code}"
+        how = f"the process was ended by signal {-code} ({signal.Signals(-code).name})"
+        if code == -signal.SIGKILL:  # which the kernel sends
+            how += "; the machine may be out of memory"
+        return how
 
     def close(self) -> None:
         """Kill all ranks."""
@@ -204,17 +211,22 @@ def _first_error(failed: dict[int, Answer], ended: dict[int, str], *, silent: st
     Losing contact with another rank is no cause: such a rank counts as silent. If one raised, the report lists silent
     ranks, those that lost contact, and last, as in a traceback, the root cause.
     """
-    lost = {rank: answer for rank, answer in failed.items() if any(sign in answer[1] for sign in LOST_PEER)}
-    raised = {rank: answer for rank, answer in failed.items() if rank not in lost}
-    no_room = [(rank, cause) for rank, (_, _, cause) in raised.items() if isinstance(cause, RankEndedError)]
-    if no_room:
-        rank, cause = no_room[0]
-        return RankEndedError(f"rank {rank}: {cause}")
-    texts = {rank: text for rank, (_, text, _) in [*raised.items(), *lost.items()]}
+    raised, lost = dict[int, Answer](), dict[int, str]()
+    for rank, answer in failed.items():
+        if any(sign in answer[1] for sign in LOST_PEER):
+            lost[rank] = answer[1]
+        elif isinstance(answer[2], RankEndedError):  # no room
+            return RankEndedError(f"rank {rank}: {answer[2]}")
+        else:
+            raised[rank] = answer
     if not raised:
-        first = next((f"rank {rank}: {how}" for rank, how in ended.items()), silent)
-        return RankEndedError(first or "\n".join(f"rank {rank}:\n{text}" for rank, text in texts.items()))
-    report = [silent, *(f"rank {rank}:\n{text}" for rank, text in [*ended.items(), *list(texts.items())[::-1]])]
+        for rank, how in ended.items():
+            return RankEndedError(f"rank {rank}: {how}")
+        return RankEndedError(silent or "\n".join(f"rank {rank}:\n{text}" for rank, text in lost.items()))
+    report = [silent]
+    texts = {rank: text for rank, (_, text, _) in raised.items()}
+    for found in (ended, dict(reversed(lost.items())), dict(reversed(texts.items()))):
+        report += [f"rank {rank}:\n{text}" for rank, text in found.items()]
     return RankError("\n".join(report).strip(), next(iter(raised.values()))[2])
 
 

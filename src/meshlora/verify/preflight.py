@@ -127,25 +127,27 @@ def preflight_state(runs: Mapping[str, Prepared], *, ranks_per_gpu: int = 1, cac
     first = next(iter(runs.values()))
     if first.config.preflight == "off":
         return "preflight: off"
-    lines = [note] if (note := _devices_of(first, ranks_per_gpu)[1]) else []
+    lines = []
+    if note := _devices_of(first, ranks_per_gpu)[1]:
+        lines.append(note)
     for claim in _claims(runs, cache_dir, ranks_per_gpu):
-        date = proved_on(cache_dir, claim.asked)
-        state = f"proved, {date}" if date else f"train will prove {claim.when}"
-        state = f"{claim.where}: {state}" if claim.where else state
-        lines.append(f"{claim.name}: preflight: {state}" if claim.name else f"preflight: {state}")
+        state = f"train will prove {claim.when}"
+        if date := proved_on(cache_dir, claim.asked):
+            state = f"proved, {date}"
+        words = [claim.name, "preflight", claim.where, state]
+        lines.append(": ".join(word for word in words if word))
     return "\n".join(lines)
 
 
 def _claims(runs: Mapping[str, Prepared], cache_dir: Path, ranks_per_gpu: int = 1) -> list[_Claim]:
     """For each run one on CPUs, and one on its devices if it asks for that; of several a last one for all together."""
     claims = [_of_one(name, run, cache_dir, _ON_CPUS) for name, run in runs.items()]
-    all_at_once = [] if "" in runs else [_of_all(runs, [claim.asked["key"] for claim in claims])]
-    on_devices = [
-        _of_one(name, run, cache_dir, place)
-        for name, run in runs.items()
-        for place in _devices_of(run, ranks_per_gpu)[0]
-    ]
-    return [*claims, *all_at_once, *on_devices]
+    if "" not in runs:  # several, each with a name
+        claims.append(_of_all(runs, [claim.asked["key"] for claim in claims]))
+    for name, run in runs.items():
+        places, _ = _devices_of(run, ranks_per_gpu)
+        claims += [_of_one(name, run, cache_dir, place) for place in places]
+    return claims
 
 
 @dataclass(frozen=True)
@@ -177,7 +179,9 @@ def _devices_of(run: Prepared, ranks_per_gpu: int = 1) -> tuple[list[_Place], st
     if wanted in ("cpu", "off"):
         return [], ""
     if not on_gpus(run.config.device, num_ranks=1):
-        return [_Place("cpu", "float32", MOST_RANKS, "CPUs")] if wanted == "device" else [], ""
+        if wanted == "device":
+            return [_Place("cpu", "float32", MOST_RANKS, "CPUs")], ""
+        return [], ""
     name, num_gpus = torch.cuda.get_device_properties(0).name, torch.cuda.device_count()
     most = num_gpus * ranks_per_gpu
     shown = f"{name}, CUDA {torch.version.cuda}"
@@ -212,13 +216,14 @@ def _of_one(name: str, run: Prepared, cache_dir: Path, place: _Place) -> _Claim:
         )
         details = functools.partial(document, proof, outcomes, command=command, seconds=time.perf_counter() - started)
         if not is_proved(outcomes):
-            _refuse(
-                what, outcomes[0], details(details=True), key, cache_dir / "failed" if usable == cache_dir else None
-            )
+            # A cache in place of one that cannot be written goes with this process.
+            folder = cache_dir / "failed" if usable == cache_dir else None
+            _refuse(what, outcomes[0], details(details=True), key, folder)
         return details()
 
-    # The model type stands for its configuration, which the key covers.
-    request = {key: value for key, value in vars(proof.request).items() if key not in ("model", "cache_dir")}
+    request = dict(vars(proof.request))
+    del request["model"]  # the model type stands for its configuration, which the key covers
+    del request["cache_dir"]
     asked = {
         "key": key,
         "model_type": proof.case.model_type,
@@ -257,7 +262,9 @@ def _of_all(runs: Mapping[str, Prepared], keys: list[str]) -> _Claim:
 
 def _refuse(what: str, outcome: Outcome, details: dict[str, Any], key: str, folder: Path | None) -> None:
     """Raise for a failed proof; its report goes to `folder`, or for None to a new permanent one."""
-    folder = folder.expanduser() if folder else Path(tempfile.mkdtemp(prefix="meshlora-report-"))
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="meshlora-report-"))
+    folder = folder.expanduser()
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     report = folder / f"{key}.html"
     write_report(details, report)
@@ -277,8 +284,9 @@ def _objective(run: Prepared) -> Objective:
     objective = run.config.train.objective
     if not isinstance(objective, Referenced):
         return objective
-    is_adapter = run.config.reference is not None or not objective.needs_base
-    return dataclasses.replace(objective, reference="start" if is_adapter else "base")
+    if run.config.reference is None and objective.needs_base:
+        return dataclasses.replace(objective, reference="base")
+    return dataclasses.replace(objective, reference="start")
 
 
 def proof_of(run: Prepared, cache_dir: Path, place: _Place = _ON_CPUS) -> tuple[Proof, str]:
@@ -316,8 +324,11 @@ def proof_of(run: Prepared, cache_dir: Path, place: _Place = _ON_CPUS) -> tuple[
     )
     proof = prepare_proof(request)
     stand_in.check(proof)
-    on = [place.name] if place.name else []
-    on += [f"liger-kernel {liger_version()}"] if proof.case.kernels == "liger" else []
+    on = []
+    if place.name:
+        on.append(place.name)
+    if proof.case.kernels == "liger":
+        on.append(f"liger-kernel {liger_version()}")
     return proof, digest([proof.key, str(topology), json.dumps(versions()), *on, *own_sources()])
 
 
@@ -339,14 +350,9 @@ def compare_on_twin(runs: Mapping[str, Prepared], topology: Topology, processes:
             quantization=stand_in.quantization,  # type: ignore[arg-type] # one of them
             kernels="none",
         )
-        adapters = {
-            name: one_of_several(
-                dataclasses.replace(run.config, model=model, topology=str(topology)),
-                number,
-                stand_in.lora(run),
-                folder / name,
-            )
-            for number, (name, run) in enumerate(runs.items())
-        }
+        adapters = {}
+        for number, (name, run) in enumerate(runs.items()):
+            like = dataclasses.replace(run.config, model=model, topology=str(topology))
+            adapters[name] = one_of_several(like, number, stand_in.lora(run), folder / name)
         dropouts = sorted(dropout_fields(stand_in.config))
         return compare_at_once(adapters, dropouts=dropouts, ranks=ranks, alone=alone)

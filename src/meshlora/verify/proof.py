@@ -12,7 +12,7 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -102,7 +102,7 @@ def run_proof(
             hangs, or ran out of memory or disk: no verdict, with or without a mutation.
     """
     worker = processes.reference(proof.case.device)
-    worker.start()
+    worker.start()  # without waiting: it starts while the ranks do
     shares = proof.request.ranks_per_gpu
     processes.ranks(proof.topologies[0].world, proof.case.device, ranks_per_gpu=shares).start()
     progress("the reference: transformers + peft on one process")
@@ -115,7 +115,7 @@ def run_proof(
 
 
 def _called(topology: Topology, mutation: str | None) -> str:
-    return f"{topology}" + (f" with {mutation}" if mutation else "")
+    return f"{topology} with {mutation}" if mutation else str(topology)
 
 
 def reference_of(proof: Proof, worker: Pool) -> tuple[Case, Trace, list[Trace]]:
@@ -193,11 +193,11 @@ def _adapters(
             mutation=mutation,
             timeout_s=_timeout_s(proof),
         )
-    named = {
-        f"{name}: {one.name.removeprefix('base_model.model.').removesuffix('.weight')}": one.relative
-        for name, one in worst.items()
-    }
-    return [Phase("adapters", [TensorResult(name, error, LIMIT) for name, error in named.items()])]
+    results = []
+    for adapter, one in worst.items():
+        name = one.name.removeprefix("base_model.model.").removesuffix(".weight")  # as in files of PEFT
+        results.append(TensorResult(f"{adapter}: {name}", one.relative, LIMIT))
+    return [Phase("adapters", results)]
 
 
 def _run(
@@ -211,7 +211,10 @@ def _run(
     started = time.perf_counter()
     try:
         evidence = evidence_of(*made, topology, mutation, pool, worker, timeout_s=_timeout_s(proof))
-        phases = list(judge(evidence) if mutation is None else until_found(judge(evidence)))
+        found = judge(evidence)
+        if mutation is not None:
+            found = until_found(found)  # the first difference is all that is asked
+        phases = list(found)
         if all(phase.passed for phase in phases):
             phases += _adapters(proof, made[0], topology, mutation, pool, worker)
     except RankEndedError as error:
@@ -221,7 +224,9 @@ def _run(
             raise error.cause from None
         text = str(error).strip()
         return Outcome(topology, mutation, [], None, time.perf_counter() - started, text)
-    ranks, reference = evidence.ranks, evidence.reference
+    ranks, reference, facts = evidence.ranks, evidence.reference, dict[str, str]()
+    for trace in ranks:
+        facts |= trace.facts
     return Outcome(
         topology,
         mutation,
@@ -229,10 +234,19 @@ def _run(
         first_divergence(phases, evidence),
         time.perf_counter() - started,
         losses=(ranks[0].losses, reference.losses),
-        collectives={k: max(t.collectives.get(k, 0) for t in ranks) for t in ranks for k in t.collectives},
-        budget={k: max(t.budget.get(k, 0) for t in ranks) for t in ranks for k in t.budget},
-        facts={name: fact for trace in ranks for name, fact in trace.facts.items()},
+        collectives=_most(trace.collectives for trace in ranks),
+        budget=_most(trace.budget for trace in ranks),
+        facts=facts,
     )
+
+
+def _most(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """For each key, the largest number of any rank."""
+    found = dict[str, int]()
+    for of_rank in counts:
+        for key, number in of_rank.items():
+            found[key] = max(number, found.get(key, 0))
+    return found
 
 
 def evidence_of(
