@@ -158,8 +158,10 @@ def add_adapter(model: Any, name: str, config: LoraConfig, *, seed: int = 0) -> 
 def draw_adapter(model: Any, name: str, planned: AdapterPlan, *, seed: int) -> None:
     """Attach the new adapter `planned`: drawn from `seed`, or decomposed from the base (PiSSA, OLoRA)."""
     init = planned.config.init_lora_weights
-    drawn = functools.partial(draw_factors, init=init, seed=seed)
-    attach(model, name, planned, None if init in WHOLE_MATRIX else drawn)
+    if init in WHOLE_MATRIX:
+        attach(model, name, planned, None)
+    else:
+        attach(model, name, planned, functools.partial(draw_factors, init=init, seed=seed))
 
 
 def attach(
@@ -183,31 +185,51 @@ def attach(
         if not state.plan.holds(target.name):
             continue
         leaf = adopt(model, state.plan, target.name, mesh.tp)
-        values = full(target) if full is not None else {}
+        values: Mapping[str, Tensor] = {}
+        if full is not None:
+            values = full(target)
         if config.init_lora_weights in WHOLE_MATRIX:
             assert isinstance(leaf, ParallelLinear)
             init, scaling = str(config.init_lora_weights), target.scaling
+            # Also where the factors are given: the file has the adapter of the base without its principal part.
             principal = take_out_of_base(leaf, mesh, init=init, r=target.r, scaling=scaling)
             values = values or principal
-        local = {
-            part: local_part(value, planned.parameters[target.name_of(part)].rule, mesh).to(mesh.device, dtype)
-            for part, value in values.items()
-        }
+        local: dict[str, Tensor] = {}
+        for part, value in values.items():
+            rule = planned.parameters[target.name_of(part)].rule
+            local[part] = local_part(value, rule, mesh).to(mesh.device, dtype)
         leaf.add_adapter(name, local, scaling=target.scaling)
         leaf.tokens = state.dropout
         if isinstance(leaf, ParallelLinear):
             leaf.set_dropout(name, config.lora_dropout, state.dropout)
         if target.use_dora and "magnitude" not in local:
             assert isinstance(leaf, ParallelLinear)
-            with whole_weights(model, target.name):
+            with whole_weights(model, target.name):  # the norm of an output feature is that of its whole row
                 magnitude = leaf.weight_norm(name).to(dtype)
             leaf.add_adapter(name, {"magnitude": magnitude}, scaling=target.scaling)
+    copies = _trained_of_base(model, name, planned, trained)
+    if not state.adapters:  # with the first: its hooks see those of all
+        state.rounding.watch(model, model.dtype)
+    leaves = parallel_leaves(model).values()
+    state.rounding.leaves = [leaf for leaf in leaves if isinstance(leaf, AdaptedLeaf) and leaf.rounds_factors]
+    state.adapters[name] = Adapter(planned, copies)
+    if mesh.topology.world > 1:
+        for factor in adapter_factors(model, name):
+            guard_updates(factor.name, factor.parameter)
+
+
+def _trained_of_base(
+    model: Any, adapter: str, planned: AdapterPlan, trained: Mapping[str, Tensor] | None
+) -> dict[str, nn.Parameter]:
+    """The copies of base parameters that `planned` trains on this rank, and its rows. trained: as in `attach`."""
+    state, mesh, dtype = runtime(model), runtime(model).mesh, wide_dtype(model.dtype)
     copies: dict[str, nn.Parameter] = {}
     copied: dict[str, list[str]] = {}
     own_copies = [of_base for of_base in planned.copies if state.plan.holds(of_base)]
     for of_base in own_copies:
         owner, _, leaf_name = of_base.rpartition(".")
         copied.setdefault(owner, []).append(leaf_name)
+    # Before any is made: a module that cannot take them is an error.
     for owner, names in copied.items():
         _take_any_dtype(owner, model.get_submodule(owner), names, model.dtype)
     for of_base in own_copies:
@@ -217,15 +239,9 @@ def attach(
         copies[of_base] = nn.Parameter(value, requires_grad=False)
     for rows in planned.rows.values():
         if state.plan.holds(rows.module):
-            copies[rows.name] = _replace_rows(model, name, rows, None if trained is None else trained[rows.name])
-    if not state.adapters:
-        state.rounding.watch(model, model.dtype)
-    leaves = parallel_leaves(model).values()
-    state.rounding.leaves = [leaf for leaf in leaves if isinstance(leaf, AdaptedLeaf) and leaf.rounds_factors]
-    state.adapters[name] = Adapter(planned, copies)
-    if mesh.topology.world > 1:
-        for factor in adapter_factors(model, name):
-            guard_updates(factor.name, factor.parameter)
+            given = trained[rows.name] if trained is not None else None
+            copies[rows.name] = _replace_rows(model, adapter, rows, given)
+    return copies
 
 
 def _replace_rows(model: Any, adapter: str, rows: TokenRows, values: Tensor | None) -> nn.Parameter:
@@ -236,7 +252,8 @@ def _replace_rows(model: Any, adapter: str, rows: TokenRows, values: Tensor | No
         leaf = adopt(model, state.plan, module, state.mesh.tp)
         assert isinstance(leaf, ParallelEmbedding | ParallelHead), (module, type(leaf))
         leaves.append(leaf)
-    values = leaves[0].base_rows(rows.ids) if values is None else values
+    if values is None:
+        values = leaves[0].base_rows(rows.ids)
     values = values.to(state.mesh.device, wide_dtype(model.dtype), copy=True)
     parameter = nn.Parameter(values, requires_grad=False)
     for leaf in leaves:
@@ -272,7 +289,8 @@ def _check_name(state: Runtime, name: str, config: LoraConfig) -> None:
         raise UserError(f"adapter {name!r}", "the model has one of that name already", "choose another name")
     if not name or "." in name or "/" in name:
         raise UserError(f"adapter {name!r}", "a name is not empty and holds no dot or slash")
-    for other in (config, *(adapter.plan.stored for adapter in state.adapters.values())):
+    # The new one first: a message names its option, if both have it.
+    for other in [config] + [adapter.plan.stored for adapter in state.adapters.values()]:
         check({"adapters": len(state.adapters) + 1, "init_lora_weights": other.init_lora_weights})
 
 
@@ -282,7 +300,8 @@ def set_adapter(model: Any, name: str | None) -> None:
     Raises:
         UserError: there is no such adapter.
     """
-    set_adapters(model, [] if name is None else [name])
+    names = [] if name is None else [name]
+    set_adapters(model, names)
 
 
 def set_adapters(model: Any, names: Sequence[str]) -> None:
@@ -298,7 +317,8 @@ def set_adapters(model: Any, names: Sequence[str]) -> None:
             raise UserError(f"adapter {name!r}", "the model has no such adapter", did_you_mean(name, state.adapters))
     for name in names:
         check({"adapters": len(names), "trainable_token_indices": state.adapters[name].plan.rows})
-    _activate(model, names[0] if len(names) == 1 else None)
+    active = names[0] if len(names) == 1 else None
+    _activate(model, active)
     for owner in state.adapters:
         for factor in adapter_factors(model, owner):
             factor.parameter.requires_grad_(owner in names)
@@ -311,7 +331,10 @@ def _activate(model: Any, name: str | None) -> None:
     state.active = name
     for leaf in parallel_leaves(model).values():
         leaf.active = name
-    copies = state.adapters[name].trained if name is not None else {}
+    copies: Mapping[str, nn.Parameter] = {}
+    if name is not None:
+        copies = state.adapters[name].trained
+    # Those of all adapters: what another one has replaced is the base's again.
     for parameter_name, base in state.base.items():
         owner, _, leaf_name = parameter_name.rpartition(".")
         setattr(model.get_submodule(owner), leaf_name, copies.get(parameter_name, base))
@@ -369,11 +392,11 @@ def active_factors(model: Any) -> list[Factor]:
 def adapter_factors(model: Any, adapter: str) -> list[Factor]:
     """The parts of `adapter` held by this rank, in module order, trained copies of base parameters last."""
     own = runtime(model).adapters[adapter]
-    held = {
-        own.targets[name].name_of(part): parameter
-        for name, leaf in parallel_leaves(model).items()
-        for part, parameter in leaf.trained(adapter).items()
-    } | dict(own.trained)
+    held: dict[str, nn.Parameter] = {}
+    for name, leaf in parallel_leaves(model).items():
+        for part, parameter in leaf.trained(adapter).items():
+            held[own.targets[name].name_of(part)] = parameter
+    held |= own.trained
     return [Factor(name, parameter, own.plan.parameters[name].rule) for name, parameter in held.items()]
 
 
@@ -391,9 +414,12 @@ def gather_values(
 ) -> dict[str, Tensor]:
     """`gather_adapter` of values in place of the factors, `held` by name on this rank."""
     state, found = runtime(model), {}
+    # In the order of the plan, which all ranks share: each is a collective.
     for name, trained in state.adapters[adapter].plan.parameters.items():
-        full = full_factor(held[name], trained.rule, state.mesh) if name in held else None
-        if state.plan.stages:
+        full = None
+        if name in held:
+            full = full_factor(held[name], trained.rule, state.mesh)
+        if state.plan.stages:  # from the one that has it to the others
             like = torch.empty(trained.shape, dtype=wide_dtype(model.dtype), device="meta")
             full = broadcast_of(full, like, state.mesh.pp, source=state.plan.rank_of(name), device=state.mesh.device)
         assert full is not None, name
@@ -418,4 +444,6 @@ def local_part(full: Tensor, rule: FactorRule, mesh: Mesh) -> Tensor:
     for cut in rule.cuts:
         axis = mesh.over({cut.axis})
         local = cut.layout.cut(local, cut.dim, rank=axis.rank, size=axis.size)
-    return local.clone() if local is full else local
+    if local is full:  # `Layout.cut` copies
+        return local.clone()
+    return local

@@ -39,33 +39,32 @@ def draw_factors(target: Target, *, init: bool | str, seed: int) -> dict[str, Te
     has A zero and B ~ N(0, 1); with False both are normal. Each piece of a fused matrix and each expert has its own
     draw; where PEFT mistakes the experts' input for their output, A and B swap roles.
     """
-    return {
-        part: _draw(target, part, shape, init=init, seed=seed)
-        for part, shape in target.shapes.items()
-        if not part.startswith("magnitude")
-    }
+    shapes = target.shapes
+    shapes.pop("magnitude", None)  # of the base with the adapter, which the caller has
+    return {part: _draw(target, part, shape, init=init, seed=seed) for part, shape in shapes.items()}
 
 
 def _draw(target: Target, part: str, shape: tuple[int, ...], *, init: bool | str, seed: int) -> Tensor:
-    side = part.partition(".")[0]
-    kind = "lora_embedding" if target.is_embedding else "lora"
-    name = f"{target.name}.{kind}_{part}"
+    side, name = part.partition(".")[0], target.name_of(part)
     if target.is_embedding:
-        is_drawn = side == "B" or init is False
-        return torch.randn(shape, generator=_generator(seed, name)) if is_drawn else torch.zeros(shape)
+        if side == "A" and init is not False:
+            return torch.zeros(shape)
+        return torch.randn(shape, generator=_generator(seed, name))
     # In PEFT's terms: the fan-in of its A is the input, the fan-in of its B the rank.
     is_first = (side == "A") != target.is_swapped
     if not is_first and init is not False:
         return torch.zeros(shape)
     matrix = shape[-2:]
-    names = (
-        [f"{name}.{expert}" for expert in range(shape[0])] if target.num_experts and not target.is_shared else [name]
-    )
-    if init == "gaussian" and is_first:
-        drawn = [torch.randn(matrix, generator=_generator(seed, own)) / target.r for own in names]
-    else:
-        fan_in = matrix[0] if target.is_swapped else matrix[1]
-        drawn = [_uniform(matrix, fan_in, _generator(seed, own)) for own in names]
+    fan_in = matrix[0] if target.is_swapped else matrix[1]
+    names = [name]
+    if target.num_experts and not target.is_shared:
+        names = [f"{name}.{expert}" for expert in range(shape[0])]
+    drawn = []
+    for own in names:
+        if init == "gaussian" and is_first:
+            drawn.append(torch.randn(matrix, generator=_generator(seed, own)) / target.r)
+        else:
+            drawn.append(_uniform(matrix, fan_in, _generator(seed, own)))
     return torch.stack(drawn).view(shape)
 
 

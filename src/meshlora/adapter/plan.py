@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 
 from meshlora.adapter.initialization import check_decomposed
-from meshlora.adapter.targets.options import check_kind, matches
+from meshlora.adapter.targets.options import check_kind, matches, suffixes
 from meshlora.adapter.targets.resolve import Target, describe_targets, resolve_targets
 from meshlora.adapter.targets.token_rows import TokenRows, resolve_rows
 from meshlora.feature import features
@@ -75,31 +75,40 @@ class AdapterPlan:
 
     def asked(self, plan: ModelPlan) -> Asked:
         """What is asked for, as far as the adapter on the model of `plan` says it: see `plan.features`."""
-        experts = [name for name in self.targets if name in plan.projections or name in plan.matrices]
-        options = ("init_lora_weights", "use_dora", "bias", "modules_to_save", "trainable_token_indices")
-        return {
+        asked: dict[str, Any] = {
             **plan.asked,
-            **{name: getattr(self.config, name) for name in options},
             "lora_dropout": self.stored.lora_dropout,
-            "pieces": any(".lora_A." in name for name in self.parameters),
-            "an adapter on the embedding": plan.embedding if plan.embedding in self.targets else "",
-            "an adapter on the output head": plan.head if plan.head in self.targets else "",
+            "pieces": any(target.pieces for target in self.targets.values()),
             "an adapter on the parameter": min(self.stored.target_parameters or [""]),
-            "an adapter on experts or routers": experts[0] if experts else "",
-            "LoRA on the router": next((name for name in self.targets if name in plan.matrices), ""),
             "modules_to_save, or biases": bool(self.copies),
             "the embedding in modules_to_save": f"{plan.embedding}.weight" in self.copies,
         }
+        for option in ("init_lora_weights", "use_dora", "bias", "modules_to_save", "trainable_token_indices"):
+            asked[option] = getattr(self.config, option)
+        for name in self.targets:
+            if name == plan.embedding:
+                asked["an adapter on the embedding"] = name
+            if name == plan.head:
+                asked["an adapter on the output head"] = name
+            # A message names the first one in module order.
+            if name in plan.matrices:
+                asked.setdefault("LoRA on the router", name)
+            if name in plan.matrices or name in plan.projections:
+                asked.setdefault("an adapter on experts or routers", name)
+        return asked
 
     @property
     def with_rows(self) -> frozenset[str]:
         """The modules that have `rows`."""
-        return frozenset(module for rows in self.rows.values() for module in rows.modules)
+        return frozenset().union(*(rows.modules for rows in self.rows.values()))
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """The tokens that have `rows` somewhere, each once."""
-        return tuple(dict.fromkeys(token for rows in self.rows.values() for token in rows.ids))
+        found: dict[int, None] = {}  # a set that keeps the order
+        for rows in self.rows.values():
+            found |= dict.fromkeys(rows.ids)
+        return tuple(found)
 
     @property
     def num_trainable(self) -> int:
@@ -109,8 +118,10 @@ class AdapterPlan:
 
 def describe_adapter(adapter: AdapterPlan) -> list[str]:
     """One line for each kind of target, and for each module's rows."""
-    rows = [f"  {len(each.ids)} rows of {' and '.join(each.modules)}" for each in adapter.rows.values()]
-    return [*describe_targets(adapter.targets), *rows]
+    lines = describe_targets(adapter.targets)
+    for rows in adapter.rows.values():
+        lines.append(f"  {len(rows.ids)} rows of {' and '.join(rows.modules)}")
+    return lines
 
 
 def plan_adapter(
@@ -128,14 +139,16 @@ def plan_adapter(
     stored = final_config(config, targets, plan)
     check_decomposed(config, targets, plan)
     copies = trained_parameters(model, plan, config, targets)
-    parameters = {
-        target.name_of(part): Trained(shape, rule_of_part(plan, target, part))
-        for target in targets.values()
-        for part, shape in target.shapes.items()
-    }
-    parameters |= {name: Trained(whole_shape(model, plan, name), rule_of_parameter(plan, name)) for name in copies}
+    # In the order of `AdapterPlan.parameters`: every rank gathers them in turn, so it must be the same on all.
+    parameters: dict[str, Trained] = {}
+    for target in targets.values():
+        for part, shape in target.shapes.items():
+            parameters[target.name_of(part)] = Trained(shape, rule_of_part(plan, target, part))
+    for name in copies:
+        parameters[name] = Trained(whole_shape(model, plan, name), rule_of_parameter(plan, name))
     rows = resolve_rows(model, plan, config, targets=targets, copies=copies)
-    parameters |= {each.name: trained_rows(model, plan, each) for each in rows.values()}
+    for each in rows.values():
+        parameters[each.name] = trained_rows(model, plan, each)
     vocabulary = {name: whole_shape(model, plan, f"{name}.weight") for name in (plan.embedding, plan.head) if name}
     found = AdapterPlan(config, stored, targets, parameters, tuple(copies), rows, folder, vocabulary)
     check({**found.asked(plan), "model.dtype": str(model.dtype).removeprefix("torch.")})
@@ -150,8 +163,10 @@ def with_trained_head(config: LoraConfig, model: Any) -> LoraConfig:
     if task == CAUSAL:
         return config
     config = copy.copy(config)
-    heads = [name for name in HEADS if hasattr(model, name)] if task != "FEATURE_EXTRACTION" else []
-    config.modules_to_save = list(dict.fromkeys((*(config.modules_to_save or ()), *heads))) or None
+    saved = [*(config.modules_to_save or ())]
+    if task != "FEATURE_EXTRACTION":  # whose models end with the hidden states
+        saved += [name for name in HEADS if hasattr(model, name)]
+    config.modules_to_save = list(dict.fromkeys(saved)) or None
     config.task_type = config.task_type or task
     return config
 
@@ -165,44 +180,53 @@ def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets:
             over dp.
     """
     found: list[str] = []
-    for wanted in dict.fromkeys(config.modules_to_save or ()):
-        owners = [name for name, _ in model.named_modules() if name.endswith(wanted)]  # without a dot, as in PEFT
-        if not owners and wanted in HEADS and plan.task != CAUSAL:
-            continue  # PEFT writes the names of all heads, whichever the model has
-        if not owners:
-            names = {name.rpartition(".")[2] for name, m in model.named_modules() if list(m.parameters(recurse=False))}
+    for owner in _modules_to_save(model, plan, config):
+        module = model.get_submodule(owner)
+        if owner in targets:
             raise UserError(
                 f"modules_to_save={list(config.modules_to_save or ())}",
-                f"{wanted!r} is no module of the model",
-                did_you_mean(wanted, names),
+                f"{owner} is a target of LoRA too",
+                "a module is trained in full or by LoRA: take it out of one of the two",
             )
-        for owner in owners:
-            module = model.get_submodule(owner)
-            if owner in targets:
-                raise UserError(
-                    f"modules_to_save={list(config.modules_to_save or ())}",
-                    f"{owner} is a target of LoRA too",
-                    "a module is trained in full or by LoRA: take it out of one of the two",
-                )
-            is_head = owner in HEADS and plan.task != CAUSAL
-            if list(module.children()) and not is_head and owner not in {*plan.linears, plan.embedding}:
-                raise UnsupportedError(
-                    f"modules_to_save: {owner}", "it is a whole block", "name norms, linears or embeddings"
-                )
-            leaves = [leaf for leaf, _ in module.named_parameters(recurse=is_head)]
-            if "bias" in leaves:
-                check({"bias": config.bias, "modules_to_save with a bias": owner})
-            found += [f"{owner}.{leaf}" for leaf in leaves]
+        is_head = owner in HEADS and plan.task != CAUSAL
+        if list(module.children()) and not is_head and owner not in {*plan.linears, plan.embedding}:
+            raise UnsupportedError(
+                f"modules_to_save: {owner}", "it is a whole block", "name norms, linears or embeddings"
+            )
+        leaves = [leaf for leaf, _ in module.named_parameters(recurse=is_head)]
+        if "bias" in leaves:
+            check({"bias": config.bias, "modules_to_save with a bias": owner})
+        found += [f"{owner}.{leaf}" for leaf in leaves]
     if config.bias != "none":
-        biases = [name for name, _ in model.named_parameters() if name.rpartition(".")[2] == "bias"]
-        if config.bias == "lora_only":
-            biases = [name for name in biases if name.rpartition(".")[0] in targets]
-        found += [name for name in biases if name not in found]
+        for name, _ in model.named_parameters():
+            owner, _, leaf = name.rpartition(".")
+            is_chosen = leaf == "bias" and (config.bias == "all" or owner in targets)
+            if is_chosen and name not in found:  # may be in a module that is saved
+                found.append(name)
     for name in found:
         for feature in features():
             feature.check_trained_base(plan, name)
         check_not_sharded(plan, name, model.get_parameter(name))
     return found
+
+
+def _modules_to_save(model: Any, plan: ModelPlan, config: LoraConfig) -> Iterator[str]:
+    """The modules whose names end with one of `modules_to_save`.
+
+    Raises:
+        UserError: there is none.
+    """
+    for wanted in dict.fromkeys(config.modules_to_save or ()):
+        owners = [name for name, _ in model.named_modules() if name.endswith(wanted)]  # without a dot, as in PEFT
+        yield from owners
+        if owners or (wanted in HEADS and plan.task != CAUSAL):
+            continue  # PEFT writes the names of all heads, whichever the model has
+        with_parameters = [name for name, module in model.named_modules() if list(module.parameters(recurse=False))]
+        raise UserError(
+            f"modules_to_save={list(config.modules_to_save or ())}",
+            f"{wanted!r} is no module of the model",
+            did_you_mean(wanted, suffixes(with_parameters)),
+        )
 
 
 def final_config(config: LoraConfig, targets: Mapping[str, Target], plan: ModelPlan) -> LoraConfig:
@@ -214,22 +238,29 @@ def final_config(config: LoraConfig, targets: Mapping[str, Target], plan: ModelP
         config.fan_in_fan_out = True  # PEFT's option for weights stored [in, out]
     if config.target_modules is None and config.target_parameters:
         config.target_modules = []  # PEFT would take None for the defaults of the family
-    everywhere, vision = targets, getattr(config, "vision", False)
+    vision = getattr(config, "vision", False)
     if config.target_modules is None or config.target_modules == "all-linear":
-        targets = {name: target for name, target in targets.items() if name in (plan.embedding, *plan.linears)}
-        suffixes = {name.rpartition(".")[2] for name in targets}
-        covered = {name for name in plan.linears if name.rpartition(".")[2] in suffixes}
-        # A number also names whole layers.
-        is_clear = covered == set(targets) and not any(suffix.isdecimal() for suffix in suffixes) and not vision
-        config.target_modules = suffixes if is_clear else set(targets)
+        config.target_modules = _shortest_names(targets, plan, in_full=bool(vision))
     elif vision or any(check_target_module_exists(config, name) for name in plan.linears if name not in targets):
+        # In full: the patterns as given match the linears of a composite's tower, too.
         by_weight = matches(config.target_parameters or (), [f"{name}.weight" for name in targets])
         chosen = {name for name in targets if f"{name}.weight" not in by_weight}
-        config.target_modules = chosen & {plan.embedding, *plan.linears}  # not its tower
-    modules = [name for name in everywhere if name not in (*plan.projections, *plan.matrices)]
+        config.target_modules = chosen & {plan.embedding, *plan.linears}
+    modules = [name for name in targets if name not in plan.projections and name not in plan.matrices]
     for feature in features():
         config = feature.as_peft_reads(config, modules, plan.model_type)
     return config
+
+
+def _shortest_names(targets: Mapping[str, Target], plan: ModelPlan, *, in_full: bool) -> set[str]:
+    """The last parts of the names of the modules among `targets`, or these `in_full` where others end alike."""
+    modules = targets.keys() & {plan.embedding, *plan.linears}
+    ends = suffixes(modules)
+    covered = {name for name in plan.linears if name.rpartition(".")[2] in ends}
+    # A number also names whole layers.
+    if in_full or covered != modules or any(end.isdecimal() for end in ends):
+        return modules
+    return ends
 
 
 def rule_of_part(plan: ModelPlan, target: Target, part: str) -> FactorRule:
@@ -242,14 +273,22 @@ def rule_of_part(plan: ModelPlan, target: Target, part: str) -> FactorRule:
             projection = dataclasses.replace(projection, layout=_layout_of_piece(projection.layout, piece))
         return expert_rule(projection, Side(side), is_shared=target.is_shared)
     if module == plan.embedding:
-        rule = plan.parameters.get(f"{module}.weight")
-        return embedding_rule(rule, Side(side)) if rule else whole_rule(plan.domain_of(module), sp=plan.topology.sp)
+        return _rule_on_embedding(plan, module, Side(side))
     linear = plan.matrices.get(module) or plan.linears[module]
-    found = factor_rule(linear, Side.AFTER if side == "magnitude" else Side(side), sp=plan.topology.sp)
+    if side == "magnitude":
+        return factor_rule(linear, Side.AFTER, sp=plan.topology.sp)
+    found = factor_rule(linear, Side(side), sp=plan.topology.sp)
+    # Only B of a column-parallel linear is cut along the pieces; its A is whole, and so is B of any other.
     if piece and found.cuts and linear.split is Split.COLUMN:
         (cut,) = found.cuts
         return dataclasses.replace(found, cuts=(dataclasses.replace(cut, layout=_layout_of_piece(cut.layout, piece)),))
     return found
+
+
+def _rule_on_embedding(plan: ModelPlan, module: str, side: Side) -> FactorRule:
+    if rule := plan.parameters.get(f"{module}.weight"):
+        return embedding_rule(rule, side)
+    return whole_rule(plan.domain_of(module), sp=plan.topology.sp)  # as tp is 1, or it is no vocabulary
 
 
 def _layout_of_piece(layout: Layout, piece: str) -> Layout:
@@ -281,8 +320,7 @@ def rows_rule(plan: ModelPlan, module: str) -> FactorRule:
     """The rule of rows of the vocabulary of `module`."""
     if module in plan.linears:
         return factor_rule(plan.linears[module], Side.INPUT, sp=plan.topology.sp)
-    rule = plan.parameters.get(f"{module}.weight")
-    return embedding_rule(rule, Side.OUTPUT) if rule else whole_rule(plan.domain_of(module), sp=plan.topology.sp)
+    return _rule_on_embedding(plan, module, Side.OUTPUT)
 
 
 def whole_shape(model: Any, plan: ModelPlan, name: str) -> tuple[int, ...]:
@@ -290,8 +328,10 @@ def whole_shape(model: Any, plan: ModelPlan, name: str) -> tuple[int, ...]:
     owner, _, leaf = name.rpartition(".")
     if owner in plan.linears:
         rule = plan.linears[owner]
-        return (rule.out_features,) if leaf == "bias" else (rule.out_features, rule.in_features)
-    shape = list(model.get_parameter(name).shape)
+        if leaf == "bias":
+            return (rule.out_features,)
+        return rule.out_features, rule.in_features
+    shape = list(model.get_parameter(name).shape)  # of a parallel model, whose vocabulary is cut
     if (split := plan.parameters.get(name)) is not None:
         shape[split.dim] = split.layout.size
     return tuple(shape)

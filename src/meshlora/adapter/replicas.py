@@ -12,6 +12,7 @@ frozen base is never written.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -57,17 +58,19 @@ def check_replicas(
     mesh = runtime(model).mesh
     if mesh.topology.world == 1:
         return
-    parts = [
-        (factor.name, part, part_of(factor.parameter, part))
-        for factor in (active_factors(model) if adapter is None else adapter_factors(model, adapter))
-        for part in factor.rule.parts(rank=mesh.tp.rank, size=mesh.tp.size)
-    ]
+    factors = active_factors(model) if adapter is None else adapter_factors(model, adapter)
     weights = position_weights(mesh.device)
-    ours = torch.stack([fingerprint(part, weights) for _, _, part in parts])  # [num_parts, 2]
+    names, parts, own = list[str](), list[GradPart](), list[Tensor]()
+    for factor in factors:
+        for part in factor.rule.parts(rank=mesh.tp.rank, size=mesh.tp.size):
+            names.append(factor.name)
+            parts.append(part)
+            own.append(fingerprint(part_of(factor.parameter, part), weights))
+    ours = torch.stack(own)  # [num_parts, 2]
     # Of one stage, whose topology is that of all without the others.
     everyone = all_gather(ours.unsqueeze(0), mesh.stage).cpu()  # [ranks, num_parts, 2]
     topology = mesh.topology.of_a_stage
-    replicas = [replicated_over(part, topology) for _, part, _ in parts]
+    replicas = [replicated_over(part, topology) for part in parts]
     drifts = find_drifts(everyone, replicas, topology)
     drifted = torch.zeros(mesh.pp.size, dtype=torch.int32, device=mesh.device)
     drifted[mesh.pp.rank] = len(drifts)
@@ -80,10 +83,12 @@ def check_replicas(
         raise MeshloraError(f"{when}: parameters of {others} drifted, as its ranks say")
     first, axes = next(iter(drifts.items()))
     who = _who(everyone[:, first], replicas[first], topology, first_rank=mesh.stage.ranks[0])
-    saved = "nothing has been saved yet" if last_saved is None else f"the last save, of equal copies, is {last_saved}"
-    way_out = "start again" if last_saved is None else f"go on from there in a new run (adapter: {last_saved})"
+    saved, way_out = "nothing has been saved yet", "start again"
+    if last_saved is not None:
+        saved = f"the last save, of equal copies, is {last_saved}"
+        way_out = f"go on from there in a new run (adapter: {last_saved})"
     raise MeshloraError(
-        f"{when}: {parts[first][0]} must be the same to the bit over "
+        f"{when}: {names[first]} must be the same to the bit over "
         f"{_words(replicas[first])}, and differs over {_words(axes)}: "
         f"{who}; drifted are {len(drifts)} of {len(parts)} parameters. "
         f"Nothing is saved at this step; {saved}. Likely cause: {_LIKELY_CAUSE}. "
@@ -102,9 +107,12 @@ def find_drifts(everyone: Tensor, replicas: Sequence[frozenset[str]], topology: 
     everyone: fingerprints of all ranks `[world, num_parts, 2]`. replicas: the replicated axes of each part.
     """
     differs = {axis: _differs_over(axis, everyone, topology) for axis in frozenset().union(*replicas)}
-    # Copies that agree along each axis all agree.
-    found = {i: frozenset(axis for axis in over if differs[axis][i]) for i, over in enumerate(replicas)}
-    return {index: axes for index, axes in found.items() if axes}
+    found: dict[int, frozenset[str]] = {}
+    for index, over in enumerate(replicas):
+        # Copies that agree along each axis all agree.
+        if axes := frozenset(axis for axis in over if differs[axis][index]):
+            found[index] = axes
+    return found
 
 
 def position_weights(device: torch.device) -> Tensor:
@@ -123,7 +131,8 @@ def fingerprint(tensor: Tensor, weights: Tensor) -> Tensor:
     at most 2^-32, and both with 2^-64. This needs lanes of at most 32 bits, so a float64 is two: times an odd weight,
     sign flips of two float64 would cancel, 2^63 (w1 + w2) = 0 modulo 2^64.
     """
-    lanes = tensor.detach().contiguous().view(-1).view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+    lane = torch.int16 if tensor.element_size() == 2 else torch.int32
+    lanes = tensor.detach().contiguous().view(-1).view(lane)
     total = weights.new_zeros(2)
     for chunk in lanes.split(weights.shape[1]):
         total = (chunk * weights[:, : len(chunk)]).sum(dim=1).add_(total, alpha=_CHUNK_FACTOR)
@@ -148,7 +157,7 @@ def _who(values: Tensor, axes: frozenset[str], topology: Topology, *, first_rank
             holders.setdefault(tuple(values[rank].tolist()), []).append(first_rank + rank)
         most, *others = sorted(holders.values(), key=len, reverse=True)
         if others and len(most) > len(others[0]):
-            odd = sorted(rank for group in others for rank in group)
+            odd = sorted(itertools.chain(*others))
             found.append(f"{numbered('rank', odd)} against the {len(most)} of the majority")
         elif others:
             sides = (numbered("rank", group) for group in holders.values())

@@ -7,6 +7,7 @@ attributes that must hold local counts. Does not own: which linears are split (`
 
 from __future__ import annotations
 
+import operator
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,7 @@ class Heads:
     @classmethod
     def of(cls, block: nn.Module, config: Any) -> Heads | None:
         """Read them from a block; None if it has no heads (an MLP)."""
-        owner = next((m for m in block.modules() if any(hasattr(m, n) for n in (*_QUERY_HEADS, *_HEAD_SIZES))), None)
+        owner = next((module for module in block.modules() if _has_heads(module)), None)
         if owner is None:
             return None
         text = config.get_text_config()
@@ -48,7 +49,10 @@ class Heads:
 
     def units(self, piece: str) -> int:
         """Number of heads in piece `q`, `k` or `v`; `q1` and `q2` have half each."""
-        return (self.kv if piece[0] in "kv" else self.query) // (2 if piece[1:] else 1)
+        number = self.kv if piece[0] in "kv" else self.query
+        if piece[1:]:
+            return number // 2
+        return number
 
 
 def leaf_layout(path: str, leaf: Leaf, width: int, heads: Heads | None) -> Layout:
@@ -68,40 +72,50 @@ def parameter_layout(path: str, width: int, heads: Heads | None) -> Layout:
     """The layout of a parameter's split dim: one or more values per head, or plain features if there are no heads."""
     if heads is None:
         return Layout.plain(width)
-    number = heads.kv if any(_OF_KEYS.match(part) for part in path.split(".")) else heads.query
+    number = heads.query
+    if any(_OF_KEYS.match(part) for part in path.split(".")):
+        number = heads.kv
     return Layout.plain(number, width // number, can_replicate=number < heads.query)
 
 
 def _fused_layout(path: str, leaf: Leaf, width: int, heads: Heads | None) -> Layout:
     names = leaf.pieces.split()
+    if heads is None:
+        assert isinstance(leaf.groups, int), (path, leaf.groups)
+        assert width % len(names) == 0, (path, width)
+        pieces = tuple(Piece(name, width // len(names), 1) for name in names)
+        return Layout(pieces, leaf.groups, leaf.local_groups)
+    number = sum(map(heads.units, names))
+    if width % number:
+        raise UnsupportedError(path, f"its {width} features are not {number} heads of one size", "use tp=1")
+    found = []
+    for name in names:
+        is_served = name[0] in "kv" and heads.kv < heads.query  # one of these serves several query heads
+        found.append(Piece(name, heads.units(name), width // number, can_replicate=is_served))
     groups = leaf.groups
     if isinstance(groups, str):
-        assert heads is not None, path
         groups = heads.query if groups == "heads" else heads.kv
-    if heads is None:
-        assert width % len(names) == 0, (path, width)
-        return Layout(tuple(Piece(n, width // len(names), 1) for n in names), groups, leaf.local_groups)
-    numbers = [heads.units(name) for name in names]
-    if width % sum(numbers):
-        raise UnsupportedError(path, f"its {width} features are not {sum(numbers)} heads of one size", "use tp=1")
-    unit = width // sum(numbers)
-    pieces = (
-        Piece(name, number, unit, can_replicate=name[0] in "kv" and heads.kv < heads.query)
-        for name, number in zip(names, numbers, strict=True)
-    )
-    return Layout(tuple(pieces), groups, leaf.local_groups)
+    return Layout(tuple(found), groups, leaf.local_groups)
 
 
 def local_attributes(module: nn.Module, heads: Heads, named: tuple[str, ...], *, tp: int) -> dict[str, int]:
     """Attribute -> its local value, for attributes known by name and those listed by the family (`named`)."""
     query, kv = heads.query // tp, max(1, heads.kv // tp)
-    values = {name: query for name in _QUERY_HEADS if getattr(module, name, None) == heads.query}
-    values |= {name: kv for name in _KV_HEADS if getattr(module, name, None) == heads.kv}
-    values |= {name: query // kv for name in _GROUPS if hasattr(module, name)}
+    values: dict[str, int] = {}
+    for name in _QUERY_HEADS:
+        if getattr(module, name, None) == heads.query:  # else it counts something else by that name
+            values[name] = query
+    for name in _KV_HEADS:
+        if getattr(module, name, None) == heads.kv:
+            values[name] = kv
+    for name in _GROUPS:
+        if hasattr(module, name):
+            values[name] = query // kv
     for name in named:
-        owner, _, field = name.rpartition(".")
-        value = getattr(getattr(module, owner) if owner else module, field)
-        values[name] = kv if field in _KV_HEADS and value == heads.kv else value * query // heads.query
+        value = operator.attrgetter(name)(module)  # "config.x" is of its configuration
+        values[name] = value * query // heads.query
+        if name.rpartition(".")[2] in _KV_HEADS and value == heads.kv:
+            values[name] = kv
     return values
 
 
@@ -113,5 +127,12 @@ def kept_whole(module: nn.Module) -> bool:
     return not (isinstance(module, nn.Dropout | nn.Identity) or is_norm or is_activation)
 
 
+def _has_heads(module: nn.Module) -> bool:
+    return any(hasattr(module, name) for name in (*_QUERY_HEADS, *_HEAD_SIZES))
+
+
 def _first(module: nn.Module, names: tuple[str, ...]) -> int | None:
-    return next((v for name in names if isinstance(v := getattr(module, name, None), int)), None)
+    for name in names:
+        if isinstance(value := getattr(module, name, None), int):
+            return value
+    return None

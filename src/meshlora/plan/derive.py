@@ -32,6 +32,7 @@ from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.tasks import task_of
 from meshlora_ground.topology import TOKENS, Topology, divisors, set_of
 
+# Pieces of fused linears that are proved to take adapters of their own.
 _ADAPTED = {"q", "k", "v", "gate", "up"}
 
 
@@ -50,33 +51,32 @@ def plan_model(model: PreTrainedModel, topology: Topology, *, has_stages: bool =
     experts: dict[str, ExpertsRule] = {}
     for feature in features():
         experts |= feature.find_experts(model, topology)
-    routers = {name for rule in experts.values() for name in rule.routers}
-    linears = {
-        name: LinearRule(name, Split.WHOLE, *_features(m), m.bias is not None, is_transposed=isinstance(m, Conv1D))
-        for name, m in model.named_modules()
-        if isinstance(m, nn.Linear | Conv1D)
-        and not (name in routers and _returns_choice(m))
-        # Inside nn.MultiheadAttention, which reads its weight and never calls it.
-        and not isinstance(m, NonDynamicallyQuantizableLinear)
-    }
+    linears = _whole_linears(model, experts)
     linears |= _fused(model, linears)
-    embedding, head = (_name_of(model, m) for m in (model.get_input_embeddings(), model.get_output_embeddings()))
+    head = _name_of(model, model.get_output_embeddings())
+    if head not in linears:
+        head = ""
     units: tuple[str, ...] = ()
     if topology.dp_shard:
         prefix, found = decoder_layers(model)
         units = tuple(f"{prefix}.{index}" for index in range(len(found)))
+    # One process trains models whose layers are not found in one list, too.
+    if topology.is_whole:
+        num_layers, of_routers = model.config.get_text_config().num_hidden_layers, Domain.EQUAL
+    else:
+        num_layers, of_routers = len(decoder_layers(model)[1]), Domain.RESIDUAL
     whole = ModelPlan(
         model.config.model_type,
         topology,
         _name_of_layers(model),
-        model.config.get_text_config().num_hidden_layers if topology.is_whole else len(decoder_layers(model)[1]),
+        num_layers,
         (),
         linears,
         text=text_decoder(model)[0],
-        embedding=embedding,
-        head=head if head in linears else "",
+        embedding=_name_of(model, model.get_input_embeddings()),
+        head=head,
         experts=experts,
-        matrices=_router_matrices(model, experts, linears, Domain.EQUAL if topology.is_whole else Domain.RESIDUAL),
+        matrices=_router_matrices(model, experts, linears, of_routers),
         units=units,
         task=task_of(model.config),
         readers=_readers(model, experts),
@@ -88,6 +88,20 @@ def plan_model(model: PreTrainedModel, topology: Topology, *, has_stages: bool =
         for feature in features():
             plan = feature.with_stages(model, plan)
     return plan
+
+
+def _whole_linears(model: nn.Module, experts: Mapping[str, ExpertsRule]) -> dict[str, LinearRule]:
+    """The rules of all linears of a model that nothing splits."""
+    routers = frozenset().union(*(rule.routers for rule in experts.values()))
+    found: dict[str, LinearRule] = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.Linear | Conv1D) or (name in routers and _returns_choice(module)):
+            continue
+        if isinstance(module, NonDynamicallyQuantizableLinear):
+            continue  # inside nn.MultiheadAttention, which reads its weight and never calls it
+        sizes, has_bias = _features(module), module.bias is not None
+        found[name] = LinearRule(name, Split.WHOLE, *sizes, has_bias, is_transposed=isinstance(module, Conv1D))
+    return found
 
 
 def _name_of_layers(model: Any) -> str:
@@ -105,8 +119,11 @@ def _readers(model: Any, experts: Mapping[str, ExpertsRule]) -> frozenset[str]:
         family = family_plan(model, prefix, layers, {*experts, *(rule.block for rule in experts.values())})
     except UnsupportedError:
         return frozenset()
-    entering = [path for path, leaf in family.leaves.items() if leaf.split is Split.COLUMN]
-    return frozenset(f"{prefix}.{index}.{path}" for index in range(len(layers)) for path in entering)
+    found = set[str]()
+    for path, leaf in family.leaves.items():
+        if leaf.split is Split.COLUMN:
+            found |= {f"{prefix}.{index}.{path}" for index in range(len(layers))}
+    return frozenset(found)
 
 
 class _Planner:
@@ -164,7 +181,7 @@ class _Planner:
     ) -> None:
         """Plan the children of a decoder layer, or those of the block of routed experts at path `parent` in it."""
         for child_name, child in module.named_children():
-            path = f"{parent}.{child_name}" if parent else child_name
+            path = f"{parent}.{child_name}".removeprefix(".")
             name = f"{prefix}.{path}"
             inside = {p: leaf for p, leaf in present.items() if p == path or p.startswith(f"{path}.")}
             if name in self.experts or (parent and self._is_token_wise(name, child)):
@@ -199,7 +216,8 @@ class _Planner:
         for index, layer in enumerate(self.layers):
             for path, module in layer.named_modules():
                 mixer = mixer_of(self.config.get_text_config().model_type, path, module)
-                name, state = f"{self.layers_name}.{index}.{path}", mixer.state if mixer else ()
+                state = mixer.state if mixer is not None else ()
+                name = f"{self.layers_name}.{index}.{path}"
                 attends, reaches = compat.calls_attention(module), compat.keeps_inputs(module)
                 if _numbers_tokens(module):
                     raise UnsupportedError(
@@ -209,6 +227,7 @@ class _Planner:
                     )
                 if "Indexer" in type(module).__name__:  # chooses among all keys of a sequence
                     self._refuse_mixing(module)
+                # A module may both attend and keep inputs or a state: of such nobody knows what a rank must pass on.
                 if attends and not reaches:
                     attentions += [name] * compat.calls_of_attention(module)
                 elif reaches and not attends and bool(state) == compat.keeps_state(module):
@@ -218,8 +237,9 @@ class _Planner:
                 else:
                     continue
                 known.add(type(layer))
-        if strange := next((layer for layer in self.layers if type(layer) not in known), None):
-            self._refuse_mixing(strange)
+        for layer in self.layers:
+            if type(layer) not in known:
+                self._refuse_mixing(layer)
         return tuple(attentions), recurrent
 
     def _refuse_mixing(self, module: nn.Module) -> None:
@@ -233,9 +253,12 @@ class _Planner:
     def _is_token_wise(self, name: str, module: nn.Module) -> bool:
         """Whether a module beside experts is their router or a shared expert's gate, which are token-wise."""
         block = name.rpartition(".")[0]
-        numbers = {rule.num_experts for rule in self.experts.values() if rule.name.startswith(f"{block}.")}
+        widths = {1}  # of a gate; a router has one for each expert
+        for rule in self.experts.values():
+            if rule.name.startswith(f"{block}."):
+                widths.add(rule.num_experts)
         matrices = [parameter for parameter in module.parameters() if parameter.ndim > 1]
-        return bool(matrices) and all(len(matrix) in {1, *numbers} for matrix in matrices)
+        return bool(matrices) and widths.issuperset(map(len, matrices))
 
     def _split_block(
         self, prefix: str, block: str, child: nn.Module, inside: dict[str, Leaf], family: FamilyPlan
@@ -258,12 +281,14 @@ class _Planner:
                     self.wide_norms[f"{prefix}.{path}"] = rule.layout
         self._check_every_parameter_is_claimed(name, child, {f"{prefix}.{path}" for path in family.whole}, heads)
         local: dict[str, dict[str, int]] = {}
-        for path, module in child.named_modules(prefix=name):
-            own = family.local.get(path.removeprefix(f"{prefix}."), ())
-            if heads is not None and (values := local_attributes(module, heads, own, tp=self.whole.topology.tp)):
-                local[path] = values
-        cut = family.sliced.get(block, {})
-        sliced = {key: (dim, heads.query) for key, dim in cut.items() if heads is not None}
+        sliced: dict[str, tuple[int | str, int]] = {}
+        if heads is not None:
+            for path, module in child.named_modules(prefix=name):
+                own = family.local.get(path.removeprefix(f"{prefix}."), ())
+                if values := local_attributes(module, heads, own, tp=self.whole.topology.tp):
+                    local[path] = values
+            for argument, of_heads in family.sliced.get(block, {}).items():
+                sliced[argument] = (of_heads, heads.query)
         self.regions.append(Region(name, True, local, sliced, family.passes.get(block, ())))
 
     def _plan_mixer(self, name: str, module: nn.Module, mixer: Mixer) -> None:
@@ -282,17 +307,19 @@ class _Planner:
             if layout.groups % self.whole.topology.tp:
                 self.wide_norms[f"{name}.{mixer.norm}"] = layout
         self._check_every_parameter_is_claimed(name, module, set(), None)
-        local = mixer.local(module, tp=self.whole.topology.tp)
-        self.regions.append(Region(name, True, {f"{name}.{path}".rstrip("."): own for path, own in local.items()}))
+        local: dict[str, dict[str, int]] = {}
+        for path, own in mixer.local(module, tp=self.whole.topology.tp).items():
+            local[f"{name}.{path}".rstrip(".")] = own  # "": the mixer itself
+        self.regions.append(Region(name, True, local))
 
     def _split_leaf(self, prefix: str, path: str, leaf: Leaf, heads: Heads | None) -> None:
         name = f"{prefix}.{path}"
         rule = self.linears.get(name)
         if rule is None:
             raise UnsupportedError(name, "its tensor-parallel plan splits it, and it is not a linear layer", "use tp=1")
-        layout = leaf_layout(path, leaf, rule.out_features if leaf.split is Split.COLUMN else rule.in_features, heads)
-        self.linears[name] = replace(rule, split=leaf.split, layout=layout)
         width = "out_features" if leaf.split is Split.COLUMN else "in_features"
+        layout = leaf_layout(path, leaf, getattr(rule, width), heads)
+        self.linears[name] = replace(rule, split=leaf.split, layout=layout)
         self._limit(layout, heads, f"{name}.{width}={layout.size}")
 
     def _split_parameter(self, name: str, dim: int, heads: Heads | None) -> None:
@@ -310,9 +337,10 @@ class _Planner:
         """Record what tp must divide, under the name users know."""
         for piece in layout.pieces:
             what = width
-            if heads is not None:
-                kind = "num_key_value_heads" if piece.can_replicate else "num_attention_heads"
-                what = f"{kind}={piece.num_units}" + (" or be a multiple of it" if piece.can_replicate else "")
+            if heads is not None and piece.can_replicate:
+                what = f"num_key_value_heads={piece.num_units} or be a multiple of it"
+            elif heads is not None:
+                what = f"num_attention_heads={piece.num_units}"
             self.limits.setdefault(what, Layout((piece,)))
 
     def _check_every_parameter_is_claimed(
@@ -338,7 +366,8 @@ class _Planner:
         tp = self.whole.topology.tp
         for what, layout in self.limits.items():
             if not layout.can_split(tp):
-                most = max(piece.num_units for limit in self.limits.values() for piece in limit.pieces)
+                # Each limit is of one piece (`_limit`).
+                most = max(limit.pieces[0].num_units for limit in self.limits.values())
                 working = [n for n in divisors(most) if all(limit.can_split(n) for limit in self.limits.values())]
                 raise UserError(f"tp={tp}", f"tp must divide {what}", f"use tp in {set_of(working)}")
 
@@ -389,18 +418,21 @@ def _router_matrices(
 ) -> dict[str, LinearRule]:
     """Rules of routers that are not linears but own a weight `[experts, H]`."""
     found = {}
-    for name in (name for rule in experts.values() for name in rule.routers if name not in linears):
-        weight = getattr(model.get_submodule(name), "weight", None)
-        if isinstance(weight, nn.Parameter) and weight.ndim == 2:
-            found[name] = LinearRule(name, Split.WHOLE, weight.shape[1], weight.shape[0], False, domain=domain)
+    for rule in experts.values():
+        for name in rule.routers:
+            weight = getattr(model.get_submodule(name), "weight", None)
+            if name not in linears and isinstance(weight, nn.Parameter) and weight.ndim == 2:
+                found[name] = LinearRule(name, Split.WHOLE, weight.shape[1], weight.shape[0], False, domain=domain)
     return found
 
 
 def _fused(model: Any, linears: Mapping[str, LinearRule]) -> dict[str, LinearRule]:
     """Rules of the fused linears whose pieces may have adapters: those of which that is proved."""
     family = explicit_plan(model.config.get_text_config())
-    leaves = family.leaves if family else {}
-    fused = {path: leaf for path, leaf in leaves.items() if leaf.pieces and {*leaf.pieces.split()} <= _ADAPTED}
+    if family is None:
+        return {}
+    leaves = family.leaves.items()
+    fused = {path: leaf for path, leaf in leaves if leaf.pieces and _ADAPTED.issuperset(leaf.pieces.split())}
     if not fused:
         return {}
     prefix, layers = decoder_layers(model)
@@ -418,7 +450,7 @@ def _fused(model: Any, linears: Mapping[str, LinearRule]) -> dict[str, LinearRul
 def _outer_lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.ModuleList]]:
     """Without a look inside them: the layers of a large model have thousands of modules."""
     for name, child in module.named_children():
-        path = f"{prefix}.{name}" if prefix else name
+        path = f"{prefix}.{name}".removeprefix(".")
         if isinstance(child, nn.ModuleList) and len(child):
             yield path, child
         else:
@@ -433,7 +465,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """
     text, decoder = text_decoder(model)
     lists = dict(_outer_lists(decoder, text))
-    if len(lists) > 1:
+    if len(lists) > 1:  # convolutions or heads beside them, by the names that transformers gives layers
         lists = {name: m for name, m in lists.items() if name.rpartition(".")[2] in ("layers", "h", "blocks")}
     if len(lists) != 1:
         raise UnsupportedError(
@@ -458,4 +490,5 @@ def _features(module: nn.Linear | Conv1D) -> tuple[int, int]:
 
 
 def _name_of(model: nn.Module, module: nn.Module | None) -> str:
-    return next((name for name, m in model.named_modules() if m is module and module is not None), "")
+    """The name of `module`; "" of None."""
+    return next((name for name, other in model.named_modules() if other is module), "")

@@ -241,7 +241,10 @@ class Feature(Enum):
         if asked.get("door") != "meshlora verify" or not words.startswith(("data.", "train.")):
             return words
         name, equals, value = words.partition("=")
-        return f"--{name.rpartition('.')[2].replace('_', '-')}{' ' if equals else ''}{value}"
+        option = f"--{name.rpartition('.')[2].replace('_', '-')}"
+        if equals:
+            return f"{option} {value}"
+        return option
 
 
 KEYS = frozenset(feature.key for feature in Feature)

@@ -93,22 +93,27 @@ class FactorRule:
     @property
     def split_dim(self) -> int | None:
         """The dim split over tp, if any."""
-        return next((cut.dim for cut in self.cuts if cut.axis == TP), None)
+        return self._cut_over_tp.dim if self._cut_over_tp is not None else None
+
+    @property
+    def _cut_over_tp(self) -> Cut | None:
+        return next((cut for cut in self.cuts if cut.axis == TP), None)
 
     def parts(self, *, rank: int, size: int) -> list[GradPart]:
         """The part held by tp rank `rank` of `size`, divided by the axes over which its gradient is summed."""
         whole = GradPart(0, 0, None, self.grad_axes, self.mean_axes, self.replicas)
-        cut = next((cut for cut in self.cuts if cut.axis == TP), None)
+        cut = self._cut_over_tp
         if cut is None or cut.layout.copies(size) == {1}:
             return [whole]
         found: list[GradPart] = []
         start = 0
         for run in cut.layout.runs(rank=rank, size=size):
             stop = start + run.size
-            over = {copies_axis(run.copies)} if run.copies > 1 else set()
-            last = found[-1] if found else None
-            if last and last.replicas == self.replicas | over:
-                found[-1] = replace(last, stop=stop)
+            over = set[str]()
+            if run.copies > 1:  # each of these ranks has the terms of its own query heads
+                over.add(copies_axis(run.copies))
+            if found and found[-1].replicas == self.replicas | over:
+                found[-1] = replace(found[-1], stop=stop)
             else:
                 own = GradPart(cut.dim, start, stop, self.grad_axes | over, self.mean_axes, self.replicas | over)
                 found.append(own)
@@ -158,25 +163,22 @@ def general_rules(*, sp: bool) -> list[tuple[str, Side, FactorRule]]:
         "whole, in a whole region": (Split.WHOLE, Domain.EQUAL),
         "whole, between regions": (Split.WHOLE, Domain.RESIDUAL),
     }
-    return [
-        (words, side, factor_rule(LinearRule("", split, 1, 1, True, Layout.plain(1), domain), side, sp=sp))
-        for words, (split, domain) in bases.items()
-        for side in Side
-    ]
+    found = []
+    for words, (split, domain) in bases.items():
+        rule = LinearRule("", split, 1, 1, True, Layout.plain(1), domain)
+        found += [(words, side, factor_rule(rule, side, sp=sp)) for side in Side]
+    return found
 
 
 def expert_rules() -> list[tuple[str, Side, FactorRule]]:
     """The same as `general_rules` for the projections of experts."""
-    return [
-        (
-            f"experts, {words}" + (", one adapter for all" if is_shared else ""),
-            side,
-            expert_rule(ExpertRule("", split, 1, 1, False, Layout.plain(1)), side, is_shared=is_shared),
-        )
-        for is_shared in (False, True)
-        for words, split in (("first (gate, up)", Split.COLUMN), ("second (down)", Split.ROW))
-        for side in (Side.INPUT, Side.OUTPUT)
-    ]
+    found = []
+    for is_shared, more in ((False, ""), (True, ", one adapter for all")):
+        for words, split in (("first (gate, up)", Split.COLUMN), ("second (down)", Split.ROW)):
+            rule = ExpertRule("", split, 1, 1, False, Layout.plain(1))
+            sides, base = (Side.INPUT, Side.OUTPUT), f"experts, {words}{more}"
+            found += [(base, side, expert_rule(rule, side, is_shared=is_shared)) for side in sides]
+    return found
 
 
 def split_rule(dim: int, layout: Layout | None) -> FactorRule:
@@ -191,10 +193,14 @@ def expert_rule(rule: ExpertRule, side: Side, *, is_shared: bool = False) -> Fac
     is_shared: one adapter for all experts, A `[1, r, in]`, B `[1, out, r]`.
     """
     assert side is not Side.AFTER, rule
-    cuts = [] if is_shared else [Cut(0, EP, Layout.plain(rule.num_experts))]
-    if (rule.split is Split.COLUMN) == (side is Side.OUTPUT):
-        assert rule.layout is not None
-        cuts.append(Cut(1 if side is Side.OUTPUT else 2, ETP, rule.layout))
+    cuts = []
+    if not is_shared:
+        cuts.append(Cut(0, EP, Layout.plain(rule.num_experts)))
+    # B of the first projection has its outputs in dim 1, A of the second its inputs in dim 2.
+    if rule.split is Split.COLUMN and side is Side.OUTPUT:
+        cuts.append(Cut(1, ETP, rule.layout))
+    elif rule.split is Split.ROW and side is Side.INPUT:
+        cuts.append(Cut(2, ETP, rule.layout))
     return _rule(EXPERT_AXES, *cuts)
 
 

@@ -132,13 +132,16 @@ class Layout:
 
     def copies(self, size: int) -> set[int]:
         """How many ranks hold each row, over all rows; {1} without replication."""
-        return {1} if self.is_padded else {piece.copies(size) for piece in self.pieces}
+        if self.is_padded:
+            return {1}
+        return {piece.copies(size) for piece in self.pieces}
 
     def runs(self, *, rank: int, size: int) -> tuple[Run, ...]:
         """The rows held by rank `rank` of `size`, in its local order; adjacent runs are merged."""
         if self.is_padded:
             local = self.local_size(size)
-            start, stop = (min(n * local, self.size) for n in (rank, rank + 1))
+            # The last ranks may have less than others, or nothing.
+            start, stop = min(rank * local, self.size), min((rank + 1) * local, self.size)
             return (Run(self.pieces[0].name, start, stop, 1),)
         assert self.can_split(size), (self, size)
         groups = self._groups_on(size)
@@ -165,9 +168,10 @@ class Layout:
 
     def cut(self, whole: Tensor, dim: int, *, rank: int, size: int) -> Tensor:
         """A copy of the part of `whole` held by a rank, zero-padded."""
-        parts = [whole.narrow(dim, run.start, run.size) for run in self.runs(rank=rank, size=size)]
-        missing = self.local_size(size) - sum(part.shape[dim] for part in parts)
-        if missing:
+        runs = self.runs(rank=rank, size=size)
+        parts = [whole.narrow(dim, run.start, run.size) for run in runs]
+        missing = self.local_size(size) - sum(run.size for run in runs)
+        if missing:  # of a vocabulary: every rank has as many rows, as collectives need
             shape = list(whole.shape)
             shape[dim] = missing
             parts.append(whole.new_zeros(shape))
@@ -178,6 +182,7 @@ class Layout:
         shape = list(parts[0].shape)
         shape[dim] = self.size
         whole = parts[0].new_empty(shape)
+        # Backwards, so that of those that hold the same rows the first one writes last.
         for rank in reversed(range(len(parts))):
             offset = 0
             for run in self.runs(rank=rank, size=len(parts)):
@@ -187,12 +192,14 @@ class Layout:
 
     def _groups_on(self, size: int) -> int:
         """The number of groups in the part of each of `size` ranks."""
-        return self.groups if size == 1 else self.local_groups or max(1, self.groups // size)
+        if size == 1:
+            return self.groups
+        return self.local_groups or max(1, self.groups // size)
 
     def _append(self, runs: list[Run], piece: Piece, units: range, copies: int) -> None:
         """Append the rows of `units` of `piece`, merged with the last run if contiguous."""
         each = piece.num_units // self.groups
-        before = 0
+        before = 0  # rows of a group that come before those of the piece
         for other in self.pieces:
             if other is piece:
                 break
@@ -202,11 +209,9 @@ class Layout:
             stop = min(units.stop, (unit // each + 1) * each)  # the end of the units that are contiguous in the whole
             start = unit // each * (self.size // self.groups) + before + unit % each * piece.unit
             run = Run(piece.name, start, start + (stop - unit) * piece.unit, copies)
-            last = runs[-1] if runs else None
-            if last and (last.piece, last.stop, last.copies) == (run.piece, run.start, run.copies):
-                runs[-1] = Run(last.piece, last.start, run.stop, last.copies)
-            else:
-                runs.append(run)
+            if runs and (runs[-1].piece, runs[-1].stop, runs[-1].copies) == (run.piece, run.start, run.copies):
+                run = Run(run.piece, runs.pop().start, run.stop, run.copies)
+            runs.append(run)
             unit = stop
 
 
@@ -215,7 +220,6 @@ def contiguous(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for start, stop in runs:
         if found and found[-1][1] == start:
-            found[-1] = (found[-1][0], stop)
-        else:
-            found.append((start, stop))
+            start, _ = found.pop()
+        found.append((start, stop))
     return found

@@ -540,8 +540,8 @@ def refusal(asked: Asked) -> UnsupportedError | None:
     given = features_of(asked)
     has = frozenset(given)
     for row in REFUSED:
-        found = [next(feature for feature in given if feature in side) for side in row.sides if side & has]
-        if len(found) == len(row.sides):
+        if all(side & has for side in row.sides):
+            found = [next(feature for feature in given if feature in side) for side in row.sides]
             return UnsupportedError(_said(found, asked), row.because, row.way_out)
     for pair in itertools.combinations(given, 2):
         if proof_of(*pair) is None:
@@ -566,13 +566,17 @@ def refused_pairs() -> Iterator[tuple[Feature, Feature]]:
             yield from itertools.product(*row.sides)
 
 
-_BETWEEN = {"topology": "on", "door": "in"}  # and else "with"
+_BETWEEN = {"door": "in"}  # and else "with"
 
 
 def _said(features: tuple[Feature, ...] | list[Feature], asked: Asked) -> str:
     """In one line; axes by the topology that has them."""
     words, topology = "", asked.get("topology")
     for feature in features:
-        said = f"{topology}" if words and feature.key == "topology" else feature.given(asked)
-        words = f"{words} {_BETWEEN.get(feature.key, 'with')} {said}" if words else said
+        if not words:
+            words = feature.given(asked)
+        elif feature.key == "topology":  # whole, as after "on"
+            words += f" on {topology}"
+        else:
+            words += f" {_BETWEEN.get(feature.key, 'with')} {feature.given(asked)}"
     return words

@@ -13,8 +13,7 @@ Each block of a decoder layer is one of
   silently wrong;
 - token-wise (a norm, a dropout): works on any slice of the tokens, and is left alone;
 - a block of routed experts: its router is token-wise, its experts dispatch tokens (`wings.experts.forms`), and any
-other
-  child, such as a shared expert, is a block as above.
+  other child, such as a shared expert, is a block as above.
 
 The embedding and the output head are split over the vocabulary. The modules after the last decoder layer form one more
 region, with its exit at the head: each rank sees all tokens, and computes the logits of its part of the vocabulary.
@@ -22,8 +21,7 @@ region, with its exit at the head: each rank sees all tokens, and computes the l
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
@@ -68,11 +66,12 @@ class LinearRule:
 
     def local_features(self, tp: int) -> tuple[int, int]:
         """(in, out) of the part held by each of `tp` ranks."""
-        local = self.layout.local_size(tp) if self.layout else 0
-        return (
-            local if self.split is Split.ROW else self.in_features,
-            local if self.split is Split.COLUMN else self.out_features,
-        )
+        if self.layout is None or self.split is Split.WHOLE:
+            return self.in_features, self.out_features
+        local = self.layout.local_size(tp)
+        if self.split is Split.ROW:
+            return local, self.out_features
+        return self.in_features, local
 
 
 @dataclass(frozen=True)
@@ -217,10 +216,13 @@ class ModelPlan:
         if name.startswith(f"{self.layers}."):
             layer = int(name.removeprefix(f"{self.layers}.").partition(".")[0])
             return next(index for index, (_, stop) in enumerate(self.stages) if layer < stop)
-        is_around = not name or f"{self.layers}.".startswith(f"{name}.")
-        after = (*self.after, self.head) if self.head else self.after
-        is_after = any(name == module or name.startswith(f"{module}.") for module in after)
-        return last if is_around or is_after else 0
+        # "" is the model itself; it and the modules around the layers return what the last stage has.
+        if not name or f"{self.layers}.".startswith(f"{name}."):
+            return last
+        for module in (*self.after, self.head):
+            if module and _is_in(name, module):
+                return last
+        return 0
 
     def holds(self, name: str) -> bool:
         """Whether the part of the model that the plan is about has the module or parameter `name`."""
@@ -275,7 +277,7 @@ class ModelPlan:
     @cached_property
     def routers(self) -> frozenset[str]:
         """Names of the modules that choose experts."""
-        return frozenset(name for rule in self.experts.values() for name in rule.routers)
+        return frozenset().union(*(rule.routers for rule in self.experts.values()))
 
     def is_text(self, module: str) -> bool:
         """Whether `module` is of the text part: no tower or projector of a composite."""
@@ -287,34 +289,40 @@ class ModelPlan:
         One-dim parameters are small and may be trained. A router with its own weight is small too, and its adapter is
         computed from that weight. Experts that differ within a dp group are split over the expert axes instead.
         """
-        owner = parameter.rpartition(".")[0]
-        if ndim < 2 or not parameter.startswith(tuple(f"{unit}." for unit in self.units)) or owner in self.matrices:
+        if ndim < 2 or _owner(parameter) in self.matrices or not any(_is_in(parameter, unit) for unit in self.units):
             return False
-        is_of_experts = parameter.startswith(tuple(f"{name}." for name in self.experts))
-        return not is_of_experts or self.topology.experts_repeat_over_dp
+        return self.topology.experts_repeat_over_dp or not any(_is_in(parameter, name) for name in self.experts)
 
     @cached_property
     def neighbours(self) -> frozenset[str]:
-        """Names of the linears that may share an input tensor with another one of the same module and input width."""
-        widths = Counter((_owner(name), rule.in_features) for name, rule in self.linears.items() if _enters(rule))
-        return frozenset(
-            name for name, rule in self.linears.items() if _enters(rule) and widths[_owner(name), rule.in_features] > 1
-        )
+        """Names of the linears that may share an input tensor with another one of the same module and input width.
+
+        A row-parallel one reads an intermediate result of its block.
+        """
+        entering = [name for name, rule in self.linears.items() if rule.split is not Split.ROW]
+        return frozenset().union(*self._groups(entering))
 
     @cached_property
     def together(self) -> Mapping[str, frozenset[str]]:
         """Linear -> those called with one tensor, itself included, as the family's table tells: q, k, v; gate, up."""
+        found: dict[str, frozenset[str]] = {}
+        for group in self._groups(self.readers & self.neighbours):
+            found |= dict.fromkeys(group, frozenset(group))
+        return found
+
+    def _groups(self, names: Iterable[str]) -> list[set[str]]:
+        """The linears `names` of one module and one input width, where these are two or more."""
         groups: dict[tuple[str, int], set[str]] = {}
-        for name in self.readers & self.neighbours:
+        for name in names:
             groups.setdefault((_owner(name), self.linears[name].in_features), set()).add(name)
-        return {name: frozenset(group) for group in groups.values() if len(group) > 1 for name in group}
+        return [group for group in groups.values() if len(group) > 1]
 
     def riders(self, region: Region) -> tuple[str, ...]:
         """Names of the linears whose x A^T may be gathered with the input of `region`, if they have its width."""
         if not (region.is_split and self.topology.sp):
             return ()
-        inside = (name for name in self.linears if name.startswith(f"{region.name}."))
-        return tuple(name for name in inside if self.linears[name].split is Split.COLUMN)
+        start = f"{region.name}."
+        return tuple(n for n, rule in self.linears.items() if n.startswith(start) and rule.split is Split.COLUMN)
 
     @cached_property
     def owners(self) -> frozenset[str]:
@@ -327,9 +335,9 @@ class ModelPlan:
 
     def domain_of(self, module: str) -> Domain:
         """The domain of parameters of `module` that are whole on every tp rank."""
-        region = next((r for r in self.regions if module == r.name or module.startswith(f"{r.name}.")), None)
-        if region is not None:
-            return Domain.PARTIAL if region.is_split else Domain.EQUAL
+        for region in self.regions:
+            if _is_in(module, region.name):
+                return Domain.PARTIAL if region.is_split else Domain.EQUAL
         if self.layers and module.startswith(f"{self.layers}."):
             return Domain.RESIDUAL
         return Domain.PARTIAL if module in self.after else Domain.EQUAL
@@ -342,8 +350,12 @@ class ModelPlan:
     @property
     def copies(self) -> set[int]:
         """The numbers of neighbouring tp ranks, above 1, that hold replicated rows."""
-        layouts = [rule.layout for rule in self.linears.values()] + [rule.layout for rule in self.parameters.values()]
-        return {n for layout in layouts if layout for n in layout.copies(self.topology.tp)} - {1}
+        found = set[int]()
+        rules: list[LinearRule | ParameterRule] = [*self.linears.values(), *self.parameters.values()]
+        for rule in rules:
+            if rule.layout is not None:
+                found |= rule.layout.copies(self.topology.tp)
+        return found - {1}
 
 
 def kind_of(name: str) -> str:
@@ -355,6 +367,6 @@ def _owner(name: str) -> str:
     return name.rpartition(".")[0]
 
 
-def _enters(rule: LinearRule) -> bool:
-    """Whether a linear reads its block's input; a row-parallel one reads an intermediate result."""
-    return rule.split is not Split.ROW
+def _is_in(name: str, module: str) -> bool:
+    """Whether `name` is `module`, or of something inside it."""
+    return name == module or name.startswith(f"{module}.")

@@ -34,8 +34,7 @@ def plan_table(plan: ModelPlan) -> Table:
             inside, out = projection.local_features(plan.topology.etp)
             leaf = projection.name.rpartition(".")[2]
             whole = f"{experts.num_experts} x [{projection.out_features}, {projection.in_features}]"
-            pieces = [piece.name for piece in projection.fused.pieces] if projection.fused is not None else []
-            split = f"ep, {projection.split} over etp" + (f" ({' '.join(pieces)})" if pieces else "")
+            split = f"ep, {projection.split} over etp{_names_of_pieces(projection)}"
             table.add_row(f"{name}.{leaf}", split, whole, f"{number} x [{out}, {inside}]", str(len(numbers)))
     embedding = plan.parameters.get(f"{plan.embedding}.weight")
     if embedding is not None:
@@ -46,11 +45,19 @@ def plan_table(plan: ModelPlan) -> Table:
 
 def _of_pieces(rule: LinearRule, tp: int) -> str:
     """The pieces of a fused linear that may have adapters, and what several ranks hold alike."""
-    pieces = [piece.name for piece in rule.fused.pieces] if rule.fused is not None else []
-    shared = [piece for piece in rule.layout.pieces if piece.copies(tp) > 1] if rule.layout and tp > 1 else []
-    names = " ".join(piece.name or "heads" for piece in shared)
-    more = f"; {names} on {shared[0].copies(tp)} ranks each" if shared else ""
-    return (f" ({' '.join(pieces)})" if pieces else "") + more
+    words = _names_of_pieces(rule)
+    if rule.layout is not None and tp > 1:
+        shared = [piece for piece in rule.layout.pieces if piece.copies(tp) > 1]
+        if shared:
+            names = " ".join(piece.name or "heads" for piece in shared)
+            words += f"; {names} on {shared[0].copies(tp)} ranks each"
+    return words
+
+
+def _names_of_pieces(rule: LinearRule) -> str:
+    if rule.fused is None:
+        return ""
+    return f" ({' '.join(piece.name for piece in rule.fused.pieces)})"
 
 
 def notes_of_whole(plan: ModelPlan) -> tuple[str, ...]:
@@ -58,10 +65,14 @@ def notes_of_whole(plan: ModelPlan) -> tuple[str, ...]:
     whole = {region.name: region for region in plan.regions if not region.is_split}
     notes = []
     for name, layers in folded_names(whole, kind=lambda name: whole[name].reason).items():
-        inside = [rule for rule in plan.linears.values() if rule.name.startswith(tuple(f"{n}." for n in layers))]
-        if number := sum(rule.in_features * rule.out_features for rule in inside):
+        number, starts = 0, tuple(f"{layer}." for layer in layers)
+        for rule in plan.linears.values():
+            if rule.name.startswith(starts):
+                number += rule.in_features * rule.out_features
+        if number:  # of short convolutions and the like there is nothing to say
+            unit = "layer" if len(layers) == 1 else "layers"
             notes.append(
-                f"{name} ({len(layers)} {'layer' if len(layers) == 1 else 'layers'}) is whole on every tp rank, as "
+                f"{name} ({len(layers)} {unit}) is whole on every tp rank, as "
                 f"{whole[layers[0]].reason or 'no split of it is known'}: each holds and multiplies by all {number:,} "
                 f"weights of its linears, {plan.topology.tp} times the share that it would have"
             )
@@ -71,7 +82,9 @@ def notes_of_whole(plan: ModelPlan) -> tuple[str, ...]:
 def gradient_table(plan: ModelPlan) -> Table:
     """One row per kind of factor: the axes over which its gradient is a partial sum."""
     table = Table("base", "factor", "split on dim", "gradient summed over", "mean over", title="gradient axes")
-    rules = general_rules(sp=plan.topology.sp) + (expert_rules() if plan.experts else [])
+    rules = general_rules(sp=plan.topology.sp)
+    if plan.experts:
+        rules += expert_rules()
     for words, side, rule in rules:
         dim = ", ".join(f"{cut.dim} ({cut.axis})" for cut in rule.cuts) or "-"
         name = "bias, magnitude" if side is Side.AFTER else f"lora_{side}"

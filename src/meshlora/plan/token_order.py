@@ -53,20 +53,22 @@ def order_of_rows(
         raise UserError(f"rows of {length} tokens", rule, way_out)
     documents = [[length]] * rows
     if position_ids is not None:
-        starts = [(row == 0).nonzero().flatten().tolist() for row in position_ids.expand(rows, length).cpu()]
-        documents = [np.diff([*row, length]).tolist() for row in starts]
+        documents = []
+        for row in position_ids.expand(rows, length).cpu():
+            starts = (row == 0).nonzero().flatten().tolist()
+            documents.append(np.diff([*starts, length]).tolist())
     return token_order(documents, size=size, is_balanced=is_balanced)
 
 
 def _owners(documents: Sequence[int], size: int) -> list[np.ndarray]:
     """The rank of each token, by document."""
-    found, turn = [], 0
+    found, turn = [], 0  # the rank that takes the next token that is left over
     for length in documents:
         each = np.full(size, length // size)
         more = length % size
         each[(turn + np.arange(more)) % size] += 1
         turn = (turn + more) % size
-        heads = each // 2
+        heads = each // 2  # of the chunk at the head; the tail, in the opposite order of ranks, has the rest
         ranks = np.arange(size)
         found.append(np.concatenate([np.repeat(ranks, heads), np.repeat(ranks[::-1], (each - heads)[::-1])]))
     return found

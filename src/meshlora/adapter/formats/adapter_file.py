@@ -83,8 +83,8 @@ def names_of(file: Path, stored: Iterable[str]) -> dict[str, str]:
 
 def _without_wrappers(key: str) -> str:
     name = _WRAPPERS.sub("", key)
-    while name.startswith(("module.", PREFIX * 2, f"{PREFIX}module.")):
-        name = name.removeprefix("module.") if name.startswith("module.") else name.removeprefix(PREFIX)
+    while name.startswith(("module.", PREFIX * 2, f"{PREFIX}module.")):  # DataParallel's, and what PEFT wrapped twice
+        name = name.removeprefix(PREFIX).removeprefix("module.")
     return name
 
 
@@ -140,11 +140,10 @@ def check_keys(file: Path, given: set[str], expected: Iterable[str]) -> None:
     """
     wanted = set(expected)
     if missing := sorted(wanted - given):
-        raise UserError(
-            f"{file}",
-            f"it lacks {len(missing)} of {len(wanted)} tensors, first {missing[0]}",
-            did_you_mean(missing[0], given) if 0 < len(given) <= 10_000 else "",
-        )
+        near = ""
+        if 0 < len(given) <= 10_000:  # the nearest of more takes seconds to find
+            near = did_you_mean(missing[0], given)
+        raise UserError(f"{file}", f"it lacks {len(missing)} of {len(wanted)} tensors, first {missing[0]}", near)
     if extra := sorted(given - wanted):
         raise UserError(
             f"{file}",
@@ -169,15 +168,16 @@ def check_vocabulary(
         found, needed = tuple(opened.get_slice(key).get_shape()), shapes[key]
         if owner is None or len(found) != len(needed):
             continue
-        differing = [dim for dim in range(len(found)) if found[dim] != needed[dim]]
-        if len(differing) == 1 and needed[differing[0]] == rows[owner]:
-            raise another_vocabulary(f"{file}: {key}", found[differing[0]], rows[owner])
+        # Of a factor the vocabulary is the first dim or the second; that one alone differs, or it is another model.
+        differing = [(given, own) for given, own in zip(found, needed, strict=True) if given != own]
+        if len(differing) == 1 and differing[0][1] == rows[owner]:
+            raise another_vocabulary(f"{file}: {key}", differing[0][0], rows[owner])
 
 
 def another_vocabulary(where: str, made_on: int, rows: int, *, at_least: bool = False) -> UserError:
     """The error for an adapter that was made on `made_on` rows, or at_least as many, where the base has `rows`."""
-    given = f"the adapter was made on a vocabulary of {'at least ' if at_least else ''}{made_on} rows"
-    given += f", this base has {rows}"
+    number = f"at least {made_on}" if at_least else f"{made_on}"
+    given = f"the adapter was made on a vocabulary of {number} rows, this base has {rows}"
     if made_on < rows:
         return UserError(where, given, "give the base that it was made on")
     way_out = f"make such a base: tokenizer.add_tokens, model.resize_token_embeddings({made_on}), and save_pretrained"

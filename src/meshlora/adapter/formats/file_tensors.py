@@ -52,8 +52,11 @@ def file_tensors(full: Mapping[str, Tensor], targets: Mapping[str, Target]) -> d
         if target.num_experts:
             a, b = to_peft(parts["A"], parts["B"], num_experts=target.num_experts, is_swapped=target.is_swapped)
             parts = {"A": a, "B": b}
-        tensors |= {keys[target.name, part]: parts[part] for part in _file_parts(target)}
-    return tensors | {key_of_parameter(name, targets): tensor for name, tensor in left.items()}
+        for part in _file_parts(target):
+            tensors[keys[target.name, part]] = parts[part]
+    for name, tensor in left.items():  # of the base: copies and rows
+        tensors[key_of_parameter(name, targets)] = tensor
+    return tensors
 
 
 def factors_of_file(
@@ -71,19 +74,21 @@ def factors_of_file(
         parts = {part: tensors[keys[target.name, part]] for part in _file_parts(target)}
         if target.num_experts:
             factors = from_peft(parts["A"], parts["B"], num_experts=target.num_experts, is_swapped=target.is_swapped)
-            factors = to_shared(factors, where=where) if target.is_shared else factors
+            if target.is_shared:
+                factors = to_shared(factors, where=where)
             parts = {"A": factors.a, "B": factors.b}
-        found[target.name] = _in_pieces(parts, target, where) if target.pieces else parts
+        if target.pieces:
+            parts = _in_pieces(parts, target, where)
+        found[target.name] = parts
     return found
 
 
 def file_shapes(targets: Mapping[str, Target]) -> dict[str, tuple[int, ...]]:
     """Key -> shape of every tensor of the targets."""
-    empty = {
-        target.name_of(part): torch.empty(shape, device="meta")
-        for target in targets.values()
-        for part, shape in target.shapes.items()
-    }
+    empty: dict[str, Tensor] = {}  # on the meta device: what converts the factors says what comes out
+    for target in targets.values():
+        for part, shape in target.shapes.items():
+            empty[target.name_of(part)] = torch.empty(shape, device="meta")
     return {key: tuple(tensor.shape) for key, tensor in file_tensors(empty, targets).items()}
 
 
@@ -97,10 +102,13 @@ def file_keys(targets: Mapping[str, Target]) -> dict[tuple[str, str], str]:
             experts.setdefault(module, []).append(leaf)
             continue
         for part in _file_parts(target):
-            is_parameter = target.is_embedding or part == "magnitude"  # no nn.Linear in PEFT
-            found[target.name, part] = f"{PREFIX}{target.name_of(part)}" + ("" if is_parameter else ".weight")
+            key = f"{PREFIX}{target.name_of(part)}"
+            if not target.is_embedding and part != "magnitude":  # these are parameters in PEFT, not an nn.Linear's
+                key += ".weight"
+            found[target.name, part] = key
     for module, leaves in experts.items():
-        found |= {(f"{module}.{leaf}", side): key for (leaf, side), key in peft_keys(module, leaves).items()}
+        for (leaf, side), key in peft_keys(module, leaves).items():
+            found[f"{module}.{leaf}", side] = key
     return found
 
 
@@ -115,11 +123,13 @@ def peft_keys(experts: str, targeted: Collection[str]) -> dict[tuple[str, str], 
     """
     ordered = [name for name in _PARAMETERS if name in targeted]
     assert len(ordered) == len(targeted), (experts, targeted)
-    return {
-        (name, side): f"{PREFIX}{experts}{'.base_layer' * (len(ordered) - 1 - index)}.lora_{side}.weight"
-        for index, name in enumerate(ordered)
-        for side in "AB"
-    }
+    found: dict[tuple[str, str], str] = {}
+    wrapped = f"{PREFIX}{experts}"
+    for name in reversed(ordered):  # from the outermost one in
+        for side in "AB":
+            found[name, side] = f"{wrapped}.lora_{side}.weight"
+        wrapped += ".base_layer"
+    return found
 
 
 def key_of_parameter(name: str, targets: Collection[str]) -> str:
@@ -127,7 +137,9 @@ def key_of_parameter(name: str, targets: Collection[str]) -> str:
     owner, _, leaf = name.rpartition(".")
     if leaf == DELTA:
         return f"{PREFIX}{owner}.token_adapter.{leaf}"
-    return f"{PREFIX}{owner}.base_layer.{leaf}" if owner in targets else f"{PREFIX}{name}"
+    if owner in targets:  # PEFT has wrapped the module that owns it
+        return f"{PREFIX}{owner}.base_layer.{leaf}"
+    return f"{PREFIX}{name}"
 
 
 def base_keys(
@@ -139,9 +151,14 @@ def base_keys(
     """
     found = {}
     for name in (plan.embedding, plan.head):
-        if name:
-            infix = ".base_layer" if name in targets else ".original_module" if f"{name}.weight" in copies else ""
-            infix = ".token_adapter.base_layer" if name in rows else infix
+        infix = ""
+        if name in rows:
+            infix = ".token_adapter.base_layer"
+        elif name in targets:
+            infix = ".base_layer"
+        elif f"{name}.weight" in copies:
+            infix = ".original_module"
+        if name:  # "": a head that is no linear
             found[name] = f"{PREFIX}{name}{infix}.weight"
     return found
 
@@ -168,7 +185,8 @@ def from_peft(a: Tensor, b: Tensor, *, num_experts: int, is_swapped: bool = Fals
     b = b.reshape(len(b), -1, num_experts).permute(2, 0, 1)  # [E, out, r]
     if is_swapped:
         a, b = b.mT, a.mT
-    return ExpertFactors(*(side.clone(memory_format=torch.contiguous_format) for side in (a, b)))
+    # Their own memory, in order: they become parameters, and the tensors of the file are dropped.
+    return ExpertFactors(a.clone(memory_format=torch.contiguous_format), b.clone(memory_format=torch.contiguous_format))
 
 
 def to_shared(factors: ExpertFactors, *, where: str) -> ExpertFactors:
@@ -178,12 +196,13 @@ def to_shared(factors: ExpertFactors, *, where: str) -> ExpertFactors:
         UserError: they are not; names the first expert that differs. where: begins the message.
     """
     for side, stack in zip("AB", factors, strict=True):
-        if differs := [e for e in range(len(stack)) if not torch.equal(stack[e], stack[0])]:
-            raise UserError(
-                f"{where}: lora_{side} of expert {differs[0]} is not that of expert 0",
-                "an adapter that experts share is the same for all of them to the last bit",
-                "load it as one adapter for each expert",
-            )
+        for expert in range(len(stack)):
+            if not torch.equal(stack[expert], stack[0]):
+                raise UserError(
+                    f"{where}: lora_{side} of expert {expert} is not that of expert 0",
+                    "an adapter that experts share is the same for all of them to the last bit",
+                    "load it as one adapter for each expert",
+                )
     return ExpertFactors(factors.a[:1].clone(), factors.b[:1].clone())
 
 
@@ -195,7 +214,8 @@ def to_blocks(pieces: Mapping[str, ExpertFactors], *, rows: Mapping[str, Tensor]
     Args:
         rows: piece -> indices of its rows in the fused `out`: `[gate | up]` or interleaved.
     """
-    num_experts = max(len(each) for factors in pieces.values() for each in factors)
+    # A side that experts share has one for all: it is repeated beside another side that they do not.
+    num_experts = max(max(len(piece.a), len(piece.b)) for piece in pieces.values())
     a, b = [], []
     for name, piece in pieces.items():
         a.append(piece.a.expand(num_experts, -1, -1))
@@ -219,6 +239,7 @@ def from_blocks(
     for index, name in enumerate(pieces):
         columns = slice(index * r, (index + 1) * r)
         found[name] = ExpertFactors(a[:, columns].clone(), b[:, rows[name], columns].clone())
+    # Put together again, it must be what was given: that is to say zero outside the blocks.
     if not torch.equal(to_blocks(found, rows=rows, out_features=b.shape[1]).b, b):
         raise UserError(
             f"{where}: lora_B",
@@ -229,7 +250,9 @@ def from_blocks(
 
 
 def _file_parts(target: Target) -> list[str]:
-    return ["A", "B"] + (["magnitude"] if target.use_dora else [])
+    if target.use_dora:
+        return ["A", "B", "magnitude"]
+    return ["A", "B"]
 
 
 def _rows_of_pieces(target: Target) -> dict[str, Tensor]:
@@ -241,7 +264,7 @@ def _as_one(parts: Mapping[str, Tensor], target: Target) -> dict[str, Tensor]:
     """One A and one B of all pieces (`to_blocks`)."""
     pieces = {p: ExpertFactors(_stack(parts[f"A.{p}"]), _stack(parts[f"B.{p}"])) for p in target.pieces}
     whole = to_blocks(pieces, rows=_rows_of_pieces(target), out_features=target.out_features)
-    return {"A": whole.a, "B": whole.b} if target.num_experts else {"A": whole.a[0], "B": whole.b[0]}
+    return {"A": _unstacked(whole.a, target), "B": _unstacked(whole.b, target)}
 
 
 def _in_pieces(parts: Mapping[str, Tensor], target: Target, where: str) -> dict[str, Tensor]:
@@ -249,11 +272,22 @@ def _in_pieces(parts: Mapping[str, Tensor], target: Target, where: str) -> dict[
     whole = ExpertFactors(_stack(parts["A"]), _stack(parts["B"]))
     found: dict[str, Tensor] = {}
     for name, piece in from_blocks(whole, pieces=target.pieces, rows=_rows_of_pieces(target), where=where).items():
-        a, b = piece if target.num_experts else (piece.a[0], piece.b[0])
-        found |= {f"A.{name}": a, f"B.{name}": b}
-    return found | {part: value for part, value in parts.items() if part == "magnitude"}
+        found[f"A.{name}"] = _unstacked(piece.a, target)
+        found[f"B.{name}"] = _unstacked(piece.b, target)
+    if "magnitude" in parts:
+        found["magnitude"] = parts["magnitude"]
+    return found
 
 
 def _stack(factor: Tensor) -> Tensor:
     """View a linear as one expert."""
-    return factor if factor.ndim == 3 else factor.unsqueeze(0)
+    if factor.ndim == 3:
+        return factor
+    return factor.unsqueeze(0)
+
+
+def _unstacked(factor: Tensor, target: Target) -> Tensor:
+    """The inverse of `_stack`."""
+    if target.num_experts:
+        return factor
+    return factor[0]

@@ -47,6 +47,7 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 # Written for adapters on pieces of fused matrices or shared by experts: PEFT does not need it, further training does.
 PIECES_FILE = "meshlora.json"
+_OWN = ("pieces", "share_experts", "vision")  # options of `PieceLoraConfig`, which PEFT's configuration lacks
 
 
 def save_adapter(
@@ -173,8 +174,8 @@ def read_config(folder: Path, *, ignore_dropout: bool = False) -> LoraConfig:
             f"adapter {folder}", "it is pickled, and meshlora unpickles nothing", "save it again with a current peft"
         )
     stored = read_json(folder / CONFIG_FILE)
-    if not isinstance(stored, dict) or stored.get("peft_type") != "LORA":
-        kind = stored.get("peft_type") if isinstance(stored, dict) else None
+    kind = _mapping(stored).get("peft_type")
+    if kind != "LORA":
         raise UserError(f"{folder / CONFIG_FILE}", f"peft_type is {kind!r}", "only LORA adapters can be loaded")
     if ignore_dropout:
         stored["lora_dropout"] = 0.0
@@ -183,7 +184,7 @@ def read_config(folder: Path, *, ignore_dropout: bool = False) -> LoraConfig:
     if not file.is_file():
         return config
     own = read_json(file)
-    if isinstance(own, dict) and own.get("labels") and not own.get("pieces"):
+    if _mapping(own).get("labels") and not own.get("pieces"):  # written for the labels of a head alone
         return config
     return with_own_words(config, _pieces(own, f"{file}"), share_experts=own.get("share_experts") is True)
 
@@ -194,19 +195,21 @@ def set_head(config: Any, folder: Path) -> None:
     Raises:
         UserError: files that are missing or damaged. UnsupportedError: a task that is not known.
     """
-    stored = read_json(folder / CONFIG_FILE) if (folder / CONFIG_FILE).is_file() else None
-    task = stored.get("task_type") if isinstance(stored, dict) else None
+    task = _read_mapping(folder / CONFIG_FILE).get("task_type")
     set_task(config, task or CAUSAL)
     if task_of(config) in (CAUSAL, "FEATURE_EXTRACTION"):
-        return
-    own = read_json(folder / PIECES_FILE) if (folder / PIECES_FILE).is_file() else {}
-    labels, problem = (own.get(key) if isinstance(own, dict) else None for key in ("labels", "problem_type"))
-    if not isinstance(labels, list) or not labels or not all(isinstance(label, str) for label in labels):
+        return  # no labels
+    own = _read_mapping(folder / PIECES_FILE)
+    labels, problem, padding = own.get("labels"), own.get("problem_type"), own.get("pad_token_id")
+    if not labels or not _are_names(labels):
         rule = f"a head has as many outputs as there are labels, and {PIECES_FILE} must name them"
         raise UserError(f"adapter {folder} of task_type={task}", rule, 'write {"labels": ["bad", "good"]} into it')
-    set_labels(config, labels, problem if isinstance(problem, str) else None)
-    if getattr(config, "pad_token_id", None) is None and isinstance(own.get("pad_token_id"), int):
-        config.pad_token_id = own["pad_token_id"]
+    if not isinstance(problem, str):
+        problem = None
+    set_labels(config, labels, problem)
+    # A classifier reads its last token's state: without a padding token transformers refuses batches.
+    if getattr(config, "pad_token_id", None) is None and isinstance(padding, int):
+        config.pad_token_id = padding
 
 
 def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool = False) -> LoraConfig:
@@ -218,27 +221,29 @@ def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool
     Raises:
         UserError: peft refuses a value. UnsupportedError: a name that is set and unknown to peft.
     """
-    known = {f.name for f in dataclasses.fields(LoraConfig)}
-    pieces = _pieces(values, where) if values.get("pieces") else {}
+    pieces: dict[str, list[str]] = {}
+    if values.get("pieces"):
+        pieces = _pieces(values, where)
     shared = values.get("share_experts", False)
     if not isinstance(shared, bool):
         raise UserError(f"{where}: share_experts={shared!r}", "it is true or false")
     vision = values.get("vision", False)
-    if not isinstance(vision, bool) and not (isinstance(vision, list) and all(isinstance(v, str) for v in vision)):
+    if not isinstance(vision, bool) and not _are_names(vision):
         raise UserError(f"{where}: vision={vision!r}", "it is true, false or a list of names of modules")
-    values = {key: value for key, value in values.items() if key not in ("pieces", "share_experts", "vision")}
-    unknown = [key for key, value in values.items() if key not in known and (value or unknown_is_error)]
-    if unknown:
-        raise UnsupportedError(
-            f"{where}: {unknown[0]}", "it is not an option of this peft", did_you_mean(str(unknown[0]), known)
-        )
+    known = {field.name for field in dataclasses.fields(LoraConfig)}
+    options: dict[str, Any] = {}
+    for key, value in values.items():
+        if key in known:
+            options[key] = value
+        elif key not in _OWN and (value or unknown_is_error):
+            raise UnsupportedError(f"{where}: {key}", "it is not an option of this peft", did_you_mean(str(key), known))
     try:
         with warnings.catch_warnings():
             # Data-driven initialisations are refused anyway: no warning besides the error.
             warnings.filterwarnings("ignore", "`init_lora_weights` is")
             # An option without effect is an error.
             warnings.filterwarnings("error", ".*will be ignored")
-            config = LoraConfig(**{k: v for k, v in values.items() if k in known})
+            config = LoraConfig(**options)
     except (TypeError, ValueError, ImportError, UserWarning) as error:  # ImportError: an option needs another package
         raise UserError(where, f"peft refuses it ({error})") from error
     return with_own_words(with_pieces(config, pieces), share_experts=shared, vision=vision)
@@ -254,10 +259,11 @@ def read_lora(path: str | Path) -> dict[str, Any]:
         values = parse_yaml(read_text(Path(path)))
     except FileNotFoundError:
         raise UserError(f"--lora {path}", "there is no such file") from None
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"--lora {path}", f"it is not readable YAML ({why})") from None
-    if isinstance(values, dict) and isinstance(values.get("lora"), dict):
+    except OSError as error:
+        raise UserError(f"--lora {path}", f"it is not readable YAML ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"--lora {path}", f"it is not readable YAML ({error})") from None
+    if isinstance(_mapping(values).get("lora"), dict):
         values = values["lora"]
     if not isinstance(values, dict):
         raise UserError(f"--lora {path}", "it must hold fields of peft.LoraConfig, as in r: 16")
@@ -266,12 +272,28 @@ def read_lora(path: str | Path) -> dict[str, Any]:
 
 def _pieces(values: Any, where: str) -> dict[str, list[str]]:
     """The entry `pieces` of a file; it must map targets to lists of names."""
-    pieces = values.get("pieces") if isinstance(values, Mapping) else None
-    if not isinstance(pieces, Mapping) or not all(
-        isinstance(names, list) and all(isinstance(name, str) for name in names) for names in pieces.values()
-    ):
+    pieces = _mapping(values).get("pieces")
+    if not isinstance(pieces, Mapping) or not all(map(_are_names, pieces.values())):
         raise UserError(f"{where}: pieces={pieces!r}", "it maps targets to names, as in {c_attn: [q, v]}")
     return {str(key): list(names) for key, names in pieces.items()}
+
+
+def _are_names(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _read_mapping(file: Path) -> Mapping[str, Any]:
+    """The mapping in `file`; empty if there is no such file."""
+    if not file.is_file():
+        return {}
+    return _mapping(read_json(file))
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    """`value` as read from a file that anyone may have written: empty if it is no mapping."""
+    if isinstance(value, Mapping):
+        return value
+    return {}
 
 
 def read_factors(planned: AdapterPlan, plan: ModelPlan) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
@@ -281,15 +303,20 @@ def read_factors(planned: AdapterPlan, plan: ModelPlan) -> tuple[dict[str, dict[
     for feature in features():
         if (of_other_layout := feature.factors_of_file(file, targets, plan)) is not None:
             return of_other_layout, {}
-    of_copies = {name: key_of_parameter(name, targets) for name in planned.of_base}
-    expected = file_shapes(targets) | {key: planned.parameters[name].shape for name, key in of_copies.items()}
+    expected, of_copies = file_shapes(targets), dict[str, str]()
+    for name in planned.of_base:
+        key = of_copies[name] = key_of_parameter(name, targets)
+        expected[key] = planned.parameters[name].shape
     named = base_keys(targets, plan, planned.copies, planned.with_rows)
     of_base = {key: planned.vocabulary[name] for name, key in named.items()}
+    repeated = set[str]()
     # Of a resized vocabulary PEFT writes the rows of a tied head once more, and reads them nowhere.
-    repeated = {key_of_parameter(f"{name}.{DELTA}", targets) for rows in planned.rows.values() for name in rows.tied}
+    for rows in planned.rows.values():
+        repeated |= {key_of_parameter(f"{name}.{DELTA}", targets) for name in rows.tied}
     with open_adapter(file) as opened:
-        rows = {name: shape[0] for name, shape in planned.vocabulary.items()}
-        check_vocabulary(opened, file, of_base | expected, rows)
+        num_rows = {name: shape[0] for name, shape in planned.vocabulary.items()}
+        # Before the names: a file for another vocabulary may have others, too, and this says why.
+        check_vocabulary(opened, file, of_base | expected, num_rows)
         check_keys(file, opened.keys() - of_base.keys() - repeated, expected)
         tensors = {key: read_tensor(opened, file, key, shape) for key, shape in expected.items()}
     return factors_of_file(tensors, targets, file), {name: tensors[key] for name, key in of_copies.items()}
@@ -306,7 +333,7 @@ def _check_same_base(model: Any, file: Path, planned: AdapterPlan) -> None:
     state = runtime(model)
     keys = base_keys(planned.targets, state.plan, planned.copies, planned.with_rows)
     in_use = {name for name in keys if f"{name}.weight" not in planned.copies}
-    if in_use and is_tied(state.whole.model, state.whole.plan):
+    if in_use and is_tied(state.whole.model, state.whole.plan):  # one weight, which another module still uses
         in_use = set(keys)
     with open_adapter(file) as opened:
         for name in sorted(in_use):
@@ -329,16 +356,18 @@ def _check_same_base(model: Any, file: Path, planned: AdapterPlan) -> None:
 
 def config_to_store(config: LoraConfig, source: str | None, task: str = CAUSAL) -> dict[str, Any]:
     """Plain, sorted values: the same configuration gives the same bytes in every process."""
-    values = {key: value for key, value in config.to_dict().items() if key not in ("pieces", "share_experts", "vision")}
+    values = {key: value for key, value in config.to_dict().items() if key not in _OWN}
     if repository := repository_of(source):
         values |= {"base_model_name_or_path": repository.name, "revision": repository.commit}
     else:
         name = str(values.get("base_model_name_or_path") or source or "")
         # A relative path would be looked for in the folder of whoever loads the adapter, and then on the hub.
-        values["base_model_name_or_path"] = (os.path.abspath(name) if os.path.isdir(name) else name) or None
-    values["inference_mode"] = True
+        if os.path.isdir(name):
+            name = os.path.abspath(name)
+        values["base_model_name_or_path"] = name or None
+    values["inference_mode"] = True  # as PEFT saves it: whoever loads it trains only if asked to
     values["task_type"] = task
-    found: dict[str, Any] = json.loads(json.dumps({key: _plain(value) for key, value in values.items()}))
+    found: dict[str, Any] = json.loads(json.dumps(_plain(values)))  # tuples as the lists that a file has
     return found
 
 

@@ -37,16 +37,22 @@ _FORMS = {
 
 def _are_names(value: object, *, or_text: bool = False) -> bool:
     """A collection of names, None, or with `or_text` a single string."""
-    if value is None or (or_text and isinstance(value, str)):
-        return True
-    return isinstance(value, list | tuple | set) and all(isinstance(name, str) for name in value)
+    if value is None or isinstance(value, str):
+        return value is None or or_text
+    return isinstance(value, list | tuple | set) and _is_each(value, str)
+
+
+def _is_each(values: Iterable[object], kind: type) -> bool:
+    return all(isinstance(value, kind) for value in values)
 
 
 _are_texts = functools.partial(_are_names, or_text=True)
 
 
 def _are_indices(value: object) -> bool:
-    return value is None or all(type(i) is int for i in (value if isinstance(value, list | tuple) else [value]))
+    if value is None or type(value) is int:  # by type: True is an int to isinstance
+        return True
+    return isinstance(value, list | tuple) and all(type(i) is int for i in value)
 
 
 def _are_tokens(value: object) -> bool:
@@ -58,10 +64,10 @@ def _are_tokens(value: object) -> bool:
 
 
 def _is_mapping(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    return isinstance(value, dict) and _is_each(value, str)
 
 
-# Option -> (whether a value is valid, the rule).
+# Option -> (whether a value is valid, the rule). In the order in which they are checked.
 _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bias": (lambda value: value in ("none", "all", "lora_only"), "one of none, all, lora_only"),
     "layers_to_transform": (_are_indices, "it is a whole number or a list of them"),
@@ -87,7 +93,9 @@ def check_kind(config: Any) -> None:
     """
     if isinstance(config, LoraConfig) and config.peft_type == PeftType.LORA:
         return
-    way_out = "meshlora.lora_config makes one of a dict" if isinstance(config, dict) else "give a peft.LoraConfig"
+    way_out = "give a peft.LoraConfig"
+    if isinstance(config, dict):
+        way_out = "meshlora.lora_config makes one of a dict"
     raise UserError(f"an adapter by {type(config).__name__}", "adapters are those of peft.LoraConfig", way_out)
 
 
@@ -110,6 +118,7 @@ def check_values(config: LoraConfig) -> None:
     if not isinstance(dropout, int | float) or isinstance(dropout, bool) or not 0 <= dropout < 1:
         raise UserError(f"LoraConfig(lora_dropout={dropout!r})", "it is a share in [0, 1)", "0.05 to 0.1 is usual")
     for what, alpha in _numbers(config, "lora_alpha", "alpha_pattern"):
+        # `not 0 < alpha`, so that NaN, which compares as False to anything, is refused.
         if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha <= _LARGEST_ALPHA:
             raise UserError(
                 f"LoraConfig({what}={alpha!r})",
@@ -120,7 +129,10 @@ def check_values(config: LoraConfig) -> None:
 
 def _numbers(config: LoraConfig, option: str, pattern: str) -> list[tuple[str, Any]]:
     """(name, value) of an option and of each entry of its pattern."""
-    return [(option, getattr(config, option)), *((f"{pattern}[{k!r}]", v) for k, v in getattr(config, pattern).items())]
+    found = [(option, getattr(config, option))]
+    for key, value in getattr(config, pattern).items():
+        found.append((f"{pattern}[{key!r}]", value))
+    return found
 
 
 def check_patterns(config: LoraConfig, names: Iterable[str] = ()) -> None:
@@ -136,8 +148,10 @@ def check_patterns(config: LoraConfig, names: Iterable[str] = ()) -> None:
             for option, pattern in _patterns(config):
                 given = f"LoraConfig({option}={pattern!r})"
                 compiled = _compiled(_FORMS[option].replace("{}", pattern))
-                match = compiled.fullmatch if _FORMS[option] == "{}" else compiled.match
-                for name in names:
+                match = compiled.match
+                if _FORMS[option] == "{}":
+                    match = compiled.fullmatch
+                for name in names:  # for the time it takes: a pattern may backtrack for years
                     match(name)
     except RecursionError:
         raise UserError(given, "it is nested too deeply for a regular expression") from None
@@ -150,14 +164,19 @@ def check_patterns(config: LoraConfig, names: Iterable[str] = ()) -> None:
 
 def pattern_key(patterns: Iterable[str], name: str) -> str:
     """PEFT's `get_pattern_key`: the first of `patterns` that matches `name`, else `name` itself."""
-    return next((key for key in patterns if _compiled(_FORMS["rank_pattern"].replace("{}", key)).match(name)), name)
+    for pattern in patterns:
+        if _compiled(_FORMS["rank_pattern"].replace("{}", pattern)).match(name):
+            return pattern
+    return name
 
 
 def rank_and_scaling(config: LoraConfig, name: str) -> tuple[int, float]:
     """r, and s of `s * B @ A`, of the target that patterns match as `name`."""
     r = config.rank_pattern.get(pattern_key(config.rank_pattern, name), config.r)
     alpha = config.alpha_pattern.get(pattern_key(config.alpha_pattern, name), config.lora_alpha)
-    return r, alpha / math.sqrt(r) if config.use_rslora else alpha / r
+    if config.use_rslora:  # Kalajdzievski, 2023
+        return r, alpha / math.sqrt(r)
+    return r, alpha / r
 
 
 def matches(ends: Collection[str], names: Iterable[str]) -> list[str]:
@@ -171,9 +190,13 @@ def _patterns(config: LoraConfig) -> Iterator[tuple[str, str]]:
     for option in _FORMS:
         value = getattr(config, option) or ()
         if option in ("target_modules", "exclude_modules"):
-            value = [value] if isinstance(value, str) and value != "all-linear" else ()
-        for pattern in [value] if isinstance(value, str) else value:
-            yield option, pattern
+            if isinstance(value, str) and value != "all-linear":  # lists of these are names
+                yield option, value
+        elif isinstance(value, str):
+            yield option, value
+        else:
+            for pattern in value:
+                yield option, pattern
 
 
 @functools.lru_cache(maxsize=2**16)  # `re` keeps 512, and an adapter may have a rank for each module
@@ -194,32 +217,20 @@ def is_open(plan: ModelPlan, config: LoraConfig, module: str) -> bool:
 def check_each_pattern(plan: ModelPlan, config: LoraConfig, matched: list[str]) -> None:
     """Refuse suffixes, rank patterns and alpha patterns that match no linear, and layer indices out of range."""
     indices = config.layers_to_transform
-    for index in [indices] if isinstance(indices, int) else indices or []:
+    if isinstance(indices, int):
+        indices = [indices]
+    for index in indices or ():
         if not 0 <= index < plan.num_layers:
             raise UserError(
-                f"layers_to_transform={indices}", f"the model has {plan.num_layers} layers, 0 to {plan.num_layers - 1}"
+                f"layers_to_transform={config.layers_to_transform}",
+                f"the model has {plan.num_layers} layers, 0 to {plan.num_layers - 1}",
             )
     own = [*plan.linears, plan.embedding]
-    every = {"target_modules": [name for name in own if is_open(plan, config, name)]}
-    every["exclude_modules"] = [*own, *plan.projections, *plan.matrices]
-    for option in every:
-        given = getattr(config, option) or ()
-        for suffix in [] if isinstance(given, str) else sorted(given):
-            about = matches([suffix], every[option])
-            if not about:
-                raise UserError(
-                    f"{option}={shown(given)}",
-                    f"{suffix!r} matches no linear layer",
-                    did_you_mean(suffix, suffixes(plan.linears)),
-                )
-            if option == "target_modules" and all(_is_saved(name, config) for name in about):
-                raise UserError(
-                    f"modules_to_save={list(config.modules_to_save or ())}",
-                    f"so {suffix!r} of target_modules has no effect",
-                    "a module is trained in full or by LoRA: take it out of one of the two",
-                )
-    excluded = config.exclude_modules
-    if isinstance(excluded, str) and not any(re.fullmatch(excluded, name) for name in every["exclude_modules"]):
+    _check_each_name("target_modules", config, [name for name in own if is_open(plan, config, name)], plan)
+    # Experts and routers may be excluded, but are no targets by their modules' names.
+    excludable, excluded = [*own, *plan.projections, *plan.matrices], config.exclude_modules
+    _check_each_name("exclude_modules", config, excludable, plan)
+    if isinstance(excluded, str) and not any(re.fullmatch(excluded, name) for name in excludable):
         raise UserError(
             f"exclude_modules={excluded!r}", "it matches no linear layer", "a text is a pattern for whole names"
         )
@@ -231,6 +242,28 @@ def check_each_pattern(plan: ModelPlan, config: LoraConfig, matched: list[str]) 
                     f"{pattern!r} matches none of the targets",
                     did_you_mean(pattern, suffixes(matched)),
                 )
+
+
+def _check_each_name(option: str, config: LoraConfig, names: list[str], plan: ModelPlan) -> None:
+    """Refuse an entry of `option`, unless it is one pattern, that is about none of `names`, or only of what PEFT drops
+    from the targets because it is trained in full."""
+    given = getattr(config, option) or ()
+    if isinstance(given, str):
+        return
+    for suffix in sorted(given):  # one order on all ranks: all raise the same error
+        about = matches([suffix], names)
+        if not about:
+            raise UserError(
+                f"{option}={shown(given)}",
+                f"{suffix!r} matches no linear layer",
+                did_you_mean(suffix, suffixes(plan.linears)),
+            )
+        if option == "target_modules" and all(_is_saved(name, config) for name in about):
+            raise UserError(
+                f"modules_to_save={list(config.modules_to_save or ())}",
+                f"so {suffix!r} of target_modules has no effect",
+                "a module is trained in full or by LoRA: take it out of one of the two",
+            )
 
 
 def _is_saved(name: str, config: LoraConfig) -> bool:
@@ -245,4 +278,6 @@ def suffixes(names: Iterable[str]) -> set[str]:
 
 def shown(targets: Any) -> str:
     """Names or a pattern, for messages."""
-    return repr(targets) if isinstance(targets, str) or targets is None else str(sorted(targets))
+    if isinstance(targets, str) or targets is None:
+        return repr(targets)
+    return str(sorted(targets))  # sets have no order of their own

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +40,12 @@ class PieceLoraConfig(LoraConfig):
 def own_words(config: LoraConfig) -> dict[str, Any]:
     """The options of `config` that PEFT lacks, as stored in `meshlora.json`; empty if none are set."""
     pieces, shared = getattr(config, "pieces", None) or {}, getattr(config, "share_experts", False)
-    words = {"pieces": dict(pieces)} if pieces or shared else {}
-    return words | ({"share_experts": True} if shared else {})
+    words: dict[str, Any] = {}
+    if pieces or shared:  # even if there are none: `read_config` asks for them
+        words["pieces"] = dict(pieces)
+    if shared:
+        words["share_experts"] = True
+    return words
 
 
 def with_own_words(
@@ -68,11 +72,14 @@ def piece_of(fused: Layout | None, module: str, name: str) -> Piece:
     Raises:
         UserError: there is no such piece.
     """
-    pieces = {p.name: p for p in fused.pieces} if fused is not None else {}
-    if name not in pieces:
-        known = ", ".join(pieces) or "none: it is not a fused matrix, or adapters on parts of it are not proved"
-        raise UserError(f"pieces: {name!r} of {module}", f"its pieces are: {known}", "name them as they are there")
-    return pieces[name]
+    pieces = () if fused is None else fused.pieces
+    for piece in pieces:
+        if piece.name == name:
+            return piece
+    known = ", ".join(piece.name for piece in pieces)
+    if not known:
+        known = "none: it is not a fused matrix, or adapters on parts of it are not proved"
+    raise UserError(f"pieces: {name!r} of {module}", f"its pieces are: {known}", "name them as they are there")
 
 
 def with_pieces(config: LoraConfig, pieces: Mapping[str, list[str]]) -> LoraConfig:
@@ -83,7 +90,9 @@ def with_pieces(config: LoraConfig, pieces: Mapping[str, list[str]]) -> LoraConf
     for key, names in pieces.items():
         number = len(names)
         ranks[key] = number * ranks.get(key, config.r)
-        alphas[key] = alphas.get(key, config.lora_alpha) * (math.sqrt(number) if config.use_rslora else number)
+        # So that PEFT's scale, of the whole, is that of each piece: alpha / r, or with rsLoRA alpha / sqrt(r).
+        growth = math.sqrt(number) if config.use_rslora else number
+        alphas[key] = alphas.get(key, config.lora_alpha) * growth
     found = with_own_words(config, pieces)
     found.rank_pattern, found.alpha_pattern = ranks, alphas
     return found
@@ -92,7 +101,13 @@ def with_pieces(config: LoraConfig, pieces: Mapping[str, list[str]]) -> LoraConf
 def pieces_of(config: LoraConfig, name: str) -> list[str]:
     """The pieces of the linear `name` that have an adapter; empty for the whole."""
     chosen: dict[str, list[str]] = own_words(config).get("pieces", {})
-    return next((names for key, names in chosen.items() if matches([key], [name])), [])
+    key = _key_of(chosen, name)
+    return [] if key is None else chosen[key]
+
+
+def _key_of(chosen: Iterable[str], name: str) -> str | None:
+    """The first key of `pieces` that is about the linear `name`; None: none is."""
+    return next((key for key in chosen if matches([key], [name])), None)
 
 
 def check_pieces(config: LoraConfig, targets: Collection[str], plan: ModelPlan) -> None:
@@ -111,9 +126,10 @@ def check_pieces(config: LoraConfig, targets: Collection[str], plan: ModelPlan) 
         check({"pieces": chosen, "init_lora_weights": config.init_lora_weights})
         for name in about:
             rule = plan.rule_of(name)
+            fused = rule.fused if rule is not None else None
             for piece in names:
-                piece_of(rule.fused if rule is not None else None, name, piece)
-            if key == next(other for other in chosen if matches([other], [name])):
+                piece_of(fused, name, piece)
+            if key == _key_of(chosen, name):  # a later one is not in force
                 _check_patterns(config, key, name)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -103,18 +102,29 @@ class Target:
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Part -> full shape: `A`, `B`, of pieces `A.q`, `B.q`, with DoRA `magnitude`."""
+        stack: tuple[int, ...] = ()
+        if self.is_shared:
+            stack = (1,)
+        elif self.num_experts:
+            stack = (self.num_experts,)
         shapes: dict[str, tuple[int, ...]] = {}
-        stack = (1 if self.is_shared else self.num_experts,) if self.num_experts else ()
-        for piece in self.pieces or ("",):
-            end = f".{piece}" if piece else ""
-            rows = piece_of(self.fused, self.name, piece).size if piece else self.out_features
-            shapes |= {f"A{end}": (*stack, self.r, self.in_features), f"B{end}": (*stack, rows, self.r)}
-        return shapes | ({"magnitude": (self.out_features,)} if self.use_dora else {})
+        for piece in self.pieces:
+            rows = piece_of(self.fused, self.name, piece).size
+            shapes[f"A.{piece}"] = (*stack, self.r, self.in_features)
+            shapes[f"B.{piece}"] = (*stack, rows, self.r)
+        if not self.pieces:
+            shapes = {"A": (*stack, self.r, self.in_features), "B": (*stack, self.out_features, self.r)}
+        if self.use_dora:
+            shapes["magnitude"] = (self.out_features,)
+        return shapes
 
     def name_of(self, part: str) -> str:
         """Name of the trained parameter: "A" of `up_proj` -> `up_proj.lora_A`."""
-        kind = "lora_embedding_" if self.is_embedding else "lora_"
-        return f"{self.name}.{kind}{'magnitude_vector' if part == 'magnitude' else part}"
+        if self.is_embedding:
+            return f"{self.name}.lora_embedding_{part}"
+        if part == "magnitude":
+            part = "magnitude_vector"
+        return f"{self.name}.lora_{part}"
 
 
 def describe_targets(targets: Mapping[str, Target]) -> list[str]:
@@ -122,10 +132,16 @@ def describe_targets(targets: Mapping[str, Target]) -> list[str]:
     lines = []
     for name, same in folded_names(targets).items():
         first = targets[same[0]]
-        times = f", {len(same)} layers" if len(same) > 1 else ""
-        experts = f", {'one for all of' if first.is_shared else 'each of'} {first.num_experts} experts"
-        pieces = f" ({', '.join(first.pieces)})" if first.pieces else ""
-        lines.append(f"  LoRA r={first.r} on {name}{pieces}{times}{experts if first.num_experts else ''}")
+        line = f"  LoRA r={first.r} on {name}"
+        if first.pieces:
+            line += f" ({', '.join(first.pieces)})"
+        if len(same) > 1:
+            line += f", {len(same)} layers"
+        if first.is_shared:
+            line += f", one for all of {first.num_experts} experts"
+        elif first.num_experts:
+            line += f", each of {first.num_experts} experts"
+        lines.append(line)
     return lines
 
 
@@ -142,16 +158,15 @@ def check_supported(config: LoraConfig) -> None:
         )
     default = LoraConfig()
     for option in dataclasses.fields(config):
-        value = getattr(config, option.name)
-        if option.name in SUPPORTED | DESCRIPTIVE or value == getattr(default, option.name):
+        if option.name in SUPPORTED | DESCRIPTIVE:
             continue
-        if not value and not getattr(default, option.name):  # None, [], {} and False all mean "off"
-            continue
-        raise UnsupportedError(
-            f"LoraConfig({option.name}={value!r})",
-            "this option is not supported yet",
-            f"leave it at {getattr(default, option.name)!r}; supported: {', '.join(sorted(SUPPORTED))}",
-        )
+        value, usual = getattr(config, option.name), getattr(default, option.name)
+        if value != usual and (value or usual):  # None, [], {} and False all mean "off"
+            raise UnsupportedError(
+                f"LoraConfig({option.name}={value!r})",
+                "this option is not supported yet",
+                f"leave it at {usual!r}; supported: {', '.join(sorted(SUPPORTED))}",
+            )
     check({"use_dora": config.use_dora, "init_lora_weights": config.init_lora_weights})
     check_values(config)
 
@@ -175,14 +190,15 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
     config = dataclasses.replace(config, target_modules=_explicit_targets(model, plan, config))
     # On a parallel model projections of experts are modules; otherwise, as in PEFT, parameters.
     names = [name for name, _ in model.named_modules() if name and name not in plan.projections]
-    found = {name: check_target_module_exists(config, name) for name in names}
-    matched = [name for name, match in found.items() if match is True]
-    matched += [name for name, match in found.items() if isinstance(match, re.Match)]
+    # True or a match of a text; PEFT returns an object that is false for a name that it excludes.
+    matched = [name for name in names if check_target_module_exists(config, name)]
     if strict:  # a file's keys decide
         matched = [name for name in matched if is_open(plan, config, name)]
     for name in matched:
         _check_module(model, plan, config, name)
-    by_weight = [name for feature in features() for name in feature.targets_among_parameters(model, plan, config)]
+    by_weight: list[str] = []
+    for feature in features():
+        by_weight += feature.targets_among_parameters(model, plan, config)
     parameters = [name for name in by_weight if name not in matched]
     for feature in features():
         feature.check_targets(config, matched, by_weight, plan)
@@ -193,10 +209,12 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
         _check_fan_in_fan_out(plan, config)
     if not matched:
         raise _no_match(config, plan)
-    known, asked = (plan.embedding, *plan.linears, *plan.projections, *plan.matrices), {*matched}
-    chosen = [name for name in known if name in asked]
-    wrapped = set(parameters) - plan.projections.keys()
-    targets = {name: _target(model, name, config, plan, by_weight=name in wrapped) for name in chosen}
+    asked, wrapped = set(matched), set(parameters) - plan.projections.keys()
+    targets: dict[str, Target] = {}
+    # In the order of the plan, which all ranks share: they gather targets one after the other.
+    for name in (plan.embedding, *plan.linears, *plan.projections, *plan.matrices):
+        if name in asked:
+            targets[name] = _target(model, name, config, plan, by_weight=name in wrapped)
     _check_size(targets)
     return targets
 
@@ -224,14 +242,12 @@ def _check_module(model: Any, plan: ModelPlan, config: LoraConfig, name: str) ->
         way_out = f"name it in exclude_modules: [{leaf}]"
         raise UnsupportedError(f"target_modules matches {name}", f"PEFT refuses it ({error})", way_out) from None
     is_tied = name == plan.head and model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    check(
-        {
-            "use_dora": config.use_dora,
-            "init_lora_weights": config.init_lora_weights,
-            "an adapter on the tied head": name if is_tied else "",
-            "an adapter on the embedding": name if name == plan.embedding else "",
-        }
-    )
+    asked: dict[str, Any] = {"use_dora": config.use_dora, "init_lora_weights": config.init_lora_weights}
+    if is_tied:
+        asked["an adapter on the tied head"] = name
+    if name == plan.embedding:
+        asked["an adapter on the embedding"] = name
+    check(asked)
 
 
 def _no_match(config: LoraConfig, plan: ModelPlan) -> UserError:
@@ -244,22 +260,23 @@ def _no_match(config: LoraConfig, plan: ModelPlan) -> UserError:
         way_out = f"a text is a pattern for whole names: give a list, as in [{given}], or '.*{given}'"
     else:
         way_out = did_you_mean(next(iter(sorted(given or {""}))), suffixes(plan.linears))
-    return UserError(
-        f"target_modules={shown(given)}",
-        f"it matches no linear layer of the {'text part' if plan.text else 'model'}"
-        + (" in the layers of layers_to_transform" if config.layers_to_transform is not None else "")
-        + (" that exclude_modules leaves" if config.exclude_modules else "")
-        + (f" that modules_to_save={list(config.modules_to_save)} leaves" if config.modules_to_save else ""),
-        way_out,
-    )
+    rule = "it matches no linear layer of the " + ("text part" if plan.text else "model")
+    if config.layers_to_transform is not None:
+        rule += " in the layers of layers_to_transform"
+    if config.exclude_modules:
+        rule += " that exclude_modules leaves"
+    if config.modules_to_save:
+        rule += f" that modules_to_save={list(config.modules_to_save)} leaves"
+    return UserError(f"target_modules={shown(given)}", rule, way_out)
 
 
 def _target(model: Any, name: str, config: LoraConfig, plan: ModelPlan, *, by_weight: bool) -> Target:
-    key = f"{name}.weight" if by_weight else name  # PEFT's name of it in patterns
+    key = f"{name}.weight" if by_weight else name  # PEFT's name of it in rank_pattern and alpha_pattern
     r, scaling = rank_and_scaling(config, key)
     pieces = pieces_of(config, name)
     if pieces and r % len(pieces):
         raise UserError(f"rank {r} of {name}", f"it is that of its pieces {pieces} together", "give each the same rank")
+    # To PEFT r is the rank of all pieces together, and alpha too (`with_pieces`): the scale is that of each.
     target = Target(name, r // max(1, len(pieces)), scaling, tuple(pieces), config.use_dora, name == plan.embedding)
     rule = plan.rule_of(name)
     if rule is None:
@@ -281,8 +298,10 @@ def _embedding_size(model: Any, plan: ModelPlan) -> tuple[int, int]:
 
 def _check_size(targets: Mapping[str, Target]) -> None:
     """Refuse factors larger than their matrices (rank above width), unless small: surely a mistake."""
-    own = sum(math.prod(shape) for target in targets.values() for shape in target.shapes.values())
-    base = sum(t.in_features * t.out_features * max(1, t.num_experts) for t in targets.values())
+    own = base = 0
+    for target in targets.values():
+        own += sum(map(math.prod, target.shapes.values()))
+        base += target.in_features * target.out_features * max(1, target.num_experts)
     if own > max(4 * base, _SMALL):
         largest = max(targets.values(), key=lambda target: target.r)
         raise UserError(
@@ -297,21 +316,24 @@ def _explicit_targets(model: Any, plan: ModelPlan, config: LoraConfig) -> set[st
     given = config.target_modules
     if given == "all-linear":  # routers are frozen unless named
         output = model.get_output_embeddings()
-        head = next((name for name, module in model.named_modules() if module is output), None)
-        names = (n for n in plan.linears if n != head and not plan.is_of_head(n) and n not in plan.routers)
-        return {name for name in names if is_open(plan, config, name)}
-    if given is None and config.target_parameters:
+        # By the module, not `plan.head`, which is "" of a head that is no linear.
+        heads = {name for name, module in model.named_modules() if module is output}
+        names = plan.linears.keys() - heads - plan.routers
+        return {name for name in names if is_open(plan, config, name) and not plan.is_of_head(name)}
+    if isinstance(given, str):
+        return given
+    if given is not None:
+        return set(given)
+    if config.target_parameters:
         return set()
-    if given is None:
-        known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model.config.model_type)
-        if known is None:
-            raise UserError(
-                "LoraConfig(target_modules=None)",
-                f"PEFT has no default targets for model_type {model.config.model_type!r}",
-                'name them, or use "all-linear"',
-            )
-        return set(known)
-    return given if isinstance(given, str) else set(given)
+    known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model.config.model_type)
+    if known is None:
+        raise UserError(
+            "LoraConfig(target_modules=None)",
+            f"PEFT has no default targets for model_type {model.config.model_type!r}",
+            'name them, or use "all-linear"',
+        )
+    return set(known)
 
 
 def _check_fan_in_fan_out(plan: ModelPlan, config: LoraConfig) -> None:

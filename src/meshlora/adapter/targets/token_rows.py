@@ -10,6 +10,7 @@ base.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,13 +61,18 @@ def resolve_rows(
     given = getattr(config, _OPTION, None)
     if not given:
         return {}
-    by_module = {plan.embedding: given} if isinstance(given, list) else _by_module(model, plan, given)
+    if isinstance(given, list):
+        by_module = {plan.embedding: given}
+    else:
+        by_module = _by_module(model, plan, given)
     tied = _tied(model, plan, given, by_module)
     found = {}
     for module, ids in by_module.items():
-        if module == plan.head and module in tied:
-            continue
-        rows = TokenRows(module, tuple(ids), _num_tokens(model, plan, module), tied if module == plan.embedding else ())
+        if module in tied:
+            continue  # it has those of the embedding
+        rows = TokenRows(module, tuple(ids), _num_tokens(model, plan, module))
+        if module == plan.embedding:
+            rows = dataclasses.replace(rows, tied=tied)
         _check_rows(model, plan, rows, targets=targets, copies=copies)
         found[module] = rows
     return found
@@ -77,10 +83,10 @@ def _by_module(model: Any, plan: ModelPlan, given: Mapping[str, list[int]]) -> d
     ends, found = [name for name in (plan.embedding, plan.head) if name], dict[str, list[int]]()
     for key, ids in given.items():
         matched = [name for name, _ in model.named_modules() if name.endswith(key)]  # without a dot, as in PEFT
+        # PEFT goes by any end of a name, as `head` is one of `lm_head`; whole parts of names alone are taken here.
         if len(matched) != 1 or matched[0] not in ends or not f".{matched[0]}".endswith(f".{key}"):
-            rule = f"it names {', '.join(matched) or 'no module'}, and the modules with a vocabulary are " + (
-                " and ".join(ends) or "none"
-            )
+            named, known = ", ".join(matched) or "no module", " and ".join(ends) or "none"
+            rule = f"it names {named}, and the modules with a vocabulary are {known}"
             raise UserError(f"{_OPTION}: {key}", rule, did_you_mean(key, ends))
         if matched[0] in found:
             raise UserError(f"{_OPTION}: {key}", f"it names {matched[0]}, as another key does", "give one of the two")
@@ -107,8 +113,9 @@ def _tied(model: Any, plan: ModelPlan, given: Any, by_module: Mapping[str, list[
 def _num_tokens(model: Any, plan: ModelPlan, module: str) -> int:
     if module in plan.linears:
         return plan.linears[module].out_features
-    rule = plan.parameters.get(f"{module}.weight")
-    return rule.layout.size if rule is not None else int(model.get_submodule(module).num_embeddings)
+    if rule := plan.parameters.get(f"{module}.weight"):  # split: the module has the rows of one rank
+        return rule.layout.size
+    return int(model.get_submodule(module).num_embeddings)
 
 
 def _check_rows(

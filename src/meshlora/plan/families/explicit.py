@@ -61,13 +61,18 @@ _WHOLE = FamilyPlan({})  # no part of a layer can be split exactly, only the voc
 
 
 def _gpt_bigcode(config: Any) -> FamilyPlan:
-    leaf = fused("q k v") if config.multi_query else _PER_HEAD
-    local = ("embed_dim",) if config.multi_query else ()
+    leaf, local = _PER_HEAD, tuple[str, ...]()
+    if config.multi_query:  # one key/value head behind all query heads; its code splits by the width
+        leaf, local = fused("q k v"), ("embed_dim",)
     return FamilyPlan({"attn.c_attn": leaf, "attn.c_proj": ROW, **_GPT_MLP}, local={"attn": local})
 
 
 def _falcon(config: Any) -> FamilyPlan:
-    groups = "kv_heads" if config.new_decoder_architecture else 1 if config.multi_query else "heads"
+    groups: int | str = "heads"
+    if config.new_decoder_architecture:
+        groups = "kv_heads"
+    elif config.multi_query:
+        groups = 1
     return FamilyPlan(
         {
             "self_attention.query_key_value": fused("q k v", groups=groups),

@@ -52,9 +52,8 @@ class Mixer:
         found = []
         for name in pieces.split():
             count, rows = self.pieces[name]
-            unit = rows if isinstance(rows, int) else _int(module, rows)
-            found.append(Piece(name, _int(module, count), unit, can_replicate=count in self.shared))
-        return Layout(tuple(found), _int(module, groups) if isinstance(groups, str) else groups)
+            found.append(Piece(name, _int(module, count), _int(module, rows), can_replicate=count in self.shared))
+        return Layout(tuple(found), _int(module, groups))
 
     def leaf_layout(self, module: nn.Module, path: str) -> Layout:
         """The layout of the split dim of the linear at `path`."""
@@ -65,18 +64,25 @@ class Mixer:
         """Why `tp` ranks cannot share its heads; "" if they can."""
         for count, _ in self.pieces.values():
             number = _int(module, count)
-            if number % tp and not (count in self.shared and tp % number == 0):
-                more = " or be a multiple of it" if count in self.shared else ""
-                return f"tp={tp} must divide {count}={number}{more}"
+            if number % tp == 0:
+                continue
+            if count not in self.shared:
+                return f"tp={tp} must divide {count}={number}"
+            if tp % number:
+                return f"tp={tp} must divide {count}={number} or be a multiple of it"
         return ""
 
     def local(self, module: nn.Module, *, tp: int) -> dict[str, dict[str, int]]:
         """Path in the module -> attribute -> its value on a rank."""
-        own = {count: max(1, _int(module, count) // tp) for count, _ in self.pieces.values()}
-        own |= {name: self.layout(module, pieces).local_size(tp) for name, pieces in self.widths.items()}
+        own: dict[str, int] = {}
+        for count, _ in self.pieces.values():
+            own[count] = max(1, _int(module, count) // tp)
+        for name, pieces in self.widths.items():
+            own[name] = self.layout(module, pieces).local_size(tp)
         found = {}
         for path, part in module.named_modules():
-            values = {n: v for n, v in own.items() if getattr(part, n, None) == getattr(module, n)}
+            # Parts that have a copy of an attribute: of the same name and value.
+            values = {name: n for name, n in own.items() if getattr(part, name, None) == getattr(module, name)}
             if path == self.norm and hasattr(part, "group_size"):
                 values["group_size"] = self.layout(module, "x").local_size(tp) // own[self.pieces["B"][0]]
             if values:
@@ -88,7 +94,10 @@ class Mixer:
         return self.layout(module, "x", self.pieces["B"][0])
 
 
-def _int(module: nn.Module, name: str) -> int:
+def _int(module: nn.Module, name: str | int) -> int:
+    """The attribute `name` of a module; a number itself."""
+    if isinstance(name, int):
+        return name
     value: Any = getattr(module, name)
     assert isinstance(value, int), (type(module).__name__, name, value)
     return value

@@ -25,13 +25,19 @@ from meshlora_ground.versions import digest, other_minors, own_sources, versions
 _FILE: dict[str, Any] = json.loads(Path(__file__).with_name("proved.json").read_text(encoding="utf-8"))
 _RECORD: dict[str, dict[str, float]] = _FILE["families"]
 PROVED = frozenset(_RECORD)
-PROVED_CONTEXT = frozenset(
-    name for name, found in _RECORD.items() if any(Topology.parse(t).size_over(TOKENS) > 1 for t in found)
-)
-PROVED_STAGES = frozenset(
-    name for name, found in _RECORD.items() if any(Topology.parse(t).size_over(LAYERS) > 1 for t in found)
-)
-PROVED_EXPERTS = frozenset(name for name, found in _RECORD.items() if any("ep=" in t for t in found))
+
+
+def _proved_over(axes: frozenset[str]) -> frozenset[str]:
+    """The families with a proof on a topology that has more than one rank over `axes`."""
+    found = set()
+    for name, topologies in _RECORD.items():
+        if any(Topology.parse(topology).size_over(axes) > 1 for topology in topologies):
+            found.add(name)
+    return frozenset(found)
+
+
+PROVED_CONTEXT, PROVED_STAGES = _proved_over(TOKENS), _proved_over(LAYERS)
+PROVED_EXPERTS = frozenset(name for name, found in _RECORD.items() if any("ep=" in topology for topology in found))
 
 # Families for which a single process deviates from its own files, or cannot be compared.
 _REFUSED = {
@@ -95,9 +101,8 @@ def check_family(model: Any, topology: Topology) -> None:
         raise UnsupportedError(f"{what} on {topology}", _REFUSED_SPLIT[config.model_type], "use dp alone")
     if topology.size_over(TOKENS) > 1 and config.model_type in _REFUSED_CONTEXT:
         raise UnsupportedError(f"{what} on {topology}", _REFUSED_CONTEXT[config.model_type], "use dp, tp and sp")
-    if topology.size_over(TOKENS) > 1 and getattr(
-        config, "reorder_and_upcast_attn", False
-    ):  # of gpt2, with eager alone
+    # Of gpt2, with eager alone.
+    if topology.size_over(TOKENS) > 1 and getattr(config, "reorder_and_upcast_attn", False):
         raise UnsupportedError(
             f"reorder_and_upcast_attn on {topology}",
             "it is attention in code of the family's own, which sees no tokens of other ranks",
@@ -125,13 +130,11 @@ def check_proved(model_type: str, topology: Topology, *, has_experts: bool) -> N
     if topology.size_over(LAYERS) > 1:
         proved &= PROVED_STAGES
     if _is_split(topology) and model_type not in proved:
+        families = "families with experts" if has_experts else "families"
         raise UnsupportedError(
             f"model_type {model_type!r}",
             f"its split over {topology} is not proved against one process",
-            "use dp alone, as much as you like; the proved families"
-            + (" with experts" if has_experts else "")
-            + " are "
-            + ", ".join(sorted(proved)),
+            f"use dp alone, as much as you like; the proved {families} are {', '.join(sorted(proved))}",
         )
 
 
@@ -147,9 +150,10 @@ def check_proved_here(model_type: str, topology: Topology, *, has_experts: bool,
     others = other_minors(there, here)
     if not _is_split(topology) or not others or proved_on(cache_dir, proof_of_family(model_type, topology)):
         return
+    installed, recorded = (", ".join(f"{name} {of[name]}" for name in others) for of in (here, there))
     raise UnsupportedError(
-        f"model_type {model_type!r} on {topology} with " + ", ".join(f"{name} {here[name]}" for name in others),
-        "its split is proved with " + ", ".join(f"{name} {there[name]}" for name in others),
+        f"model_type {model_type!r} on {topology} with {installed}",
+        f"its split is proved with {recorded}",
         f"prove it with yours, once: meshlora verify --family {model_type} --topology {_smallest(topology)}",
     )
 
@@ -166,8 +170,10 @@ def _is_split(topology: Topology) -> bool:
 
 def _smallest(topology: Topology) -> Topology:
     """`topology` with the fewest equivalent dp ranks: a proof on two ranks or more also covers larger dp."""
-    experts = topology.ep * topology.etp
-    sizes = (dp for dp in range(min(2, topology.dp), topology.dp) if dp * topology.tp % experts == 0)
-    least = (dataclasses.replace(topology, dp=dp) for dp in sizes)
-    same = (one for one in least if (one.edp > 1) == (topology.edp > 1))
-    return next(same, topology)
+    for dp in range(min(2, topology.dp), topology.dp):
+        if dp * topology.tp % (topology.ep * topology.etp):
+            continue  # the expert mesh is made of the same ranks
+        smaller = dataclasses.replace(topology, dp=dp)
+        if (smaller.edp > 1) == (topology.edp > 1):
+            return smaller
+    return topology

@@ -7,15 +7,16 @@ Owns: the meaning of each style in `config.base_model_tp_plan`. Does not own: fa
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, KeysView
 from typing import Any
 
 from torch import nn
 
 from meshlora.plan.families.explicit import explicit_plan
-from meshlora.plan.families.family import COLUMN, ROW, FamilyPlan
+from meshlora.plan.families.family import COLUMN, ROW, FamilyPlan, Leaf
 from meshlora_ground.errors import UnsupportedError
 
+# Styles of transformers' tensor-parallel plans that split a linear.
 _LEAVES = {"colwise": COLUMN, "rowwise": ROW}
 # Styles of modules that are not split, which need no entry.
 _WHOLE = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
@@ -34,8 +35,7 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
     config = model.config.get_text_config()
     model_type = config.model_type
     if (family := explicit_plan(config)) is not None:
-        there = {name for layer in layers for name, _ in layer.named_modules()}
-        if family.leaves and not there & family.leaves.keys():
+        if family.leaves and not _paths(layers) & family.leaves.keys():
             raise UnsupportedError(f"model_type {model_type!r}", "its layers are not those of its plan", "use tp=1")
         return family
     plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
@@ -46,22 +46,34 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
             "use tp=1, with dp as you like",
         )
     start = f"{layers_name.rpartition('.')[2]}.*."  # in decoder layers: `layers.*.mlp.up_proj` -> `mlp.up_proj`
-    inside = {_regex(key.removeprefix(start)): style for key, style in plan.items() if key.startswith(start)}
-    paths = dict.fromkeys(path for layer in layers for path, _ in layer.named_modules())
-    apart = {name.removeprefix(f"{layers_name}.").partition(".")[2] for name in experts}
-    inside = {
-        pattern: style
-        for pattern, style in inside.items()
-        if any(map(pattern.fullmatch, paths)) and not any(map(pattern.fullmatch, apart))
-    }
-    unknown = sorted(set(inside.values()) - _LEAVES.keys() - _WHOLE - _GATHERS)
+    paths, apart = _paths(layers), {name.removeprefix(f"{layers_name}.").partition(".")[2] for name in experts}
+    styles: dict[str, str] = {}  # path of a module -> its style
+    for key, style in plan.items():
+        pattern = _regex(key.removeprefix(start))
+        if not key.startswith(start) or any(map(pattern.fullmatch, apart)):
+            continue
+        for path in paths:
+            if pattern.fullmatch(path):
+                styles.setdefault(path, style)
+    unknown = sorted(set(styles.values()) - _LEAVES.keys() - _WHOLE - _GATHERS)
     if unknown:
         raise UnsupportedError(
             f"model_type {model_type!r}", f"its plan has styles that are not supported yet: {unknown}", "use tp=1"
         )
-    found = {path: next((s for pattern, s in inside.items() if pattern.fullmatch(path)), "") for path in paths}
-    gathering = {_block(path) for path, style in found.items() if style in _GATHERS}
-    return FamilyPlan({p: _LEAVES[s] for p, s in found.items() if s in _LEAVES and _block(p) not in gathering})
+    gathering = {_block(path) for path, style in styles.items() if style in _GATHERS}
+    leaves: dict[str, Leaf] = {}
+    for path in paths:  # in module order
+        if styles.get(path) in _LEAVES and _block(path) not in gathering:
+            leaves[path] = _LEAVES[styles[path]]
+    return FamilyPlan(leaves)
+
+
+def _paths(layers: nn.ModuleList) -> KeysView[str]:
+    """The names of all modules in the layers, relative to theirs, in order: layers need not be alike."""
+    found: dict[str, None] = {}
+    for layer in layers:
+        found |= dict.fromkeys(path for path, _ in layer.named_modules())
+    return found.keys()
 
 
 def text_decoder(model: Any) -> tuple[str, Any]:
