@@ -93,26 +93,28 @@ class Batch:
     def rows(self, start: int, stop: int) -> Batch:
         """The rows of one adapter in a batch of several, without `more`. Call it on the host: it counts labels."""
         part = dataclasses.replace(self, trained=None, more={})._mapped(lambda tensor: tensor[start:stop])
-        order = None if part.order is None else part.order[start:stop]
-        lengths = None if part.lengths is None else part.lengths[start:stop]
-        return dataclasses.replace(
-            part, order=order, lengths=lengths, num_trained_tokens=int((part.own_labels != IGNORED).sum())
-        )
+        if part.order is not None:
+            part = dataclasses.replace(part, order=part.order[start:stop])
+        if part.lengths is not None:
+            part = dataclasses.replace(part, lengths=part.lengths[start:stop])
+        return dataclasses.replace(part, num_trained_tokens=int((part.own_labels != IGNORED).sum()))
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on `device`, with `trained` computed from the labels on the host, without a synchronization."""
-        trained = (self.own_labels.flatten() != IGNORED).nonzero().squeeze(1) if self.trained is None else self.trained
+        trained = self.trained
+        if trained is None:
+            trained = (self.own_labels.flatten() != IGNORED).nonzero().squeeze(1)
         return dataclasses.replace(self, trained=trained)._mapped(lambda tensor: to_device(tensor, device))
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> Batch:
         """The batch with `function` applied to each tensor."""
-        tensors: dict[str, Any] = {
-            name: function(value) for name, value in vars(self).items() if isinstance(value, Tensor)
-        }
-        columns, more = (
-            {name: function(value) for name, value in values.items()} for values in (self.columns, self.more)
-        )
-        return dataclasses.replace(self, **tensors, columns=columns, more=more)
+        mapped: dict[str, Any] = {}
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                mapped[name] = function(value)
+            elif isinstance(value, Mapping):  # columns, more
+                mapped[name] = {key: function(tensor) for key, tensor in value.items()}
+        return dataclasses.replace(self, **mapped)
 
 
 def collate(
@@ -132,7 +134,7 @@ def collate(
     S is the smallest such length, so it never exceeds a `max_length` that is a multiple of both's product.
 
     Without sequences, return a dummy batch `[1, S]` without labels: a rank that has run out runs the same collectives
-    as the others and adds nothing. Its attention mask is all ones, because attention to nothing is 0/0.
+    as the others and adds nothing.
 
     Args:
         pad_token_id: fills the padding; never seen by the loss.
@@ -144,13 +146,7 @@ def collate(
     assert token_multiple >= 1, token_multiple
     if not sequences:
         length = cut_length(2, parts=row_multiple, multiple=token_multiple)
-        input_ids = torch.full((1, length), pad_token_id, dtype=torch.int64)
-        mask, untrained = torch.ones_like(input_ids), torch.full_like(input_ids, IGNORED)
-        nowhere = token_numbers(torch.zeros(1, dtype=torch.int64), length)
-        zeros = {name: torch.zeros(1, length) for name in columns}
-        targets = torch.zeros(1, num_targets) if num_targets else None
-        return Batch(input_ids, mask, untrained, 0, nowhere, zeros, is_dummy=True, targets=targets, pads_right=True)
-
+        return _dummy(length, pad_token_id, columns=columns, num_targets=num_targets)
     num_rows = len(sequences)
     longest = max(len(sequence.input_ids) for sequence in sequences)
     length = cut_length(longest, parts=row_multiple, multiple=token_multiple // math.gcd(num_rows, token_multiple))
@@ -159,44 +155,67 @@ def collate(
     attention_mask = np.zeros((num_rows, length), dtype=np.int64)
     labels = np.full((num_rows, length), IGNORED, dtype=np.int64)
     shifted = {name: np.zeros((num_rows, length), dtype=np.float32) for name in columns}
+    # Position t predicts token t + 1; token 0 is predicted by nothing.
+    own = slice(int(predicts_next), None)
     for row, sequence in enumerate(sequences):
         ids, is_trained = sequence.input_ids, sequence.is_trained
         input_ids_np[row, : len(ids)] = ids
         attention_mask[row, : len(ids)] = 1
-        # Position t predicts token t + 1; token 0 is predicted by nothing.
-        own = slice(1 if predicts_next else 0, None)
         here = slice(0, len(ids[own]))
         labels[row, here] = np.where(is_trained[own], ids[own], IGNORED)
         for name, column in shifted.items():
             column[row, here] = np.where(is_trained[own], sequence.columns[name][own], 0)
+    if places is None:
+        places = range(num_rows)
+    targets = None
+    if num_targets:
+        targets = torch.from_numpy(np.stack([sequence.targets for sequence in sequences]))  # type: ignore[misc]
     return Batch(
         input_ids=torch.from_numpy(input_ids_np),
         attention_mask=torch.from_numpy(attention_mask),
         labels=torch.from_numpy(labels),
         num_trained_tokens=int((labels != IGNORED).sum()),
-        tokens=token_numbers(torch.as_tensor(range(num_rows) if places is None else places), length),
+        tokens=token_numbers(torch.as_tensor(places), length),
         columns={name: torch.from_numpy(column) for name, column in shifted.items()},
         more=_more([sequence.more() for sequence in sequences], length),
-        targets=torch.from_numpy(np.stack([s.targets for s in sequences])) if num_targets else None,  # type: ignore[misc]
+        targets=targets,
         pads_right=True,
     )
 
 
+def _dummy(length: int, pad_token_id: int, *, columns: AbstractSequence[str], num_targets: int) -> Batch:
+    """The batch of a rank that has run out. Its attention mask is all ones: attention to nothing is 0/0."""
+    input_ids = torch.full((1, length), pad_token_id, dtype=torch.int64)
+    mask, untrained = torch.ones_like(input_ids), torch.full_like(input_ids, IGNORED)
+    nowhere = token_numbers(torch.zeros(1, dtype=torch.int64), length)
+    zeros = {name: torch.zeros(1, length) for name in columns}
+    targets = torch.zeros(1, num_targets) if num_targets else None
+    return Batch(input_ids, mask, untrained, 0, nowhere, zeros, is_dummy=True, targets=targets, pads_right=True)
+
+
 def _more(each: AbstractSequence[Mapping[str, Tensor]], length: int) -> dict[str, Tensor]:
     """The further inputs of each sequence as those of a batch. length: of its rows."""
-    found = {}
-    for name in dict.fromkeys(name for of_one in each for name in of_one):
-        parts = [of_one[name] for of_one in each if name in of_one]
+    found: dict[str, Tensor] = {}
+    of_names: dict[str, list[Tensor]] = {}
+    for of_one in each:
+        for name, part in of_one.items():
+            of_names.setdefault(name, []).append(part)
+    for name, parts in of_names.items():
         if name in TOKEN_TYPES:
             found[name] = torch.stack([F.pad(part, (0, length - len(part))) for part in parts])
-            continue
-        shape = [max(sizes) for sizes in zip(*(part.shape[1:] for part in parts), strict=True)]
-        padding = [
-            [n for size, most in zip(part.shape[:0:-1], shape[::-1], strict=True) for n in (0, most - size)]
-            for part in parts
-        ]
-        found[name] = torch.cat([F.pad(part, pad) for part, pad in zip(parts, padding, strict=True)])
+        else:
+            # One row for each image, padded to the largest sizes: images have more patches, or tiles, than others.
+            sizes = torch.tensor([part.shape[1:] for part in parts]).amax(0).tolist()
+            found[name] = torch.cat([_padded(part, sizes) for part in parts])
     return found
+
+
+def _padded(part: Tensor, sizes: AbstractSequence[int]) -> Tensor:
+    """`part` `[n, ...]` with zeros at the ends of its other dims, up to `sizes`."""
+    padding: list[int] = []
+    for size, most in zip(reversed(part.shape[1:]), reversed(sizes), strict=True):  # F.pad begins with the last dim
+        padding += (0, most - size)
+    return F.pad(part, padding)
 
 
 def cut_length(length: int, *, parts: int, multiple: int = 1) -> int:

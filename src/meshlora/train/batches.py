@@ -8,7 +8,7 @@ own: the order of examples (`reading.sampler`), rows of several sequences (`trai
 from __future__ import annotations
 
 import dataclasses
-import itertools
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,12 +17,13 @@ import numpy as np
 from meshlora.comm.groups import Mesh
 from meshlora.plan.token_order import token_order
 from meshlora.train.batch import Batch, collate
-from meshlora.train.packing import joined, packed_share, with_positions
+from meshlora.train.packing import joined, packed_rows, with_positions
 from meshlora_ground.dataset import Sequence as TokenSequence
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
 
 Step = tuple[TokenizedDataset, np.ndarray]  # of one adapter: its data, the indices of the step's examples
+Example = tuple[int, int]  # index of the adapter's step; position of the example in that step
 Row = tuple[int, list[int]]  # index of the adapter's step; positions of the row's sequences in that step
 
 
@@ -73,77 +74,97 @@ class Batching:
         Every rank gets the same number of micro-batches. Without packing, examples are dealt to the ranks round-robin
         across adapters, so ranks differ by at most one example, whatever the batch sizes are.
         """
-        found = self._rows(steps, self.mesh.dp.rank if dp_rank is None else dp_rank)
-        return found + [[] for _ in range(-len(found) % self.multiple)]
-
-    def _rows(self, steps: Sequence[Step], rank: int) -> list[list[Row]]:
+        rank = self.mesh.dp.rank if dp_rank is None else dp_rank
         if self.row_length is not None:
-            of_ranks = [self._packed(steps, self.row_length, other) for other in range(self.mesh.dp.size)]
-            starts = range(0, max(map(len, of_ranks)), self.micro_batch_size)
-            return [of_ranks[rank][start : start + self.micro_batch_size] for start in starts]
-        every = [(number, place) for number, (_, indices) in enumerate(steps) for place in range(len(indices))]
-        parts = share(
-            np.arange(len(every)),
-            dp_rank=rank,
-            dp_size=self.mesh.dp.size,
-            micro_batch_size=self.micro_batch_size,
-        )
-        each = [data.rows_per_example for data, _ in steps]
-        taken = [range(number) if self.only is None else (self.only,) for number in each]
-        examples = [[every[position] for position in part] for part in parts]
-        found = [[(n, [place * each[n] + row]) for n, place in part for row in taken[n]] for part in examples]
-        return [_joined(rows) for rows in found] if self.joins else found
+            found = self._packed(steps, self.row_length, rank)
+        else:
+            found = self._dealt(steps, rank)
+        while len(found) % self.multiple:
+            found.append([])
+        return found
 
-    def _packed(self, steps: Sequence[Step], row_length: int, dp_rank: int) -> list[Row]:
-        """All packed rows of `dp_rank`. A row holds sequences of one adapter."""
-        options = {"dp_rank": dp_rank, "dp_size": self.mesh.dp.size, "micro_batch_size": self.micro_batch_size}
-        found = []
+    def _dealt(self, steps: Sequence[Step], dp_rank: int) -> list[list[Row]]:
+        """Each sequence in a row of its own, or under `joins` those of an adapter in one."""
+        examples: list[Example] = []
+        for number, (_, indices) in enumerate(steps):
+            examples += [(number, place) for place in range(len(indices))]
+        order, found = np.arange(len(examples)), []
+        for part in share(order, dp_rank=dp_rank, dp_size=self.mesh.dp.size, micro_batch_size=self.micro_batch_size):
+            rows: list[Row] = []
+            for position in part:
+                rows += self._of_example(examples[position], steps)
+            found.append(_joined(rows) if self.joins else rows)
+        return found
+
+    def _of_example(self, example: Example, steps: Sequence[Step]) -> list[Row]:
+        """The rows of an example that this run takes: all, or the one of them that `only` says."""
+        number, place = example
+        data, _ = steps[number]
+        first = place * data.rows_per_example
+        if self.only is not None:
+            return [(number, [first + self.only])]
+        return [(number, [first + row]) for row in range(data.rows_per_example)]
+
+    def _packed(self, steps: Sequence[Step], row_length: int, dp_rank: int) -> list[list[Row]]:
+        """The packed rows of each micro-batch of `dp_rank`. A row holds sequences of one adapter."""
+        of_ranks: list[list[Row]] = [[] for _ in range(self.mesh.dp.size)]
         for number, (data, indices) in enumerate(steps):
             lengths = np.diff(data.offsets)[indices].tolist()
-            parts = packed_share(lengths, row_length=row_length, **options)
-            found += [(number, row) for part in parts for row in part]
-        return found
+            for rows, packed in zip(of_ranks, packed_rows(lengths, len(of_ranks), row_length), strict=True):
+                rows += [(number, row) for row in packed]
+        # As many micro-batches on every rank as the one with the most rows needs: their collectives must match.
+        starts = range(0, max(map(len, of_ranks)), self.micro_batch_size)
+        return [of_ranks[dp_rank][start : start + self.micro_batch_size] for start in starts]
 
     def micro_batches(self, steps: Sequence[Step]) -> Iterator[MicroBatch]:
         """This rank's share of `steps`, padded. Each sequence keeps its position in its adapter's global batch."""
-        first, _ = steps[0]
         for rows in self.rows(steps):
-            of_rows = [[_sequence(steps[number], place) for place in places] for number, places in rows]
-            batch = collate(
-                [joined(row) if self.packs else row[0] for row in of_rows],
-                pad_token_id=self.pad_token_id,
-                token_multiple=self.mesh.token_cut.size // self.mesh.cp.size,
-                row_multiple=self.mesh.cp.size,
-                columns=tuple(first.columns),
-                places=[places[0] for _, places in rows],
-                num_targets=0 if first.targets is None else first.targets.shape[1],
-                predicts_next=first.predicts_next,
-            )
-            if self.only is None:
-                batch = dataclasses.replace(batch, rows_per_example=first.rows_per_example)
-            if self.packs:
-                lengths = [[len(sequence.input_ids) for sequence in row] for row in of_rows]
-                batch = with_positions(batch, lengths, [places for _, places in rows])
-            if self.mesh.cp.size > 1:
-                batch = self._cut(batch)
-            # A rank without rows still joins all collectives: it runs a row of padding as the first adapter's.
-            groups = itertools.groupby([number for number, _ in rows] or [0])
-            sizes = [(number, len(list(group))) for number, group in groups]
+            batch = self._collated(steps, rows)
             whole = batch.to(self.mesh.device)
-            if len(sizes) == 1:
-                yield MicroBatch(whole, (Own(sizes[0][0], whole),))
-                continue
-            stops = list(itertools.accumulate(size for _, size in sizes))
-            owners = [
-                Own(number, batch.rows(stop - size, stop).to(self.mesh.device))
-                for (number, size), stop in zip(sizes, stops, strict=True)
-            ]
+            # A rank without rows still joins all collectives: it runs a row of padding as the first adapter's.
+            numbers = Counter([number for number, _ in rows] or [0])
+            owners, stop = [], 0
+            for number, size in numbers.items():  # in order: rows of one adapter are adjacent
+                start, stop = stop, stop + size
+                own = whole
+                if len(numbers) > 1:  # cut on the host, where labels are counted without waiting for the device
+                    own = batch.rows(start, stop).to(self.mesh.device)
+                owners.append(Own(number, own))
             yield MicroBatch(whole, tuple(owners))
+
+    def _collated(self, steps: Sequence[Step], rows: Sequence[Row]) -> Batch:
+        """The micro-batch of `rows`, on the host."""
+        first, _ = steps[0]
+        sequences, lengths, places = list[TokenSequence](), list[list[int]](), list[list[int]]()
+        for number, in_step in rows:
+            row = [_sequence(steps[number], place) for place in in_step]
+            sequences.append(joined(row) if self.packs else row[0])
+            lengths.append([len(sequence.input_ids) for sequence in row])
+            places.append(in_step)
+        batch = collate(
+            sequences,
+            pad_token_id=self.pad_token_id,
+            token_multiple=self.mesh.token_cut.size // self.mesh.cp.size,
+            row_multiple=self.mesh.cp.size,
+            columns=tuple(first.columns),
+            places=[of_row[0] for of_row in places],
+            num_targets=0 if first.targets is None else first.targets.shape[1],
+            predicts_next=first.predicts_next,
+        )
+        if self.only is None:
+            batch = dataclasses.replace(batch, rows_per_example=first.rows_per_example)
+        if self.packs:
+            batch = with_positions(batch, lengths, places)
+        if self.mesh.cp.size > 1:
+            batch = self._cut(batch)
+        return batch
 
     def _cut(self, batch: Batch) -> Batch:
         """`batch` with the tokens of this cp rank as its own. Rows that are not packed are all dealt alike."""
-        size, length = self.mesh.cp.size, batch.input_ids.shape[1]
-        documents = batch.lengths if batch.lengths is not None else [[length]] * len(batch.input_ids)
+        size, (num_rows, length) = self.mesh.cp.size, batch.input_ids.shape
+        documents = batch.lengths
+        if documents is None:
+            documents = [[length]] * num_rows
         order = token_order(documents, size=size, is_balanced=self.balances)
         return batch.cut(order, rank=self.mesh.cp.rank, size=size)
 
@@ -174,8 +195,10 @@ def share(global_indices: np.ndarray, *, dp_rank: int, dp_size: int, micro_batch
 
 def _joined(rows: list[Row]) -> list[Row]:
     """One row of each adapter."""
-    of_adapters = itertools.groupby(rows, key=lambda row: row[0])
-    return [(number, [place for _, places in own for place in places]) for number, own in of_adapters]
+    found: dict[int, list[int]] = {}  # adapter -> places
+    for number, places in rows:
+        found.setdefault(number, []).extend(places)
+    return [*found.items()]
 
 
 def _sequence(step: Step, place: int) -> TokenSequence:

@@ -11,7 +11,6 @@ of the same step without packing.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Sequence as AbstractSequence
 
 import numpy as np
@@ -27,27 +26,32 @@ Rows = list[list[int]]  # of a micro-batch: for each row the positions of its se
 def packed_share(
     lengths: AbstractSequence[int], *, dp_rank: int, dp_size: int, micro_batch_size: int, row_length: int
 ) -> list[Rows]:
-    """The micro-batches of one dp rank, each of at most `micro_batch_size` rows of at most `row_length` tokens.
+    """The micro-batches of one dp rank, each of at most `micro_batch_size` of its `packed_rows`.
 
-    Longest first, each sequence goes to the rank with the fewest tokens so far, and there into the first row with
-    room. So ranks differ by at most one sequence's tokens. Every rank gets the same number of micro-batches, padded
-    with empty ones (`collate([])`).
-
-    Args:
-        lengths: tokens of each sequence of the global batch, in its order.
-        row_length: a longer sequence gets its own row.
+    Every rank gets the same number of micro-batches, padded with empty ones (`collate([])`).
     """
     assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
+    rows = packed_rows(lengths, dp_size, row_length)
+    starts = range(0, max(map(len, rows)), micro_batch_size)
+    return [rows[dp_rank][start : start + micro_batch_size] for start in starts]
+
+
+def packed_rows(lengths: AbstractSequence[int], dp_size: int, row_length: int) -> list[Rows]:
+    """The rows of each dp rank, of at most `row_length` tokens; a longer sequence gets its own row.
+
+    Longest first, each sequence goes to the rank with the fewest tokens so far, and there into the first row with
+    room. So ranks differ by at most one sequence's tokens.
+
+    lengths: tokens of each sequence of the global batch, in its order.
+    """
     shares: list[list[int]] = [[] for _ in range(dp_size)]
     tokens = [0] * dp_size
+    # Both orders are of the numbers alone, ties by place and by rank: every rank comes to the same.
     for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
         lightest = min(range(dp_size), key=lambda rank: (tokens[rank], rank))
         shares[lightest].append(place)
         tokens[lightest] += lengths[place]
-    rows = [_first_fit(share, lengths, row_length) for share in shares]
-    number = max(-(-len(of_rank) // micro_batch_size) for of_rank in rows)
-    mine = rows[dp_rank]
-    return [mine[j * micro_batch_size : (j + 1) * micro_batch_size] for j in range(number)]
+    return [_first_fit(share, lengths, row_length) for share in shares]
 
 
 def _first_fit(places: list[int], lengths: AbstractSequence[int], row_length: int) -> Rows:
@@ -55,7 +59,8 @@ def _first_fit(places: list[int], lengths: AbstractSequence[int], row_length: in
     rows: Rows = []
     filled: list[int] = []
     for place in places:
-        row = next((r for r, tokens in enumerate(filled) if tokens + lengths[place] <= row_length), len(rows))
+        fitting = (row for row, tokens in enumerate(filled) if tokens + lengths[place] <= row_length)
+        row = next(fitting, len(rows))
         if row == len(rows):
             rows.append([])
             filled.append(0)
@@ -66,10 +71,16 @@ def _first_fit(places: list[int], lengths: AbstractSequence[int], row_length: in
 
 def joined(sequences: AbstractSequence[Sequence]) -> Sequence:
     """Concatenate sequences. The first token of each is not a target, so that no label crosses a boundary."""
+    input_ids = np.concatenate([sequence.input_ids for sequence in sequences])
     is_trained = np.concatenate([sequence.is_trained for sequence in sequences])
-    is_trained[list(itertools.accumulate((len(s.input_ids) for s in sequences[:-1]), initial=0))] = False
-    columns = {name: np.concatenate([s.columns[name] for s in sequences]) for name in sequences[0].columns}
-    return Sequence(np.concatenate([sequence.input_ids for sequence in sequences]), is_trained, columns)
+    start = 0
+    for sequence in sequences:
+        is_trained[start] = False
+        start += len(sequence.input_ids)
+    columns = {}
+    for name in sequences[0].columns:
+        columns[name] = np.concatenate([sequence.columns[name] for sequence in sequences])
+    return Sequence(input_ids, is_trained, columns)
 
 
 def with_positions(
@@ -85,11 +96,13 @@ def with_positions(
     position_ids, tokens = torch.zeros_like(batch.input_ids), torch.zeros_like(batch.tokens)
     of_rows = [padded_lengths(of_row, position_ids.shape[1]) for of_row in lengths or [[]]]
     for row, of_row in enumerate(of_rows):
-        position_ids[row] = torch.cat([torch.arange(length) for length in of_row])
-        own = (*(places[row] if lengths else ()), 0)  # 0: of the padding, if there is any
-        tokens[row] = torch.cat(
-            [token_numbers(torch.tensor([place]), length)[0] for place, length in zip(own, of_row, strict=False)]
-        )
+        start = 0
+        # 0: of the padding, if there is any.
+        for place, length in zip((*(places or [[]])[row], 0), of_row, strict=False):
+            own = slice(start, start + length)
+            position_ids[row, own] = torch.arange(length)
+            tokens[row, own] = token_numbers(torch.tensor([place]), length)[0]
+            start += length
     has_one_each = all(len(of_row) < 2 for of_row in lengths)
     return dataclasses.replace(
         batch, position_ids=position_ids, tokens=tokens, lengths=of_rows, has_one_each=has_one_each
@@ -99,4 +112,6 @@ def with_positions(
 def padded_lengths(lengths: AbstractSequence[int], row_length: int) -> list[int]:
     """`lengths` of the sequences of a row, with its padding, if there is any, as one more."""
     rest = row_length - sum(lengths)
-    return [*lengths, *([rest] if rest else [])]
+    if rest:
+        return [*lengths, rest]
+    return [*lengths]
