@@ -109,6 +109,7 @@ class Runtime:
     loop: Loop = field(default_factory=Loop, init=False)
 
     def __post_init__(self) -> None:
+        # One for all adapters: each forward has one set of tokens.
         self.dropout = ForwardTokens(self.mesh.tp, sp=self.plan.topology.sp, context=self.context)
 
 

@@ -75,6 +75,7 @@ def _uniform(shape: tuple[int, ...], fan_in: int, generator: torch.Generator) ->
 
 def _generator(seed: int, name: str) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    # Of the name, not of a counter: a target more or less changes no other draw.
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
@@ -105,6 +106,7 @@ def take_out_of_base(leaf: ParallelLinear, mesh: Mesh, *, init: str, r: int, sca
     a = torch.empty(r, rule.in_features, device=mesh.device)
     b = torch.empty(rule.out_features, r, device=mesh.device)
     if mesh.rank == 0:
+        # On one rank: two might disagree on the signs of singular vectors.
         first, second = _factors(whole.float(), init=init, r=r, scaling=scaling)
         a.copy_(first)
         b.copy_(second)

@@ -151,6 +151,7 @@ def plan_adapter(
         parameters[each.name] = trained_rows(model, plan, each)
     vocabulary = {name: whole_shape(model, plan, f"{name}.weight") for name in (plan.embedding, plan.head) if name}
     found = AdapterPlan(config, stored, targets, parameters, tuple(copies), rows, folder, vocabulary)
+    # Last, when all is known: which features meet in one adapter on this model.
     check({**found.asked(plan), "model.dtype": str(model.dtype).removeprefix("torch.")})
     for feature in features():
         feature.check_adapter(model, plan, found)
@@ -188,6 +189,7 @@ def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets:
                 f"{owner} is a target of LoRA too",
                 "a module is trained in full or by LoRA: take it out of one of the two",
             )
+        # Of a classifier: a whole block with modules of its own, which PEFT saves as one.
         is_head = owner in HEADS and plan.task != CAUSAL
         if list(module.children()) and not is_head and owner not in {*plan.linears, plan.embedding}:
             raise UnsupportedError(

@@ -72,6 +72,7 @@ def check_replicas(
     topology = mesh.topology.of_a_stage
     replicas = [replicated_over(part, topology) for part in parts]
     drifts = find_drifts(everyone, replicas, topology)
+    # Every stage has compared its own: the others must stop with it.
     drifted = torch.zeros(mesh.pp.size, dtype=torch.int32, device=mesh.device)
     drifted[mesh.pp.rank] = len(drifts)
     drifted = all_reduce_sum(drifted, mesh.pp)

@@ -38,6 +38,7 @@ def guard_updates(name: str, parameter: nn.Parameter) -> None:
 
 @functools.cache
 def _watch() -> None:
+    # Of all optimizers of the process, hence once.
     register_optimizer_step_pre_hook(_check)
 
 

@@ -61,6 +61,7 @@ def leaf_layout(path: str, leaf: Leaf, width: int, heads: Heads | None) -> Layou
         return _fused_layout(path, leaf, width, heads)
     if heads is None:
         return Layout.plain(width)
+    # Of grouped-query attention: its keys and values are fewer than its queries.
     is_shared = leaf.split is Split.COLUMN and bool(_KEY_OR_VALUE.fullmatch(path.rpartition(".")[2]))
     number = heads.kv if is_shared else heads.query
     if width % number:
@@ -100,6 +101,7 @@ def _fused_layout(path: str, leaf: Leaf, width: int, heads: Heads | None) -> Lay
 
 def local_attributes(module: nn.Module, heads: Heads, named: tuple[str, ...], *, tp: int) -> dict[str, int]:
     """Attribute -> its local value, for attributes known by name and those listed by the family (`named`)."""
+    # At least one: with fewer key/value heads than ranks, several ranks hold each.
     query, kv = heads.query // tp, max(1, heads.kv // tp)
     values: dict[str, int] = {}
     for name in _QUERY_HEADS:
@@ -122,6 +124,7 @@ def local_attributes(module: nn.Module, heads: Heads, named: tuple[str, ...], *,
 def kept_whole(module: nn.Module) -> bool:
     """Whether an unsplit block must be a region, i.e. is not token-wise (a norm, a dropout, an activation)."""
     kind = type(module).__name__
+    # By its form too: a module called a norm may mix tokens with matrices inside.
     is_norm = "Norm" in kind and all(p.ndim <= 1 for p in module.parameters()) and not list(module.children())
     is_activation = type(module).__module__ in ("transformers.activations", "torch.nn.modules.activation")
     return not (isinstance(module, nn.Dropout | nn.Identity) or is_norm or is_activation)

@@ -158,6 +158,7 @@ class _Planner:
             wide_norms=self.wide_norms,
             after=self._modules_after(family),
         )
+        # `plan.linears` is this very dict: domains follow from the regions, which are complete only now.
         for name, rule in self.linears.items():
             domain = Domain.RESIDUAL if rule.split is Split.ROW else plan.domain_of(name)
             self.linears[name] = replace(rule, domain=domain)
@@ -184,6 +185,7 @@ class _Planner:
             path = f"{parent}.{child_name}".removeprefix(".")
             name = f"{prefix}.{path}"
             inside = {p: leaf for p, leaf in present.items() if p == path or p.startswith(f"{path}.")}
+            # Experts have rules of their own, and a router beside them is right on any slice of the tokens.
             if name in self.experts or (parent and self._is_token_wise(name, child)):
                 continue
             if any(expert.startswith(f"{name}.") for expert in self.experts):
@@ -194,6 +196,7 @@ class _Planner:
                 if not kept_whole(child):
                     continue
                 self.regions.append(Region(name, is_split=False))
+            # A linear of the layer itself, as fc1 and fc2 of opt.
             elif path in inside:
                 self._split_leaf(prefix, path, inside[path], heads=None)
                 if inside[path].split is Split.COLUMN:
@@ -208,6 +211,7 @@ class _Planner:
         """
         topology = self.whole.topology
         attentions, recurrent = list[str](), dict[str, tuple[str, ...]]()
+        # Each rank has whole sequences: nobody need know who mixes tokens.
         if topology.size_over(TOKENS) == 1:
             return (), {}
         implementation = compat.attention_of(self.config.get_text_config())
@@ -229,6 +233,7 @@ class _Planner:
                     self._refuse_mixing(module)
                 # A module may both attend and keep inputs or a state: of such nobody knows what a rank must pass on.
                 if attends and not reaches:
+                    # Once for each call in a forward: see `ModelPlan`.
                     attentions += [name] * compat.calls_of_attention(module)
                 elif reaches and not attends and bool(state) == compat.keeps_state(module):
                     recurrent[name] = state
@@ -377,6 +382,7 @@ class _Planner:
         if not isinstance(self.model.get_input_embeddings(), nn.Embedding) or has_head != self.whole.has_vocabulary:
             raise UnsupportedError(self.what, "its embedding or its output head is not an ordinary one", "use tp=1")
         num_embeddings = self.model.get_input_embeddings().num_embeddings
+        # Padded: tp need not divide a vocabulary.
         self.parameters[f"{self.whole.embedding}.weight"] = ParameterRule(0, Layout.padded(num_embeddings))
         if not has_head:
             return
@@ -396,6 +402,7 @@ class _Planner:
                 continue
             is_after = is_after or name.startswith(f"{self.layers_name}.")
             is_inside = name.startswith((f"{self.layers_name}.", f"{self.whole.embedding}."))
+            # What is registered after the layers need not run after them: a norm does, and what is outside the base.
             is_likely = "Norm" in type(module).__name__ or not name.startswith(f"{base}.")
             named = name.removeprefix(f"{base}.") in family.after
             if named or (is_after and not is_inside and is_likely and name != self.whole.head):

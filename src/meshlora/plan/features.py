@@ -232,6 +232,7 @@ class Feature(Enum):
 
     def is_in(self, asked: Asked) -> bool:
         """Whether it is asked for."""
+        # Not known yet is not asked for: `check` is called again where more is known.
         value = asked.get(self.key)
         return value is not None and bool(self.predicate(value))
 

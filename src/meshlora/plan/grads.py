@@ -206,6 +206,7 @@ def expert_rule(rule: ExpertRule, side: Side, *, is_shared: bool = False) -> Fac
 
 def whole_rule(domain: Domain, *, sp: bool) -> FactorRule:
     """The rule of a parameter that is whole on every tp rank."""
+    # Under sp the residual stream of each rank has other tokens.
     is_term = domain is Domain.PARTIAL or (domain is Domain.RESIDUAL and sp)
     return _rule(DENSE_AXES, alike=frozenset() if is_term else FEATURES)
 
@@ -214,6 +215,7 @@ def embedding_rule(rule: ParameterRule, side: Side) -> FactorRule:
     """The rule of LoRA on a split vocabulary: A `[r, V]` is split like the embedding; B sees one term of the sum."""
     if side is Side.INPUT:
         return split_rule(1, rule.layout)
+    # A rank looks up the tokens of its own rows alone, so x A^T is one term.
     return whole_rule(Domain.PARTIAL, sp=False)
 
 

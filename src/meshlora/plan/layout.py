@@ -61,6 +61,7 @@ class Piece:
 
     def share(self, *, rank: int, size: int) -> range:
         """The units of rank `rank`."""
+        # With fewer units than ranks, neighbours start at the same one.
         number = max(1, self.num_units // size)
         start = rank * self.num_units // size
         return range(start, start + number)
@@ -149,6 +150,7 @@ class Layout:
         for group in range(groups):
             for piece in self.pieces:
                 share = piece.share(rank=rank, size=size)
+                # Every group of the part has an equal share of every piece, as every group of the whole has.
                 each = len(share) // groups
                 self._append(runs, piece, share[group * each : (group + 1) * each], piece.copies(size))
         return tuple(runs)

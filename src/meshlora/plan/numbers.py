@@ -34,6 +34,7 @@ def check_numbers(values: Mapping[str, Any], where: str, *, num_tensors: Callabl
         UserError: names the field.
     """
     for name, value, is_in_list in _numbers(values):
+        # Longer ones fill the screen, and Python refuses to print thousands of digits.
         given = f"{where}: {name}={value}" if abs(value) < 10**40 else f"{where}: {name}"
         if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and not is_in_list)):
             raise UserError(given, "it must be a finite number")  # those in lists may be limits, hence infinite
@@ -42,6 +43,7 @@ def check_numbers(values: Mapping[str, Any], where: str, *, num_tensors: Callabl
         if not _SIZE.search(name) or _NO_SIZE.search(name):
             continue
         most = _MOST_LABELS if name == "num_labels" else _MOST
+        # Reading the names of a checkpoint costs time: only where the number is doubtful.
         if _LAYERS.search(name) and value > _MOST_LAYERS:
             most = max(_MOST_LAYERS, num_tensors())
         if value > most:
@@ -63,5 +65,6 @@ def _numbers(values: Any, name: str = "", is_in_list: bool = False) -> Iterator[
     if isinstance(values, list | tuple):
         for value in values:
             yield from _numbers(value, name, True)
+    # True is an int to isinstance.
     elif isinstance(values, int | float) and not isinstance(values, bool):
         yield name, values, is_in_list

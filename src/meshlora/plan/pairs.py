@@ -537,6 +537,7 @@ def check(asked: Asked) -> None:
 
 def refusal(asked: Asked) -> UnsupportedError | None:
     """What `check` would raise."""
+    # In the order of `Feature`, by which a message names them.
     given = features_of(asked)
     has = frozenset(given)
     for row in REFUSED:
@@ -544,6 +545,7 @@ def refusal(asked: Asked) -> UnsupportedError | None:
             found = [next(feature for feature in given if feature in side) for side in row.sides]
             return UnsupportedError(_said(found, asked), row.because, row.way_out)
     for pair in itertools.combinations(given, 2):
+        # No silence: what no row refuses, a row must have proved.
         if proof_of(*pair) is None:
             why = "nobody has said that the two go together"
             return UnsupportedError(_said(pair, asked), why, "leave out one of them, or see docs/support.md")

@@ -230,6 +230,7 @@ class ModelPlan:
 
     def rank_of(self, name: str) -> int:
         """The pp rank that has the module or parameter `name`."""
+        # Stages go round the ranks: under interleave each has several.
         return self.stage_of(name) % self.topology.size_over(LAYERS)
 
     @property
@@ -242,6 +243,7 @@ class ModelPlan:
     @property
     def has_first_stage(self) -> bool:
         """Whether what this plan is about begins with the tokens."""
+        # Rank 0, or None: all of the model.
         return not self.pp_rank
 
     @property
@@ -319,6 +321,7 @@ class ModelPlan:
 
     def riders(self, region: Region) -> tuple[str, ...]:
         """Names of the linears whose x A^T may be gathered with the input of `region`, if they have its width."""
+        # Without sp nothing is gathered with the input.
         if not (region.is_split and self.topology.sp):
             return ()
         start = f"{region.name}."
@@ -345,6 +348,7 @@ class ModelPlan:
     def axes_of_norm(self, name: str) -> frozenset[str]:
         """The axes of the ranks that together hold the width, or a group of it, over which the norm `name` runs."""
         groups = self.wide_norms[name].groups
+        # A group of the width lies on neighbouring ranks, as copies of a head do.
         return FEATURES if groups == 1 else frozenset({copies_axis(self.topology.tp // groups)})
 
     @property

@@ -96,6 +96,7 @@ def folded_names(names: Iterable[str], *, kind: Callable[[str], Any] = lambda _:
     """Name with layer numbers as `*` -> names. A name whose `kind` differs from the first one's is not folded."""
     folded: dict[str, list[str]] = {}
     for name in names:
+        # Layers differ in some families, as full attention in every fourth: such a name stands for itself.
         short = kind_of(name)
         if short in folded and kind(folded[short][0]) != kind(name):
             short = name

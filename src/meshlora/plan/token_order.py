@@ -34,6 +34,7 @@ def token_order(rows: Sequence[Sequence[int]], *, size: int, is_balanced: bool =
         owner = np.repeat(np.arange(size), length // size)
         if is_balanced:
             owner = np.concatenate(_owners(documents, size))
+        # Stable: the tokens of a rank stay in order.
         found.append(np.argsort(owner, kind="stable"))
     return np.stack(found)
 
@@ -66,6 +67,7 @@ def _owners(documents: Sequence[int], size: int) -> list[np.ndarray]:
     for length in documents:
         each = np.full(size, length // size)
         more = length % size
+        # What is left over goes on where the last document ended, so that ranks differ by no token in the end.
         each[(turn + np.arange(more)) % size] += 1
         turn = (turn + more) % size
         heads = each // 2  # of the chunk at the head; the tail, in the opposite order of ranks, has the rest

@@ -89,6 +89,7 @@ def _without_wrappers(key: str) -> str:
 
 
 def _is_second_copy(name: str, names: Collection[str]) -> bool:
+    # Alone, without the plain name, it is the trained module itself.
     match = _COPY.match(name)
     return match is not None and f"{match['owner']}.{match['leaf']}" in names
 
@@ -116,6 +117,7 @@ def read_tensor(opened: Any, file: Path, key: str, shape: tuple[int, ...] | None
         check_shape(file, key, tuple(view.get_shape()), shape)
     if view.get_dtype() not in FLOATS:
         raise UserError(f"{file}: {key}", f"its type is {view.get_dtype()}", f"it must be one of {', '.join(FLOATS)}")
+    # A copy: what safetensors gives may be a view of the mapped file.
     tensor: Tensor = opened.get_tensor(key).clone()
     if not torch.isfinite(tensor).all():
         raise UserError(f"{file}: {key}", "it holds values that are not finite", "use an earlier checkpoint")

@@ -124,6 +124,7 @@ def check_proved(model_type: str, topology: Topology, *, has_experts: bool) -> N
     Raises:
         UnsupportedError: a family without a proof if tp > 1, or, with experts, if any size but dp is above 1.
     """
+    # Several axes at once need a proof of each, not of every combination: a run proves its own.
     proved = PROVED_EXPERTS if has_experts else PROVED
     if topology.size_over(TOKENS) > 1:
         proved &= PROVED_CONTEXT

@@ -54,6 +54,7 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
             continue
         for path in paths:
             if pattern.fullmatch(path):
+                # The first pattern that matches counts.
                 styles.setdefault(path, style)
     unknown = sorted(set(styles.values()) - _LEAVES.keys() - _WHOLE - _GATHERS)
     if unknown:
