@@ -103,6 +103,7 @@ class Batch:
         """The batch on `device`, with `trained` computed from the labels on the host, without a synchronization."""
         trained = self.trained
         if trained is None:
+            # On the host: `nonzero` of a device tensor waits for its size.
             trained = (self.own_labels.flatten() != IGNORED).nonzero().squeeze(1)
         return dataclasses.replace(self, trained=trained)._mapped(lambda tensor: to_device(tensor, device))
 

@@ -93,7 +93,9 @@ class Batching:
             rows: list[Row] = []
             for position in part:
                 rows += self._of_example(examples[position], steps)
-            found.append(_joined(rows) if self.joins else rows)
+            if self.joins:
+                rows = _joined(rows)
+            found.append(rows)
         return found
 
     def _of_example(self, example: Example, steps: Sequence[Step]) -> list[Row]:
@@ -138,7 +140,10 @@ class Batching:
         sequences, lengths, places = list[TokenSequence](), list[list[int]](), list[list[int]]()
         for number, in_step in rows:
             row = [_sequence(steps[number], place) for place in in_step]
-            sequences.append(joined(row) if self.packs else row[0])
+            if self.packs:
+                sequences.append(joined(row))
+            else:
+                sequences += row
             lengths.append([len(sequence.input_ids) for sequence in row])
             places.append(in_step)
         batch = collate(

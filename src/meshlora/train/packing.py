@@ -103,7 +103,7 @@ def with_positions(
             position_ids[row, own] = torch.arange(length)
             tokens[row, own] = token_numbers(torch.tensor([place]), length)[0]
             start += length
-    has_one_each = all(len(of_row) < 2 for of_row in lengths)
+    has_one_each = max(map(len, lengths), default=0) < 2
     return dataclasses.replace(
         batch, position_ids=position_ids, tokens=tokens, lengths=of_rows, has_one_each=has_one_each
     )
