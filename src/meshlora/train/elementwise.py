@@ -31,8 +31,8 @@ def check_optimizer(kind: type, mesh: Mesh) -> None:
     Raises:
         UnsupportedError: its class is none of those that are known to.
     """
-    is_whole = kind not in _ELEMENTWISE
-    check({"topology": mesh.topology, "optimizer": f"the optimizer {kind.__name__}" if is_whole else ""})
+    if kind not in _ELEMENTWISE:
+        check({"topology": mesh.topology, "optimizer": f"the optimizer {kind.__name__}"})
 
 
 def check_rates(of_ranks: Sequence[float], topology: Topology) -> None:

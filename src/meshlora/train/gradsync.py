@@ -27,8 +27,6 @@ from meshlora_ground.errors import MeshloraError, UserError
 
 Adapters = Sequence[Sequence[Factor]]  # the local factors of each
 
-# Marks a finished gradient: summing and dividing it again would be silently wrong.
-
 
 def finish_gradients(model: Any, *, num_tokens: int) -> int:
     """Turn gradients of a summed loss into those of the mean over all trained tokens of all ranks. Collective.
@@ -55,7 +53,7 @@ def finish_gradients(model: Any, *, num_tokens: int) -> int:
             "use `with meshlora.step(model, optimizer) as step: step.backward(loss)`, which takes this loss, or give "
             "the model num_items_in_batch=1, which makes it a sum",
         )
-    counted = num_tokens if mesh.cp.rank == 0 else 0
+    counted = num_tokens if mesh.cp.rank == 0 else 0  # cp ranks give that of the whole rows
     total = int(finish_gradients_on_device(mesh, [active_factors(model)], [counted]).item())
     check_total(total)
     return total
@@ -99,6 +97,7 @@ def finish_gradients_on_device(mesh: Mesh, adapters: Adapters, num_tokens: Seque
         # Keep gradients finite if there is no token: `check_total` raises later.
         scales = 1 / (totals.clamp(min=1).double() * mesh.over(mean_axes).size)
         _sum_bucket(grads, axes | mean_axes, mesh, scales=scales)
+    # Summing and dividing a gradient again would be silently wrong.
     for factor in itertools.chain(*adapters):
         mark_finished(_grad(factor))
     return totals
@@ -125,6 +124,7 @@ def clip_gradients_on_device(mesh: Mesh, adapters: Adapters, max_norms: Sequence
     squares = torch.cat([_sum_of_squares(factors, mesh) for factors in adapters])
     norms = all_reduce_sum(squares, mesh.world).sqrt()
     for factors, norm, max_norm in zip(adapters, norms, max_norms, strict=True):
+        # 0 and None only measure.
         if max_norm:
             # The same epsilon as torch.nn.utils.clip_grad_norm_.
             _multiply([_grad(factor) for factor in factors], (max_norm / (norm + 1e-6)).clamp(max=1.0))
@@ -150,12 +150,13 @@ def _sum_bucket(grads: list[list[Tensor]], axes: frozenset[str], mesh: Mesh, *, 
             _multiply(own, scale)
         return
     # The bucket is fresh memory, so it is reduced in place.
-    every = [grad for own in grads for grad in own]
-    flat = all_reduce_in_place(torch.cat([g.reshape(-1) for g in every]), mesh.over(axes))
-    sizes = [sum(grad.numel() for grad in own) for own in grads]
-    for own, scale in zip(flat.split(sizes), scales, strict=True):
+    every = [*itertools.chain(*grads)]
+    flat = all_reduce_in_place(torch.cat([grad.reshape(-1) for grad in every]), mesh.over(axes))
+    of_adapters = [sum(grad.numel() for grad in own) for own in grads]
+    for own, scale in zip(flat.split(of_adapters), scales, strict=True):
         _multiply([own], scale)
-    copy_each(every, [r.view_as(g) for g, r in zip(every, flat.split([g.numel() for g in every]), strict=True)])
+    summed = flat.split([grad.numel() for grad in every])
+    copy_each(every, [own.view_as(grad) for own, grad in zip(summed, every, strict=True)])
 
 
 def _multiply(tensors: list[Tensor], scale: Tensor) -> None:

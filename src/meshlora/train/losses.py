@@ -103,8 +103,10 @@ def language_model_losses(model: Any, batch: Batch, own: Rows, *, label_smoothin
         return [signal] * len(own)
     found = _forward(model, batch)
     if len(own) == 1 or isinstance(found, Tensor) or found[2]["parameters"]:
-        each = zip(_per_adapter(model, found, own), own, strict=True)
-        return [_summed(one, rows.own_labels, rows.trained, label_smoothing) for one, (_, rows) in each]
+        losses = []
+        for one, (_, rows) in zip(_per_adapter(model, found, own), own, strict=True):
+            losses.append(_summed(one, rows.own_labels, rows.trained, label_smoothing))
+        return losses
     hidden, head, options = found
     summed = summed_cross_entropy_from_hidden(
         hidden,
@@ -156,14 +158,15 @@ def _of_tokens(
     if not own or isinstance(found, Tensor) or not found[2]["parameters"]:
         values = of(found, batch.own_labels, batch.trained)
     else:
-        each = zip(_per_adapter(model, found, own), own, strict=True)
-        of_each = [of(one, rows.own_labels, rows.trained) for one, (_, rows) in each]
-        values = tuple(torch.cat(parts) for parts in zip(*of_each, strict=True))
+        of_each = []
+        for one, (_, rows) in zip(_per_adapter(model, found, own), own, strict=True):
+            of_each.append(of(one, rows.own_labels, rows.trained))
+        values = tuple(map(torch.cat, zip(*of_each, strict=True)))
     if batch.own is None:
         return values
     held = runtime(model).context.held
     assert held is not None
-    return tuple(held.gathered(value) for value in values)
+    return tuple(map(held.gathered, values))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,6 +181,10 @@ class TokenScores:
     entropy: Tensor
     mean_logit: Tensor
     is_top1: Tensor
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> TokenScores:
+        """With `change` applied to each tensor."""
+        return TokenScores(*map(change, (self.log_probs, self.entropy, self.mean_logit, self.is_top1)))
 
 
 def token_scores(
@@ -207,8 +214,8 @@ def token_scores(
     mask: Any = attention_mask
     after = _after(input_ids, labels, attention_mask, position_ids)
     batch = Batch(input_ids, mask, after, 0, input_ids, position_ids=position_ids, more=more or {})
-    each = vars(_scores(_forward(model, batch), after, temperature, None)).values()
-    return TokenScores(*(F.pad(value[:, :-1], (1, 0)) for value in each))  # from where a token is predicted to itself
+    # From where a token is predicted to the token itself.
+    return _scores(_forward(model, batch), after, temperature, None).each(lambda value: F.pad(value[:, :-1], (1, 0)))
 
 
 def _scores(found: _Found, labels: Tensor, temperature: float, trained: Tensor | None) -> TokenScores:
@@ -220,10 +227,10 @@ def _scores(found: _Found, labels: Tensor, temperature: float, trained: Tensor |
         log_probs, entropy = log_p.gather(-1, chosen).squeeze(-1), torch.special.entr(log_p.exp()).sum(-1)
         is_top1 = (log_p.detach().amax(-1) <= log_probs.detach()).to(log_p.dtype)
         is_trained = labels != IGNORED
-        return TokenScores(*(value.where(is_trained, 0.0) for value in (log_probs, entropy, mean, is_top1)))
+        return TokenScores(log_probs, entropy, mean, is_top1).each(lambda value: value.where(is_trained, 0.0))
     hidden, head, options = found
     each = scores_from_hidden(hidden, lambda x: head(x) / temperature, labels.flatten(), **options, trained=trained)
-    return TokenScores(*(value.view_as(labels) for value in each))
+    return TokenScores(*each).each(lambda value: value.view_as(labels))
 
 
 def _per_adapter(model: Any, found: _Found, own: Rows) -> Sequence[_Found]:
@@ -233,13 +240,15 @@ def _per_adapter(model: Any, found: _Found, own: Rows) -> Sequence[_Found]:
     hidden, head, options = found
     leaf = model.get_submodule(runtime(model).plan.head)
     assert isinstance(leaf, ParallelHead)
+    # With several, none is active (`set_adapters`).
     if leaf.active is not None:  # all rows are of one adapter
         return [found]
     parts = hidden.split([rows.own_labels.numel() for _, rows in own])
-    return [
-        (part, _on_head(leaf, name, head), {**options, "parameters": _requiring_grad(leaf.trained(name).values())})
-        for part, (name, _) in zip(parts, own, strict=True)
-    ]
+    each: list[_Lazy] = []
+    for part, (name, _) in zip(parts, own, strict=True):
+        of_head = _requiring_grad(leaf.trained(name).values())
+        each.append((part, _on_head(leaf, name, head), {**options, "parameters": of_head}))
+    return each
 
 
 def _on_head(leaf: ParallelHead, name: str, head: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -344,12 +353,18 @@ def packed_positions(config: Any, position_ids: Tensor) -> Tensor:
     sequences are kept apart, then those of time, height and width, which are the same for text.
     """
     rope = getattr(config.get_text_config(), "rope_parameters", None) or {}
-    return position_ids.expand(4, *position_ids.shape) if "mrope_section" in rope else position_ids
+    if "mrope_section" not in rope:
+        return position_ids
+    return position_ids.expand(4, *position_ids.shape)
 
 
 def further_inputs(model: Any, more: Mapping[str, Tensor]) -> dict[str, Any]:
-    """`Batch.more` as arguments of a model's forward: processors make float32 pixels whatever the model's dtype is."""
-    return {name: value.to(model.dtype) if value.is_floating_point() else value for name, value in more.items()}
+    """`Batch.more` as arguments of a model's forward."""
+    inputs = dict(more)
+    for name, value in more.items():
+        if value.is_floating_point():  # processors make float32 pixels whatever the model's dtype is
+            inputs[name] = value.to(model.dtype)
+    return inputs
 
 
 def _held(model: Any, batch: Batch) -> Batch:
@@ -372,18 +387,22 @@ def _before_last(model: Any, batch: Batch) -> Tensor | None:
 
     for _ in state.pipeline.earlier():
         run()
-    return None if state.pipeline.is_last else run()
+    if state.pipeline.is_last:
+        return None
+    return run()
 
 
 def _forward(model: Any, batch: Batch) -> _Found:
     if batch.trained is None:
         check_shifted(batch.input_ids, batch.labels, batch.attention_mask, batch.position_ids)
     state = runtime(model)
-    head = model.get_submodule(state.plan.head) if state.plan.head else None
+    # "": the model itself, which is no head either.
+    head = model.get_submodule(state.plan.head)
     if not isinstance(head, ParallelHead):
         logits = _run(model, batch)
         assert isinstance(logits, Tensor)
         return logits
+    # The model then returns what its head would be given, and the loss runs it a chunk at a time.
     head.is_lazy = True
     try:
         recipe = _run(model, batch)
@@ -402,7 +421,9 @@ def _forward(model: Any, batch: Batch) -> _Found:
     def local_logits(hidden: Tensor) -> Tensor:
         return recipe.replay(head.local_logits(hidden))
 
-    parameters = _requiring_grad(head.parameters()) if torch.is_grad_enabled() else []
+    parameters: list[Tensor] = []
+    if torch.is_grad_enabled():
+        parameters = _requiring_grad(head.parameters())
     options = {"parameters": parameters, "axis": state.mesh.tp, "vocab": head.rule.out_features}
     return recipe.hidden.flatten(0, -2), local_logits, options
 
@@ -411,6 +432,7 @@ def _run(model: Any, batch: Batch) -> Any:
     """The logits of a forward, or what stands for them. Padding at the end of rows has no mask where it needs none."""
     state = runtime(model)
     state.context.next(batch.order)
+    # Without a mask attention is faster, and padding behind all tokens is seen by none if attention is causal.
     is_masked = state.masks_padding or not batch.pads_right or bool(batch.more)
     mask: Any = batch.attention_mask if is_masked else None
     inputs = model_inputs(batch.input_ids, mask, batch.position_ids, model.config) | further_inputs(model, batch.more)

@@ -118,17 +118,20 @@ class Step:
     def __enter__(self) -> Self:
         loop = self._state.loop
         if not self._is_new or loop.is_in_step:
-            what = "a step in a step" if loop.is_in_step else "a step that has been used"
-            raise UserError(what, "each is one update of the adapter", "open the next one with meshlora.step")
+            given = "a step in a step" if loop.is_in_step else "a step that has been used"
+            raise UserError(given, "each is one update of the adapter", "open the next one with meshlora.step")
         self._factors = active_factors(self.model)
         _check_optimizer(self.optimizer, self._factors, self._mesh)
-        if left := [factor.name for factor in self._factors if factor.parameter.grad is not None]:
-            rule = "what is left of before would be counted as of this step"
-            raise UserError(f"a step that begins with a gradient of {left[0]}", rule, "call optimizer.zero_grad()")
+        for factor in self._factors:
+            if factor.parameter.grad is not None:
+                rule = "what is left of before would be counted as of this step"
+                given = f"a step that begins with a gradient of {factor.name}"
+                raise UserError(given, rule, "call optimizer.zero_grad()")
         self._is_new, self._is_open, loop.is_in_step, loop.is_divided = False, True, True, False
         seed, number = self._masks
         loop.masks = (seed, loop.num_steps if number is None else number)
         loop.num_steps = loop.masks[1] + 1
+        # Another rank may be late by as much as it takes to save or evaluate.
         self._mesh.wait_at_most(self._timeout_s)
         return self
 
@@ -156,11 +159,15 @@ class Step:
                 raise UserError(f"num_tokens={num_tokens}", rule, "leave it out")
             own.total.backward()
             self._sums.append((own.total.detach(), own.number))
-            self._divisor = own.divisor if own.divisor is not None else self._divisor
+            if own.divisor is not None:
+                self._divisor = own.divisor
             return
         if num_tokens is None or num_tokens < 0:
-            given = "a loss of your own without num_tokens" if num_tokens is None else f"num_tokens={num_tokens}"
+            given = f"num_tokens={num_tokens}"
+            if num_tokens is None:
+                given = "a loss of your own without num_tokens"
             raise UserError(given, "the step divides by the tokens of all", "call step.backward(loss_sum, num_tokens)")
+        # Of one token the mean is the sum.
         if num_tokens > 1 and is_mean(loss):
             rule = "it is divided by the tokens of all micro-batches and ranks at the end of the step"
             raise UserError("a mean where a sum is meant", rule, "use reduction='sum', or .sum()")
@@ -189,7 +196,10 @@ class Step:
         mesh, factors = self._mesh, self._factors
         rows = self._gathered(self._mistake())
         total, self.loss = _checked(rows, mesh)
-        own = int(rows[mesh.rank][1]) if mesh.cp.rank == 0 else 0
+        own = 0
+        if mesh.cp.rank == 0:  # cp ranks give the number of the whole rows, which counts once
+            own = int(rows[mesh.rank][1])
+        # From here on nothing is refused but numbers that are not finite.
         finish_gradients_on_device(mesh, [factors], [own])
         self.grad_norm = float(clip_gradients_on_device(mesh, [factors], [self.max_norm]).item())
         self.num_tokens = total
@@ -203,14 +213,19 @@ class Step:
 
     def _mistake(self) -> int:
         """The number of this rank's mistake; 0: none."""
-        grads = [factor.parameter.grad for factor in self._factors]
-        if any(grad is not None and is_finished(grad) for grad in grads):
-            return 2
+        is_complete = True
+        for factor in self._factors:
+            grad = factor.parameter.grad
+            if grad is None:
+                is_complete = False
+            elif is_finished(grad):
+                return 2
         if self._state.loop.is_divided:
             return 3
         if not self._sums:
             return 1
-        return 4 if any(grad is None for grad in grads) else 0
+        # The last one asked: each of those before leaves factors without a gradient, too.
+        return 0 if is_complete else 4
 
     def _gathered(self, mistake: int) -> list[list[float]]:
         """Of each rank: mistake, number of tokens, summed loss, divisor that was given (0: none), sum of the learning
@@ -219,10 +234,14 @@ class Step:
         device, totals = self._mesh.device, [torch.zeros((), dtype=torch.float64)] * 5
         totals[0] = torch.tensor(float(mistake), dtype=torch.float64)
         if mistake == 0:
-            totals[1] = sum((_float64(number, device) for _, number in self._sums), _float64(0, device))
-            totals[2] = sum((loss.double() for loss, _ in self._sums), _float64(0, device))
-            totals[3] = _float64(0 if self._divisor is None else self._divisor, device)
-            totals[4] = sum((_float64(group["lr"], device) for group in self.optimizer.param_groups), totals[4])
+            # On the device, and read with those of the other ranks: each read would wait for the backward.
+            for loss, number in self._sums:
+                totals[1] = totals[1] + _float64(number, device)
+                totals[2] = totals[2] + loss.double()
+            if self._divisor is not None:
+                totals[3] = _float64(self._divisor, device)
+            for group in self.optimizer.param_groups:
+                totals[4] = totals[4] + _float64(group["lr"], device)
         own = torch.stack([value.to(device) for value in totals])
         found: list[list[float]] = all_gather(own, self._mesh.world).view(-1, 5).tolist()
         return found
@@ -242,7 +261,9 @@ def _float64(value: Any, device: torch.device) -> Tensor:
 def _check_optimizer(optimizer: torch.optim.Optimizer, factors: Sequence[Factor], mesh: Mesh) -> None:
     """Refuse an optimizer that has not exactly the factors of the active adapter, or is not elementwise."""
     check_optimizer(type(optimizer), mesh)
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    held = set[int]()  # by identity: tensors compare element by element
+    for group in optimizer.param_groups:
+        held |= set(map(id, group["params"]))
     ours = {id(factor.parameter): factor.name for factor in factors}
     if missing := [name for number, name in ours.items() if number not in held]:
         given = f"an optimizer without {missing[0]}, and {len(missing) - 1} more of {len(ours)} factors"
@@ -271,22 +292,26 @@ def _checked(rows: Sequence[Sequence[float]], mesh: Mesh) -> tuple[int, float]:
         given, rule, way_out = _MISTAKES[mistakes[0]]
         raise UserError(f"{given} on {numbered('rank', said[mistakes[0]])}", rule, way_out)
     topology = mesh.topology
-    for groups, place, what in (
-        (topology.groups_over(frozenset(topology.sizes) - SEQUENCES - LAYERS), 1, "trained tokens"),
-        (topology.groups_over(FEATURES), 2, "loss"),
-    ):
-        for ranks in groups:
-            found = [rows[rank][place] for rank in ranks]
-            limit = _ALIKE * max(map(abs, found)) if place == 2 else 0.0
-            if max(found) - min(found) > limit:
-                each = ", ".join(f"{value:g} on rank {rank}" for rank, value in zip(ranks, found, strict=True))
-                rule = "ranks of one replica compute one step together, and need the same rows and labels"
-                way_out = "give each rank the rows of its dp rank, as meshlora.sampler does"
-                raise UserError(f"ranks with another {what}: {each}", rule, way_out)
-    check_rates([row[4] for row in rows], topology)
-    total = round(sum(row[1] for row in rows) * mesh.data.size / mesh.cp.size / len(rows))
+    _, numbers, losses, divisors, rates = zip(*rows, strict=True)
+    for ranks in topology.groups_over(frozenset(topology.sizes) - SEQUENCES - LAYERS):
+        _check_alike("trained tokens", numbers, ranks)
+    for ranks in topology.groups_over(FEATURES):
+        _check_alike("loss", losses, ranks, within=_ALIKE)
+    check_rates(rates, topology)
+    # Every replica of the rows has counted them; cp ranks the whole rows each, but each its part of the loss.
+    total = round(sum(numbers) * mesh.data.size / mesh.cp.size / len(rows))
     check_total(total)
-    if other := sorted({row[3] for row in rows} - {0.0, 1.0, float(total)}):
+    if other := sorted({*divisors} - {0.0, 1.0, float(total)}):
         rule = f"the step has {total} trained tokens, of all micro-batches and ranks"
         raise UserError(f"num_items_in_batch={other[0]:g}", rule, "leave it out: the step divides by itself")
-    return total, sum(row[2] for row in rows) * mesh.data.size / len(rows) / total
+    return total, sum(losses) * mesh.data.size / len(rows) / total
+
+
+def _check_alike(what: str, of_ranks: Sequence[float], ranks: Sequence[int], *, within: float = 0.0) -> None:
+    """Refuse numbers of `ranks` that are further apart than `within` times the largest."""
+    found = {rank: of_ranks[rank] for rank in ranks}
+    if max(found.values()) - min(found.values()) > within * max(map(abs, found.values())):
+        each = ", ".join(f"{value:g} on rank {rank}" for rank, value in found.items())
+        rule = "ranks of one replica compute one step together, and need the same rows and labels"
+        way_out = "give each rank the rows of its dp rank, as meshlora.sampler does"
+        raise UserError(f"ranks with another {what}: {each}", rule, way_out)
