@@ -40,7 +40,7 @@ class Chats:
     lost_text: LostText = "refuse"
 
     def __post_init__(self) -> None:
-        for name, known in get_type_hints(type(self)).items():
+        for name, known in get_type_hints(type(self)).items():  # dataclasses check no types
             if (given := getattr(self, name)) not in get_args(known):
                 near = did_you_mean(str(given)[:60], get_args(known))
                 raise UserError(f"data.{name}={given!r}", "it is no such choice", near)
@@ -65,7 +65,8 @@ class Chats:
         if rows_per_example > 1:
             raise UserError("data.turns=apart", "answers are compared as wholes here", "leave it out")
         if not can_be_apart(train_on):
-            given = f"data.turns=apart with data.train_on={train_on if isinstance(train_on, str) else list(train_on)}"
+            named = train_on if isinstance(train_on, str) else [*train_on]
+            given = f"data.turns=apart with data.train_on={named}"
             raise UserError(given, "it is a sequence for each trained answer", "give train_on: all, or leave out one")
         if self.are_generated and not isinstance(train_on, str) and [*train_on] != ["assistant"]:
             given = f"data.answers=as_generated with data.train_on={[*train_on]}"
@@ -74,7 +75,9 @@ class Chats:
 
 def can_be_apart(train_on: TrainOn) -> bool:
     """Whether each trained turn belongs to one answer."""
-    return train_on in ("all", "last") if isinstance(train_on, str) else "assistant" in train_on
+    if isinstance(train_on, str):
+        return train_on in ("all", "last")
+    return "assistant" in train_on
 
 
 def beginnings(record: Record, train_on: TrainOn) -> Iterator[Record]:
@@ -85,7 +88,7 @@ def beginnings(record: Record, train_on: TrainOn) -> Iterator[Record]:
     Any other record, and a conversation without a trained answer, is itself.
     """
     messages = record.messages or ()
-    wanted = {*chosen(messages, train_on)} - {*left_out(messages)}
+    wanted = {*chosen(messages, train_on)} - {*left_out(messages)}  # a turn of weight 0 needs no sequence
     ends = [index for index in sorted(wanted) if messages[index]["role"] == "assistant"]
     if ends and max(wanted) > ends[-1]:  # turns of others after the last answer
         ends.append(len(messages) - 1)
@@ -94,7 +97,7 @@ def beginnings(record: Record, train_on: TrainOn) -> Iterator[Record]:
         return
     start = 0
     for end in ends:
-        before = tuple({**each, "weight": 0} for each in messages[:start])
+        before = tuple({**each, "weight": 0} for each in messages[:start])  # trained in sequences before this one
         yield dataclasses.replace(record, messages=before + messages[start : end + 1])
         start = end + 1
 
@@ -104,6 +107,7 @@ def examples_of(counts: Sequence[int], sources: np.ndarray) -> np.ndarray:
     each sequence the beginning that it is of; records of which nothing is left are no examples.
     """
     of_record = np.repeat(np.arange(len(counts)), counts)[sources]
+    # -1 is no record: the first of all and the end differ from it.
     return np.flatnonzero(np.diff(of_record, prepend=-1, append=-1)).astype(np.int64)
 
 

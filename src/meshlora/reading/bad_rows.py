@@ -22,8 +22,10 @@ def words_of_bad(number: int, total: int, first: Sequence[str]) -> str:
     Raises:
         UserError: they are too many.
     """
-    rest = f"\n  and {number - len(first)} more" if number > len(first) else ""
-    named = "".join(f"\n  {line}" for line in first) + rest
+    lines = ["", *first]
+    if number > len(first):
+        lines.append(f"and {number - len(first)} more")
+    named = "\n  ".join(lines)
     given = f"{number:,} of {total:,} rows cannot be trained"
     if number * _ONE_IN > total:
         rule = f"data.on_bad_row: skip passes over at most one in {_ONE_IN}"

@@ -63,15 +63,8 @@ class RecordsDigest:
         template may see it.
         """
         messages = record.messages and [*map(without_paths, record.messages)]  # the content of images is in `options`
-        fields = [
-            record.text,
-            record.prompt,
-            record.completion,
-            messages,
-            record.tools,
-            record.tokens,
-            record.separator,
-        ]
+        content = (record.text, record.prompt, record.completion, messages, record.tools, record.tokens)
+        fields = (*content, record.separator)
         self._digest.update(b"\n" + json.dumps(fields).encode())
         self.number += 1
 
@@ -109,9 +102,12 @@ def cache_key(
         # Either may change tokenisation; making the arrays again costs seconds.
         "versions": {"tokenizers": tokenizers.__version__, "transformers": transformers.__version__},
     }
-    digest = records if isinstance(records, RecordsDigest) else RecordsDigest()
-    for record in () if isinstance(records, RecordsDigest) else records:
-        digest.add(record)
+    digest = RecordsDigest()
+    if isinstance(records, RecordsDigest):
+        digest = records
+    else:
+        for record in records:
+            digest.add(record)
     return hashlib.sha256(f"{json.dumps(head, sort_keys=True)}\n{digest.hexdigest()}".encode()).hexdigest()
 
 
@@ -168,17 +164,18 @@ def _write_blocks(path: Path, key: str, blocks: Iterator[Arrays]) -> None:
         parts["offsets"].write(last.tobytes())
         for block in blocks:
             for name, array in block.items():
-                if name == "lengths":
+                if name == "lengths":  # of sequences of the block; in the file each begins where the one before ends
                     name, array = "offsets", last[-1] + np.cumsum(array)
-                    last = array if len(array) else last
+                    if len(array):
+                        last = array
                 parts[name].write(array.tobytes())
-        sizes = {name: file.tell() for name, file in parts.items()}
         header: dict[str, Any] = {}
         begin, digest = 0, hashlib.sha256()
         for name in sorted(parts, key=lambda name: -_DTYPES[_LAYOUT[name][0]].itemsize):  # aligned: the widest first
-            kind, shape = _LAYOUT[name][0], [sizes[name] // _DTYPES[_LAYOUT[name][0]].itemsize]
-            header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, begin + sizes[name]]}
-            begin += sizes[name]
+            kind, end = _LAYOUT[name][0], begin + parts[name].tell()
+            shape = [(end - begin) // _DTYPES[kind].itemsize]
+            header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
+            begin = end
         for name in sorted(parts):
             _add_head(digest, name, _DTYPES[_LAYOUT[name][0]], tuple(header[name]["shape"]))
             for chunk in _chunks(parts[name]):
@@ -203,14 +200,14 @@ def _map(stream: BinaryIO) -> Arrays:
     """The arrays of an open file, which `_read` has checked, in place. An array without elements cannot be mapped."""
     start = 8 + int.from_bytes(stream.read(8), "little")
     header = json.loads(stream.read(start - 8))
-    return {
-        name: np.memmap(
-            stream, _DTYPES[kind], "r", start + header[name]["data_offsets"][0], tuple(header[name]["shape"])
-        )
-        if header[name]["shape"] != [0]
-        else np.empty(0, dtype=_DTYPES[kind])
-        for name, (kind, _) in _LAYOUT.items()
-    }
+    found: Arrays = {}
+    for name, (kind, _) in _LAYOUT.items():
+        (number,), (begin, _) = header[name]["shape"], header[name]["data_offsets"]
+        if number:
+            found[name] = np.memmap(stream, _DTYPES[kind], "r", start + begin, (number,))
+        else:
+            found[name] = np.empty(0, dtype=_DTYPES[kind])
+    return found
 
 
 def _load(
@@ -251,22 +248,20 @@ def _read(descriptor: int, *, is_mapped: bool) -> tuple[Arrays, Mapping[str, str
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         if {name: (one.get_dtype(), len(one.get_shape())) for name, one in slices.items()} != _LAYOUT:
             raise ValueError("it does not hold the arrays of a dataset")
-        return {name: file.get_tensor(name) for name in _LAYOUT if not is_mapped}, file.metadata() or {}
+        arrays = {} if is_mapped else {name: file.get_tensor(name) for name in _LAYOUT}
+        return arrays, file.metadata() or {}
 
 
 def _fits(arrays: Arrays, *, num_records: int, max_length: int) -> bool:
     """Whether the arrays hold sequences of `num_records` records, none of them empty or longer than `max_length`."""
-    ids, offsets, sources, too_long = (arrays[name] for name in ("input_ids", "offsets", "sources", "too_long"))
+    ids, offsets, sources = arrays["input_ids"], arrays["offsets"], arrays["sources"]
     if len(offsets) != len(sources) + 1 or offsets[0] != 0 or not offsets[-1] == len(ids) == len(arrays["is_trained"]):
         return False
+    for own in (sources, arrays["too_long"]):  # indices of records, in order
+        if len(own) and (own[0] < 0 or own[-1] >= num_records or (np.diff(own) < 0).any()):
+            return False
     lengths = np.diff(offsets)
-    are_records = all(
-        not len(own) or (own[0] >= 0 and own[-1] < num_records and bool((np.diff(own) >= 0).all()))
-        for own in (sources, too_long)
-    )
-    return (
-        are_records and len(lengths) > 0 and bool(lengths.min() > 0 and lengths.max() <= max_length and ids.min() >= 0)
-    )
+    return len(lengths) > 0 and bool(lengths.min() > 0 and lengths.max() <= max_length and ids.min() >= 0)
 
 
 def _checksum(arrays: Arrays) -> str:

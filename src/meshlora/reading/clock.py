@@ -42,8 +42,11 @@ def day_of(tokenizer: PreTrainedTokenizerBase) -> str:
 def written_day(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The day that the default chat template of the tokenizer writes; None if it asks for none."""
     template: object = tokenizer.chat_template
-    text = template.get("default") if isinstance(template, dict) else template
-    return day_of(tokenizer) if isinstance(text, str) and _CLOCK.search(text) else None
+    if isinstance(template, dict):
+        template = template.get("default")
+    if isinstance(template, str) and _CLOCK.search(template):
+        return day_of(tokenizer)
+    return None
 
 
 def words_of_day(day: str) -> str:
@@ -56,5 +59,5 @@ def stop_clock(day: str) -> None:
 
     transformers turns what a template is given into plain data, a function too (5.23), and looks its own clock up here.
     """
-    moment = datetime.fromisoformat(day)
+    moment = datetime.fromisoformat(day)  # its midnight: templates that write the hour write 00:00
     vars(chat_template_utils)["datetime"] = SimpleNamespace(now=lambda: moment)

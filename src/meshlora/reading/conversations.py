@@ -20,6 +20,7 @@ _ROLES_ELSEWHERE = {
     **dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant"),
     **dict.fromkeys(("observation", "function", "function_response"), "tool"),
     "human": "user",
+    "function_call": "assistant",  # its content is the call
 }
 # Keys of a turn's reasoning: transformers passes each of them to a template under all of these names.
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -41,10 +42,14 @@ def checked_messages(value: object, name: str = "messages") -> tuple[dict[str, A
     """
     if not isinstance(value, (list, tuple)):
         raise MalformedError(f"{name} is {json_type(value)}, not a list")
-    messages = tuple(_checked_message(message, f"{name}[{index}]") for index, message in enumerate(value))
-    if all(message["role"] != "assistant" for message in messages):
+    messages, has_answer = [], False
+    for index, each in enumerate(value):
+        message = _checked_message(each, f"{name}[{index}]")
+        has_answer |= message["role"] == "assistant"
+        messages.append(message)
+    if not has_answer:
         raise MalformedError(f"{name} has no assistant turn to train on")
-    return messages
+    return tuple(messages)
 
 
 def untrained(messages: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
@@ -59,8 +64,10 @@ def _checked_message(value: object, where: str) -> dict[str, Any]:
     # of tools is OpenAI's way, and templates ask for it.
     message = {key: item for key, item in value.items() if item is not None or key == "content"}
     if "role" not in message and "from" in message:  # ShareGPT's keys
+        if message.get("content") is None:  # of Arrow: the text is in `value`
+            message.pop("content", None)
         renamed = {"from": "role", "value": "content"}
-        message = {renamed.get(key, key): item for key, item in message.items() if key != "content" or item is not None}
+        message = {renamed.get(key, key): item for key, item in message.items()}
     is_call = message.get("role") == _CALL
     message["role"] = _role(message, where)
     if (calls := _calls(message, where, is_content=is_call)) is not None:
@@ -82,14 +89,14 @@ def _check_json(value: object, where: str) -> None:
 
 
 def _role(message: Mapping[str, Any], where: str) -> str:
-    role = message.get("role")
-    if role == _CALL:
-        return "assistant"
-    found = _ROLES_ELSEWHERE.get(role, role) if isinstance(role, str) else None
+    role, known = message.get("role"), f"known: {', '.join(ROLES)}"
+    if role is None:
+        raise MalformedError(f"{where} has no role; {known}")
+    if not isinstance(role, str):
+        raise MalformedError(f"{where} has unknown role {json_type(role)}; {known}")
+    found = _ROLES_ELSEWHERE.get(role, role)
     if found not in ROLES:
-        known = did_you_mean(role[:60], ROLES) if isinstance(role, str) else f"known: {', '.join(ROLES)}"
-        given = quoted(role) if isinstance(role, str) else json_type(role)
-        raise MalformedError(f"{where} has " + ("no role" if role is None else f"unknown role {given}") + f"; {known}")
+        raise MalformedError(f"{where} has unknown role {quoted(role)}; {did_you_mean(role[:60], ROLES)}")
     return found
 
 
@@ -114,16 +121,18 @@ def _checked_content(value: object, where: str) -> str | list[dict[str, str]]:
 
 def _set_weight(message: dict[str, Any], where: str) -> None:
     """Give the flag of a turn OpenAI's name and values: 0 for a turn that is not trained, else 1."""
-    if named := [name for name in _PARTS_OF_TURNS if name in message]:
-        raise MalformedError(
-            f"{where} has {named[0]}, but whole turns are trained or not: split the turn, or leave it out"
-        )
+    for name in _PARTS_OF_TURNS:
+        if name in message:
+            raise MalformedError(
+                f"{where} has {name}, but whole turns are trained or not: split the turn, or leave it out"
+            )
     given = {name: message.pop(name) for name in _FLAGS if name in message}
     if not given:
         return
     if len(given) > 1:
         raise MalformedError(f"{where} has {' and '.join(given)}: one of them")
     ((name, flag),) = given.items()
+    # A weight is a number and the others are true or false; for Python `True == 1`.
     if (name == "weight") == isinstance(flag, bool) or flag not in (0, 1):
         known = "0 (not trained) nor 1 (trained)" if name == "weight" else "false (not trained) nor true (trained)"
         raise MalformedError(f"{where} has a {name} that is neither {known}")
@@ -147,7 +156,7 @@ def _calls(message: dict[str, Any], where: str, *, is_content: bool) -> list[dic
         return None
     if message["role"] != "assistant":
         raise MalformedError(f"{where} has calls of tools, which only an assistant turn can have")
-    calls = value if isinstance(value, list) else [value]
+    calls = value if isinstance(value, list) else [value]  # OpenAI's first form has one
     return [_checked_call(call, f"{place}[{index}]") for index, call in enumerate(calls)]
 
 
@@ -186,13 +195,16 @@ def checked_tools(value: object) -> tuple[dict[str, Any], ...] | None:
         raise MalformedError(f"tools is {json_type(value)}, not a list")
     tools = []
     for index, each in enumerate(value):
-        tool = _parsed(each, f"tools[{index}]") if isinstance(each, str) else each
-        if isinstance(tool, Mapping) and "function" not in tool and isinstance(tool.get("name"), str):
+        where = f"tools[{index}]"
+        tool = _parsed(each, where) if isinstance(each, str) else each
+        if not isinstance(tool, Mapping):
+            raise MalformedError(f"{where} is no function with a name")
+        if "function" not in tool:  # what stands under it alone
             tool = {"type": "function", "function": dict(tool)}
-        function = tool.get("function") if isinstance(tool, Mapping) else None
+        function = tool["function"]
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise MalformedError(f"tools[{index}] is no function with a name")
-        _check_json(tool, f"tools[{index}]")
+            raise MalformedError(f"{where} is no function with a name")
+        _check_json(tool, where)
         tools.append(dict(tool))
     return tuple(tools) or None
 

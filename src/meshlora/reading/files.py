@@ -30,10 +30,10 @@ _LOOK_BYTES = 2**16
 _WEBNLG = re.compile(rb'\{\s*"entries"\s*:\s*\[')  # the one list that people keep in an object
 _NO_SPACE = re.compile(r"[^ \t\n\r]")
 _KINDS = {
-    stat.S_ISFIFO: "a named pipe",
-    stat.S_ISSOCK: "a socket",
-    stat.S_ISCHR: "a device",
-    stat.S_ISBLK: "a device",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
 }
 
 
@@ -43,7 +43,7 @@ def is_folder(path: Path) -> bool:
     Raises:
         UserError: it is missing, or it or an entry in it is neither.
     """
-    mode = _mode(path)
+    mode = _mode(path)  # of what a link leads to
     if not stat.S_ISDIR(mode):
         _check_regular(path, mode)
         return False
@@ -69,7 +69,7 @@ def _mode(path: Path) -> int:
 
 def _check_regular(path: Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
-        kind = next((words for is_kind, words in _KINDS.items() if is_kind(mode)), "something else")
+        kind = _KINDS.get(stat.S_IFMT(mode), "something else")
         raise UserError(f"{path}", f"is {kind}; only regular files are read", "write its content to a file first")
 
 
@@ -83,13 +83,15 @@ def nearest_file(path: Path) -> str:
     near = difflib.get_close_matches(path.name, names, n=1)
     if near:
         return f"did you mean {str(folder / near[0])!r}?"
-    shown = ", ".join(names[:5]) + (", …" if len(names) > 5 else "")
-    return f"{folder} holds " + (shown or "nothing")
+    shown = names[:5] + ["…"] * (len(names) > 5)
+    return f"{folder} holds {', '.join(shown) or 'nothing'}"
 
 
 def kind_of(path: Path) -> str:
     """The suffix that says how a file is read, without that of its compression."""
-    return (Path(path.stem) if path.suffix.lower() in COMPRESSED else path).suffix.lower()
+    if path.suffix.lower() in COMPRESSED:
+        path = Path(path.stem)
+    return path.suffix.lower()
 
 
 @contextlib.contextmanager
@@ -143,7 +145,10 @@ def bounded_lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
             )
         if (b"\0" if isinstance(line, bytes) else "\0") in line:
             raise UserError(f"{path}:{number}", "the line holds a NUL byte", "is the file text in UTF-8?")
-        num_blank = num_blank + 1 if line.isspace() else 0
+        if line.isspace():
+            num_blank += 1
+        else:
+            num_blank = 0
         if num_blank > _MOST_BLANK:  # a compressed file of some KB may have some hundred million
             raise UserError(f"{path}:{number}", f"more than {_MOST_BLANK:,} blank lines", "is the file whole?")
         yield line

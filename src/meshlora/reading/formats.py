@@ -28,19 +28,8 @@ _MATTERS = frozenset(
     {
         *("weight", "weights", "train", "training", "loss_mask", "is_trained", "labels", "completion_mask"),
         *("assistant_masks", "advantage", "advantages", "old_log_probs", "engine_log_probs", "routed_experts"),
-        *(
-            "context",
-            "system",
-            "history",
-            "tools",
-            "functions",
-            "image",
-            "images",
-            "video",
-            "videos",
-            "audio",
-            "audios",
-        ),
+        *("context", "system", "history", "tools", "functions"),
+        *("image", "images", "video", "videos", "audio", "audios"),
     }
 )
 _NEAR = 0.8  # of `difflib`: a column is a misspelt field
@@ -92,11 +81,12 @@ class Choice(Generic[Made]):
                     f"{quoted(name)} may say something about the training, and would not be read ({known}); "
                     "leave it out, or say in data.columns which columns to read"
                 )
-        needed = self.format.needs
-        values = {field: row.get(name) for field, name in self.keys.items()}
-        return self.format.make(
-            {field: value for field, value in values.items() if value is not None or field in needed}, origin
-        )
+        values = {}
+        for field, name in self.keys.items():
+            value = row.get(name)
+            if value is not None or field in self.format.needs:  # a table has None where there is none
+                values[field] = value
+        return self.format.make(values, origin)
 
 
 class Formats(Generic[Made]):
@@ -111,12 +101,12 @@ class Formats(Generic[Made]):
 
     def __init__(self, known: Sequence[Format[Made]], given: str, columns: Mapping[str, str] | None) -> None:
         self.columns, self.is_chosen = dict(columns or {}), given != "auto" or bool(columns)
-        names = list(dict.fromkeys(each.name for each in known))
-        if given != "auto" and given not in names:
+        formats = [each for each in known if given in ("auto", each.name)]
+        if not formats:
+            names = dict.fromkeys(each.name for each in known)  # several formats may have one name
             rule = "train.objective reads other records"
             raise UserError(f"data.format={given}", rule, f"one of auto, {', '.join(names)}")
-        formats = [each for each in known if given in ("auto", each.name)]
-        every = list(dict.fromkeys(name for each in formats for name in each.fields))
+        every = _fields_of(formats)
         for name in self.columns:
             if name not in every:
                 raise UserError(
@@ -129,7 +119,8 @@ class Formats(Generic[Made]):
                 "name more than one kind of record",
                 "choose the fields of one: " + "; ".join(f"{each.name}: {', '.join(each.fields)}" for each in formats),
             )
-        self.choice = functools.lru_cache(64)(self._choice)  # most rows have the same names
+        # Most rows have the same names. Of the object, not the class: a cache of the class would keep it for ever.
+        self.choice = functools.lru_cache(64)(self._choice)
 
     def _choice(self, names: tuple[str, ...]) -> Choice[Made]:
         """How rows with these names are read.
@@ -137,37 +128,42 @@ class Formats(Generic[Made]):
         Raises:
             MalformedError: a field is missing or misspelt, or several formats fit.
         """
-        there = frozenset(names)
-        fitting = [(each, keys) for each in self.formats if set(each.needs) <= set(keys := self._keys(each, there))]
-        if len(fitting) > 1:
-            fitting = [(each, keys) for each, keys in fitting if not each.is_weak] or fitting[:1]
-        if not fitting:
-            raise MalformedError(self._why_none(names))
-        if len(fitting) > 1:
-            kinds = [f"{each.name} ({', '.join(each.needs)})" for each, _ in fitting]
-            raise MalformedError(
-                f"has the fields of different kinds of record, {' and '.join(kinds)}; say which in data.format"
-            )
-        ((found, keys),) = fitting
-        keys = dict(sorted(keys.items(), key=lambda item: names.index(item[1])))
+        found = self._fitting(names)
+        by_field = self._keys(found, frozenset(names))
+        keys = dict(sorted(by_field.items(), key=lambda item: names.index(item[1])))
         unread = tuple(name for name in names if name not in keys.values())
         if found.takes_rest:
             return Choice(found, keys | {name: name for name in unread if name not in keys}, (), ())
-        absent = [field for field in found.fields if field not in keys]
-        for name in unread[:_MANY] if not self.is_chosen else ():
-            if near := difflib.get_close_matches(name[:60], absent, n=1, cutoff=_NEAR):
-                raise MalformedError(f"unknown field {quoted(name)}; did you mean {near[0]!r}?")
-        refused = () if self.is_chosen else tuple(name for name in unread if name in _MATTERS)
-        return Choice(found, keys, unread, refused)
+        if self.is_chosen:  # the user has said what to read
+            return Choice(found, keys, unread, ())
+        _check_spelling(unread[:_MANY], [field for field in found.fields if field not in keys])
+        return Choice(found, keys, unread, tuple(name for name in unread if name in _MATTERS))
+
+    def _fitting(self, names: tuple[str, ...]) -> Format[Made]:
+        """The one format that rows with these names have. Raises: MalformedError."""
+        there = frozenset(names)
+        fitting = [each for each in self.formats if self._keys(each, there).keys() >= {*each.needs}]
+        if len(fitting) > 1:
+            fitting = [each for each in fitting if not each.is_weak] or fitting[:1]
+        if not fitting:
+            raise MalformedError(self._why_none(names))
+        if len(fitting) > 1:
+            kinds = [f"{each.name} ({', '.join(each.needs)})" for each in fitting]
+            raise MalformedError(
+                f"has the fields of different kinds of record, {' and '.join(kinds)}; say which in data.format"
+            )
+        return fitting[0]
 
     def _keys(self, one: Format[Made], names: Collection[str]) -> dict[str, str]:
-        """Field -> the row's name of it."""
+        """Field -> the row's name of it: what the user says, else its own before its alias."""
         keys: dict[str, str] = {}
         others = {field: alias for alias, field in (one.aliases or {}).items()}
         for field in one.fields:
-            for name in [self.columns[field]] if field in self.columns else [field, others.get(field)]:
-                if name is not None and name in names:
-                    keys.setdefault(field, name)
+            name = self.columns.get(field, field)
+            if name not in names and field not in self.columns:
+                name = others.get(field, field)
+            if name in names:
+                keys[field] = name
         return keys
 
     def _why_none(self, names: tuple[str, ...]) -> str:
@@ -181,17 +177,29 @@ class Formats(Generic[Made]):
         if {"chosen", "rejected"} <= set(names) and not any("chosen" in each.fields for each in self.formats):
             return "has chosen and rejected, which train.objective dpo and its like read"
         there = frozenset(names)
-        nearest = max(self.formats, key=lambda each: len(set(each.needs) & set(self._keys(each, there))))
-        has = set(self._keys(nearest, there))
+        nearest = max(self.formats, key=lambda each: len(self._keys(each, there).keys() & {*each.needs}))
+        has = self._keys(nearest, there)
         missing = [field for field in nearest.needs if field not in has]
         others = [name for name in some if name not in nearest.fields]
-        for name in others:
-            if near := difflib.get_close_matches(name[:60], missing, n=1, cutoff=_NEAR):
-                return f"unknown field {quoted(name)}; did you mean {near[0]!r}?"
+        _check_spelling(others, missing)
         if not has:
-            known = list(dict.fromkeys(field for each in self.formats for field in each.fields))
-            return f"unknown field {quoted(others[0])}; known: {', '.join(known)}"
+            return f"unknown field {quoted(others[0])}; known: {', '.join(_fields_of(self.formats))}"
         return f"{missing[0]!r} is missing"
+
+
+def _fields_of(formats: Sequence[Format[Any]]) -> list[str]:
+    """All fields, each once."""
+    found: dict[str, None] = {}
+    for each in formats:
+        found |= dict.fromkeys(each.fields)
+    return list(found)
+
+
+def _check_spelling(names: Sequence[str], fields: Sequence[str]) -> None:
+    """Raises: MalformedError: a name is almost one of `fields`, which are not there."""
+    for name in names:
+        if near := difflib.get_close_matches(name[:60], fields, n=1, cutoff=_NEAR):
+            raise MalformedError(f"unknown field {quoted(name)}; did you mean {near[0]!r}?")
 
 
 # --- records of a language model --------------------------------------------------------------------------------------
@@ -237,17 +245,16 @@ def alpaca_prompt(row: Row) -> list[dict[str, Any]]:
     for index, pair in enumerate(history):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
             raise MalformedError(f"history[{index}] is not a pair, of what the user and the assistant said")
-        messages += [{"role": role, "content": said} for role, said in zip(("user", "assistant"), pair, strict=True)]
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     return [*messages, {"role": "user", "content": asked}]
 
 
 def answered_alone(row: Row) -> Row:
     """`row` with what is asked in its `prompt` alone, where `completion` is the whole conversation after a text."""
     prompt, turns = row.get("prompt"), row["completion"]
-    is_whole = isinstance(prompt, str) and isinstance(turns, (list, tuple)) and len(turns) > 1
-    if not is_whole or not any(isinstance(each, Mapping) and _says(each, str(prompt)) for each in turns):
-        return row
-    return {**row, "prompt": list(turns[:-1]), "completion": list(turns[-1:])}
+    if isinstance(prompt, str) and isinstance(turns, (list, tuple)) and len(turns) > 1 and _is_said(prompt, turns):
+        return {**row, "prompt": list(turns[:-1]), "completion": list(turns[-1:])}
+    return row
 
 
 def record_of_answer(row: Row, name: str, origin: str) -> Record:
@@ -262,39 +269,44 @@ def record_of_answer(row: Row, name: str, origin: str) -> Record:
     if isinstance(answer, Mapping):
         answer = [answer]
     if not isinstance(answer, (list, tuple)) and not isinstance(prompt, (list, tuple)):
-        if beside := next((key for key in ("tools", "system") if row.get(key) not in (None, "", "[]", [])), None):
-            raise MalformedError(f"has {beside}, but {name} is no list of messages")
+        for beside in ("tools", "system"):
+            if row.get(beside) not in (None, "", "[]", []):  # tables have an empty one where there is none
+                raise MalformedError(f"has {beside}, but {name} is no list of messages")
         prompt = checked_text(prompt, "prompt")  # may be empty: generation from nothing
         return Record(prompt=prompt, completion=_filled(answer, name), origin=origin)
     if not isinstance(prompt, (list, tuple)):
-        text = checked_text(prompt, "prompt")
-        prompt = [{"role": "user", "content": text}] if text else []
-        if text and any(isinstance(each, Mapping) and _says(each, text) for each in answer):
-            prompt = []  # the whole conversation stands in the answer
+        text, prompt = checked_text(prompt, "prompt"), []
+        if text and not _is_said(text, answer):  # else the whole conversation stands in the answer
+            prompt = [{"role": "user", "content": text}]
     if not isinstance(answer, (list, tuple)):
         answer = [{"role": "assistant", "content": _filled(answer, name)}]
-    record = _conversation([*prompt, *answer], row, origin, name=f"prompt and {name}" if prompt else name)
+    both = f"prompt and {name}" if prompt else name
+    record = _conversation([*prompt, *answer], row, origin, name=both)
     assert record.messages is not None
-    if all(each["role"] != "assistant" for each in record.messages[-len(answer) :]):
+    num = len(record.messages) - len(answer)  # a message of the system may have come before the prompt
+    before, after = record.messages[:num], record.messages[num:]
+    if all(each["role"] != "assistant" for each in after):
         raise MalformedError(f"{name} has no assistant turn")
-    num = len(record.messages) - len(answer)
-    return Record(messages=untrained(record.messages[:num]) + record.messages[num:], tools=record.tools, origin=origin)
+    return Record(messages=untrained(before) + after, tools=record.tools, origin=origin)
 
 
-def _says(message: Row, text: str) -> bool:
-    return message.get("role", message.get("from")) in ("user", "human") and text == message.get(
-        "content", message.get("value")
-    )
+def _is_said(text: str, turns: Sequence[Any]) -> bool:
+    """Whether one of the turns, of OpenAI's form or ShareGPT's, is the user's and says the text."""
+    for turn in turns:
+        is_users = isinstance(turn, Mapping) and turn.get("role", turn.get("from")) in ("user", "human")
+        if is_users and text == turn.get("content", turn.get("value")):
+            return True
+    return False
 
 
 def _conversation(messages: Any, row: Row, origin: str, *, name: str) -> Record:
     """With the `system` and `tools` of the row."""
     found = checked_messages(messages, name)
     if system := checked_text(row.get("system", ""), "system"):
-        own = found[0]["content"] if found[0]["role"] == "system" else None
-        if own not in (None, system):
+        if found[0]["role"] != "system":
+            found = ({"role": "system", "content": system}, *found)
+        elif found[0]["content"] != system:
             raise MalformedError(f"has a system and, in {name}, another one")
-        found = found if own is not None else ({"role": "system", "content": system}, *found)
     tools = checked_tools(row["tools"]) if "tools" in row else None
     return Record(messages=found, tools=tools, origin=origin)
 
@@ -316,30 +328,38 @@ def checked_tokens(row: Row) -> tuple[tuple[int, ...], tuple[bool, ...]]:
         MalformedError: lists of different lengths, labels of other tokens, or gaps in the attention mask.
     """
     ids = row["input_ids"]
-    if not isinstance(ids, (list, tuple)) or len(ids) < 2 or any(type(token) is not int for token in ids):
+    if not isinstance(ids, (list, tuple)) or len(ids) < 2 or {*map(type, ids)} != {int}:
         raise MalformedError("input_ids is not a list of two token ids or more")
-    masks = {name: row[name] for name in TOKEN_MASKS if name in row}
-    for name, mask in masks.items():
-        if not isinstance(mask, (list, tuple)) or len(mask) != len(ids):
-            raise MalformedError(f"{name} is not a list of one number for each of {len(ids)} input_ids")
-        if any(not isinstance(each, int) for each in mask) or (name != "labels" and set(mask) - {0, 1}):
-            raise MalformedError(f"{name} holds what is no {'label' if name == 'labels' else '0 or 1'}")
+    masks = {name: _checked_mask(row[name], name, len(ids)) for name in TOKEN_MASKS if name in row}
     is_trained = [True] * len(ids)
     for name, mask in masks.items():
+        if name == "labels":
+            _check_labels(mask, ids)
         untrained_label = -100 if name == "labels" else 0
         is_trained = [flag and each != untrained_label for flag, each in zip(is_trained, mask, strict=True)]
-        if name == "labels":
-            wrong = next((i for i, each in enumerate(mask) if each not in (-100, ids[i])), None)
-            if wrong is not None:
-                shifted = " (are they shifted?)" if wrong + 1 < len(ids) and mask[wrong] == ids[wrong + 1] else ""
-                raise MalformedError(f"labels[{wrong}] is {mask[wrong]}, neither -100 nor the token there{shifted}")
     attended = masks.get("attention_mask", [1] * len(ids))
     if not any(attended):
         raise MalformedError("attention_mask has no token")
-    start, end = attended.index(1), len(attended) - [*reversed(attended)].index(1)
+    start, end = attended.index(1), len(attended) - attended[::-1].index(1)  # padding on either side is left out
     if not all(attended[start:end]):
         raise MalformedError("attention_mask has a gap: tokens in the middle would be left out")
     return tuple(ids[start:end]), tuple(is_trained[start:end])
+
+
+def _checked_mask(mask: Any, name: str, length: int) -> Sequence[int]:
+    if not isinstance(mask, (list, tuple)) or len(mask) != length:
+        raise MalformedError(f"{name} is not a list of one number for each of {length} input_ids")
+    are_numbers, are_labels = {*map(type, mask)} <= {int, bool}, name == "labels"
+    if not are_numbers or (not are_labels and {*mask} - {0, 1}):
+        raise MalformedError(f"{name} holds what is no {'label' if are_labels else '0 or 1'}")
+    return mask
+
+
+def _check_labels(labels: Sequence[int], ids: Sequence[int]) -> None:
+    for place, label in enumerate(labels):
+        if label not in (-100, ids[place]):
+            shifted = " (are they shifted?)" if label in ids[place + 1 : place + 2] else ""
+            raise MalformedError(f"labels[{place}] is {label}, neither -100 nor the token there{shifted}")
 
 
 TOKEN_MASKS = ("labels", "attention_mask", "completion_mask", "assistant_masks")

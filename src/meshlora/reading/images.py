@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import os
 import stat
 import warnings
@@ -67,13 +68,16 @@ class Images:
         Raises:
             UserError: a file is missing, damaged, or not the one that was tokenised.
         """
-        types = self.processor.create_mm_token_type_ids([input_ids.tolist()])[0] if self.token_types else []
-        found = {name: torch.tensor(types) for name in self.token_types}
+        found: dict[str, Tensor] = {}
+        if self.token_types:
+            (types,) = self.processor.create_mm_token_type_ids([input_ids.tolist()])
+            found = {name: torch.tensor(types) for name in self.token_types}
         if files := self.files[index]:
             # Only images are processed, but some processors refuse to without text.
             text = [self.processor.image_token * len(files)]
             images = [read_image(file.path, file.origin, sha256=file.sha256) for file in files]
             made = self.processor(text=text, images=[images], return_tensors="pt")
+            # The text was none of the sequence's.
             found |= {name: tensor for name, tensor in made.items() if name not in _OF_TEXT}
         return found
 
@@ -89,13 +93,14 @@ def images_of(records: Sequence[Record], processor: Any, *, skips: bool = False)
     Raises:
         UserError: a file is missing, or no regular file.
     """
-    readable = [record.images if _can_be_read(record, skips=skips) else () for record in records]
-    with FileHashes(Path(path) for paths in readable for path in paths) as hashes:
-        files = [
-            tuple(ImageFile(Path(path), record.origin, hashes[Path(path)]) for path in paths)
-            for record, paths in zip(records, readable, strict=True)
-        ]
-    made = processor(text=["x"]) if processor.return_mm_token_type_ids else {}
+    readable = [_readable(record, skips=skips) for record in records]
+    with FileHashes(itertools.chain.from_iterable(readable)) as hashes:
+        files = []
+        for record, paths in zip(records, readable, strict=True):
+            files.append(tuple(ImageFile(path, record.origin, hashes[path]) for path in paths))
+    made: Any = ()
+    if processor.return_mm_token_type_ids:  # a trial says under which of the names
+        made = processor(text=["x"])
     return Images(files, processor, tuple(name for name in TOKEN_TYPES if name in made))
 
 
@@ -119,22 +124,28 @@ def locate_images(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         return {**part, "image": str(path)}
 
     def message_of(message: Any) -> Any:
-        content = message.get("content") if isinstance(message, Mapping) else None
-        return {**message, "content": [*map(part_of, content)]} if isinstance(content, list) else message
+        if isinstance(message, Mapping) and isinstance(content := message.get("content"), list):
+            return {**message, "content": [*map(part_of, content)]}
+        return message
 
-    return {name: [*map(message_of, value)] if isinstance(value, list) else value for name, value in row.items()}
+    found = dict(row)
+    for name, value in row.items():  # whatever the messages are called
+        if isinstance(value, list):
+            found[name] = [*map(message_of, value)]
+    return found
 
 
-def _can_be_read(record: Record, *, skips: bool) -> bool:
-    """Whether the image files of a record are there. Raises: UserError: they are not, unless `skips`."""
+def _readable(record: Record, *, skips: bool) -> list[Path]:
+    """The image files of a record; none if one of them is not there and `skips`, else Raises: UserError."""
+    paths = [*map(Path, record.images)]
     try:
-        for path in record.images:
-            _check_file(Path(path), record.origin)
+        for path in paths:
+            _check_file(path, record.origin)
     except UserError:
         if not skips:
             raise
-        return False
-    return True
+        return []
+    return paths
 
 
 def _check_file(path: Path, origin: str) -> None:
@@ -189,6 +200,7 @@ def decoded(content: bytes, given: str) -> Any:
     except UserError:
         raise
     except Exception as error:  # untrusted bytes read by a library may raise anything
-        why = "" if isinstance(error, UnidentifiedImageError) else f" ({reason(error)})"  # it names an object of ours
-        words = f"it cannot be read as {', '.join(FORMATS)}{why}"
+        words = f"it cannot be read as {', '.join(FORMATS)}"
+        if not isinstance(error, UnidentifiedImageError):  # whose text names an object of ours
+            words += f" ({reason(error)})"
         raise UserError(given, words, "is the file whole?") from error

@@ -2,19 +2,19 @@
 
 Owns: the fields of such records and their values. Texts are tokenised as their tokenizer does it by default, with its
 special tokens, since no text is generated after them. Does not own: labels (`meshlora_ground.objective` has their
-names), losses (`run.objectives`).
+names), losses (`run.objectives`). Of each reader, `reading` are options of `Reading`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from meshlora.reading.formats import Format
 from meshlora.reading.records import MalformedError, Problems, checked_text, is_number, json_type, quoted
-from meshlora.reading.sources import read_rows
+from meshlora.reading.sources import Reading, read_rows
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError, did_you_mean, reason
 from meshlora_ground.further_inputs import TOKEN_TYPES, KnownInputs
@@ -34,9 +34,7 @@ def read_labelled(
     objective: Any,
     max_length: int,
     vocab_size: int,
-    columns: Mapping[str, str] | None = None,
-    format: str = "auto",
-    say: Callable[[str], None] | None = None,
+    **reading: Any,
 ) -> TokenizedDataset:
     """One sequence per row, with `targets` `[N, K]`: the number of its label (K = 1), 0 or 1 for each of K labels, or K
     numbers.
@@ -48,21 +46,19 @@ def read_labelled(
         UserError: malformed rows, the first five with file and line; as `read_rows`.
     """
 
-    def checked(row: dict[str, Any], origin: str) -> tuple[str, str, str | None, list[float]]:
-        pair = _text(row, "text_pair") if "text_pair" in row else None
-        return origin, _text(row, "text"), pair, _targets(row, objective)
+    def checked(row: dict[str, Any], origin: str) -> tuple[str, list[str], list[float]]:
+        names = ["text", "text_pair"] if "text_pair" in row else ["text"]
+        return origin, [_text(row, name) for name in names], _targets(row, objective)
 
     known = [Format("labelled", ("text", "label"), checked, ("text_pair",))]
-    rows = read_rows(source, known, columns=columns, format=format, say=say)
-    if len({pair is None for _, _, pair, _ in rows}) > 1:
-        raise UserError(f"{rows[0][0]} and others", "text_pair in some records and not in others", "give it in all")
-    texts = [text for _, text, _, _ in rows]
-    pairs = [pair for _, _, pair, _ in rows if pair is not None] or None
-    origins = [origin for origin, *_ in rows]
-    ids, segments, _ = _encoded(texts, pairs, tokenizer, origins, max_length=max_length, vocab_size=vocab_size)
-    targets = np.array([target for *_, target in rows], dtype=np.float32)
+    rows = read_rows(source, known, Reading(**reading))
+    origins, texts, targets = zip(*rows, strict=True)
+    if len({*map(len, texts)}) > 1:
+        raise UserError(f"{origins[0]} and others", "text_pair in some records and not in others", "give it in all")
+    columns = [*zip(*texts, strict=True)]  # the texts, and maybe their pairs
+    ids, segments = _encoded(columns, tokenizer, origins, max_length=max_length, vocab_size=vocab_size)
     further = KnownInputs([{_SEGMENTS: own} for own in segments]) if segments else None
-    return _dataset(ids, columns={}, targets=targets, further=further)
+    return _dataset(ids, targets=np.array(targets, dtype=np.float32), further=further)
 
 
 def read_labelled_words(
@@ -72,9 +68,7 @@ def read_labelled_words(
     objective: Any,
     max_length: int,
     vocab_size: int,
-    columns: Mapping[str, str] | None = None,
-    format: str = "auto",
-    say: Callable[[str], None] | None = None,
+    **reading: Any,
 ) -> TokenizedDataset:
     """One sequence per row; the first token of each word is trained, with its label in the column `label`, float32.
 
@@ -88,30 +82,35 @@ def read_labelled_words(
 
     def checked(row: dict[str, Any], origin: str) -> tuple[str, list[str], list[int]]:
         words, labels = row.get("tokens"), row.get("labels")
-        if not isinstance(words, list) or not words or not all(isinstance(word, str) and word for word in words):
+        if not words or not _are_texts(words):
             raise MalformedError("tokens is not a list of words")
         if not isinstance(labels, list) or len(labels) != len(words):
             raise MalformedError(f"labels is not a list of one label for each of {len(words)} tokens")
-        found = [_UNLABELLED if label in (None, _UNLABELLED) else _number(label, objective) for label in labels]
+        found = [_UNLABELLED] * len(words)
+        for place, label in enumerate(labels):
+            if label not in (None, _UNLABELLED):
+                found[place] = _number(label, objective)
         return origin, words, found
 
     known = [Format("labelled_words", ("tokens", "labels"), checked)]
-    rows = read_rows(source, known, columns=columns, format=format, say=say)
-    if not getattr(tokenizer, "is_fast", False):
+    rows = read_rows(source, known, Reading(**reading))
+    if not getattr(tokenizer, "is_fast", False):  # `word_ids` is of fast ones alone
         raise UserError(f"tokenizer {type(tokenizer).__name__}", "it does not say which token is of which word")
-    words, origins = [words for _, words, _ in rows], [origin for origin, *_ in rows]
-    ids, _, of_words = _encoded(words, None, tokenizer, origins, max_length=max_length, vocab_size=vocab_size)
+    origins, words, given = zip(*rows, strict=True)
+    ids, places = _encoded([words], tokenizer, origins, max_length=max_length, vocab_size=vocab_size)
     labels, problems = [], Problems("{tokens, labels}: words, and a label for each")
-    for (origin, _, given), places in zip(rows, of_words, strict=True):
-        own = np.full(len(places), _UNLABELLED, dtype=np.float32)
-        for token, word in enumerate(places):
-            if word is not None and (token == 0 or places[token - 1] != word):
-                own[token] = given[word]
+    for origin, of_words, of_tokens in zip(origins, given, places, strict=True):
+        own, before = np.full(len(of_tokens), _UNLABELLED, dtype=np.float32), None
+        for token, word in enumerate(of_tokens):
+            if word not in (None, before):  # None: of a special token. The first token of a word has its label.
+                own[token] = of_words[word]
+            before = word
         if (own == _UNLABELLED).all():
             problems.add(origin, f"no labelled word within max_length={max_length}")
         labels.append(own)
     problems.raise_if_any()
-    return _dataset(ids, columns={"label": labels}, is_trained=np.concatenate(labels) != _UNLABELLED)
+    label = np.concatenate(labels)
+    return _dataset(ids, columns={"label": label}, is_trained=label != _UNLABELLED)
 
 
 def read_similar(
@@ -121,9 +120,7 @@ def read_similar(
     objective: Any,
     max_length: int,
     vocab_size: int,
-    columns: Mapping[str, str] | None = None,
-    format: str = "auto",
-    say: Callable[[str], None] | None = None,
+    **reading: Any,
 ) -> TokenizedDataset:
     """Adjacent sequences of each row: its anchor, its positive, its negatives, of which all rows have as many.
 
@@ -132,13 +129,13 @@ def read_similar(
     Raises:
         UserError: malformed rows, the first five with file and line; as `read_rows`.
     """
-    numbers: set[int] = set()
+    numbers: set[int] = set()  # of negatives: one, or the rows are malformed
 
     def checked(row: dict[str, Any], origin: str) -> tuple[str, list[str]]:
         if "negative" in row and "negatives" in row:
             raise MalformedError("has negative and negatives: one of the two")
         negatives = [_text(row, "negative")] if "negative" in row else row.get("negatives", [])
-        if not isinstance(negatives, list) or not all(isinstance(text, str) and text.strip() for text in negatives):
+        if not _are_texts(negatives) or any(map(str.isspace, negatives)):
             raise MalformedError("negatives is not a list of texts")
         if numbers - {len(negatives)}:
             raise MalformedError(f"{len(negatives)} negatives, where the records before have {min(numbers)}")
@@ -146,18 +143,25 @@ def read_similar(
         return origin, [_text(row, "anchor"), _text(row, "positive"), *negatives]
 
     known = [Format("similar", ("anchor", "positive"), checked, ("negative", "negatives"))]
-    rows = read_rows(source, known, columns=columns, format=format, say=say)
-    texts = [text for _, texts in rows for text in texts]
-    origins = [origin for origin, texts in rows for _ in texts]
-    ids, _, _ = _encoded(texts, None, tokenizer, origins, max_length=max_length, vocab_size=vocab_size)
-    return _dataset(ids, columns={}, rows_per_example=len(rows[0][1]))
+    rows = read_rows(source, known, Reading(**reading))
+    origins, texts = list[str](), list[str]()
+    for origin, own in rows:
+        texts += own
+        origins += [origin] * len(own)
+    ids, _ = _encoded([texts], tokenizer, origins, max_length=max_length, vocab_size=vocab_size)
+    return _dataset(ids, rows_per_example=len(rows[0][1]))
 
 
-def _dataset(ids: list[np.ndarray], *, columns: Mapping[str, list[np.ndarray]], **rest: Any) -> TokenizedDataset:
+def _dataset(ids: list[np.ndarray], **rest: Any) -> TokenizedDataset:
+    """rest: other fields; of all sequences every token is trained, unless they say otherwise."""
     offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
-    joined = {name: np.concatenate(parts) for name, parts in columns.items()}
-    every: dict[str, Any] = {"is_trained": np.ones(int(offsets[-1]), dtype=bool), "columns": joined}
+    every: dict[str, Any] = {"is_trained": np.ones(int(offsets[-1]), dtype=bool), "columns": {}}
     return TokenizedDataset(np.concatenate(ids), offsets=offsets, predicts_next=False, **(every | rest))
+
+
+def _are_texts(value: Any) -> bool:
+    """Whether it is a list of texts, of which none is empty."""
+    return isinstance(value, list) and all(isinstance(text, str) and text for text in value)
 
 
 def _text(row: Mapping[str, Any], name: str) -> str:
@@ -172,11 +176,11 @@ def _text(row: Mapping[str, Any], name: str) -> str:
 def _number(label: Any, objective: Any) -> int:
     """The number of a label, given by its name or number."""
     numbers = objective.numbers
-    if isinstance(label, str) and label in numbers:
-        return int(numbers[label])
     if isinstance(label, str):
-        raise MalformedError(f"unknown label {quoted(label)}; {did_you_mean(label[:60], numbers)}")
-    if type(label) is not int:
+        if label not in numbers:
+            raise MalformedError(f"unknown label {quoted(label)}; {did_you_mean(label[:60], numbers)}")
+        return int(numbers[label])
+    if type(label) is not int:  # neither a float nor a bool, which Python takes for one
         raise MalformedError(f"a label is {json_type(label)}, not a name or a whole number")
     if not 0 <= label < len(numbers):
         raise MalformedError(f"label {label} is not one of 0 to {len(numbers) - 1}")
@@ -193,42 +197,44 @@ def _targets(row: Mapping[str, Any], objective: Any) -> list[float]:
     if objective.problem == "multi":
         if not isinstance(label, list):
             raise MalformedError(f"label is {json_type(label)}, not a list of labels")
-        own = {_number(one, objective) for one in label}
-        return [float(number in own) for number in range(size)]
-    values = label if isinstance(label, list) else [label]
-    if len(values) != size or not all(is_number(value) for value in values):
-        raise MalformedError(f"label is not {size} finite number{'s' if size > 1 else ''}")
-    return values
+        found = [0.0] * size
+        for one in label:
+            found[_number(one, objective)] = 1.0
+        return found
+    if not isinstance(label, list):
+        label = [label]
+    if len(label) != size or not all(map(is_number, label)):
+        raise MalformedError(f"label is not {size} finite number{'s' * (size > 1)}")
+    return label
 
 
 def _encoded(
-    texts: Sequence[Any],
-    pairs: Sequence[str] | None,
+    columns: Sequence[Sequence[Any]],
     tokenizer: PreTrainedTokenizerBase,
     origins: Sequence[str],
     *,
     max_length: int,
     vocab_size: int,
-) -> tuple[list[np.ndarray], list[np.ndarray], list[list[int | None]]]:
-    """(token ids of each text, int32; segments of the tokens, empty unless texts are pairs and the tokenizer has them;
-    the word of each token, for texts given as words).
+) -> tuple[list[np.ndarray], list[Any]]:
+    """(token ids of each text, int32; of pairs the segments of the tokens, if the tokenizer has them, and
+    of words the word of each token; else nothing).
+
+    columns: the texts, or the words of each, and maybe the second text of each.
     """
-    ids, segments, words = list[np.ndarray](), list[np.ndarray](), list[list[int | None]]()
-    is_words = isinstance(texts[0], list)
-    for start in range(0, len(texts), _BLOCK):
-        part = slice(start, start + _BLOCK)
-        options = {"truncation": True, "max_length": max_length, "is_split_into_words": is_words}
+    ids, beside, is_words = list[np.ndarray](), list[Any](), isinstance(columns[0][0], list)
+    options = {"truncation": True, "max_length": max_length, "is_split_into_words": is_words}
+    for start in range(0, len(columns[0]), _BLOCK):
         try:
-            found = tokenizer(list(texts[part]), list(pairs[part]) if pairs else None, **options)
+            found = tokenizer(*(list(column[start : start + _BLOCK]) for column in columns), **options)
         except Exception as error:  # an untrusted tokenizer may raise anything
             raise UserError(
                 f"tokenizer {type(tokenizer).__name__}", f"it fails on these texts ({reason(error)})", "is it whole?"
             ) from error
         ids += [np.array(own, dtype=np.int64) for own in found["input_ids"]]
-        if pairs and _SEGMENTS in found:
-            segments += [np.array(own, dtype=np.int64) for own in found[_SEGMENTS]]
         if is_words:
-            words += [found.word_ids(index) for index in range(len(found["input_ids"]))]
+            beside += map(found.word_ids, range(len(found["input_ids"])))
+        elif len(columns) > 1 and _SEGMENTS in found:
+            beside += [np.array(own, dtype=np.int64) for own in found[_SEGMENTS]]
     problems = Problems("a text of one token or more")
     for origin, own in zip(origins, ids, strict=True):
         if not len(own):
@@ -237,4 +243,4 @@ def _encoded(
             rule = f"the model has embeddings for {vocab_size}"
             raise UserError(f"{origin}: token {own.max()}", rule, "is it the tokenizer of another model?")
     problems.raise_if_any()
-    return [own.astype(np.int32) for own in ids], segments, words
+    return [own.astype(np.int32) for own in ids], beside  # checked as int64: a larger id would have become a small one

@@ -60,7 +60,7 @@ def leading_tokens(
                     found[index] = Leading(ids[:max_length], offsets[:max_length], is_whole=False)
         pending = [index for index in pending if index not in found]
         length *= 4
-    return [found[index] for index in range(len(texts))]
+    return [found[index] for index in range(len(texts))]  # they were found in another order
 
 
 def batches(items: Iterable[Item], size_of: Callable[[Item], int]) -> Iterator[list[Item]]:

@@ -7,7 +7,7 @@ Owns: the kinds, their form in a dataset's arrays, which are refused, and the wo
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,7 +41,14 @@ _LOST = {
 }
 # What models do not read of earlier answers at inference either.
 _NOTED = (earlier(REASONING), earlier(FIELD))
-_REFUSED = {name: words for kind, words in _LOST.items() for name in (kind, earlier(kind)) if name not in _NOTED}
+_REFUSED = {  # in this order: the cache holds the places of KINDS
+    REASONING: _LOST[REASONING],
+    FIELD: _LOST[FIELD],
+    WORDS: _LOST[WORDS],
+    earlier(WORDS): _LOST[WORDS],
+    CALL: _LOST[CALL],
+    earlier(CALL): _LOST[CALL],
+}
 KINDS = (*_REFUSED, *_NOTED, LAST, NO_END, EMPTY, LEFT_OUT, CUT, NOTHING, UNREAD, UNCLOSED, ANSWER, REASONED, OUTSIDE)
 
 _SAID = {
@@ -57,7 +64,9 @@ _SAID = {
 
 def as_array(rows: Iterable[tuple[int, Sequence[str]]]) -> np.ndarray:
     """int64 `[N]`: (index of a record, what is so of an answer in it), each pair as one number."""
-    codes = [index * len(KINDS) + KINDS.index(kind) for index, kinds in rows for kind in kinds]
+    codes = list[int]()
+    for index, kinds in rows:
+        codes += [index * len(KINDS) + KINDS.index(kind) for kind in kinds]
     return np.array(codes, dtype=np.int64)
 
 
@@ -82,47 +91,48 @@ class Lost:
         Raises:
             UserError: text of trained answers is lost that models do write at inference, and lost_text is "refuse".
         """
-        numbers = Counter(self.codes % len(KINDS))
-        of_kind = {kind: numbers[code] for code, kind in enumerate(KINDS) if numbers[code]}
-        lines = [f"{self._records(kind)}: {words}" for kind, words in _SAID.items() if kind in of_kind]
-        if noted := [kind for kind in _NOTED if kind in of_kind]:
+        counts = np.bincount(self.codes % len(KINDS), minlength=len(KINDS)).tolist()
+        of_kind = Counter(dict(zip(KINDS, counts, strict=True)))
+        lines = [f"{self._records(kind)}: {words}" for kind, words in _SAID.items() if of_kind[kind]]
+        if number := sum(of_kind[kind] for kind in _NOTED):
             what = "as at inference the chat template leaves out the reasoning of"
             offer = "; data.turns: apart trains it, a sequence for each answer" * self.can_be_apart
-            number = sum(of_kind[kind] for kind in noted)
-            lines.append(f"{self._records(*noted)}: {what} {number:,} earlier answers, which is not trained{offer}")
+            lines.append(f"{self._records(*_NOTED)}: {what} {number:,} earlier answers, which is not trained{offer}")
         lines += self._of_reasoning(of_kind)
-        if refused := {kind: of_kind[kind] for kind in _REFUSED if kind in of_kind}:
-            also = {kind for kind in (LAST, OUTSIDE) if kind in of_kind}
-            lines.append(self._refused(refused, lost_text, also))
+        if any(of_kind[kind] for kind in _REFUSED):
+            lines.append(self._refused(of_kind, lost_text))
         return lines
 
-    def _refused(self, found: Mapping[str, int], lost_text: LostText, also: Collection[str]) -> str:
-        """What is said of text that is lost. also: LAST, OUTSIDE. Raises: UserError: if it may not be."""
-        numbers = Counter[str]()
-        for kind, number in found.items():
-            numbers[_REFUSED[kind]] += number
+    def _refused(self, of_kind: Mapping[str, int], lost_text: LostText) -> str:
+        """What is said of text that is lost. Raises: UserError: if it may not be."""
+        numbers, found = Counter[str](), list[str]()
+        for kind, words in _REFUSED.items():
+            if of_kind[kind]:
+                numbers[words] += of_kind[kind]
+                found.append(kind)
         each = [f"{words} of {number:,}" for words, number in numbers.items()]
-        how = "leaves out, or writes outside of {% generation %}," if OUTSIDE in also else "leaves out"
+        how = "leaves out, or writes outside of {% generation %}," if of_kind[OUTSIDE] else "leaves out"
         rule = f"the chat template {how} {', '.join(each)} trained answer{'s' * (max(numbers.values()) > 1)}"
         given = self._records(*found)
         if lost_text == "note":
             return f"{given}: {rule}, which is not trained (data.lost_text: note)"
         ways = ["data.chat_template: FILE, one that writes it"]
+        # As it is generated an answer is its content alone, without calls and reasoning of another field.
         can_be_generated = self.can_be_generated and not numbers[_LOST[CALL]] and not numbers[_LOST[FIELD]]
         if self.can_be_apart and all(kind.startswith(earlier("")) for kind in found):
             ways.append("data.turns: apart, a sequence for each answer, where it is written")
         elif can_be_generated:
             beside = " with data.turns: apart" * self.can_be_apart
             ways.append(f"data.answers: as_generated{beside}, which takes answers as they are given")
-        if self.trains_all and LAST not in also:
+        if self.trains_all and not of_kind[LAST]:
             ways.append("data.train_on: last")
         ways.append("data.lost_text: note, to train what is written")
         raise UserError(given, rule, f"give {', or '.join(ways)}")
 
     def _of_reasoning(self, of_kind: Mapping[str, int]) -> list[str]:
         """One line on answers with reasoning, if there are any."""
-        lost = sum(of_kind.get(name, 0) for kind in (REASONING, FIELD) for name in (kind, earlier(kind)))
-        trained = of_kind.get(REASONED, 0)
+        lost = of_kind[REASONING] + of_kind[FIELD] + of_kind[earlier(REASONING)] + of_kind[earlier(FIELD)]
+        trained = of_kind[REASONED]
         if not lost + trained:
             return []
         given = f"{lost + trained:,} of {of_kind[ANSWER]:,} answers have reasoning"
@@ -130,6 +140,6 @@ class Lost:
 
     def _records(self, *kinds: str) -> str:
         """As `3 of 40 records, chat.jsonl:7 first`."""
-        codes = [KINDS.index(kind) for kind in kinds]
+        codes = [*map(KINDS.index, kinds)]
         own = np.unique(self.codes[np.isin(self.codes % len(KINDS), codes)] // len(KINDS))
         return f"{len(own):,} of {self.num_records:,} records, {self.record_at(int(own[0])).origin} first"

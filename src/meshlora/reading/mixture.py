@@ -36,44 +36,25 @@ def joined_sources(
             several with images.
     """
     first = found[0]
-    if len(found) > 1 and any(each.further is not None for each in found):
-        raise UnsupportedError(
-            f"several sources, {', '.join(names)}",
-            "one has images or segments, and these are not joined",
-            "use one file",
-        )
-    routed = [each.routed for each in found if each.routed is not None]
-    kinds = {
-        (
-            each.rows_per_example,
-            each.predicts_next,
-            () if each.routed is None else each.routed.shape[1:],
-            *sorted(each.columns),
-        )
-        for each in found
-    }
-    if len(kinds) > 1:
-        raise UserError(
-            f"several sources, {', '.join(names)}",
-            "their examples are not of one kind, as of so many rows each (negatives) or with the same fields",
-            "give all rows alike",
-        )
-    counts = tuple(each.num_examples for each in found)
-    parts = tuple(zip(counts, weights, strict=True)) if weights else ()
-    for name, number in zip(names, num_draws(parts), strict=False):
-        if not number:
-            rule = f"its share of the {sum(counts)} draws of an epoch is none"
-            raise UserError(f"{name}: weight", rule, "raise it, or leave the source out")
-    lengths = np.concatenate([np.diff(each.offsets) for each in found])
+    _check_alike(found, f"several sources, {', '.join(names)}")
+    parts: Parts = ()
+    if weights:
+        counts = [each.num_examples for each in found]
+        parts = tuple(zip(counts, weights, strict=True))
+        for name, number in zip(names, num_draws(parts), strict=True):
+            if not number:
+                rule = f"its share of the {sum(counts)} draws of an epoch is none"
+                raise UserError(f"{name}: weight", rule, "raise it, or leave the source out")
     return dataclasses.replace(
         first,
         input_ids=np.concatenate([each.input_ids for each in found]),
         is_trained=np.concatenate([each.is_trained for each in found]),
-        offsets=np.cumsum([0, *lengths], dtype=np.int64),
+        offsets=_end_to_end([each.offsets for each in found], [len(each.input_ids) for each in found]),
         columns={name: np.concatenate([each.columns[name] for each in found]) for name in first.columns},
-        targets=None if first.targets is None else np.concatenate([_targets(each) for each in found]),
+        targets=_joined([each.targets for each in found]),
         parts=parts,
-        routed=np.concatenate(routed) if routed else None,
+        routed=_joined([each.routed for each in found]),
+        # What is said of records is said where they are read, and their indices are not those of all.
         sources=None,
         taken=None,
         lost_words=_lost_words(found),
@@ -81,16 +62,43 @@ def joined_sources(
     )
 
 
+def _check_alike(found: Sequence[TokenizedDataset], given: str) -> None:
+    """Raises: UserError: examples of other kinds. UnsupportedError: several with images."""
+    kinds = set[object]()
+    for each in found:
+        if each.further is not None and len(found) > 1:
+            raise UnsupportedError(given, "one has images or segments, and these are not joined", "use one file")
+        layers_and_k = None if each.routed is None else each.routed.shape[1:]
+        kinds.add((each.rows_per_example, each.predicts_next, layers_and_k, *sorted(each.columns)))
+    if len(kinds) > 1:
+        raise UserError(
+            given,
+            "their examples are not of one kind, as of so many rows each (negatives) or with the same fields",
+            "give all rows alike",
+        )
+
+
+def _joined(each: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Those of all sources, which have one each, or none."""
+    there = [own for own in each if own is not None]
+    assert len(there) in (0, len(each)), "some sources have what others have not"
+    return np.concatenate(there) if there else None
+
+
+def _end_to_end(starts: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray:
+    """Where things begin, and the last ends, numbered over all sources. sizes: how far the numbers of each go."""
+    found, before = list[np.ndarray](), 0
+    for own, size in zip(starts, sizes, strict=True):
+        found.append(own[:-1] + before)  # its end is where those of the next begin
+        before += size
+    return np.append(np.concatenate(found), before).astype(np.int64)
+
+
 def _examples(found: Sequence[TokenizedDataset]) -> np.ndarray | None:
     """`TokenizedDataset.examples` of all: sources are read with the same options, so that all or none have some."""
     each = [data.examples for data in found if data.examples is not None]
     assert len(each) in (0, len(found)), "some sources have examples of any number of sequences"
-    starts = np.cumsum([0, *map(len, found)])
-    return (
-        np.concatenate([*(own[:-1] + start for own, start in zip(each, starts, strict=False)), starts[-1:]])
-        if each
-        else None
-    )
+    return _end_to_end(each, [*map(len, found)]) if each else None
 
 
 def _lost_words(found: Sequence[TokenizedDataset]) -> Callable[[int], Sequence[tuple[int, str]]] | None:
@@ -107,16 +115,12 @@ def _lost_words(found: Sequence[TokenizedDataset]) -> Callable[[int], Sequence[t
     return of
 
 
-def _targets(data: TokenizedDataset) -> np.ndarray:
-    assert data.targets is not None
-    return data.targets
-
-
 def num_draws(parts: Parts) -> list[int]:
     """How many draws of an epoch each source has: its share, rounded so that the largest remainders go up."""
-    total, every = sum((Fraction(weight) for _, weight in parts), Fraction()), sum(number for number, _ in parts)
-    exact = [Fraction(weight) / total * every for _, weight in parts]
-    found = [int(share) for share in exact]
+    numbers, weights = zip(*parts, strict=True)
+    every, total = sum(numbers), sum(map(Fraction, weights))  # exact: a rounded share could go up or down
+    exact = [Fraction(weight) / total * every for weight in weights]
+    found = [*map(int, exact)]
     by_rest = sorted(range(len(parts)), key=lambda index: (found[index] - exact[index], index))
     for index in by_rest[: every - sum(found)]:
         found[index] += 1

@@ -14,12 +14,10 @@ from meshlora.reading.records import MalformedError, Problems, Record, checked_t
 from meshlora_ground.errors import UserError
 
 # Categories of WebNLG 2017 that its training data have.
-SEEN = frozenset(
-    {
-        *("Airport", "Astronaut", "Building", "City", "ComicsCharacter", "Food", "Monument", "SportsTeam"),
-        *("University", "WrittenWork"),
-    }
-)
+SEEN = {
+    *("Airport", "Astronaut", "Building", "City", "ComicsCharacter", "Food", "Monument", "SportsTeam"),
+    *("University", "WrittenWork"),
+}
 _Row = tuple[str, dict[str, Any]]
 
 
@@ -31,29 +29,27 @@ def expanded(rows: Iterable[_Row], problems: Problems) -> Iterator[_Row]:
     properties are in lower case. Of WebNLG only texts with the comment `good` are read.
     """
     for origin, row in rows:
-        only = next(iter(row.values())) if len(row) == 1 else None
+        (only, *others) = row.values() or (None,)
         try:
-            if isinstance(only, Mapping) and "modifiedtripleset" in only:
+            # WebNLG's entries are objects of one number each.
+            if not others and isinstance(only, Mapping) and "modifiedtripleset" in only:
                 made = _of_webnlg(only)
             elif "tripleset" in row and "annotations" in row:
                 made = _of_dart(row)
             else:
                 made = [row]
         except (MalformedError, KeyError, TypeError, ValueError) as wrong:
-            said = f"{wrong} is missing" if isinstance(wrong, KeyError) else wrong
-            problems.add(origin, f"an entry of triples and texts: {said}")
+            missing = " is missing" * isinstance(wrong, KeyError)  # whose text is the key alone
+            problems.add(origin, f"an entry of triples and texts: {wrong}{missing}")
             continue
-        yield from ((origin, each) for each in made)
+        for each in made:
+            yield origin, each
 
 
 def _of_webnlg(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
     triples = [(each["subject"], each["property"], each["object"]) for each in entry["modifiedtripleset"]]
-    context, is_seen = _context(triples), entry["category"] in SEEN
-    return [
-        {"context": context, "completion": text["lex"], "cate": is_seen}
-        for text in entry["lexicalisations"]
-        if text["comment"] == "good"
-    ]
+    row = {"context": _context(triples), "cate": entry["category"] in SEEN}
+    return [{**row, "completion": text["lex"]} for text in entry["lexicalisations"] if text["comment"] == "good"]
 
 
 def _of_dart(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -62,7 +58,11 @@ def _of_dart(entry: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _context(triples: Iterable[tuple[Any, Any, Any]]) -> str:
-    return " | ".join(" : ".join(checked_text(each, "a triple") for each in triple) for triple in triples)
+    return " | ".join(map(_words, triples))
+
+
+def _words(triple: tuple[Any, Any, Any]) -> str:
+    return " : ".join(checked_text(each, "a triple") for each in triple)
 
 
 def context_record(row: Mapping[str, Any], origin: str) -> Record:
@@ -74,12 +74,12 @@ def context_record(row: Mapping[str, Any], origin: str) -> Record:
         MalformedError: a value is of another type, or empty.
     """
     context, completion, cate = row["context"], row["completion"], row.get("cate")
-    if cate is not None and not isinstance(cate, bool):
+    if cate is not None and not isinstance(cate, bool):  # other sets have no category
         raise MalformedError(f"cate is {json_type(cate)}, not true (seen) or false")
     if isinstance(context, (list, tuple)) or isinstance(completion, (list, tuple)):
         for name in ("context", "completion"):
             ids = row[name]
-            if not isinstance(ids, (list, tuple)) or not ids or any(type(token) is not int for token in ids):
+            if not isinstance(ids, (list, tuple)) or {*map(type, ids)} != {int}:  # an empty one has no type
                 raise MalformedError(f"{name} is not a list of token ids, as the other of the two")
         is_trained = (False,) * len(context) + (True,) * len(completion)
         return Record(tokens=((*context, *completion), is_trained), is_seen=cate, origin=origin)
@@ -116,10 +116,12 @@ def parted(records: Sequence[Record], separator: str) -> Sequence[Record]:
     """
     if not separator:
         return records
-    if all(record.kind not in ("completion", "tokens") for record in records):
+    if {"completion", "tokens"}.isdisjoint(record.kind for record in records):
         rule = "no record has a prompt and a completion of text for it to part"
         raise UserError(f"data.separator={separator!r}", rule, "leave it out")
-    return [
-        dataclasses.replace(record, separator=separator) if record.kind == "completion" else record
-        for record in records
-    ]
+    found = []
+    for record in records:
+        if record.kind == "completion":
+            record = dataclasses.replace(record, separator=separator)
+        found.append(record)
+    return found

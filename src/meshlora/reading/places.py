@@ -24,7 +24,9 @@ _SPLITS = {
     "validation": ("validation", "valid", "val", "dev"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-_OF_WORD = {word: split for split, words in _SPLITS.items() for word in words}
+_OF_WORD: dict[str, str] = {}
+for _split, _words in _SPLITS.items():
+    _OF_WORD |= dict.fromkeys(_words, _split)
 
 
 def places(source: Any) -> list[Any]:
@@ -44,9 +46,8 @@ def places(source: Any) -> list[Any]:
     if isinstance(source, datasets.Dataset):
         return [source]
     if isinstance(source, (datasets.DatasetDict, datasets.IterableDatasetDict)):
-        raise UserError(
-            "source", "holds several splits", "give one: " + ", ".join(f"source[{key!r}]" for key in source)
-        )
+        ways = ", ".join(f"source[{key!r}]" for key in source)
+        raise UserError("source", "holds several splits", f"give one: {ways}")
     raise UserError(f"source of type {type(source).__name__}", "must be a path, a list of paths or a datasets.Dataset")
 
 
@@ -64,7 +65,9 @@ def files_of(given: str | os.PathLike[str], split: str | None = None) -> list[Pa
         found = sorted(Path(name) for name in glob.iglob(str(given), recursive=True) if os.path.isfile(name))
         if not found:
             raise UserError(f"{given}", "no file is of this pattern", "is this the path?")
-        return _of_split(path, found, split) if split else found
+        if not split:  # a pattern means all of its files, whatever their names say
+            return found
+        return _of_split(path, found, split)
     if not is_folder(path):
         if split is not None:
             raise UserError(f"{path} with split {split}", "a file has no splits", "leave it out")
@@ -73,7 +76,8 @@ def files_of(given: str | os.PathLike[str], split: str | None = None) -> list[Pa
         splits = sorted(entry.name for entry in path.iterdir() if entry.is_dir())
         if split not in splits:
             rule = "holds several splits" if split is None else f"has no split {quoted(split)}"
-            raise UserError(f"{path}", rule, "name one: " + ", ".join(str(path / name) for name in splits[:20]))
+            ways = ", ".join(str(path / name) for name in splits[:20])
+            raise UserError(f"{path}", rule, f"name one: {ways}")
         return [path / split]
     if (path / "state.json").exists():
         return [path]
@@ -83,12 +87,13 @@ def files_of(given: str | os.PathLike[str], split: str | None = None) -> list[Pa
 def _data_files(folder: Path) -> list[Path]:
     """The data files of a folder, and of its `data` folder, where repositories of datasets have them."""
     beside = folder / "data"
-    has_more = beside.is_dir() and not beside.samefile(folder)  # a link to itself would have each file twice
-    inside = [Path(entry.path) for each in (folder, beside)[: 1 + has_more] for entry in os.scandir(each)]
-    found = sorted(path for path in inside if kind_of(path) in KINDS and not path.name.startswith("."))
+    inside = [*folder.iterdir()]
+    if beside.is_dir() and not beside.samefile(folder):  # a link to itself would have each file twice
+        inside += beside.iterdir()
+    found = [path for path in sorted(inside) if kind_of(path) in KINDS and not path.name.startswith(".")]
     if not found:
         rule = f"is a folder that neither Dataset.save_to_disk wrote nor has files {', '.join(KINDS)}"
-        raise UserError(f"{folder}", rule, f"it holds {listed([path.name for path in sorted(inside)]) or 'nothing'}")
+        raise UserError(f"{folder}", rule, f"it holds {_names(sorted(inside))}")
     if len(found) > _MOST:
         raise UserError(f"{folder}", f"has more than {_MOST:,} files", "put more into each")
     return found
@@ -96,19 +101,24 @@ def _data_files(folder: Path) -> list[Path]:
 
 def _of_split(given: Path, files: list[Path], split: str | None) -> list[Path]:
     """Those whose names say that they are of `split`; all, if no names say it of different ones."""
-    words = [{_OF_WORD.get(word, word) for word in re.split(r"[\W_]+", path.stem.lower())} for path in files]
-    there = sorted({split for found in words for split in found & _SPLITS.keys()})
+    by_word: dict[str, list[Path]] = {}
+    for path in files:
+        words = re.split(r"[\W_]+", path.stem.lower())
+        for word in {_OF_WORD.get(word, word) for word in words}:  # once, if a name says it twice
+            by_word.setdefault(word, []).append(path)
     if split is None:
+        there = sorted(by_word.keys() & _SPLITS.keys())
         if len(there) > 1:
             raise UserError(f"{given}", f"holds files of several splits, {', '.join(there)}", "say which with split:")
         return files
-    wanted = _OF_WORD.get(split.lower(), split.lower())
-    found = [path for path, of in zip(files, words, strict=True) if wanted in of]
-    if not found:
-        raise UserError(
-            f"{given}", f"no file is of split {quoted(split)}", f"its files: {listed([p.name for p in files])}"
-        )
+    found = by_word.get(_OF_WORD.get(split.lower(), split.lower()))
+    if found is None:
+        raise UserError(f"{given}", f"no file is of split {quoted(split)}", f"its files: {_names(files)}")
     return found
+
+
+def _names(paths: list[Path]) -> str:
+    return listed([path.name for path in paths]) or "nothing"
 
 
 def check_saved(path: Path) -> None:

@@ -15,7 +15,7 @@ from meshlora.reading.bad_rows import ERROR
 from meshlora.reading.conversations import untrained
 from meshlora.reading.formats import Format, alpaca_prompt, answered_alone, record_of_answer
 from meshlora.reading.records import MalformedError, Record, json_type
-from meshlora.reading.sources import Row, read_rows
+from meshlora.reading.sources import Reading, Row, read_rows
 from meshlora.reading.tokenization import tokenize
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
@@ -42,10 +42,8 @@ def read_preferences(
     Raises:
         UserError: as `read_rows` and `tokenize`.
     """
-
-    bad = options.get("on_bad_row", ERROR)
-    pairs = read_rows(source, PREFERENCES, columns=columns, format=format, say=say, on_bad_row=bad)
-    return tokenize(pairs, tokenizer, say=say, **options)
+    reading = Reading(columns, format, say, options.get("on_bad_row", ERROR))
+    return tokenize(read_rows(source, PREFERENCES, reading), tokenizer, say=say, **options)
 
 
 def read_feedback(
@@ -67,17 +65,19 @@ def read_feedback(
     Raises:
         UserError: all records have the same prompt; as `read_rows` and `tokenize`.
     """
-    bad = options.get("on_bad_row", ERROR)
-    rows = read_rows(source, FEEDBACK, columns=columns, format=format, say=say, on_bad_row=bad)
+    reading = Reading(columns, format, say, options.get("on_bad_row", ERROR))
+    rows = read_rows(source, FEEDBACK, reading)
     if len({isinstance(row["completion"], list) for _, row in rows}) > 1:
         raise UserError(f"{rows[0][0]} and others", "messages in some records and text in others", "give them alike")
     others = _before_with_another_prompt([row.get("prompt") for _, row in rows])
     records = []
     for (origin, row), other in zip(rows, others, strict=True):
+        own = record_of_answer(row, "completion", origin)
         beside = {**row, "completion": rows[other][1]["completion"]}
-        records.append(tuple(record_of_answer(each, "completion", origin) for each in (row, beside)))
-    tokens = tokenize(records, tokenizer, say=say, **options)
-    signs = np.repeat([1.0 if row["label"] else -1.0 for _, row in rows], 2).astype(np.float32)[tokens.sources]
+        records.append((own, record_of_answer(beside, "completion", origin)))
+    tokens = tokenize(records, tokenizer, say=say, **options)  # without examples that are left out: see `sources`
+    is_desirable = np.repeat([row["label"] for _, row in rows], 2)[tokens.sources]
+    signs = np.where(is_desirable, 1, -1).astype(np.float32)
     return dataclasses.replace(tokens, columns={"desirable": np.repeat(signs, np.diff(tokens.offsets))})
 
 
@@ -98,17 +98,17 @@ def _before_with_another_prompt(prompts: list[Any]) -> list[int]:
 
 def _pair(row: dict[str, Any], origin: str) -> tuple[Record, ...]:
     """The records of the chosen and the rejected answer."""
-    both = [_answered(row, name, origin) for name in ("chosen", "rejected")]
-    if both[0].kind != both[1].kind:
+    chosen, rejected = _answered(row, "chosen", origin), _answered(row, "rejected", origin)
+    if chosen.kind != rejected.kind:
         raise MalformedError("one of chosen and rejected is text, the other a list of messages")
-    if _content(both[0]) == _content(both[1]):
+    if chosen == rejected:
         raise MalformedError("chosen and rejected are the same")
-    return tuple(_with_shared_prompt(*both))
+    return _with_shared_prompt(chosen, rejected)
 
 
 def _answered(row: dict[str, Any], name: str, origin: str) -> Record:
     """The record of an answer, with what it answers as a prompt."""
-    shared = {key: row[key] for key in _BESIDE if key in row}
+    shared = {key: value for key, value in row.items() if key in _BESIDE}
     if "instruction" in row:
         prompt: Any = alpaca_prompt(row)
     elif "conversations" in row:
@@ -119,47 +119,48 @@ def _answered(row: dict[str, Any], name: str, origin: str) -> Record:
         prompt = [{"role": "user", "content": row["question"]}]
     else:
         prompt = row.get("prompt", "")
+        # A system message makes a conversation, which two texts alone are not.
         if "system" in row and isinstance(prompt, str) and isinstance(row[name], str):
             prompt = [{"role": "user", "content": prompt}]
     return record_of_answer({**shared, "prompt": prompt, name: row[name]}, name, origin)
 
 
-def _content(record: Record) -> tuple[Any, ...]:
-    return record.prompt, record.completion, record.messages
-
-
-def _with_shared_prompt(chosen: Record, rejected: Record) -> list[Record]:
+def _with_shared_prompt(chosen: Record, rejected: Record) -> tuple[Record, Record]:
     """The same two, where what both conversations begin with is not trained, and texts without a prompt get one.
 
     A text is cut before the word in which the two differ first, as tokens do not cross the start of a word.
     """
     if chosen.messages is not None and rejected.messages is not None:
         number = _num_alike(chosen.messages, rejected.messages)
-        return [
-            dataclasses.replace(each, messages=untrained(each.messages[:number]) + each.messages[number:])
-            for each in (chosen, rejected)
-            if each.messages is not None
-        ]
+        prompt = untrained(chosen.messages[:number])
+        return (
+            dataclasses.replace(chosen, messages=prompt + chosen.messages[number:]),
+            dataclasses.replace(rejected, messages=prompt + rejected.messages[number:]),
+        )
     if chosen.prompt or rejected.prompt:
-        return [chosen, rejected]
-    texts = [each.completion or "" for each in (chosen, rejected)]
-    cut = max(texts[0].rfind(space, 0, _num_alike(*texts)) for space in (" ", "\n"))
-    if cut <= 0 or not all(text[cut:].strip() for text in texts):
-        return [chosen, rejected]
-    return [
-        Record(prompt=text[:cut], completion=text[cut:], origin=each.origin)
-        for each, text in zip((chosen, rejected), texts, strict=True)
-    ]
+        return chosen, rejected
+    one, other = chosen.completion or "", rejected.completion or ""
+    number = _num_alike(one, other)
+    cut = max(one.rfind(" ", 0, number), one.rfind("\n", 0, number))
+    if cut <= 0 or not one[cut:].strip() or not other[cut:].strip():  # nothing would be left to train
+        return chosen, rejected
+    return (
+        Record(prompt=one[:cut], completion=one[cut:], origin=chosen.origin),
+        Record(prompt=other[:cut], completion=other[cut:], origin=rejected.origin),
+    )
 
 
 def _num_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
     """How many leading items of both are the same."""
-    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+    for place, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return place
+    return min(len(one), len(other))
 
 
 def _judged(row: dict[str, Any], origin: str) -> Row:
     """(origin, prompt, completion and label) of a row."""
-    if "kto_tag" in row:
+    if "kto_tag" in row:  # LLaMA-Factory's name
         row["label"] = row.pop("kto_tag")
     if not isinstance(row["label"], bool):
         raise MalformedError(f"label is {json_type(row['label'])}, not true or false")
@@ -169,7 +170,8 @@ def _judged(row: dict[str, Any], origin: str) -> Row:
         row |= {"prompt": turns[:-1], "completion": turns[-1:]}
     if "instruction" in row:
         row |= {"prompt": alpaca_prompt(row), "completion": [{"role": "assistant", "content": row.pop("output")}]}
-        row = {key: value for key, value in row.items() if key not in ("instruction", "input", "history")}
+        for key in ("instruction", "input", "history"):
+            row.pop(key, None)
     record_of_answer(row, "completion", origin)  # raises where it is none
     return origin, dict(answered_alone(row))  # else the answer to another prompt would bring that prompt with it
 
@@ -183,13 +185,15 @@ PREFERENCES: tuple[Format[tuple[Record, ...]], ...] = (
     Format("preference", (*_ANSWERS, "question"), _pair, _BESIDE),
     Format("preference", _ANSWERS, _pair, _BESIDE, is_weak=True),
 )
-FEEDBACK: tuple[Format[Row], ...] = tuple(
-    Format("feedback", (*needs, label), _judged, (*may, *_BESIDE))
-    for label in ("label", "kto_tag")
-    for needs, may in (
-        (("prompt", "completion"), ()),
-        (("messages",), ()),
-        (("conversations",), ()),
-        (("instruction", "output"), ("input", "history")),
+
+
+def _feedback(label: str) -> tuple[Format[Row], ...]:
+    return (
+        Format("feedback", ("prompt", "completion", label), _judged, _BESIDE),
+        Format("feedback", ("messages", label), _judged, _BESIDE),
+        Format("feedback", ("conversations", label), _judged, _BESIDE),
+        Format("feedback", ("instruction", "output", label), _judged, ("input", "history", *_BESIDE)),
     )
-)
+
+
+FEEDBACK = _feedback("label") + _feedback("kto_tag")

@@ -47,7 +47,7 @@ def load_processor(path: str | Path, config: PretrainedConfig) -> Any:
         ) from error
     if getattr(processor, "image_token", None) is None:
         raise UnsupportedError(f"{kind.__name__}", "it names no image_token", "leave the images out")
-    if processor.chat_template is not None:
+    if processor.chat_template is not None:  # it is the tokenizer that renders
         processor.tokenizer.chat_template = processor.chat_template
     return processor
 

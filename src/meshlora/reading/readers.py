@@ -31,9 +31,9 @@ def _read_text(
     skips_empty: bool = False,
     **options: Any,
 ) -> TokenizedDataset:
-    bad = options.get("on_bad_row", ERROR)
-    read = read_records(source, columns=columns, format=format, say=say, on_bad_row=bad)
-    records = of_categories(read, categories)
+    bad = options.get("on_bad_row", ERROR)  # tokenising has to know it, too
+    records = read_records(source, columns=columns, format=format, say=say, on_bad_row=bad)
+    records = of_categories(records, categories)
     if skips_empty:
         records = list(without_empty(records, options.get("train_on", "all"), say))
     return tokenize(parted(records, separator), tokenizer, say=say, **options)

@@ -61,7 +61,7 @@ class Record:
     origin: str
 
     def __post_init__(self) -> None:
-        given = {name for name in _FIELDS if getattr(self, name) not in (None, ())}
+        given = {name for name in _FIELDS if getattr(self, name) not in (None, ())}  # an empty prompt is one
         if given not in _KINDS:
             raise UserError(
                 f"{self.origin}: a record with {', '.join(sorted(given)) or 'no field'}",
@@ -81,10 +81,12 @@ class Record:
     @property
     def images(self) -> list[str]:
         """The paths of its images, in order."""
-        contents = (message.get("content") for message in self.messages or ())
-        return [
-            part["image"] for content in contents if isinstance(content, list) for part in content if is_image(part)
-        ]
+        found = []
+        for message in self.messages or ():
+            content = message.get("content")
+            if isinstance(content, list):
+                found += [part["image"] for part in content if is_image(part)]
+        return found
 
 
 def is_image(part: object) -> bool:
@@ -97,7 +99,11 @@ def without_paths(message: dict[str, Any]) -> dict[str, Any]:
     content = message.get("content")
     if not isinstance(content, list):
         return message
-    return {**message, "content": [{"type": "image"} if is_image(part) else part for part in content]}
+    parts = content.copy()
+    for place, part in enumerate(parts):
+        if is_image(part):
+            parts[place] = {"type": "image"}
+    return {**message, "content": parts}
 
 
 class MalformedError(ValueError):
@@ -121,10 +127,12 @@ class Problems:
         Raises:
             UserError: there are so many that reading the rest is pointless.
         """
-        self.num += 1
+        self.num += 1  # those that are not shown, too
         if len(self.shown) < MAX_SHOWN:
             words = str(reason)
-            self.shown.append(f"{origin}: {words if len(words) <= _MAX_WORDS else words[:_MAX_WORDS] + ' …'}")
+            if len(words) > _MAX_WORDS:
+                words = f"{words[:_MAX_WORDS]} …"
+            self.shown.append(f"{origin}: {words}")
         if self.num >= _MAX_COUNTED and not self.skips:
             self.raise_if_any()
 
@@ -132,26 +140,34 @@ class Problems:
         """Raises: UserError with the first places and the total number."""
         if not self.num:
             return
-        rest = f"\n  and {self.num - len(self.shown)} more" if self.num > len(self.shown) else ""
+        lines = self.shown.copy()
+        if self.num > len(lines):
+            lines.append(f"and {self.num - len(lines)} more")
+        or_more = " or more" * (self.num >= _MAX_COUNTED)  # the rest was not read
         raise UserError(
-            f"{self.num}{' or more' if self.num >= _MAX_COUNTED else ''} malformed record{'s' if self.num > 1 else ''}",
+            f"{self.num}{or_more} malformed record{'s' * (self.num > 1)}",
             f"each must be {self.what}",
-            "correct them, or name the columns to use in data.columns:"
-            + "".join(f"\n  {line}" for line in self.shown)
-            + rest,
+            "\n  ".join(["correct them, or name the columns to use in data.columns:", *lines]),
         )
 
 
 def listed(names: Collection[str]) -> str:
     """The first ten of untrusted names."""
-    first = itertools.islice(names, 10)
-    shown = ", ".join(name if name.isidentifier() and len(name) <= 60 else quoted(name) for name in first)
-    return shown + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    shown = []
+    for name in itertools.islice(names, 10):
+        is_plain = name.isidentifier() and len(name) <= 60
+        shown.append(name if is_plain else quoted(name))
+    words = ", ".join(shown)
+    if len(names) > 10:
+        words += f" and {len(names) - 10} more"
+    return words
 
 
 def quoted(text: str, longest: int = 60) -> str:
     """Untrusted text as a literal of bounded length."""
-    return repr(text if len(text) <= longest else text[:longest] + "…")
+    if len(text) > longest:
+        text = f"{text[:longest]}…"
+    return repr(text)
 
 
 def checked_text(value: object, name: str) -> str:
@@ -159,7 +175,7 @@ def checked_text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise MalformedError(f"{name} is {json_type(value)}, not a string")
     try:
-        value.encode()
+        value.encode()  # for its error alone
     except UnicodeEncodeError as error:
         # JSON can spell half of a surrogate pair; no tokenizer accepts it.
         raise MalformedError(f"{name} holds a lone surrogate at character {error.start}") from None
@@ -188,13 +204,15 @@ def prompts_of(records: Sequence[Record]) -> list[Prompt]:
     grouped: dict[str, tuple[Record, list[str]]] = {}
     for record in records:
         asked = asked_of(record)
+        # As JSON, since messages are dicts, which nothing can look up.
         key = json.dumps([asked.prompt, asked.messages and [*map(without_paths, asked.messages)], asked.tools])
         _, references = grouped.setdefault(key, (asked, []))
         references.append(_answer_of(record).strip())
-    return [
-        Prompt(asked.prompt, tuple(references), asked.origin, asked if asked.messages is not None else None)
-        for asked, references in grouped.values()
-    ]
+    prompts = []
+    for asked, references in grouped.values():
+        chat = None if asked.messages is None else asked
+        prompts.append(Prompt(asked.prompt, tuple(references), asked.origin, chat))
+    return prompts
 
 
 def asked_of(record: Record) -> Record:
@@ -214,8 +232,11 @@ def asked_of(record: Record) -> Record:
 
 
 def _last_answer(record: Record) -> int:
-    messages = record.messages or ()
-    return max((place for place, each in enumerate(messages) if each["role"] == "assistant"), default=0)
+    last = 0
+    for place, message in enumerate(record.messages or ()):
+        if message["role"] == "assistant":
+            last = place
+    return last
 
 
 def _answer_of(record: Record) -> str:

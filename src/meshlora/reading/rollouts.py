@@ -6,6 +6,7 @@ tokenisation of text (`reading.tokenization`), advantages from rewards (`run.adv
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ import numpy as np
 
 from meshlora.reading.formats import RECORDS, Format, Formats
 from meshlora.reading.records import MalformedError, Problems, Record, is_number, json_type
-from meshlora.reading.sources import read_rows
+from meshlora.reading.sources import Reading, read_rows
 from meshlora.reading.tokenization import tokenize
 from meshlora.reading.too_long import Found
 from meshlora_ground.dataset import Sequence, Taken, TokenizedDataset
@@ -35,11 +36,11 @@ _OF_TEXT = [each for each in RECORDS if each.name in ("messages", "prompt_comple
 _TEXTS = Formats(_OF_TEXT, "auto", None)
 _TEXT_FIELDS = tuple(dict.fromkeys(name for each in _OF_TEXT for name in each.fields))
 _ROUTED = "routed_experts"
-_COMMON = (*_TEXT_FIELDS, "input_ids", "is_trained", _ROUTED, *(name for names in _VALUES for name in names))
-FIELDS = (*_COMMON, *(name for names in _ADVANTAGE for name in names))
+_COMMON = (*_TEXT_FIELDS, "input_ids", "is_trained", _ROUTED, *itertools.chain(*_VALUES))
+FIELDS = (*_COMMON, *itertools.chain(*_ADVANTAGE))
 REWARDED_FIELDS = (*_COMMON, "reward", "group")
 _LISTS = ("advantages", "old_log_probs", "engine_log_probs", "weights")
-_LOG_PROBS, _ROUNDING = ("old_log_prob", "engine_log_prob"), 1e-3
+_LOG_PROBS, _ROUNDING = ("old_log_probs", "engine_log_probs"), 1e-3
 _LEAST_LOG_PROB = -1e4  # far below any of a softmax in float64; engines write -9999 for what they rule out
 
 
@@ -81,8 +82,9 @@ def read_rollouts(
         return origin, row, _record(row, origin)
 
     known = [Format("rollouts", (), with_record, fields)]
-    rows = read_rows(source, known, columns=columns, format=format, say=say)
+    rows = read_rows(source, known, Reading(columns, format, say))
     records = [record for _, _, record in rows if record is not None]
+    # Without a processor images are refused.
     options |= {"max_length": max_length, "too_long": too_long, "vocab_size": vocab_size, "say": say, "processor": None}
     tokenized = _of_records(records, tokenizer, options)
     mistakes, found = Problems(what), Found()
@@ -92,14 +94,14 @@ def read_rollouts(
         try:
             if record is None:
                 ids, trained = _tokens(row, vocab_size)
-                if len(ids) > max_length:
+                if len(ids) > max_length:  # of records `tokenize` counts them
                     num_given, first = num_given + 1, first or origin
                     found.too_long.append(f"{origin} ({len(ids)} tokens)")
                     if too_long == "drop":
                         continue
             else:
                 number += 1
-                if number not in tokenized:
+                if number not in tokenized:  # too long, and dropped
                     continue
                 ids, trained = tokenized[number].input_ids, tokenized[number].is_trained
             own = _values(row, values, trained, is_cut=len(ids) == max_length and record is not None)
@@ -126,12 +128,14 @@ def _idle(data: TokenizedDataset) -> str:
     if not data.columns["weight"].any():
         return "note: the weights of all rollouts are 0: nothing is learnt from them"
     if data.targets is None:
-        return "" if data.columns["advantage"].any() else "note: all advantages are 0: nothing is learnt from them"
+        if not data.columns["advantage"].any():
+            return "note: all advantages are 0: nothing is learnt from them"
+        return ""
     rewards, since = data.targets.T
     of_first = rewards[np.arange(len(rewards)) - since.astype(np.int64)]
-    return (
-        "" if (rewards != of_first).any() else "note: in each group all rewards are equal: nothing is learnt from them"
-    )
+    if (rewards == of_first).all():
+        return "note: in each group all rewards are equal: nothing is learnt from them"
+    return ""
 
 
 @dataclass(frozen=True)
@@ -153,10 +157,11 @@ class _Rollout:
 
 def _dataset(kept: list[_Rollout], taken: Taken) -> TokenizedDataset:
     graded = [one.graded for one in kept if one.graded is not None]
+    ids = [one.ids for one in kept]
     return TokenizedDataset(
-        np.concatenate([one.ids for one in kept]),
+        np.concatenate(ids),
         np.concatenate([one.is_trained for one in kept]),
-        np.cumsum([0, *(len(one.ids) for one in kept)], dtype=np.int64),
+        np.cumsum([0, *map(len, ids)], dtype=np.int64),
         {name: np.concatenate([one.columns[name] for one in kept]) for name in kept[0].columns},
         targets=_targets(graded) if graded else None,
         taken=taken,
@@ -176,7 +181,7 @@ def _routed(row: Mapping[str, Any], length: int) -> np.ndarray | None:
         found = np.empty(0)
     check_routed(found, length)
     missing = np.full((length - len(found), *found.shape[1:]), -1)
-    return np.concatenate([found, missing]).astype(np.int16)
+    return np.concatenate([found, missing]).astype(np.int16)  # half of int32: it is as long as all tokens and layers
 
 
 def check_routed(found: np.ndarray, length: int) -> None:
@@ -215,24 +220,27 @@ def _graded(row: Mapping[str, Any], ids: np.ndarray, is_trained: np.ndarray) -> 
         raise MalformedError("reward is not a finite number")
     if "group" not in row:
         return row["reward"], _Prompt(ids[: int(is_trained.argmax())].tolist())
-    if isinstance(row["group"], bool) or not isinstance(row["group"], str | int):
+    if type(row["group"]) not in (str, int):  # a bool is an int
         raise MalformedError(f"group is {json_type(row['group'])}, a text or a whole number is needed")
-    return row["reward"], (type(row["group"]), row["group"])
+    return row["reward"], (type(row["group"]), row["group"])  # "1" and 1 are two groups
 
 
 def _targets(rewards: list[tuple[float, Hashable]]) -> np.ndarray:
     """(reward, sequences since the first of its group) of each sequence. Raises: UserError."""
-    if len({isinstance(group, _Prompt) for _, group in rewards}) > 1:
+    firsts: dict[Hashable, int] = {}
+    found = np.empty((len(rewards), 2), dtype=np.float32)
+    for number, (reward, group) in enumerate(rewards):
+        since = number - firsts.setdefault(group, number)
+        assert since < 2**24, "float32 counts so far"
+        found[number] = reward, since
+    if len({isinstance(group, _Prompt) for group in firsts}) > 1:
         raise UserError(
             "some rollouts have a group and others not", "theirs would be the prompt", "give all one, or none"
         )
-    firsts: dict[Hashable, int] = {}
-    since = [number - firsts.setdefault(group, number) for number, (_, group) in enumerate(rewards)]
-    if not any(since):
+    if len(firsts) == len(rewards):
         rule = "the rewards of a group are compared with each other, and each has one rollout"
         raise UserError(f"{len(rewards)} rollouts of as many groups", rule, "give several of a prompt one group")
-    assert max(since) < 2**24, "float32 counts so far"
-    return np.array([[reward for reward, _ in rewards], since], dtype=np.float32).T
+    return found
 
 
 def _of_records(records: list[Record], tokenizer: Any, options: dict[str, Any]) -> dict[int, Sequence]:
@@ -246,7 +254,7 @@ def _of_records(records: list[Record], tokenizer: Any, options: dict[str, Any]) 
 
 def _record(row: Mapping[str, Any], origin: str) -> Record | None:
     """The text record of a row; None if it holds tokens instead."""
-    text = {name: value for name, value in row.items() if name in _TEXT_FIELDS}
+    text = {name: row[name] for name in row if name in _TEXT_FIELDS}
     if "input_ids" not in row:
         return _TEXTS.choice(tuple(text)).make(text, origin)
     if text:
@@ -259,23 +267,27 @@ def _tokens(row: Mapping[str, Any], vocab_size: int) -> tuple[np.ndarray, np.nda
     if not isinstance(ids, list) or len(ids) < 2:
         raise MalformedError("input_ids is not a list of two token ids or more")
     check_tokens(ids, "input_ids", vocab_size)
-    if not isinstance(trained, list) or len(trained) != len(ids) or any(t not in (0, 1) for t in trained):
+    if not isinstance(trained, list) or len(trained) != len(ids) or not all(each in (0, 1) for each in trained):
         raise MalformedError("is_trained is not a list of a 0 or 1 for each of input_ids")
     return np.array(ids, dtype=np.int32), np.array(trained, dtype=bool)
 
 
 def check_tokens(ids: list[Any], name: str, vocab_size: int) -> None:
     """Check that each is a token of the model. Raises: MalformedError."""
-    if any(type(each) is not int for each in ids):
+    if {*map(type, ids)} - {int}:  # a bool is no token
         raise MalformedError(f"{name} holds what is no whole number")
     if min(ids) < 0 or max(ids) >= vocab_size:
         raise MalformedError(f"{name} has a token outside the vocabulary of {vocab_size}")
 
 
-def check_log_probs(values: list[Any], name: str) -> None:
-    """Check that each is the logarithm of the probability of a token that was sampled. Raises: MalformedError."""
+def _check_numbers(values: list[Any], name: str) -> None:
     if not all(map(is_number, values)):
         raise MalformedError(f"{name} holds what is not a finite number")
+
+
+def check_log_probs(values: list[Any], name: str) -> None:
+    """Check that each is the logarithm of the probability of a token that was sampled. Raises: MalformedError."""
+    _check_numbers(values, name)
     if max(values, default=0) > _ROUNDING:
         raise MalformedError(f"{name} holds {max(values):g}: the logarithm of a probability is at most 0")
     if min(values, default=0) < _LEAST_LOG_PROB:
@@ -293,22 +305,32 @@ def _values(
             raise MalformedError(f"has {given[0]} and {given[1]}: one of the two")
         if not given and default is None:
             raise MalformedError(f"has neither {' nor '.join(names)}")
-        value = row[given[0]] if given else default
-        if given and (given[0] in _LISTS) != isinstance(value, list):
-            raise MalformedError(f"{given[0]} is {json_type(value)}")
+        value = default
+        if given:
+            value = _checked_value(row, given[0], is_trained, is_cut=is_cut)
         found = np.zeros(len(is_trained), dtype=np.float32)
-        if isinstance(value, list):
-            number = int(is_trained.sum())
-            if "input_ids" in row and len(value) == len(is_trained):
-                value = [v for v, t in zip(value, is_trained.tolist(), strict=True) if t]
-            elif is_cut and len(value) > number:
-                value = value[:number]
-            if len(value) != number:
-                raise MalformedError(f"{given[0]} has {len(value)} numbers for {number} trained tokens")
-        if column in _LOG_PROBS and isinstance(value, list):
-            check_log_probs(value, given[0])
-        elif given and not all(map(is_number, value if isinstance(value, list) else [value])):
-            raise MalformedError(f"{given[0]} holds what is not a finite number")
         found[is_trained] = value
         columns[column] = found
     return columns
+
+
+def _checked_value(row: Mapping[str, Any], name: str, is_trained: np.ndarray, *, is_cut: bool) -> Any:
+    """A number for all trained tokens, or a list of one for each. Raises: MalformedError."""
+    value = row[name]
+    if (name in _LISTS) != isinstance(value, list):
+        raise MalformedError(f"{name} is {json_type(value)}")
+    if not isinstance(value, list):
+        _check_numbers([value], name)
+        return value
+    number = int(is_trained.sum())
+    if "input_ids" in row and len(value) == len(is_trained):
+        value = [*itertools.compress(value, is_trained)]
+    elif is_cut:  # those of the tokens that are left
+        value = value[:number]
+    if len(value) != number:
+        raise MalformedError(f"{name} has {len(value)} numbers for {number} trained tokens")
+    if name in _LOG_PROBS:
+        check_log_probs(value, name)
+    else:
+        _check_numbers(value, name)
+    return value

@@ -63,15 +63,14 @@ class GlobalBatches:
 
     @property
     def steps_per_epoch(self) -> int:
-        return -(-self.num_sequences // self.global_batch_size)
+        return -(-self.num_sequences // self.global_batch_size)  # rounded up: the last batch may be smaller
 
     def batch(self, step: int) -> np.ndarray:
         """The indices of optimizer step `step`, counted from 0 across epochs: int64, `[<= global_batch_size]`."""
         assert step >= 0, step
         epoch, position = divmod(step, self.steps_per_epoch)
-        order = (
-            mixed_order(self.parts, seed=self.seed, epoch=epoch)
-            if self.parts
-            else epoch_order(self.num_sequences, seed=self.seed, epoch=epoch)
-        )
+        if self.parts:
+            order = mixed_order(self.parts, seed=self.seed, epoch=epoch)
+        else:
+            order = epoch_order(self.num_sequences, seed=self.seed, epoch=epoch)
         return order[position * self.global_batch_size : (position + 1) * self.global_batch_size]

@@ -38,6 +38,25 @@ Made = TypeVar("Made")
 SEPARATOR = "||"
 
 
+@dataclass(frozen=True)
+class Reading:
+    """How rows are read.
+
+    Attributes:
+        columns: our field -> theirs, e.g. `{"prompt": "question", "completion": "answer"}`.
+        format: the name of one of the formats that are read; "auto": by the fields of each row.
+        say: told once what is read and what is not.
+        on_bad_row: whether malformed rows are an error or are passed over (`bad_rows`).
+        has_separator: files of other suffixes are `context||completion`.
+    """
+
+    columns: Mapping[str, str] | None = None
+    format: str = "auto"
+    say: Callable[[str], None] | None = None
+    on_bad_row: str = ERROR
+    has_separator: bool = False
+
+
 def read_records(
     source: PathLike | Sequence[PathLike] | datasets.Dataset,
     *,
@@ -55,22 +74,15 @@ def read_records(
     spaces, so both sides are stripped, and the completion starts with exactly one space, as a word after the prompt
     would.
 
-    Args and Raises: as of `read_rows`.
+    Args and Raises: as of `Reading` and `read_rows`.
     """
-    return read_rows(
-        source, RECORDS, columns=columns, format=format, say=say, has_separator=True, on_bad_row=on_bad_row
-    )
+    return read_rows(source, RECORDS, Reading(columns, format, say, on_bad_row, has_separator=True))
 
 
 def read_rows(
     source: PathLike | Sequence[PathLike] | datasets.Dataset,
     formats: Sequence[Format[Made]],
-    *,
-    columns: Mapping[str, str] | None = None,
-    format: str = "auto",
-    say: Callable[[str], None] | None = None,
-    has_separator: bool = False,
-    on_bad_row: str = ERROR,
+    reading: Reading,
 ) -> list[Made]:
     """What `formats` make of all rows, in order.
 
@@ -79,32 +91,22 @@ def read_rows(
 
     Args:
         source: a path or pattern, several of them (read one after the other), or a `datasets.Dataset`.
-        columns: our field -> theirs, e.g. `{"prompt": "question", "completion": "answer"}`. format: the name of one of
-            `formats`; "auto": by the fields of each row.
-        say: told once what is read and what is not. has_separator: other files are `context||completion`. on_bad_row:
-            whether malformed rows are an error or are passed over (`bad_rows`).
 
     Raises:
         UserError: a source that is missing, empty, unreadable or of an unknown kind; a missing column;
             malformed rows, the first five with file and line.
     """
-    options = {"columns": columns, "format": format, "say": say, "has_separator": has_separator}
-    return list(each_row(source, formats, on_bad_row=on_bad_row, **options))  # type: ignore[arg-type]
+    return list(each_row(source, formats, reading))
 
 
 def each_row(
     source: PathLike | Sequence[PathLike] | datasets.Dataset,
     formats: Sequence[Format[Made]],
-    *,
-    columns: Mapping[str, str] | None = None,
-    format: str = "auto",
-    say: Callable[[str], None] | None = None,
-    has_separator: bool = False,
-    on_bad_row: str = ERROR,
+    reading: Reading,
 ) -> Iterator[Made]:
     """As `read_rows`, one at a time. Malformed rows are left out, and raise at the end: use none of it before."""
-    problems, number = Problems(_required(formats), skips=on_bad_row == SKIP), 0
-    reader = _Reader(Formats(formats, format, columns), has_separator, problems)
+    problems, number, said = Problems(_required(formats), skips=reading.on_bad_row == SKIP), 0, list[str]()
+    reader = _Reader(Formats(formats, reading.format, reading.columns), reading.has_separator, problems)
     for place in places(source):
         for made in reader.rows_of(place):
             number += 1
@@ -112,17 +114,16 @@ def each_row(
     if not problems.skips:
         problems.raise_if_any()
     elif problems.num:
-        words = words_of_bad(problems.num, number + problems.num, problems.shown)
-        if say is not None:
-            say(words)
-    if say is not None:
-        for words in reader.said():
-            say(words)
+        said.append(words_of_bad(problems.num, number + problems.num, problems.shown))
+    if reading.say is not None:
+        for words in (*said, *reader.said()):
+            reading.say(words)
 
 
 def _required(formats: Sequence[Format[Any]]) -> str:
-    kinds = [f"{{{', '.join(each.needs)}}}" for each in formats if each.needs]
-    return " or ".join(dict.fromkeys(kinds)) or "a record"
+    """The fields of records in words, as `{text} or {prompt, completion}`."""
+    kinds = dict.fromkeys(each.needs for each in formats if each.needs)  # several may need the same
+    return " or ".join(f"{{{', '.join(needs)}}}" for needs in kinds) or "a record"
 
 
 @dataclass
@@ -141,9 +142,10 @@ class _Seen:
     def words(self) -> str:
         """In one line."""
         read = " and ".join(f"{name} ({listed(columns)})" for name, columns in self.formats.items())
-        every = {name for columns in self.formats.values() for name in columns}
-        unread = [name for name in self.unread if name not in every]
-        rest = f"; not read: {listed(unread)}" if unread else ""
+        every = set[str]().union(*self.formats.values())
+        unread, rest = [name for name in self.unread if name not in every], ""  # a row may not read what another does
+        if unread:
+            rest = f"; not read: {listed(unread)}"
         if "input" in unread and "instruction" in every:
             rest += " (in Alpaca's records `input` is part of what is asked: data.format: alpaca reads it)"
         return f"read as {read}{rest}{self.ways}"
@@ -166,14 +168,16 @@ class _Reader(Generic[Made]):
             if seen.formats:
                 alike.setdefault(seen.words(), []).append(name)
         for words, (first, *others) in alike.items():
-            more = f" and {len(others)} more file{'s' if len(others) > 1 else ''}" if others else ""
-            yield f"{first}{more}: {words}"
+            if others:
+                first += f" and {len(others)} more file{'s' * (len(others) > 1)}"
+            yield f"{first}: {words}"
 
     def rows_of(self, place: Any) -> Iterator[Made]:
         """What the rows of a file or a dataset become."""
-        name = f"{place}" if isinstance(place, Path) else "dataset"
+        name, folder = "dataset", None
+        if isinstance(place, Path):  # paths of images are relative to it
+            name, folder = f"{place}", place if place.is_dir() else place.parent
         self.here = self.seen.setdefault(name, _Seen())
-        folder = None if not isinstance(place, Path) else place if place.is_dir() else place.parent
         last: Choice[Made] | None = None
         num_rows, num_before = 0, self.problems.num
         try:
@@ -187,7 +191,7 @@ class _Reader(Generic[Made]):
                 except MalformedError as wrong:
                     self.problems.add(origin, wrong)
                     continue
-                if choice is not last:
+                if choice is not last:  # most rows have the names of the row before
                     self.here.add(choice)
                     last = choice
                 yield made
@@ -219,15 +223,15 @@ class _Reader(Generic[Made]):
                     "leave them out",
                 )
             else:
-                self.here.ways = ""
+                self.here.ways = ""  # no option does
                 yield from _text_rows(place, self.problems)
         else:
-            dataset = _load_folder(place) if isinstance(place, Path) else place
+            dataset = _load_folder(place) if isinstance(place, Path) else place  # a dataset in memory
             yield from _numbered(_dataset_rows(dataset, name, self._header), name)
 
     def _header(self, names: Sequence[str], origin: str) -> list[str]:
         """The columns of a table to read, checked once: a wrong one is one mistake, and not one per row."""
-        twice = sorted(name for name, number in Counter(names).items() if number > 1)
+        twice = sorted((Counter(names) - Counter({*names})).keys())
         if twice:
             raise UserError(origin, f"has more than one column {quoted(twice[0])}", "rename one")
         try:
@@ -244,7 +248,8 @@ class _Reader(Generic[Made]):
 
 def _numbered(rows: Iterable[dict[str, Any]], name: str) -> Iterator[Row]:
     """Counted from 0, like `dataset[index]`."""
-    yield from ((f"{name} row {index}", row) for index, row in enumerate(rows))
+    for index, row in enumerate(rows):
+        yield f"{name} row {index}", row
 
 
 def _text_rows(path: Path, problems: Problems) -> Iterator[Row]:
@@ -266,7 +271,7 @@ def _csv_rows(path: Path, problems: Problems, header: Header) -> Iterator[Row]:
                 return
             header(names, f"{path}:1")
             start = reader.line_num + 1  # a quoted value may hold newlines: name the line where the row begins
-            for values in reader:
+            for values in reader:  # an empty list for a blank line
                 origin, start = f"{path}:{start}", reader.line_num + 1
                 if values and len(values) != len(names):
                     problems.add(origin, f"{len(values)} values under {len(names)} columns")
@@ -289,7 +294,7 @@ def _parquet_rows(path: Path, header: Header) -> Iterator[dict[str, Any]]:
             for batch in parquet_batches(file, raw, columns, f"{path}"):
                 yield from map(_without_nulls, table_rows(batch, f"{path}", start))
                 start += len(batch)
-    except UserError:
+    except UserError:  # a row that is too long, or a column that is not there
         raise
     except Exception as error:  # untrusted bytes read by a library may raise anything
         raise UserError(f"{path}", f"is not a Parquet file that can be read ({reason(error)})") from error
@@ -333,4 +338,6 @@ def _cleaned(value: Any) -> Any:
     if isinstance(value, dict):
         # A content of None says that a turn has none, which templates ask for.
         return {key: _cleaned(item) for key, item in value.items() if item is not None or key == "content"}
-    return [*map(_cleaned, value)] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [*map(_cleaned, value)]
+    return value

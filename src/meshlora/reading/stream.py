@@ -49,6 +49,7 @@ class RolloutStream:
             UserError: a record is no JSON, as with NaN; there are none; the file cannot be written.
         """
         try:
+            # NaN would be written as a word that JSON does not have.
             lines = [json.dumps(record, allow_nan=False) + "\n" for record in records]
         except (TypeError, ValueError) as error:
             raise UserError(f"the rollouts of step {step}", f"a record is not JSON ({error})") from None
@@ -86,7 +87,7 @@ class RolloutStream:
             return None
         found = read_json(mark)
         steps = found.get("steps") if isinstance(found, dict) else None
-        if type(steps) is not int or steps < 0:
+        if type(steps) is not int or steps < 0:  # True is an int
             raise UserError(f"{mark}", "it does not say how many steps the stream has", 'it holds {"steps": 12}')
         return steps
 

@@ -7,6 +7,7 @@ those that are not in the cache yet.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -19,8 +20,8 @@ from meshlora.reading.cache import Arrays, RecordsDigest, cache_key, mapped
 from meshlora.reading.chat import Seen
 from meshlora.reading.formats import RECORDS
 from meshlora.reading.records import Record
-from meshlora.reading.sources import each_row
-from meshlora.reading.tokenization import Read, check_vocabulary, token_blocks
+from meshlora.reading.sources import Reading, each_row
+from meshlora.reading.tokenization import Making, Read, check_vocabulary, token_blocks
 from meshlora.reading.train_on import TrainOn, without_empty
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError, UserError
@@ -31,20 +32,24 @@ if TYPE_CHECKING:
 
 def _each(
     source: Any,
-    columns: Mapping[str, Any],
-    train_on: TrainOn,
+    reading: Reading,
     *,
+    train_on: TrainOn,
     skips_empty: bool,
     is_apart: bool,
-    say: Callable[[str], None] | None = None,
     counts: list[int] | None = None,
 ) -> Iterator[Record]:
     """The records of `source`, or the beginnings of each, whose numbers are added to `counts`."""
-    rows = each_row(source, RECORDS, say=say, has_separator=True, **columns)
-    for row in without_empty(rows, train_on, say) if skips_empty else rows:
-        parts = [*beginnings(row, train_on)] if is_apart else [row]
+    rows = each_row(source, RECORDS, reading)
+    if skips_empty:
+        rows = without_empty(rows, train_on, reading.say)
+    if not is_apart:
+        yield from rows
+        return
+    for row in rows:
+        parts = [*beginnings(row, train_on)]
         yield from parts
-        if counts is not None and is_apart:
+        if counts is not None:
             counts.append(len(parts))
 
 
@@ -58,38 +63,40 @@ def read_streamed(
     train_on: TrainOn = "all",
     too_long: str = "truncate",
     skips_empty: bool = False,
+    columns: Mapping[str, str] | None = None,
+    format: str = "auto",
     on_bad_row: str = ERROR,
     say: Callable[[str], None] = lambda _: None,
-    **more: Any,
+    **chats: Any,
 ) -> TokenizedDataset:
     """The tokens of the records of `source`, as of `read_records` and `tokenize`, mapped from the cache.
-
-    more: `columns` and `format` of `read_records`, and those of `Chats`.
 
     Raises:
         UserError: as `read_records` and `tokenize`; the files changed while they were read. UnsupportedError: images; a
             tokenizer that cannot be hashed.
     """
-
-    columns: dict[str, Any] = {name: more.pop(name) for name in ("columns", "format") if name in more}
-    columns["on_bad_row"] = on_bad_row
-    how = Chats(**more)
+    how = Chats(**chats)
     how.check(train_on)
-    records = functools.partial(_each, source, columns, train_on, skips_empty=skips_empty, is_apart=how.is_apart)
-    digest, seen = RecordsDigest(), Seen()
-    counts = list[int]()
-    for record in records(say=say, counts=counts):
+    reading = Reading(columns, format, None, on_bad_row, has_separator=True)
+    records = functools.partial(_each, source, train_on=train_on, skips_empty=skips_empty, is_apart=how.is_apart)
+    digest, seen, counts = RecordsDigest(), Seen(), list[int]()
+    for record in records(dataclasses.replace(reading, say=say), counts=counts):  # what is wrong is said once, here
         if record.images:
             raise UnsupportedError(
                 f"{record.origin}: an image with data.streaming", "it is not proved", "leave out one"
             )
         digest.add(record)
         seen.add(record)
-    options: dict[str, Any] = {"max_length": max_length, "too_long": too_long, "rows_per_example": 1}
-    options |= {"train_on": train_on if isinstance(train_on, str) else sorted(train_on), "on_bad_row": on_bad_row}
-    options |= {"are_generated": True} if how.are_generated else {}
-    key = cache_key(digest, tokenizer, options | seen.tell(tokenizer, say))
-    if key is None:
+    making = Making(
+        tokenizer,
+        max_length=max_length,
+        train_on=train_on,
+        too_long=too_long,
+        on_bad_row=on_bad_row,
+        are_generated=how.are_generated,
+    )
+    key = cache_key(digest, tokenizer, making.key() | seen.tell(tokenizer, say))
+    if key is None:  # the arrays have to lie in a file
         rule = "the cache cannot tell it from another"
         raise UnsupportedError(f"data.streaming with {type(tokenizer).__name__}", rule, "use a fast tokenizer")
 
@@ -97,20 +104,19 @@ def read_streamed(
         again = RecordsDigest()
 
         def noted() -> Iterator[Record]:
-            for record in records():
+            for record in records(reading):
                 again.add(record)
                 yield record
 
-        yield from token_blocks(noted(), tokenizer, processor=None, **options)
+        yield from token_blocks(noted(), making)
         if again.hexdigest() != digest.hexdigest():
             raise UserError("data", "the files changed while they were read", "start again")
 
     arrays = mapped(cache_dir, key, blocks, num_records=digest.number, max_length=max_length)
 
     def record_at(index: int) -> Record:
-        return next(itertools.islice(records(), index, None))
+        return next(itertools.islice(records(reading), index, None))  # slow, and rare: records that are named
 
-    read = Read(record_at, digest.number, tokenizer, train_on, max_length, too_long)
-    tokens = read.dataset(arrays, how, counts if how.is_apart else None, say=say)
+    tokens = Read(record_at, digest.number, making).dataset(arrays, how, counts if how.is_apart else None, say=say)
     check_vocabulary(tokens, record_at, vocab_size)
     return tokens

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.dataset import Taken, TokenizedDataset
 
 _MOST_BINS = 12
 
@@ -43,12 +43,14 @@ def summary(data: TokenizedDataset) -> Summary:
     """The numbers of `data`."""
     lengths, taken = np.diff(data.offsets), data.taken
     shortest, longest = int(lengths.min()), int(lengths.max())
-    width = -(-(longest - shortest + 1) // _MOST_BINS)
+    width = -(-(longest - shortest + 1) // _MOST_BINS)  # rounded up
     numbers = np.bincount((lengths - shortest) // width).tolist()
+    if taken is None:  # several sources, of which each has said it
+        taken = Taken(len(data), longest)
     return Summary(
-        records=len(data) if taken is None else taken.num_records,
-        too_long=0 if taken is None else taken.num_too_long,
-        dropped=0 if taken is None else taken.num_dropped,
+        records=taken.num_records,
+        too_long=taken.num_too_long,
+        dropped=taken.num_dropped,
         sequences=len(data),
         examples=data.num_examples,
         tokens=len(data.input_ids),
@@ -63,7 +65,12 @@ def summary(data: TokenizedDataset) -> Summary:
 def parts(data: TokenizedDataset, index: int) -> list[tuple[bool, list[int]]]:
     """Sequence `index` as runs of tokens: (whether they are trained, their ids). The first token has no predecessor."""
     sequence = data[index]
-    is_trained = sequence.is_trained.copy()
+    is_trained = sequence.is_trained.copy()  # a view of the dataset's, which is read-only
     is_trained[:1] &= not data.predicts_next
-    tokens = zip(is_trained.tolist(), sequence.input_ids.tolist(), strict=True)
-    return [(key, [token for _, token in run]) for key, run in itertools.groupby(tokens, key=lambda token: token[0])]
+    ids = sequence.input_ids.tolist()
+    found: list[tuple[bool, list[int]]] = []
+    for key, run in itertools.groupby(is_trained.tolist()):
+        length = len([*run])
+        found.append((key, ids[:length]))
+        del ids[:length]
+    return found

@@ -79,9 +79,7 @@ def _sizes(array: Any) -> np.ndarray:
         return np.full(len(array), kind.byte_width, np.int64)
     if kind.num_fields:  # of a rare kind
         return np.full(len(array), array.nbytes, np.int64)
-    if any(is_bytes(kind) for is_bytes in (pyarrow.types.is_binary, pyarrow.types.is_large_binary)) or any(
-        is_text(kind) for is_text in (pyarrow.types.is_string, pyarrow.types.is_large_string)
-    ):
+    if kind in (pyarrow.binary(), pyarrow.large_binary(), pyarrow.string(), pyarrow.large_string()):
         return np.asarray(pyarrow.compute.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False), np.int64)
     return np.full(len(array), _FIXED_BYTES, np.int64)
 

@@ -93,18 +93,19 @@ def _chat_template(given: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """The text of a chat template: a file, or the name of one of `tokenizer`, or of one that TRL has for training."""
     file, option = Path(given), f"data.chat_template={given}"
     if not file.exists():
-        own: object = tokenizer.chat_template
-        named = own if isinstance(own, dict) else {} if own is None else {"default": own}
+        named: Any = tokenizer.chat_template or {}
+        if isinstance(named, str):  # a tokenizer with one has no name for it
+            named = {"default": named}
         if given in named:
             return str(named[given])
-        if (of_trl := _templates_of_trl()).get(given) is not None:
+        of_trl = _templates_of_trl()
+        if given in of_trl:
             return read_text(of_trl[given])
-        has = f"the tokenizer has {', '.join(map(repr, named)) or 'none'}, "
-        has += f"and TRL {', '.join(of_trl)}" if of_trl else "and TRL's are not installed (pip install trl)"
-        near = (
-            did_you_mean(given, [*named, *of_trl]) if file.suffix == "" and file.name == given else nearest_file(file)
-        )
-        raise UserError(option, f"there is no such file, and {has}", near)
+        has = f"the tokenizer has {', '.join(map(repr, named)) or 'none'}, and TRL"
+        has += f" {', '.join(of_trl)}" if of_trl else "'s are not installed (pip install trl)"
+        if file.name == given and not file.suffix:  # a name rather than a path
+            raise UserError(option, f"there is no such file, and {has}", did_you_mean(given, [*named, *of_trl]))
+        raise UserError(option, f"there is no such file, and {has}", nearest_file(file))
     if is_folder(file):
         raise UserError(option, "it is a folder", "name the file in it")
     try:
@@ -122,14 +123,15 @@ def _templates_of_trl() -> dict[str, Path]:
     Only its files are read: it takes seconds to import.
     """
     found = importlib.util.find_spec("trl")
-    folder = Path(found.origin).parent / "chat_templates" if found is not None and found.origin else None
-    return {} if folder is None else {file.stem: file for file in sorted(folder.glob("*_training.jinja"))}
+    if found is None or not found.origin:
+        return {}
+    files = sorted((Path(found.origin).parent / "chat_templates").glob("*_training.jinja"))
+    return {file.stem: file for file in files}
 
 
 def _check_numbers(file: Path) -> None:
     """Refuse absurdly large token ids, before the library loops up to them."""
-    content = file.read_bytes() if file.is_file() else b""
-    if not _MAY_BE_FAR.search(content):
+    if not file.is_file() or not _MAY_BE_FAR.search(content := file.read_bytes()):
         return
     with contextlib.suppress(ValueError, RecursionError):  # the library reports invalid JSON
         for token, number in _numbers(json.loads(content)):
@@ -145,7 +147,9 @@ def _numbers(vocabulary: Any) -> list[tuple[Any, Any]]:
     if not isinstance(added, list):
         return list(vocabulary.items())
     named = [(token.get("content"), token.get("id")) for token in added if isinstance(token, dict)]
-    return named + (_numbers(model.get("vocab")) if isinstance(model := vocabulary.get("model"), dict) else [])
+    if isinstance(model := vocabulary.get("model"), dict):
+        named += _numbers(model.get("vocab"))
+    return named
 
 
 def padding_token_id(tokenizer: PreTrainedTokenizerBase) -> int:

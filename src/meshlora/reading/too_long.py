@@ -37,11 +37,11 @@ def windows(
     is seen and not trained. So every trained token but the first of the record is predicted exactly once. ends: where
     turns end of which all around is trained, as numbers of tokens.
     """
-    own_ends = np.array(sorted(ends), dtype=np.int64)
+    own_ends = np.array(sorted(ends), dtype=np.int64)  # with a type: there may be none
     if at_turns:
         own_ends = np.union1d(own_ends, np.flatnonzero(is_trained[:-1] & ~is_trained[1:]) + 1)
     found, start, is_cut = [], 0, False
-    while start < max(len(ids) - 1, 1):
+    while start < max(len(ids) - 1, 1):  # a window of the last token alone would predict nothing
         stop, after = min(start + max_length, len(ids)), 1
         if stop < len(ids) and len(own := own_ends[(own_ends > start + 1) & (own_ends <= stop)]):
             stop = int(own[-1])
@@ -49,10 +49,10 @@ def windows(
         elif stop < len(ids):
             is_cut |= is_cut_turn(is_trained, stop)
         part, trained = ids[start:stop], is_trained[start:stop].copy()
-        trained[:1] &= start == 0
+        trained[:1] &= start == 0  # else it may be the last of the window before, and is predicted there
         if trained[1:].any():
             found.append((part, trained))
-        start = len(ids) if stop == len(ids) else stop - after
+        start = len(ids) if stop == len(ids) else stop - after  # one token is shared, but for a gap between turns
     return found, is_cut
 
 

@@ -36,22 +36,29 @@ def check_train_on(train_on: TrainOn) -> None:
 
 def is_of(role: str, train_on: TrainOn) -> bool:
     """Whether turns of `role` are among the trained ones, the last of them at least."""
-    return role == "assistant" or train_on == "everything" if isinstance(train_on, str) else role in train_on
+    if isinstance(train_on, str):
+        return role == "assistant" or train_on == "everything"
+    return role in train_on
 
 
 def chosen(messages: Sequence[Mapping[str, Any]], train_on: TrainOn) -> list[int]:
     """The indices of the messages to train; of "everything" those of the assistant."""
     roles = ("assistant",) if isinstance(train_on, str) else tuple(train_on)
     found = [index for index, message in enumerate(messages) if message["role"] in roles]
-    return found[-1:] if train_on == "last" else found
+    if train_on == "last":
+        return found[-1:]
+    return found
 
 
 def is_empty(message: Mapping[str, Any]) -> bool:
     """Whether a turn says nothing: it has neither text nor image, and calls nothing."""
+    if message.get("tool_calls"):
+        return False
     content = message.get("content")
-    parts = [part.get("text", part) for part in content] if isinstance(content, list) else [content]
-    said = [*parts, *(message.get(key) for key in REASONING)]
-    return not message.get("tool_calls") and not any(each.strip() if isinstance(each, str) else each for each in said)
+    said = [content, *map(message.get, REASONING)]
+    if isinstance(content, list):
+        said[:1] = [part.get("text", part) for part in content]  # an image stands for itself
+    return not any(each.strip() if isinstance(each, str) else each for each in said)
 
 
 def without_empty(records: Iterable[Record], train_on: TrainOn, say: Callable[[str], None] | None) -> Iterator[Record]:
@@ -67,12 +74,14 @@ def without_empty(records: Iterable[Record], train_on: TrainOn, say: Callable[[s
         for place in chosen(messages, "all"):
             if is_empty(messages[place]):
                 messages[place] = {**messages[place], "weight": 0}
-        wanted = chosen(messages, train_on) if train_on != "everything" else []
-        if wanted and all(messages[place].get("weight") == 0 for place in wanted):
+        wanted = {*chosen(messages, train_on)}
+        if wanted and train_on != "everything" and wanted.issubset(left_out(messages)):
             first, number = first or record.origin, number + 1
             continue
         left += 1
-        yield dataclasses.replace(record, messages=tuple(messages)) if messages else record
+        if messages:
+            record = dataclasses.replace(record, messages=tuple(messages))
+        yield record
     given = f"{number:,} records, {first} first"
     if not left:
         raise UserError(f"data.empty_answers=skip: {given}", "no answer says anything", "train them, or other data")

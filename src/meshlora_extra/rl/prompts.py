@@ -20,7 +20,7 @@ from meshlora.reading.conversations import checked_messages
 from meshlora.reading.formats import Format
 from meshlora.reading.records import MalformedError, Record, checked_text, json_type
 from meshlora.reading.sampler import GlobalBatches
-from meshlora.reading.sources import read_rows
+from meshlora.reading.sources import Reading, read_rows
 from meshlora.run.config.run import GenerateConfig, RunConfig, paths_of
 from meshlora.run.decoding import encode_chats, encode_prompts
 from meshlora_ground.errors import UserError
@@ -80,9 +80,7 @@ def read_prompts(
             Format("prompt", ("prompt",), _of_prompt, takes_rest=True),
             Format("messages", ("messages",), _of_messages, takes_rest=True),
         ],
-        columns=data.columns,
-        format="auto",
-        say=say,
+        Reading(data.columns, say=say),
     )
     conversations, seen = [row.record for row in rows if row.record is not None], Seen()
     for record in conversations:
