@@ -231,7 +231,7 @@ class _Reader(Generic[Made]):
 
     def _header(self, names: Sequence[str], origin: str) -> list[str]:
         """The columns of a table to read, checked once: a wrong one is one mistake, and not one per row."""
-        twice = sorted((Counter(names) - Counter({*names})).keys())
+        twice = sorted(name for name, number in Counter(names).items() if number > 1)  # there may be a million names
         if twice:
             raise UserError(origin, f"has more than one column {quoted(twice[0])}", "rename one")
         try:
