@@ -13,8 +13,10 @@ can train in two ways: with the adapter in float32, and under autocast with the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -25,7 +27,17 @@ from meshlora_judge.capture import CHOICES, SCORES
 from meshlora_judge.case import Case
 from meshlora_judge.experts import stack_of
 from meshlora_judge.inputs import expected_fresh
-from meshlora_judge.results import Phase, TensorResult, as_wanted, minus, missing, only, relative, summed_where_unequal
+from meshlora_judge.results import (
+    Phase,
+    TensorResult,
+    as_wanted,
+    checked,
+    minus,
+    missing,
+    only,
+    relative,
+    summed_where_unequal,
+)
 from meshlora_judge.saved import CONFIG, FIRST, FRESH, LAST, WEIGHTS, Saved
 from meshlora_judge.trace import Trace
 from meshlora_judge.unshard import (
@@ -79,86 +91,107 @@ class Evidence:
 def judge(evidence: Evidence) -> Iterator[Phase]:
     """The phases in order, computed lazily; those of routers only for models with experts."""
     results = _Judge(evidence)
-    has_experts = any(name.endswith(CHOICES) for name in evidence.reference.micro_batches[0].forward)
-    left_out = ["adapters"]  # which have runs of their own
-    left_out += [] if has_experts else ["router_scores", "router_choices"]
-    return (Phase(name, getattr(results, name)()) for name in PHASES if name not in left_out)
+    left_out = {"adapters"}  # which have runs of their own
+    if not results.of_routers(CHOICES):
+        left_out |= {"router_scores", "router_choices"}
+    for name in PHASES:
+        if name not in left_out:
+            yield Phase(name, getattr(results, name)())
 
 
 class _Judge:
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
         self.reference, self.ranks, self.topology = evidence.reference, evidence.ranks, evidence.topology
+        self.micro_batches = [micro for trace in self.ranks for micro in trace.micro_batches]
         self.ownership = Ownership(self.ranks, self.reference, self.topology)
         self.tokens = self.ownership.tokens
 
     def sequences(self) -> list[TensorResult]:
         """Each sequence of the step is taken by one dp rank, on all its ranks; the count of trained tokens is right."""
         results = list[TensorResult]()
-        places = [self.topology.place_of_rows(rank) for rank in range(self.topology.world)]
         for index, sequence in enumerate(self.tokens.sequences):
-            takers = [sum(sequence == s for m in trace.micro_batches for s in sequences_of(m)) for trace in self.ranks]
-            times = {sum(n for n, own in zip(takers, places, strict=True) if own == place) for place in places}
-            note = "" if times == {1} else f"taken {' or '.join(map(str, sorted(times)))} times"
-            results.append(as_wanted(f"sequence {index}", note))
+            times = self._times_taken(sequence)
+            results.append(checked(f"sequence {index}", times == {1}, f"taken {_either(times)} times"))
         for step, number in enumerate(self.reference.num_tokens):
-            # Infinite if a rank made fewer steps.
-            ours = {t.num_tokens[step] if step < len(t.num_tokens) else math.inf for t in self.ranks}
-            note = "" if ours == {number} else f"{', '.join(map(str, sorted(ours)))} trained tokens, not {number}"
-            error = max(abs(n - number) / number for n in ours)
-            results.append(TensorResult(f"tokens of step {step + 1}", error, 0.0, note=note))
+            results.append(self._counted(step, number))
         if self.evidence.case.packing:
-            most = max(most_in_a_row(micro) for trace in self.ranks for micro in trace.micro_batches)
-            results.append(as_wanted("packed rows", "" if most > 1 else "no row holds more than one sequence"))
+            most = max(most_in_a_row(micro) for micro in self.micro_batches)
+            results.append(checked("packed rows", most > 1, "no row holds more than one sequence"))
         return results
 
+    def _times_taken(self, sequence: tuple[int, ...]) -> set[int]:
+        """How often all dp ranks together take `sequence`, by each set of ranks that has one rank of every dp rank."""
+        times = Counter[int]()
+        for rank, trace in enumerate(self.ranks):
+            # One rank of every dp rank has this place: together they read all rows once.
+            place = self.topology.place_of_rows(rank)
+            times[place] += sum(sequences_of(micro).count(sequence) for micro in trace.micro_batches)
+        return set(times.values())
+
+    def _counted(self, step: int, number: int) -> TensorResult:
+        """The ranks' counts of trained tokens in `step`, beside the reference's `number`."""
+        ours = sorted({_at(trace.num_tokens, step, math.inf) for trace in self.ranks})
+        error, note = max(number - ours[0], ours[-1] - number) / number, ""
+        if error:
+            note = f"{', '.join(map(str, ours))} trained tokens, not {number}"
+        return TensorResult(f"tokens of step {step + 1}", error, 0.0, note=note)
+
     def loaded_adapter(self) -> list[TensorResult]:
-        return self._factors([t.initial for t in self.ranks], self.reference.initial)
+        return self._factors(_of(self.ranks, "initial"), self.reference.initial)
 
     def fresh_adapter(self) -> list[TensorResult]:
         """Fresh adapters, as configured and with B drawn as well, follow the rule to the bit.
 
         Their scales, and the saved file of the second, match PEFT's reading of the configuration.
         """
-        saved, results = self.evidence.saved, list[TensorResult]()
-        drawn = {name: t for name, t in self.reference.initial.items() if ".lora_" in name}
-        magnitudes = {name: t for name, t in self.reference.row_norms.items() if name in drawn}
-        of_base = {name: t for name, t in self.reference.base.items() if name in self.reference.initial}
+        saved, reference, results = self.evidence.saved, self.reference, list[TensorResult]()
+        drawn = [name for name in reference.initial if ".lora_" in name]
+        magnitudes, of_base = only(reference.row_norms, drawn), only(reference.base, reference.initial)
         expected: dict[str, Tensor] = {}
-        case, stacks = self.evidence.case, self.reference.stacks
-        for kind, init in (("fresh", LoraConfig(**case.lora).init_lora_weights), ("fresh_both", False)):
-            ranks = [getattr(trace, kind) for trace in self.ranks]
-            expected = {
-                name: expected_fresh(name, tuple(t.shape), init=init, seed=case.seed, stacks=stacks)
-                for name, t in drawn.items()
-                if name not in magnitudes
-            }
+        as_configured = LoraConfig(**self.evidence.case.lora).init_lora_weights
+        for kind, init in (("fresh", as_configured), ("fresh_both", False)):
+            ranks = _of(self.ranks, kind)
+            expected = self._expected(drawn, init)
+            results += self._drawn(ranks, expected) + self._drawn(ranks, of_base)
             # With B drawn a magnitude is the sum's row norm, which is not checked; as configured it is the base's.
-            for wholes in (expected, of_base, magnitudes if kind == "fresh" else {}):
-                found = self._factors([only(r, wholes) for r in ranks], wholes)
-                results += [replace(r, limit=1e-6) for r in found] if wholes is magnitudes else found
-            unknown = {name for r in ranks for name in r} - drawn.keys() - of_base.keys()
-            results += missing(unknown, ())
-        of_ranks = [_of_all([getattr(t, k) for t in self.ranks]) for k in ("scalings", "fresh_scalings")]
-        every = [saved.fresh_scalings, *of_ranks]
-        if (wrong := self._scaled_otherwise(*every)) or saved.fresh_note:
+            if kind == "fresh":
+                results += [replace(result, limit=1e-6) for result in self._drawn(ranks, magnitudes)]
+            results += missing(set[str]().union(*ranks) - {*drawn} - of_base.keys(), ())
+        loaded, fresh = _of_all(_of(self.ranks, "scalings")), _of_all(_of(self.ranks, "fresh_scalings"))
+        if (wrong := self._scaled_otherwise(saved.fresh_scalings, loaded, fresh)) or saved.fresh_note:
             note = saved.fresh_note or f"where it sits, or its scale, is not what PEFT says: {wrong[0]}"
             results.append(as_wanted(f"{FRESH}/{CONFIG}", note))
         return results + self._bits(FRESH, only(saved.fresh, expected), [expected])
 
+    def _expected(self, drawn: Iterable[str], init: bool | str) -> dict[str, Tensor]:
+        """The values that the rule gives the factors `drawn`, apart from magnitudes."""
+        seed, stacks, expected = self.evidence.case.seed, self.reference.stacks, dict[str, Tensor]()
+        for name in drawn:
+            if name not in self.reference.row_norms:
+                shape = tuple(self.reference.initial[name].shape)
+                expected[name] = expected_fresh(name, shape, init=init, seed=seed, stacks=stacks)
+        return expected
+
+    def _drawn(self, ranks: list[dict[str, Tensor]], wholes: dict[str, Tensor]) -> list[TensorResult]:
+        """Of the ranks' tensors those that `wholes` has, to the bit."""
+        return self._factors([only(factors, wholes) for factors in ranks], wholes)
+
     def router_scores(self) -> list[TensorResult]:
         """The weights of each token's choices, in order."""
-        return self._modules("forward", self._of_routers(SCORES))
+        return self._modules("forward", self.of_routers(SCORES))
 
     def router_choices(self) -> list[TensorResult]:
         """The same experts in the same order for each token, exactly."""
-        results = self._modules("forward", self._of_routers(CHOICES), is_exact=True)
-        return [
-            result if result.passed or result.note else replace(result, note=f"{_moved(result)} tokens go elsewhere")
-            for result in results
-        ]
+        results = list[TensorResult]()
+        for result in self._modules("forward", self.of_routers(CHOICES), is_exact=True):
+            if not result.passed and not result.note:
+                result = replace(result, note=f"{_moved(result)} tokens go elsewhere")
+            results.append(result)
+        return results
 
-    def _of_routers(self, kind: str) -> list[str]:
+    def of_routers(self, kind: str) -> list[str]:
+        """The names under which the routers' scores, or choices, are captured; none in a model without experts."""
         return [name for name in self.reference.micro_batches[0].forward if name.endswith(kind)]
 
     def forward(self) -> list[TensorResult]:
@@ -181,21 +214,24 @@ class _Judge:
         """The reported norm and learning rate of every step, and its gradients after clipping."""
         results = self._scalars("grad_norms", "norm of step", least_noise=self._noise_of_gradients())
         for step, wholes in enumerate(self.reference.clipped):
-            ours = [trace.clipped[step] if step < len(trace.clipped) else {} for trace in self.ranks]
+            ours = [_at(trace.clipped, step, {}) for trace in self.ranks]
             low = [trace.clipped[step] for trace in self.evidence.rounded]
-            found = self._factors(ours, wholes, low, label="clipped ", phase="deltas" if step else "gradients")
+            if step == 0:
+                results += self._factors(ours, wholes, low, label="clipped ")
+                continue
             # From the second step on gradients depend on the optimizer's updates.
-            results += [replace(result, name=f"{result.name}, step {step + 1}") if step else result for result in found]
+            for result in self._factors(ours, wholes, low, label="clipped ", phase="deltas"):
+                results.append(replace(result, name=f"{result.name}, step {step + 1}"))
         return results + self._scalars("rates", "learning rate of step")
 
     def gradients(self) -> list[TensorResult]:
-        low = [trace.gradients for trace in self.evidence.rounded]
-        return self._factors([t.gradients for t in self.ranks], self.reference.gradients, low)
+        low = _of(self.evidence.rounded, "gradients")
+        return self._factors(_of(self.ranks, "gradients"), self.reference.gradients, low)
 
     def deltas(self) -> list[TensorResult]:
         """The total change of each factor over all optimizer steps."""
-        ours, low = ([minus(t.final, t.initial) for t in of] for of in (self.ranks, self.evidence.rounded))
-        return self._factors(ours, minus(self.reference.final, self.reference.initial), low, phase="deltas")
+        (whole,), low = _changes([self.reference]), _changes(self.evidence.rounded)
+        return self._factors(_changes(self.ranks), whole, low, phase="deltas")
 
     def saved_file(self) -> list[TensorResult]:
         """The saved adapter as PEFT reads it, minus the start values, and the logits of PEFT's model.
@@ -203,79 +239,106 @@ class _Judge:
         Also: the files equal the ranks' tensors to the bit, without extra entries, and the configuration is that of the
         start adapter.
         """
-        saved, reference, rounded = self.evidence.saved, self.reference, self.evidence.rounded
+        saved, reference = self.evidence.saved, self.reference
         if saved.note:
             return [as_wanted(WEIGHTS, saved.note)]
-        wholes = minus(reference.final, reference.initial)
-        low = [minus(trace.final, trace.initial) for trace in rounded]
-        noise = _noise(wholes, low)
-        results = missing(saved.read.keys(), wholes.keys())
-        for name in sorted(wholes.keys() & saved.read.keys(), key=self._place):
-            if saved.read[name].shape != wholes[name].shape:
-                shapes = f"{list(saved.read[name].shape)}, not {list(wholes[name].shape)}"
-                results.append(as_wanted(name, shapes))
-                continue
-            piece = Piece(0, (), saved.read[name] - reference.initial[name])
-            floor = [d[name] for d in low]
-            results.append(self._compare(name, [piece], wholes[name], floor, "saved_file", least_noise=noise))
+        results = self._read_by_peft()
         if saved.logits is not None and reference.final_logits is not None:
+            floor = _of(self.evidence.rounded, "final_logits")
             piece = Piece(0, (), saved.logits)
-            floor = [t.final_logits for t in rounded if t.final_logits is not None]
             results.append(self._compare("logits of PEFT", [piece], reference.final_logits, floor, "saved_file"))
         if wrong := self._scaled_otherwise(saved.scalings):
             results.append(as_wanted(CONFIG, f"PEFT gives it another scale, or puts it elsewhere: {wrong[0]}"))
         if saved.config_note:
             results.append(as_wanted(CONFIG, saved.config_note))
-        results += self._bits(LAST, saved.last, [trace.final for trace in self.ranks])
-        return results + self._bits(FIRST, saved.first, [trace.initial for trace in self.ranks])
+        results += self._bits(LAST, saved.last, _of(self.ranks, "final"))
+        return results + self._bits(FIRST, saved.first, _of(self.ranks, "initial"))
+
+    def _read_by_peft(self) -> list[TensorResult]:
+        """What training changed of each factor, by the saved file as PEFT reads it."""
+        read, initial = self.evidence.saved.read, self.reference.initial
+        (wholes,), low = _changes([self.reference]), _changes(self.evidence.rounded)
+        noise = _noise(wholes, low)
+        results = missing(read.keys(), wholes.keys())
+        for name in sorted(wholes.keys() & read.keys(), key=self._place):
+            whole = wholes[name]
+            if read[name].shape != whole.shape:
+                results.append(as_wanted(name, f"{list(read[name].shape)}, not {list(whole.shape)}"))
+                continue
+            piece = Piece(0, (), read[name] - initial[name])
+            floor = [changes[name] for changes in low]
+            results.append(self._compare(name, [piece], whole, floor, "saved_file", least_noise=noise))
+        return results
 
     def _scaled_otherwise(self, *found: dict[str, float]) -> list[str]:
         """Modules whose scale in any of `found` differs from the reference's, apart from rounding."""
-        scales, nothing = self.reference.scalings, math.nan
-        return sorted(
-            name
-            for one in found
-            for name in one.keys() | scales.keys()
-            if not math.isclose(one.get(name, nothing), scales.get(name, nothing), rel_tol=1e-12)
-        )
+        wanted, wrong = self.reference.scalings, list[str]()
+        for scales in found:
+            for name in scales.keys() | wanted.keys():
+                # NaN, of a module that one side lacks, is close to nothing.
+                if not math.isclose(scales.get(name, math.nan), wanted.get(name, math.nan), rel_tol=1e-12):
+                    wrong.append(name)
+        return sorted(wrong)
 
     def collectives(self) -> list[TensorResult]:
         """No rank makes more calls than the plan allows, and of messages between stages exactly as many."""
-        results = []
-        for key in sorted({k for t in self.ranks for k in (*t.collectives, *t.budget)}):
-            calls = [(trace.collectives.get(key, 0), trace.budget.get(key, 0)) for trace in self.ranks]
+        results, keys = list[TensorResult](), set[str]()
+        for trace in self.ranks:
+            keys |= trace.collectives.keys() | trace.budget.keys()
+        for key in sorted(keys):
             is_message = key.endswith((" send", " receive"))
-            off = [abs(used - budget) if is_message else max(0, used - budget) for used, budget in calls]
-            used, budget = calls[off.index(max(off))]  # stages have plans of their own
-            note = f"{used} calls, the plan has {budget}"
-            results.append(TensorResult(key, max(off) / max(budget, 1), 0.0, note=note))
+            most, error, note = -1, 0.0, ""
+            for trace in self.ranks:  # each with its own budget: stages have plans of their own
+                used, budget = trace.collectives.get(key, 0), trace.budget.get(key, 0)
+                # A collective too few is seen in the numbers; a message too few is one that a stage waits for.
+                off = abs(used - budget) if is_message else max(0, used - budget)
+                if off > most:
+                    most, error = off, off / max(budget, 1)
+                    note = f"{used} calls, the plan has {budget}"
+            results.append(TensorResult(key, error, 0.0, note=note))
         return results
 
     def _modules(self, phase: str, names: list[str], *, is_exact: bool = False) -> list[TensorResult]:
         """Module outputs, or their gradients, over all tokens of the first step."""
         results = []
+        terms = set[str]().union(*_of(self.ranks, "terms"))
         for name in names:
             found = canonical(self.reference, self.tokens, phase, name)
-            if found is None:
+            if found is None or self._is_in_a_kernel(phase, name):
                 continue
-            if self._is_in_a_kernel(phase, name):
-                continue
-            low = [canonical(trace, self.tokens, phase, name) for trace in self.evidence.rounded]
-            floor = None if is_exact else [one[0] for one in low if one is not None]
+            whole, layout = found
             shown = name or "logits"
             try:
-                pieces = token_pieces(self.ownership, phase, name, *found)
+                pieces = token_pieces(self.ownership, phase, name, whole, layout)
             except ShapeError as error:
                 results.append(as_wanted(shown, str(error)))
                 continue
-            if phase == "backward" and any(name.partition("#")[0] in trace.terms for trace in self.ranks):
-                pieces = summed_where_unequal(pieces, found[0])
-            results.append(self._compare(shown, pieces, found[0], floor, phase))
+            if phase == "backward" and name.partition("#")[0] in terms:
+                pieces = summed_where_unequal(pieces, whole)
+            floor = None if is_exact else self._rounded_outputs(phase, name)
+            results.append(self._compare(shown, pieces, whole, floor, phase))
+        # Of all modules, not of the routers' own names or the logits alone.
         if names and names[0] in self.reference.order and names != [""]:
-            ours = {n for t in self.ranks for m in t.micro_batches for n in getattr(m, phase) if n}
-            ours = {n for n in ours if not n.endswith((SCORES, CHOICES))}
-            results += [r for r in missing(ours, set(names)) if "not in the reference" in r.note]
+            results += self._unknown_to_reference(phase, set(names))
         return results
+
+    def _rounded_outputs(self, phase: str, name: str) -> list[Tensor]:
+        """The output `name` of the reference in our precision, of each run that has it."""
+        outputs = []
+        for trace in self.evidence.rounded:
+            found = canonical(trace, self.tokens, phase, name)
+            if found is not None:
+                outputs.append(found[0])
+        return outputs
+
+    def _unknown_to_reference(self, phase: str, names: set[str]) -> list[TensorResult]:
+        """A failed result for each module of some rank that is not among `names`; those of routers have own phases."""
+        ours = set[str]()
+        for micro in self.micro_batches:
+            for name in getattr(micro, phase):
+                if name and not name.endswith((SCORES, CHOICES)):
+                    ours.add(name)
+        return missing(ours - names, ())
 
     def _is_in_a_kernel(self, phase: str, name: str) -> bool:
         """Whether this activation has no output of its own on any rank, as one kernel computes it and the product after
@@ -283,17 +346,24 @@ class _Judge:
         """
         if self.evidence.case.kernels == "none" or name.rpartition(".")[2] != "act_fn":
             return False
-        return not any(name in getattr(micro, phase) for trace in self.ranks for micro in trace.micro_batches)
+        return not any(name in getattr(micro, phase) for micro in self.micro_batches)
 
     def _bits(self, file: str, stored: dict[str, Tensor], holders: list[dict[str, Tensor]]) -> list[TensorResult]:
         """Empty if the file equals `holders` (one per rank, or one for all) to the bit; else one failed result."""
+        wrong = list[str]()
         if len(holders) == self.topology.world:
-            wrong = [r.name for r in self._factors(holders, stored) if not r.passed]
+            for result in self._factors(holders, stored):
+                if not result.passed:
+                    wrong.append(result.name)
         else:
             (whole,) = holders
-            wrong = [name for name in stored if name not in whole or not torch.equal(stored[name], whole[name])]
-        note = f"{len(wrong)} of its tensors are not what the ranks hold, to the bit, first {min(wrong, default='')}"
-        return [as_wanted(f"{file}/{WEIGHTS}", note)] if wrong else []
+            for name, tensor in stored.items():
+                if name not in whole or not torch.equal(tensor, whole[name]):
+                    wrong.append(name)
+        if not wrong:
+            return []
+        note = f"{len(wrong)} of its tensors are not what the ranks hold, to the bit, first {min(wrong)}"
+        return [as_wanted(f"{file}/{WEIGHTS}", note)]
 
     def _factors(
         self,
@@ -311,8 +381,10 @@ class _Judge:
         share the noise, as a single tensor may be lucky.
         """
         least_noise = _noise(wholes, rounded or []) if phase in _AFTER_ADAM else None
-        results = missing({name for factors in ours for name in factors}, wholes.keys())
-        for name in sorted(wholes, key=self._place, reverse=phase == "gradients" and rounded is not None):
+        results = missing(set[str]().union(*ours), wholes.keys())
+        # Gradients in the order of backward, the last module first: there a fault shows first.
+        is_backward = phase == "gradients" and rounded is not None
+        for name in sorted(wholes, key=self._place, reverse=is_backward):
             whole = wholes[name]
             try:
                 pieces = factor_pieces(ours, self.ownership, name, whole)
@@ -337,12 +409,8 @@ class _Judge:
         of a few steps.
         """
         reference = self.reference.gradients
-        whole = sum(float(g.double().square().sum()) for g in reference.values())
-        moved = [
-            sum(float((trace.gradients[n].double() - g.double()).square().sum()) for n, g in reference.items())
-            for trace in self.evidence.rounded
-        ]
-        return math.sqrt(max(moved, default=0.0) / max(whole, 1e-300))
+        moved = [_square(minus(reference, trace.gradients)) for trace in self.evidence.rounded]
+        return math.sqrt(max(moved, default=0.0) / max(_square(reference), 1e-300))
 
     def _scalars(self, field_name: str, label: str, *, least_noise: float = 0.0) -> list[TensorResult]:
         """One number per step. In low precision all steps share the noise, as a single number may be lucky.
@@ -350,23 +418,26 @@ class _Judge:
         least_noise: lower bound of the noise of each number, relative to it.
         """
         reference: list[float] = getattr(self.reference, field_name)
-        numbers = {len(getattr(trace, field_name)) for trace in self.ranks}
+        ours: list[list[float]] = _of(self.ranks, field_name)
         wholes = torch.tensor(reference, dtype=torch.float64)
-        low = [torch.tensor(getattr(t, field_name), dtype=torch.float64) for t in self.evidence.rounded]
+        low, gaps = _of(self.evidence.rounded, field_name), list[float]()
+        if reference:  # of no steps, as without load balancing, there is no largest gap
+            gaps = [float((torch.tensor(own, dtype=torch.float64) - wholes).abs().max()) for own in low]
+        numbers = {len(values) for values in ours}
+        common = min(*numbers, len(reference))
         results = []
         if numbers != {len(reference)}:
-            note = f"there are {' or '.join(map(str, sorted(numbers)))}, not {len(reference)}"
-            results.append(as_wanted(f"{label} {min(*numbers, len(reference)) + 1}", note))
-        for step, whole in enumerate(wholes[: min(*numbers, len(reference))]):
-            values = [
-                Piece(rank, (rank,), torch.tensor([getattr(trace, field_name)[step]], dtype=torch.float64))
-                for rank, trace in enumerate(self.ranks)
-            ]
-            seen = [float((own - wholes).abs().max()) / max(abs(float(whole)), 1e-300) for own in low]
-            least = max(*seen, least_noise) if seen else None
-            results.append(
-                self._compare(f"{label} {step + 1}", values, whole.reshape(1), [], "loss", least_noise=least)
-            )
+            note = f"there are {_either(numbers)}, not {len(reference)}"
+            results.append(as_wanted(f"{label} {common + 1}", note))
+        for step, whole in enumerate(wholes[:common]):
+            values = []
+            for rank, own in enumerate(ours):  # each is a copy of its own: all must be right
+                values.append(Piece(rank, (rank,), torch.tensor([own[step]], dtype=torch.float64)))
+            least = None
+            if gaps:
+                least = max(max(gaps) / max(abs(float(whole)), 1e-300), least_noise)
+            name = f"{label} {step + 1}"
+            results.append(self._compare(name, values, whole.reshape(1), [], "loss", least_noise=least))
         return results
 
     def _compare(
@@ -386,22 +457,49 @@ class _Judge:
         if rounded is None:
             return TensorResult(name, relative(pieces, whole), 0.0, whole, pieces)
         noise = _noise({name: whole}, [{name: low} for low in rounded])
-        noises = [found for found in (noise, least_noise) if found is not None]
-        if not noises:
+        if noise is None and least_noise is None:
             limit = 1e-6 if phase in _AFTER_ADAM else 1e-11
             return TensorResult(name, relative(pieces, whole), limit, whole, pieces)
-        if not math.isfinite(sum(noises)):
+        noises = noise or 0.0, least_noise or 0.0
+        if not math.isfinite(sum(noises)):  # any error would be below such a limit
             return as_wanted(name, "one process itself computes values that are not finite")
+        # Where the reference rounds to nothing, by luck, one unit of the precision is allowed all the same.
         limit = _NOISE * max(noises) + torch.finfo(getattr(torch, self.evidence.case.dtype)).eps
         return TensorResult(name, relative(pieces, whole, largest=True), limit, whole, pieces)
+
+
+def _of(traces: list[Trace], kind: str) -> list[Any]:
+    """One attribute of each trace."""
+    return [getattr(trace, kind) for trace in traces]
+
+
+def _changes(traces: list[Trace]) -> list[dict[str, Tensor]]:
+    """What all optimizer steps together change of each factor, by trace."""
+    return [minus(trace.final, trace.initial) for trace in traces]
+
+
+def _at(values: list[Any], step: int, otherwise: Any) -> Any:
+    """The value of a step, or `otherwise` of a rank that made fewer steps."""
+    return values[step] if step < len(values) else otherwise
+
+
+def _either(numbers: set[int]) -> str:
+    """`1 or 2`, for notes."""
+    return " or ".join(map(str, sorted(numbers)))
 
 
 def _of_all(found: list[dict[str, float]]) -> dict[str, float]:
     """Module -> the number that every rank with it has; NaN if they differ."""
     joined: dict[str, float] = {}
-    for name, value in (item for one in found for item in one.items()):
-        joined[name] = value if joined.get(name, value) == value else math.nan
+    for one in found:
+        for name, value in one.items():
+            joined[name] = value if joined.get(name, value) == value else math.nan
     return joined
+
+
+def _square(tensors: dict[str, Tensor]) -> float:
+    """The sum of all squared elements."""
+    return sum(float(tensor.double().square().sum()) for tensor in tensors.values())
 
 
 def _largest(values: Tensor) -> float:
@@ -410,14 +508,22 @@ def _largest(values: Tensor) -> float:
 
 def _noise(wholes: dict[str, Tensor], rounded: list[dict[str, Tensor]]) -> float | None:
     """The reference's largest rounding error of an element, relative to the largest element; None in float64."""
-    gaps = [_largest(low[name].double() - whole.double()) for low in rounded for name, whole in wholes.items()]
+    gaps, sizes = list[float](), [1e-300]
+    for name, whole in wholes.items():
+        sizes.append(_largest(whole))
+        for low in rounded:
+            gaps.append(_largest(low[name].double() - whole.double()))
     if not gaps:
         return None
-    return float(torch.tensor(gaps).max()) / max(1e-300, *(_largest(whole) for whole in wholes.values()))  # or NaN
+    return float(torch.tensor(gaps).max()) / max(sizes)  # torch's maximum is NaN if any is, Python's may not be
 
 
 def _moved(result: TensorResult) -> int:
     """The number of tokens with other experts than in the reference."""
     assert result.whole is not None
-    wrong = [p.rows[(p.values != p.of(result.whole)).any(1)] for p in result.pieces if p.rows is not None]
-    return len(set(torch.cat(wrong).tolist())) if wrong else 0
+    moved = set[int]()
+    for piece in result.pieces:
+        if piece.rows is not None:
+            is_other = (piece.values != piece.of(result.whole)).any(1)
+            moved |= {*piece.rows[is_other].tolist()}
+    return len(moved)

@@ -59,6 +59,11 @@ def as_wanted(name: str, note: str) -> TensorResult:
     return TensorResult(name, math.inf if note else 0.0, 0.0, note=note)
 
 
+def checked(name: str, is_right: bool, note: str) -> TensorResult:
+    """The result of a yes-or-no check: `note` says what is wrong if it is not right."""
+    return as_wanted(name, "" if is_right else note)
+
+
 def summed_where_unequal(pieces: list[Piece], whole: Tensor) -> list[Piece]:
     """`pieces` as copies of a whole, or their sum as terms of one: whichever is nearer. They are far apart.
 
@@ -75,21 +80,31 @@ def summed_where_unequal(pieces: list[Piece], whole: Tensor) -> list[Piece]:
 
 def relative(pieces: list[Piece], whole: Tensor, *, largest: bool = False) -> float:
     """The worst copy's relative distance from `whole`: L2, or with `largest` the largest element's."""
-    errors = []
-    for copy in {piece.copy for piece in pieces}:
-        own = [piece for piece in pieces if piece.copy == copy]
-        if not is_complete(own, whole) or not all(bool(torch.isfinite(p.values).all()) for p in own):
-            return math.inf
-        if bool(whole.any()) and not any(bool(piece.values.any()) for piece in own):
-            return math.inf
-        gaps = [piece.values.double() - piece.of(whole).double() for piece in own]
-        if largest:
-            gap = max((float(g.abs().max()) for g in gaps if g.numel()), default=0.0)
-            errors.append(gap / max(float(whole.double().abs().max()), 1e-300))
-        else:
-            gap = math.sqrt(sum(float(g.square().sum()) for g in gaps))
-            errors.append(gap / max(float(whole.double().norm()), 1e-300))
+    copies: dict[tuple[int, ...], list[Piece]] = {}
+    for piece in pieces:
+        copies.setdefault(piece.copy, []).append(piece)
+    errors = [_error_of(own, whole, largest=largest) for own in copies.values()]
     return max(errors, default=math.inf)
+
+
+def _error_of(copy: list[Piece], whole: Tensor, *, largest: bool) -> float:
+    """The relative distance of one copy; infinite if it lacks elements, is not finite, or is all zeros by itself."""
+    largest_gaps, squares, is_zero = list[float](), 0.0, True
+    if not is_complete(copy, whole):
+        return math.inf
+    for piece in copy:
+        if not bool(torch.isfinite(piece.values).all()):
+            return math.inf
+        is_zero = is_zero and not bool(piece.values.any())
+        gap = piece.values.double() - piece.of(whole).double()
+        squares += float(gap.square().sum())
+        if gap.numel():
+            largest_gaps.append(float(gap.abs().max()))
+    if is_zero and bool(whole.any()):
+        return math.inf
+    if largest:
+        return max(largest_gaps, default=0.0) / max(float(whole.double().abs().max()), 1e-300)
+    return math.sqrt(squares) / max(float(whole.double().norm()), 1e-300)
 
 
 def only(factors: dict[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:
