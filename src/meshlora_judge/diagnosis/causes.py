@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ from meshlora_judge.diagnosis.symptoms import (
 from meshlora_judge.experts import stack_of
 from meshlora_judge.judge import judge
 from meshlora_judge.saved import CONFIG, FRESH, WEIGHTS
-from meshlora_judge.unshard import Piece, Tokens, assembled, canonical, sequences_of
+from meshlora_judge.unshard import Tokens, assembled, canonical, sequences_of
 
 _OTHER_MASK = "it drops other elements than one process: its mask knows the topology, or is another module's or step's"
 _NOT_SCALED = "what its dropout keeps is not divided by the share that is kept"
@@ -57,9 +58,12 @@ def _sequences(case: Failure) -> str:
     if case.result.name == "packed rows":
         return "packing is asked for, and each sequence has a row of its own"
     if case.result.name.startswith("sequence"):
-        known = set(Tokens(case.evidence.reference).sequences)
-        taken = {s for trace in case.evidence.ranks for m in trace.micro_batches for s in sequences_of(m)}
-        if any(len(set(sequence)) > 1 for sequence in taken - known):  # a dummy's tokens are all alike
+        others = set[tuple[int, ...]]()
+        for trace in case.evidence.ranks:
+            for micro in trace.micro_batches:
+                others |= {*sequences_of(micro)}
+        others -= {*Tokens(case.evidence.reference).sequences}
+        if any(len(set(sequence)) > 1 for sequence in others):  # a dummy's tokens are all alike
             return "the step takes other sequences, or other tokens of them: the order of the epoch, or the padding"
         return "the dp ranks' shares of a global batch are not disjoint, or do not cover it: a wrong accumulation index"
     ours, expected = case.evidence.ranks[0].num_tokens[0], case.evidence.reference.num_tokens[0]
@@ -69,8 +73,11 @@ def _sequences(case: Failure) -> str:
 
 
 def _loaded_adapter(case: Failure) -> str:
-    wrong = [p for p in case.result.pieces if not torch.equal(p.values.double(), p.of(case.whole).double())]
-    if wrong and not any(bool(p.values.any()) for p in wrong):
+    is_wrong = has_values = False
+    for piece in case.result.pieces:
+        if not torch.equal(piece.values.double(), piece.of(case.whole).double()):
+            is_wrong, has_values = True, has_values or bool(piece.values.any())
+    if is_wrong and not has_values:
         return "these ranks hold zeros: the adapter was loaded on the other ranks only"
     if stack_of(case.result.name.rpartition(".lora_")[0]) in case.evidence.reference.stacks:
         return (
@@ -84,68 +91,90 @@ def _loaded_adapter(case: Failure) -> str:
 
 
 def _forward(case: Failure) -> str:
-    name, whole = case.result.name, case.whole
-    if words := _experts(case) or _dropout(case):
-        return words
-    fact, block = case.fact(name), case.block(name)
-    gaps = torch.cat([p.values.double() - p.of(whole).double() for p in case.result.pieces if p.dim is None] or [whole])
-    is_offset = gaps.ndim > 1 and float(centred(gaps).norm()) <= case.tolerance * float(gaps.norm())
-    if case.tp > 1 and case.is_embedding(name):
-        if case.adds_up_over("tp"):
-            return "the embedding is not summed over tp: each rank has the tokens of its own part of the vocabulary"
-        return "a rank looks up rows of the embedding that are another's, or for tokens that are another's"
-    if case.is_embedding(name) and case.evidence.case.neftune_alpha:
-        return "the noise on embedded tokens is not that of one process: its size, or the tokens or seed that it is of"
-    has_magnitude = f"{name}.lora_magnitude_vector" in case.evidence.reference.initial
-    if has_magnitude and case.ratio is None and is_scaled_by_column(case.result.pieces, whole, case.tolerance):
-        return "each output feature is scaled by a number of its own: DoRA's norm, of a part or without the adapter"
-    if fact == "row" and case.tp > 1:
-        if is_offset:
-            return "the bias of a row-parallel linear is added on every rank, before the sum over tp"
-        if words := _wrong_sum(case, "tp", "row-parallel output"):
+    name, topology, fact = case.result.name, case.evidence.topology, case.fact(case.result.name)
+    # From what only some modules have to what any may: the first rule that knows the numbers has the word.
+    for rule in (_experts, _dropout, _embedding, _magnitude, _row_parallel):
+        if words := rule(case):
             return words
-        if case.adds_up_over("tp"):
-            return "row-parallel output not reduced over tp: the ranks' outputs add up to the reference"
-        also = "row-parallel output not reduced over tp, or " if case.evidence.topology.sp else ""
-        also += f"{_OTHERS}; or " if case.sees_others(name) else ""
-        return (
-            f"{also}what a rank brings to this row-parallel linear does not go together: its heads of q, k and v, its "
-            "pieces, its part of an argument, or another rank's slice of the weight"
-        )
     if fact in ("column", "whole", "row") and (words := _lora_part(case)):
         return words
     if fact != "column" and case.sees_others(name):
         return f"{_OTHERS}; or its own weights"
     if is_permuted(case.result):
-        if case.tp == 1:
-            cut = ", or the cut over cp" if case.evidence.topology.cp > 1 else ""
-            return f"the numbers are there, for other tokens: their order, or which tokens see each other{cut}"
-        over = "tp or cp" if case.evidence.topology.cp > 1 else "tp"
-        return f"the tokens are in the wrong order: the cut or the gather over {over} does not follow the ranks"
-    if case.tp > 1 and "norm" in name and is_scaled_by_row(case.result.pieces, whole, case.tolerance):
+        if case.tp > 1:
+            over = "tp" + _if(topology.cp > 1, " or cp")
+            return f"the tokens are in the wrong order: the cut or the gather over {over} does not follow the ranks"
+        cut = _if(topology.cp > 1, ", or the cut over cp")
+        return f"the numbers are there, for other tokens: their order, or which tokens see each other{cut}"
+    if case.tp > 1 and "norm" in name and is_scaled_by_row(case.result.pieces, case.whole, case.tolerance):
         return "each token is scaled by a number of its own: the norm is that of a rank's part of the width"
-    if case.evidence.topology.sp and case.fact(block).startswith("whole region"):
+    if topology.sp and case.fact(case.block(name)).startswith("whole region"):
         return "a block that is not split saw only its rank's slice of the tokens"
-    gathered = f", or how they are gathered over {case.over_data}" if case.evidence.topology.dp_shard else ""
+    gathered = _if(topology.dp_shard, f", or how they are gathered over {case.over_data}")
     return f"this module is the first that differs: its own weights, or how it is split{gathered}"
+
+
+def _embedding(case: Failure) -> str:
+    """The fault of the embedding, if something is known of it."""
+    if not case.is_embedding(case.result.name):
+        return ""
+    if case.tp > 1:
+        if case.adds_up_over("tp"):
+            return "the embedding is not summed over tp: each rank has the tokens of its own part of the vocabulary"
+        return "a rank looks up rows of the embedding that are another's, or for tokens that are another's"
+    if case.evidence.case.neftune_alpha:
+        return "the noise on embedded tokens is not that of one process: its size, or the tokens or seed that it is of"
+    return ""
+
+
+def _magnitude(case: Failure) -> str:
+    """The fault of DoRA's magnitudes, which scale output features."""
+    if f"{case.result.name}.lora_magnitude_vector" not in case.evidence.reference.initial or case.ratio is not None:
+        return ""
+    if not is_scaled_by_column(case.result.pieces, case.whole, case.tolerance):
+        return ""
+    return "each output feature is scaled by a number of its own: DoRA's norm, of a part or without the adapter"
+
+
+def _row_parallel(case: Failure) -> str:
+    """The fault of a row-parallel linear over several tp ranks."""
+    if case.fact(case.result.name) != "row" or case.tp == 1:
+        return ""
+    found = [p.values.double() - p.of(case.whole).double() for p in case.result.pieces if p.dim is None]
+    gaps = torch.cat(found or [case.whole])
+    # What is left of the gap without its mean over tokens is nothing: it is the same for each token.
+    if gaps.ndim > 1 and float(centred(gaps).norm()) <= case.tolerance * float(gaps.norm()):
+        return "the bias of a row-parallel linear is added on every rank, before the sum over tp"
+    if words := _wrong_sum(case, "tp", "row-parallel output"):
+        return words
+    if case.adds_up_over("tp"):
+        return "row-parallel output not reduced over tp: the ranks' outputs add up to the reference"
+    also = _if(case.evidence.topology.sp, "row-parallel output not reduced over tp, or ")
+    also += _if(case.sees_others(case.result.name), f"{_OTHERS}; or ")
+    return (
+        f"{also}what a rank brings to this row-parallel linear does not go together: its heads of q, k and v, its "
+        "pieces, its part of an argument, or another rank's slice of the weight"
+    )
 
 
 def _lora_part(case: Failure) -> str:
     """The fault of the adapter's term alone, if the reference captured the base output."""
-    whole, base = case.whole, _canonical_base(case)
+    base = _canonical_base(case)
     if base is None:
         return ""
-    pieces = [
-        Piece(p.rank, p.copy, p.values.double() - p.of(base).double(), p.rows, p.dim, p.index)
-        for p in case.result.pieces
-    ]
-    if not any(bool(p.values.abs().max() > 1e-12) for p in pieces if p.values.numel()):
+    pieces, is_nothing = [], True
+    for piece in case.result.pieces:
+        own = replace(piece, values=piece.values.double() - piece.of(base).double())
+        pieces.append(own)
+        if own.values.numel() and float(own.values.abs().max()) > 1e-12:
+            is_nothing = False
+    if is_nothing:
         return "the adapter's term is missing"
-    term = (whole - base).double()
+    term = (case.whole - base).double()
     ratio = ratio_of(pieces, term, case.tolerance)
     if ratio is None:
         is_moved = are_columns_moved(assembled(pieces, term), term)
-        return "the adapter's term is added to other features: another piece of a fused matrix" if is_moved else ""
+        return _if(is_moved, "the adapter's term is added to other features: another piece of a fused matrix")
     if abs(ratio - 1) < case.tolerance:
         return "the gap is the same for every token: the bias is missing, or is another rank's slice"
     if case.tp > 1 and abs(ratio * case.tp - 1) < case.tolerance:
@@ -165,7 +194,12 @@ def _wrong_sum(case: Failure, axis: str, what: str, done: str = "reduced") -> st
     size = getattr(case.evidence.topology, axis)
     if case.ratio == 1 / size:
         return f"{what} averaged over {axis} instead of summed"
-    return f"{what} {done} over {axis} twice" if case.ratio == size else ""
+    return _if(case.ratio == size, f"{what} {done} over {axis} twice")
+
+
+def _if(holds: bool, words: str) -> str:
+    """`words` where they apply."""
+    return words if holds else ""
 
 
 def _dropout(case: Failure) -> str:
@@ -187,7 +221,7 @@ def _dropout(case: Failure) -> str:
     ratio = 1 + float((gap * term).sum() / term.square().sum())
     if not is_near((ratio - 1) * term, gap, case.tolerance):
         return _OTHER_MASK
-    return _NOT_SCALED if abs(ratio - (1 - rate)) < case.tolerance else ""
+    return _if(abs(ratio - (1 - rate)) < case.tolerance, _NOT_SCALED)
 
 
 def _experts(case: Failure) -> str:
@@ -195,9 +229,13 @@ def _experts(case: Failure) -> str:
     name = case.result.name
     if not any(stack.startswith(f"{name}.") for stack in case.evidence.reference.rows):
         return ""
-    chosen = next((phase.results for phase in judge(case.evidence) if phase.name == "router_choices"), [])
-    if any(result.name == f"{name}{CHOICES}" and not result.passed for result in chosen):
-        return "tokens are sent to other experts than the router's scores say"
+    for phase in judge(case.evidence):
+        if phase.name != "router_choices":
+            continue
+        # Judged anew: a proof with a fault stops at the phase that fails, which is an earlier one.
+        if any(result.name == f"{name}{CHOICES}" and not result.passed for result in phase.results):
+            return "tokens are sent to other experts than the router's scores say"
+        break
     if case.result.whole is None:
         return ""
     if words := _wrong_sum(case, "etp", "the experts' output is", "summed"):
@@ -219,10 +257,11 @@ def _logits(case: Failure) -> str:
 def _loss(case: Failure) -> str:
     if words := _number(case):
         return words
+    is_split = case.tp > 1
     if len({trace.losses[0] for trace in case.evidence.ranks}) > 1:
-        part = "looks at its own part of the vocabulary" if case.tp > 1 else "reports the mean of its own tokens"
+        part = "looks at its own part of the vocabulary" if is_split else "reports the mean of its own tokens"
         return f"the ranks have different losses: a rank {part} alone"
-    split = ", or the labels, padding or smoothing of a vocabulary that is split" if case.tp > 1 else ", or smoothing"
+    split = ", or the labels, padding or smoothing of a vocabulary that is split" if is_split else ", or smoothing"
     return (
         "the logits are right, and the loss is not the sum over trained tokens divided by their global number: a mean "
         f"of micro-batch means, other labels, what the objective makes of them{split}"
@@ -230,16 +269,14 @@ def _loss(case: Failure) -> str:
 
 
 def _backward(case: Failure) -> str:
-    name, one, order = case.result.name, case.evidence.reference, case.evidence.reference.order
-    blocks = {stack.rpartition(".")[0].rpartition(".")[0] for stack in one.stacks}
-    scores = {other.partition("#")[0] for micro in one.micro_batches for other in micro.forward}
-    if one.aux_losses and name.rpartition(".")[0] in blocks and name in scores:
+    name, order = case.result.name, case.evidence.reference.order
+    if _is_router(case):
         return "the gradient of a router's scores: that of the load-balancing loss, or of the routing weights"
     if name == "logits":
         return "the gradient of the loss itself: tokens are weighed differently"
     following = order[order.index(name) + 1 :]
-    fed = next((case.block(n) for n in following if case.block(n) not in ("", case.block(name))), "")
-    where = f"of {fed} " if fed else ""
+    fed = _next_block(case, following)
+    where = _if(bool(fed), f"of {fed} ")
     if words := _wrong_sum(case, "tp", f"the input gradient {where}is"):
         return words
     if case.tp > 1 and following and "norm" in following[0] and case.block(following[0]) == case.block(name) != "":
@@ -250,36 +287,53 @@ def _backward(case: Failure) -> str:
         return f"the input gradient of the column-parallel linears {where}is not reduced over tp"
     if case.sees_others(name) and case.fact(name) != "row":
         return "the gradients of keys, values or states lack the terms of the tokens of other cp ranks that saw them"
-    gathered = (
-        f", or the weights that are gathered for it over {case.over_data}" if case.evidence.topology.dp_shard else ""
-    )
+    gathered = f", or the weights that are gathered for it over {case.over_data}"
     return (
         "the first gradient, from the loss on, that differs: the backward of what this module's output goes into"
-        f"{gathered}"
+        f"{_if(case.evidence.topology.dp_shard, gathered)}"
     )
+
+
+def _is_router(case: Failure) -> bool:
+    """Whether the failing tensor is of a router, in a run with a load-balancing loss."""
+    one, name = case.evidence.reference, case.result.name
+    # A router is beside the experts' projections: `mlp.gate` and `mlp.experts.down_proj`.
+    blocks = {stack.rpartition(".")[0].rpartition(".")[0] for stack in one.stacks}
+    if not one.aux_losses or name.rpartition(".")[0] not in blocks:
+        return False
+    return any(other.partition("#")[0] == name for micro in one.micro_batches for other in micro.forward)
+
+
+def _next_block(case: Failure, following: list[str]) -> str:
+    """The first other block that runs after the failing module, or ""."""
+    own = case.block(case.result.name)
+    for name in following:
+        block = case.block(name)
+        if block not in ("", own):
+            return block
+    return ""
 
 
 def _gradients(case: Failure) -> str:
-    failed, stacks = case.failed, case.evidence.reference.stacks
+    failed, stacks, topology = case.failed, case.evidence.reference.stacks, case.evidence.topology
     if all(stack_of(result.name.rpartition(".lora_")[0]) in stacks for result in failed):
         return _gradients_of_experts(case)
-    kinds = sorted({_kind(case, r.name) for r in failed})
     is_all = len(failed) == len(case.phase.results)
-    which = "every factor" if is_all else " and ".join(kinds)
-    for axis, size in reversed(case.evidence.topology.sizes.items()):
-        # Only factors that are whole on a rank are summed over tp; all factors are summed over the other axes.
-        is_summed = all(is_held_by_several(r, case.evidence.topology) for r in failed) if axis == "tp" else is_all
+    which = "every factor"
+    if not is_all:
+        which = " and ".join(sorted({_kind(case, result.name) for result in failed}))
+    is_whole = all(piece.dim is None for result in failed for piece in result.pieces)
+    for axis, size in reversed(topology.sizes.items()):
+        is_summed = is_all
+        if axis == "tp":  # over tp only factors that are whole on a rank are summed; over the other axes all are
+            is_summed = all(is_held_by_several(result, topology) for result in failed)
         if size == 1 or not is_summed:
             continue
-        over = axis if all(p.dim is None for r in failed for p in r.pieces) else f"the {axis} ranks that hold it"
+        over = axis if is_whole else f"the {axis} ranks that hold it"
         if words := _unsummed(case, axis, which, over):
             return words
-    by_rank = {
-        rank: ratio_of([p for p in case.result.pieces if p.rank == rank], case.whole, case.tolerance)
-        for rank in {p.rank for p in case.result.pieces}
-    }
-    ratios = {round(r, 6) for r in by_rank.values() if r}
-    if all(by_rank.values()) and len(ratios) > 1:
+    ratios = _ratios_of_ranks(case)
+    if len(ratios) > 1:
         return (
             f"each rank scales {which} by a number of its own: divided by its own token count, or clipped by its norm"
         )
@@ -290,12 +344,24 @@ def _gradients(case: Failure) -> str:
         )
     if is_all:
         return "every gradient is off though every activation's gradient is right: clipped or scaled before the sum"
-    if all(by_rank.values()) and ratios:
+    if ratios:
         return (
             f"the gradient of {which} is {min(ratios):.4g} times what it should be: a factor, such as the LoRA scale, "
             "is left out or applied twice"
         )
     return f"the gradient of {which} {_WRONG_ALONE}"
+
+
+def _ratios_of_ranks(case: Failure) -> set[float]:
+    """The ratios of the ranks' parts to the reference's; empty if some rank's part is no multiple of it."""
+    ratios = set[float]()
+    for rank in {piece.rank for piece in case.result.pieces}:
+        own = [piece for piece in case.result.pieces if piece.rank == rank]
+        ratio = ratio_of(own, case.whole, case.tolerance)
+        if not ratio:
+            return set()
+        ratios.add(round(ratio, 6))
+    return ratios
 
 
 def _gradients_of_experts(case: Failure) -> str:
@@ -312,7 +378,7 @@ def _gradients_of_experts(case: Failure) -> str:
 def _unsummed(case: Failure, axis: str, which: str, over: str) -> str:
     """The fault of the sum of gradients over `axis`, which is `over` in words."""
     if words := _wrong_sum(case, axis, f"the gradient of {which} is", "summed"):
-        return words + (", or though each rank has all of it" if words.endswith("twice") else "")
+        return words + _if(words.endswith("twice"), ", or though each rank has all of it")
     if all(case.adds_up_over(axis, result) for result in case.failed):
         return f"the gradient of {which} is not summed over {over}: the ranks' gradients add up to the reference"
     return ""
@@ -324,12 +390,12 @@ def _kind(case: Failure, name: str) -> str:
     split = case.fact(name)
     if not module:
         return "what is trained of the base"
-    side = "the magnitude" if part.startswith("magnitude") else part.removeprefix("embedding_").partition(".")[0]
-    return f"{side} of " + (
-        f"{split}-parallel linears"
-        if split in ("column", "row")
-        else f"{split or 'the'} " + ("linears" if split else "embedding")
-    )
+    side = part.removeprefix("embedding_").partition(".")[0]
+    if part.startswith("magnitude"):
+        side = "the magnitude"
+    if split in ("column", "row"):
+        return f"{side} of {split}-parallel linears"
+    return f"{side} of {split} linears" if split else f"{side} of the embedding"
 
 
 def _kind_of_expert(case: Failure, name: str) -> str:
@@ -346,14 +412,14 @@ def _number(case: Failure) -> str:
     for begin, words in _NAMED.items():
         if case.result.name.startswith(begin):
             return words
-    return f"{case.result.note}: optimizer steps are left out, or not reported" if case.result.note else ""
+    return _if(bool(case.result.note), f"{case.result.note}: optimizer steps are left out, or not reported")
 
 
 def _grad_norm(case: Failure) -> str:
     if words := _number(case):
         return words
     whole, shared = squares_of_copies(case.evidence)
-    total = sum(float(g.double().square().sum()) for g in case.evidence.reference.gradients.values())
+    total = sum(float(gradient.double().square().sum()) for gradient in case.evidence.reference.gradients.values())
     ours = case.evidence.ranks[0].grad_norms[0]
     for extra, what in (
         (whole, "a whole factor"),
@@ -371,10 +437,9 @@ def _deltas(case: Failure) -> str:
         return f"{len(trace.losses)} optimizer steps were taken, not {len(one.losses)}"
     if trace.num_tokens != one.num_tokens:
         return "the first step is right, and later ones take other sequences: the order of an epoch, or where it ends"
-    ours, reference = trace.rates, one.rates
-    wrong = [i for i, (a, b) in enumerate(zip(ours, reference, strict=False)) if abs(a - b) > 1e-9 * b]
-    if wrong:
-        return f"the learning rate of step {wrong[0] + 1} is {ours[wrong[0]]:.3g}, not {reference[wrong[0]]:.3g}"
+    for step, (ours, wanted) in enumerate(zip(trace.rates, one.rates, strict=False), start=1):
+        if abs(ours - wanted) > 1e-9 * wanted:
+            return f"the learning rate of step {step} is {ours:.3g}, not {wanted:.3g}"
     return (
         "gradients and clipping of step 1 and the reported learning rates are right: what the optimizer makes of them "
         "(its betas, epsilon, weight decay, the rates of its groups, or the factors that it steps)"
@@ -392,35 +457,39 @@ def from_step(case: Failure, step: int) -> str:
 
 
 def _of_another_step(case: Failure) -> str:
-    words = "; or dropout has the masks of another step" if case.evidence.reference.dropouts else ""
-    return words + "; or noise is that of another step" * bool(case.evidence.case.neftune_alpha)
+    words = _if(bool(case.evidence.reference.dropouts), "; or dropout has the masks of another step")
+    return words + _if(bool(case.evidence.case.neftune_alpha), "; or noise is that of another step")
 
 
 def _saved_file(case: Failure) -> str:
     result, evidence = case.result, case.evidence
+    also = _if(bool(evidence.saved.config_note), f": {evidence.saved.config_note}")
     if result.name == CONFIG:
         return f"the stored configuration is not the one that was trained: {result.note}"
     if result.name.endswith(f"/{WEIGHTS}"):
         return f"{result.note}: rounded, stored before the last step, or entries that no factor has"
     if "outside its pieces" in result.name:
         return "B is stored, or trained, at rows that are not those of its pieces"
+    if " mismatch" in result.note or " size" in result.note:  # PEFT's words for other shapes than it expects
+        return "whole entries are stored more than once, or in parts"
     if result.note:
-        times = any(f" {word}" in result.note for word in ("mismatch", "size"))
-        also = f": {evidence.saved.config_note}" if evidence.saved.config_note else ""
-        return "whole entries are stored more than once, or in parts" if times else f"PEFT expects another file{also}"
+        return f"PEFT expects another file{also}"
     if result.name not in evidence.saved.read:
-        return "PEFT computes something else with the saved adapter" + (
-            f": {evidence.saved.config_note}" if evidence.saved.config_note else ""
-        )
-    stored, final = evidence.saved.read[result.name], evidence.reference.final[result.name]
+        return f"PEFT computes something else with the saved adapter{also}"
+    return _stored(evidence.saved.read[result.name], evidence.reference.final[result.name], case.tp)
+
+
+def _stored(stored: Tensor, final: Tensor, tp: int) -> str:
+    """The fault of a stored tensor that PEFT takes, but for its values."""
     for dim in range(stored.ndim):
-        parts = stored.tensor_split(case.tp, dim)
-        expected = final.tensor_split(case.tp, dim)
-        missing = [i for i, shard in enumerate(parts) if not bool(shard.any())]
+        shards = stored.tensor_split(tp, dim)
+        missing = [index for index, shard in enumerate(shards) if not bool(shard.any())]
+        if len(missing) == 1:
+            return f"the shard of tp rank {missing[0]} is missing in the file"
         if missing:
-            shards = f"shard of tp rank {missing[0]} is" if len(missing) == 1 else f"shards of tp ranks {missing} are"
-            return f"the {shards} missing in the file"
-        if case.tp > 1 and all(is_near(a, b, 1e-4) for a, b in zip(parts, expected[::-1], strict=True)):
+            return f"the shards of tp ranks {missing} are missing in the file"
+        expected = final.tensor_split(tp, dim)
+        if tp > 1 and all(is_near(a, b, 1e-4) for a, b in zip(shards, expected[::-1], strict=True)):
             return "the shards are stored in reversed order"
     if is_near(stored, final, 1e-4):
         return "what is stored is rounded: the file has a lower precision than the ranks"
@@ -444,10 +513,12 @@ def _collectives(case: Failure) -> str:
     phase, _, kind = case.result.name.partition(" ")
     if kind in ("send", "receive"):
         return f"{case.result.note}: in the {phase} stages hand on another number of tensors than one a micro-batch"
-    has_cp = case.evidence.topology.cp > 1
-    often = ["once per linear instead of once per region"] if case.tp > 1 or not has_cp else []
-    often += ["more than once for the keys and values of an attention over cp"] if has_cp else []
-    return f"{case.result.note}: the {phase} communicates {', or '.join(often)}"
+    per_linear = "once per linear instead of once per region"
+    per_attention = "more than once for the keys and values of an attention over cp"
+    often = per_linear
+    if case.evidence.topology.cp > 1:
+        often = f"{per_linear}, or {per_attention}" if case.tp > 1 else per_attention
+    return f"{case.result.note}: the {phase} communicates {often}"
 
 
 CAUSES: dict[str, str | Callable[[Failure], str]] = {

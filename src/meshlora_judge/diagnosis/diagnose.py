@@ -14,6 +14,8 @@ from meshlora_judge.diagnosis.symptoms import Failure, follows_from_gradients, r
 from meshlora_judge.judge import Evidence
 from meshlora_judge.results import Phase, TensorResult
 
+Failing = list[tuple[Phase, TensorResult]]  # those that fail, in execution order
+
 _ROUNDED_TO = 1e-6
 _LOW_PRECISION = "right to the digits of float32: something is computed, or kept, in a lower precision than float64"
 
@@ -50,31 +52,62 @@ def until_found(phases: Iterable[Phase]) -> Iterator[Phase]:
 
 def first_divergence(phases: list[Phase], evidence: Evidence) -> Divergence | None:
     """The first failing tensor in the execution order of a step; None if nothing fails."""
-    failing = [(phase, result) for phase in phases for result in phase.results if not result.passed]
+    failing = Failing()
+    for phase in phases:
+        for result in phase.results:
+            if not result.passed:
+                failing.append((phase, result))
     if not failing:
         return None
-    # Later steps depend on the first one, which shows a fault better; except gradients of a step whose loss is right,
-    # and what the optimizer has not caused.
-    names = {result.name for _, result in failing}
-    phase, result = next(((p, r) for p, r in failing if not _is_later_step(r, names)), failing[0])
-    later = [(p, r) for p, r in failing if _step_of(r) > 1 and r.name.startswith(("loss of", "norm of", "clipped"))]
-    is_right_at_first = phase.name == "deltas" or _is_later_step(result, names)
+    phase, result = _first(failing)
+    later = _later(failing)
+    # A later step goes wrong by itself where the first one and the optimizer are right.
+    is_right_at_first = phase.name == "deltas" or _is_later_step(result, _names(failing))
     comes_later = bool(later) and is_right_at_first and follows_from_gradients(evidence)
     if comes_later:
         phase, result = min(later, key=lambda one: _step_of(one[1]))
-    errors = rank_errors(result) if phase.name != "saved_file" else {}  # a file belongs to no rank
     case = Failure(phase, result, evidence)
-    cause = from_step(case, _step_of(result)) if comes_later else CAUSES[phase.name]
-    cause = _LOW_PRECISION if _is_rounding(case) else cause
-    return Divergence(
-        phase.name,
-        result.name,
-        result.error,
-        sorted(rank for rank, error in errors.items() if error > max(result.limit, 1e-12)),
-        case.ratio,
-        cause if isinstance(cause, str) else cause(case),
-        len(case.failed),
-    )
+    cause = _cause(case, comes_later=comes_later)
+    ranks = []
+    if phase.name != "saved_file":  # a file belongs to no rank
+        for rank, error in rank_errors(result).items():
+            if error > max(result.limit, 1e-12):
+                ranks.append(rank)
+    return Divergence(phase.name, result.name, result.error, sorted(ranks), case.ratio, cause, len(case.failed))
+
+
+def _cause(case: Failure, *, comes_later: bool) -> str:
+    if _is_rounding(case):
+        return _LOW_PRECISION
+    if comes_later:
+        return from_step(case, _step_of(case.result))
+    rule = CAUSES[case.phase.name]
+    return rule if isinstance(rule, str) else rule(case)
+
+
+def _names(failing: Failing) -> set[str]:
+    return {result.name for _, result in failing}
+
+
+def _first(failing: Failing) -> tuple[Phase, TensorResult]:
+    """The first failure of the first step, or of any step if there is none.
+
+    Later steps depend on the first one, which shows a fault better; except gradients of a step whose loss is right.
+    """
+    names = _names(failing)
+    for phase, result in failing:
+        if not _is_later_step(result, names):
+            return phase, result
+    return failing[0]
+
+
+def _later(failing: Failing) -> Failing:
+    """The failures of what later steps compute themselves: what the optimizer has not caused."""
+    later = Failing()
+    for phase, result in failing:
+        if _step_of(result) > 1 and result.name.startswith(("loss of", "norm of", "clipped")):
+            later.append((phase, result))
+    return later
 
 
 def _is_rounding(case: Failure) -> bool:
@@ -91,7 +124,9 @@ def _is_later_step(result: TensorResult, failing: Set[str]) -> bool:
     if result.name.startswith("loss of evaluation"):  # it comes after a later step
         return True
     step = _step_of(result)
-    return f"loss of step {step}" in failing if result.name.startswith("clipped ") else step > 1
+    if result.name.startswith("clipped "):
+        return f"loss of step {step}" in failing
+    return step > 1
 
 
 def _step_of(result: TensorResult) -> int:

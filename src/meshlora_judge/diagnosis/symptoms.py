@@ -42,9 +42,11 @@ class Failure:
         ratio = ratio_of(self.result.pieces, self.whole, self.tolerance)
         if ratio is None or ratio <= 0:
             return None
-        number = ratio if ratio >= 1 else 1 / ratio
-        is_simple = 2 <= round(number) <= 16 and abs(number / round(number) - 1) < self.tolerance
-        return None if not is_simple else float(round(number)) if ratio > 1 else 1 / round(number)
+        number = max(ratio, 1 / ratio)
+        simple = round(number)
+        if not 2 <= simple <= 16 or abs(number / simple - 1) >= self.tolerance:
+            return None
+        return float(simple) if ratio > 1 else 1 / simple
 
     @property
     def whole(self) -> Tensor:
@@ -67,8 +69,10 @@ class Failure:
 
     def block(self, name: str) -> str:
         """The region that contains `name`, or ""."""
-        parents = [r for r, fact in self.evidence.ranks[0].facts.items() if "region" in fact]
-        return next((r for r in parents if name == r or name.startswith(f"{r}.")), "")
+        for region, fact in self.evidence.ranks[0].facts.items():
+            if "region" in fact and f"{name}.".startswith(f"{region}."):
+                return region
+        return ""
 
     def sees_others(self, name: str) -> bool:
         """Whether `name` is in a block in which a rank's tokens see those of other ranks."""
@@ -85,12 +89,18 @@ class Failure:
         whole, topology = result.whole, self.evidence.topology
         if whole is None or getattr(topology, axis) == 1:
             return False
-        place = topology.expert_coordinates if axis in topology.expert_sizes else topology.coordinates
+        place_of = topology.coordinates
+        if axis in topology.expert_sizes:
+            place_of = topology.expert_coordinates
         groups: dict[tuple[Any, ...], list[Piece]] = {}
         for piece in result.pieces:
-            # Ranks elsewhere on the other axes hold different tokens, and separate copies of each factor.
-            others = [index for name, index in place(piece.rank).items() if name != axis and piece.rows is None]
-            groups.setdefault((piece.dim, piece.start, *others), []).append(piece)
+            key: tuple[Any, ...] = (piece.dim, piece.start)
+            if piece.rows is None:
+                # Ranks elsewhere on the other axes hold different tokens, and separate copies of each factor.
+                place = place_of(piece.rank)
+                del place[axis]
+                key += tuple(place.values())
+            groups.setdefault(key, []).append(piece)
         for own in groups.values():
             total, part = own[0].along(assembled(own, whole, adds=True)), own[0].along(whole)
             if not is_near(centred(total), centred(part), self.tolerance):
@@ -120,7 +130,10 @@ def follows_from_gradients(evidence: Evidence) -> bool:
     for trace in evidence.ranks:
         if trace.num_tokens != evidence.reference.num_tokens or len(trace.clipped) != len(rates):
             return False
-        factors = {name: t.clone() for name, t in trace.initial.items() if name.endswith((".lora_A", ".lora_B"))}
+        factors = {}
+        for name, start in trace.initial.items():
+            if name.endswith((".lora_A", ".lora_B")):
+                factors[name] = start.clone()
         optimizer = torch.optim.AdamW(
             factors.values(), betas=(case.beta1, case.beta2), eps=case.eps, weight_decay=case.weight_decay
         )
@@ -129,8 +142,9 @@ def follows_from_gradients(evidence: Evidence) -> bool:
                 factor.grad = gradients.get(name)
             optimizer.param_groups[0]["lr"] = rate
             optimizer.step()
-        if not all(is_near(factor, trace.final[name], 1e-9) for name, factor in factors.items()):
-            return False
+        for name, factor in factors.items():
+            if not is_near(factor, trace.final[name], 1e-9):
+                return False
     return True
 
 
@@ -142,12 +156,11 @@ def ratio_of(pieces: list[Piece], whole: Tensor, tolerance: float) -> float | No
     of_ranks: dict[tuple[Any, ...], list[Piece]] = {}
     for piece in pieces:
         of_ranks.setdefault((piece.rank, piece.dim, piece.start, piece.values.shape[1:]), []).append(piece)
-    ours = torch.cat(
-        [centred(torch.cat([torch.atleast_1d(p.values) for p in own])).flatten() for own in of_ranks.values()]
-    )
-    parts = torch.cat(
-        [centred(torch.cat([torch.atleast_1d(p.of(whole)) for p in own])).flatten() for own in of_ranks.values()]
-    )
+    of_ours, of_whole = [], []
+    for own in of_ranks.values():
+        of_ours.append(_rows([piece.values for piece in own]))
+        of_whole.append(_rows([piece.of(whole) for piece in own]))
+    ours, parts = torch.cat(of_ours), torch.cat(of_whole)
     norm = float(parts.square().sum())
     if not norm or not torch.isfinite(ours).all():
         return None
@@ -155,10 +168,17 @@ def ratio_of(pieces: list[Piece], whole: Tensor, tolerance: float) -> float | No
     return ratio if is_near(ratio * parts, ours, tolerance) else None
 
 
+def _rows(parts: list[Tensor]) -> Tensor:
+    """All elements of `parts`, rows of one rank, without their common offset."""
+    return centred(torch.cat([torch.atleast_1d(part) for part in parts])).flatten()
+
+
 def centred(values: Tensor) -> Tensor:
     """`values` minus their mean over rows, which removes any multiple of a bias."""
     values = values.double()
-    return values - values.mean(0, keepdim=True) if values.ndim > 1 and values.shape[0] > 2 else values
+    if values.ndim > 1 and values.shape[0] > 2:  # of two rows one would be left, and its negative
+        values = values - values.mean(0, keepdim=True)
+    return values
 
 
 def is_permuted(result: TensorResult) -> bool:
@@ -201,39 +221,45 @@ def are_columns_moved(ours: Tensor, whole: Tensor) -> bool:
     """Whether each row has the reference's values, in other columns."""
     if ours.shape != whole.shape or ours.ndim < 2:
         return False
-    a, b = (values.double().sort(-1).values for values in (ours, whole))
-    return is_near(a, b, 1e-6)
+    return is_near(ours.double().sort(-1).values, whole.double().sort(-1).values, 1e-6)
 
 
 def is_in_rank_order(result: TensorResult, topology: Topology) -> bool:
     """Whether tp rank i holds the i-th part of the whole, whether or not it should."""
     whole, tp = result.whole, topology.tp
-    return whole is not None and all(
-        piece.dim is not None
-        and piece.values.shape[piece.dim] * tp == whole.shape[piece.dim]
-        and torch.equal(piece.values, whole.tensor_split(tp, piece.dim)[topology.coordinates(piece.rank)["tp"]])
-        for piece in result.pieces
-    )
+    if whole is None:
+        return False
+    for piece in result.pieces:
+        if piece.dim is None or piece.values.shape[piece.dim] * tp != whole.shape[piece.dim]:
+            return False
+        part = whole.tensor_split(tp, piece.dim)[topology.coordinates(piece.rank)["tp"]]
+        if not torch.equal(piece.values, part):
+            return False
+    return True
 
 
 def is_held_by_several(result: TensorResult, topology: Topology) -> bool:
     """Whether each part is replicated on several tp ranks."""
-    if all(piece.dim is None for piece in result.pieces):
+    split = [piece for piece in result.pieces if piece.dim is not None]
+    if not split:
         return True
-    whole = result.whole
-    return whole is not None and all(
-        piece.dim is not None and piece.values.shape[piece.dim] * topology.tp > whole.shape[piece.dim]
-        for piece in result.pieces
-    )
+    if result.whole is None or len(split) < len(result.pieces):
+        return False
+    for piece in split:
+        assert piece.dim is not None
+        if piece.values.shape[piece.dim] * topology.tp <= result.whole.shape[piece.dim]:
+            return False
+    return True
 
 
 def squares_of_copies(evidence: Evidence) -> tuple[float, float]:
     """Sums of squared gradients of all copies over tp but the first: (of whole factors, of replicated parts)."""
     whole = shared = 0.0
     for name, gradient in evidence.reference.gradients.items():
-        square, local = float(gradient.double().square().sum()), evidence.ranks[0].gradients.get(name)
+        local = evidence.ranks[0].gradients.get(name)
         if local is None:  # of an expert that is elsewhere
             continue
+        square = float(gradient.double().square().sum())
         copies = local.numel() * evidence.topology.tp // max(gradient.numel(), 1)
         if local.shape == gradient.shape:
             whole += (evidence.topology.tp - 1) * square
