@@ -34,17 +34,22 @@ def spread(tensors: list[Drawing]) -> Drawing | None:
         return None
     width, height, top, base = 1120.0, 196.0, 44.0, 162.0
     limits = sorted({tensor["limit"] for tensor in tensors if tensor["limit"]})
-    tones = {value: tone for tone, value in enumerate(limits)} if len(limits) <= _MOST_TONES else {}
-    greatest = max((t["relative"] for t in tensors if t["relative"] is not None), default=0.0)
-    first, last = 2 * int(_FLOOR), 4 if greatest >= 1 else 0  # half decades
+    tones = dict[float, int]()
+    if len(limits) <= _MOST_TONES:
+        tones = {value: tone for tone, value in enumerate(limits)}
+    finite = [tensor["relative"] for tensor in tensors if tensor["relative"] is not None]
+    first, last = 2 * int(_FLOOR), 0  # half decades
+    if max(finite, default=0.0) >= 1:
+        last = 4
     slot = (width - 40) / (last - first + 4)
-    counts: Counter[tuple[int, str]] = Counter()
+    counts, totals = Counter[tuple[int, str]](), Counter[int]()
     for tensor in tensors:
-        kind = f"tone{tones.get(tensor['limit'], 0)}" if tensor["passed"] else "over"
-        counts[_slot(tensor["relative"], first, last), kind] += 1
-    totals: Counter[int] = Counter()
-    for (place, _), count in counts.items():
-        totals[place] += count
+        kind = "over"
+        if tensor["passed"]:
+            kind = f"tone{tones.get(tensor['limit'], 0)}"
+        place = _slot(tensor["relative"], first, last)
+        counts[place, kind] += 1
+        totals[place] += 1
     tops: dict[int, float] = {}
     bars: list[Drawing] = []
     for (place, kind), count in sorted(counts.items(), key=lambda item: item[0][1], reverse=True):  # failures on top
@@ -58,26 +63,22 @@ def spread(tensors: list[Drawing]) -> Drawing | None:
     def x_of(exponent: float) -> float:
         return _r(20 + slot * (2 + 2 * min(max(exponent, _FLOOR), last / 2) - first))
 
-    return {
-        "width": width,
-        "height": height,
-        "base": base,
-        "bars": bars,
-        "totals": [
-            {
-                "x": _r(20 + slot * (place + 0.5)),
-                "y": _r(y - 5),
-                "count": totals[place],
-                "over": (place, "over") in counts,
-            }
-            for place, y in tops.items()
-        ],
-        "ticks": [{"x": x_of(e), "exponent": e} for e in range(int(_FLOOR) + 1, last // 2 + 1, 2)],
-        "zero": _r(20 + slot / 2) if 0 in totals else None,
-        "infinite": _r(20 + slot * (last - first + 3.5)) if any(t["relative"] is None for t in tensors) else None,
-        "lines": [{"x": x_of(math.log10(value)), "value": value, "tone": tone} for value, tone in tones.items()],
-        "band": None if tones or not limits else (x_of(math.log10(limits[0])), x_of(math.log10(limits[-1]))),
-    }
+    drawing: Drawing = {"width": width, "height": height, "base": base, "bars": bars, "totals": []}
+    for place, y in tops.items():
+        over = (place, "over") in counts
+        drawing["totals"].append(
+            {"x": _r(20 + slot * (place + 0.5)), "y": _r(y - 5), "count": totals[place], "over": over}
+        )
+    drawing["ticks"] = [{"x": x_of(e), "exponent": e} for e in range(int(_FLOOR) + 1, last // 2 + 1, 2)]
+    drawing["lines"] = [{"x": x_of(math.log10(value)), "value": value, "tone": tone} for value, tone in tones.items()]
+    drawing |= {"zero": None, "infinite": None, "band": None}
+    if 0 in totals:
+        drawing["zero"] = _r(20 + slot / 2)
+    if len(finite) < len(tensors):
+        drawing["infinite"] = _r(20 + slot * (last - first + 3.5))
+    if limits and not tones:
+        drawing["band"] = x_of(math.log10(limits[0])), x_of(math.log10(limits[-1]))
+    return drawing
 
 
 def _slot(relative: float | None, first: int, last: int) -> int:
@@ -100,7 +101,9 @@ def _range(place: int, first: int, last: int) -> tuple[float | None, float | Non
 
 def curve(losses: dict[str, list[float | None]]) -> Drawing | None:
     """Both losses over the steps; None if a run has none."""
-    there = [value for values in losses.values() for value in values if value is not None]
+    there = list[float]()
+    for values in losses.values():
+        there += [value for value in values if value is not None]
     if not there:
         return None
     ticks = _nice_ticks(min(there), max(there))
@@ -111,11 +114,10 @@ def curve(losses: dict[str, list[float | None]]) -> Drawing | None:
     def y_of(value: float) -> float:
         return _r(bottom - (bottom - _TOP) * (value - low) / (high - low))
 
-    points = {
-        key: [(_x(i, num_steps), y_of(v)) for i, v in enumerate(values) if v is not None]
-        for key, values in losses.items()
-    }
-    return frame | points | {"y_ticks": [{"y": y_of(value), "text": f"{value:.6g}"} for value in ticks]}
+    frame["y_ticks"] = [{"y": y_of(value), "text": f"{value:.6g}"} for value in ticks]
+    for side, values in losses.items():
+        frame[side] = [(_x(i, num_steps), y_of(v)) for i, v in enumerate(values) if v is not None]
+    return frame
 
 
 def gaps(run: Drawing) -> Drawing | None:
@@ -123,9 +125,10 @@ def gaps(run: Drawing) -> Drawing | None:
     values = [_gap(a, b) for a, b in zip(run["losses"]["ours"], run["losses"]["reference"], strict=False)]
     if not values:
         return None
-    limit = min((t["limit"] for t in run.get("tensors", {}).get("loss", []) if t["limit"]), default=None)
-    most = max([math.log10(v) for v in [*values, limit] if v] or [_FLOOR + 3])
-    high = math.ceil(min(most + 0.5, 3.0))
+    limits = [tensor["limit"] for tensor in run.get("tensors", {}).get("loss", []) if tensor["limit"]]
+    limit = min(limits, default=None)
+    shown = [math.log10(value) for value in [*values, limit] if value]
+    high = math.ceil(min(max(shown, default=_FLOOR + 3) + 0.5, 3.0))
     frame = _frame(len(values), height=150.0)
     bottom = frame["bottom"]
 
@@ -137,16 +140,19 @@ def gaps(run: Drawing) -> Drawing | None:
         return _r(bottom - (bottom - _TOP) * min(max((math.log10(value) - _FLOOR) / (high - _FLOOR), 0.02), 1.0))
 
     every = max(1, math.ceil((high - _FLOOR) / 5))
-    return frame | {
-        "y_ticks": [{"y": y_of(10.0**e), "exponent": e} for e in range(int(_FLOOR) + every, high + 1, every)],
-        "points": [
-            {"x": _x(i, len(values)), "y": y_of(v), "step": i + 1, "gap": v}
-            | {"passed": v is not None and (limit is None or v <= limit)}
-            for i, v in enumerate(values)
-        ],
-        "limit": {"y": y_of(limit), "value": limit} if limit else None,
-        "worst": None if None in values else max(v for v in values if v is not None),
-    }
+    frame["y_ticks"] = [{"y": y_of(10.0**e), "exponent": e} for e in range(int(_FLOOR) + every, high + 1, every)]
+    frame |= {"points": [], "limit": None, "worst": 0.0}
+    if limit:
+        frame["limit"] = {"y": y_of(limit), "value": limit}
+    for index, gap in enumerate(values):
+        passed = gap is not None and (limit is None or gap <= limit)
+        point = {"x": _x(index, len(values)), "y": y_of(gap), "step": index + 1, "gap": gap, "passed": passed}
+        frame["points"].append(point)
+        if gap is None or frame["worst"] is None:  # of one that is infinite there is no worst
+            frame["worst"] = None
+        else:
+            frame["worst"] = max(frame["worst"], gap)
+    return frame
 
 
 def _gap(ours: float | None, reference: float | None) -> float | None:
@@ -157,7 +163,9 @@ def _gap(ours: float | None, reference: float | None) -> float | None:
 
 def _frame(num_steps: int, *, height: float) -> Drawing:
     """The part common to both drawings over steps."""
-    every = next(e for e in (1, 2, 5, 10, 20, 25, 50, 100, 200, 500, 1000, 10**9) if num_steps / e <= 8)
+    for every in (1, 2, 5, 10, 20, 25, 50, 100, 200, 500, 1000, 10**9):
+        if num_steps / every <= 8:
+            break
     steps = sorted({1, *range(every, num_steps + 1, every)})
     return {
         "width": _WIDTH,
@@ -173,8 +181,10 @@ def _frame(num_steps: int, *, height: float) -> Drawing:
 
 def _x(index: int, number: int) -> float:
     """The x of a step: evenly spaced, slightly inset."""
-    inside = _WIDTH - _LEFT - _RIGHT - 24
-    return _r(_LEFT + 12 + inside * (index / (number - 1) if number > 1 else 0.5))
+    inside, part = _WIDTH - _LEFT - _RIGHT - 24, 0.5
+    if number > 1:
+        part = index / (number - 1)
+    return _r(_LEFT + 12 + inside * part)
 
 
 def _nice_ticks(low: float, high: float) -> list[float]:
@@ -184,7 +194,10 @@ def _nice_ticks(low: float, high: float) -> list[float]:
         low, high = low - margin, high + margin
     raw = (high - low) / 4
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= raw * 0.999)
+    for multiple in (1, 2, 2.5, 5, 10):
+        step = power * multiple
+        if step >= raw * 0.999:  # a step that is right but for rounding
+            break
     return [step * i for i in range(math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9) + 1)]
 
 

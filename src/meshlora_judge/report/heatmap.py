@@ -42,11 +42,13 @@ class HeatMap:
         groups: dict[str, list[str]] = {}
         for module in self._rows:
             layer = _LAYER.match(module)
-            groups.setdefault(layer.group(1) if layer else module, []).append(module)
+            name = layer[1] if layer else module
+            groups.setdefault(name, []).append(module)
         self.groups = [self._group(name, modules) for name, modules in groups.items()]
         layers = [group for group in self.groups if group["is_layer"]]
+        failing = [layer for layer in layers if self._fails(layer)]
         self.can_fold = bool(layers)
-        for group in [layer for layer in layers if self._fails(layer)][:1] or layers[:1]:
+        for group in (failing or layers)[:1]:
             group["is_open"] = True
 
     def _usual_limit(self, key: Key) -> float:
@@ -55,46 +57,61 @@ class HeatMap:
         return counts.most_common(1)[0][0] if counts else 0.0
 
     def _fails(self, group: dict[str, Any]) -> bool:
-        return any(not tensor["passed"] for row in group["rows"] for tensor in self._rows[row["name"]].values())
+        for row in group["rows"]:
+            for tensor in self._rows[row["name"]].values():
+                if not tensor["passed"]:
+                    return True
+        return False
 
     def _group(self, name: str, modules: list[str]) -> dict[str, Any]:
-        is_layer = len(modules) > 1
-        labels = {m: m.removeprefix(f"{name}.") if m != name else "whole layer" for m in modules} if is_layer else {}
-        splits = self.run.get("splits", {})
-        return {
-            "name": name,
-            "is_layer": is_layer,
-            "is_open": False,
-            "heads": [self._worst(name, modules, column) for column in range(len(COLUMNS))] if is_layer else [],
-            "rows": [
-                {"name": m, "label": labels.get(m, m), "split": splits.get(m, ""), "cells": self._cells(m)}
-                for m in modules
-            ],
-        }
+        splits, rows = self.run.get("splits", {}), []
+        for module in modules:
+            label = module
+            if len(modules) > 1:
+                label = _inside(name, module) or "whole layer"
+            rows.append({"name": module, "label": label, "split": splits.get(module, ""), "cells": self._cells(module)})
+        heads = list[Tensor | None]()
+        if len(modules) > 1:
+            heads = [self._worst(name, modules, column) for column in range(len(COLUMNS))]
+        return {"name": name, "is_layer": len(modules) > 1, "is_open": False, "heads": heads, "rows": rows}
 
     def _worst(self, name: str, modules: list[str], column: int) -> Tensor | None:
         """The worst cell of a column in layer `name`, with its module as `of`."""
         key = COLUMNS[column][:2]
-        inside = [(module, self._rows[module][key]) for module in modules if key in self._rows[module]]
-        if not inside:
-            return None
-        module, tensor = max(inside, key=lambda i: (not i[1]["passed"], excess(i[1]["relative"], i[1]["limit"])))
-        return self._cell(tensor, column, of=module.removeprefix(f"{name}.") if module != name else "")
+        worst, most = None, (False, -1.0)
+        for module in modules:
+            tensor = self._rows[module].get(key)
+            if tensor is None:
+                continue
+            place = not tensor["passed"], excess(tensor["relative"], tensor["limit"])
+            if place > most:
+                worst, most = self._cell(tensor, column, of=_inside(name, module)), place
+        return worst
 
     def _cells(self, module: str) -> list[Tensor | None]:
         """One cell per column; a whole module in columns of factors spans both."""
         row, cells = self._rows[module], list[Tensor | None]()
         for column, (phase, side, _) in enumerate(COLUMNS):
-            if not side or (phase, "") not in row:
-                cells.append(self._cell(row[phase, side], column) if (phase, side) in row else None)
-            elif side == "A":
-                cells.append(self._cell(row[phase, ""], column, span=2))
+            if side and (phase, "") in row:
+                if side == "A":
+                    cells.append(self._cell(row[phase, ""], column, span=2))
+            elif (phase, side) in row:
+                cells.append(self._cell(row[phase, side], column))
+            else:
+                cells.append(None)
         return cells
 
     def _cell(self, tensor: Tensor, column: int, *, of: str = "", span: int = 1) -> Tensor:
         """`tensor` with its shade; limit: None if it is that of the column."""
-        limit = None if tensor["limit"] == self.limits[column] else tensor["limit"]
+        limit = tensor["limit"]
+        if limit == self.limits[column]:
+            limit = None
         return tensor | {"shade": shade_of(tensor, decades=self._decades), "limit": limit, "of": of, "span": span}
+
+
+def _inside(layer: str, module: str) -> str:
+    """The name of a module inside a layer; "" for the layer itself."""
+    return module.removeprefix(layer).removeprefix(".")
 
 
 def _rows(tensors: dict[str, list[Tensor]]) -> dict[str, dict[Key, Tensor]]:

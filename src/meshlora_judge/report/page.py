@@ -61,15 +61,21 @@ def render(document: Document) -> str:
 
 def _page(document: Document) -> dict[str, Any]:
     """The values of the template besides the document itself."""
-    plain = [run for run in document["runs"] if run["mutation"] is None]
-    mutated = [run for run in document["runs"] if run["mutation"] is not None]
+    plain, mutated = list[Document](), list[Document]()
+    kills: dict[str, dict[str, Document]] = {}  # mutation -> topology -> run, if it can show
+    for run in document["runs"]:
+        if run["mutation"] is None:
+            plain.append(run)
+        else:
+            mutated.append(run)
+            kills.setdefault(run["mutation"], {})[run["topology"]] = run
     differing = [run for run in plain if not run["passed"]]
     decades = 6.0 if document["dtype"] == "float64" else 2.0
-    kills: dict[str, dict[str, Document]] = {}  # mutation -> topology -> run, if it can show
-    for run in mutated:
-        kills.setdefault(run["mutation"], {})[run["topology"]] = run
+    verdict = "proved"
+    if not document["passed"]:  # with all runs right, it is a fault that survived
+        verdict = "differs" if differing or not plain else "not proved"
     return {
-        "verdict": "proved" if document["passed"] else "differs" if differing or not plain else "not proved",
+        "verdict": verdict,
         "model": _model(document),
         "plain": plain,
         "differing": [_differing(run) for run in differing],
@@ -77,19 +83,26 @@ def _page(document: Document) -> dict[str, Any]:
         "survived": sum(run["passed"] for run in mutated),
         "kills": kills,
         "compared": [run["topology"] for run in plain if run["phases"]],
-        "num_tensors": sum(
-            phase["num_tensors"] for run in plain for name, phase in run["phases"].items() if name not in _NOT_TENSORS
-        ),
+        "num_tensors": _num_tensors(plain),
         "worst": _worst(plain),
-        "spread": figures.spread([t for run in plain for t in _measured(run)]),
+        "spread": figures.spread(_measured(plain)),
         "columns": [title for _, _, title in COLUMNS],
         "maps": [HeatMap(run, decades=decades) for run in plain],
-        "shown_map": next((i for i, run in enumerate(plain) if not run["passed"]), 0),
+        "shown_map": plain.index(differing[0]) if differing else 0,
         "scale": scale(plain, decades=decades),
         "phases": _phases(plain),
         "curves": [(run, figures.curve(run["losses"]), figures.gaps(run)) for run in plain],
         "lora": {key: _short(value) for key, value in document["lora"].items()},
     }
+
+
+def _num_tensors(plain: list[Document]) -> int:
+    number = 0
+    for run in plain:
+        for name, phase in run["phases"].items():
+            if name not in _NOT_TENSORS:
+                number += phase["num_tensors"]
+    return number
 
 
 def _model(document: Document) -> str:
@@ -101,48 +114,52 @@ def _model(document: Document) -> str:
 
 def _worst(plain: list[Document]) -> Document | None:
     """The tensor with the largest error relative to its limit."""
-    found = [
-        {"run": run, "phase": name, "name": p["worst_name"], "relative": p["worst_relative"], "limit": p["limit"]}
-        for run in plain
-        for name, p in run["phases"].items()
-        if p["limit"] or not p["passed"]
-    ]
-    return max(found, key=lambda w: excess(w["relative"], w["limit"]), default=None)
+    worst, most = None, -1.0
+    for run in plain:
+        for name, phase in run["phases"].items():
+            relative, limit = phase["worst_relative"], phase["limit"]
+            if (limit or not phase["passed"]) and excess(relative, limit) > most:
+                most = excess(relative, limit)
+                worst = {"run": run, "phase": name, "name": phase["worst_name"], "relative": relative, "limit": limit}
+    return worst
 
 
-def _measured(run: Document) -> list[Document]:
+def _measured(plain: list[Document]) -> list[Document]:
     """Tensors whose error counts: exact ones only if they are wrong."""
-    return [t for tensors in run.get("tensors", {}).values() for t in tensors if t["limit"] or not t["passed"]]
+    found = list[Document]()
+    for run in plain:
+        for tensors in run.get("tensors", {}).values():
+            found += [tensor for tensor in tensors if tensor["limit"] or not tensor["passed"]]
+    return found
 
 
 def _phases(plain: list[Document]) -> list[Document]:
     """One row per phase, with a cell per topology."""
+    names = dict[str, None]()  # in the order in which they are first seen
+    for run in plain:
+        names |= dict.fromkeys(run["phases"])
     result = []
-    for name in dict.fromkeys(name for run in plain for name in run["phases"]):
-        cells = [run["phases"].get(name) for run in plain]
-        there = [phase for phase in cells if phase]
-        limits = [phase["limit"] for phase in there if phase["limit"] is not None]
-        result.append(
-            {
-                "name": name,
-                "title": PHASES.get(name, name),
-                "num_tensors": max(phase["num_tensors"] for phase in there),
-                "limit": max(limits, default=None),
-                "cells": cells,
-            }
-        )
+    for name in names:
+        row: Document = {"name": name, "title": PHASES.get(name, name), "num_tensors": 0, "limit": None, "cells": []}
+        for run in plain:
+            phase = run["phases"].get(name)
+            row["cells"].append(phase)
+            if phase:
+                row["num_tensors"] = max(row["num_tensors"], phase["num_tensors"])
+                if phase["limit"] is not None:
+                    row["limit"] = max(row["limit"] or 0.0, phase["limit"])
+        result.append(row)
     return result
 
 
 def _differing(run: Document) -> Document:
     """A failing run: counts of failed tensors by phase, and the first of them."""
-    failed = [
-        tensor | {"phase": phase}
-        for phase, tensors in run.get("tensors", {}).items()
-        for tensor in tensors
-        if not tensor["passed"]
-    ]
-    counts = Counter(tensor["phase"] for tensor in failed)
+    failed, counts = list[Document](), Counter[str]()
+    for phase, tensors in run.get("tensors", {}).items():
+        for tensor in tensors:
+            if not tensor["passed"]:
+                failed.append(tensor | {"phase": phase})
+                counts[phase] += 1
     return {"run": run, "failed": failed[:_MAX_LISTED], "num_failed": len(failed), "counts": list(counts.items())}
 
 
@@ -163,7 +180,9 @@ def number(value: float | None) -> str:
 
 def limit_text(value: float | None) -> str:
     """A limit; zero means equal to the bit."""
-    return "–" if value is None else number(value).replace(".0e", "e") if value else "exact"
+    if value is None:
+        return "–"
+    return number(value).replace(".0e", "e") if value else "exact"
 
 
 def times(relative: float | None, limit: float | None) -> str:
@@ -173,20 +192,30 @@ def times(relative: float | None, limit: float | None) -> str:
         return "equal to the last bit"
     if math.isinf(ratio):
         return "cannot be compared" if relative is None else "must be exact"
-    factor = ratio if ratio > 1 else 1 / ratio
-    shown = f"{factor:.1f}" if factor < 10 else f"{float(f'{factor:.2g}'):,.0f}" if factor < 1e6 else number(factor)
-    return f"{shown} times {'above' if ratio > 1 else 'below'} the limit"
+    if ratio > 1:
+        return f"{_factor(ratio)} times above the limit"
+    return f"{_factor(1 / ratio)} times below the limit"
+
+
+def _factor(factor: float) -> str:
+    if factor < 10:
+        return f"{factor:.1f}"
+    if factor >= 1e6:
+        return number(factor)
+    return f"{float(f'{factor:.2g}'):,.0f}"  # 2,600, of 2,594
 
 
 def several(count: int, noun: str) -> str:
     """`1 fault`, `2 faults`."""
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
 
 
 def _short(value: Any) -> str:
-    if isinstance(value, list) and len(value) > _MAX_LISTED:
+    if not isinstance(value, list):
+        return str(value)
+    if len(value) > _MAX_LISTED:
         return f"{', '.join(map(str, value[:3]))} … ({len(value)})"
-    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return ", ".join(map(str, value))
 
 
 def _part(name: str) -> str:
