@@ -41,9 +41,8 @@ def fingerprints(model: nn.Module) -> tuple[Prints, Prints]:
 def _prints(matrix: Tensor) -> Tensor:
     """One fingerprint per row: its elements' bits times odd pseudo-random numbers, summed modulo 2^64; zeros give 0."""
     bits = matrix.contiguous().view(torch.int64).cpu()
-    bits = bits ^ (
-        bits >> 32
-    )  # of bfloat16 only the upper 19 bits are not 0, and products would keep no more than those
+    # Of bfloat16 only the upper 19 bits are not 0, and products would keep no more than those.
+    bits = bits ^ (bits >> 32)
     raw = np.random.PCG64(1).random_raw(bits.shape[1]).view(np.int64)
     return (bits * torch.from_numpy(raw | 1)).sum(1)
 
@@ -60,6 +59,7 @@ def places(local: Tensor, whole: Tensor, *, rank: int, size: int) -> Tensor | No
     index: dict[int, int] = {}
     for place, value in enumerate(whole.tolist()):
         if index.setdefault(value, place) != place:
-            index[value] = -2
-    found = torch.tensor([index.get(value, -1 if value == 0 else -2) for value in local.tolist()])
+            index[value] = -2  # of several equal rows
+    index.setdefault(0, -1)  # zeros are padding, unless the whole has such a row
+    found = torch.tensor([index.get(value, -2) for value in local.tolist()])
     return None if bool((found == -2).any()) else found

@@ -10,7 +10,6 @@ Canonical: all real tokens of all sequences of a step, one after another, `[T, .
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -108,9 +107,12 @@ class Tokens:
     """
 
     def __init__(self, reference: Trace) -> None:
-        self.sequences: list[tuple[int, ...]] = [s for m in reference.micro_batches for s in sequences_of(m)]
-        starts = itertools.accumulate(map(len, self.sequences), initial=0)
-        self.starts = dict(zip(self.sequences, starts, strict=False))
+        self.sequences, self.starts, start = list[tuple[int, ...]](), dict[tuple[int, ...], int](), 0
+        for micro in reference.micro_batches:
+            for sequence in sequences_of(micro):
+                self.sequences.append(sequence)
+                self.starts[sequence] = start
+                start += len(sequence)
         assert len(self.starts) == len(self.sequences), "the sequences of a case differ from each other"
 
     def rows(self, micros: Iterable[MicroBatchCapture]) -> list[Tensor]:
@@ -125,26 +127,30 @@ def sequences_of(micro: MicroBatchCapture) -> list[tuple[int, ...]]:
 
 def most_in_a_row(micro: MicroBatchCapture) -> int:
     """The largest number of sequences in a row."""
-    return max(Counter(row for row, _, _ in spans(micro.input_ids, micro.attention_mask)).values(), default=0)
+    numbers = Counter(row for row, _, _ in spans(micro.input_ids, micro.attention_mask))
+    return max(numbers.values(), default=0)
 
 
 def canonical(reference: Trace, tokens: Tokens, phase: str, name: str) -> tuple[Tensor, Layout] | None:
     """The reference's output `name` as `[T, ...]`, and its original layout; None if it has no token dims."""
-    layouts, parts, rows = set(), [], tokens.rows(reference.micro_batches)
-    for micro, row in zip(reference.micro_batches, rows, strict=True):
+    layouts, shapes, parts, places = set[Layout](), set[torch.Size](), [], []
+    once = Layout(2, is_once=True)
+    for micro, row in zip(reference.micro_batches, tokens.rows(reference.micro_batches), strict=True):
         value = getattr(micro, phase).get(name)
-        layout = None if value is None else layout_of(value.shape, micro)
-        if value is None or layout is None:
+        if value is None:
+            return None
+        layout = layout_of(value.shape, micro)
+        if layout is None:
             return None
         layouts.add(layout)
         parts.append(flat_tokens(value, layout, micro)[row >= 0])
-    if any(layout.is_once for layout in layouts):  # with one sequence in a micro-batch [B, S] looks like [1, S]
-        layouts = {Layout(2, is_once=True)}
-    if len(layouts) > 1 or len({part.shape[1:] for part in parts}) > 1:  # attention probabilities are [B, H, S, S]
+        shapes.add(parts[-1].shape[1:])
+        places.append(row[row >= 0])
+    if once in layouts:  # with one sequence in a micro-batch [B, S] looks like [1, S]
+        layouts = {once}
+    if len(layouts) > 1 or len(shapes) > 1:  # attention probabilities are [B, H, S, S]
         return None
-    whole = torch.cat(parts)
-    order = torch.argsort(torch.cat([row[row >= 0] for row in rows]))
-    return whole[order], layouts.pop()
+    return torch.cat(parts)[torch.argsort(torch.cat(places))], layouts.pop()
 
 
 def flat_tokens(value: Tensor, layout: Layout, micro: MicroBatchCapture) -> Tensor:
@@ -172,17 +178,22 @@ class Ownership:
 
     def copy_of(self, rank: int, module: str, *, is_split: bool) -> tuple[int, ...]:
         """The copy of a parameter of `module` that `rank` holds, or holds a part of."""
-        is_of_experts = self.is_of_experts(module)
-        place = (self.topology.expert_coordinates if is_of_experts else self.topology.coordinates)(rank)
-        if is_split:
-            del place["etp" if is_of_experts else "tp"]
-        if is_of_experts and module not in self.reference.stacks:
-            del place["ep"]
+        if self.is_of_experts(module):
+            place, split = self.topology.expert_coordinates(rank), "etp"
+            if module not in self.reference.stacks:  # of one expert, which some ep rank has
+                del place["ep"]
+        else:
+            place, split = self.topology.coordinates(rank), "tp"
+        if is_split:  # the ranks along it have one copy together
+            del place[split]
         return tuple(place.values())
 
     def one_of(self, rank: int, projection: str) -> str:
         """The projection of one of the experts on `rank`."""
-        return next((name for name in self.ranks[rank].rows if stack_of(name) == projection), projection)
+        for name in self.ranks[rank].rows:
+            if stack_of(name) == projection:
+                return name
+        return projection
 
     def index(self, rank: int, module: str, kind: str, local: int, whole: int, what: str) -> Tensor:
         """The entries, -1 for padding. kind: "rows" or "columns" of the weight of `module`, or "" if along neither.
@@ -193,7 +204,8 @@ class Ownership:
         tp_rank, tp = self.topology.coordinates(rank)["tp"], self.topology.tp
         if self.is_of_experts(module):
             tp_rank, tp = self.topology.expert_coordinates(rank)["etp"], self.topology.etp
-        prints, every = (getattr(trace, kind, {}).get(module) for trace in (self.ranks[rank], self.reference))
+        prints = getattr(self.ranks[rank], kind, {}).get(module)
+        every = getattr(self.reference, kind, {}).get(module)
         if prints is not None and every is not None and (len(prints), len(every)) == (local, whole):
             found = places(prints, every, rank=tp_rank, size=tp)
             if found is not None:
@@ -229,9 +241,10 @@ def token_pieces(ownership: Ownership, phase: str, name: str, whole: Tensor, lay
     Raises:
         ShapeError: no stage has such an output, a rank of one lacks it, or its shape cannot be a part.
     """
-    pieces, topology = list[Piece](), ownership.topology
-    has = [any(name in getattr(micro, phase) for micro in trace.micro_batches) for trace in ownership.ranks]
-    stages = {topology.stage_of(rank) for rank, is_there in enumerate(has) if is_there}
+    pieces, topology, stages = list[Piece](), ownership.topology, set[int]()
+    for rank, trace in enumerate(ownership.ranks):
+        if any(name in getattr(micro, phase) for micro in trace.micro_batches):
+            stages.add(topology.stage_of(rank))
     for rank, trace in enumerate(ownership.ranks):
         if stages and topology.stage_of(rank) not in stages:
             continue
@@ -252,11 +265,15 @@ def token_pieces(ownership: Ownership, phase: str, name: str, whole: Tensor, lay
                     raise ShapeError(f"{what} is {list(value.shape)} for {held.numel()} of {row.numel()} tokens")
                 own = held.tensor_split(topology.tp)[tp_rank]
             dim = _split_dim(flat.shape, whole.shape, what, first=1)
-            # Ranks with the same rows have all of their tokens, or each some.
-            apart = [] if held is not row else [place // topology.tp]
-            copy = (*apart, *([] if is_cut or dim is not None else [tp_rank]))
-            known = name.partition("#")[0], "rows" if dim == whole.ndim - 1 else ""
-            pieces.append(ownership.piece(rank, copy, flat[own >= 0], whole, dim, known, what, own[own >= 0]))
+            copy = list[int]()
+            if held is row:  # with all tokens of their rows, not each some, ranks have copies
+                copy.append(place // topology.tp)
+            if not is_cut and dim is None:
+                copy.append(tp_rank)
+            # Features of a linear's output are rows of its weight; any other dim is along neither side.
+            kind = "rows" if dim == whole.ndim - 1 else ""
+            known = name.partition("#")[0], kind
+            pieces.append(ownership.piece(rank, tuple(copy), flat[own >= 0], whole, dim, known, what, own[own >= 0]))
     return pieces
 
 
@@ -268,14 +285,17 @@ def factor_pieces(ranks: list[dict[str, Tensor]], ownership: Ownership, name: st
     Raises:
         ShapeError: as above, two stages have it, or an expert is missing on ranks that should hold it.
     """
-    stages = sorted({ownership.topology.stage_of(rank) for rank, factors in enumerate(ranks) if name in factors})
+    stages, stage_of = set[int](), ownership.topology.stage_of
+    for rank, factors in enumerate(ranks):
+        if name in factors:
+            stages.add(stage_of(rank))
     if len(stages) > 1:
-        raise ShapeError(f"stages {' and '.join(map(str, stages))} both have {name}")
+        raise ShapeError(f"stages {' and '.join(map(str, sorted(stages)))} both have {name}")
     pieces: list[Piece] = []
     module, kinds = _sides(name)
     is_expert, is_shared = ownership.is_of_experts(module), module in ownership.reference.stacks
     for rank, factors in enumerate(ranks):
-        if stages and ownership.topology.stage_of(rank) not in stages:
+        if stages and stage_of(rank) not in stages:
             continue
         if name not in factors and is_expert and not is_shared:
             continue
@@ -284,16 +304,18 @@ def factor_pieces(ranks: list[dict[str, Tensor]], ownership: Ownership, name: st
         what = f"rank {rank}: {name}"
         dim = _split_dim(factors[name].shape, whole.shape, what)
         copy = ownership.copy_of(rank, module, is_split=dim is not None)
-        # A shared factor is split like the matrices of this rank's experts.
-        known = ownership.one_of(rank, module) if is_shared else module
-        kind = kinds[dim] if dim is not None and dim < len(kinds) else ""
+        known, kind = module, ""
+        if is_shared:  # it is split like the matrices of this rank's experts
+            known = ownership.one_of(rank, module)
+        if dim is not None and dim < len(kinds):
+            kind = kinds[dim]
         pieces.append(ownership.piece(rank, copy, factors[name], whole, dim, (known, kind), what))
     if is_expert:
         copies = {piece.copy for piece in pieces}
         is_split = any(piece.dim is not None for piece in pieces)
-        for rank in (rank for rank in range(len(ranks)) if ownership.topology.stage_of(rank) in stages):
+        for rank in range(len(ranks)):
             wanted = ownership.copy_of(rank, module, is_split=is_split)
-            if wanted not in copies:
+            if stage_of(rank) in stages and wanted not in copies:
                 raise ShapeError(f"no rank like {rank} has {name}")
     return pieces
 
@@ -311,17 +333,23 @@ def _sides(name: str) -> tuple[str, tuple[str, ...]]:
     module, _, part = name.rpartition(".lora_")
     if not module:
         module, _, leaf = name.rpartition(".")
-        return module, ("rows", "columns") if leaf == "weight" else ("rows",)
+        if leaf == "weight":
+            return module, ("rows", "columns")
+        return module, ("rows",)
     known = {"A": ("", "columns"), "B": ("rows", ""), "magnitude_vector": ("rows",), "embedding_A": ("", "rows")}
     return module, known.get(part, ())  # a piece matches no whole weight
 
 
 def _split_dim(local: torch.Size, whole: torch.Size, what: str, *, first: int = 0) -> int | None:
     """The one dim on which `local` differs from `whole`; None if there is none."""
-    differing = [d for d in range(first, len(whole)) if len(local) == len(whole) and local[d] != whole[d]]
-    if len(local) != len(whole) or len(differing) > 1:
+    found, is_part = None, len(local) == len(whole)
+    for dim, (own, size) in enumerate(zip(local, whole, strict=False)):
+        if dim >= first and own != size:
+            is_part = is_part and found is None
+            found = dim
+    if not is_part:
         raise ShapeError(f"{what} is {list(local)}, the whole is {list(whole)}")
-    return differing[0] if differing else None
+    return found
 
 
 def is_complete(pieces: list[Piece], whole: Tensor) -> bool:
@@ -334,9 +362,10 @@ def is_complete(pieces: list[Piece], whole: Tensor) -> bool:
 
 def by_expert(trace: Trace, reference: Trace, topology: Topology, rank: int) -> Trace:
     """`trace` of a rank with its factors and fingerprints of experts separated by expert."""
-    held = {
-        name: _experts_of(name, trace, reference, topology, rank) for name in trace.rows if trace.rows[name].ndim == 2
-    }
+    held = dict[str, list[int]]()
+    for name, prints in trace.rows.items():
+        if prints.ndim == 2:  # of several experts
+            held[name] = _experts_of(name, trace, reference, topology, rank)
     shared = {name for name, stack in reference.stacks.items() if stack.is_shared}
     factors: dict[str, Any] = {kind: _taken_apart(getattr(trace, kind), held, shared) for kind in _FACTORS}
     clipped = [_taken_apart(gradients, held, shared) for gradients in trace.clipped]
@@ -353,7 +382,8 @@ def with_prints_of_each(trace: Trace, held: Mapping[str, list[int]] | None = Non
                 prints[name] = own
                 continue
             experts = held[name] if held is not None else list(range(len(own)))
-            prints |= {_name(name, expert): part for expert, part in zip(experts, own, strict=True)}
+            for expert, part in zip(experts, own, strict=True):
+                prints[_name(name, expert)] = part
         found[kind] = prints
     return replace(trace, **found)
 
@@ -365,13 +395,20 @@ def _experts_of(name: str, trace: Trace, reference: Trace, topology: Topology, r
     for kind in ("rows", "columns"):
         owner: dict[int, int] = {}
         every = getattr(reference, kind).get(name)
-        for expert, prints in enumerate([] if every is None or every.ndim != 2 else every.tolist()):
-            for value in prints:
-                owner[value] = -1 if owner.setdefault(value, expert) != expert else expert
+        if every is not None and every.ndim == 2:
+            for expert, prints in enumerate(every.tolist()):
+                for value in prints:
+                    if owner.setdefault(value, expert) != expert:
+                        owner[value] = -1  # several experts have it, so it tells nothing
         for vote, prints in zip(votes, getattr(trace, kind)[name].tolist(), strict=True):
-            vote.update(found for value in prints if (found := owner.get(value, -1)) >= 0)
-    first = topology.expert_coordinates(rank)["ep"] * number
-    return [vote.most_common(1)[0][0] if vote else first + index for index, vote in enumerate(votes)]
+            for value in prints:
+                if owner.get(value, -1) >= 0:
+                    vote[owner[value]] += 1
+    # Without a vote, of matrices that no rank could tell apart, the order of the ranks.
+    experts, first = [], topology.expert_coordinates(rank)["ep"] * number
+    for index, vote in enumerate(votes):
+        experts.append(vote.most_common(1)[0][0] if vote else first + index)
+    return experts
 
 
 def _taken_apart(factors: Mapping[str, Tensor], held: Mapping[str, list[int]], shared: set[str]) -> dict[str, Tensor]:
