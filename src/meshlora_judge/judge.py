@@ -103,6 +103,7 @@ class _Judge:
     def __init__(self, evidence: Evidence) -> None:
         self.evidence = evidence
         self.reference, self.ranks, self.topology = evidence.reference, evidence.ranks, evidence.topology
+        # Of all ranks, where it does not matter which of them has what.
         self.micro_batches = [micro for trace in self.ranks for micro in trace.micro_batches]
         self.ownership = Ownership(self.ranks, self.reference, self.topology)
         self.tokens = self.ownership.tokens
@@ -145,6 +146,7 @@ class _Judge:
 
         Their scales, and the saved file of the second, match PEFT's reading of the configuration.
         """
+        # Trained parts of the base are as the base has them, and only factors are drawn.
         saved, reference, results = self.evidence.saved, self.reference, list[TensorResult]()
         drawn = [name for name in reference.initial if ".lora_" in name]
         magnitudes, of_base = only(reference.row_norms, drawn), only(reference.base, reference.initial)
@@ -240,6 +242,7 @@ class _Judge:
         start adapter.
         """
         saved, reference = self.evidence.saved, self.reference
+        # Where PEFT cannot read the file there is nothing else to compare.
         if saved.note:
             return [as_wanted(WEIGHTS, saved.note)]
         results = self._read_by_peft()
@@ -258,6 +261,7 @@ class _Judge:
         """What training changed of each factor, by the saved file as PEFT reads it."""
         read, initial = self.evidence.saved.read, self.reference.initial
         (wholes,), low = _changes([self.reference]), _changes(self.evidence.rounded)
+        # As after AdamW: all tensors share the noise.
         noise = _noise(wholes, low)
         results = missing(read.keys(), wholes.keys())
         for name in sorted(wholes.keys() & read.keys(), key=self._place):
@@ -286,6 +290,7 @@ class _Judge:
         for trace in self.ranks:
             keys |= trace.collectives.keys() | trace.budget.keys()
         for key in sorted(keys):
+            # Messages between stages are planned one by one; collectives have an upper limit.
             is_message = key.endswith((" send", " receive"))
             most, error, note = -1, 0.0, ""
             for trace in self.ranks:  # each with its own budget: stages have plans of their own
@@ -380,6 +385,7 @@ class _Judge:
         AdamW divides by moments that may be tiny, so the worst element after it is a matter of luck. There all tensors
         share the noise, as a single tensor may be lucky.
         """
+        # Before AdamW each tensor has a noise of its own.
         least_noise = _noise(wholes, rounded or []) if phase in _AFTER_ADAM else None
         results = missing(set[str]().union(*ours), wholes.keys())
         # Gradients in the order of backward, the last module first: there a fault shows first.
@@ -493,6 +499,7 @@ def _of_all(found: list[dict[str, float]]) -> dict[str, float]:
     joined: dict[str, float] = {}
     for one in found:
         for name, value in one.items():
+            # NaN is equal to nothing, so a module on which ranks differ matches no scale.
             joined[name] = value if joined.get(name, value) == value else math.nan
     return joined
 

@@ -82,6 +82,7 @@ def relative(pieces: list[Piece], whole: Tensor, *, largest: bool = False) -> fl
     """The worst copy's relative distance from `whole`: L2, or with `largest` the largest element's."""
     copies: dict[tuple[int, ...], list[Piece]] = {}
     for piece in pieces:
+        # The worst copy counts: a mean over copies would hide one wrong rank.
         copies.setdefault(piece.copy, []).append(piece)
     errors = [_error_of(own, whole, largest=largest) for own in copies.values()]
     return max(errors, default=math.inf)
@@ -100,6 +101,7 @@ def _error_of(copy: list[Piece], whole: Tensor, *, largest: bool) -> float:
         squares += float(gap.square().sum())
         if gap.numel():
             largest_gaps.append(float(gap.abs().max()))
+    # All zeros has a distance of 1, and that of a dead tensor is not to pass a wide limit.
     if is_zero and bool(whole.any()):
         return math.inf
     if largest:

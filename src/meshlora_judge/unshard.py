@@ -88,6 +88,7 @@ def layout_of(shape: torch.Size, micro: MicroBatchCapture) -> Layout | None:
     b, s = micro.input_ids.shape
     if shape[:2] == (b, s):
         return Layout(2)
+    # Experts and some MLPs see tokens without rows.
     if shape[:1] == (b * s,):
         return Layout(1)
     if len(shape) > 2 and shape[:2] == (1, s):
@@ -210,6 +211,7 @@ class Ownership:
             found = places(prints, every, rank=tp_rank, size=tp)
             if found is not None:
                 return found
+        # Nothing is known of its content: the ranks' order, as everywhere else.
         if local * tp == whole:
             return torch.arange(local) + tp_rank * local
         if local < whole < local * tp and whole % local == 0 and tp % (whole // local) == 0:

@@ -66,6 +66,7 @@ def _sequences(case: Failure) -> str:
         if any(len(set(sequence)) > 1 for sequence in others):  # a dummy's tokens are all alike
             return "the step takes other sequences, or other tokens of them: the order of the epoch, or the padding"
         return "the dp ranks' shares of a global batch are not disjoint, or do not cover it: a wrong accumulation index"
+    # Every rank reports the number of all, so the first one's will do.
     ours, expected = case.evidence.ranks[0].num_tokens[0], case.evidence.reference.num_tokens[0]
     if ours > expected:
         return "tokens are counted that train nothing: of a dummy micro-batch, of padding, or of a rank twice"
@@ -100,6 +101,7 @@ def _forward(case: Failure) -> str:
         return words
     if fact != "column" and case.sees_others(name):
         return f"{_OTHERS}; or its own weights"
+    # The right numbers, in other rows.
     if is_permuted(case.result):
         if case.tp > 1:
             over = "tp" + _if(topology.cp > 1, " or cp")
@@ -145,6 +147,7 @@ def _row_parallel(case: Failure) -> str:
     # What is left of the gap without its mean over tokens is nothing: it is the same for each token.
     if gaps.ndim > 1 and float(centred(gaps).norm()) <= case.tolerance * float(gaps.norm()):
         return "the bias of a row-parallel linear is added on every rank, before the sum over tp"
+    # An average and a second sum are exact multiples, so they come before what only fits roughly.
     if words := _wrong_sum(case, "tp", "row-parallel output"):
         return words
     if case.adds_up_over("tp"):
@@ -272,6 +275,7 @@ def _backward(case: Failure) -> str:
     name, order = case.result.name, case.evidence.reference.order
     if _is_router(case):
         return "the gradient of a router's scores: that of the load-balancing loss, or of the routing weights"
+    # Nothing comes between the loss and the logits.
     if name == "logits":
         return "the gradient of the loss itself: tokens are weighed differently"
     following = order[order.index(name) + 1 :]
@@ -281,6 +285,7 @@ def _backward(case: Failure) -> str:
         return words
     if case.tp > 1 and following and "norm" in following[0] and case.block(following[0]) == case.block(name) != "":
         return f"the backward of {following[0]}: over a width that is split its sums need those of all tp ranks"
+    # No block follows: the gradient comes from the head.
     if not fed and case.tp > 1:
         return "the gradient that comes from the output head is not reduced over tp"
     if case.tp > 1 and case.fact(fed).startswith("split region") and not case.fact(name):
@@ -400,6 +405,7 @@ def _kind(case: Failure, name: str) -> str:
 
 def _kind_of_expert(case: Failure, name: str) -> str:
     module, _, part = name.rpartition(".lora_")
+    # The plan knows all experts of a layer together.
     split = case.fact(stack_of(module)).removeprefix("expert ")
     projection = {"column": "first", "row": "second"}.get(split, split)
     return f"{part.partition('.')[0]} of the experts' {projection} projections"
@@ -482,6 +488,7 @@ def _saved_file(case: Failure) -> str:
 def _stored(stored: Tensor, final: Tensor, tp: int) -> str:
     """The fault of a stored tensor that PEFT takes, but for its values."""
     for dim in range(stored.ndim):
+        # A file that joins shards wrongly shows along the dim that is split, whichever it is.
         shards = stored.tensor_split(tp, dim)
         missing = [index for index, shard in enumerate(shards) if not bool(shard.any())]
         if len(missing) == 1:

@@ -42,6 +42,7 @@ class Failure:
         ratio = ratio_of(self.result.pieces, self.whole, self.tolerance)
         if ratio is None or ratio <= 0:
             return None
+        # A sum too many gives n, an average in its place 1/n.
         number = max(ratio, 1 / ratio)
         simple = round(number)
         if not 2 <= simple <= 16 or abs(number / simple - 1) >= self.tolerance:
@@ -260,6 +261,7 @@ def squares_of_copies(evidence: Evidence) -> tuple[float, float]:
         if local is None:  # of an expert that is elsewhere
             continue
         square = float(gradient.double().square().sum())
+        # Of key/value heads that several tp ranks hold, each has more than its share.
         copies = local.numel() * evidence.topology.tp // max(gradient.numel(), 1)
         if local.shape == gradient.shape:
             whole += (evidence.topology.tp - 1) * square

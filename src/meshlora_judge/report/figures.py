@@ -35,6 +35,7 @@ def spread(tensors: list[Drawing]) -> Drawing | None:
     width, height, top, base = 1120.0, 196.0, 44.0, 162.0
     limits = sorted({tensor["limit"] for tensor in tensors if tensor["limit"]})
     tones = dict[float, int]()
+    # In low precision each tensor has a limit of its own: too many for tones.
     if len(limits) <= _MOST_TONES:
         tones = {value: tone for tone, value in enumerate(limits)}
     finite = [tensor["relative"] for tensor in tensors if tensor["relative"] is not None]
@@ -53,6 +54,7 @@ def spread(tensors: list[Drawing]) -> Drawing | None:
     tops: dict[int, float] = {}
     bars: list[Drawing] = []
     for (place, kind), count in sorted(counts.items(), key=lambda item: item[0][1], reverse=True):  # failures on top
+        # A single tensor is still seen beside thousands.
         size = max((base - top) * count / max(totals.values()), 2.0)
         tops[place] = tops.get(place, base) - size
         bars.append(

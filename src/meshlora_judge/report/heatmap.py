@@ -46,6 +46,7 @@ class HeatMap:
             groups.setdefault(name, []).append(module)
         self.groups = [self._group(name, modules) for name, modules in groups.items()]
         layers = [group for group in self.groups if group["is_layer"]]
+        # One layer is open, the first that fails if any does: the others look alike.
         failing = [layer for layer in layers if self._fails(layer)]
         self.can_fold = bool(layers)
         for group in (failing or layers)[:1]:
@@ -123,6 +124,7 @@ def _rows(tensors: dict[str, list[Tensor]]) -> dict[str, dict[Key, Tensor]]:
             module, found, side = name.rpartition(".lora_")
             if not found:
                 module, side = _ROW_OF.get(name, name), ""
+            # The logits are the output of the whole model: a row among the modules.
             key = ("forward" if phase == "logits" else phase, side[:1])
             row = rows.setdefault(module, {})
             if key not in row or row[key]["passed"]:

@@ -63,6 +63,7 @@ def _page(document: Document) -> dict[str, Any]:
     """The values of the template besides the document itself."""
     plain, mutated = list[Document](), list[Document]()
     kills: dict[str, dict[str, Document]] = {}  # mutation -> topology -> run, if it can show
+    # Runs without a fault are the proof; those with one show that it would be noticed.
     for run in document["runs"]:
         if run["mutation"] is None:
             plain.append(run)
