@@ -61,11 +61,14 @@ NUMBERS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 DENSE_AXES, EXPERT_AXES = tuple(DENSE), tuple(EXPERTS)
 
+
+def _cutting(what: Cuts) -> frozenset[str]:
+    return frozenset(name for name, cuts in DENSE.items() if cuts is what)
+
+
 # The dense axes by what they cut. Ranks read different rows along those that cut sequences, the same along all others.
-LAYERS, SEQUENCES, TOKENS, FEATURES = (
-    frozenset(name for name, cuts in DENSE.items() if cuts is what)
-    for what in (Cuts.LAYERS, Cuts.SEQUENCES, Cuts.TOKENS, Cuts.FEATURES)
-)
+LAYERS, SEQUENCES = _cutting(Cuts.LAYERS), _cutting(Cuts.SEQUENCES)
+TOKENS, FEATURES = _cutting(Cuts.TOKENS), _cutting(Cuts.FEATURES)
 # Along these, ranks have different tokens and equal parameters: gradients, losses and counts are summed over them.
 DATA = SEQUENCES | TOKENS
 
@@ -91,14 +94,20 @@ def axis_sets(copies: Iterable[int], *, has_experts: bool) -> list[frozenset[str
 
     copies: numbers of neighbouring tp ranks that hold the same key/value heads. has_experts: include the expert mesh.
     """
-    found = _subsets(DENSE_AXES) + (_subsets(EXPERT_AXES)[1:] if has_experts else [])
+    found = _subsets(DENSE_AXES)
+    if has_experts:
+        found += _subsets(EXPERT_AXES)[1:]
     for axis in map(copies_axis, sorted(copies)):
         found += [frozenset({axis}), DATA | {axis}]
     return found
 
 
 def _subsets(names: tuple[str, ...]) -> list[frozenset[str]]:
-    return [frozenset(n for bit, n in enumerate(names) if mask >> bit & 1) for mask in range(2 ** len(names))]
+    found = [frozenset[str]()]
+    # Each name doubles the list, so the order is the same on every rank: groups are opened in it.
+    for name in names:
+        found += [axes | {name} for axes in found]
+    return found
 
 
 # The size of the first expert axis follows from the others, and is never given.
@@ -151,8 +160,7 @@ class Topology:
                 sizes = " and ".join(f"{name}=1" for name in needs)
                 raise UserError(f"{flag} with {sizes}", why, f"raise {' or '.join(needs)} or leave out {flag}")
         if self.per_stage % (self.ep * self.etp):
-            inside = [name for name in DENSE_AXES if name not in LAYERS]
-            whole = _product({name: getattr(self, name) for name in inside}, inside)
+            whole = _product(self.sizes, _of_stage(DENSE_AXES))
             raise UserError(
                 f"ep*etp={self.ep * self.etp} with {whole}={self.per_stage}",
                 f"ep*etp must divide {whole}",
@@ -191,7 +199,9 @@ class Topology:
 
     def with_stages(self, pp: int) -> Topology:
         """This topology with pp ranks along the axis of layers."""
-        return replace(self, pp=pp, interleave=self.interleave if pp > 1 else 1)
+        if pp == 1:
+            return replace(self, pp=1, interleave=1)
+        return replace(self, pp=pp)
 
     @property
     def num_stages(self) -> int:
@@ -202,7 +212,8 @@ class Topology:
         """The index of `rank` among the ranks that read the same rows, the last axis fastest."""
         index = 0
         for name, place in self.coordinates(rank).items():
-            index = index if name in SEQUENCES else index * getattr(self, name) + place
+            if name not in SEQUENCES:
+                index = index * getattr(self, name) + place
         return index
 
     @property
@@ -213,13 +224,19 @@ class Topology:
     @property
     def token_cut(self) -> frozenset[str]:
         """The axes over which the tokens of a batch are split between regions."""
-        return TOKENS | (FEATURES if self.sp else frozenset())
+        return TOKENS | FEATURES if self.sp else TOKENS
 
     @property
     def experts_repeat_over_dp(self) -> bool:
         """Whether the ranks of a data-parallel group all hold the same part of the same experts."""
-        held = [tuple(self.expert_coordinates(rank).values())[1:] for rank in range(self.world)]
-        return all(len({held[rank] for rank in group}) == 1 for group in self.groups_over(DATA))
+        for group in self.groups_over(DATA):
+            held = set[tuple[int, int]]()
+            for rank in group:
+                place = self.expert_coordinates(rank)
+                held.add((place[EP], place[ETP]))
+            if len(held) > 1:
+                return False
+        return True
 
     @classmethod
     def parse(cls, text: str, *, world: int | None = None) -> Self:
@@ -231,8 +248,10 @@ class Topology:
             UserError: unknown axis, not a number, an axis twice, or sizes that do not multiply to `world`.
         """
         given: dict[str, Any] = {}
-        for item in filter(None, (part.strip() for part in text.split(","))):
-            name, equals, value = (part.strip() for part in item.partition("="))
+        for item in text.split(","):
+            name, equals, value = [part.strip() for part in item.partition("=")]
+            if not item.strip():  # of a comma at an end
+                continue
             if field_of(name) in given:
                 raise UserError(f"topology {text!r}", f"{name} is given twice", "give each axis once")
             if name in FLAGS:
@@ -248,6 +267,7 @@ class Topology:
                 given[name] = int(value)
         if _REST not in given:
             given[_REST] = _missing(world, given)
+        # The rules between sizes are those of any topology, so they come before the number of processes.
         topology = cls(**given)
         if world is not None and topology.world != world:
             raise UserError(
@@ -260,12 +280,9 @@ class Topology:
     def __str__(self) -> str:
         parts = []
         for axes in (DENSE_AXES, EXPERT_AXES[1:]):
-            parts += [f"{name}={getattr(self, name)}" for name in axes if getattr(self, name) > 1]
-            parts += [
-                f"{name}={getattr(self, name)}"
-                for name, (needs, _) in NUMBERS.items()
-                if needs[0] in axes and getattr(self, name) > 1
-            ]
+            # Options are said after the axes of their mesh.
+            numbers = [name for name, (needs, _) in NUMBERS.items() if needs[0] in axes]
+            parts += [f"{name}={getattr(self, name)}" for name in (*axes, *numbers) if getattr(self, name) > 1]
             parts += [flag for flag, (needs, _) in FLAGS.items() if needs[0] in axes and getattr(self, field_of(flag))]
         return ",".join(parts) or f"{_REST}=1"
 
@@ -287,9 +304,10 @@ class Topology:
 
     def stride_of(self, axis: str) -> int:
         """The rank distance of neighbours along an axis: 1 along the last of a mesh."""
-        mesh = EXPERT_AXES if axis in EXPERT_AXES else DENSE_AXES
-        faster = mesh[mesh.index(axis) + 1 :] if axis in mesh else ()  # copies are neighbours
-        return math.prod(getattr(self, name) for name in faster)
+        for mesh in (DENSE_AXES, EXPERT_AXES):
+            if axis in mesh:
+                return self.size_over(mesh[mesh.index(axis) + 1 :])
+        return 1  # copies are neighbours
 
     def groups_over(self, axes: frozenset[str]) -> list[list[int]]:
         """The ranks of every group over `axes`: those that agree on every other axis, in mesh order.
@@ -298,15 +316,14 @@ class Topology:
         """
         of_experts = axes & set(EXPERT_AXES)
         assert not of_experts or of_experts == axes, axes
-        if of_experts:
-            parts = [(name, size, self.per_stage) for name, size in self.sizes.items() if name in LAYERS]
-            parts += [(name, size, self.stride_of(name)) for name, size in self.expert_sizes.items()]
-        else:
-            parts = [(name, size, self.stride_of(name)) for name, size in self.sizes.items()]
-            for axis in axes:
-                if copies := size_of_copies(axis):
-                    name, size, _ = parts.pop()
-                    parts += [(name, size // copies, copies), (axis, copies, 1)]
+        sizes = self.sizes
+        if of_experts:  # inside a stage they have a mesh of their own
+            sizes = {"pp": self.pp} | self.expert_sizes
+        parts = [(name, size, self.stride_of(name)) for name, size in sizes.items()]
+        for axis in axes:
+            if copies := size_of_copies(axis):
+                name, size, _ = parts.pop()  # tp, the last: so many neighbours, and the rest of it beyond them
+                parts += [(name, size // copies, copies), (axis, copies, 1)]
         first, inside = [0], [0]  # the first ranks of all groups; how far the ranks of a group are from its first
         for name, size, stride in parts:
             if name in axes:
@@ -322,10 +339,15 @@ class Topology:
 
 def dense_sizes(world: int) -> Iterator[dict[str, Any]]:
     """All sizes of the dense axes for `world` ranks, in one stage."""
-    others = [name for name in _OTHERS if name not in LAYERS]
+    others = _of_stage(_OTHERS)
     for sizes in itertools.product(divisors(world), repeat=len(others)):
         if world % math.prod(sizes) == 0:
             yield {_REST: world // math.prod(sizes), **dict(zip(others, sizes, strict=True))}
+
+
+def _of_stage(axes: Iterable[str]) -> list[str]:
+    """The dense axes among `axes` that are within a stage of layers."""
+    return [name for name in axes if name not in LAYERS]
 
 
 def divisors(number: int) -> list[int]:
@@ -352,9 +374,13 @@ def _product(sizes: dict[str, Any], axes: Iterable[str]) -> str:
 
 def _missing(world: int | None, given: dict[str, Any]) -> int:
     """The size of the dense axis that follows from the others."""
-    others, experts = (math.prod(given.get(name, 1) for name in names) for names in (_OTHERS, EXPERT_AXES[1:]))
+
+    def given_over(axes: Iterable[str]) -> int:
+        return math.prod(given.get(name, 1) for name in axes)
+
+    others, experts = given_over(_OTHERS), given_over(EXPERT_AXES[1:])
     if world is None or others < 1:
-        inside = math.prod(given.get(name, 1) for name in _OTHERS if name not in LAYERS)
+        inside = given_over(_of_stage(_OTHERS))
         return max(1, experts // math.gcd(experts, inside)) if others else 1
     if world % others:
         what = _product(given, _OTHERS)
