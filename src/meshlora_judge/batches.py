@@ -61,12 +61,12 @@ class MicroBatch:
         return self._each(lambda t: t.to(device), other=other, more=more)
 
     def _each(self, change: Callable[[Tensor], Tensor], **rest: Any) -> MicroBatch:
-        ids, mask, labels = (change(t) for t in (self.input_ids, self.attention_mask, self.labels))
-        columns = {name: change(column) for name, column in self.columns.items()}
-        targets = None if self.targets is None else change(self.targets)
-        return replace(
-            self, input_ids=ids, attention_mask=mask, labels=labels, columns=columns, targets=targets, **rest
-        )
+        changed: dict[str, Any] = {"columns": {name: change(column) for name, column in self.columns.items()}}
+        for name in ("input_ids", "attention_mask", "labels", "targets"):
+            tensor = getattr(self, name)
+            if tensor is not None:
+                changed[name] = change(tensor)
+        return replace(self, **changed, **rest)
 
 
 def micro_batches_of(data: TokenizedDataset, settings: Training, step: int, *, pad_token_id: int) -> list[MicroBatch]:
@@ -77,8 +77,10 @@ def micro_batches_of(data: TokenizedDataset, settings: Training, step: int, *, p
     """
     number, batch_size = len(data) // data.rows_per_example, settings.batch_size
     steps_per_epoch = (number + batch_size - 1) // batch_size
+    # Another order each epoch, which no earlier epoch has to be drawn for.
     stream = np.random.SeedSequence(settings.seed, spawn_key=(step // steps_per_epoch,))
     keys = np.random.PCG64(stream).random_raw(number).tolist()
+    # Equal keys are taken in the order of the data.
     order = sorted(range(number), key=lambda index: (keys[index], index))
     first = step % steps_per_epoch * batch_size
     chosen = order[first : first + batch_size]
@@ -92,37 +94,45 @@ def micro_batches(
     pair, the other rows are in `MicroBatch.other`.
     """
     each, size, trained_row = data.rows_per_example, settings.micro_batch_size, settings.objective.trained_row
-    compared = advantages(settings.objective, data) if isinstance(settings.objective, Grpo) else []
+    compared = list[float]()
+    if isinstance(settings.objective, Grpo):
+        compared = advantages(settings.objective, data)
     for start in range(0, len(indices), size):
         chosen = indices[start : start + size]
         rows = [data[index * each + row] for index in chosen for row in range(each)]
-        shape = (len(rows), max(len(row.input_ids) for row in rows))
-        ids, mask, labels = torch.full(shape, pad_token_id), torch.zeros(shape).long(), torch.full(shape, UNTRAINED)
-        columns = {name: torch.zeros(shape) for name in data.columns}
-        for place, row in enumerate(rows):
-            for position, token in enumerate(row.input_ids.tolist()):
-                ids[place, position], mask[place, position] = token, 1
-                # The position before a trained token predicts it, where it is predicted at all.
-                own = position - 1 if data.predicts_next else position
-                if own >= 0 and row.is_trained[position]:
-                    labels[place, own] = token
-                    for name, column in columns.items():
-                        column[place, own] = float(row.columns[name][position])
+        ids, mask, labels, columns = _padded(rows, data, pad_token_id)
         if compared:
             of_rows = torch.tensor([compared[index] for index in chosen], dtype=torch.float32).unsqueeze(1)
             columns["advantage"] = torch.where(labels == UNTRAINED, 0.0, of_rows)
-        targets = None if data.targets is None else torch.tensor([row.targets.tolist() for row in rows])  # type: ignore[union-attr]
-        found = MicroBatch(
-            ids, mask, labels, columns, start * each, is_of_images=data.images is not None, targets=targets, each=each
-        )
+        found = MicroBatch(ids, mask, labels, columns, start * each, is_of_images=data.images is not None, each=each)
+        if data.targets is not None:
+            found = replace(found, targets=torch.tensor([row.targets.tolist() for row in rows]))  # type: ignore[union-attr]
+        length = ids.shape[1]
         if trained_row is None:
-            yield replace(found, more=further_inputs(rows, shape[1]))
+            yield replace(found, more=further_inputs(rows, length))
             continue
-        one, other = (
-            replace(found.every_second(first), more=further_inputs(rows[first::2], shape[1]))
-            for first in (trained_row, 1 - trained_row)
-        )
-        yield replace(one, other=other)
+        by_row = [replace(found.every_second(row), more=further_inputs(rows[row::2], length)) for row in (0, 1)]
+        yield replace(by_row[trained_row], other=by_row[1 - trained_row])
+
+
+def _padded(
+    rows: Sequence[TokenSequence], data: TokenizedDataset, pad_token_id: int
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    """(ids, mask, labels, columns) of `rows`, `[B, S]` each. Token by token, as the rule says it."""
+    shape = (len(rows), max(len(row.input_ids) for row in rows))
+    ids, mask, labels = torch.full(shape, pad_token_id), torch.zeros(shape).long(), torch.full(shape, UNTRAINED)
+    columns = {name: torch.zeros(shape) for name in data.columns}
+    # The position before a trained token predicts it, where it is predicted at all.
+    shift = 1 if data.predicts_next else 0
+    for place, row in enumerate(rows):
+        for position, token in enumerate(row.input_ids.tolist()):
+            ids[place, position], mask[place, position] = token, 1
+            own = position - shift
+            if own >= 0 and row.is_trained[position]:
+                labels[place, own] = token
+                for name, column in columns.items():
+                    column[place, own] = float(row.columns[name][position])
+    return ids, mask, labels, columns
 
 
 def advantages(objective: Grpo, data: TokenizedDataset) -> list[float]:
@@ -133,31 +143,40 @@ def advantages(objective: Grpo, data: TokenizedDataset) -> list[float]:
     groups: dict[int, list[float]] = {}
     for number, (reward, since) in enumerate(data.targets.tolist()):
         groups.setdefault(number - int(since), []).append(reward)
-    every = [reward for group in groups.values() for reward in group]
+    everyone = data.targets[:, 0].tolist()
     found = []
     for number, (reward, since) in enumerate(data.targets.tolist()):
         group = groups[number - int(since)]
-        over = {"group": group, "batch": every, "none": []}[objective.scale_rewards]
-        spread = statistics.stdev(over) if len(over) > 1 else 0.0
-        divisor = 1.0 if objective.scale_rewards == "none" else spread + 1e-4
+        divisor = 1.0
+        if objective.scale_rewards != "none":
+            over = {"group": group, "batch": everyone}[objective.scale_rewards]
+            spread = statistics.stdev(over) if len(over) > 1 else 0.0  # of one rollout there is none
+            divisor = spread + 1e-4
         found.append((reward - statistics.fmean(group)) / divisor)
     return found
 
 
 def further_inputs(rows: Sequence[TokenSequence], length: int) -> dict[str, Tensor]:
     """Token types of `rows`, 0 at padding, and the tensors of their images, one row's after the other's."""
-    each = [row.more() for row in rows]
+    given: dict[str, list[Tensor]] = {}
+    for row in rows:
+        for name, value in row.more().items():
+            given.setdefault(name, []).append(value)
     found: dict[str, Tensor] = {}
-    for name in sorted({name for of_row in each for name in of_row}):
-        given = [of_row[name] for of_row in each if name in of_row]
+    for name, values in sorted(given.items()):
         if name.endswith("token_type_ids"):
             found[name] = torch.zeros(len(rows), length, dtype=torch.int64)
-            for row, types in enumerate(given):
-                found[name][row, : len(types)] = types
-            continue
-        entries = [entry for tensor in given for entry in tensor]  # images of unequal size are padded with zeros
-        sizes = [max(sizes) for sizes in zip(*(entry.shape for entry in entries), strict=True)]
-        found[name] = torch.zeros(len(entries), *sizes, dtype=given[0].dtype)
-        for whole, entry in zip(found[name], entries, strict=True):
-            whole[tuple(slice(0, size) for size in entry.shape)] = entry
+            for place, types in enumerate(values):
+                found[name][place, : len(types)] = types
+        else:
+            found[name] = _stacked([entry for tensor in values for entry in tensor])
+    return found
+
+
+def _stacked(entries: list[Tensor]) -> Tensor:
+    """`entries` as one tensor, `[N, ...]`: images of unequal size are padded with zeros."""
+    largest = torch.tensor([entry.shape for entry in entries]).amax(0)
+    found = torch.zeros(len(entries), *largest.tolist(), dtype=entries[0].dtype)
+    for whole, entry in zip(found, entries, strict=True):
+        whole[tuple(slice(0, size) for size in entry.shape)] = entry
     return found

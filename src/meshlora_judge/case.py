@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -128,33 +128,41 @@ class Case:
 
     def max_grad_norm_at(self, step: int) -> float:
         """The limit in optimizer step `step`. The last of several steps is not clipped."""
-        return self.max_grad_norm * (1e6 if 0 < step == self.steps - 1 else 1)
+        if 0 < step == self.steps - 1:
+            return self.max_grad_norm * 1e6
+        return self.max_grad_norm
 
     @property
     def base(self) -> Base:
         """The base model."""
-        options = {field.name: getattr(self, field.name) for field in dataclasses.fields(Base) if field.name != "path"}
-        return Base(self.model, **options)
+        return Base(self.model, **self._fields_of(Base, {"path"}))
 
     @property
     def train(self) -> Training:
         """The training."""
-        return Training(**{field.name: getattr(self, field.name) for field in dataclasses.fields(Training)})
+        return Training(**self._fields_of(Training))
+
+    def _fields_of(self, kind: Any, but: Set[str] = frozenset()) -> dict[str, Any]:
+        """The fields of a dataclass that a case has under the same names, without those in `but`."""
+        return {item.name: getattr(self, item.name) for item in dataclasses.fields(kind) if item.name not in but}
 
     @property
     def data(self) -> TokenizedDataset:
         """The sequences as both sides read them."""
-        return TokenizedDataset(
+        data = TokenizedDataset(
             np.array(self.input_ids, dtype=np.int32),
             np.array(self.is_trained, dtype=bool),
             np.array(self.offsets, dtype=np.int64),
             {name: np.array(column, dtype=np.float32) for name, column in self.columns.items()},
             self.rows_per_example,
             self.further,
-            targets=np.array(self.targets, dtype=np.float32) if self.targets else None,
             predicts_next=self.predicts_next,
-            routed=np.array(self.routed, dtype=np.int16) if self.routed else None,
         )
+        if self.targets:
+            data = replace(data, targets=np.array(self.targets, dtype=np.float32))
+        if self.routed:
+            data = replace(data, routed=np.array(self.routed, dtype=np.int16))
+        return data
 
 
 def batch_size_for(largest_dp: int) -> int:
@@ -166,7 +174,10 @@ def num_sequences_for(batch_size: int, steps: int) -> int:
     """Sequences in a case. The last step begins a second epoch, after a batch that is not full. The number is odd, so
     that evaluation has a remainder and needs a dummy micro-batch.
     """
-    return batch_size * max(1, steps - 1) - (1 if steps > 2 else 0)
+    number = batch_size * max(1, steps - 1)
+    if steps > 2:
+        number -= 1
+    return number
 
 
 def random_tokens(
@@ -182,8 +193,8 @@ def random_tokens(
     offsets = np.cumsum([0, *lengths]).astype(np.int64)
     is_trained = np.ones(len(ids), dtype=bool)
     for index, (start, length) in enumerate(zip(offsets.tolist(), lengths, strict=False)):
-        prefix = min(2 + index % 3, length - 1) if index % 4 else 0
-        is_trained[start : start + prefix] = False
+        if index % 4:  # the others are trained from their first token on
+            is_trained[start : start + min(2 + index % 3, length - 1)] = False
         if index % 2 == 0 and length > 4:
             ids[start + length - 1] = ids[start + length - 4] = pad_token_id
     return TokenizedDataset(ids, is_trained, offsets)
@@ -208,8 +219,9 @@ def check_tokens(data: TokenizedDataset, ids: Iterable[int]) -> None:
     """
     is_first, is_last = np.zeros_like(data.is_trained), np.zeros_like(data.is_trained)
     is_first[data.offsets[:-1]] = is_last[data.offsets[1:] - 1] = True
-    read, predicted = data.input_ids[~is_last], data.input_ids[data.is_trained & ~is_first]
-    found = {*read.tolist()} & ({*predicted.tolist()} if data.predicts_next else {*read.tolist()})
+    found = {*data.input_ids[~is_last].tolist()}
+    if data.predicts_next:
+        found &= {*data.input_ids[data.is_trained & ~is_first].tolist()}
     if missing := sorted({*ids} - found):
         raise UserError(
             f"trainable_token_indices: {missing[0]}",
@@ -238,11 +250,11 @@ def with_rollouts(data: TokenizedDataset, *, vocab_size: int, seed: int, is_rewa
         del columns["advantage"]
         # Groups of 4, 1, 3 and 2, the third's rollouts between those of the fourth, and one of equal rewards.
         pattern = np.array([0, 0, 0, 0, 1, 2, 3, 2, 3, 2])
-        groups = np.array([pattern[n % 10] + 4 * (n // 10) for n in range(len(data))])
+        places = np.arange(len(data))
+        groups = pattern[places % 10] + 4 * (places // 10)
         rewards = np.where(groups % 7 == 6, 0.5, generator.normal(size=len(data)))
-        firsts = {group: number for number, group in reversed(list(enumerate(groups.tolist())))}
-        since = [number - firsts[group] for number, group in enumerate(groups.tolist())]
-        targets = np.array([rewards, since], dtype=np.float32).T
+        _, firsts, group_of = np.unique(groups, return_index=True, return_inverse=True)
+        targets = np.array([rewards, places - firsts[group_of]], dtype=np.float32).T
     typed = {name: column.astype(np.float32) for name, column in columns.items()}
     return replace(data, columns=typed, targets=targets)
 
@@ -268,7 +280,7 @@ def as_pairs(data: TokenizedDataset) -> TokenizedDataset:
 def with_feedback(data: TokenizedDataset) -> TokenizedDataset:
     """The sequences of `as_pairs` with a "desirable" column: two of three pairs are liked."""
     data = as_pairs(data)
-    liked = np.repeat([1.0 if record % 3 != 1 else -1.0 for record in range(data.num_examples)], 2)
+    liked = np.repeat(np.where(np.arange(data.num_examples) % 3 != 1, 1.0, -1.0), 2)
     column = np.repeat(liked, np.diff(data.offsets)).astype(np.float32)
     return replace(data, columns={"desirable": column})
 
@@ -280,13 +292,17 @@ def with_labels(data: TokenizedDataset, objective: Any, *, seed: int, segments: 
     if not hasattr(objective, "problem"):
         labels = generator.integers(number, size=len(data.input_ids)).astype(np.float32)
         return replace(data, columns={"label": labels}, predicts_next=False)
-    halves = [np.arange(length) >= length // 2 for length in np.diff(data.offsets)] if segments else []
-    further = KnownInputs([{"token_type_ids": half.astype(np.int64)} for half in halves]) if segments else None
-    targets = {
-        "single": lambda: generator.integers(number, size=(len(data), 1)),
-        "multi": lambda: generator.integers(2, size=(len(data), number)),
-        "regression": lambda: generator.normal(size=(len(data), number)),
-    }[objective.problem]()
+    further = None
+    if segments:
+        is_second = [np.arange(length) >= length // 2 for length in np.diff(data.offsets)]
+        further = KnownInputs([{"token_type_ids": half.astype(np.int64)} for half in is_second])
+    targets: np.ndarray[Any, Any]
+    if objective.problem == "single":
+        targets = generator.integers(number, size=(len(data), 1))
+    elif objective.problem == "multi":
+        targets = generator.integers(2, size=(len(data), number))
+    else:
+        targets = generator.normal(size=(len(data), number))
     data = replace(data, is_trained=np.ones_like(data.is_trained), predicts_next=False)
     return replace(data, further=further, targets=targets.astype(np.float32))
 
@@ -308,13 +324,20 @@ def distinct_sequences(data: TokenizedDataset, number: int, *, source: str) -> T
             seen.setdefault(tuple(sequence.input_ids.tolist()), index)
     if len(seen) < number:
         raise UserError(f"{source}: {len(seen)} different sequences", f"{number} are needed", "give a longer file")
-    chosen, further = [data[index] for index in seen.values()], None
+    ids, is_trained, offsets, inputs, numbers = [], [], [0], [], []
+    for index in seen.values():
+        sequence = data[index]
+        ids.append(sequence.input_ids)
+        is_trained.append(sequence.is_trained)
+        offsets.append(offsets[-1] + len(sequence.input_ids))
+        if data.images is not None:
+            inputs.append({name: value.numpy() for name, value in sequence.more().items()})
+            numbers.append(data.images.number(index))
+    further = None
     if data.images is not None:
-        inputs = [{name: value.numpy() for name, value in sequence.more().items()} for sequence in chosen]
-        further = KnownInputs(inputs, [data.images.number(index) for index in seen.values()], data.images.token)
-    offsets = np.cumsum([0, *(len(s.input_ids) for s in chosen)]).astype(np.int64)
-    ids, is_trained = (np.concatenate(p) for p in zip(*((s.input_ids, s.is_trained) for s in chosen), strict=True))
-    return TokenizedDataset(ids, is_trained, offsets, further=further)
+        further = KnownInputs(inputs, numbers, data.images.token)
+    places = np.array(offsets, dtype=np.int64)
+    return TokenizedDataset(np.concatenate(ids), np.concatenate(is_trained), places, further=further)
 
 
 def case_hash(case: Case, *, inputs: Iterable[str]) -> str:
@@ -323,11 +346,13 @@ def case_hash(case: Case, *, inputs: Iterable[str]) -> str:
     inputs: fingerprints of the model and adapter files (`file_fingerprint`), or the configuration of a twin. Paths are
     not hashed.
     """
-    further = None if case.further is None else case.further.digest().tobytes().hex()
-    values = dataclasses.asdict(dataclasses.replace(case, model="", adapter="", further=None)) | {"further": further}
-    of_bitsandbytes = case.quantization in ("nf4", "int8") or case.optimizer == "adamw_8bit"
-    library = [version_of("bitsandbytes")] if of_bitsandbytes else []
-    made_with = [json.dumps(versions()), *library, *sources_of("meshlora_judge.reference_case")]
+    values = dataclasses.asdict(replace(case, model="", adapter="", further=None))
+    if case.further is not None:
+        values["further"] = case.further.digest().tobytes().hex()
+    made_with = [json.dumps(versions())]
+    if case.quantization in ("nf4", "int8") or case.optimizer == "adamw_8bit":
+        made_with.append(version_of("bitsandbytes"))
+    made_with += sources_of("meshlora_judge.reference_case")
     return digest([json.dumps(values, sort_keys=True, default=str), *inputs, *made_with])
 
 
