@@ -107,13 +107,17 @@ class Capture:
 
     def _begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         held = self.held()
-        held = held if held is None else copy(held)
+        if held is not None:
+            held = copy(held)
         if self.number is None or self.number >= len(self.micro_batches):
-            given = {"attention_mask": self.mask, **{n: value for n, value in kwargs.items() if value is not None}}
-            given = kwargs if given.get("position_ids") is not None else given
+            given = kwargs
+            if kwargs.get("position_ids") is None and kwargs.get("attention_mask") is None:
+                given = kwargs | {"attention_mask": self.mask}
             self.micro_batches.append(MicroBatchCapture(copy(kwargs["input_ids"]), sequence_numbers(given), held))
             self._without_graphs[id(self.micro_batches[-1])] = set()
-        self._current = self.micro_batches[-1 if self.number is None else self.number]
+        self._current = self.micro_batches[-1]
+        if self.number is not None:
+            self._current = self.micro_batches[self.number]
         self.is_forward = True
         self._calls.clear()
 
@@ -140,8 +144,10 @@ class Capture:
             # may differ between processes), else by their number.
             call = name + "".join(f"#{word}" for word in (*args, *kwargs.values()) if isinstance(word, str))
             if self.is_forward:
+                before, key = self._calls[call], call
+                if before:
+                    key = f"{call}#{before}"
                 self._calls[call] += 1
-                key = call if self._calls[call] == 1 else f"{call}#{self._calls[call] - 1}"
                 self._keep(name, key, tensor)
             elif call in self._without_graph:
                 self._watch_gradient(call, tensor)
@@ -190,12 +196,16 @@ def tokens_modules(model: Any) -> Callable[[str], bool]:
     if config is None or config.get_text_config() is config:
         return lambda name: True
     names = {module: name for name, module in model.named_modules()}
-    text = names[model.get_decoder()]
-    ends = (text, names.get(model.get_input_embeddings()), names.get(model.get_output_embeddings()))
-    return lambda name: (
-        f"{text}.".startswith(f"{name}." if name else "")
-        or any(f"{name}.".startswith(f"{end}.") for end in ends if end)
-    )
+    text, inside = names[model.get_decoder()], list[str]()
+    for module in (model.get_decoder(), model.get_input_embeddings(), model.get_output_embeddings()):
+        if names.get(module):
+            inside.append(f"{names[module]}.")
+
+    def is_own(name: str) -> bool:
+        # What holds the text part runs on tokens as well, and so does the model itself, "".
+        return not name or f"{text}.".startswith(f"{name}.") or f"{name}.".startswith(tuple(inside))
+
+    return is_own
 
 
 def sequence_numbers(kwargs: Mapping[str, Any]) -> Tensor:
@@ -242,8 +252,13 @@ def first_tensor(output: Any) -> Tensor | None:
         return output
     if isinstance(output, dict) and isinstance(output.get("logits"), Tensor):
         return output["logits"]  # the load-balancing loss may come first
-    values = output.values() if isinstance(output, dict) else output if isinstance(output, tuple | list) else ()
-    return next((value for value in values if isinstance(value, Tensor)), None)
+    if isinstance(output, dict):
+        output = tuple(output.values())
+    if isinstance(output, tuple | list):
+        for value in output:
+            if isinstance(value, Tensor):
+                return value
+    return None
 
 
 def _has_values(tensor: Tensor | None) -> bool:
@@ -277,17 +292,23 @@ class CollectiveCounter(TorchDispatchMode):
         if kind and self.phase is not None:
             self.counts[self.phase, kind] += 1
             # Gather and reduce-scatter have both tensors as arguments; the smaller is one rank's part.
-            sizes = [t.numel() * t.element_size() for t in tensors(args)]
-            self.sent[self.phase, kind] += min(sizes, default=0) if kind == "allgather" else max(sizes, default=0)
+            sizes = [t.numel() * t.element_size() for t in tensors(args)] or [0]
+            self.sent[self.phase, kind] += min(sizes) if kind == "allgather" else max(sizes)
         return func(*args, **(kwargs or {}))
 
     @staticmethod
     @functools.cache  # asked for every operator
     def _kind(func: Any) -> str:
         space, _, name = func.name().partition("::")
-        plain = name.replace("_", "") if "c10d" in space else ""
-        plain = "receive" if plain.startswith("recv") else plain
-        return next((kind for kind in CollectiveCounter.KINDS if kind in plain), plain)
+        if "c10d" not in space:
+            return ""
+        plain: str = name.replace("_", "")
+        if plain.startswith("recv"):
+            return "receive"
+        for kind in CollectiveCounter.KINDS:
+            if kind in plain:
+                return kind
+        return plain
 
 
 def tensors(value: Any) -> Iterator[Tensor]:

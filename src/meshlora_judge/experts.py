@@ -53,17 +53,21 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def matrices(model: nn.Module) -> dict[str, Tensor]:
     """Projection, such as `model.layers.0.mlp.experts.down_proj` -> its matrices on this rank, `[E, out, in]`."""
-    return {
-        f"{name}.{leaf}": matrix.detach().mT if is_transposed(module) else matrix.detach()
-        for name, module in expert_modules(model).items()
-        for leaf, matrix in _projections(module).items()
-    }
+    found = {}
+    for name, module in expert_modules(model).items():
+        for leaf, parameter in _projections(module).items():
+            matrix = parameter.detach()
+            found[f"{name}.{leaf}"] = matrix.mT if is_transposed(module) else matrix
+    return found
 
 
 def is_transposed(experts: nn.Module) -> bool:
     """Whether the matrices are stored `[in, out]`."""
-    says = bool(getattr(experts, "is_transposed", False))
-    return says or any(cls.__name__ == _SILENTLY_TRANSPOSED for cls in type(experts).__mro__)
+    return bool(getattr(experts, "is_transposed", False)) or _is_llama4(experts)
+
+
+def _is_llama4(experts: nn.Module) -> bool:
+    return any(cls.__name__ == _SILENTLY_TRANSPOSED for cls in type(experts).__mro__)
 
 
 def _projections(module: nn.Module) -> dict[str, Tensor]:
@@ -71,7 +75,8 @@ def _projections(module: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for leaf in PROJECTIONS:
         own = own_parameter(module, leaf)
-        own = getattr(own_child(module, leaf), "weight", None) if own is None else own
+        if own is None:
+            own = getattr(own_child(module, leaf), "weight", None)
         if isinstance(own, Tensor) and own.ndim == 3:
             found[leaf] = own
     return found
@@ -89,7 +94,7 @@ def watch_choices(
     model: nn.Module, name: str, experts: nn.Module, keep: Callable[[Tensor, Tensor], None]
 ) -> list[RemovableHandle]:
     """Install hooks that call `keep(weights, indices)` with the chosen experts of each token, `[T, k]` each."""
-    if not any(cls.__name__ == _SILENTLY_TRANSPOSED for cls in type(experts).__mro__):
+    if not _is_llama4(experts):
 
         def called(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             index, weights = [*args, *kwargs.values()][1:3]
@@ -114,8 +119,10 @@ def wrappers(model: nn.Module) -> dict[str, tuple[str, ParamWrapper]]:
     found = {}
     for path, module in model.named_modules():
         if isinstance(module, ParamWrapper):
-            name, leaf = plain_name(path), module.parameter_name
-            found[path] = (name if leaf == "weight" else f"{name}.{leaf}", module)
+            target = plain_name(path)
+            if module.parameter_name != "weight":
+                target = f"{target}.{module.parameter_name}"
+            found[path] = target, module
     return found
 
 
@@ -154,7 +161,9 @@ class Repeated(nn.Module):
         return one.repeat_interleave(self.num_experts, dim=1)  # [out, r] -> [out, r E]
 
     def right_inverse(self, every: Tensor) -> Tensor:
-        return (every[: len(every) // self.num_experts] if self.is_a else every[:, :: self.num_experts]).clone()
+        if self.is_a:
+            return every[: len(every) // self.num_experts].clone()
+        return every[:, :: self.num_experts].clone()
 
 
 def share_adapters(model: nn.Module) -> None:
@@ -192,16 +201,18 @@ def in_experts(
             found[f"{name} of another number of experts"] = tensor
             continue
         if side == "A":
-            parts = tensor.reshape(number, -1, tensor.shape[1])
+            parts, other = tensor.reshape(number, -1, tensor.shape[1]), "B"
         else:
-            parts = tensor.reshape(len(tensor), -1, number).permute(2, 0, 1)
+            parts, other = tensor.reshape(len(tensor), -1, number).permute(2, 0, 1), "A"
         if stack.is_swapped:
-            side, parts = "B" if side == "A" else "A", parts.mT
+            side, parts = other, parts.mT
         for expert, part in enumerate(parts.unbind()):
             if not stack.is_shared:
                 found[f"{owner}.{expert}.{leaf}.lora_{side}"] = part.contiguous()
-            elif expert == 0 or not torch.equal(part, parts[0]):
-                found[f"{module}.lora_{side}" + (f" of expert {expert}" if expert else "")] = part.contiguous()
+            elif expert == 0:
+                found[f"{module}.lora_{side}"] = part.contiguous()
+            elif not torch.equal(part, parts[0]):
+                found[f"{module}.lora_{side} of expert {expert}"] = part.contiguous()
     return found
 
 
@@ -232,5 +243,8 @@ def names_in_file(keys: Iterable[str], stacks: Mapping[str, Stack]) -> dict[str,
 
 def stack_of(module: str) -> str:
     """`model.layers.0.mlp.experts.3.down_proj` -> `model.layers.0.mlp.experts.down_proj`."""
-    *owner, expert, leaf = module.split(".") if module.count(".") > 1 else ("", module, "")
-    return ".".join([*owner, leaf]) if expert.isdecimal() and leaf in PROJECTIONS else module
+    path, _, leaf = module.rpartition(".")
+    owner, dot, expert = path.rpartition(".")
+    if dot and expert.isdecimal() and leaf in PROJECTIONS:
+        return f"{owner}.{leaf}"
+    return module

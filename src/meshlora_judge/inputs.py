@@ -43,8 +43,11 @@ def write_twin(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype, se
         model = model_class(config).from_config(config, dtype=torch.float64, attn_implementation="eager")
         with torch.no_grad():
             stored = model.state_dict().keys()
-            buffers = (b for name, b in model.named_buffers() if name in stored and b.is_floating_point())
-            for tensor in (*model.parameters(), *buffers):
+            tensors = [*model.parameters()]
+            for name, buffer in model.named_buffers():
+                if name in stored and buffer.is_floating_point():
+                    tensors.append(buffer)
+            for tensor in tensors:
                 tensor.add_(torch.randn_like(tensor), alpha=0.05)
                 tensor.data = tensor.to(dtype)  # not all of the model: complex numbers of Llama 4 would become real
     model.save_pretrained(folder)
@@ -79,12 +82,15 @@ def write_adapter(
         if stack is not None:
             drawn[key] = value = _of_experts(value, side, stack)
         if side == output_side(stack) and (names := pieces_of(module, pieces)):
-            own = dataclasses.replace(stack, is_shared=False) if stack is not None else None
-            value *= mask_of(config, module, names, value.shape, own)
+            if stack is not None:  # in PEFT's file a shared factor is repeated for each expert
+                stack = dataclasses.replace(stack, is_shared=False)
+            value *= mask_of(config, module, names, value.shape, stack)
         if ".lora_" not in key:  # PEFT holds it in the dtype of the base, whatever the file's: any dtype has these
             drawn[key] = value.bfloat16().to(value.dtype)
     if pieces or share_experts:
-        own_file = {"pieces": pieces} | ({"share_experts": True} if share_experts else {})
+        own_file: dict[str, Any] = {"pieces": pieces}
+        if share_experts:
+            own_file["share_experts"] = True
         (folder / "meshlora.json").write_text(json.dumps(own_file), encoding="utf-8")
     save_file(drawn, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
@@ -100,19 +106,20 @@ def without_values(model: str | Path, lora: LoraConfig, objective: Objective, *,
 
 def _of_experts(drawn: Tensor, side: str, stack: Stack) -> Tensor:
     """PEFT's factor of all experts: B scaled as on a linear, a shared factor repeated for each expert."""
-    value = drawn if side == "A" else drawn * math.sqrt(stack.num_experts)
+    if side != "A":
+        drawn = drawn * math.sqrt(stack.num_experts)
     if stack.is_shared:
         repeated = Repeated(stack.num_experts, is_a=side == "A")
-        value = repeated.forward(repeated.right_inverse(value))
-    return value
+        return repeated.forward(repeated.right_inverse(drawn))
+    return drawn
 
 
 def _draw(seed: int, key: str, shape: tuple[int, ...]) -> Tensor:
     if len(shape) == 1:  # a magnitude, a norm or a bias: around 1, around 0
         return torch.randn(shape, generator=_generator(f"verify:{seed}:{key}")) * 0.1 + (not key.endswith("bias"))
     # B is small beside A: the adapter is far above rounding, but a deep model with it still computes finite numbers.
-    scale = (0.25 if ".lora_B" in key or ".lora_embedding_B" in key else 1.0) / math.sqrt(shape[-1])
-    return torch.randn(shape, generator=_generator(f"verify:{seed}:{key}")) * scale
+    largest = 0.25 if ".lora_B" in key or ".lora_embedding_B" in key else 1.0
+    return torch.randn(shape, generator=_generator(f"verify:{seed}:{key}")) * (largest / math.sqrt(shape[-1]))
 
 
 def expected_fresh(
@@ -132,14 +139,16 @@ def expected_fresh(
     part = part.partition(".")[0]
     generator = _generator(f"{seed}:{name}")
     if part.startswith("embedding"):
-        return (
-            torch.zeros(shape) if part.endswith("A") and init is not False else torch.randn(shape, generator=generator)
-        )
+        if part.endswith("A") and init is not False:
+            return torch.zeros(shape)
+        return torch.randn(shape, generator=generator)
     is_swapped = stack is not None and stack.is_swapped
     is_first = part == ("B" if is_swapped else "A")
     if not is_first and init is not False:
         return torch.zeros(shape)
-    fan_in, rank = (shape[0], shape[1]) if is_swapped else (shape[1], shape[0])
+    rank, fan_in = shape
+    if is_swapped:
+        fan_in, rank = shape
     if init == "gaussian" and is_first:
         return torch.randn(shape, generator=generator) / rank
     return (torch.rand(shape, generator=generator) * 2 - 1) * (1 / math.sqrt(fan_in))

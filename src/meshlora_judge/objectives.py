@@ -60,8 +60,10 @@ def _policy(
     objective: Policy | Grpo, logits: Tensor, batch: MicroBatch, base: Tensor | None, is_training: bool
 ) -> Tensor:
     """One loss per trained token, or per sequence."""
-    found = []
-    of_labels, of_base = _of_labels(logits, batch.labels), None if base is None else _of_labels(base, batch.labels)
+    found = list[Tensor]()
+    of_labels, of_base = _of_labels(logits, batch.labels), None
+    if base is not None:
+        of_base = _of_labels(base, batch.labels)
     for row in range(len(logits)):
         own = batch.labels[row] != UNTRAINED
         log_p = of_labels[row][own]
@@ -74,7 +76,7 @@ def _policy(
             gain = gain - objective.entropy_coef * (p * p.log()).sum(-1)
         gain = columns["weight"] * gain
         if objective.mean_over == "token":
-            found += [-one for one in gain]
+            found += (-gain).unbind()
         else:
             found.append(-gain.sum() / (objective.max_completion_length or len(gain)))
     return torch.stack(found)
@@ -82,7 +84,7 @@ def _policy(
 
 def _gain(objective: Policy | Grpo, log_p: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
     """What each token of a sequence gains, weighted for the engine that sampled it."""
-    advantage, old, engine = (columns[n] for n in ("advantage", "old_log_prob", "engine_log_prob"))
+    advantage, old, engine = columns["advantage"], columns["old_log_prob"], columns["engine_log_prob"]
     acted = torch.where(torch.isnan(old), log_p.detach(), old)  # NaN: the rollout is the current policy's own
     ratio = torch.exp(log_p) / torch.exp(acted)
     if objective.ratio == "sequence":
@@ -166,7 +168,9 @@ def embeddings(objective: Embed, hidden: Tensor, batch: MicroBatch) -> Tensor:
     for states, mask in zip(hidden.float(), batch.attention_mask, strict=True):
         own = states[mask == 1]
         vector = {"mean": own.mean(0), "last": own[-1], "cls": own[0]}[objective.pooling]
-        found.append(vector / vector.square().sum().sqrt() if objective.normalize else vector)
+        if objective.normalize:
+            vector = vector / vector.square().sum().sqrt()
+        found.append(vector)
     return torch.stack(found)
 
 

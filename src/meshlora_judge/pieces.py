@@ -47,7 +47,8 @@ def rows_of(config: Any, module: str, piece: str, out_features: int) -> Tensor:
     elif family in _PER_HEAD or (family in ("falcon", "gpt_bigcode") and not config.multi_query):
         found = {name: rows.view(heads, 3, -1)[:, place].flatten() for place, name in enumerate("qkv")}
     elif family in (*_BLOCKS, "falcon", "gpt_bigcode"):
-        kv = 1 if family in ("falcon", "gpt_bigcode") else kv
+        if family in ("falcon", "gpt_bigcode"):  # multi-query
+            kv = 1
         width = out_features // (heads + 2 * kv)
         found = dict(zip("qkv", rows.split([heads * width, kv * width, kv * width]), strict=True))
     if piece not in found:
@@ -68,15 +69,18 @@ def pieces_of(module: str, pieces: Mapping[str, Iterable[str]]) -> list[str]:
 
 def mask_of(config: Any, module: str, names: list[str], shape: tuple[int, ...], stack: Stack | None = None) -> Tensor:
     """1 where PEFT's output-side factor of `shape` may be non-zero: B of a linear or of all experts, or their A."""
-    num_experts = 1 if stack is None or stack.is_shared else stack.num_experts
-    is_swapped = stack is not None and stack.is_swapped
-    out_features, ranks = reversed(shape) if is_swapped else shape
+    num_experts, is_swapped, (out_features, ranks) = 1, False, shape
+    if stack is not None and not stack.is_shared:
+        num_experts = stack.num_experts
+    if stack is not None and stack.is_swapped:
+        is_swapped, (ranks, out_features) = True, shape
     mask = torch.zeros(out_features, ranks // num_experts)
     rank = mask.shape[1] // len(names)
     for number, piece in enumerate(names):
         mask[rows_of(config, module, piece, out_features), number * rank : (number + 1) * rank] = 1
-    # [r E, out] or [out, r E]
-    return mask.T.repeat(num_experts, 1) if is_swapped else mask.repeat_interleave(num_experts, dim=1)
+    if is_swapped:
+        return mask.T.repeat(num_experts, 1)  # [r E, out]
+    return mask.repeat_interleave(num_experts, dim=1)  # [out, r E]
 
 
 def in_pieces(config: Any, tensors: Mapping[str, Tensor], pieces: Mapping[str, Iterable[str]]) -> dict[str, Tensor]:
@@ -89,7 +93,8 @@ def in_pieces(config: Any, tensors: Mapping[str, Tensor], pieces: Mapping[str, I
             found[name] = tensor
             continue
         if side == "A":
-            found |= {f"{name}.{piece}": part for piece, part in zip(names, tensor.chunk(len(names)), strict=True)}
+            for piece, part in zip(names, tensor.chunk(len(names)), strict=True):
+                found[f"{name}.{piece}"] = part
             continue
         rank = tensor.shape[1] // len(names)
         outside = tensor * (1 - mask_of(config, module, names, tensor.shape)).to(tensor)

@@ -108,8 +108,10 @@ def losses_of(
         inner = getattr(model, "get_base_model", lambda: model)()
         if task_of(inner.config) == CAUSAL:
             options["use_cache"] = False
-        dtype = next(model.parameters()).dtype
-        more = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.more.items()}
+        dtype, more = next(model.parameters()).dtype, dict(batch.more)
+        for name, value in more.items():
+            if value.is_floating_point():  # pixels
+                more[name] = value.to(dtype)
         found = inner(input_ids=batch.input_ids, attention_mask=batch.attention_mask, **options, **more)
         outputs = found.logits if "logits" in found else found.last_hidden_state
         if routed is not None:
@@ -135,22 +137,27 @@ def base_logits(model: Any, batch: MicroBatch, objective: Objective, policy: Any
     """Logits of the frozen `policy`, or of the base for None; None if the objective does not need them."""
     if not objective.needs_base:
         return None
-    with model.disable_adapter() if policy is None else contextlib.nullcontext():
-        return losses_of(model if policy is None else policy, batch)[1]
+    if policy is not None:
+        return losses_of(policy, batch)[1]
+    with model.disable_adapter():
+        return losses_of(model, batch)[1]
 
 
 def before_losses(
     model: Any, batches: Sequence[MicroBatch], objective: Objective, policy: Any = None
 ) -> tuple[list[Tensor | None], Tensor | None]:
     """(`base_logits` of each batch; KTO's reference point, the mean gain of all their other rows, or None)."""
-    others = [batch.other for batch in batches if batch.other is not None]
-    rows = []
-    for other in others:
+    rows, point = [], None
+    for batch in batches:
+        other = batch.other
+        if other is None:
+            continue
         base = base_logits(model, other, objective, policy)
         assert base is not None
         with torch.no_grad(), lift(next(model.parameters()).dtype == torch.float64):
             rows.append(gained(losses_of(model, other)[1], base, other))
-    point = torch.cat(rows).mean().clamp(min=0) if rows else None
+    if rows:
+        point = torch.cat(rows).mean().clamp(min=0)
     return [base_logits(model, batch, objective, policy) for batch in batches], point
 
 
@@ -264,8 +271,10 @@ def make_optimizer(model: nn.Module, settings: Training) -> torch.optim.Optimize
     if not settings.decay_biases_and_norms and any(".lora_" not in name for name in trainable(model)):
         from transformers import Trainer  # takes a second
 
-        decayed = set(Trainer.get_decay_parameter_names(None, model))
-        _leave_out(optimizer, {p for name, p in model.named_parameters() if name not in decayed})
+        undecayed = dict(model.named_parameters())
+        for name in Trainer.get_decay_parameter_names(None, model):
+            undecayed.pop(name, None)
+        _leave_out(optimizer, {*undecayed.values()})
     for group in optimizer.param_groups:
         group["share"] = group["lr"] / settings.lr
     return optimizer
@@ -274,8 +283,11 @@ def make_optimizer(model: nn.Module, settings: Training) -> torch.optim.Optimize
 def _leave_out(optimizer: torch.optim.Optimizer, undecayed: Set[nn.Parameter]) -> None:
     """Exclude `undecayed` from weight decay."""
     for group in [*optimizer.param_groups]:
-        apart = [p for p in group["params"] if p in undecayed]
-        group["params"] = [p for p in group["params"] if p not in undecayed]
+        kept, apart = list[nn.Parameter](), list[nn.Parameter]()
+        for parameter in group["params"]:
+            of = apart if parameter in undecayed else kept
+            of.append(parameter)
+        group["params"] = kept
         if apart:
             optimizer.add_param_group({**group, "params": apart, "weight_decay": 0.0})
 
@@ -296,16 +308,18 @@ def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def token_rows(model: nn.Module) -> dict[str, list[int]]:
     """Name in `trainable` of rows of a vocabulary -> their tokens. A tied head has those of the embedding."""
-    return {
-        f"{plain_name(path)}{ROWS}": module.token_indices["default"]
-        for path, module in model.named_modules()
-        if isinstance(module, TrainableTokensLayer) and not module.tied_adapter
-    }
+    found = {}
+    for path, module in model.named_modules():
+        if isinstance(module, TrainableTokensLayer) and not module.tied_adapter:
+            found[f"{plain_name(path)}{ROWS}"] = module.token_indices["default"]
+    return found
 
 
 def _plain(name: str, wrapped: Mapping[str, str]) -> str:
     owner, _, part = name.removeprefix(PREFIX).rpartition(".lora_")
-    return plain_name(f"{wrapped.get(owner, owner)}.lora_{part}" if owner else name)
+    if owner:
+        name = f"{wrapped.get(owner, owner)}.lora_{part}"
+    return plain_name(name)
 
 
 def rates_of(settings: Training) -> list[float]:
@@ -313,7 +327,7 @@ def rates_of(settings: Training) -> list[float]:
     lr, warmup, steps = settings.lr, settings.warmup_steps, np.arange(settings.steps)
     if settings.schedule == "cycle":
         at = sorted(settings.cycle)
-        return [float(rate) for rate in np.interp(steps, at, [settings.cycle[step] for step in at])]
+        return list(np.interp(steps, at, [settings.cycle[step] for step in at]).tolist())
     after, number, start = np.maximum(steps - warmup, 0), max(1, len(steps) - warmup), max(1, warmup)
     left = {
         "constant": after**0,
@@ -325,7 +339,7 @@ def rates_of(settings: Training) -> list[float]:
     }[settings.schedule]
     rates = settings.min_lr + (lr - settings.min_lr) * left
     first = 0 if settings.warmup_from_zero else 1
-    return [float(rate) for rate in np.where(steps < warmup, lr * (steps + first) / start, rates)]
+    return list(np.where(steps < warmup, lr * (steps + first) / start, rates).tolist())
 
 
 def reference_run(
@@ -375,10 +389,9 @@ def own_words(adapter: str | Path) -> dict[str, Any]:
 
 def scalings(model: nn.Module) -> dict[str, float]:
     """Module -> PEFT's scale of its adapter."""
-    wrapped = plain_names(model)
-    found = {
-        name.removeprefix(PREFIX): float(module.scaling["default"])
-        for name, module in model.named_modules()
-        if isinstance(module, LoraLayer) and "default" in module.scaling
-    }
-    return {wrapped.get(name, name): scale for name, scale in found.items()}
+    wrapped, found = plain_names(model), {}
+    for path, module in model.named_modules():
+        if isinstance(module, LoraLayer) and "default" in module.scaling:
+            name = path.removeprefix(PREFIX)
+            found[wrapped.get(name, name)] = float(module.scaling["default"])
+    return found

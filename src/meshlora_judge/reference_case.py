@@ -56,22 +56,23 @@ def make_reference(case: Case, twin: PretrainedConfig | None, folder: str) -> No
     Writes to `folder`: `model/` for a twin, `adapter/`, `reference.safetensors` (float64), and for a lower precision
     `rounded-N.safetensors`, one for each way to train in it.
     """
-    root = Path(folder)
+    root, model = Path(folder), case.model
     if twin is not None:
+        model = str(root / "model")
         write_twin(twin, root / "model", dtype=getattr(torch, case.dtype), seed=case.seed)
-    model = str(root / "model") if twin is not None else case.model
     options: dict[str, Any] = {"objective": case.objective, "trust_remote_code": case.trust_remote_code}
     of_lora: dict[str, Any] = {"pieces": case.pieces, "share_experts": case.share_experts}
     write_adapter(model, case.lora, root / "adapter", seed=case.seed, **options, **of_lora)
     if case.reference is not None:
-        options |= of_lora if case.reference == case.lora else {}
+        if case.reference == case.lora:
+            options |= of_lora
         write_adapter(model, case.reference, root / REFERENCE, seed=case.seed + 1, **options)
     here = dataclasses.replace(case, model=model, adapter=str(root / "adapter"))
     trace_case(here, precision="float64").save(root / "reference.safetensors")
     if case.dtype != "float64":
-        for number, autocast in enumerate((False, True) if case.dtype == "bfloat16" else (False,)):
-            rounded = trace_case(here, precision=case.dtype, autocast=autocast)
-            rounded.save(root / f"rounded-{number}.safetensors")
+        trace_case(here, precision=case.dtype).save(root / "rounded-0.safetensors")
+    if case.dtype == "bfloat16":
+        trace_case(here, precision=case.dtype, autocast=True).save(root / "rounded-1.safetensors")
 
 
 def trace_case(case: Case, *, precision: str, autocast: bool = False) -> Trace:
@@ -133,13 +134,14 @@ def _trace_case(case: Case, model: Any, routing: Routing | None, policy: Any = N
             trace.micro_batches = capture.micro_batches
             _forget_head(trace, inner)
             trace.order = [n for n in capture.micro_batches[0].forward if not n.endswith((SCORES, CHOICES))]
-            trace.gradients = _apart(case, model, {name: p.grad for name, p in factors.items()})
+            trace.gradients = _apart(case, model, _gradients(factors))
         norm = torch.nn.utils.clip_grad_norm_(list(factors.values()), case.max_grad_norm_at(step))
-        trace.clipped.append(_apart(case, model, {name: p.grad for name, p in factors.items()}))
+        trace.clipped.append(_apart(case, model, _gradients(factors)))
         set_rate(optimizer, rate)
         optimizer.step()
         trace.losses.append(loss)
-        trace.aux_losses += [aux] if aux is not None else []
+        if aux is not None:
+            trace.aux_losses.append(aux)
         trace.grad_norms.append(float(norm))
         trace.num_tokens.append(sum(batch.num_tokens for batch in batches))
         after_step(routing, step, case)
@@ -152,12 +154,20 @@ def _trace_case(case: Case, model: Any, routing: Routing | None, policy: Any = N
     return trace
 
 
+def _gradients(factors: Mapping[str, nn.Parameter]) -> dict[str, Tensor | None]:
+    return {name: factor.grad for name, factor in factors.items()}
+
+
 def _forget_head(trace: Trace, model: Any) -> None:
     """Drop the head's output and gradient: our side never computes the logits of all tokens in training."""
     head = model.get_output_embeddings()
-    head_names = [name.replace(".base_layer", "") for name, module in model.named_modules() if module is head]
-    # In some composites the text part has the head, and returns logits too.
-    names = {".".join(name.split(".")[:end]) for name in head_names for end in range(1, name.count(".") + 2)}
+    names = set[str]()
+    for path, module in model.named_modules():
+        if module is head:
+            name = path.replace(".base_layer", "")
+            while name:  # in some composites the text part has the head, and returns logits too
+                names.add(name)
+                name = name.rpartition(".")[0]
     for micro in trace.micro_batches:
         for found in (micro.forward, micro.backward, micro.base):
             for name in names:
@@ -181,12 +191,13 @@ def _base_values(
     fresh = load_base(case.model, config, dtype=getattr(torch, case.dtype), **options)
     quantize_base(fresh, case.quantization)
     base = {name: copy(parameter).double() for name, parameter in fresh.named_parameters(remove_duplicate=False)}
-    base |= {name: base[name.replace(ROWS, ".weight")][tokens] for name, tokens in rows.items()}
+    for name, tokens in rows.items():
+        base[name] = base[name.replace(ROWS, ".weight")][tokens]
     norms = {}
     for name in scaled:
         module = name.rpartition(".lora_")[0]
-        is_transposed = isinstance(fresh.get_submodule(module), Conv1D)
-        norms[name] = base[f"{module}.weight"].norm(dim=0 if is_transposed else 1)
+        inputs = 0 if isinstance(fresh.get_submodule(module), Conv1D) else 1  # [in, out], or [out, in]
+        norms[name] = base[f"{module}.weight"].norm(dim=inputs)
     return {name: base[name] for name in wanted}, norms
 
 
@@ -194,15 +205,17 @@ def _base_values(
 def evaluate(case: Case, model: Any, policy: Any = None) -> float:
     """Mean loss over all sequences of the case. policy: the frozen one of `base_logits`."""
     total, number, objective, every = 0.0, 0, case.objective, range(case.data.num_examples)
-    size = case.batch_size if isinstance(objective, Embed) else len(every)  # texts are compared as in training
+    size = len(every)
+    if isinstance(objective, Embed):  # texts are compared as in training
+        size = case.batch_size
     for start in range(0, len(every), size):
         found = micro_batches(case.data, every[start : start + size], case.train, pad_token_id=case.pad_token_id)
         batches = [batch.to(case.device) for batch in found]
         bases, point = before_losses(model, batches, objective, policy)
-        of_each = [
-            losses_of(model, batch, objective=objective, base=base, point=point)[0]
-            for batch, base in zip(batches, bases, strict=True)
-        ]
+        of_each = []
+        for batch, base in zip(batches, bases, strict=True):
+            each, _ = losses_of(model, batch, objective=objective, base=base, point=point)
+            of_each.append(each)
         each = torch.cat(of_each)
         if isinstance(objective, Embed):
             with lift(each.dtype == torch.float64):
