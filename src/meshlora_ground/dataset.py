@@ -124,18 +124,26 @@ class TokenizedDataset:
     @property
     def arrays(self) -> dict[str, np.ndarray]:
         """All of its content by name; of further inputs their hash."""
-        further = {} if self.further is None else {"further": self.further.digest()}
-        targets = {} if self.targets is None else {"targets": self.targets}
-        tokens = {"input_ids": self.input_ids, "is_trained": self.is_trained, "offsets": self.offsets}
-        parts = {"parts": np.array(self.parts)} if self.parts else {}
-        parts |= {} if self.examples is None else {"examples": self.examples}
-        routed = {} if self.routed is None else {"routed": self.routed}
-        return {**tokens, **self.columns, **further, **targets, **parts, **routed}
+        # What is absent has no entry, so that a hash over these stays as it was before there was such a part.
+        found = {"input_ids": self.input_ids, "is_trained": self.is_trained, "offsets": self.offsets, **self.columns}
+        if self.further is not None:
+            found["further"] = self.further.digest()
+        if self.targets is not None:
+            found["targets"] = self.targets
+        if self.parts:
+            found["parts"] = np.array(self.parts)
+        if self.examples is not None:
+            found["examples"] = self.examples
+        if self.routed is not None:
+            found["routed"] = self.routed
+        return found
 
     @property
     def images(self) -> FurtherInputs | None:
         """The further inputs, if some sequences may have images."""
-        return self.further if self.further is not None and self.further.has_images else None
+        if self.further is None or not self.further.has_images:
+            return None
+        return self.further
 
     def has_images(self, indices: Iterable[int]) -> bool:
         """Whether one of the examples `indices` has an image."""
@@ -157,14 +165,24 @@ class TokenizedDataset:
         """The first `num` examples, or all."""
         if num is None or num >= self.num_examples:
             return self
-        rows = num * self.rows_per_example if self.examples is None else int(self.examples[num])
+        rows, examples, targets, routed = num * self.rows_per_example, None, None, None
+        if self.examples is not None:
+            rows, examples = int(self.examples[num]), self.examples[: num + 1]
         end = int(self.offsets[rows])
-        columns = {name: column[:end] for name, column in self.columns.items()}
-        parts = {"input_ids": self.input_ids[:end], "is_trained": self.is_trained[:end], "columns": columns}
-        parts |= {} if self.targets is None else {"targets": self.targets[:rows]}
-        parts |= {} if self.routed is None else {"routed": self.routed[:end]}
-        parts |= {} if self.examples is None else {"examples": self.examples[: num + 1]}
-        return dataclasses.replace(self, **parts, offsets=self.offsets[: rows + 1])  # type: ignore[arg-type]
+        if self.targets is not None:
+            targets = self.targets[:rows]
+        if self.routed is not None:
+            routed = self.routed[:end]
+        return dataclasses.replace(
+            self,
+            input_ids=self.input_ids[:end],
+            is_trained=self.is_trained[:end],
+            offsets=self.offsets[: rows + 1],
+            columns={name: column[:end] for name, column in self.columns.items()},
+            targets=targets,
+            routed=routed,
+            examples=examples,
+        )
 
     @property
     def num_trained_tokens(self) -> int:
