@@ -46,7 +46,7 @@ class LoadBalancing:
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
         """Collect the logits of every router inside the block; earlier ones are dropped."""
-        self._logits.clear()
+        self._logits.clear()  # of a forward whose term nobody asked for
         handles = [
             module.register_forward_hook(lambda _, __, out, i=index: self._logits.append(_at(out, i)))
             for module, index in self.routers
@@ -82,6 +82,7 @@ class LoadBalancing:
         sums = torch.stack([torch.softmax(logits, -1).float()[mask].sum(0) for logits in self._logits]).sum(0)
         self._logits.clear()
         self._probabilities += sums.detach().double()
+        # A loss summed over tokens is divided by all trained tokens of a step: the term is multiplied by them here.
         scale = self.coef * self._tokens * self.num_experts / self._rows
         return (self._shares.to(sums.dtype) * sums).sum() * scale
 
@@ -106,7 +107,7 @@ class LoadBalancing:
         for logits in self._logits:
             chosen = torch.softmax(logits.detach(), -1).topk(self.top_k, -1).indices[mask]
             found[:-2] += products.count_each(chosen.flatten(), self.num_experts)
-            found[-2] += len(chosen)
+            found[-2] += len(chosen)  # of all layers, as transformers concatenates them
         # Of one stage: all see the same tokens.
         found[-1] = batch.num_trained_tokens * self.mesh.cp.size / self.mesh.token_cut.size * self.mesh.is_counted
         return found

@@ -97,7 +97,7 @@ class _WeightedSum(Function):
         y, weights = ctx.saved_tensors
         places: Places = ctx.places
         g = grads[0].index_select(0, places.index)
-        dw = (g.to(weights.dtype) * y).sum(1)[places.places]
+        dw = (g.to(weights.dtype) * y).sum(1)[places.places]  # summed in the dtype of the weights
         return (g * by_row(weights, places.places).unsqueeze(1)).to(y.dtype), dw, None
 
 
@@ -115,7 +115,7 @@ class Slots:
     @classmethod
     def of(cls, top_k_index: Tensor, num_experts: int) -> Slots:
         """top_k_index: int64 `[T, k]`."""
-        order, counts = sort_by_expert(top_k_index, num_experts)
+        order, counts = sort_by_expert(top_k_index, num_experts)  # order // k is the token of a slot
         top_k = top_k_index.shape[-1]
         return cls(Places(order // top_k, inverse_of(order).view(-1, top_k)), counts)
 
@@ -144,6 +144,7 @@ class Journey:
         every = on_device.cpu()  # [ranks of the block, ep, experts of a rank]: all that the host has to know
         sent = every[self.block.rank].sum(1)  # to each ep rank
         arriving, rows = every[:, self.ep.rank], on_device[:, self.ep.rank]  # [ranks of the block, our experts]
+        # Sizes of messages and pieces, which collectives and splits need as numbers.
         self.counts: list[int] = arriving.sum(0).tolist()
         sources = torch.arange(self.block.size, device=device)
         if self.is_flat:
@@ -166,6 +167,7 @@ class Journey:
             rows = self.copies.spread(rows) if self.copies is not None else rows
             return exchange_each_to_each(rows, self.block, self.send, self.receive)
         rows = exchange_each_to_each(rows, self.ep, self.send, self.receive)
+        # A gather takes equal parts; `filled` leaves the padding out again.
         rows = torch.cat([rows, rows.new_zeros(self.most - len(rows), rows.shape[1])])
         return gather_each_to_each(rows, self.etp).index_select(0, self.filled)
 
@@ -195,5 +197,6 @@ def _by_expert(counts: Tensor, sources: Tensor, number: int) -> Tensor:
 
     counts: `[blocks, experts]`. sources: the source rank of each block of rows.
     """
+    # Stable: rows of one source keep the order of its tokens.
     keys = torch.arange(counts.shape[1], device=counts.device) * len(sources) + sources.unsqueeze(1)
     return torch.argsort(keys.flatten().repeat_interleave(counts.flatten(), output_size=number), stable=True)

@@ -58,7 +58,7 @@ def find_experts(model: Any, topology: Topology) -> dict[str, ExpertsRule]:
 def _is_stack(module: nn.Module) -> bool:
     own = dict(module.named_parameters(recurse=False))
     down = own.get("down_proj")
-    return down is not None and down.ndim == 3 and any(name in own for name in ("gate_up_proj", "up_proj"))
+    return down is not None and down.ndim == 3 and ("gate_up_proj" in own or "up_proj" in own)
 
 
 def _rule(name: str, module: Any, model: Any) -> ExpertsRule:
@@ -71,18 +71,25 @@ def _rule(name: str, module: Any, model: Any) -> ExpertsRule:
         weights_first = True
     if None in flags.values() or getattr(module, "has_post_expert_norm", False):
         raise UnsupportedError(f"{name}: {type(module).__name__}", _UNKNOWN)
-    first_name = "gate_up_proj" if flags["has_gate"] else "up_proj"
-    first, second = getattr(module, first_name), module.down_proj
-    is_transposed = bool(flags["is_transposed"])
-    num_experts, inner = second.shape[0], second.shape[1 if is_transposed else 2]
-    hidden = first.shape[1 if is_transposed else 2]
-    known = {first_name, "down_proj"} | ({f"{first_name}_bias", "down_proj_bias"} if flags["has_bias"] else set())
-    if unknown := sorted({n for n, _ in module.named_parameters()} - known):
-        raise UnsupportedError(f"{name}.{unknown[0]}", "it is no part of experts that is known")
-    pieces = Layout.plain(inner)
+    first_name, of_inputs = "up_proj", 2
     if flags["has_gate"]:
-        groups = 1 if flags["is_concatenated"] else inner
-        pieces = Layout((Piece("gate", inner, 1), Piece("up", inner, 1)), groups)
+        first_name = "gate_up_proj"
+    is_transposed = bool(flags["is_transposed"])
+    if is_transposed:
+        of_inputs = 1
+    first, second = getattr(module, first_name), module.down_proj
+    num_experts, inner, hidden = second.shape[0], second.shape[of_inputs], first.shape[of_inputs]
+    known = {first_name, "down_proj"}
+    if flags["has_bias"]:
+        known |= {f"{first_name}_bias", "down_proj_bias"}
+    if unknown := dict(module.named_parameters()).keys() - known:
+        raise UnsupportedError(f"{name}.{min(unknown)}", "it is no part of experts that is known")
+    pieces, fused = Layout.plain(inner), None
+    if flags["has_gate"]:
+        groups = inner  # gate and up of each feature are neighbours
+        if flags["is_concatenated"]:
+            groups = 1
+        pieces = fused = Layout((Piece("gate", inner, 1), Piece("up", inner, 1)), groups)
     # PEFT reads the module's attribute, and assumes [E, out, in] without one.
     is_swapped = is_transposed and not getattr(module, "is_transposed", False)
     common: dict[str, Any] = {
@@ -91,7 +98,6 @@ def _rule(name: str, module: Any, model: Any) -> ExpertsRule:
         "num_experts": num_experts,
         "is_swapped": is_swapped,
     }
-    fused = pieces if flags["has_gate"] else None
     return ExpertsRule(
         name,
         block,

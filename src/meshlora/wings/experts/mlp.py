@@ -57,6 +57,7 @@ class GroupedMlpFunction(Function):
         if fc2.bias is not None:
             y += _weighted(bias_of_rows(fc2.bias, counts, y.dtype), row_weights)
         needs_a1, needs_b1, needs_a2, needs_b2 = ctx.needs_input_grad[-4:]
+        # h and the weights' gradient follow from fc1(x); the frozen matrices alone need nothing of the forward.
         needs_h = ctx.needs_input_grad[0] or ctx.needs_input_grad[1] or needs_a1 or needs_b1 or needs_a2
         ctx.save_for_backward(
             x if needs_a1 else None,
@@ -72,7 +73,7 @@ class GroupedMlpFunction(Function):
             b2,
         )
         ctx.gate, ctx.fc1, ctx.fc2, ctx.counts = gate, fc1, fc2, counts
-        ctx.is_lifted = is_lifted()
+        ctx.is_lifted = is_lifted()  # a backward may run after the block that lifts
         return sum_rows(y, places)
 
     @staticmethod
@@ -82,10 +83,12 @@ class GroupedMlpFunction(Function):
         needs_x, needs_w = ctx.needs_input_grad[:2]
         needs_a1, needs_b1, needs_a2 = ctx.needs_input_grad[-4:-1]
         needs_up = needs_x or needs_a1 or needs_b1
+        # places is a permutation of the N rows, and index says whose each is: the gradient of a sum is its copy.
         g = grads[0].index_select(0, index)
         dx = dw = da1 = db1 = None
         h: Any = None
         row_weights: Any = None
+        # The gate is the model's code: autograd differentiates it, over the rows of this layer alone.
         with torch.enable_grad(), lift(ctx.is_lifted):
             if up is not None:
                 up = up.detach().requires_grad_(needs_up)
@@ -96,12 +99,12 @@ class GroupedMlpFunction(Function):
         )
         needed = [t for t in (up if needs_up else None, row_weights if needs_w else None) if t is not None]
         found = list(torch.autograd.grad([h], needed, [dh])) if needed else []
-        del h, dh
+        del h, dh  # `[N, I]` each, before fc1's gradient needs as much
         if needs_w:
             dw_rows = found.pop()
             if ctx.fc2.bias is not None:
                 dw_rows += (g * bias_of_rows(ctx.fc2.bias, ctx.counts, g.dtype)).sum(1).to(dw_rows.dtype)
-            dw = dw_rows[places]
+            dw = dw_rows[places]  # from sorted rows back to the choices of each token
         del g
         if needs_up:
             dx, da1, db1 = backward_rows(found[0], x, zt1, ctx.fc1, ctx.counts, a1, b1, index=index, needs_dx=needs_x)

@@ -51,7 +51,8 @@ class ParallelExpertLinear(AdaptedLeaf, FrozenMatrix):
         self.rule, self.etp = rule, etp
         self.num_experts = rule.num_experts // mesh.over({EP}).size
         shape = [self.out_features, self.in_features]
-        shape = shape[::-1] if rule.is_transposed else shape
+        if rule.is_transposed:
+            shape.reverse()
         empty = torch.empty(self.num_experts, *shape, dtype=dtype, device=device)
         self.weight = nn.Parameter(empty, requires_grad=False)
         self.register_parameter("bias", None)
@@ -61,36 +62,41 @@ class ParallelExpertLinear(AdaptedLeaf, FrozenMatrix):
 
     def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
         """As in `AdaptedLeaf`; B is stored in the layout that the grouped products read."""
-        assert all(len(value) in (1, self.num_experts) for value in factors.values()), name
-        held = {p: v.mT.contiguous().mT if p.startswith("B") else v for p, v in factors.items()}
+        held = dict(factors)
+        for part, value in factors.items():
+            assert len(value) in (1, self.num_experts), (name, part)
+            if part.startswith("B"):  # `B.gate` of a piece, too
+                held[part] = value.mT.contiguous().mT
         super().add_adapter(name, held, scaling=scaling)
 
     def stored_name(self, path: str, leaf: str) -> str:
         """Before the split projections are parameters, not modules."""
-        return path if leaf == "weight" else f"{path}_{leaf}"
+        if leaf == "weight":
+            return path
+        return f"{path}_{leaf}"
 
     def placement(self, parameter: Tensor) -> Placement:
         """Where its base `parameter` is stored."""
         rule = self.rule
         if parameter.ndim == 2:  # a bias
-            layout = rule.layout if rule.split is Split.COLUMN else None
-            shape = (rule.num_experts, rule.out_features)
-            return Placement(shape, None if layout is None else 1, layout, num_experts=rule.num_experts)
-        dim = 1 if (rule.split is Split.COLUMN) != rule.is_transposed else 2
-        shape = (rule.out_features, rule.in_features)
+            of_bias = (rule.num_experts, rule.out_features)
+            if rule.split is not Split.COLUMN or rule.layout is None:
+                return Placement(of_bias, None, None, num_experts=rule.num_experts)
+            return Placement(of_bias, 1, rule.layout, num_experts=rule.num_experts)
         # Held as it is stored: no transposition.
-        return Placement(
-            (rule.num_experts, *(shape[::-1] if rule.is_transposed else shape)),
-            dim,
-            rule.layout,
-            num_experts=rule.num_experts,
-            has_inputs_first=rule.is_transposed,
-        )
+        shape, dim = (rule.num_experts, rule.out_features, rule.in_features), 2
+        if rule.is_transposed:
+            shape = (rule.num_experts, rule.in_features, rule.out_features)
+        if (rule.split is Split.COLUMN) != rule.is_transposed:
+            dim = 1
+        return Placement(shape, dim, rule.layout, num_experts=rule.num_experts, has_inputs_first=rule.is_transposed)
 
     def projection(self) -> Projection:
         """The frozen part; for a row projection one term of a sum over etp, with the bias on the first rank only."""
         bias = self.bias if self.rule.split is Split.COLUMN or self.etp.rank == 0 else None
-        scale = self.scaling[self.in_use] if self.in_use is not None else 1.0
+        scale = 1.0
+        if self.in_use is not None:
+            scale = self.scaling[self.in_use]
         return Projection(self.frozen_weight, bias, scale, self.rule.is_transposed)
 
     def active_factors(self, adapters: Sequence[str | None] = ()) -> tuple[Tensor | None, Tensor | None]:
@@ -101,14 +107,14 @@ class ParallelExpertLinear(AdaptedLeaf, FrozenMatrix):
         """
         if self.in_use is not None:
             return self.factors(self.in_use)
-        if not any(name in self.scaling for name in adapters):
-            return None, None
         pairs = {name: self.factors(name) for name in adapters if name is not None and name in self.scaling}
+        if not pairs:
+            return None, None
         r = max(a.shape[-2] for a, _ in pairs.values())
         some_a, some_b = next(iter(pairs.values()))
         no_a, no_b = some_a.new_zeros(1, r, self.in_features), some_b.new_zeros(1, self.out_features, r)
         every_a, every_b = [], []
-        for name in adapters:
+        for name in adapters:  # one that is not on these experts is of zeros
             a, b = pairs.get(str(name), (no_a, no_b))
             a, b = F.pad(a, (0, 0, 0, r - a.shape[-2])), F.pad(b, (0, r - b.shape[-1]))
             every_a.append(a.expand(self.num_experts, -1, -1))
@@ -154,9 +160,12 @@ class ParallelExperts(CutsTokens):
         return gather_each_to_one(_padded(out, number, self.mesh.tp), self.mesh.tp)[:number]
 
     def _projections(self) -> list[ParallelExpertLinear]:
-        found = [self.get_submodule(p.name.rpartition(".")[2]) for p in self.rule.projections]
-        assert all(isinstance(leaf, ParallelExpertLinear) for leaf in found)
-        return found  # type: ignore[return-value]
+        found = []
+        for rule in self.rule.projections:
+            leaf = self.get_submodule(rule.name.rpartition(".")[2])
+            assert isinstance(leaf, ParallelExpertLinear)
+            found.append(leaf)
+        return found
 
     def _adapters(self) -> tuple[str | None, ...]:
         """The trained adapters, if they are several and any is on these experts; identical on all ranks."""
@@ -164,7 +173,10 @@ class ParallelExperts(CutsTokens):
         tokens = leaves[0].tokens or leaves[1].tokens
         if tokens is None or not tokens.names_adapters:
             return ()
-        return tokens.adapters if any(name in leaf.scaling for leaf in leaves for name in tokens.adapters) else ()
+        for leaf in leaves:
+            if not leaf.scaling.keys().isdisjoint(tokens.adapters):
+                return tokens.adapters
+        return ()
 
     def _of_own_tokens(
         self, tokens: Tensor, top_k_index: Tensor, weights: Tensor, adapters: Sequence[str | None]
@@ -174,7 +186,7 @@ class ParallelExperts(CutsTokens):
         if is_home and not weights_first:
             return self._run(tokens, weights, slots.places, slots.counts.tolist(), adapters)
         rows = slots.rows(tokens)
-        if weights_first:
+        if weights_first:  # they are in front of the gate, which is not linear
             rows = rows * by_row(weights, slots.places.places).unsqueeze(1).to(rows.dtype)
         if is_home:
             as_they_lie = Places.permutation(torch.arange(len(rows), device=rows.device))
@@ -182,7 +194,9 @@ class ParallelExperts(CutsTokens):
         else:
             journey = Journey(slots, self.mesh)
             rows = journey.back(self._run(journey.there(rows), None, journey.by_expert, journey.counts, adapters))
-        return slots.places.collect(rows) if weights_first else slots.weighted_sum(rows, weights)
+        if weights_first:
+            return slots.places.collect(rows)
+        return slots.weighted_sum(rows, weights)
 
     def _run(
         self,
@@ -267,7 +281,9 @@ def _share(tokens: Tensor, tp: Axis) -> Tensor:
 def _padded(own: Tensor, number: int, tp: Axis) -> Tensor:
     """A share of `number` tokens `[n, ...]`, zero-padded to the largest share."""
     each = -(-number // tp.size)
-    return torch.cat([own, own.new_zeros(each - len(own), *own.shape[1:])]) if len(own) < each else own
+    if len(own) == each:
+        return own
+    return torch.cat([own, own.new_zeros(each - len(own), *own.shape[1:])])
 
 
 class ScaledExpertsBlock(nn.Module):

@@ -62,7 +62,10 @@ class EngineNames:
     def keys(self, experts: str, projection: str, num_experts: int) -> dict[str, list[str]]:
         """Side ("A", "B") -> the keys of one projection, in expert order."""
         start, name = self.prefix(experts), self.projections[projection]
-        return {side: [f"{start}.{e}.{name}.lora_{side}.weight" for e in range(num_experts)] for side in "AB"}
+        found = {}
+        for side in "AB":
+            found[side] = [f"{start}.{e}.{name}.lora_{side}.weight" for e in range(num_experts)]
+        return found
 
 
 _MIXTRAL = EngineNames("w1", "w3", "w2", block="block_sparse_moe")
@@ -148,6 +151,7 @@ def engine_tensors(
         keys = names.keys(experts, projection, num_experts).values()
         for of_side, stack in zip(keys, factors, strict=True):
             for key, matrix in zip(of_side, stack.expand(num_experts, -1, -1), strict=True):
+                # Of its own memory: safetensors stores no two tensors that share some.
                 tensors[key] = matrix.clone(memory_format=torch.contiguous_format)
     return tensors
 
@@ -163,15 +167,16 @@ def read_engine_tensors(
     Raises:
         UserError: factors of some experts or sides are missing, unexpected, or differ in shape or type.
     """
+    # What no projection takes is named: a file of a model with more experts has such keys.
     left = {key for key in tensors if key.startswith(f"{names.prefix(experts)}.")}
-    found = {}
+    found, types = {}, set[torch.dtype]()
     for projection in names.projections:
         keys = names.keys(experts, projection, num_experts)
         present = left.intersection(keys["A"] + keys["B"])
         if not present:
             continue
         left -= present
-        factors = ExpertFactors(*(_stack(tensors, of_side, where) for of_side in keys.values()))
+        factors = ExpertFactors(_stack(tensors, keys["A"], where), _stack(tensors, keys["B"], where))
         if factors.a.ndim != 3 or factors.b.ndim != 3 or factors.a.shape[1] != factors.b.shape[2]:
             raise UserError(
                 f"{where}: {keys['A'][0]} {list(factors.a.shape[1:])}, lora_B {list(factors.b.shape[1:])}",
@@ -179,13 +184,14 @@ def read_engine_tensors(
             )
         if factors.a.any() or factors.b.any():  # training never leaves both zero: neither would ever get a gradient
             found[projection] = factors
+            types |= {factors.a.dtype, factors.b.dtype}
     if left:
         raise UserError(
             f"{where}: {min(left)}",
             f"{experts} has {num_experts} experts with {', '.join(names.projections.values())}",
             "it belongs to another model",
         )
-    if len({stack.dtype for factors in found.values() for stack in factors}) > 1:
+    if len(types) > 1:
         raise UserError(f"{where}: the factors of {experts} have several types", "they have one", "convert them")
     return found
 
@@ -200,8 +206,10 @@ def join_rows(pieces: Mapping[str, ExpertFactors], *, rows: Mapping[str, Tensor]
     if not rows.keys() <= pieces.keys():
         return None
     first = pieces[next(iter(rows))]
-    if not all(torch.equal(pieces[name].a, first.a) for name in rows):
-        return None
+    for name in rows:
+        if not torch.equal(pieces[name].a, first.a):
+            return None
+    # gate and up may alternate: each goes to rows of its own, in whatever order they are.
     b = first.b.new_empty(len(first.b), sum(len(index) for index in rows.values()), first.b.shape[2])
     for name, index in rows.items():
         b[:, index] = pieces[name].b
@@ -213,23 +221,34 @@ def by_projection(rule: ExpertsRule, parts: Mapping[str, Mapping[str, Tensor]]) 
     found: dict[str, ExpertFactors] = {}
     for projection, name in ((rule.first, "up"), (rule.second, "down")):
         own = parts.get(projection.name, {})
-        pieces = sorted({part.partition(".")[2] for part in own} - {""})
-        found |= {piece: ExpertFactors(own[f"A.{piece}"], own[f"B.{piece}"]) for piece in pieces}
-        if "A" in own:
-            whole = ExpertFactors(own["A"], own["B"])
-            found |= split_rows(whole, rows=_rows(rule)) if projection.fused is not None else {name: whole}
+        for part in sorted(own):
+            side, _, piece = part.partition(".")
+            if side == "A" and piece:
+                found[piece] = ExpertFactors(own[part], own[f"B.{piece}"])
+        if "A" not in own:
+            continue
+        whole = ExpertFactors(own["A"], own["B"])
+        if projection.fused is None:
+            found[name] = whole
+        else:
+            found |= split_rows(whole, rows=_rows(rule))
     return found
 
 
 def _by_target(rule: ExpertsRule, found: Mapping[str, ExpertFactors]) -> dict[str, dict[str, ExpertFactors]]:
     """The inverse of `by_projection`: projection of the model -> piece ("" for all of it) -> its adapter."""
-    targets = {rule.second.name: {"": found["down"]}} if "down" in found else {}
-    first = {projection: factors for projection, factors in found.items() if projection != "down"}
-    if first and rule.first.fused is None:
-        targets[rule.first.name] = {"": first["up"]}
-    elif first:
+    first, targets = dict(found), {}
+    if "down" in first:
+        targets[rule.second.name] = {"": first.pop("down")}
+    if not first:
+        return targets
+    joined = first.get("up")
+    if rule.first.fused is not None:
         joined = join_rows(first, rows=_rows(rule))
-        targets[rule.first.name] = first if joined is None else {"": joined}
+    # Other A for gate and up: one adapter each, on pieces of the fused matrix.
+    targets[rule.first.name] = first
+    if joined is not None:
+        targets[rule.first.name] = {"": joined}
     return targets
 
 
@@ -242,7 +261,7 @@ def _rows(rule: ExpertsRule) -> dict[str, Tensor]:
 def _zeros(projection: str, projections: Mapping[str, ExpertFactors]) -> ExpertFactors:
     """Zero factors, shaped from another projection: down maps back from the outputs of gate and up."""
     other, (a, b) = next(iter(projections.items()))
-    r, before, after = a.shape[1], a.shape[2], b.shape[1]
+    r, before, after = a.shape[1], a.shape[2], b.shape[1]  # one expert for all: it is expanded
     if (projection == "down") != (other == "down"):
         before, after = after, before
     return ExpertFactors(a.new_zeros(1, r, before), b.new_zeros(1, after, r))
@@ -303,17 +322,23 @@ def engine_config(file: Path, config: LoraConfig, plan: ModelPlan) -> LoraConfig
             of_experts |= own
             for name, parts in found.items():
                 pieces[name] = tuple(part for part in parts if part)
-                is_shared = is_shared and all(_is_same(stack) for factors in parts.values() for stack in factors)
-    is_shared = is_shared and bool(pieces)
+                for factors in parts.values():
+                    is_shared = is_shared and _is_same(factors.a) and _is_same(factors.b)
+    is_shared = is_shared and bool(pieces)  # without experts the option would be refused
     linears = _linears(file, keys - of_experts, plan)
     # PEFT takes these names in target_modules for the experts' projections.
     taken = {*names.projections.values(), "gate"}
-    as_parameters = [name for name in linears if _leaf(name) in taken]
+    modules, as_parameters = [], []
+    for name in linears:
+        if _leaf(name) in taken:
+            as_parameters.append(name)
+        else:
+            modules.append(name)
     _check_patterns(file, config, [*pieces, *as_parameters], plan, names)
     short = _short_projections(pieces, plan)
     plain = dataclasses.replace(
         config,
-        target_modules=_short_linears([name for name in linears if name not in as_parameters], plan),
+        target_modules=_short_linears(modules, plan),
         target_parameters=[*short, *(f"{name}.weight" for name in as_parameters)],
         exclude_modules=None,
         layers_to_transform=None,
@@ -342,9 +367,12 @@ def engine_factors(file: Path, targets: Mapping[str, Target], plan: ModelPlan) -
         left = keys - {*base_keys(linears, plan).values()}
         for own, projections in _layers(opened, file, keys, plan, engine_names(plan.model_type)):
             left -= own
-            found |= {name: _parts(file, targets[name], pieces) for name, pieces in projections.items()}
+            for name, pieces in projections.items():
+                found[name] = _parts(file, targets[name], pieces)
         if wrong := sorted(left ^ expected.keys()):
-            what = "its lora_A and lora_B are not both there" if wrong[0] in expected else "no target has it"
+            what = "no target has it"
+            if wrong[0] in expected:
+                what = "its lora_A and lora_B are not both there"
             raise UserError(f"{file}: {wrong[0]}", what, "it is damaged, or belongs to another model")
         tensors = {key: read_tensor(opened, file, key, expected[key]) for key in sorted(left)}
     assert found.keys() | linears.keys() == targets.keys(), (sorted(found), sorted(targets))
@@ -381,9 +409,13 @@ def _parts(file: Path, target: Target, pieces: Mapping[str, ExpertFactors]) -> d
     assert target.pieces == tuple(piece for piece in pieces if piece), (target, list(pieces))
     parts = {}
     for piece, factors in pieces.items():
-        own = to_shared(factors, where=f"{file}: {target.name}") if target.is_shared else factors
+        own = factors
+        if target.is_shared:
+            own = to_shared(factors, where=f"{file}: {target.name}")
         for side, stack in zip("AB", own, strict=True):
-            part = f"{side}.{piece}" if piece else side
+            part = side
+            if piece:
+                part = f"{side}.{piece}"
             check_shape(file, f"lora_{part} of {target.name}", tuple(stack.shape[1:]), target.shapes[part][1:])
             parts[part] = stack
     return parts
@@ -397,7 +429,7 @@ def _linears(file: Path, keys: Iterable[str], plan: ModelPlan) -> list[str]:
     """Names of the linears and the embedding that `keys` belong to, in model order."""
     known = [plan.embedding, *plan.linears]
     found = set()
-    for key in sorted(keys):
+    for key in sorted(keys):  # so that an error names the same key each time
         match = _OF_LINEAR.fullmatch(key)
         if match is not None and match["name"] in known:
             found.add(match["name"])
@@ -409,7 +441,12 @@ def _linears(file: Path, keys: Iterable[str], plan: ModelPlan) -> list[str]:
 def _short_linears(chosen: Collection[str], plan: ModelPlan) -> list[str]:
     """The last parts of the names if unambiguous, else full names."""
     others = {_leaf(name) for name in (plan.embedding, *plan.linears) if name not in chosen}
-    short = {name if _leaf(name) in others or _leaf(name).isdecimal() else _leaf(name) for name in chosen}
+    short = set()
+    for name in chosen:
+        leaf = _leaf(name)
+        if leaf in others or leaf.isdecimal():  # a number in a list of modules says nothing by itself
+            leaf = name
+        short.add(leaf)
     return sorted(short)
 
 
@@ -418,8 +455,11 @@ def _short_projections(pieces: Mapping[str, tuple[str, ...]], plan: ModelPlan) -
     found = {}
     for name, parts in pieces.items():
         short = ".".join(name.split(".")[-2:])
-        same = [pieces.get(other) for other in plan.projections if other.endswith(f".{short}")]
-        found[short if all(each == parts for each in same) else name] = parts
+        # None of one without an adapter, which the short name would match too.
+        of_short = {pieces.get(other) for other in plan.projections if other.endswith(f".{short}")}
+        if of_short != {parts}:
+            short = name
+        found[short] = parts
     return found
 
 
@@ -431,16 +471,18 @@ def _check_patterns(
     file: Path, config: LoraConfig, targets: Iterable[str], plan: ModelPlan, names: EngineNames
 ) -> None:
     """Refuse patterns on these targets: engines have one rank and one scale, and the names change."""
-    single = [
-        f"{names.prefix(rule.name)}.{expert}.{leaf}".removeprefix(PREFIX)
-        for rule in plan.experts.values()
-        for expert in range(rule.num_experts)
-        for leaf in names.projections.values()
-    ]
-    check_patterns(config, [*single, *targets])
+    every = []
+    for rule in plan.experts.values():
+        start = names.prefix(rule.name).removeprefix(PREFIX)
+        for expert in range(rule.num_experts):
+            every += [f"{start}.{expert}.{leaf}" for leaf in names.projections.values()]
+    every += targets
+    check_patterns(config, every)
     for option in ("rank_pattern", "alpha_pattern"):
         pattern = getattr(config, option)
-        for name in (*single, *targets) if pattern else ():
+        if not pattern:  # of thousands of names
+            continue
+        for name in every:
             if pattern_key(pattern, name) in pattern:
                 raise UnsupportedError(
                     f"{file}: {option}={pattern}", f"it is about {name}, and adapters on single experts have one rank"

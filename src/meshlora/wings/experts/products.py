@@ -74,7 +74,7 @@ def count_each(chosen: Tensor, number: int) -> Tensor:
 
 def inverse_of(order: Tensor) -> Tensor:
     """`inverse[order[n]] = n`."""
-    inverse = torch.empty_like(order)
+    inverse = torch.empty_like(order)  # cheaper than a second sort
     inverse[order] = torch.arange(len(order), device=order.device)
     return inverse
 
@@ -109,7 +109,7 @@ def can_group(x: Tensor, weight: Tensor) -> bool:
         return False
     if x.is_cuda and (x.dtype != torch.bfloat16 or torch.cuda.get_device_capability(x.device) < (8, 0)):
         return False
-    aligned = 16 // x.element_size()
+    aligned = 16 // x.element_size()  # `grouped_mm` takes strides of whole 16 bytes
     return all(
         t.data_ptr() % 16 == 0 and sorted(t.stride()[-2:])[0] == 1 and sorted(t.stride()[-2:])[1] % aligned == 0
         for t in (x, weight)
@@ -120,11 +120,13 @@ def grouped_product(x: Tensor, weight: Tensor | FewBits, counts: Sequence[int]) 
     """y[n] = x[n] weight[e]: x `[N, in]`, weight `[E, in, out]` -> `[N, out]`. counts: per expert, or per E K pair."""
     counts = of_experts(counts, len(weight))
     if not isinstance(weight, FewBits) and len(x) and can_group(x, weight):
+        # On the host, where the counts are known, and then to the device without waiting for it.
         ends = torch.tensor(counts, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
         return F.grouped_mm(x, weight, offs=to_device(ends, x.device))
     if not isinstance(weight, FewBits) and len(x):
         take(EXPERTS_ONE_BY_ONE, x.device)
     y = x.new_empty(len(x), weight.shape[2])
+    # Views of y: each product writes its rows in place, and no row is copied.
     for e, (count, x_e, y_e) in enumerate(zip(counts, x.split(counts), y.split(counts), strict=True)):
         if count:
             torch.mm(x_e, weight[e], out=y_e)
@@ -166,6 +168,7 @@ def forward_rows(
         y = grouped_product(x, weight, counts)
         z = _factor_product(x, a.mT, counts)
         return y.add_(_factor_product(z, bt, counts), alpha=projection.scale), z.T
+    # One factor for all experts: its product runs once, over all rows.
     shares_a, shares_b = (len(factor) < number for factor in (a, b))
     if shares_a:
         x, index = _gathered(x, index), None
@@ -238,7 +241,7 @@ def _gradient_of_z(g: Tensor, bt: Tensor, scale: float, counts: Sequence[int]) -
         return torch.mm(bt[0], g.T, out=dzt).mul_(scale)
     for g_e, dzt_e, bt_e in zip(g.split(counts), dzt.split(counts, 1), bt.unbind(), strict=True):
         if len(g_e):
-            torch.addmm(dzt_e, bt_e, g_e.T, beta=0, alpha=scale, out=dzt_e)
+            torch.addmm(dzt_e, bt_e, g_e.T, beta=0, alpha=scale, out=dzt_e)  # beta=0: what was there is not read
     return dzt
 
 
@@ -351,5 +354,6 @@ def _backward_grouped(
 
 def bias_of_rows(bias: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
     """`[E, out]` -> `[N, out]`."""
+    # With the size the host need not wait for the sum of the repeats.
     repeats = to_device(torch.tensor(of_experts(counts, len(bias))), bias.device)
     return bias.to(dtype).repeat_interleave(repeats, 0, output_size=sum(counts))

@@ -30,7 +30,7 @@ class RouterAdapter(AdaptedLeaf):
         return path.partition(".parametrizations.")[0]
 
     def forward(self, weight: Tensor) -> Tensor:
-        if self.in_use is None:
+        if self.in_use is None:  # none is active, or it is switched off
             return weight
         a, b = (factor.to(weight.dtype) for factor in self.factors(self.in_use))
         return torch.addmm(weight, b, a, alpha=self.scaling[self.in_use])

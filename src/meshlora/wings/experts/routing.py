@@ -67,10 +67,12 @@ class RunRouting:
         lengths = list(map(len, ids))
         total = sum(lengths)
         numbers = torch.arange(total).split(lengths)
-        self._tokens = [
-            [torch.cat([numbers[place] for place in row]) for _, row in part]
-            for part in self.batching.rows([(data, indices)])
-        ]
+        self._tokens.clear()
+        for part in self.batching.rows([(data, indices)]):
+            rows = [
+                torch.cat([numbers[place] for place in row]) for _, row in part
+            ]  # several sequences in a packed row
+            self._tokens.append(rows)
         experts = {rule.block: rule.num_experts for rule in self.plan.experts.values()}
         digest = _digest(ids)
         record = RoutingRecord(total, experts, digest=digest)
@@ -108,12 +110,15 @@ class RunRouting:
         for block, column in columns.items():
             record.choices[step, block] = torch.from_numpy(routed[:, column].astype(np.int32))
         is_known = torch.from_numpy((routed >= 0).all((1, 2)))
-        self._tokens = [[torch.where(is_known[row], row, -1) for row in of_batch] for of_batch in self._tokens]
+        for rows in self._tokens:
+            rows[:] = [torch.where(is_known[row], row, -1) for row in rows]
         return record
 
     def off(self) -> contextlib.AbstractContextManager[None]:
         """Inside the block routers choose freely, and nothing is recorded."""
-        return contextlib.nullcontext() if self._routing is None else self._routing.off()
+        if self._routing is None:
+            return contextlib.nullcontext()
+        return self._routing.off()
 
     def before(self, number: int, batch: Batch) -> None:
         """Announce that micro-batch `number` of this rank runs next."""
@@ -129,7 +134,7 @@ class RunRouting:
         file = step_file(self.folder, step)
         for key in sorted(record.choices):
             every = all_gather(record.choices[key].to(self.mesh.device).unsqueeze(0), self.mesh.world)
-            record.choices[key] = every.amax(0).cpu()
+            record.choices[key] = every.amax(0).cpu()  # -1 on ranks that do not have the token
         self._on_rank_0(lambda: write_atomically(file, record.save))
 
     def _on_rank_0(self, write: Callable[[], None]) -> None:
@@ -159,11 +164,15 @@ def check_routing(folder: Path, *, replays: bool, steps: int, plan: ModelPlan, m
         UserError: the model has no experts; files of steps are missing; a record would overwrite another, or its
             folder is not writable.
     """
-    option = f"train.{'routing_replay' if replays else 'routing_record'}={folder}"
+    option = f"train.routing_record={folder}"
+    if replays:
+        option = f"train.routing_replay={folder}"
     if not plan.experts:
         raise UserError(option, f"{plan.model_type} has no routed experts", "leave it out")
     if not replays:
-        parent = next(p for p in (folder, *folder.absolute().parents) if p.exists())
+        parent = folder
+        while not parent.exists():  # it is made when the run begins
+            parent = parent.absolute().parent
         if not parent.is_dir():
             raise UserError(option, f"{parent} is a file, a folder is needed", "choose another")
         if _step_files(folder) and not may_overwrite:
@@ -192,17 +201,21 @@ def check_routed(routed: np.ndarray, plan: ModelPlan) -> dict[str, int]:
     check({"topology": plan.topology, option: True})
     if not plan.experts:
         raise UserError(option, f"{plan.model_type} has no routed experts", "leave them out")
-    layers = {
-        rule.block: int(re.findall(r"\d+", rule.block.removeprefix(plan.layers))[0]) for rule in plan.experts.values()
-    }
+    layers = {}
+    for experts in plan.experts.values():
+        number_in_name = re.findall(r"\d+", experts.block.removeprefix(plan.layers))[0]
+        layers[experts.block] = int(number_in_name)
     ordered = sorted(layers, key=lambda block: layers[block])
     number = routed.shape[1]
-    columns = layers if number > len(ordered) else {block: column for column, block in enumerate(ordered)}
+    columns = layers
+    if number <= len(ordered):  # of the layers with experts alone
+        columns = {block: column for column, block in enumerate(ordered)}
     if number < len(ordered) or max(columns.values()) >= number:
         rule = f"they are of {number} layers, and {len(ordered)} of {plan.model_type} have experts"
         raise UserError(option, rule, "give those of the model that is trained")
     for experts in plan.experts.values():
         own = routed[:, columns[experts.block]]
+        # Rows of -1 are of tokens whose experts nobody knows.
         if own.shape[1] > 1 and bool((np.diff(np.sort(own), axis=1) == 0)[own[:, 0] >= 0].any()):
             raise UserError(
                 f"{option}, {experts.block}", "a token goes to one expert twice", "are they of this engine?"
@@ -215,9 +228,16 @@ def check_routed(routed: np.ndarray, plan: ModelPlan) -> dict[str, int]:
 
 def _step_files(folder: Path) -> dict[int, Path]:
     """Step, from 0 -> its file, of all files in `folder`."""
-    found = ((re.fullmatch(r"step-([0-9]{6,})\.safetensors", file.name), file) for file in folder.glob("step-*"))
-    steps = ((int(match[1]) - 1, file) for match, file in found if match)
-    return {step: file for step, file in steps if step >= 0 and file == step_file(folder, step) and file.is_file()}
+    found = {}
+    for file in folder.glob("step-*"):
+        match = re.fullmatch(r"step-([0-9]{6,})\.safetensors", file.name)
+        if match is None:
+            continue
+        step = int(match[1]) - 1
+        # "step-0000001" and "step-000000" are names of no step.
+        if step >= 0 and file == step_file(folder, step) and file.is_file():
+            found[step] = file
+    return found
 
 
 def _make_room(folder: Path, first: int) -> None:

@@ -67,6 +67,7 @@ def _compare(given: dict[str, Tensor], tp: Axis) -> None:
     tokens, *more = given.values()
     own = fingerprint(tokens)
     for place, value in enumerate(more):
+        # Weighted by place: a mask and labels that have changed places do not cancel.
         own[0, 2] += (place + 3) * fingerprint(value)[0, 2]
     of_ranks = all_gather(own, tp).tolist()
     if other := [rank for rank, one in zip(tp.ranks, of_ranks, strict=True) if one != of_ranks[0]]:

@@ -38,9 +38,9 @@ def with_whole_projections(config: LoraConfig, plan: ModelPlan) -> LoraConfig:
     for name in given:
         owner, _, leaf = name.rpartition(".")
         fused = f"{owner}.gate_up_proj" if owner else "gate_up_proj"
+        # Where the model has a matrix of that name, the name is about it.
         is_piece = leaf in ("gate_proj", "up_proj") and not matches([name], plan.projections)
-        about = matches([fused], plan.projections) if is_piece else []
-        if about and all(plan.projections[projection].fused is not None for projection in about):
+        if is_piece and _are_fused(fused, plan):
             found.setdefault(fused, []).append(leaf.removesuffix("_proj"))
             name = fused
         if name not in names:
@@ -69,6 +69,12 @@ def with_whole_projections(config: LoraConfig, plan: ModelPlan) -> LoraConfig:
     return with_pieces(plain, ordered)
 
 
+def _are_fused(name: str, plan: ModelPlan) -> bool:
+    """Whether there are projections of this name or suffix, and all have gate and up in one matrix."""
+    about = matches([name], plan.projections)
+    return bool(about) and all(plan.projections[projection].fused is not None for projection in about)
+
+
 def _fused_pattern(
     pattern: dict[str, Any],
     default: Any,
@@ -84,34 +90,53 @@ def _fused_pattern(
     replaced: set[str] = set()
     others = [*plan.linears, *matches(named, _parameters(plan))]
     for name, pieces in fused.items():
-        ends = [f"{piece}_proj" for piece in pieces]
-        parts = [name.removesuffix("gate_up_proj") + end for end in ends]
-        keys = [pattern_key(pattern, part) for part in parts]
+        parts = [f"{name.removesuffix('gate_up_proj')}{piece}_proj" for piece in pieces]
         for projection in matches([name], plan.projections):
-            for end, part, key in zip(ends, parts, keys, strict=True):
-                own = pattern_key(pattern, projection.removesuffix("gate_up_proj") + end)
-                if own in pattern and own != key:  # one merged entry cannot express both
-                    raise UserError(
-                        f"{option}={pattern}",
-                        f"{own!r} is about {end} of {projection}, and not about all of {part}",
-                        f"give the pattern for {part}, or name gate_up_proj in target_parameters",
-                    )
+            _check_about_all(pattern, parts, projection, option)
+        keys = [pattern_key(pattern, part) for part in parts]
         values = {pattern.get(key, default) for key in keys}
         if len(values) > 1:
             raise UnsupportedError(
                 f"{option}={pattern}", f"{' and '.join(parts)} have one rank and one scale", "give both the same"
             )
-        if all(key in pattern for key in keys):  # else both have the default
+        if pattern.keys() >= {*keys}:  # else both have the default
             # The first match wins, so this entry takes the position of the last one it replaces.
             last = max(keys, key=list(pattern).index)
-            entries = [item for item in changed.items() if item[0] != name]
-            at = [key for key, _ in entries].index(last)
-            changed = dict([*entries[:at], (name, values.pop()), *entries[at:]])
+            changed = _put_before(changed, last, name, values.pop())
         replaced |= {*keys}
+    # After all of them: two entries of target_parameters may have been read by one pattern.
     for key in replaced:
         if not any(pattern_key([key], other) == key for other in others):  # else others use it too
             changed.pop(key, None)
     return changed
+
+
+def _check_about_all(pattern: Mapping[str, Any], parts: Iterable[str], projection: str, option: str) -> None:
+    """Refuse an entry about gate or up of one `projection` alone: one merged entry cannot express both.
+
+    Raises:
+        UserError: names the entry.
+    """
+    for part in parts:
+        end = part.rpartition(".")[2]
+        own = pattern_key(pattern, projection.removesuffix("gate_up_proj") + end)
+        if own in pattern and own != pattern_key(pattern, part):
+            raise UserError(
+                f"{option}={pattern}",
+                f"{own!r} is about {end} of {projection}, and not about all of {part}",
+                f"give the pattern for {part}, or name gate_up_proj in target_parameters",
+            )
+
+
+def _put_before(pattern: Mapping[str, Any], other: str, name: str, value: Any) -> dict[str, Any]:
+    """`pattern` with `name` before the entry `other`, and not where it was."""
+    found = {}
+    for key, own in pattern.items():
+        if key == other:
+            found[name] = value
+        if key != name:
+            found[key] = own
+    return found
 
 
 def matched_parameters(model: Any, plan: ModelPlan, config: LoraConfig) -> list[str]:
@@ -123,7 +148,7 @@ def matched_parameters(model: Any, plan: ModelPlan, config: LoraConfig) -> list[
     wanted = list(config.target_parameters or ())
     every = _parameters(plan)
     others = [name for name, _ in model.named_parameters() if name not in every]
-    for name in wanted:
+    for name in wanted:  # one by one: each is to match something
         if matches([name], every):
             continue
         if other := matches([name], others):
@@ -133,7 +158,7 @@ def matched_parameters(model: Any, plan: ModelPlan, config: LoraConfig) -> list[
         raise UserError(
             f"target_parameters={wanted}",
             f"{name!r} matches no parameter of the model",
-            did_you_mean(name, {_short(full) for full in [*plan.projections]} or {_short(full) for full in every}),
+            did_you_mean(name, {_short(full) for full in plan.projections or every}),
         )
     return [name.removesuffix(".weight") for name in matches(wanted, every) if _is_chosen(name, config)]
 
@@ -154,8 +179,10 @@ def _is_chosen(name: str, config: LoraConfig) -> bool:
 def _short(name: str) -> str:
     """The name inside its layer: `model.layers.0.mlp.experts.down_proj` -> `mlp.experts.down_proj`."""
     parts = name.split(".")
-    start = next((index + 1 for index, part in enumerate(parts) if part.isdecimal()), 0)
-    return ".".join(parts[start:])
+    for index, part in enumerate(parts):
+        if part.isdecimal():
+            return ".".join(parts[index + 1 :])
+    return name
 
 
 def check_targets(config: LoraConfig, modules: Collection[str], by_weight: Collection[str], plan: ModelPlan) -> None:
@@ -166,7 +193,7 @@ def check_targets(config: LoraConfig, modules: Collection[str], by_weight: Colle
     Raises:
         UnsupportedError, UserError: see the two checks.
     """
-    _check_options(config, [*modules, *(name for name in by_weight if name not in modules)], plan)
+    _check_options(config, dict.fromkeys([*modules, *by_weight]), plan)  # each once, in order
     _check_named_once(modules, by_weight, plan)
 
 
@@ -176,20 +203,28 @@ def _check_options(config: LoraConfig, matched: Iterable[str], plan: ModelPlan) 
     Raises:
         UnsupportedError: DoRA, PiSSA or OLoRA. UserError: `share_experts` without experts.
     """
-    matched = list(matched)
-    experts = [name for name in matched if name in plan.projections]
+    experts, matrices, renamed, by_weight, transposed = [], [], [], [], []
+    for name in matched:
+        if name in plan.projections:
+            experts.append(name)
+        if name in plan.matrices:
+            matrices.append(name)
+        if name not in plan.linears:
+            continue
+        if _is_rewritten(name.rpartition(".")[2], plan.model_type):
+            renamed.append(name)
+        if matches(config.target_parameters or (), [f"{name}.weight"]):
+            by_weight.append(name)
+            if plan.linears[name].is_transposed:
+                transposed.append(name)
     if getattr(config, "share_experts", False) and not experts:
         raise UserError("share_experts", "no experts are among the targets", "name them in target_parameters")
-    parameters = [*experts, *(name for name in matched if name in plan.matrices)]
-    linears = [name for name in matched if name in plan.linears]
-    renamed = [name for name in linears if _is_rewritten(name.rpartition(".")[2], plan.model_type)]
-    by_weight = [name for name in linears if matches(config.target_parameters or (), [f"{name}.weight"])]
-    transposed = [name for name in by_weight if plan.linears[name].is_transposed]
+    # One of each, or "" for none: `check` refuses by what there is, and names it.
     check(
         {
             "use_dora": config.use_dora,
             "init_lora_weights": config.init_lora_weights,
-            "an adapter on experts or routers": "".join(parameters[:1]),
+            "an adapter on experts or routers": "".join([*experts, *matrices][:1]),
             "renamed": "".join(renamed[:1]),
             "by_weight": "".join(by_weight[:1]),
         }
@@ -229,10 +264,15 @@ def _stored_parameters(config: LoraConfig, targets: Iterable[str], plan: ModelPl
     given = list(config.target_parameters or ())
     if not given:
         return None
-    names = [name if name in plan.projections else f"{name}.weight" for name in targets]
-    every = _parameters(plan)
-    about = matches(given, every)
-    return given if set(about) <= set(names) else [name for name in names if name in about]
+    names = []
+    for name in targets:
+        if name not in plan.projections:
+            name = f"{name}.weight"
+        names.append(name)
+    about = set(matches(given, _parameters(plan)))
+    if about <= set(names):
+        return given
+    return [name for name in names if name in about]
 
 
 def out_of_reach(config: LoraConfig, modules: Iterable[str], model_type: str) -> LoraConfig:
@@ -247,6 +287,7 @@ def out_of_reach(config: LoraConfig, modules: Iterable[str], model_type: str) ->
         return config
     kept = [name for name in named if name not in reached]
     given = config.target_modules if isinstance(config.target_modules, set | list) else ()
+    # What is given about others alone stays, and what it does not name is named in full.
     ends = {end for end in given if not matches([end], reached)}
     ends |= set(kept) - set(matches(ends, kept))
     found = dataclasses.replace(config, target_modules=ends)
@@ -256,6 +297,7 @@ def out_of_reach(config: LoraConfig, modules: Iterable[str], model_type: str) ->
         key = re.escape(f"{name}.weight")
         for option, default in (("rank_pattern", config.r), ("alpha_pattern", config.lora_alpha)):
             pattern = getattr(config, option)
+            # An entry about the module is no entry about its weight: it is written again.
             value = pattern.get(pattern_key(pattern, name), default)
             if value != default:
                 setattr(found, option, getattr(found, option) | {key: value})
