@@ -89,8 +89,8 @@ class Seen:
     @classmethod
     def joined(cls, pieces: Sequence[Seen]) -> Seen:
         """One after the other."""
-        fields = ("first", "last", "number", "own")
-        return cls(*(np.concatenate([getattr(piece, field) for piece in pieces]) for field in fields))
+        each = [np.stack([piece.first, piece.last, piece.number, piece.own]) for piece in pieces]
+        return cls(*np.concatenate(each, 1))
 
     def is_equal(self, other: Seen) -> bool:
         """Whether all see the same."""
@@ -100,9 +100,15 @@ class Seen:
 
 def columns_of(seen: Sequence[Seen], queries: slice) -> slice:
     """From the first to the last key that any of `queries` sees in any row; none at all: 0 to 0."""
-    see = [(one, np.flatnonzero(one.number[queries]) + queries.start) for one in seen]
-    ends = [(int(one.first[which].min()), int(one.last[which].max()) + 1) for one, which in see if len(which)]
-    return slice(min(first for first, _ in ends), max(stop for _, stop in ends)) if ends else slice(0, 0)
+    firsts, stops = [], []
+    for one in seen:
+        which = np.flatnonzero(one.number[queries]) + queries.start  # those that see any
+        if len(which):
+            firsts.append(int(one.first[which].min()))
+            stops.append(int(one.last[which].max()) + 1)
+    if not firsts:
+        return slice(0, 0)
+    return slice(min(firsts), max(stops))
 
 
 def groups_of(seen: Seen) -> Iterator[tuple[slice, list[tuple[slice, bool]] | None]]:
@@ -112,6 +118,7 @@ def groups_of(seen: Seen) -> Iterator[tuple[slice, list[tuple[slice, bool]] | No
     """
     is_slice = (seen.number > 0) & (seen.last - seen.first + 1 == seen.number)
     is_causal = is_slice & (seen.last == seen.own)
+    # 0: sees nothing; 1: a slice up to itself; 2: another slice; 3: only a mask says it.
     kind = np.select([seen.number == 0, is_causal, is_slice], [0, 1, 2], 3)
     same_first, same_last = np.diff(seen.first) == 0, np.diff(seen.last) == 0
     goes_on = np.choose(kind[:-1], [True, same_first & (np.diff(seen.own) == 1), same_first & same_last, np.True_]) & (
@@ -129,8 +136,10 @@ def groups_of(seen: Seen) -> Iterator[tuple[slice, list[tuple[slice, bool]] | No
         if kind[begin] == 2:
             yield slice(begin, end), [(slice(first, last + 1), False)]
         elif kind[begin] == 1:
-            before = [(slice(first, last), False)] if last > first else []
-            yield slice(begin, end), [*before, (slice(last, last + end - begin), True)]
+            slices = [(slice(last, last + end - begin), True)]
+            if last > first:  # all of them see what is before the first query's own key
+                slices.insert(0, (slice(first, last), False))
+            yield slice(begin, end), slices
     if masked < len(kind):
         yield slice(masked, len(kind)), None
 
@@ -172,7 +181,7 @@ class _Attention(Function):
         out = query.new_zeros((rows, number, heads, pair.shape[-1] - how.key_width), dtype=wide)
         lse = query.new_full((rows, heads, number), -torch.inf, dtype=wide)
         passing = pair
-        for step, of_step in enumerate(parts):
+        for step, of_step in enumerate(parts):  # own pair first, so the ring needs one pass less
             passing = pass_on(passing, axis) if step else passing
             key, value = _split(passing, how)
             for part in _small(of_step, query, how, value):
@@ -191,6 +200,7 @@ class _Attention(Function):
         query, pair, sinks, out, lse = ctx.saved_tensors
         back = _Backward(query, out.transpose(1, 2), lse, grads[0].transpose(1, 2), ctx.how)
         own = back.through(pair, ctx.parts[0])
+        # The gradient of a pair travels beside it, and arrives at its owner one pass after the last part.
         passing, travelling = pair, pair[..., :0]
         for of_step in ctx.parts[1:]:
             both = pass_on(torch.cat([passing, travelling], -1), ctx.axis)
@@ -239,6 +249,7 @@ class _Backward:
         grad, query = _by_group(grad, key), _by_group(query, key)
         value_grad = share.to(grad.dtype).transpose(-1, -2) @ grad
         score_grad = (grad @ value.transpose(-1, -2)).to(share.dtype)
+        # In place: scores are the largest tensors here.
         score_grad = score_grad.sub_(_by_group(self.shift[where].unsqueeze(-1), key)).mul_(share).mul_(self.how.scale)
         if slope is not None:
             score_grad *= slope
@@ -270,6 +281,7 @@ def has_kernel(query: Tensor) -> bool:
     if query.is_cpu:
         return query.dtype in _DTYPES
     width = query.shape[-1]
+    # What torch's flash attention takes.
     fits = query.dtype in (torch.bfloat16, torch.float16) and width % 8 == 0 and width <= 256
     return fits and (query.is_meta or agrees(query.device, query.dtype, width))
 

@@ -30,6 +30,7 @@ def install_context(model: Any, plan: ModelPlan, context: ContextCut) -> None:
     if context.axis.size == 1:
         return
     layers = model.get_submodule(plan.layers)
+    # The modules around the layers make the masks, by their own configuration.
     parts = plan.layers.split(".")
     parents = [model.get_submodule(".".join(parts[:number])) for number in range(len(parts))]
     hold_context(model, layers, ContextAttention(context, is_ring=plan.topology.ring), parents)
@@ -48,13 +49,14 @@ def install_context(model: Any, plan: ModelPlan, context: ContextCut) -> None:
         names = list(inspect.signature(layer.forward).parameters)
 
         def cut(_: nn.Module, args: Any, kwargs: Any, names: Sequence[str] = names) -> Any:
-            own = tuple(
-                cut_argument(context.held, name, value) for name, value in zip(names[1:], args[1:], strict=False)
-            )
-            return (*args[:1], *own), {
-                name: value if name == "hidden_states" else cut_argument(context.held, name, value)
-                for name, value in kwargs.items()
-            }
+            own = list(args[:1])  # the residual stream, which is cut already
+            for name, value in zip(names[1:], args[1:], strict=False):
+                own.append(cut_argument(context.held, name, value))
+            by_name = dict(kwargs)
+            for name in kwargs:
+                if name != "hidden_states":
+                    by_name[name] = cut_argument(context.held, name, kwargs[name])
+            return tuple(own), by_name
 
         layer.register_forward_pre_hook(cut, with_kwargs=True)
 
@@ -63,7 +65,9 @@ def sees_all(config: Any) -> bool:
     """Whether a layer of a model of this configuration attends to all earlier tokens."""
     text = config.get_text_config()
     types = getattr(text, "layer_types", None)
-    return "full_attention" in types if types else not getattr(text, "sliding_window", None)
+    if types:
+        return "full_attention" in types
+    return not getattr(text, "sliding_window", None)
 
 
 def cut_argument(held: HeldTokens | None, name: str, value: Any) -> Any:
@@ -72,7 +76,7 @@ def cut_argument(held: HeldTokens | None, name: str, value: Any) -> Any:
     Raises:
         UnsupportedError: it has something for each token, and it is not known along which dim.
     """
-    if held is None or isinstance(value, RowsOfMask):
+    if held is None or isinstance(value, RowsOfMask):  # a mask is cut where its rows are made
         return value
     if isinstance(value, tuple):
         return tuple(cut_argument(held, name, each) for each in value)
@@ -80,7 +84,10 @@ def cut_argument(held: HeldTokens | None, name: str, value: Any) -> Any:
         return value
     if name.endswith("attention_mask") and value.ndim == 2:  # of recurrent mixers, 0 at padding
         return held.cut(value, 1)
-    rows, dim = next((dims for word, dims in _TOKEN_DIMS.items() if word in name), (0, 0))
+    rows, dim = 0, 0
+    for word, dims in _TOKEN_DIMS.items():
+        if word in name:
+            rows, dim = dims
     if not dim or value.shape[dim] != held.length:
         raise UnsupportedError(
             f"cp with a decoder layer that takes {name} {list(value.shape)}",
@@ -92,4 +99,6 @@ def cut_argument(held: HeldTokens | None, name: str, value: Any) -> Any:
 
 def _kept(context: ContextCut, x: Tensor) -> Tensor:
     """x `[B, S/cp, H]`, of which the model's code makes a view as `[B, S, H]`: that is x itself."""
-    return x if context.held is None else x.as_subclass(compat.Unviewed)
+    if context.held is None:
+        return x
+    return x.as_subclass(compat.Unviewed)

@@ -72,15 +72,23 @@ class ContextAttention:
             )
 
     def __deepcopy__(self, memo: dict[int, object]) -> ContextAttention:
-        return self  # of a model and its layers
+        return self  # of a model and its layers: a copied layer attends over the same ranks
 
 
 def _blocks_of(held: HeldTokens) -> Iterator[tuple[slice, slice, np.ndarray]]:
     """(rows, own tokens, their positions) of each block of queries. Rows are together where all are dealt alike."""
-    for row in range(1 if held.is_uniform else held.rows):
-        rows = slice(None) if held.is_uniform else slice(row, row + 1)
+    for row, rows in _rows_dealt_alike(held):
         for own in _cut_up(held, slice(0, held.per_rank), row):
             yield rows, own, held.own_on_host[row, own]
+
+
+def _rows_dealt_alike(held: HeldTokens) -> Iterator[tuple[int, slice]]:
+    """(The first of them, rows whose tokens are dealt alike): all, or each by itself."""
+    if held.is_uniform:
+        yield 0, slice(None)
+        return
+    for row in range(held.rows):
+        yield row, slice(row, row + 1)
 
 
 def _cut_up(held: HeldTokens, tokens: slice, row: int) -> Iterator[slice]:
@@ -123,8 +131,9 @@ class RowsOfMask:
         in the ring of its own keys, then of those of the ranks before it, in the order of each.
         """
         size, rank = held.axis.size, held.axis.rank
-        every = np.tile(np.arange(held.length), (held.rows, 1))
-        of_steps = [held.of_rank((rank - step) % size) for step in range(size)] if in_ring else [every]
+        of_steps = [np.tile(np.arange(held.length), (held.rows, 1))]
+        if in_ring:
+            of_steps = [held.of_rank((rank - step) % size) for step in range(size)]
         found: list[list[Part]] = self._once(
             "parts", held, lambda: [list(self._parts(held, keys)) for keys in of_steps]
         )
@@ -145,15 +154,19 @@ class RowsOfMask:
 
     def _parts(self, held: HeldTokens, keys: np.ndarray) -> Iterator[Part]:
         """The parts of the keys at positions `keys` `[B, m]`, ascending in each row."""
-        seen = [list(self._seen(held, keys, row)) for row in range(1 if held.is_uniform else held.rows)]
+        of_rows: list[Seen] = []
+        for row, rows in _rows_dealt_alike(held):
+            of_rows += self._seen(held, keys, row, rows)
         if held.is_uniform:
-            are_alike = all(one.is_equal(seen[0][0]) for one in seen[0])
+            are_alike = all(one.is_equal(of_rows[0]) for one in of_rows)
             if are_alike or held.per_rank < _ALONE:
-                groups = groups_of(seen[0][0]) if are_alike else [(slice(0, held.per_rank), None)]
-                yield from self._parts_of(held, keys, slice(None), seen[0], groups)
+                # One mask for all rows, unless what they see needs none.
+                groups: Iterable[Any] = [(slice(0, held.per_rank), None)]
+                if are_alike:
+                    groups = groups_of(of_rows[0])
+                yield from self._parts_of(held, keys, slice(None), of_rows, groups)
                 return
-            seen = [[one] for one in seen[0]]
-        for row, (one,) in enumerate(seen):
+        for row, one in enumerate(of_rows):
             yield from self._parts_of(held, keys, slice(row, row + 1), [one], groups_of(one))
 
     def _parts_of(
@@ -163,7 +176,8 @@ class RowsOfMask:
         row = rows.start or 0
         for queries, slices in groups:
             if slices is not None:
-                yield from (Part(rows, queries, where, None, is_causal) for where, is_causal in slices)
+                for where, is_causal in slices:
+                    yield Part(rows, queries, where, None, is_causal)
                 continue
             for own in _cut_up(held, queries, row):
                 columns = columns_of(seen, own)
@@ -171,21 +185,20 @@ class RowsOfMask:
                     mask = self._rows(rows, held.own_on_host[row, own], keys[row])
                     yield Part(rows, own, columns, mask[..., columns].contiguous())
 
-    def _seen(self, held: HeldTokens, keys: np.ndarray, row: int) -> Iterator[Seen]:
-        """What own queries see of the keys at positions `keys`: of `row`, or of each row if all are dealt alike."""
+    def _seen(self, held: HeldTokens, keys: np.ndarray, row: int, rows: slice) -> Iterator[Seen]:
+        """What own queries see of the keys at positions `keys`, of each of `rows`, which are dealt as `row` is."""
         positions = held.own_on_host[row]
         number = np.searchsorted(keys[row], positions, side="right")
         own = np.where(keys[row][number - 1] == positions, number - 1, -1)
         if self.is_causal:
-            yield Seen(np.zeros_like(number), number - 1, number, own)
+            yield Seen(np.zeros_like(number), number - 1, number, own)  # the same of all rows
             return
-        rows = slice(None) if held.is_uniform else slice(row, row + 1)
-        pieces = np.array_split(np.arange(len(positions)), -(-len(positions) // _MOST))
-        masks = [
-            [Seen.of_mask(one[0], own[piece]) for one in self._rows(rows, positions[piece], keys[row])]
-            for piece in pieces
-        ]
-        yield from (Seen.joined(of_row) for of_row in zip(*masks, strict=True))
+        pieces = []  # some queries at a time: a mask of all is as large as what is spared here
+        for piece in np.array_split(np.arange(len(positions)), -(-len(positions) // _MOST)):
+            mask = self._rows(rows, positions[piece], keys[row])
+            pieces.append([Seen.of_mask(one[0], own[piece]) for one in mask])
+        for of_row in zip(*pieces, strict=True):
+            yield Seen.joined(of_row)
 
     @functools.cached_property
     def is_causal(self) -> bool:
@@ -195,18 +208,24 @@ class RowsOfMask:
 
     def _block(self, rows: slice, own: slice, positions: np.ndarray) -> Block:
         mask = self._rows(rows, positions)
-        columns = _seen_columns(mask if mask.dtype == torch.bool else mask == 0)
-        keys = slice(columns.start, max(1, columns.stop))
+        columns = _seen_columns(_as_bool(mask))
+        keys = slice(columns.start, max(1, columns.stop))  # kernels take no empty part
         return Block(rows, own, keys, mask[..., keys].contiguous())
 
     def _rows(self, rows: slice, positions: np.ndarray, keys: np.ndarray | None = None) -> Tensor:
         """The rows `positions` of the mask, `[b, 1, n, S]`, or with `keys` its columns at these positions, bool."""
         given, function = self.given, self.given["mask_function"]
-        first = rows.start or 0
-        number = given["batch_size"] if rows.stop is None else rows.stop - first
+        first, number = 0, given["batch_size"]
+        if rows.stop is not None:
+            first, number = rows.start, rows.stop - rows.start
+        of_keys = keys
+        if of_keys is None:
+            of_keys = np.arange(given["kv_length"])
         where = torch.from_numpy(positions).to(given["device"])
-        which = torch.from_numpy(np.arange(given["kv_length"]) if keys is None else keys).to(given["device"])
+        which = torch.from_numpy(of_keys).to(given["device"])
         padding = given["attention_mask"]
+        if padding is not None:
+            padding = padding[rows][:, which]
         mask: Tensor = self.make(
             **given
             | {
@@ -214,12 +233,15 @@ class RowsOfMask:
                 "q_length": len(where),
                 "kv_length": len(which),
                 "mask_function": lambda batch, head, q, k: function(batch + first, head, where[q], which[k]),
-                "attention_mask": None if padding is None else padding[rows][:, which],
+                "attention_mask": padding,
+                # Either skip would return no mask, and these rows are not a whole square.
                 "allow_is_causal_skip": False,
                 "allow_is_bidirectional_skip": False,
             }
         )
-        return mask if keys is None or mask.dtype == torch.bool else mask == 0
+        if keys is None:
+            return mask
+        return _as_bool(mask)
 
     # Everything else that the code of a model may do with a mask is refused by name.
 
@@ -256,10 +278,19 @@ class Block:
     mask: Tensor
 
 
+def _as_bool(mask: Tensor) -> Tensor:
+    """Where a key is seen, of a mask in either form."""
+    if mask.dtype == torch.bool:
+        return mask
+    return mask == 0  # what is added to scores
+
+
 def _seen_columns(seen: Tensor) -> slice:
     """The columns of a mask `[b, 1, n, m]` from the first to the last that is seen; none at all: 0 to 0."""
     columns = seen.flatten(0, 2).any(0).nonzero().flatten()
-    return slice(int(columns[0]), int(columns[-1]) + 1) if len(columns) else slice(0, 0)
+    if not len(columns):
+        return slice(0, 0)
+    return slice(int(columns[0]), int(columns[-1]) + 1)
 
 
 def _attention(
@@ -280,17 +311,21 @@ def _attention(
     context: ContextAttention = module.meshlora_context
     held = context.cut.held
     if held is None:
-        mask = attention_mask.whole if isinstance(attention_mask, RowsOfMask) else attention_mask
-        whole: tuple[Tensor, None] = call(query, key, value, mask, *args, **kwargs)
+        if isinstance(attention_mask, RowsOfMask):
+            attention_mask = attention_mask.whole
+        whole: tuple[Tensor, None] = call(query, key, value, attention_mask, *args, **kwargs)
         return whole
     if not isinstance(attention_mask, RowsOfMask):
         raise UnsupportedError(
             f"cp with {type(module).__name__}", "its mask does not come from transformers' mask functions", "use cp=1"
         )
+    # Side by side, so that one collective moves both.
     pair = torch.cat([key.transpose(1, 2), value.transpose(1, 2)], -1)
     unknown = _unknown(base, args, kwargs)
     scale, cap = kwargs.get("scaling"), kwargs.get("softcap")
-    how = How(query.shape[-1] ** -0.5 if scale is None else scale, cap, query.shape[-1])
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    how = How(scale, cap, query.shape[-1])
     if context.is_ring:
         context.check_ring(module, unknown)
         if base == "eager" and type(module) not in context.compared:
@@ -318,13 +353,18 @@ def _attention(
     if held.is_uniform:
         return torch.cat(found, 1), None
     each = list(zip(attention_mask.blocks(held), found, strict=True))
-    rows = [torch.cat([out for block, out in each if block.rows.start == row], 1) for row in range(held.rows)]
+    rows = []
+    for row in range(held.rows):
+        of_row = [out for block, out in each if block.rows.start == row]
+        rows.append(torch.cat(of_row, 1))
     return torch.cat(rows), None
 
 
 def _unknown(base: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
     """The arguments of an attention function, by name, that attention in parts does not take."""
-    known = {"scaling", *_WITHOUT_EFFECT, *(("softcap", "s_aux") if base == "eager" else ())}
+    known = {"scaling", *_WITHOUT_EFFECT}
+    if base == "eager":  # transformers' sdpa passes over them
+        known |= {"softcap", "s_aux"}
     found = [f"argument {number + 5}" for number in range(len(args))]
     for name, value in kwargs.items():
         has_effect = isinstance(value, Tensor) or name in ("dropout", "softcap", "s_aux", "position_bias", "cache")
@@ -394,14 +434,18 @@ def as_transformers_attends(model: nn.Module) -> Iterator[None]:
     """Inside the block attention of `model` is what it is without this file, and without
     `wings.packed_rows.by_sequence`: for whole forwards, whose masks the code of a model may look into.
     """
-    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    ours = [
-        (config, name) for config in configs.values() if (name := compat.attention_of(config) or "").startswith(_OURS)
-    ]
-    for config, name in ours:
+    ours: dict[int, tuple[Any, str]] = {}  # many modules have one configuration
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        name = ""
+        if config is not None:
+            name = compat.attention_of(config) or ""
+        if name.startswith(_OURS):
+            ours[id(config)] = (config, name)
+    for config, name in ours.values():
         compat.set_attention(config, name.rpartition("-")[2])
     try:
         yield
     finally:
-        for config, name in ours:
+        for config, name in ours.values():
             compat.set_attention(config, name)

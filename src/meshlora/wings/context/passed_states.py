@@ -111,7 +111,7 @@ class _Received(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None]:
-        send_to_neighbour(grads[0].contiguous(), ctx.axis, step=-1)
+        send_to_neighbour(grads[0].contiguous(), ctx.axis, step=-1)  # where the state came from
         return None, None, None
 
 
@@ -155,7 +155,7 @@ def pass_states(module: nn.Module, name: str, state: tuple[str, ...], context: C
     def end(_: nn.Module, __: Any, output: Any) -> Any:
         if context.held is None:
             return None
-        states = running.pop()
+        states = running.pop()  # of the call that ends
         if isinstance(output, tuple):
             return (states.sent(output[0]), *output[1:])
         return states.sent(output)
