@@ -61,7 +61,9 @@ class HeldStages(Pipeline):
 
     def earlier(self) -> Iterator[int]:
         """As in `Pipeline`."""
-        for stage in () if self._is_chosen else self.plan.own_stages[:-1]:
+        if self._is_chosen:  # inside of `at`: it runs that one alone
+            return
+        for stage in self.plan.own_stages[:-1]:
             with self.at(stage):
                 yield stage
 
@@ -72,7 +74,7 @@ class HeldStages(Pipeline):
     def signal(self) -> Tensor:
         """As in `Pipeline`."""
         assert self._signal is not None, "no forward has run"
-        found, self._signal = self._signal, None
+        found, self._signal = self._signal, None  # once: it holds the graph of its forward
         return found
 
     def passed(self, layer: int, x: Tensor) -> Tensor:
@@ -102,8 +104,7 @@ class HeldStages(Pipeline):
             _unless(embedding, functools.partial(self.runs, plan.embedding), zeros)
         if plan.has_last_stage:
             for name in plan.after:
-                passed = _narrow if name == plan.head else _first
-                _unless(model.get_submodule(name), functools.partial(self.runs, name), passed)
+                _unless(model.get_submodule(name), functools.partial(self.runs, name), _in_place_of(name, plan.head))
 
 
 def hold_stages(model: Any, plan: ModelPlan, mesh: Mesh) -> HeldStages | None:
@@ -123,8 +124,9 @@ def hold_stages(model: Any, plan: ModelPlan, mesh: Mesh) -> HeldStages | None:
     if not plan.has_first_stage:
         _unless(embedding, _never, zeros)
     if not plan.has_last_stage:
+        head = _head(model)
         for name in plan.after:
-            _unless(model.get_submodule(name), _never, _narrow if name == _head(model) else _first)
+            _unless(model.get_submodule(name), _never, _in_place_of(name, head))
     for name, module in model.named_modules():
         is_inside = name.startswith(f"{plan.layers}.") or name in plan.after
         if is_inside and not plan.holds(name):
@@ -140,6 +142,13 @@ def _head(model: Any) -> str:
 
 def _never() -> bool:
     return False
+
+
+def _in_place_of(name: str, head: str) -> Callable[..., Any]:
+    """What a stage does that does not run module `name`, of those after the layers."""
+    if name == head:
+        return _narrow
+    return _first
 
 
 def _zeros(size: int, dtype: torch.dtype, input_ids: Tensor, *_: Any, **__: Any) -> Tensor:
@@ -160,32 +169,37 @@ def _returned(kind: Any) -> int:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(kind.forward))))
     except (OSError, SyntaxError):
         return 0
-    returned = [node.value for node in ast.walk(tree) if isinstance(node, ast.Return)]
-    return max(
-        (
-            len(v.elts) if isinstance(v, ast.Tuple) else int(isinstance(v, ast.Name) and "output" in v.id)
-            for v in returned
-        ),
-        default=0,
-    )
+    longest = 0
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Return):
+            continue
+        if isinstance(node.value, ast.Tuple):
+            longest = max(longest, len(node.value.elts))
+        elif isinstance(node.value, ast.Name) and "output" in node.value.id:  # `outputs = (hidden_states,)`
+            longest = max(longest, 1)
+    return longest
 
 
 def _pass_layer(passed: Callable[[Tensor], Tensor], length: int, *args: Any, **kwargs: Any) -> Any:
     """`passed` of the residual stream, alone or first in a tuple, as the layer's own forward returns it."""
     x = passed(args[0] if args else kwargs["hidden_states"])
-    return (x, *[None] * (length - 1)) if length else x
+    if length == 0:
+        return x
+    return (x, *[None] * (length - 1))
 
 
 def _unless(module: nn.Module, is_running: Callable[[], bool], other: Callable[..., Any]) -> None:
     """Let `module` run `other` in place of its own forward, unless `is_running`."""
-    own = vars(module).get("forward")
+    own = vars(module).get("forward")  # that of this module alone, if it was given one
 
     @functools.wraps(module.forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not is_running():
             return other(*args, **kwargs)
         # Its class may have changed: that of an embedding does with its adapter.
-        return own(*args, **kwargs) if own is not None else type(module).forward(module, *args, **kwargs)
+        if own is None:
+            return type(module).forward(module, *args, **kwargs)
+        return own(*args, **kwargs)
 
     module.forward = run
 
@@ -197,5 +211,5 @@ def _empty(module: nn.Module) -> None:
         module.named_parameters(recurse=False),
         module.named_buffers(recurse=False),
     ):
-        for name, _ in list(contents):
+        for name, _ in list(contents):  # what is walked over loses its entries
             delattr(module, name)

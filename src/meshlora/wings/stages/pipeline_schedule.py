@@ -23,12 +23,17 @@ def one_forward_one_backward(
     """
     assert interleave == 1 or number % size == 0, (number, size)
     total, after = number * interleave, size - 1 - rank
-    ahead = min(after if interleave == 1 else 2 * after + (interleave - 1) * size, total)
+    ahead = after
+    if interleave > 1:  # the first backward comes when `size` micro-batches are through all stages of this rank
+        ahead = 2 * after + (interleave - 1) * size
+    ahead = min(ahead, total)
 
     def turn(index: int, *, is_forward: bool) -> tuple[int, int, bool]:
         round_, within = divmod(index, size * interleave)
         chunk, place = divmod(within, size)
-        return round_ * size + place, (chunk if is_forward else interleave - 1 - chunk) * size + rank, is_forward
+        if not is_forward:  # through the stages of this rank in the other order
+            chunk = interleave - 1 - chunk
+        return round_ * size + place, chunk * size + rank, is_forward
 
     for index in range(total + ahead):
         if index < total:

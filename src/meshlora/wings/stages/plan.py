@@ -11,6 +11,7 @@ elements of the matrices that a token is multiplied with; the embedding, a looku
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -75,7 +76,10 @@ def check_trained(model: Any, plan: ModelPlan, parameters: Iterable[str], copies
     trained = {plan.rank_of(name) for name in parameters}
     if without := sorted({*range(plan.topology.size_over(LAYERS))} - trained):
         stages = plan.stages[without[0] :: plan.topology.size_over(LAYERS)]
-        raise idle(plan.topology, [layer for start, stop in stages for layer in range(start, stop)])
+        layers: list[int] = []
+        for start, stop in stages:
+            layers += range(start, stop)
+        raise idle(plan.topology, layers)
     check_tied(model, plan, copies)
 
 
@@ -111,6 +115,7 @@ def check_shared(model: Any, plan: ModelPlan) -> None:
     """
     holders: dict[int, str] = {}
     ends = {f"{plan.embedding}.weight", f"{plan.head}.weight"}
+    # With duplicates: a weight that is listed once would hide its second owner.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         assert isinstance(parameter, nn.Parameter)
         other = holders.setdefault(id(parameter), name)
@@ -132,19 +137,17 @@ def cut_layers(costs: tuple[float, ...], number: int, *, after: float = 0.0) -> 
     for cost in costs:
         sums.append(sums[-1] + cost)
     # The least possible largest cost of the layers from `start` on in `stages` stages, and the first stage's end.
-    best: dict[tuple[int, int], tuple[float, int]] = {
-        (total - n, 1): (sums[-1] - sums[total - n] + after, total) for n in range(1, total + 1)
-    }
+    best: dict[tuple[int, int], tuple[float, int]] = {}
+    for start in range(total):
+        best[start, 1] = (sums[-1] - sums[start] + after, total)
     for stages in range(2, number + 1):
         for start in range(total - stages + 1):
-            best[start, stages] = min(
-                (
-                    (max(sums[stop] - sums[start], best[stop, stages - 1][0]), -stop)
-                    for stop in range(start + 1, total - stages + 2)
-                ),
-            )
-            largest, stop = best[start, stages]
-            best[start, stages] = (largest, -stop)
+            least, end = math.inf, 0
+            for stop in range(start + 1, total - stages + 2):
+                largest = max(sums[stop] - sums[start], best[stop, stages - 1][0])
+                if largest <= least:  # of equals the last: later stages are short
+                    least, end = largest, stop
+            best[start, stages] = (least, end)
     found, start = [], 0
     for stages in range(number, 0, -1):
         stop = best[start, stages][1]
@@ -156,12 +159,17 @@ def cut_layers(costs: tuple[float, ...], number: int, *, after: float = 0.0) -> 
 def layer_cost(model: Any, plan: ModelPlan, name: str) -> float:
     """Elements of the matrices of module `name` that a token is multiplied with."""
     total = 0.0
+    if not name:  # a model without a head
+        return total
     top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
-    for path, parameter in model.get_submodule(name).named_parameters(prefix=name) if name else ():
-        owner = path.rpartition(".")[0]
-        stack = next((rule for expert, rule in plan.experts.items() if f"{owner}.".startswith(f"{expert}.")), None)
-        share = 1.0 if stack is None else top_k / stack.num_experts
-        total += parameter.numel() * share if parameter.ndim > 1 else 0
+    for path, parameter in model.get_submodule(name).named_parameters(prefix=name):
+        if parameter.ndim < 2:
+            continue
+        share = 1.0
+        for expert, rule in plan.experts.items():
+            if path.startswith(f"{expert}."):  # a token is multiplied with its own experts alone
+                share = top_k / rule.num_experts
+        total += parameter.numel() * share
     return total
 
 
@@ -169,7 +177,11 @@ def plan_of_rank(plan: ModelPlan, rank: int) -> ModelPlan:
     """What of `plan` pp rank `rank` has."""
     if not plan.stages:
         return plan
-    own = replace(plan, pp_rank=rank)
+    own, embedding, head = replace(plan, pp_rank=rank), plan.embedding, plan.head
+    if not own.holds(embedding):
+        embedding = ""
+    if not own.holds(head):
+        head = ""
 
     def held(rules: Any) -> Any:
         return {name: rule for name, rule in rules.items() if own.holds(name)}
@@ -181,9 +193,9 @@ def plan_of_rank(plan: ModelPlan, rank: int) -> ModelPlan:
         parameters=held(plan.parameters),
         attentions=tuple(filter(own.holds, plan.attentions)),
         wide_norms=held(plan.wide_norms),
-        embedding=plan.embedding if own.holds(plan.embedding) else "",
-        head=plan.head if own.holds(plan.head) else "",
-        after=tuple(filter(None, (*plan.after, plan.head))),
+        embedding=embedding,
+        head=head,
+        after=tuple(filter(None, (*plan.after, plan.head))),  # "" where there is no head
         experts=held(plan.experts),
         matrices=held(plan.matrices),
         units=tuple(filter(own.holds, plan.units)),
