@@ -43,6 +43,7 @@ def generate_batch(model: Any, *args: Any, **options: Any) -> Any:
     from transformers.generation.continuous_batching import continuous_api
 
     of_ranks = _helper(continuous_api.DistributedHelper, mesh)
+    # The model's own attribute refuses; inside of this call transformers' method is in its place.
     start = type(model).init_continuous_batching.__get__(model)
     with (
         whole_tokens(model),
@@ -121,6 +122,7 @@ def _helper(base: type, mesh: Mesh) -> type:
 
         def tp_all_reduce_min(self, value: Tensor, on_cpu: bool = False) -> Tensor:
             every = all_gather(value.to(mesh.device).reshape(1, -1), tp)
+            # In place, as transformers reads its own tensor afterwards.
             value.copy_(every.amin(0).view_as(value))
             return value
 

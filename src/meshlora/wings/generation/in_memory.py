@@ -61,7 +61,7 @@ def merge(model: Any) -> None:
         with lift(model.dtype == torch.float64):
             for name, leaf in leaves.items():
                 _merge_one(model, state, name, leaf)
-    except BaseException:
+    except BaseException:  # Ctrl-C too: half a model is merged
         unmerge(model)
         raise
 
@@ -114,7 +114,9 @@ def _leaves(model: Any, adapter: str) -> dict[str, _Merging]:
 
 def _rows(leaf: _Merging, adapter: str) -> ReplacedRows | None:
     """The rows of `adapter` in place of those of the vocabulary of `leaf`."""
-    return rows_of(leaf.replaced, adapter) if isinstance(leaf, ParallelEmbedding | ParallelHead) else None
+    if not isinstance(leaf, ParallelEmbedding | ParallelHead):
+        return None
+    return rows_of(leaf.replaced, adapter)
 
 
 def _merge_one(model: Any, state: Runtime, name: str, leaf: _Merging) -> None:
@@ -123,10 +125,12 @@ def _merge_one(model: Any, state: Runtime, name: str, leaf: _Merging) -> None:
     if isinstance(leaf, ParallelLinear) and adapter in leaf.lora_magnitude_vector:
         with whole_weights(model, name):
             ratio = leaf.magnitude_ratio(adapter)
-    shard = weight.to_local() if isinstance(weight, DTensor) else weight
-    # torch shards by chunks of dim 0, of which the last ranks may have less.
-    each = -(-weight.shape[0] // state.mesh.data.size)
-    first = min(each * state.mesh.data.rank, weight.shape[0]) if isinstance(weight, DTensor) else 0
+    shard, first = weight, 0
+    if isinstance(weight, DTensor):
+        shard = weight.to_local()
+        # torch shards by chunks of dim 0, of which the last ranks may have less.
+        each = -(-weight.shape[0] // state.mesh.data.size)
+        first = min(each * state.mesh.data.rank, weight.shape[0])
     rows = slice(first, first + len(shard))
     total = shard.to(wide_dtype(shard.dtype), copy=True)
     if len(shard) and adapter in leaf.scaling:
@@ -157,4 +161,6 @@ def _change(leaf: _Merging, adapter: str, rows: slice) -> Tensor:
         return (b[rows] @ a) * scale
     a, b = (factor.expand(leaf.num_experts, -1, -1)[rows] for factor in (a, b))  # experts may share them
     product = (b @ a) * scale
-    return product.mT if leaf.rule.is_transposed else product
+    if leaf.rule.is_transposed:
+        return product.mT
+    return product

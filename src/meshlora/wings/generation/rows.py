@@ -41,7 +41,9 @@ def generating(model: Any) -> Iterator[None]:
             model.generate(...)
     """
     modes = [(module, module.training) for module in model.modules()]
-    devices = [model.device] if model.device.type == "cuda" else []
+    devices = []  # of GPUs whose random state is kept besides that of the host
+    if model.device.type == "cuda":
+        devices.append(model.device)
     model.eval()
     try:
         with whole_tokens(model), torch.random.fork_rng(devices):
@@ -65,7 +67,9 @@ def in_step(model: Any) -> Axis | None:
     mesh: Mesh = runtime(model).mesh
     topology = mesh.topology
     shares_experts = bool(runtime(model).plan.experts) and topology.ep * topology.etp > 1
-    return mesh.data if mesh.data.size > 1 and (topology.dp_shard or shares_experts) else None
+    if mesh.data.size > 1 and (topology.dp_shard or shares_experts):
+        return mesh.data
+    return None
 
 
 def all_finished(model: Any, *, is_finished: bool) -> bool:
@@ -73,7 +77,7 @@ def all_finished(model: Any, *, is_finished: bool) -> bool:
     axis = in_step(model)
     if axis is None:
         return is_finished
-    left = torch.tensor([0 if is_finished else 1], device=model.device)
+    left = torch.tensor([int(not is_finished)], device=model.device)
     return not all_reduce_sum(left, axis).item()
 
 
@@ -91,15 +95,17 @@ def generate(model: Any, *args: Any, **options: Any) -> Any:
     if mesh.topology.world == 1:
         return own(model, *args, **options)
     for name in _REFUSED:
-        given = options.get(name) is not None
-        check({"topology": mesh.topology, "argument": f"generate({name}=...)" if given else ""})
+        if options.get(name) is not None:
+            check({"topology": mesh.topology, "argument": f"generate({name}=...)"})
     if options.get("cache_implementation") == "paged":
         raise UnsupportedError("cache_implementation='paged'", "it is continuous batching", "use model.generate_batch")
     _compare(model, args, options)
     options["synced_gpus"] = in_step(model) is not None
     with whole_tokens(model):
         found = own(model, *args, **options)
-    tokens = found if isinstance(found, Tensor) else found.sequences
+    tokens = found
+    if not isinstance(found, Tensor):  # return_dict_in_generate
+        tokens = found.sequences
     _check_drawn(tokens, mesh.tp)
     return found
 
@@ -111,12 +117,23 @@ def _compare(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None
         return
     config = options.get("generation_config")
     given = (options.get("do_sample"), getattr(config, "do_sample", None), model.generation_config.do_sample)
-    draws = next((bool(value) for value in given if value is not None), False)
-    name, prompts = ("inputs", options["inputs"]) if "inputs" in options else given_tokens(args, options)
+    draws = False
+    for value in reversed(given):  # the first that says it counts
+        if value is not None:
+            draws = bool(value)
+    if "inputs" in options:
+        name, prompts = "inputs", options["inputs"]
+    else:
+        name, prompts = given_tokens(args, options)
     device = model.device
-    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    rows = [fingerprint(state.to(device)[None] if draws else torch.zeros(1, 1, device=device))]
-    rows += [fingerprint(prompts.to(device))] if isinstance(prompts, Tensor) else []
+    state = torch.zeros(1)  # where nothing is drawn it need not be one
+    if draws and device.type == "cuda":
+        state = torch.cuda.get_rng_state(device)
+    elif draws:
+        state = torch.get_rng_state()
+    rows = [fingerprint(state.to(device)[None])]
+    if isinstance(prompts, Tensor):
+        rows.append(fingerprint(prompts.to(device)))
     of_ranks = all_gather(torch.cat(rows, 1), tp).tolist()
     if any(one[3:] != of_ranks[0][3:] for one in of_ranks):
         raise UserError(
@@ -134,6 +151,7 @@ def _compare(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None
 
 def _check_drawn(tokens: Tensor, tp: Axis) -> None:
     """Raises UnsupportedError, on all ranks of `tp`, if what they have generated differs."""
+    # Of three numbers, not of the tokens: texts of other lengths would not even have one shape.
     of_ranks = all_gather(fingerprint(tokens), tp).tolist()
     if any(one != of_ranks[0] for one in of_ranks):
         raise UnsupportedError(

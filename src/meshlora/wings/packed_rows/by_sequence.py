@@ -85,7 +85,7 @@ class PackedMask:
     def lengths(self, running: Lengths) -> Sequence[Sequence[int]] | None:
         """Those of this mask's own forward: layers that run again in a backward have them too."""
         if not self.is_known:
-            self.is_known, found = True, running.of_rows
+            self.is_known, found = True, running.of_rows  # once: of the forward that made the mask
             fits = found is not None and [sum(row) for row in found] == self.given["batch_size"] * [
                 self.given["q_length"]
             ]
@@ -120,7 +120,9 @@ class PackedMask:
         def made(value: Any) -> Any:
             if isinstance(value, (list, tuple)):
                 return type(value)(map(made, value))
-            return value.whole if isinstance(value, PackedMask) else value
+            if isinstance(value, PackedMask):
+                return value.whole
+            return value
 
         return function(*map(made, args), **{name: made(value) for name, value in (kwargs or {}).items()})
 
@@ -128,8 +130,12 @@ class PackedMask:
 def _mask(base: str, **given: Any) -> Any:
     """The mask of a forward: of packed rows a `PackedMask`, else transformers' own."""
     make = AttentionMaskInterface()[base]
-    alone = compat.rule_of_one_sequence(given["mask_function"]) if given.get("attention_mask") is None else None
-    return make(**given) if alone is None else PackedMask(make, given, alone)
+    if given.get("attention_mask") is not None:
+        return make(**given)
+    alone = compat.rule_of_one_sequence(given["mask_function"])
+    if alone is None:
+        return make(**given)
+    return PackedMask(make, given, alone)
 
 
 def _attention(
@@ -138,13 +144,16 @@ def _attention(
     """Attention `[B, h, S, d]` -> `[B, S, h, d]` as transformers' function `base` computes it."""
     call = functools.partial(compat.attention_function(base, module), module)
     running: PackedLengths = module.meshlora_lengths
-    lengths = attention_mask.lengths(running) if isinstance(attention_mask, PackedMask) else None
+    lengths = None
+    if isinstance(attention_mask, PackedMask):
+        lengths = attention_mask.lengths(running)
     if lengths is None or _has_more(args, kwargs, key.shape[2], query.shape[2]):
         if isinstance(attention_mask, PackedMask) or running.of_rows is not None:
             running.whole.add(module)
             take(WHOLE_MASK, query.device)
-        mask = attention_mask.whole if isinstance(attention_mask, PackedMask) else attention_mask
-        return call(query, key, value, mask, *args, **kwargs)
+        if isinstance(attention_mask, PackedMask):
+            attention_mask = attention_mask.whole
+        return call(query, key, value, attention_mask, *args, **kwargs)
     running.apart.add(module)
     sizes = {n for of_row in lengths for n in of_row}
     masks = [attention_mask.alone(n) for n in sizes]
@@ -156,11 +165,17 @@ def _attention(
         return in_one_call(query, key, value, lengths, running.ends, scale=kwargs.get("scaling")), None
     take(ONE_BY_ONE, query.device)
     rows = []
-    for row, of_row in enumerate(lengths):
+    for row, of_row in enumerate(lengths):  # rows of other lengths, in which nothing can be stacked
         each = zip(*(x[row : row + 1].split(list(of_row), 2) for x in (query, key, value)), strict=True)
         parts = [call(*part, attention_mask.alone(n), *args, **kwargs)[0] for n, part in zip(of_row, each, strict=True)]
-        rows.append(parts[0] if len(parts) == 1 else torch.cat(parts, 1))
-    return (rows[0] if len(rows) == 1 else torch.cat(rows)), None
+        rows.append(_joined(parts, 1))
+    return _joined(rows, 0), None
+
+
+def _joined(parts: Sequence[Tensor], dim: int) -> Tensor:
+    if len(parts) == 1:  # `cat` would copy it
+        return parts[0]
+    return torch.cat(list(parts), dim)
 
 
 def _has_more(args: Sequence[Any], kwargs: dict[str, Any], num_keys: int, num_queries: int) -> bool:

@@ -38,6 +38,7 @@ class Ends:
 
     def of(self, lengths: Lengths, device: torch.device) -> Tensor:
         """int32 `[N + 1]`: 0, and the end of each sequence in the tokens `[B S]`."""
+        # By identity: a forward has one object, and comparing thousands of lengths in each layer costs.
         if self._found is None or self._of is not lengths or self._found.device != device:
             flat = torch.tensor([0, *(n for row in lengths for n in row)], dtype=torch.int32, device="cpu")
             self._of, self._found = lengths, to_device(flat.cumsum(0, dtype=torch.int32), device)
