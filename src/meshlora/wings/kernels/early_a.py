@@ -64,6 +64,7 @@ class Pack(Function):
         for rider, a in zip(riders, factors, strict=True):
             seen = x if rider.dropout is None else rider.dropout.drop(x)
             parts.append((seen @ a.to(x.dtype).T).mul_(rider.scale))
+        # x for dA alone: with frozen A nothing of it is kept.
         ctx.save_for_backward(x if any(ctx.needs_input_grad[2:]) else None, *factors)
         ctx.width = x.shape[1]
         ctx.how = [(rider.scale, rider.dropout) for rider in riders]
@@ -73,10 +74,10 @@ class Pack(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, *factors = ctx.saved_tensors
         part, *dzs = grads[0].split([ctx.width, *map(len, factors)], 1)
-        dx = part.clone()
+        dx = part.clone()  # `part` is a view of a gradient that others may hold
         found: list[Tensor | None] = []
         for place, ((scale, dropout), a, dz) in enumerate(zip(ctx.how, factors, dzs, strict=True)):
-            dz = dz * scale
+            dz = dz * scale  # not in place, as above
             is_needed = ctx.needs_input_grad[2 + place]
             seen = x if dropout is None or not is_needed else dropout.drop(x)
             found.append((dz.T @ seen).to(a.dtype) if is_needed else None)
@@ -95,7 +96,7 @@ class _Unpack(Function):
 
     @staticmethod
     def forward(ctx: Any, packed: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # None says which linear was called with another tensor
         ctx.shape, ctx.dtype, ctx.device, ctx.widths = packed.shape, packed.dtype, packed.device, widths
         return tuple(part.contiguous() for part in packed.split(widths, -1))
 
@@ -128,6 +129,7 @@ def with_riders(gather: Callable[[Tensor], Tensor], leaves: Sequence[ParallelLin
 
 def pack(x: Tensor, riders: Sequence[Rider]) -> Tensor:
     """x `[..., H]`, own tokens -> `[..., H + r_1 + ...]`."""
+    # The factors as arguments of their own: autograd looks into no list of riders.
     packed: Tensor = Pack.apply(x.reshape(-1, x.shape[-1]), riders, *(rider.a for rider in riders))
     return packed.view(*x.shape[:-1], -1)
 

@@ -31,7 +31,7 @@ class Entrance:
 
     def __call__(self, leaf: ParallelLinear, x: Tensor) -> Entered:
         """x `[..., in]`, of a linear with an adapter."""
-        z = rode_along(leaf, x)
+        z = rode_along(leaf, x)  # computed before the gather of x
         source = product_behind(x) if z is None else None
         if not self.has_neighbours:
             return Entered(x, z, source)
@@ -41,6 +41,7 @@ class Entrance:
             return Entered(x, z, source)
         if z is None:
             z = shared.zs.get(leaf)
+        # Detached: the gradient of x goes through the token, once for all linears.
         return Entered(x.detach(), z, source, shared.gradient, shared.token)
 
     def _joined(self, own: ParallelLinear, x: Tensor) -> Joined | None:
@@ -51,7 +52,7 @@ class Entrance:
             name = leaf.in_use
             if name is None or leaf.in_features != x.shape[-1]:
                 continue
-            if leaf.training and name in leaf.dropout:
+            if leaf.training and name in leaf.dropout:  # each linear draws a mask of its own
                 return None
             leaves.append(leaf)
             names.append(name)
@@ -71,6 +72,6 @@ def connect_linears(model: nn.Module, plan: ModelPlan) -> None:
         name = leaf.rule.name
         together: list[ParallelLinear] = []
         if name in plan.together:
-            together = groups.setdefault(plan.together[name], together)
+            together = groups.setdefault(plan.together[name], together)  # one list: it grows for those before, too
             together.append(leaf)
         leaf.enter = Entrance(has_neighbours=name in plan.neighbours, together=together)

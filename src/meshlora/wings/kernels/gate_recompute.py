@@ -45,6 +45,7 @@ class Activation:
 
     def of(self, gate: Tensor, *, keep: bool) -> Tensor:
         """act(gate), as in the forward. keep: cache it until the next call without `keep`."""
+        # A backward uses it twice, for A of down_proj and for the product: the first use keeps it.
         found = self._kept
         if found is None:
             with torch.no_grad(), lift(self._is_lifted):
@@ -69,7 +70,9 @@ class Product:
 def product_behind(x: Tensor) -> Source | None:
     """The source of `x`, if it is such a product and unchanged."""
     found = noted(x, Product)
-    return None if found is None else Source((found.gate, found.up.detach()), found.activation.times)
+    if found is None:
+        return None
+    return Source((found.gate, found.up.detach()), found.activation.times)
 
 
 class _Gated(Function):
@@ -104,6 +107,7 @@ class _Activated(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        # Inside, the result of any operation is a plain tensor again: the note ends with the first use.
         with torch.DisableTorchFunctionSubclass():
             if func in _MULTIPLY and len(args) == 2 and not kwargs:
                 activated, up = args if isinstance(args[0], _Activated) else reversed(args)
@@ -116,7 +120,7 @@ class _Activated(Tensor):
 def _is_gated(activated: Tensor, up: Any) -> bool:
     return (
         torch.is_grad_enabled()
-        and type(up) is Tensor
+        and type(up) is Tensor  # a subclass may multiply in a way of its own
         and (up.shape, up.dtype, up.device) == (activated.shape, activated.dtype, activated.device)
     )
 
@@ -137,8 +141,9 @@ def watch_activations(model: nn.Module, owners: Iterable[str]) -> None:
 
 
 def _tell(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    # What changes the shape, or is called with more, is no activation of one number each.
     if len(args) != 1 or type(output) is not Tensor or not output.requires_grad or output.shape != args[0].shape:
         return output
-    found = output.as_subclass(_Activated)
+    found = output.as_subclass(_Activated)  # the same memory: nothing is copied
     note(found, _Gate(args[0].detach(), Activation(module.forward)))
     return found

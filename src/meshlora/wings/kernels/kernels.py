@@ -34,11 +34,13 @@ def with_kernels(blueprint: Blueprint, *, device: str, is_proved: bool) -> tuple
     refused = _refusal(blueprint.model, blueprint.plan, dtype=blueprint.dtype, device=device)
     if wanted == "liger" and refused is not None:
         raise UserError("model.kernels: liger", *refused)
+    # Those asked for by name are compared when the model is made (`kernels_of`).
     takes = refused is None and (wanted == "liger" or is_proved)
-    options = dataclasses.replace(blueprint.options, kernels="liger" if takes else "none")
+    if not takes:
+        return dataclasses.replace(blueprint, options=dataclasses.replace(blueprint.options, kernels="none")), ""
     modules = ", ".join(f"{number} {name}" for name, number in fusable(blueprint.model).items())
-    said = f"kernels of liger-kernel {liger_version()}: {modules}" if takes else ""
-    return dataclasses.replace(blueprint, options=options), said
+    said = f"kernels of liger-kernel {liger_version()}: {modules}"
+    return dataclasses.replace(blueprint, options=dataclasses.replace(blueprint.options, kernels="liger")), said
 
 
 def check_loading(model: nn.Module, plan: ModelPlan, options: BaseOptions, *, dtype: torch.dtype, device: str) -> None:

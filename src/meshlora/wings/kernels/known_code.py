@@ -30,9 +30,12 @@ def digest(code: CodeType, *, may_be_decorated: bool = False) -> str:
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(code))).body
     except (OSError, SyntaxError, ValueError):
         return ""
+    # Of a lambda the source is the statement around it.
     if not isinstance(function, ast.FunctionDef) or (function.decorator_list and not may_be_decorated):
         return ""
-    body = function.body[1:] if ast.get_docstring(function) is not None else function.body
+    body = function.body
+    if ast.get_docstring(function) is not None:
+        body = body[1:]
     statements = [ast.unparse(statement) for statement in body]
     return hashlib.sha256("\n".join([*code.co_varnames[: code.co_argcount], *statements]).encode()).hexdigest()[:16]
 
@@ -52,6 +55,7 @@ def decorated_as(function: Any, inner: Any) -> Any:
     held = [cell.cell_contents is wrapped for cell in cells]
     if inside is None or sum(held) != 1:
         return None
+    # A decorator holds what it wraps in a cell: a copy of it gets another one, and the original stays as it is.
     closure = tuple(CellType(inside) if is_it else cell for is_it, cell in zip(held, cells, strict=True))
     own = FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, closure)
     own.__kwdefaults__, own.__wrapped__ = function.__kwdefaults__, inside  # type: ignore[attr-defined]

@@ -58,7 +58,7 @@ class ShareFunction(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gradient: InputGradient, scale: float, *factors: Tensor) -> tuple[Tensor, ...]:
         ctx.gradient, ctx.shape, ctx.scale, ctx.dtypes = gradient, x.shape, scale, [a.dtype for a in factors]
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # a z that nobody used has no gradient: None, not zeros
         if not factors:
             # No view of x: that would keep x alive, and x its notes, for ever.
             return (x.new_empty(0),)
@@ -74,6 +74,7 @@ class ShareFunction(Function):
         das: list[Tensor | None] = [None] * len(grads[1:])
         if dzs:
             x, every = ctx.saved_tensors
+            # One of them may have been called with another tensor, or be frozen: its rows take no part.
             used = [place for place, dz in enumerate(grads[1:]) if dz is not None]
             if len(used) < len(das):
                 parts = every.split(ctx.widths)
@@ -116,7 +117,7 @@ def share(x: Tensor, joined: Joined | None = None) -> SharedInput | None:
 
     None if there is nothing to share: without a graph, or for a leaf, which its own node would keep alive for ever.
     """
-    if not torch.is_grad_enabled() or x.grad_fn is None:
+    if not torch.is_grad_enabled() or x.grad_fn is None:  # none has a gradient to share
         return None
     found = noted(x, SharedInput)
     # The input of a layer that is computed again is the tensor of the first time, and must save what it saved then.

@@ -511,7 +511,7 @@ class GroupedInts:
             return self._numbers("codes", [outputs, inputs], 1, read), zeros, scales
         scales = read("scales", [groups, outputs]).float().T
         zeros = self._numbers("zeros", [groups, outputs], 1, read).T
-        zeros = (zeros + self.zero_offset) & (2**self.bits - 1)  # the largest less 1 is 0: it wraps
+        zeros = (zeros + self.zero_offset) & (2**self.bits - 1)  # 0 less 1 is stored as the largest: it wraps
         codes = self._numbers("codes", [inputs, outputs], int(self.method == "awq"), read).T
         return codes, zeros, scales
 

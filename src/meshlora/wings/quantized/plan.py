@@ -52,6 +52,7 @@ def with_quantization(plan: ModelPlan, kind: str | None, stored: Mapping[str, Pa
     if kind not in KINDS and kind != KEEP:
         known = [*KINDS, KEEP]
         raise UserError(f"quantization {kind!r}", f"it must be one of {', '.join(known)}", did_you_mean(kind, known))
+    # transformers leaves the head in plain numbers, too; what a router chooses hangs on small differences.
     left = {plan.head, *plan.routers, *filter(plan.is_of_head, plan.linears)}
     rules = {name: rule for name, rule in plan.linears.items() if name not in left}
     rules |= plan.projections
@@ -106,6 +107,7 @@ def kind_for_twin(plan: ModelPlan) -> str | None:
     """The kind in which a twin of random weights stands for the frozen base of `plan`."""
     if plan.quantization != KEEP:
         return plan.quantization
+    # Of a checkpoint in several kinds, the one that most matrices have.
     (kind, _), *_ = Counter(packing.kind for packing in plan.quantized.values()).most_common()
     return {"fp4": "nf4", "fp8_e5m2": "fp8", "integers": "int8"}.get(kind, kind)
 

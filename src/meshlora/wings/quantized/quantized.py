@@ -270,7 +270,7 @@ def _by_library(codes: Tensor, scales: Tensor, form: Form) -> Tensor:
     bitsandbytes_functions()  # which defines the operators
     kernels, block, scales = torch.ops.bitsandbytes, form.columns[0], scales.contiguous()
     dtype = form.dtype
-    if dtype == torch.float64:  # the kernels have none: what they round in float32, they round as the definition
+    if dtype == torch.float64:  # the kernels have none; `_by_rows` widens what they give
         dtype = torch.float32
     if form.kind == "int8":
         table = _table("int8", torch.float32, scales.device)

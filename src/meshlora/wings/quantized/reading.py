@@ -44,7 +44,7 @@ def kept_packed(
             in few bits would be rounded again.
     """
     if quantization != KEEP:
-        if stored and quantization is not None:
+        if stored and quantization is not None:  # without the option it is read in plain numbers
             raise UnsupportedError(
                 f"quantization {quantization} of model {source}",
                 "its checkpoint is quantised already, and rounding it twice is not proved",
@@ -188,7 +188,7 @@ def _quantised(
     along = dim  # of [out, in]
     if where.has_inputs_first:
         along = -3 - dim
-    size = packing.block[along]
+    size = packing.block[along]  # 1 along a dim whose elements share no scale
     for part in parts or [Part(ndim + dim, 0, where.shape[dim])]:
         start, stop = part.start // size * size, min(-(-part.stop // size) * size, where.shape[dim])
         value = source.read(name, *expert, Part(part.dim, start, stop))

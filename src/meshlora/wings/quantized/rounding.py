@@ -47,6 +47,7 @@ class Rounding:
         if entry.key not in self.keys:
             return {"": entry}
         if self.kind == "fp8":
+            # A block at the edge may be smaller, and has a scale of its own.
             blocks = tuple(-(-size // _FP8_BLOCK) for size in entry.shape)
             codes = dataclasses.replace(entry, dtype="F8_E4M3")
             return {"codes": codes, "scales": Entry(f"{entry.key}_scale_inv", blocks, "F32")}
