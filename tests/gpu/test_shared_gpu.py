@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from meshlora.cli.main import main
-from meshlora.comm.collectives import all_reduce_sum, hand_on, take_over
+from meshlora.comm.collectives import all_reduce_sum
 from meshlora.comm.groups import open_mesh
+from meshlora.comm.messages import hand_on, take_over
 from meshlora_ground.topology import Topology
 from tests.conftest import Prove
 from tests.pool import Pool

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshlora.comm import collectives, direct
+from meshlora.comm import collectives, direct, messages
 from meshlora.comm.groups import Axis, open_mesh
 from meshlora.processes.links import Meeting
 from meshlora_ground.topology import Topology
@@ -77,8 +77,8 @@ def test_input_is_not_overwritten(name: str, pools: Callable[[int], Pool]) -> No
 
 def _passed_on(size: int, step: int) -> list[float]:
     axis = open_mesh(Topology(tp=size)).tp
-    found = collectives.receive_from_neighbour(torch.full((2, 3), -1.0), axis, step=step)
-    collectives.send_to_neighbour(found + 10 * axis.rank, axis, step=step)
+    found = messages.receive_from_neighbour(torch.full((2, 3), -1.0), axis, step=step)
+    messages.send_to_neighbour(found + 10 * axis.rank, axis, step=step)
     return found.unique().tolist()
 
 

@@ -21,7 +21,7 @@ import meshlora
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.comm.groups import Mesh
 from meshlora.layers.tokens import Share
-from meshlora.loading import labelled, numbered
+from meshlora.loading import own_loop
 from meshlora.run import feeding
 from meshlora.train import step as steps
 from meshlora.train.gradsync import Adapters
@@ -46,14 +46,14 @@ def on(topology: str) -> Callable[[Mutation], Mutation]:
 
 
 @on("tp=2,sp")
-@after(labelled, "shifted")
+@after(own_loop, "shifted")
 def labels_not_shifted(found: Tensor, labels: Tensor) -> Tensor:
     """a token is predicted by those before it"""
     return labels
 
 
 @on("cp=2")
-@instead_of(labelled, "reduce_each_to_one")
+@instead_of(own_loop, "reduce_each_to_one")
 def loss_of_own_tokens_shown(total: Tensor, _: Any) -> Tensor:
     """a loss that is returned is of whole rows"""
     return total
@@ -63,7 +63,7 @@ def loss_of_own_tokens_shown(total: Tensor, _: Any) -> Tensor:
 @after(steps, "own_loss")
 def mean_taken_for_the_sum(found: Any, loss: Tensor) -> Any:
     """a micro-batch weighs as much as it has tokens"""
-    return labelled.OwnLoss(found.total / found.number.clamp(min=1), found.number)
+    return own_loop.OwnLoss(found.total / found.number.clamp(min=1), found.number)
 
 
 @on("dp=2")
@@ -117,7 +117,7 @@ def epochs_in_one_order(found: Any, sampler: Any, epoch: int, place: int) -> Any
 
 
 @on("dp=2")
-@around(numbered, "Share")
+@around(own_loop, "Share")
 def masks_of_each_rank(original: Any, adapter: Any, tokens: Tensor, seed: int, step: int) -> Share:
     """a mask is a function of step and token, not of the rank"""
     share: Share = original(adapter, tokens, seed + torch.distributed.get_rank(), step)
@@ -125,7 +125,7 @@ def masks_of_each_rank(original: Any, adapter: Any, tokens: Tensor, seed: int, s
 
 
 @on("dp=2")
-@around(numbered, "Share")
+@around(own_loop, "Share")
 def masks_of_one_step(original: Any, adapter: Any, tokens: Tensor, seed: int, step: int) -> Share:
     """each step has masks of its own"""
     share: Share = original(adapter, tokens, seed, 0)

@@ -16,8 +16,8 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from meshlora.comm.collectives import pass_on
 from meshlora.comm.groups import open_mesh
+from meshlora.comm.messages import pass_on
 from meshlora.layers.held_tokens import HeldTokens
 from meshlora.plan.token_order import token_order
 from meshlora.wings.context.attention_parts import How, Part, attend

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from meshlora.comm.collectives import all_reduce_sum, broadcast_of, hand_on, open_channel, take_over
+from meshlora.comm.collectives import all_reduce_sum, broadcast_of
 from meshlora.comm.groups import LocalGroup, open_mesh
+from meshlora.comm.messages import hand_on, open_channel, take_over
 from meshlora.wings.stages.pipeline_schedule import one_forward_one_backward
 from meshlora_ground.topology import Topology
 from tests.pool import Pool

@@ -426,7 +426,7 @@ def test_build_within_bounds_needs_no_checkpoint() -> None:
     """A configuration without files is bounded too, and a large honest one is built."""
     from transformers import LlamaConfig
 
-    from meshlora.model.building import build_on_meta
+    from meshlora.loading.blueprint import build_on_meta
 
     model = build_on_meta(LlamaConfig(num_hidden_layers=300, vocab_size=128_256), dtype=torch.bfloat16)
     assert len(list(model.parameters())) > 2000

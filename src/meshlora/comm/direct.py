@@ -86,7 +86,7 @@ def all_reduce_apart(tensor: Tensor, axis: Axis) -> Tensor:
     tensor = tensor.contiguous()
     other = torch.empty_like(tensor)
     _exchange([tensor] * 2, [other] * 2, axis)
-    return other.add_(tensor)
+    return other.add_(tensor)  # of two a sum does not depend on the order
 
 
 @_operator("allgather_(Tensor(a!) result, Tensor tensor, str group) -> ()")
@@ -240,7 +240,7 @@ def _add_up(parts: Sequence[Tensor], result: Tensor, axis: Axis) -> None:
     if axis.size == 2:  # addition of two is commutative
         torch.add(parts[0], parts[1], out=result)
         return
-    total = parts[0].clone()
+    total = parts[0].clone()  # rank order on every rank, so that all get the same bits
     for part in parts[1:]:
         total += part
     result.copy_(total)

@@ -83,9 +83,9 @@ class LocalGroup(compat.NamedGroup):
         Raises:
             RuntimeError: a rank did not arrive in time.
         """
-        self._round += 1
+        self._round += 1  # keys of earlier rounds stay in the store
         self.store.set(f"{self._round}/{self._rank}", own.hex())
-        keys = [f"{self._round}/{rank}" for rank in range(self._size)]
+        keys = [f"{self._round}/{rank}" for rank in range(self._size)]  # of this round
         try:
             self.store.wait(keys, timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
@@ -297,6 +297,7 @@ def join(device_type: str = "auto", *, timeout_s: float = LOADING_S) -> torch.de
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cpu")
     own = place or Place(rank=0, world=1, local_rank=0)
+    # As many as this rank knows of.
     on_gpu = on_gpus(device_type, num_ranks=own.local_rank + 1, ranks_per_gpu=own.ranks_per_gpu)
     device = _take_gpu(own) if on_gpu else torch.device("cpu")
     if place is None or dist.is_initialized():

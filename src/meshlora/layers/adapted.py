@@ -110,7 +110,7 @@ class AdaptedLeaf(nn.Module):
     @property
     def in_use(self) -> str | None:
         """The adapter in use, if it has factors here."""
-        return self.active if self.active in self.scaling else None
+        return self.active if self.active in self.scaling else None  # the active adapter may have other targets
 
     def factors(self, adapter: str) -> tuple[Tensor, Tensor]:
         """(A `[..., r, in]`, B `[..., out, r]`)."""
@@ -133,7 +133,7 @@ class AdaptedLeaf(nn.Module):
             b = self.lora_B[f"{adapter}/{piece}"]
             rows = self._piece_rows(piece).to(b.device)
             whole = b.new_zeros(*b.shape[:-2], self.out_features, b.shape[-1])
-            blocks.append(whole.index_copy(-2, rows, b))
+            blocks.append(whole.index_copy(-2, rows, b))  # out of place: b gets its gradient through it
         return torch.cat(blocks, -1)
 
     def _piece_rows(self, piece: str) -> Tensor:
@@ -144,7 +144,7 @@ class AdaptedLeaf(nn.Module):
 def become(module: nn.Module, own: type) -> None:
     """Mix the class `own` into a module in place: its methods come before the model's own."""
     base: Any = type(module)
-    module.__class__ = _class(own, base)
+    module.__class__ = _class(own, base)  # its parameters, buffers and hooks stay
 
 
 @functools.cache

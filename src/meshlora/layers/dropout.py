@@ -26,7 +26,7 @@ def input_features(rule: LinearRule, tp: Axis) -> Tensor:
     """int64 `[in_local]`: the input features of the whole matrix that this rank holds."""
     if rule.split is Split.ROW and rule.layout is not None:
         return rule.layout.rows(rank=tp.rank, size=tp.size)
-    return torch.arange(rule.in_features, device="cpu")
+    return torch.arange(rule.in_features, device="cpu")  # column-parallel and whole linears see all of them
 
 
 class _DropFunction(Function):
@@ -64,7 +64,7 @@ class TokenDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., H]`, all tokens or this rank's -> the same shape."""
-        if not self.training:
+        if not self.training:  # as nn.Dropout
             return x
         flat = x.reshape(-1, x.shape[-1])
         features = torch.arange(flat.shape[1], device=x.device)
@@ -78,6 +78,6 @@ class TokenDropout(nn.Module):
 
 def replace_dropouts(model: nn.Module, model_type: str, tokens: ForwardTokens) -> None:
     """Replace the model's exact dropouts with p > 0 by `TokenDropout`."""
-    for name, module in list(model.named_modules()):
+    for name, module in list(model.named_modules()):  # a list: modules are replaced meanwhile
         if isinstance(module, nn.Dropout) and module.p > 0 and is_exact_module(model_type, name):
             model.set_submodule(name, TokenDropout(name, module.p, tokens))

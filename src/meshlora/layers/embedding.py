@@ -69,6 +69,7 @@ class ParallelEmbedding(nn.Embedding):
             y = y + self._lora_of_each(ids.flatten(), y.dtype).view(y.shape)
         if is_other is None:
             return y
+        # One rank has a row, the others zeros.
         return reduce_each_to_one(y.masked_fill(is_other.unsqueeze(-1), 0), self.tp)
 
     def replace_rows(self, adapter: str, values: nn.Parameter, ids: Sequence[int]) -> None:
@@ -117,7 +118,7 @@ def parallelize_embedding(module: nn.Module, rule: ParameterRule | None, tp: Axi
     """
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         raise UnsupportedError(f"{name}: {type(module).__name__}", "the input embedding is not an ordinary one")
-    become(module, ParallelEmbedding)
+    become(module, ParallelEmbedding)  # it stays an instance of the model's own class, too
     assert isinstance(module, ParallelEmbedding)
     module.rule, module.tp, module.first_id = rule, tp, 0
     module.lora_embedding_A, module.lora_embedding_B = nn.ParameterDict(), nn.ParameterDict()
@@ -125,7 +126,7 @@ def parallelize_embedding(module: nn.Module, rule: ParameterRule | None, tp: Axi
     if rule is None:
         return
     local = rule.layout.local_size(tp.size)
-    module.first_id, module.num_embeddings = tp.rank * local, local
+    module.first_id, module.num_embeddings = tp.rank * local, local  # of the last ranks some rows may be padding
     empty = torch.empty(local, module.embedding_dim, dtype=module.weight.dtype, device=module.weight.device)
     module.weight = nn.Parameter(empty, requires_grad=False)
     if module.padding_idx is not None:

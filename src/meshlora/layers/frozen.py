@@ -80,6 +80,7 @@ class FrozenMatrix(nn.Module):
     @property
     def frozen_weight(self) -> Tensor | FewBits:
         """The weight in the form that products take."""
+        # Another dtype: whole weights were put there, as by a merge.
         if self.form is None or self.weight.dtype != torch.uint8:
             return self.weight
         return self.form.matrix(self.weight, self.weight_scales)
@@ -90,7 +91,7 @@ class _PackedLinear(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
-        ctx.weight = weight
+        ctx.weight = weight  # no tensor: `save_for_backward` would refuse it
         return F.linear(x, weight.whole(), bias)
 
     @staticmethod

@@ -263,7 +263,7 @@ class _Chunks:
         """The rows of `hidden` `[T, H]` whose label is not `IGNORED`. rows: their indices, if known."""
         assert labels.shape == hidden.shape[:1], (tuple(labels.shape), tuple(hidden.shape))
         if rows is None:
-            rows = (labels != IGNORED).nonzero().squeeze(1)
+            rows = (labels != IGNORED).nonzero().squeeze(1)  # waits for a GPU
         targets = labels[rows]
         _check_labels(targets, loss.vocab)
         return cls(head, rows, targets, loss, chunk_tokens(loss.vocab, loss.dtype), is_lifted())
@@ -282,6 +282,7 @@ class _Chunks:
         weights: token weights in that sum; None: ones. scores: the gradient is that of their sum instead.
         """
         losses = hidden.new_empty(self.rows.shape, dtype=self.loss.dtype)
+        # Untrained tokens get none, and never reach the head.
         d_hidden = torch.zeros_like(hidden) if needs_hidden else None
         # At least fp32: a bf16 sum over chunks would lose the contribution of each chunk.
         sums = [torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32)) for p in parameters]
@@ -328,7 +329,7 @@ class _CrossEntropy(Function):
     def forward(
         ctx: Any, hidden: Tensor, chunks: _Chunks, sizes: Tensor | None, has_gradient: bool, *parameters: Tensor
     ) -> Tensor:
-        ctx.is_trained = [p.requires_grad for p in parameters]
+        ctx.is_trained = [p.requires_grad for p in parameters]  # autograd wants a gradient, or None, for each
         trained = [p for p in parameters if has_gradient and p.requires_grad]
         losses, d_hidden, sums = chunks.run(hidden, trained, needs_hidden=has_gradient and hidden.requires_grad)
         ctx.save_for_backward(d_hidden, sizes, *sums)
@@ -381,7 +382,7 @@ class _Scores(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weights = torch.stack(grads[:2])
+        weights = torch.stack(grads[:2])  # those of the mean and of is_top are marked as without
         return _again(ctx, scores=_ChunkScores(weights.new_empty(3, weights.shape[1]), weights))
 
 

@@ -46,10 +46,10 @@ class HeldTokens:
         """
         dim %= x.ndim
         if self.is_uniform or dim == 0:
-            return x.index_select(dim, self.own[0])
+            return x.index_select(dim, self.own[0])  # one order for all rows: no index as large as x
         rows = dim - 1 if rows is None else rows % x.ndim
         shape, own = list(x.shape), [1] * x.ndim
-        shape[rows] = own[rows] = self.rows
+        shape[rows] = own[rows] = self.rows  # a mask that is one for all rows is expanded
         x = x.expand(shape)
         shape[dim] = own[dim] = self.per_rank
         return x.gather(dim, self.own.view(own).expand(shape))
@@ -91,7 +91,7 @@ class ContextCut:
 
     def begin(self) -> None:
         """A forward of the model begins. What it says holds in its backward too, where layers may run again."""
-        order, self._next = self._next, None
+        order, self._next = self._next, None  # a forward that nobody announces is whole
         self.held = None if order is None else HeldTokens(order, self.axis, self.device)
 
     def cut(self, x: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
         self.rule, self.tp, self.scatters_tokens = rule, tp, scatters_tokens
         empty = torch.empty(self.out_features, self.in_features, dtype=dtype, device=device)
         self.weight = nn.Parameter(empty, requires_grad=False)
-        self.register_parameter("bias", None)
+        self.register_parameter("bias", None)  # as nn.Linear does: `leaf.bias` is there
         if rule.has_bias:
             self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device), requires_grad=False)
         self.lora_magnitude_vector = nn.ParameterDict()
@@ -99,7 +99,7 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
         # A bias that comes after the sum over tp or the magnitudes, or needs a gradient, is added separately.
         adds_bias = self.bias is not None and (is_row or has_magnitude or self.bias.requires_grad)
         bias = None if adds_bias else self.bias
-        if not segments:
+        if not segments:  # no adapter is in use, or none of these tokens has one here
             y = frozen_linear(x, self.frozen_weight, bias)
         else:
             y = self._adapted(self.enter(self, x), bias, segments, names)
@@ -202,8 +202,8 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
         squares = weight.square().sum(1)
         squares += 2 * scale * (b * (weight @ a.T)).sum(1) + scale**2 * (b @ (a @ a.T) * b).sum(1)
         if self.rule.split is Split.ROW:
-            squares = all_reduce_sum(squares, self.tp)
-        return squares.clamp(min=0).sqrt()
+            squares = all_reduce_sum(squares, self.tp)  # before the root, which is not linear
+        return squares.clamp(min=0).sqrt()  # of rounded sums, one may be below 0
 
     def extra_repr(self) -> str:
         return f"{self.rule.split}, {self.in_features} -> {self.out_features}, adapters={list(self.scaling)}"
@@ -223,7 +223,7 @@ class ParallelHead(ParallelLinear):
         replaced: adapter name -> its rows in place of those of the base.
     """
 
-    is_lazy = False
+    is_lazy = False  # set by the loss, for the length of a forward
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

@@ -132,12 +132,12 @@ def _record(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, A
     with torch.DisableTorchFunctionSubclass():
         # One logit shows the dtype of the result, and whether the call returns its input (a cast without effect).
         probe = torch.zeros((1,) * recipe.ndim, dtype=recipe.dtype, device=recipe.device)
-        vocab = recipe.shape[-1]
+        vocab = recipe.shape[-1]  # of all ranks
     result = operation(probe)
     if result is probe:
         return recipe
     if is_in_place:
-        recipe.operations += (operation,)
+        recipe.operations += (operation,)  # whoever holds the logits sees the change
         return recipe
     operations = (*recipe.operations, operation)
     return LogitsRecipe(recipe.hidden, vocab=vocab, dtype=result.dtype, operations=operations)
@@ -156,7 +156,7 @@ def _scalar(value: Any, func: Callable[..., Any]) -> Any:
 def _refuse(func: Any) -> NoReturn:
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
-        name = f"reading .{getattr(getattr(func, '__self__', None), '__name__', '?')}"
+        name = f"reading .{getattr(getattr(func, '__self__', None), '__name__', '?')}"  # of an attribute
     raise UnsupportedError(
         f"this model's forward calls {name} on its logits",
         "with the head split over tp, only what acts on each logit by itself is known to be exact",

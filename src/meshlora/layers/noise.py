@@ -39,7 +39,7 @@ def _noise(share: Share, alpha: float, like: Tensor) -> Tensor:
     assert share.is_token is not None, "the tokens of a share with noise are known from its padding"
     wide, width = wide_dtype(like.dtype), like.shape[1]
     lengths = sequence_lengths(share.tokens, share.is_token).to(wide)
-    sizes = torch.where(lengths > 0, alpha / (lengths * width).sqrt(), 0)
+    sizes = torch.where(lengths > 0, alpha / (lengths * width).sqrt(), 0)  # 0: padding
     features = torch.arange(width, device=like.device)
     drawn = uniform(noise_key(share.seed, share.step), share.tokens.flatten(), features, wide)
     return drawn.mul_(sizes.view(-1, 1)).to(like.dtype)
@@ -51,7 +51,7 @@ def sequence_lengths(tokens: Tensor, is_token: Tensor) -> Tensor:
     tokens: int64 `[B, S]`, their numbers. is_token: `[B, S]`, 0 at padding. Nothing waits for the device.
     """
     positions, is_real = tokens & (2**POSITION_BITS - 1), is_token != 0
-    begins = (positions == 0) | ~is_real
+    begins = (positions == 0) | ~is_real  # of a packed sequence, or of the padding after the last one
     is_last = is_real & torch.nn.functional.pad(begins[:, 1:], (0, 1), value=True)
     # Of a last token its position, plus 1, is the length; before the next last one all are of the same sequence.
     places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

@@ -99,7 +99,7 @@ class LoraLinearFunction(Function):
         x2 = x.reshape(-1, x.shape[-1])
         packed = weight if isinstance(weight, FewBits) else None
         plain = unpacked(weight)
-        ctx.dtypes = [factor.dtype for factor in factors]
+        ctx.dtypes = [factor.dtype for factor in factors]  # of their gradients, before rounding
         factors = tuple(rounded(factor, x.dtype) for factor in factors)
         groups = _groups(segments, factors)
         zs = [group.product(group.seen(x2), group.a.mT) for group in groups]
@@ -120,7 +120,7 @@ class LoraLinearFunction(Function):
         zs, inputs = saved[number : number + len(groups)], saved[number + len(groups) :]
         g = grads[0].reshape(-1, weight.shape[0])
         needs = ctx.needs_input_grad[6:]
-        x = ctx.compute(*inputs).reshape(-1, weight.shape[1]) if inputs else None
+        x = ctx.compute(*inputs).reshape(-1, weight.shape[1]) if inputs else None  # None: no A is trained
         dzs, found, place = [], [], 0
         for group, z in zip(groups, zs, strict=True):
             own = group.rows(g)
@@ -205,6 +205,7 @@ class _Group:
     def rows(self, x: Tensor) -> Tensor:
         """Its rows of x `[T, ...]`, a view."""
         own = x[self.segments[0].start : self.segments[-1].stop]
+        # Alike ones are contiguous, and equally long.
         return own if len(self.segments) == 1 else own.unflatten(0, (len(self.segments), -1))
 
     def seen(self, x: Tensor) -> Tensor:
@@ -249,7 +250,7 @@ def _gradient_of_x(ctx: Any, grad: Tensor, weight: Tensor, terms: Sequence[_Term
     if shared is None and not ctx.needs_input_grad[0]:
         return None
     g = grad.reshape(-1, weight.shape[0])
-    total = None if shared is None else shared.so_far()
+    total = None if shared is None else shared.so_far()  # the sum of the linears that came before in this backward
     if terms:
         total = _with_terms(total, terms, g, weight.shape[1])
     total = g @ weight if total is None else total.addmm_(g, weight)

@@ -48,7 +48,7 @@ def round_each(factors: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.P
     flat = torch.empty(sum(sizes), dtype=dtype, device=wide[0].device)
     copies = [_laid_out(part, factor) for part, factor in zip(flat.split(sizes), wide, strict=True)]
     with torch.no_grad():
-        copy_each(copies, [factor.detach() for factor in wide])
+        copy_each(copies, [factor.detach() for factor in wide])  # one kernel for all
     for factor, copy in zip(wide, copies, strict=True):
         note(factor, _Rounded(copy))
     return wide
@@ -78,7 +78,7 @@ def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """`left right`, `[m, k]` and `[k, n]`, in `dtype`, as wide or wider. A GPU sums in float32 and hands that out."""
     if left.dtype == dtype or left.is_cpu or left.ndim > 2:
         return (left @ right).to(dtype)
-    return torch.mm(left, right, out_dtype=dtype)
+    return torch.mm(left, right, out_dtype=dtype)  # without it the result is rounded to the dtype of the factors
 
 
 class Rounding:
@@ -102,7 +102,7 @@ class Rounding:
             self._held = []
 
         model.register_forward_pre_hook(enter)
-        model.register_forward_hook(leave, always_call=True)
+        model.register_forward_hook(leave, always_call=True)  # a forward that fails leaves none either
 
     def _in_use(self) -> Iterator[nn.Parameter]:
         for leaf in self.leaves:

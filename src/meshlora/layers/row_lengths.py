@@ -22,7 +22,7 @@ class Lengths:
 
     def __init__(self) -> None:
         self.of_rows: Sequence[Sequence[int]] | None = None
-        self._next: Sequence[Sequence[int]] | None = None
+        self._next: Sequence[Sequence[int]] | None = None  # said for the forward that comes
 
     def next(self, of_rows: Sequence[Sequence[int]] | None) -> None:
         """Say the lengths of the next forward; without a call they are not known."""

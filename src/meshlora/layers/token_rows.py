@@ -49,8 +49,9 @@ class ReplacedRows(nn.Module):
         is_listed = self.ordered[place] == ids
         values = self.values.to(y.dtype)
         if padding is not None:
+            # A detached row has a value, and no gradient.
             values = values.detach().where((self.numbers == padding).unsqueeze(1), values)
-        rows = F.embedding(self.order[place], values)
+        rows = F.embedding(self.order[place], values)  # of all tokens: those that are not listed are left out below
         if scale is not None:
             rows = rows * scale.to(rows.dtype)
         return rows.where(is_listed.unsqueeze(-1), y)
@@ -77,5 +78,5 @@ def base_rows(weight: Tensor, ids: Sequence[int], *, first: int, tp: Axis | None
     numbers = torch.tensor(ids, device=weight.device) - first
     is_here = (numbers >= 0) & (numbers < len(weight))
     own = weight.detach()[numbers.where(is_here, 0)]
-    own = own.masked_fill(~is_here.unsqueeze(1), 0)
+    own = own.masked_fill(~is_here.unsqueeze(1), 0)  # the rank that has the row has the only term
     return own if tp is None else all_reduce_sum(own, tp)

@@ -52,6 +52,7 @@ class Mask:
 
     def drop(self, x: Tensor) -> Tensor:
         """x `[T, H]` -> x keep / (1 - p), in new memory. Linear and its own adjoint."""
+        # The same on all ranks, for the same token and feature.
         keep = keep_mask(self.key, self.tokens, self.features, self.p)
         return x.masked_fill(keep.logical_not_(), 0).mul_(1 / (1 - self.p))
 
@@ -107,7 +108,7 @@ class ForwardTokens:
         self._shares: tuple[Share, ...] | None = None
         self.adapters: tuple[str | None, ...] = ()
         self._is_base = False
-        self._said: Callable[[], Share] | None = None
+        self._said: Callable[[], Share] | None = None  # of a loop of the user's own
 
     def at(self, seed: int, step: int, tokens: Tensor) -> contextlib.AbstractContextManager[None]:
         """Inside the block forwards and backwards belong to optimizer step `step` and `tokens`, int64 `[B, S]`."""
@@ -206,7 +207,7 @@ def _in_turn(shares: Sequence[Share], first: int, num_rows: int) -> list[Part]:
         stop = start + share.tokens.numel()
         # Both in 0..num_rows: a share that is on other ranks alone gets an empty part.
         low, high = min(max(start - first, 0), num_rows), min(max(stop - first, 0), num_rows)
-        skipped = max(first - start, 0)
+        skipped = max(first - start, 0)  # of its tokens, on tp ranks before this one
         found.append(Part(share, low, high, share.tokens.flatten()[skipped : skipped + high - low]))
         start = stop
     return found

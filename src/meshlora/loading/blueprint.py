@@ -1,15 +1,16 @@
 """The blueprint: everything known about a model, its split and its adapter before any weight is read.
 
-Owns: `Blueprint` and `make_blueprint`, which builds the model on the meta device, once, and refuses what is not
-supported; reading a model's configuration. Does not own: weights and processes (`loading.load`), data
-(`run.prepare`).
+Owns: `Blueprint` and `make_blueprint`, which refuses what is not supported; reading a model's configuration; building
+the model on the meta device, once, aborted if it asks for more than its checkpoint can hold. Does not own: weights and
+processes (`loading.load`), data (`run.prepare`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from typing import Any
 import torch
 import transformers
 from peft import LoraConfig
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, plan_folder, read_factors
 from meshlora.adapter.plan import AdapterPlan, plan_adapter, with_trained_head
 from meshlora.feature import features
-from meshlora.model.building import build_on_meta
 from meshlora.model.dp_shard import check_units
 from meshlora.model.stored import has_own_head, num_stored, stored_dtype
 from meshlora.model.weights import CheckpointSource, check_checkpoint, extra_weights, kept_wide
@@ -35,7 +36,8 @@ from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan, Packing
 from meshlora_ground.errors import UserError, did_you_mean, reason
 from meshlora_ground.files import read_json
-from meshlora_ground.model_class import take_quantization
+from meshlora_ground.limits import OutOfTimeError, time_limit
+from meshlora_ground.model_class import model_class, take_quantization
 from meshlora_ground.objective import TEXT, Objective
 from meshlora_ground.tasks import CAUSAL
 from meshlora_ground.topology import Topology
@@ -49,6 +51,10 @@ DTYPES = {
 }
 # Limit: transformers copies all of it a dozen times.
 _CONFIG_BYTES = 2**19
+_BUILD_S = 120
+# Parameters allowed without a look at the checkpoint (each takes about a millisecond), and without any checkpoint.
+_UNASKED, _MOST = 2_000, 300_000
+_CHECK = "are its numbers of layers and experts right?"
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +161,7 @@ class Blueprint:
             UserError: files are missing or damaged, or of another model. UnsupportedError: an option not proved.
         """
         adapter = plan_folder(self.model, self.plan, folder, ignore_dropout=ignore_dropout)
-        read_factors(adapter, self.plan)
+        read_factors(adapter, self.plan)  # and forget them: all that can be refused is refused now
         return dataclasses.replace(self, adapter=adapter)
 
     def with_reference(self, folder: str | None) -> Blueprint:
@@ -213,7 +219,7 @@ def make_blueprint(
     """
     config = copy.deepcopy(read_model_config(model, trust_remote_code=options.trust_remote_code))
     packing = take_quantization(config)  # the model itself is one of plain numbers
-    objective.configure(config)
+    objective.configure(config)  # before the build: it decides of the head
     dtype = resolve_dtype(options.dtype, config)
     built = _build(copy.deepcopy(config), dtype, options)  # which sets dropouts to 0
     source = None if isinstance(model, PretrainedConfig) else Path(model)
@@ -247,7 +253,7 @@ def _build(config: PretrainedConfig, dtype: torch.dtype, options: BaseOptions) -
     if dtype == torch.float64:
         for parameter in model.parameters():  # routers of some families ignore `dtype` and are float32
             parameter.data = parameter.data.to(dtype)
-    wide = kept_wide(model, dtype)
+    wide = kept_wide(model, dtype)  # known only once the model is built
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if name in wide:
             tensor.data = tensor.data.float()
@@ -330,3 +336,48 @@ def resolve_dtype(dtype: Any, config: PretrainedConfig) -> torch.dtype:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r}", f"it must be one of auto, {', '.join(DTYPES)}", way_out)
     return DTYPES[dtype]
+
+
+def build_on_meta(config: PretrainedConfig, **options: Any) -> Any:
+    """`model_class(config).from_config(config, **options)` on the meta device.
+
+    Raises:
+        UserError: transformers cannot build it, it takes too long, or it has far more parameters than the checkpoint
+            that `config` was read from has tensors.
+    """
+    what = f"model_type {config.model_type!r}"
+    try:
+        with torch.device("meta"), _no_more_parameters_than_stored(config), time_limit(_BUILD_S):
+            return model_class(config).from_config(config, **options)
+    except UserError:
+        raise
+    except OutOfTimeError:
+        raise UserError(what, f"its names and shapes alone take more than {_BUILD_S} s to build", _CHECK) from None
+    except Exception as error:  # ImportError for an attention that is not installed, ZeroDivisionError for 0 heads
+        raise UserError(what, f"transformers cannot build it ({reason(error)})") from error
+
+
+@contextlib.contextmanager
+def _no_more_parameters_than_stored(config: PretrainedConfig) -> Iterator[None]:
+    """Abort a build in the block that registers far more parameters than there are stored tensors.
+
+    Every parameter is stored, some under two names; merging on load makes them fewer.
+    """
+    num_parameters, most = 0, _UNASKED
+
+    def count(*_: Any) -> None:
+        nonlocal num_parameters, most
+        num_parameters += 1
+        if num_parameters == _UNASKED:  # small models are built without a look at their files
+            most = _MOST
+            if config.name_or_path and (stored := num_stored(Path(config.name_or_path))):
+                most = 4 * stored + _UNASKED
+        if num_parameters > most:
+            what = f"model_type {config.model_type!r} with the sizes of its configuration"
+            raise UserError(what, f"it has more than {most:,} parameters to store", _CHECK)
+
+    handle = register_module_parameter_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()

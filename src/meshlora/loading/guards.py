@@ -30,7 +30,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from meshlora.adapter import attach
 from meshlora.adapter.formats import peft_format
 from meshlora.feature import features
-from meshlora.loading.numbered import given_tokens
+from meshlora.loading.own_loop import given_tokens
 from meshlora.plan.dropout import parts_of
 from meshlora.plan.pairs import check
 from meshlora_ground.compat import COMPOSED
@@ -108,6 +108,7 @@ def most_positions(config: Any, model: nn.Module | None = None) -> int | None:
         return None
     rope, most = getattr(text, "rope_parameters", None) or {}, limit
     if rope.get("rope_type") in _LENGTHENED and isinstance(factor := rope.get("factor"), int | float):
+        # Some give the product already.
         most = max(most, int(factor * (rope.get("original_max_position_embeddings") or limit)))
     if model is None:
         return most
@@ -169,7 +170,7 @@ def take_methods(model: Any) -> None:
     for name, (rule, way_out) in _REFUSED.items():
         if hasattr(model, name) or name.startswith("__"):
             object.__setattr__(model, name, functools.partial(_refuse, name, rule, way_out))
-    _watch_compile()
+    _watch_compile()  # once for the process
 
 
 @functools.cache

@@ -22,8 +22,7 @@ from meshlora.feature import features
 from meshlora.layers.dropout import replace_dropouts
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.loading.guards import guard_model
-from meshlora.loading.labelled import take_labels
-from meshlora.loading.numbered import number_tokens
+from meshlora.loading.own_loop import number_tokens, take_labels
 from meshlora.model.dp_shard import finish_sharding
 from meshlora.model.inject import parallelize
 from meshlora.model.padding import is_causal, needs_mask
@@ -125,7 +124,7 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
     """The model of `blueprint` on the mesh of this job, its adapter active. Every rank calls this. The caller checks
     that the family is proved.
     """
-    whole, model = blueprint.plan, copy.deepcopy(blueprint.model)
+    whole, model = blueprint.plan, copy.deepcopy(blueprint.model)  # a blueprint makes several models
     if blueprint.source is not None:
         weight_files(blueprint.source)  # refused before ranks wait for each other
     mesh = open_mesh(whole.topology, device=join(device), copies=whole.copies, has_experts=bool(whole.experts))
@@ -142,7 +141,7 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
         if adapter is not None:
             targets |= {*adapter.targets}
     cuts = parallelize(model, plan, mesh, targets=targets, dtype=blueprint.dtype, options=blueprint.options)
-    of_stage = blueprint.model if plan.stages else None
+    of_stage = blueprint.model if plan.stages else None  # weights of other stages are checked, too
     unused = blueprint.options.allow_unused_weights
     fill(model, plan, source, mesh, whole=of_stage, allow_unused=unused, fresh=blueprint.fresh, seed=seed)
     if of_stage is None:  # else no stage has both of what could be tied
@@ -161,7 +160,7 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
     if blueprint.adapter is not None:
         begin_adapter(model, "default", blueprint.adapter, seed=seed)
         begin_reference(model, "default", blueprint.reference)
-    attach.set_adapter(model, "default" if blueprint.adapter is not None else None)
+    attach.set_adapter(model, "default" if blueprint.adapter is not None else None)  # last: it says what is trained
     return model
 
 

@@ -70,7 +70,7 @@ def shard_unit(model: nn.Module, unit: str, plan: ModelPlan, mesh: Mesh) -> None
     for name, parameter in layer.named_parameters():
         if not plan.is_sharded(f"{unit}.{name}", ndim=parameter.ndim):
             kept.add(parameter)
-    before = list(forward_hooks(layer))
+    before = list(forward_hooks(layer))  # the hooks of borders
     fully_shard(layer, mesh=mesh.data.as_torch_mesh(mesh.device.type), reshard_after_forward=True, ignored_params=kept)
     assert isinstance(layer, FSDPModule)
     layer.set_custom_all_gather(_Gather(mesh.data))  # type: ignore[arg-type]
@@ -78,7 +78,7 @@ def shard_unit(model: nn.Module, unit: str, plan: ModelPlan, mesh: Mesh) -> None
     # to the tensor that the layer itself returns.
     hooks = forward_hooks(layer)
     for hook in before:
-        hooks[hook] = hooks.pop(hook)
+        hooks[hook] = hooks.pop(hook)  # to the end: the order of a dict is that in which they run
 
 
 def finish_sharding(model: nn.Module, plan: ModelPlan, mesh: Mesh) -> None:

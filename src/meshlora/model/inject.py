@@ -40,7 +40,7 @@ def parallelize(
     """
     pipeline = _pipeline(model, plan, mesh)
     for parameter in model.parameters():
-        parameter.requires_grad_(False)
+        parameter.requires_grad_(False)  # adapters come later, and are trained
     tied = is_tied(model, plan)  # before the head gets a weight of its own
     for name, rule in plan.linears.items():
         if rule.split is Split.WHOLE and name not in targets and name != plan.head:
@@ -55,7 +55,7 @@ def parallelize(
             module = model.get_submodule(owner)
             whole = getattr(module, leaf)
             shape = list(whole.shape)
-            shape[split.dim] = split.layout.local_size(mesh.tp.size)
+            shape[split.dim] = split.layout.local_size(mesh.tp.size)  # equal on all ranks, padding included
             empty = torch.empty(shape, dtype=whole.dtype, device="meta")
             if isinstance(whole, nn.Parameter):  # else a buffer, which is split in the same way
                 empty = nn.Parameter(empty, requires_grad=False)
@@ -66,7 +66,7 @@ def parallelize(
         parallelize_embedding(embedding, plan.parameters.get(f"{plan.embedding}.weight"), mesh.tp, name=plan.embedding)
     if tied:
         head, embedding = model.get_submodule(plan.head), model.get_submodule(plan.embedding)
-        head.weight = embedding.weight
+        head.weight = embedding.weight  # each may have been given one of its own above
     for feature in features():
         feature.replace(model, plan, mesh, dtype=dtype)
     for name, layout in plan.wide_norms.items():
@@ -134,7 +134,7 @@ def adopt(model: nn.Module, plan: ModelPlan, name: str, tp: Axis) -> ParallelLea
     if rule.is_transposed:  # a view: Conv1D has [in, out]
         leaf.weight = nn.Parameter(module.weight.T, requires_grad=False)
     leaf.register_parameter("bias", module.bias)
-    leaf.train(module.training)
+    leaf.train(module.training)  # a new module is in training mode
     _replace(model, leaf)
     _connect(model, plan)
     return leaf

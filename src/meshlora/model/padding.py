@@ -41,4 +41,5 @@ def is_causal(model: Any, plan: ModelPlan) -> bool:
 
 def leaves_mask(plan: ModelPlan) -> bool:
     """Whether a model of this plan needs no mask, if each of its attentions is causal."""
+    # Padding would count among the tokens of experts.
     return plan.model_type in PROVED and plan.task == CAUSAL and not plan.experts

@@ -67,7 +67,7 @@ class TokenCut:
             self._leave(scattering, experts, is_off=False)
 
     def _leave(self, leaves: Sequence[ParallelLinear], experts: Sequence[CutsTokens], *, is_off: bool) -> None:
-        self.is_off = is_off
+        self.is_off = is_off  # `cut` and `whole` return what they are given
         for leaf in leaves:
             leaf.scatters_tokens = not is_off
         # Experts are given all tokens then, by every tp rank: each sends its share of them alone.
@@ -141,7 +141,7 @@ def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh, pipeline: Pip
         pipeline.noted = lambda: functools.partial(
             _known_again, cut, context, cut.batch_size, cut.seq_len, context.held
         )
-        cut_deepstack(model, own)
+        cut_deepstack(model, own)  # which adds images' features to the stream between layers
 
     def into_head(x: Tensor) -> Tensor:
         """Everything after the last layer is a region that ends with the head: there is no sum at its end, as logits
@@ -231,13 +231,13 @@ def map_input(module: nn.Module, name: str, change: Any, *, passes: tuple[str, .
     names = list(inspect.signature(module.forward).parameters)
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {**dict(zip(names, args, strict=False)), **kwargs}  # not all parameters are given
         first = names[0] if args and isinstance(args[0], Tensor) else "hidden_states"
         if not isinstance(given.get(first), Tensor):
             raise UnsupportedError(name, "a region is called with hidden_states, first or by name")
-        hidden = given[first]
+        hidden = given[first]  # the same tensor may be query, key and value
         rest = [value for key, value in given.items() if key not in passes and value is not hidden]
-        _refuse_second_input(name, rest)
+        _refuse_second_input(name, rest)  # before the work of the region
         changed = change(hidden)
         # Some attentions are called with the same tensor as query, key and value.
         return (

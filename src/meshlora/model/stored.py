@@ -293,7 +293,7 @@ def _with_packed(folder: Path, quantization: Mapping[str, Any] | None) -> list[S
                 )
             spent |= {*keys.values(), *others} - {name}  # some formats store the codes under the weight's own name
             found[name] = StoredTensor(parts["codes"].file, name, form.shape, "F32", packed=(form, parts))
-    return [tensor for key, tensor in found.items() if key not in spent]
+    return [tensor for key, tensor in found.items() if key not in spent]  # scales and codes are no weights of the model
 
 
 class _Found(NamedTuple):
@@ -330,6 +330,7 @@ def find_stored(folder: Path, model: Any, quantization: Mapping[str, Any] | None
             converters.append(transform)
             # The first that has a pattern takes what matches it, in transformers too.
             of_pattern = dict.fromkeys(transform.source_patterns, transform) | of_pattern
+    # A checkpoint may lack the prefix, or have it in vain.
     rename, prefix = core_model_loading.rename_source_key, model.base_model_prefix
     names = model.state_dict()
     found: dict[str, list[_Found]] = {}
@@ -415,6 +416,7 @@ def _together(places: list[_Found]) -> Stored:
     Raises:
         UserError: two are of one place, or an expert lacks one.
     """
+    # By number, not by name: 10 follows 9.
     places = sorted(places, key=lambda p: (p.pattern, -1 if p.number is None else p.number))
     for one, two in itertools.pairwise(places):
         if one.is_stacked != two.is_stacked or one[1:] == two[1:]:

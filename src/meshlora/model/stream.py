@@ -58,10 +58,10 @@ def write_stream(
         header[entry.key] = {"dtype": entry.dtype, "shape": list(entry.shape), "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)  # so that the data is aligned, as safetensors pads its header
     meant: dict[str, str] = {}
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+        file.write(len(text).to_bytes(8, "little") + text)  # the length of the header comes first
         for entry in ordered:
             tensor = read(entry)
             data = _bytes(tensor)

@@ -132,7 +132,7 @@ def read_slice(stored: StoredTensor, parts: tuple[Part, ...] = ()) -> Tensor:
         return form.read(bounds_in(stored, parts), lambda part, of_part: read_bounds(tensors[part], of_part))
     if stored.swapped:
         one, other = stored.swapped
-        dims = {one: other, other: one}
+        dims = {one: other, other: one}  # the dim of a part in the file
         as_stored = dataclasses.replace(stored, swapped=None)
         parts = tuple(Part(dims.get(part.dim, part.dim), part.start, part.stop) for part in parts)
         return read_slice(as_stored, parts).transpose(one, other)
@@ -206,7 +206,7 @@ def fill(
                     drawn = _drawn(model, path, leaf, seed).to(mesh.device, old.dtype)
                     setattr(module, leaf, nn.Parameter(drawn, requires_grad=False))
                     continue
-                where = _placement(name, module, old, plan)
+                where = _placement(name, module, old, plan)  # of the whole weight, in the file
                 stored = _stored_name(aliases[name], source)
                 assert stored is not None, name
                 check_tied(aliases[name], source)
@@ -219,13 +219,13 @@ def fill(
                 value = tensor.to(device=mesh.device, dtype=old.dtype).contiguous()
                 check_finite(value, stored, source)
                 made[id(old)] = nn.Parameter(value, requires_grad=False)
-            setattr(module, leaf, made[id(old)])
+            setattr(module, leaf, made[id(old)])  # tied modules get the same parameter
 
 
 @torch.no_grad()
 def _drawn(model: Any, path: str, leaf: str, seed: int) -> Tensor:
     """A parameter as the model's own class initialises it, a function of (seed, name): the same on every rank."""
-    module = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")
+    module = copy.deepcopy(model.get_submodule(path)).to_empty(device="cpu")  # on CPUs: a GPU draws other numbers
     digest = hashlib.sha256(f"{seed}:{path}.{leaf}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)  # 63 bits: torch takes signed seeds

@@ -33,16 +33,16 @@ def widen_norm(module: nn.Module, layout: Layout, axis: Axis, *, name: str) -> N
     if "RMSNorm" not in type(module).__name__ or not isinstance(eps, float):
         raise UnsupportedError(f"{name}: {type(module).__name__}", "only RMS norms can be split over their width")
     (copies,) = layout.copies(axis.size * layout.groups)  # key/value heads held by several ranks count once
-    width = layout.size // layout.groups * copies
+    width = layout.size // layout.groups * copies  # what the sum below has counted
     gates_first = not getattr(module, "norm_before_gate", False)
 
     def hook(_: nn.Module, args: tuple[Any, ...], y: Tensor) -> Tensor:
-        x = args[0].to(torch.float32)
+        x = args[0].to(torch.float32)  # as RMS norms of transformers compute
         if gates_first and len(args) > 1 and args[1] is not None:
             x = x * silu(args[1].to(torch.float32))
         squares = x.square().sum(-1, keepdim=True)
         mean = reduce_each_to_each(squares, axis) / width
         factor = torch.sqrt((squares / x.shape[-1] + eps) / (mean + eps))
-        return y * factor.to(y.dtype)
+        return y * factor.to(y.dtype)  # the forward has normalised by the local mean
 
     module.register_forward_hook(hook)

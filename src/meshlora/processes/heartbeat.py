@@ -73,7 +73,7 @@ class BoardInFolder:
         with _as_runtime_error():
             new = self._written(key, words)
             with contextlib.suppress(FileExistsError):
-                os.link(new, self._file(key))
+                os.link(new, self._file(key))  # atomic, and fails where there is one
             new.unlink()
         return self.get(key)
 

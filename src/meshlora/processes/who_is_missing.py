@@ -41,8 +41,8 @@ def explaining_timeouts(arrivals: Arrivals, watch: Watch, *, timeout_s: float) -
                 if watch.board.check(_EXPLAINED):
                     return watch.board.get(_EXPLAINED)
                 time.sleep(watch.interval_s / 10)
-        watch.ask()
-        time.sleep(2 * watch.interval_s)
+        watch.ask()  # the others publish where they are
+        time.sleep(2 * watch.interval_s)  # each rank looks once in an interval
         text = say_who_is_missing(functools.cache(look_up), rank, timeout_s=timeout_s)
         return watch.board.claim(_EXPLAINED, text)
 

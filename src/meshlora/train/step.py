@@ -25,7 +25,7 @@ from meshlora.adapter.replicas import check_replicas
 from meshlora.adapter.updates import is_finished
 from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import LOADING_S, Mesh
-from meshlora.loading.labelled import own_loss
+from meshlora.loading.own_loop import own_loss
 from meshlora.train.elementwise import check_optimizer, check_rates
 from meshlora.train.gradsync import check_total, clip_gradients_on_device, finish_gradients_on_device
 from meshlora_ground.compat import is_mean

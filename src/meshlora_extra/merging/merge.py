@@ -29,7 +29,7 @@ from transformers import PretrainedConfig
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, set_head
-from meshlora.model.building import build_on_meta
+from meshlora.loading.blueprint import build_on_meta
 from meshlora.model.stored import StoredTensor, has_own_head
 from meshlora.model.stream import FLOATS, Entry, check_stream, dtype_name, write_stream
 from meshlora.model.weights import CheckpointSource, check_checkpoint, check_tied, kept_wide, read_slice

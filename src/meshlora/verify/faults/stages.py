@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshlora.adapter import attach
-from meshlora.comm import collectives
+from meshlora.comm import messages
 from meshlora.comm.groups import Mesh
 from meshlora.plan.rules import ModelPlan
 from meshlora.run import step_sums
@@ -20,7 +20,7 @@ from meshlora.verify.faults.gradients import CLIP
 from meshlora.verify.features import Feature
 from meshlora.wings.stages import hold as stages
 
-BACK = (collectives._TakeOver, "backward")
+BACK = (messages._TakeOver, "backward")
 
 
 @around(stages, "hand_on", needs={Feature.PP})
@@ -42,7 +42,7 @@ def stage_gradient_halved(original: Any, ctx: Any, gradient: Tensor) -> Any:
     return original(ctx, gradient / 2)
 
 
-@around(collectives, "send", needs={Feature.PP}, within=BACK)
+@around(messages, "send", needs={Feature.PP}, within=BACK)
 def stage_gradient_of_first_micro_batch_alone(original: Any, gradient: Tensor, channel: Any) -> None:
     """the gradients of all micro-batches are sent to the stage before"""
     number = channel.outbox.number = getattr(channel.outbox, "number", 0) + 1

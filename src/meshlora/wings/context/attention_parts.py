@@ -26,8 +26,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from meshlora.comm.collectives import pass_on
 from meshlora.comm.groups import Axis
+from meshlora.comm.messages import pass_on
 from meshlora_ground import compat
 from meshlora_ground.float64 import wide_dtype
 from meshlora_ground.transfer import to_device

@@ -22,8 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from meshlora.comm.collectives import gather_each_to_each, receive_from_neighbour, send_to_neighbour
+from meshlora.comm.collectives import gather_each_to_each
 from meshlora.comm.groups import Axis
+from meshlora.comm.messages import receive_from_neighbour, send_to_neighbour
 from meshlora.layers.held_tokens import ContextCut
 from meshlora_ground.caches import cache_argument
 from meshlora_ground.errors import UnsupportedError

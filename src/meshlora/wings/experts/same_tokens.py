@@ -19,7 +19,7 @@ from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.layers.held_tokens import ContextCut
-from meshlora.loading.numbered import given_tokens
+from meshlora.loading.own_loop import given_tokens
 from meshlora_ground.errors import UserError, numbered
 from meshlora_ground.masks import hashed_in_place
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_gather, all_reduce_sum
 from meshlora.comm.groups import Axis, Mesh
-from meshlora.loading.numbered import given_tokens
+from meshlora.loading.own_loop import given_tokens
 from meshlora.plan.pairs import check
 from meshlora.wings.context.context import as_transformers_attends
 from meshlora.wings.experts.same_tokens import fingerprint

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshlora.comm.collectives import hand_on, open_channel, take_over
 from meshlora.comm.groups import Mesh
+from meshlora.comm.messages import hand_on, open_channel, take_over
 from meshlora.model.pipeline import Pipeline
 from meshlora.plan.rules import ModelPlan
 

@@ -1,31 +1,40 @@
-"""A forward with `labels`: the loss that Hugging Face's models return for one process, and what a step must know of it.
+"""A model in a loop of the user's own: the loss of its labels, and the numbers of its tokens.
 
-Owns: that loss on any mesh, with its sum and its number of tokens (`own_loss`), and the mark that a divided loss has
-given gradients, which `train.gradsync.finish_gradients` would divide again. Does not own: losses without whole logits
-(`train.losses`), how a step uses a loss (`train.step`).
+Owns: the loss that Hugging Face's models return for one process, on any mesh, with its sum and its number of tokens
+(`own_loss`); the mark that a divided loss has given gradients, which `train.gradsync.finish_gradients` would divide
+again; which forwards get numbers, by which dropout masks are the same on every topology. Does not own: losses without
+whole logits (`train.losses`), how a step uses a loss (`train.step`), the numbering (`meshlora_ground.masks`), what is
+done with it (`layers.tokens`).
 
 A loss is a mean over this rank's rows: gradients of dp ranks with unequal numbers of tokens cannot be put together from
 means. So the sum is kept beside it.
+
+Forwards of a step with gradients (`adapter.attach.Loop.masks`) get numbers by the tokens themselves, as nobody knows
+the place of a row in a global batch. `meshlora train` knows the places, and says them.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
-from meshlora.adapter.attach import Loop, runtime
+from meshlora.adapter.attach import Loop, Runtime, runtime
 from meshlora.comm.collectives import reduce_each_to_one
 from meshlora.layers.head_loss import IGNORED, shifted
+from meshlora.layers.logits_recipe import LogitsRecipe
+from meshlora.layers.tokens import Share
 from meshlora.plan.pairs import check
 from meshlora.plan.token_order import order_of_rows
 from meshlora_ground.errors import UserError
+from meshlora_ground.masks import numbers_by_content
 from meshlora_ground.tasks import CAUSAL, task_of
 
 _OWN = "_meshlora_own"
@@ -65,7 +74,7 @@ def take_labels(model: Any) -> None:
             return type(model).forward(model, *args, **kwargs)
         return _labelled(model, named)
 
-    object.__setattr__(model, "forward", forward)
+    object.__setattr__(model, "forward", forward)  # past nn.Module, on this model alone
     state = runtime(model)
     if state.mesh.cp.size == 1:
         return
@@ -95,12 +104,12 @@ def _labelled(model: Any, given: dict[str, Any]) -> Any:
     returns_dict = given.get("return_dict")
     if returns_dict is None:
         returns_dict = model.config.return_dict
-    given["return_dict"] = True
+    given["return_dict"] = True  # the loss needs the logits by name
     if after is None:
         after = shifted(labels)
     number = (after != IGNORED).sum()  # before the cut: all cp ranks count alike
     if torch.is_grad_enabled():
-        given.setdefault("use_cache", False)
+        given.setdefault("use_cache", False)  # nothing is generated in training
     outputs = plain(**given)
     logits = outputs.logits
     held = state.context.held  # of this forward: known once it has begun
@@ -143,3 +152,68 @@ class _Divided(Function):
         (by,) = ctx.saved_tensors
         ctx.loop.is_divided = True
         return grads[0] / by, None, None
+
+
+# --- the numbers of tokens --------------------------------------------------------------------------------------------
+
+
+def given_tokens(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, Tensor | None]:
+    """(name, value) of the token argument of a model's forward: ids `[B, S]`, or embeddings `[B, S, H]`."""
+    for name in ("input_ids", "inputs_embeds"):
+        if isinstance(given := kwargs.get(name), Tensor):
+            return name, given
+    return "input_ids", args[0] if args else None
+
+
+def number_tokens(model: Any) -> None:
+    """Let the forwards of a step say their tokens; what one says holds in its backward too, where layers may be
+    recomputed, whatever other forwards there are between the two.
+    """
+    state, before = runtime(model), list[Any]()
+
+    def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name, ids = given_tokens(args, kwargs)
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        if not isinstance(mask, Tensor) or mask.ndim != 2:  # none, or one of its own for each pair of tokens
+            mask = None
+        masks, own = state.loop.masks, None
+        if masks is not None and name == "input_ids" and ids is not None and torch.is_grad_enabled():
+            own = functools.cache(functools.partial(_share, ids, mask, masks))
+        before.append((state.dropout.say(own), own))
+
+    def end(_: nn.Module, __: Any, output: Any) -> None:
+        earlier, own = before.pop() if before else (None, None)  # none of a forward that another hook has refused
+        if not torch.is_grad_enabled():  # between a forward and its backward, as of a reference
+            state.dropout.say(earlier)
+        elif own is not None:
+            know_again = state.pipeline.noted()  # what borders know of this forward
+            for tensor in _with_gradients(output):
+                tensor.register_hook(functools.partial(_begin_backward, state, own, know_again))
+
+    model.register_forward_pre_hook(begin, with_kwargs=True)
+    model.register_forward_hook(end, always_call=True)
+
+
+def _share(ids: Tensor, mask: Tensor | None, masks: tuple[int, int]) -> Share:
+    return Share(None, numbers_by_content(ids, mask), *masks)
+
+
+def _begin_backward(state: Runtime, share: Callable[[], Share], know_again: Callable[[], None], _: Tensor) -> None:
+    """The gradient of a forward's result is there: what is recomputed from now on is of its tokens."""
+    know_again()
+    state.dropout.say(share)
+
+
+def _with_gradients(output: Any) -> list[Tensor]:
+    """The tensors of a model's output that a backward may begin with."""
+    values: Iterable[Any] = [output]
+    if isinstance(output, Mapping):
+        values = output.values()
+    elif isinstance(output, tuple):
+        values = output
+    found = []
+    for value in values:
+        tensor = value.hidden if isinstance(value, LogitsRecipe) else value
+        if isinstance(tensor, Tensor) and tensor.requires_grad:
+            found.append(tensor)
+    return found
