@@ -89,7 +89,6 @@ def _choose(options: argparse.Namespace) -> None:
     from meshlora_ground.console import Console
     from meshlora_ground.files import write_text_atomically
     from meshlora_ground.topology import Topology
-    from meshlora_ground.weight_files import repository_of
 
     gpu = hardware_named(options.gpu, options.hardware)
     config = read_config(options.model, trust_remote_code=options.trust_remote_code)
@@ -135,7 +134,7 @@ def _choose(options: argparse.Namespace) -> None:
 
 def _shown_model(folder: Path) -> str:
     """The model as a run file names it."""
-    from meshlora_ground.hub import repository_of
+    from meshlora_ground.weight_files import repository_of
 
     if repository := repository_of(folder):
         return repository.name
