@@ -6,11 +6,15 @@ Owns: its arguments and its exit code. Does not own: what it does (`cli.job`).
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshlora.cli.arguments import add_json, add_local_rank, add_ranks_per_gpu, add_run_file, check_json, checked_place
 from meshlora_ground.errors import UserError
 from meshlora_ground.lifetime import import_libraries
+
+if TYPE_CHECKING:
+    from meshlora.cli.job import Job
+    from meshlora.processes.launchers import Place
 
 
 def add(commands: Any) -> None:
@@ -86,7 +90,7 @@ def start(options: argparse.Namespace) -> bool:
     return job_of(options).run()
 
 
-def job_of(options: argparse.Namespace, place: Any = None) -> Any:
+def job_of(options: argparse.Namespace, place: Place | None = None) -> Job:
     """The job that the arguments ask for. place: this process', under a launcher."""
     from meshlora.cli.job import Job  # takes seconds to import
 

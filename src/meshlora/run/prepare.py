@@ -205,12 +205,13 @@ def _rows(data: RunData, *, asked: Asked, micro_batch_size: int) -> _Rows:
     """`data.packing: auto` packs only where the sequences of a micro-batch can be one row."""
     blueprint, packing = data.blueprint, data.texts.data.packing
     cuts_rows = blueprint.topology.size_over(TOKENS) > 1
+    is_apart: bool | None = None
     if packing is True:
         is_apart = _check_packing(blueprint)
         return _Rows(packing, None if cuts_rows else is_apart)
     if packing is False or micro_batch_size == 1:
         return _Rows(False)
-    is_apart, why = None, ""
+    why = ""
     refused = refusal({**asked_of(asked, blueprint, data.train, data.eval), "data.packing": True})
     if refused is not None:
         why = refused.rule
