@@ -58,8 +58,8 @@ def prepare_prompts(run: Evaluation) -> Prompts:
     assert data.eval is not None
     records = of_categories(records_of(data, data.eval), data.eval_categories)
     prompts = prompts_of(records[: data.eval_limit])
-    texts = Texts(config.model, data, config.train.objective)
-    tokenizer, model = texts.tokenizer(), run.blueprint.config
+    tokenizer = Texts(config.model, data, config.train.objective).tokenizer()
+    model = run.blueprint.config
     plain = [prompt for prompt in prompts if prompt.text is not None]
     names, texts = [prompt.origin for prompt in plain], [prompt.text or "" for prompt in plain]
     of_texts = iter(encode_prompts(texts, tokenizer, model, config.generate, names=names, separator=data.separator))
