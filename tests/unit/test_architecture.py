@@ -145,18 +145,18 @@ def test_only_one_file_opens_process_groups() -> None:
     assert files == {"comm/groups.py"}
 
 
-def test_only_one_file_calls_collectives() -> None:
+def test_only_two_files_communicate() -> None:
     """`groups.py` may ask torch.distributed who is there, and open and close groups; it may not communicate.
-    `direct.py` sends messages, for the one file.
+    `direct.py` sends bytes, for the two files.
     """
     using = {name_of(f): _calls(tree) for _, f, tree in _modules() if "torch.distributed as dist" in f.read_text()}
-    assert using.keys() == {"comm/groups.py", "comm/collectives.py"}
+    assert using.keys() == {"comm/groups.py", "comm/collectives.py", "comm/messages.py"}
     users = {
         name_of(f)
         for _, f, _ in _modules()
         if re.search(r"import direct\b|from meshlora\.parallel\.direct", f.read_text())
     }
-    assert users == {"comm/collectives.py"}
+    assert users == {"comm/collectives.py", "comm/messages.py"}
     called = {name for name in using["comm/groups.py"] if name.startswith("dist.")}
     assert called <= QUIET, called - QUIET
 
