@@ -129,7 +129,7 @@ class Job:
         world = self.nproc or 1  # alone
         if self.place is not None:
             world = self.place.world
-        configs, note = fitted(read_runs(self.file, self.overrides), world=world)
+        configs, note = fitted(read_runs(self.file, [*self.overrides]), world=world)
         if self.starts_ranks:  # what each rank would refuse, once
             device = next(iter(configs.values())).device
             on_gpus(device, num_ranks=world, ranks_per_gpu=self.ranks_per_gpu)
