@@ -350,14 +350,18 @@ def _attention(
         )[0]
         for block in attention_mask.blocks(held)
     ]
+    return _joined(attention_mask.blocks(held), found, held), None
+
+
+def _joined(blocks: Sequence[Block], found: Sequence[Tensor], held: HeldTokens) -> Tensor:
+    """What is `found` of each of the `blocks`, as `[B, S/cp, h, d]`."""
     if held.is_uniform:
-        return torch.cat(found, 1), None
-    each = list(zip(attention_mask.blocks(held), found, strict=True))
+        return torch.cat(list(found), 1)
     rows = []
     for row in range(held.rows):
-        of_row = [out for block, out in each if block.rows.start == row]
+        of_row = [out for block, out in zip(blocks, found, strict=True) if block.rows.start == row]
         rows.append(torch.cat(of_row, 1))
-    return torch.cat(rows), None
+    return torch.cat(rows)
 
 
 def _unknown(base: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str]:
