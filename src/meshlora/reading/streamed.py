@@ -82,9 +82,8 @@ def read_streamed(
     digest, seen, counts = RecordsDigest(), Seen(), list[int]()
     for record in records(dataclasses.replace(reading, say=say), counts=counts):  # what is wrong is said once, here
         if record.images:
-            raise UnsupportedError(
-                f"{record.origin}: an image with data.streaming", "it is not proved", "leave out one"
-            )
+            given = f"{record.origin}: an image with data.streaming"
+            raise UnsupportedError(given, "it is not proved", "leave out one")
         digest.add(record)
         seen.add(record)
     making = Making(
