@@ -107,6 +107,8 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "half": lambda model: model.half(),
     "compile": lambda model: model.compile(),
     "torch.compile": lambda model: torch.compile(model, backend="eager"),
+    "compile of a layer": lambda model: model.model.layers[0].compile(backend="eager"),
+    "torch.compile of a layer": lambda model: torch.compile(model.model.layers[0], backend="eager"),
     "delete_adapter": lambda model: model.delete_adapter("default"),
     "enable_adapters": lambda model: model.enable_adapters(),
     "disable_adapters": lambda model: model.disable_adapters(),
@@ -126,4 +128,4 @@ def _calls(topology: str) -> dict[str, str]:
 def test_what_knows_nothing_of_the_mesh_is_refused_by_name(topology: str, pools: Callable[[int], Pool]) -> None:
     for said in pools(2).run(_calls, topology):
         for name, words in said.items():
-            assert words.startswith(f"{name} on a parallel model: "), said
+            assert words.startswith(f"{name.removesuffix(' of a layer')} on a parallel model: "), said

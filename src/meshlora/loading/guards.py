@@ -40,6 +40,7 @@ from meshlora_ground.topology import Topology
 _LENGTH_DEPENDENT = ("longrope", "dynamic")
 _LENGTHENED = ("linear", "yarn")  # rotary embeddings for `factor` times as many positions
 _NAMES = "enable one with set_adapter(name), none with `with disable_adapter()`"
+_COMPILED = "compiled code was not proved", "leave it out"
 # Method -> (what it would do, the way out).
 _REFUSED = {
     "save_pretrained": ("it would write one rank's shard", "use meshlora.save_adapter"),
@@ -54,7 +55,6 @@ _REFUSED = {
     "disable_adapters": ("it turns PEFT's layers off, and this model has others", _NAMES),
     "half": ("sums of its factors need float32", "give meshlora.load dtype='float16'"),
     "bfloat16": ("sums of its factors need float32", "give meshlora.load dtype='bfloat16'"),
-    "compile": ("compiled code was not proved", "leave it out"),
     "__deepcopy__": ("a copy would share its groups and its state with this model", "load the model once more"),
     "__reduce_ex__": ("its groups are of this process", "use meshlora.save_adapter, and load the model there"),
 }
@@ -170,18 +170,20 @@ def take_methods(model: Any) -> None:
     for name, (rule, way_out) in _REFUSED.items():
         if hasattr(model, name) or name.startswith("__"):
             object.__setattr__(model, name, functools.partial(_refuse, name, rule, way_out))
+    for module in model.modules():  # a layer can be compiled alone
+        object.__setattr__(module, "compile", functools.partial(_refuse, "compile", *_COMPILED))
     _watch_compile()  # once for the process
 
 
 @functools.cache
 def _watch_compile() -> None:
-    """Refuse `torch.compile(model)`, which asks the model nothing and puts it into a module of torch's own."""
+    """Refuse `torch.compile(module)`, which asks the module nothing and puts it into one of torch's own."""
     register_module_module_registration_hook(_check_owner)
 
 
 def _check_owner(owner: Any, name: str, module: Any) -> None:
-    if name == "_orig_mod" and isinstance(getattr(module, "meshlora", None), attach.Runtime):
-        _refuse("torch.compile", *_REFUSED["compile"])
+    if name == "_orig_mod" and "compile" in vars(module):
+        _refuse("torch.compile", *_COMPILED)
 
 
 def _add_adapter(
