@@ -31,13 +31,16 @@ class ReplacedRows(nn.Module):
     def __init__(self, values: nn.Parameter, ids: Sequence[int], *, first: int, num_local: int) -> None:
         super().__init__()
         self.values = values
-        # Worked out on the host once: on a GPU the counts of rows would have to be waited for.
-        numbers = torch.tensor(ids, dtype=torch.int64, device="cpu") - first
-        ordered, order = numbers.sort(stable=True)
-        (here,) = ((numbers >= 0) & (numbers < num_local)).nonzero(as_tuple=True)
-        device = values.device
-        self.numbers, self.ordered, self.order = numbers.to(device), ordered.to(device), order.to(device)
-        self.here, self.local = here.to(device), numbers[here].to(device)
+        # Of lists: on a GPU the counts of rows would have to be waited for.
+        numbers = [number - first for number in ids]
+        here = [row for row, number in enumerate(numbers) if 0 <= number < num_local]
+        order = sorted(range(len(numbers)), key=numbers.__getitem__)
+
+        def held(values_of: list[int]) -> Tensor:
+            return torch.tensor(values_of, dtype=torch.int64, device=values.device)
+
+        self.numbers, self.order, self.ordered = held(numbers), held(order), held(sorted(numbers))
+        self.here, self.local = held(here), held([numbers[row] for row in here])
 
     def looked_up(self, y: Tensor, ids: Tensor, *, padding: int | None, scale: Tensor | None) -> Tensor:
         """y `[..., H]`, the lookup of local ids `[...]` -> with the rows in place of those of the base.
