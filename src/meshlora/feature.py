@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshlora_ground.errors import UserError
-from meshlora_ground.topology import EP, ETP, Topology
+from meshlora_ground.topology import EP, ETP, SEQUENCES, TP, Topology
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -47,7 +47,7 @@ class Feature:
         axes: of the mesh, whose ranks the core alone would run as if there were one.
     """
 
-    axes: tuple[str, ...] = ()
+    axes: Collection[str] = ()
 
     def folder_of(self, given: str, kind: Literal["model", "adapter"], *, trust_remote_code: bool) -> str:
         """`loading.load`, first: the path of what may be given by a name.
@@ -267,7 +267,7 @@ def check_axes(topology: Topology) -> None:
     Raises:
         UserError: names the axis.
     """
-    known = {"dp", "tp"}.union(*(feature.axes for feature in features()))
+    known = {*SEQUENCES, TP}.union(*(feature.axes for feature in features()))
     for axis, size in (topology.sizes | {EP: topology.ep, ETP: topology.etp}).items():
         if size > 1 and axis not in known:
             raise UserError(f"{axis}={size}", "its wing is not in WINGS of meshlora/feature.py", f"use {axis}=1")

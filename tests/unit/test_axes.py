@@ -29,7 +29,7 @@ from meshlora_ground.versions import name_of, own_files
 
 # The table of features has a row for each of them.
 # Faults say in words what a run must have for them to show, and the generated ones exchange names of axes.
-BY_NAME = {"meshlora_ground/topology.py", "plan/features.py"}
+BY_NAME = {"meshlora_ground/topology.py", "plan/features.py", "verify/features.py"}
 
 
 def test_no_other_file_names_an_axis_that_cuts_sequences_or_tokens() -> None:

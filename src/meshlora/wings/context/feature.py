@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from meshlora.feature import Feature
 from meshlora.wings.context.borders import install_context
+from meshlora_ground.topology import TOKENS
 
 
 class _Context(Feature):
-    axes = ("cp",)
+    axes = TOKENS
     borders = staticmethod(install_context)
 
 

@@ -9,10 +9,11 @@ from meshlora.feature import Feature
 from meshlora.plan.rules import ModelPlan
 from meshlora.wings.stages.hold import hold_stages
 from meshlora.wings.stages.plan import check_trained, plan_of_rank, with_stages
+from meshlora_ground.topology import LAYERS
 
 
 class _Stages(Feature):
-    axes = ("pp",)
+    axes = LAYERS
     with_stages = staticmethod(with_stages)
     plan_of_rank = staticmethod(plan_of_rank)
     pipeline = staticmethod(hold_stages)
