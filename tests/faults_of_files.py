@@ -81,8 +81,8 @@ OF_MERGING: dict[str, Fault] = {
     "rows_beside_a_copy_not_taken": Fault(
         "what a file holds of its base replaces the weight tied to a trained copy",
         _MERGE,
-        "whole = change.beside if change.is_own else change.whole",
-        "whole = None if change.is_own else change.whole",
+        "whole = change.beside",
+        "whole = None",
         f"{_FILE}::test_base_under_a_trained_copy_replaces_what_is_tied_to_it",
     ),
     "bias_of_lora_not_scaled": Fault(
@@ -95,8 +95,8 @@ OF_MERGING: dict[str, Fault] = {
     "tied_head_merged_with_the_embedding": Fault(
         "an adapter on a tied embedding does not change the head",
         _MERGE,
-        "if len({changes.by_name.get(n) for n in names}) > 1",
-        "if len({changes.by_name.get(n) for n in names}) > 2",
+        "if len({changes.by_name.get(name) for name in names}) > 1",
+        "if len({changes.by_name.get(name) for name in names}) > 2",
         f"{_LOGITS}[tied_embedding]",
     ),
     "tied_weights_of_two_scales": Fault(
@@ -109,8 +109,8 @@ OF_MERGING: dict[str, Fault] = {
     "piece_of_a_fused_matrix_one_row_low": Fault(
         "a piece of a fused matrix gets the update of its own rows",
         _MERGE,
-        "else value[place]",
-        "else value.roll(1, 0)[place]",
+        "value = value[place]",
+        "value = value.roll(1, 0)[place]",
         _OF_PARTS,
     ),
     "rounded_before_the_product": Fault(
@@ -194,9 +194,8 @@ OF_EXPORTING: dict[str, Fault] = {
     "padded_on_unlike_sides": Fault(
         "A and B of a smaller rank are padded at the same end",
         _ENGINE,
-        "return torch.cat([factor, factor.new_zeros(shape)], dim) if shape[dim] else factor",
-        "zeros = factor.new_zeros(shape)\n"
-        "    return torch.cat([factor, zeros] if dim else [zeros, factor], dim) if shape[dim] else factor",
+        "return torch.cat([factor, factor.new_zeros(shape)], dim)",
+        "zeros = factor.new_zeros(shape)\n    return torch.cat([factor, zeros] if dim else [zeros, factor], dim)",
         f"{_PADDED}[False]",
     ),
     "alpha_of_another_rank": Fault(
@@ -252,8 +251,8 @@ OF_EXPORTING: dict[str, Fault] = {
     "scale_of_pieces_without_the_root": Fault(
         "with rsLoRA the scale of pieces is that of one of them",
         "adapter/targets/pieces.py",
-        "* (math.sqrt(number) if config.use_rslora else number)",
-        "* number",
+        "growth = math.sqrt(number) if config.use_rslora else number",
+        "growth = number",
         "tests/unit/test_pieces.py::test_scale_of_pieces_is_that_of_one_of_them",
     ),
     "rslora_lost_in_loralib": Fault(
@@ -275,8 +274,8 @@ OF_EXPORTING: dict[str, Fault] = {
     "embedding_under_the_names_of_a_linear": Fault(
         "the factors of an embedding have the names that PEFT reads",
         "meshlora_extra/paper/export.py",
-        'f"lora_embedding_{side}" if each.is_embedding else f"lora_{side}.weight"',
-        'f"lora_{side}.weight"',
+        'suffix = f"lora_embedding_{side}"',
+        'suffix = f"lora_{side}.weight"',
         f"{_LORALIB}::test_embedding_survives_both_ways",
     ),
 }

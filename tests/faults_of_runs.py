@@ -126,15 +126,15 @@ OF_SEVERAL: dict[str, Fault] = {
     "masks_by_the_place_in_the_micro_batch": Fault(
         "the masks of a token are of its place in its adapter's own batch",
         "train/batches.py",
-        "places=[places[0] for _, places in rows],",
+        "places=[of_row[0] for of_row in places],",
         "places=None,",
         _SINGLE,
     ),
     "gradients_of_one_rank": Fault(
         "an adapter's gradient is a sum over the ranks",
         _GRADIENTS,
-        "flat = all_reduce_in_place(torch.cat([g.reshape(-1) for g in every]), mesh.over(axes))",
-        "flat = torch.cat([g.reshape(-1) for g in every])",
+        "flat = all_reduce_in_place(torch.cat([grad.reshape(-1) for grad in every]), mesh.over(axes))",
+        "flat = torch.cat([grad.reshape(-1) for grad in every])",
         f"{_SINGLE.removesuffix('[]')}[tp=2,sp]",
     ),
 }
@@ -190,8 +190,8 @@ OF_GENERATION: dict[str, Fault] = {
     "ranks_draw_from_states_of_their_own": Fault(
         "the ranks of a replica draw from one random state",
         _GENERATION,
-        "if draws else torch.zeros(1, 1, device=device)",
-        "if False else torch.zeros(1, 1, device=device)",
+        "draws = bool(value)",
+        "draws = False",
         "tests/ranks/test_generate.py::test_ranks_that_would_draw_different_tokens_are_refused",
     ),
     "batch_drawn_from_the_seed_of_its_rank": Fault(
@@ -239,7 +239,7 @@ OF_GENERATION: dict[str, Fault] = {
     "shard_of_the_first_rank_merged": Fault(
         "a rank merges the rows of its own shard",
         "wings/generation/in_memory.py",
-        "first = min(each * state.mesh.data.rank, weight.shape[0]) if isinstance(weight, DTensor) else 0",
+        "first = min(each * state.mesh.data.rank, weight.shape[0])",
         "first = 0",
         f"{_MERGED}[experts-dp=2,ep=2,dp_shard]",
     ),
