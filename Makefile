@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start some hundred processes, each of which would compile this package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-versions test-floor test-newest test-slurm test-wheel test-vllm test-meteor proof proof-slice claims
+.PHONY: demo test test-long test-versions test-floor test-newest test-slurm test-wheel test-vllm test-meteor proof proof-slice claims
 .PHONY: bench check static lint types house dist dist-judge test-judge docs setup clean
 
 demo: $(READY)
@@ -21,19 +21,23 @@ demo: $(READY)
 # Two workers, each with ranks of its own: ranks wait for each other, and one pool leaves the cores idle half the time.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder
 
-# What a change can break: each invariant once, and of the faults that show alike one.
+# What a change can break: each invariant once. 11 minutes on two cores.
 test: static
 	$(PYTEST)
 
+# What takes seconds a test: families, commands from end to end, of the faults that show alike one. 15 minutes; CI runs it at every change.
+test-long: $(READY)
+	$(PYTEST) -m long
+
 # And all else: every family, topology, fault and signal. Some hours on two cores.
-proof: test
+proof: test test-long
 	$(PYTEST) -m proof
 
 # A fortieth of what is marked, whose turn it is at this commit: forty commits run all of it.
 proof-slice: $(READY)
 	$(BIN)/python scripts/proof_slice.py
 
-# Every script behind a claim of a page, in small: below four minutes on two idle cores.
+# Every script behind a claim of a page, in small: 7 minutes on two cores.
 claims: $(READY)
 	$(BIN)/python scripts/run_claims.py
 
@@ -41,7 +45,7 @@ claims: $(READY)
 # Floor: below 5 minutes, with the pinned torch; FLOOR_TORCH=2.11.0 takes that one instead, 5 GB.
 FLOOR := .venv-floor$(if $(FLOOR_TORCH),-torch-$(FLOOR_TORCH))
 NEWEST := .venv-newest
-IN_VERSIONS := -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "proof or not proof" @tests/versions.txt
+IN_VERSIONS := -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder -m "proof or long or not long" @tests/versions.txt
 test-versions: test-floor test-newest
 
 test-floor: $(FLOOR)/.ready
@@ -115,9 +119,9 @@ test-meteor: $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt pycocoevalcap
 	$(BIN)/python -m pytest -q -m meteor tests/unit/test_nlg_scores.py
 
-# While one works: below 2 minutes on two cores.
+# While one works.
 check: static
-	$(PYTEST) tests/unit
+	$(PYTEST) -m "not long" tests/unit
 
 # Against what people use, in the same run: below 15 minutes on two idle cores. Ends with 1 where results differ.
 bench: $(READY)

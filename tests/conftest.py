@@ -129,8 +129,9 @@ def _remember_proofs_of_versions(home: Path) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """GPU tests run where there is a GPU, those of liger-kernel where it is, those that mount where a process may,
-    those of a sandbox where one can be had, those of `make proof` with `-m proof`, those of two nodes with `-m
-    cluster`, those of SLURM with `-m slurm`, those of vLLM with `-m vllm`, of METEOR with `-m meteor`.
+    those of a sandbox where one can be had. Those of `make test-long` run with `-m long` or where files are named,
+    those of `make proof` with `-m proof`, those of two nodes with `-m cluster`, those of SLURM with `-m slurm`, those
+    of vLLM with `-m vllm`, of METEOR with `-m meteor`.
 
     Workers of xdist take the longest files first.
     """
@@ -143,6 +144,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out += [] if liger_version() else ["liger"]
     left_out += [name for name in ("proof", "cluster", "slurm", "vllm", "meteor") if name not in config.option.markexpr]
     others = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
+    if "long" not in config.option.markexpr and _is_whole(config):
+        others += [item for item in items if item.get_closest_marker("long") and not item.get_closest_marker("proof")]
     if config.option.slice:
         others += _not_of_slice([item for item in items if item.get_closest_marker("proof")], config.option.slice)
     if unwanted := dict.fromkeys(others):
@@ -150,6 +153,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in unwanted]
     if os.environ.get("PYTEST_XDIST_WORKER"):
         items.sort(key=_place)
+
+
+def _is_whole(config: pytest.Config) -> bool:
+    """Whether all tests were asked for, no file by name."""
+    return {config.rootpath / name for name in config.args} == {config.rootpath / "tests"}
 
 
 def _not_of_slice(items: list[pytest.Item], chosen: str) -> list[pytest.Item]:

@@ -29,6 +29,7 @@ EIGHT_RANKS = ("dp=4,tp=2,sp,ep=2,etp=2", "dp=2,tp=4,sp,ep=4,etp=2,two-stage", "
 _ON_EXPERTS: dict[str, Any] = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj"]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "topologies", "steps"),
     [
@@ -99,12 +100,14 @@ def test_adapters_on_parts_and_for_all_experts(name: str, family: str, topology:
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
 
 
+@pytest.mark.long
 def test_rates_of_lora_plus_go_by_the_letters_of_peft(prove: Prove) -> None:
     """On llama4's experts PEFT's A is on the output side."""
     for outcome in prove(family="llama4_text", topologies=("tp=2,sp,ep=2",), steps=1, lora_plus_ratio=4.0):
         assert outcome.passed, (outcome.divergence, outcome.error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("topology", ["tp=2,sp,ep=2", pytest.param("tp=2,etp=2", marks=pytest.mark.proof)])
 def test_adapter_on_a_router_beside_experts(topology: str, prove: Prove) -> None:
     lora = _ON_EXPERTS | {"target_parameters": ["mlp.gate.weight", "experts.down_proj"]}
@@ -112,6 +115,7 @@ def test_adapter_on_a_router_beside_experts(topology: str, prove: Prove) -> None
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "dtype", "topology", "steps"),
     [

@@ -67,6 +67,7 @@ def _check(outcomes: list[Outcome]) -> None:
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "topologies"),
     [
@@ -106,6 +107,7 @@ def test_family_that_stands_for_others_has_their_plan(stand_in: str) -> None:
 OFTEN_WITH_EXPERTS = {"minimax": "tp=2,sp,ep=2", "nemotron_h": "tp=2,sp,etp=2"}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "topologies"),
     [

@@ -51,6 +51,7 @@ MORE: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "overrides", "topologies"),
     [

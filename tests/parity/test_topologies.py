@@ -40,6 +40,7 @@ def test_adapter_is_the_one_a_single_process_produces(
         }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "topology", "steps"),
     [
@@ -59,6 +60,7 @@ def test_low_precision_stays_within_the_references_own_rounding(
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("topologies", "options"),
     [

@@ -33,6 +33,7 @@ def _fresh(folder: Path, topology: str, init: bool | str) -> dict[str, Tensor]:
     return gather_adapter(model, "default")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("init", [True, "gaussian", False])
 def test_fresh_adapter_has_the_same_bits_on_every_topology(
     init: bool | str, twin: Path, pools: Callable[[int], Pool]
@@ -64,6 +65,7 @@ def _save_and_logits(folder: Path, out: Path, topology: str) -> Tensor:
         return model(input_ids=make_batches().input_ids).logits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("topology", "size"), [("tp=2,sp", 2), ("tp=4", 4)])
 def test_peft_loads_what_we_save_and_gives_our_logits(
     topology: str, size: int, twin: Path, tmp_path: Path, pools: Callable[[int], Pool]

@@ -63,6 +63,7 @@ def _count(topology: str, num_layers: int, with_lora: bool) -> dict[str, dict[st
     return {"forward": dict(forward.counts), "backward": dict(backward.counts)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("with_lora", [True, False], ids=["lora", "base"])
 @pytest.mark.parametrize("topology", BUDGET)
 def test_a_layer_costs_what_the_frozen_base_costs(topology: str, with_lora: bool, pools: Callable[[int], Pool]) -> None:
@@ -100,6 +101,7 @@ def _count_micro_batch(
     return dict(counter.counts), {key: n for key, n in budget.items() if n}
 
 
+@pytest.mark.long
 @for_each("topology", ["tp=2", "tp=2,sp", "dp=2,dp_shard"])
 @for_each(
     ("family", "options"),

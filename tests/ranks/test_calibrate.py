@@ -30,6 +30,7 @@ def _calibrated(topology: str) -> tuple[dict[str, Any], dict[tuple[str, int, boo
     return fields, dict(messages), [slowest]
 
 
+@pytest.mark.long
 def test_ranks_measure_every_axis_and_agree(pools: Callable[[int], Pool]) -> None:
     """Each of four collectives at five sizes, over each axis with several ranks; a number is that of the slowest."""
     found = pools(4).run(_calibrated, "dp=2,tp=2,sp")

@@ -137,6 +137,7 @@ def test_each_dp_rank_holds_its_part_of_the_layers_and_never_more_than_one_layer
         assert found["dtensors while whole"] == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("is_whole", [False, pytest.param(True, marks=pytest.mark.proof)])
 def test_a_run_with_all_that_a_run_has_gives_the_bytes_of_dp(
     is_whole: bool, folder: Path, pools: Callable[[int], Pool]

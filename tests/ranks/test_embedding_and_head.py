@@ -76,6 +76,7 @@ COVER = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "topologies"),
     [
@@ -89,6 +90,7 @@ def test_trains_as_one_process_does(name: str, topologies: tuple[str, ...], prov
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -172,6 +174,7 @@ def _base(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float64, attn_implementation="eager")
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")  # PEFT's, about merging
 def test_saved_is_the_same_to_the_byte_on_every_topology_and_peft_has_our_logits(
     made: Path, tmp_path: Path, pools: Callable[[int], Pool]

@@ -44,6 +44,7 @@ def _generated(config: RunConfig, world: int) -> list[str]:
     return generated_texts(run, prepare_prompts(run))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("search", ["gpt2_beam", "transformers"])
 def test_texts_of_several_ranks_are_those_of_one(
     search: str, tmp_path: Path, file: Path, pools: Callable[[int], Pool]

@@ -32,6 +32,7 @@ slept.clear()
 
 
 # Under torchrun, for without its store the fault does not show: 0 of 10 launches against 1 of 3.
+@pytest.mark.long
 @pytest.mark.parametrize(("launches", "ranks"), [(1, 2), pytest.param(8, 4, marks=pytest.mark.proof)])
 def test_last_collective_does_not_abort_the_interpreter(launches: int, ranks: int, tmp_path: Path) -> None:
     """gloo's thread took the GIL of an interpreter that was shutting down; it ended with SIGABRT. Groups are closed by

@@ -81,6 +81,7 @@ def test_user_mistake_starts_no_rank(job: Job) -> None:
     assert not job.output.exists()
 
 
+@pytest.mark.long
 def test_user_mistake_under_torchrun_is_said_once(job: Job) -> None:
     job.write(warmup_steps=9)
     code, _, err = job.run(
@@ -111,6 +112,7 @@ def test_first_signal_saves_and_says_how_to_go_on(number: signal.Signals, job: J
     assert not (job.output / "adapter").exists()
 
 
+@pytest.mark.long
 def test_signal_under_torchrun_saves_on_all_ranks(job: Job) -> None:
     job.write(steps=1_000_000)
     torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "meshlora", "train", "run.yaml")
@@ -135,6 +137,7 @@ def test_ranks_of_a_torchrun_that_is_killed_end(job: Job) -> None:
     wait_until(lambda: not any(map(is_alive, job.started_ranks())), timeout_s=PATIENCE_S)
 
 
+@pytest.mark.long
 def test_request_of_a_scheduler_saves_and_ends_with_the_code_that_it_was_told(job: Job) -> None:
     """SIGUSR1 killed all ranks, and a stopped run ended like one that is done: no scheduler could go on with it."""
     job.write("\n    at(3, 1, lambda loss: (time.sleep(2), loss)[1])\n")
@@ -173,6 +176,7 @@ def test_every_rank_that_was_asked_to_stop_ends_with_the_code(job: Job) -> None:
     assert "stopped as asked; saved in output/checkpoints/step-" in out
 
 
+@pytest.mark.long
 def test_signal_to_a_single_process_saves(job: Job) -> None:
     job.write(steps=1_000_000)
     alone = ("--no-preflight", "--set", "topology=''", "--stopped-exit-code", "3")
@@ -186,6 +190,7 @@ def test_signal_to_a_single_process_saves(job: Job) -> None:
     assert out.splitlines()[-1].endswith("--resume auto")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.proof), signal.SIGTERM])
 def test_second_signal_ends_all_ranks_at_once(number: signal.Signals, job: Job) -> None:
     # Rank 1 never ends its step, so the first signal cannot be followed.
@@ -204,6 +209,7 @@ def test_second_signal_ends_all_ranks_at_once(number: signal.Signals, job: Job) 
     assert job.living_ranks() == []
 
 
+@pytest.mark.long
 def test_nothing_lives_on_when_the_launcher_is_killed(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ranks trained on, and its folder stayed."""
     with tempfile.TemporaryDirectory(prefix="meshlora-test-") as temporary:  # a socket's path must be short
@@ -226,6 +232,7 @@ def test_rank_that_hangs_is_named_with_the_collective(job: Job) -> None:
     assert err.startswith("error: rank 0: all_reduce over ranks 0, 1 (number ")
 
 
+@pytest.mark.long
 def test_loss_that_is_not_finite_stops_the_run_and_only_rank_0_speaks_on_the_terminal(job: Job) -> None:
     job.write(
         """

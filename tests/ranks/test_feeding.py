@@ -190,6 +190,7 @@ def _on_mesh(topology: str, batch_size: int, start: Path | None, out: Path) -> f
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("topology", "batch_size"),
     [

@@ -57,6 +57,7 @@ def _begins_with(scale: float) -> Any:
     return mock.patch("meshlora.run.trained.LossScale", functools.partial(LossScale, scale))
 
 
+@pytest.mark.long
 def test_float16_trains_as_float32_does(folder: Path, pools: Callable[[int], Pool]) -> None:
     """From a scale at which nothing overflows; with clipping, which acts on the unscaled gradient."""
     pools(2).run(_train, _file(folder, "half-small", "tp=2,sp", train__steps=3), 256.0, timeout_s=120)
@@ -70,6 +71,7 @@ def test_float16_trains_as_float32_does(folder: Path, pools: Callable[[int], Poo
     assert compare_adapters(folder / "half-small" / "adapter", folder / "single" / "adapter").relative < 0.1
 
 
+@pytest.mark.long
 def test_scale_that_is_too_large_falls_until_steps_are_taken(whole: Path) -> None:
     steps = [line for line in untimed_metrics_of(whole) if "loss" in line]
     skipped = list(itertools.accumulate(line.get("skipped", False) for line in steps))
@@ -79,6 +81,7 @@ def test_scale_that_is_too_large_falls_until_steps_are_taken(whole: Path) -> Non
     assert [line["lr"] for line in steps] == pytest.approx([5e-4, 1e-3, 1e-3, 7.5e-4, 5e-4, 2.5e-4]), "of the step"
 
 
+@pytest.mark.long
 def test_resumed_run_has_the_same_bits_and_scale(folder: Path, whole: Path, pools: Callable[[int], Pool]) -> None:
     output = folder / "half-again"
     shutil.copytree(whole, output)

@@ -41,6 +41,7 @@ def _steps_of(file: Path) -> list[list[dict[str, Any]]]:
     return [[records[index] for index in run.batches.batch(step)] for step in range(run.steps)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("topology", ["dp=2", pytest.param("tp=2,sp", marks=pytest.mark.proof)])
 def test_steps_are_the_files_as_they_come(topology: str, tmp_path: Path, pools: Callable[[int], Pool]) -> None:
     """Two are there, the last is written while the run waits for it, and the mark ends a run that allows for more."""

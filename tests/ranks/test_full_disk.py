@@ -50,6 +50,7 @@ FULL_DISK = """
 """
 
 
+@pytest.mark.long
 def test_full_disk_ends_all_ranks_and_leaves_the_last_checkpoint(job: Job) -> None:
     """From step 3 on no file may be written beyond 100 bytes, as the limit of this process says."""
     job.write(FULL_DISK, save_every=1)

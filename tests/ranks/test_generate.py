@@ -92,6 +92,7 @@ def check(folder: Path, topology: str, pool: Pool, options: list[dict[str, Any]]
     assert len(seen) > len(PROMPTS), "rows and options say the same: this shows nothing"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "topology"),
     [
@@ -172,6 +173,7 @@ def _alone(model: Any, eos: int | None, options: GenerateConfig) -> list[tuple[l
     return expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "topology"),
     [

@@ -147,6 +147,7 @@ def alone(start: Path, tmp_path_factory: pytest.TempPathFactory, pools: Callable
     return out, pools(1).run(_alone, start, out, 4, True)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("topology", "batch", "resume"),
     [
@@ -220,6 +221,7 @@ class _OfFunction(Trainer):
         super().__init__(*args, **options, compute_loss_func=summed)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [pytest.param(_Twice, marks=pytest.mark.proof), _OfFunction])
 def test_loss_of_a_users_own_is_that_of_one_process(
     kind: Any, start: Path, pools: Callable[[int], Pool], tmp_path: Path
@@ -389,6 +391,7 @@ def _stopped(out: Path, optim: str) -> list[int]:
     return steps
 
 
+@pytest.mark.long
 def test_one_rank_stops_all_and_a_run_without_moments_resumes(pools: Callable[[int], Pool], tmp_path: Path) -> None:
     """An optimizer without a state of its own leaves none in a checkpoint."""
     assert pools(2).run(_stopped, tmp_path, "sgd") == [[0, 0, 2, 3]] * 2

@@ -52,6 +52,7 @@ def _mistaken_losses(out: Path) -> list[str]:
     return [_said(model, out, compute_loss_func=loss) for loss in (_mean, _nearly_summed)]
 
 
+@pytest.mark.long
 def test_a_loss_function_that_is_a_mean_is_refused_on_dp(pools: Callable[[int], Pool], tmp_path: Path) -> None:
     """Loss and gradient would be those of one process times dp, or of unequal shares."""
     for said in pools(2).run(_mistaken_losses, tmp_path):
@@ -107,6 +108,7 @@ def _mistakes(topology: str, out: Path) -> dict[str, str]:
     }
 
 
+@pytest.mark.long
 def test_ranks_with_other_data_and_losses_that_are_no_number_train_nothing(
     pools: Callable[[int], Pool], tmp_path: Path
 ) -> None:

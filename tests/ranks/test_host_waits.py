@@ -127,6 +127,7 @@ def _check(ranks: list[dict[str, int]]) -> None:
         assert found == {"step_sums.py:read": 1}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("topology", "world"),
     [
@@ -147,6 +148,7 @@ def test_a_step_reads_its_numbers_once(topology: str, world: int, folder: Path, 
     _check([_of_one(file, 1)] if world == 1 else pools(world).run(_of_one, file, world))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("topology", "world"), [pytest.param("", 1, marks=pytest.mark.proof), ("tp=2,sp", 2)])
 def test_a_step_of_several_adapters_does_too(
     topology: str, world: int, texts: Path, pools: Callable[[int], Pool]

@@ -81,6 +81,7 @@ def reference(folder: Path, adapter: Path) -> tuple[list[float], dict[str, torch
 
 
 # On the second rank of dp there is no image in one step of three, and a dummy.
+@pytest.mark.long
 @pytest.mark.parametrize("topology", ["tp=2,sp", "dp=2"])
 def test_run_with_images_is_that_of_transformers_and_peft(
     topology: str, folder: Path, pools: Callable[[int], Pool]

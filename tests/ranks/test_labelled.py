@@ -82,6 +82,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("topology", ["tp=2,sp", "cp=2", pytest.param("tp=2", marks=pytest.mark.proof)])
 def test_loss_of_labels_is_that_of_one_process(topology: str, start: Path, pools: Callable[[int], Pool]) -> None:
     losses, logits, grad = pools(1).run(_alone, start)[0]

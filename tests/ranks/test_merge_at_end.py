@@ -28,6 +28,7 @@ MERGES = {
 }
 
 
+@pytest.mark.long
 def test_merged_model_lies_beside_the_adapter(
     folder: Path, pools: Callable[[int], Pool], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -74,6 +74,7 @@ COVER = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "topologies"),
     [

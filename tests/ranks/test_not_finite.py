@@ -90,6 +90,7 @@ def test_message_names_step_sequences_and_the_first_module(
     assert f" {both} of the training data (from 0), first the output of model.layers.1.mlp.down_proj;" in text
 
 
+@pytest.mark.long
 def test_skipped_step_changes_neither_parameters_nor_moments(folder: Path, pools: Callable[[int], Pool]) -> None:
     short = {"data__eval": None, "train__eval_every": 0, "train__steps": STEP + 1, "train__save_every": 1}
     file = run_file(folder, "skips", "tp=2,sp", train__on_nonfinite="skip", **short)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 from peft import LoraConfig
 from transformers import AutoTokenizer
@@ -39,6 +40,7 @@ def _overfit(out: Path) -> tuple[list[float], list[float]]:
     return losses, norms
 
 
+@pytest.mark.long
 def test_twenty_steps_learn_one_sentence(tmp_path: Path, pools: Callable[[int], Pool]) -> None:
     losses, norms = pools(2).run(_overfit, tmp_path / "adapter")[0]
     assert losses[-1] <= 0.1 * losses[0], losses

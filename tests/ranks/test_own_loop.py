@@ -79,6 +79,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return out, _in_a_pool(out, "", world=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("topology", "run"),
     [

@@ -41,6 +41,7 @@ def unpacked(folder: Path, pools: Callable[[int], Pool]) -> Path:
     return folder / "unpacked"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("topology", "recompute"), [("", "none"), ("dp=2", "none"), ("tp=2,sp", "full")])
 def test_packed_run_is_the_run_one_sequence_a_row(
     topology: str, recompute: str, folder: Path, unpacked: Path, pools: Callable[[int], Pool]

@@ -27,6 +27,7 @@ def _loaded(model: Path, adapter: Path, topology: str, out: Path) -> tuple[dict[
         return gather_adapter(loaded, "default"), loaded(input_ids=IDS).logits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "kind",
     [

@@ -109,6 +109,7 @@ def _planned(family: str, topology: str, quantization: str | None) -> tuple[Tota
     return {key: (number, sent[key]) for key, number in calls.items()}, found
 
 
+@pytest.mark.long
 @for_each(
     ("family", "topology", "quantization"),
     [
@@ -171,6 +172,7 @@ def _run_operators(topology: str, dtype: str) -> Counter[Work]:
     return counting.work
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("topology", ["dp=1", "cp=2"])
 def test_operators_of_a_cpu_are_those_that_its_ranks_run(

@@ -19,6 +19,7 @@ from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file
 __all__ = ["folder"]  # a fixture
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "kind", "topologies"),
     [
@@ -36,11 +37,13 @@ def test_adapter_is_the_one_of_the_same_base_on_one_process(
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
 
 
+@pytest.mark.long
 def test_low_precision_stays_within_the_references_own_rounding(prove: Prove) -> None:
     for outcome in prove(family="llama", quantization="nf4", dtype="bfloat16", topologies=("tp=2,sp",), steps=1):
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
 
 
+@pytest.mark.long
 def test_a_run_gives_the_same_bytes_sharded_over_dp_and_a_plain_peft_folder(
     folder: Path, pools: Callable[[int], Pool]
 ) -> None:

@@ -77,6 +77,7 @@ def _counts(found: dict[str, Any], phase: str) -> Counter[str]:
     return Counter({kind: number for (when, kind), number in found["collectives"].items() if when == phase})
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "dtype", [*(pytest.param(t, marks=pytest.mark.proof) for t in ("float64", "float32")), "bfloat16"]
 )
@@ -116,6 +117,7 @@ def routed_elsewhere(folder: Path, pools: Callable[[int], Pool]) -> Path:
     return other
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["tp=2,sp,ep=2", pytest.param("dp=2,ep=2", marks=pytest.mark.proof)])
 def test_experts_of_the_second_forward_are_those_of_the_first(
     mesh: str, folder: Path, routed_elsewhere: Path, pools: Callable[[int], Pool]

@@ -140,6 +140,7 @@ def _by_trl(kind: str, folder: Path, out: Path) -> list[dict[str, float]]:
     return [line for line in made_trainer.state.log_history if "loss" in line]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "options"), [("dpo", {"beta": 0.2}), ("kto", {"beta": 0.2}), ("policy", {"kl_coef": 0.2})]
 )
@@ -159,6 +160,7 @@ def test_run_from_an_adapter_has_the_numbers_of_trl(
         assert lines[0]["kl"] == pytest.approx(0, abs=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reference", ["start", "other"])
 def test_reference_stays_what_it_was_on_a_mesh_and_when_the_run_is_resumed(
     reference: str, folder: Path, pools: Callable[[int], Pool]
@@ -177,6 +179,7 @@ def test_reference_stays_what_it_was_on_a_mesh_and_when_the_run_is_resumed(
     assert (folder / name / "adapter" / "adapter_model.safetensors").read_bytes() == before
 
 
+@pytest.mark.long
 def test_another_reference_is_another_run(folder: Path) -> None:
     write_adapter(TINY, LORA, folder / "mine", seed=4, trust_remote_code=False)
     objective = {"kind": "dpo", "beta": 0.2, "reference": str(folder / "mine")}

@@ -297,6 +297,7 @@ def _saved(output: Path) -> list[str]:
     return sorted(str(file.parent.relative_to(output)) for file in output.rglob("adapter_config.json"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "fault_at", "found_at", "saved"),
     [

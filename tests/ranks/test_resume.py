@@ -196,6 +196,7 @@ def first_part(folder: Path, with_dropout: Callable[..., Path]) -> Path:
     return with_dropout("chain", topology, stop=step)
 
 
+@pytest.mark.long
 def test_run_that_is_stopped_twice_goes_on_over_three_topologies(
     folder: Path, first_part: Path, whole_with_dropout: Path, with_dropout: Callable[..., Path]
 ) -> None:
@@ -214,6 +215,7 @@ def test_run_that_is_stopped_twice_goes_on_over_three_topologies(
     assert _difference(output, whole_with_dropout) < 1e-9
 
 
+@pytest.mark.long
 def test_dropout_goes_on_with_the_masks_of_its_step(
     folder: Path, first_part: Path, whole_with_dropout: Path, with_dropout: Callable[..., Path]
 ) -> None:
@@ -227,6 +229,7 @@ def test_dropout_goes_on_with_the_masks_of_its_step(
     assert _difference(off, whole_with_dropout) > 1e-3
 
 
+@pytest.mark.long
 def test_run_that_goes_on_from_an_earlier_step_sets_the_rest_aside(
     folder: Path, whole: Callable[[str], Path], pools: Callable[[int], Pool]
 ) -> None:
@@ -291,6 +294,7 @@ def _resumed(
     return prepare_run(read_run(_file(folder, output.name, topology, **changes)), resume=resume, despite=despite)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "damage",
     ["a byte", "cut short", "file missing", "manifest missing", "manifest cut", "other", "other format", "wrong type"],
@@ -325,6 +329,7 @@ def test_damaged_checkpoint_is_passed_over_with_a_word(
     assert str(new) in str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("changes", "name"),
     [

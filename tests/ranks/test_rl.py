@@ -100,6 +100,7 @@ def made(folder: Path, pools: Callable[[int], Pool]) -> Path:
     return folder / "made"
 
 
+@pytest.mark.long
 def test_records_are_the_completions_of_groups_with_their_rewards(made: Path) -> None:
     for step in range(1, STEPS + 1):
         records = records_of(made, step)
@@ -120,6 +121,7 @@ def test_own_rollouts_are_on_policy(made: Path) -> None:
         assert line["largest_engine_gap"] < 2e-6
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("topology", ["tp=2,sp", pytest.param("", marks=pytest.mark.proof)])
 def test_recorded_rollouts_give_one_adapter_and_that_of_transformers(
     topology: str, made: Path, folder: Path, pools: Callable[[int], Pool]
@@ -234,6 +236,7 @@ def test_an_adapter_that_generates_a_step_late_ends_the_run(folder: Path, pools:
         pools(2).run(_run_stale, file)
 
 
+@pytest.mark.long
 def test_a_generation_is_used_for_several_updates(folder: Path, pools: Callable[[int], Pool]) -> None:
     """The later ones have the log-probabilities of the policy that acted."""
     pools(2).run(run_rl, rl_file(folder, "updates", "dp=2", rl={"updates": 2}, lr=5e-2), 2)

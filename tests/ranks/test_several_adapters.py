@@ -112,6 +112,7 @@ def _together(folder: Path, topology: str, pools: Callable[[int], Pool]) -> Path
     return folder / name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "topology", ["", *(pytest.param(t, marks=pytest.mark.proof) for t in ("dp=2", "tp=2")), "tp=2,sp"]
 )
@@ -127,6 +128,7 @@ def test_each_of_many_is_the_adapter_of_its_single_run(
         assert sorted(p.name for p in ours.iterdir()) == sorted(p.name for p in alone.iterdir())
 
 
+@pytest.mark.long
 def test_each_of_many_on_a_quantised_base_is_that_of_its_single_run(
     folder: Path, singles: Path, pools: Callable[[int], Pool]
 ) -> None:

@@ -36,6 +36,7 @@ def _train(file: Path, world: int) -> str:
     return ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("requires", [False, True])
 def test_what_one_rank_takes_all_ranks_know(requires: bool, tmp_path: Path, pools: Callable[[int], Pool]) -> None:
     copy_lines("train", tmp_path / "train.jsonl", 0, 8)

@@ -135,6 +135,7 @@ def alone(start: Path, tmp_path_factory: pytest.TempPathFactory, pools: Callable
     return out, pools(1).run(_alone, start, out)[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("topology", "name"),
     [
@@ -163,6 +164,7 @@ def test_steps_end_with_the_adapter_of_a_plain_loop(
     assert worst.relative <= LIMIT, worst
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "topology",
     ["dp=2", *(pytest.param(topology, marks=pytest.mark.proof) for topology in ("tp=2,sp", "cp=2", "dp=2,tp=2,sp"))],
@@ -197,6 +199,7 @@ def _of_two_forwards(topology: str, recompute: str, is_summed: bool) -> dict[str
     return gather_adapter(model, "default")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("topology", ["", "tp=2,sp"])
 def test_layers_are_recomputed_with_the_masks_of_their_own_forward(topology: str, pools: Callable[[int], Pool]) -> None:
     """Whatever forwards were between it and its backward."""

@@ -86,6 +86,7 @@ IDS = with_tokens(random_tokens(num_sequences=3, vocab_size=250, seed=0), [200, 
 IDS = torch.from_numpy(IDS).long().view(2, 16)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 def test_rows_train_run_and_are_stored_as_peft_has_them(form: str, tmp_path: Path) -> None:
     folder, theirs = _made(tmp_path, form)
@@ -143,6 +144,7 @@ PROOFS: dict[str, tuple[dict[str, Any], Any, dict[str, Any], str]] = {
 COVER = ("tied", "both")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in COVER else pytest.mark.proof) for n in PROOFS])
 def test_trains_as_one_process_does(name: str, prove: Prove) -> None:
     model, tokens, options, topology = PROOFS[name]

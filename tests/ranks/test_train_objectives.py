@@ -54,6 +54,7 @@ SHORT = {"train__steps": 3, "train__eval_every": 3, "train__save_every": 0}
 BOTH = ("tp=2,sp", "dp=2")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("objective", "topologies"),
     [

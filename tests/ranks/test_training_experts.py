@@ -119,6 +119,7 @@ def test_routing_that_is_recorded_on_a_mesh_is_that_of_one_process(
             assert torch.equal(ours.choices[key], table)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", MESHES)
 def test_replayed_routing_decides_on_every_mesh(
     mesh: str, folder: Path, plain: Path, pools: Callable[[int], Pool]

@@ -87,6 +87,7 @@ def _weights(model: Any) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_starts_and_trains_as_peft_does(

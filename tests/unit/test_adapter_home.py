@@ -73,6 +73,7 @@ def test_adapter_trained_on_a_relative_path_loads_from_anywhere(
     assert stored["base_model_name_or_path"] == str(tmp_path / "here" / "base")
 
 
+@pytest.mark.long
 def test_card_of_a_resumed_run_is_that_of_the_run_that_nothing_interrupted(
     tmp_path: Path,
 ) -> None:

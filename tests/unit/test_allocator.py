@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 _PROGRAM = """
 import resource, sys
 import torch
@@ -30,5 +32,6 @@ def _faults(how: str) -> int:
     return int(found.stdout)
 
 
+@pytest.mark.long
 def test_freed_memory_is_used_again_without_page_faults() -> None:
     assert _faults("keep") < 64  # left as it is: at least 256, for the most part 120,000

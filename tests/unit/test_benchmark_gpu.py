@@ -74,6 +74,7 @@ def test_what_a_peer_changes_in_transformers_holds_in_its_turns_only(gpu: Module
     assert module.norm == "theirs"
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_dry_run_measures_every_system_at_tiny_sizes(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -97,6 +98,7 @@ def test_dry_run_measures_every_system_at_tiny_sizes(
     assert all(document["details"][name] > 0 for name in ("bf16_flops", "copy_bytes_s", "launch_s"))
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")
 def test_bases_in_few_bits_are_measured_beside_qlora(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -148,6 +150,7 @@ def test_time_in_which_kernels_overlap_counts_once_and_copies_are_no_arithmetic(
     assert [gpu_kernels.class_of(name) for name in (copy, copy.replace("copy", "mul"))] == ["copy", "elementwise"]
 
 
+@pytest.mark.long
 def test_a_wrong_adapter_ends_the_benchmark(
     gpu: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -68,6 +68,7 @@ def of_fields(fields: dict[str, object]) -> Hardware:
     return Hardware(**none | rates)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @for_each("is_half", [False, True], ids=["float32", "bfloat16"])
 @for_each(
     "work",
@@ -90,6 +91,7 @@ def test_work_that_was_not_timed_takes_what_the_device_takes(
     assert measured[0].work_s({work: 3}, is_half=is_half) == pytest.approx(3 * expected, rel=0.05)
 
 
+@pytest.mark.long
 def test_products_skinnier_than_any_that_was_timed_are_bound_by_their_bytes(
     measured: tuple[Hardware, list[Timing]],
 ) -> None:

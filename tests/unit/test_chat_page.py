@@ -76,6 +76,7 @@ def _table() -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
+@pytest.mark.long
 def test_the_table_of_the_page_is_what_the_templates_do(capsys: pytest.CaptureFixture[str]) -> None:
     table = _table()
     with capsys.disabled():

@@ -127,6 +127,7 @@ def _faults(record: Record, row: Row, tokenizer: Any, train_on: str) -> list[str
     return faults
 
 
+@pytest.mark.long
 @settings(max_examples=80, deadline=None, suppress_health_check=[*HealthCheck])
 @given(
     records=st.lists(_conversations(), min_size=_ROWS_AT_ONCE, max_size=_ROWS_AT_ONCE),
@@ -143,6 +144,7 @@ def test_no_word_of_others_is_trained_and_none_of_an_answer_left_out_unsaid(
         assert not faults, (name, train_on, record.messages, faults)
 
 
+@pytest.mark.long
 @for_each("name", NAMES)
 def test_plain_chats_are_never_refused(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     tokenizer = _tokenizer(name, tmp_path_factory.getbasetemp())

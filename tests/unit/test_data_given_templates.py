@@ -81,6 +81,7 @@ def _fault(row: dict[str, Any], record: Record | None, found: Any, tokenizer: An
     return "lost without a word" if reaction in NOTED and not notes else ""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_trained_is_what_was_written_down(name: str, tmp_path: Path) -> None:
     tokenizer, faults = _tokenizer(name, tmp_path), []

@@ -54,6 +54,7 @@ def assert_same(one: TokenizedDataset, other: TokenizedDataset) -> None:
     assert one.taken == other.taken
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("too_long", ["truncate", "drop", "split"])
 def test_tokens_are_those_of_records_that_are_held(file: Path, too_long: str) -> None:
     said: dict[str, list[str]] = {"held": [], "streamed": []}

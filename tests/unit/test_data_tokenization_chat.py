@@ -210,6 +210,7 @@ TOOLS = chat(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("template", [MARKED, UNMARKED])
 @pytest.mark.parametrize(
     ("train_on", "expected"),

@@ -360,6 +360,7 @@ _WORD = st.sampled_from(
 _TURNS = st.lists(st.tuples(_WORD, _WORD), min_size=1, max_size=4)
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(turns=_TURNS, template=st.sampled_from([UNMARKED, THINKS_LAST, PROMPTS_THOUGHT, RETURNS_LAST, FINAL, BARE]))
 def test_random_conversations_train_every_word_of_an_answer_and_none_of_others(

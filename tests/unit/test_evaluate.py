@@ -157,6 +157,7 @@ def test_decoding_is_that_of_transformers() -> None:
     assert found == tokenizer.decode(expected[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
+@pytest.mark.long
 @for_each(
     "settings",
     [

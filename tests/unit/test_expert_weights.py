@@ -123,6 +123,7 @@ def assert_every_part(config: PretrainedConfig, folder: Path, source: Callable[[
                 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_part_is_that_of_what_transformers_loads(family: str, tmp_path: Path) -> None:
     config = make_checkpoint(tmp_path, family)

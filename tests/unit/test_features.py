@@ -191,6 +191,7 @@ def test_every_two_that_the_table_refuses_are_refused(folder: Path) -> None:
     assert number > 100
 
 
+@pytest.mark.long
 @for_each("name", {name: name for name in RECIPES})
 def test_each_feature_alone_makes_a_run(name: str, folder: Path) -> None:
     needed = sorted(_NEEDS.get(name, set()))[:1]

@@ -78,6 +78,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 Start = Callable[..., Started]
 
 
+@pytest.mark.long
 def test_only_what_is_needed_is_downloaded_once_and_said(files: dict[str, bytes], start: Start, tmp_path: Path) -> None:
     with Hub({NAME: files}) as hub:
         with start(hub, "-c", LOCATED, NAME) as first:
@@ -115,6 +116,7 @@ MISTAKES = {
 _SELDOM = ("gated", "down", "silent")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "mistake", [pytest.param(m, marks=[pytest.mark.proof] if m in _SELDOM else []) for m in MISTAKES]
 )
@@ -145,6 +147,7 @@ def test_a_user_and_a_password_in_the_endpoint_are_not_shown(files: dict[str, by
         assert TOKEN not in out + err
 
 
+@pytest.mark.long
 def test_a_download_that_was_killed_is_no_model(files: dict[str, bytes], start: Start, tmp_path: Path) -> None:
     with Hub({NAME: files}, stopped={"model.safetensors": 2**20}) as hub:
         with start(hub, "-c", LOCATED, NAME) as command:
@@ -182,6 +185,7 @@ def test_a_cache_that_does_not_say_what_is_missing_is_completed(
         assert not hub.downloads("model.safetensors")
 
 
+@pytest.mark.long
 def test_runs_that_begin_at_once_download_once(files: dict[str, bytes], start: Start) -> None:
     with (
         Hub({NAME: files}, stopped={"model.safetensors": 1000}) as hub,
@@ -379,6 +383,7 @@ def test_only_snapshots_are_repositories() -> None:
         assert repository_of(path) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", ["check", pytest.param("train", marks=pytest.mark.proof)])
 def test_a_run_contacts_nothing_but_the_hub_and_that_once(
     command: str, files: dict[str, bytes], start: Start, tmp_path: Path

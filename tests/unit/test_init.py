@@ -34,6 +34,7 @@ def init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Init:
 GIVEN = ("--yes", "--model", str(TINY), "--data", "train.jsonl", "--gpus", "1")
 
 
+@pytest.mark.long
 def test_file_passes_every_check_and_trains_as_it_says(init: Init, tmp_path: Path) -> None:
     assert init(*GIVEN, "--length", "2 steps", "--out", "mine.yaml") == 0
     config = read_run(tmp_path / "mine.yaml")

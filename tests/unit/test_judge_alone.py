@@ -47,11 +47,13 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, object], 
     return json.loads(done.stdout), folder
 
 
+@pytest.mark.long
 def test_every_file_of_judge_and_ground_is_imported_without_the_engine(alone: tuple[dict[str, object], Path]) -> None:
     files = [file for package in PACKAGES for file in (ROOT / "src" / package).rglob("*.py")]
     assert alone[0]["files"] == len(files) - len(PACKAGES)
 
 
+@pytest.mark.long
 def test_reference_runs_without_the_engine(alone: tuple[dict[str, object], Path]) -> None:
     """Its first loss is that of transformers and peft, over the sequences of the order that docs/oracle.md states."""
     said, folder = alone

@@ -71,6 +71,7 @@ def merged_by_peft(model: Path, adapter: Path, out: Path) -> dict[str, Tensor]:
     return load_file(out / FILE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_same_bytes_as_peft_writes(kind: str, tmp_path: Path) -> None:
     family, modules, parameters = KINDS[kind]

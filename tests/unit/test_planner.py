@@ -59,6 +59,7 @@ def simulated(problem: Problem, topology: str) -> Simulation:
     return simulate(problem, prediction)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "topology", "options"),
     [
@@ -247,6 +248,7 @@ def test_groups_that_leave_a_node_take_the_network() -> None:
     assert gpu.message_s(1e9, ranks=8, is_network=True) > gpu.message_s(1e9, ranks=8, is_network=False)
 
 
+@pytest.mark.long
 def test_what_does_not_fit_comes_last_and_says_by_how_much() -> None:
     from meshlora_extra.planner.show import why_not
 
@@ -299,6 +301,7 @@ def test_plan_that_fits_nowhere_is_a_failure_and_writes_nothing(
     assert not out.exists()
 
 
+@pytest.mark.long
 def test_plan_writes_a_run_file_that_reads_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from meshlora.run.config.file import read_run
 

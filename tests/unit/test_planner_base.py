@@ -32,6 +32,7 @@ BLOCKS = {"hidden_size": 128, "head_dim": 16, "intermediate_size": 256}
 
 
 # The stack of GPT-2 returns a view. It has no weights of its own to gather, so that nothing hangs on it.
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .FSDPGPT2Model. returned a view:UserWarning")
 @pytest.mark.parametrize(
     ("family", "topology", "options"),
@@ -157,6 +158,7 @@ def test_memory_that_is_given_back_under_a_living_tensor_is_noticed() -> None:
     assert "resize_" not in vars(torch.UntypedStorage)
 
 
+@pytest.mark.long
 def test_every_topology_is_looked_at_whole_and_sharded_and_the_faster_is_first() -> None:
     choice = choose(problem_of("llama", 4, batch=8))
     times = {str(p.topology): p.time_s for p in choice.ranked}

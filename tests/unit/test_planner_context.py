@@ -25,6 +25,7 @@ from meshlora_ground.topology import TOKENS, Topology
 from tests.unit.test_planner import SHAPE, problem_of, simulated
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "topology", "options"),
     [
@@ -106,6 +107,7 @@ def test_sequences_are_padded_to_what_both_axes_cut() -> None:
     assert _predicted(problem, "cp=3,tp=2").tokens == 63
 
 
+@pytest.mark.long
 def test_long_sequences_are_cut_and_the_reason_is_said() -> None:
     """Of a 70B model keys and values are a quarter of the residual stream, which tp sends four times as often."""
     config = AutoConfig.for_model(**json.loads(SHAPE.read_text()))
@@ -139,6 +141,7 @@ def test_recurrent_mixers_are_left_out_with_the_reason() -> None:
     assert [(name, "one cp rank after the other" in why) for name, why in choice.left_out] == [("cp=2", True)]
 
 
+@pytest.mark.long
 def test_a_ring_is_looked_at_where_gathered_keys_and_values_do_not_fit() -> None:
     problem = problem_of("llama", 2, seq=128, batch=1)
     assert not [found for found in choose(problem).ranked if found.topology.ring]
@@ -152,6 +155,7 @@ def test_a_ring_is_looked_at_where_gathered_keys_and_values_do_not_fit() -> None
     assert not [p for p in choose(dataclasses.replace(problem, gpu=less)).ranked if p.topology.ring]
 
 
+@pytest.mark.long
 def test_with_experts_cp_is_looked_at_on_the_fastest_of_their_meshes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their product with all shapes of the dense mesh would be thousands on 64 GPUs."""
     monkeypatch.setattr("meshlora_extra.planner.choose._MESHES", 1)
@@ -163,6 +167,7 @@ def test_with_experts_cp_is_looked_at_on_the_fastest_of_their_meshes_alone(monke
     assert list(meshes[True]) == list(meshes[False])[:1]
 
 
+@pytest.mark.long
 def test_axis_is_longer_as_long_as_that_gains_and_no_micro_batch_is_traced_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

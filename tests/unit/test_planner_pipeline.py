@@ -31,6 +31,7 @@ def _of(number: int, **more: Any) -> dict[str, Any]:
     return {"batch": 8, "micro_batch": 1, "config": {"num_hidden_layers": number}, **more}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "topology", "options"),
     [

@@ -57,6 +57,7 @@ def test_a_split_is_refused_under_another_minor_version_with_the_command_that_pr
     check_proved_here("llama", Topology(dp=16), has_experts=False)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_warm_processes")
 def test_a_family_that_verify_has_proved_here_is_taken(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _install(monkeypatch, **OTHER)

@@ -33,6 +33,7 @@ def test_no_other_name_is_given() -> None:
         _ = meshlora.lod  # type: ignore[attr-defined]
 
 
+@pytest.mark.long
 def test_command_line_and_package_are_there_before_torch_is() -> None:
     """And when they are there, what they made is not looked through any more, and what is made after them is."""
     code = "import gc, sys, meshlora.cli.main; libraries = {'torch', 'transformers', 'peft'}"

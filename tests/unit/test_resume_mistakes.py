@@ -87,6 +87,7 @@ OTHERS: dict[str, tuple[str, Callable[[Setup], Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("ends", ["finished", "checkpoint"])
 def test_what_is_there_of_another_run_is_refused_by_name(
@@ -130,6 +131,7 @@ def _checkpoint(adapter: Path) -> Path:
     return adapter.parent / "checkpoints" / "step-000003"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", DAMAGED)
 @pytest.mark.parametrize("checkpoints", [True, False])
 def test_finished_adapter_that_is_not_whole_is_set_aside_and_trained_again(

@@ -116,6 +116,7 @@ def _model(config: PretrainedConfig, device: str) -> Any:
         return cls.from_config(config, attn_implementation="eager", experts_implementation="eager")
 
 
+@pytest.mark.long
 @for_each("family", sorted(PROVED | OTHERS))
 def test_twin_is_tiny_and_draws_no_random_numbers(family: str) -> None:
     config = twin_config(family)
@@ -129,6 +130,7 @@ def test_twin_is_tiny_and_draws_no_random_numbers(family: str) -> None:
 OWN_SIZES = {"gpt_neo", "recurrent_gemma"}
 
 
+@pytest.mark.long
 @for_each("family", sorted(PROVED - OWN_SIZES))
 def test_twin_has_the_sizes_that_the_tests_rely_on(family: str) -> None:
     config = twin_config(family, tp=4)
@@ -140,6 +142,7 @@ def test_twin_has_the_sizes_that_the_tests_rely_on(family: str) -> None:
     assert {k: getattr(config, k) for k in sizes} == sizes
 
 
+@pytest.mark.long
 def test_twin_keeps_each_kind_of_layer_of_the_default() -> None:
     seen = Counter[str]()
     for family in language_model_types():

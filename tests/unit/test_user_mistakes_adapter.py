@@ -187,6 +187,7 @@ MISTAKES: dict[str, Case] = {
 }
 
 
+@pytest.mark.long
 @for_each("mistake", MISTAKES.values(), ids=MISTAKES.keys())
 def test_mistake_is_one_clear_message(
     mistake: Case, setups: Callable[[], Setup], capfd: pytest.CaptureFixture[str]

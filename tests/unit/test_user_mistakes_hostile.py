@@ -335,6 +335,7 @@ OTHER_COMMANDS: dict[str, Case] = {
 MISTAKES = RUN_FILE | MODEL | ADAPTER | OTHER_COMMANDS
 
 
+@pytest.mark.long
 @pytest.mark.timeout(10 * LIMIT_S)
 @pytest.mark.usefixtures("nothing_has_happened_yet", "_seconds_of_patterns_are_short")
 @for_each("mistake", MISTAKES.values(), ids=MISTAKES.keys())

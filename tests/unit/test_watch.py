@@ -161,6 +161,7 @@ def test_ranks_that_ask_are_answered_once(board: Board) -> None:
         assert asking.answer_of(1) == expected
 
 
+@pytest.mark.long
 def test_16384_ranks_say_less_than_a_megabyte_a_second() -> None:
     """Eight ranks a machine; bytes both ways, with each word's length as torch's store sends it."""
     board, world, per_machine = Words(), 16_384, 8

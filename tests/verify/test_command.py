@@ -51,6 +51,7 @@ ONE_STEP = [*WORDS, "--steps", "1"]
 pytestmark = pytest.mark.usefixtures("shared_processes")
 
 
+@pytest.mark.long
 def test_proof_leaves_the_documented_json_and_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, report = tmp_path / "out.json", tmp_path / "report.html"
     words = [
@@ -96,6 +97,7 @@ def test_proof_leaves_the_documented_json_and_a_report(tmp_path: Path, capsys: p
     assert "<html" in report.read_text()
 
 
+@pytest.mark.long
 def test_fault_that_survives_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A squared scale is no fault where the scale is 1; here the registry claims that it shows."""
     (tmp_path / "lora.yaml").write_text("{r: 4, lora_alpha: 4, target_modules: all-linear}")
@@ -180,6 +182,7 @@ def sliced(processes: Processes, tmp_path_factory: pytest.TempPathFactory) -> Sl
     return outcome
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "cause"),
     [("adapter", "another rank's slice"), ("base", "cut in the order of the ranks, and the base weight that it goes")],
@@ -208,6 +211,7 @@ def test_difference_without_a_mutation_is_exit_code_1(
     assert captured.err.startswith("error: tp=2,sp differs from one process: loaded_adapter of model.layers.0.")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("end", "said"),
     [
@@ -235,6 +239,7 @@ def test_rank_that_ends_while_a_fault_is_in_has_not_caught_it(
     assert captured.out == ""
 
 
+@pytest.mark.long
 def test_error_that_the_fault_raises_on_a_rank_has_caught_it(
     monkeypatch: pytest.MonkeyPatch, processes: Processes, without_fault: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -77,6 +77,7 @@ def _end_by(number: signal.Signals, cleaned: list[int]) -> None:
             cleaned.append(number)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "library", ["_multiarray_umath", "libtorch_python", pytest.param("tokenizers", marks=pytest.mark.proof)]
 )
@@ -188,6 +189,7 @@ def _request(tmp_path: Path) -> Request:
     )
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("outcomes")
 @pytest.mark.parametrize("width", [20, 40, 80])
 def test_narrow_terminal_shows_the_result(width: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,6 +200,7 @@ def test_narrow_terminal_shows_the_result(width: int, tmp_path: Path, capsys: py
     assert str(tmp_path / "out.html") in said  # a path is never folded
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("outcomes")
 @pytest.mark.parametrize("breaks", ["write_json_atomically", "write_report"])
 def test_file_that_fails_at_the_end_takes_neither_the_other_file_nor_the_result(

@@ -25,6 +25,7 @@ GPT2 = {"family": "gpt2", "overrides": {"resid_pdrop": 0.1, "embd_pdrop": 0.1}, 
 OFTEN = "gpt_neox"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("topologies", [TOPOLOGIES[-1:], pytest.param(TOPOLOGIES, marks=pytest.mark.proof)], ids=len)
 def test_dropout_of_the_adapter_and_of_the_model_is_that_of_one_process_on_every_mesh(
     topologies: tuple[str, ...], prove: Prove

@@ -40,6 +40,7 @@ _DORA = {"r": 8, "lora_alpha": 6, "use_dora": True, "target_modules": "all-linea
 WIDE = {"hidden_size": 512, "intermediate_size": 512}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "request_",
     [
@@ -111,6 +112,7 @@ def test_blocks_are_cut_where_a_part_is_other_than_whole_blocks(trained: Trained
     assert all(block == sorted(block) and frozenset(block) in whole for block in blocks) != is_cut
 
 
+@pytest.mark.long
 def test_run_goes_on_with_its_codes_on_another_mesh(folder: Path, pools: Callable[[int], Pool]) -> None:
     options: dict[str, Any] = {"train__optimizer": "adamw_8bit", "train__min_8bit_size": 300, "train__eps": 1e-3}
     pools(2).run(run_and_keep_groups, run_file(folder, "coded", "tp=2", **options), 2)

@@ -44,6 +44,7 @@ def _failing(evidence: Evidence, spoil: Callable[[Evidence], None]) -> tuple[dic
     return found, divergence.cause if divergence else ""
 
 
+@pytest.mark.long
 def test_each_expert_has_a_result_of_its_own_and_all_agree(evidence: Evidence) -> None:
     phases = {phase.name: phase for phase in judge(evidence)}
     assert all(phase.passed for phase in phases.values()), [p.worst for p in phases.values() if not p.passed]

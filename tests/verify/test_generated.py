@@ -94,6 +94,7 @@ def test_a_change_that_no_rank_can_make_is_no_kill(tmp_path: Path, monkeypatch: 
         proof._run(asked, (None, None, []), Topology(), "x", None, None)  # type: ignore[arg-type]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("shared_processes")
 def test_a_silent_one_is_caught_on_ranks(tmp_path: Path) -> None:
     scale = "1 {} (totals.clamp(min=1).double() * mesh.over(mean_axes).size)"

@@ -33,6 +33,7 @@ PATTERNS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "request_",
     [

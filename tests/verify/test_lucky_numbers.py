@@ -44,6 +44,7 @@ def _wrong_by(evidence: Evidence, error: float) -> list[str]:
     return [result.name for result in phase.results if not result.passed]
 
 
+@pytest.mark.long
 def test_norm_may_be_off_by_what_rounding_does_to_its_gradient(evidence: Evidence) -> None:
     """Four units in the last place: seen of a right run beside a reference that was off by less than half of one."""
     assert _wrong_by(evidence, 5e-7) == []

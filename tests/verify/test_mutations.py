@@ -103,6 +103,7 @@ def _all_caught(outcomes: list[Outcome], topologies: tuple[str, ...] = TOPOLOGIE
     assert not crashed, "a fault is caught by a difference, not by a crash"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("group", "topologies"), [("default", SMALL), pytest.param("rest", TOPOLOGIES, marks=pytest.mark.proof)]
 )
@@ -192,6 +193,7 @@ def _is_late(shown: tuple[str, str, str]) -> bool:
     return shown[0] == "deltas" or shown[1].endswith(("of step 2", "of step 3"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "chosen"),
     [

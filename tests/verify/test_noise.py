@@ -19,6 +19,7 @@ __all__ = ["folder"]  # a fixture
 ON_EMBEDDING = {"r": 4, "target_modules": ["embed_tokens", "q_proj"]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "request_",
     [

@@ -67,6 +67,7 @@ def test_objective_is_that_of_one_process_on_every_mesh(
     _check_case(proof, objective)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "topologies"),
     [
@@ -101,6 +102,7 @@ def _check_case(proof: Proof, objective: str) -> None:
     assert min(reference.grad_norms) > case.max_grad_norm
 
 
+@pytest.mark.long
 def test_layers_that_are_computed_twice_have_the_masks_of_the_first_time(prove: Prove) -> None:
     options = {"default_dropout": DROPOUT, "recompute": True}
     (outcome,) = prove(family="qwen3", objective=PROVED["dpo"], topologies=("tp=2,sp",), steps=1, **options)
@@ -115,6 +117,7 @@ def test_rows_that_are_compared_are_whole_on_cut_sequences(objective: str, prove
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("objective", "micro_batch_size", "topologies", "steps"),
     [

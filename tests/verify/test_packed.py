@@ -10,6 +10,7 @@ from tests.conftest import Prove
 from tests.packed import KEPT, PUBLISHED, write_packed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "topology", "quantization"),
     [

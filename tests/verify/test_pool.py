@@ -234,6 +234,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 def test_what_ranks_are_forked_from_ends_when_no_rank_is_left(tmp_path: Path) -> None:
     (tmp_path / "forking.py").write_text(FORKING)
     with Started(tmp_path, str(tmp_path / "forking.py"), PYTHONPATH=str(Path(module.__file__).parents[2])) as parent:

@@ -73,6 +73,7 @@ def _count(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
+@pytest.mark.long
 def test_combination_is_proved_once_and_again_when_anything_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,6 +194,7 @@ def test_record_of_a_proof_of_something_else_is_no_proof(tmp_path: Path) -> None
         assert preflight_state({"": run}, cache_dir=cache).startswith("preflight: train will prove"), content
 
 
+@pytest.mark.long
 def test_cache_that_cannot_be_written_does_not_stop_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -323,6 +325,7 @@ def _odd_model(folder: Path, *, tp: int) -> None:
     copy_tokenizer(folder)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.proof)])
 def test_numbers_that_ranks_cannot_share_evenly_are_those_of_the_twin(
     tp: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -417,6 +420,7 @@ def test_train_proves_before_it_trains_under_each_launcher(tmp_path: Path) -> No
     assert "preflight" not in said[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("wanted", "where"),
     [("cpu", []), ("auto", []), ("device", ["CPUs"])],  # without a GPU the devices of a run are its CPUs
@@ -459,6 +463,7 @@ def test_devices_are_another_proof_than_cpus_and_are_compared_in_float32(
         module._devices_of(_prepared(tmp_path, preflight="device"))
 
 
+@pytest.mark.long
 def test_check_proves_before_the_run_if_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,6 +43,7 @@ def _kinds(did: list[str]) -> set[str]:
     return {line.partition(":")[0] for line in did}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_train_proves_on_cpus_in_forks_and_then_on_the_gpu_in_what_it_spawns(tmp_path: Path) -> None:
     """The first command of a user: PEFT's loader took the GPU in the reference on CPUs, which was forked."""

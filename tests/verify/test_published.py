@@ -19,6 +19,7 @@ from tests.scripts import load_script
 SCRIPT = load_script("prove_published")
 
 
+@pytest.mark.long
 def test_a_checkpoint_of_each_format_is_planned_or_refused_with_its_reason() -> None:
     published = {name: read_published(name) for name in names()}
     assert len(published) >= 60
@@ -58,6 +59,7 @@ def test_twin_has_the_names_and_the_format_of_the_published_files(
 QUICK = ("Qwen--Qwen3-32B-FP8", "unsloth--Llama-3.2-1B-Instruct-bnb-4bit")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [*QUICK, *(pytest.param(n, marks=pytest.mark.proof) for n in names() if n not in QUICK)]
 )

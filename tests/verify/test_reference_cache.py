@@ -161,6 +161,7 @@ def _prove(prove: Prove, cache: Path) -> None:
     assert outcome.passed, (outcome.divergence, outcome.error)
 
 
+@pytest.mark.long
 def test_reference_runs_once_and_again_where_its_files_are_gone(made: Path, prove: Prove, tmp_path: Path) -> None:
     cache = shutil.copytree(made, tmp_path / "cache")
 
@@ -178,6 +179,7 @@ def test_reference_runs_once_and_again_where_its_files_are_gone(made: Path, prov
 REFERENCE, ADAPTER, MODEL = "reference.safetensors", "adapter/adapter_model.safetensors", "model/config.json"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "damage"),
     [
@@ -201,6 +203,7 @@ def test_damaged_reference_is_made_again(name: str, damage: str, made: Path, pro
     assert file.read_bytes() == whole
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["writable by others", "a link", "more than was written"])
 def test_reference_that_somebody_else_may_have_written_is_made_again(
     how: str, made: Path, prove: Prove, tmp_path: Path, caplog: pytest.LogCaptureFixture

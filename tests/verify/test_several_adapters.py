@@ -74,6 +74,7 @@ def _model(folder: Path, family: str, **options: int) -> Path:
     return folder / "model"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("topology", "family", "options", "quantization"),
     [
@@ -148,6 +149,7 @@ _NOTHING_NEW = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "topologies", "adapters"),
     [
