@@ -37,7 +37,10 @@ class MeshloraError(Exception):
     is_report = False
 
     def __init__(self, message: str = "") -> None:
-        super().__init__(report(message) if self.is_report else shortened(_escaped(message), _LONGEST_MESSAGE))
+        if self.is_report:
+            super().__init__(report(message))
+        else:
+            super().__init__(shortened(_escaped(message), _LONGEST_MESSAGE))
 
 
 class UserError(MeshloraError):
@@ -53,7 +56,10 @@ class UserError(MeshloraError):
     def __init__(self, given: str, rule: str, way_out: str = "") -> None:
         parts = [_escaped(part) for part in (given, rule, way_out)]
         self.given, self.rule, self.way_out = fitted(parts, _LONGEST_MESSAGE - len(": ; "))
-        super().__init__(f"{self.given}: {self.rule}" + (f"; {self.way_out}" if self.way_out else ""))
+        message = f"{self.given}: {self.rule}"
+        if self.way_out:
+            message += f"; {self.way_out}"
+        super().__init__(message)
 
     def __reduce__(self) -> tuple[type[UserError], tuple[str, str, str]]:
         # Exceptions with several arguments need this to travel between processes.
@@ -86,7 +92,9 @@ def report(text: str) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`did you mean 'x'?`, or the list of known names if none is close."""
     known = sorted(known)
-    short = [each for each in known if len(each) <= _LONGEST_NAME] if len(name) <= _LONGEST_NAME else []
+    short = list[str]()
+    if len(name) <= _LONGEST_NAME:
+        short = [each for each in known if len(each) <= _LONGEST_NAME]
     near = difflib.get_close_matches(name, short, n=1, cutoff=0.5)
     if near:
         return f"did you mean {near[0]!r}?"
@@ -96,15 +104,20 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def numbered(what: str, numbers: Sequence[int]) -> str:
     """`ranks 0, 1 and 6 more`: the first of `numbers`."""
     shown = ", ".join(map(str, numbers[:_MOST_NUMBERS]))
-    more = f" and {len(numbers) - _MOST_NUMBERS} more" if len(numbers) > _MOST_NUMBERS else ""
-    return f"{what}{'s' if len(numbers) != 1 else ''} {shown}{more}"
+    if len(numbers) == 1:
+        return f"{what} {shown}"
+    if len(numbers) > _MOST_NUMBERS:
+        shown += f" and {len(numbers) - _MOST_NUMBERS} more"
+    return f"{what}s {shown}"
 
 
 def reason(error: BaseException) -> str:
     """A library's exception as one line of bounded length."""
     # "KeyError: 'rope'" says more than "'rope'"; messages of ValueError and OSError are whole sentences.
-    name = "" if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: "
-    return one_line(f"{name}{error}", _LONGEST_QUOTE)
+    text = f"{error}"
+    if not isinstance(error, ValueError | OSError):
+        text = f"{type(error).__name__}: {text}"
+    return one_line(text, _LONGEST_QUOTE)
 
 
 def _escaped(text: object) -> str:

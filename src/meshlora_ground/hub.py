@@ -209,7 +209,9 @@ class _Wanted:
         """The folder, with everything that is wanted. say: told the commit and the weights before they are loaded."""
         from huggingface_hub import snapshot_download
 
-        parts = [*_PARTS[self.kind], *(["*.py"] if self.with_code else [])]
+        parts = [*_PARTS[self.kind]]
+        if self.with_code:
+            parts.append("*.py")
         options: dict[str, Any] = {"local_files_only": local_files_only, "repo_type": self.repo_type}
         folder = Path(snapshot_download(self.name, revision=self.revision, allow_patterns=parts, **options))
         weights = self.contents(folder)
@@ -256,9 +258,11 @@ class _Wanted:
             splits = {self.split: [glob.escape(file) for file in there if word.search(file)]}
         if self.split not in splits:
             raise UserError(f"{self.name}:{self.split}", "it has no such split", did_you_mean(self.split, splits))
-        patterns = splits[self.split]
-        files = [file for file in there if any(fnmatch.fnmatchcase(file, pattern) for pattern in patterns)]
-        tables = [file for file in files if file.endswith(_TABLES)]
+        # A file that two patterns name is one file.
+        files = set[str]()
+        for pattern in splits[self.split]:
+            files |= {*fnmatch.filter(there, pattern)}
+        tables = sorted(file for file in files if file.endswith(_TABLES))
         if not tables:
             raise UserError(
                 f"{self.name}:{self.split}",
@@ -279,23 +283,34 @@ def _declared(readme: Path, config: str) -> dict[str, list[str]] | None:
     if not readme.is_file():
         return None
     header = HEADER.match(read_text(readme, most_bytes=_README_BYTES))
+    if not header:
+        return None
     try:
-        values = parse_yaml(header[1]) if header else None
+        values = parse_yaml(header[1])
     except ValueError as error:
         raise UserError(f"{readme}", f"its header is not readable YAML ({error})") from None
     listed = values.get("configs") if isinstance(values, dict) else None
-    given = [each for each in listed if isinstance(each, dict)] if isinstance(listed, list) else []
-    configs = {str(each.get("config_name", "default")): each for each in given if each.get("data_files")}
+    if not isinstance(listed, list):
+        return None
+    configs, marked = dict[str, Any](), list[str]()
+    for each in listed:
+        if isinstance(each, dict) and each.get("data_files"):
+            name = str(each.get("config_name", "default"))
+            configs[name] = each["data_files"]
+            if each.get("default") or name == "default":
+                marked.append(name)
     if not configs:
         return None
-    marked = [name for name, each in configs.items() if each.get("default") or name == "default"]
     if (name := config or [*marked, *configs][0]) not in configs:
         raise UserError(f"configuration {config}", f"{readme} has none of this name", did_you_mean(config, configs))
-    files = configs[name]["data_files"]
+    files = configs[name]
     if not (isinstance(files, list) and all(isinstance(each, dict) for each in files)):
         files = [{"split": "train", "path": files}]
-    paths = {str(each.get("split", "train")): each.get("path", []) for each in files}
-    return {split: [path] if isinstance(path, str) else [*map(str, path)] for split, path in paths.items()}
+    splits = dict[str, list[str]]()
+    for each in files:
+        path = each.get("path", [])
+        splits[str(each.get("split", "train"))] = [path] if isinstance(path, str) else [*map(str, path)]
+    return splits
 
 
 # --- the download, seen from the process that waits for it ------------------------------------------------------------
@@ -358,10 +373,11 @@ def _lines(stream: IO[bytes]) -> Iterator[str]:
     text = ""
     while True:
         is_ready = bool(select.select([stream], [], [], _LOOK_S)[0])
-        part = os.read(stream.fileno(), 2**16) if is_ready else None
-        if part == b"":
-            return
-        text += (part or b"").decode(errors="replace")
+        if is_ready:
+            part = os.read(stream.fileno(), 2**16)
+            if not part:  # its end
+                return
+            text += part.decode(errors="replace")
         *whole, text = text.split("\n")
         yield from whole or [""]
 
@@ -381,12 +397,15 @@ def endpoint() -> str:
     from huggingface_hub.constants import ENDPOINT
 
     parts = urlsplit(ENDPOINT)
-    return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
+    host = f"{parts.scheme}://{parts.hostname}"
+    return f"{host}:{parts.port}" if parts.port else host
 
 
 def online_environment() -> dict[str, str]:
     """The environment of the process that may go online: with the user's own choice, and silent."""
-    kept = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", CHOICE)}
+    kept = dict(os.environ)
+    for name in ("HF_HUB_OFFLINE", CHOICE):
+        kept.pop(name, None)
     quiet = {"HF_HUB_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_VERBOSITY": "critical"}
     return kept | quiet
 

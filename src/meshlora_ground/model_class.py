@@ -44,8 +44,9 @@ def own_class(config: PretrainedConfig) -> Any:
 
 def take_quantization(config: PretrainedConfig) -> Any:
     """Remove `quantization_config` from a configuration, or from its text part (kimi_k25), and return it; else None."""
-    found = [vars(part).pop("quantization_config", None) for part in (config, config.get_text_config(decoder=True))]
-    return next((given for given in found if given), None)
+    given = vars(config).pop("quantization_config", None)
+    of_text = vars(config.get_text_config(decoder=True)).pop("quantization_config", None)
+    return given or of_text or None
 
 
 def _found(config: PretrainedConfig) -> tuple[Any, Any]:
@@ -55,10 +56,18 @@ def _found(config: PretrainedConfig) -> tuple[Any, Any]:
     for auto, _ in classes:
         if auto.__name__ in remote:
             return auto, None
-    pairs = [(auto, cls) for auto, mapping in classes for cls in _classes_of(mapping, config)]
-    named = [pair for pair in pairs if pair[1].__name__ in (config.architectures or ())]
-    whole = [pair for pair in pairs if getattr(pair[1], "config_class", None) is type(config)]
-    return next(iter((*named, *whole, *pairs)), (classes[0][0], None))
+    # In order of preference: named by the checkpoint, for the whole configuration, any.
+    named, whole, others = list[Any](), list[Any](), list[Any]()
+    for auto, mapping in classes:
+        for cls in _classes_of(mapping, config):
+            kind = others
+            if cls.__name__ in (config.architectures or ()):
+                kind = named
+            elif getattr(cls, "config_class", None) is type(config):
+                kind = whole
+            kind.append((auto, cls))
+    best: tuple[Any, Any] = (*named, *whole, *others, (classes[0][0], None))[0]
+    return best
 
 
 def _classes_of(mapping: Any, config: PretrainedConfig) -> tuple[Any, ...]:

@@ -32,7 +32,11 @@ HEADS = ("classifier", "score")
 def task_of(config: Any) -> str:
     """PEFT's name of the task of a configuration: CAUSAL_LM unless its architecture is another's."""
     named = (getattr(config, "architectures", None) or [None])[0]
-    return next((task for task in _TASKS if named is not None and named == _class_name(config, task)), CAUSAL)
+    if named is not None:
+        for task in _TASKS:
+            if named == _class_name(config, task):
+                return task
+    return CAUSAL
 
 
 def class_of_task(task: str) -> tuple[Any, Any]:
@@ -83,5 +87,6 @@ def set_labels(config: Any, labels: list[str], problem_type: str | None) -> None
 
 def _class_name(config: Any, task: str) -> str | None:
     found = class_of_task(task)[1].get(type(config), None)
-    found = found[0] if isinstance(found, tuple) else found
+    if isinstance(found, tuple):  # of several the first is transformers' own choice
+        found = found[0]
     return None if found is None else str(found.__name__)

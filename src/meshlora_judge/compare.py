@@ -32,7 +32,8 @@ def relative(ours: Tensor, reference: Tensor) -> float:
 
 def compare_adapters(ours: Path, reference: Path) -> Worst:
     """The factor that differs most between two adapter folders; infinite if a name is in only one of them."""
-    a, b = (load_file(folder / "adapter_model.safetensors") for folder in (ours, reference))
+    a, b = load_file(ours / "adapter_model.safetensors"), load_file(reference / "adapter_model.safetensors")
+    # A name in one file only is a difference, whatever the others are.
     if a.keys() != b.keys():
         return Worst(min(a.keys() ^ b.keys()), float("inf"))
     return max((Worst(name, relative(a[name], b[name])) for name in b), key=lambda worst: worst.relative)

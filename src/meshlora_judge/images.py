@@ -70,7 +70,7 @@ def with_images(data: TokenizedDataset, config: PretrainedConfig, *, seed: int) 
     ids, trained = [], []
     for sequence, of_images in zip(data, lengths, strict=True):
         own_ids, own_trained = sequence.input_ids.copy(), sequence.is_trained.copy()
-        own_ids[own_ids == images.token] = images.token - 1 if images.token else 1
+        own_ids[own_ids == images.token] = abs(images.token - 1)  # of drawn tokens none is a placeholder
         place = _FIRST_PLACE
         for length in of_images:
             own_ids = np.insert(own_ids, place, [images.token] * length)
@@ -79,9 +79,16 @@ def with_images(data: TokenizedDataset, config: PretrainedConfig, *, seed: int) 
         ids.append(own_ids)
         trained.append(own_trained)
     offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
-    parts = {"input_ids": np.concatenate(ids), "is_trained": np.concatenate(trained), "offsets": offsets}
-    further = [{name: value.numpy() for name, value in images.inputs(i, own).items()} for i, own in enumerate(ids)]
-    return replace(data, **parts, further=KnownInputs(further, numbers, images.token))  # type: ignore[arg-type]
+    further = []
+    for index, own_ids in enumerate(ids):
+        further.append({name: value.numpy() for name, value in images.inputs(index, own_ids).items()})
+    return replace(
+        data,
+        input_ids=np.concatenate(ids),
+        is_trained=np.concatenate(trained),
+        offsets=offsets,
+        further=KnownInputs(further, numbers, images.token),
+    )
 
 
 def _images(config: PretrainedConfig, numbers: Sequence[int], *, seed: int) -> tuple[_RandomImages, list[list[int]]]:
@@ -98,27 +105,40 @@ def _images(config: PretrainedConfig, numbers: Sequence[int], *, seed: int) -> t
     patch, merge = vision.patch_size, getattr(vision, "spatial_merge_size", getattr(config, "spatial_merge_size", 1))
     channels = getattr(vision, "in_channels", getattr(vision, "num_channels", 3))
     kinds: list[tuple[int, ...]] = [()]
-    row: tuple[int, ...] = (channels, vision.image_size, vision.image_size) if hasattr(vision, "image_size") else ()
+    row: tuple[int, ...] = ()
+    if hasattr(vision, "image_size"):
+        row = (channels, vision.image_size, vision.image_size)
     if "image_grid_thw" in arguments:
         kinds = [(1, 2 * merge, 2 * merge), (1, merge, 3 * merge), (1, 2 * merge, merge)]
         row = (channels * vision.temporal_patch_size * patch**2,)
     elif "image_sizes" in arguments:
         kinds = [(2 * patch * merge,) * 2, (patch * merge, 2 * patch * merge), (2 * patch * merge, patch * merge)]
         row = (channels, *kinds[0])
-    shapes = tuple(tuple(kinds[(i + n) % len(kinds)] for n in range(number)) for i, number in enumerate(numbers))
-    images = _RandomImages(shapes, arguments, row, token, seed)
-    try:
-        of_kind = {kind: _tokens(model, replace(images, shapes=((kind,),))) for kind in kinds}
-    except Exception as error:  # towers raise anything
-        raise UnsupportedError(what, f"its tower does not take them ({reason(error)})", "leave out --images") from error
-    return images, [[of_kind[kind] for kind in each] for each in shapes]
+    of_kind = {}
+    for kind in kinds:
+        try:
+            of_kind[kind] = _tokens(model, _RandomImages(((kind,),), arguments, row, token, seed))
+        except Exception as error:  # towers raise anything
+            rule = f"its tower does not take them ({reason(error)})"
+            raise UnsupportedError(what, rule, "leave out --images") from error
+    shapes, lengths = [], []
+    for index, number in enumerate(numbers):
+        own = tuple(kinds[(index + place) % len(kinds)] for place in range(number))
+        shapes.append(own)
+        lengths.append([of_kind[kind] for kind in own])
+    return _RandomImages(tuple(shapes), arguments, row, token, seed), lengths
 
 
 @torch.no_grad()
 def _tokens(model: Any, image: _RandomImages) -> int:
     """How many tokens the only image takes."""
-    inputs = {k: v for k, v in image.inputs(0, np.zeros(1)).items() if k not in TOKEN_TYPES}
+    inputs = image.inputs(0, np.zeros(1))
+    for name in TOKEN_TYPES:
+        inputs.pop(name, None)
     found = model.get_image_features(**inputs, return_dict=True)
-    features = found.last_hidden_state if found.pooler_output is None else found.pooler_output
-    whole = features if isinstance(features, Tensor) else torch.cat(list(features))
-    return whole.flatten(0, -2).shape[0]
+    features = found.pooler_output
+    if features is None:
+        features = found.last_hidden_state
+    if not isinstance(features, Tensor):  # one of each image, as they are of unequal size
+        features = torch.cat(list(features))
+    return int(features.flatten(0, -2).shape[0])

@@ -51,7 +51,7 @@ def plain_numbers(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]
     plain: dict[str, Tensor] = {}
     for key, codes in tensors.items():
         owner, _, leaf = key.rpartition(".")
-        of = {name.removeprefix(f"{owner}."): value for name, value in tensors.items() if name.startswith(f"{owner}.")}
+        of = _under(f"{owner}.", tensors)
         if leaf == "qweight":
             made = _gptq if quantization["quant_method"] == "gptq" else _awq
             plain[f"{owner}.weight"] = made(of, quantization)
@@ -64,14 +64,19 @@ def plain_numbers(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]
         elif leaf == "weight" and codes.dtype in (torch.float8_e4m3fn, torch.int8):
             scales, zeros = of["weight_scale"].float(), of.get("weight_zero_point", torch.zeros(1, 1))
             if scales.ndim == 2:  # groups of input features
-                scales, zeros = (part.repeat_interleave(codes.shape[1] // part.shape[1], 1) for part in (scales, zeros))
+                scales = scales.repeat_interleave(codes.shape[1] // scales.shape[1], 1)
+                zeros = zeros.repeat_interleave(codes.shape[1] // zeros.shape[1], 1)
             plain[key] = (codes.float() - zeros.float()) * scales
         elif f"{leaf}.absmax" in of and leaf == "weight":
-            state = {n.removeprefix("weight."): v for n, v in of.items() if n.startswith("weight.")}
-            plain[key] = _bitsandbytes(codes, state)
+            plain[key] = _bitsandbytes(codes, _under("weight.", of))
         elif codes.is_floating_point() and not leaf.endswith(_PARTS):
             plain[key] = codes
     return plain
+
+
+def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose names begin with `prefix`, without it."""
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def _nibbles(words: Tensor) -> Tensor:
@@ -108,13 +113,18 @@ def _integers(codes: Tensor, of: Mapping[str, Tensor], quantization: Mapping[str
 
 
 def _gptq(of: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> Tensor:
-    is_wide = quantization["bits"] == 8
     codes, zeros = of["qweight"].T.contiguous(), of["qzeros"].contiguous()
-    codes, zeros = (codes.view(torch.uint8), zeros.view(torch.uint8)) if is_wide else (_nibbles(codes), _nibbles(zeros))
+    if quantization["bits"] == 8:
+        codes, zeros = codes.view(torch.uint8), zeros.view(torch.uint8)
+    else:
+        codes, zeros = _nibbles(codes), _nibbles(zeros)
+    # GPTQ's first format stores each zero minus 1, in a number of so many bits.
     zeros = zeros.int() + int(quantization.get("checkpoint_format", "gptq") == "gptq")
-    zeros = zeros % (256 if is_wide else 16)
+    zeros = zeros % 2 ** quantization["bits"]
     size = codes.shape[1] // len(zeros)
-    index = of["g_idx"].long() if "g_idx" in of else torch.arange(codes.shape[1]) // size
+    index = torch.arange(codes.shape[1]) // size
+    if "g_idx" in of:
+        index = of["g_idx"].long()
     return (codes.float() - zeros[index].T) * of["scales"].float()[index].T
 
 

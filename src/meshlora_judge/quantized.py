@@ -32,13 +32,16 @@ def quantize_base(model: Any, kind: str | None) -> None:
     """
     if kind in (None, "keep"):
         return
-    heads = [model.get_output_embeddings(), *(getattr(model, name, None) for name in ("score", "classifier"))]
-    left = {id(part) for head in heads if head is not None for part in head.modules()}
+    left = set[nn.Module]()
+    for head in (model.get_output_embeddings(), getattr(model, "score", None), getattr(model, "classifier", None)):
+        if head is not None:
+            left |= {*head.modules()}
+    for name in expert_modules(model):  # the block of the experts has its router beside them
+        block = model.get_submodule(name.rpartition(".")[0])
+        left |= {module for inside, module in block.named_modules() if _ROUTER.match(inside)}
     rounded = _ROUNDED[str(kind)]
-    blocks = [name.rpartition(".")[0] for name in expert_modules(model)]
-    for name, module in model.named_modules():
-        is_router = any(_ROUTER.match(name.removeprefix(f"{b}.")) for b in blocks if name.startswith(f"{b}."))
-        if not isinstance(module, nn.Linear | Conv1D) or id(module) in left or is_router:
+    for module in model.modules():
+        if not isinstance(module, nn.Linear | Conv1D) or module in left:
             continue
         matrix = module.weight.T if isinstance(module, Conv1D) else module.weight  # [out, in]
         kept = rounded(matrix.float().contiguous())

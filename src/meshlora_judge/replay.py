@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from meshlora_ground.routing import Routing, RoutingRecord
 from meshlora_judge.capture import rows_of_tokens, sequence_numbers
 from meshlora_judge.case import Case
-from meshlora_judge.experts import expert_modules, matrices
+from meshlora_judge.experts import matrices
 
 
 def record_file(case: Case) -> Path:
@@ -29,9 +29,11 @@ def record_file(case: Case) -> Path:
 
 def new_record(model: nn.Module, case: Case) -> RoutingRecord:
     """An empty record for the routers of the reference's `model`."""
-    numbers = {name: len(stack) for name, stack in matrices(model).items()}
-    blocks = {name: next(n for s, n in numbers.items() if s.startswith(f"{name}.")) for name in expert_modules(model)}
-    return RoutingRecord(len(case.input_ids), {name.rpartition(".")[0]: n for name, n in blocks.items()})
+    numbers = dict[str, int]()
+    for name, stack in matrices(model).items():
+        experts = name.rpartition(".")[0]  # all projections of a module have as many
+        numbers[experts.rpartition(".")[0]] = len(stack)
+    return RoutingRecord(len(case.input_ids), numbers)
 
 
 def at_step(routing: Routing | None, step: int) -> None:
@@ -84,7 +86,9 @@ def as_the_engine(model: Any, case: Case) -> Iterator[Routing]:
 
 def free(case: Case, routing: Routing | None) -> contextlib.AbstractContextManager[None]:
     """Inside the block routers choose freely, where rollouts say the experts: of the base, and in evaluations."""
-    return routing.off() if routing is not None and case.routed else contextlib.nullcontext()
+    if routing is None or not case.routed:
+        return contextlib.nullcontext()
+    return routing.off()
 
 
 @contextlib.contextmanager

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -82,26 +83,28 @@ def read_saved(case: Case, folder: str, stacks: Mapping[str, Stack]) -> None:
         found.fresh_note = f"PEFT cannot read it: {reason(error)}"
     config = AutoConfig.from_pretrained(case.model, local_files_only=True, trust_remote_code=case.trust_remote_code)
     case.objective.configure(config)
-    found.first, found.last, found.fresh = (
-        in_pieces(config, in_experts(_tensors(root / name / WEIGHTS, stacks), stacks, in_file=True), case.pieces)
-        for name in (FIRST, LAST, FRESH)
-    )
+
+    def factors(place: str) -> dict[str, Tensor]:
+        stored = in_experts(_tensors(root / place / WEIGHTS, stacks), stacks, in_file=True)
+        return in_pieces(config, stored, case.pieces)
+
+    found.first, found.last, found.fresh = factors(FIRST), factors(LAST), factors(FRESH)
     write_values(vars(found), root / _FOUND)
 
 
 def _tensors(file: Path, stacks: Mapping[str, Stack]) -> dict[str, Tensor]:
     try:
-        with safe_open(file, framework="pt") as stored:
-            keys = {key: key.removeprefix(PREFIX) for key in stored.keys()}  # noqa: SIM118 - not a dict
-            of_experts = names_in_file(keys.values(), stacks)
-            return {of_experts.get(name, plain_name(name)): stored.get_tensor(key) for key, name in keys.items()}
+        stored = load_file(file)
     except (OSError, SafetensorError):
         return {}  # every name is then reported missing
+    tensors = {key.removeprefix(PREFIX): tensor for key, tensor in stored.items()}
+    of_experts = names_in_file(tensors, stacks)
+    return {of_experts.get(name, plain_name(name)): tensor for name, tensor in tensors.items()}
 
 
 def _difference(ours: Path, theirs: Path, task: str) -> str:
     """The first field in which a stored configuration differs from the start adapter's."""
-    a, b = (json.loads(file.read_text(encoding="utf-8")) for file in (ours, theirs))
+    a, b = json.loads(ours.read_text(encoding="utf-8")), json.loads(theirs.read_text(encoding="utf-8"))
     if os.path.isdir(base := b.get("base_model_name_or_path") or ""):
         b["base_model_name_or_path"] = os.path.abspath(base)  # ours is loaded from any folder
     for name, value in sorted((b | _OF_USE | {"task_type": task}).items()):
@@ -109,7 +112,9 @@ def _difference(ours: Path, theirs: Path, task: str) -> str:
             continue
         if _unordered(a.get(name)) != _unordered(value):
             return f"{name} is {a.get(name)!r}, not {value!r}"
-    return "".join(f"{name} is not a field of this peft" for name in sorted(a.keys() - b.keys())[:1])
+    if unknown := a.keys() - b.keys():
+        return f"{min(unknown)} is not a field of this peft"
+    return ""
 
 
 def _unordered(value: Any) -> Any:
