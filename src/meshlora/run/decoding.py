@@ -52,10 +52,12 @@ def encode_prompts(
     Raises:
         UserError: one has no tokens, or leaves no room for `max_new_tokens` in the model's positions.
     """
-    end = separator_ids(tokenizer, separator)
-    encoded: list[list[int]] = [tokenizer(prompt, verbose=False).input_ids + end for prompt in prompts]
-    for name, ids in zip(names or [f"prompt {prompt[:80]!r}" for prompt in prompts], encoded, strict=True):
+    end, encoded = separator_ids(tokenizer, separator), list[list[int]]()
+    for number, prompt in enumerate(prompts):
+        ids = tokenizer(prompt, verbose=False).input_ids + end
+        name = names[number] if names else f"prompt {prompt[:80]!r}"
         _check_room(ids, model_config, options, name=name, limit_name=limit_name)
+        encoded.append(ids)
     return encoded
 
 
@@ -72,11 +74,14 @@ def encode_chats(
     Raises:
         UserError: as `encode_prompts`, and `conversation_prompts`.
     """
-    texts = conversation_prompts(chats, tokenizer) if chats else []
-    encoded: list[list[int]] = [tokenizer(text, add_special_tokens=False, verbose=False).input_ids for text in texts]
-    for chat, ids in zip(chats, encoded, strict=True):
+    if not chats:  # whose tokenizer may have no template
+        return []
+    found = []
+    for chat, text in zip(chats, conversation_prompts(chats, tokenizer), strict=True):
+        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
         _check_room(ids, model_config, options, name=chat.origin, limit_name=limit_name)
-    return list(zip(texts, encoded, strict=True))
+        found.append((text, ids))
+    return found
 
 
 def _check_room(ids: Sequence[int], model_config: Any, options: GenerateConfig, *, name: str, limit_name: str) -> None:
@@ -115,8 +120,12 @@ def ends_of(tokenizer: PreTrainedTokenizerBase, options: GenerateConfig) -> list
     """The tokens that end a continuation: those that end an answer in training, and each of `options.stop` that is one
     token.
     """
-    spelt = [tokenizer(stop, add_special_tokens=False, verbose=False).input_ids for stop in options.stop]
-    return list(dict.fromkeys([*stop_ids(tokenizer), *(ids[0] for ids in spelt if len(ids) == 1)]))
+    ends = stop_ids(tokenizer)
+    for stop in options.stop:
+        ids = tokenizer(stop, add_special_tokens=False, verbose=False).input_ids
+        if len(ids) == 1:
+            ends.append(ids[0])
+    return list(dict.fromkeys(ends))
 
 
 def batches_of(encoded: Sequence[Sequence[int]], options: GenerateConfig) -> list[Sequence[Sequence[int]]]:
@@ -175,20 +184,23 @@ def _continued_once(
     """The continuations of one batch, in turn."""
     pad, ends = padding_token_id(tokenizer), ends_of(tokenizer, options)
     length = max(map(len, prompts))
-    # Pad on the left: new tokens directly follow each prompt.
-    ids = torch.tensor([[pad] * (length - len(row)) + list(row) for row in prompts]).to(network.device)
-    mask = torch.tensor([[0] * (length - len(row)) + [1] * len(row) for row in prompts]).to(network.device)
+    ids, mask = torch.full((len(prompts), length), pad), torch.zeros(len(prompts), length, dtype=torch.int64)
+    for number, row in enumerate(prompts):  # padded on the left: new tokens directly follow each prompt
+        ids[number, length - len(row) :], mask[number, length - len(row) :] = torch.tensor(row), 1
+    ids, mask = ids.to(network.device), mask.to(network.device)
     if options.search == "gpt2_beam":
         rows = gpt2_beam(network, ids, mask, options, ends=ends, all_finished=functools.partial(all_finished, network))
         return [Continuation(_ended(row, ends)) for row in rows]
-    drawn = _Drawn(options.temperature)
+    drawn, processors = _Drawn(options.temperature), LogitsProcessorList()
+    if log_probs:
+        processors.append(drawn)
     output = network.generate(
         input_ids=ids,
         attention_mask=mask,
         max_new_tokens=options.max_new_tokens,
         eos_token_id=ends or None,
         pad_token_id=pad,
-        logits_processor=LogitsProcessorList([drawn] if log_probs else []),
+        logits_processor=processors,
         **_words(options),
     )
     found = [Continuation(_ended(row, ends)) for row in output[:, length:].tolist()]
@@ -200,8 +212,10 @@ def _continued_once(
 
 def _ended(tokens: list[int], ends: Sequence[int]) -> list[int]:
     """`tokens` up to the first of `ends`, which is kept: what follows is padding."""
-    place = next((place for place, token in enumerate(tokens) if token in ends), len(tokens))
-    return tokens[: place + 1]
+    for place, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: place + 1]
+    return tokens
 
 
 class _Drawn(LogitsProcessor):
@@ -258,11 +272,15 @@ def read_prompts(
     """
     config = read_model_config(model, trust_remote_code=trust_remote_code)
     tokenizer, limit = load_tokenizer(model, trust_remote_code=trust_remote_code), "--max-new-tokens"
-    chats = [prompt for prompt in prompts if isinstance(prompt, Record)]
+    texts, chats = list[str](), list[Record]()
+    for prompt in prompts:
+        if isinstance(prompt, Record):
+            chats.append(prompt)
+        else:
+            texts.append(prompt)
     if not chats:
-        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
-        options_of = {"names": names, "limit_name": limit, "separator": separator}
-        return tokenizer, encode_prompts(texts, tokenizer, config, options, **options_of)  # type: ignore[arg-type]
+        found = encode_prompts(texts, tokenizer, config, options, names=names, limit_name=limit, separator=separator)
+        return tokenizer, found
     if adapter is not None and (own := adapter / "chat_template.jinja").is_file():
         tokenizer.chat_template = read_text(own)
     if day is not None:

@@ -48,9 +48,9 @@ def losses_until(metrics: Path, done: int, every: int) -> list[float]:
     Others, as after the last step of a run that goes on with more, are left out. One that was not finite was not
     written: NaN.
     """
-    found = (json.loads(line) for line in lines_until(metrics, done)[0])
-    return [
-        line.get("eval_loss", math.nan)
-        for line in found
-        if "eval_tokens" in line and every and line["step"] % every == 0
-    ]
+    found = list[float]()
+    for line in lines_until(metrics, done)[0]:
+        values = json.loads(line)
+        if "eval_tokens" in values and every and values["step"] % every == 0:
+            found.append(values.get("eval_loss", math.nan))
+    return found

@@ -111,10 +111,10 @@ class RankSampler(Sampler[list[int]]):
         Raises:
             UserError: it is of another dataset, order or global batch.
         """
-        own = self.state_dict()
-        if other := [name for name in own if name != "done" and state.get(name) != own[name]]:
-            given = f"the state of a sampler with {other[0]}={state.get(other[0])}"
-            raise UserError(given, f"this one has {own[other[0]]}", "resume with the sampler that was saved")
+        for name, value in self.state_dict().items():
+            if name != "done" and state.get(name) != value:
+                given = f"the state of a sampler with {name}={state.get(name)}"
+                raise UserError(given, f"this one has {value}", "resume with the sampler that was saved")
         self._done = state["done"]
 
     def _rows(self, epoch: int, place: int) -> np.ndarray:
@@ -149,20 +149,22 @@ class RankCollator:
 
     def __call__(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         """Raises UserError: a row has not one label, or one of a column, for each of its tokens."""
-        pad, columns = self.pad_token_id, self.columns
-        given = rows or [{"input_ids": [pad] * 2, "labels": [IGNORED] * 2} | {name: [0.0] * 2 for name in columns}]
-        found: dict[str, list[Tensor]] = {name: [] for name in ("input_ids", "attention_mask", "labels", *columns)}
+        pad, columns, found = self.pad_token_id, self.columns, dict[str, list[Tensor]]()
+        dummy = {"input_ids": [pad] * 2, "labels": [IGNORED] * 2, **dict.fromkeys(columns, [0.0] * 2)}
+        given = rows or [dummy]
         longest = max(len(row["input_ids"]) for row in given)
+        kinds = dict.fromkeys(columns, torch.float32)
         for number, row in enumerate(given):
             length = len(row["input_ids"])
             values = {"labels": row["input_ids"], "attention_mask": [1] * length, **row}
-            for name, tensors in found.items():
-                if name not in values or len(values[name]) != length:
-                    what = f"{len(values[name])} {name}" if name in values else f"no {name}"
+            for name in ("input_ids", "attention_mask", "labels", *columns):
+                num_there = len(values[name]) if name in values else "no"
+                if num_there != length:
                     rule = "every token of a row has one"
-                    raise UserError(f"row {number} of a batch: {what} for {length} input_ids", rule)
-                own = torch.as_tensor(values[name], dtype=torch.float32 if name in columns else torch.int64)
-                tensors.append(F.pad(own, (0, longest - length), value=pad if name == "input_ids" else 0))
+                    raise UserError(f"row {number} of a batch: {num_there} {name} for {length} input_ids", rule)
+                own = torch.as_tensor(values[name], dtype=kinds.get(name, torch.int64))
+                filler = {"input_ids": pad}.get(name, 0)
+                found.setdefault(name, []).append(F.pad(own, (0, longest - length), value=filler))
         batch = {name: torch.stack(each) for name, each in found.items()}
         batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, IGNORED)
         return fitted(batch, self.topology, pad_token_id=pad)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from meshlora.adapter.attach import runtime
@@ -23,7 +24,7 @@ from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.proved import check_proved_here
 from meshlora.plan.pairs import check
 from meshlora.reading.nlg import of_categories
-from meshlora.reading.records import Prompt, prompts_of
+from meshlora.reading.records import Prompt, Record, prompts_of
 from meshlora.run.config.run import GenerateConfig
 from meshlora.run.decoding import Continuation, batches_of, continued, encode_chats, encode_prompts, texts_of
 from meshlora.run.evaluate import Evaluation, load_for_evaluation
@@ -60,10 +61,15 @@ def prepare_prompts(run: Evaluation) -> Prompts:
     prompts = prompts_of(records[: data.eval_limit])
     tokenizer = Texts(config.model, data, config.train.objective).tokenizer()
     model = run.blueprint.config
-    plain = [prompt for prompt in prompts if prompt.text is not None]
-    names, texts = [prompt.origin for prompt in plain], [prompt.text or "" for prompt in plain]
+    names, texts, chats = list[str](), list[str](), list[Record]()
+    for prompt in prompts:
+        if prompt.chat is not None:
+            chats.append(prompt.chat)
+        elif prompt.text is not None:
+            texts.append(prompt.text)
+            names.append(prompt.origin)
     of_texts = iter(encode_prompts(texts, tokenizer, model, config.generate, names=names, separator=data.separator))
-    of_chats = iter(encode_chats([each.chat for each in prompts if each.chat], tokenizer, model, config.generate))
+    of_chats = iter(encode_chats(chats, tokenizer, model, config.generate))
     encoded = [next(of_texts) if prompt.chat is None else next(of_chats)[1] for prompt in prompts]
     return Prompts(prompts, encoded, tokenizer)
 
@@ -95,31 +101,35 @@ def continued_by_all(
         return []
     turns = -(-len(batches) // axis.size)
     # Replicas that need each other's forwards take turns together: one without a batch repeats the last.
-    stop = turns * axis.size if in_step(model) is not None else len(batches)
-    own = {number: batches[min(number, len(batches) - 1)] for number in range(axis.rank, stop, axis.size)}
+    stop = len(batches)
+    if in_step(model) is not None:
+        stop = turns * axis.size
+    turn = {number: batches[min(number, len(batches) - 1)] for number in range(axis.rank, stop, axis.size)}
     rows: list[Continuation] = []
     with lift(model.dtype == torch.float64):
-        for found in continued(model, tokenizer, own, options, log_probs=log_probs):
+        for found in continued(model, tokenizer, turn, options, log_probs=log_probs):
             rows += found
             advance(min(len(rows), len(encoded)))
     # All ranks have as many rows of as many tokens in what they exchange; -1 stands for none.
     most = turns * options.batch_size
     table = torch.full((most, options.max_new_tokens), -1, dtype=torch.int64)
-    scores = torch.zeros(most if log_probs else 0, options.max_new_tokens, dtype=torch.float64)
+    scores = torch.zeros(most, options.max_new_tokens, dtype=torch.float64)
     for place, row in enumerate(rows):
         table[place, : len(row.tokens)] = torch.tensor(row.tokens, dtype=torch.int64)
         if row.log_probs is not None:
             scores[place, : len(row.tokens)] = torch.tensor(row.log_probs, dtype=torch.float64)
     every = all_gather(table.to(model.device), axis).view(axis.size, most, -1).cpu()
-    every_score = (
-        all_gather(scores.to(model.device), axis).view(axis.size, len(scores), -1).cpu() if log_probs else None
-    )
+    every_score: Tensor | None = None
+    if log_probs:
+        every_score = all_gather(scores.to(model.device), axis).view(axis.size, most, -1).cpu()
     gathered = []
     for number, batch in enumerate(batches):
         rank, start = number % axis.size, number // axis.size * options.batch_size
         for place in range(start, start + len(batch)):
-            tokens = [token for token in every[rank, place].tolist() if token >= 0]
-            own_scores = None if every_score is None else every_score[rank, place, : len(tokens)].tolist()
+            own, own_scores = every[rank, place], None
+            tokens = own[own >= 0].tolist()
+            if every_score is not None:
+                own_scores = every_score[rank, place, : len(tokens)].tolist()
             gathered.append(Continuation(tokens, own_scores))
     return gathered
 
@@ -156,14 +166,15 @@ def blueprint_to_generate(
     """
     options = BaseOptions(dtype=dtype, disable_dropout=True, trust_remote_code=trust_remote_code)  # type: ignore[arg-type]
     found = made = make_blueprint(model, Topology.parse("", world=1), options)
-    for tp in [size for size in reversed(divisors(world)) if topology is None]:
-        with contextlib.suppress(UserError):  # such a tp does not divide its heads, or the family has no split
-            found = made.on(Topology(tp=tp, dp=world // tp))
-            check_proved_here(found.plan.model_type, found.plan.topology, has_experts=bool(found.plan.experts))
-            break
     if topology is not None:
         shape = Topology.parse(topology, world=world)
         check({"topology": shape, "door": "meshlora generate"})
         found = made.on(shape)
         check_proved_here(found.plan.model_type, shape, has_experts=bool(found.plan.experts))
+    else:
+        for tp in reversed(divisors(world)):
+            with contextlib.suppress(UserError):  # such a tp does not divide its heads, or the family has no split
+                found = made.on(Topology(tp=tp, dp=world // tp))
+                check_proved_here(found.plan.model_type, found.plan.topology, has_experts=bool(found.plan.experts))
+                break
     return found if adapter is None else found.with_folder(adapter, ignore_dropout=True)

@@ -92,14 +92,10 @@ def _ban(logits: Tensor, history: Sequence[Sequence[int]], size: int) -> None:
     if not size:
         return
     for row, tokens in enumerate(history):
-        start = tuple(tokens[len(tokens) - size + 1 :])
-        if len(tokens) < size - 1:
-            continue
-        banned = [
-            tokens[i + size - 1] for i in range(len(tokens) - size + 1) if tuple(tokens[i : i + size - 1]) == start
-        ]
-        if banned:
-            logits[row, banned] = -math.inf
+        start = tokens[len(tokens) - size + 1 :]
+        for place in range(len(tokens) - size + 1):
+            if tokens[place : place + size - 1] == start:
+                logits[row, tokens[place + size - 1]] = -math.inf
 
 
 def _keep_best(

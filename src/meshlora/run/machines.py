@@ -12,7 +12,7 @@ import os
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -60,6 +60,11 @@ class Seat:
         """For messages: `rank 3 (node2)`."""
         return f"rank {self.rank} ({self.host})"
 
+    @property
+    def on(self) -> str:
+        """Its device, for messages."""
+        return f"a GPU ({self.name})" if self.device == "cuda" else "the CPU"
+
 
 @dataclass(frozen=True)
 class Machines:
@@ -106,51 +111,46 @@ def compared(place: Place, seat: Seat) -> Machines:
         return Machines(line_of(seats), posts.get(0, Post()))
     store.wait([_VERDICT], timedelta(seconds=_PATIENCE_S))
     _raise(json.loads(store.get(_VERDICT)))
-    given = json.loads(store.get(_post(place.rank))) if store.check([_post(place.rank)]) else {}
-    return Machines("", Post(**given | {"pids": {int(rank): pid for rank, pid in given.get("pids", {}).items()}}))
+    if not store.check([_post(place.rank)]):  # others look after this one, and it after none
+        return Machines("", Post())
+    given = json.loads(store.get(_post(place.rank)))
+    given["pids"] = {int(rank): pid for rank, pid in given["pids"].items()}  # keys of JSON are text
+    return Machines("", Post(**given))
 
 
 def seat_of(place: Place, device_type: str) -> Seat:
     """What this process computes on, without a context on its GPU if its rank has none."""
-    here: dict[str, Any] = {
-        "rank": place.rank,
-        "host": socket.gethostname(),
-        "machine": this_machine(),
-        "pid": os.getpid(),
-    }
+    here, shares = Seat(place.rank, socket.gethostname(), this_machine(), os.getpid(), "cpu"), place.ranks_per_gpu
     try:
-        is_on_gpu = on_gpus(device_type, num_ranks=place.local_rank + 1, ranks_per_gpu=place.ranks_per_gpu)
+        is_on_gpu = on_gpus(device_type, num_ranks=place.local_rank + 1, ranks_per_gpu=shares)
     except UserError as error:
-        return Seat(**here, device="", mistake=(error.given, error.rule, error.way_out))
+        return replace(here, device="", mistake=(error.given, error.rule, error.way_out))
     if not is_on_gpu:
-        return Seat(**here, device="cpu")
-    unit, shares = torch.cuda.get_device_properties(place.gpu), place.ranks_per_gpu
-    free, _ = torch.cuda.mem_get_info(place.gpu)
-    return Seat(
-        **here, device="cuda", name=unit.name, unit=str(unit.uuid), free_bytes=free // shares, ranks_per_gpu=shares
-    )
+        return here
+    unit, (free, _) = torch.cuda.get_device_properties(place.gpu), torch.cuda.mem_get_info(place.gpu)
+    unit_id, free_bytes = str(unit.uuid), free // shares
+    return replace(here, device="cuda", name=unit.name, unit=unit_id, free_bytes=free_bytes, ranks_per_gpu=shares)
 
 
 def mistake_of(seats: Sequence[Seat]) -> tuple[str, ...]:
     """The parts of a user error, if these ranks cannot train together."""
-    wrong = next((seat for seat in seats if seat.mistake), None)
-    if wrong is not None:
-        given, *rest = wrong.mistake
-        return (f"{wrong.where}: {given}", *rest)
+    for seat in seats:
+        if seat.mistake:
+            given, *rest = seat.mistake
+            return (f"{seat.where}: {given}", *rest)
     first = seats[0]
-    other = next((seat for seat in seats if seat.device != first.device), None)
-    if other is not None:
-        here, there = (f"a GPU ({seat.name})" if seat.device == "cuda" else "the CPU" for seat in (other, first))
-        return (
-            f"{other.where} would compute on {here}, {first.where} on {there}",
-            "all ranks of a run compute on one kind of device",
-            "can torch use the GPUs of all machines (driver, container, build of torch)? Or use device: cpu",
-        )
+    for seat in seats:
+        if seat.device != first.device:
+            return (
+                f"{seat.where} would compute on {seat.on}, {first.where} on {first.on}",
+                "all ranks of a run compute on one kind of device",
+                "can torch use the GPUs of all machines (driver, container, build of torch)? Or use device: cpu",
+            )
     taken: dict[tuple[str, str], list[Seat]] = {}
-    for seat in seats if first.device == "cuda" else ():
+    for seat in seats:
         sharing = taken.setdefault((seat.machine, seat.unit), [])
         sharing.append(seat)
-        if len(sharing) > seat.ranks_per_gpu:
+        if seat.device == "cuda" and len(sharing) > seat.ranks_per_gpu:
             return (
                 f"{sharing[0].where} and {seat.where} would compute on one GPU ({seat.name})",
                 "each rank needs a GPU of its own",
@@ -165,12 +165,13 @@ def posts_of(seats: Sequence[Seat]) -> dict[int, Post]:
     homes: dict[str, list[Seat]] = {}
     for seat in seats:
         homes.setdefault(seat.machine, []).append(seat)
-    firsts = [home[0] for home in homes.values()]
-    posts = {}
-    for (first, *others), follower in zip(homes.values(), [*firsts[1:], firsts[0]], strict=True):
+    posts, in_turn = {}, [*homes.values()]
+    for number, (first, *others) in enumerate(in_turn):
+        follower = in_turn[(number + 1) % len(in_turn)][0]
         pids = {seat.rank: seat.pid for seat in others}
-        is_alone = follower is first
-        posts[first.rank] = Post(pids, None if is_alone else follower.rank, "" if is_alone else follower.host, True)
+        posts[first.rank] = Post(pids, follower.rank, follower.host, True)
+        if follower is first:  # there is one machine
+            posts[first.rank] = Post(pids, is_first=True)
         if others:
             posts[others[0].rank] = Post({first.rank: first.pid})
     return posts
@@ -179,7 +180,9 @@ def posts_of(seats: Sequence[Seat]) -> dict[int, Post]:
 def line_of(seats: Sequence[Seat]) -> str:
     """The first line of a run: its machines, devices, and the versions that compute."""
     hosts = list({seat.machine: seat.host for seat in seats}.values())
-    shown = ", ".join(hosts[:_NAMED]) + (", ..." if len(hosts) > _NAMED else "")
+    shown = ", ".join(hosts[:_NAMED])
+    if len(hosts) > _NAMED:
+        shown += ", ..."
     words = [f"{_count(len(hosts), 'machine')} ({shown}): {_count(len(seats), 'rank')} on "]
     if seats[0].device == "cpu":
         words[0] += "CPUs"
@@ -201,24 +204,25 @@ def own_versions() -> dict[str, str]:
     found = versions()
     if torch.cuda.is_available():
         found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-        found |= {"liger-kernel": version} if (version := liger_version()) else {}
+        if version := liger_version():
+            found["liger-kernel"] = version
     return found
 
 
 def own_words() -> dict[str, str]:
     """What all ranks must share before they read anything, for `agreement.agreed`."""
-    found = {f"{VERSION}{name}": version for name, version in own_versions().items()}
-    return found | {f"{VERSION}meshlora's code": digest(own_sources())}
+    every = own_versions() | {"meshlora's code": digest(own_sources())}
+    return {f"{VERSION}{name}": version for name, version in every.items()}
 
 
 def _read(store: Any, rank: int) -> Seat:
     store.wait([_key(rank)], timedelta(seconds=_PATIENCE_S))
     given = json.loads(store.get(_key(rank)))
-    return Seat(**{**given, "mistake": tuple(given["mistake"])})
+    return Seat(**{**given, "mistake": tuple(given["mistake"])})  # JSON made it a list
 
 
 def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'s' if number != 1 else ''}"
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def _raise(parts: Sequence[str]) -> None:

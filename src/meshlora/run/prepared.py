@@ -71,6 +71,11 @@ class Prepared:
         return asked_of(self.config.asked, self.blueprint, self.train_data, self.eval_data)
 
     @property
+    def start_step(self) -> int:
+        """Steps done before this run."""
+        return 0 if self.resume is None else self.resume.step
+
+    @property
     def start(self) -> Blueprint:
         """The blueprint with the initial adapter: the checkpoint's, if the run resumes."""
         return self.blueprint if self.resume is None else self.blueprint.with_folder(self.resume.folder)

@@ -38,7 +38,7 @@ from meshlora.run.trainer import Trainer
 from meshlora.run.watch.metrics import Planned, Reporter
 from meshlora.run.watch.samples import FILE as SAMPLES
 from meshlora.run.watch.samples import forget_after
-from meshlora.run.watch.tracking import open_trackers
+from meshlora.run.watch.tracking import Tracker, open_trackers
 from meshlora_ground.console import Console
 from meshlora_ground.errors import UserError
 from meshlora_ground.file_hash import FileHashes
@@ -69,8 +69,7 @@ def train(
     rank 0, to be shown beside the seen one. making: called with each adapter that follows a stream which the run makes
     itself, to set what makes its steps (`run.followed`).
     """
-    given = runs
-    runs = {name: run for name, run in given.items() if not run.is_finished}
+    given, runs = runs, {name: run for name, run in runs.items() if not run.is_finished}
     console, first = console or Console(), next(iter(runs.values()))
     if first.config.train.deterministic:
         be_deterministic()
@@ -84,14 +83,17 @@ def train(
         stop = opened.enter_context(noticing_signals(watch))
         reporters = {}
         for name, run in runs.items():
-            notes = [*run.notes, *(prepare_output(run) if is_main else ())]
-            reporters[name] = opened.enter_context(_reporter(name, run, console, mesh))
-            reporters[name].planned = planned
-            introduce(run, notes, reporters[name], held_bytes)
+            notes = [*run.notes]
+            if is_main:
+                notes += prepare_output(run)
+            reporter = reporters[names[name]] = opened.enter_context(_reporter(name, run, console, mesh))
+            reporter.planned = planned
+            introduce(run, notes, reporter, held_bytes)
         opened.enter_context(patient_for(mesh, first.config.train.timeout_s, watch=watch))
-        check = functools.partial(_check_merge, first) if first.config.train.merge_at_end and is_main else None
-        of_adapters = {names[name]: run for name, run in runs.items()}
-        trainer = Trainer(of_adapters, model, {names[name]: one for name, one in reporters.items()}, stop, check)
+        check = None
+        if first.config.train.merge_at_end and is_main:
+            check = functools.partial(_check_merge, first)
+        trainer = Trainer({names[name]: run for name, run in runs.items()}, model, reporters, stop, check)
         if making is not None:
             for one in trainer.adapters:
                 making(one)
@@ -101,9 +103,10 @@ def train(
             one.reporter.compare_with_plan()
             if one.is_done:
                 one.reporter.say(f"adapter: {one.output / 'adapter'}")
+            elif one.name:
+                one.reporter.say(f"stopped as asked; saved in {one.last_saved}")
             else:
-                end = "" if one.name else f". Go on with:\n{go_on}"
-                one.reporter.say(f"stopped as asked; saved in {one.last_saved}{end}")
+                one.reporter.say(f"stopped as asked; saved in {one.last_saved}. Go on with:\n{go_on}")
         if not is_done and is_main and len(runs) > 1:
             console.say(f"Go on with:\n{go_on}")
         if not is_done and ends_if_stopped:
@@ -130,19 +133,18 @@ def _loaded(runs: Mapping[str, Prepared]) -> tuple[Any, dict[str, str]]:
 
 def _reporter(name: str, run: Prepared, console: Console, mesh: Mesh) -> Reporter:
     """The reporter of one adapter's run."""
-    config, output = run.config, Path(run.config.train.output)
-    done, is_main = run.resume.step if run.resume is not None else 0, mesh.rank == 0
+    config, output, trackers = run.config, Path(run.config.train.output), list[Tracker]()
+    if mesh.rank == 0:
+        trackers = open_trackers(config.train.track, output, config=dataclasses.asdict(config), done=run.start_step)
     return Reporter(
         output / "metrics.jsonl",
         steps=run.steps,
         log_every=config.train.log_every,
-        is_main=is_main,
+        is_main=mesh.rank == 0,
         console=console,
-        done=done,
+        done=run.start_step,
         goes_on_without=config.train.on_save_error == "continue",
-        trackers=open_trackers(config.train.track, output, config=dataclasses.asdict(config), done=done)
-        if is_main
-        else (),
+        trackers=trackers,
         name=name,
     )
 
@@ -150,9 +152,11 @@ def _reporter(name: str, run: Prepared, console: Console, mesh: Mesh) -> Reporte
 def hashing_contents(runs: Iterable[Prepared]) -> FileHashes:
     """Hash in the background, on rank 0 only, all files of `runs` whose content is not known yet; loading the base
     meanwhile reads the same bytes."""
-    place = launcher_place()
-    is_main = place is None or place.rank == 0
-    return FileHashes(file for run in runs if is_main for files in _unknown(run).values() for file in files)
+    place, unknown = launcher_place(), list[Path]()
+    if place is None or place.rank == 0:
+        for run in runs:
+            unknown += itertools.chain(*_unknown(run).values())
+    return FileHashes(unknown)
 
 
 def with_contents(run: Prepared, hashes: FileHashes, mesh: Mesh, *, console: Console | None = None) -> Prepared:
@@ -232,8 +236,9 @@ def introduce(run: Prepared, notes: list[str], reporter: Reporter, held_bytes: i
     for path in run.slow_paths:
         reporter.say(f"slow path: {path}")
     reporter.slow_paths = run.slow_paths
-    stream = stream_of(run.config)
-    data = f"{len(run.train_data):,} sequences" if stream is None else f"rollouts as they come to {stream.folder}"
+    data = f"{len(run.train_data):,} sequences"
+    if (stream := stream_of(run.config)) is not None:
+        data = f"rollouts as they come to {stream.folder}"
     reporter.say(
         f"{run.plan.model_type} on {run.topology}: {run.blueprint.trained.num_trainable:,} trainable parameters, "
         f"{data}, {run.steps:,} steps"
@@ -269,15 +274,17 @@ def _forget_rollouts(run: Prepared, done: int) -> None:
 def prepare_output(run: Prepared) -> list[str]:
     """Make the output folder, on rank 0. Removes an earlier run (`prepare` has checked `train.overwrite`), or if this
     one resumes, the results of later steps. Returns messages for the user."""
-    output, done = Path(run.config.train.output), run.resume.step if run.resume is not None else 0
+    output, done, said = Path(run.config.train.output), run.start_step, None
     output.mkdir(parents=True, exist_ok=True)
-    for name in () if run.resumes else ("adapter", "checkpoints", MERGED, FOLDER):
-        shutil.rmtree(output / name, ignore_errors=True)
+    if not run.resumes:
+        for name in ("adapter", "checkpoints", MERGED, FOLDER):
+            shutil.rmtree(output / name, ignore_errors=True)
     clear_leftovers(output)
     if run.is_finished:  # one of several adapters may have all its steps
         return []
     _forget_rollouts(run, done)
-    said = set_aside(output, done) if run.resumes else None
+    if run.resumes:
+        said = set_aside(output, done)
     if done:
         forget_after(output / SAMPLES, done)
     else:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshlora.adapter.attach import active_factors, in_use, runtime
+from meshlora.adapter.attach import Factor, active_factors, in_use, runtime
 from meshlora.adapter.formats.peft_format import save_adapter
 from meshlora.adapter.replicas import check_replicas
 from meshlora.comm.collectives import broadcast_in_place
@@ -90,9 +90,10 @@ class TrainedAdapter:
         self.means: dict[str, float] = {}  # of the last evaluation
         self.eval_loss: float | None = None
         self.evaluated, self.ends_with_stream = 0, False  # evaluated: after so many steps, last
-        every = active_factors(self.model)
-        self.frozen = [factor for factor in every if is_frozen(factor.name, options.optimizer)]
-        self.factors = [factor for factor in every if not is_frozen(factor.name, options.optimizer)]
+        self.frozen, self.factors = list[Factor](), list[Factor]()
+        for factor in active_factors(self.model):
+            kind = self.frozen if is_frozen(factor.name, options.optimizer) else self.factors
+            kind.append(factor)
         # float16 has a narrow exponent range: small gradients would underflow.
         self.loss_scale = LossScale() if self.model.dtype == torch.float16 else None
         self.optimizer = make_optimizer(self.model, parameter_groups(self.model, options), options)
@@ -104,16 +105,16 @@ class TrainedAdapter:
             self.skipped_in_row = self.run.resume.skipped_in_row
             self.eval_loss = self.run.resume.eval_loss
         self.done = self.start
-        past = (
-            losses_until(self.output / "metrics.jsonl", self.start, options.eval_every) if self.mesh.rank == 0 else ()
-        )
+        past = list[float]()
+        if self.mesh.rank == 0:
+            past = losses_until(self.output / "metrics.jsonl", self.start, options.eval_every)
         self.patience = Patience(options.early_stopping, past)
         self.stops_early = bool(options.early_stopping.patience) and self._says_rank_0(self.patience.is_out)
 
     @property
     def start(self) -> int:
         """Steps done before this run."""
-        return self.run.resume.step if self.run.resume is not None else 0
+        return self.run.start_step
 
     @property
     def is_done(self) -> bool:
@@ -199,8 +200,9 @@ class TrainedAdapter:
                 self.run.samples.write(self.model, self.output / SAMPLES, step=done, say=self.reporter.say)
         if done == self.run.steps:
             return
-        is_due = options.eval_every and done % options.eval_every == 0
-        loss = self._report_evaluation(done) if is_due else None
+        loss = None
+        if options.eval_every and done % options.eval_every == 0:
+            loss = self._report_evaluation(done)
         if loss is not None and options.early_stopping.patience:
             self.stops_early = self._says_rank_0(self.patience.sees(loss))
             if self.stops_early:
@@ -233,9 +235,8 @@ class TrainedAdapter:
         """Skip a step that is not finite, as `text` says, or end the run."""
         self.skipped_in_row += 1
         if self.run.config.train.on_nonfinite == "stop":
-            raise MeshloraError(
-                f"{text}; lower train.lr, look at the data, or leave out such steps: on_nonfinite: skip"
-            )
+            way_out = "lower train.lr, look at the data, or leave out such steps: on_nonfinite: skip"
+            raise MeshloraError(f"{text}; {way_out}")
         if self.skipped_in_row >= _MOST_SKIPPED:
             raise MeshloraError(f"{text}; {_MOST_SKIPPED} steps in a row were left out: lower train.lr")
         self.reporter.say(f"{text}; left out")
@@ -261,10 +262,8 @@ class TrainedAdapter:
 
     def _manifest(self, kind: Kind, *, done: int) -> Manifest:
         """The manifest of a folder saved after `done` steps."""
-        own = self.run.identity
-        return Manifest(
-            kind=kind, step=done, steps=self.run.steps, updates=self.updates, identity=own, versions=versions()
-        )
+        steps, own = self.run.steps, self.run.identity
+        return Manifest(kind=kind, step=done, steps=steps, updates=self.updates, identity=own, versions=versions())
 
     def _save(self, name: str, manifest: Manifest, *, state: Callable[[Path], None] | None = None) -> None:
         """Write the adapter, and the files of `state`, to folder `name` of the output. Refuses drifted replicas."""
@@ -294,13 +293,8 @@ class TrainedAdapter:
             (folder / CARD).write_bytes(card.encode())
 
         def add_own_tokenizer() -> None:
-            model = self.run.config.model
-            add_tokenizer(
-                folder,
-                model.path,
-                trust_remote_code=model.trust_remote_code,
-                chat_template=self.run.chat_template,
-            )
+            path, trust = self.run.config.model.path, self.run.config.model.trust_remote_code
+            add_tokenizer(folder, path, trust_remote_code=trust, chat_template=self.run.chat_template)
 
         for what, add in {"a tokenizer": add_own_tokenizer, "a model card": add_card}.items():
             try:
@@ -310,14 +304,14 @@ class TrainedAdapter:
 
     def _save_checkpoint(self, done: int, *, is_best: bool, loss: float | None) -> None:
         """Write the checkpoint of step `done`, and remove older ones."""
-        state = state_writer(self.model, self.optimizer)
+        state, topology = state_writer(self.model, self.optimizer), str(self.mesh.topology)
         manifest = dataclasses.replace(
-            self._manifest("checkpoint", done=done),
-            topology=str(self.mesh.topology),
-            eval_loss=loss if loss is not None and math.isfinite(loss) else None,
-            loss_scale=self.loss_scale.state() if self.loss_scale is not None else {},
-            skipped_in_row=self.skipped_in_row,
+            self._manifest("checkpoint", done=done), topology=topology, skipped_in_row=self.skipped_in_row
         )
+        if loss is not None and math.isfinite(loss):  # JSON has no other numbers
+            manifest = dataclasses.replace(manifest, eval_loss=loss)
+        if self.loss_scale is not None:
+            manifest = dataclasses.replace(manifest, loss_scale=self.loss_scale.state())
         try:
             self._save(f"{FOLDER}/{folder_name(done)}", manifest, state=state)
         except SaveError as error:
@@ -347,8 +341,9 @@ class TrainedAdapter:
         if self.run.eval_data is None:
             return None
         loss, number = self.evaluate(self.run.eval_data)
-        of_text = self.objective.is_of_text
-        of_loss = perplexity(loss) if of_text else None
+        of_text, of_loss = self.objective.is_of_text, None
+        if of_text:
+            of_loss = perplexity(loss)
         self.reporter.evaluation(step, loss, number, perplexity=of_loss, means=self.means)
         self.eval_loss, self.evaluated = loss, step
         return loss

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import threading
 import time
@@ -69,19 +68,18 @@ class Trainer:
         options = first.config.train  # run-wide ones are the same for all adapters
         self.mesh = runtime(self.model).mesh
         set_padding(self.model, first.pad_token_id)
-        packing = first.config.data.packing
-        row_length = first.config.data.max_length if packing is True else None
-        only = options.objective.trained_row
+        packing, only = first.config.data.packing, options.objective.trained_row
         balances = runtime(self.model).context.balances
         self.batching = Batching(
             self.mesh,
             options.micro_batch_size,
             first.pad_token_id,
-            row_length,
             only=only,
             balances=balances,
             joins=packing == "auto",
         )
+        if packing is True:
+            self.batching = dataclasses.replace(self.batching, row_length=first.config.data.max_length)
         if self.batching.packs and self.mesh.cp.size == 1:  # under cp attention runs in parts anyway
             keep_apart(self.model)
         if self.mesh.topology.interleave > 1:
@@ -91,23 +89,25 @@ class Trainer:
             add_noise(self.model.get_input_embeddings(), runtime(self.model).dropout, alpha=options.neftune_alpha)
         if self.mesh.device.type == "cpu":
             keep_freed_memory()
-        coef = options.router_aux_loss_coef
-        self.balance = LoadBalancing(self.model, coef=coef) if coef else None
-        given = options.routing_replay or options.routing_record
-        folder = None if given is None else Path(given)
+        self.balance: LoadBalancing | None = None
+        if options.router_aux_loss_coef:
+            self.balance = LoadBalancing(self.model, coef=options.router_aux_loss_coef)
         self.routing: RunRouting | None = None
-        if folder is not None or (runtime(self.model).plan.experts and options.objective.is_of_rollouts):
-            replays = options.routing_record is None
-            self.routing = RunRouting(self.model, folder, self.batching, replays=replays)
+        replays = options.routing_record is None
+        if (given := options.routing_replay or options.routing_record) is not None:
+            self.routing = RunRouting(self.model, Path(given), self.batching, replays=replays)
+        elif runtime(self.model).plan.experts and options.objective.is_of_rollouts:  # which may say their experts
+            self.routing = RunRouting(self.model, None, self.batching, replays=replays)
         self.is_to_stop = False  # as all ranks agreed in the last step
         self.taken = set[SlowPath]()  # by this rank
-        self.slow_paths = [path for run in self.runs.values() for path in run.slow_paths]  # known to all ranks
+        self.slow_paths = list[SlowPath]()  # known to all ranks
         self.adapters: list[TrainedAdapter] = []
         for adapter, run in self.runs.items():
             name = adapter if len(self.runs) > 1 else ""
             with in_use(self.model, adapter):
                 one = TrainedAdapter(name, adapter, run, self.model, self.reporters[adapter], self.batching, self.check)
             self.adapters.append(one)
+            self.slow_paths += run.slow_paths
         self._training: list[TrainedAdapter] = []
 
     def train(self) -> bool:
@@ -148,9 +148,10 @@ class Trainer:
         started = time.perf_counter()
         if self._training != adapters:  # finished adapters get no gradient any more
             set_adapters(self.model, [one.adapter for one in adapters])
-            for factor in itertools.chain(*(one.frozen for one in adapters)):
-                factor.parameter.requires_grad_(False)
             self._training = adapters
+            for one in adapters:
+                for factor in one.frozen:
+                    factor.parameter.requires_grad_(False)
         for one in adapters:
             one.optimizer.zero_grad(set_to_none=True)
         sums = StepSums(self.mesh, [one.name for one in adapters])
@@ -160,15 +161,16 @@ class Trainer:
             if one.objective.has_first_pass:
                 with one.in_use():
                     one.point = one.first_pass(data, indices)
-        routes = (
-            self.routing.step(adapters[0].done, *steps[0]) if self.routing is not None else contextlib.nullcontext()
-        )
-        with routes:
+        with contextlib.ExitStack() as routes:
+            if self.routing is not None:
+                routes.enter_context(self.routing.step(adapters[0].done, *steps[0]))
             if self.balance is not None and len(batches) > 1:
                 self.balance.count(batches, self._log_probabilities)
             with watching(self.taken):
                 self._run(batches, sums)
-        aux_loss = self.balance.finish() if self.balance is not None else None
+        aux_loss = None
+        if self.balance is not None:
+            aux_loss = self.balance.finish()
         factors = [self._trained(one, *step) for one, step in zip(adapters, steps, strict=True)]
         totals = finish_gradients_on_device(self.mesh, factors, sums.counts)
         for one, trained in zip(adapters, factors, strict=True):
@@ -180,10 +182,11 @@ class Trainer:
         self.slow_paths += slow
         if adapters[0].run.config.train.require_fast:
             check_fast(slow)
-        return [
-            dataclasses.replace(self._updated(one, result, batches, aux_loss, started), slow_paths=tuple(slow))
-            for one, result in zip(adapters, results, strict=True)
-        ]
+        metrics = []
+        for one, result in zip(adapters, results, strict=True):
+            own = self._updated(one, result, batches, aux_loss, started)
+            metrics.append(dataclasses.replace(own, slow_paths=tuple(slow)))
+        return metrics
 
     def _run(self, batches: Sequence[MicroBatch], sums: StepSums) -> None:
         """Forward and backward of all micro-batches of a step, in the order of this stage."""
@@ -220,25 +223,20 @@ class Trainer:
         return one.factors
 
     def _updated(
-        self,
-        one: TrainedAdapter,
-        result: StepResult,
-        batches: list[MicroBatch],
-        aux_loss: float | None,
-        started: float,
+        self, one: TrainedAdapter, result: StepResult, batches: list[MicroBatch], aux_loss: float | None, started: float
     ) -> StepMetrics:
         """Finish the step of one adapter: optimizer, loss scale, metrics. Collective if its gradient is not finite."""
         step, loss, grad_norm, is_finite = one.done, result.loss, result.grad_norm, result.is_finite
         self.is_to_stop = one.is_to_stop = result.is_to_stop
         rate = one.update(step, is_finite=is_finite)
-        is_overflow = one.loss_scale is not None and math.isfinite(loss) and not is_finite
-        if not is_finite and not is_overflow:
+        scale = None
+        if not is_finite and (one.loss_scale is None or not math.isfinite(loss)):  # the scale is not to blame
             self._skip_or_stop(one, batches, loss, grad_norm)
         elif one.loss_scale is not None:
             one.loss_scale.takes_step(grad_norm, step=step)
-        time_s = time.perf_counter() - started
-        scale = one.loss_scale.scale if one.loss_scale is not None else None
-        memory = peak_memory_bytes(self.mesh.device)
+        if one.loss_scale is not None:
+            scale = one.loss_scale.scale
+        time_s, memory = time.perf_counter() - started, peak_memory_bytes(self.mesh.device)
         means = {**one.step_facts, **result.means}
         return StepMetrics(
             step + 1, loss, rate, grad_norm, result.tokens, time_s, aux_loss, means, scale, not is_finite, memory
@@ -246,15 +244,19 @@ class Trainer:
 
     def _skip_or_stop(self, one: TrainedAdapter, batches: list[MicroBatch], loss: float, grad_norm: float) -> None:
         """Find and report the source of a non-finite step; end the run if configured so. Collective."""
-        what = f"the gradient norm is {grad_norm}" if math.isfinite(loss) else f"the loss is {loss}"
+        what = f"the loss is {loss}"
+        if math.isfinite(loss):
+            what = f"the gradient norm is {grad_norm}"
         if one.name:
             one.leave_out(f"adapter {one.name}, step {one.done + 1}: {what}")
             return
         data, indices = one.step_data
 
         def examples(dp_rank: int, number: int) -> list[int]:
-            rows = self.batching.rows([(data, indices)], dp_rank=dp_rank)[number]
-            return [int(indices[place // data.rows_per_example]) for _, places in rows for place in places]
+            found = list[int]()
+            for _, places in self.batching.rows([(data, indices)], dp_rank=dp_rank)[number]:
+                found += [int(indices[place // data.rows_per_example]) for place in places]
+            return found
 
         cause = find_not_finite(self.model, batches, self._loss_again, examples=examples)
         one.leave_out(f"step {one.done + 1}: {what}: {cause}")
@@ -286,7 +288,9 @@ class Trainer:
         reference = self._reference_log_probabilities(micro.batch)
         if self.routing is not None:
             self.routing.before(number, micro.batch)
-        with self.balance.watching() if self.balance is not None else contextlib.nullcontext():
+        with contextlib.ExitStack() as watched:
+            if self.balance is not None:
+                watched.enter_context(self.balance.watching())
             found = self._losses(micro, reference)
         scaled = [self._training[own.number].scaled(loss) for own, (loss, _) in zip(micro.owners, found, strict=True)]
         if self.balance is not None:
@@ -313,8 +317,9 @@ class Trainer:
         """Log-probabilities of a batch under the frozen policies, if the objective needs them."""
         if not self._training[0].objective.needs_base:
             return None
-        routes = self.routing.off() if self.routing is not None else contextlib.nullcontext()
-        with lift(self.model.dtype == torch.float64), routes:
+        with lift(self.model.dtype == torch.float64), contextlib.ExitStack() as routes:
+            if self.routing is not None:
+                routes.enter_context(self.routing.off())
             return reference_log_probabilities(self.model, batch)
 
     def _micro_batches(self, steps: Sequence[Step]) -> list[MicroBatch]:

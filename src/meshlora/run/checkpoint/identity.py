@@ -99,20 +99,20 @@ def contents(
     rewards: files and folders of the prompts of rollouts, and of their rewards.
     """
     model = Path(options.path)
-    code = model.rglob("*.py") if options.trust_remote_code else ()
-    own = (model / "config.json", model / INDEX)
-    found = {"model": [*weights, *(file for file in own if file.is_file()), *code]}
-    found["tokenizer"] = [file for pattern in _TOKENIZER for file in model.glob(pattern) if file.is_file()]
+    found = {"model": [*weights, model / "config.json", model / INDEX], "tokenizer": list[Path]()}
+    if options.trust_remote_code:
+        found["model"] += model.rglob("*.py")
+    for pattern in _TOKENIZER:
+        found["tokenizer"] += model.glob(pattern)
     for name, folder in adapters.items():
         if folder is not None and (name == "adapter" or folder != adapters["adapter"]):
-            found[name] = [file for file in (Path(folder) / name for name in of_adapter) if file.is_file()]
+            found[name] = [Path(folder) / file for file in of_adapter]
     for name, paths in {"rl.prompts": prompts, "rl.rewards": rewards}.items():
-        files = [file for path in paths for file in ([*path.rglob("*")] if path.is_dir() else [path])]
-        if paths:
-            found[name] = [file for file in files if file.is_file()]
+        for path in paths:
+            found.setdefault(name, []).extend(path.rglob("*") if path.is_dir() else [path])
     if replay:
         found["train.routing_replay"] = list(replay)
-    return {name: tuple(sorted(set(files))) for name, files in found.items()}
+    return {name: tuple(sorted({file for file in files if file.is_file()})) for name, files in found.items()}
 
 
 def identity_of_contents(files: Contents, hashes: FileHashes) -> dict[str, str]:
@@ -121,11 +121,11 @@ def identity_of_contents(files: Contents, hashes: FileHashes) -> dict[str, str]:
     Raises:
         UserError: one cannot be read.
     """
-    return {
-        name: "sha256:"
-        + hashlib.sha256(json.dumps(sorted([file.name, hashes[file]] for file in each)).encode()).hexdigest()
-        for name, each in files.items()
-    }
+    found = {}
+    for name, each in files.items():
+        pairs = sorted([file.name, hashes[file]] for file in each)
+        found[name] = f"sha256:{hashlib.sha256(json.dumps(pairs).encode()).hexdigest()}"
+    return found
 
 
 def check_same(
@@ -143,13 +143,14 @@ def check_same(
         if name not in names:
             raise UserError(f"--resume-despite {name}", "no run has anything of this name", did_you_mean(name, names))
     for name in sorted(names, key=lambda name: (name == "data", name)):  # its hash says less than what made it another
-        one, other = (side.get(name, "none") for side in (there, here))
+        one, other = there.get(name, "none"), here.get(name, "none")
         if one == other or name in despite:
             continue
         if name == "model.revision":
             way_out = f"give model.path: {shown(one)}"
-        is_hash = one.startswith("sha256:") or other.startswith("sha256:")
-        differs = "" if is_hash else f": {shown(one)} there, {shown(other)} here"
+        differs = f": {shown(one)} there, {shown(other)} here"
+        if one.startswith("sha256:") or other.startswith("sha256:"):  # which nobody can read
+            differs = ""
         raise UserError(
             f"--resume: {what}",
             f"it is of a run with other {shown(name)}{differs}",

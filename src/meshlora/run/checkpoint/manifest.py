@@ -140,7 +140,8 @@ def read_manifest(folder: Path, *, kinds: tuple[Kind, ...] = ("checkpoint", "ini
     what, way_out = _SAID[kinds[0]]
     try:
         # The link `latest` is resolved at once, as it moves on to newer checkpoints.
-        folder = folder.resolve() if folder.is_symlink() else folder
+        if folder.is_symlink():
+            folder = folder.resolve()
         content = _read(folder, what, way_out)
         found = {file.name for file in os.scandir(folder)} - {FILE, CARD}
     except (OSError, RuntimeError) as error:  # RuntimeError: a loop of links
@@ -237,7 +238,7 @@ def _is_finite(value: Any) -> bool:
 
 def _range_of_step(content: Mapping[str, Any]) -> tuple[int, int]:
     steps: int = content["steps"]
-    return {"checkpoint": (1, steps), "initial": (0, 0), "adapter": (1, steps)}[content["kind"]]
+    return (0, 0) if content["kind"] == "initial" else (1, steps)
 
 
 def _is_texts(value: Any) -> bool:
@@ -256,8 +257,9 @@ def _is_loss_scale(value: Any) -> bool:
         return True
     if not isinstance(value, dict) or value.keys() != _LOSS_SCALE:
         return False
-    counts = (_is_count(value[name], 0, _MOST_STEPS) for name in ("good_steps", "skipped"))
-    return _is_finite(value["scale"]) and value["scale"] > 0 and all(counts)
+    if not _is_finite(value["scale"]) or value["scale"] <= 0:
+        return False
+    return _is_count(value["good_steps"], 0, _MOST_STEPS) and _is_count(value["skipped"], 0, _MOST_STEPS)
 
 
 def _are_entries(value: Any, kind: str) -> bool:
@@ -266,11 +268,10 @@ def _are_entries(value: Any, kind: str) -> bool:
     further = value.keys() - _NEEDED[kind] - _MAY_BE_THERE
     if not all(kind == "adapter" and _OF_TOKENIZER.fullmatch(name) and name not in (FILE, CARD) for name in further):
         return False
-    return all(
-        isinstance(entry, dict)
-        and entry.keys() == {"bytes", "sha256"}
-        and _is_count(entry["bytes"], 0, _MOST_BYTES)
-        and isinstance(entry["sha256"], str)
-        and _DIGEST.fullmatch(entry["sha256"]) is not None
-        for entry in value.values()
-    )
+    for entry in value.values():
+        if not isinstance(entry, dict) or entry.keys() != {"bytes", "sha256"}:
+            return False
+        number, digest = entry["bytes"], entry["sha256"]
+        if not _is_count(number, 0, _MOST_BYTES) or not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
+            return False
+    return True

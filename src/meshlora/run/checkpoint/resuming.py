@@ -115,9 +115,14 @@ def day_of_run(output: Path, given: str) -> str | None:
     """The day that chat templates write in the run which `--resume GIVEN` goes on with, as its newest manifest says;
     None if there is none, or its template asks for no day. With `initial`: a run may have no checkpoint yet.
     """
-    checkpoints = (folder for _, folder in step_folders(output / FOLDER))
-    folders = (output / FINISHED, *checkpoints, output / "initial") if given == "auto" else (Path(given),)
-    return next((found.identity.get(DATE) for folder in folders if (found := _manifest_of(folder)) is not None), None)
+    folders = [Path(given)]
+    if given == "auto":
+        checkpoints = [folder for _, folder in step_folders(output / FOLDER)]
+        folders = [output / FINISHED, *checkpoints, output / "initial"]
+    for folder in folders:
+        if (found := _manifest_of(folder)) is not None:
+            return found.identity.get(DATE)
+    return None
 
 
 def day_of_adapter(folder: Path) -> str | None:

@@ -80,13 +80,13 @@ def clear_leftovers(output: Path) -> None:
     A folder that was renamed for its successor, which was never completed, gets its name back.
     """
     for folder in (output, output / FOLDER):
-        for old in folder.glob(".*.old") if folder.is_dir() else ():
+        for old in folder.glob(".*.old"):  # nothing, of a folder that is not there
             path = folder / old.name[1:].rsplit(".", 2)[0]
             if path.exists():
                 shutil.rmtree(old, ignore_errors=True)
             else:
                 old.replace(path)
-        for left in folder.glob(".*.tmp") if folder.is_dir() else ():
+        for left in folder.glob(".*.tmp"):
             if left.is_dir() and not left.is_symlink():
                 shutil.rmtree(left, ignore_errors=True)
             else:
@@ -100,13 +100,18 @@ def set_aside(output: Path, done: int, *, ends: Sequence[str] = ENDS) -> str | N
     finished adapter for the end of the run. Nothing is removed. ends: names of results that only a finished run has.
     Returns a message for the user, None if there is nothing to move.
     """
-    later = [folder for step, folder in step_folders(output / FOLDER) if step > done]
+    kept, later, taken = list[Path](), list[Path](), 0
+    for step, folder in step_folders(output / FOLDER):
+        of = later if step > done else kept
+        of.append(folder)
     ended = [path for name in ends if (path := output / name).exists() or path.is_symlink()]
     if not later and not ended:
         return None
     (output / FOLDER).mkdir(parents=True, exist_ok=True)
-    taken = [int(f.name.rpartition("-")[2]) for f in (output / FOLDER).glob(f"{ASIDE}-*") if f.name[-1].isdecimal()]
-    away = output / FOLDER / f"{ASIDE}-{max(taken, default=0) + 1}"
+    for earlier in (output / FOLDER).glob(f"{ASIDE}-*"):
+        if earlier.name[-1].isdecimal():
+            taken = max(taken, int(earlier.name.rpartition("-")[2]))
+    away = output / FOLDER / f"{ASIDE}-{taken + 1}"
     away.mkdir()
     if (output / "metrics.jsonl").is_file():
         shutil.copy2(output / "metrics.jsonl", away)
@@ -114,7 +119,6 @@ def set_aside(output: Path, done: int, *, ends: Sequence[str] = ENDS) -> str | N
     for name in (LATEST, BEST):
         link = output / FOLDER / name
         if link.is_symlink() and link.resolve() in [folder.resolve() for folder in later]:
-            kept = [folder for step, folder in step_folders(output / FOLDER) if step <= done]
             if name == LATEST and kept:
                 point(link, kept[0].name)
             else:

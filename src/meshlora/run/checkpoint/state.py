@@ -63,15 +63,14 @@ def state_writer(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Path
     state, factors = runtime(model), active_factors(model)
     assert state.active is not None
     moments, names = _moments(optimizer), state.adapters[state.active].plan.parameters
-    tensors: dict[str, Tensor] = {}
-    for key in sorted({key for name in names for key in moments.keys(name)}):
+    tensors, keys = dict[str, Tensor](), set[str]()
+    for name in names:
+        keys |= {*moments.keys(name)}
+    for key in sorted(keys):
         held = {factor.name: moments.held(key, factor) for factor in factors}
-        full = gather_values(model, state.active, held, only_rank=0)
-        tensors |= {
-            f"{key}/{name}": moments.stored(key, name, whole)
-            for name, whole in full.items()
-            if key in moments.keys(name)
-        }
+        for name, whole in gather_values(model, state.active, held, only_rank=0).items():
+            if key in moments.keys(name):
+                tensors[f"{key}/{name}"] = moments.stored(key, name, whole)
 
     def write(folder: Path) -> None:
         save_file(tensors, folder / STATE_FILE, metadata={"format": "pt"})

@@ -56,9 +56,8 @@ def read_runs(path: str | Path, overrides: list[str] | None = None, *, downloads
         return {"": _run(tree, downloads)}
     adapters = tree.pop("adapters")
     if not isinstance(adapters, dict) or not adapters:
-        raise UserError(
-            f"adapters: {adapters!r}", "it maps names to what each adapter has for itself, lora, data, train"
-        )
+        rule = "it maps names to what each adapter has for itself, lora, data, train"
+        raise UserError(f"adapters: {adapters!r}", rule)
     runs = {}
     for name, own in adapters.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -76,23 +75,29 @@ def read_runs(path: str | Path, overrides: list[str] | None = None, *, downloads
 
 def _files(given: Given, option: str, split: str) -> Given:
     """`given` with files for names of datasets, and the default split of a folder that has several."""
+    if given is None:
+        return None
+    found: list[str | Source] = []
     if isinstance(given, list):
-        parts = [_files(each, option, split) for each in given]
-        return [file for part in parts if part is not None for file in (part if isinstance(part, list) else [part])]
+        for each in given:
+            part = _files(each, option, split)
+            found += part if isinstance(part, list) else [part or each]
+        return found
     if isinstance(given, Source):
-        found = [file for path in given.paths for file in _split_files(path, option, given.split or split)]
-        is_found = found != given.paths
-        if given.split and is_found and any(path in found for path in given.paths):
+        paths = list[str]()
+        for path in given.paths:
+            paths += _split_files(path, option, given.split or split)
+        if paths == given.paths:
+            return given
+        if given.split and not set(paths).isdisjoint(given.paths):
             raise UserError(
                 f"{option}: path: {', '.join(given.paths)} with split: {given.split}",
                 "some are names of the hub, and some are files or folders of this machine, whose split it would be too",
                 "give them as two sources",
             )
-        return dataclasses.replace(given, path=found, split=None) if is_found else given
-    if given is None:
-        return None
-    found = _split_files(given, option, split)
-    return given if found == [given] else [*found]
+        return dataclasses.replace(given, path=paths, split=None)
+    found += _split_files(given, option, split)
+    return given if found == [given] else found
 
 
 def _split_files(given: str, option: str, split: str) -> list[str]:
@@ -109,7 +114,10 @@ _DEEPEST_KEY = 10
 
 
 def _run(tree: dict[str, Any], downloads: bool) -> RunConfig:
-    tree = with_preset(tree, facts=functools.partial(_facts, tree) if downloads else None)
+    facts = None
+    if downloads:
+        facts = functools.partial(_facts, tree)
+    tree = with_preset(tree, facts=facts)
     train = tree.get("train")
     if isinstance(train, Mapping) and isinstance(train.get("objective"), str):  # the kind alone
         tree["train"] = {**train, "objective": {"kind": train["objective"]}}
@@ -120,7 +128,9 @@ def _run(tree: dict[str, Any], downloads: bool) -> RunConfig:
 def _facts(tree: Mapping[str, Any]) -> Facts:
     """What a preset knows of the model of a run file. Raises: UserError."""
     model = tree.get("model")
-    path, revision = (model.get(name) if isinstance(model, Mapping) else None for name in ("path", "revision"))
+    if not isinstance(model, Mapping):
+        model = {}
+    path, revision = model.get("path"), model.get("revision")
     if not isinstance(path, str) or not isinstance(revision, str | None):
         raise UserError("model.path", "this key is required, and the preset reads the model's config.json")
     return facts_of(located(path, "model.path", kind="config", revision=revision))
@@ -135,12 +145,12 @@ def _located(config: RunConfig) -> RunConfig:
     if isinstance(train.objective, Referenced) and reference is not None and reference != config.adapter:
         found = located(reference, "train.objective.reference", kind="adapter")
         train = dataclasses.replace(train, objective=dataclasses.replace(train.objective, reference=found))
-    evaluated = config.data.eval
-    is_stream = config.data.follow_s is not None and config.rl is None  # which need not be there yet
-    trained = config.data.train if is_stream else _files(config.data.train, "data.train", "train")
-    evaluated = _files(evaluated, "data.eval", "validation")
-    assert trained is not None
-    data = dataclasses.replace(config.data, train=trained, eval=evaluated)
+    data = config.data
+    if data.follow_s is None or config.rl is not None:  # a stream need not be there yet
+        trained = _files(data.train, "data.train", "train")
+        assert trained is not None
+        data = dataclasses.replace(data, train=trained)
+    data = dataclasses.replace(data, eval=_files(data.eval, "data.eval", "validation"))
     model = dataclasses.replace(model, path=folder, revision=None)
     return dataclasses.replace(config, data=data, model=model, adapter=adapter, train=train)
 
@@ -149,11 +159,14 @@ def _read_tree(file: Path) -> dict[str, Any]:
     try:
         tree = parse_yaml(read_text(file))
     except FileNotFoundError:
-        near = did_you_mean(file.name, [p.name for p in file.parent.glob("*.y*ml")]) if file.parent.is_dir() else ""
+        near = ""
+        if file.parent.is_dir():
+            near = did_you_mean(file.name, [p.name for p in file.parent.glob("*.y*ml")])
         raise UserError(f"{file}", "there is no such run file", near.removesuffix("known: ")) from None
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) else error
-        raise UserError(f"{file}", f"it is not readable YAML ({why})") from None
+    except OSError as error:
+        raise UserError(f"{file}", f"it is not readable YAML ({error.strerror})") from None
+    except ValueError as error:
+        raise UserError(f"{file}", f"it is not readable YAML ({error})") from None
     if not isinstance(tree, dict):
         raise UserError(f"{file}", "a run file is a mapping with model:, data:, train: and lora:")
     return tree
@@ -171,14 +184,15 @@ def _tree_of(shared: Mapping[str, Any], name: str, own: Any) -> dict[str, Any]:
             tree["adapter"] = values
             continue
         if group not in ("lora", *PER_ADAPTER):
-            known = ("lora", "adapter", *PER_ADAPTER)
-            raise UserError(
-                f"{where}.{group}", "an adapter has no such key for itself", did_you_mean(str(group), known)
-            )
+            near = did_you_mean(str(group), ("lora", "adapter", *PER_ADAPTER))
+            raise UserError(f"{where}.{group}", "an adapter has no such key for itself", near)
         if not isinstance(values, Mapping):
             raise UserError(f"{where}.{group}: {values!r}", "it must be a group of keys")
-        for key in values if group in PER_ADAPTER else ():
-            if key not in PER_ADAPTER[group] and key in groups()[group]:  # `checked` refuses other keys
+        of_all = set[str]()
+        if group in PER_ADAPTER:
+            of_all = {*groups()[group]} - PER_ADAPTER[group]
+        for key in values:
+            if key in of_all:  # `checked` refuses other keys
                 way_out = f"give {group}.{key} outside of adapters:, for all of them"
                 raise UserError(f"{where}.{group}.{key}", "an adapter has no such key for itself", way_out)
         for_all = shared.get(group) or {}

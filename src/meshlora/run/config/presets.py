@@ -136,17 +136,18 @@ def with_preset(tree: Mapping[str, Any], *, facts: Callable[[], Facts] | None = 
 
 def resolved(config: Any) -> str:
     """The values that a run uses for the keys of its preset, one line per group. config: the `RunConfig`."""
-    lines = []
-    of_model = {"lora": ["lora_dropout", "rank_pattern"], "train": ["lr"]} if config.preset in OF_MODEL else {}
+    lines, of_model = [], dict[str, list[str]]()
+    if config.preset in OF_MODEL:
+        of_model = {"lora": ["lora_dropout", "rank_pattern"], "train": ["lr"]}
     for group, values in PRESETS[config.preset].items():
         inside = [key for key in values.get("objective", ()) if key != "kind"]
         values = dict.fromkeys([*values, *inside, *of_model.get(group, ())])
-        own = getattr(config, group)
-        shown = own if group == "lora" else vars(own)
+        shown = own = getattr(config, group)
         if group == "train":
-            shown = {**vars(own.objective), **shown, "objective": own.objective.kind}
-        if shown is not None:
-            lines.append(
-                f"{group}: " + ", ".join(f"{key} {shown[key]}" for key in values if shown.get(key) is not None)
-            )
+            shown = {**vars(own.objective), **vars(own), "objective": own.objective.kind}
+        elif group != "lora":
+            shown = vars(own)
+        if shown is not None:  # of an adapter that is given there is no lora
+            words = [f"{key} {shown[key]}" for key in values if shown.get(key) is not None]
+            lines.append(f"{group}: {', '.join(words)}")
     return "\n".join(lines)

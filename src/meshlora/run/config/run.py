@@ -90,7 +90,9 @@ Given = str | Source | list[str | Source] | None
 
 def sources_of(given: Given) -> list[Source]:
     """The sources of `data.train` or `data.eval`."""
-    each = given if isinstance(given, list) else [] if given is None else [given]
+    if given is None:
+        return []
+    each = given if isinstance(given, list) else [given]
     return [one if isinstance(one, Source) else Source(one) for one in each]
 
 
@@ -173,7 +175,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         for name, given in {"data.train": self.train, "data.eval": self.eval}.items():
-            for path in [given] if isinstance(given, str) else given if isinstance(given, list) else ():
+            for path in given if isinstance(given, list) else [given]:
                 if isinstance(path, str):
                     check_path(name, path)
         if any(each.weight is not None for each in sources_of(self.eval)):

@@ -55,23 +55,29 @@ def checked(tree: Mapping[str, Any]) -> RunConfig:
 
 def _message(found: list[tuple[list[str], Any]]) -> UserError:
     """The error to fix first: a key that is unknown, else the first. found: path and pydantic's error of each."""
-    path, _ = next((each for each in found if each[1]["type"] == "unexpected_keyword_argument"), found[0])
+    unknown = [each for each in found if each[1]["type"] == "unexpected_keyword_argument"]
+    path, _ = (unknown or found)[0]
     inside = [each for each in found if each[0][: len(path)] == path]
     path, error = max(inside, key=lambda each: len(each[0]))  # the alternative of a union that came furthest
     where, value, kind = ".".join(path), error["input"], error["type"]
     if kind == "unexpected_keyword_argument":
         return unknown_key(path, _keys(error["loc"][:-1]), groups())
-    if kind in ("missing", "union_tag_not_found"):
-        return UserError(where if kind == "missing" else f"{where}.kind", "this key is required")
+    if kind == "missing":
+        return UserError(where, "this key is required")
+    if kind == "union_tag_not_found":
+        return UserError(f"{where}.kind", "this key is required")
     if kind == "union_tag_invalid":
         where, value = f"{where}.kind", error["ctx"]["tag"]
-        if (unknown := unknown_loss(where, value)) is not None:
-            return unknown
-    if (unknown := unknown_schedule(where, value)) is not None:
-        return unknown
+        if (mistake := unknown_loss(where, value)) is not None:
+            return mistake
+    if (mistake := unknown_schedule(where, value)) is not None:
+        return mistake
     words = list(dict.fromkeys(_word(each) for at, each in found if at == path))
-    rule = f"one of {words[0]}" if words[0].startswith("'") and not words[1:] else f"it must be {' or '.join(words)}"
-    near = did_you_mean(value, re.findall("'([^']*)'", " ".join(words))) if isinstance(value, str) else ""
+    rule, near = f"it must be {' or '.join(words)}", ""
+    if words[0].startswith("'") and not words[1:]:
+        rule = f"one of {words[0]}"
+    if isinstance(value, str):
+        near = did_you_mean(value, re.findall("'([^']*)'", " ".join(words)))
     return UserError(f"{where or 'the run file'}: {value!r}", rule, near.partition("known: ")[0])
 
 
@@ -79,10 +85,13 @@ def _path(error: Any, tree: Any) -> list[str]:
     """Where in the file an error is: pydantic's location without the names of a union's alternatives."""
     path = []
     for part in error["loc"]:
-        if part in (tree if isinstance(tree, dict) else range(len(tree) if isinstance(tree, list) else 0)):
+        is_place = isinstance(tree, list) and part in range(len(tree))
+        if is_place or (isinstance(tree, dict) and part in tree):
             path.append(str(part))
             tree = tree[part]
-    return [*path, error["loc"][-1]] if error["type"] == "missing" else path
+    if error["type"] == "missing":
+        path.append(error["loc"][-1])
+    return path
 
 
 def _word(error: Any) -> str:
@@ -103,8 +112,11 @@ def _keys(location: Sequence[Any]) -> list[str]:
     hint: Any = RunConfig
     for part in location:
         inside = _inside(hint)
-        only = next(iter(inside.values())) if len(inside) == 1 else None
-        hint = inside[part] if part in inside else typing.get_type_hints(only).get(part, hint) if only else hint
+        if part in inside:
+            hint = inside[part]
+        elif len(inside) == 1:
+            (only,) = inside.values()
+            hint = typing.get_type_hints(only).get(part, hint)
     return [item.name for group in _inside(hint).values() for item in dataclasses.fields(group)]
 
 
@@ -112,4 +124,7 @@ def _inside(hint: Any) -> dict[str, Any]:
     """The dataclasses in a declared type, by the names that pydantic has for them in a union."""
     if dataclasses.is_dataclass(hint):
         return {getattr(hint, "kind", getattr(hint, "__name__", "")): hint}
-    return {name: group for part in typing.get_args(hint) for name, group in _inside(part).items()}
+    found: dict[str, Any] = {}
+    for part in typing.get_args(hint):
+        found |= _inside(part)
+    return found

@@ -62,26 +62,26 @@ def prepare_samples(
     if not every:
         return None
     options = GenerateConfig(max_new_tokens=max_new_tokens)
-    chats = list[Record]()
-    if (prompts := data.sample_prompts) is None:
+    texts, chats, asked = [*(data.sample_prompts or ())], list[Record](), dict[str, Record]()
+    if data.sample_prompts is None:
         assert data.eval is not None
-        found = [record for record in records_of(data, data.eval) if record.prompt or record.messages]
-        first = list({_content(asked): asked for asked in map(asked_of, found)}.values())[:NUM_PROMPTS]
-        prompts, chats = [each.prompt for each in first if each.prompt], [each for each in first if each.messages]
-    if not prompts and not chats:
-        raise UserError(
-            f"train.sample_every={every}",
-            "no record of data.eval has a prompt to continue",
-            "give data.sample_prompts",
-        )
-    encoded = encode_prompts(prompts, tokenizer, model_config, options, separator=data.separator)
-    of_chats = encode_chats(chats, tokenizer, model_config, options)
-    texts = (*prompts, *(text for text, _ in of_chats))
-    return Samples(texts, tuple(map(tuple, (*encoded, *(ids for _, ids in of_chats)))), tokenizer, options)
-
-
-def _content(asked: Record) -> str:
-    return json.dumps([asked.prompt, asked.messages, asked.tools])
+        for record in records_of(data, data.eval):
+            if record.prompt or record.messages:
+                one = asked_of(record)
+                asked[json.dumps([one.prompt, one.messages, one.tools])] = one
+    for one in [*asked.values()][:NUM_PROMPTS]:
+        if one.prompt:
+            texts.append(one.prompt)
+        if one.messages:
+            chats.append(one)
+    if not texts and not chats:
+        rule = "no record of data.eval has a prompt to continue"
+        raise UserError(f"train.sample_every={every}", rule, "give data.sample_prompts")
+    encoded = encode_prompts(texts, tokenizer, model_config, options, separator=data.separator)
+    for text, ids in encode_chats(chats, tokenizer, model_config, options):
+        texts.append(text)
+        encoded.append(ids)
+    return Samples(tuple(texts), tuple(map(tuple, encoded)), tokenizer, options)
 
 
 def forget_after(file: Path, done: int) -> None:

@@ -95,11 +95,13 @@ def open_trackers(names: Sequence[str], folder: Path, *, config: Mapping[str, An
 
 def tracked(values: Mapping[str, object]) -> tuple[dict[str, float], int]:
     """(numbers under the names for trackers, step) of a line of `metrics.jsonl`."""
-    numbers = {name: value for name, value in values.items() if name != "step" and isinstance(value, int | float)}
-    named = {
-        f"eval/{name.removeprefix('eval_')}" if name.startswith("eval_") else f"train/{name}": float(value)
-        for name, value in numbers.items()
-    }
-    step = values["step"]
+    named, step = dict[str, float](), values["step"]
+    for name, value in values.items():
+        if name == "step" or not isinstance(value, int | float):
+            continue
+        if name.startswith("eval_"):
+            named[f"eval/{name.removeprefix('eval_')}"] = float(value)
+        else:
+            named[f"train/{name}"] = float(value)
     assert isinstance(step, int)
     return named, step
