@@ -62,7 +62,9 @@ from meshlora_extra.planner import fake
 from meshlora_extra.planner.fake import FakeRun, Work
 from meshlora_extra.planner.hardware import Hardware, hardware_named
 from meshlora_extra.planner.trace import assemble, fake_mesh
-from meshlora_ground.compat import TorchDispatchMode, multiply_each, norm_of_each, replaced, schema_of
+from meshlora_ground.compat import replaced
+from meshlora_ground.compat.torch_operators import TorchDispatchMode, schema_of
+from meshlora_ground.compat.torch_tensors import multiply_each, norm_of_each
 from meshlora_ground.topology import Topology
 from processes import be_quiet
 from table import RESULTS, Findings, Parity, greater, parser, run, smaller

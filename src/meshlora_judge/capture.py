@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshlora_ground.compat import TorchDispatchMode
+from meshlora_ground.compat.torch_operators import TorchDispatchMode
 from meshlora_judge.experts import expert_modules, watch_choices, wrappers
 
 # Inside a PEFT layer: the frozen layer, captured separately, and parts of the adapter, which have no counterpart.

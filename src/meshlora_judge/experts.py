@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.utils.hooks import RemovableHandle
 
-from meshlora_ground.compat import own_child, own_parameter
+from meshlora_ground.compat.torch_tensors import own_child, own_parameter
 
 PREFIX = "base_model.model."
 _OF_PEFT = re.compile(

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
-from meshlora_ground.compat import targets_as_configured
+from meshlora_ground.compat.peft_targets import targets_as_configured
 from meshlora_ground.model_class import model_class
 from meshlora_ground.objective import TEXT, Objective
 from meshlora_judge.experts import (

@@ -21,7 +21,7 @@ from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from meshlora_ground.compat import targets_as_configured
+from meshlora_ground.compat.peft_targets import targets_as_configured
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.float64 import lift

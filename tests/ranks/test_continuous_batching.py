@@ -12,7 +12,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
 
 import meshlora
-from meshlora_ground.compat import targets_as_configured
+from meshlora_ground.compat.peft_targets import targets_as_configured
 from meshlora_ground.errors import UnsupportedError
 from tests.pool import Pool
 from tests.twins import make_twin

@@ -19,7 +19,7 @@ from meshlora.cli.main import _parser, main
 from meshlora.run.config.run import GenerateConfig
 from meshlora.run.generated import blueprint_to_generate, continued_by_all
 from meshlora_extra.commands.generate import _config, prepare, spoken
-from meshlora_ground.compat import targets_as_configured
+from meshlora_ground.compat.peft_targets import targets_as_configured
 from meshlora_ground.errors import UserError
 from tests.pool import Pool
 from tests.run_files import copy_tokenizer

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import meshlora
 from meshlora.run.config.run import ModelConfig
 from meshlora.train.losses import summed_cross_entropy
-from meshlora_ground import compat
+from meshlora_ground.compat import transformers_models
 from meshlora_judge.compare import relative
 from meshlora_judge.reference import losses_of, reference_model
 from meshlora_judge.twin import twin_config
@@ -150,7 +150,7 @@ def test_dtype_is_that_of_the_files_where_the_configuration_has_none(dtype: torc
 
 
 def test_buffer_that_nobody_computes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "initialize", lambda *_: None)
+    monkeypatch.setattr(transformers_models, "initialize", lambda *_: None)
     with pytest.raises(meshlora.UnsupportedError, match=r"rotary_emb\.\w+, it is not stored|inv_freq"):
         meshlora.load(twin_config("llama"))
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 import meshlora
-from meshlora_ground.compat import targets_as_configured
+from meshlora_ground.compat.peft_targets import targets_as_configured
 from meshlora_ground.errors import UserError
 from meshlora_judge.inputs import write_adapter, write_twin
 from meshlora_judge.twin import twin_config

@@ -27,7 +27,7 @@ from meshlora_extra.planner.fake import Work, work_of
 from meshlora_extra.planner.hardware import hardware_named
 from meshlora_extra.planner.problem import Problem
 from meshlora_extra.planner.trace import loss_of, trace
-from meshlora_ground.compat import TorchDispatchMode
+from meshlora_ground.compat.torch_operators import TorchDispatchMode
 from meshlora_ground.topology import TOKENS as TOKEN_AXES
 from meshlora_ground.topology import Topology
 from meshlora_judge.capture import CollectiveCounter

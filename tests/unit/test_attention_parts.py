@@ -17,7 +17,7 @@ from meshlora.verify.faults.registry import find
 from meshlora.verify.ours import in_parts
 from meshlora.wings.context import attention_parts
 from meshlora.wings.context.attention_parts import How, Part, Seen, agrees, attend, groups_of, has_kernel
-from meshlora_ground import compat
+from meshlora_ground.compat import torch_fused
 from tests.for_each import for_each
 
 ALONE = Axis(1, 0, (0,), None)
@@ -204,10 +204,10 @@ def test_a_kernel_whose_sums_or_gradients_are_wrong_is_not_used() -> None:
     def none(*_: Any, **__: Any) -> Any:
         raise RuntimeError("no kernel")
 
-    forward, back = compat.attention_with_sums, compat.attention_back
+    forward, back = torch_fused.attention_with_sums, torch_fused.attention_back
     wrong = ("attention_with_sums", other_sums), ("attention_back", other_keys), ("attention_with_sums", none)
     for name, function in wrong:
-        with mock.patch.object(compat, name, function):
+        with mock.patch.object(torch_fused, name, function):
             assert not tried(), function
 
 
@@ -221,7 +221,7 @@ def test_the_kernel_of_gpus_is_called_as_torch_declares_it() -> None:
     ]
     assert has_kernel(query)
     assert not has_kernel(query.float())
-    with mock.patch.object(compat, "attention_back", wraps=compat.attention_back) as back:
+    with mock.patch.object(torch_fused, "attention_back", wraps=torch_fused.attention_back) as back:
         out = attend(query, pair, None, [parts], How(0.3, None, 8), ALONE)
         out.sum().backward()
     assert back.call_count == 2

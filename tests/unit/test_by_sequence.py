@@ -18,7 +18,7 @@ from meshlora.train.packing import joined, with_positions
 from meshlora.wings.packed_rows import varlen
 from meshlora.wings.packed_rows.by_sequence import PackedMask, keep_apart
 from meshlora.wings.packed_rows.row_masks import read_positions_in_masks
-from meshlora_ground import compat
+from meshlora_ground.compat import transformers_attention
 from meshlora_ground.dataset import Sequence
 from meshlora_ground.float64 import lift
 from meshlora_judge.twin import twin_config
@@ -76,7 +76,7 @@ def test_without_the_whole_mask_they_have_its_values_and_gradients(
 
 def _masks_of(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The masks that transformers' attention functions are called with from now on."""
-    masks, found = [], compat.attention_function
+    masks, found = [], transformers_attention.attention_function
 
     def watched(name: str, module: Any) -> Any:
         def call(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +85,7 @@ def _masks_of(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
         return call
 
-    monkeypatch.setattr(compat, "attention_function", watched)
+    monkeypatch.setattr(transformers_attention, "attention_function", watched)
     return masks
 
 
@@ -100,7 +100,7 @@ def _batch(*of_rows: list[int], is_packed: bool = True) -> Batch:
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_a_row_of_one_sequence_has_no_mask_whatever_is_known_here(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither torch's kernel nor transformers' rule of packed rows, nor rows without padding."""
-    monkeypatch.setattr(compat, "rule_of_one_sequence", lambda function: None)
+    monkeypatch.setattr(transformers_attention, "rule_of_one_sequence", lambda function: None)
     monkeypatch.setattr(varlen, "has_kernel", lambda query: False)
     model = meshlora.load(twin_config(family), dtype="float64")
     lengths, masks = keep_apart(model), _masks_of(monkeypatch)

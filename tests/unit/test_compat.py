@@ -25,8 +25,17 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from meshlora.comm.groups import simulated_job
-from meshlora_ground import compat
 from meshlora_ground.caches import cache_argument
+from meshlora_ground.compat import (
+    peft_targets,
+    replaced,
+    torch_distributed,
+    torch_fused,
+    torch_operators,
+    torch_tensors,
+    transformers_attention,
+    transformers_models,
+)
 from tests.unit.test_compat_names import FUSED, MASKS
 
 
@@ -35,11 +44,11 @@ def test_numbers_of_sequences_are_those_of_transformers_without_a_look_at_them()
     for rows in ([[0, 1, 2, 0, 1], [0, 0, 1, 0, 1]], [[3, 4, 5, 0, 1], [0, 1, 2, 3, 4]]):
         positions = torch.tensor(rows)
         expected = masks.find_packed_sequence_indices(positions)
-        with compat.all_rows_packed():
+        with transformers_models.all_rows_packed():
             assert torch.equal(masks.find_packed_sequence_indices(positions), expected)
-        with compat.no_rows_packed():
+        with transformers_models.no_rows_packed():
             assert masks.find_packed_sequence_indices(positions) is None
-    with compat.all_rows_packed():  # nothing in it depends on a value
+    with transformers_models.all_rows_packed():  # nothing in it depends on a value
         assert masks.find_packed_sequence_indices(torch.arange(3, device="meta").expand(2, 3)).is_meta
 
 
@@ -68,7 +77,7 @@ def test_rule_of_one_sequence_is_found_where_it_is_one_of_positions(form: str) -
     same = masks.packed_sequence_mask_function(masks.find_packed_sequence_indices(positions))
 
     def found(rule: Any) -> Any:
-        return compat.rule_of_one_sequence(masks.and_masks(*_FORMS[form](rule, same, positions)))
+        return transformers_attention.rule_of_one_sequence(masks.and_masks(*_FORMS[form](rule, same, positions)))
 
     window = masks.sliding_window_causal_mask_function(2)
     of_tokens = masks.and_masks(masks.causal_mask_function, same)
@@ -77,8 +86,8 @@ def test_rule_of_one_sequence_is_found_where_it_is_one_of_positions(form: str) -
     assert found(window) is window
     assert found(of_tokens) is None, "it holds a tensor with something of each token"
     assert found(third) is (None if form == "5.17" else third), "5.17 counts places in the row"
-    assert compat.rule_of_one_sequence(masks.causal_mask_function) is None, "rows of one sequence"
-    assert compat.rule_of_one_sequence(window) is None, "rows of one sequence"
+    assert transformers_attention.rule_of_one_sequence(masks.causal_mask_function) is None, "rows of one sequence"
+    assert transformers_attention.rule_of_one_sequence(window) is None, "rows of one sequence"
 
 
 @pytest.mark.parametrize("window", [None, 2])
@@ -94,7 +103,7 @@ def test_rule_of_one_sequence_is_found_in_the_installed_transformers(
     make = masks.create_sliding_window_causal_mask if window else masks.create_causal_mask
     cache = {cache_argument(make): None}
     make(config, torch.zeros(1, 5, 4), None, position_ids=torch.tensor([[0, 1, 2, 0, 1]]), **cache)
-    rule = compat.rule_of_one_sequence(given[0])
+    rule = transformers_attention.rule_of_one_sequence(given[0])
     assert rule is not None
     places = torch.arange(3)
     expected = places[:, None] >= places
@@ -112,7 +121,7 @@ def test_features_of_images_are_added_to_the_tokens_of_this_rank() -> None:
     (expected,) = torch.autograd.grad(theirs[:, 5:].square().sum(), features)
     decoder = nn.Module()
     decoder._deepstack_process = None
-    compat.cut_deepstack(decoder, lambda whole: whole.view(1, 10, 3)[:, 5:])
+    transformers_models.cut_deepstack(decoder, lambda whole: whole.view(1, 10, 3)[:, 5:])
     ours = decoder._deepstack_process(hidden.view(1, 10, 3)[:, 5:], mask, features)
     (gradient,) = torch.autograd.grad(ours.square().sum(), features)
     assert torch.equal(ours, theirs[:, 5:])
@@ -128,30 +137,30 @@ def test_what_is_replaced_comes_back_as_it_was() -> None:
 
     stored = vars(Base)["kept"]
     for owner in (Base, Heir):
-        with pytest.raises(ZeroDivisionError), compat.replaced(owner, "kept", lambda: 1 / 0):
+        with pytest.raises(ZeroDivisionError), replaced(owner, "kept", lambda: 1 / 0):
             owner.kept()
     assert vars(Base)["kept"] is stored
     assert "kept" not in vars(Heir)
-    with pytest.raises(AttributeError, match="gone"), compat.replaced(Base, "gone", None):
+    with pytest.raises(AttributeError, match="gone"), replaced(Base, "gone", None):
         pass
 
 
 def test_a_write_in_place_is_a_new_version_also_of_a_view() -> None:
     x = torch.zeros(2, 2)
-    before = compat.version_of(x)
+    before = torch_tensors.version_of(x)
     _ = x + 1
-    assert compat.version_of(x) == before
+    assert torch_tensors.version_of(x) == before
     x[0].add_(1)
-    assert compat.version_of(x) > before
+    assert torch_tensors.version_of(x) > before
 
 
 def test_each_backward_has_a_number_of_its_own() -> None:
     seen: list[int] = []
     x = torch.ones(2, requires_grad=True)
-    x.register_hook(lambda _: seen.append(compat.running_backward()))
+    x.register_hook(lambda _: seen.append(torch_tensors.running_backward()))
     for _ in range(2):
         x.sum().backward()
-    assert compat.running_backward() == -1
+    assert torch_tensors.running_backward() == -1
     assert len(set(seen)) == 2
     assert min(seen) >= 0
 
@@ -160,36 +169,36 @@ def test_a_tensor_without_storage_says_where_it_is() -> None:
     class Empty(Tensor):
         __torch_dispatch__ = None
 
-    found = compat.tensor_without_storage(Empty, (3, 2**40), dtype=torch.bfloat16, device=torch.device("cpu"))
+    found = torch_tensors.tensor_without_storage(Empty, (3, 2**40), dtype=torch.bfloat16, device=torch.device("cpu"))
     assert type(found) is Empty
     assert (found.shape, found.dtype, found.device.type) == ((3, 2**40), torch.bfloat16, "cpu")
 
 
 def test_a_false_condition_fails_with_its_words() -> None:
-    compat.assert_on_device(torch.tensor(True), "a label")
+    torch_tensors.assert_on_device(torch.tensor(True), "a label")
     with pytest.raises(RuntimeError, match="a label"):
-        compat.assert_on_device(torch.tensor(False), "a label")
+        torch_tensors.assert_on_device(torch.tensor(False), "a label")
 
 
 def test_many_tensors_at_once_are_each_as_alone() -> None:
     sources = [torch.arange(4.0), torch.ones(2, 3)]
     targets = [torch.empty_like(t) for t in sources]
-    compat.copy_each(targets, sources)
-    compat.multiply_each(targets, torch.tensor(3.0))
-    norms = compat.norm_of_each(targets, dtype=torch.float64)
+    torch_tensors.copy_each(targets, sources)
+    torch_tensors.multiply_each(targets, torch.tensor(3.0))
+    norms = torch_tensors.norm_of_each(targets, dtype=torch.float64)
     for source, target, norm in zip(sources, targets, norms, strict=True):
         assert torch.equal(target, 3 * source)
         assert norm.dtype == torch.float64
         assert torch.equal(norm, target.double().norm())
 
 
-class _Names(compat.TorchDispatchMode):
+class _Names(torch_operators.TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen.append(compat.schema_of(func).name)
+        self.seen.append(torch_operators.schema_of(func).name)
         return func(*args, **(kwargs or {}))
 
 
@@ -198,19 +207,19 @@ def test_operators_have_the_names_that_the_planner_looks_for() -> None:
     with _Names() as names:
         x.sum().item()
         F.grouped_mm(x, w, offs=torch.tensor([2, 4], dtype=torch.int32))
-        compat.multiply_each([x.clone()], x.new_ones(()))
-    assert {compat.READ_NUMBER, compat.GROUPED_PRODUCT} <= set(names.seen)
-    assert any(name.startswith(compat.ON_EACH) and name.endswith("_") for name in names.seen)
+        torch_tensors.multiply_each([x.clone()], x.new_ones(()))
+    assert {torch_operators.READ_NUMBER, torch_operators.GROUPED_PRODUCT} <= set(names.seen)
+    assert any(name.startswith(torch_operators.ON_EACH) and name.endswith("_") for name in names.seen)
 
 
 def test_a_schema_tells_views_and_arguments() -> None:
     view, zeros = torch.ops.aten.view.default, torch.ops.aten.zeros.default
-    assert [r.alias_info.is_write for r in compat.schema_of(view).returns] == [False]
-    assert "device" in [argument.name for argument in compat.schema_of(zeros).arguments]
+    assert [r.alias_info.is_write for r in torch_operators.schema_of(view).returns] == [False]
+    assert "device" in [argument.name for argument in torch_operators.schema_of(zeros).arguments]
 
 
 def test_tensors_are_mapped_wherever_they_are() -> None:
-    found = compat.map_tensors(lambda t: t.shape, {"a": [torch.ones(2), 3], "b": (torch.ones(1, 4),)})
+    found = torch_operators.map_tensors(lambda t: t.shape, {"a": [torch.ones(2), 3], "b": (torch.ones(1, 4),)})
     assert found == {"a": [(2,), 3], "b": ((1, 4),)}
 
 
@@ -225,12 +234,12 @@ def test_attention_to_two_parts_is_merged_by_their_sums_and_its_backward_is_that
     with torch.no_grad():
         parts = [[t[:, :, :6] for t in more], [t[:, :, 6:] for t in more]]
         hows: list[Any] = [{"is_causal": False, "scale": 0.5}, {"is_causal": is_causal, "scale": 0.5}]
-        found = [compat.attention_with_sums(query, *part, **how) for part, how in zip(parts, hows, strict=True)]
+        found = [torch_fused.attention_with_sums(query, *part, **how) for part, how in zip(parts, hows, strict=True)]
         sums = torch.logaddexp(found[0][1], found[1][1])
         out = sum(part * (one - sums).exp().unsqueeze(-1) for part, one in found)
         assert torch.allclose(out, whole, rtol=0, atol=1e-13)
         given = torch.ones_like(whole), query
-        back = [compat.attention_back(*given, *p, whole, sums, **how) for p, how in zip(parts, hows, strict=True)]
+        back = [torch_fused.attention_back(*given, *p, whole, sums, **how) for p, how in zip(parts, hows, strict=True)]
     of_queries, of_keys, of_values = zip(*back, strict=True)
     for ours, theirs in zip((sum(of_queries), torch.cat(of_keys, 2), torch.cat(of_values, 2)), expected, strict=True):
         assert torch.allclose(ours, theirs, rtol=0, atol=1e-13)
@@ -238,30 +247,30 @@ def test_attention_to_two_parts_is_merged_by_their_sums_and_its_backward_is_that
 
 def test_storages_are_told_apart_without_memory() -> None:
     x, y = torch.empty(4, device="meta"), torch.empty(4, device="meta")
-    assert compat.storage_id(x.untyped_storage()) == compat.storage_id(x[1:].untyped_storage())
-    assert compat.storage_id(x.untyped_storage()) != compat.storage_id(y.untyped_storage())
+    assert torch_operators.storage_id(x.untyped_storage()) == torch_operators.storage_id(x[1:].untyped_storage())
+    assert torch_operators.storage_id(x.untyped_storage()) != torch_operators.storage_id(y.untyped_storage())
 
 
 def test_fused_attention_is_attention_and_one_operator_without_content() -> None:
     q, k, v = torch.randn(3, 1, 2, 5, 8, dtype=torch.float64)
     options: dict[str, Any] = {"dropout": 0.0, "is_causal": True, "mask": None, "scale": 0.5}
-    found = compat.fused_attention(q, k, v, **options)
+    found = torch_fused.fused_attention(q, k, v, **options)
     assert torch.allclose(found, F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.5), rtol=0, atol=1e-12)
     meta = torch.empty(1, 2, 5, 8, device="meta")
     with _Names() as names:
-        assert compat.fused_attention(meta, meta, meta, **options).shape == meta.shape
+        assert torch_fused.fused_attention(meta, meta, meta, **options).shape == meta.shape
     assert names.seen == [f"aten::{FUSED}"]
 
 
 def test_a_fused_norm_is_the_norm_and_one_operator_each_way_without_content() -> None:
     x = torch.randn(3, 5, 8, dtype=torch.float64)
-    n, r = compat.fused_norm(x, 1e-3)
+    n, r = torch_fused.fused_norm(x, 1e-3)
     assert torch.allclose(n, F.rms_norm(x, [8], None, 1e-3), rtol=0, atol=1e-12)
     assert torch.allclose(r, (x.square().mean(-1, keepdim=True) + 1e-3).rsqrt(), rtol=0, atol=1e-12)
     meta = torch.empty(5, 8, device="meta", dtype=torch.bfloat16)
     with _Names() as names:
-        n, r = compat.fused_norm(meta, 1e-3)
-        assert compat.fused_norm_back(n, meta, meta[0], r).shape == meta.shape
+        n, r = torch_fused.fused_norm(meta, 1e-3)
+        assert torch_fused.fused_norm_back(n, meta, meta[0], r).shape == meta.shape
     assert [name for name in names.seen if "layer_norm" in name] == [
         "aten::native_layer_norm",
         "aten::native_layer_norm_backward",
@@ -270,27 +279,27 @@ def test_a_fused_norm_is_the_norm_and_one_operator_each_way_without_content() ->
 
 def test_every_dropout_of_torch_is_one() -> None:
     kinds = [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout]
-    assert all(compat.is_dropout(kind(0.5)) for kind in kinds)
-    assert not compat.is_dropout(nn.Identity())
+    assert all(torch_tensors.is_dropout(kind(0.5)) for kind in kinds)
+    assert not torch_tensors.is_dropout(nn.Identity())
 
 
 def test_what_is_on_a_module_itself() -> None:
     module = nn.BatchNorm1d(2)
     module.child = nn.Linear(2, 2)
     module.register_buffer("scratch", torch.ones(1), persistent=False)
-    assert compat.own_parameter(module, "weight") is module.weight
-    assert compat.own_parameter(module, "running_mean") is None
-    assert compat.own_child(module, "child") is module.child
-    assert compat.own_child(module, "weight") is None
-    assert compat.is_persistent(module, "running_mean")
-    assert not compat.is_persistent(module, "scratch")
+    assert torch_tensors.own_parameter(module, "weight") is module.weight
+    assert torch_tensors.own_parameter(module, "running_mean") is None
+    assert torch_tensors.own_child(module, "child") is module.child
+    assert torch_tensors.own_child(module, "weight") is None
+    assert torch_tensors.is_persistent(module, "running_mean")
+    assert not torch_tensors.is_persistent(module, "scratch")
 
 
 def test_hooks_run_in_the_order_of_the_mapping() -> None:
     module, seen = nn.Identity(), []
     for number in range(2):
         module.register_forward_hook(lambda *_, n=number: seen.append(n))
-    hooks = compat.forward_hooks(module)
+    hooks = torch_tensors.forward_hooks(module)
     first = next(iter(hooks))
     hooks[first] = hooks.pop(first)
     module(torch.ones(1))
@@ -298,7 +307,7 @@ def test_hooks_run_in_the_order_of_the_mapping() -> None:
 
 
 def test_a_group_in_python_takes_its_name() -> None:
-    group = compat.NamedGroup(0, 1)
+    group = torch_distributed.NamedGroup(0, 1)
     group._set_group_name("name")
     group._set_group_desc("what for")
     assert (group.group_name, group.group_desc) == ("name", "what for")
@@ -307,7 +316,7 @@ def test_a_group_in_python_takes_its_name() -> None:
 def test_the_store_of_a_simulated_job() -> None:
     with simulated_job(3):
         assert dist.get_world_size() == 3
-        assert isinstance(compat.job_store(), dist.Store)
+        assert isinstance(torch_distributed.job_store(), dist.Store)
 
 
 def test_the_time_limit_of_a_group_is_the_one_that_was_set(tmp_path: Path) -> None:
@@ -315,9 +324,9 @@ def test_the_time_limit_of_a_group_is_the_one_that_was_set(tmp_path: Path) -> No
     dist.init_process_group("gloo", rank=0, world_size=1, store=store, timeout=timedelta(seconds=70))
     try:
         assert dist.group.WORLD is not None
-        assert compat.timeout_of(dist.group.WORLD) == timedelta(seconds=70)
-        compat.set_timeout(dist.group.WORLD, 40)
-        assert compat.timeout_of(dist.group.WORLD) == timedelta(seconds=40)
+        assert torch_distributed.timeout_of(dist.group.WORLD) == timedelta(seconds=70)
+        torch_distributed.set_timeout(dist.group.WORLD, 40)
+        assert torch_distributed.timeout_of(dist.group.WORLD) == timedelta(seconds=40)
     finally:
         dist.destroy_process_group()
 
@@ -329,15 +338,15 @@ def test_groups_are_split_where_torch_can_split_them_and_aborted_where_kernels_w
     aborted: list[None] = []
     monkeypatch.setattr(distributed_c10d, "_abort_process_group", lambda: aborted.append(None))
     with simulated_job(3):
-        assert not compat.can_split_groups()
-        compat.abort_groups()
+        assert not torch_distributed.can_split_groups()
+        torch_distributed.abort_groups()
         assert not aborted
         monkeypatch.setattr(distributed_c10d, "get_backend", lambda *_: "nccl")
-        assert not compat.can_split_groups()  # a script opened the group, and bound no device
+        assert not torch_distributed.can_split_groups()  # a script opened the group, and bound no device
         group = SimpleNamespace(bound_device_id=torch.device("cuda", 1))
         monkeypatch.setattr(distributed_c10d, "_get_default_group", lambda: group)
-        assert compat.can_split_groups()
-        compat.abort_groups()
+        assert torch_distributed.can_split_groups()
+        torch_distributed.abort_groups()
         assert aborted
 
 
@@ -347,14 +356,14 @@ def test_the_check_for_meta_parameters_takes_nothing_and_comes_back() -> None:
     check = FSDPParamGroup._validate_no_meta_params
     assert list(inspect.signature(check).parameters) == ["self"]
     assert "_validate_no_meta_params" in FSDPParamGroup.lazy_init.__code__.co_names
-    with compat.meta_parameters_allowed():
+    with torch_distributed.meta_parameters_allowed():
         assert FSDPParamGroup._validate_no_meta_params is not check
     assert FSDPParamGroup._validate_no_meta_params is check
 
 
 def test_fully_shard_runs_where_callers_are_looked_for() -> None:
     code: CodeType = fully_shard.__code__
-    assert (fully_shard.__globals__["__name__"], code.co_qualname) == compat.COMPOSED
+    assert (fully_shard.__globals__["__name__"], code.co_qualname) == torch_distributed.COMPOSED
     assert "func" in code.co_freevars
 
 
@@ -366,13 +375,14 @@ def _llama(**changes: Any) -> Any:
 
 def test_what_a_model_says_of_itself() -> None:
     model = _llama(attn_implementation="eager")
-    assert compat.attention_of(model.config) == "eager"
-    assert compat.READ_FROM in model.config.to_dict()
+    assert transformers_models.attention_of(model.config) == "eager"
+    assert transformers_models.READ_FROM in model.config.to_dict()
     model._keep_in_fp32_modules_strict, model._keep_in_fp32_modules = {"norm"}, {"q_proj"}
-    of = {dtype: compat.kept_in_float32(model, dtype) for dtype in (torch.float16, torch.bfloat16, torch.float32)}
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    of = {dtype: transformers_models.kept_in_float32(model, dtype) for dtype in dtypes}
     assert of == {torch.float16: {"norm", "q_proj"}, torch.bfloat16: {"norm"}, torch.float32: set()}
     model._keys_to_ignore_on_load_unexpected = ["inv_freq"]
-    assert list(compat.unexpected_keys(model)) == ["inv_freq"]
+    assert list(transformers_models.unexpected_keys(model)) == ["inv_freq"]
 
 
 def test_a_module_is_filled_by_the_rule_of_its_model() -> None:
@@ -380,7 +390,7 @@ def test_a_module_is_filled_by_the_rule_of_its_model() -> None:
     norm = model.model.norm
     with torch.no_grad():
         norm.weight.fill_(7)
-    compat.initialize(model, norm)
+    transformers_models.initialize(model, norm)
     assert torch.equal(norm.weight, torch.ones(8))
 
 
@@ -393,7 +403,7 @@ def test_a_layer_that_is_computed_twice_calls_the_given_function() -> None:
         seen.append(len(args))
         return function(*args)
 
-    compat.checkpoint_with(layer, twice)
+    transformers_models.checkpoint_with(layer, twice)
     model(torch.zeros(1, 2, dtype=torch.int64))
     assert seen == [1]
 
@@ -403,16 +413,17 @@ def test_calls_of_attention_are_counted() -> None:
     from transformers.models.llama.modeling_llama import LlamaAttention
 
     each = [(LlamaAttention, 1), (DiffLlamaAttention, 2)]
-    assert [compat.calls_of_attention(kind.__new__(kind)) for kind, _ in each] == [number for _, number in each]
+    found = [transformers_models.calls_of_attention(kind.__new__(kind)) for kind, _ in each]
+    assert found == [number for _, number in each]
 
 
 def test_experts_are_gated_by_a_function_of_the_model() -> None:
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
     experts = SimpleNamespace(_apply_gate=GptOssExperts._apply_gate)
-    assert compat.gate_of(experts) is GptOssExperts._apply_gate  # type: ignore[arg-type]
+    assert transformers_models.gate_of(experts) is GptOssExperts._apply_gate  # type: ignore[arg-type]
     assert list(inspect.signature(GptOssExperts._apply_gate).parameters)[1:] == ["gate_up"]
-    assert compat.gate_of(nn.Identity()) is None
+    assert transformers_models.gate_of(nn.Identity()) is None
 
 
 def test_kernels_of_a_mixer_do_not_pass_its_projection_by() -> None:
@@ -433,18 +444,18 @@ def test_kernels_of_a_mixer_do_not_pass_its_projection_by() -> None:
         assert "mamba2_split_conv1d_scan_combined(" in inspect.getsource(kind.forward)
         assert "if fused_output is not None" in inspect.getsource(kind.forward)
         with mock.patch.object(fused, "mamba2_split_conv1d_scan_combined", return_value="fused"):
-            compat.without_fused_projection(kind.__new__(kind))
+            transformers_models.without_fused_projection(kind.__new__(kind))
             assert fused.mamba2_split_conv1d_scan_combined(None, D=None) is None
-    compat.without_fused_projection(nn.Identity())
+    transformers_models.without_fused_projection(nn.Identity())
 
 
 def test_peft_refuses_what_fused_kernels_read() -> None:
     config = LoraConfig(target_modules=["out_proj"])
     mamba, llama = (SimpleNamespace(config=SimpleNamespace(model_type=name)) for name in ("mamba", "llama"))
-    compat.refuse_mamba_targets(config, llama, "out_proj")
-    compat.refuse_mamba_targets(config, mamba, "in_proj")
+    peft_targets.refuse_mamba_targets(config, llama, "out_proj")
+    peft_targets.refuse_mamba_targets(config, mamba, "in_proj")
     with pytest.raises(ValueError, match="out_proj"):
-        compat.refuse_mamba_targets(config, mamba, "out_proj")
+        peft_targets.refuse_mamba_targets(config, mamba, "out_proj")
 
 
 def test_peft_rewrites_names_of_experts_unless_it_is_kept_from_it() -> None:
@@ -459,10 +470,10 @@ def test_peft_rewrites_names_of_experts_unless_it_is_kept_from_it() -> None:
     from peft.utils import transformers_weight_conversion
 
     config = LoraConfig(target_modules=["w2"])
-    compat.rewrite_targets(config, SimpleNamespace(config=SimpleNamespace(model_type="mixtral")))
+    peft_targets.rewrite_targets(config, SimpleNamespace(config=SimpleNamespace(model_type="mixtral")))
     assert config.target_modules != {"w2"}
     original = transformers_weight_conversion.convert_peft_config_for_transformers
-    with compat.targets_as_configured():
+    with peft_targets.targets_as_configured():
         assert attached() == {"w2"}
     assert transformers_weight_conversion.convert_peft_config_for_transformers is original
     with pytest.raises(ValueError, match="target"):
@@ -480,7 +491,7 @@ def test_peft_says_how_a_stack_of_experts_is_stored() -> None:
         model = nn.ModuleDict({"experts": Experts(is_transposed=is_transposed)})
         peft.inject_adapter_in_model(LoraConfig(target_parameters=["experts.stack"], target_modules=[], r=1), model)
         (wrapper,) = (m for m in model.modules() if isinstance(m, ParamWrapper))
-        assert compat.is_stored_in_out(wrapper) == is_transposed
+        assert peft_targets.is_stored_in_out(wrapper) == is_transposed
         assert wrapper.lora_A["default"].weight.shape == (2, 3 if is_transposed else 5)  # [r E, in]
 
 
@@ -492,4 +503,4 @@ def test_a_mean_is_known_by_what_has_made_it(reduction: str) -> None:
         F.mse_loss(x, torch.ones(3, 2), reduction=reduction),
         getattr(x.exp(), reduction)(),
     ):
-        assert compat.is_mean(loss) == (reduction == "mean")
+        assert torch_tensors.is_mean(loss) == (reduction == "mean")

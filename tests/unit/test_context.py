@@ -34,7 +34,7 @@ from meshlora.wings.context import context
 from meshlora.wings.context.attention_parts import How
 from meshlora.wings.context.borders import _kept, cut_argument
 from meshlora.wings.context.context import ContextAttention, RowsOfMask, _compare
-from meshlora_ground import compat
+from meshlora_ground.compat import transformers_attention
 from meshlora_ground.dataset import Sequence
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
@@ -250,7 +250,7 @@ def test_tokens_of_a_rank_stay_as_they_are_where_a_decoder_makes_a_view_of_all()
 def test_decoders_that_view_their_output_as_their_input_are_known_by_their_code(family: str, expected: bool) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(twin_config(family))
-    assert compat.views_as_its_input(model.base_model) is expected
+    assert transformers_attention.views_as_its_input(model.base_model) is expected
 
 
 def sequence(length: int, first: int) -> Sequence:

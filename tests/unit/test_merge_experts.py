@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from meshlora.loading.blueprint import read_model_config
 from meshlora_extra.merging.changes import merged_expert
 from meshlora_extra.merging.merge import merge
-from meshlora_ground.compat import targets_as_configured
+from meshlora_ground.compat.peft_targets import targets_as_configured
 from meshlora_ground.errors import MeshloraError, UnsupportedError
 from meshlora_judge.twin import twin_config
 from tests.unit.test_expert_weights import FAMILIES, FILE, fuse, make_checkpoint

@@ -10,7 +10,7 @@ from transformers import AutoModel
 
 from meshlora.run.packing_check import check_packing
 from meshlora.wings.packed_rows.row_masks import read_positions_in_masks
-from meshlora_ground import compat
+from meshlora_ground.compat import transformers_models
 from meshlora_ground.errors import UnsupportedError
 from meshlora_judge.twin import twin_config
 from tests.for_each import for_each
@@ -55,6 +55,6 @@ def test_arguments_without_names_make_the_same_masks() -> None:
 def test_every_attention_is_shown_by_itself(name: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     config = twin_config("llama")
     check_packing(config, attn_implementation=name, trust_remote_code=False)
-    monkeypatch.setattr(compat, "packed_sequence_indices", lambda position_ids: None)
+    monkeypatch.setattr(transformers_models, "packed_sequence_indices", lambda position_ids: None)
     with pytest.raises(UnsupportedError, match="mix sequences"):
         check_packing(config, attn_implementation=name, trust_remote_code=False)

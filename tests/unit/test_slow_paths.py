@@ -25,8 +25,8 @@ from meshlora.train import losses
 from meshlora.wings.experts import products
 from meshlora.wings.experts.products import grouped_product
 from meshlora.wings.packed_rows import by_sequence, varlen
-from meshlora_ground import compat
 from meshlora_ground import slow_paths as module
+from meshlora_ground.compat import transformers_attention
 from meshlora_ground.console import Console
 from meshlora_ground.errors import UserError
 from meshlora_ground.slow_paths import (
@@ -51,7 +51,7 @@ GPU = torch.device("cuda")
 @pytest.fixture
 def unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither torch's kernel for packed rows nor transformers' rule of them is known."""
-    monkeypatch.setattr(compat, "rule_of_one_sequence", lambda function: None)
+    monkeypatch.setattr(transformers_attention, "rule_of_one_sequence", lambda function: None)
     monkeypatch.setattr(varlen, "has_kernel", lambda query: False)
 
 

@@ -12,7 +12,7 @@ from meshlora.wings.quantized import quantized
 from meshlora.wings.quantized.plan import BITS, OF_LIBRARY, Touched
 from meshlora.wings.quantized.quantized import Form, Packed
 from meshlora_extra.planner.fake import is_view
-from meshlora_ground.compat import TorchDispatchMode
+from meshlora_ground.compat.torch_operators import TorchDispatchMode
 from meshlora_ground.slow_paths import UNPACKED_IN_PIECES, UNPACKED_WITHOUT_KERNEL, SlowPath
 from tests.for_each import for_each
 

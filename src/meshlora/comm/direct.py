@@ -23,7 +23,7 @@ from torch import Tensor
 
 from meshlora.comm.groups import Axis, LocalGroup
 from meshlora.processes.links import Links, Meeting
-from meshlora_ground.compat import timeout_of
+from meshlora_ground.compat.torch_distributed import timeout_of
 
 # Up to this size each rank sends everything to all others and sums by itself: one round instead of two.
 ONE_ROUND_BYTES = 64 * 1024

@@ -37,7 +37,7 @@ from meshlora.processes.launchers import (
     set_rendezvous,
 )
 from meshlora.processes.links import Links, Outbox
-from meshlora_ground import compat
+from meshlora_ground.compat import torch_distributed
 from meshlora_ground.errors import UserError
 from meshlora_ground.topology import DATA, FEATURES, LAYERS, SEQUENCES, TOKENS, Topology, axis_sets
 
@@ -52,7 +52,7 @@ LOADING_S = 7200.0
 BACKEND = "meshlora_local"  # torch.distributed's name for `LocalGroup`
 
 
-class LocalGroup(compat.NamedGroup):
+class LocalGroup(torch_distributed.NamedGroup):
     """A process group on one machine, out of reach of other users. Made by torch.distributed for backend `BACKEND`.
 
     gloo would listen on a port, and any user of the machine can connect to a port, even on loopback. So these ranks use
@@ -225,7 +225,7 @@ class Mesh:
             if isinstance(axis.group, LocalGroup):
                 axis.group.timeout_s = timeout_s
             elif axis.group is not None:  # None of a rank alone
-                compat.set_timeout(axis.group, timeout_s)
+                torch_distributed.set_timeout(axis.group, timeout_s)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Mesh:
         return self  # process groups cannot be copied, and copies of a model share them
@@ -405,7 +405,7 @@ def simulated_job(world: int, rank: int = 0) -> Iterator[None]:
     """
     if dist.is_initialized():
         raise UserError("a simulated job", "this process is a rank of a job already", "start it by itself")
-    dist.init_process_group("fake", rank=rank, world_size=world, store=compat.fake_store())
+    dist.init_process_group("fake", rank=rank, world_size=world, store=torch_distributed.fake_store())
     try:
         yield
     finally:
@@ -472,7 +472,7 @@ def _open_channels(topology: Topology, rank: int, arrivals: Arrivals) -> Channel
 
 def _opened(groups: list[list[int]]) -> dist.ProcessGroup | None:
     """This rank's group of `groups`, which have no common rank; None if it is in none. Collective over all ranks."""
-    if compat.can_split_groups():
+    if torch_distributed.can_split_groups():
         # On NCCL each group opened by itself would be a split of the world in which all ranks take part: at dp=512,tp=8
         # hundreds. This is one for all groups, connected at once.
         return dist.split_group(split_ranks=groups, timeout=timedelta(seconds=LOADING_S))

@@ -16,7 +16,7 @@ from meshlora.comm.groups import Mesh, meet
 from meshlora.processes.heartbeat import Board, BoardInFolder, BoardInStore, Watch
 from meshlora.processes.launchers import local_store
 from meshlora.processes.who_is_missing import explaining_timeouts
-from meshlora_ground import compat
+from meshlora_ground.compat import torch_distributed
 
 
 @contextlib.contextmanager
@@ -32,7 +32,8 @@ def patient_for(mesh: Mesh, timeout_s: float, *, watch: Watch | None = None) -> 
     mesh.wait_at_most(timeout_s)
     with contextlib.ExitStack() as opened:
         if watch is None:
-            watch = opened.enter_context(Watch(_board(compat.job_store), mesh.rank, world=mesh.topology.world))
+            board = _board(torch_distributed.job_store)
+            watch = opened.enter_context(Watch(board, mesh.rank, world=mesh.topology.world))
         opened.enter_context(explaining_timeouts(mesh.world.arrivals, watch, timeout_s=timeout_s))
         yield
 

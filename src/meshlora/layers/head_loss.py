@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Axis
-from meshlora_ground.compat import assert_on_device
+from meshlora_ground.compat.torch_tensors import assert_on_device
 from meshlora_ground.errors import UserError
 from meshlora_ground.float64 import is_lifted, lift, wide_dtype
 from meshlora_ground.transfer import to_device

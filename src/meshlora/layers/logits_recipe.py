@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from meshlora_ground.compat import tensor_without_storage
+from meshlora_ground.compat.torch_tensors import tensor_without_storage
 from meshlora_ground.errors import UnsupportedError
 
 _FIELDS = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_leaf", "is_cuda", "is_meta")

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from meshlora_ground.compat import version_of
+from meshlora_ground.compat.torch_tensors import version_of
 
 _Note = TypeVar("_Note")
 _NOTES = "_meshlora_notes"  # kind -> (the note, the version of the tensor then)

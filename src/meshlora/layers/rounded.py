@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from meshlora.layers.adapted import AdaptedLeaf
 from meshlora.layers.notes import forget, note, noted
-from meshlora_ground.compat import copy_each
+from meshlora_ground.compat.torch_tensors import copy_each
 
 
 class _Rounded(NamedTuple):

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from meshlora_ground import compat
+from meshlora_ground.compat import transformers_models
 
 
 class Lengths:
@@ -43,12 +43,12 @@ def rows_of(model: Any, lengths: Sequence[Sequence[int]] | None) -> Iterator[Non
         yield
         return
     if all(len(of_row) == 1 for of_row in lengths):  # transformers' own rule for one sequence a row has no mask
-        with compat.no_rows_packed():
+        with transformers_models.no_rows_packed():
             yield
         return
     if (running := lengths_of(model)) is not None:
         running.next(lengths)
-    with compat.all_rows_packed():  # as the host knows: transformers would read the position ids
+    with transformers_models.all_rows_packed():  # as the host knows: transformers would read the position ids
         yield
 
 

@@ -33,7 +33,7 @@ from meshlora.feature import features
 from meshlora.loading.own_loop import given_tokens
 from meshlora.plan.dropout import parts_of
 from meshlora.plan.pairs import check
-from meshlora_ground.compat import COMPOSED
+from meshlora_ground.compat.torch_distributed import COMPOSED
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
 

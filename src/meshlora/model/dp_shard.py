@@ -26,7 +26,7 @@ from meshlora.comm.collectives import all_gather_into
 from meshlora.comm.groups import Axis, Mesh
 from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
-from meshlora_ground.compat import forward_hooks
+from meshlora_ground.compat.torch_tensors import forward_hooks
 from meshlora_ground.errors import UnsupportedError
 
 

@@ -28,7 +28,7 @@ from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.tokens import CutsTokens
 from meshlora.model.pipeline import Pipeline
 from meshlora.plan.rules import ModelPlan, Region
-from meshlora_ground.compat import cut_deepstack, without_fused_projection
+from meshlora_ground.compat.transformers_models import cut_deepstack, without_fused_projection
 from meshlora_ground.errors import UnsupportedError, UserError
 
 

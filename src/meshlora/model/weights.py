@@ -31,7 +31,7 @@ from meshlora.model.stored import Bounds, Part, Stored, StoredTensor, find_store
 from meshlora.model.stream import FLOATS
 from meshlora.plan.layout import Layout, contiguous
 from meshlora.plan.rules import ModelPlan, Packing
-from meshlora_ground import compat
+from meshlora_ground.compat import torch_tensors, transformers_models
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 from meshlora_ground.files import open_safetensors
 from meshlora_ground.tasks import CAUSAL, task_of
@@ -229,7 +229,7 @@ def _drawn(model: Any, path: str, leaf: str, seed: int) -> Tensor:
     digest = hashlib.sha256(f"{seed}:{path}.{leaf}".encode()).digest()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)  # 63 bits: torch takes signed seeds
-        compat.initialize(model, module)
+        transformers_models.initialize(model, module)
     found: Tensor = getattr(module, leaf).detach()
     return found
 
@@ -268,7 +268,7 @@ def _aliases(model: nn.Module) -> dict[str, list[str]]:
 
 def kept_wide(model: Any, dtype: torch.dtype) -> set[str]:
     """Names of tensors that transformers keeps in float32 in a half-precision model (`dtype_plan`): router biases."""
-    globs = compat.kept_in_float32(model, dtype)
+    globs = transformers_models.kept_in_float32(model, dtype)
     if not globs:
         return set()
     pattern = re.compile("|".join(glob.replace("*", ".*") for glob in sorted(globs)))
@@ -333,7 +333,7 @@ def _without_a_place(model: Any, source: Source) -> dict[str, list[str]]:
     """Kind -> names in `source` that `model` has not; those of the kind "" should not be there."""
     wanted = set(_aliases(model)) | {name for name, _ in model.named_buffers()}
     patterns = {kind: re.compile(pattern) for kind, pattern in _EXTRA.items()}
-    if own := compat.unexpected_keys(model):
+    if own := transformers_models.unexpected_keys(model):
         patterns["that transformers leaves out"] = re.compile("|".join(own))
     if task_of(model.config) != CAUSAL:
         own = "|".join(re.escape(name) for name, _ in model.named_children())
@@ -493,7 +493,7 @@ def _fill_buffers(model: Any, plan: ModelPlan, source: Source, mesh: Mesh) -> No
         computed = False
         for leaf, old in list(module.named_buffers(recurse=False)):
             name = f"{path}.{leaf}" if path else leaf
-            if compat.is_persistent(module, leaf) and source.shape(name) is not None:
+            if torch_tensors.is_persistent(module, leaf) and source.shape(name) is not None:
                 setattr(module, leaf, source.read(name).to(device=mesh.device, dtype=old.dtype))
             elif old.is_meta:
                 # NaN until the model's own initialization writes it: a buffer that it forgets is found below.
@@ -503,11 +503,11 @@ def _fill_buffers(model: Any, plan: ModelPlan, source: Source, mesh: Mesh) -> No
         if computed:
             # Modules come after those around them, so the last match is the innermost.
             *_, part = (part for prefix, part in parts.items() if f"{path}.".startswith(prefix))
-            compat.initialize(part, module)
+            transformers_models.initialize(part, module)
             above = path
             while (missing := _uncomputed(module)) and above:  # a model may compute those of all its layers
                 above = above.rpartition(".")[0]
-                compat.initialize(part, model.get_submodule(above))
+                transformers_models.initialize(part, model.get_submodule(above))
             if missing:
                 raise UnsupportedError(
                     f"{path}.{missing}", "it is not stored, and the model's own initialisation does not compute it"

@@ -27,7 +27,7 @@ from meshlora.plan.families.styles import family_plan, text_decoder
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.pairs import check
 from meshlora.plan.rules import Domain, ExpertsRule, LinearRule, ModelPlan, ParameterRule, Region
-from meshlora_ground import compat
+from meshlora_ground.compat import transformers_models
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.tasks import task_of
 from meshlora_ground.topology import TOKENS, Topology, divisors, set_of
@@ -214,7 +214,7 @@ class _Planner:
         # Each rank has whole sequences: nobody need know who mixes tokens.
         if topology.size_over(TOKENS) == 1:
             return (), {}
-        implementation = compat.attention_of(self.config.get_text_config())
+        implementation = transformers_models.attention_of(self.config.get_text_config())
         check({"topology": topology, "model.attn_implementation": implementation})
         known = set()
         for index, layer in enumerate(self.layers):
@@ -222,7 +222,7 @@ class _Planner:
                 mixer = mixer_of(self.config.get_text_config().model_type, path, module)
                 state = mixer.state if mixer is not None else ()
                 name = f"{self.layers_name}.{index}.{path}"
-                attends, reaches = compat.calls_attention(module), compat.keeps_inputs(module)
+                attends, reaches = transformers_models.calls_attention(module), transformers_models.keeps_inputs(module)
                 if _numbers_tokens(module):
                     raise UnsupportedError(
                         f"{self.what} on {topology}",
@@ -234,10 +234,10 @@ class _Planner:
                 # A module may both attend and keep inputs or a state: of such nobody knows what a rank must pass on.
                 if attends and not reaches:
                     # Once for each call in a forward: see `ModelPlan`.
-                    attentions += [name] * compat.calls_of_attention(module)
-                elif reaches and not attends and bool(state) == compat.keeps_state(module):
+                    attentions += [name] * transformers_models.calls_of_attention(module)
+                elif reaches and not attends and bool(state) == transformers_models.keeps_state(module):
                     recurrent[name] = state
-                elif mixer or reaches or compat.keeps_state(module):
+                elif mixer or reaches or transformers_models.keeps_state(module):
                     self._refuse_mixing(module)
                 else:
                     continue

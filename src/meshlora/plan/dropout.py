@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from meshlora.plan.rules import kind_of
-from meshlora_ground import compat
+from meshlora_ground.compat import torch_tensors
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.tasks import CAUSAL, task_of
 
@@ -81,7 +81,7 @@ def check_dropouts(model: Any) -> None:
         UnsupportedError: names the module.
     """
     for name, module in model.named_modules():
-        is_dropout = compat.is_dropout(module) and module.p > 0
+        is_dropout = torch_tensors.is_dropout(module) and module.p > 0
         if is_dropout and not is_exact_module(model.config.model_type, name):
             way_out = "turn it off: model.disable_dropout: unsupported"
             raise UnsupportedError(f"{name}: dropout {module.p}", "its masks would depend on the topology", way_out)

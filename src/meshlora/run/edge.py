@@ -27,7 +27,7 @@ import torch
 from meshlora.comm.patience import board_of_job
 from meshlora.processes.heartbeat import Cause, Watch
 from meshlora.processes.launchers import launcher_place
-from meshlora_ground.compat import abort_groups
+from meshlora_ground.compat.torch_distributed import abort_groups
 from meshlora_ground.errors import MeshloraError, UserError, report
 
 # Messages of sockets, gloo and NCCL when a peer is gone: always the effect of a failure elsewhere.

@@ -40,7 +40,7 @@ from meshlora.run.watch.samples import prepare_samples
 from meshlora.run.watch.tracking import check_trackers
 from meshlora.wings.experts.balance import check_load_balancing
 from meshlora.wings.experts.routing import check_routing, step_file
-from meshlora_ground.compat import attention_of
+from meshlora_ground.compat.transformers_models import attention_of
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import TOKENS, Topology
 from meshlora_ground.weight_files import weight_files

@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from meshlora.adapter.attach import runtime
 from meshlora.plan.derive import decoder_layers
-from meshlora_ground.compat import checkpoint_with
+from meshlora_ground.compat.transformers_models import checkpoint_with
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.float64 import is_lifted, lift
 

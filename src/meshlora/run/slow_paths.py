@@ -20,7 +20,7 @@ from meshlora.wings.kernels.fused import fusable
 from meshlora.wings.kernels.liger import liger_version
 from meshlora.wings.kernels.rms_norm import is_known
 from meshlora.wings.packed_rows.by_sequence import knows_packed_rows
-from meshlora_ground.compat import attention_of, has_sdpa
+from meshlora_ground.compat.transformers_models import attention_of, has_sdpa
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
 from meshlora_ground.slow_paths import EXPERTS_ONE_BY_ONE, WHOLE_MASK, SlowPath

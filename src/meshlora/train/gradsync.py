@@ -22,7 +22,7 @@ from meshlora.adapter.updates import is_finished, mark_finished
 from meshlora.comm.collectives import all_reduce_in_place, all_reduce_sum
 from meshlora.comm.groups import Mesh
 from meshlora.plan.grads import GradPart, part_of
-from meshlora_ground.compat import copy_each, multiply_each, norm_of_each
+from meshlora_ground.compat.torch_tensors import copy_each, multiply_each, norm_of_each
 from meshlora_ground.errors import MeshloraError, UserError
 
 Adapters = Sequence[Sequence[Factor]]  # the local factors of each

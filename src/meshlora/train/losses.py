@@ -29,7 +29,7 @@ from meshlora.layers.row_lengths import rows_of
 from meshlora.plan.pairs import check
 from meshlora.plan.token_order import order_of_rows
 from meshlora.train.batch import Batch
-from meshlora_ground.compat import no_rows_packed
+from meshlora_ground.compat.transformers_models import no_rows_packed
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.slow_paths import PADDING_MASK, take
 

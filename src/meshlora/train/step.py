@@ -28,7 +28,7 @@ from meshlora.comm.groups import LOADING_S, Mesh
 from meshlora.loading.own_loop import own_loss
 from meshlora.train.elementwise import check_optimizer, check_rates
 from meshlora.train.gradsync import check_total, clip_gradients_on_device, finish_gradients_on_device
-from meshlora_ground.compat import is_mean
+from meshlora_ground.compat.torch_tensors import is_mean
 from meshlora_ground.errors import MeshloraError, UserError, numbered
 from meshlora_ground.topology import FEATURES, LAYERS, SEQUENCES
 

@@ -48,7 +48,7 @@ from meshlora.verify.features import Feature, features_of_run
 from meshlora.wings.experts.targets import with_whole_projections
 from meshlora.wings.kernels.kernels import with_kernels
 from meshlora.wings.quantized.plan import KEEP, TWIN_BLOCKS
-from meshlora_ground.compat import READ_FROM
+from meshlora_ground.compat.transformers_models import READ_FROM
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean, reason
 from meshlora_ground.objective import Objective, Referenced, Sft

@@ -35,7 +35,7 @@ from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, read
 from meshlora.adapter.targets.options import check_patterns, check_values
 from meshlora.adapter.targets.resolve import DESCRIPTIVE, SUPPORTED
 from meshlora.wings.experts.per_expert import refuse_per_expert
-from meshlora_ground.compat import is_stored_in_out, targets_as_configured
+from meshlora_ground.compat.peft_targets import is_stored_in_out, targets_as_configured
 from meshlora_ground.errors import UnsupportedError, UserError, reason
 from meshlora_ground.float64 import wide_dtype
 from meshlora_ground.tasks import CAUSAL, task_of

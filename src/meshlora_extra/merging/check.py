@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from meshlora.adapter.formats.peft_format import set_head
 from meshlora.model.weights import CheckpointSource
-from meshlora_ground.compat import targets_as_configured
+from meshlora_ground.compat.peft_targets import targets_as_configured
 from meshlora_ground.errors import MeshloraError, reason
 from meshlora_ground.float64 import wide_dtype
 from meshlora_ground.model_class import model_class, take_quantization

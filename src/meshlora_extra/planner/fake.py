@@ -31,14 +31,14 @@ from torch.distributed.tensor import DTensor
 from meshlora.model.regions import tensors_in
 from meshlora.wings.context.context import Block, RowsOfMask
 from meshlora.wings.experts import products
-from meshlora_ground.compat import (
+from meshlora_ground.compat import replaced
+from meshlora_ground.compat.torch_fused import fused_attention
+from meshlora_ground.compat.torch_operators import (
     GROUPED_PRODUCT,
     ON_EACH,
     READ_NUMBER,
     TorchDispatchMode,
-    fused_attention,
     map_tensors,
-    replaced,
     schema_of,
     storage_id,
 )

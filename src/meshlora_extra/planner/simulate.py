@@ -37,7 +37,7 @@ from meshlora_extra.planner.memory import local_shape
 from meshlora_extra.planner.pipeline import shown_micro_batches
 from meshlora_extra.planner.problem import Problem
 from meshlora_extra.planner.trace import assemble
-from meshlora_ground.compat import meta_parameters_allowed
+from meshlora_ground.compat.torch_distributed import meta_parameters_allowed
 
 MOST_ERROR = 0.05
 

@@ -31,7 +31,7 @@ from meshlora.plan.layout import Layout
 from meshlora.plan.pairs import check
 from meshlora.plan.rules import ExpertRule, ModelPlan
 from meshlora.plan.table import folded_names
-from meshlora_ground.compat import refuse_mamba_targets
+from meshlora_ground.compat.peft_targets import refuse_mamba_targets
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 
 SUPPORTED = {

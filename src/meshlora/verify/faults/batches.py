@@ -21,7 +21,7 @@ from meshlora.train.batches import Batching
 from meshlora.verify.faults.fault import after, around, instead_of
 from meshlora.verify.features import Feature
 from meshlora.wings.packed_rows.by_sequence import PackedMask
-from meshlora_ground import compat
+from meshlora_ground.compat import transformers_models
 from meshlora_ground.dataset import Sequence
 
 EVALUATION = (TrainedAdapter, "evaluate")
@@ -160,7 +160,7 @@ def packing_positions_run_on(batch: Batch, *_: Any) -> Batch:
     return dataclasses.replace(batch, position_ids=torch.arange(ids.shape[1]).expand_as(ids))
 
 
-@instead_of(compat, "packed_sequence_indices", needs={Feature.PACKING})
+@instead_of(transformers_models, "packed_sequence_indices", needs={Feature.PACKING})
 def packing_seen_across(position_ids: Tensor) -> None:
     """a token attends to its own sequence alone"""
 

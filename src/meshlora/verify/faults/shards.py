@@ -21,7 +21,7 @@ from meshlora.verify.faults.fault import after, around, fault
 from meshlora.verify.features import Feature
 from meshlora.wings.quantized import quantized, reading
 from meshlora.wings.quantized.quantized import Equal, Packed, Run
-from meshlora_ground.compat import running_backward
+from meshlora_ground.compat.torch_tensors import running_backward
 
 
 def _is_split(placement: Placement) -> bool:

@@ -28,7 +28,7 @@ from torch.autograd import Function
 
 from meshlora.comm.groups import Axis
 from meshlora.comm.messages import pass_on
-from meshlora_ground import compat
+from meshlora_ground.compat import torch_fused
 from meshlora_ground.float64 import wide_dtype
 from meshlora_ground.transfer import to_device
 
@@ -234,7 +234,7 @@ class _Backward:
             given = self.grad[where], self.query[where], key[seen], value[seen], self.out[where], self.lse[where]
             back: tuple[Tensor, ...]
             if _is_fused(part, self.query, value, self.how):
-                back = compat.attention_back(*given, is_causal=part.is_causal, scale=self.how.scale)
+                back = torch_fused.attention_back(*given, is_causal=part.is_causal, scale=self.how.scale)
             else:
                 back = self._products(part, *given[:4])
             for into, term in zip((self.query_grad[where], key_grad[seen], value_grad[seen]), back, strict=True):
@@ -296,9 +296,9 @@ def agrees(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     grad, query, key, value = (to_device(tensor.to(dtype), device) for tensor in given)
     for is_causal in (False, True):
         try:
-            out, sums = compat.attention_with_sums(query, key, value, is_causal=is_causal, scale=scale)
+            out, sums = torch_fused.attention_with_sums(query, key, value, is_causal=is_causal, scale=scale)
             of_part = grad, query, key, value, out, sums + 2
-            found = out, sums, *compat.attention_back(*of_part, is_causal=is_causal, scale=scale)
+            found = out, sums, *torch_fused.attention_back(*of_part, is_causal=is_causal, scale=scale)
         except RuntimeError:  # no such kernel here
             return False
         expected = _by_definition(grad.double(), query.double(), key.double(), value.double(), is_causal, scale)
@@ -350,7 +350,7 @@ def _forward(part: Part, query: Tensor, key: Tensor, value: Tensor, how: How) ->
     seen = part.rows, slice(None), part.keys
     query, key, value = query[part.rows, :, part.queries], key[seen], value[seen]
     if _is_fused(part, query, value, how):
-        return compat.attention_with_sums(query, key, value, is_causal=part.is_causal, scale=how.scale)
+        return torch_fused.attention_with_sums(query, key, value, is_causal=part.is_causal, scale=how.scale)
     scores, _ = _scores(part, query, key, how)
     lse = scores.logsumexp(-1, keepdim=True)
     share = scores.sub_(lse.masked_fill(lse == -torch.inf, 0)).exp_().to(value.dtype)

@@ -18,7 +18,7 @@ from meshlora.model.regions import map_output
 from meshlora.plan.rules import ModelPlan
 from meshlora.wings.context.context import ContextAttention, RowsOfMask, hold_context
 from meshlora.wings.context.passed_states import pass_states
-from meshlora_ground import compat
+from meshlora_ground.compat import transformers_attention
 from meshlora_ground.errors import UnsupportedError
 
 # Words in the name of an argument of decoder layers -> its dims of rows and of tokens.
@@ -34,7 +34,7 @@ def install_context(model: Any, plan: ModelPlan, context: ContextCut) -> None:
     parts = plan.layers.split(".")
     parents = [model.get_submodule(".".join(parts[:number])) for number in range(len(parts))]
     hold_context(model, layers, ContextAttention(context, is_ring=plan.topology.ring), parents)
-    if compat.views_as_its_input(parents[-1]):
+    if transformers_attention.views_as_its_input(parents[-1]):
         for name in plan.after:
             if name != plan.head:
                 map_output(model.get_submodule(name), functools.partial(_kept, context))
@@ -101,4 +101,4 @@ def _kept(context: ContextCut, x: Tensor) -> Tensor:
     """x `[B, S/cp, H]`, of which the model's code makes a view as `[B, S, H]`: that is x itself."""
     if context.held is None:
         return x
-    return x.as_subclass(compat.Unviewed)
+    return x.as_subclass(transformers_attention.Unviewed)

@@ -32,7 +32,7 @@ from transformers.masking_utils import causal_mask_function
 from meshlora.layers.held_tokens import ContextCut, HeldTokens
 from meshlora.plan.rules import CONTEXT_ATTENTIONS
 from meshlora.wings.context.attention_parts import How, Part, Seen, attend, columns_of, groups_of, has_kernel
-from meshlora_ground import compat
+from meshlora_ground.compat import transformers_attention, transformers_models
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.transfer import to_device
 
@@ -307,7 +307,7 @@ def _attention(
 
     key, value: of own tokens, `[B, h, S/cp, d]`. Returns `[B, S/cp, h, d]`.
     """
-    call = functools.partial(compat.attention_function(base, module), module)
+    call = functools.partial(transformers_attention.attention_function(base, module), module)
     context: ContextAttention = module.meshlora_context
     held = context.cut.held
     if held is None:
@@ -424,13 +424,13 @@ def _begin(context: ContextCut) -> None:
 
 def hold_context(model: Any, layers: nn.ModuleList, context: ContextAttention, parents: Sequence[nn.Module]) -> None:
     """Let the decoder `layers` of `model` attend over all cp ranks. parents: the modules around them."""
-    base = compat.attention_of(model.config.get_text_config())
+    base = transformers_models.attention_of(model.config.get_text_config())
     assert base in CONTEXT_ATTENTIONS, base
     model.register_forward_pre_hook(lambda *_: _begin(context.cut), prepend=True)
     for module in (*parents, *layers.modules()):
         module.meshlora_context = context  # type: ignore[assignment]
         if (config := getattr(module, "config", None)) is not None:
-            compat.set_attention(config, _OURS + base)
+            transformers_attention.set_attention(config, _OURS + base)
 
 
 @contextlib.contextmanager
@@ -443,13 +443,13 @@ def as_transformers_attends(model: nn.Module) -> Iterator[None]:
         config = getattr(module, "config", None)
         name = ""
         if config is not None:
-            name = compat.attention_of(config) or ""
+            name = transformers_models.attention_of(config) or ""
         if name.startswith(_OURS):
             ours[id(config)] = (config, name)
     for config, name in ours.values():
-        compat.set_attention(config, name.rpartition("-")[2])
+        transformers_attention.set_attention(config, name.rpartition("-")[2])
     try:
         yield
     finally:
         for config, name in ours.values():
-            compat.set_attention(config, name)
+            transformers_attention.set_attention(config, name)

@@ -30,7 +30,7 @@ from meshlora.plan.rules import ExpertRule, ExpertsRule, ModelPlan
 from meshlora.wings.experts.dispatch import Journey, Places, Slots
 from meshlora.wings.experts.mlp import GroupedMlpFunction
 from meshlora.wings.experts.products import Projection, by_row
-from meshlora_ground.compat import gate_of
+from meshlora_ground.compat.transformers_models import gate_of
 from meshlora_ground.topology import EP, ETP
 from meshlora_ground.transfer import to_device
 

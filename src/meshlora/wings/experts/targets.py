@@ -24,7 +24,7 @@ from meshlora.adapter.targets.options import matches, pattern_key
 from meshlora.adapter.targets.pieces import with_pieces
 from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
-from meshlora_ground.compat import rewrite_targets
+from meshlora_ground.compat.peft_targets import rewrite_targets
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 
 

@@ -23,7 +23,7 @@ from meshlora.layers.linear import ParallelLinear
 from meshlora.plan.layout import Split
 from meshlora.plan.pairs import check
 from meshlora.wings.generation.rows import in_step, whole_tokens
-from meshlora_ground import compat
+from meshlora_ground.compat import replaced
 from meshlora_ground.errors import UnsupportedError
 
 
@@ -47,8 +47,8 @@ def generate_batch(model: Any, *args: Any, **options: Any) -> Any:
     start = type(model).init_continuous_batching.__get__(model)
     with (
         whole_tokens(model),
-        compat.replaced(continuous_api, "DistributedHelper", of_ranks),
-        compat.replaced(model, "init_continuous_batching", start),
+        replaced(continuous_api, "DistributedHelper", of_ranks),
+        replaced(model, "init_continuous_batching", start),
     ):
         return own(model, *args, **options)
 

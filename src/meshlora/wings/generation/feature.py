@@ -9,14 +9,14 @@ from typing import Any
 from meshlora.feature import Feature
 from meshlora.wings.generation.continuous import generate_batch, refuse_manager
 from meshlora.wings.generation.rows import all_finished, generate
-from meshlora_ground import compat
+from meshlora_ground.compat import transformers_models
 
 
 class _Generation(Feature):
     def methods(self, model: Any) -> Mapping[str, Callable[..., Any]]:
         if not hasattr(model, "generate"):
             return {}
-        compat.finish_together(model, functools.partial(all_finished, model))
+        transformers_models.finish_together(model, functools.partial(all_finished, model))
         return {"generate": generate, "generate_batch": generate_batch, "init_continuous_batching": refuse_manager}
 
 

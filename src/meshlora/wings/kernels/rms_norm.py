@@ -19,7 +19,7 @@ from torch.autograd import Function
 
 from meshlora.wings.kernels.known_code import digest
 from meshlora.wings.kernels.liger import Kernels
-from meshlora_ground.compat import fused_norm, fused_norm_back
+from meshlora_ground.compat.torch_fused import fused_norm, fused_norm_back
 from meshlora_ground.float64 import is_lifted
 
 # `digest` of the code behind the formula below: `LlamaRMSNorm.forward` of transformers 5.23.

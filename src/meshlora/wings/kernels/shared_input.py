@@ -22,7 +22,7 @@ from torch.autograd import Function
 
 from meshlora.layers.notes import note, noted
 from meshlora.layers.rounded import rounded, scaled_product, wide_product
-from meshlora_ground.compat import running_backward
+from meshlora_ground.compat.torch_tensors import running_backward
 
 
 class InputGradient:

@@ -26,7 +26,7 @@ from transformers.masking_utils import create_causal_mask
 
 from meshlora.layers.row_lengths import Lengths, lengths_of
 from meshlora.wings.packed_rows.varlen import Ends, fits, in_one_call
-from meshlora_ground import compat
+from meshlora_ground.compat import transformers_attention, transformers_models
 from meshlora_ground.slow_paths import ONE_BY_ONE, WHOLE_MASK, take
 
 _OURS = "meshlora-apart-"
@@ -132,7 +132,7 @@ def _mask(base: str, **given: Any) -> Any:
     make = AttentionMaskInterface()[base]
     if given.get("attention_mask") is not None:
         return make(**given)
-    alone = compat.rule_of_one_sequence(given["mask_function"])
+    alone = transformers_attention.rule_of_one_sequence(given["mask_function"])
     if alone is None:
         return make(**given)
     return PackedMask(make, given, alone)
@@ -142,7 +142,7 @@ def _attention(
     base: str, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Attention `[B, h, S, d]` -> `[B, S, h, d]` as transformers' function `base` computes it."""
-    call = functools.partial(compat.attention_function(base, module), module)
+    call = functools.partial(transformers_attention.attention_function(base, module), module)
     running: PackedLengths = module.meshlora_lengths
     lengths = None
     if isinstance(attention_mask, PackedMask):
@@ -196,12 +196,12 @@ _register()
 def knows_packed_rows() -> bool:
     """Whether the installed transformers masks packed rows of plain attention by a rule that is known here."""
     config = LlamaConfig()
-    compat.set_attention(config, f"{_OURS}sdpa")
+    transformers_attention.set_attention(config, f"{_OURS}sdpa")
     rows = {
         "inputs_embeds": torch.zeros(1, 2, 1, device="cpu"),
         "position_ids": torch.arange(2, device="cpu")[None] * 0,
     }
-    with compat.all_rows_packed():
+    with transformers_models.all_rows_packed():
         mask = create_causal_mask(config=config, attention_mask=None, past_key_values=None, **rows)
     return isinstance(mask, PackedMask)
 
@@ -215,7 +215,7 @@ def keep_apart(model: Any) -> PackedLengths | None:
     if (found := lengths_of(model)) is not None:
         assert isinstance(found, PackedLengths)
         return found
-    base = compat.attention_of(model.config.get_text_config())
+    base = transformers_models.attention_of(model.config.get_text_config())
     if base not in BASES:
         return None
     lengths = PackedLengths()
@@ -223,6 +223,6 @@ def keep_apart(model: Any) -> PackedLengths | None:
     for module in model.modules():
         module.meshlora_lengths = lengths
         config = getattr(module, "config", None)
-        if config is not None and compat.attention_of(config) == base:
-            compat.set_attention(config, _OURS + base)
+        if config is not None and transformers_models.attention_of(config) == base:
+            transformers_attention.set_attention(config, _OURS + base)
     return lengths
