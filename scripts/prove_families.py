@@ -6,7 +6,7 @@ Each family's twin trains on the given topologies and is compared, tensor by ten
 on one process. What comes of it is printed and written to docs/support.md: proved (with the worst relative error),
 refused (with the reason that a user would read), or failed: accepted, and then different. Exit code 1 when one failed.
 With --record families with experts are proved on topologies with ep and etp too, and some families on more topologies
-of up to four processes; the numbers are stored in src/meshlora/plan/families/proved.json, whose families
+of up to four processes; the numbers are stored in src/meshlora/wings/proved/proved.json, whose families
 `meshlora.load` accepts, and the tables of docs/proofs.md and README's sentence are written from them. What is proved
 together is a `Part`, a column of docs/support.md; --record without --topology renews all of them.
 """
@@ -35,7 +35,7 @@ from meshlora_ground.versions import versions
 from meshlora_judge.twin import language_model_types
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "src/meshlora/plan/families/proved.json"
+RECORD = ROOT / "src/meshlora/wings/proved/proved.json"
 # Page -> what is written between these lines of it.
 MATRIX = (
     ROOT / "docs/proofs.md",

@@ -23,10 +23,10 @@ gc.disable()
 import pytest
 import torch
 
-from meshlora.plan.families.proved import _FILE, proof_of_family
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.request import Request, prepare_proof
 from meshlora.wings.kernels.liger import liger_version
+from meshlora.wings.proved.families import _FILE, proof_of_family
 from meshlora_ground.proof_records import remember
 from meshlora_ground.topology import Topology
 from meshlora_ground.versions import other_minors, versions

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from meshlora_ground.errors import UserError
+from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import EP, ETP, SEQUENCES, TP, Topology
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from meshlora.plan.rules import ExpertsRule, ModelPlan, Packing, Region
 
 # In the order in which they are asked.
-WINGS = ("stages", "experts", "quantized", "kernels", "context", "packed_rows", "generation", "hub")
+WINGS = ("stages", "experts", "quantized", "kernels", "context", "packed_rows", "generation", "hub", "proved")
 
 
 class Feature:
@@ -254,6 +254,20 @@ class Feature:
         """
         return {}
 
+    def is_proved_family(self, model_type: str) -> bool:
+        """`model.padding`, when a model is loaded: whether training of the family is proved against one process."""
+        return False
+
+    def is_proved(self, plan: ModelPlan) -> bool:
+        """`check_proved`, before a model is loaded that no run has proved: whether its split is.
+
+        False: another wing's to say.
+
+        Raises:
+            UnsupportedError: it is not proved with the installed libraries.
+        """
+        return False
+
 
 @functools.cache
 def features() -> tuple[Feature, ...]:
@@ -271,3 +285,17 @@ def check_axes(topology: Topology) -> None:
     for axis, size in (topology.sizes | {EP: topology.ep, ETP: topology.etp}).items():
         if size > 1 and axis not in known:
             raise UserError(f"{axis}={size}", "its wing is not in WINGS of meshlora/feature.py", f"use {axis}=1")
+
+
+def check_proved(plan: ModelPlan) -> None:
+    """Refuse a split that is not proved with the installed libraries.
+
+    Raises:
+        UnsupportedError: the wing of proofs says so, or it is not there.
+    """
+    if not any(feature.is_proved(plan) for feature in features()) and plan.topology.is_split:
+        raise UnsupportedError(
+            f"model_type {plan.model_type!r} on {plan.topology}",
+            "no wing in WINGS of meshlora/feature.py knows whether its split is proved",
+            "use dp alone",
+        )

@@ -1,7 +1,7 @@
 """The cache of proofs: its folder, and the records of proved combinations.
 
 Owns: whether the folder is usable, the content of a record, and when it is trusted. Does not own: the key of a run
-(`verify.preflight`) or of a family (`plan.families.proved`), references (`verify.proof`), which files are trusted at
+(`verify.preflight`) or of a family (`wings.proved`), references (`verify.proof`), which files are trusted at
 all (`meshlora_ground.private`).
 """
 

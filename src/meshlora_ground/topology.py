@@ -222,6 +222,11 @@ class Topology:
         return self.world == self.size_over(SEQUENCES)
 
     @property
+    def is_split(self) -> bool:
+        """Whether a rank lacks a part of a layer, experts included, of the layers or of sequences."""
+        return not self.is_whole or self.ep * self.etp > 1
+
+    @property
     def token_cut(self) -> frozenset[str]:
         """The axes over which the tokens of a batch are split between regions."""
         return TOKENS | FEATURES if self.sp else TOKENS

@@ -16,10 +16,10 @@ from meshlora.adapter.attach import runtime
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.model.padding import needs_mask
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.families.proved import PROVED, PROVED_EXPERTS
 from meshlora.run.packing_check import _twin
 from meshlora.train.batch import Batch, collate
 from meshlora.train.losses import batch_log_probabilities, shifted_loss
+from meshlora.wings.proved.families import PROVED, PROVED_EXPERTS
 from meshlora_ground.compat import replaced
 from meshlora_ground.dataset import Sequence
 from meshlora_ground.float64 import lift

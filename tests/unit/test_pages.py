@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from meshlora.cli.main import main
-from meshlora.plan.families.proved import PROVED, PROVED_CONTEXT, PROVED_STAGES
 from meshlora.verify import command
 from meshlora.verify.faults.registry import MUTATIONS
 from meshlora.verify.request import Proof
+from meshlora.wings.proved.families import PROVED, PROVED_CONTEXT, PROVED_STAGES
 from tests.changed import is_there
 from tests.for_each import for_each
 from tests.published_twins import names

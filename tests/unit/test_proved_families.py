@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 import torch
 
 import meshlora
+from meshlora import feature
 from meshlora.cli.main import main
-from meshlora.plan.families import proved as families
-from meshlora.plan.families.proved import check_proved_here, proof_of_family
+from meshlora.feature import check_proved
+from meshlora.loading.blueprint import make_blueprint
+from meshlora.model import padding
+from meshlora.model.padding import needs_mask
+from meshlora.plan.base_options import BaseOptions
 from meshlora.verify import command
 from meshlora.verify.proof import Processes, run_proof
+from meshlora.wings.proved import families
+from meshlora.wings.proved.families import check_proved_here, proof_of_family
+from meshlora.wings.proved.feature import FEATURE
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.proof_records import remember
 from meshlora_ground.topology import Topology
@@ -55,6 +63,23 @@ def test_a_split_is_refused_under_another_minor_version_with_the_command_that_pr
         f"{proved_with}; prove it with yours, once: meshlora verify --family llama --topology dp=2,tp=2,sp"
     )
     check_proved_here("llama", Topology(dp=16), has_experts=False)
+
+
+def test_without_the_wing_of_proofs_no_split_is_taken_as_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = twin_config("llama")
+    whole = make_blueprint(config, Topology(dp=2), BaseOptions())
+    check_proved(whole.on(Topology(tp=2)).plan)
+    assert not needs_mask(whole.model, whole.plan)
+    left = tuple(each for each in feature.features() if each is not FEATURE)
+    monkeypatch.setattr(feature, "features", lambda: left)
+    monkeypatch.setattr(padding, "features", lambda: left)
+    for refused in (Topology(tp=2), Topology(cp=2), Topology(pp=2), Topology(dp=2, ep=2)):
+        with pytest.raises(UnsupportedError, match=f"^model_type 'llama' on {refused}: no wing in WINGS .* is proved"):
+            check_proved(dataclasses.replace(whole.plan, topology=refused))
+    with pytest.raises(UnsupportedError, match="no wing in WINGS"):
+        meshlora.load(config, topology=Topology(tp=2))
+    check_proved(whole.plan)  # the model's code, unchanged
+    assert needs_mask(whole.model, whole.plan)
 
 
 @pytest.mark.long

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from meshlora.plan.families.proved import PROVED
+from meshlora.wings.proved.families import PROVED
 from meshlora_ground.errors import UserError
 from meshlora_ground.model_class import model_class
 from meshlora_judge.twin import language_model_types, layers_of_twin, shrink_config, twin_config

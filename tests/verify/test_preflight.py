@@ -221,7 +221,7 @@ def test_skipping_says_what_it_gives_up_and_takes_only_families_that_are_proved(
     proved, run = _count(monkeypatch), _prepared(tmp_path)
     preflight({"": run}, skip=True, console=Console())
     assert "is not proved on this machine" in capsys.readouterr().out
-    monkeypatch.setattr("meshlora.plan.families.proved.PROVED", frozenset({"qwen2"}))
+    monkeypatch.setattr("meshlora.wings.proved.families.PROVED", frozenset({"qwen2"}))
     with pytest.raises(UnsupportedError, match="not proved against one process"):
         preflight({"": run}, skip=True)
     assert proved == []

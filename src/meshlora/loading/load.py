@@ -18,7 +18,7 @@ from meshlora.adapter import attach
 from meshlora.adapter.formats.peft_format import begin_adapter, begin_reference
 from meshlora.adapter.targets.options import check_kind
 from meshlora.comm.groups import join, num_processes, open_mesh
-from meshlora.feature import features
+from meshlora.feature import check_proved, features
 from meshlora.layers.dropout import replace_dropouts
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.loading.guards import guard_model
@@ -28,7 +28,6 @@ from meshlora.model.inject import parallelize
 from meshlora.model.padding import is_causal, needs_mask
 from meshlora.model.weights import Source, StateDictSource, extra_weights, fill
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.families.proved import check_proved_here
 from meshlora.plan.pairs import check
 from meshlora_ground.errors import UserError
 from meshlora_ground.model_class import model_class
@@ -100,7 +99,7 @@ def load(
     blueprint = make_blueprint(model, shape, options)
     for feature in features():
         feature.check_loading(blueprint.model, blueprint.plan, options, dtype=blueprint.dtype, device=device)
-    check_proved_here(blueprint.plan.model_type, shape, has_experts=bool(blueprint.plan.experts))
+    check_proved(blueprint.plan)
     if adapter is not None:
         blueprint = blueprint.with_folder(Path(_folder(adapter, "adapter")), ignore_dropout=ignore_lora_dropout)
     elif lora is not None:

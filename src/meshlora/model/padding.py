@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshlora.plan.families.proved import PROVED
+from meshlora.feature import features
 from meshlora.plan.rules import ModelPlan
 from meshlora_ground.tasks import CAUSAL
 
@@ -28,7 +28,7 @@ def needs_mask(model: Any, plan: ModelPlan) -> bool:
 
 def is_causal(model: Any, plan: ModelPlan) -> bool:
     """Whether no token of `model`, of a proved family, sees a later one, as for other tasks or by its configuration."""
-    if plan.model_type not in PROVED or plan.task != CAUSAL:
+    if not _is_proved(plan) or plan.task != CAUSAL:
         return False
     if getattr(model.config.get_text_config(), "is_causal", True) is False:
         return False
@@ -42,4 +42,8 @@ def is_causal(model: Any, plan: ModelPlan) -> bool:
 def leaves_mask(plan: ModelPlan) -> bool:
     """Whether a model of this plan needs no mask, if each of its attentions is causal."""
     # Padding would count among the tokens of experts.
-    return plan.model_type in PROVED and plan.task == CAUSAL and not plan.experts
+    return _is_proved(plan) and plan.task == CAUSAL and not plan.experts
+
+
+def _is_proved(plan: ModelPlan) -> bool:
+    return any(feature.is_proved_family(plan.model_type) for feature in features())

@@ -22,7 +22,7 @@ from meshlora.plan.blocks import Heads, kept_whole, leaf_layout, local_attribute
 from meshlora.plan.families.explicit import explicit_plan
 from meshlora.plan.families.family import FamilyPlan, Leaf
 from meshlora.plan.families.mixers import Mixer, mixer_of
-from meshlora.plan.families.proved import check_family
+from meshlora.plan.families.refused import check_family
 from meshlora.plan.families.styles import family_plan, text_decoder
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.pairs import check

@@ -21,9 +21,9 @@ from meshlora.adapter.attach import runtime
 from meshlora.adapter.formats.peft_format import CONFIG_FILE
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.comm.groups import join
+from meshlora.feature import check_proved
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.loading.load import load_blueprint
-from meshlora.plan.families.proved import check_proved_here
 from meshlora.reading.clock import today
 from meshlora.reading.tokenizer import padding_token_id
 from meshlora.run import heads
@@ -130,7 +130,7 @@ def prepare_evaluation(
     # No dropout is active outside of training; nor are kernels, which the preflight proves.
     options = dataclasses.replace(config.model, disable_dropout=True, kernels="none")
     blueprint = make_blueprint(config.model.path, topology, options, config.train.objective)
-    check_proved_here(blueprint.plan.model_type, topology, has_experts=bool(blueprint.plan.experts))
+    check_proved(blueprint.plan)
     if adapter is not None:
         blueprint = blueprint.with_folder(adapter, ignore_dropout=True).with_reference(config.reference)
     said = blueprint.check_weights()  # of a head that is new the adapter has the values

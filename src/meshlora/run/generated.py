@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerBase
 
 from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_gather
+from meshlora.feature import check_proved
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.families.proved import check_proved_here
 from meshlora.plan.pairs import check
 from meshlora.reading.nlg import of_categories
 from meshlora.reading.records import Prompt, Record, prompts_of
@@ -170,11 +170,11 @@ def blueprint_to_generate(
         shape = Topology.parse(topology, world=world)
         check({"topology": shape, "door": "meshlora generate"})
         found = made.on(shape)
-        check_proved_here(found.plan.model_type, shape, has_experts=bool(found.plan.experts))
+        check_proved(found.plan)
     else:
         for tp in reversed(divisors(world)):
             with contextlib.suppress(UserError):  # such a tp does not divide its heads, or the family has no split
                 found = made.on(Topology(tp=tp, dp=world // tp))
-                check_proved_here(found.plan.model_type, found.plan.topology, has_experts=bool(found.plan.experts))
+                check_proved(found.plan)
                 break
     return found if adapter is None else found.with_folder(adapter, ignore_dropout=True)

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from rich.text import Text
 
-from meshlora.plan.families.proved import proof_of_family
 from meshlora.run.launch import signals_end_what_was_started
 from meshlora.verify.faults.registry import MUTATIONS, find
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.report.document import document, is_proved
 from meshlora.verify.report.show import show
 from meshlora.verify.request import DEFAULT_LORA, Proof, Request, prepare_proof
+from meshlora.wings.proved.families import proof_of_family
 from meshlora_ground.console import Console
 from meshlora_ground.errors import MeshloraError, UserError
 from meshlora_ground.files import check_result_file, write_json_atomically

@@ -21,8 +21,8 @@ from typing import Any
 import torch
 
 from meshlora.comm.groups import on_gpus, sharing_note
+from meshlora.feature import check_proved
 from meshlora.plan.dropout import dropout_fields
-from meshlora.plan.families.proved import check_proved_here
 from meshlora.run.launch import signals_end_what_was_started
 from meshlora.run.model_card import NOT_PROVED
 from meshlora.run.prepared import Prepared
@@ -82,8 +82,7 @@ def preflight(
     """
     console = console or Console()
     if skip or next(iter(runs.values())).config.preflight == "off":
-        run = next(iter(runs.values()))
-        check_proved_here(run.plan.model_type, run.topology, has_experts=bool(run.plan.experts))
+        check_proved(next(iter(runs.values())).plan)
         console.say(
             "no preflight: that this model, adapter and topology train as one process would is not proved on this "
             "machine"

@@ -1,0 +1,89 @@
+"""Families that no proof can make right, by their configuration alone.
+
+Owns: which, and why. Does not own: which others are proved (`wings.proved`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshlora_ground.errors import UnsupportedError
+from meshlora_ground.topology import LAYERS, TOKENS, Topology
+
+# Families for which a single process deviates from its own files, or cannot be compared.
+_REFUSED = {
+    "emu3_text_model": "transformers stores it under a name that it does not load",
+    "laguna": "PEFT does not load the adapters that it saves of it: it renames those of its shared experts",
+    **dict.fromkeys(("pp_formulanet", "qwen2_5_omni"), "it is several models and has no input embedding"),
+    **dict.fromkeys(
+        ("qwen4_exp", "qwen4_exp_text"),
+        "its indexer runs once for each block of a batch, which a proof does not follow",
+    ),
+    **dict.fromkeys(
+        ("qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"),
+        "transformers itself fails on text with its configuration, which lacks vision_start_token_id",
+    ),
+    "shieldgemma2": "transformers stores it under names that it does not load",
+    "youtu": "transformers zeroes the padding token's embedding whenever it loads this family, and meshlora reads the "
+    "stored one",
+    "xglm": "transformers itself overflows on it in float64, so that it cannot be proved",
+}
+
+# Families whose split cannot be proved, or is not right yet.
+_REFUSED_SPLIT = {
+    **dict.fromkeys(
+        ("blip-2", "instructblip", "instructblipvideo"), "transformers' forward takes no text without images"
+    ),
+    "muse_glimmer": "its embedding is a module with a norm inside",
+    "unlimited_ocr": "transformers takes the names of its own layers for older ones, and renames those of an adapter",
+    "vibevoice_asr": "its audio part cannot be shrunk to that of a twin",
+    "voxtral_realtime": "transformers' forward takes no text without audio",
+}
+# Families that cannot go on with a part of each sequence's tokens.
+_REFUSED_CONTEXT = {
+    "minimax": "its lightning attention sees earlier tokens by a state of its own",
+    "recurrent_gemma": "its recurrent units see earlier tokens by a state of their own",
+}
+
+# Families that need, beside the residual stream, what another stage has.
+_REFUSED_STAGES = {
+    **dict.fromkeys(
+        ("falcon_h1", "falcon_mamba", "llama4_text", "mamba", "mamba2", "xlstm"),
+        "its code reads weights of layers, or of the embedding, where other stages have them",
+    ),
+    "nanochat": "its last norm runs before the layers too",
+    "openai-gpt": "its layers share an activation",
+    "rwkv": "its layers pass a state on beside the residual stream",
+}
+
+
+def check_family(model: Any, topology: Topology) -> None:
+    """Refuse families that no proof can make right. `model` may be on the meta device.
+
+    Raises:
+        UnsupportedError: an encoder-decoder, a family in `_REFUSED`, bloom with `slow_but_exact`; on `topology` one in
+            `_REFUSED_SPLIT`, `_REFUSED_CONTEXT` or `_REFUSED_STAGES`, gpt2 with `reorder_and_upcast_attn`.
+    """
+    config = model.config
+    what = f"model_type {config.model_type!r}"
+    if config.model_type in _REFUSED:
+        raise UnsupportedError(what, _REFUSED[config.model_type])
+    if not topology.is_whole and config.model_type in _REFUSED_SPLIT:
+        raise UnsupportedError(f"{what} on {topology}", _REFUSED_SPLIT[config.model_type], "use dp alone")
+    if topology.size_over(TOKENS) > 1 and config.model_type in _REFUSED_CONTEXT:
+        raise UnsupportedError(f"{what} on {topology}", _REFUSED_CONTEXT[config.model_type], "use dp, tp and sp")
+    # Of gpt2, with eager alone.
+    if topology.size_over(TOKENS) > 1 and getattr(config, "reorder_and_upcast_attn", False):
+        raise UnsupportedError(
+            f"reorder_and_upcast_attn on {topology}",
+            "it is attention in code of the family's own, which sees no tokens of other ranks",
+            "set it to false in config.json, or use dp, tp and sp",
+        )
+    if topology.size_over(LAYERS) > 1 and config.model_type in _REFUSED_STAGES:
+        raise UnsupportedError(f"{what} on {topology}", _REFUSED_STAGES[config.model_type], "use pp=1")
+    if config.model_type == "bloom" and config.pretraining_tp > 1 and config.slow_but_exact:
+        raise UnsupportedError(
+            "slow_but_exact", "it slices a weight past its adapter", "set it to false in config.json"
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(what, "only decoder-only language models are supported")
