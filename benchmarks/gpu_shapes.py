@@ -17,7 +17,8 @@ from peft import LoraConfig
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3MoeConfig
 
-from meshlora.train.batch import Batch, collate
+from meshlora.train.batch import Batch
+from meshlora.train.collation import collate
 from meshlora.train.packing import joined, with_positions
 from meshlora_ground.dataset import Sequence
 

@@ -26,7 +26,8 @@ from torch import Tensor
 import meshlora
 from cores import dtypes_here, fewer
 from dense_vs_peft import DTYPES, LIMIT_BFLOAT16
-from meshlora.train.batch import Batch, collate
+from meshlora.train.batch import Batch
+from meshlora.train.collation import collate
 from meshlora.train.losses import language_model_losses
 from meshlora.train.packing import joined, with_positions
 from meshlora.wings.packed_rows.by_sequence import keep_apart

@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from meshlora.run.together import prepare_run as prepare_run
     from meshlora.train.batch import IGNORED as IGNORED
     from meshlora.train.batch import Batch as Batch
-    from meshlora.train.batch import collate as collate
     from meshlora.train.batches import share as share
+    from meshlora.train.collation import collate as collate
     from meshlora.train.gradsync import clip_gradients as clip_gradients
     from meshlora.train.gradsync import finish_gradients as finish_gradients
     from meshlora.train.losses import language_model_loss as language_model_loss
@@ -70,7 +70,7 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 _HOME = {
     "IGNORED": "meshlora.train.batch",
     "Batch": "meshlora.train.batch",
-    "collate": "meshlora.train.batch",
+    "collate": "meshlora.train.collation",
     "shifted": "meshlora.layers.head_loss",
     "Sequence": "meshlora_ground.dataset",
     "TokenizedDataset": "meshlora_ground.dataset",

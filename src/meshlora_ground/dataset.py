@@ -1,7 +1,7 @@
 """Tokenised records: one, and all of a dataset.
 
 Owns: their arrays, and what is counted of them. Does not own: making them of records (`tokenization.py`) or of files
-(`readers.py`), batches of them (`batch.py`).
+(`readers.py`), batches of them (`collation.py`).
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from meshlora.run.config.file import read_run
 from meshlora.run.run import train
 from meshlora.run.together import prepare_run
-from meshlora.train.batch import collate
+from meshlora.train.collation import collate
 from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_losses
 from tests.one_process import train_alone
 from tests.pool import Pool, wait_for_all

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from meshlora.run.config.file import read_run
 from meshlora.run.together import prepare_run
-from meshlora.train.batch import collate
+from meshlora.train.collation import collate
 from meshlora.wings.experts.routing import step_file
 from meshlora_ground.errors import MeshloraError, UserError
 from meshlora_ground.float64 import lift

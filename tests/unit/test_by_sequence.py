@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import meshlora
 from meshlora.layers.row_lengths import rows_of
-from meshlora.train.batch import Batch, collate
+from meshlora.train.batch import Batch
+from meshlora.train.collation import collate
 from meshlora.train.losses import batch_log_probabilities
 from meshlora.train.packing import joined, with_positions
 from meshlora.wings.packed_rows import varlen

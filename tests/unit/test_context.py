@@ -28,7 +28,8 @@ from meshlora.loading.blueprint import make_blueprint
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.token_order import order_of_rows, token_order
 from meshlora.run.run_data import check_fits
-from meshlora.train.batch import IGNORED, collate
+from meshlora.train.batch import IGNORED
+from meshlora.train.collation import collate
 from meshlora.train.packing import joined, with_positions
 from meshlora.wings.context import context
 from meshlora.wings.context.attention_parts import How

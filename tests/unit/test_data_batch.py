@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshlora.run.feeding import fitted
-from meshlora.train.batch import IGNORED, collate
+from meshlora.train.batch import IGNORED
+from meshlora.train.collation import collate
 from meshlora_ground.dataset import Sequence
 from meshlora_ground.topology import Topology
 from tests.for_each import for_each

@@ -26,7 +26,8 @@ from meshlora.reading.tokenization import tokenize
 from meshlora.run.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora.run.followed import no_tokens
 from meshlora.run.prepared import asked_of
-from meshlora.train.batch import IGNORED, _more, collate
+from meshlora.train.batch import IGNORED
+from meshlora.train.collation import _more, collate
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError, UserError
 from tests.for_each import for_each

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from meshlora.train.batch import IGNORED, collate
+from meshlora.train.batch import IGNORED
+from meshlora.train.collation import collate
 from meshlora.train.packing import joined, packed_share, with_positions
 from meshlora_ground.dataset import Sequence
 from tests.for_each import for_each

@@ -22,7 +22,7 @@ from meshlora.layers.tokens import ForwardTokens, Mask, Segment, Share
 from meshlora.plan.dropout import EXACT_DROPOUTS, check_dropouts, handle_dropout, is_exact_module
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import LinearRule
-from meshlora.train.batch import collate
+from meshlora.train.collation import collate
 from meshlora_ground import masks as dropout
 from meshlora_ground.dataset import Sequence
 from meshlora_ground.errors import UnsupportedError, UserError

@@ -23,7 +23,7 @@ from meshlora.reading.tokenizer import padding_token_id
 from meshlora.run.config.run import GenerateConfig
 from meshlora.run.decoding import generate
 from meshlora.run.evaluate import perplexity
-from meshlora.train.batch import collate
+from meshlora.train.collation import collate
 from meshlora_extra.paper.scores import scores
 from meshlora_ground.errors import UserError
 from meshlora_ground.float64 import lift

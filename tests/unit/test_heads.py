@@ -22,7 +22,8 @@ from meshlora.plan.base_options import BaseOptions
 from meshlora.reading.readers import READERS
 from meshlora.run import heads
 from meshlora.run.heads import Compared, embeddings, info_nce
-from meshlora.train.batch import Batch, collate
+from meshlora.train.batch import Batch
+from meshlora.train.collation import collate
 from meshlora_extra.merging.merge import merge
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError

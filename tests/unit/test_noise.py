@@ -11,7 +11,7 @@ from meshlora.comm.groups import Axis
 from meshlora.layers.noise import add_noise, sequence_lengths
 from meshlora.layers.tokens import ForwardTokens, Share
 from meshlora.run.config.file import read_run
-from meshlora.train.batch import collate
+from meshlora.train.collation import collate
 from meshlora.train.packing import joined, with_positions
 from meshlora_ground.dataset import Sequence
 from meshlora_ground.errors import UserError

@@ -17,7 +17,8 @@ from meshlora.loading.blueprint import make_blueprint
 from meshlora.model.padding import needs_mask
 from meshlora.plan.base_options import BaseOptions
 from meshlora.run.packing_check import _twin
-from meshlora.train.batch import Batch, collate
+from meshlora.train.batch import Batch
+from meshlora.train.collation import collate
 from meshlora.train.losses import batch_log_probabilities, shifted_loss
 from meshlora.wings.proved.families import PROVED, PROVED_EXPERTS
 from meshlora_ground.compat import replaced

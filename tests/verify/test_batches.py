@@ -8,7 +8,7 @@ import torch
 
 from meshlora.reading.sampler import GlobalBatches
 from meshlora.run.config.run import TrainConfig
-from meshlora.train.batch import collate
+from meshlora.train.collation import collate
 from meshlora.verify.request import Request, prepare_proof
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_judge.batches import UNTRAINED, micro_batches, micro_batches_of

@@ -17,7 +17,7 @@ from meshlora.reading.preferences import read_feedback, read_preferences
 from meshlora.reading.readers import READERS
 from meshlora.reading.rollouts import read_rollouts
 from meshlora.run.config.run import TrainConfig
-from meshlora.train.batch import collate
+from meshlora.train.collation import collate
 from meshlora.verify import command
 from meshlora.verify.faults.objectives import PROVED, as_proved
 from meshlora.verify.proof import Outcome, Processes, Proof, run_proof

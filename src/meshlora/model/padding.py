@@ -1,6 +1,6 @@
 """Padding at the end of rows: for which models no mask is needed.
 
-Owns: the rule. Does not own: who pads (`train.batch`), the forward (`train.losses`).
+Owns: the rule. Does not own: who pads (`train.collation`), the forward (`train.losses`).
 
 A token of a causal model sees none after it, so padding at the end of its row changes nothing for it, with a mask or
 without. A mask `[B, 1, S, S]` would cost: torch's attention has no fused kernel for it on a GPU, and transformers reads

@@ -2,7 +2,7 @@
 
 Owns: concatenation of prompt and completion, bos and eos, and the flat arrays of a dataset. Does not own: finding turns
 in a conversation (`chat.py`) and which are trained (`train_on.py`), what becomes of long records (`too_long.py`), how
-much of a long text is tokenised (`leading.py`), caching the arrays (`cache.py`), or batches (`train.batch`).
+much of a long text is tokenised (`leading.py`), caching the arrays (`cache.py`), or batches (`train.collation`).
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Mesh
 from meshlora.reading.sampler import GlobalBatches
 from meshlora.reading.tokenizer import padding_token_id
-from meshlora.train.batch import IGNORED, cut_length
+from meshlora.train.batch import IGNORED
+from meshlora.train.collation import cut_length
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
 

@@ -2,7 +2,7 @@
 
 Owns: which run options affect padding; whose examples are which (`share`); the assignment of rows to adapters. Does not
 own: the order of examples (`reading.sampler`), rows of several sequences (`train.packing`), padding itself
-(`train.batch`).
+(`train.collation`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ import numpy as np
 
 from meshlora.comm.groups import Mesh
 from meshlora.plan.token_order import token_order
-from meshlora.train.batch import Batch, collate
+from meshlora.train.batch import Batch
+from meshlora.train.collation import collate
 from meshlora.train.packing import joined, packed_rows, with_positions
 from meshlora_ground.dataset import Sequence as TokenSequence
 from meshlora_ground.dataset import TokenizedDataset

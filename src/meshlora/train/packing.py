@@ -1,7 +1,7 @@
 """Packing: several sequences in one row, separated by position ids that restart with each.
 
 Owns: which sequences of a step share a row and which dp rank takes them, the joined sequence, its position ids. Does
-not own: the tensors (`train.batch`), attention that respects the boundaries (transformers' masks derive them from
+not own: the tensors (`train.collation`), attention that respects the boundaries (transformers' masks derive them from
 position ids), or the check that every layer does (`run.packing_check`).
 
 The placement depends on dp, the result does not: the sequences of a step, their trained tokens and their loss are those
