@@ -20,7 +20,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 
 from meshlora.adapter.initialization import check_decomposed
 from meshlora.adapter.targets.options import check_kind, matches, suffixes
-from meshlora.adapter.targets.resolve import Target, describe_targets, resolve_targets
+from meshlora.adapter.targets.resolve import Target, resolve_targets
 from meshlora.adapter.targets.token_rows import TokenRows, resolve_rows
 from meshlora.feature import features
 from meshlora.model.dp_shard import check_not_sharded
@@ -114,14 +114,6 @@ class AdapterPlan:
     def num_trainable(self) -> int:
         """Number of trainable elements, replicas counted once."""
         return sum(math.prod(parameter.shape) for parameter in self.parameters.values())
-
-
-def describe_adapter(adapter: AdapterPlan) -> list[str]:
-    """One line for each kind of target, and for each module's rows."""
-    lines = describe_targets(adapter.targets)
-    for rows in adapter.rows.values():
-        lines.append(f"  {len(rows.ids)} rows of {' and '.join(rows.modules)}")
-    return lines
 
 
 def plan_adapter(

@@ -88,7 +88,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _rows_of(run: Any) -> list[tuple[str, str]]:
     """The summary of a prepared run."""
-    from meshlora.adapter.plan import describe_adapter
+    from meshlora.adapter.description import describe_adapter
     from meshlora.run.config.presets import resolved
 
     config, adapter = run.config, run.blueprint.trained
@@ -110,7 +110,7 @@ def _rows_of(run: Any) -> list[tuple[str, str]]:
 
 def _result(run: Any) -> dict[str, Any]:
     """The same as plain values."""
-    from meshlora.adapter.plan import describe_adapter
+    from meshlora.adapter.description import describe_adapter
 
     config, adapter = run.config, run.blueprint.trained
     return {

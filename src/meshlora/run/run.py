@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from meshlora.adapter.attach import runtime
+from meshlora.adapter.description import describe_adapter
 from meshlora.adapter.formats.peft_format import begin_adapter
-from meshlora.adapter.plan import describe_adapter
 from meshlora.comm.collectives import all_gather, broadcast_in_place
 from meshlora.comm.groups import Mesh, join, leave
 from meshlora.comm.patience import patient_for

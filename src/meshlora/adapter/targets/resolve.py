@@ -30,7 +30,6 @@ from meshlora.feature import features
 from meshlora.plan.layout import Layout
 from meshlora.plan.pairs import check
 from meshlora.plan.rules import ExpertRule, ModelPlan
-from meshlora.plan.table import folded_names
 from meshlora_ground.compat.peft_targets import refuse_mamba_targets
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 
@@ -125,24 +124,6 @@ class Target:
         if part == "magnitude":
             part = "magnitude_vector"
         return f"{self.name}.lora_{part}"
-
-
-def describe_targets(targets: Mapping[str, Target]) -> list[str]:
-    """One line for each kind of target."""
-    lines = []
-    for name, same in folded_names(targets).items():
-        first = targets[same[0]]
-        line = f"  LoRA r={first.r} on {name}"
-        if first.pieces:
-            line += f" ({', '.join(first.pieces)})"
-        if len(same) > 1:
-            line += f", {len(same)} layers"
-        if first.is_shared:
-            line += f", one for all of {first.num_experts} experts"
-        elif first.num_experts:
-            line += f", each of {first.num_experts} experts"
-        lines.append(line)
-    return lines
 
 
 def check_supported(config: LoraConfig) -> None:
