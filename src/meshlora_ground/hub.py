@@ -35,9 +35,10 @@ from meshlora_ground.console import Console
 from meshlora_ground.errors import UserError, did_you_mean, one_line
 from meshlora_ground.lifetime import end_with
 from meshlora_ground.private import PrivateFolder, locked
-from meshlora_ground.reading import parse_yaml, read_text
+from meshlora_ground.reading import read_text
 from meshlora_ground.versions import version_of
 from meshlora_ground.weight_files import INDEX, SINGLE, check_no_single, shard_names
+from meshlora_ground.yaml_reading import parse_yaml
 
 Kind = Literal["model", "config", "adapter", "dataset"]
 # The user's own `HF_HUB_OFFLINE`, where the command line has set it for all libraries.

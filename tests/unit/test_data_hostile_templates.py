@@ -19,8 +19,8 @@ from transformers import AutoTokenizer
 
 import meshlora.reading.chat
 from meshlora.reading.tokenization import tokenize
+from meshlora_ground.apart import Failed, each_apart
 from meshlora_ground.errors import UserError
-from meshlora_ground.limits import Failed, each_apart
 from tests.run_files import TINY
 from tests.unit.records import END, MARKED, TWO_TURNS, UNMARKED, chat, make_tokenizer, trained_text
 

@@ -16,7 +16,7 @@ from meshlora.adapter.targets.resolve import SUPPORTED
 from meshlora.cli.main import main
 from meshlora.run.config.file import read_runs
 from meshlora_ground.errors import UserError
-from meshlora_ground.reading import parse_yaml
+from meshlora_ground.yaml_reading import parse_yaml
 from tests.for_each import for_each
 from tests.scripts import load_script
 

@@ -23,7 +23,8 @@ from meshlora.adapter.targets.options import check_patterns, pattern_key
 from meshlora.cli.main import main
 from meshlora_ground.errors import UserError
 from meshlora_ground.limits import time_limit
-from meshlora_ground.reading import parse_json, parse_yaml
+from meshlora_ground.reading import parse_json
+from meshlora_ground.yaml_reading import parse_yaml
 from tests.for_each import for_each
 from tests.unit.mistakes import (
     UP,

@@ -80,8 +80,8 @@ def add(commands: Any) -> None:
 
 def _verify(options: argparse.Namespace) -> None:
     import_libraries()
-    from meshlora.adapter.formats.peft_format import read_lora
     from meshlora.processes.launchers import launcher_place
+    from meshlora.run.config.file import read_lora
     from meshlora.run.edge import rank_edge
     from meshlora.verify.command import verify
     from meshlora.verify.faults.objectives import as_proved

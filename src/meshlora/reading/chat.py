@@ -2,7 +2,7 @@
 
 Owns: rendering a conversation, the turns of other roles in it, and the placeholders of images. Does not own: which
 turns are trained (`train_on.py`), where an answer begins and ends (`turns.py`), the template (the tokenizer's), the
-process it runs in (`meshlora_ground.limits`), plain text and truncation (`tokenization.py`), reading images
+process it runs in (`meshlora_ground.apart`), plain text and truncation (`tokenization.py`), reading images
 (`images.py`).
 """
 
@@ -44,9 +44,9 @@ from meshlora.reading.lost import (
 from meshlora.reading.records import Record, listed, without_paths
 from meshlora.reading.train_on import TrainOn, chosen, is_empty, left_out
 from meshlora.reading.turns import FAILURES, Ends, Messages, NothingError, Turns, UntoldError, after_prompt
+from meshlora_ground.apart import Failed, each_apart
 from meshlora_ground.errors import UnsupportedError, UserError, reason
 from meshlora_ground.files import read_json
-from meshlora_ground.limits import Failed, each_apart
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -169,7 +169,8 @@ def _simulate(console: Any, problem: Any, best: Any) -> dict[str, Any]:
 
 
 def _lora(file: str | None) -> Any:
-    from meshlora.adapter.formats.peft_format import lora_config, read_lora
+    from meshlora.adapter.formats.peft_format import lora_config
+    from meshlora.run.config.file import read_lora
 
     values: dict[str, Any] = {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"}
     if file:

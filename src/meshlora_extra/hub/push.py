@@ -25,7 +25,8 @@ from meshlora_ground.errors import UserError, one_line
 from meshlora_ground.files import read_json
 from meshlora_ground.hub import HEADER, endpoint, is_name, is_offline, online_environment, without_secrets
 from meshlora_ground.lifetime import end_with
-from meshlora_ground.reading import parse_yaml, read_text
+from meshlora_ground.reading import read_text
+from meshlora_ground.yaml_reading import parse_yaml
 
 _CONFIG, _CARD = "adapter_config.json", "README.md"
 # An adapter, and what it takes to use it. No training state, no manifest of a run, nothing pickled, no code.

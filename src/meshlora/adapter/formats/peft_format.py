@@ -39,7 +39,6 @@ from meshlora.model.inject import is_tied
 from meshlora.plan.rules import ModelPlan
 from meshlora_ground.errors import MeshloraError, SaveError, UnsupportedError, UserError, did_you_mean, reason
 from meshlora_ground.files import new_folder, read_json, write_json_atomically
-from meshlora_ground.reading import parse_yaml, read_text
 from meshlora_ground.tasks import CAUSAL, labels_of, set_labels, set_task, task_of
 from meshlora_ground.weight_files import repository_of
 
@@ -247,27 +246,6 @@ def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool
     except (TypeError, ValueError, ImportError, UserWarning) as error:  # ImportError: an option needs another package
         raise UserError(where, f"peft refuses it ({error})") from error
     return with_own_words(with_pieces(config, pieces), share_experts=shared, vision=vision)
-
-
-def read_lora(path: str | Path) -> dict[str, Any]:
-    """Fields of `peft.LoraConfig` from a YAML file, top-level or under the key `lora`, as in a run file.
-
-    Raises:
-        UserError: not readable, or not a mapping.
-    """
-    try:
-        values = parse_yaml(read_text(Path(path)))
-    except FileNotFoundError:
-        raise UserError(f"--lora {path}", "there is no such file") from None
-    except OSError as error:
-        raise UserError(f"--lora {path}", f"it is not readable YAML ({error.strerror})") from None
-    except ValueError as error:
-        raise UserError(f"--lora {path}", f"it is not readable YAML ({error})") from None
-    if isinstance(_mapping(values).get("lora"), dict):
-        values = values["lora"]
-    if not isinstance(values, dict):
-        raise UserError(f"--lora {path}", "it must hold fields of peft.LoraConfig, as in r: 16")
-    return values
 
 
 def _pieces(values: Any, where: str) -> dict[str, list[str]]:

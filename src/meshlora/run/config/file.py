@@ -1,6 +1,6 @@
 """Reading a run file: one YAML -> one tree of dataclasses, with errors that name the key.
 
-Owns: YAML, overrides, splitting a file with several adapters into one run each.
+Owns: YAML, overrides, splitting a file with several adapters into one run each; a file of `--lora`.
 Does not own: names, defaults and rules of the fields (`run.config.run`), their types (`run.config.types`).
 """
 
@@ -20,7 +20,8 @@ from meshlora.run.config.types import checked, groups
 from meshlora_ground.errors import UserError, did_you_mean
 from meshlora_ground.hub import located, located_files
 from meshlora_ground.objective import Referenced
-from meshlora_ground.reading import parse_yaml, read_text
+from meshlora_ground.reading import read_text
+from meshlora_ground.yaml_reading import parse_yaml
 
 
 def read_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
@@ -153,6 +154,26 @@ def _located(config: RunConfig) -> RunConfig:
     data = dataclasses.replace(data, eval=_files(data.eval, "data.eval", "validation"))
     model = dataclasses.replace(model, path=folder, revision=None)
     return dataclasses.replace(config, data=data, model=model, adapter=adapter, train=train)
+
+
+def read_lora(path: str | Path) -> dict[str, Any]:
+    """Fields of `peft.LoraConfig` from the YAML file of `--lora`, top-level or under the key `lora`, as in a run file.
+
+    Raises:
+        UserError: not readable, or not a mapping.
+    """
+    try:
+        values = parse_yaml(read_text(Path(path)))
+    except FileNotFoundError:
+        raise UserError(f"--lora {path}", "there is no such file") from None
+    except (OSError, ValueError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise UserError(f"--lora {path}", f"it is not readable YAML ({why})") from None
+    if isinstance(values, dict) and isinstance(values.get("lora"), dict):
+        values = values["lora"]
+    if not isinstance(values, dict):
+        raise UserError(f"--lora {path}", "it must hold fields of peft.LoraConfig, as in r: 16")
+    return values
 
 
 def _read_tree(file: Path) -> dict[str, Any]:
