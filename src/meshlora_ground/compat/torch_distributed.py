@@ -6,7 +6,7 @@ import contextlib
 from datetime import timedelta
 
 import torch
-from torch.distributed import ProcessGroup, Store
+from torch.distributed import ProcessGroup, Store, distributed_c10d
 
 from meshlora_ground.compat import replaced
 
@@ -35,23 +35,17 @@ class NamedGroup(ProcessGroup):
 
 def job_store() -> Store:
     """The store of this job's rendezvous. torch does not expose it, and a second store would need its own port."""
-    from torch.distributed import distributed_c10d
-
     return distributed_c10d._get_default_store()
 
 
 def can_split_groups() -> bool:
     """Whether `torch.distributed.split_group` works on this job: NCCL, bound to a device. torch does not say so."""
-    from torch.distributed import distributed_c10d
-
     group = distributed_c10d._get_default_group()
     return distributed_c10d.get_backend(group) == "nccl" and group.bound_device_id is not None
 
 
 def abort_groups() -> None:
     """Abort the communicators of all NCCL groups: their kernels wait for ranks that are gone. May block."""
-    from torch.distributed import distributed_c10d
-
     if distributed_c10d.is_initialized() and distributed_c10d.get_backend() == "nccl":
         distributed_c10d._abort_process_group()
 
@@ -60,8 +54,6 @@ def set_timeout(group: ProcessGroup, limit_s: float) -> None:
     """Set the timeout of later collectives of `group`. Before torch 2.14 the public API sets it only when a group is
     created.
     """
-    from torch.distributed import distributed_c10d
-
     set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
     set_timeout(timedelta(seconds=limit_s), group)
 
