@@ -175,7 +175,7 @@ def further_inputs(rows: Sequence[TokenSequence], length: int) -> dict[str, Tens
 
 def _stacked(entries: list[Tensor]) -> Tensor:
     """`entries` as one tensor, `[N, ...]`: images of unequal size are padded with zeros."""
-    largest = torch.tensor([entry.shape for entry in entries]).amax(0)
+    largest = torch.tensor([entry.shape for entry in entries], device="cpu").amax(0)
     found = torch.zeros(len(entries), *largest.tolist(), dtype=entries[0].dtype)
     for whole, entry in zip(found, entries, strict=True):
         whole[tuple(slice(0, size) for size in entry.shape)] = entry

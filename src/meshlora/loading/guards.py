@@ -171,7 +171,7 @@ def take_methods(model: Any) -> None:
         if hasattr(model, name) or name.startswith("__"):
             object.__setattr__(model, name, functools.partial(_refuse, name, rule, way_out))
     for module in model.modules():  # a layer can be compiled alone
-        object.__setattr__(module, "compile", functools.partial(_refuse, "compile", *_COMPILED))
+        object.__setattr__(module, "compile", _refuse_compile)
     _watch_compile()  # once for the process
 
 
@@ -182,7 +182,7 @@ def _watch_compile() -> None:
 
 
 def _check_owner(owner: Any, name: str, module: Any) -> None:
-    if name == "_orig_mod" and "compile" in vars(module):
+    if name == "_orig_mod" and vars(module).get("compile") is _refuse_compile:
         _refuse("torch.compile", *_COMPILED)
 
 
@@ -239,6 +239,10 @@ def _active_adapters(model: Any) -> list[str]:
 
 def _refuse(name: str, rule: str, way_out: str, *_: Any, **__: Any) -> None:
     raise UserError(f"{name} on a parallel model", rule, way_out)
+
+
+def _refuse_compile(*_: Any, **__: Any) -> None:
+    _refuse("compile", *_COMPILED)
 
 
 # --- wrappers of other libraries --------------------------------------------------------------------------------------

@@ -240,9 +240,9 @@ def has_own_head(folder: Path) -> bool:
                 heads.append(tensor)
             elif tensor.key.endswith(_EMBEDDING):
                 embeddings.append(tensor)
+        return len(heads) == len(embeddings) == 1 and not _same_values(heads[0], embeddings[0])
     except UserError:  # it is reported where weights are read
         return False
-    return len(heads) == len(embeddings) == 1 and not _same_values(heads[0], embeddings[0])
 
 
 def _same_values(one: StoredTensor, other: StoredTensor) -> bool:

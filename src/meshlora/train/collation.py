@@ -110,7 +110,7 @@ def _more(each: AbstractSequence[Mapping[str, Tensor]], length: int) -> dict[str
             found[name] = torch.stack([F.pad(part, (0, length - len(part))) for part in parts])
         else:
             # One row for each image, padded to the largest sizes: images have more patches, or tiles, than others.
-            sizes = torch.tensor([part.shape[1:] for part in parts]).amax(0).tolist()
+            sizes = torch.tensor([part.shape[1:] for part in parts], device="cpu").amax(0).tolist()
             found[name] = torch.cat([_padded(part, sizes) for part in parts])
     return found
 

@@ -233,11 +233,7 @@ def prepare_proof(request: Request) -> Proof:
             rows_of(config, name, piece, rule.out_features)
     # The same for all: the reference is on it too.
     device = _device(request.device, max(t.world for t in plans), request.ranks_per_gpu)
-    if is_twin:
-        model, files, notes = "", [_config_text(config)], []
-    else:
-        model = str(request.model)
-        files, notes = file_fingerprint(Path(model)), _notes(request, first)
+    model = "" if is_twin else str(request.model)
     where = {"proof.dtype": dtype, "proof.device": device, "proof.model": model}
     for blueprint in blueprints.values():
         check({**blueprint.asked, **_asked(request), **where})
@@ -256,6 +252,10 @@ def prepare_proof(request: Request) -> Proof:
         device=device,
         **of_adapter,
     )
+    if is_twin:
+        files, notes = [_config_text(config)], []
+    else:  # after all refusals: gigabytes may be read
+        files, notes = file_fingerprint(Path(model)), _notes(request, first)
     if case.routed:
         notes.append("each token goes to the experts that its rollout says")
     if request.ranks_per_gpu > 1:

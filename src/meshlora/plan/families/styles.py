@@ -48,6 +48,7 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
     start = f"{layers_name.rpartition('.')[2]}.*."  # in decoder layers: `layers.*.mlp.up_proj` -> `mlp.up_proj`
     paths, apart = _paths(layers), {name.removeprefix(f"{layers_name}.").partition(".")[2] for name in experts}
     styles: dict[str, str] = {}  # path of a module -> its style
+    seen = set()
     for key, style in plan.items():
         pattern = _regex(key.removeprefix(start))
         if not key.startswith(start) or any(map(pattern.fullmatch, apart)):
@@ -56,7 +57,8 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
             if pattern.fullmatch(path):
                 # The first pattern that matches counts.
                 styles.setdefault(path, style)
-    unknown = sorted(set(styles.values()) - _LEAVES.keys() - _WHOLE - _GATHERS)
+                seen.add(style)
+    unknown = sorted(seen - _LEAVES.keys() - _WHOLE - _GATHERS)
     if unknown:
         raise UnsupportedError(
             f"model_type {model_type!r}", f"its plan has styles that are not supported yet: {unknown}", "use tp=1"
