@@ -171,9 +171,8 @@ def import_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
     config, targets = planned.config, planned.targets
     factors = engine_factors(file, targets, plan)
     if factors is None:
-        raise UserError(
-            f"{folder} and --model", "it is in PEFT's form, which is no different for any model", "leave out --model"
-        )
+        rule = "it is in PEFT's form, which is no different for any model"
+        raise UserError(f"{folder} and --model", rule, "leave out --model")
     full = {targets[name].name_of(part): tensor for name, parts in factors.items() for part, tensor in parts.items()}
     written = file_tensors(full, targets)
     with open_adapter(file) as opened:
@@ -198,18 +197,16 @@ def _check_targets(where: str, targets: Mapping[str, Target], plan: ModelPlan) -
         raise UserError(where, "it is on no experts, and engines read the rest in PEFT's form", "serve it as it is")
     for name in targets:
         if name in plan.routers:
-            raise UnsupportedError(
-                f"{where}: LoRA on the router {name}", "not every engine applies it", "merge it: meshlora merge"
-            )
+            rule = "not every engine applies it"
+            raise UnsupportedError(f"{where}: LoRA on the router {name}", rule, "merge it: meshlora merge")
 
 
 def _check_no_base(folder: Path, tensors: Collection[str], targets: Collection[str], plan: ModelPlan) -> None:
     """Refuse an embedding or a head of the base in the folder: PEFT loads it, engines do not."""
     for name, key in base_keys(targets, plan).items():
         if name not in targets and key in tensors:
-            raise UnsupportedError(
-                f"{folder}: {key}", "it is a weight of the base, which engines do not read", "merge it: meshlora merge"
-            )
+            rule = "it is a weight of the base, which engines do not read"
+            raise UnsupportedError(f"{folder}: {key}", rule, "merge it: meshlora merge")
 
 
 def _one_scaling(where: str, targets: Mapping[str, Target]) -> float:
@@ -222,11 +219,9 @@ def _one_scaling(where: str, targets: Mapping[str, Target]) -> float:
     for other in targets.values():
         # With use_rslora the scale of pieces comes from a square root.
         if not math.isclose(other.scaling, first.scaling, rel_tol=1e-12):
-            raise UserError(
-                f"{where}: {first.name} is scaled by {first.scaling:g}, {other.name} by {other.scaling:g}",
-                "engines know one lora_alpha and one r for all of an adapter",
-                "train with the same lora_alpha / r everywhere, or merge it: meshlora merge",
-            )
+            given = f"{where}: {first.name} is scaled by {first.scaling:g}, {other.name} by {other.scaling:g}"
+            rule = "engines know one lora_alpha and one r for all of an adapter"
+            raise UserError(given, rule, "train with the same lora_alpha / r everywhere, or merge it: meshlora merge")
     return first.scaling
 
 

@@ -26,8 +26,6 @@ def cache_argument(function: Callable[..., Any]) -> str:
     for name in _NAMES:
         if name in parameters:
             return name
-    raise UnsupportedError(
-        f"{function.__qualname__} of {function.__module__} with transformers {transformers.__version__}",
-        f"a cache must be taken under one of the names {', '.join(_NAMES)}",
-        "use the transformers of constraints.txt",
-    )
+    given = f"{function.__qualname__} of {function.__module__} with transformers {transformers.__version__}"
+    rule = f"a cache must be taken under one of the names {', '.join(_NAMES)}"
+    raise UnsupportedError(given, rule, "use the transformers of constraints.txt")

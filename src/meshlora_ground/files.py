@@ -93,9 +93,8 @@ def open_safetensors(path: Path) -> Iterator[Any]:
     except FileNotFoundError:
         raise UserError(f"{path}", "the file is missing") from None
     except SafetensorError as error:
-        raise UserError(
-            f"{path}", f"it is damaged or not a safetensors file ({error})", "copy or download it again"
-        ) from None
+        rule = f"it is damaged or not a safetensors file ({error})"
+        raise UserError(f"{path}", rule, "copy or download it again") from None
     except OSError as error:
         raise UserError(f"{path}", f"it cannot be read ({error.strerror or error})") from None
 

@@ -147,11 +147,9 @@ def _had(wanted: _Wanted, given: str, option: str) -> Path:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     if stays_here:
-        raise UserError(
-            f"{option}={given}",
-            f"there is no such folder, and HF_HUB_OFFLINE is set but {HF_HUB_CACHE} lacks files of it",
-            f"unset HF_HUB_OFFLINE, or fill the cache where there is a network: hf download {wanted.name}",
-        )
+        rule = f"there is no such folder, and HF_HUB_OFFLINE is set but {HF_HUB_CACHE} lacks files of it"
+        way_out = f"unset HF_HUB_OFFLINE, or fill the cache where there is a network: hf download {wanted.name}"
+        raise UserError(f"{option}={given}", rule, way_out)
     locks = PrivateFolder(_LOCKS.expanduser(), f"the locks of downloads, {_LOCKS}", "let HOME be elsewhere")
     locks.make()
     name = hashlib.sha256(f"{HF_HUB_CACHE} {wanted.name}".encode()).hexdigest()[:16]
@@ -265,11 +263,8 @@ class _Wanted:
             files |= {*fnmatch.filter(there, pattern)}
         tables = sorted(file for file in files if file.endswith(_TABLES))
         if not tables:
-            raise UserError(
-                f"{self.name}:{self.split}",
-                f"its {len(files)} files of this split are not Parquet, JSON Lines or CSV, and no code of it is run",
-                "name a split as OWNER/NAME:SPLIT, or convert it",
-            )
+            rule = f"its {len(files)} files of this split are not Parquet, JSON Lines or CSV, and no code of it is run"
+            raise UserError(f"{self.name}:{self.split}", rule, "name a split as OWNER/NAME:SPLIT, or convert it")
         return tables
 
 

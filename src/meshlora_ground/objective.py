@@ -95,15 +95,11 @@ class Referenced(_Objective):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.reference:
-            raise UserError(
-                "train.objective.reference is empty", "it must name a policy", "give start, base or a folder"
-            )
+            rule = "it must name a policy"
+            raise UserError("train.objective.reference is empty", rule, "give start, base or a folder")
         if self.reference != "start" and not self.needs_base:
-            raise UserError(
-                f"train.objective.reference={self.reference}",
-                "it has no effect without kl_coef",
-                "give both, or neither",
-            )
+            rule = "it has no effect without kl_coef"
+            raise UserError(f"train.objective.reference={self.reference}", rule, "give both, or neither")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -207,11 +207,8 @@ def _wait(descriptor: int, folder: PrivateFolder, name: str, doing: str, limit_s
         except OSError as error:  # some network file systems
             raise UserError(folder.name, f"its file system has no locks ({error.strerror})", folder.way_out) from None
         if waited_s >= limit_s:
-            raise UserError(
-                folder.name,
-                f"{_holder(descriptor)}, which {doing}, holds {name} longer than {limit_s:.0f} s",
-                f"end that process, or {folder.way_out}",
-            )
+            rule = f"{_holder(descriptor)}, which {doing}, holds {name} longer than {limit_s:.0f} s"
+            raise UserError(folder.name, rule, f"end that process, or {folder.way_out}")
         if waited_s >= SAY_AFTER_S and not has_said:
             logger.warning("waiting for %s, which %s (%s)", _holder(descriptor), doing, folder.path / name)
             has_said = True

@@ -64,10 +64,8 @@ class RoutingRecord:
             raise UserError(f"step {step + 1}, {block}", "no choices of experts are recorded for it")
         found = torch.where((tokens >= 0).unsqueeze(1), table[tokens.clamp(min=0)].long(), -1)
         if lost := ((tokens >= 0) & (found < 0).any(1)).nonzero().flatten().tolist():
-            raise UserError(
-                f"step {step + 1}, {block}, token {int(tokens[lost[0]])}",
-                f"no choice of experts is recorded for it, nor for {len(lost) - 1} more of this forward",
-            )
+            rule = f"no choice of experts is recorded for it, nor for {len(lost) - 1} more of this forward"
+            raise UserError(f"step {step + 1}, {block}, token {int(tokens[lost[0]])}", rule)
         return found
 
     def save(self, file: Path) -> None:
@@ -187,10 +185,8 @@ class _Choosing(TorchFunctionMode):
             return found
         scores, index = args[0], found[1]
         if scores.shape[0] != self.num_tokens or index.shape[0] != self.num_tokens:
-            raise UnsupportedError(
-                f"the router of {self.block}",
-                f"it chooses for {scores.shape[0]} rows, of a forward of {self.num_tokens} tokens",
-            )
+            rule = f"it chooses for {scores.shape[0]} rows, of a forward of {self.num_tokens} tokens"
+            raise UnsupportedError(f"the router of {self.block}", rule)
         width = scores.shape[1]
         if width == self.num_experts:
             index = self._own(index)
@@ -206,11 +202,9 @@ class _Choosing(TorchFunctionMode):
         if self.given is None:
             return index
         if self.given.shape != index.shape:
-            raise UserError(
-                f"{self.block}: {self.given.shape[1]} choices for each token",
-                f"its router makes {index.shape[1]}",
-                "they are of another model",
-            )
+            rule = f"its router makes {index.shape[1]}"
+            way_out = "they are of another model"
+            raise UserError(f"{self.block}: {self.given.shape[1]} choices for each token", rule, way_out)
         given = self.given.to(index.device)
         return torch.where(given >= 0, given, index)
 

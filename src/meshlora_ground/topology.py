@@ -161,11 +161,9 @@ class Topology:
                 raise UserError(f"{flag} with {sizes}", why, f"raise {' or '.join(needs)} or leave out {flag}")
         if self.per_stage % (self.ep * self.etp):
             whole = _product(self.sizes, _of_stage(DENSE_AXES))
-            raise UserError(
-                f"ep*etp={self.ep * self.etp} with {whole}={self.per_stage}",
-                f"ep*etp must divide {whole}",
-                f"use ep*etp in {set_of(divisors(self.per_stage))}",
-            )
+            rule = f"ep*etp must divide {whole}"
+            way_out = f"use ep*etp in {set_of(divisors(self.per_stage))}"
+            raise UserError(f"ep*etp={self.ep * self.etp} with {whole}={self.per_stage}", rule, way_out)
 
     @property
     def world(self) -> int:
@@ -265,9 +263,8 @@ class Topology:
                 known = [*_SIZES, *FLAGS, *NUMBERS]
                 raise UserError(f"topology {text!r}", f"{name!r} is not an axis", did_you_mean(name, known))
             elif not (value.isascii() and value.isdecimal()):
-                raise UserError(
-                    f"topology {text!r}", f"{name} needs a whole number, as in {name}=2", f"it has {value!r}"
-                )
+                rule = f"{name} needs a whole number, as in {name}=2"
+                raise UserError(f"topology {text!r}", rule, f"it has {value!r}")
             else:
                 given[name] = int(value)
         if _REST not in given:
@@ -275,11 +272,8 @@ class Topology:
         # The rules between sizes are those of any topology, so they come before the number of processes.
         topology = cls(**given)
         if world is not None and topology.world != world:
-            raise UserError(
-                f"topology {topology} needs {topology.world} processes",
-                f"{world} were started",
-                f"start {topology.world}, or use sizes whose product {_product(given, DENSE_AXES)} is {world}",
-            )
+            way_out = f"start {topology.world}, or use sizes whose product {_product(given, DENSE_AXES)} is {world}"
+            raise UserError(f"topology {topology} needs {topology.world} processes", f"{world} were started", way_out)
         return topology
 
     def __str__(self) -> str:
@@ -389,9 +383,6 @@ def _missing(world: int | None, given: dict[str, Any]) -> int:
         return max(1, experts // math.gcd(experts, inside)) if others else 1
     if world % others:
         what = _product(given, _OTHERS)
-        raise UserError(
-            f"{what}={others} on {world} processes",
-            f"{what} must divide the number of processes",
-            f"use {what} in {set_of(divisors(world))}",
-        )
+        rule = f"{what} must divide the number of processes"
+        raise UserError(f"{what}={others} on {world} processes", rule, f"use {what} in {set_of(divisors(world))}")
     return world // others

@@ -39,11 +39,8 @@ def weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         return _shards(folder)
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
-        raise UserError(
-            f"{folder}",
-            "it holds pickled weights only, and meshlora unpickles nothing",
-            "convert it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)",
-        )
+        way_out = "convert it: AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
+        raise UserError(f"{folder}", "it holds pickled weights only, and meshlora unpickles nothing", way_out)
     raise UserError(f"{folder}", f"it holds no {SINGLE} and no {INDEX}")
 
 
@@ -101,11 +98,8 @@ def _shards(folder: Path) -> list[Path]:
     names, there = shard_names(folder / INDEX), set(os.listdir(folder))
     for name in names:
         if name not in there or not (folder / name).is_file():
-            raise UserError(
-                f"{folder / INDEX}",
-                f"it names {name[-_LONGEST_NAME:]!r}, which is not in the folder",
-                "download it again",
-            )
+            rule = f"it names {name[-_LONGEST_NAME:]!r}, which is not in the folder"
+            raise UserError(f"{folder / INDEX}", rule, "download it again")
     return [folder / name for name in names]
 
 

@@ -223,11 +223,8 @@ def check_tokens(data: TokenizedDataset, ids: Iterable[int]) -> None:
     if data.predicts_next:
         found &= {*data.input_ids[data.is_trained & ~is_first].tolist()}
     if missing := sorted({*ids} - found):
-        raise UserError(
-            f"trainable_token_indices: {missing[0]}",
-            "no sequence of the proof has it both read and predicted, so its row would not be proved",
-            "give fewer tokens, or --data with them",
-        )
+        rule = "no sequence of the proof has it both read and predicted, so its row would not be proved"
+        raise UserError(f"trainable_token_indices: {missing[0]}", rule, "give fewer tokens, or --data with them")
 
 
 def with_rollouts(data: TokenizedDataset, *, vocab_size: int, seed: int, is_rewarded: bool = False) -> TokenizedDataset:

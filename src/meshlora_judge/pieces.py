@@ -52,9 +52,8 @@ def rows_of(config: Any, module: str, piece: str, out_features: int) -> Tensor:
         width = out_features // (heads + 2 * kv)
         found = dict(zip("qkv", rows.split([heads * width, kv * width, kv * width]), strict=True))
     if piece not in found:
-        raise UnsupportedError(
-            f"pieces: {piece!r} of {module}", f"the proof does not know it in {family}", "train the whole matrix"
-        )
+        rule = f"the proof does not know it in {family}"
+        raise UnsupportedError(f"pieces: {piece!r} of {module}", rule, "train the whole matrix")
     return found[piece]
 
 

@@ -207,11 +207,9 @@ def accumulate(
         if parameter.grad is None and batches[0].is_of_images and not has_images:
             continue  # a vision part, in a step that has none
         if parameter.grad is None:
-            raise UnsupportedError(
-                f"an adapter on {name.rpartition('.')[0]}",
-                "one process gives it no gradient: text does not pass through it",
-                "leave it out with exclude_modules",
-            )
+            given = f"an adapter on {name.rpartition('.')[0]}"
+            rule = "one process gives it no gradient: text does not pass through it"
+            raise UnsupportedError(given, rule, "leave it out with exclude_modules")
         parameter.grad /= number
     return sum(float(each.detach()) for each in sums) / number, aux
 

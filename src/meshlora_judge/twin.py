@@ -172,9 +172,8 @@ def twin_config(model_type: str, *, tp: int = 1, block: int = 1, **overrides: An
         UserError: transformers has no such model type. UnsupportedError: its sizes cannot be shrunk.
     """
     if model_type not in CONFIG_MAPPING:
-        raise UserError(
-            f"model_type {model_type!r}", "transformers has no such family", did_you_mean(model_type, CONFIG_MAPPING)
-        )
+        rule = "transformers has no such family"
+        raise UserError(f"model_type {model_type!r}", rule, did_you_mean(model_type, CONFIG_MAPPING))
     cls = CONFIG_MAPPING[model_type]
     # Flags decide of what kinds the layers are, so they come before the choice of layers; sizes come after it.
     flags = {k: v for k, v in overrides.items() if v is None or isinstance(v, bool | str)}

@@ -141,9 +141,8 @@ def check_not_merged(state: Runtime, what: str) -> None:
         UserError: it is.
     """
     if state.unmerged is not None:
-        raise UserError(
-            f"{what} while an adapter is merged", "its weights are those of one adapter", "call meshlora.unmerge before"
-        )
+        rule = "its weights are those of one adapter"
+        raise UserError(f"{what} while an adapter is merged", rule, "call meshlora.unmerge before")
 
 
 def add_adapter(model: Any, name: str, config: LoraConfig, *, seed: int = 0) -> None:

@@ -176,17 +176,14 @@ def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets:
     for owner in _modules_to_save(model, plan, config):
         module = model.get_submodule(owner)
         if owner in targets:
-            raise UserError(
-                f"modules_to_save={list(config.modules_to_save or ())}",
-                f"{owner} is a target of LoRA too",
-                "a module is trained in full or by LoRA: take it out of one of the two",
-            )
+            given = f"modules_to_save={list(config.modules_to_save or ())}"
+            rule = f"{owner} is a target of LoRA too"
+            raise UserError(given, rule, "a module is trained in full or by LoRA: take it out of one of the two")
         # Of a classifier: a whole block with modules of its own, which PEFT saves as one.
         is_head = owner in HEADS and plan.task != CAUSAL
         if list(module.children()) and not is_head and owner not in {*plan.linears, plan.embedding}:
-            raise UnsupportedError(
-                f"modules_to_save: {owner}", "it is a whole block", "name norms, linears or embeddings"
-            )
+            rule = "it is a whole block"
+            raise UnsupportedError(f"modules_to_save: {owner}", rule, "name norms, linears or embeddings")
         leaves = [leaf for leaf, _ in module.named_parameters(recurse=is_head)]
         if "bias" in leaves:
             check({"bias": config.bias, "modules_to_save with a bias": owner})
@@ -216,11 +213,8 @@ def _modules_to_save(model: Any, plan: ModelPlan, config: LoraConfig) -> Iterato
         if owners or (wanted in HEADS and plan.task != CAUSAL):
             continue  # PEFT writes the names of all heads, whichever the model has
         with_parameters = [name for name, module in model.named_modules() if list(module.parameters(recurse=False))]
-        raise UserError(
-            f"modules_to_save={list(config.modules_to_save or ())}",
-            f"{wanted!r} is no module of the model",
-            did_you_mean(wanted, suffixes(with_parameters)),
-        )
+        given = f"modules_to_save={list(config.modules_to_save or ())}"
+        raise UserError(given, f"{wanted!r} is no module of the model", did_you_mean(wanted, suffixes(with_parameters)))
 
 
 def final_config(config: LoraConfig, targets: Mapping[str, Target], plan: ModelPlan) -> LoraConfig:

@@ -63,9 +63,8 @@ def _train(options: argparse.Namespace) -> None:
     import_libraries()
     place = checked_place(options)
     if options.resume_despite and options.resume is None:
-        raise UserError(
-            f"--resume-despite {options.resume_despite[0]}", "it has no effect without --resume", "give both"
-        )
+        way_out = "give both"
+        raise UserError(f"--resume-despite {options.resume_despite[0]}", "it has no effect without --resume", way_out)
     if options.stopped_exit_code not in {0, *range(3, 126)}:
         given, rule = f"--stopped-exit-code {options.stopped_exit_code}", "1 and 2 are failures, above 125 are signals"
         raise UserError(given, rule, "use one of 3 to 125, as in 85; or 0, as for a run that is done")

@@ -91,11 +91,9 @@ def _verify(options: argparse.Namespace) -> None:
     place = launcher_place()
     if place is not None and place.world > 1:
         with rank_edge():
-            raise UserError(
-                f"meshlora verify as one of {place.world} ranks of a launcher",
-                "it starts ranks of its own",
-                "start it once, without torchrun or srun",
-            )
+            rule = "it starts ranks of its own"
+            way_out = "start it once, without torchrun or srun"
+            raise UserError(f"meshlora verify as one of {place.world} ranks of a launcher", rule, way_out)
     names: list[str] = []
     for each in options.mutation:
         names += MUTATIONS if each == "all" else [each]

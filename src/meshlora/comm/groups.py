@@ -345,11 +345,8 @@ def on_gpus(device_type: str, *, num_ranks: int, ranks_per_gpu: int = 1) -> bool
     check_ranks_per_gpu(ranks_per_gpu)
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device_type == "auto" and not num_gpus and not hides_gpus() and any(f.exists() for f in _DRIVER):
-        raise UserError(
-            "device: auto",
-            f"torch {torch.__version__} cannot use the NVIDIA GPU of this machine",
-            "does the build of torch fit the driver, and was the process given a GPU? Or give device: cpu",
-        )
+        way_out = "does the build of torch fit the driver, and was the process given a GPU? Or give device: cpu"
+        raise UserError("device: auto", f"torch {torch.__version__} cannot use the NVIDIA GPU of this machine", way_out)
     if device_type == "cpu" or (device_type == "auto" and not num_gpus):
         if ranks_per_gpu > 1:
             rule = "it needs CUDA: these ranks would compute on CPUs, which they share anyway"

@@ -157,8 +157,5 @@ def _refuse(func: Any) -> NoReturn:
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         name = f"reading .{getattr(getattr(func, '__self__', None), '__name__', '?')}"  # of an attribute
-    raise UnsupportedError(
-        f"this model's forward calls {name} on its logits",
-        "with the head split over tp, only what acts on each logit by itself is known to be exact",
-        "use tp=1",
-    )
+    rule = "with the head split over tp, only what acts on each logit by itself is known to be exact"
+    raise UnsupportedError(f"this model's forward calls {name} on its logits", rule, "use tp=1")

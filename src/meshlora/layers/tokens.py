@@ -178,11 +178,9 @@ class ForwardTokens:
             return _in_turn(held, 0, num_rows)
         if self.sp and num_rows * self.tp.size == total:
             return _in_turn(held, self.tp.rank * num_rows, num_rows)
-        raise UnsupportedError(
-            f"dropout, or one of several adapters, in {module}",
-            f"it is called with {num_rows} rows for {total} tokens",
-            "leave it out of target_modules, or set lora_dropout: 0 and train one adapter",
-        )
+        rule = f"it is called with {num_rows} rows for {total} tokens"
+        way_out = "leave it out of target_modules, or set lora_dropout: 0 and train one adapter"
+        raise UnsupportedError(f"dropout, or one of several adapters, in {module}", rule, way_out)
 
     def _held(self, shares: list[Share]) -> list[Share]:
         """The shares with the tokens of this cp rank alone; `shares` itself where nothing is cut."""

@@ -272,15 +272,11 @@ def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code
         return model
     folder = Path(model)
     if not folder.is_dir():
-        raise UserError(
-            f"model {str(model)!r}", "there is no such folder", "give a folder, or a name of the hub: OWNER/NAME"
-        )
+        rule = "there is no such folder"
+        raise UserError(f"model {str(model)!r}", rule, "give a folder, or a name of the hub: OWNER/NAME")
     if (folder / CONFIG_FILE).exists():
-        raise UserError(
-            f"model {folder}",
-            f"it holds {CONFIG_FILE}, by which transformers would load another base, with that adapter",
-            "give the base model's own folder, and the adapter one of its own",
-        )
+        rule = f"it holds {CONFIG_FILE}, by which transformers would load another base, with that adapter"
+        raise UserError(f"model {folder}", rule, "give the base model's own folder, and the adapter one of its own")
     if not (folder / "config.json").is_file():
         raise UserError(f"model {folder}", "it holds no config.json", "it should be the folder of one checkpoint")
     file = folder / "config.json"
@@ -292,11 +288,8 @@ def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code
     if model_type is not None and not isinstance(model_type, str):
         raise UserError(f"{file}: model_type {model_type!r}", "it must be text")
     if model_type is not None and model_type not in CONFIG_MAPPING and "auto_map" not in stored:
-        raise UserError(
-            f"{file}: model_type {model_type!r}",
-            f"transformers {transformers.__version__} has no such family",
-            did_you_mean(model_type, CONFIG_MAPPING),
-        )
+        rule = f"transformers {transformers.__version__} has no such family"
+        raise UserError(f"{file}: model_type {model_type!r}", rule, did_you_mean(model_type, CONFIG_MAPPING))
     check_numbers(stored, f"{file}", num_tensors=lambda: num_stored(folder))
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=trust_remote_code)

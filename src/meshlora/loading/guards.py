@@ -131,11 +131,9 @@ def guard_model(model: Any, topology: Topology) -> None:
             attach.check_not_merged(model.meshlora, "a forward with gradients")
         tokens = given_tokens(args, kwargs)[1]
         if fixed is not None and torch.is_grad_enabled() and tokens is not None and tokens.shape[1] > fixed[0]:
-            raise UnsupportedError(
-                f"a batch of {tokens.shape[1]} positions",
-                f"beyond {fixed[0]} the model's {fixed[1]} depends on the batch's length, hence on the topology",
-                f"train with sequences of at most {fixed[0]} tokens",
-            )
+            given = f"a batch of {tokens.shape[1]} positions"
+            rule = f"beyond {fixed[0]} the model's {fixed[1]} depends on the batch's length, hence on the topology"
+            raise UnsupportedError(given, rule, f"train with sequences of at most {fixed[0]} tokens")
 
     model.register_forward_pre_hook(check, with_kwargs=True)
 

@@ -46,11 +46,8 @@ def check_units(model: nn.Module, plan: ModelPlan) -> None:
         names[id(parameter)] = name  # the last of its names
     for key, units_of_it in owners.items():
         if len(units_of_it) > 1:
-            raise UnsupportedError(
-                f"{plan.topology}: {names[key]}",
-                "a decoder layer shares it with another part of the model",
-                "leave out dp_shard",
-            )
+            rule = "a decoder layer shares it with another part of the model"
+            raise UnsupportedError(f"{plan.topology}: {names[key]}", rule, "leave out dp_shard")
 
 
 def check_not_sharded(plan: ModelPlan, name: str, parameter: Tensor) -> None:

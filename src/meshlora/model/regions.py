@@ -84,11 +84,9 @@ class TokenCut:
         self.batch_size, self.seq_len = x.shape[0], x.shape[1]
         tokens = self.batch_size * self.seq_len
         if tokens % self.tp.size:
-            raise UserError(
-                f"batch_size * seq_len = {self.batch_size} * {self.seq_len}",
-                f"under sp the number of tokens must divide by tp={self.tp.size}",
-                "pad the sequences (meshlora.collate does, with token_multiple=tp)",
-            )
+            given = f"batch_size * seq_len = {self.batch_size} * {self.seq_len}"
+            rule = f"under sp the number of tokens must divide by tp={self.tp.size}"
+            raise UserError(given, rule, "pad the sequences (meshlora.collate does, with token_multiple=tp)")
         return slice_one_to_each(x.reshape(tokens, -1), self.tp).unsqueeze(0)
 
     def whole(self, x: Tensor, *, terms: bool) -> Tensor:

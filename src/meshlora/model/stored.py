@@ -286,11 +286,8 @@ def _with_packed(folder: Path, quantization: Mapping[str, Any] | None) -> list[S
             parts = {part: tensors[key] for part, key in keys.items() if key in tensors}
             if form is None or parts.keys() != keys.keys() or len(parts) < 2:
                 shapes = ", ".join(f"{part} {list(tensor.shape)}" for part, tensor in parts.items())
-                raise UserError(
-                    f"checkpoint {folder}: {name}",
-                    f"its stored parts are not all there, or do not fit one another ({shapes})",
-                    "download it again",
-                )
+                rule = f"its stored parts are not all there, or do not fit one another ({shapes})"
+                raise UserError(f"checkpoint {folder}: {name}", rule, "download it again")
             spent |= {*keys.values(), *others} - {name}  # some formats store the codes under the weight's own name
             found[name] = StoredTensor(parts["codes"].file, name, form.shape, "F32", packed=(form, parts))
     return [tensor for key, tensor in found.items() if key not in spent]  # scales and codes are no weights of the model
@@ -420,11 +417,8 @@ def _together(places: list[_Found]) -> Stored:
     places = sorted(places, key=lambda p: (p.pattern, -1 if p.number is None else p.number))
     for one, two in itertools.pairwise(places):
         if one.is_stacked != two.is_stacked or one[1:] == two[1:]:
-            raise UserError(
-                f"{one.tensor.file.parent}: {one.tensor.key} and {two.tensor.key}",
-                "both are stored for the same parameter",
-                "keep one of the two",
-            )
+            given = f"{one.tensor.file.parent}: {one.tensor.key} and {two.tensor.key}"
+            raise UserError(given, "both are stored for the same parameter", "keep one of the two")
     if not places[0].is_stacked:  # as all are, or none
         return Stored((tuple(place.tensor for place in places),))
     names: dict[int, str] = {}
@@ -437,11 +431,9 @@ def _together(places: list[_Found]) -> Stored:
         row = by_place[expert]
         for pattern, name in names.items():
             if pattern not in row:
-                raise UserError(
-                    f"checkpoint {places[0].tensor.file.parent}: {name.replace('*', str(expert))}",
-                    f"it is missing, and other weights of expert {expert} are there",
-                    "download it again",
-                )
+                given = f"checkpoint {places[0].tensor.file.parent}: {name.replace('*', str(expert))}"
+                rule = f"it is missing, and other weights of expert {expert} are there"
+                raise UserError(given, rule, "download it again")
         rows.append(tuple(row[pattern] for pattern in names))
     return Stored(tuple(rows), tuple(experts), tuple(names.values()))
 

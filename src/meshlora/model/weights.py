@@ -240,11 +240,9 @@ def check_finite(value: Tensor, name: str, source: Source) -> None:
     # A fifth of the time of the copy into memory; isfinite takes five times that copy.
     least, most = value.aminmax()
     if not (least.isfinite() and most.isfinite()):
-        raise UserError(
-            f"{source.describe()}: {name}",
-            f"it holds values that are not finite as {str(value.dtype).removeprefix('torch.')}",
-            "copy or download it again, or use a dtype of a wider range",
-        )
+        given = f"{source.describe()}: {name}"
+        rule = f"it holds values that are not finite as {str(value.dtype).removeprefix('torch.')}"
+        raise UserError(given, rule, "copy or download it again, or use a dtype of a wider range")
 
 
 def _base_name(path: str, module: nn.Module, leaf: str) -> str:
@@ -390,11 +388,9 @@ def check_tied(names: Sequence[str], source: Source) -> None:
     first, *others = [name for name in names if source.shape(name) is not None]
     for name in others:
         if not _are_equal(first, name, source):
-            raise UserError(
-                f"{source.describe()}: {first} and {name}",
-                "config.json ties them, but they differ",
-                "set tie_word_embeddings: false in config.json",
-            )
+            given = f"{source.describe()}: {first} and {name}"
+            rule = "config.json ties them, but they differ"
+            raise UserError(given, rule, "set tie_word_embeddings: false in config.json")
 
 
 def _are_equal(one: str, other: str, source: Source) -> bool:

@@ -224,11 +224,9 @@ class _Planner:
                 name = f"{self.layers_name}.{index}.{path}"
                 attends, reaches = transformers_models.calls_attention(module), transformers_models.keeps_inputs(module)
                 if _numbers_tokens(module):
-                    raise UnsupportedError(
-                        f"{self.what} on {topology}",
-                        f"its {type(module).__name__} itself numbers the tokens that it is called with, from 0",
-                        "use dp, tp and sp, which keep sequences whole in it",
-                    )
+                    given = f"{self.what} on {topology}"
+                    rule = f"its {type(module).__name__} itself numbers the tokens that it is called with, from 0"
+                    raise UnsupportedError(given, rule, "use dp, tp and sp, which keep sequences whole in it")
                 if "Indexer" in type(module).__name__:  # chooses among all keys of a sequence
                     self._refuse_mixing(module)
                 # A module may both attend and keep inputs or a state: of such nobody knows what a rank must pass on.
@@ -360,11 +358,8 @@ class _Planner:
             for leaf, parameter in module.named_parameters(recurse=False):
                 is_norm = "Norm" in type(module).__name__ and parameter.ndim == 1
                 if parameter.numel() > 1 and not is_norm and f"{path}.{leaf}" not in {*self.parameters, *whole}:
-                    raise UnsupportedError(
-                        f"{path}.{leaf} {list(parameter.shape)}",
-                        "its tensor-parallel plan does not say how it is split",
-                        "use tp=1",
-                    )
+                    rule = "its tensor-parallel plan does not say how it is split"
+                    raise UnsupportedError(f"{path}.{leaf} {list(parameter.shape)}", rule, "use tp=1")
 
     def _check_divisible(self) -> None:
         """Refuse a tp that does not divide the heads and every split width, naming values that do."""
@@ -475,10 +470,8 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     if len(lists) > 1:  # convolutions or heads beside them, by the names that transformers gives layers
         lists = {name: m for name, m in lists.items() if name.rpartition(".")[2] in ("layers", "h", "blocks")}
     if len(lists) != 1:
-        raise UnsupportedError(
-            f"model_type {model.config.model_type!r}",
-            f"it must hold exactly one list of decoder layers (found: {', '.join(lists) or 'none'})",
-        )
+        rule = f"it must hold exactly one list of decoder layers (found: {', '.join(lists) or 'none'})"
+        raise UnsupportedError(f"model_type {model.config.model_type!r}", rule)
     return next(iter(lists.items()))
 
 

@@ -103,9 +103,8 @@ def _place(rank: str, world: str, local_rank: str) -> Place:
     shares = _number(RANKS_PER_GPU, 1) if STORE in os.environ else 1
     place = Place(_number(rank), _number(world), _number(local_rank, 0), shares)
     if not 0 <= place.rank < place.world:
-        raise UserError(
-            f"{rank}={place.rank} with {world}={place.world}", f"ranks are 0 to {place.world - 1}", "mend the launcher"
-        )
+        rule = f"ranks are 0 to {place.world - 1}"
+        raise UserError(f"{rank}={place.rank} with {world}={place.world}", rule, "mend the launcher")
     return place
 
 
@@ -214,9 +213,8 @@ def _host_of_rank_0() -> str:
     for _, world, _, on_this_host in (_OPEN_MPI, _HYDRA, _PALS):
         if world in env and env.get(on_this_host) == env[world]:
             return "127.0.0.1"
-    raise UserError(
-        "MASTER_ADDR", "this launcher does not say where rank 0 is", "set it, to a host that all others can reach"
-    )
+    rule = "this launcher does not say where rank 0 is"
+    raise UserError("MASTER_ADDR", rule, "set it, to a host that all others can reach")
 
 
 def _is_by_slurm() -> bool:
@@ -265,9 +263,8 @@ def _check_resolves(host: str) -> None:
     deadline = time.monotonic() + _RESOLVES_IN_S
     while not _resolves(host):
         if time.monotonic() > deadline:
-            raise UserError(
-                f"MASTER_ADDR={host}", "cannot resolve it", "set MASTER_ADDR to a name or an address of rank 0's host"
-            )
+            rule = "cannot resolve it"
+            raise UserError(f"MASTER_ADDR={host}", rule, "set MASTER_ADDR to a name or an address of rank 0's host")
         time.sleep(_AGAIN_S)
 
 

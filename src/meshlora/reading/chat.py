@@ -137,11 +137,9 @@ def tokenize_conversations(
     for record in records:
         _check_tools(record, tokenizer)
     if not tokenizer.is_fast:
-        raise UserError(
-            f"tokenizer {type(tokenizer).__name__}",
-            "has no character offsets, which conversations need to find the assistant's turns",
-            "use a fast tokenizer (one with a tokenizer.json), or prompt and completion instead of messages",
-        )
+        rule = "has no character offsets, which conversations need to find the assistant's turns"
+        way_out = "use a fast tokenizer (one with a tokenizer.json), or prompt and completion instead of messages"
+        raise UserError(f"tokenizer {type(tokenizer).__name__}", rule, way_out)
     rows: list[Row | None] = [None] * len(records)
     every = _rendered(records, template, train_on=train_on, skips=skips, are_generated=are_generated)
     rendered = ((place, found) for place, found in enumerate(every) if found is not None)
@@ -234,11 +232,9 @@ def _with_placeholders(one: _Rendered, processor: Any) -> tuple[_Spans, Leading,
             return_text_replacement_offsets=True,
         )
     except Exception as error:  # processors raise anything
-        raise UserError(
-            f"{origin}: {len(images)} image{'s' if len(images) > 1 else ''}",
-            f"the processor refuses them ({reason(error)})",
-            f"does the chat template name each once, and no text contain {processor.image_token!r}?",
-        ) from error
+        given = f"{origin}: {len(images)} image{'s' if len(images) > 1 else ''}"
+        way_out = f"does the chat template name each once, and no text contain {processor.image_token!r}?"
+        raise UserError(given, f"the processor refuses them ({reason(error)})", way_out) from error
     (replaced,) = made["text_replacement_offsets"]
     ends = [one["span"][1] for one in replaced]
     gained = [0, *(one["new_span"][1] - one["span"][1] for one in replaced)]
@@ -309,11 +305,8 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     try:
         template: object = tokenizer.get_chat_template()
     except ValueError:
-        raise UserError(
-            "records with messages",
-            f"need a chat template; {name} has no default one",
-            "give data.chat_template, the instruction-tuned model's tokenizer, or prompt and completion",
-        ) from None
+        way_out = "give data.chat_template, the instruction-tuned model's tokenizer, or prompt and completion"
+        raise UserError("records with messages", f"need a chat template; {name} has no default one", way_out) from None
     if not isinstance(template, str):
         raise UserError(f"the chat template of {name}", f"is a {type(template).__name__}, not a text")
     return template
@@ -424,11 +417,9 @@ def _rendered(
 def _refused(record: Record, why: str) -> UserError:
     messages = record.messages or ()
     roles = ", ".join(message["role"] for message in messages[:10]) + (", …" if len(messages) > 10 else "")
-    return UserError(
-        f"{record.origin}: {len(messages)} messages ({roles})",
-        f"the chat template refuses them, or fails on them ({why})",
-        "reorder or drop these messages, or use another chat template",
-    )
+    given = f"{record.origin}: {len(messages)} messages ({roles})"
+    rule = f"the chat template refuses them, or fails on them ({why})"
+    return UserError(given, rule, "reorder or drop these messages, or use another chat template")
 
 
 class _Chat:

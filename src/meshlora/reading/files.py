@@ -59,9 +59,8 @@ def _mode(path: Path) -> int:
     except (OSError, ValueError) as error:  # ValueError: a NUL character
         if isinstance(error, OSError) and error.errno in (errno.ENOENT, errno.ENOTDIR):
             if path.is_symlink():
-                raise UserError(
-                    f"{path}", f"is a link to {quoted(os.readlink(path), 200)}, which is not there"
-                ) from None
+                rule = f"is a link to {quoted(os.readlink(path), 200)}, which is not there"
+                raise UserError(f"{path}", rule) from None
             raise UserError(f"{path}", "there is no such file", nearest_file(path)) from None
         words = error.strerror if isinstance(error, OSError) else error
         raise UserError(quoted(str(path), 200), f"cannot be read ({words})", "is this the path?") from None
@@ -140,9 +139,8 @@ def bounded_lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1
         if len(line) > MAX_LINE_BYTES:
-            raise UserError(
-                f"{path}:{number}", f"the line is longer than {MAX_LINE_BYTES >> 20} MB", "is it one record a line?"
-            )
+            rule = f"the line is longer than {MAX_LINE_BYTES >> 20} MB"
+            raise UserError(f"{path}:{number}", rule, "is it one record a line?")
         if (b"\0" if isinstance(line, bytes) else "\0") in line:
             raise UserError(f"{path}:{number}", "the line holds a NUL byte", "is the file text in UTF-8?")
         if line.isspace():

@@ -109,9 +109,8 @@ class Formats(Generic[Made]):
         every = _fields_of(formats)
         for name in self.columns:
             if name not in every:
-                raise UserError(
-                    f"columns: {quoted(name)}", "is not a field of a record", did_you_mean(name[:60], every)
-                )
+                rule = "is not a field of a record"
+                raise UserError(f"columns: {quoted(name)}", rule, did_you_mean(name[:60], every))
         self.formats = [each for each in formats if set(self.columns) <= set(each.fields)]
         if not self.formats:
             raise UserError(

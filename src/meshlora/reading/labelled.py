@@ -227,9 +227,8 @@ def _encoded(
         try:
             found = tokenizer(*(list(column[start : start + _BLOCK]) for column in columns), **options)
         except Exception as error:  # an untrusted tokenizer may raise anything
-            raise UserError(
-                f"tokenizer {type(tokenizer).__name__}", f"it fails on these texts ({reason(error)})", "is it whole?"
-            ) from error
+            rule = f"it fails on these texts ({reason(error)})"
+            raise UserError(f"tokenizer {type(tokenizer).__name__}", rule, "is it whole?") from error
         ids += [np.array(own, dtype=np.int64) for own in found["input_ids"]]
         if is_words:
             beside += map(found.word_ids, range(len(found["input_ids"])))

@@ -84,6 +84,5 @@ def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, *, has_offsets
     try:
         return tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False, **options)
     except Exception as error:  # an untrusted tokenizer may raise anything
-        raise UserError(
-            f"tokenizer {type(tokenizer).__name__}", f"fails on the data ({reason(error)})", "is it whole?"
-        ) from error
+        rule = f"fails on the data ({reason(error)})"
+        raise UserError(f"tokenizer {type(tokenizer).__name__}", rule, "is it whole?") from error

@@ -71,11 +71,8 @@ def _check_alike(found: Sequence[TokenizedDataset], given: str) -> None:
         layers_and_k = None if each.routed is None else each.routed.shape[1:]
         kinds.add((each.rows_per_example, each.predicts_next, layers_and_k, *sorted(each.columns)))
     if len(kinds) > 1:
-        raise UserError(
-            given,
-            "their examples are not of one kind, as of so many rows each (negatives) or with the same fields",
-            "give all rows alike",
-        )
+        rule = "their examples are not of one kind, as of so many rows each (negatives) or with the same fields"
+        raise UserError(given, rule, "give all rows alike")
 
 
 def _joined(each: Sequence[np.ndarray | None]) -> np.ndarray | None:

@@ -88,11 +88,8 @@ def _before_with_another_prompt(prompts: list[Any]) -> list[int]:
         one, before = place % number, (place - 1) % number
         found[one] = before if prompts[before] != prompts[one] else found[before]
     if -1 in found:
-        raise UserError(
-            "records that all have one prompt",
-            "the divergence from the base is estimated with answers to other prompts",
-            "give records with another prompt",
-        )
+        rule = "the divergence from the base is estimated with answers to other prompts"
+        raise UserError("records that all have one prompt", rule, "give records with another prompt")
     return found
 
 

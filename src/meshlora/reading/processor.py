@@ -38,13 +38,11 @@ def load_processor(path: str | Path, config: PretrainedConfig) -> Any:
     try:
         processor = _without_videos(kind).from_pretrained(path, local_files_only=True)
     except ImportError as error:
-        raise UserError(
-            f"processor in {path}", f"it needs a library ({reason(error)})", "pip install 'meshlora[images]'"
-        ) from error
+        way_out = "pip install 'meshlora[images]'"
+        raise UserError(f"processor in {path}", f"it needs a library ({reason(error)})", way_out) from error
     except Exception as error:
-        raise UserError(
-            f"processor in {path}", f"it cannot be loaded ({reason(error)})", "is preprocessor_config.json there?"
-        ) from error
+        way_out = "is preprocessor_config.json there?"
+        raise UserError(f"processor in {path}", f"it cannot be loaded ({reason(error)})", way_out) from error
     if getattr(processor, "image_token", None) is None:
         raise UnsupportedError(f"{kind.__name__}", "it names no image_token", "leave the images out")
     if processor.chat_template is not None:  # it is the tokenizer that renders

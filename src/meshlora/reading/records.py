@@ -63,10 +63,8 @@ class Record:
     def __post_init__(self) -> None:
         given = {name for name in _FIELDS if getattr(self, name) not in (None, ())}  # an empty prompt is one
         if given not in _KINDS:
-            raise UserError(
-                f"{self.origin}: a record with {', '.join(sorted(given)) or 'no field'}",
-                "must have exactly one of text, (prompt and completion), messages, tokens",
-            )
+            rule = "must have exactly one of text, (prompt and completion), messages, tokens"
+            raise UserError(f"{self.origin}: a record with {', '.join(sorted(given)) or 'no field'}", rule)
         if self.tools and self.messages is None:
             raise UserError(f"{self.origin}: a record with tools", "only conversations have them", "give messages")
 
@@ -144,11 +142,9 @@ class Problems:
         if self.num > len(lines):
             lines.append(f"and {self.num - len(lines)} more")
         or_more = " or more" * (self.num >= _MAX_COUNTED)  # the rest was not read
-        raise UserError(
-            f"{self.num}{or_more} malformed record{'s' * (self.num > 1)}",
-            f"each must be {self.what}",
-            "\n  ".join(["correct them, or name the columns to use in data.columns:", *lines]),
-        )
+        given = f"{self.num}{or_more} malformed record{'s' * (self.num > 1)}"
+        rule = f"each must be {self.what}"
+        raise UserError(given, rule, "\n  ".join(["correct them, or name the columns to use in data.columns:", *lines]))
 
 
 def listed(names: Collection[str]) -> str:
@@ -252,11 +248,8 @@ def _answer_of(record: Record) -> str:
 
 
 def _unasked(record: Record, what: str) -> UserError:
-    return UserError(
-        f"{record.origin}: {what}",
-        "only prompts and conversations that are answered say what a generated text is compared with",
-        "give such a file with --data, or leave out --generate",
-    )
+    rule = "only prompts and conversations that are answered say what a generated text is compared with"
+    return UserError(f"{record.origin}: {what}", rule, "give such a file with --data, or leave out --generate")
 
 
 def is_number(value: Any) -> bool:

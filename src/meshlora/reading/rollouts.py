@@ -234,9 +234,8 @@ def _targets(rewards: list[tuple[float, Hashable]]) -> np.ndarray:
         assert since < 2**24, "float32 counts so far"
         found[number] = reward, since
     if len({isinstance(group, _Prompt) for group in firsts}) > 1:
-        raise UserError(
-            "some rollouts have a group and others not", "theirs would be the prompt", "give all one, or none"
-        )
+        rule = "theirs would be the prompt"
+        raise UserError("some rollouts have a group and others not", rule, "give all one, or none")
     if len(firsts) == len(rewards):
         rule = "the rewards of a group are compared with each other, and each has one rollout"
         raise UserError(f"{len(rewards)} rollouts of as many groups", rule, "give several of a prompt one group")

@@ -211,17 +211,11 @@ class _Reader(Generic[Made]):
             elif kind == ".parquet":
                 yield from _numbered(_parquet_rows(place, self._header), name)
             elif not self.has_separator:
-                raise UserError(
-                    f"{place}",
-                    "these records are read from .jsonl, .json, .csv, .parquet or a saved dataset",
-                    "convert it",
-                )
+                rule = "these records are read from .jsonl, .json, .csv, .parquet or a saved dataset"
+                raise UserError(f"{place}", rule, "convert it")
             elif self.formats.is_chosen:
-                raise UserError(
-                    f"data.columns or data.format with {place}",
-                    f"they have no effect on {place}, which has no named columns",
-                    "leave them out",
-                )
+                rule = f"they have no effect on {place}, which has no named columns"
+                raise UserError(f"data.columns or data.format with {place}", rule, "leave them out")
             else:
                 self.here.ways = ""  # no option does
                 yield from _text_rows(place, self.problems)
@@ -237,11 +231,8 @@ class _Reader(Generic[Made]):
         try:
             choice = self.formats.choice(tuple(names))
         except MalformedError as wrong:
-            raise UserError(
-                f"{origin}: columns {listed(names) or '(none)'}",
-                str(wrong),
-                "name the columns to use in data.columns, e.g. {prompt: question, completion: answer}",
-            ) from None
+            way_out = "name the columns to use in data.columns, e.g. {prompt: question, completion: answer}"
+            raise UserError(f"{origin}: columns {listed(names) or '(none)'}", str(wrong), way_out) from None
         self.here.add(choice)
         return sorted({*choice.keys.values(), *choice.refused})
 

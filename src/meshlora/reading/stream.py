@@ -104,7 +104,6 @@ class RolloutStream:
         if num_steps is None or self.file(step).is_file():
             return "missing" if num_steps is None else "there"
         if step <= num_steps:
-            raise UserError(
-                f"{self.file(step)}", f"the file is missing, and {END} beside it says {num_steps} steps", "is it whole?"
-            )
+            rule = f"the file is missing, and {END} beside it says {num_steps} steps"
+            raise UserError(f"{self.file(step)}", rule, "is it whole?")
         return "ended"

@@ -565,26 +565,21 @@ def _leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
         with_special = list(tokenizer("x").input_ids)
         plain = list(tokenizer("x", add_special_tokens=False).input_ids)
     except Exception as error:  # an untrusted tokenizer may raise anything
-        raise UserError(
-            f"tokenizer {type(tokenizer).__name__}", f"fails on one letter ({reason(error)})", "is it whole?"
-        ) from error
+        rule = f"fails on one letter ({reason(error)})"
+        raise UserError(f"tokenizer {type(tokenizer).__name__}", rule, "is it whole?") from error
     for start in range(len(with_special) - len(plain) + 1):
         if with_special[start : start + len(plain)] == plain:
             return with_special[:start]
-    raise UserError(
-        f"tokenizer {type(tokenizer).__name__}",
-        "gives a text other ids with special tokens than without, so what it puts before a text cannot be told",
-    )
+    rule = "gives a text other ids with special tokens than without, so what it puts before a text cannot be told"
+    raise UserError(f"tokenizer {type(tokenizer).__name__}", rule)
 
 
 def _eos_id(tokenizer: PreTrainedTokenizerBase) -> int:
     eos_token_id: int | None = tokenizer.eos_token_id
     if eos_token_id is None:
-        raise UserError(
-            f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__}",
-            "has no eos token, so the adapter would never learn to stop",
-            "set one (tokenizer.eos_token, or eos_token in tokenizer_config.json)",
-        )
+        given = f"tokenizer {tokenizer.name_or_path or type(tokenizer).__name__}"
+        rule = "has no eos token, so the adapter would never learn to stop"
+        raise UserError(given, rule, "set one (tokenizer.eos_token, or eos_token in tokenizer_config.json)")
     return eos_token_id
 
 

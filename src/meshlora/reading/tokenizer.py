@@ -41,9 +41,8 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=trust_remote_code)
     except Exception as error:
-        raise UserError(
-            f"tokenizer in {path}", f"it cannot be loaded ({reason(error)})", "is tokenizer.json there and whole?"
-        ) from error
+        rule = f"it cannot be loaded ({reason(error)})"
+        raise UserError(f"tokenizer in {path}", rule, "is tokenizer.json there and whole?") from error
     assert isinstance(tokenizer, PreTrainedTokenizerBase)
     return tokenizer
 

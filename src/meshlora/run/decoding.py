@@ -90,11 +90,8 @@ def _check_room(ids: Sequence[int], model_config: Any, options: GenerateConfig, 
     if not ids:
         raise UserError(name, "it has no tokens")
     if len(ids) + options.max_new_tokens > limit:
-        raise UserError(
-            f"{name} of {len(ids)} tokens with {limit_name} {options.max_new_tokens}",
-            f"the model has {limit} positions",
-            f"shorten the prompt or lower {limit_name}",
-        )
+        given = f"{name} of {len(ids)} tokens with {limit_name} {options.max_new_tokens}"
+        raise UserError(given, f"the model has {limit} positions", f"shorten the prompt or lower {limit_name}")
 
 
 def continuations(

@@ -121,11 +121,8 @@ def prepare_evaluation(
     if config.data.eval is None:
         raise UserError("data.eval", "there is nothing to evaluate on", "give it, or --data FILE")
     if adapter is None and config.train.objective.needs_base:
-        raise UserError(
-            f"train.objective={config.train.objective.kind} without an adapter",
-            "it compares the adapter with the base",
-            "give --adapter FOLDER",
-        )
+        given = f"train.objective={config.train.objective.kind} without an adapter"
+        raise UserError(given, "it compares the adapter with the base", "give --adapter FOLDER")
     topology = Topology.parse(config.topology, world=world)
     # No dropout is active outside of training; nor are kernels, which the preflight proves.
     options = dataclasses.replace(config.model, disable_dropout=True, kernels="none")

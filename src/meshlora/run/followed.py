@@ -80,11 +80,9 @@ class Followed:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_LOOK_S)
         if seen == "late":  # by the first clock: a rank that ended alone would leave the others waiting for it
-            raise UserError(
-                f"{self.stream.file(step)}",
-                f"it has not come within data.follow_s={self.wait_s:g}",
-                "is what writes the rollouts still at work? Go on later with --resume auto",
-            )
+            given = f"{self.stream.file(step)}"
+            rule = f"it has not come within data.follow_s={self.wait_s:g}"
+            raise UserError(given, rule, "is what writes the rollouts still at work? Go on later with --resume auto")
         if seen == "there":
             found = self._step(step) if self.make is None or is_missing else self._made_before(step)
             if found is None:
@@ -125,9 +123,6 @@ class Followed:
         file = self.stream.file(step)
         data = self.read(str(file))
         if data.num_examples > self.most:
-            raise UserError(
-                f"{file} with {data.num_examples} records",
-                f"a step has at most train.batch_size={self.most}",
-                "raise it, or write fewer a step",
-            )
+            rule = f"a step has at most train.batch_size={self.most}"
+            raise UserError(f"{file} with {data.num_examples} records", rule, "raise it, or write fewer a step")
         return data, np.arange(data.num_examples, dtype=np.int64)

@@ -79,11 +79,9 @@ def _positions(network: Any, mask: Tensor) -> dict[str, Tensor]:
     if "position_ids" in inspect.signature(network.forward).parameters:
         return {"position_ids": (mask.cumsum(1) - 1).clamp_min(0)}
     if not mask.all():
-        raise UnsupportedError(
-            f"generate.search=gpt2_beam with several prompts for {type(network).__name__}",
-            "it takes no position_ids, which padded prompts need",
-            "set generate.batch_size: 1",
-        )
+        given = f"generate.search=gpt2_beam with several prompts for {type(network).__name__}"
+        rule = "it takes no position_ids, which padded prompts need"
+        raise UnsupportedError(given, rule, "set generate.batch_size: 1")
     return {}
 
 

@@ -257,11 +257,8 @@ def _read(descriptor: int) -> Holder | None:
 
 
 def _refusal(file: Path, holder: Holder | None) -> UserError:
-    return UserError(
-        f"train.output={file.parent}",
-        f"another run trains there: {_words(holder)}",
-        "wait for it, end it, or choose another output",
-    )
+    rule = f"another run trains there: {_words(holder)}"
+    return UserError(f"train.output={file.parent}", rule, "wait for it, end it, or choose another output")
 
 
 def _words(holder: Holder | None) -> str:

@@ -34,25 +34,18 @@ class Output:
         if not parent.is_dir():
             raise UserError(f"train.output={output}", f"{parent} is a file, a folder is needed", "choose another")
         if holds_run(output) and not (self.overwrite or resumes):
-            raise UserError(
-                f"train.output={output}",
-                "it holds a run already",
-                "choose another, --resume auto to go on with it, or --set train.overwrite=true",
-            )
+            way_out = "choose another, --resume auto to go on with it, or --set train.overwrite=true"
+            raise UserError(f"train.output={output}", "it holds a run already", way_out)
         place = _resolved(output)
         for option, paths in self.inputs.items():
             for given in paths:
                 if place in (_resolved(given), *_resolved(given).parents):
-                    raise UserError(
-                        f"train.output={output}",
-                        f"{option}={given} is there, and could be overwritten",
-                        "choose another folder",
-                    )
+                    rule = f"{option}={given} is there, and could be overwritten"
+                    raise UserError(f"train.output={output}", rule, "choose another folder")
         (model,) = self.inputs["model.path"]
         if _resolved(model) in place.parents:
-            raise UserError(
-                f"train.output={output}", f"it is in the folder of model.path={model}", "choose another folder"
-            )
+            rule = f"it is in the folder of model.path={model}"
+            raise UserError(f"train.output={output}", rule, "choose another folder")
         if why_not_writable(parent):
             raise UserError(f"train.output={output}", f"{parent} is not writable", "choose another")
 

@@ -57,11 +57,8 @@ def check_request(config: RunConfig, *, world: int | None, resumes: bool) -> Top
     train = config.train
     topology = Topology.parse(config.topology, world=world)
     if train.batch_size < topology.dp:
-        raise UserError(
-            f"train.batch_size={train.batch_size}",
-            f"each of the dp={topology.dp} ranks needs at least one sequence a step",
-            "raise train.batch_size or lower dp",
-        )
+        rule = f"each of the dp={topology.dp} ranks needs at least one sequence a step"
+        raise UserError(f"train.batch_size={train.batch_size}", rule, "raise train.batch_size or lower dp")
     check({**config.asked, "topology": topology})
     Output(train.output, train.overwrite, config.inputs).check(resumes=resumes)
     check_trackers(train.track)
@@ -234,10 +231,8 @@ def check_warmup(warmup: int, decay: int, *, steps: int) -> None:
     if warmup >= steps:
         raise UserError(f"train.warmup_steps={warmup}", f"it must be below the {steps} steps of the run")
     if warmup + decay > steps:
-        raise UserError(
-            f"train.warmup_steps={warmup} and train.decay_steps={decay}",
-            f"together they are more than the {steps} steps of the run",
-        )
+        rule = f"together they are more than the {steps} steps of the run"
+        raise UserError(f"train.warmup_steps={warmup} and train.decay_steps={decay}", rule)
 
 
 def read_output(run: Prepared, *, resume: str | None, despite: Collection[str] = ()) -> Prepared:

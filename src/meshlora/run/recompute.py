@@ -80,11 +80,8 @@ def check_recompute(model: PreTrainedModel, recompute: str | int) -> None:
                 "use train.recompute: none",
             )
     if every > len(layers):
-        raise UnsupportedError(
-            f"train.recompute={recompute}",
-            f"the model has {len(layers)} layers, so that only the first would be computed twice",
-            f"use at most {len(layers)}, full or none",
-        )
+        rule = f"the model has {len(layers)} layers, so that only the first would be computed twice"
+        raise UnsupportedError(f"train.recompute={recompute}", rule, f"use at most {len(layers)}, full or none")
 
 
 def _every(recompute: str | int) -> int:

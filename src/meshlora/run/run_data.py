@@ -90,36 +90,25 @@ def check_fits(tokenizer: PreTrainedTokenizerBase, blueprint: Blueprint, *, max_
     """Check the tokenizer against the model's vocabulary, and `max_length` against its positions."""
     text_config, topology = blueprint.config.get_text_config(), blueprint.topology
     if len(tokenizer) > text_config.vocab_size:
-        raise UserError(
-            f"tokenizer with {len(tokenizer)} tokens",
-            f"the model {blueprint.source} has embeddings for {text_config.vocab_size}",
-            "is it the tokenizer of another model?",
-        )
+        rule = f"the model {blueprint.source} has embeddings for {text_config.vocab_size}"
+        raise UserError(f"tokenizer with {len(tokenizer)} tokens", rule, "is it the tokenizer of another model?")
     pad = padding_token_id(tokenizer)  # embedded like any other token, though masked afterwards
     if not 0 <= pad < text_config.vocab_size:
-        raise UserError(
-            f"tokenizer whose padding is token {pad}",
-            f"the model {blueprint.source} has embeddings for {text_config.vocab_size}",
-            "name another pad_token, or eos_token, in tokenizer_config.json",
-        )
+        given = f"tokenizer whose padding is token {pad}"
+        rule = f"the model {blueprint.source} has embeddings for {text_config.vocab_size}"
+        raise UserError(given, rule, "name another pad_token, or eos_token, in tokenizer_config.json")
     fixed = longest_fixed_length(blueprint.config)
     if fixed is not None and max_length > fixed[0]:
-        raise UnsupportedError(
-            f"data.max_length={max_length}",
-            f"beyond {fixed[0]} positions the model's {fixed[1]} depends on the batch, hence on the topology",
-            f"use at most {fixed[0]}",
-        )
+        rule = f"beyond {fixed[0]} positions the model's {fixed[1]} depends on the batch, hence on the topology"
+        raise UnsupportedError(f"data.max_length={max_length}", rule, f"use at most {fixed[0]}")
     limit = most_positions(blueprint.config, blueprint.model)
     multiple = topology.size_over(topology.token_cut)  # sequences are padded to a length that can be cut
     if limit and math.ceil(max_length / multiple) * multiple > limit:
         cut = {axis: size for axis, size in topology.sizes.items() if axis in topology.token_cut and size > 1}
         sizes = "*".join(f"{axis}={size}" for axis, size in cut.items())
         padded = f", padded to a multiple of {sizes}{' under sp' * topology.sp}" if multiple > 1 else ""
-        raise UserError(
-            f"data.max_length={max_length}{padded}",
-            f"the model has {limit} positions",
-            f"use at most {limit // multiple * multiple}",
-        )
+        rule = f"the model has {limit} positions"
+        raise UserError(f"data.max_length={max_length}{padded}", rule, f"use at most {limit // multiple * multiple}")
 
 
 def check_vision(blueprint: Blueprint, images: FurtherInputs | None) -> None:
@@ -130,8 +119,5 @@ def check_vision(blueprint: Blueprint, images: FurtherInputs | None) -> None:
     """
     outside = [name for name in blueprint.trained.targets if not blueprint.plan.is_text(name)]
     if outside and images is None:
-        raise UserError(
-            f"an adapter on {outside[0]}",
-            "text does not pass through it, and no training data has images",
-            "leave out lora.vision, or train on images",
-        )
+        rule = "text does not pass through it, and no training data has images"
+        raise UserError(f"an adapter on {outside[0]}", rule, "leave out lora.vision, or train on images")

@@ -291,21 +291,17 @@ def check_shifted(
     No false positives: shifted labels equal the next token wherever that is of the same sequence.
     """
     if labels.shape != input_ids.shape:
-        raise UserError(
-            f"labels {list(labels.shape)} and input_ids {list(input_ids.shape)}",
-            "labels[b, t] is the token after input_ids[b, t], so both have one shape",
-            "give -100 where there is none, as after the last token",
-        )
+        given = f"labels {list(labels.shape)} and input_ids {list(input_ids.shape)}"
+        rule = "labels[b, t] is the token after input_ids[b, t], so both have one shape"
+        raise UserError(given, rule, "give -100 where there is none, as after the last token")
     is_trained = labels != IGNORED
     is_itself = (labels == input_ids) | ~is_trained
     goes_on = _goes_on(is_trained, attention_mask, position_ids)
     differs = goes_on & (labels[:, :-1] != input_ids[:, 1:])
     if bool(is_itself.all() & (2 * differs.sum() > goes_on.sum())):
-        raise UserError(
-            "labels that are the input_ids themselves, as Hugging Face's models take them",
-            "labels[b, t] must be the token after input_ids[b, t]; these would train it to repeat each token",
-            "shift them: labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)",
-        )
+        given = "labels that are the input_ids themselves, as Hugging Face's models take them"
+        rule = "labels[b, t] must be the token after input_ids[b, t]; these would train it to repeat each token"
+        raise UserError(given, rule, "shift them: labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)")
 
 
 def _after(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
@@ -320,11 +316,9 @@ def _after(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None, pos
         is_next = (labels[:, :-1] == input_ids[:, 1:]) | ~goes_on
         differs = goes_on & (labels != input_ids)[:, :-1]
         if bool(is_next.all() & (2 * differs.sum() > goes_on.sum())):
-            raise UserError(
-                "labels that are shifted already: each is the token after that of its place",
-                "labels[b, t] is the token at t, as Hugging Face's models take it; they are shifted here",
-                "give the input_ids as labels, with -100 where untrained",
-            )
+            given = "labels that are shifted already: each is the token after that of its place"
+            rule = "labels[b, t] is the token at t, as Hugging Face's models take it; they are shifted here"
+            raise UserError(given, rule, "give the input_ids as labels, with -100 where untrained")
     return found
 
 

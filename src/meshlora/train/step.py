@@ -272,9 +272,8 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, factors: Sequence[Factor]
         raise UserError(given, rule, way_out)
     if mesh.topology.world > 1 and held - ours.keys():
         given = f"an optimizer with {len(held - ours.keys())} parameters that are not the adapter's"
-        raise UserError(
-            given, "their gradients would be those of this rank alone", "give them an optimizer of their own"
-        )
+        rule = "their gradients would be those of this rank alone"
+        raise UserError(given, rule, "give them an optimizer of their own")
 
 
 def _checked(rows: Sequence[Sequence[float]], mesh: Mesh) -> tuple[int, float]:

@@ -143,11 +143,8 @@ def _check_mutations(proof: Proof) -> None:
         return
     for name in asked:
         if not any(name in proof.mutations_on(topology) for topology in proof.topologies):
-            raise UserError(
-                f"--mutation {name}",
-                f"it cannot show on {' or '.join(map(str, proof.topologies))}",
-                f"it needs {', '.join(sorted(find(name).needs))}",
-            )
+            rule = f"it cannot show on {' or '.join(map(str, proof.topologies))}"
+            raise UserError(f"--mutation {name}", rule, f"it needs {', '.join(sorted(find(name).needs))}")
 
 
 def _check_files(json_file: str | None, html_file: str | None) -> None:

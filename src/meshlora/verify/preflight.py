@@ -271,11 +271,8 @@ def _refuse(what: str, outcome: Outcome, details: dict[str, Any], key: str, fold
     if found is None:
         cause = outcome.error.splitlines()[-1]
         raise MeshloraError(f"preflight of {what}: the proof broke off ({cause}); the report is {report}")
-    raise UnsupportedError(
-        what,
-        f"its twin does not train as one process would ({found.phase} of {found.name}: {found.cause})",
-        f"the report is {report}; use another topology, or tp=1 with dp as you like",
-    )
+    rule = f"its twin does not train as one process would ({found.phase} of {found.name}: {found.cause})"
+    raise UnsupportedError(what, rule, f"the report is {report}; use another topology, or tp=1 with dp as you like")
 
 
 def _objective(run: Prepared) -> Objective:

@@ -176,19 +176,14 @@ class StandIn:
         run, twin = self._run, proof.plans[self.topology]
         if missing := _kinds(run.plan) - _kinds(twin):
             name, how = min(missing)
-            raise UnsupportedError(
-                f"{run.plan.model_type}: {name} ({how})",
-                "its twin has no such block, so a proof of the twin would not cover it",
-                _WAY_OUT,
-            )
+            rule = "its twin has no such block, so a proof of the twin would not cover it"
+            raise UnsupportedError(f"{run.plan.model_type}: {name} ({how})", rule, _WAY_OUT)
         lora = run.blueprint.trained.config
         has = features_of_model(run.plan, lora, self._given, has_pieces=bool(getattr(lora, "pieces", None)))
         if lacks := has - proof.features_on(self.topology):
-            raise UnsupportedError(
-                f"{run.plan.model_type} on {run.topology}: {', '.join(sorted(lacks))}",
-                f"its twin on {self.topology} has none of it, so a proof of the twin would not cover it",
-                _WAY_OUT,
-            )
+            given = f"{run.plan.model_type} on {run.topology}: {', '.join(sorted(lacks))}"
+            rule = f"its twin on {self.topology} has none of it, so a proof of the twin would not cover it"
+            raise UnsupportedError(given, rule, _WAY_OUT)
 
 
 def provable(topology: Topology, *, most_ranks: int = MOST_RANKS) -> Topology:

@@ -50,11 +50,8 @@ def fitted(configs: Mapping[str, RunConfig], *, world: int) -> tuple[dict[str, R
             continue
         note = f"{world} processes, where topology={first.topology} has {Topology.parse(first.topology).world}"
         return changed, (f"{note}: the run is on {topology} (train.on_fewer; the planner's choice for {gpu.name})",)
-    raise UserError(
-        f"topology={first.topology} on {world} processes",
-        "train.on_fewer=continue, and no topology of as many fits this run",
-        "start more, or see `meshlora plan`",
-    )
+    rule = "train.on_fewer=continue, and no topology of as many fits this run"
+    raise UserError(f"topology={first.topology} on {world} processes", rule, "start more, or see `meshlora plan`")
 
 
 def _has(text: str, world: int) -> bool:

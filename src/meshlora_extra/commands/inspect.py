@@ -46,9 +46,8 @@ def _inspect(options: argparse.Namespace) -> None:
     elif _is_run(folder):
         rows, broken = _run(folder)
     else:
-        raise UserError(
-            f"{folder}", "there is nothing in it that a run left", "give an output, a checkpoint or an adapter"
-        )
+        rule = "there is nothing in it that a run left"
+        raise UserError(f"{folder}", rule, "give an output, a checkpoint or an adapter")
     if rows:
         console.show_rows(rows)
     write_result(options.json, {"folder": f"{folder}", "is_whole": not broken, "problems": broken, "found": dict(rows)})

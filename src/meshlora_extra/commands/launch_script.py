@@ -160,9 +160,8 @@ def _check_options(options: argparse.Namespace) -> None:
             if getattr(options, name) is not None:
                 raise UserError(f"{_option(name)} with --{options.kind}", f"it is for --{kind}", "leave it out")
     if words := [word for word in run_file_words(options.file, options.overrides) if not word.isprintable()]:
-        raise UserError(
-            words[0], "a word with control characters would break the file", "put the value into the run file"
-        )
+        rule = "a word with control characters would break the file"
+        raise UserError(words[0], rule, "put the value into the run file")
     for name in ("partition", "account", "image", "claim", "gpu"):
         if (given := getattr(options, name)) is not None and not re.fullmatch(r"[\w.:/@,-]+", given):
             raise UserError(f"{_option(name)} {given}", "it has letters, digits and .:/@,- only")
@@ -185,11 +184,9 @@ def _check_time(text: str, stop_before_s: int) -> None:
     if hours_first:
         limit_s = 86400 * days + 3600 * first + 60 * second + third
     if limit_s <= stop_before_s:
-        raise UserError(
-            f"--time {text} with --stop-before {stop_before_s}",
-            f"the limit is {limit_s} s: the run would be asked to stop as it starts",
-            "raise --time or lower --stop-before",
-        )
+        given = f"--time {text} with --stop-before {stop_before_s}"
+        rule = f"the limit is {limit_s} s: the run would be asked to stop as it starts"
+        raise UserError(given, rule, "raise --time or lower --stop-before")
 
 
 def _option(name: str) -> str:

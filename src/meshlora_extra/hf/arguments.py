@@ -58,11 +58,9 @@ def check_arguments(args: TrainingArguments, model: Any) -> None:
     if mesh.topology.world == 1:
         return
     if args.bf16 and model.dtype != torch.bfloat16:
-        raise UserError(
-            f"bf16=True and a base in {str(model.dtype).removeprefix('torch.')}",
-            "a mesh computes in the base's own dtype, without autocast",
-            "load the model with dtype='bfloat16', or leave bf16 out",
-        )
+        rule = "a mesh computes in the base's own dtype, without autocast"
+        way_out = "load the model with dtype='bfloat16', or leave bf16 out"
+        raise UserError(f"bf16=True and a base in {str(model.dtype).removeprefix('torch.')}", rule, way_out)
     # Each by its name: versions of transformers have some of them.
     given = {name: getattr(args, name, None) for name in _NOT_PROVED}
     given |= {f"accelerator_config.{name}": getattr(args.accelerator_config, name) for name in _NOT_PROVED_TO_SPLIT}

@@ -55,9 +55,8 @@ def collect_over(accelerator: Accelerator, mesh: Mesh) -> None:
 
     def gather(value: Any, use_gather_object: bool = False) -> Any:
         if use_gather_object and mesh.dp.size > 1:
-            raise UnsupportedError(
-                "eval_use_gather_object=True", "objects are not gathered over a mesh", "leave it out"
-            )
+            rule = "objects are not gathered over a mesh"
+            raise UnsupportedError("eval_use_gather_object=True", rule, "leave it out")
         rows = gathered_rows(value, mesh.dp)
         # Trainer repeats a loss as if the last batch were as large as the others.
         data = accelerator.gradient_state

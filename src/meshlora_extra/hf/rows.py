@@ -49,11 +49,9 @@ class SharedRows:
         if len(rows) >= self.dp.size:
             return batch
         if not isinstance(batch, Mapping) or not isinstance(batch.get("labels"), Tensor):  # on all ranks alike
-            raise UserError(
-                f"a batch of {len(rows)} rows for dp={self.dp.size}",
-                "a rank without a row runs one with all labels ignored, and this batch has no labels",
-                "use dataloader_drop_last=True, or a number of rows that all ranks have a share of",
-            )
+            rule = "a rank without a row runs one with all labels ignored, and this batch has no labels"
+            way_out = "use dataloader_drop_last=True, or a number of rows that all ranks have a share of"
+            raise UserError(f"a batch of {len(rows)} rows for dp={self.dp.size}", rule, way_out)
         if len(share):
             return batch
         return {**batch, "labels": torch.full_like(batch["labels"], _IGNORED), STANDS_IN: True}

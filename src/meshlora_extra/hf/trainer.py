@@ -100,9 +100,8 @@ class OnMesh(_Trainer):
         super().__init__(model=model, args=args, **options)
         if self.accelerator.num_processes != 1:
             rule = "another trainer or Accelerator has counted the processes before"
-            raise UnsupportedError(
-                f"Trainer with {self.accelerator.num_processes} processes", rule, "make this one first"
-            )
+            way_out = "make this one first"
+            raise UnsupportedError(f"Trainer with {self.accelerator.num_processes} processes", rule, way_out)
         check_loss(self, self._behind, mesh)
         self._agree_after_substeps()
 

@@ -194,11 +194,9 @@ def check_mergeable(config: LoraConfig, where: str) -> None:
     check_values(config)
     init = config.init_lora_weights
     if isinstance(init, str) and init.lower() not in (*_PLAIN_INITS, *_RESIDUAL_INITS):
-        raise UnsupportedError(
-            f"{where}: init_lora_weights={init!r}",
-            "the adapter was trained on a changed base that cannot be rebuilt from the files",
-            "save it with path_initial_model_for_weight_conversion, which makes a plain adapter of it",
-        )
+        rule = "the adapter was trained on a changed base that cannot be rebuilt from the files"
+        way_out = "save it with path_initial_model_for_weight_conversion, which makes a plain adapter of it"
+        raise UnsupportedError(f"{where}: init_lora_weights={init!r}", rule, way_out)
 
 
 def _attach(model: Any, config: LoraConfig, where: str) -> Any:
@@ -255,9 +253,8 @@ def _products(wrapped: Any, config: LoraConfig) -> dict[str, Change]:
         is_stack = is_parameter and module.get_param().ndim != 2
         is_embedding = isinstance(module, peft_lora.Embedding)
         if not (is_parameter or is_embedding or (isinstance(module, peft_lora.Linear) and hasattr(base, "weight"))):
-            raise UnsupportedError(
-                f"LoRA on {name}", f"merging it into a {type(base).__name__} is not supported", "leave it unmerged"
-            )
+            rule = f"merging it into a {type(base).__name__} is not supported"
+            raise UnsupportedError(f"LoRA on {name}", rule, "leave it unmerged")
         a, b = "lora_A.weight", "lora_B.weight"
         if is_embedding:
             a, b = "lora_embedding_A", "lora_embedding_B"
@@ -278,9 +275,8 @@ def _products(wrapped: Any, config: LoraConfig) -> dict[str, Change]:
         found[f"{name}.{module.parameter_name if is_parameter else 'weight'}"] = Change(lora=product)
         if config.lora_bias:
             if getattr(base, "bias", None) is None:
-                raise UnsupportedError(
-                    f"{CONFIG_FILE}: lora_bias=True", f"{name} has no bias that it could be merged into"
-                )
+                rule = f"{name} has no bias that it could be merged into"
+                raise UnsupportedError(f"{CONFIG_FILE}: lora_bias=True", rule)
             found[f"{name}.bias"] = Change(bias=(f"{path}.lora_B.bias", product.scaling))
     return found
 

@@ -222,9 +222,8 @@ def _check_for_loralib(config: LoraConfig, where: str) -> None:
     check_mergeable(config, where)
     init = config.init_lora_weights
     if isinstance(init, str) and init.lower() in {"pissa", "olora"}:
-        raise UnsupportedError(
-            f"{where}: init_lora_weights={init!r}", "its base is not the model's; loralib adds to that"
-        )
+        rule = "its base is not the model's; loralib adds to that"
+        raise UnsupportedError(f"{where}: init_lora_weights={init!r}", rule)
     for option in ("use_dora", "lora_bias", "modules_to_save", "trainable_token_indices"):
         if value := getattr(config, option, None):
             raise UnsupportedError(f"{where}: {option}={value!r}", "loralib has no such option", "use --layout peft")
@@ -272,11 +271,8 @@ def _without_wrappers(file: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[s
     prefix = next(iter(prefixes.values()), "")
     for key, own in prefixes.items():
         if own != prefix or "._orig_mod." in key[len(own) :]:
-            raise UserError(
-                f"{file}: {key}",
-                "DistributedDataParallel or torch.compile was around a part of the model, which has other names",
-                "save the state of the model inside: model.module, model._orig_mod",
-            )
+            rule = "DistributedDataParallel or torch.compile was around a part of the model, which has other names"
+            raise UserError(f"{file}: {key}", rule, "save the state of the model inside: model.module, model._orig_mod")
     return {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}, prefix
 
 
@@ -298,9 +294,8 @@ def _check_modules(file: Path, factors: Mapping[str, Factors], biases: Mapping[s
             raise UserError(f"{file}: {name}", f"it is for a matrix {list(product)}, and the model's is {list(shape)}")
     for name, bias in biases.items():
         if name not in parameters or parameters[name].shape != bias.shape:
-            raise UserError(
-                f"{file}: {name} {list(bias.shape)}", "the model has no such bias", did_you_mean(name, parameters)
-            )
+            rule = "the model has no such bias"
+            raise UserError(f"{file}: {name} {list(bias.shape)}", rule, did_you_mean(name, parameters))
 
 
 def _from_loralib(
@@ -317,16 +312,11 @@ def _from_loralib(
     if a.shape[0] % r or b.shape[0] % num_enabled:
         raise UserError(f"{file}: {module}", f"lora_A {list(a.shape)} and lora_B {list(b.shape)} do not fit together")
     if enabled is None:
-        raise UserError(
-            f"{file}: {module}",
-            f"{num_enabled} pieces have LoRA, and the file does not say which",
-            "give --enable-lora, as in 1,0,1 for q and v",
-        )
+        rule = f"{num_enabled} pieces have LoRA, and the file does not say which"
+        raise UserError(f"{file}: {module}", rule, "give --enable-lora, as in 1,0,1 for q and v")
     if len(enabled) != len(_PIECES) or sum(enabled) != num_enabled:
-        raise UserError(
-            f"enable_lora={list(enabled)}",
-            f"{module} has LoRA on {num_enabled} pieces of {len(_PIECES)} ({', '.join(_PIECES)})",
-        )
+        rule = f"{module} has LoRA on {num_enabled} pieces of {len(_PIECES)} ({', '.join(_PIECES)})"
+        raise UserError(f"enable_lora={list(enabled)}", rule)
     out_features = b.shape[0] // num_enabled * len(_PIECES)
     pieces = tuple(itertools.compress(_PIECES, enabled))
     # [1, k*r, in] and [1, k*out/n, r].
@@ -387,10 +377,8 @@ def _factors(
             # like any other; loralib has a form of its own, for equal blocks only.
             needed, enabled = r, pieces_of(config, module)
         if a.ndim != 2 or b.ndim != 2 or (a.shape[0], b.shape[1]) != (needed, needed):
-            raise UserError(
-                f"{where}: {module}",
-                f"A {list(a.shape)} and B {list(b.shape)} are not of rank {r}, as {CONFIG_FILE} says",
-            )
+            rule = f"A {list(a.shape)} and B {list(b.shape)} are not of rank {r}, as {CONFIG_FILE} says"
+            raise UserError(f"{where}: {module}", rule)
         if enabled and r % len(enabled):
             raise UserError(f"{where}: {module}", f"rank {r} is not the same for {len(enabled)} pieces")
         rank = r // max(1, len(enabled))  # of one piece

@@ -320,9 +320,8 @@ def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
     """
     share = -(-problem.global_batch // topology.dp)  # rounded up
     if topology.dp > problem.global_batch:
-        raise UserError(
-            f"--global-batch {problem.global_batch}", f"each of the dp={topology.dp} ranks needs a sequence of its own"
-        )
+        rule = f"each of the dp={topology.dp} ranks needs a sequence of its own"
+        raise UserError(f"--global-batch {problem.global_batch}", rule)
     small = problem.small.on(topology, has_stages=False)  # stages are cut from the plan below
     check_proved(small.plan.model_type, topology, has_experts=bool(small.plan.experts))
     small = small.with_adapter(problem.lora)

@@ -135,9 +135,8 @@ class Hardware:
         if is_half:
             peak, dtype = self.half_tflops, "bfloat16"
         if not peak:
-            raise UserError(
-                f"{self.name}: {dtype}", "its products were not measured", f"calibrate with --dtype {dtype}"
-            )
+            rule = "its products were not measured"
+            raise UserError(f"{self.name}: {dtype}", rule, f"calibrate with --dtype {dtype}")
         return 1e12 * self.matmul_efficiency * peak
 
     def crosses_nodes(self, span: int) -> bool:

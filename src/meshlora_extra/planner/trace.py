@@ -125,11 +125,8 @@ def trace(small: Blueprint, *, rows: int, tokens: int, device: str = "cuda", opt
     """
     plan = dataclasses.replace(small.plan, units=())  # gathers are added by formula
     if plan.recurrent:
-        raise UnsupportedError(
-            f"model_type {plan.model_type!r} on {plan.topology}",
-            "its recurrent mixers run on one cp rank after the other, and it is not planned how long they wait",
-            "plan it without cp",
-        )
+        rule = "its recurrent mixers run on one cp rank after the other, and it is not planned how long they wait"
+        raise UnsupportedError(f"model_type {plan.model_type!r} on {plan.topology}", rule, "plan it without cp")
     run = FakeRun(device)
     own = rows * tokens // plan.topology.size_over(TOKENS)  # tokens of this rank
     chunk_tokens = tokens_of_chunk(model_vocab(small.model), small.model.dtype, own)
@@ -191,9 +188,8 @@ def loss_of(
     rows, tokens = ids.shape
     head = model.get_submodule(plan.head) if plan.head else None
     if not isinstance(head, ParallelHead):
-        raise UnsupportedError(
-            f"model_type {plan.model_type!r}", "its head is not an ordinary one", "it is not planned"
-        )
+        rule = "its head is not an ordinary one"
+        raise UnsupportedError(f"model_type {plan.model_type!r}", rule, "it is not planned")
     head.is_lazy = True  # logits are a recipe, computed chunk by chunk
     if mesh.cp.size > 1:
         cut = model.meshlora.context

@@ -110,11 +110,9 @@ def read_prompts(
     most = data.max_length - rl.max_new_tokens
     long = [prompt for prompt in found if len(prompt.ids) > most]
     if long and data.too_long != "drop":
-        raise UserError(
-            f"{long[0].origin}: a prompt of {len(long[0].ids)} tokens",
-            f"with rl.max_new_tokens={rl.max_new_tokens} it is longer than data.max_length={data.max_length}",
-            f"raise data.max_length, or leave such prompts out ({len(long)} of {len(found)}): data.too_long: drop",
-        )
+        rule = f"with rl.max_new_tokens={rl.max_new_tokens} it is longer than data.max_length={data.max_length}"
+        way_out = f"raise data.max_length, or leave such prompts out ({len(long)} of {len(found)}): data.too_long: drop"
+        raise UserError(f"{long[0].origin}: a prompt of {len(long[0].ids)} tokens", rule, way_out)
     if long and say is not None:
         say(f"{len(long)} of {len(found)} prompts are left out: longer than {most} tokens")
     found = [prompt for prompt in found if len(prompt.ids) <= most]

@@ -81,9 +81,8 @@ def check_for_engines(config: Any, where: str) -> None:
     given = {"use_dora": config.use_dora, "rank_pattern": config.rank_pattern, "alpha_pattern": config.alpha_pattern}
     for option, value in given.items() if not config.target_parameters else [("use_dora", config.use_dora)]:
         if value:
-            raise UnsupportedError(
-                f"{where}: {option}={value!r}", "not every engine computes with it", "train without, or merge it"
-            )
+            rule = "not every engine computes with it"
+            raise UnsupportedError(f"{where}: {option}={value!r}", rule, "train without, or merge it")
 
 
 def remove_older(to: Path, keep: int) -> None:

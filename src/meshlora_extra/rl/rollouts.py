@@ -81,11 +81,9 @@ class Rollouts:
         assert self.one.followed is not None
         stream, (number, later) = self.one.followed.stream, divmod(step - 1, self.config.updates)
         if later:  # the policy that acted is no longer there to be asked
-            raise UserError(
-                f"{stream.file(step)}",
-                f"the file is missing, and was made together with {stream.file(step - later).name}",
-                f"remove that one, too, and go on from a checkpoint of at most {step - 1 - later} steps",
-            )
+            rule = f"the file is missing, and was made together with {stream.file(step - later).name}"
+            way_out = f"remove that one, too, and go on from a checkpoint of at most {step - 1 - later} steps"
+            raise UserError(f"{stream.file(step)}", rule, way_out)
         if self.publish is not None and self.publish.steps is None:  # this process has not yet
             self.publish(step - 1)
         asked: list[Prompt] = []

@@ -127,11 +127,8 @@ def read_tensor(opened: Any, file: Path, key: str, shape: tuple[int, ...] | None
 def check_shape(file: Path, what: str, found: tuple[int, ...], needed: tuple[int, ...]) -> None:
     """Refuse a tensor whose shape does not fit the model and the configuration."""
     if found != needed:
-        raise UserError(
-            f"{file}: {what}",
-            f"its shape is {list(found)}, this model and adapter_config.json need {list(needed)}",
-            "it belongs to another model or another rank",
-        )
+        rule = f"its shape is {list(found)}, this model and adapter_config.json need {list(needed)}"
+        raise UserError(f"{file}: {what}", rule, "it belongs to another model or another rank")
 
 
 def check_keys(file: Path, given: set[str], expected: Iterable[str]) -> None:
@@ -147,11 +144,8 @@ def check_keys(file: Path, given: set[str], expected: Iterable[str]) -> None:
             near = did_you_mean(missing[0], given)
         raise UserError(f"{file}", f"it lacks {len(missing)} of {len(wanted)} tensors, first {missing[0]}", near)
     if extra := sorted(given - wanted):
-        raise UserError(
-            f"{file}",
-            f"{len(extra)} of its tensors have no place in this model, first {extra[0]}",
-            "it belongs to another model, or its adapter_config.json does",
-        )
+        rule = f"{len(extra)} of its tensors have no place in this model, first {extra[0]}"
+        raise UserError(f"{file}", rule, "it belongs to another model, or its adapter_config.json does")
 
 
 def check_vocabulary(

@@ -198,11 +198,9 @@ def to_shared(factors: ExpertFactors, *, where: str) -> ExpertFactors:
     for side, stack in zip("AB", factors, strict=True):
         for expert in range(len(stack)):
             if not torch.equal(stack[expert], stack[0]):
-                raise UserError(
-                    f"{where}: lora_{side} of expert {expert} is not that of expert 0",
-                    "an adapter that experts share is the same for all of them to the last bit",
-                    "load it as one adapter for each expert",
-                )
+                given = f"{where}: lora_{side} of expert {expert} is not that of expert 0"
+                rule = "an adapter that experts share is the same for all of them to the last bit"
+                raise UserError(given, rule, "load it as one adapter for each expert")
     return ExpertFactors(factors.a[:1].clone(), factors.b[:1].clone())
 
 
@@ -241,11 +239,8 @@ def from_blocks(
         found[name] = ExpertFactors(a[:, columns].clone(), b[:, rows[name], columns].clone())
     # Put together again, it must be what was given: that is to say zero outside the blocks.
     if not torch.equal(to_blocks(found, rows=rows, out_features=b.shape[1]).b, b):
-        raise UserError(
-            f"{where}: lora_B",
-            f"it is not zero outside the pieces {list(pieces)}",
-            "load it as one adapter of the whole matrix",
-        )
+        rule = f"it is not zero outside the pieces {list(pieces)}"
+        raise UserError(f"{where}: lora_B", rule, "load it as one adapter of the whole matrix")
     return found
 
 

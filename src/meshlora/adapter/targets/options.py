@@ -111,20 +111,16 @@ def check_values(config: LoraConfig) -> None:
     check_patterns(config)
     for what, rank in _numbers(config, "r", "rank_pattern"):
         if type(rank) is not int or not 1 <= rank <= _LARGEST_RANK:
-            raise UserError(
-                f"LoraConfig({what}={rank!r})", f"a rank is a whole number of at least 1, at most {_LARGEST_RANK}"
-            )
+            given = f"LoraConfig({what}={rank!r})"
+            raise UserError(given, f"a rank is a whole number of at least 1, at most {_LARGEST_RANK}")
     dropout = config.lora_dropout
     if not isinstance(dropout, int | float) or isinstance(dropout, bool) or not 0 <= dropout < 1:
         raise UserError(f"LoraConfig(lora_dropout={dropout!r})", "it is a share in [0, 1)", "0.05 to 0.1 is usual")
     for what, alpha in _numbers(config, "lora_alpha", "alpha_pattern"):
         # `not 0 < alpha`, so that NaN, which compares as False to anything, is refused.
         if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha <= _LARGEST_ALPHA:
-            raise UserError(
-                f"LoraConfig({what}={alpha!r})",
-                f"lora_alpha is a number above 0, at most {_LARGEST_ALPHA:g}",
-                "2 * r is usual",
-            )
+            given = f"LoraConfig({what}={alpha!r})"
+            raise UserError(given, f"lora_alpha is a number above 0, at most {_LARGEST_ALPHA:g}", "2 * r is usual")
 
 
 def _numbers(config: LoraConfig, option: str, pattern: str) -> list[tuple[str, Any]]:
@@ -221,27 +217,21 @@ def check_each_pattern(plan: ModelPlan, config: LoraConfig, matched: list[str]) 
         indices = [indices]
     for index in indices or ():
         if not 0 <= index < plan.num_layers:
-            raise UserError(
-                f"layers_to_transform={config.layers_to_transform}",
-                f"the model has {plan.num_layers} layers, 0 to {plan.num_layers - 1}",
-            )
+            rule = f"the model has {plan.num_layers} layers, 0 to {plan.num_layers - 1}"
+            raise UserError(f"layers_to_transform={config.layers_to_transform}", rule)
     own = [*plan.linears, plan.embedding]
     _check_each_name("target_modules", config, [name for name in own if is_open(plan, config, name)], plan)
     # Experts and routers may be excluded, but are no targets by their modules' names.
     excludable, excluded = [*own, *plan.projections, *plan.matrices], config.exclude_modules
     _check_each_name("exclude_modules", config, excludable, plan)
     if isinstance(excluded, str) and not any(re.fullmatch(excluded, name) for name in excludable):
-        raise UserError(
-            f"exclude_modules={excluded!r}", "it matches no linear layer", "a text is a pattern for whole names"
-        )
+        rule = "it matches no linear layer"
+        raise UserError(f"exclude_modules={excluded!r}", rule, "a text is a pattern for whole names")
     for option in ("rank_pattern", "alpha_pattern"):
         for pattern in getattr(config, option) or {}:
             if not any(re.match(rf"(.*\.)?({pattern})$", name) for name in matched):
-                raise UserError(
-                    f"{option}={getattr(config, option)}",
-                    f"{pattern!r} matches none of the targets",
-                    did_you_mean(pattern, suffixes(matched)),
-                )
+                rule = f"{pattern!r} matches none of the targets"
+                raise UserError(f"{option}={getattr(config, option)}", rule, did_you_mean(pattern, suffixes(matched)))
 
 
 def _check_each_name(option: str, config: LoraConfig, names: list[str], plan: ModelPlan) -> None:
@@ -253,17 +243,12 @@ def _check_each_name(option: str, config: LoraConfig, names: list[str], plan: Mo
     for suffix in sorted(given):  # one order on all ranks: all raise the same error
         about = matches([suffix], names)
         if not about:
-            raise UserError(
-                f"{option}={shown(given)}",
-                f"{suffix!r} matches no linear layer",
-                did_you_mean(suffix, suffixes(plan.linears)),
-            )
+            rule = f"{suffix!r} matches no linear layer"
+            raise UserError(f"{option}={shown(given)}", rule, did_you_mean(suffix, suffixes(plan.linears)))
         if option == "target_modules" and all(_is_saved(name, config) for name in about):
-            raise UserError(
-                f"modules_to_save={list(config.modules_to_save or ())}",
-                f"so {suffix!r} of target_modules has no effect",
-                "a module is trained in full or by LoRA: take it out of one of the two",
-            )
+            rule = f"so {suffix!r} of target_modules has no effect"
+            way_out = "a module is trained in full or by LoRA: take it out of one of the two"
+            raise UserError(f"modules_to_save={list(config.modules_to_save or ())}", rule, way_out)
 
 
 def _is_saved(name: str, config: LoraConfig) -> bool:

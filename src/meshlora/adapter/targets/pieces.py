@@ -116,11 +116,8 @@ def check_pieces(config: LoraConfig, targets: Collection[str], plan: ModelPlan) 
     for key, names in chosen.items():
         about = matches([key], targets)
         if not about:
-            raise UserError(
-                f"pieces: {key}",
-                f"{key!r} is none of the targets",
-                "add it to target_modules, or of experts to target_parameters",
-            )
+            way_out = "add it to target_modules, or of experts to target_parameters"
+            raise UserError(f"pieces: {key}", f"{key!r} is none of the targets", way_out)
         if len(set(names)) != len(names) or not names:
             raise UserError(f"pieces: {key}: {names}", "each piece once, and at least one")
         check({"pieces": chosen, "init_lora_weights": config.init_lora_weights})
@@ -139,8 +136,6 @@ def _check_patterns(config: LoraConfig, key: str, name: str) -> None:
         pattern = getattr(config, option) or {}
         found = pattern_key(pattern, name)
         if key in pattern and found != key:
-            raise UserError(
-                f"{option}: {found!r}",
-                f"it is about {name} too, which has adapters on pieces, by {key!r}",
-                f"give the pattern for {key}, before {found!r}, or name no pieces of it",
-            )
+            given = f"{option}: {found!r}"
+            rule = f"it is about {name} too, which has adapters on pieces, by {key!r}"
+            raise UserError(given, rule, f"give the pattern for {key}, before {found!r}, or name no pieces of it")

@@ -134,20 +134,16 @@ def check_supported(config: LoraConfig) -> None:
     """
     # First: PEFT fills in further options of some initialisations, which the user did not set.
     if not any(config.init_lora_weights is known or config.init_lora_weights == known for known in _INITS):
-        raise UnsupportedError(
-            f"LoraConfig(init_lora_weights={config.init_lora_weights!r})", f"supported: {', '.join(map(repr, _INITS))}"
-        )
+        rule = f"supported: {', '.join(map(repr, _INITS))}"
+        raise UnsupportedError(f"LoraConfig(init_lora_weights={config.init_lora_weights!r})", rule)
     default = LoraConfig()
     for option in dataclasses.fields(config):
         if option.name in SUPPORTED | DESCRIPTIVE:
             continue
         value, usual = getattr(config, option.name), getattr(default, option.name)
         if value != usual and (value or usual):  # None, [], {} and False all mean "off"
-            raise UnsupportedError(
-                f"LoraConfig({option.name}={value!r})",
-                "this option is not supported yet",
-                f"leave it at {usual!r}; supported: {', '.join(sorted(SUPPORTED))}",
-            )
+            way_out = f"leave it at {usual!r}; supported: {', '.join(sorted(SUPPORTED))}"
+            raise UnsupportedError(f"LoraConfig({option.name}={value!r})", "this option is not supported yet", way_out)
     check({"use_dora": config.use_dora, "init_lora_weights": config.init_lora_weights})
     check_values(config)
 
@@ -203,20 +199,16 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
 def _check_task(config: LoraConfig, plan: ModelPlan) -> None:
     given = str(getattr(config.task_type, "value", config.task_type) or plan.task)
     if given != plan.task:
-        raise UnsupportedError(
-            f"LoraConfig(task_type={given!r})",
-            f"the model is one for {plan.task}",
-            "the objective decides of it: leave task_type out",
-        )
+        way_out = "the objective decides of it: leave task_type out"
+        raise UnsupportedError(f"LoraConfig(task_type={given!r})", f"the model is one for {plan.task}", way_out)
 
 
 def _check_module(model: Any, plan: ModelPlan, config: LoraConfig, name: str) -> None:
     """Check that the module `name`, a match of `target_modules`, can have this adapter."""
     if name not in plan.linears and name != plan.embedding:
         kind = type(model.get_submodule(name)).__name__
-        raise UnsupportedError(
-            f"target_modules matches {name}", f"LoRA on {kind} is not supported", "target linear layers"
-        )
+        rule = f"LoRA on {kind} is not supported"
+        raise UnsupportedError(f"target_modules matches {name}", rule, "target linear layers")
     try:
         refuse_mamba_targets(config, model, leaf := name.rpartition(".")[2])
     except ValueError as error:  # their fused kernels would bypass the adapter
@@ -285,11 +277,8 @@ def _check_size(targets: Mapping[str, Target]) -> None:
         base += target.in_features * target.out_features * max(1, target.num_experts)
     if own > max(4 * base, _SMALL):
         largest = max(targets.values(), key=lambda target: target.r)
-        raise UserError(
-            f"rank {largest.r} of {largest.name}",
-            f"the adapter has {own:,} elements, and the matrices that it is on have {base:,}",
-            "use a lower r",
-        )
+        rule = f"the adapter has {own:,} elements, and the matrices that it is on have {base:,}"
+        raise UserError(f"rank {largest.r} of {largest.name}", rule, "use a lower r")
 
 
 def _explicit_targets(model: Any, plan: ModelPlan, config: LoraConfig) -> set[str] | str:
@@ -309,11 +298,8 @@ def _explicit_targets(model: Any, plan: ModelPlan, config: LoraConfig) -> set[st
         return set()
     known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model.config.model_type)
     if known is None:
-        raise UserError(
-            "LoraConfig(target_modules=None)",
-            f"PEFT has no default targets for model_type {model.config.model_type!r}",
-            'name them, or use "all-linear"',
-        )
+        rule = f"PEFT has no default targets for model_type {model.config.model_type!r}"
+        raise UserError("LoraConfig(target_modules=None)", rule, 'name them, or use "all-linear"')
     return set(known)
 
 

@@ -104,9 +104,8 @@ def _tied(model: Any, plan: ModelPlan, given: Any, by_module: Mapping[str, list[
     if by_module[plan.head] != by_module[plan.embedding]:
         return ()
     if plan.head not in given:
-        raise UnsupportedError(
-            f"{_OPTION} of {plan.head} by a shorter name", "PEFT then unties its rows", f"write {plan.head!r}"
-        )
+        rule = "PEFT then unties its rows"
+        raise UnsupportedError(f"{_OPTION} of {plan.head} by a shorter name", rule, f"write {plan.head!r}")
     return (plan.head,)
 
 
@@ -137,6 +136,5 @@ def _check_rows(
         if f"{name}.weight" in copies:
             raise UserError(given, "it is trained in full too, by modules_to_save", way_out)
         if getattr(model.get_submodule(name), "bias", None) is not None:
-            raise UnsupportedError(
-                given, "it has a bias, which PEFT then leaves out", f"name {name} in modules_to_save"
-            )
+            rule = "it has a bias, which PEFT then leaves out"
+            raise UnsupportedError(given, rule, f"name {name} in modules_to_save")

@@ -40,11 +40,8 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
         return family
     plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     if not plan:
-        raise UnsupportedError(
-            f"model_type {model_type!r}",
-            "neither transformers nor meshlora has a tensor-parallel plan for it",
-            "use tp=1, with dp as you like",
-        )
+        rule = "neither transformers nor meshlora has a tensor-parallel plan for it"
+        raise UnsupportedError(f"model_type {model_type!r}", rule, "use tp=1, with dp as you like")
     start = f"{layers_name.rpartition('.')[2]}.*."  # in decoder layers: `layers.*.mlp.up_proj` -> `mlp.up_proj`
     paths, apart = _paths(layers), {name.removeprefix(f"{layers_name}.").partition(".")[2] for name in experts}
     styles: dict[str, str] = {}  # path of a module -> its style
@@ -60,9 +57,8 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
                 seen.add(style)
     unknown = sorted(seen - _LEAVES.keys() - _WHOLE - _GATHERS)
     if unknown:
-        raise UnsupportedError(
-            f"model_type {model_type!r}", f"its plan has styles that are not supported yet: {unknown}", "use tp=1"
-        )
+        rule = f"its plan has styles that are not supported yet: {unknown}"
+        raise UnsupportedError(f"model_type {model_type!r}", rule, "use tp=1")
     gathering = {_block(path) for path, style in styles.items() if style in _GATHERS}
     leaves: dict[str, Leaf] = {}
     for path in paths:  # in module order

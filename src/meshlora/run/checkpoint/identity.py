@@ -151,11 +151,9 @@ def check_same(
         differs = f": {shown(one)} there, {shown(other)} here"
         if one.startswith("sha256:") or other.startswith("sha256:"):  # which nobody can read
             differs = ""
-        raise UserError(
-            f"--resume: {what}",
-            f"it is of a run with other {shown(name)}{differs}",
-            f"go on all the same with --resume-despite {shown(name)}, or {way_out}",
-        )
+        given = f"--resume: {what}"
+        rule = f"it is of a run with other {shown(name)}{differs}"
+        raise UserError(given, rule, f"go on all the same with --resume-despite {shown(name)}, or {way_out}")
 
 
 def other_versions(there: Mapping[str, str], here: Mapping[str, str]) -> str:

@@ -33,11 +33,8 @@ def read_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
     """
     runs = read_runs(path, overrides)
     if "" not in runs:
-        raise UserError(
-            f"{path} with adapters: {', '.join(runs)}",
-            "only train and check take several adapters",
-            "write a run file for one of them",
-        )
+        rule = "only train and check take several adapters"
+        raise UserError(f"{path} with adapters: {', '.join(runs)}", rule, "write a run file for one of them")
     return runs[""]
 
 

@@ -227,9 +227,8 @@ class GenerateConfig:
         if self.length_penalty != 1.0 and self.num_beams == 1 and self.search == "transformers":
             raise UserError("generate.length_penalty", "it has no effect without beams", "give generate.num_beams")
         if not all(self.stop):
-            raise UserError(
-                "generate.stop: an empty text", "every text would end before its first token", "leave it out"
-            )
+            rule = "every text would end before its first token"
+            raise UserError("generate.stop: an empty text", rule, "leave it out")
         check({"generate.search": self.search, "generate.do_sample": self.do_sample})
         for name in ("temperature", "top_p"):
             if getattr(self, name) != 1.0 and not self.do_sample:
@@ -393,11 +392,8 @@ class TrainConfig:
             raise UserError("train.warmup_from_zero", rule, "give both")
         for name, schedules in readers.items():
             if getattr(self, name) and self.schedule not in schedules:
-                raise UserError(
-                    f"train.{name}",
-                    f"it has no effect with train.schedule={self.schedule}",
-                    f"it goes with {' or '.join(schedules)}",
-                )
+                rule = f"it has no effect with train.schedule={self.schedule}"
+                raise UserError(f"train.{name}", rule, f"it goes with {' or '.join(schedules)}")
         require(self.min_lr <= self.lr, "train.min_lr", self.min_lr, f"at most train.lr={self.lr}")
         if self.schedule == "warmup_stable_decay":
             require(self.decay_steps >= 1, "train.decay_steps", self.decay_steps, "at least 1 with this schedule")
@@ -494,19 +490,14 @@ class RunConfig:
         check_path("adapter", self.adapter or "")
         if (self.lora is None) == (self.adapter is None):
             given = "neither" if self.lora is None else "both"
-            raise UserError(
-                f"{given} of lora and adapter", "a run starts from one of them", "give lora: {r: 16, ...}, or adapter:"
-            )
+            rule = "a run starts from one of them"
+            raise UserError(f"{given} of lora and adapter", rule, "give lora: {r: 16, ...}, or adapter:")
         if self.train.eval_every and self.data.eval is None:
-            raise UserError(
-                f"train.eval_every={self.train.eval_every}", "it has no effect without data.eval", "give data.eval"
-            )
+            rule = "it has no effect without data.eval"
+            raise UserError(f"train.eval_every={self.train.eval_every}", rule, "give data.eval")
         if self.train.sample_every and self.data.eval is None and self.data.sample_prompts is None:
-            raise UserError(
-                f"train.sample_every={self.train.sample_every}",
-                "there is nothing to continue",
-                "give data.sample_prompts, or data.eval with prompts",
-            )
+            way_out = "give data.sample_prompts, or data.eval with prompts"
+            raise UserError(f"train.sample_every={self.train.sample_every}", "there is nothing to continue", way_out)
         if self.data.sample_prompts is not None and not self.train.sample_every:
             raise UserError("data.sample_prompts", "it has no effect without train.sample_every", "give both")
         if self.rl is not None:

@@ -89,11 +89,8 @@ def cut_argument(held: HeldTokens | None, name: str, value: Any) -> Any:
         if word in name:
             rows, dim = dims
     if not dim or value.shape[dim] != held.length:
-        raise UnsupportedError(
-            f"cp with a decoder layer that takes {name} {list(value.shape)}",
-            "it may hold something of each token, and it is not known where",
-            "use cp=1",
-        )
+        rule = "it may hold something of each token, and it is not known where"
+        raise UnsupportedError(f"cp with a decoder layer that takes {name} {list(value.shape)}", rule, "use cp=1")
     return held.cut(value, dim, rows=rows if value.ndim >= -rows else None)
 
 

@@ -143,11 +143,9 @@ class RowsOfMask:
         self.held = self.held or held
         # A layer that runs again in a backward is that of its own forward.
         if self.held is not held:
-            raise UnsupportedError(
-                "a backward that computes layers again, of an earlier forward than the last",
-                "under cp the tokens of the last forward are held",
-                "run the backward of each forward before the next",
-            )
+            given = "a backward that computes layers again, of an earlier forward than the last"
+            rule = "under cp the tokens of the last forward are held"
+            raise UnsupportedError(given, rule, "run the backward of each forward before the next")
         if what not in self._made:
             self._made[what] = make()
         return self._made[what]
@@ -263,9 +261,8 @@ class RowsOfMask:
 
 
 def _refused(what: str) -> UnsupportedError:
-    return UnsupportedError(
-        "cp with this model", f"its code {what} its attention mask, which is made in parts", "use cp=1"
-    )
+    rule = f"its code {what} its attention mask, which is made in parts"
+    return UnsupportedError("cp with this model", rule, "use cp=1")
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,9 +313,8 @@ def _attention(
         whole: tuple[Tensor, None] = call(query, key, value, attention_mask, *args, **kwargs)
         return whole
     if not isinstance(attention_mask, RowsOfMask):
-        raise UnsupportedError(
-            f"cp with {type(module).__name__}", "its mask does not come from transformers' mask functions", "use cp=1"
-        )
+        rule = "its mask does not come from transformers' mask functions"
+        raise UnsupportedError(f"cp with {type(module).__name__}", rule, "use cp=1")
     # Side by side, so that one collective moves both.
     pair = torch.cat([key.transpose(1, 2), value.transpose(1, 2)], -1)
     unknown = _unknown(base, args, kwargs)
@@ -415,11 +411,9 @@ def _begin(context: ContextCut) -> None:
     """A forward of a user's own is whole, which gradients must not be: each rank would have them of all tokens."""
     context.begin()
     if context.held is None and torch.is_grad_enabled():
-        raise UserError(
-            f"a forward with gradients of whole sequences on cp={context.axis.size}",
-            "each cp rank would have the gradients of all tokens, and they are summed",
-            "give the model labels, use meshlora.language_model_loss, or torch.no_grad() for logits alone",
-        )
+        given = f"a forward with gradients of whole sequences on cp={context.axis.size}"
+        way_out = "give the model labels, use meshlora.language_model_loss, or torch.no_grad() for logits alone"
+        raise UserError(given, "each cp rank would have the gradients of all tokens, and they are summed", way_out)
 
 
 def hold_context(model: Any, layers: nn.ModuleList, context: ContextAttention, parents: Sequence[nn.Module]) -> None:

@@ -145,9 +145,8 @@ def pass_states(module: nn.Module, name: str, state: tuple[str, ...], context: C
         if context.held is None:
             return None
         if context.held.places is not None or argument not in kwargs:
-            raise UnsupportedError(
-                f"cp with packed rows in {name}", "a rank's part of a row must be contiguous in it", "leave out packing"
-            )
+            rule = "a rank's part of a row must be contiguous in it"
+            raise UnsupportedError(f"cp with packed rows in {name}", rule, "leave out packing")
         hidden = args[0] if args else kwargs["hidden_states"]
         shape = (context.held.rows, *(getattr(module, size) for size in state))
         running.append(PassedStates(context.axis, hidden, shape))

@@ -132,11 +132,8 @@ def _routers(model: Any) -> list[tuple[nn.Module, int]]:
     coef = getattr(model.config.get_text_config(), "router_aux_loss_coef", None)
     recorder = text_decoder(model)[1].base_model.can_record_outputs.get("router_logits")
     if coef is None or recorder is None or isinstance(recorder, list):
-        raise UnsupportedError(
-            f"train.router_aux_loss_coef with model_type {model.config.model_type!r}",
-            "transformers has no load-balancing loss for it",
-            "leave it at 0",
-        )
+        given = f"train.router_aux_loss_coef with model_type {model.config.model_type!r}"
+        raise UnsupportedError(given, "transformers has no load-balancing loss for it", "leave it at 0")
     target, index = getattr(recorder, "target_class", recorder), getattr(recorder, "index", 0)
     part = getattr(recorder, "layer_name", None)
     found = [

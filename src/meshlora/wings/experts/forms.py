@@ -45,9 +45,8 @@ def find_experts(model: Any, topology: Topology) -> dict[str, ExpertsRule]:
         if _EXPERTS.search(type(module).__name__) and name not in known and not inside and not around:
             raise UnsupportedError(f"{name}: {type(module).__name__}", _UNKNOWN)
     if not found and topology.ep * topology.etp > 1:
-        raise UserError(
-            f"topology {topology}", f"model_type {model.config.model_type!r} has no routed experts", "leave out ep, etp"
-        )
+        given = f"topology {topology}"
+        raise UserError(given, f"model_type {model.config.model_type!r} has no routed experts", "leave out ep, etp")
     for rule in found.values():
         _check_divides("ep", topology.ep, rule.num_experts, f"the {rule.num_experts} experts of {rule.name}")
         width = rule.second.in_features

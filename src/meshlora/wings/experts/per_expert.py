@@ -103,11 +103,9 @@ def reads_fused_experts(model_type: str) -> bool:
         UnsupportedError: they read them in neither form.
     """
     if model_type in _TEXT_CLASSES:
-        raise UnsupportedError(
-            f"an adapter on experts of {model_type!r}, for serving engines",
-            f"engines apply it to {_TEXT_CLASSES[model_type]!r} alone, the class with images",
-            "train that one, or merge it: meshlora merge",
-        )
+        given = f"an adapter on experts of {model_type!r}, for serving engines"
+        rule = f"engines apply it to {_TEXT_CLASSES[model_type]!r} alone, the class with images"
+        raise UnsupportedError(given, rule, "train that one, or merge it: meshlora merge")
     return model_type in _FUSED
 
 
@@ -118,17 +116,12 @@ def engine_names(model_type: str) -> EngineNames:
         UnsupportedError: engines read PEFT's own form for this family, or their names are not known.
     """
     if reads_fused_experts(model_type):
-        raise UnsupportedError(
-            f"one adapter for each expert of {model_type!r}",
-            "serving engines read the experts of this family in PEFT's form",
-            "serve the adapter as it is",
-        )
+        rule = "serving engines read the experts of this family in PEFT's form"
+        raise UnsupportedError(f"one adapter for each expert of {model_type!r}", rule, "serve the adapter as it is")
     if model_type not in _ENGINE_NAMES:
-        raise UnsupportedError(
-            f"one adapter for each expert of {model_type!r}",
-            "it is not known what serving engines call its projections",
-            f"known: {', '.join(sorted(_ENGINE_NAMES))}",
-        )
+        given = f"one adapter for each expert of {model_type!r}"
+        rule = "it is not known what serving engines call its projections"
+        raise UnsupportedError(given, rule, f"known: {', '.join(sorted(_ENGINE_NAMES))}")
     return _ENGINE_NAMES[model_type]
 
 
@@ -178,19 +171,14 @@ def read_engine_tensors(
         left -= present
         factors = ExpertFactors(_stack(tensors, keys["A"], where), _stack(tensors, keys["B"], where))
         if factors.a.ndim != 3 or factors.b.ndim != 3 or factors.a.shape[1] != factors.b.shape[2]:
-            raise UserError(
-                f"{where}: {keys['A'][0]} {list(factors.a.shape[1:])}, lora_B {list(factors.b.shape[1:])}",
-                "they are [r, in] and [out, r]",
-            )
+            given = f"{where}: {keys['A'][0]} {list(factors.a.shape[1:])}, lora_B {list(factors.b.shape[1:])}"
+            raise UserError(given, "they are [r, in] and [out, r]")
         if factors.a.any() or factors.b.any():  # training never leaves both zero: neither would ever get a gradient
             found[projection] = factors
             types |= {factors.a.dtype, factors.b.dtype}
     if left:
-        raise UserError(
-            f"{where}: {min(left)}",
-            f"{experts} has {num_experts} experts with {', '.join(names.projections.values())}",
-            "it belongs to another model",
-        )
+        rule = f"{experts} has {num_experts} experts with {', '.join(names.projections.values())}"
+        raise UserError(f"{where}: {min(left)}", rule, "it belongs to another model")
     if len(types) > 1:
         raise UserError(f"{where}: the factors of {experts} have several types", "they have one", "convert them")
     return found
@@ -269,16 +257,13 @@ def _zeros(projection: str, projections: Mapping[str, ExpertFactors]) -> ExpertF
 
 def _stack(tensors: Mapping[str, Tensor], keys: Sequence[str], where: str) -> Tensor:
     if missing := [key for key in keys if key not in tensors]:
-        raise UserError(
-            f"{where}", f"it lacks {len(missing)} of {len(keys)} experts' factors, first {missing[0]}", "it is damaged"
-        )
+        rule = f"it lacks {len(missing)} of {len(keys)} experts' factors, first {missing[0]}"
+        raise UserError(f"{where}", rule, "it is damaged")
     first = tensors[keys[0]]
     for key in keys:
         if (tensors[key].shape, tensors[key].dtype) != (first.shape, first.dtype):
-            raise UserError(
-                f"{where}: {key} is {list(tensors[key].shape)} {tensors[key].dtype}",
-                f"{keys[0]} is {list(first.shape)} {first.dtype}, and all experts of a layer have one shape and type",
-            )
+            rule = f"{keys[0]} is {list(first.shape)} {first.dtype}, and all experts of a layer have one shape and type"
+            raise UserError(f"{where}: {key} is {list(tensors[key].shape)} {tensors[key].dtype}", rule)
     return torch.stack([tensors[key] for key in keys])
 
 
@@ -294,11 +279,8 @@ def refuse_per_expert(folder: Path, keys: Iterable[str], way_out: str = "first e
         UserError: some of `keys` belong to single experts.
     """
     if is_per_expert(keys):
-        raise UserError(
-            f"{folder}",
-            "it has adapters on single experts, as serving engines keep them, and PEFT has one on their stack",
-            f"{way_out} --model FOLDER",
-        )
+        rule = "it has adapters on single experts, as serving engines keep them, and PEFT has one on their stack"
+        raise UserError(f"{folder}", rule, f"{way_out} --model FOLDER")
 
 
 def engine_config(file: Path, config: LoraConfig, plan: ModelPlan) -> LoraConfig:
@@ -388,9 +370,8 @@ def check_lora_alone(config: LoraConfig, where: str) -> None:
     for option in ("modules_to_save", "bias", "trainable_token_indices"):
         value = getattr(config, option)
         if value and value != "none":
-            raise UnsupportedError(
-                f"{where}: {option}={value!r}", "adapters for serving engines are LoRA and nothing more", "merge it"
-            )
+            rule = "adapters for serving engines are LoRA and nothing more"
+            raise UnsupportedError(f"{where}: {option}={value!r}", rule, "merge it")
 
 
 def _layers(
@@ -484,6 +465,5 @@ def _check_patterns(
             continue
         for name in every:
             if pattern_key(pattern, name) in pattern:
-                raise UnsupportedError(
-                    f"{file}: {option}={pattern}", f"it is about {name}, and adapters on single experts have one rank"
-                )
+                given = f"{file}: {option}={pattern}"
+                raise UnsupportedError(given, f"it is about {name}, and adapters on single experts have one rank")

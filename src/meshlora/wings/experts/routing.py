@@ -183,11 +183,8 @@ def check_routing(folder: Path, *, replays: bool, steps: int, plan: ModelPlan, m
     there = {step for step in _step_files(folder) if step < steps}  # few, however many steps the run has
     if len(there) < steps:
         missing = next(step for step in range(steps) if step not in there)
-        raise UserError(
-            option,
-            f"{step_file(folder, missing).name} is not there ({steps - len(there)} of {steps} steps have no file)",
-            "record them with train.routing_record on the same data, batch size and seed",
-        )
+        rule = f"{step_file(folder, missing).name} is not there ({steps - len(there)} of {steps} steps have no file)"
+        raise UserError(option, rule, "record them with train.routing_record on the same data, batch size and seed")
 
 
 def check_routed(routed: np.ndarray, plan: ModelPlan) -> dict[str, int]:
@@ -217,9 +214,8 @@ def check_routed(routed: np.ndarray, plan: ModelPlan) -> dict[str, int]:
         own = routed[:, columns[experts.block]]
         # Rows of -1 are of tokens whose experts nobody knows.
         if own.shape[1] > 1 and bool((np.diff(np.sort(own), axis=1) == 0)[own[:, 0] >= 0].any()):
-            raise UserError(
-                f"{option}, {experts.block}", "a token goes to one expert twice", "are they of this engine?"
-            )
+            rule = "a token goes to one expert twice"
+            raise UserError(f"{option}, {experts.block}", rule, "are they of this engine?")
         if own.max(initial=-1) >= experts.num_experts:
             given = f"{option}, {experts.block}: expert {own.max()}"
             raise UserError(given, f"there are {experts.num_experts}", "give those of the model that is trained")

@@ -49,19 +49,13 @@ def with_whole_projections(config: LoraConfig, plan: ModelPlan) -> LoraConfig:
         return config
     whole = [name for name in given if name in names]
     if clash := matches(found, matches(whole, plan.projections)):  # full names and suffixes alike
-        raise UserError(
-            f"target_parameters={given}",
-            f"{clash[0]} and its parts are both named",
-            "name one A for both, or each part",
-        )
+        rule = f"{clash[0]} and its parts are both named"
+        raise UserError(f"target_parameters={given}", rule, "name one A for both, or each part")
     for projection in plan.projections:
         about = [fused for fused in found if matches([fused], [projection])]
         if len(about) > 1:
-            raise UserError(
-                f"target_parameters={given}",
-                f"{' and '.join(about)} are about the same experts, {projection}",
-                "name gate_proj and up_proj of them in the same way",
-            )
+            rule = f"{' and '.join(about)} are about the same experts, {projection}"
+            raise UserError(f"target_parameters={given}", rule, "name gate_proj and up_proj of them in the same way")
     ordered = {fused: sorted(pieces) for fused, pieces in found.items()}  # gate, then up
     plain = dataclasses.replace(config, target_parameters=names)
     plain.rank_pattern = _fused_pattern(config.rank_pattern, config.r, ordered, names, "rank_pattern", plan)
@@ -96,9 +90,8 @@ def _fused_pattern(
         keys = [pattern_key(pattern, part) for part in parts]
         values = {pattern.get(key, default) for key in keys}
         if len(values) > 1:
-            raise UnsupportedError(
-                f"{option}={pattern}", f"{' and '.join(parts)} have one rank and one scale", "give both the same"
-            )
+            rule = f"{' and '.join(parts)} have one rank and one scale"
+            raise UnsupportedError(f"{option}={pattern}", rule, "give both the same")
         if pattern.keys() >= {*keys}:  # else both have the default
             # The first match wins, so this entry takes the position of the last one it replaces.
             last = max(keys, key=list(pattern).index)
@@ -121,11 +114,9 @@ def _check_about_all(pattern: Mapping[str, Any], parts: Iterable[str], projectio
         end = part.rpartition(".")[2]
         own = pattern_key(pattern, projection.removesuffix("gate_up_proj") + end)
         if own in pattern and own != pattern_key(pattern, part):
-            raise UserError(
-                f"{option}={pattern}",
-                f"{own!r} is about {end} of {projection}, and not about all of {part}",
-                f"give the pattern for {part}, or name gate_up_proj in target_parameters",
-            )
+            given = f"{option}={pattern}"
+            rule = f"{own!r} is about {end} of {projection}, and not about all of {part}"
+            raise UserError(given, rule, f"give the pattern for {part}, or name gate_up_proj in target_parameters")
 
 
 def _put_before(pattern: Mapping[str, Any], other: str, name: str, value: Any) -> dict[str, Any]:
@@ -152,14 +143,11 @@ def matched_parameters(model: Any, plan: ModelPlan, config: LoraConfig) -> list[
         if matches([name], every):
             continue
         if other := matches([name], others):
-            raise UnsupportedError(
-                f"target_parameters matches {other[0]}", "LoRA on this parameter is not supported", "leave it out"
-            )
-        raise UserError(
-            f"target_parameters={wanted}",
-            f"{name!r} matches no parameter of the model",
-            did_you_mean(name, {_short(full) for full in plan.projections or every}),
-        )
+            rule = "LoRA on this parameter is not supported"
+            raise UnsupportedError(f"target_parameters matches {other[0]}", rule, "leave it out")
+        given = f"target_parameters={wanted}"
+        rule = f"{name!r} matches no parameter of the model"
+        raise UserError(given, rule, did_you_mean(name, {_short(full) for full in plan.projections or every}))
     return [name.removesuffix(".weight") for name in matches(wanted, every) if _is_chosen(name, config)]
 
 
@@ -230,11 +218,8 @@ def _check_options(config: LoraConfig, matched: Iterable[str], plan: ModelPlan) 
         }
     )
     if transposed:
-        raise UnsupportedError(
-            f"target_parameters: {transposed[0]}, which is stored [in, out]",
-            "PEFT has none for a parameter",
-            "name it in target_modules, and only there",
-        )
+        given = f"target_parameters: {transposed[0]}, which is stored [in, out]"
+        raise UnsupportedError(given, "PEFT has none for a parameter", "name it in target_modules, and only there")
 
 
 def _check_named_once(modules: Iterable[str], by_weight: Collection[str], plan: ModelPlan) -> None:
@@ -245,11 +230,9 @@ def _check_named_once(modules: Iterable[str], by_weight: Collection[str], plan: 
     """
     for name in modules:
         if name in by_weight and not _is_rewritten(name.rpartition(".")[2], plan.model_type):
-            raise UserError(
-                f"target_modules and target_parameters: both name {name}",
-                "PEFT has one adapter on a weight, and refuses a file with two",
-                "take it out of one of the two",
-            )
+            given = f"target_modules and target_parameters: both name {name}"
+            rule = "PEFT has one adapter on a weight, and refuses a file with two"
+            raise UserError(given, rule, "take it out of one of the two")
 
 
 def with_stored_parameters(config: LoraConfig, targets: Iterable[str], plan: ModelPlan) -> LoraConfig:

@@ -51,11 +51,8 @@ def merge(model: Any) -> None:
     leaves = _leaves(model, state.active)
     for name, leaf in leaves.items():
         if not isinstance(leaf, ParallelEmbedding) and leaf.form is not None:
-            raise UnsupportedError(
-                f"merge into {name}, which is held in few bits",
-                "the sum would be rounded to few bits once more, and be another model",
-                "generate without merging",
-            )
+            rule = "the sum would be rounded to few bits once more, and be another model"
+            raise UnsupportedError(f"merge into {name}, which is held in few bits", rule, "generate without merging")
     state.unmerged = {}
     try:
         with lift(model.dtype == torch.float64):

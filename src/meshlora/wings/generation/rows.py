@@ -136,17 +136,12 @@ def _compare(model: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None
         rows.append(fingerprint(prompts.to(device)))
     of_ranks = all_gather(torch.cat(rows, 1), tp).tolist()
     if any(one[3:] != of_ranks[0][3:] for one in of_ranks):
-        raise UserError(
-            f"generate: the {name} of tp ranks differ",
-            "tp ranks compute one forward together, each a part of it, and need the same rows in the same order",
-            "give each rank the prompts of its dp rank",
-        )
+        rule = "tp ranks compute one forward together, each a part of it, and need the same rows in the same order"
+        raise UserError(f"generate: the {name} of tp ranks differ", rule, "give each rank the prompts of its dp rank")
     if any(one != of_ranks[0] for one in of_ranks):
-        raise UserError(
-            "generate(do_sample=True): the random states of tp ranks differ",
-            "each would draw tokens of its own, of one forward that they compute together",
-            "call torch.manual_seed(seed) on every rank, with one seed for the ranks of a replica",
-        )
+        rule = "each would draw tokens of its own, of one forward that they compute together"
+        way_out = "call torch.manual_seed(seed) on every rank, with one seed for the ranks of a replica"
+        raise UserError("generate(do_sample=True): the random states of tp ranks differ", rule, way_out)
 
 
 def _check_drawn(tokens: Tensor, tp: Axis) -> None:
@@ -154,8 +149,6 @@ def _check_drawn(tokens: Tensor, tp: Axis) -> None:
     # Of three numbers, not of the tokens: texts of other lengths would not even have one shape.
     of_ranks = all_gather(fingerprint(tokens), tp).tolist()
     if any(one != of_ranks[0] for one in of_ranks):
-        raise UnsupportedError(
-            f"tp ranks {list(tp.ranks)} have generated different tokens",
-            "they computed one forward together, and then each chose tokens of its own: no text is right",
-            "try torch.use_deterministic_algorithms(True), and leave out top_p",
-        )
+        given = f"tp ranks {list(tp.ranks)} have generated different tokens"
+        rule = "they computed one forward together, and then each chose tokens of its own: no text is right"
+        raise UnsupportedError(given, rule, "try torch.use_deterministic_algorithms(True), and leave out top_p")

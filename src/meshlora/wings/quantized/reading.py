@@ -45,11 +45,9 @@ def kept_packed(
     """
     if quantization != KEEP:
         if stored and quantization is not None:  # without the option it is read in plain numbers
-            raise UnsupportedError(
-                f"quantization {quantization} of model {source}",
-                "its checkpoint is quantised already, and rounding it twice is not proved",
-                "use model.quantization: keep, or leave it out",
-            )
+            given = f"quantization {quantization} of model {source}"
+            rule = "its checkpoint is quantised already, and rounding it twice is not proved"
+            raise UnsupportedError(given, rule, "use model.quantization: keep, or leave it out")
         return {}
     given = f"quantization keep of model {source or model.config.model_type}"
     if not stored:
@@ -59,11 +57,8 @@ def kept_packed(
     weights = CheckpointSource(source, model, stored)
     kept, packed = packings(weights), weights.packed()
     if packed is not None and not kept:
-        raise UnsupportedError(
-            f"{given}: {packed}",
-            f"what {stored['quant_method']} stores so does not stay packed; fp8, int8, mxfp4 and bitsandbytes' do",
-            "leave out model.quantization",
-        )
+        rule = f"what {stored['quant_method']} stores so does not stay packed; fp8, int8, mxfp4 and bitsandbytes' do"
+        raise UnsupportedError(f"{given}: {packed}", rule, "leave out model.quantization")
     return kept
 
 

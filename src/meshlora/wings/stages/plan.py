@@ -56,11 +56,9 @@ def check_stages(model: Any, plan: ModelPlan) -> None:
     check({**plan.asked, "composite": type(model).__name__ if plan.text else ""})
     if topology.num_stages > plan.num_layers:
         fitting = set_of(divisors(plan.num_layers))
-        raise UserError(
-            f"topology {plan.topology}",
-            f"each stage needs a layer, and the model has {plan.num_layers}",
-            f"use at most {plan.num_layers} stages, pp times interleave, as in {fitting}",
-        )
+        given = f"topology {plan.topology}"
+        rule = f"each stage needs a layer, and the model has {plan.num_layers}"
+        raise UserError(given, rule, f"use at most {plan.num_layers} stages, pp times interleave, as in {fitting}")
 
 
 def check_trained(model: Any, plan: ModelPlan, parameters: Iterable[str], copies: Collection[str]) -> None:
@@ -85,11 +83,9 @@ def check_trained(model: Any, plan: ModelPlan, parameters: Iterable[str], copies
 
 def idle(topology: Topology, layers: Sequence[int]) -> UnsupportedError:
     """The refusal of an adapter that trains nothing in `layers`, those of a rank."""
-    return UnsupportedError(
-        f"an adapter on {topology} that trains nothing in layers {', '.join(map(str, layers))}",
-        "each stage of layers must have something to train",
-        "use fewer stages, or more targets",
-    )
+    given = f"an adapter on {topology} that trains nothing in layers {', '.join(map(str, layers))}"
+    rule = "each stage of layers must have something to train"
+    return UnsupportedError(given, rule, "use fewer stages, or more targets")
 
 
 def check_tied(model: Any, plan: ModelPlan, copies: Collection[str]) -> None:
@@ -120,9 +116,8 @@ def check_shared(model: Any, plan: ModelPlan) -> None:
         assert isinstance(parameter, nn.Parameter)
         other = holders.setdefault(id(parameter), name)
         if plan.stage_of(other) != plan.stage_of(name) and {name, other} != ends:
-            raise UnsupportedError(
-                f"{plan.topology}: {name}", f"it is one weight with {other}, of another stage", "use pp=1"
-            )
+            rule = f"it is one weight with {other}, of another stage"
+            raise UnsupportedError(f"{plan.topology}: {name}", rule, "use pp=1")
 
 
 @functools.lru_cache(maxsize=64)  # a planner asks for the same again with every topology
