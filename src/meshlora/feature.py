@@ -112,10 +112,7 @@ class Feature:
         return plan
 
     def packed_weights(
-        self,
-        tensors: Mapping[str, StoredTensor],
-        quantization: Mapping[str, Any],
-        value: Callable[[str], Tensor],
+        self, tensors: Mapping[str, StoredTensor], quantization: Mapping[str, Any], value: Callable[[str], Tensor]
     ) -> Iterable[Place]:
         """`model.stored`, of a checkpoint with a `quantization_config`: the place of each weight in few bits.
 
@@ -294,8 +291,5 @@ def check_proved(plan: ModelPlan) -> None:
         UnsupportedError: the wing of proofs says so, or it is not there.
     """
     if not any(feature.is_proved(plan) for feature in features()) and plan.topology.is_split:
-        raise UnsupportedError(
-            f"model_type {plan.model_type!r} on {plan.topology}",
-            "no wing in WINGS of meshlora/feature.py knows whether its split is proved",
-            "use dp alone",
-        )
+        rule = "no wing in WINGS of meshlora/feature.py knows whether its split is proved"
+        raise UnsupportedError(f"model_type {plan.model_type!r} on {plan.topology}", rule, "use dp alone")

@@ -59,10 +59,7 @@ EXPERTS_ONE_BY_ONE = SlowPath(
     ("cuda",),
 )
 UNPACKED_IN_PIECES = SlowPath(
-    "quantised matrices unpacked in pieces",
-    "a whole one has more than 268 million elements",
-    "a larger tp",
-    ("cuda",),
+    "quantised matrices unpacked in pieces", "a whole one has more than 268 million elements", "a larger tp", ("cuda",)
 )
 UNPACKED_WITHOUT_KERNEL = SlowPath(
     "matrices of bitsandbytes' kinds unpacked without its kernel",

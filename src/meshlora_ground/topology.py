@@ -57,7 +57,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 # Options of an axis that are numbers: name -> (the axis, which needs several ranks; why).
 NUMBERS: dict[str, tuple[tuple[str, ...], str]] = {
-    "interleave": (("pp",), "it is the number of stages of layers on each of its ranks"),
+    "interleave": (("pp",), "it is the number of stages of layers on each of its ranks")
 }
 DENSE_AXES, EXPERT_AXES = tuple(DENSE), tuple(EXPERTS)
 

@@ -23,16 +23,7 @@ from transformers import AutoConfig, PretrainedConfig
 from meshlora_ground.compat.peft_targets import targets_as_configured
 from meshlora_ground.model_class import model_class
 from meshlora_ground.objective import TEXT, Objective
-from meshlora_judge.experts import (
-    PREFIX,
-    Repeated,
-    Stack,
-    adapted_stacks,
-    names_in_file,
-    output_side,
-    plain_name,
-    stack_of,
-)
+from meshlora_judge import experts
 from meshlora_judge.pieces import mask_of, pieces_of
 
 
@@ -68,20 +59,20 @@ def write_adapter(
     pieces = pieces or {}
     with targets_as_configured():
         peft_model = without_values(model, LoraConfig(**lora), objective, trust_remote_code=trust_remote_code)
-    stacks = adapted_stacks(peft_model, is_shared=share_experts)
+    stacks = experts.adapted_stacks(peft_model, is_shared=share_experts)
     stored = get_peft_model_state_dict(peft_model, save_embedding_layers=False)
     folder.mkdir(parents=True)
     config = peft_model.get_base_model().config
     peft_model.peft_config["default"].save_pretrained(str(folder))
     drawn = {key: _draw(seed, key, tuple(tensor.shape)) for key, tensor in stored.items()}
-    of_experts = names_in_file([key.removeprefix(PREFIX) for key in drawn], stacks)
+    of_experts = experts.names_in_file([key.removeprefix(experts.PREFIX) for key in drawn], stacks)
     for key, value in drawn.items():
-        name = of_experts.get(key.removeprefix(PREFIX), plain_name(key))
+        name = of_experts.get(key.removeprefix(experts.PREFIX), experts.plain_name(key))
         module, _, side = name.rpartition(".lora_")
         stack = stacks.get(module)
         if stack is not None:
             drawn[key] = value = _of_experts(value, side, stack)
-        if side == output_side(stack) and (names := pieces_of(module, pieces)):
+        if side == experts.output_side(stack) and (names := pieces_of(module, pieces)):
             if stack is not None:  # in PEFT's file a shared factor is repeated for each expert
                 stack = dataclasses.replace(stack, is_shared=False)
             value *= mask_of(config, module, names, value.shape, stack)
@@ -104,12 +95,12 @@ def without_values(model: str | Path, lora: LoraConfig, objective: Objective, *,
         return get_peft_model(base, lora)
 
 
-def _of_experts(drawn: Tensor, side: str, stack: Stack) -> Tensor:
+def _of_experts(drawn: Tensor, side: str, stack: experts.Stack) -> Tensor:
     """PEFT's factor of all experts: B scaled as on a linear, a shared factor repeated for each expert."""
     if side != "A":
         drawn = drawn * math.sqrt(stack.num_experts)
     if stack.is_shared:
-        repeated = Repeated(stack.num_experts, is_a=side == "A")
+        repeated = experts.Repeated(stack.num_experts, is_a=side == "A")
         return repeated.forward(repeated.right_inverse(drawn))
     return drawn
 
@@ -123,7 +114,7 @@ def _draw(seed: int, key: str, shape: tuple[int, ...]) -> Tensor:
 
 
 def expected_fresh(
-    name: str, shape: tuple[int, ...], *, init: bool | str, seed: int, stacks: Mapping[str, Stack]
+    name: str, shape: tuple[int, ...], *, init: bool | str, seed: int, stacks: Mapping[str, experts.Stack]
 ) -> Tensor:
     """The whole factor `name` of a fresh adapter, for example `model.layers.0.mlp.up_proj.lora_A`.
 
@@ -133,9 +124,9 @@ def expected_fresh(
     `mlp.experts.gate_up_proj.lora_A.3`; where PEFT swaps the input and output sides, A and B swap in these rules.
     """
     module, _, part = name.rpartition(".lora_")
-    stack = stacks.get(stack_of(module))
+    stack = stacks.get(experts.stack_of(module))
     if stack is not None and not stack.is_shared:
-        name = f"{stack_of(module)}.lora_{part}.{module.split('.')[-2]}"
+        name = f"{experts.stack_of(module)}.lora_{part}.{module.split('.')[-2]}"
     part = part.partition(".")[0]
     generator = _generator(f"{seed}:{name}")
     if part.startswith("embedding"):

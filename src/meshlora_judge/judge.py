@@ -23,6 +23,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 from meshlora_ground.topology import Topology
+from meshlora_judge import unshard
 from meshlora_judge.capture import CHOICES, SCORES
 from meshlora_judge.case import Case
 from meshlora_judge.experts import stack_of
@@ -40,16 +41,6 @@ from meshlora_judge.results import (
 )
 from meshlora_judge.saved import CONFIG, FIRST, FRESH, LAST, WEIGHTS, Saved
 from meshlora_judge.trace import Trace
-from meshlora_judge.unshard import (
-    Ownership,
-    Piece,
-    ShapeError,
-    canonical,
-    factor_pieces,
-    most_in_a_row,
-    sequences_of,
-    token_pieces,
-)
 
 # Phase -> what it compares, in the order in which a fault shows first.
 PHASES = {
@@ -105,7 +96,7 @@ class _Judge:
         self.reference, self.ranks, self.topology = evidence.reference, evidence.ranks, evidence.topology
         # Of all ranks, where it does not matter which of them has what.
         self.micro_batches = [micro for trace in self.ranks for micro in trace.micro_batches]
-        self.ownership = Ownership(self.ranks, self.reference, self.topology)
+        self.ownership = unshard.Ownership(self.ranks, self.reference, self.topology)
         self.tokens = self.ownership.tokens
 
     def sequences(self) -> list[TensorResult]:
@@ -117,7 +108,7 @@ class _Judge:
         for step, number in enumerate(self.reference.num_tokens):
             results.append(self._counted(step, number))
         if self.evidence.case.packing:
-            most = max(most_in_a_row(micro) for micro in self.micro_batches)
+            most = max(unshard.most_in_a_row(micro) for micro in self.micro_batches)
             results.append(checked("packed rows", most > 1, "no row holds more than one sequence"))
         return results
 
@@ -127,7 +118,7 @@ class _Judge:
         for rank, trace in enumerate(self.ranks):
             # One rank of every dp rank has this place: together they read all rows once.
             place = self.topology.place_of_rows(rank)
-            times[place] += sum(sequences_of(micro).count(sequence) for micro in trace.micro_batches)
+            times[place] += sum(unshard.sequences_of(micro).count(sequence) for micro in trace.micro_batches)
         return set(times.values())
 
     def _counted(self, step: int, number: int) -> TensorResult:
@@ -248,7 +239,7 @@ class _Judge:
         results = self._read_by_peft()
         if saved.logits is not None and reference.final_logits is not None:
             floor = _of(self.evidence.rounded, "final_logits")
-            piece = Piece(0, (), saved.logits)
+            piece = unshard.Piece(0, (), saved.logits)
             results.append(self._compare("logits of PEFT", [piece], reference.final_logits, floor, "saved_file"))
         if wrong := self._scaled_otherwise(saved.scalings):
             results.append(as_wanted(CONFIG, f"PEFT gives it another scale, or puts it elsewhere: {wrong[0]}"))
@@ -269,7 +260,7 @@ class _Judge:
             if read[name].shape != whole.shape:
                 results.append(as_wanted(name, f"{list(read[name].shape)}, not {list(whole.shape)}"))
                 continue
-            piece = Piece(0, (), read[name] - initial[name])
+            piece = unshard.Piece(0, (), read[name] - initial[name])
             floor = [changes[name] for changes in low]
             results.append(self._compare(name, [piece], whole, floor, "saved_file", least_noise=noise))
         return results
@@ -308,33 +299,27 @@ class _Judge:
         results = []
         terms = set[str]().union(*_of(self.ranks, "terms"))
         for name in names:
-            found = canonical(self.reference, self.tokens, phase, name)
+            found = unshard.canonical(self.reference, self.tokens, phase, name)
             if found is None or self._is_in_a_kernel(phase, name):
                 continue
             whole, layout = found
             shown = name or "logits"
             try:
-                pieces = token_pieces(self.ownership, phase, name, whole, layout)
-            except ShapeError as error:
+                pieces = unshard.token_pieces(self.ownership, phase, name, whole, layout)
+            except unshard.ShapeError as error:
                 results.append(as_wanted(shown, str(error)))
                 continue
             if phase == "backward" and name.partition("#")[0] in terms:
                 pieces = summed_where_unequal(pieces, whole)
-            floor = None if is_exact else self._rounded_outputs(phase, name)
+            floor: list[Tensor] | None = None
+            if not is_exact:  # this output in our precision, of each run that has it
+                lower = [unshard.canonical(trace, self.tokens, phase, name) for trace in self.evidence.rounded]
+                floor = [each[0] for each in lower if each is not None]
             results.append(self._compare(shown, pieces, whole, floor, phase))
         # Of all modules, not of the routers' own names or the logits alone.
         if names and names[0] in self.reference.order and names != [""]:
             results += self._unknown_to_reference(phase, set(names))
         return results
-
-    def _rounded_outputs(self, phase: str, name: str) -> list[Tensor]:
-        """The output `name` of the reference in our precision, of each run that has it."""
-        outputs = []
-        for trace in self.evidence.rounded:
-            found = canonical(trace, self.tokens, phase, name)
-            if found is not None:
-                outputs.append(found[0])
-        return outputs
 
     def _unknown_to_reference(self, phase: str, names: set[str]) -> list[TensorResult]:
         """A failed result for each module of some rank that is not among `names`; those of routers have own phases."""
@@ -393,8 +378,8 @@ class _Judge:
         for name in sorted(wholes, key=self._place, reverse=is_backward):
             whole = wholes[name]
             try:
-                pieces = factor_pieces(ours, self.ownership, name, whole)
-            except ShapeError as error:
+                pieces = unshard.factor_pieces(ours, self.ownership, name, whole)
+            except unshard.ShapeError as error:
                 results.append(as_wanted(name, str(error)))
                 continue
             floor = None if rounded is None else [low[name] for low in rounded]
@@ -438,7 +423,7 @@ class _Judge:
         for step, whole in enumerate(wholes[:common]):
             values = []
             for rank, own in enumerate(ours):  # each is a copy of its own: all must be right
-                values.append(Piece(rank, (rank,), torch.tensor([own[step]], dtype=torch.float64)))
+                values.append(unshard.Piece(rank, (rank,), torch.tensor([own[step]], dtype=torch.float64)))
             least = None
             if gaps:
                 least = max(max(gaps) / max(abs(float(whole)), 1e-300), least_noise)
@@ -449,7 +434,7 @@ class _Judge:
     def _compare(
         self,
         name: str,
-        pieces: list[Piece],
+        pieces: list[unshard.Piece],
         whole: Tensor,
         rounded: list[Tensor] | None,
         phase: str,

@@ -21,6 +21,7 @@ from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.float64 import lift
 from meshlora_ground.objective import Embed
 from meshlora_ground.routing import Routing
+from meshlora_judge import reference
 from meshlora_judge.batches import MicroBatch, micro_batches, micro_batches_of
 from meshlora_judge.capture import CHOICES, SCORES, Capture, copy
 from meshlora_judge.case import REFERENCE, Case
@@ -33,19 +34,6 @@ from meshlora_judge.ownership import fingerprints
 from meshlora_judge.packed import load_base
 from meshlora_judge.pieces import in_pieces
 from meshlora_judge.quantized import quantize_base
-from meshlora_judge.reference import (
-    accumulate,
-    before_losses,
-    freeze_outside_pieces,
-    losses_of,
-    make_optimizer,
-    rates_of,
-    reference_model,
-    scalings,
-    set_rate,
-    token_rows,
-    trainable,
-)
 from meshlora_judge.replay import after_step, as_the_engine, at_step, free, new_record, record_file, routed
 from meshlora_judge.trace import Trace
 
@@ -109,27 +97,27 @@ def trace_case(case: Case, *, precision: str, autocast: bool = False) -> Trace:
 
 def _trace_case(case: Case, model: Any, routing: Routing | None, policy: Any = None) -> Trace:
     """policy: the frozen one of `base_logits`."""
-    freeze_outside_pieces(model, case.pieces)
-    factors = trainable(model)
+    reference.freeze_outside_pieces(model, case.pieces)
+    factors = reference.trainable(model)
     settings, masks = case.train, Masks(model, seed=case.seed)
     add_noise(model, masks, alpha=case.neftune_alpha)
-    rates = rates_of(settings)
-    optimizer = make_optimizer(model, settings)
+    rates = reference.rates_of(settings)
+    optimizer = reference.make_optimizer(model, settings)
     inner = model.get_base_model()
-    trace = Trace(initial=_apart(case, model, factors), scalings=scalings(model), rates=rates)
+    trace = Trace(initial=_apart(case, model, factors), scalings=reference.scalings(model), rates=rates)
     trace.stacks = adapted_stacks(model)
     trace.rows, trace.columns = fingerprints(inner)
     trace.dropouts = masks.rates
-    trace.base, trace.row_norms = _base_values(case, factors, token_rows(model))
+    trace.base, trace.row_norms = _base_values(case, factors, reference.token_rows(model))
     for step, rate in enumerate(rates):
         at_step(routing, step)
         masks.step = step
         batches = _case_batches(case, step)
         optimizer.zero_grad(set_to_none=True)
         with free(case, routing):
-            before = before_losses(model, batches, case.objective, policy)
+            before = reference.before_losses(model, batches, case.objective, policy)
         with Capture(inner) if step == 0 else contextlib.nullcontext() as capture:
-            loss, aux = accumulate(model, batches, settings, before=before, masks=masks)
+            loss, aux = reference.accumulate(model, batches, settings, before=before, masks=masks)
         if capture is not None:
             trace.micro_batches = capture.micro_batches
             _forget_head(trace, inner)
@@ -137,7 +125,7 @@ def _trace_case(case: Case, model: Any, routing: Routing | None, policy: Any = N
             trace.gradients = _apart(case, model, _gradients(factors))
         norm = torch.nn.utils.clip_grad_norm_(list(factors.values()), case.max_grad_norm_at(step))
         trace.clipped.append(_apart(case, model, _gradients(factors)))
-        set_rate(optimizer, rate)
+        reference.set_rate(optimizer, rate)
         optimizer.step()
         trace.losses.append(loss)
         if aux is not None:
@@ -211,10 +199,10 @@ def evaluate(case: Case, model: Any, policy: Any = None) -> float:
     for start in range(0, len(every), size):
         found = micro_batches(case.data, every[start : start + size], case.train, pad_token_id=case.pad_token_id)
         batches = [batch.to(case.device) for batch in found]
-        bases, point = before_losses(model, batches, objective, policy)
+        bases, point = reference.before_losses(model, batches, objective, policy)
         of_each = []
         for batch, base in zip(batches, bases, strict=True):
-            each, _ = losses_of(model, batch, objective=objective, base=base, point=point)
+            each, _ = reference.losses_of(model, batch, objective=objective, base=base, point=point)
             of_each.append(each)
         each = torch.cat(of_each)
         if isinstance(objective, Embed):
@@ -228,17 +216,17 @@ def read_back(case: Case, saved: str | Path) -> tuple[dict[str, Tensor], Tensor,
     """(factors, logits of the first micro-batch, scales) of the adapter folder `saved`, read by PEFT in float64."""
     model = _case_model(case, saved, "float64", is_stock=True)
     Masks(model, seed=case.seed)  # outside of a training step there is no dropout
-    copies = {name: copy(parameter) for name, parameter in trainable(model).items()}
+    copies = {name: copy(parameter) for name, parameter in reference.trainable(model).items()}
     stacks = adapted_stacks(model, is_shared=case.share_experts)
     factors = in_pieces(model.get_base_model().config, in_experts(copies, stacks, in_file=True), case.pieces)
     with routed(model.get_base_model(), case) as routing:
         at_step(routing, case.steps)
-        return factors, _first_logits(case, model), scalings(model)
+        return factors, _first_logits(case, model), reference.scalings(model)
 
 
 def _case_model(case: Case, adapter: str | Path, precision: str, *, is_stock: bool = False) -> Any:
     """The case's model; float64 of a model stored in lower precision has the same values, computed without rounding."""
-    model = reference_model(
+    model = reference.reference_model(
         case.base, adapter, objective=case.objective, is_stock=is_stock, dropouts=case.dropout, pad=case.pad_token_id
     )
     if precision != case.dtype:
@@ -254,7 +242,7 @@ def _case_batches(case: Case, step: int) -> list[MicroBatch]:
 @torch.no_grad()
 def _first_logits(case: Case, model: Any) -> Tensor:
     case = dataclasses.replace(case, micro_batch_size=2)  # the same sequences for every micro-batch size
-    return copy(losses_of(model, _case_batches(case, 0)[0])[1])
+    return copy(reference.losses_of(model, _case_batches(case, 0)[0])[1])
 
 
 def _apart(case: Case, model: Any, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

@@ -34,9 +34,7 @@ class Trace:
         initial, gradients, final: factor -> value before the first step, gradient of the first step before clipping,
             value after the last step. clipped: per optimizer step, factor -> gradient after clipping.
         fresh, fresh_both: factors of adapters drawn from the user's configuration, and with B drawn too (ours only).
-        rows, columns: module -> fingerprints of the rows and columns of its weight (`meshlora_judge.ownership`), `[E,
-        ...]` for
-            a projection of experts.
+        rows, columns: module -> fingerprints of the rows and columns of its weight; of experts `[E, ...]`.
         base: trained base parameter -> its value in the base. row_norms: magnitude of DoRA -> norms of the base's rows
             (both reference only).
         final_logits: of the first micro-batch, after the last step (reference only).

@@ -37,11 +37,7 @@ def add_training(train: argparse.ArgumentParser, *, command: str) -> None:
         "--resume", metavar="auto|FOLDER", help="go on from this checkpoint; auto: from the last whole one, if any"
     )
     train.add_argument(
-        "--resume-despite",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="what may differ from it, as in data",
+        "--resume-despite", action="append", default=[], metavar="NAME", help="what may differ from it, as in data"
     )
     train.add_argument(
         "--stopped-exit-code",

@@ -410,11 +410,7 @@ def simulated_job(world: int, rank: int = 0) -> Iterator[None]:
 
 
 def open_mesh(
-    topology: Topology,
-    *,
-    device: torch.device | None = None,
-    copies: Collection[int] = (),
-    has_experts: bool = False,
+    topology: Topology, *, device: torch.device | None = None, copies: Collection[int] = (), has_experts: bool = False
 ) -> Mesh:
     """Open the groups of `topology`. Every rank of the job must call this, with the same arguments.
 

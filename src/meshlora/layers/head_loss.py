@@ -252,14 +252,7 @@ class _Chunks:
     is_lifted: bool
 
     @classmethod
-    def of(
-        cls,
-        hidden: Tensor,
-        head: Head,
-        labels: Tensor,
-        rows: Tensor | None,
-        loss: _ChunkLoss,
-    ) -> _Chunks:
+    def of(cls, hidden: Tensor, head: Head, labels: Tensor, rows: Tensor | None, loss: _ChunkLoss) -> _Chunks:
         """The rows of `hidden` `[T, H]` whose label is not `IGNORED`. rows: their indices, if known."""
         assert labels.shape == hidden.shape[:1], (tuple(labels.shape), tuple(hidden.shape))
         if rows is None:

@@ -43,12 +43,7 @@ from meshlora_ground.tasks import CAUSAL
 from meshlora_ground.topology import Topology
 from meshlora_ground.weight_files import check_one_model
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # Limit: transformers copies all of it a dozen times.
 _CONFIG_BYTES = 2**19
 _BUILD_S = 120
@@ -231,12 +226,7 @@ def make_blueprint(
 
 
 def _split(
-    model: Any,
-    topology: Topology,
-    quantization: str | None,
-    kept: Mapping[str, Packing],
-    *,
-    has_stages: bool = True,
+    model: Any, topology: Topology, quantization: str | None, kept: Mapping[str, Packing], *, has_stages: bool = True
 ) -> ModelPlan:
     plan = plan_model(model, topology, has_stages=has_stages)
     for feature in features():

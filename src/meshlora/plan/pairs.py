@@ -71,10 +71,7 @@ REFUSED: tuple[Refused, ...] = (
     _refused(F.PACKING, F.PAIRS, because="a pair is two rows", way_out="set data.packing: false"),
     _refused(F.PACKING, F.RECORDS, because="a record is two rows", way_out="set data.packing: false"),
     _refused(
-        F.PACKING,
-        F.SEQUENCES,
-        because="its ratio or its mean is of whole sequences",
-        way_out="set data.packing: false",
+        F.PACKING, F.SEQUENCES, because="its ratio or its mean is of whole sequences", way_out="set data.packing: false"
     ),
     _refused(
         F.PACKING,
@@ -253,10 +250,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     _refused({F.DORA, F.NAMED_INIT}, F.ON_EMBEDDING, because="it is for linear layers", way_out="leave it out"),
     _refused(
-        F.LORA_DROPOUT,
-        F.DORA,
-        because="the two together are not supported yet",
-        way_out="leave lora_dropout at 0.0",
+        F.LORA_DROPOUT, F.DORA, because="the two together are not supported yet", way_out="leave lora_dropout at 0.0"
     ),
     _refused(
         F.LORA_DROPOUT,
@@ -312,11 +306,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     # Proofs and plans.
     _refused(
-        F.ADAPTERS,
-        F.SCHEDULE,
-        F.PROOF,
-        because="several adapters are not proved with it",
-        way_out="leave it out",
+        F.ADAPTERS, F.SCHEDULE, F.PROOF, because="several adapters are not proved with it", way_out="leave it out"
     ),
     _refused(
         F.ADAPTERS,

@@ -667,10 +667,7 @@ def _reads_text(template: str) -> bool:
     """Whether it writes a content that is text. Once a process: it is untrusted code."""
     try:
         texts, _ = render_jinja_template(
-            conversations=[[{"role": "user", "content": "one"}]],
-            chat_template=template,
-            bos_token="",
-            eos_token="",
+            conversations=[[{"role": "user", "content": "one"}]], chat_template=template, bos_token="", eos_token=""
         )
     except FAILURES:
         return False

@@ -29,12 +29,7 @@ _MOST_BLANK = 1_000_000  # lines, one after the other
 _LOOK_BYTES = 2**16
 _WEBNLG = re.compile(rb'\{\s*"entries"\s*:\s*\[')  # the one list that people keep in an object
 _NO_SPACE = re.compile(r"[^ \t\n\r]")
-_KINDS = {
-    stat.S_IFIFO: "a named pipe",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
+_KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 def is_folder(path: Path) -> bool:

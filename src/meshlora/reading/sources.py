@@ -80,9 +80,7 @@ def read_records(
 
 
 def read_rows(
-    source: PathLike | Sequence[PathLike] | datasets.Dataset,
-    formats: Sequence[Format[Made]],
-    reading: Reading,
+    source: PathLike | Sequence[PathLike] | datasets.Dataset, formats: Sequence[Format[Made]], reading: Reading
 ) -> list[Made]:
     """What `formats` make of all rows, in order.
 
@@ -100,9 +98,7 @@ def read_rows(
 
 
 def each_row(
-    source: PathLike | Sequence[PathLike] | datasets.Dataset,
-    formats: Sequence[Format[Made]],
-    reading: Reading,
+    source: PathLike | Sequence[PathLike] | datasets.Dataset, formats: Sequence[Format[Made]], reading: Reading
 ) -> Iterator[Made]:
     """As `read_rows`, one at a time. Malformed rows are left out, and raise at the end: use none of it before."""
     problems, number, said = Problems(_required(formats), skips=reading.on_bad_row == SKIP), 0, list[str]()

@@ -65,7 +65,7 @@ def one_day() -> str:
     if place is None or store is None:
         return today()
     if place.rank == 0:
-        store.set(_DAY, today())
+        store.set(_DAY, today())  # midnight may pass between two ranks' look at the clock
     store.wait([_DAY], timedelta(seconds=_PATIENCE_S))
     return str(store.get(_DAY).decode())
 
@@ -119,7 +119,7 @@ def _agreed_elsewhere(
             found, error = _tried(look)
     if mistake is not None:
         store.set(_DIFFERS, json.dumps(_parts(mistake)))
-    store.add(_DONE, 1)
+    store.add(_DONE, 1)  # also with a mistake: rank 0 waits for all, and then says it
     store.wait([_VERDICT], timedelta(seconds=_PATIENCE_S))
     verdict = store.get(_VERDICT).decode()
     store.add(_HEARD, 1)

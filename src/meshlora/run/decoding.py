@@ -165,7 +165,7 @@ def continued(
     check({"log-probabilities": log_probs, **beams})
     for number, part in batches.items():
         with generating(network):
-            torch.manual_seed((options.seed + number) % 2**63)
+            torch.manual_seed((options.seed + number) % 2**63)  # of the batch, whichever rank has it
             found = _continued_once(network, tokenizer, part, options, log_probs=log_probs)
         yield found
 
@@ -242,6 +242,7 @@ def _words(options: GenerateConfig) -> dict[str, Any]:
     """The options as transformers' `generate` takes them."""
     words: dict[str, Any] = {"do_sample": options.do_sample, "num_beams": options.num_beams}
     if options.do_sample:
+        # transformers samples from the 50 likeliest unless told otherwise.
         words |= {"temperature": options.temperature, "top_p": options.top_p, "top_k": 0}
     if options.num_beams > 1:
         words["length_penalty"] = options.length_penalty
@@ -278,6 +279,7 @@ def read_prompts(
     if not chats:
         found = encode_prompts(texts, tokenizer, config, options, names=names, limit_name=limit, separator=separator)
         return tokenizer, found
+    # The adapter has learnt the form of its own template, not of the base's.
     if adapter is not None and (own := adapter / "chat_template.jinja").is_file():
         tokenizer.chat_template = read_text(own)
     if day is not None:

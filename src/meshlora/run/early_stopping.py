@@ -31,7 +31,7 @@ class Patience:
     @property
     def is_out(self) -> bool:
         """Whether the run is to end."""
-        return 0 < self.options.patience <= self.num_without
+        return 0 < self.options.patience <= self.num_without  # a patience of 0 is none
 
     def sees(self, loss: float) -> bool:
         """Count an evaluation; returns `is_out`. A loss that is no number is no improvement."""

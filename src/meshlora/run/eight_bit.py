@@ -94,9 +94,12 @@ class AdamW8bit(torch.optim.Optimizer):
             state |= self.begin(factor)
         state["step"] = step = int(state["step"]) + 1  # a tensor, after resuming
         is_cut = self.is_cut(factor)
-        values, gradient = (
-            full_factor(each, factor.rule, self.mesh) if is_cut else each for each in (parameter.detach(), gradient)
-        )
+        values = parameter.detach()
+        if is_cut:
+            values, gradient = (
+                full_factor(values, factor.rule, self.mesh),
+                full_factor(gradient, factor.rule, self.mesh),
+            )
         values, gradient, kernels = values.contiguous(), gradient.contiguous(), bitsandbytes_functions()
         first, second = group["betas"]
         given = {"eps": group["eps"], "step": step, "lr": group["lr"], "weight_decay": group["weight_decay"]}

@@ -65,7 +65,8 @@ def mean_loss(
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     others: dict[str, torch.Tensor] = {}
     size = batch_size if objective.is_of_step else len(every)
-    for indices in (every[start : start + size] for start in range(0, len(every), size)):
+    for start in range(0, len(every), size):
+        indices = every[start : start + size]
         with lift(model.dtype == torch.float64):
             point = first_pass(objective, model, batching, data, indices)
         for batch in batching.batches(data, indices):
@@ -78,7 +79,7 @@ def mean_loss(
                 for name, value in values.items():
                     others[name] = others.get(name, 0) + value.double()
             advance()
-    model.train(is_training)
+    model.train(is_training)  # it may be called between two steps
     total, number = all_reduce_sum(sums, mesh.losses).tolist()
     summed = {name: all_reduce_sum(value, mesh.losses) for name, value in others.items()}
     return total / number, int(number), heads.means(summed, number)
@@ -159,16 +160,13 @@ def evaluate(run: Evaluation) -> dict[str, Any]:
     batching = Batching(state.mesh, size, run.pad_token_id, only=only, balances=state.context.balances)
     loss, number, means = mean_loss(model, run.data, objective, batching, batch_size=run.config.train.batch_size)
     adapter = run.blueprint.adapter
-    found: dict[str, Any] = {
-        "model": run.config.model.path,
-        "adapter": str(adapter.folder) if adapter is not None else None,
-        "data": given if isinstance(given := run.config.data.eval, str) else paths_of(given),
-        "topology": str(run.blueprint.topology),
-        "examples": run.data.num_examples,
-        "loss": loss,
-    }
-    found[COUNTED[objective.per]] = number
-    found |= means
+    found: dict[str, Any] = {"model": run.config.model.path, "adapter": None, "data": run.config.data.eval}
+    if adapter is not None:
+        found["adapter"] = str(adapter.folder)
+    if not isinstance(run.config.data.eval, str):
+        found["data"] = paths_of(run.config.data.eval)
+    found |= {"topology": str(run.blueprint.topology), "examples": run.data.num_examples, "loss": loss}
+    found |= {COUNTED[objective.per]: number, **means}
     if objective.is_of_text:
         value = perplexity(loss)
         found["perplexity"] = value if math.isfinite(value) else None  # JSON has no infinity

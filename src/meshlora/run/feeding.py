@@ -82,7 +82,7 @@ class RankSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         epoch, first = divmod(self._done, len(self))
         for place in range(first, len(self)):
-            self._done = epoch * len(self) + place + 1
+            self._done = epoch * len(self) + place + 1  # before it is given: a saved state has it behind it
             share = np.array_split(self._rows(epoch, place), self._dp.size)[self._dp.rank]
             yield share.tolist()
 
@@ -167,6 +167,7 @@ class RankCollator:
                 filler = {"input_ids": pad}.get(name, 0)
                 found.setdefault(name, []).append(F.pad(own, (0, longest - length), value=filler))
         batch = {name: torch.stack(each) for name, each in found.items()}
+        # Padding of labels is 0 like that of all else, and 0 is a token.
         batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, IGNORED)
         return fitted(batch, self.topology, pad_token_id=pad)
 

@@ -144,7 +144,7 @@ def generated_texts(run: Evaluation, prompts: Prompts, *, advance: Callable[[int
     model = load_for_evaluation(dataclasses.replace(run, blueprint=run.blueprint.on(flat)))
     options = run.config.generate
     found = continued_by_all(model, prompts.tokenizer, prompts.encoded, options, advance=advance)
-    texts = texts_of([each.tokens for each in found], prompts.tokenizer, options)
+    texts = texts_of([each.tokens for each in found], prompts.tokenizer, options)  # on each rank
     return [" ".join(text.split()) for text in texts]
 
 

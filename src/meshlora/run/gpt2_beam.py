@@ -65,7 +65,7 @@ def gpt2_beam(
         sums, places = found.view(num, -1).topk(beams, dim=1)
         rows = (places // logits.shape[-1] + beams * torch.arange(num, device=device)[:, None]).view(-1)
         history = torch.cat((history[rows], (places % logits.shape[-1]).view(-1, 1)), 1)
-        cache.reorder_cache(rows)
+        cache.reorder_cache(rows)  # beams go on from others, whose keys and values they need
         mask = mask[rows]
         is_last = step == options.max_new_tokens - 1
         _keep_best(best, sums, history.tolist(), options.length_penalty, ends=None if is_last else ends)
@@ -113,4 +113,4 @@ def _keep_best(
         score = float(sums[prompt, beam]) / len(tokens) ** length_penalty
         if score > best[prompt][0]:
             best[prompt] = (score, tokens)
-        sums[prompt, beam] = -math.inf
+        sums[prompt, beam] = -math.inf  # its place stays empty, unlike in transformers

@@ -150,7 +150,7 @@ def info_nce(objective: Embed, texts: Tensor) -> tuple[Tensor, Tensor]:
 
 def places_of(batch: Batch) -> Tensor:
     """int64 `[B]`: the place of each row among all rows of the step."""
-    return batch.tokens[:, 0] >> POSITION_BITS
+    return batch.tokens[:, 0] >> POSITION_BITS  # a token's number holds its row above its position
 
 
 def compare_step(
@@ -177,6 +177,7 @@ def compare_step(
                 whole[places_of(batch)] = own
     assert whole is not None
     with torch.enable_grad():
+        # Each rank has filled its own rows, and zeros elsewhere: the sum puts them together.
         every = all_reduce_sum(whole, mesh.data).requires_grad_()
         losses, hits = info_nce(objective, every.view(number, data.rows_per_example, -1))
         (gradient,) = torch.autograd.grad(losses.sum(), every)

@@ -89,9 +89,9 @@ def launch(
                         number, nproc, store=store, ranks_per_gpu=ranks_per_gpu
                     )
                     environment |= {LAUNCHER: str(os.getpid()), COMMAND: command, WORDS: str(theirs.fileno())}
-                    environment |= {} if on_gpus else NO_GPUS
-                    # Temporary files of a rank are removed with the run.
-                    environment |= {"TMPDIR": str(folder)}
+                    if not on_gpus:
+                        environment |= NO_GPUS
+                    environment["TMPDIR"] = str(folder)  # temporary files of a rank are removed with the run
                     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
                     environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
                     ranks.append(_Rank(number, _start(arguments, environment, theirs), {}))
@@ -131,7 +131,7 @@ def _folder_of_run() -> Iterator[tuple[Path, Janitor]]:
         yield folder, janitor
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        janitor.dismiss()
+        janitor.dismiss()  # it has nothing to do any more
 
 
 def _watch(ranks: Sequence[_Rank], words: socket.socket, janitor: Janitor, timeout_s: float) -> None:
@@ -224,10 +224,11 @@ def _first_cause(failed: Sequence[_Rank]) -> RankFailedError:
 
     def order(rank: _Rank) -> tuple[int, float, int]:
         code = rank.process.returncode
-        is_lost = rank.said.get("failed") == LOST_CONTACT
-        # A rank in training exits with 128 + the number of the signal.
-        is_ended = code in (-signal.SIGTERM, 128 + signal.SIGTERM)
-        kind = 3 if is_ended else 2 if is_lost else int(code < 0)
+        kind = int(code < 0)
+        if rank.said.get("failed") == LOST_CONTACT:
+            kind = 2
+        if code in (-signal.SIGTERM, 128 + signal.SIGTERM):  # the latter of a rank in training
+            kind = 3
         return kind, rank.ended_at or 0.0, rank.number
 
     rank = min(failed, key=order)

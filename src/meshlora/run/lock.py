@@ -222,7 +222,7 @@ def _is_same(file: Path, descriptor: int) -> bool:
 def _beat(descriptor: int, stop: threading.Event) -> None:
     while not stop.wait(_BEAT_S):
         with contextlib.suppress(OSError):  # the server may be away for a while
-            os.utime(descriptor)
+            os.utime(descriptor)  # the change of time is what another machine sees
 
 
 def _boot() -> str:
@@ -235,7 +235,7 @@ def _boot() -> str:
 def _write(descriptor: int) -> Holder:
     host = re.sub(r"[^\w.:-]", "-", socket.gethostname(), flags=re.ASCII)[:_LONGEST_NAME]
     holder = Holder(os.getpid(), host, int(time.time()), _boot())
-    os.ftruncate(descriptor, 0)
+    os.ftruncate(descriptor, 0)  # what is there may be longer
     os.pwrite(descriptor, json.dumps(vars(holder)).encode(), 0)
     os.fsync(descriptor)
     return holder

@@ -75,8 +75,8 @@ class LoraFA(torch.optim.Optimizer):
             state |= {"step": 0, "exp_avg": torch.zeros_like(b), "exp_avg_sq": torch.zeros_like(b)}
         state["step"] = step = int(state["step"]) + 1  # a tensor, after resuming
         first, second = group["betas"]
-        state["exp_avg"].lerp_(gradient, 1 - first)
+        state["exp_avg"].lerp_(gradient, 1 - first)  # in place: no copy of the moments
         state["exp_avg_sq"].mul_(second).addcmul_(gradient, gradient, value=1 - second)
         size = group["lr"] * math.sqrt(1 - second**step) / (1 - first**step)
         b.addcdiv_(state["exp_avg"], state["exp_avg_sq"].sqrt().add_(group["eps"]), value=-size)
-        b.mul_(1 - group["lr"] * group["weight_decay"])
+        b.mul_(1 - group["lr"] * group["weight_decay"])  # after the step, as PEFT has it; torch's AdamW decays before

@@ -100,7 +100,7 @@ def compared(place: Place, seat: Seat) -> Machines:
     if store is None:
         _raise(mistake_of([seat]))
         return Machines(line_of([seat]), Post(is_first=True))
-    store.set(_key(place.rank), json.dumps(asdict(seat)))
+    store.set(_key(place.rank), json.dumps(asdict(seat)))  # no group is open yet, the store alone
     if place.rank == 0:
         seats = [_read(store, rank) for rank in range(place.world)]
         parts, posts = mistake_of(seats), posts_of(seats)
@@ -179,7 +179,7 @@ def posts_of(seats: Sequence[Seat]) -> dict[int, Post]:
 
 def line_of(seats: Sequence[Seat]) -> str:
     """The first line of a run: its machines, devices, and the versions that compute."""
-    hosts = list({seat.machine: seat.host for seat in seats}.values())
+    hosts = list({seat.machine: seat.host for seat in seats}.values())  # two may have one host name
     shown = ", ".join(hosts[:_NAMED])
     if len(hosts) > _NAMED:
         shown += ", ..."
@@ -187,6 +187,7 @@ def line_of(seats: Sequence[Seat]) -> str:
     if seats[0].device == "cpu":
         words[0] += "CPUs"
     else:
+        # By unit: ranks that share a GPU count it once.
         names = Counter({(seat.machine, seat.unit): seat.name for seat in seats}.values())
         words[0] += ", ".join(f"{number} x {name}" for name, number in names.items())
         if seats[0].ranks_per_gpu > 1:

@@ -58,8 +58,10 @@ def model_card(run: Prepared, *, done: int, task: str, eval_loss: float | None) 
     """README.md of the adapter that `run` has trained for `done` steps. eval_loss: of its last evaluation."""
     base, commit = base_name(run.config.model.path)
     header: dict[str, Any] = {"library_name": "peft", "tags": ["lora", "meshlora"]}
-    header |= {"base_model": base} if commit else {}
-    header |= {"pipeline_tag": _PIPELINE[task]} if task in _PIPELINE else {}
+    if commit:  # else it is a folder, which the hub knows nothing of
+        header["base_model"] = base
+    if task in _PIPELINE:
+        header["pipeline_tag"] = _PIPELINE[task]
     title = f"# {run.config.train.objective.kind} adapter (LoRA) of {_cell(base).strip('`')}\n"
     rows = [f"| {name} | {value} |" for name, value in _rows(run, base, commit, done, eval_loss).items()]
     table = ["| | |", "|---|---|", *rows, ""]

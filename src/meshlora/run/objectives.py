@@ -221,7 +221,7 @@ def orpo(objective: Orpo, seen: Seen) -> tuple[Tensor, Sums]:
     """
     mean = mean_log_p(seen)
     odds = log_odds(mean)
-    ratio, nll = odds[0::2] - odds[1::2], -mean[0::2]
+    ratio, nll = odds[0::2] - odds[1::2], -mean[0::2]  # rows alternate: better, worse
     loss = nll - objective.beta * F.logsigmoid(ratio)
     return loss, {"nll": nll, "accuracy": (ratio > 0).to(ratio.dtype), "log_odds_ratio": ratio}
 
@@ -244,7 +244,7 @@ def kto(objective: Kto, seen: Seen) -> tuple[Tensor, Sums]:
     """
     assert seen.log_ref is not None
     assert seen.point is not None
-    sign = seen.columns["desirable"].sum(1).sign()
+    sign = seen.columns["desirable"].sum(1).sign()  # the column has +1 or -1 at each trained token
     gain = (seen.log_p - seen.log_ref).sum(1) - seen.point.to(sign.dtype)
     weight = torch.full_like(sign, objective.undesirable_weight).masked_fill(sign > 0, objective.desirable_weight)
     loss = weight * torch.sigmoid(-objective.beta * sign * gain)  # 1 - sigmoid(x) is sigmoid(-x)
@@ -290,7 +290,7 @@ def reference_point(
         gain = gained(model, batch).double() * batch.counts_rows
         sums += torch.stack([gain, sums.new_tensor(count(objective, batch) * mesh.is_counted)])
     model.train(is_training)
-    total, number = all_reduce_sum(sums, mesh.losses)
+    total, number = all_reduce_sum(sums, mesh.losses)  # the same on all ranks: it enters every loss
     return (total / number).clamp(min=0)
 
 
@@ -306,7 +306,7 @@ def reference_log_probabilities(model: Any, batch: Batch) -> Tensor:
     There is no second model: one of its adapters is used for the call, or none.
     """
     is_training = model.training
-    model.eval()
+    model.eval()  # the policy compared with is a fixed one, without dropout
     try:
         with reference_in_use(model):
             return batch_log_probabilities(model, batch)

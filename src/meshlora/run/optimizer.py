@@ -46,6 +46,7 @@ def parameter_groups(model: Any, options: TrainConfig) -> list[dict[str, Any]]:
     layer norms (not RMS norms) without weight decay; factors of the embedding at a separate rate. Without
     `decay_biases_and_norms`, biases and norms of every kind have no weight decay, with or without LoRA+.
     """
+    # PEFT names A and B by their sides of the stored matrix, which some experts have transposed.
     swapped = {name for name, rule in runtime(model).plan.projections.items() if rule.is_swapped}
     ratio = options.lora_plus_ratio
     times = {"A": 1.0, "all": 1.0}

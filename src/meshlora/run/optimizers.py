@@ -34,11 +34,11 @@ def has_eight_bits(shape: Sequence[int], least: int) -> bool:
 
 def cuts_blocks(trained: Trained, topology: Topology) -> bool:
     """Whether the part of a parameter on some rank is other than whole blocks of the whole one, in any order."""
-    return any(
-        _cuts_blocks(tuple(trained.shape), cut, topology.size_over({cut.axis}))
-        for cut in trained.rule.cuts
-        if topology.size_over({cut.axis}) > 1
-    )
+    for cut in trained.rule.cuts:
+        size = topology.size_over({cut.axis})
+        if size > 1 and _cuts_blocks(tuple(trained.shape), cut, size):
+            return True
+    return False
 
 
 @functools.cache

@@ -268,4 +268,5 @@ def num_steps(train: TrainConfig, num_sequences: int) -> int:
     if train.steps is not None:
         return train.steps
     assert train.epochs is not None
+    # Steps of an epoch are whole: its last one has what is left.
     return max(1, math.ceil(train.epochs * math.ceil(num_sequences / train.batch_size)))

@@ -104,7 +104,7 @@ class Prepared:
 
     def with_contents(self, hashes: Mapping[str, str]) -> Prepared:
         """The run with the content of its files in its identity."""
-        return replace(self, identity={**self.identity, **hashes})
+        return replace(self, identity={**self.identity, **hashes})  # paths are no part of it
 
     def on(self, topology: Topology) -> Prepared:
         """The same run on another topology, for a proof of it."""

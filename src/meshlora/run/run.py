@@ -162,7 +162,7 @@ def hashing_contents(runs: Iterable[Prepared]) -> FileHashes:
 def with_contents(run: Prepared, hashes: FileHashes, mesh: Mesh, *, console: Console | None = None) -> Prepared:
     """`run` with its complete identity, on rank 0, which writes the manifests. Collective; polls, so that no rank
     waits for another longer than `_PAUSE_S`, however large the base is."""
-    for turn in itertools.count():
+    for turn in itertools.count():  # in turns: a single long wait would run into the timeout of collectives
         is_there = torch.tensor([mesh.rank > 0 or hashes.are_there(_PAUSE_S)], dtype=torch.int32, device=mesh.device)
         if broadcast_in_place(is_there, mesh.world).item():
             break
@@ -289,5 +289,5 @@ def prepare_output(run: Prepared) -> list[str]:
         forget_after(output / SAMPLES, done)
     else:
         (output / SAMPLES).unlink(missing_ok=True)
-        shutil.rmtree(output / "initial", ignore_errors=True)
+        shutil.rmtree(output / "initial", ignore_errors=True)  # it is saved anew
     return [said] if said else []

@@ -69,8 +69,11 @@ class Reading:
         check_fits(tokenizer, blueprint, max_length=options.max_length)
         notes: list[str] = []
         read = functools.partial(self.texts.read, tokenizer=tokenizer, model=blueprint.config, say=notes.append)
-        train_data = no_tokens() if self.is_stream else read(options.train)
-        eval_data = read(options.eval, categories=options.eval_categories) if options.eval is not None else None
+        train_data, eval_data = no_tokens(), None
+        if not self.is_stream:
+            train_data = read(options.train)
+        if options.eval is not None:
+            eval_data = read(options.eval, categories=options.eval_categories)
         check(asked_of(self.asked, blueprint, train_data, eval_data))
         check_vision(blueprint, train_data.images)
         if train_data.routed is not None:

@@ -56,7 +56,7 @@ def records_of(data: DataConfig, given: Given) -> list[Record]:
 def _groups(data: DataConfig, given: Given) -> list[tuple[list[str], dict[str, str] | None, Any]]:
     """(paths, columns, format) of what is read at once: all sources without options of their own, or each by itself."""
     sources = sources_of(given)
-    if num_read_apart(given) == 1:
+    if num_read_apart(given) == 1:  # at once: one cache entry, one order of the data
         return [([path for each in sources for path in each.paths], data.columns, data.format)]
     return [(_files(each), each.columns or data.columns, each.format or data.format) for each in sources]
 

@@ -87,7 +87,7 @@ class StepSums:
         flags = all_reduce_sum(torch.cat([is_broken.double().unsqueeze(0), of_rank]), self._mesh.world)
         if self._largest:
             every = all_gather(torch.stack(self._largest).unsqueeze(0), self._mesh.losses)
-            means = torch.cat([means, every.amax(0, keepdim=True)])
+            means = torch.cat([means, every.amax(0, keepdim=True)])  # a largest value is no sum to divide
         read = torch.cat([flags, norms.unsqueeze(0), totals.unsqueeze(0), tokens, means]).T.tolist()
         results = []
         for name, (num_broken, num_asked, *numbers) in zip(self._names, read, strict=True):

@@ -118,7 +118,7 @@ def _options(config: RunConfig) -> str:
     given = dataclasses.asdict(config)
     for part, paths in {"model": ("path",), "data": ("train", "eval", "cache_dir")}.items():
         given[part] = {name: value for name, value in given[part].items() if name not in paths}
-    del given["adapter"]
+    del given["adapter"]  # a path, too
     given["train"]["objective"].pop("reference", None)
     return digest([json.dumps(given, sort_keys=True, default=str)])
 

@@ -115,7 +115,7 @@ class Trainer:
 
         Returns whether all steps are done. If a rank was asked to stop, checkpoints to resume from are left instead.
         """
-        self.model.train()
+        self.model.train()  # dropout draws; evaluations and samples turn it off and on again
         for one in self.adapters:
             with one.in_use():
                 one.begin()
@@ -153,7 +153,7 @@ class Trainer:
                 for factor in one.frozen:
                     factor.parameter.requires_grad_(False)
         for one in adapters:
-            one.optimizer.zero_grad(set_to_none=True)
+            one.optimizer.zero_grad(set_to_none=True)  # none, not zeros: unreached factors then show as such
         sums = StepSums(self.mesh, [one.name for one in adapters])
         steps = [one.step_data for one in adapters]
         batches = self._micro_batches(steps)
@@ -200,7 +200,7 @@ class Trainer:
             with self.masks(self._training, micro), pipeline.at(stage):
                 if not is_forward:
                     losses, know_again = waiting.pop((number, stage))
-                    know_again()
+                    know_again()  # the stage has had other micro-batches in between
                     self._backward(number, losses)
                     continue
                 losses, found = self._forward(number, micro, is_only=len(batches) == 1)
@@ -270,8 +270,7 @@ class Trainer:
     def masks(self, adapters: Sequence[TrainedAdapter], micro: MicroBatch) -> contextlib.AbstractContextManager[None]:
         """Inside the block each adapter runs on its own rows, with the dropout of its own step in training mode."""
         return runtime(self.model).dropout.of(
-            [adapters[own.number].share(own.batch) for own in micro.owners],
-            [one.adapter for one in adapters],
+            [adapters[own.number].share(own.batch) for own in micro.owners], [one.adapter for one in adapters]
         )
 
     def _log_probabilities(self, number: int, micro: MicroBatch) -> Tensor:
@@ -298,7 +297,7 @@ class Trainer:
                 self.balance.count_here(micro.batch)
             with lift(self.model.dtype == torch.float64):
                 term = self.balance.term(micro.batch)
-            scaled = [self._training[0].scaled(found[0][0] + term)]
+            scaled = [self._training[0].scaled(found[0][0] + term)]  # with load balancing there is one adapter
         return scaled, [(loss.detach(), reported) for loss, reported in found]
 
     def _backward(self, number: int, losses: list[Tensor]) -> None:

@@ -16,13 +16,7 @@ from meshlora_ground.errors import UserError
 from meshlora_ground.topology import LAYERS, Topology
 
 # Optimizers that treat each element by itself, so that a shard of a factor is updated as the whole one would be.
-_ELEMENTWISE = (
-    torch.optim.AdamW,
-    torch.optim.Adam,
-    torch.optim.SGD,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-)
+_ELEMENTWISE = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)
 
 
 def check_optimizer(kind: type, mesh: Mesh) -> None:

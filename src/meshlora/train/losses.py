@@ -145,11 +145,7 @@ def batch_scores(model: Any, batch: Batch, own: Rows = ()) -> tuple[Tensor, Tens
 
 
 def _of_tokens(
-    model: Any,
-    batch: Batch,
-    own: Rows,
-    of: Callable[[_Found, Tensor, Tensor | None], tuple[Tensor, ...]],
-    number: int,
+    model: Any, batch: Batch, own: Rows, of: Callable[[_Found, Tensor, Tensor | None], tuple[Tensor, ...]], number: int
 ) -> tuple[Tensor, ...]:
     """`number` values of each token, `[B, S]` each: what `of` makes of a forward, given labels and trained indices."""
     if (signal := _before_last(model, batch)) is not None:

@@ -131,12 +131,7 @@ _NAMES = {"GRPOTrainer": ("reward_funcs", "args"), "DPOTrainer": ("ref_model", "
 
 
 def _scored(
-    model: Any,
-    *args: Any,
-    temperature: float,
-    fused_lm_head: bool = False,
-    labels: Tensor | None = None,
-    **inputs: Any,
+    model: Any, *args: Any, temperature: float, fused_lm_head: bool = False, labels: Tensor | None = None, **inputs: Any
 ) -> Any:
     """The forward of a split model, with the head that TRL adds to whole ones: no rank has whole logits."""
     if not fused_lm_head:

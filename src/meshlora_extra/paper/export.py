@@ -54,12 +54,7 @@ _WRAPPERS = re.compile(r"(?:module\.|_orig_mod\.)*")
 _EMBEDDINGS = {"wte", "wpe", "embed_tokens", "embed_in", "word_embeddings"}
 # `MergedLinear` is used for GPT-2's c_attn.
 _PIECES = ("q", "k", "v")
-_SIDES = {
-    ".lora_A.weight": "A",
-    ".lora_B.weight": "B",
-    ".lora_embedding_A": "A",
-    ".lora_embedding_B": "B",
-}
+_SIDES = {".lora_A.weight": "A", ".lora_B.weight": "B", ".lora_embedding_A": "A", ".lora_embedding_B": "B"}
 
 
 @dataclass(frozen=True)

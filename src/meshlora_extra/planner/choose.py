@@ -554,13 +554,7 @@ def _turn_times(
     """Messages and gathers count alike with each of the rank's stages; gathers half in either direction."""
     gpu, order, topology = problem.gpu, part.shrunk.order, part.plan.topology
     gather_s = gathers_s(
-        messages,
-        order,
-        recomputed,
-        gpu,
-        topology=topology,
-        forward_s=kernels.forward,
-        backward_s=kernels.backward,
+        messages, order, recomputed, gpu, topology=topology, forward_s=kernels.forward, backward_s=kernels.backward
     )
 
     def more_s(*phases: str) -> float:

@@ -21,13 +21,7 @@ from meshlora_ground.topology import DATA, DENSE_AXES, LAYERS, Topology
 
 
 def messages_of(
-    shrunk: Shrunk,
-    small: Blueprint,
-    flow: Flow,
-    sizes: Sizes,
-    states: States,
-    *,
-    recomputed: Sequence[bool],
+    shrunk: Shrunk, small: Blueprint, flow: Flow, sizes: Sizes, states: States, *, recomputed: Sequence[bool]
 ) -> list[Message]:
     """All messages of a step with one micro-batch, with the calls of the whole model, or of a pp rank.
 

@@ -279,11 +279,7 @@ def run_file(problem: Problem, prediction: Prediction, *, model: str, data: str,
         targets = sorted(targets)
     values: dict[str, Any] = {  # in the order of docs/run-file.md
         "model": {"path": model, "dtype": str(problem.blueprint.dtype).removeprefix("torch.")},
-        "lora": {
-            "r": lora.r,
-            "lora_alpha": lora.lora_alpha,
-            "target_modules": targets,
-        },
+        "lora": {"r": lora.r, "lora_alpha": lora.lora_alpha, "target_modules": targets},
         "data": {"train": data, "max_length": problem.seq},
         "train": {
             "output": output,

@@ -62,10 +62,7 @@ _COPIED: dict[str, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
         lambda it: (it.maxlen, *it),
         lambda most, *items: import_module("collections").deque(items, most),
     ),
-    "collections.OrderedDict": (
-        lambda it: it.items(),
-        lambda *items: import_module("collections").OrderedDict(items),
-    ),
+    "collections.OrderedDict": (lambda it: it.items(), lambda *items: import_module("collections").OrderedDict(items)),
     "collections.Counter": (lambda it: it.items(), lambda *items: import_module("collections").Counter(dict(items))),
     "collections.defaultdict": (
         lambda it: it.items(),

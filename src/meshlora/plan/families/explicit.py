@@ -34,10 +34,7 @@ _SINKS = {"self_attn.sinks": 0}
 
 _LLAMA = FamilyPlan({**_ATTENTION, **_DENSE})
 _GLM = FamilyPlan({**_ATTENTION, **_FUSED})
-_GPT2 = FamilyPlan(
-    {"attn.c_attn": fused("q k v"), "attn.c_proj": ROW, **_GPT_MLP},
-    local={"attn": ("split_size",)},
-)
+_GPT2 = FamilyPlan({"attn.c_attn": fused("q k v"), "attn.c_proj": ROW, **_GPT_MLP}, local={"attn": ("split_size",)})
 _OLMO2 = FamilyPlan(_LLAMA.leaves, wide_norms=_WIDE)
 _HYBRID = FamilyPlan({**_ATTENTION, **gated_mlp("feed_forward")})  # beside mixers: those of jamba stay whole
 _LFM2 = FamilyPlan(
@@ -74,11 +71,7 @@ def _falcon(config: Any) -> FamilyPlan:
     elif config.multi_query:
         groups = 1
     return FamilyPlan(
-        {
-            "self_attention.query_key_value": fused("q k v", groups=groups),
-            "self_attention.dense": ROW,
-            **_DENSE_MLP,
-        },
+        {"self_attention.query_key_value": fused("q k v", groups=groups), "self_attention.dense": ROW, **_DENSE_MLP},
         # With alibi the mask has a dim of heads too.
         sliced={"self_attention": {"alibi": 1, "attention_mask": 1}},
     )
@@ -105,11 +98,7 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     "cohere": FamilyPlan(_LLAMA.leaves, parameters={"self_attn.q_norm.weight": 0, "self_attn.k_norm.weight": 0}),
     "cohere2_moe": _ATTENTION_MOE,
     "ctrl": FamilyPlan(
-        {
-            **separate("multi_head_attention", names="Wq Wk Wv", out="dense"),
-            "ffn.0": COLUMN,
-            "ffn.2": ROW,
-        }
+        {**separate("multi_head_attention", names="Wq Wk Wv", out="dense"), "ffn.0": COLUMN, "ffn.2": ROW}
     ),
     "deepseek_v3": _LATENT_MOE,
     "deepseek_v32": _MLPS,
@@ -204,11 +193,7 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     ),
     "persimmon": FamilyPlan({"self_attn.query_key_value": _PER_HEAD, "self_attn.dense": ROW, **_DENSE_MLP}),
     "phi3": FamilyPlan(
-        {
-            "self_attn.qkv_proj": fused("q k v"),
-            "self_attn.o_proj": ROW,
-            **_FUSED,
-        },
+        {"self_attn.qkv_proj": fused("q k v"), "self_attn.o_proj": ROW, **_FUSED},
         local={"self_attn": ("config.num_attention_heads",)},
     ),
     "phimoe": _ATTENTION_ALONE,

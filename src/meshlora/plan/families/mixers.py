@@ -148,11 +148,7 @@ _DELTA = _delta_net(
     }
 )
 _SEPARATE_DELTA = _delta_net(
-    {
-        **{f"{name}_proj": _column(name) for name in "qkvba"},
-        "g_proj": _column("z"),
-        "o_proj": _row("v"),
-    }
+    {**{f"{name}_proj": _column(name) for name in "qkvba"}, "g_proj": _column("z"), "o_proj": _row("v")}
 )
 _KIMI_PIECES: dict[str, tuple[str, str | int]] = {**dict.fromkeys("qkvgz", _HEADS), "b": ("num_heads", 1)}
 

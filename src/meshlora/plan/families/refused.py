@@ -74,16 +74,13 @@ def check_family(model: Any, topology: Topology) -> None:
         raise UnsupportedError(f"{what} on {topology}", _REFUSED_CONTEXT[config.model_type], "use dp, tp and sp")
     # Of gpt2, with eager alone.
     if topology.size_over(TOKENS) > 1 and getattr(config, "reorder_and_upcast_attn", False):
-        raise UnsupportedError(
-            f"reorder_and_upcast_attn on {topology}",
-            "it is attention in code of the family's own, which sees no tokens of other ranks",
-            "set it to false in config.json, or use dp, tp and sp",
-        )
+        given = f"reorder_and_upcast_attn on {topology}"
+        rule = "it is attention in code of the family's own, which sees no tokens of other ranks"
+        raise UnsupportedError(given, rule, "set it to false in config.json, or use dp, tp and sp")
     if topology.size_over(LAYERS) > 1 and config.model_type in _REFUSED_STAGES:
         raise UnsupportedError(f"{what} on {topology}", _REFUSED_STAGES[config.model_type], "use pp=1")
     if config.model_type == "bloom" and config.pretraining_tp > 1 and config.slow_but_exact:
-        raise UnsupportedError(
-            "slow_but_exact", "it slices a weight past its adapter", "set it to false in config.json"
-        )
+        rule = "it slices a weight past its adapter"
+        raise UnsupportedError("slow_but_exact", rule, "set it to false in config.json")
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(what, "only decoder-only language models are supported")

@@ -69,7 +69,7 @@ def point(name: Path, target: str) -> None:
     """Make `name` a symbolic link to its sibling `target`, atomically."""
     temporary = name.with_name(f".{name.name}.tmp")
     temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target)
+    temporary.symlink_to(target)  # relative: the output may be moved
     os.replace(temporary, name)
     fsync(name.parent)
 

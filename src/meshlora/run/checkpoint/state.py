@@ -74,7 +74,7 @@ def state_writer(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Path
 
     def write(folder: Path) -> None:
         save_file(tensors, folder / STATE_FILE, metadata={"format": "pt"})
-        (folder / STATE_FILE).chmod(0o644)
+        (folder / STATE_FILE).chmod(0o644)  # safetensors writes for the owner alone
 
     return write
 
@@ -104,5 +104,6 @@ def restore_optimizer(model: Any, optimizer: torch.optim.Optimizer, checkpoint: 
                 if held[key].shape != like[key].shape:
                     raise UserError(f"{file}: {key}/{factor.name}", "its shape is not that of the factor")
             value = factor.parameter
+            # Skipped steps do not count: Adam's bias correction is of updates.
             step = torch.tensor(float(checkpoint.updates), dtype=torch.float32, device=value.device)
             optimizer.state[value] = {"step": step, **held}

@@ -235,6 +235,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
         tree = tree.setdefault(key, {})
         if not isinstance(tree, dict):
             raise UserError(f"--set {override}", f"{key} is a value, not a group of keys")
+    # As in the file: `1e-4` is a number, and `[a, b]` a list.
     tree[last] = yaml_value(f"--set {override}", text)
 
 

@@ -86,7 +86,7 @@ def _path(error: Any, tree: Any) -> list[str]:
     path = []
     for part in error["loc"]:
         is_place = isinstance(tree, list) and part in range(len(tree))
-        if is_place or (isinstance(tree, dict) and part in tree):
+        if is_place or (isinstance(tree, dict) and part in tree):  # else the name of an alternative
             path.append(str(part))
             tree = tree[part]
     if error["type"] == "missing":

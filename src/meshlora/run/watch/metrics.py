@@ -135,7 +135,7 @@ class Reporter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        self._progress.stop()  # first: it writes to the terminal until then
         if self._file is not None:
             self._file.close()
         for tracker in self._trackers:

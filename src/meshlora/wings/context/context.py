@@ -291,14 +291,7 @@ def _seen_columns(seen: Tensor) -> slice:
 
 
 def _attention(
-    base: str,
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Any,
-    *args: Any,
-    **kwargs: Any,
+    base: str, module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
     """Attention of own queries `[B, h, S/cp, d]` to all keys, as transformers' function `base` computes it.
 

@@ -199,12 +199,7 @@ class ParallelExperts(CutsTokens):
         return slots.weighted_sum(rows, weights)
 
     def _run(
-        self,
-        rows: Tensor,
-        weights: Tensor | None,
-        places: Places,
-        counts: list[int],
-        adapters: Sequence[str | None],
+        self, rows: Tensor, weights: Tensor | None, places: Places, counts: list[int], adapters: Sequence[str | None]
     ) -> Tensor:
         """Run the MLPs of this rank's experts; `places` maps the rows to expert order and back."""
         first, second = self._projections()

@@ -35,11 +35,7 @@ from meshlora.wings.kernels.rotary import rotates, with_rotation
 
 # `digest` of forwards of transformers 5.23 -> (offset of the weight, whether only the result is rounded): of
 # LlamaRMSNorm, GemmaRMSNorm and Olmo2RMSNorm.
-_NORMS = {
-    "0dcf5f011ba2ed45": (0.0, False),
-    "69ad342be1e5763c": (1.0, True),
-    "152131c0d8a8a799": (0.0, True),
-}
+_NORMS = {"0dcf5f011ba2ed45": (0.0, False), "69ad342be1e5763c": (1.0, True), "152131c0d8a8a799": (0.0, True)}
 # Of `_norm`, which GemmaRMSNorm calls.
 _NORM_OF_GEMMA = "75ad3dab46c7e16e"
 # Attentions that give the rotation fresh queries and keys, and do not read these again: of llama, qwen2, qwen3,

@@ -56,11 +56,9 @@ def check_proved(model_type: str, topology: Topology, *, has_experts: bool) -> N
         proved &= PROVED_STAGES
     if topology.is_split and model_type not in proved:
         families = "families with experts" if has_experts else "families"
-        raise UnsupportedError(
-            f"model_type {model_type!r}",
-            f"its split over {topology} is not proved against one process",
-            f"use dp alone, as much as you like; the proved {families} are {', '.join(sorted(proved))}",
-        )
+        given = f"model_type {model_type!r}"
+        way_out = f"use dp alone, as much as you like; the proved {families} are {', '.join(sorted(proved))}"
+        raise UnsupportedError(given, f"its split over {topology} is not proved against one process", way_out)
 
 
 def check_proved_here(model_type: str, topology: Topology, *, has_experts: bool, cache_dir: Path = CACHE) -> None:
@@ -76,11 +74,9 @@ def check_proved_here(model_type: str, topology: Topology, *, has_experts: bool,
     if not topology.is_split or not others or proved_on(cache_dir, proof_of_family(model_type, topology)):
         return
     installed, recorded = (", ".join(f"{name} {of[name]}" for name in others) for of in (here, there))
-    raise UnsupportedError(
-        f"model_type {model_type!r} on {topology} with {installed}",
-        f"its split is proved with {recorded}",
-        f"prove it with yours, once: meshlora verify --family {model_type} --topology {_smallest(topology)}",
-    )
+    given = f"model_type {model_type!r} on {topology} with {installed}"
+    way_out = f"prove it with yours, once: meshlora verify --family {model_type} --topology {_smallest(topology)}"
+    raise UnsupportedError(given, f"its split is proved with {recorded}", way_out)
 
 
 def proof_of_family(model_type: str, topology: Topology) -> dict[str, Any]:

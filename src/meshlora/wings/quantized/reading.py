@@ -15,14 +15,7 @@ import torch
 from meshlora.comm.groups import Mesh
 from meshlora.layers.adapted import Placement
 from meshlora.model.stored import Part, Stored, StoredTensor
-from meshlora.model.weights import (
-    CheckpointSource,
-    Source,
-    bounds_in,
-    check_finite,
-    parts_of_rank,
-    read_bounds,
-)
+from meshlora.model.weights import CheckpointSource, Source, bounds_in, check_finite, parts_of_rank, read_bounds
 from meshlora.plan.layout import Layout
 from meshlora.plan.rules import Packing
 from meshlora.wings.quantized.packed import PackedFormat
