@@ -20,7 +20,7 @@ from meshlora.verify.faults.fault import after, around
 from meshlora.verify.features import Feature
 from meshlora_ground.further_inputs import TOKEN_TYPES
 
-_COLLATE = importlib.import_module("meshlora.train.batch")
+_COLLATE = importlib.import_module("meshlora.train.collation")
 Inputs = Mapping[str, Tensor]
 Cut = Callable[[Tensor], Tensor]
 
