@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 
 from meshlora.reading.conversations import checked_messages, checked_tools, untrained
 from meshlora.reading.nlg import context_record
-from meshlora.reading.records import MalformedError, Record, checked_text, json_type, quoted
+from meshlora.reading.records import MalformedError, Record, checked_text, filled_text, json_type, quoted
 from meshlora_ground.errors import UserError, did_you_mean
 
 Made = TypeVar("Made")
@@ -122,11 +122,6 @@ class Formats(Generic[Made]):
         self.choice = functools.lru_cache(64)(self._choice)
 
     def _choice(self, names: tuple[str, ...]) -> Choice[Made]:
-        """How rows with these names are read.
-
-        Raises:
-            MalformedError: a field is missing or misspelt, or several formats fit.
-        """
         found = self._fitting(names)
         by_field = self._keys(found, frozenset(names))
         keys = dict(sorted(by_field.items(), key=lambda item: names.index(item[1])))
@@ -187,7 +182,6 @@ class Formats(Generic[Made]):
 
 
 def _fields_of(formats: Sequence[Format[Any]]) -> list[str]:
-    """All fields, each once."""
     found: dict[str, None] = {}
     for each in formats:
         found |= dict.fromkeys(each.fields)
@@ -205,23 +199,19 @@ def _check_spelling(names: Sequence[str], fields: Sequence[str]) -> None:
 
 
 def _text(row: dict[str, Any], origin: str) -> Record:
-    return Record(text=_filled(row["text"], "text"), origin=origin)
+    return Record(text=filled_text(row["text"], "text"), origin=origin)
 
 
 def _prompt_completion(row: dict[str, Any], origin: str) -> Record:
     return record_of_answer(row, "completion", origin)
 
 
-def _messages(row: dict[str, Any], origin: str) -> Record:
-    return _conversation(row["messages"], row, origin, name="messages")
-
-
-def _sharegpt(row: dict[str, Any], origin: str) -> Record:
-    return _conversation(row["conversations"], row, origin, name="conversations")
+def _turns(name: str, row: dict[str, Any], origin: str) -> Record:
+    return _conversation(row[name], row, origin, name=name)
 
 
 def _alpaca(row: dict[str, Any], origin: str) -> Record:
-    answer = {"role": "assistant", "content": _filled(row["output"], "output")}
+    answer = {"role": "assistant", "content": filled_text(row["output"], "output")}
     return _conversation([*alpaca_prompt(row), answer], row, origin, name="the turns")
 
 
@@ -272,13 +262,13 @@ def record_of_answer(row: Row, name: str, origin: str) -> Record:
             if row.get(beside) not in (None, "", "[]", []):  # tables have an empty one where there is none
                 raise MalformedError(f"has {beside}, but {name} is no list of messages")
         prompt = checked_text(prompt, "prompt")  # may be empty: generation from nothing
-        return Record(prompt=prompt, completion=_filled(answer, name), origin=origin)
+        return Record(prompt=prompt, completion=filled_text(answer, name), origin=origin)
     if not isinstance(prompt, (list, tuple)):
         text, prompt = checked_text(prompt, "prompt"), []
         if text and not _is_said(text, answer):  # else the whole conversation stands in the answer
             prompt = [{"role": "user", "content": text}]
     if not isinstance(answer, (list, tuple)):
-        answer = [{"role": "assistant", "content": _filled(answer, name)}]
+        answer = [{"role": "assistant", "content": filled_text(answer, name)}]
     both = f"prompt and {name}" if prompt else name
     record = _conversation([*prompt, *answer], row, origin, name=both)
     assert record.messages is not None
@@ -308,13 +298,6 @@ def _conversation(messages: Any, row: Row, origin: str, *, name: str) -> Record:
             raise MalformedError(f"has a system and, in {name}, another one")
     tools = checked_tools(row["tools"]) if "tools" in row else None
     return Record(messages=found, tools=tools, origin=origin)
-
-
-def _filled(value: object, name: str) -> str:
-    text = checked_text(value, name)
-    if not text.strip():
-        raise MalformedError(f"empty {name}")
-    return text
 
 
 def checked_tokens(row: Row) -> tuple[tuple[int, ...], tuple[bool, ...]]:
@@ -363,8 +346,8 @@ def _check_labels(labels: Sequence[int], ids: Sequence[int]) -> None:
 
 TOKEN_MASKS = ("labels", "attention_mask", "completion_mask", "assistant_masks")
 RECORDS: tuple[Format[Record], ...] = (
-    Format("messages", ("messages",), _messages, ("system", "tools")),
-    Format("sharegpt", ("conversations",), _sharegpt, ("system", "tools")),
+    Format("messages", ("messages",), functools.partial(_turns, "messages"), ("system", "tools")),
+    Format("sharegpt", ("conversations",), functools.partial(_turns, "conversations"), ("system", "tools")),
     Format("alpaca", ("instruction", "output"), _alpaca, ("input", "system", "history")),
     Format("prompt_completion", ("prompt", "completion"), _prompt_completion, ("system", "tools")),
     # The LoRA paper's own files; entries of WebNLG and DART become such rows (`nlg.expanded`).

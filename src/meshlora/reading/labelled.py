@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshlora.reading.formats import Format
-from meshlora.reading.records import MalformedError, Problems, checked_text, is_number, json_type, quoted
+from meshlora.reading.records import MalformedError, Problems, filled_text, is_number, json_type, quoted
 from meshlora.reading.sources import Reading, read_rows
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError, did_you_mean, reason
@@ -48,7 +48,7 @@ def read_labelled(
 
     def checked(row: dict[str, Any], origin: str) -> tuple[str, list[str], list[float]]:
         names = ["text", "text_pair"] if "text_pair" in row else ["text"]
-        return origin, [_text(row, name) for name in names], _targets(row, objective)
+        return origin, [filled_text(row[name], name) for name in names], _targets(row, objective)
 
     known = [Format("labelled", ("text", "label"), checked, ("text_pair",))]
     rows = read_rows(source, known, Reading(**reading))
@@ -134,13 +134,14 @@ def read_similar(
     def checked(row: dict[str, Any], origin: str) -> tuple[str, list[str]]:
         if "negative" in row and "negatives" in row:
             raise MalformedError("has negative and negatives: one of the two")
-        negatives = [_text(row, "negative")] if "negative" in row else row.get("negatives", [])
+        negatives = [filled_text(row["negative"], "negative")] if "negative" in row else row.get("negatives", [])
         if not _are_texts(negatives) or any(map(str.isspace, negatives)):
             raise MalformedError("negatives is not a list of texts")
         if numbers - {len(negatives)}:
             raise MalformedError(f"{len(negatives)} negatives, where the records before have {min(numbers)}")
         numbers.add(len(negatives))
-        return origin, [_text(row, "anchor"), _text(row, "positive"), *negatives]
+        anchor, positive = filled_text(row["anchor"], "anchor"), filled_text(row["positive"], "positive")
+        return origin, [anchor, positive, *negatives]
 
     known = [Format("similar", ("anchor", "positive"), checked, ("negative", "negatives"))]
     rows = read_rows(source, known, Reading(**reading))
@@ -164,15 +165,6 @@ def _are_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(text, str) and text for text in value)
 
 
-def _text(row: Mapping[str, Any], name: str) -> str:
-    if name not in row:
-        raise MalformedError(f"{name!r} is missing")
-    value = checked_text(row[name], name)
-    if not value.strip():
-        raise MalformedError(f"empty {name}")
-    return value
-
-
 def _number(label: Any, objective: Any) -> int:
     """The number of a label, given by its name or number."""
     numbers = objective.numbers
@@ -188,8 +180,6 @@ def _number(label: Any, objective: Any) -> int:
 
 
 def _targets(row: Mapping[str, Any], objective: Any) -> list[float]:
-    if "label" not in row:
-        raise MalformedError("'label' is missing")
     label = row["label"]
     if objective.problem == "single":
         return [_number(label, objective)]

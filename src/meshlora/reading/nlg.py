@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from meshlora.reading.records import MalformedError, Problems, Record, checked_text, json_type
+from meshlora.reading.records import MalformedError, Problems, Record, checked_text, filled_text, json_type
 from meshlora_ground.errors import UserError
 
 # Categories of WebNLG 2017 that its training data have.
@@ -83,9 +83,7 @@ def context_record(row: Mapping[str, Any], origin: str) -> Record:
                 raise MalformedError(f"{name} is not a list of token ids, as the other of the two")
         is_trained = (False,) * len(context) + (True,) * len(completion)
         return Record(tokens=((*context, *completion), is_trained), is_seen=cate, origin=origin)
-    text = checked_text(completion, "completion")
-    if not text.strip():
-        raise MalformedError("empty completion")
+    text = filled_text(completion, "completion")
     return Record(prompt=checked_text(context, "context"), completion=f" {text}", is_seen=cate, origin=origin)
 
 

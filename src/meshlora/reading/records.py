@@ -88,7 +88,6 @@ class Record:
 
 
 def is_image(part: object) -> bool:
-    """Whether a part of a message's content is an image."""
     return isinstance(part, Mapping) and part.get("type") == "image"
 
 
@@ -178,6 +177,14 @@ def checked_text(value: object, name: str) -> str:
     return value
 
 
+def filled_text(value: object, name: str) -> str:
+    """As `checked_text`, and more than spaces. Raises: MalformedError."""
+    text = checked_text(value, name)
+    if not text.strip():
+        raise MalformedError(f"empty {name}")
+    return text
+
+
 @dataclass(frozen=True)
 class Prompt:
     """An input of the model with its reference answers: a text, or the record of a conversation that leads to them.
@@ -236,7 +243,6 @@ def _last_answer(record: Record) -> int:
 
 
 def _answer_of(record: Record) -> str:
-    """The text of a record's last answer."""
     if record.messages is None:
         return record.completion or ""
     content = record.messages[_last_answer(record)].get("content")
