@@ -88,7 +88,8 @@ class Ends:
     def of(cls, stops: Iterable[str], special: Iterable[str]) -> Ends:
         """`Ends.of(["<eos>"], ["<bos>", "<eos>"])`."""
         words = sorted({*special, *stops} - {""}, key=len, reverse=True)  # the longest first: one may begin another
-        return cls(tuple(dict.fromkeys(stop for stop in stops if stop)), _any_of(words))
+        found = re.compile("|".join(map(re.escape, words))) if words else None
+        return cls(tuple(dict.fromkeys(stop for stop in stops if stop)), found)
 
     def common(self, one: str, other: str) -> int:
         """Length of what both begin with, not ending inside a special token of either."""
@@ -123,10 +124,6 @@ def _kinds(marks: Iterable[_Mark]) -> dict[int, set[str]]:
     for each in marks:
         found.setdefault(each.message, set()).add(each.kind)
     return found
-
-
-def _any_of(words: AbstractSequence[str]) -> re.Pattern[str] | None:
-    return re.compile("|".join(map(re.escape, words))) if words else None
 
 
 def _length_of_common(one: str, other: str) -> int:
@@ -455,14 +452,12 @@ class Turns:
         """Of the first `number` messages; None if the template refuses them."""
         key = number, leads_on
         if key not in self._tails:
-            self._tails[key] = self._rendered_tail(number, leads_on)
+            try:
+                rendered = self._render(self._marks.messages[:number], leads_on)
+                self._tails[key] = _Tail.of(rendered, self._marks)
+            except FAILURES:
+                self._tails[key] = None
         return self._tails[key]
-
-    def _rendered_tail(self, number: int, leads_on: bool) -> _Tail | None:
-        try:
-            return _Tail.of(self._render(self._marks.messages[:number], leads_on), self._marks)
-        except FAILURES:
-            return None
 
     def _start(self, index: int, first: int) -> int:
         """Where the answer whose first word is at `first` begins: after all that leads the model to it."""
