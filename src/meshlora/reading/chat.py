@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import numpy as np
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from meshlora.reading.clock import stop_clock, words_of_day, written_day
+from meshlora.reading.clock import stop_clock, written_day
 from meshlora.reading.conversations import REASONING
 from meshlora.reading.images import read_image
 from meshlora.reading.leading import Leading, Span, batches, leading_tokens
@@ -94,14 +94,6 @@ class _Spans(NamedTuple):
     ends: AbstractSequence[int] = ()
 
 
-@dataclass(frozen=True)
-class _Rendered:
-    """A record, and what its conversation becomes."""
-
-    record: Record
-    spans: _Spans
-
-
 def tokenize_conversations(
     records: AbstractSequence[Record],
     tokenizer: PreTrainedTokenizerBase,
@@ -142,10 +134,12 @@ def tokenize_conversations(
         raise UserError(f"tokenizer {type(tokenizer).__name__}", rule, way_out)
     rows: list[Row | None] = [None] * len(records)
     every = _rendered(records, template, train_on=train_on, skips=skips, are_generated=are_generated)
-    rendered = ((place, found) for place, found in enumerate(every) if found is not None)
-    for numbers, batch in map(_parted, batches(rendered, lambda pair: len(pair[1].spans.text))):
-        made = [_with_images(one, processor, skips=skips) for one in batch]
-        each = [(place, *one) for place, one in zip(numbers, made, strict=True) if one is not None]
+    rendered = ((place, *found) for place, found in enumerate(every) if found is not None)
+    for batch in batches(rendered, lambda one: len(one[2].text)):
+        each = []
+        for place, record, spans in batch:
+            if (made := _with_images(record, spans, processor, skips=skips)) is not None:
+                each.append((place, *made))
         texts = [found.text for _, found, tokens, _ in each if tokens is None]
         of_text = iter(leading_tokens(texts, tokenizer, max_length=max_length, has_offsets=True))
         for place, found, with_images, placeholders in each:
@@ -168,10 +162,6 @@ def _row(tokens: Leading, found: _Spans, placeholders: list[Span], *, has_all: b
     return Row(tokens.ids, is_trained & ~of_images, whole, tuple(found.lost), words, of_turns)
 
 
-def _parted(pairs: AbstractSequence[tuple[int, _Rendered]]) -> tuple[list[int], list[_Rendered]]:
-    return [place for place, _ in pairs], [found for _, found in pairs]
-
-
 def conversation_prompts(records: AbstractSequence[Record], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """The text of each conversation, with what leads to the assistant's next turn after it.
 
@@ -184,7 +174,7 @@ def conversation_prompts(records: AbstractSequence[Record], tokenizer: PreTraine
         if record.images:
             raise UnsupportedError(f"{record.origin}: an image", "nothing is generated from images", "leave it out")
     rendered = _rendered(records, template, leads_on=True, train_on="all")
-    return [found.spans.text for found in rendered if found is not None]
+    return [found[1].text for found in rendered if found is not None]
 
 
 def _check_tools(record: Record, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -194,35 +184,28 @@ def _check_tools(record: Record, tokenizer: PreTrainedTokenizerBase) -> None:
         raise UserError(f"{record.origin}: a conversation with tools", rule, "give data.chat_template: tool_use")
 
 
-def _call_is_lost(given: str) -> UserError:
-    rule = "the chat template leaves out a call of it, so that the assistant would learn to say nothing"
-    return UserError(given, rule, "give data.chat_template: one that writes calls")
-
-
 def _names(template: str, name: str) -> bool:
     return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template) is not None
 
 
-def _with_images(one: _Rendered, processor: Any, *, skips: bool) -> tuple[_Spans, Leading | None, list[Span]] | None:
+def _with_images(
+    record: Record, found: _Spans, processor: Any, *, skips: bool
+) -> tuple[_Spans, Leading | None, list[Span]] | None:
     """As `_with_placeholders`; without images no tokens yet. skips: None, where that raises."""
-    if not one.record.images:
-        return one.spans, None, []
+    if not record.images:
+        return found, None, []
     try:
-        return _with_placeholders(one, processor)
+        return _with_placeholders(record, found, processor)
     except UserError:
         if skips:
             return None
         raise
 
 
-def _with_placeholders(one: _Rendered, processor: Any) -> tuple[_Spans, Leading, list[Span]]:
-    """(a conversation whose text has the placeholders of its images, all of its tokens, spans of the placeholders).
-
-    Raises:
-        UserError: an image cannot be read, or the processor refuses the text.
-    """
-    origin, found = one.record.origin, one.spans
-    images = [read_image(Path(path), origin) for path in one.record.images]
+def _with_placeholders(record: Record, found: _Spans, processor: Any) -> tuple[_Spans, Leading, list[Span]]:
+    """(a conversation whose text has the placeholders of its images, all of its tokens, spans of the placeholders)."""
+    origin = record.origin
+    images = [read_image(Path(path), origin) for path in record.images]
     try:
         made = processor(
             text=[found.text],
@@ -264,7 +247,6 @@ class Seen:
         self._has_conversations = False
 
     def add(self, record: Record) -> None:
-        """Look at a record."""
         self._has_conversations |= record.messages is not None
         if record.tools:
             self._first.setdefault("tools", record.origin)
@@ -291,7 +273,7 @@ class Seen:
             first = next(iter(unnamed.values()))
             say(f"{first}: messages have {listed(unnamed)}, which the chat template does not name")
         if "date" in found:
-            say(words_of_day(found["date"]))
+            say(f"the chat template writes the date: {found['date']} (data.date)")
         return found
 
 
@@ -357,7 +339,6 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids of `stop_tokens`."""
     eos: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return [*eos, *_ids_of_generation(tokenizer)]
 
@@ -383,7 +364,7 @@ def _rendered(
     leads_on: bool = False,
     skips: bool = False,
     are_generated: bool = False,
-) -> Iterator[_Rendered | None]:
+) -> Iterator[tuple[Record, _Spans] | None]:
     """leads_on: to the assistant's next turn, without spans. skips: None for a conversation that is refused."""
 
     def work(record: Record) -> _Spans | None:
@@ -406,7 +387,7 @@ def _rendered(
                 if result is None:
                     yield None
                 elif not isinstance(result, Failed):
-                    yield _Rendered(record, _Spans(*cast(_Spans, result)))
+                    yield record, _Spans(*cast(_Spans, result))
                 elif skips and ended < _MOST_ENDED:  # the others follow in another process
                     ended += 1
                     yield None

@@ -49,11 +49,6 @@ def written_day(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return None
 
 
-def words_of_day(day: str) -> str:
-    """What is said where a template writes the date."""
-    return f"the chat template writes the date: {day} (data.date)"
-
-
 def stop_clock(day: str) -> None:
     """Let all templates of this process, which is to end soon, find that it is `day`.
 
