@@ -69,7 +69,6 @@ class RecordsDigest:
         self.number += 1
 
     def hexdigest(self) -> str:
-        """Of all records so far."""
         return self._digest.hexdigest()
 
 
@@ -190,7 +189,6 @@ def _write_blocks(path: Path, key: str, blocks: Iterator[Arrays]) -> None:
 
 
 def _chunks(file: IO[bytes]) -> Iterator[bytes]:
-    """All of a file, some at a time."""
     file.seek(0)
     while chunk := file.read(2**20):
         yield chunk

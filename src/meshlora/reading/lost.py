@@ -130,7 +130,6 @@ class Lost:
         raise UserError(given, rule, f"give {', or '.join(ways)}")
 
     def _of_reasoning(self, of_kind: Mapping[str, int]) -> list[str]:
-        """One line on answers with reasoning, if there are any."""
         lost = of_kind[REASONING] + of_kind[FIELD] + of_kind[earlier(REASONING)] + of_kind[earlier(FIELD)]
         trained = of_kind[REASONED]
         if not lost + trained:

@@ -94,7 +94,6 @@ def _before_with_another_prompt(prompts: list[Any]) -> list[int]:
 
 
 def _pair(row: dict[str, Any], origin: str) -> tuple[Record, ...]:
-    """The records of the chosen and the rejected answer."""
     chosen, rejected = _answered(row, "chosen", origin), _answered(row, "rejected", origin)
     if chosen.kind != rejected.kind:
         raise MalformedError("one of chosen and rejected is text, the other a list of messages")
@@ -148,7 +147,6 @@ def _with_shared_prompt(chosen: Record, rejected: Record) -> tuple[Record, Recor
 
 
 def _num_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """How many leading items of both are the same."""
     for place, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return place

@@ -136,7 +136,6 @@ class _Seen:
         self.unread.update(dict.fromkeys(choice.unread))
 
     def words(self) -> str:
-        """In one line."""
         read = " and ".join(f"{name} ({listed(columns)})" for name, columns in self.formats.items())
         every = set[str]().union(*self.formats.values())
         unread, rest = [name for name in self.unread if name not in every], ""  # a row may not read what another does
@@ -197,7 +196,6 @@ class _Reader(Generic[Made]):
             raise UserError(name, "holds no record", "give one with at least one")
 
     def _rows(self, place: Any, name: str) -> Iterator[Row]:
-        """The rows of a path or a dataset."""
         if isinstance(place, Path) and not is_folder(place):
             kind = kind_of(place)
             if kind in (".jsonl", ".json"):
@@ -288,11 +286,7 @@ def _parquet_rows(path: Path, header: Header) -> Iterator[dict[str, Any]]:
 
 
 def _load_folder(path: Path) -> datasets.Dataset:
-    """Load the output of `Dataset.save_to_disk`.
-
-    Raises:
-        UserError: the folder is something else, or names files outside itself.
-    """
+    """Load the output of `Dataset.save_to_disk`."""
     import datasets
 
     check_saved(path)

@@ -40,7 +40,6 @@ class Summary:
 
 
 def summary(data: TokenizedDataset) -> Summary:
-    """The numbers of `data`."""
     lengths, taken = np.diff(data.offsets), data.taken
     shortest, longest = int(lengths.min()), int(lengths.max())
     width = -(-(longest - shortest + 1) // _MOST_BINS)  # rounded up

@@ -249,11 +249,7 @@ class Read:
         return Taken(self.number, self.making.max_length, self.making.too_long, len(long), dropped, first)
 
     def _bad(self, bad: np.ndarray) -> list[str]:
-        """What is said of records that were passed over: the first are tried once more, for what is wrong.
-
-        Raises:
-            UserError: they are too many.
-        """
+        """What is said of records that were passed over: the first are tried once more, for what is wrong."""
         each, first = self.making.rows_per_example, list[str]()
         for index in bad[::each][:MAX_SHOWN].tolist():
             first.append(_why_bad([self.record_at(index + row) for row in range(each)], self.making))
@@ -418,7 +414,6 @@ class _Block:
         return cut
 
     def arrays(self) -> Arrays:
-        """As of `token_blocks`."""
         # An empty one before them keeps the type where there are none.
         return {
             "input_ids": np.concatenate([np.empty(0, dtype=np.int32), *self.ids]),
@@ -436,9 +431,6 @@ def _sequences(
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], bool]:
     """(the sequences of a record, whether a turn is trained without its end); where it cannot be used, a note of it in
     `found`.
-
-    Raises:
-        UserError: a token that no model has.
     """
     for token in (min(row.ids, default=0), max(row.ids, default=0)):  # numpy would wrap a larger one around
         if not 0 <= token <= np.iinfo(np.int32).max:
@@ -468,7 +460,6 @@ def _num_tokens(row: Row, max_length: int) -> str:
 
 
 def _with_length(record: Record, row: Row, max_length: int) -> str:
-    """A record that is too long in words."""
     return f"{record.origin} ({_num_tokens(row, max_length)})"
 
 
