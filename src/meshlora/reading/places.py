@@ -19,14 +19,11 @@ from meshlora_ground.errors import UserError, reason
 KINDS = (".jsonl", ".json", ".csv", ".parquet")
 _MOST = 100_000  # files of one path
 # Words in names of files that say which split they are of, as `datasets` reads them.
-_SPLITS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing", "eval", "evaluation"),
+_OF_WORD = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("validation", "valid", "val", "dev"), "validation"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation"), "test"),
 }
-_OF_WORD: dict[str, str] = {}
-for _split, _words in _SPLITS.items():
-    _OF_WORD |= dict.fromkeys(_words, _split)
 
 
 def places(source: Any) -> list[Any]:
@@ -107,7 +104,7 @@ def _of_split(given: Path, files: list[Path], split: str | None) -> list[Path]:
         for word in {_OF_WORD.get(word, word) for word in words}:  # once, if a name says it twice
             by_word.setdefault(word, []).append(path)
     if split is None:
-        there = sorted(by_word.keys() & _SPLITS.keys())
+        there = sorted(by_word.keys() & {*_OF_WORD.values()})
         if len(there) > 1:
             raise UserError(f"{given}", f"holds files of several splits, {', '.join(there)}", "say which with split:")
         return files
