@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -235,17 +236,17 @@ class _Watch:
                 left.append(region.name)
         left += [name for name, rule in plan.linears.items() if rule.split is Split.ROW]
         for name in entered:
-            model.get_submodule(name).register_forward_pre_hook(self._note(name), with_kwargs=True, prepend=True)
+            note = functools.partial(self._note_input, name)
+            model.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True, prepend=True)
         for name in left:
-            model.get_submodule(name).register_forward_hook(self._note(name, of_output=True))
+            model.get_submodule(name).register_forward_hook(functools.partial(self._note_output, name))
         self._attention = ""
         for name in plan.attentions:
-            model.get_submodule(name).register_forward_pre_hook(self._enter_attention(name))
+            model.get_submodule(name).register_forward_pre_hook(functools.partial(self._enter_attention, name))
         for name in plan.experts:
-            model.get_submodule(name).register_forward_pre_hook(self._experts(name))
+            model.get_submodule(name).register_forward_pre_hook(functools.partial(self._enter_experts, name))
 
     def flow(self) -> Flow:
-        """The recorded flow."""
         return Flow(
             frozenset(self.reached),
             self.top_k,
@@ -279,11 +280,8 @@ class _Watch:
         if _has_gradient(given):
             self.keys_reached.add(self._attention)
 
-    def _enter_attention(self, name: str) -> Any:
-        def hook(*_: Any) -> None:
-            self._attention = name
-
-        return hook
+    def _enter_attention(self, name: str, *_: Any) -> None:
+        self._attention = name
 
     def release_outputs(self) -> None:
         """Release the layers' outputs, and record which are still alive, saved by the next layer for its backward."""
@@ -312,24 +310,20 @@ class _Watch:
         # Before the hook that gathers the tokens after the last layer.
         layer.register_forward_hook(leave, prepend=True)
 
-    def _note(self, name: str, *, of_output: bool = False) -> Any:
-        """A hook that records `name` if the input, or the output, requires grad."""
+    def _note_input(self, name: str, _: nn.Module, *given: Any) -> None:
+        if _has_gradient(given):
+            self.reached.add(name)
 
-        def hook(_: nn.Module, *given: Any) -> None:
-            if _has_gradient(given[-1] if of_output else given):
-                self.reached.add(name)
+    def _note_output(self, name: str, _: nn.Module, __: Any, output: Any) -> None:
+        if _has_gradient(output):
+            self.reached.add(name)
 
-        return hook
-
-    def _experts(self, name: str) -> Any:
-        def hook(module: nn.Module, args: Any) -> None:
-            assert isinstance(module, ParallelExperts)
-            hidden, chosen, weights = args
-            self.top_k[name], self.weight_bytes[name] = chosen.shape[-1], weights.element_size()
-            if hidden.requires_grad or weights.requires_grad:
-                self.reached.add(name)
-
-        return hook
+    def _enter_experts(self, name: str, module: nn.Module, args: Any) -> None:
+        assert isinstance(module, ParallelExperts)
+        hidden, chosen, weights = args
+        self.top_k[name], self.weight_bytes[name] = chosen.shape[-1], weights.element_size()
+        if hidden.requires_grad or weights.requires_grad:
+            self.reached.add(name)
 
 
 def _has_gradient(value: Any) -> bool:
