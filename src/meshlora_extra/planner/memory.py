@@ -110,7 +110,6 @@ def _bytes_of_moments(trained: Trained, plan: ModelPlan, optimizer: str, each: i
 
 
 def local_shape(trained: Trained, plan: ModelPlan) -> tuple[int, ...]:
-    """The local shape of a trained parameter."""
     local = list(trained.shape)
     for cut in trained.rule.cuts:
         local[cut.dim] = cut.layout.local_size(plan.topology.size_over({cut.axis}))
@@ -284,24 +283,23 @@ class Prologue:
 _NOTHING = Prologue()
 
 
+@dataclass
 class _Walk:
     """The memory of a rank in the course of a step's turns.
 
     gathered: bytes of each layer's gathered copies. Others: as in `peak_of`.
     """
 
-    def __init__(
-        self,
-        memory: StepMemory,
-        order: Sequence[int],
-        recomputed: Sequence[bool],
-        gathered: Sequence[int],
-        prologue: Prologue,
-        *,
-        start: float,
-    ) -> None:
-        self.memory, self.order, self.recomputed, self.gathered = memory, order, recomputed, gathered
-        self.prologue, self.start, self.live, self.most, self.activations = prologue, start, start, start, 0.0
+    memory: StepMemory
+    order: Sequence[int]
+    recomputed: Sequence[bool]
+    gathered: Sequence[int]
+    prologue: Prologue
+    start: float
+    activations: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.live = self.most = self.start
 
     def run(self, phase: Phase, beside: float = 0.0) -> None:
         self.most = max(self.most, self.live + beside + phase.peak)
@@ -380,7 +378,7 @@ def peak_of(
     if states.shards:
         gathered = [dp * states.shards[kind] for kind in order]
     start = float(states.gradients) if accumulates else 0.0
-    walk = _Walk(memory, order, recomputed, gathered, prologue, start=start)
+    walk = _Walk(memory, order, recomputed, gathered, prologue, start)
     held: dict[tuple[int, int], float] = {}  # of each forward whose backward is to come
     for number, place, is_forward in turns:
         before = walk.live
