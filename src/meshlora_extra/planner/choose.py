@@ -24,7 +24,7 @@ from meshlora_extra.planner.communication import Traffic, hop_s, messages_of, sp
 from meshlora_extra.planner.fake import Work
 from meshlora_extra.planner.hardware import Hardware
 from meshlora_extra.planner.memory import Peak, Prologue, States, StepMemory, peak_of, states_of
-from meshlora_extra.planner.pipeline import PartOfModel, Stage, parts_of, shown_micro_batches, time_of_all, turns_of
+from meshlora_extra.planner.pipeline import PartOfModel, parts_of, shown_micro_batches, time_of_all, turns_of
 from meshlora_extra.planner.problem import Problem, Recompute
 from meshlora_extra.planner.trace import Trace, model_vocab, tokens_of_chunk, trace
 from meshlora_ground.errors import UserError
@@ -71,7 +71,6 @@ class RankCost:
 
     @property
     def memory_bytes(self) -> int:
-        """Peak bytes."""
         return self.states.kept + self.peak.largest
 
 
@@ -101,32 +100,27 @@ class Prediction:
 
     @property
     def fullest(self) -> RankCost:
-        """The pp rank that needs the most memory."""
+        """The pp rank that needs the most memory, whose are states, peak, messages and memory_bytes."""
         return max(self.ranks, key=lambda rank: rank.memory_bytes)
 
     @property
     def states(self) -> States:
-        """Of that rank."""
         return self.fullest.states
 
     @property
     def peak(self) -> Peak:
-        """Of that rank."""
         return self.fullest.peak
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """Of that rank."""
         return self.fullest.messages
 
     @property
     def memory_bytes(self) -> int:
-        """Peak bytes."""
         return self.fullest.memory_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the peak fits on a GPU."""
         return self.memory_bytes <= self.usable_bytes
 
     @property
@@ -260,7 +254,6 @@ def _is_over(found: Iterable[Prediction], topology: Topology, axes: frozenset[st
 
 
 def _without(topology: Topology, fields: frozenset[str]) -> tuple[Any, ...]:
-    """The values of all its other fields."""
     return tuple(value for name, value in vars(topology).items() if name not in fields)
 
 
@@ -272,21 +265,16 @@ def all_topologies(problem: Problem) -> Iterator[Topology]:
     """Every shape of both meshes, each with the base replicated and, if ranks have different tokens, sharded over
     them.
     """
-    for shape in _shapes(problem):
-        yield shape
-        if shape.size_over(DATA) > 1:
-            yield dataclasses.replace(shape, dp_shard=True)
-
-
-def _shapes(problem: Problem) -> Iterator[Topology]:
-    """Every shape of both meshes."""
     meshes = list(_meshes_of_experts(problem))
     for dense in dense_sizes(problem.gpus):
         for sp in (False, True):
             if sp and dense[TP] == 1:
                 continue
             for mesh in meshes:
-                yield Topology(**dense, sp=sp, **mesh)
+                shape = Topology(**dense, sp=sp, **mesh)
+                yield shape
+                if shape.size_over(DATA) > 1:
+                    yield dataclasses.replace(shape, dp_shard=True)
 
 
 def _meshes_of_experts(problem: Problem) -> Iterator[dict[str, Any]]:
@@ -387,20 +375,6 @@ class KernelTimes:
     forward: Mapping[int, float]
     backward: Mapping[int, float]
 
-    def of_forward(self, stage: Stage, order: Sequence[int]) -> float:
-        """Seconds of a stage's forward."""
-        total = self.before + sum(self.forward[kind] for kind in order[stage.start : stage.stop])
-        if stage.is_last:
-            total += self.after
-        return total
-
-    def of_backward(self, stage: Stage, order: Sequence[int]) -> float:
-        """Seconds of a stage's backward, without what is computed again."""
-        total = sum(self.backward[kind] for kind in order[stage.start : stage.stop])
-        if stage.is_last:
-            total += self.back
-        return total
-
 
 def _kernel_times(problem: Problem, traces: tuple[Trace, Trace], rows: int, own: int, chunk_tokens: int) -> KernelTimes:
     """own: the tokens of a sequence that a rank has. chunk_tokens: those of a chunk of the loss."""
@@ -461,6 +435,8 @@ def _prediction(
         turns.append(_turn_times(problem, part, messages, kernels, recomputed))
     busiest = max(range(len(parts)), key=lambda number: turns[number].total_s)  # all wait for it
     traffic = traffic_of(ranks[busiest].messages, topology, gpu, micro_batches=micro_batches)
+    # All bytes in one, and the launches of the rest.
+    update = {Work(0, _PASSES_OF_A_STEP * states[busiest].gradients): 1, Work(0, 0): _OPERATORS_OF_AN_UPDATE}
     return Prediction(
         topology,
         rows,
@@ -475,7 +451,7 @@ def _prediction(
             "messages inside nodes": traffic["node"].time_s,
             "messages between nodes": traffic["network"].time_s,
             "waiting for other stages": _waits_s(topology, gpu, ranks, turns, micro_batches),
-            "update": _update_s(gpu, states[busiest]),
+            "update": gpu.work_s(update, is_half=False),
         },
         gpu.usable_bytes,
     )
@@ -491,7 +467,6 @@ def _peak_of_rank(
     recomputed: Sequence[bool],
     micro_batches: int,
 ) -> Peak:
-    """Of pp rank `number`."""
     topology, stream = part.plan.topology, sizes.tokens * sizes.token_bytes
     tables = (memory.before.end - stream) / topology.size_over(TOKENS)  # each rank has its own tokens'
     return peak_of(
@@ -513,12 +488,6 @@ def _number_of_micro_batches(problem: Problem, topology: Topology, rows: int) ->
     if topology.interleave > 1:
         multiple = topology.size_over(LAYERS)
     return -(-problem.global_batch // (topology.dp * rows * multiple)) * multiple
-
-
-def _update_s(gpu: Hardware, states: States) -> float:
-    # All bytes in one, and the launches of the rest.
-    update = {Work(0, _PASSES_OF_A_STEP * states.gradients): 1, Work(0, 0): _OPERATORS_OF_AN_UPDATE}
-    return gpu.work_s(update, is_half=False)
 
 
 def _waits_s(
@@ -544,7 +513,6 @@ class TurnTimes:
 
     @property
     def total_s(self) -> float:
-        """Of all its turns."""
         return sum(map(sum, self.stages))
 
 
@@ -566,9 +534,14 @@ def _turn_times(
     there_s, back_s = more_s("forward", "loss"), more_s("backward")
     found, total = [], {"compute": 0.0, "recomputation": 0.0, "gathers of weights": gather_s}
     for stage in part.stages:
-        layers = zip(order[stage.start : stage.stop], recomputed[stage.start : stage.stop], strict=True)
-        again_s = sum(kernels.forward[kind] for kind, is_again in layers if is_again)
-        forward_s, backward_s = kernels.of_forward(stage, order), kernels.of_backward(stage, order)
+        kinds = order[stage.start : stage.stop]
+        repeated = itertools.compress(kinds, recomputed[stage.start : stage.stop])
+        again_s = sum(kernels.forward[kind] for kind in repeated)
+        forward_s = kernels.before + sum(kernels.forward[kind] for kind in kinds)
+        backward_s = sum(kernels.backward[kind] for kind in kinds)
+        if stage.is_last:
+            forward_s += kernels.after
+            backward_s += kernels.back
         total["compute"] += forward_s + backward_s
         total["recomputation"] += again_s
         found.append((forward_s + there_s, backward_s + again_s + back_s))
