@@ -70,14 +70,11 @@ class _Sizes:
     in_a_row: int  # kernels: on a GPU the host's wait for the last of them takes longer than a small one
 
 
-_CPU = _Sizes(256, 768, 2048, 16, (256, 512, 1024), 64 * 2**20, 1)
-_GPU = _Sizes(4096, 4096, 14336, 16, (2048, 4096, 8192), 512 * 2**20, 20)
-
-
-def _sizes(device: torch.device) -> _Sizes:
-    if device.type == "cuda":
-        return _GPU
-    return _CPU
+# By the type of a device.
+_SIZES = {
+    "cpu": _Sizes(256, 768, 2048, 16, (256, 512, 1024), 64 * 2**20, 1),
+    "cuda": _Sizes(4096, 4096, 14336, 16, (2048, 4096, 8192), 512 * 2**20, 20),
+}
 
 
 @dataclass(frozen=True)
@@ -149,7 +146,7 @@ def clock_of(mesh: Mesh) -> Clock:
             return slowest(statistics.median(once(run, _AT_ONCE) for _ in range(turns)))
         found, started = list[float](), time.perf_counter()
         while not found or time.perf_counter() - started < _SAMPLE_S:
-            found.append(once(run, _sizes(mesh.device).in_a_row))
+            found.append(once(run, _SIZES[mesh.device.type].in_a_row))
         return slowest(statistics.median(found))
 
     return clock
@@ -176,7 +173,7 @@ class _Memory:
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
-        self._num_bytes = _sizes(device).cold_bytes
+        self._num_bytes = _SIZES[device.type].cold_bytes
         self._values = _random(self._num_bytes // dtype.itemsize, dtype=dtype, device=device)
         self._kept, self._kept_bytes, self._taken = deque[Tensor](), 0, 0
 
@@ -203,7 +200,7 @@ class _Memory:
 
 def _products(memory: _Memory) -> Iterator[Sample]:
     """`[n, k] x [k, m]`: the layer's own, and LoRA's with r as any of the three."""
-    sizes = _sizes(memory.device)
+    sizes = _SIZES[memory.device.type]
     tokens, hidden, inner, rank = sizes.tokens, sizes.hidden, sizes.inner, sizes.rank
     size, is_half = memory.dtype.itemsize, _is_half(memory.dtype)
     for n, k, m in (
@@ -218,8 +215,9 @@ def _products(memory: _Memory) -> Iterator[Sample]:
 
 def _attention(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     """Causal, forward and backward as one."""
-    for tokens in _sizes(device).sequences:
-        shape = (1, _sizes(device).hidden // _HEAD, tokens, _HEAD)
+    sizes = _SIZES[device.type]
+    for tokens in sizes.sequences:
+        shape = (1, sizes.hidden // _HEAD, tokens, _HEAD)
         query, key, value = (_random(*shape, dtype=dtype, device=device).requires_grad_() for _ in range(3))
         given = _random(*shape, dtype=dtype, device=device)
 
@@ -237,7 +235,7 @@ def _operators(memory: _Memory) -> Iterator[Sample]:
     """Between products, about as often as in a layer: of a residual stream, a gated MLP with its backward, a norm,
     rotary embeddings, and of a softmax in float32.
     """
-    tokens, width = _sizes(memory.device).tokens, _sizes(memory.device).inner
+    tokens, width = _SIZES[memory.device.type].tokens, _SIZES[memory.device.type].inner
     shape, half, is_half = (tokens, width), width // 2, _is_half(memory.dtype)
     scale = _random(width, dtype=memory.dtype, device=memory.device)
     own, wide = tokens * width * memory.dtype.itemsize, 4 * tokens * width
