@@ -211,7 +211,11 @@ def hardware_named(name: str | None, file: str | None = None) -> Hardware:
     needed = {f.name for f in dataclasses.fields(Hardware) if f.default is dataclasses.MISSING} - {"name"}
     missing = needed - given.keys()
     if name is None:
-        return _measured(given, missing, file)
+        # Of a file alone 0 stands for a rate that was not measured: what needs it, says so.
+        if lacks := sorted(missing - {"half_tflops", "full_tflops", "node_gb_s", "network_gb_s"}):
+            way_out = "give --gpu, or a file that meshlora calibrate has written"
+            raise UserError(f"--hardware {file}", f"it lacks {', '.join(lacks)}", way_out)
+        return Hardware(**{"name": "measured", **dict.fromkeys(missing, 0.0), **given})
     if gpu := GPUS.get(name.lower()):
         return dataclasses.replace(gpu, **given)
     if file is not None and not missing:
@@ -220,14 +224,6 @@ def hardware_named(name: str | None, file: str | None = None) -> Hardware:
     if file is not None:
         way_out += f"; or give {', '.join(sorted(missing))} in --hardware"
     raise UserError(f"--gpu {name}", "it is not in the table of GPUs", way_out)
-
-
-def _measured(given: Mapping[str, Any], missing: set[str], file: str | None) -> Hardware:
-    """Of a file alone, in which 0 stands for a rate that was not measured: what needs it, says so."""
-    if lacks := sorted(missing - {"half_tflops", "full_tflops", "node_gb_s", "network_gb_s"}):
-        way_out = "give --gpu, or a file that meshlora calibrate has written"
-        raise UserError(f"--hardware {file}", f"it lacks {', '.join(lacks)}", way_out)
-    return Hardware(**{"name": "measured", **dict.fromkeys(missing, 0.0), **given})
 
 
 _RATES = ("full_products", "half_products", "full_attention", "half_attention")
