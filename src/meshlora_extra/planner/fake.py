@@ -155,7 +155,6 @@ class FakeRun(TorchDispatchMode):
         self._replaced.close()
 
     def hold(self, model: nn.Module) -> None:
-        """Count the parameters and buffers of `model`."""
         for tensor in (*model.parameters(), *model.buffers()):
             self._hold(tensor)
 
@@ -165,7 +164,6 @@ class FakeRun(TorchDispatchMode):
         self.sections[name] = self._section = Section(self.live_bytes)
 
     def end(self) -> None:
-        """End the current section, if any."""
         if self._section is not None:
             self._section.end_bytes = self.live_bytes - self._section.start_bytes
             self._section = None

@@ -49,7 +49,6 @@ class Shrunk:
 
     @property
     def num_kinds(self) -> int:
-        """How many kinds of layers the whole model has."""
         return len(self.model.get_submodule(self.layers))
 
 

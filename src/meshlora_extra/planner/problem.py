@@ -105,7 +105,6 @@ class Problem:
 
     @property
     def small(self) -> Blueprint:
-        """The blueprint of the shrunk model."""
         return dataclasses.replace(self.blueprint, model=self.shrunk.model)
 
     @property

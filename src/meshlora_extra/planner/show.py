@@ -168,7 +168,6 @@ def _time(time_s: float) -> str:
 
 
 def assumptions(problem: Problem) -> str:
-    """The assumptions behind the times."""
     gpu = problem.gpu
     if gpu.ranks:
         source = gpu.source

@@ -88,7 +88,6 @@ class Simulation:
 
     @property
     def fullest(self) -> RankSeen:
-        """The rank that needs the most memory."""
         return max(self.ranks, key=lambda rank: rank.bytes["peak"][1])
 
     def differences(self) -> Iterator[str]:
