@@ -10,6 +10,7 @@ mesh.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from accelerate import Accelerator, PartialState
@@ -65,16 +66,13 @@ def collect_over(accelerator: Accelerator, mesh: Mesh) -> None:
             return rows
         return recursively_apply(lambda tensor: tensor[:last], rows)
 
-    def gather_all(value: Any) -> Any:
-        return gathered_rows(value, mesh.dp)
-
     def reduce(value: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         whole = all_reduce_sum(value.clone(), mesh.dp) * scale
         if reduction == "mean":
             whole = whole / mesh.dp.size
         return whole
 
-    accelerator.gather = gather_all
+    accelerator.gather = functools.partial(gathered_rows, dp=mesh.dp)
     accelerator.gather_for_metrics = gather
     accelerator.reduce = reduce
     accelerator.pad_across_processes = lambda tensor, dim=0, pad_index=0, pad_first=False: padded_over(

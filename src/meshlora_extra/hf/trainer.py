@@ -9,6 +9,7 @@ times dp, divided by the tokens of all; and gradients are summed over the axes o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -150,7 +151,7 @@ class OnMesh(_Trainer):
         finally:
             self.data_collator = collator
         if loader.worker_init_fn is not None:  # all ranks alike: a collator that draws must draw the same
-            loader.worker_init_fn = _seed_worker
+            loader.worker_init_fn = functools.partial(seed_worker, num_workers=1, rank=0)
         return loader
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
@@ -349,7 +350,3 @@ class MeshTrainer(OnMesh, Trainer):
     """`transformers.Trainer` for a model of `meshlora.load`, on dp, tp, sp, cp, ep and etp: same arguments, data,
     callbacks, evaluation, checkpoints, and the adapter of one process. See `OnMesh`.
     """
-
-
-def _seed_worker(worker_id: int) -> None:
-    seed_worker(worker_id, num_workers=1, rank=0)
