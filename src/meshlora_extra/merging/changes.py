@@ -143,8 +143,9 @@ def read_changes(model: Any, folder: Path) -> Changes:
         if _base_name(key) in base_names and ".modules_to_save." not in key
     }
     by_name = _products(wrapped, config) | _token_rows(wrapped, where)
-    again = _repeated_rows(wrapped)
-    names = {name: key for name, key in names.items() if name not in again}  # a tied head's second copy
+    # Keys that PEFT writes once more for a tied head if the vocabulary was resized, and passes over.
+    again = {f"{path}.{_DELTA}" for path, layer in _token_layers(wrapped).items() if layer.tied_adapter}
+    names = {name: key for name, key in names.items() if name not in again}
     _check_file(folder / WEIGHTS_FILE, names, expected, optional, vocabulary)
     added: set[str | None] = {None}  # stands for no magnitude
     for change in by_name.values():
@@ -301,11 +302,6 @@ def _token_rows(wrapped: Any, where: str) -> dict[str, Change]:
             raise another_vocabulary(f"{where}: trainable_token_indices", past, len(base.weight), at_least=True)
         found[_base_name(f"{path}.weight")] = Change(rows=(keys[id(layer.tied_adapter or layer)], tuple(indices)))
     return found
-
-
-def _repeated_rows(wrapped: Any) -> set[str]:
-    """Keys that PEFT writes once more for a tied head if the vocabulary was resized, and passes over."""
-    return {f"{path}.{_DELTA}" for path, layer in _token_layers(wrapped).items() if layer.tied_adapter}
 
 
 def _token_layers(wrapped: Any) -> dict[str, Any]:

@@ -79,7 +79,8 @@ def compare_logits(model: Base, adapter: Path, merged: Base, stored: torch.dtype
             theirs = _logits(PeftModel.from_pretrained(base, str(adapter), torch_device="cpu"))
             del base
             model_of_ours = merged.load(dtype)
-            ours, chooses = _logits(model_of_ours), _chooses_experts(model_of_ours)
+            ours = _logits(model_of_ours)
+            chooses = any(each.ndim == 3 and ".experts." in name for name, each in model_of_ours.named_parameters())
             del model_of_ours
             difference = _relative(ours, theirs)
             if stored is None:
@@ -101,10 +102,6 @@ def compare_logits(model: Base, adapter: Path, merged: Base, stored: torch.dtype
 
 def _relative(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).norm() / theirs.norm())
-
-
-def _chooses_experts(model: Any) -> bool:
-    return any(parameter.ndim == 3 and ".experts." in name for name, parameter in model.named_parameters())
 
 
 def _merged_by_peft(model: Base, adapter: Path, stored: torch.dtype) -> Any:
