@@ -210,11 +210,7 @@ def _check_no_base(folder: Path, tensors: Collection[str], targets: Collection[s
 
 
 def _one_scaling(where: str, targets: Mapping[str, Target]) -> float:
-    """The common scale of `B A`.
-
-    Raises:
-        UserError: two targets differ; names them.
-    """
+    """The common scale of `B A`. Raises: UserError: two targets differ."""
     first = next(iter(targets.values()))
     for other in targets.values():
         # With use_rslora the scale of pieces comes from a square root.

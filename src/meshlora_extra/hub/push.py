@@ -110,11 +110,7 @@ def push(folder: Path, name: str, *, base: str, is_public: bool) -> str:
 
 
 def _name_base(folder: Path, base: str) -> None:
-    """Name `base` in the configuration and in the header of the card, whatever stood there.
-
-    Raises:
-        UserError: the card cannot be read.
-    """
+    """Name `base` in the configuration and in the header of the card, whatever stood there."""
     stored = read_json(folder / _CONFIG)
     if stored.get("base_model_name_or_path") != base:
         stored |= {"base_model_name_or_path": base, "revision": None}

@@ -255,11 +255,7 @@ def _has_head(config: PretrainedConfig) -> bool:
 def _new_head(
     source: CheckpointSource, changes: Changes, heads: Collection[str], dtype: torch.dtype | None
 ) -> list[_Output]:
-    """The tensors of a head that the checkpoint lacks, to be written into its last file.
-
-    Raises:
-        UserError: the adapter lacks one, too.
-    """
+    """The tensors of a head that the checkpoint lacks, to be written into its last file."""
     file, found = max(source.stored.values(), key=lambda s: s.tensors[0].file.name).tensors[0].file.name, []
     for name in sorted(heads):
         if source.shape(name) is not None:

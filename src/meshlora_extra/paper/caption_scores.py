@@ -23,7 +23,6 @@ _BETA_NIST = -math.log(0.5) / math.log(1.5) ** 2  # half at two thirds of the le
 
 
 def ngrams(tokens: Tokens, n: int) -> Iterator[tuple[str, ...]]:
-    """The n-grams of `tokens`, in order."""
     return (tuple(tokens[start : start + n]) for start in range(len(tokens) - n + 1))
 
 
@@ -68,7 +67,6 @@ def rouge_l(hypotheses: Sequence[Tokens], references: Sequence[Sequence[Tokens]]
 
 
 def _common_length(one: Tokens, other: Tokens) -> int:
-    """The length of the longest common subsequence."""
     row = [0] * (len(other) + 1)
     for token in one:
         below = [0]

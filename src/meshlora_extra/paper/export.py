@@ -182,11 +182,7 @@ def import_loralib(
 
 
 def _biases(file: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The biases of a lora_state_dict.
-
-    Raises:
-        UserError: something else is there besides factors.
-    """
+    """The biases of a lora_state_dict. Raises: UserError: something else is there besides factors."""
     found = {}
     for key, tensor in tensors.items():
         if key.endswith((".lora_A", ".lora_B")):
@@ -209,11 +205,7 @@ def check_new(target: Path, suffix: str = "") -> None:
 
 
 def _check_for_loralib(config: LoraConfig, where: str) -> None:
-    """Refuse options that need more than `W + s B A` and biases.
-
-    Raises:
-        UnsupportedError: names the option.
-    """
+    """Refuse options that need more than `W + s B A` and biases."""
     check_mergeable(config, where)
     init = config.init_lora_weights
     if isinstance(init, str) and init.lower() in {"pissa", "olora"}:
@@ -272,11 +264,7 @@ def _without_wrappers(file: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[s
 
 
 def _check_modules(file: Path, factors: Mapping[str, Factors], biases: Mapping[str, Tensor], model: nn.Module) -> None:
-    """Check names and shapes of a lora_state_dict against `model`, which may be on the meta device.
-
-    Raises:
-        UserError: names the first that does not fit.
-    """
+    """Check names and shapes of a lora_state_dict against `model`, which may be on the meta device."""
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters(remove_duplicate=False))
     for name, each in factors.items():
         weight = f"{name}.weight"
