@@ -18,12 +18,10 @@ if TYPE_CHECKING:
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     add_training(commands.add_parser("train", help="train an adapter as a run file says"), command="train")
 
 
 def add_training(train: argparse.ArgumentParser, *, command: str) -> None:
-    """Add the arguments of a command that trains."""
     add_run_file(train)
     train.add_argument("--nproc", type=int, metavar="N", help="start N ranks on this machine")
     add_ranks_per_gpu(train)
@@ -88,22 +86,12 @@ def start(options: argparse.Namespace) -> bool:
 def job_of(options: argparse.Namespace, place: Place | None = None) -> Job:
     """The job that the arguments ask for. place: this process', under a launcher."""
     from meshlora.cli.job import Job  # takes seconds to import
+    from meshlora.verify.request import same_fields
 
-    return Job(
-        options.words,
-        options.file,
-        options.overrides,
-        command=options.command,
-        place=place,
-        nproc=options.nproc,
-        ranks_per_gpu=options.ranks_per_gpu if place is None else place.ranks_per_gpu,
-        resume=options.resume,
-        resume_despite=options.resume_despite,
-        no_preflight=options.no_preflight,
-        hardware=options.hardware,
-        has_page=options.watch,
-        json=options.json,
-    )
+    given = same_fields(Job, options) | {"place": place, "has_page": options.watch}
+    if place is not None:
+        given["ranks_per_gpu"] = place.ranks_per_gpu
+    return Job(**given)
 
 
 def _check_sharing(options: argparse.Namespace) -> None:
