@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ _DECODING = ("max_new_tokens", "num_beams", "length_penalty", "no_repeat_ngram_s
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     generate = commands.add_parser("generate", help="continue prompts, on one process or a mesh")
     generate.add_argument("--model", required=True, metavar="FOLDER")
     generate.add_argument("--adapter", metavar="FOLDER", help="PEFT adapter; without it the base model speaks")
@@ -58,6 +57,7 @@ def add(commands: Any) -> None:
 
 def _generate(options: argparse.Namespace) -> None:
     from meshlora.comm.groups import leave, on_gpus
+    from meshlora.run.decoding import generate
     from meshlora.run.edge import rank_edge
     from meshlora.run.launch import launch
     from meshlora.run.machines import machines
@@ -68,7 +68,9 @@ def _generate(options: argparse.Namespace) -> None:
         check_json(options)
         config = _config(options)
         if world == 1 and options.topology is None:  # no group is opened
-            _hand_over_each(options, _texts_of_one_process(options, config))
+            asked = _asked(options)
+            found = generate(options.model, asked, options=config, dtype=options.dtype, **_of_prompts(options))
+            _hand_over_each(options, found)
             return
         # Before CUDA is opened here.
         takes_gpus = options.nproc is not None and on_gpus("auto", num_ranks=options.nproc)
@@ -110,8 +112,10 @@ def _asked(options: argparse.Namespace) -> list[Any]:
     if options.separator:
         given, rule = f"--separator {options.separator!r} with --chat", "it has no effect: the chat template separates"
         raise UserError(given, rule, "leave out one of them")
-    asked = [({"role": "user", "content": prompt},) for prompt in options.prompt]
-    return [Record(messages=one, origin=name) for one, name in zip(asked, _names(options), strict=True)]
+    asked: list[Any] = []
+    for prompt, name in zip(options.prompt, _names(options), strict=True):
+        asked.append(Record(messages=({"role": "user", "content": prompt},), origin=name))
+    return asked
 
 
 def _day(options: argparse.Namespace) -> str | None:
@@ -137,20 +141,15 @@ def _adapter(options: argparse.Namespace) -> Path | None:
     return Path(options.adapter)
 
 
-def _texts_of_one_process(options: argparse.Namespace, config: Any) -> Iterator[str]:
-    from meshlora.run.decoding import generate
-
-    return generate(
-        options.model,
-        _asked(options),
-        adapter=_adapter(options),
-        options=config,
-        names=_names(options),
-        separator=options.separator,
-        dtype=options.dtype,
-        trust_remote_code=options.trust_remote_code,
-        day=_day(options),
-    )
+def _of_prompts(options: argparse.Namespace) -> dict[str, Any]:
+    """What says how prompts are read, on one process or several."""
+    return {
+        "adapter": _adapter(options),
+        "names": _names(options),
+        "separator": options.separator,
+        "trust_remote_code": options.trust_remote_code,
+        "day": _day(options),
+    }
 
 
 def prepare(options: argparse.Namespace, config: Any, *, world: int) -> tuple[Any, Any, Any]:
@@ -162,24 +161,14 @@ def prepare(options: argparse.Namespace, config: Any, *, world: int) -> tuple[An
     from meshlora.run.decoding import read_prompts
     from meshlora.run.generated import blueprint_to_generate
 
-    code = options.trust_remote_code
-    tokenizer, encoded = read_prompts(
-        options.model,
-        _asked(options),
-        config,
-        adapter=_adapter(options),
-        trust_remote_code=code,
-        names=_names(options),
-        separator=options.separator,
-        day=_day(options),
-    )
+    tokenizer, encoded = read_prompts(options.model, _asked(options), config, **_of_prompts(options))
     blueprint = blueprint_to_generate(
         options.model,
         adapter=_adapter(options),
         topology=options.topology,
         world=world,
         dtype=options.dtype,
-        trust_remote_code=code,
+        trust_remote_code=options.trust_remote_code,
     )
     return blueprint, tokenizer, encoded
 
