@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from meshlora.cli.arguments import add_json, add_local_rank, add_run_file, checked_place, run_file_words, write_result
-from meshlora_extra.paper.scores import SCRIPTS
+from meshlora_extra.paper.scores import SCRIPTS, check_scorers
 from meshlora_ground.errors import UserError
 from meshlora_ground.reading import path_argument
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     evaluate = commands.add_parser("evaluate", help="loss, perplexity and scores of generated text on a held-out set")
     add_run_file(evaluate, example="data.eval=FILE")
     which = evaluate.add_mutually_exclusive_group()
@@ -64,6 +63,8 @@ def _evaluate(options: argparse.Namespace) -> None:
     from meshlora.run.generated import prepare_prompts
     from meshlora.run.launch import launch
     from meshlora.run.machines import machines
+    from meshlora_ground.console import Console
+    from meshlora_ground.files import check_result_file
 
     place = checked_place(options)
     with rank_edge(is_watched=True) if place is not None else contextlib.nullcontext() as watch:
@@ -75,13 +76,17 @@ def _evaluate(options: argparse.Namespace) -> None:
         takes_gpus = options.nproc is not None and on_gpus(config.device, num_ranks=options.nproc)
         run = prepare_evaluation(config, adapter=adapter, world=world, day=one_day())
         is_main = place is None or place.rank == 0
-        _check_scores(options, config)
-        # Before this process opens its GPU: templates of prompts are rendered in a fork of it.
         prompts = None
         if options.generate:
+            texts = _texts_file(options, config)
+            check_result_file(texts, f"{texts}", makes_folder=True)
+            check_scorers(options.scores or SCRIPTS[0])
+            # Before this process opens its GPU: templates of prompts are rendered in a fork of it.
             prompts = prepare_prompts(run)
         machines(config.device, watch)
-        _say(run.notes if is_main and not launched_by_us() else ())
+        if is_main and not launched_by_us():
+            for note in run.notes:
+                Console().say(note)
         if options.nproc is not None:
             words = ["evaluate", *run_file_words(options.file, options.overrides)]
             if adapter is None:
@@ -149,17 +154,6 @@ def _config(options: argparse.Namespace, place: Any) -> Any:
     return config
 
 
-def _check_scores(options: argparse.Namespace, config: Any) -> None:
-    """Refuse scores that could not be computed, and texts that could not be written."""
-    from meshlora_extra.paper.scores import check_scorers
-    from meshlora_ground.files import check_result_file
-
-    if options.generate:
-        texts = _texts_file(options, config)
-        check_result_file(texts, f"{texts}", makes_folder=True)
-        check_scorers(options.scores or SCRIPTS[0])
-
-
 def _texts_file(options: argparse.Namespace, config: Any) -> Path:
     return Path(options.hypotheses or Path(config.train.output) / "hypotheses.txt")
 
@@ -171,13 +165,6 @@ def _own_words(options: argparse.Namespace) -> list[str]:
         if given := getattr(options, name):
             words += [f"--{name}", given]
     return words
-
-
-def _say(notes: tuple[str, ...]) -> None:
-    from meshlora_ground.console import Console
-
-    for note in notes:
-        Console().say(note)
 
 
 def _generate_and_score(
