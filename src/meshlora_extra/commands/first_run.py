@@ -79,7 +79,9 @@ def first_run(wish: Wish, *, file: Path, schema: str = "") -> str:
     """
     seen = _look(wish)
     lengths = np.diff(seen.data.train.offsets)
-    max_length = _max_length(lengths, _most_positions(seen.blueprint))
+    # A multiple of 64, as long as all but the longest hundredth of the sequences, at most the model's positions.
+    kept = int(np.percentile(lengths, _KEPT_PERCENT, method="higher"))
+    max_length = min(_most_positions(seen.blueprint), math.ceil(kept / _STEP) * _STEP)
     values = _values(wish, seen, max_length)
     plan = _plan(wish, seen, values, max_length)
     start = f"meshlora train {file}"
@@ -139,12 +141,6 @@ def _data(wish: Wish) -> dict[str, Any]:
     if wish.columns:
         data["columns"] = dict(wish.columns)
     return data
-
-
-def _max_length(lengths: np.ndarray, most: int) -> int:
-    """A multiple of 64, as long as all but the longest hundredth of the sequences, at most the model's positions."""
-    kept = int(np.percentile(lengths, _KEPT_PERCENT, method="higher"))
-    return min(most, math.ceil(kept / _STEP) * _STEP)
 
 
 def _values(wish: Wish, seen: _Seen, max_length: int) -> dict[str, Any]:

@@ -20,7 +20,6 @@ _LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>epochs?|steps?)")
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     init = commands.add_parser(
         "init",
         help="write a run file for a model and data",
@@ -80,7 +79,11 @@ def _answers(options: argparse.Namespace) -> dict[str, str]:
     Raises:
         UserError: there is nobody to ask, or no answer to a question without a default.
     """
-    gpus = options.gpus if options.gpus is not None else _num_devices()
+    import torch
+
+    gpus = options.gpus
+    if gpus is None:  # those of this machine, or two processes on its CPUs if it has two
+        gpus = torch.cuda.device_count() or min(2, os.cpu_count() or 1)
     questions = {
         "model": ("Model: a folder, or a name on the hub", None),
         "data": ("Training data: a file, or a name on the hub", None),
@@ -134,13 +137,6 @@ def _columns(text: str) -> tuple[str, str]:
     if not (ours and equals and theirs):
         raise UserError(f"--columns {text}", "it must read OURS=THEIRS", "as in --columns prompt=question")
     return ours, theirs
-
-
-def _num_devices() -> int:
-    """The GPUs of this machine, or two processes on its CPUs if it has two."""
-    import torch
-
-    return torch.cuda.device_count() or min(2, os.cpu_count() or 1)
 
 
 def _hardware(options: argparse.Namespace, gpus: int) -> Any:
