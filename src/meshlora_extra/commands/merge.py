@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from typing import Any
 
 from meshlora.cli.arguments import add_json, check_json, write_result
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     merge = commands.add_parser("merge", help="write a checkpoint with the adapter in its weights")
     merge.add_argument("--model", required=True, metavar="FOLDER", help="checkpoint in safetensors")
     merge.add_argument("--adapter", required=True, metavar="FOLDER", help="PEFT adapter (LoRA, DoRA)")
@@ -45,5 +45,4 @@ def _merge(options: argparse.Namespace) -> None:
     say(f"{done.num_changed} of {done.num_tensors} tensors changed, {done.num_bytes / 1e9:.3g} GB")
     say(f"checked: {done.check}")
     say(f"merged: {options.out}")
-    names = ("num_tensors", "num_changed", "num_bytes", "is_untied", "check")
-    write_result(options.json, {"out": options.out, **{name: getattr(done, name) for name in names}})
+    write_result(options.json, {"out": options.out, **dataclasses.asdict(done)})
