@@ -39,7 +39,6 @@ def write_result(file: str | None, result: Mapping[str, Any]) -> None:
 
 
 def add_ranks_per_gpu(parser: argparse.ArgumentParser) -> None:
-    """Add `--ranks-per-gpu`."""
     parser.add_argument(
         "--ranks-per-gpu",
         type=int,

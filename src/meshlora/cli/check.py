@@ -21,7 +21,6 @@ from meshlora_ground.lifetime import import_libraries
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     check = commands.add_parser("check", help="check a run file, its model and its data, without starting ranks")
     add_run_file(check)
     check.add_argument("--plot", metavar="FILE", help="draw the learning rate of every step into a .png, .svg or .html")
@@ -87,7 +86,6 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _rows_of(run: Any) -> list[tuple[str, str]]:
-    """The summary of a prepared run."""
     from meshlora.adapter.description import describe_adapter
     from meshlora.run.config.presets import resolved
 
@@ -109,7 +107,6 @@ def _rows_of(run: Any) -> list[tuple[str, str]]:
 
 
 def _result(run: Any) -> dict[str, Any]:
-    """The same as plain values."""
     from meshlora.adapter.description import describe_adapter
 
     config, adapter = run.config, run.blueprint.trained

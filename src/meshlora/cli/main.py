@@ -76,11 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _take_local_rank(options: argparse.Namespace) -> None:
-    """Read `--local-rank`, which launchers without LOCAL_RANK in the environment give to every process.
-
-    Raises:
-        UserError: the environment says otherwise.
-    """
+    """Read `--local-rank`, which launchers without LOCAL_RANK in the environment give to every process."""
     if (given := options.local_rank) is None:
         return
     if os.environ.setdefault("LOCAL_RANK", str(given)) != str(given):

@@ -57,7 +57,6 @@ class Parser(argparse.ArgumentParser):
         return re.findall(r"--[\w-]+", "\n".join(lines))
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        """Print one line, and exit."""
         if (wrong := _NOT_A_CHOICE.fullmatch(message)) and (near := self._near(wrong["given"], _words(wrong["known"]))):
             message = f"{wrong['name']} {wrong['given']!r}: it is none of {', '.join(_words(wrong['known']))}; {near}"
         said = MeshloraError(f"{message}; see {self.prog} --help")  # escaped: it repeats the arguments

@@ -17,7 +17,6 @@ SCHEDULES = ("linear", *_FALLING, "constant", "inverse_sqrt", "cycle")
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     verify = commands.add_parser(
         "verify",
         help="prove that a model, an adapter and a topology train as one process would",

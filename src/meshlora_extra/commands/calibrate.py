@@ -15,7 +15,6 @@ _DTYPES = ("float32", "bfloat16")
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     calibrate = commands.add_parser(
         "calibrate",
         help="measure products, attention, memory, launches and collectives on the devices at hand, for the planner",

@@ -9,7 +9,6 @@ _SHELLS = ("bash", "zsh", "fish")
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     completion = commands.add_parser(
         "completion",
         help="print the code by which a shell completes commands, options and keys of run files",

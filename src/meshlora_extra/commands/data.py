@@ -30,7 +30,6 @@ _MARKS = ("⟦", "⟧")  # around trained tokens where there are no colours
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     data = commands.add_parser(
         "data",
         help="show sequences of a run with the trained tokens marked, counts, and the distribution of lengths",

@@ -17,7 +17,6 @@ _LIBRARIES = ("tokenizers", "datasets", "accelerate", "numpy", "pydantic", "bits
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     env = commands.add_parser("env", help="versions, devices and cache folders, for a report of a problem")
     env.add_argument(
         "--json", nargs="?", const="-", metavar="FILE", help="write it as JSON; without FILE to the terminal"

@@ -11,7 +11,6 @@ from meshlora_ground.errors import UserError
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     export = commands.add_parser("export", help="write an adapter as PEFT, microsoft/LoRA or serving engines store it")
     export.add_argument(
         "adapter", metavar="ADAPTER", help="adapter folder, or a lora_state_dict in safetensors or a .pt"

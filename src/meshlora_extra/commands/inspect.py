@@ -21,7 +21,6 @@ _OF_A_RUN = ("checkpoints", "adapter", "initial", "metrics.jsonl", ".lock")
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     inspect = commands.add_parser(
         "inspect",
         help="show and check what a run left: its output, a checkpoint or an adapter",

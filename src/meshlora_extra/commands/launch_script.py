@@ -38,7 +38,6 @@ _TIME = re.compile(r"(?:(?P<days>\d{1,4})-)?(?P<first>\d{1,5})(?::(?P<second>\d{
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     parser = commands.add_parser(
         "launch-script",
         help="write the file that starts a run on SLURM, Kubernetes, SkyPilot or by torchrun",
@@ -146,11 +145,7 @@ def _line(line: str, values: Mapping[str, Any]) -> str | None:
 
 
 def _check_options(options: argparse.Namespace) -> None:
-    """Refuse numbers below 1, options of other launchers, and names that a launcher would misread.
-
-    Raises:
-        UserError: names the option.
-    """
+    """Refuse numbers below 1, options of other launchers, and names that a launcher would misread."""
     for name in ("nodes", "gpus_per_node", "cpus_per_gpu", "stop_before"):
         number = getattr(options, name)
         if number is not None and not 1 <= number <= _LONGEST_SIGNAL_S:

@@ -46,7 +46,6 @@ _WITHOUT_DATA = ("eval", "eval_limit", "sample_prompts")
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     find = commands.add_parser(
         "lr-find",
         help="try learning rates in one short run, and suggest one",

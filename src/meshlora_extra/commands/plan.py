@@ -14,7 +14,6 @@ from meshlora_ground.lifetime import import_libraries
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     plan = commands.add_parser(
         "plan",
         help="show how a model is split on a topology, or which topology is best on so many GPUs",
@@ -146,11 +145,7 @@ def _shown_model(folder: Path) -> str:
 
 
 def _simulate(console: Any, problem: Any, best: Any) -> dict[str, Any]:
-    """Simulate a step of `best` and print it.
-
-    Raises:
-        MeshloraError: it differs from the prediction.
-    """
+    """Simulate a step of `best` and print it. Raises: MeshloraError: it differs from the prediction."""
     from meshlora_extra.planner import show
     from meshlora_extra.planner.simulate import simulate
 

@@ -8,7 +8,6 @@ from typing import Any
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     plot = commands.add_parser("plot", help="draw loss, learning rate, gradient norm and speed of runs into one file")
     plot.add_argument("runs", nargs="+", metavar="RUN", help="output folder of a run, or its metrics.jsonl")
     plot.add_argument("--out", default="runs.png", metavar="FILE", help=".png, .svg, .pdf or .html (default runs.png)")

@@ -11,7 +11,6 @@ from meshlora_ground.errors import UserError
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     publish = commands.add_parser(
         "publish",
         help="write an adapter for a serving engine, whole, and let a running one load it",

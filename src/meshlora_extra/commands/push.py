@@ -13,7 +13,6 @@ from meshlora.cli.arguments import add_json, check_json, write_result
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     push = commands.add_parser(
         "push",
         help="send an adapter folder to the hub, privately",

@@ -8,7 +8,6 @@ from meshlora.cli.train import add_training
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     rl = commands.add_parser(
         "rl",
         help="reinforcement learning: make rollouts, reward them, train on them",

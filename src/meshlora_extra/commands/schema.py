@@ -13,7 +13,6 @@ _FILE = resources.files("meshlora") / "run" / "config" / "run-file.schema.json"
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     schema = commands.add_parser(
         "schema",
         help="print the JSON schema of a run file, for editors and other checkers",

@@ -13,7 +13,6 @@ from meshlora_ground.errors import UserError
 
 
 def add(commands: Any) -> None:
-    """Register the command."""
     watch = commands.add_parser(
         "watch",
         help="show the runs in a folder on a page of this machine",
