@@ -372,7 +372,9 @@ def _rendered(
             stop_clock(template.day)
         try:
             chat = _Chat(template, record, train_on=train_on, are_generated=are_generated)
-            return _Spans(chat.prompt(), [], [], [], []) if leads_on else chat.spans()
+            if leads_on:
+                return _Spans(chat.text(chat.messages, True), [], [], [], [])
+            return chat.spans()
         except (UserError, *FAILURES):
             if skips:
                 return None
@@ -420,10 +422,6 @@ class _Chat:
             self.messages = [*map(_in_parts, self.messages)]
         if any(message.get("content") is None or message.get("tool_calls") for message in self.messages):
             self.messages = self._as_read()
-
-    def prompt(self) -> str:
-        """The text that the assistant's next turn follows."""
-        return self._render(self.messages, add_generation_prompt=True)[0]
 
     def spans(self) -> _Spans:
         """Its text, what of it is trained, and what is lost."""
@@ -476,7 +474,7 @@ class _Chat:
             raise self._has_no_form(index, "content of which the template writes nothing")
         if content and calls and min(calls) < max(content):
             raise self._has_no_form(index, "calls that the template writes before its content")
-        prompt = self._text(self.messages[:index], True)
+        prompt = self.text(self.messages[:index], True)
         answer, is_open = after_prompt(prompt, given)
         lost += [UNCLOSED] * is_open
         text = prompt + answer + turns.text[max(content, default=start) : end]
@@ -491,7 +489,7 @@ class _Chat:
 
     def _turns(self) -> Turns:
         try:
-            return Turns(self.messages, self._text, self.template.ends, avoid=self.template.text)
+            return Turns(self.messages, self.text, self.template.ends, avoid=self.template.text)
         except UntoldError as error:
             raise self._untold("a conversation", str(error)) from None
 
@@ -548,11 +546,12 @@ class _Chat:
 
     def _tried(self, messages: list[dict[str, Any]]) -> str | None:
         try:
-            return self._text(messages, False)
+            return self.text(messages, False)
         except FAILURES:
             return None
 
-    def _text(self, messages: Messages, leads_on: bool) -> str:
+    def text(self, messages: Messages, leads_on: bool) -> str:
+        """leads_on: with what the assistant's next turn follows."""
         return self._render(messages, add_generation_prompt=leads_on)[0]
 
     def _reads_parts(self) -> bool:
@@ -602,20 +601,18 @@ class _Chat:
         Templates join adjacent messages of one role, as results of several tools, so these are one turn. What the
         template puts before the first message belongs to it.
         """
+        given = "a conversation of which other turns are trained"
         spans = {}
         for first, stop in _runs(self.messages):
             if not any(first <= index < stop for index in needed):
                 continue
             if len({self.messages[index].get("weight") for index in range(first, stop)}) > 1:
-                raise self._cannot_derive(f"of messages {first} to {stop - 1}, one turn, some are left out")
+                raise self._untold(given, f"of messages {first} to {stop - 1}, one turn, some are left out")
             try:
                 spans[first] = turns.until_stop(turns.of_others(first, stop))
             except UntoldError as error:
-                raise self._cannot_derive(f"messages[{first}]: {error}") from None
+                raise self._untold(given, f"messages[{first}]: {error}") from None
         return spans
-
-    def _cannot_derive(self, words: str) -> UserError:
-        return self._untold("a conversation of which other turns are trained", words)
 
     def _untold(self, given: str, words: str) -> UserError:
         rule = f"under this chat template it cannot be told which text is trained, and which is not: {words}"
