@@ -8,6 +8,7 @@ fields are for rewards, such as `answer` or `tests`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,8 +78,8 @@ def read_prompts(
     rows = read_rows(
         paths_of(data.train),
         [
-            Format("prompt", ("prompt",), _of_prompt, takes_rest=True),
-            Format("messages", ("messages",), _of_messages, takes_rest=True),
+            Format("prompt", ("prompt",), functools.partial(_asked, "prompt"), takes_rest=True),
+            Format("messages", ("messages",), functools.partial(_asked, "messages"), takes_rest=True),
         ],
         Reading(data.columns, say=say),
     )
@@ -124,15 +125,11 @@ def read_prompts(
 _TO_COME = {"role": "assistant", "content": "…"}
 
 
-def _of_prompt(row: dict[str, Any], origin: str) -> _Asked:
-    rest = {name: value for name, value in row.items() if name != "prompt"}
-    if isinstance(row["prompt"], str):
-        return _Asked(checked_text(row["prompt"], "prompt"), None, rest, origin)
-    return _conversation(row["prompt"], rest, origin)
-
-
-def _of_messages(row: dict[str, Any], origin: str) -> _Asked:
-    return _conversation(row["messages"], {name: value for name, value in row.items() if name != "messages"}, origin)
+def _asked(name: str, row: dict[str, Any], origin: str) -> _Asked:
+    asked, rest = row[name], {key: value for key, value in row.items() if key != name}
+    if name == "prompt" and isinstance(asked, str):
+        return _Asked(checked_text(asked, "prompt"), None, rest, origin)
+    return _conversation(asked, rest, origin)
 
 
 def _conversation(messages: Any, rest: dict[str, Any], origin: str) -> _Asked:
