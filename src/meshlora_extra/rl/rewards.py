@@ -82,7 +82,7 @@ class Rewards:
         self._scores: dict[str, tuple[float, Score]] = {}
         self._needs: dict[str, Callable[[Completion], object]] = {}
         for number, one in enumerate(given):
-            name = _name_of(one)
+            name = str(one.name if isinstance(one, FunctionReward) else one.kind)
             if name in self._scores:
                 name = f"{name} {number + 1}"
             self._scores[name] = (one.weight, _MAKERS[type(one)](one, f"rl.rewards.{number} ({name})"))
@@ -117,12 +117,7 @@ class Rewards:
                     raise UserError(given, f"{error.given}: {error.rule}", error.way_out) from None
 
 
-def _name_of(one: Any) -> str:
-    return str(one.name) if isinstance(one, FunctionReward) else str(one.kind)
-
-
 def _number(value: Any, name: str, completion: Completion) -> float:
-    """`value`, if it is a finite number."""
     try:
         number = float(value)  # also of numpy and torch
     except (TypeError, ValueError):
@@ -334,11 +329,7 @@ def _taken(given: Mapping[str, Any], takes: Mapping[str, inspect.Parameter]) -> 
 
 
 def _loaded(name: str) -> Callable[..., Any]:
-    """The function of a `module:function` or a `file.py:function`. Runs the code of that module or file.
-
-    Raises:
-        UserError: there is none, or its code fails.
-    """
+    """The function of a `module:function` or a `file.py:function`. Runs the code of that module or file."""
     place, _, function = name.rpartition(":")
     given = f"rl.rewards.name={name}"
     try:

@@ -15,10 +15,10 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -49,12 +49,9 @@ _LARGEST_GAP = {torch.float64: 1e-6, torch.float32: 1e-3}
 _ROUNDING = 1e-6  # of a mean over each sequence
 
 
-class Generator(Protocol):
-    """Who continues prompts."""
-
-    def __call__(self, prompts: Sequence[Prompt], step: int) -> list[Continuation]:
-        """A completion of each prompt, of which some are given several times, for `step`. Collective: the same on all
-        ranks."""
+# Who continues prompts: (prompts, of which some are given several times; step) -> a completion of each. Collective: the
+# same on all ranks.
+Generator = Callable[[Sequence[Prompt], int], list[Continuation]]
 
 
 @dataclass

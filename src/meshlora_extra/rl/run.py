@@ -86,7 +86,6 @@ def making(run: Prepared, prompts: Prompts | None) -> Callable[[TrainedAdapter],
 
 
 def describe(run: Prepared, prompts: Prompts | None, console: Console) -> None:
-    """Say what a run makes, before its first step."""
     rl = run.config.rl
     assert rl is not None
     if prompts is None:
