@@ -103,25 +103,10 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
     import pyarrow
 
     try:
-        with pyarrow.input_stream(str(path), compression=how) as stream, io.BufferedReader(_Raw(stream)) as file:
+        with pyarrow.input_stream(str(path), compression=how) as stream, io.BufferedReader(stream) as file:
             yield file
     except OSError as error:
         raise UserError(f"{path}", f"it cannot be decompressed as {how} ({reason(error)})", "is it whole?") from None
-
-
-class _Raw(io.RawIOBase):
-    """A stream of pyarrow for `io`."""
-
-    def __init__(self, stream: Any) -> None:
-        self.stream = stream
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        part = self.stream.read(len(buffer))
-        buffer[: len(part)] = part
-        return len(part)
 
 
 def bounded_lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
