@@ -34,7 +34,7 @@ from meshlora.adapter.attach import runtime
 from meshlora.loading import load as api
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.plan.base_options import BaseOptions
-from meshlora.run.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora.run.config.run_file import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora.run.prepared import Prepared
 from meshlora.run.trainer import Trainer
 from meshlora.run.watch.metrics import Reporter, StepMetrics

@@ -38,7 +38,7 @@ from meshlora.layers.tokens import Share
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.plan.base_options import BaseOptions
-from meshlora.run.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora.run.config.run_file import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora.run.prepared import Prepared
 from meshlora.run.trained import TrainedAdapter
 from meshlora.run.trainer import Trainer

@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.changed import run_under
 
 from meshlora.verify.faults.generated import KEEPING, Generated, NotPutInError, faults_of, files, generated
-from meshlora.verify.faults.objectives import PROVED
+from meshlora.verify.faults.of_objectives import PROVED
 from meshlora.verify.ours import lines_of
 from meshlora.verify.pool import RankEndedError, RankError
 from meshlora.verify.proof import Processes, evidence_of, reference_of

@@ -18,7 +18,7 @@ from typing import Any
 from meshlora.run.config import file
 from meshlora.run.config.presets import PRESETS
 from meshlora.run.config.rl import REWARDS, RlConfig
-from meshlora.run.config.run import (
+from meshlora.run.config.run_file import (
     PER_ADAPTER,
     DataConfig,
     EarlyStopping,

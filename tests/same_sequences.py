@@ -9,7 +9,7 @@ import numpy as np
 from meshlora.cli.main import _parser
 from meshlora.loading.blueprint import read_model_config
 from meshlora.run.config.file import read_run
-from meshlora.run.config.run import RunConfig
+from meshlora.run.config.run_file import RunConfig
 from meshlora.run.texts import Texts
 from meshlora_extra.commands import evaluate
 from meshlora_ground.dataset import TokenizedDataset

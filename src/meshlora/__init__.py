@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from meshlora.reading.stream import RolloutStream as RolloutStream
     from meshlora.reading.tokenization import tokenize as tokenize
     from meshlora.run.config.file import read_run as read_run
-    from meshlora.run.config.run import GenerateConfig as GenerateConfig
+    from meshlora.run.config.run_file import GenerateConfig as GenerateConfig
     from meshlora.run.decoding import generate as generate
     from meshlora.run.feeding import collator as collator
     from meshlora.run.feeding import sampler as sampler
@@ -111,7 +111,7 @@ _HOME = {
     "step": "meshlora.train.step",
     "read_run": "meshlora.run.config.file",
     "prepare_run": "meshlora.run.together",
-    "GenerateConfig": "meshlora.run.config.run",
+    "GenerateConfig": "meshlora.run.config.run_file",
     "generate": "meshlora.run.decoding",
     "RolloutStream": "meshlora.reading.stream",
     "reference_run": "meshlora.verify.alone",

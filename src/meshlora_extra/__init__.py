@@ -4,7 +4,7 @@ Owns: which of it options of `meshlora train` and `meshlora check` ask for, as t
 """
 
 PARTS = {
-    "rollouts": "meshlora_extra.rl.run",
+    "rollouts": "meshlora_extra.rl.run_with_rollouts",
     "merging": "meshlora_extra.merging.merge",
     "elastic": "meshlora_extra.commands.elastic",
     "plan": "meshlora_extra.commands.plan",

@@ -83,7 +83,7 @@ class TokenizedDataset:
         taken: what became of the records that are longer than a sequence may be, if it was asked.
         parts: (examples of a source, its weight), of several sources with weights (`reading.mixture`).
         examples: int64 `[num_examples + 1]`, the first sequence of each, where examples have any number of them
-            (`reading.apart`); None: as many each.
+            (`reading.answers_apart`); None: as many each.
         lost_words: of a sequence: texts that the chat template leaves out, each with the number of the tokens before
             it; None: there are none.
     """

@@ -3,7 +3,7 @@
 Owns: the functions, without a generator, and the numbering of tokens. Both sides of a proof use them, as they use the
 same sequences: they are an input of a run, like its seed. Does not own: which tokens and features a module sees
 (`layers.dropout` and `layers.noise`, and for the judge `meshlora_judge.dropout` and `meshlora_judge.noise`), which
-dropouts a model has (`plan.dropout`).
+dropouts a model has (`plan.own_dropouts`).
 
 Element (token t, feature f) is kept if 32 hashed bits compare with p. The hash is counter-based: no state, and any
 part of the matrix can be computed alone, in any order. A token contributes two 32-bit words, so that tokens that agree

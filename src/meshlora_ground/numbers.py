@@ -1,6 +1,6 @@
 """Rules for numeric options, declared as metadata of their dataclass fields.
 
-Owns: the rules and their check. Does not own: which option has which rule (`run.config.run`,
+Owns: the rules and their check. Does not own: which option has which rule (`run.config.run_file`,
 `meshlora_ground.objective`).
 """
 

@@ -121,7 +121,7 @@ class Topology:
     """Sizes of the axes. `world == pp * dp * cp * tp == pp * edp * ep * etp`.
 
     Attributes:
-        pp: pipeline-parallel size. Each pp rank has 1/pp of the decoder layers; see `wings.stages.plan`.
+        pp: pipeline-parallel size. Each pp rank has 1/pp of the decoder layers; see `wings.stages.cut`.
         interleave: stages of layers on each pp rank, which take turns: shorter ones, so that ranks wait less.
         dp: data-parallel size. Each dp rank sees its own sequences.
         cp: context-parallel size. Each cp rank has 1/cp of the tokens of every sequence, inside attention too.

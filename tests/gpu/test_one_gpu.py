@@ -13,7 +13,7 @@ from meshlora.train.losses import shifted_loss
 from meshlora.wings.kernels.liger import check_kernels, liger
 from meshlora.wings.kernels.rms_norm import RmsNormFunction
 from meshlora.wings.packed_rows import varlen
-from meshlora.wings.quantized.plan import KINDS
+from meshlora.wings.quantized.kinds import KINDS
 from meshlora.wings.quantized.quantized import pack, unpacked_slowly
 from tests.conftest import Prove
 from tests.twins import make_batches, make_twin

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshlora.verify.faults.objectives import PROVED
+from meshlora.verify.faults.of_objectives import PROVED
 from meshlora.verify.proof import Outcome
 from tests.conftest import Prove
 

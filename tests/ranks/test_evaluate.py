@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from meshlora.run.config.file import read_run
-from meshlora.run.config.run import RunConfig
+from meshlora.run.config.run_file import RunConfig
 from meshlora.run.evaluate import evaluate, prepare_evaluation
 from meshlora.run.generated import generated_texts, prepare_prompts
 from tests.pool import Pool

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import meshlora
 from meshlora.cli.main import _parser, main
-from meshlora.run.config.run import GenerateConfig
+from meshlora.run.config.run_file import GenerateConfig
 from meshlora.run.generated import blueprint_to_generate, continued_by_all
 from meshlora_extra.commands.generate import _config, prepare, spoken
 from meshlora_ground.compat.peft_targets import targets_as_configured

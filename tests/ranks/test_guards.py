@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM
 
 import meshlora
-from meshlora.run.config.run import ModelConfig
+from meshlora.run.config.run_file import ModelConfig
 from meshlora.train.losses import summed_cross_entropy
 from meshlora_ground.compat import transformers_models
 from meshlora_judge.compare import relative

@@ -13,7 +13,7 @@ from meshlora.layers.frozen import FrozenMatrix
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.model.stream import _NUM_BYTES
 from meshlora.plan.base_options import BaseOptions
-from meshlora.wings.quantized.reading import packings
+from meshlora.wings.quantized.keep_packed import packings
 from meshlora_extra.planner.memory import held
 from meshlora_ground.topology import Topology
 from tests.packed import write_packed

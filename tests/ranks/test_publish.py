@@ -30,7 +30,7 @@ from meshlora_extra.rl.engine import Engine
 from meshlora_extra.rl.publishing import publish, remove_older
 from meshlora_extra.rl.rewards import Rewards
 from meshlora_extra.rl.rollouts import Rollouts
-from meshlora_extra.rl.run import check_rl
+from meshlora_extra.rl.run_with_rollouts import check_rl
 from meshlora_ground.errors import UserError
 from tests.for_each import for_each
 from tests.pool import Pool, RankError

@@ -26,13 +26,13 @@ from meshlora.plan.base_options import BaseOptions
 from meshlora.reading.stream import RolloutStream
 from meshlora.run.checkpoint.manifest import read_whole
 from meshlora.run.config.file import read_run
-from meshlora.run.config.run import GenerateConfig
+from meshlora.run.config.run_file import GenerateConfig
 from meshlora.run.decoding import Continuation
 from meshlora.run.run import prepare_output
 from meshlora.run.together import prepare_run
 from meshlora_extra.rl.prompts import Prompt
 from meshlora_extra.rl.rollouts import OwnGenerator, Rollouts
-from meshlora_extra.rl.run import check_rl, making
+from meshlora_extra.rl.run_with_rollouts import check_rl, making
 from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
 from meshlora_ground.objective import Grpo
 from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_losses

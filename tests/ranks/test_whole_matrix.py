@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import meshlora
 from meshlora.adapter.attach import active_factors, adapter_factors, gather_adapter, runtime
 from meshlora.model.inject import parallel_leaves
-from meshlora.run.config.run import TrainConfig
+from meshlora.run.config.run_file import TrainConfig
 from meshlora.train.gradsync import clip_gradients, finish_gradients
 from meshlora.train.losses import shifted_loss
 from meshlora_ground.errors import UserError

@@ -13,7 +13,7 @@ from transformers import SchedulerType
 from meshlora.adapter.targets.resolve import SUPPORTED
 from meshlora.run.config import aliases
 from meshlora.run.config.file import read_run
-from meshlora.run.config.run import TrainConfig
+from meshlora.run.config.run_file import TrainConfig
 from meshlora.run.config.types import groups
 from meshlora_ground.errors import UserError
 from tests.for_each import for_each

@@ -122,7 +122,7 @@ def test_only_the_simulation_of_the_planner_imports_the_trainer() -> None:
     """A prediction that ran the trainer's code could not be checked by running it. It reads
     what a run file asks for.
     """
-    asked = {"meshlora.run.config.run", "meshlora.run.optimizers"}
+    asked = {"meshlora.run.config.run_file", "meshlora.run.optimizers"}
     for name, tree in _named().items():
         if name.startswith("meshlora_extra.planner.") and name != "meshlora_extra.planner.simulate":
             modules = _files(tree) & _named().keys()

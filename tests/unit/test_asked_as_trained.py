@@ -13,7 +13,7 @@ from meshlora.loading.blueprint import read_model_config
 from meshlora.reading import clock
 from meshlora.reading.records import Record
 from meshlora.run.config.file import read_run
-from meshlora.run.config.run import GenerateConfig, RunConfig
+from meshlora.run.config.run_file import GenerateConfig, RunConfig
 from meshlora.run.decoding import ends_of, read_prompts
 from meshlora.run.evaluate import prepare_evaluation
 from meshlora.run.generated import prepare_prompts

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from meshlora.cli import main as cli
 from meshlora.cli.main import main
-from meshlora.run.config.run import GenerateConfig
+from meshlora.run.config.run_file import GenerateConfig
 from meshlora.run.watch import samples
 from meshlora.run.watch.metrics import Reporter, StepMetrics
 from meshlora.verify.proof import Outcome

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-import meshlora.reading.files
+import meshlora.reading.data_files
 from meshlora.reading.preferences import read_preferences
 from meshlora.reading.rollouts import read_rollouts
 from meshlora.reading.sources import read_records
@@ -86,7 +86,7 @@ def test_a_path_that_the_system_refuses_is_one_short_message(path: str) -> None:
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv"])
 def test_a_line_without_end_is_not_read_to_its_end(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meshlora.reading.files, "MAX_LINE_BYTES", 2**20)
+    monkeypatch.setattr(meshlora.reading.data_files, "MAX_LINE_BYTES", 2**20)
     with (tmp_path / name).open("wb") as file:
         file.write(b"text\n" if name == "a.csv" else b"\n")
         file.write(b"x" * (2**20 + 1))

@@ -23,7 +23,7 @@ from meshlora.reading.processor import load_processor
 from meshlora.reading.rollouts import read_rollouts
 from meshlora.reading.sources import read_records
 from meshlora.reading.tokenization import tokenize
-from meshlora.run.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora.run.config.run_file import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora.run.followed import no_tokens
 from meshlora.run.prepared import asked_of
 from meshlora.train.batch import IGNORED

@@ -124,7 +124,7 @@ def test_what_is_not_read_has_no_limit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("suffix", ["jsonl.gz", "csv.gz", "txt.gz"])
 def test_blank_lines_without_an_end_are_refused(suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshlora.reading.files._MOST_BLANK", 1000)
+    monkeypatch.setattr("meshlora.reading.data_files._MOST_BLANK", 1000)
     file, first = tmp_path / f"blank.{suffix}", {"jsonl.gz": b'{"text": "a"}', "csv.gz": b"text", "txt.gz": b"a||b"}
     blank = b"\n" * 1000
     file.write_bytes(gzip.compress(first[suffix] + blank + first[suffix] + blank + b" \n\n"))

@@ -19,8 +19,8 @@ from meshlora.layers.held_tokens import ContextCut
 from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.products import Entered, LoraLinearFunction
 from meshlora.layers.tokens import ForwardTokens, Mask, Segment, Share
-from meshlora.plan.dropout import EXACT_DROPOUTS, check_dropouts, handle_dropout, is_exact_module
 from meshlora.plan.layout import Layout, Split
+from meshlora.plan.own_dropouts import EXACT_DROPOUTS, check_dropouts, handle_dropout, is_exact_module
 from meshlora.plan.rules import LinearRule
 from meshlora.train.collation import collate
 from meshlora_ground import masks as dropout

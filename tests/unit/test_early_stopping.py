@@ -12,7 +12,7 @@ import pytest
 
 from meshlora.run.checkpoint.manifest import read_whole
 from meshlora.run.config.file import read_run
-from meshlora.run.config.run import EarlyStopping
+from meshlora.run.config.run_file import EarlyStopping
 from meshlora.run.early_stopping import Patience, losses_until
 from meshlora.run.run import train
 from meshlora.run.together import prepare_run

@@ -9,7 +9,7 @@ import pytest
 
 from meshlora.cli import job
 from meshlora.run.config.file import read_runs
-from meshlora.run.config.run import RunConfig
+from meshlora.run.config.run_file import RunConfig
 from meshlora_extra.commands import elastic
 from meshlora_extra.commands.elastic import fitted
 from meshlora_ground.errors import UserError

@@ -20,7 +20,7 @@ from meshlora.reading.records import Record, prompts_of
 from meshlora.reading.sources import read_records
 from meshlora.reading.tokenization import tokenize
 from meshlora.reading.tokenizer import padding_token_id
-from meshlora.run.config.run import GenerateConfig
+from meshlora.run.config.run_file import GenerateConfig
 from meshlora.run.decoding import generate
 from meshlora.run.evaluate import perplexity
 from meshlora.train.collation import collate

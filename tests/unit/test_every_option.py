@@ -29,7 +29,7 @@ def test_every_named_test_is_there(pytestconfig: pytest.Config) -> None:
 def test_what_is_given_is_checked_and_then_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     made = types.ModuleType("config_that_ignores")
     monkeypatch.setitem(sys.modules, made.__name__, made)
-    exec(ignoring("train.beta1")["run/config/run.py"], vars(made))
+    exec(ignoring("train.beta1")["run/config/run_file.py"], vars(made))
     options = made.TrainConfig("out", steps=1, beta1=0.5, beta2=0.5)
     assert (options.beta1, options.beta2) == (0.9, 0.5)
     with pytest.raises(Exception, match=r"train\.beta1=2: it must be in"):

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from meshlora.cli.main import main
-from meshlora_extra.page import reading
-from meshlora_extra.page.reading import Runs
+from meshlora_extra.page import seen
+from meshlora_extra.page.seen import Runs
 from meshlora_extra.page.server import LiveServer, serving
 
 STEP = {"step": 1, "loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "tokens": 100, "step_time_s": 0.5}
@@ -118,7 +118,7 @@ def test_only_finite_numbers_under_known_names_are_shown(tmp_path: Path) -> None
 def test_long_run_is_thinned_and_one_that_goes_on_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reading, "_MOST_POINTS", 10)
+    monkeypatch.setattr(seen, "_MOST_POINTS", 10)
     run = write_run(tmp_path / "run", *({**STEP, "step": step} for step in range(1, 96)))
     runs = Runs(tmp_path)
     steps = [step["step"] for step in runs.shown("run")["runs"][0]["steps"]]
@@ -136,7 +136,7 @@ def test_an_answer_reads_the_end_of_long_samples_and_metrics_once(
         for step in range(1, 100):
             file.write(json.dumps({"step": step, "prompt": "p" * 20_000, "text": "t"}) + "\n")
     read: list[tuple[str, int]] = []
-    whole = reading._lines
+    whole = seen._lines
 
     def lines(file: Path, *, most_bytes: int) -> list[dict[str, Any]]:
         found = whole(file, most_bytes=most_bytes)
@@ -144,7 +144,7 @@ def test_an_answer_reads_the_end_of_long_samples_and_metrics_once(
         time.sleep(0.05)  # so that pages that ask at once would meet here
         return found
 
-    monkeypatch.setattr(reading, "_lines", lines)
+    monkeypatch.setattr(seen, "_lines", lines)
     runs = Runs(tmp_path)
     pages = [threading.Thread(target=runs.shown, args=(None,)) for _ in range(5)]
     for page in pages:

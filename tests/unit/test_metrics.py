@@ -12,7 +12,7 @@ import pytest
 from meshlora.run.early_stopping import losses_until
 from meshlora.run.watch.metrics import Planned, Reporter, StepMetrics
 from meshlora.run.watch.samples import forget_after
-from meshlora_extra.page.reading import Runs
+from meshlora_extra.page.seen import Runs
 from meshlora_extra.plot import read_metrics
 from meshlora_ground.console import Console
 

@@ -13,7 +13,7 @@ from meshlora.reading.nlg import of_categories
 from meshlora.reading.records import prompts_of
 from meshlora.reading.sources import read_records
 from meshlora.run.config.file import read_run
-from meshlora.run.config.run import GenerateConfig
+from meshlora.run.config.run_file import GenerateConfig
 from meshlora.run.decoding import encode_prompts, ends_of
 from meshlora.run.texts import Texts
 from meshlora_ground.dataset import TokenizedDataset

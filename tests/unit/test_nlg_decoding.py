@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
-from meshlora.run.config.run import GenerateConfig
+from meshlora.run.config.run_file import GenerateConfig
 from meshlora.run.decoding import ends_of, generate, texts_of
 from meshlora.run.gpt2_beam import gpt2_beam
 from meshlora_ground.errors import UnsupportedError

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Trainer
 
 from meshlora.adapter.attach import active_factors
 from meshlora.run.checkpoint.state import restore_optimizer, state_writer
-from meshlora.run.config.run import TrainConfig
+from meshlora.run.config.run_file import TrainConfig
 from meshlora.run.optimizer import make_optimizer, parameter_groups
 from meshlora_ground.topology import Topology
 from meshlora_judge.inputs import write_twin

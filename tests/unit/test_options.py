@@ -26,7 +26,7 @@ from meshlora.reading.sources import read_records
 from meshlora.reading.tokenization import tokenize
 from meshlora.run import prepare, trained
 from meshlora.run.config.file import read_run
-from meshlora.run.config.run import DataConfig, Format, GenerateConfig, TrainConfig
+from meshlora.run.config.run_file import DataConfig, Format, GenerateConfig, TrainConfig
 from meshlora.run.prepared import Prepared
 from meshlora.run.run import train
 from meshlora.run.texts import Texts

@@ -20,8 +20,8 @@ from meshlora.model.stored import Bounds, Part
 from meshlora.model.stream import _NUM_BYTES
 from meshlora.model.weights import CheckpointSource
 from meshlora.plan.base_options import BaseOptions
+from meshlora.wings.quantized.keep_packed import keep, packings
 from meshlora.wings.quantized.packed import Blocks4, Blocks8, GroupedInts, Mxfp4, Nvfp4
-from meshlora.wings.quantized.reading import keep, packings
 from meshlora_extra.merging.merge import merge
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology

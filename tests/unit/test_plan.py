@@ -13,7 +13,7 @@ from meshlora import feature
 from meshlora.feature import features
 from meshlora.plan.derive import plan_model
 from meshlora.verify.request import Request, prepare_proof
-from meshlora.wings.quantized.plan import check_not_quantized
+from meshlora.wings.quantized.kinds import check_not_quantized
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
 from meshlora_judge.twin import twin_config

@@ -13,7 +13,7 @@ import torch
 from meshlora.cli.main import main
 from meshlora.plan.derive import plan_model
 from meshlora.verify.budget import Message, micro_batch_budget
-from meshlora.wings.quantized.plan import with_quantization
+from meshlora.wings.quantized.kinds import with_quantization
 from meshlora.wings.quantized.quantized import pack
 from meshlora_extra.planner.choose import choose, gathers_s
 from meshlora_extra.planner.fake import FakeRun

@@ -10,7 +10,7 @@ import yaml
 
 from meshlora.run.config.file import read_run
 from meshlora.run.config.presets import PRESETS
-from meshlora.run.config.run import RunConfig
+from meshlora.run.config.run_file import RunConfig
 from meshlora_ground.errors import UserError
 from meshlora_ground.objective import Dpo, Sft
 from tests.run_files import TINY

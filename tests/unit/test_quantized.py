@@ -16,7 +16,7 @@ from meshlora.adapter.attach import active_factors
 from meshlora.layers.linear import ParallelLinear
 from meshlora.wings.experts.products import Projection, backward_rows, forward_rows
 from meshlora.wings.quantized import plan, quantized
-from meshlora.wings.quantized.plan import KINDS, check_library
+from meshlora.wings.quantized.kinds import KINDS, check_library
 from meshlora.wings.quantized.quantized import Packed, joined, pack, plain_weights, stacked
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.float64 import lift

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import get_scheduler
 
-from meshlora.run.config.run import TrainConfig
+from meshlora.run.config.run_file import TrainConfig
 from meshlora.run.learning_rate import learning_rate
 from meshlora_ground.errors import UserError
 from meshlora_judge.reference import rates_of

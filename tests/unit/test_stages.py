@@ -13,8 +13,8 @@ import meshlora
 from meshlora.adapter.plan import plan_adapter
 from meshlora.plan.grads import general_rules
 from meshlora.plan.rules import ModelPlan
+from meshlora.wings.stages.cut import cut_layers, plan_of_rank
 from meshlora.wings.stages.pipeline_schedule import one_forward_one_backward
-from meshlora.wings.stages.plan import cut_layers, plan_of_rank
 from meshlora_extra.planner.pipeline import time_of_all
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import LAYERS, Topology

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshlora.wings.quantized import quantized
-from meshlora.wings.quantized.plan import BITS, OF_LIBRARY, Touched
+from meshlora.wings.quantized.kinds import BITS, OF_LIBRARY, Touched
 from meshlora.wings.quantized.quantized import Form, Packed
 from meshlora_extra.planner.fake import is_view
 from meshlora_ground.compat.torch_operators import TorchDispatchMode

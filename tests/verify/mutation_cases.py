@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshlora.verify.faults.objectives import PROVED
+from meshlora.verify.faults.of_objectives import PROVED
 from meshlora.verify.faults.registry import MUTATIONS
 from meshlora.verify.request import DROPOUT
 from meshlora_ground.objective import Grpo

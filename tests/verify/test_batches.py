@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from meshlora.reading.sampler import GlobalBatches
-from meshlora.run.config.run import TrainConfig
+from meshlora.run.config.run_file import TrainConfig
 from meshlora.train.collation import collate
 from meshlora.verify.request import Request, prepare_proof
 from meshlora_ground.dataset import TokenizedDataset

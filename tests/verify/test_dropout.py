@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.plan.dropout import EXACT_DROPOUTS
+from meshlora.plan.own_dropouts import EXACT_DROPOUTS
 from meshlora.run.config.file import read_run
 from meshlora.run.together import prepare_run
 from meshlora.verify import preflight, stand_in

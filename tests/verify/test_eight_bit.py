@@ -21,7 +21,7 @@ from meshlora.plan.grads import Cut, FactorRule
 from meshlora.plan.layout import Layout, Piece
 from meshlora.run.checkpoint.manifest import STATE_FILE
 from meshlora.run.config.file import read_run
-from meshlora.run.config.run import TrainConfig
+from meshlora.run.config.run_file import TrainConfig
 from meshlora.run.optimizers import BLOCK, cuts_blocks, has_eight_bits
 from meshlora.run.together import prepare_run
 from meshlora.verify import preflight

@@ -10,7 +10,7 @@ import pytest
 
 from meshlora.cli.main import main
 from meshlora.comm import direct
-from meshlora.run.config.run import TrainConfig
+from meshlora.run.config.run_file import TrainConfig
 from meshlora.run.learning_rate import learning_rate
 from meshlora.verify import proof
 from meshlora.verify.faults.generated import Generated, NotPutInError, faults_of, generated

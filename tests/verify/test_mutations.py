@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from meshlora.verify.faults.objectives import PROVED
+from meshlora.verify.faults.of_objectives import PROVED
 from meshlora.verify.faults.registry import MUTATIONS
 from meshlora.verify.proof import Outcome
 from meshlora.verify.report.document import is_proved

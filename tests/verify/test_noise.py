@@ -10,7 +10,7 @@ import pytest
 from meshlora.run.config.file import read_run
 from meshlora.run.together import prepare_run
 from meshlora.verify import preflight
-from meshlora.verify.faults.objectives import PROVED
+from meshlora.verify.faults.of_objectives import PROVED
 from tests.conftest import Prove
 from tests.ranks.test_trainer import folder, run_file
 

@@ -16,10 +16,10 @@ from meshlora.reading.mixture import joined_sources
 from meshlora.reading.preferences import read_feedback, read_preferences
 from meshlora.reading.readers import READERS
 from meshlora.reading.rollouts import read_rollouts
-from meshlora.run.config.run import TrainConfig
+from meshlora.run.config.run_file import TrainConfig
 from meshlora.train.collation import collate
 from meshlora.verify import command
-from meshlora.verify.faults.objectives import PROVED, as_proved
+from meshlora.verify.faults.of_objectives import PROVED, as_proved
 from meshlora.verify.proof import Outcome, Processes, Proof, run_proof
 from meshlora.verify.request import DROPOUT, Request, prepare_proof
 from meshlora_ground.errors import UnsupportedError, UserError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshlora.verify.faults.objectives import PROVED
+from meshlora.verify.faults.of_objectives import PROVED
 from meshlora.verify.faults.registry import MUTATIONS
 from meshlora.verify.request import Request, prepare_proof
 from meshlora_ground.errors import UnsupportedError, UserError

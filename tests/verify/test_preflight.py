@@ -18,7 +18,7 @@ import torch
 from meshlora.cli.main import main
 from meshlora.loading.blueprint import read_model_config
 from meshlora.run.config.file import read_run
-from meshlora.run.config.run import Schedule
+from meshlora.run.config.run_file import Schedule
 from meshlora.run.prepared import Prepared
 from meshlora.run.together import prepare_run
 from meshlora.verify import preflight as module

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from meshlora.verify.faults.objectives import PROVED
+from meshlora.verify.faults.of_objectives import PROVED
 from meshlora.verify.proof import Processes, reference_of
 from meshlora.verify.request import Request, prepare_proof
 from meshlora_ground.further_inputs import KnownInputs

@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 
 from meshlora.cli.main import main
-from meshlora.run.config.run import Schedule
+from meshlora.run.config.run_file import Schedule
 from meshlora.verify import command
 from meshlora.verify.at_once import adapters_of
 from meshlora.verify.request import Request, prepare_proof

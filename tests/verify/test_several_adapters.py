@@ -14,7 +14,7 @@ from meshlora.run.config.file import read_runs
 from meshlora.run.prepared import Prepared
 from meshlora.run.together import prepare_runs
 from meshlora.verify import preflight as module
-from meshlora.verify.faults.objectives import PROVED, as_proved
+from meshlora.verify.faults.of_objectives import PROVED, as_proved
 from meshlora.verify.preflight import compare_on_twin, preflight, preflight_state
 from meshlora.verify.proof import Outcome, Processes
 from meshlora.verify.request import Proof

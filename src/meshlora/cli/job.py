@@ -19,7 +19,7 @@ from meshlora.processes.launchers import Place
 from meshlora.run.agreement import agreed, one_day
 from meshlora.run.checkpoint.manifest import read_manifest
 from meshlora.run.config.file import read_runs
-from meshlora.run.config.run import RunConfig
+from meshlora.run.config.run_file import RunConfig
 from meshlora.run.edge import (
     be_deterministic,
     command_of,

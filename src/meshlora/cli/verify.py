@@ -10,7 +10,7 @@ from meshlora.cli.arguments import add_ranks_per_gpu
 from meshlora_ground.errors import UserError
 from meshlora_ground.lifetime import import_libraries
 
-# Of train.schedule, as `run.config.run.Schedule` has them. Proofs of these end above 0, so that an ignored min_lr
+# Of train.schedule, as `run.config.run_file.Schedule` has them. Proofs of these end above 0, so that an ignored min_lr
 # shows.
 _FALLING = ("cosine", "cosine_of_run", "warmup_stable_decay")
 SCHEDULES = ("linear", *_FALLING, "constant", "inverse_sqrt", "cycle")
@@ -83,7 +83,7 @@ def _verify(options: argparse.Namespace) -> None:
     from meshlora.run.config.file import read_lora
     from meshlora.run.edge import rank_edge
     from meshlora.verify.command import verify
-    from meshlora.verify.faults.objectives import as_proved
+    from meshlora.verify.faults.of_objectives import as_proved
     from meshlora.verify.faults.registry import MUTATIONS
     from meshlora.verify.request import DEFAULT_LORA, DROPOUT, SEED, Request, of_schedule, same_fields
 

@@ -1,8 +1,8 @@
 """Dropout on a mesh: that of the model's own modules, and the input features that LoRA's dropout sees.
 
 Owns: `TokenDropout`, which replaces the model's `nn.Dropout`. Does not own: the tokens of a module and their masks
-(`layers.tokens`), mask bits (`meshlora_ground.masks`), which dropouts are exact (`plan.dropout`), the numbering of a
-batch's tokens (`train.batch`).
+(`layers.tokens`), mask bits (`meshlora_ground.masks`), which dropouts are exact (`plan.own_dropouts`), the numbering of
+a batch's tokens (`train.batch`).
 
 Masks are computed on use, and again in the backward: no mask outlives the layer that applies it.
 """
@@ -17,8 +17,8 @@ from torch.autograd import Function
 
 from meshlora.comm.groups import Axis
 from meshlora.layers.tokens import ForwardTokens, Mask
-from meshlora.plan.dropout import is_exact_module
 from meshlora.plan.layout import Split
+from meshlora.plan.own_dropouts import is_exact_module
 from meshlora.plan.rules import LinearRule
 
 

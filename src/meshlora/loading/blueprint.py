@@ -29,9 +29,9 @@ from meshlora.model.stored import has_own_head, num_stored, stored_dtype
 from meshlora.model.weights import CheckpointSource, check_checkpoint, extra_weights, kept_wide
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.derive import plan_model
-from meshlora.plan.dropout import check_dropouts, dropout_fields, handle_dropout
 from meshlora.plan.features import Asked
 from meshlora.plan.numbers import check_numbers
+from meshlora.plan.own_dropouts import check_dropouts, dropout_fields, handle_dropout
 from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan, Packing
 from meshlora_ground.errors import UserError, did_you_mean, reason

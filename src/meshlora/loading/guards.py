@@ -31,7 +31,7 @@ from meshlora.adapter import attach
 from meshlora.adapter.formats import peft_format
 from meshlora.feature import features
 from meshlora.loading.own_loop import given_tokens
-from meshlora.plan.dropout import parts_of
+from meshlora.plan.own_dropouts import parts_of
 from meshlora.plan.pairs import check
 from meshlora_ground.compat.torch_distributed import COMPOSED
 from meshlora_ground.errors import UnsupportedError, UserError

@@ -128,7 +128,7 @@ class Packing:
     """How a frozen matrix is held in few bits.
 
     Attributes:
-        kind: one of `wings.quantized.plan.BITS`. block: (outputs, inputs) that share a scale. scale_bytes: of each.
+        kind: one of `wings.quantized.kinds.BITS`. block: (outputs, inputs) that share a scale. scale_bytes: of each.
     """
 
     kind: str

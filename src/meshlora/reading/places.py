@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from meshlora.reading.files import is_folder, kind_of, parse_object
+from meshlora.reading.data_files import is_folder, kind_of, parse_object
 from meshlora.reading.records import listed, quoted
 from meshlora_ground.errors import UserError, reason
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from meshlora.reading.bad_rows import ERROR, SKIP, words_of_bad
-from meshlora.reading.files import bounded_lines, is_folder, json_objects, kind_of, opened, text_lines
+from meshlora.reading.data_files import bounded_lines, is_folder, json_objects, kind_of, opened, text_lines
 from meshlora.reading.formats import RECORDS, Choice, Format, Formats
 from meshlora.reading.images import locate_images
 from meshlora.reading.nlg import expanded

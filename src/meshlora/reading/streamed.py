@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshlora.reading.apart import Chats, beginnings
+from meshlora.reading.answers_apart import Chats, beginnings
 from meshlora.reading.bad_rows import ERROR
 from meshlora.reading.cache import Arrays, RecordsDigest, cache_key, mapped
 from meshlora.reading.chat import Seen

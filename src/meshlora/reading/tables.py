@@ -13,7 +13,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshlora.reading.files import MAX_LINE_BYTES
+from meshlora.reading.data_files import MAX_LINE_BYTES
 from meshlora_ground.errors import UserError
 
 if TYPE_CHECKING:

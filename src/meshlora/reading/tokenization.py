@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from meshlora.reading.apart import Chats, beginnings, can_be_apart, examples_of, words_of
+from meshlora.reading.answers_apart import Chats, beginnings, can_be_apart, examples_of, words_of
 from meshlora.reading.bad_rows import ERROR, SKIP, words_of_bad
 from meshlora.reading.cache import Arrays, cache_key, load_or_make
 from meshlora.reading.chat import Row, Seen, tokenize_conversations

@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from meshlora.reading.chat import add_stop_tokens
 from meshlora.reading.clock import set_day
-from meshlora.reading.files import is_folder, nearest_file
+from meshlora.reading.data_files import is_folder, nearest_file
 from meshlora.reading.processor import FILES as PROCESSOR_FILES
 from meshlora_ground.errors import UserError, did_you_mean, reason
 from meshlora_ground.reading import read_text

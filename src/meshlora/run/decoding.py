@@ -28,7 +28,7 @@ from meshlora.reading.clock import set_day
 from meshlora.reading.records import Record
 from meshlora.reading.tokenization import separator_ids
 from meshlora.reading.tokenizer import load_tokenizer, padding_token_id
-from meshlora.run.config.run import GenerateConfig
+from meshlora.run.config.run_file import GenerateConfig
 from meshlora.run.gpt2_beam import gpt2_beam
 from meshlora.wings.generation.rows import all_finished, generating
 from meshlora_ground.errors import UserError

@@ -29,7 +29,7 @@ from meshlora.reading.tokenizer import padding_token_id
 from meshlora.run import heads
 from meshlora.run.advantages import with_advantages
 from meshlora.run.checkpoint.resuming import day_of_adapter
-from meshlora.run.config.run import RunConfig, paths_of
+from meshlora.run.config.run_file import RunConfig, paths_of
 from meshlora.run.objectives import count, first_pass, loss_sums, reference_log_probabilities
 from meshlora.run.run_data import check_fits
 from meshlora.run.texts import Texts

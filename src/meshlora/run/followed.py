@@ -21,7 +21,7 @@ import torch
 from meshlora.comm.collectives import all_gather
 from meshlora.comm.groups import Mesh
 from meshlora.reading.stream import RolloutStream
-from meshlora.run.config.run import RunConfig, paths_of
+from meshlora.run.config.run_file import RunConfig, paths_of
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
 

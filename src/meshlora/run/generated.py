@@ -25,7 +25,7 @@ from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.pairs import check
 from meshlora.reading.nlg import of_categories
 from meshlora.reading.records import Prompt, Record, prompts_of
-from meshlora.run.config.run import GenerateConfig
+from meshlora.run.config.run_file import GenerateConfig
 from meshlora.run.decoding import Continuation, batches_of, continued, encode_chats, encode_prompts, texts_of
 from meshlora.run.evaluate import Evaluation, load_for_evaluation
 from meshlora.run.sources import records_of

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshlora.run.config.run import GenerateConfig
+from meshlora.run.config.run_file import GenerateConfig
 from meshlora_ground.caches import cache_argument
 from meshlora_ground.errors import UnsupportedError
 

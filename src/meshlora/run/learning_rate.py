@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 
-from meshlora.run.config.run import TrainConfig
+from meshlora.run.config.run_file import TrainConfig
 
 
 def learning_rate(step: int, *, options: TrainConfig, steps: int) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from meshlora.run.config.run import Given, paths_of
+from meshlora.run.config.run_file import Given, paths_of
 from meshlora.run.prepared import Prepared
 from meshlora_ground.errors import one_line
 from meshlora_ground.tasks import CAUSAL

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.pytorch_utils import ALL_LAYERNORM_LAYERS
 
 from meshlora.adapter.attach import active_factors, runtime
-from meshlora.run.config.run import TrainConfig
+from meshlora.run.config.run_file import TrainConfig
 from meshlora.run.eight_bit import AdamW8bit
 from meshlora.run.lora_fa import LoraFA, corrections
 from meshlora.run.optimizers import is_frozen

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshlora.run.config.run import RUN_CONTENT
+from meshlora.run.config.run_file import RUN_CONTENT
 from meshlora_ground.errors import UserError
 from meshlora_ground.files import why_not_writable
 

@@ -25,7 +25,7 @@ from meshlora.reading.tokenizer import padding_token_id
 from meshlora.run.checkpoint.identity import contents, identity
 from meshlora.run.checkpoint.resuming import day_of_adapter, day_of_run, going_on
 from meshlora.run.compute import Compute
-from meshlora.run.config.run import RunConfig, TrainConfig, paths_of
+from meshlora.run.config.run_file import RunConfig, TrainConfig, paths_of
 from meshlora.run.early_stopping import Patience, losses_until
 from meshlora.run.followed import stream_of
 from meshlora.run.optimizers import check_trainable

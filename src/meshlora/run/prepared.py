@@ -16,7 +16,7 @@ from meshlora.reading.sampler import GlobalBatches
 from meshlora.run.checkpoint.identity import Contents
 from meshlora.run.checkpoint.manifest import Saved
 from meshlora.run.checkpoint.resuming import GoingOn
-from meshlora.run.config.run import RunConfig
+from meshlora.run.config.run_file import RunConfig
 from meshlora.run.watch.samples import Samples
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.slow_paths import SlowPath

@@ -13,7 +13,7 @@ from meshlora.reading.mixture import joined_sources, num_draws
 from meshlora.reading.places import files_of
 from meshlora.reading.records import Record
 from meshlora.reading.sources import read_records
-from meshlora.run.config.run import DataConfig, Given, Source, num_read_apart, sources_of
+from meshlora.run.config.run_file import DataConfig, Given, Source, num_read_apart, sources_of
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
 

@@ -15,7 +15,7 @@ from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.plan.features import Asked
 from meshlora.plan.pairs import check
-from meshlora.run.config.run import ModelConfig
+from meshlora.run.config.run_file import ModelConfig
 from meshlora_ground.objective import Objective
 from meshlora_ground.topology import Topology
 

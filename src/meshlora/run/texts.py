@@ -20,7 +20,7 @@ from meshlora.reading.clock import day_of, set_day
 from meshlora.reading.processor import load_processor
 from meshlora.reading.readers import READERS
 from meshlora.reading.tokenizer import tokenizer_with
-from meshlora.run.config.run import DataConfig, Given, ModelConfig
+from meshlora.run.config.run_file import DataConfig, Given, ModelConfig
 from meshlora.run.sources import read_sources
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.objective import Objective

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.pairs import check
-from meshlora.run.config.run import RunConfig
+from meshlora.run.config.run_file import RunConfig
 from meshlora.run.lock import hold, holder_of
 from meshlora.run.prepare import blueprint_of, check_request, first_day, prepare, read_output
 from meshlora.run.prepared import Prepared

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Collection
 from pathlib import Path
 
-from meshlora.run.config.run import ModelConfig, RunConfig, TrainConfig
+from meshlora.run.config.run_file import ModelConfig, RunConfig, TrainConfig
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_judge import reference
 from meshlora_judge.settings import Base, Training

@@ -19,7 +19,7 @@ from meshlora.adapter.attach import draw_adapter
 from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.loading.blueprint import make_blueprint, read_model_config
 from meshlora.loading.load import load_blueprint
-from meshlora.run.config.run import DataConfig, RunConfig, TrainConfig
+from meshlora.run.config.run_file import DataConfig, RunConfig, TrainConfig
 from meshlora.run.prepared import Prepared
 from meshlora.run.trainer import Trainer
 from meshlora.verify.alone import reference_run

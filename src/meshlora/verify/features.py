@@ -20,7 +20,7 @@ from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.token_order import FEWEST
 from meshlora.wings.context.borders import sees_all
-from meshlora.wings.quantized.plan import KEEP
+from meshlora.wings.quantized.kinds import KEEP
 from meshlora_ground.objective import Grpo, Policy, Sft
 from meshlora_ground.tasks import CAUSAL
 from meshlora_ground.topology import DATA, EXPERT_AXES, Topology

@@ -33,7 +33,7 @@ from meshlora.model.inject import parallel_leaves
 from meshlora.run import trainer as trainer_module
 from meshlora.run.checkpoint.manifest import Saved
 from meshlora.run.checkpoint.resuming import find_checkpoint
-from meshlora.run.config.run import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora.run.config.run_file import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora.run.heads import outputs_of
 from meshlora.run.prepared import Prepared
 from meshlora.run.trained import TrainedAdapter

@@ -22,7 +22,7 @@ import torch
 
 from meshlora.comm.groups import on_gpus, sharing_note
 from meshlora.feature import check_proved
-from meshlora.plan.dropout import dropout_fields
+from meshlora.plan.own_dropouts import dropout_fields
 from meshlora.run.launch import signals_end_what_was_started
 from meshlora.run.model_card import NOT_PROVED
 from meshlora.run.prepared import Prepared

@@ -29,9 +29,9 @@ from meshlora.adapter.initialization import WHOLE_MATRIX
 from meshlora.comm.groups import on_gpus, sharing_note
 from meshlora.loading.blueprint import Blueprint, make_blueprint, read_model_config, resolve_dtype
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.dropout import dropout_fields, handle_dropout
 from meshlora.plan.features import Asked
 from meshlora.plan.numbers import check_numbers
+from meshlora.plan.own_dropouts import dropout_fields, handle_dropout
 from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
 from meshlora.reading.processor import load_processor
@@ -39,7 +39,7 @@ from meshlora.reading.sources import read_records
 from meshlora.reading.tokenization import tokenize
 from meshlora.reading.tokenizer import load_tokenizer, padding_token_id
 from meshlora.run.config.model_presets import num_chosen
-from meshlora.run.config.run import Schedule
+from meshlora.run.config.run_file import Schedule
 from meshlora.run.optimizers import check_trainable
 from meshlora.run.packing_check import check_packing
 from meshlora.run.recompute import check_recompute
@@ -47,7 +47,7 @@ from meshlora.verify.faults.registry import find
 from meshlora.verify.features import Feature, features_of_run
 from meshlora.wings.experts.targets import with_whole_projections
 from meshlora.wings.kernels.kernels import with_kernels
-from meshlora.wings.quantized.plan import KEEP, TWIN_BLOCKS
+from meshlora.wings.quantized.kinds import KEEP, TWIN_BLOCKS
 from meshlora_ground.compat.transformers_models import READ_FROM
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean, reason

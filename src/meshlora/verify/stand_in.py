@@ -17,12 +17,12 @@ from meshlora.adapter.targets.resolve import Target
 from meshlora.adapter.targets.token_rows import TokenRows
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.plan.base_options import BaseOptions
-from meshlora.plan.dropout import dropout_fields, handle_dropout
+from meshlora.plan.own_dropouts import dropout_fields, handle_dropout
 from meshlora.plan.rules import ModelPlan, kind_of
 from meshlora.run.prepared import Prepared
 from meshlora.verify.features import features_of_model, features_of_topology
 from meshlora.verify.request import Proof, of_schedule
-from meshlora.wings.quantized.plan import TWIN_BLOCKS, kind_for_twin
+from meshlora.wings.quantized.kinds import TWIN_BLOCKS, kind_for_twin
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.topology import LAYERS, Topology, divisors
 from meshlora_judge.twin import layers_of_twin, shrink_config

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from meshlora.comm.groups import on_gpus
-from meshlora.run.config.run import RunConfig
+from meshlora.run.config.run_file import RunConfig
 from meshlora.run.prepare import blueprint_of, check_request
 from meshlora_extra.planner.choose import choose
 from meshlora_extra.planner.hardware import GPUS, Hardware

@@ -23,7 +23,7 @@ from meshlora.loading.blueprint import Blueprint
 from meshlora.loading.guards import longest_fixed_length, most_positions
 from meshlora.run.config.file import read_run
 from meshlora.run.config.model_presets import facts_of, has_known_rate
-from meshlora.run.config.run import RunConfig
+from meshlora.run.config.run_file import RunConfig
 from meshlora.run.prepare import blueprint_of
 from meshlora.run.run_data import Reading, RunData
 from meshlora.run.texts import Texts

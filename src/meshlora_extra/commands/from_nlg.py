@@ -130,7 +130,7 @@ def _is_separated(options: argparse.Namespace, separator: str) -> bool:
 
     Where that is text, or not there yet, it is as in their README.
     """
-    from meshlora.reading.files import json_objects
+    from meshlora.reading.data_files import json_objects
     from meshlora.reading.records import Problems
     from meshlora.reading.tokenizer import load_tokenizer
 

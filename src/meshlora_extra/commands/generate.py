@@ -15,7 +15,7 @@ from typing import Any
 from meshlora.cli.arguments import add_json, add_local_rank, check_json, checked_place, write_result
 from meshlora_ground.errors import UserError
 
-# Options of decoding, under the names of `run.config.run.GenerateConfig`.
+# Options of decoding, under the names of `run.config.run_file.GenerateConfig`.
 _DECODING = ("max_new_tokens", "num_beams", "length_penalty", "no_repeat_ngram_size", "search", "stop", "top_p", "seed")
 
 
@@ -87,7 +87,7 @@ def _generate(options: argparse.Namespace) -> None:
 
 def _config(options: argparse.Namespace) -> Any:
     """The options of decoding. Raises: UserError, in this command's option names."""
-    from meshlora.run.config.run import GenerateConfig
+    from meshlora.run.config.run_file import GenerateConfig
 
     words = {name: getattr(options, name) for name in _DECODING}
     if options.temperature != 0:

@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
 
 
 def _watch(options: argparse.Namespace) -> None:
-    from meshlora_extra.page.reading import Runs
+    from meshlora_extra.page.seen import Runs
     from meshlora_extra.page.server import serve
     from meshlora_ground.console import Console
 

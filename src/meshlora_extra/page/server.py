@@ -1,6 +1,6 @@
 """The server of the live page: on loopback, for those who know its address, read-only.
 
-Owns: requests, and who is answered. Does not own: what is read (`meshlora_extra.page.reading`), the page (live.html,
+Owns: requests, and who is answered. Does not own: what is read (`meshlora_extra.page.seen`), the page (live.html,
 live.css, live.js).
 
 Anybody on the machine can connect to loopback, and any page in a browser can send requests there: so the path begins
@@ -24,7 +24,7 @@ from importlib import resources
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 
-from meshlora_extra.page.reading import Runs
+from meshlora_extra.page.seen import Runs
 from meshlora_ground.errors import MeshloraError
 from meshlora_ground.lifetime import end_with
 

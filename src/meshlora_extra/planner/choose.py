@@ -19,7 +19,7 @@ from meshlora.comm.groups import simulated_job
 from meshlora.loading.blueprint import Blueprint
 from meshlora.verify.budget import Flow, Message, Sizes
 from meshlora.wings.proved.families import check_proved
-from meshlora.wings.stages.plan import check_tied, idle
+from meshlora.wings.stages.cut import check_tied, idle
 from meshlora_extra.planner.communication import Traffic, hop_s, messages_of, span_of, traffic_of
 from meshlora_extra.planner.fake import Work
 from meshlora_extra.planner.hardware import Hardware

@@ -2,7 +2,7 @@
 
 Owns: the states of a rank (`states_of`), the tensors of its frozen base, whole, packed or sharded over dp (`held`), and
 the peak over the parts of a step (`peak_of`). Does not own: the memory of one part (`meshlora_extra.planner.trace`),
-which linears are packed (`wings.quantized.plan`), which parameters are sharded (`plan.rules`).
+which linears are packed (`wings.quantized.kinds`), which parameters are sharded (`plan.rules`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import ExpertRule, ModelPlan
 from meshlora.run.optimizers import BLOCK, cuts_blocks, has_eight_bits, is_frozen
-from meshlora.wings.quantized.plan import BITS, local_blocks
+from meshlora.wings.quantized.kinds import BITS, local_blocks
 from meshlora.wings.quantized.quantized import Form, Packed
 from meshlora_extra.planner.kinds import Shrunk
 from meshlora_extra.planner.pipeline import Stage, Turn

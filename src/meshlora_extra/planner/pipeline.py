@@ -1,7 +1,7 @@
 """Stages of a pipeline in the planner: what of the model a pp rank has, and how long its ranks wait for each other.
 
 Owns: the cut of the shrunk model, the turns of a rank, the time of a step's micro-batches over all ranks. Does not own:
-the rule of the cut (`wings.stages.plan`), the order of turns (`wings.stages.pipeline_schedule`), the time and the
+the rule of the cut (`wings.stages.cut`), the order of turns (`wings.stages.pipeline_schedule`), the time and the
 memory of one turn (`meshlora_extra.planner.choose`, `meshlora_extra.planner.memory`).
 """
 
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshlora.plan.rules import ModelPlan
+from meshlora.wings.stages.cut import check_shared, check_stages, cut_layers, layer_cost
 from meshlora.wings.stages.pipeline_schedule import one_forward_one_backward
-from meshlora.wings.stages.plan import check_shared, check_stages, cut_layers, layer_cost
 from meshlora_extra.planner.kinds import Shrunk
 from meshlora_ground.topology import LAYERS, Topology
 

@@ -21,9 +21,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from meshlora.loading.blueprint import Blueprint, read_model_config
 from meshlora.loading.guards import most_positions
 from meshlora.plan.derive import decoder_layers
-from meshlora.run.config.run import RunConfig
+from meshlora.run.config.run_file import RunConfig
 from meshlora.run.optimizers import check_trainable
-from meshlora.wings.quantized.plan import OF_LIBRARY
+from meshlora.wings.quantized.kinds import OF_LIBRARY
 from meshlora.wings.quantized.quantized import levels_of_int8
 from meshlora_extra.planner.hardware import Hardware
 from meshlora_extra.planner.kinds import Shrunk, shrink
@@ -109,7 +109,7 @@ class Problem:
 
     @property
     def quantization(self) -> str | None:
-        """Of the base, one of `wings.quantized.plan.KINDS`, or None."""
+        """Of the base, one of `wings.quantized.kinds.KINDS`, or None."""
         return self.blueprint.options.quantization
 
     @property

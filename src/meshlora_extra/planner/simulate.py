@@ -21,15 +21,15 @@ from meshlora.adapter.attach import active_factors, runtime
 from meshlora.comm.groups import open_mesh, simulated_job
 from meshlora.loading.blueprint import Blueprint
 from meshlora.run.allocator import most_resident_bytes
-from meshlora.run.config.run import TrainConfig
+from meshlora.run.config.run_file import TrainConfig
 from meshlora.run.eight_bit import AdamW8bit
 from meshlora.run.lora_fa import LoraFA
 from meshlora.run.optimizer import make_optimizer, parameter_groups
 from meshlora.run.recompute import recompute_layers
 from meshlora.train.gradsync import clip_gradients_on_device, finish_gradients_on_device
 from meshlora.train.losses import shifted_loss
+from meshlora.wings.stages.cut import plan_of_rank
 from meshlora.wings.stages.pipeline_schedule import one_forward_one_backward
-from meshlora.wings.stages.plan import plan_of_rank
 from meshlora_extra.planner.choose import Prediction
 from meshlora_extra.planner.communication import ranks_of
 from meshlora_extra.planner.fake import Call, FakeRun

@@ -106,15 +106,19 @@ class _Response(http.client.HTTPResponse):
         self.fp = io.BufferedReader(_Until(self.fp.detach(), sock))
 
 
-class _Bounded(urllib.request.AbstractHTTPHandler):
-    def do_open(self, http_class: Any, req: urllib.request.Request, **options: Any) -> Any:
-        connection = type("_Connection", (http_class,), {"response_class": _Response})
-        return super().do_open(connection, req, **options)
+class _Connection(http.client.HTTPConnection):
+    response_class = _Response
 
 
-class _Http(_Bounded, urllib.request.HTTPHandler):
-    pass
+class _SecureConnection(http.client.HTTPSConnection):
+    response_class = _Response
 
 
-class _Https(_Bounded, urllib.request.HTTPSHandler):
-    pass
+class _Http(urllib.request.HTTPHandler):
+    def http_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(_Connection, req)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def https_open(self, req: urllib.request.Request) -> Any:
+        return self.do_open(_SecureConnection, req)

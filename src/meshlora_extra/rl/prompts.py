@@ -22,7 +22,7 @@ from meshlora.reading.formats import Format
 from meshlora.reading.records import MalformedError, Record, checked_text, json_type
 from meshlora.reading.sampler import GlobalBatches
 from meshlora.reading.sources import Reading, read_rows
-from meshlora.run.config.run import GenerateConfig, RunConfig, paths_of
+from meshlora.run.config.run_file import GenerateConfig, RunConfig, paths_of
 from meshlora.run.decoding import encode_chats, encode_prompts
 from meshlora_ground.errors import UserError
 

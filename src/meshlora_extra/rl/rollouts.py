@@ -28,7 +28,7 @@ from meshlora.adapter.formats.peft_format import save_adapter
 from meshlora.comm.collectives import all_reduce_sum, broadcast_text
 from meshlora.reading.stream import FAILED
 from meshlora.run.config.rl import RlConfig
-from meshlora.run.config.run import GenerateConfig
+from meshlora.run.config.run_file import GenerateConfig
 from meshlora.run.decoding import Continuation, texts_of
 from meshlora.run.generated import continued_by_all
 from meshlora.run.trained import TrainedAdapter

@@ -1,7 +1,7 @@
 """Reading a run file: one YAML -> one tree of dataclasses, with errors that name the key.
 
 Owns: YAML, overrides, splitting a file with several adapters into one run each; a file of `--lora`.
-Does not own: names, defaults and rules of the fields (`run.config.run`), their types (`run.config.types`).
+Does not own: names, defaults and rules of the fields (`run.config.run_file`), their types (`run.config.types`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from meshlora.run.config.model_presets import Facts, facts_of
 from meshlora.run.config.presets import LENGTH, filled, with_preset
-from meshlora.run.config.run import PER_ADAPTER, RUN_CONTENT, Given, RunConfig, Source
+from meshlora.run.config.run_file import PER_ADAPTER, RUN_CONTENT, Given, RunConfig, Source
 from meshlora.run.config.types import checked, groups
 from meshlora_ground.errors import UserError, did_you_mean
 from meshlora_ground.hub import located, located_files

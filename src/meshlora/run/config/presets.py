@@ -1,6 +1,6 @@
 """Presets: published recipes as values of a run file.
 
-Owns: their values, and how they are filled in. Does not own: the meaning of the keys (`run.config.run`).
+Owns: their values, and how they are filled in. Does not own: the meaning of the keys (`run.config.run_file`).
 """
 
 from __future__ import annotations

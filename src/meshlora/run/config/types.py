@@ -1,7 +1,7 @@
 """The types of a run file, checked by pydantic, with one message in our words: key, value, rule, way out.
 
 Owns: the conversion of plain values to the tree of dataclasses, and the wording. Does not own: names, defaults and
-rules of the fields (`run.config.run`), YAML (`run.config.file`).
+rules of the fields (`run.config.run_file`), YAML (`run.config.file`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import pydantic
 
 from meshlora.run.config.aliases import unknown_key, unknown_loss, unknown_schedule
-from meshlora.run.config.run import RunConfig
+from meshlora.run.config.run_file import RunConfig
 from meshlora_ground.errors import UserError, did_you_mean
 
 # What a value must be, by pydantic's type of error.

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from meshlora.adapter.attach import runtime
 from meshlora.reading.records import Record, asked_of
-from meshlora.run.config.run import DataConfig, GenerateConfig
+from meshlora.run.config.run_file import DataConfig, GenerateConfig
 from meshlora.run.decoding import continuations, encode_chats, encode_prompts
 from meshlora.run.sources import records_of
 from meshlora.run.watch.metrics import lines_until

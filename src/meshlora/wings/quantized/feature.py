@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from meshlora.feature import Feature
+from meshlora.wings.quantized.keep_packed import kept_packed, read_packed
+from meshlora.wings.quantized.kinds import check_not_quantized, with_quantization
 from meshlora.wings.quantized.packed import check_packing, find_packed
-from meshlora.wings.quantized.plan import check_not_quantized, with_quantization
-from meshlora.wings.quantized.reading import kept_packed, read_packed
 
 
 class _Quantized(Feature):

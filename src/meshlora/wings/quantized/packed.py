@@ -20,7 +20,7 @@ from torch import Tensor
 
 from meshlora.model.stored import Bounds, Format, Place, Reader
 from meshlora.plan.rules import Packing
-from meshlora.wings.quantized.plan import Touched
+from meshlora.wings.quantized.kinds import Touched
 from meshlora.wings.quantized.quantized import Form, Packed, numbers_of_scales, values_of
 from meshlora_ground.errors import UnsupportedError, UserError
 

@@ -1,7 +1,7 @@
 """Frozen matrices in few bits: packed in memory, and unpacked for the duration of one product.
 
 Owns: packing a matrix, its parts, unpacking it, and the view as plain weights. Does not own: the leaf that holds one,
-and its product (`layers.frozen`), which matrices are packed (`wings.quantized.plan`), reading packed ones
+and its product (`layers.frozen`), which matrices are packed (`wings.quantized.kinds`), reading packed ones
 (`wings.quantized.packed`); the quantisation to nf4 and int8 and their levels, which are bitsandbytes'.
 
 Of a stack of experts one matrix is unpacked at a time.
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshlora.layers.frozen import FewBits, FrozenMatrix
-from meshlora.wings.quantized.plan import BITS, OF_LIBRARY, Touched
+from meshlora.wings.quantized.kinds import BITS, OF_LIBRARY, Touched
 from meshlora_ground.errors import reason
 from meshlora_ground.slow_paths import UNPACKED_IN_PIECES, UNPACKED_WITHOUT_KERNEL, take
 
@@ -55,7 +55,7 @@ class Form:
     """How codes and scales are a matrix.
 
     Attributes:
-        kind: one of `wings.quantized.plan.BITS`. dtype: of the numbers.
+        kind: one of `wings.quantized.kinds.BITS`. dtype: of the numbers.
         rows, columns: along each dim of the codes, how many elements share a scale, block by block.
         is_transposed: whether the matrix is the transpose of the codes.
     """

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from meshlora.model.stored import Stored
 from meshlora.model.stream import Entry
 from meshlora.plan.derive import plan_model
+from meshlora.wings.quantized.kinds import with_quantization
 from meshlora.wings.quantized.packed import Mxfp4
-from meshlora.wings.quantized.plan import with_quantization
 from meshlora.wings.quantized.quantized import Packed, pack, stacked
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.topology import Topology

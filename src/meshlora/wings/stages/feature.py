@@ -7,8 +7,8 @@ from typing import Any
 from meshlora.adapter.plan import AdapterPlan
 from meshlora.feature import Feature
 from meshlora.plan.rules import ModelPlan
+from meshlora.wings.stages.cut import check_trained, plan_of_rank, with_stages
 from meshlora.wings.stages.hold import hold_stages
-from meshlora.wings.stages.plan import check_trained, plan_of_rank, with_stages
 from meshlora_ground.topology import LAYERS
 
 

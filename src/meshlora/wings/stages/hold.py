@@ -1,7 +1,7 @@
 """Stages of a pipeline: the Hugging Face model without what other ranks have.
 
 Owns: taking modules of other ranks out, which of a rank's stages runs, and where the residual stream enters and leaves
-it. Does not own: which layers are whose (`wings.stages.plan`), the messages (`comm.collectives`), the order of
+it. Does not own: which layers are whose (`wings.stages.cut`), the messages (`comm.collectives`), the order of
 micro-batches (`wings.stages.pipeline_schedule`).
 
 Each stage runs the model's own forward with the same arguments, so it makes its own masks, positions and rotary tables,

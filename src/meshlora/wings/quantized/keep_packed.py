@@ -18,8 +18,8 @@ from meshlora.model.stored import Part, Stored, StoredTensor
 from meshlora.model.weights import CheckpointSource, Source, bounds_in, check_finite, parts_of_rank, read_bounds
 from meshlora.plan.layout import Layout
 from meshlora.plan.rules import Packing
+from meshlora.wings.quantized.kinds import KEEP, KINDS
 from meshlora.wings.quantized.packed import PackedFormat
-from meshlora.wings.quantized.plan import KEEP, KINDS
 from meshlora.wings.quantized.quantized import Packed, joined, pack, stacked
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import EP, ETP

@@ -126,7 +126,7 @@ class DataConfig:
         too_long: what becomes of a record with more tokens (`reading.too_long`). train_on: which turns are trained: all
         of
             the assistant, its last, everything, or those of these roles (`reading.train_on`).
-        turns: a conversation is one sequence, or there is one for each trained answer (`reading.apart`).
+        turns: a conversation is one sequence, or there is one for each trained answer (`reading.answers_apart`).
         answers: as the chat template renders them, or as they are given, after the generation prompt.
         lost_text: what becomes of text of trained answers that the chat template leaves out: it is refused, or said.
         empty_answers: what becomes of answers that say nothing: their end is trained, or they are left out.

@@ -16,7 +16,7 @@ from meshlora.plan.rules import ModelPlan
 from meshlora.run import step_sums
 from meshlora.train.gradsync import Adapters
 from meshlora.verify.faults.fault import around
-from meshlora.verify.faults.gradients import CLIP
+from meshlora.verify.faults.of_gradients import CLIP
 from meshlora.verify.features import Feature
 from meshlora.wings.stages import hold as stages
 
