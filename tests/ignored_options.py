@@ -7,7 +7,7 @@ import inspect
 from pathlib import Path
 
 from meshlora.run.config import rl
-from meshlora.run.config import run as module
+from meshlora.run.config import run_file as module
 from meshlora_ground.objective import KINDS
 from meshlora_ground.versions import file_of, name_of
 

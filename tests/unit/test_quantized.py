@@ -15,7 +15,7 @@ import meshlora
 from meshlora.adapter.attach import active_factors
 from meshlora.layers.linear import ParallelLinear
 from meshlora.wings.experts.products import Projection, backward_rows, forward_rows
-from meshlora.wings.quantized import plan, quantized
+from meshlora.wings.quantized import kinds, quantized
 from meshlora.wings.quantized.kinds import KINDS, check_library
 from meshlora.wings.quantized.quantized import Packed, joined, pack, plain_weights, stacked
 from meshlora_ground.errors import UnsupportedError, UserError
@@ -193,7 +193,7 @@ def test_a_quantised_matrix_is_frozen(lora: dict[str, object], words: str, tmp_p
 
 
 def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(kinds.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'meshlora\[quantization\]'"):
         check_library(["fp8", "nf4"])
     check_library(["fp8", "mxfp4"])

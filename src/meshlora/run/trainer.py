@@ -74,12 +74,11 @@ class Trainer:
             self.mesh,
             options.micro_batch_size,
             first.pad_token_id,
+            first.config.data.max_length if packing is True else None,
             only=only,
             balances=balances,
             joins=packing == "auto",
         )
-        if packing is True:
-            self.batching = dataclasses.replace(self.batching, row_length=first.config.data.max_length)
         if self.batching.packs and self.mesh.cp.size == 1:  # under cp attention runs in parts anyway
             keep_apart(self.model)
         if self.mesh.topology.interleave > 1:

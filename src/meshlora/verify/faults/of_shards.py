@@ -19,7 +19,7 @@ from meshlora.model import dp_shard, regions, weights
 from meshlora.plan.layout import Layout, Piece
 from meshlora.verify.faults.fault import after, around, fault
 from meshlora.verify.features import Feature
-from meshlora.wings.quantized import quantized, reading
+from meshlora.wings.quantized import keep_packed, quantized
 from meshlora.wings.quantized.quantized import Equal, Packed, Run
 from meshlora_ground.compat.torch_tensors import running_backward
 
@@ -163,7 +163,7 @@ def mixer_channels_of_another_piece(original: Any, name: str, placement: Placeme
 
 
 @around(
-    reading,
+    keep_packed,
     "pack",
     needs={Feature.QUANTIZES},
     also=(
