@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +25,7 @@ SRC = Path(meshlora.__file__).parents[1]
 # The ids of all that a session has collected, also of what it then leaves out, but for those that are marked `proof`.
 COLLECTED = pytest.StashKey[frozenset[str]]()
 ROOT = Path(__file__).resolve().parents[1]
+_ABORT_S, _WRITES_S = 30.0, 0.3
 
 
 @dataclass(frozen=True)
@@ -74,20 +78,43 @@ def run_under(
     """Run pytest on `tests` until one fails. sources: file of the package, as in `train/gradsync.py` -> its new text.
 
     Raises:
-        subprocess.TimeoutExpired: it took longer than `timeout_s`.
+        AssertionError: it took longer than `timeout_s`. It says where each process stood.
     """
     with tempfile.TemporaryDirectory() as folder:
         for package in OWN:  # what is compiled too, which is known by size and time: half the seconds
             shutil.copytree(SRC / package, Path(folder) / package)
         for file, text in sources.items():
             (Path(folder) / file_of(file).relative_to(SRC)).write_text(text, encoding="utf-8")
-        return subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--tb=line", *tests],
+        process = subprocess.Popen(
+            # Ranks write where they stood to their file number 2, which would be hidden with `fd`.
+            [sys.executable, "-m", "pytest", "-q", "-x", "--no-header", "--tb=line", "--capture=sys", *tests],
             cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": folder},
+            env=os.environ | {"PYTHONPATH": folder, "PYTHONFAULTHANDLER": "1"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=timeout_s,
-            check=False,
+            start_new_session=True,
         )
+        try:
+            said, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            for number in sorted(_group_of(process.pid), reverse=True):  # ranks before those who wait for them
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(number, signal.SIGABRT)  # at which it writes its stacks
+                time.sleep(_WRITES_S)  # one after the other: all write to one pipe
+            said, _ = process.communicate(timeout=_ABORT_S)
+            raise AssertionError(f"no end after {timeout_s} s\n{said}") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        return subprocess.CompletedProcess(process.args, process.returncode, said)
+
+
+def _group_of(leader: int) -> list[int]:
+    """The processes of a process group."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        with contextlib.suppress(ProcessLookupError, ValueError):  # it has ended, or it is no process
+            if os.getpgid(int(folder.name)) == leader:
+                found.append(int(folder.name))
+    return found
