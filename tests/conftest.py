@@ -48,13 +48,13 @@ _LONGEST = (
     "ranks/test_failures",
     "parity/test_experts",
     "ranks/test_embedding_and_head",
-    "unit/test_planner",
+    "extra/test_planner",
     "ranks/test_resume",
-    "unit/test_planner_context",
+    "extra/test_planner_context",
     "verify/test_command",
     "verify/test_command_line",
     "verify/test_preflight",
-    "unit/test_planner_base",
+    "extra/test_planner_base",
     "unit/test_twin",
 )
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 from tests.changed import Fault
 
 _CHANGES, _MERGE = "meshlora_extra/merging/changes.py", "meshlora_extra/merging/merge.py"
-_LOGITS = "tests/unit/test_merge.py::test_logits_are_those_of_model_and_adapter"
+_LOGITS = "tests/extra/test_merge.py::test_logits_are_those_of_model_and_adapter"
 _FILE = "tests/unit/test_adapter_file.py"
-_ROUNDED = "tests/unit/test_merge.py::test_half_precision_is_rounded_once"
-_OF_PARTS = "tests/unit/test_merge.py::test_update_of_a_concatenation_goes_to_its_parts"
+_ROUNDED = "tests/extra/test_merge.py::test_half_precision_is_rounded_once"
+_OF_PARTS = "tests/extra/test_merge.py::test_update_of_a_concatenation_goes_to_its_parts"
 
 OF_MERGING: dict[str, Fault] = {
     "scale_forgotten": Fault(
@@ -104,7 +104,7 @@ OF_MERGING: dict[str, Fault] = {
         _MERGE,
         "if one.lora.scaling != two.lora.scaling or one",
         "if one",
-        "tests/unit/test_merge.py::test_tied_weights_that_are_scaled_apart_are_untied",
+        "tests/extra/test_merge.py::test_tied_weights_that_are_scaled_apart_are_untied",
     ),
     "piece_of_a_fused_matrix_one_row_low": Fault(
         "a piece of a fused matrix gets the update of its own rows",
@@ -125,11 +125,11 @@ OF_MERGING: dict[str, Fault] = {
         "meshlora_ground/float64.py",
         "return torch.float64 if dtype == torch.float64 else torch.float32",
         "return torch.float32",
-        "tests/unit/test_merge.py::test_float64_is_merged_in_float64",
+        "tests/extra/test_merge.py::test_float64_is_merged_in_float64",
     ),
 }
 
-_EXPERTS = "tests/unit/test_merge_experts.py"
+_EXPERTS = "tests/extra/test_merge_experts.py"
 _AS_PEFT = f"{_EXPERTS}::test_the_same_bytes_as_peft_writes"
 
 OF_MERGING_EXPERTS: dict[str, Fault] = {
@@ -185,10 +185,10 @@ OF_MERGING_EXPERTS: dict[str, Fault] = {
 }
 
 _ENGINE, _FORMAT = "meshlora_extra/engine_export.py", "wings/experts/per_expert.py"
-_ENGINES = "tests/unit/test_engine_export.py"
+_ENGINES = "tests/extra/test_engine_export.py"
 _SAME = f"{_ENGINES}::test_peft_computes_the_same_with_either_form"
 _PADDED = f"{_ENGINES}::test_smaller_ranks_of_the_same_scale_are_padded_with_zeros"
-_LORALIB = "tests/unit/test_export.py"
+_LORALIB = "tests/extra/test_export.py"
 
 OF_EXPORTING: dict[str, Fault] = {
     "padded_on_unlike_sides": Fault(

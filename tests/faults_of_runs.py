@@ -140,7 +140,7 @@ OF_SEVERAL: dict[str, Fault] = {
 }
 
 _EVALUATE = "run/evaluate.py"
-_LOSS = "tests/unit/test_evaluate.py::test_loss_is_that_of_transformers_and_peft_over_the_whole_file"
+_LOSS = "tests/extra/test_evaluate.py::test_loss_is_that_of_transformers_and_peft_over_the_whole_file"
 
 OF_DATA_AND_STATE: dict[str, Fault] = {
     "mean_of_means": Fault(
@@ -168,8 +168,8 @@ OF_DATA_AND_STATE: dict[str, Fault] = {
 }
 
 _REGIONS, _GENERATION, _GENERATED = "model/regions.py", "wings/generation/rows.py", "run/generated.py"
-_TOKENS = "tests/ranks/test_generate.py::test_tokens_are_those_of_one_process"
-_ROLLOUTS = "tests/ranks/test_generate.py::test_rollouts_between_two_steps_are_those_of_one_process_and_leave_no_trace"
+_TOKENS = "tests/extra/test_generate.py::test_tokens_are_those_of_one_process"
+_ROLLOUTS = "tests/extra/test_generate.py::test_rollouts_between_two_steps_are_those_of_one_process_and_leave_no_trace"
 _MERGED = "tests/ranks/test_merge_in_memory.py::test_merged_model_says_what_peft_says_and_comes_back_bit_for_bit"
 
 OF_GENERATION: dict[str, Fault] = {
@@ -192,7 +192,7 @@ OF_GENERATION: dict[str, Fault] = {
         _GENERATION,
         "draws = bool(value)",
         "draws = False",
-        "tests/ranks/test_generate.py::test_ranks_that_would_draw_different_tokens_are_refused",
+        "tests/extra/test_generate.py::test_ranks_that_would_draw_different_tokens_are_refused",
     ),
     "batch_drawn_from_the_seed_of_its_rank": Fault(
         "a batch draws from its number in the whole set, whoever continues it",

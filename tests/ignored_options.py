@@ -90,7 +90,7 @@ def ignoring(option: str) -> dict[str, str]:
     return {file: text + _IGNORING.replace("{kind}", kind.__name__).replace("{instead}", instead)}
 
 
-_OPTIONS, _EVALUATE = "tests/unit/test_options.py", "tests/unit/test_evaluate.py"
+_OPTIONS, _EVALUATE = "tests/unit/test_options.py", "tests/extra/test_evaluate.py"
 _SCHEDULE = "tests/unit/test_schedule.py::test_after_the_warm_up_rates_are_those_of_transformers"
 _OPTIMIZER, _TRACKING = "tests/unit/test_optimizer.py", "tests/unit/test_tracking.py"
 _ADAM = f"{_OPTIMIZER}::test_adam_has_the_constants_of_the_run_file"
@@ -109,9 +109,9 @@ _RUN = "tests/ranks/test_train_objectives.py::test_run_gives_the_adapter_of_one_
 _DPO = "tests/verify/test_objectives.py::test_layers_that_are_computed_twice_have_the_masks_of_the_first_time"
 _SFT = "tests/verify/test_objectives.py::test_objective_is_that_of_one_process_on_every_mesh[sft]"
 
-_JUDGED = "tests/unit/test_rewards.py::test_a_completion_that_cannot_be_judged_ends_the_run_or_is_counted"
-_REWARDS, _RL = "tests/unit/test_rewards.py", "tests/ranks/test_rl.py"
-_PUBLISH = "tests/ranks/test_publish.py"
+_JUDGED = "tests/extra/test_rewards.py::test_a_completion_that_cannot_be_judged_ends_the_run_or_is_counted"
+_REWARDS, _RL = "tests/extra/test_rewards.py", "tests/extra/test_rl.py"
+_PUBLISH = "tests/extra/test_publish.py"
 _LIMITS = f"{_REWARDS}::test_a_program_ends_within_its_limits"
 _GENERATION = f"{_RL}::test_own_generation_has_the_options_of_the_run_file"
 
@@ -252,7 +252,7 @@ CAUGHT_BY: dict[str, str] = {
     "rl.rewards.tests.cpu_s": f"{_LIMITS}[thinks]",
     "rl.rewards.tests.wall_s": f"{_LIMITS}[waits]",
     "rl.rewards.tests.memory_mb": f"{_LIMITS}[takes]",
-    "rl.rewards.tests.sandbox": "tests/unit/test_sandbox.py::test_without_a_sandbox_where_the_run_file_says_so",
+    "rl.rewards.tests.sandbox": "tests/extra/test_sandbox.py::test_without_a_sandbox_where_the_run_file_says_so",
     "rl.rewards.function.name": f"{_REWARDS}::test_a_function_gets_what_it_takes",
     "rl.rewards.model.path": f"{_REWARDS}::test_a_reward_model_says_what_transformers_says_of_the_whole_text",
     "rl.rewards.model.batch_size": f"{_REWARDS}::test_a_reward_model_says_what_transformers_says_of_the_whole_text",
@@ -273,7 +273,7 @@ CAUGHT_BY: dict[str, str] = {
     ),
     "train.log_every": f"{_OPTIONS}::test_every_so_many_steps_are_said",
     "train.merge_at_end": (
-        "tests/ranks/test_merge_at_end.py::test_what_cannot_be_merged_ends_the_run_before_its_first_step"
+        "tests/extra/test_merge_at_end.py::test_what_cannot_be_merged_ends_the_run_before_its_first_step"
     ),
     "train.track": f"{_TRACKING}::test_tensorboard_reads_back_every_number",
     "train.replica_check_every": "tests/ranks/test_replicas.py::test_zero_turns_the_check_off",
@@ -284,7 +284,7 @@ CAUGHT_BY: dict[str, str] = {
     ),
     "train.on_nonfinite": "tests/ranks/test_not_finite.py::test_ten_skipped_steps_in_a_row_end_the_run",
     "train.timeout_s": f"{_OPTIONS}::test_ranks_are_waited_for_as_long_as_the_run_file_says",
-    "train.on_fewer": "tests/unit/test_elastic.py::test_planner_chooses_what_fits",
+    "train.on_fewer": "tests/extra/test_elastic.py::test_planner_chooses_what_fits",
     "train.deterministic": f"{_OPTIONS}::test_the_same_bytes_are_asked_of_torch_where_the_run_file_says_so",
     "train.require_fast": (
         "tests/unit/test_slow_paths.py::test_a_slow_path_that_is_known_before_ends_a_run_that_requires_fast[check]"

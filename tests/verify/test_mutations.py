@@ -44,12 +44,16 @@ def _of_each_place(shown: dict[str, Hashable]) -> tuple[str, ...]:
     return tuple({place: name for name, place in reversed(shown.items())}.values())
 
 
-# Of each group, the faults that are put in: by default one of those that show at the same place of a topology.
-DEFAULT = _of_each_place({name: shown[:3] for name, shown in DIAGNOSES.items() if name not in ON_BOTH_AXES})
-GROUPS = {
-    "default": (*DEFAULT, *ON_BOTH_AXES),
-    "rest": tuple(name for name in MUTATIONS if name not in (*DEFAULT, *ON_BOTH_AXES)),
+# Of each group, the faults that are put in: in a quick one for each phase and topology, by default one of those that
+# show at the same place of a topology.
+_ON_ONE_AXIS = {name: shown for name, shown in DIAGNOSES.items() if name not in ON_BOTH_AXES}
+QUICK = {
+    *_of_each_place({name: phase for name, (_, phase, *_) in _ON_ONE_AXIS.items()}),
+    *_of_each_place({name: topology for name, (topology, *_) in _ON_ONE_AXIS.items()}),
 }
+DEFAULT = {*_of_each_place({name: shown[:3] for name, shown in _ON_ONE_AXIS.items()}), *ON_BOTH_AXES}
+GROUPS = {"quick": QUICK, "default": DEFAULT - QUICK, "rest": MUTATIONS.keys() - DEFAULT - QUICK}
+_MARKS = {"quick": [], "default": [pytest.mark.long], "rest": [pytest.mark.proof]}
 
 
 def _chosen(group: str) -> dict[tuple[str, int], list[str]]:
@@ -103,14 +107,11 @@ def _all_caught(outcomes: list[Outcome], topologies: tuple[str, ...] = TOPOLOGIE
     assert not crashed, "a fault is caught by a difference, not by a crash"
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("group", "topologies"), [("default", SMALL), pytest.param("rest", TOPOLOGIES, marks=pytest.mark.proof)]
-)
+@pytest.mark.parametrize("group", [pytest.param(group, marks=marks) for group, marks in _MARKS.items()])
 def test_every_fault_is_caught_and_the_run_without_it_passes(
-    group: str, topologies: tuple[str, ...], proved: Callable[[str], list[Outcome]]
+    group: str, proved: Callable[[str], list[Outcome]]
 ) -> None:
-    _all_caught(proved(group), topologies)
+    _all_caught(proved(group), TOPOLOGIES if group == "rest" else SMALL)
 
 
 @pytest.mark.proof
@@ -235,9 +236,12 @@ def _outcome(proved: Callable[[str], list[Outcome]], mutation: str) -> Outcome:
 
 
 def _marked(*given: tuple[Any, ...]) -> list[Any]:
-    """Parameters of a test, of which the first is a fault; what is not put in by default is for `make proof`."""
-    is_default = GROUPS["default"].__contains__
-    return [pytest.param(*each, marks=[] if is_default(each[0]) else pytest.mark.proof) for each in given]
+    """Parameters of a test, of which the first is a fault: it is marked as the group in which that is put in."""
+    found = []
+    for each in given:
+        (marks,) = (_MARKS[group] for group, names in GROUPS.items() if each[0] in names)
+        found.append(pytest.param(*each, marks=marks))
+    return found
 
 
 @pytest.mark.parametrize("mutation", _marked(*((name,) for name in DIAGNOSES)))

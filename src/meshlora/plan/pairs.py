@@ -502,14 +502,14 @@ PROVED: tuple[Proved, ...] = (
     Proved(READING, _EVERY, "tests/unit/test_features.py::test_features_together_are_refused_in_words_or_make_a_run"),
     Proved(AROUND, _EVERY, "tests/ranks/test_dp_shard.py::test_a_run_with_all_that_a_run_has_gives_the_bytes_of_dp"),
     Proved(
-        ROLLOUTS, _EVERY, "tests/ranks/test_rl.py::test_recorded_rollouts_give_one_adapter_and_that_of_transformers"
+        ROLLOUTS, _EVERY, "tests/extra/test_rl.py::test_recorded_rollouts_give_one_adapter_and_that_of_transformers"
     ),
     Proved(SEVERAL, _EVERY, "tests/verify/test_several_adapters.py::test_what_one_adapter_may_have_several_may"),
     Proved(
         PROOFS, _EVERY, "tests/parity/test_topologies.py::test_low_precision_stays_within_the_references_own_rounding"
     ),
     Proved(LOOPS, _EVERY, "tests/ranks/test_own_loop.py::test_own_loop_saves_the_adapter_of_one_process"),
-    Proved(PLANS, _EVERY, "tests/ranks/test_planner.py::test_real_ranks_send_what_is_planned"),
+    Proved(PLANS, _EVERY, "tests/extra/test_planner_ranks.py::test_real_ranks_send_what_is_planned"),
 )
 
 

@@ -32,9 +32,9 @@ from meshlora_extra.rl.rewards import Rewards
 from meshlora_extra.rl.rollouts import Rollouts
 from meshlora_extra.rl.run_with_rollouts import check_rl
 from meshlora_ground.errors import UserError
+from tests.extra.test_rl import records_of, rl_file, run_rl
 from tests.for_each import for_each
 from tests.pool import Pool, RankError
-from tests.ranks.test_rl import records_of, rl_file, run_rl
 from tests.ranks.test_trainer import small_base
 from tests.run_files import metrics_of
 

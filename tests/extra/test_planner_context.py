@@ -22,7 +22,7 @@ from meshlora_extra.planner.show import why_best
 from meshlora_extra.planner.simulate import simulate
 from meshlora_extra.planner.trace import trace
 from meshlora_ground.topology import TOKENS, Topology
-from tests.unit.test_planner import SHAPE, problem_of, simulated
+from tests.extra.test_planner import SHAPE, problem_of, simulated
 
 
 @pytest.mark.long

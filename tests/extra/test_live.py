@@ -90,10 +90,10 @@ def test_nothing_can_be_asked_but_to_look(server: LiveServer, method: str) -> No
 
 @pytest.mark.parametrize("run", ["../secret", "/etc", "%2e%2e/secret", "nothing"])
 def test_no_file_outside_of_the_runs_is_read(server: LiveServer, run: str, tmp_path: Path) -> None:
-    write_run(tmp_path.parent / "secret", {**STEP, "loss": 77.0})
+    write_run(tmp_path.parent / "secret", {**STEP, "loss": 7.654321})
     content = json.loads(ask(server, f"/{server.token}/data.json?run={run}")[2])
     assert content["chosen"] == "one"
-    assert "77.0" not in json.dumps(content)
+    assert "7.654321" not in json.dumps(content)
     assert ask(server, f"/{server.token}/../one/metrics.jsonl")[0] == 404
     (tmp_path / "link").mkdir()
     (tmp_path / "link" / "metrics.jsonl").symlink_to(tmp_path.parent / "secret" / "metrics.jsonl")

@@ -22,8 +22,8 @@ from meshlora_extra.planner.fake import Work
 from meshlora_extra.planner.hardware import Hardware, hardware_named
 from meshlora_ground.errors import UserError
 from meshlora_ground.topology import Topology
+from tests.extra.test_planner import problem_of
 from tests.for_each import for_each
-from tests.unit.test_planner import problem_of
 
 HOST_S = 20e-6
 

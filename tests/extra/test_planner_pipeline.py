@@ -24,7 +24,7 @@ from meshlora_extra.planner.show import why_best
 from meshlora_extra.planner.trace import trace
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
-from tests.unit.test_planner import SHAPE, problem_of, simulated
+from tests.extra.test_planner import SHAPE, problem_of, simulated
 
 
 def _of(number: int, **more: Any) -> dict[str, Any]:

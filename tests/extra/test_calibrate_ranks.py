@@ -17,8 +17,8 @@ from meshlora.cli.main import main
 from meshlora.comm.groups import join, open_mesh
 from meshlora_extra.planner.calibrate import Timing, calibrate, clock_of
 from meshlora_ground.topology import Topology
+from tests.extra.test_calibrate import HOST_S, clock
 from tests.pool import Pool
-from tests.unit.test_calibrate import HOST_S, clock
 
 
 def _calibrated(topology: str) -> tuple[dict[str, Any], dict[tuple[str, int, bool], int], list[float]]:

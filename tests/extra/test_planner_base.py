@@ -23,7 +23,7 @@ from meshlora_extra.planner.memory import LayerMemory, Phase, States, StepMemory
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import DATA, Topology
 from meshlora_judge.twin import twin_config
-from tests.unit.test_planner import problem_of, simulated
+from tests.extra.test_planner import problem_of, simulated
 
 # Weights beside which activations are nothing, so that a layer's copy that is forgotten shows.
 WIDE = {"hidden_size": 1024, "intermediate_size": 4096, "head_dim": 128, "num_hidden_layers": 4, "vocab_size": 512}

@@ -20,7 +20,7 @@ from meshlora.cli.main import main
 from meshlora_extra.paper import export as export_module
 from meshlora_extra.paper.export import export, import_loralib
 from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
-from tests.unit.test_merge import assert_merged, make_adapter, make_model, one_error, peft_logits
+from tests.extra.test_merge import assert_merged, make_adapter, make_model, one_error, peft_logits
 
 HIDDEN, R = 64, 4
 

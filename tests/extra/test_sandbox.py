@@ -17,8 +17,8 @@ from meshlora_extra.rl.rewards import Rewards
 from meshlora_extra.rl.sandbox import PACKAGES, PYTHON, as_nobody, bubblewrap
 from meshlora_extra.rl.unit_tests import run_tests
 from meshlora_ground.errors import MeshloraError, UserError
-from tests.unit import hostile_code
-from tests.unit.two_sides import CODE, TESTS
+from tests.extra import hostile_code
+from tests.extra.two_sides import CODE, TESTS
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS = UnitTestsReward(cpu_s=5, wall_s=60.0, memory_mb=4096)
@@ -48,7 +48,7 @@ def test_a_user_without_rights_is_kept_from_it_alike() -> None:
     before = as_nobody(bubblewrap(), [str(ROOT / "src"), str(ROOT / "tests")]) if os.geteuid() == 0 else []
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), *PACKAGES])
     given = {"PYTHONPATH": path, "HOME": "/tmp", "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
-    words = [*before, PYTHON, "-m", "tests.unit.hostile_code", *names]
+    words = [*before, PYTHON, "-m", "tests.extra.hostile_code", *names]
     done = subprocess.run(words, env=given, capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)

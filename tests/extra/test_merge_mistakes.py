@@ -10,8 +10,8 @@ import pytest
 from meshlora.loading.blueprint import read_model_config
 from meshlora_extra.merging.merge import merge
 from meshlora_ground.errors import UserError
+from tests.extra.test_merge import make_adapter, make_model
 from tests.for_each import for_each
-from tests.unit.test_merge import make_adapter, make_model
 
 
 @for_each(

@@ -22,6 +22,7 @@ from meshlora_extra.engine_export import engine_layout, export_per_expert, impor
 from meshlora_extra.merging.changes import read_changes
 from meshlora_extra.rl.publishing import publish
 from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
+from tests.extra.test_merge import one_error
 from tests.for_each import for_each
 from tests.unit.engine_adapters import (
     BOTH,
@@ -36,7 +37,6 @@ from tests.unit.engine_adapters import (
     same_tensors,
 )
 from tests.unit.test_expert_format import OWN, SIZES
-from tests.unit.test_merge import one_error
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ import meshlora
 from meshlora.adapter.attach import active_factors
 from meshlora_extra.hf.rows import fingerprint_of
 from meshlora_ground.errors import MeshloraError
+from tests.extra.test_hf_trainer import BASE, _arguments, _entropies, _rows
 from tests.pool import Pool
-from tests.ranks.test_hf_trainer import BASE, _arguments, _entropies, _rows
 
 LORA = LoraConfig(r=2, target_modules="all-linear")
 

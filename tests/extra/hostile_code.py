@@ -1,6 +1,6 @@
 """Completions that attack what runs them, and what became of it: printed as JSON where this file is a program.
 
-python -m tests.unit.hostile_code NAMES...    # those of `KILLERS`, and what each run has
+python -m tests.extra.hostile_code NAMES...    # those of `KILLERS`, and what each run has
 """
 
 from __future__ import annotations
