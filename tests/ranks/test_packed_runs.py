@@ -80,6 +80,8 @@ def test_numbers_of_tokens_in_a_record_do_not_depend_on_packing(
         data = {"train": str(short), "packing": name != "plain"}
         record = {"routing_record": str(expert_folder / f"routes-{name}")}
         experts._run(pools, expert_folder, name, mesh, data=data, **options, **record)
+    experts._run(pools, expert_folder, "unrecorded", "dp=1", data={**data, "packing": False}, **options)
+    _assert_same_run(expert_folder / "plain", expert_folder / "unrecorded")
     for name in ("dp", "tp"):
         _assert_same_run(expert_folder / name, expert_folder / "plain")
         for step in range(2):

@@ -17,6 +17,7 @@ def test_waits():
 """
 
 
+@pytest.mark.long
 def test_tests_that_hang_say_where_each_process_stood(tmp_path: Path) -> None:
     (tmp_path / "test_waits.py").write_text(_WAITS)
     with pytest.raises(AssertionError, match=r"no end after 10 s") as raised:

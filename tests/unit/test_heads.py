@@ -28,7 +28,7 @@ from meshlora_extra.merging.merge import merge
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
 from meshlora_ground.objective import Classify, ClassifyTokens, Embed, Objective
-from meshlora_ground.tasks import set_task, task_of
+from meshlora_ground.tasks import class_of_task, set_task, task_of
 from meshlora_ground.topology import Topology
 from meshlora_judge.twin import twin_config
 from tests.for_each import for_each
@@ -328,3 +328,12 @@ def test_adapter_without_labels_is_not_merged(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "task_type": "SEQ_CLS"}))
     with pytest.raises(UserError, match="must name them"):
         set_head(config, tmp_path)
+
+
+@pytest.mark.parametrize("task", ["CAUSAL_LM", "SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION"])
+def test_a_folder_is_of_the_task_whose_class_it_names(task: str) -> None:
+    config = twin_config("llama")
+    config.architectures = ["LlamaForCausalLM"]
+    if task != "CAUSAL_LM":
+        config.architectures = [class_of_task(task)[1][type(config)].__name__]
+    assert task_of(config) == task

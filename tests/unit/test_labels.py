@@ -11,6 +11,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 import meshlora
+from meshlora.layers.head_loss import _check_labels
 from meshlora.train.batch import Batch
 from meshlora.train.losses import batch_log_probabilities, check_shifted, shifted_loss
 from meshlora_ground.errors import UserError
@@ -123,3 +124,10 @@ def test_scores_stand_at_their_own_tokens(model: Any) -> None:
     assert not found.log_probs[:, :2].any()
     total = meshlora.language_model_loss(model, ids, mask, labels)
     torch.testing.assert_close(-found.log_probs.sum(), total)
+
+
+@pytest.mark.parametrize("label", [-1, 64])
+def test_a_label_that_belongs_to_no_rank_is_named(label: int) -> None:
+    with pytest.raises(UserError, match=f"label {label}: is not in the vocabulary of 64"):
+        _check_labels(torch.tensor([0, label, 63]), 64)
+    _check_labels(torch.tensor([0, 63]), 64)

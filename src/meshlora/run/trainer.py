@@ -28,6 +28,7 @@ from torch import Tensor
 from meshlora.adapter.attach import Factor, in_use, runtime, set_adapters
 from meshlora.layers.noise import add_noise
 from meshlora.run.allocator import keep_freed_memory, peak_memory_bytes
+from meshlora.run.config.run_file import TrainConfig
 from meshlora.run.heads import set_padding
 from meshlora.run.objectives import Sums, count, loss_sums, reference_log_probabilities
 from meshlora.run.prepared import Prepared
@@ -41,6 +42,7 @@ from meshlora.train.batch import Batch
 from meshlora.train.batches import Batching, MicroBatch, Step
 from meshlora.train.gradsync import clip_gradients_on_device, fill_missing, finish_gradients_on_device
 from meshlora.train.losses import batch_log_probabilities
+from meshlora.train.step_part import StepPart
 from meshlora.wings.experts.balance import LoadBalancing
 from meshlora.wings.experts.routing import RunRouting
 from meshlora.wings.packed_rows.by_sequence import keep_apart
@@ -68,35 +70,15 @@ class Trainer:
         options = first.config.train  # run-wide ones are the same for all adapters
         self.mesh = runtime(self.model).mesh
         set_padding(self.model, first.pad_token_id)
-        packing, only = first.config.data.packing, options.objective.trained_row
-        balances = runtime(self.model).context.balances
-        self.batching = Batching(
-            self.mesh,
-            options.micro_batch_size,
-            first.pad_token_id,
-            first.config.data.max_length if packing is True else None,
-            only=only,
-            balances=balances,
-            joins=packing == "auto",
-        )
+        self.batching = self._batching(first)
         if self.batching.packs and self.mesh.cp.size == 1:  # under cp attention runs in parts anyway
             keep_apart(self.model)
-        if self.mesh.topology.interleave > 1:
-            self.batching = dataclasses.replace(self.batching, multiple=self.mesh.pp.size)
         recompute_layers(self.model, options.recompute)
         if options.neftune_alpha:
             add_noise(self.model.get_input_embeddings(), runtime(self.model).dropout, alpha=options.neftune_alpha)
         if self.mesh.device.type == "cpu":
             keep_freed_memory()
-        self.balance: LoadBalancing | None = None
-        if options.router_aux_loss_coef:
-            self.balance = LoadBalancing(self.model, coef=options.router_aux_loss_coef)
-        self.routing: RunRouting | None = None
-        replays = options.routing_record is None
-        if (given := options.routing_replay or options.routing_record) is not None:
-            self.routing = RunRouting(self.model, Path(given), self.batching, replays=replays)
-        elif runtime(self.model).plan.experts and options.objective.is_of_rollouts:  # which may say their experts
-            self.routing = RunRouting(self.model, None, self.batching, replays=replays)
+        self.parts = self._parts(options)
         self.is_to_stop = False  # as all ranks agreed in the last step
         self.taken = set[SlowPath]()  # by this rank
         self.slow_paths = list[SlowPath]()  # known to all ranks
@@ -108,6 +90,31 @@ class Trainer:
             self.adapters.append(one)
             self.slow_paths += run.slow_paths
         self._training: list[TrainedAdapter] = []
+
+    def _batching(self, run: Prepared) -> Batching:
+        packing, topology = run.config.data.packing, self.mesh.topology
+        return Batching(
+            self.mesh,
+            run.config.train.micro_batch_size,
+            run.pad_token_id,
+            run.config.data.max_length if packing is True else None,
+            only=run.config.train.objective.trained_row,
+            multiple=self.mesh.pp.size if topology.interleave > 1 else 1,
+            balances=runtime(self.model).context.balances,
+            joins=packing == "auto",
+        )
+
+    def _parts(self, options: TrainConfig) -> tuple[StepPart, ...]:
+        """What experts add to each step."""
+        found = list[StepPart]()
+        given = options.routing_replay or options.routing_record
+        may_say_experts = runtime(self.model).plan.experts and options.objective.is_of_rollouts
+        if given is not None or may_say_experts:
+            folder = None if given is None else Path(given)
+            found.append(RunRouting(self.model, folder, self.batching, replays=options.routing_record is None))
+        if options.router_aux_loss_coef:
+            found.append(LoadBalancing(self.model, coef=options.router_aux_loss_coef))
+        return tuple(found)
 
     def train(self) -> bool:
         """Run the remaining steps, with evaluations and saves between them, and save the finished adapters.
@@ -160,16 +167,18 @@ class Trainer:
             if one.objective.has_first_pass:
                 with one.in_use():
                     one.point = one.first_pass(data, indices)
-        with contextlib.ExitStack() as routes:
-            if self.routing is not None:
-                routes.enter_context(self.routing.step(adapters[0].done, *steps[0]))
-            if self.balance is not None and len(batches) > 1:
-                self.balance.count(batches, self._log_probabilities)
+        with contextlib.ExitStack() as around:
+            for part in self.parts:
+                around.enter_context(part.step(adapters[0].done, *steps[0]))
+            if len(batches) > 1:
+                for part in self.parts:
+                    part.count(batches, self._log_probabilities)
             with watching(self.taken):
                 self._run(batches, sums)
         aux_loss = None
-        if self.balance is not None:
-            aux_loss = self.balance.finish()
+        for part in self.parts:
+            if (found := part.finish()) is not None:
+                aux_loss = found
         factors = [self._trained(one, *step) for one, step in zip(adapters, steps, strict=True)]
         totals = finish_gradients_on_device(self.mesh, factors, sums.counts)
         for one, trained in zip(adapters, factors, strict=True):
@@ -274,8 +283,8 @@ class Trainer:
 
     def _log_probabilities(self, number: int, micro: MicroBatch) -> Tensor:
         """A plain forward of a micro-batch, independent of the objective."""
-        if self.routing is not None:
-            self.routing.before(number, micro.batch)
+        for part in self.parts:
+            part.before(number, micro.batch)
         with self.masks(self._training, micro), lift(self.model.dtype == torch.float64):
             return batch_log_probabilities(self.model, micro.batch)
 
@@ -284,19 +293,20 @@ class Trainer:
     ) -> tuple[list[Tensor], list[tuple[Tensor, Sums]]]:
         """(arguments of `_backward`; result of `_losses`, without the load-balancing loss) of one micro-batch."""
         reference = self._reference_log_probabilities(micro.batch)
-        if self.routing is not None:
-            self.routing.before(number, micro.batch)
         with contextlib.ExitStack() as watched:
-            if self.balance is not None:
-                watched.enter_context(self.balance.watching())
+            for part in self.parts:
+                part.before(number, micro.batch)
+                watched.enter_context(part.watching())
             found = self._losses(micro, reference)
-        scaled = [self._training[own.number].scaled(loss) for own, (loss, _) in zip(micro.owners, found, strict=True)]
-        if self.balance is not None:
+        losses = [loss for loss, _ in found]
+        for part in self.parts:
             if is_only:
-                self.balance.count_here(micro.batch)
+                part.count_here(micro.batch)
             with lift(self.model.dtype == torch.float64):
-                term = self.balance.term(micro.batch)
-            scaled = [self._training[0].scaled(found[0][0] + term)]  # with load balancing there is one adapter
+                term = part.term(micro.batch)
+                if term is not None:
+                    losses[0] = losses[0] + term  # with load balancing there is one adapter
+        scaled = [self._training[own.number].scaled(loss) for own, loss in zip(micro.owners, losses, strict=True)]
         return scaled, [(loss.detach(), reported) for loss, reported in found]
 
     def _backward(self, number: int, losses: list[Tensor]) -> None:
@@ -315,9 +325,9 @@ class Trainer:
         """Log-probabilities of a batch under the frozen policies, if the objective needs them."""
         if not self._training[0].objective.needs_base:
             return None
-        with lift(self.model.dtype == torch.float64), contextlib.ExitStack() as routes:
-            if self.routing is not None:
-                routes.enter_context(self.routing.off())
+        with lift(self.model.dtype == torch.float64), contextlib.ExitStack() as off:
+            for part in self.parts:
+                off.enter_context(part.off())
             return reference_log_probabilities(self.model, batch)
 
     def _micro_batches(self, steps: Sequence[Step]) -> list[MicroBatch]:

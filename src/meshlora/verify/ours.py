@@ -188,14 +188,14 @@ class Recorder(Reporter):
 @torch.no_grad()
 def _logits(trainer: Trainer) -> list[Tensor]:
     """Logits of the first step's micro-batches, from a plain call of the model: the loss never forms them."""
-    model, (one,), routing = trainer.model, trainer.adapters, trainer.routing
+    model, (one,) = trainer.model, trainer.adapters
     found = []
     with contextlib.ExitStack() as stack:
-        if routing is not None:
-            stack.enter_context(routing.step(0, *one.step_data))
+        for part in trainer.parts:
+            stack.enter_context(part.step(0, *one.step_data))
         for number, micro in enumerate(trainer._micro_batches([one.step_data])):
-            if routing is not None:
-                routing.before(number, dataclasses.replace(micro.batch, own=None))  # a plain call is not cut over cp
+            for part in trainer.parts:
+                part.before(number, dataclasses.replace(micro.batch, own=None))  # a plain call is not cut over cp
             with trainer.masks([one], micro), lift(model.dtype == torch.float64):
                 found.append(copy(_outputs(model, micro.batch, one.objective)))
     return found

@@ -317,7 +317,8 @@ _NEVER_OFF = (RunRouting, "off", lambda _: lambda _: contextlib.nullcontext())
 @around(Trainer, "_forward", needs={Feature.ROUTED, Feature.BASE}, also=(_NEVER_OFF,))
 def base_goes_to_the_experts_of_the_engine(original: Any, self: Any, number: int, micro: Any, **rest: Any) -> Any:
     """the frozen base is another policy and chooses its own experts"""
-    self.routing.before(number, micro.batch)
+    for part in self.parts:
+        part.before(number, micro.batch)
     return original(self, number, micro, **rest)
 
 

@@ -23,12 +23,13 @@ from meshlora.comm.collectives import all_reduce_sum
 from meshlora.plan.families.styles import text_decoder
 from meshlora.train.batch import Batch
 from meshlora.train.batches import MicroBatch
+from meshlora.train.step_part import StepPart
 from meshlora.wings.experts import products
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.topology import DATA, LAYERS
 
 
-class LoadBalancing:
+class LoadBalancing(StepPart):
     """Watches the routers of a parallel model. coef: weight of the loss."""
 
     def __init__(self, model: Any, *, coef: float) -> None:

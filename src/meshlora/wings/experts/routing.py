@@ -30,13 +30,14 @@ from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
 from meshlora.train.batch import Batch
 from meshlora.train.batches import Batching
+from meshlora.train.step_part import StepPart
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import MeshloraError, UserError
 from meshlora_ground.files import why_not_writable, write_atomically
 from meshlora_ground.routing import Routing, RoutingRecord
 
 
-class RunRouting:
+class RunRouting(StepPart):
     """Records the choices of a run in a folder, or replays those of another, or those that its data say.
 
     folder: of the files; None: of data that say them. replays: which of the two.
