@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from meshlora.plan.features import Asked, Feature, features_of
@@ -27,7 +27,7 @@ class Refused:
 
     sides: tuple[Side, ...]
     because: str
-    way_out: str = ""
+    way_out: str = "leave it out"
 
 
 @dataclass(frozen=True)
@@ -39,9 +39,9 @@ class Proved:
     by: str
 
 
-def _refused(*sides: Feature | set[Feature], because: str, way_out: str = "") -> Refused:
-    """A row, whose message names the sides in this order."""
-    return Refused(tuple(frozenset({side} if isinstance(side, Feature) else side) for side in sides), because, way_out)
+def _refused(*sides: Feature | set[Feature]) -> Callable[..., Refused]:
+    """A row, whose message names the sides in this order: `_refused(one, other)(because, way_out)`."""
+    return functools.partial(Refused, tuple(frozenset({s} if isinstance(s, Feature) else s) for s in sides))
 
 
 _ALONE = "train the adapters one by one, or leave it out"
@@ -53,386 +53,195 @@ REFUSED: tuple[Refused, ...] = (
         {F.PACKING, F.TRAIN_ON, F.TOO_LONG, F.APART, F.AS_GENERATED, F.LOST_TEXT, F.TEMPLATE, F.SAMPLES, F.MERGED}
         | {F.ROUTER_LOSS, F.RECORD, F.REPLAY},
         F.OTHER_HEAD,
-        because="it is for language models: this objective has another head",
-        way_out="leave it out",
+    )("it is for language models: this objective has another head"),
+    _refused({F.CATEGORIES, F.SEPARATOR, F.SKIPPED_EMPTY}, F.COMPARED)("only records of sft have it"),
+    _refused(F.SKIPPED_BAD, F.NOTHING_ALONE)(
+        "its rows are compared with each other, or have labels", "correct the rows"
     ),
-    _refused(
-        {F.CATEGORIES, F.SEPARATOR, F.SKIPPED_EMPTY},
-        F.COMPARED,
-        because="only records of sft have it",
-        way_out="leave it out",
+    _refused(F.PACKING, F.PAIRS)("a pair is two rows", "set data.packing: false"),
+    _refused(F.PACKING, F.RECORDS)("a record is two rows", "set data.packing: false"),
+    _refused(F.PACKING, F.SEQUENCES)("its ratio or its mean is of whole sequences", "set data.packing: false"),
+    _refused(F.PACKING, F.OTHER_ATTENTION)(
+        "that sequences of a row are kept apart is shown for eager and sdpa", "use one of these"
     ),
-    _refused(
-        F.SKIPPED_BAD,
-        F.NOTHING_ALONE,
-        because="its rows are compared with each other, or have labels",
-        way_out="correct the rows",
+    _refused(F.SPLIT, F.COMPARED)("its answers are compared as wholes", "use truncate, drop or error"),
+    _refused(F.APART, F.COMPARED)("its answers are compared as wholes"),
+    _refused(F.STREAMING, {F.COMPARED, F.SEPARATOR, F.CATEGORIES})(
+        "its records are held in memory", "leave out one of them"
     ),
-    _refused(F.PACKING, F.PAIRS, because="a pair is two rows", way_out="set data.packing: false"),
-    _refused(F.PACKING, F.RECORDS, because="a record is two rows", way_out="set data.packing: false"),
-    _refused(
-        F.PACKING, F.SEQUENCES, because="its ratio or its mean is of whole sequences", way_out="set data.packing: false"
+    _refused(F.STREAMING, F.OWN_SOURCES)("their tokens are joined in memory", "leave out streaming, or the options"),
+    _refused({F.RECORD, F.REPLAY}, F.BASE)(
+        "a step of this objective runs the frozen base too, whose routing is another", "leave them out"
     ),
-    _refused(
-        F.PACKING,
-        F.OTHER_ATTENTION,
-        because="that sequences of a row are kept apart is shown for eager and sdpa",
-        way_out="use one of these",
-    ),
-    _refused(F.SPLIT, F.COMPARED, because="its answers are compared as wholes", way_out="use truncate, drop or error"),
-    _refused(F.APART, F.COMPARED, because="its answers are compared as wholes", way_out="leave it out"),
-    _refused(
-        F.STREAMING,
-        {F.COMPARED, F.SEPARATOR, F.CATEGORIES},
-        because="its records are held in memory",
-        way_out="leave out one of them",
-    ),
-    _refused(
-        F.STREAMING,
-        F.OWN_SOURCES,
-        because="their tokens are joined in memory",
-        way_out="leave out streaming, or the options",
-    ),
-    _refused(
-        {F.RECORD, F.REPLAY},
-        F.BASE,
-        because="a step of this objective runs the frozen base too, whose routing is another",
-        way_out="leave them out",
-    ),
-    _refused(F.RECORD, F.REPLAY, because="what is replayed is recorded already", way_out="give one"),
-    _refused(F.LORA_PLUS, F.LORA_FA, because="A is not trained: B alone has a rate", way_out="leave out one of them"),
+    _refused(F.RECORD, F.REPLAY)("what is replayed is recorded already", "give one"),
+    _refused(F.LORA_PLUS, F.LORA_FA)("A is not trained: B alone has a rate", "leave out one of them"),
     # Rollouts, and data that come step by step.
-    _refused(
-        F.RL,
-        F.NO_GRPO,
-        because="it learns from rewards, compared within groups",
-        way_out="give objective: {kind: grpo}",
+    _refused(F.RL, F.NO_GRPO)("it learns from rewards, compared within groups", "give objective: {kind: grpo}"),
+    _refused(F.RL, F.HELD_OUT)("a run of rl is watched by its rewards"),
+    _refused(F.FOLLOWED, F.MADE)("it makes its rollouts"),
+    _refused(F.TEMPERATURE, F.UNCORRECTED, F.MADE)(
+        "what is trained is not what samples: that is to be corrected", "leave out one"
     ),
-    _refused(F.RL, F.HELD_OUT, because="a run of rl is watched by its rewards", way_out="leave it out"),
-    _refused(F.FOLLOWED, F.MADE, because="it makes its rollouts", way_out="leave it out"),
-    _refused(
-        F.TEMPERATURE,
-        F.UNCORRECTED,
-        F.MADE,
-        because="what is trained is not what samples: that is to be corrected",
-        way_out="leave out one",
+    _refused(F.TEMPERATURE, F.ENGINE)(
+        "an engine's log-probabilities are those before the temperature, unless it was started otherwise"
     ),
-    _refused(
-        F.TEMPERATURE,
-        F.ENGINE,
-        because="an engine's log-probabilities are those before the temperature, unless it was started otherwise",
-        way_out="leave it out",
+    _refused(F.OLDER, F.UNCORRECTED, F.ENGINE)(
+        "the adapter that samples is an older one: that is to be corrected", "leave out one"
     ),
-    _refused(
-        F.OLDER,
-        F.UNCORRECTED,
-        F.ENGINE,
-        because="the adapter that samples is an older one: that is to be corrected",
-        way_out="leave out one",
+    _refused(F.PUBLISHED, F.RECORDED)("nothing is generated", "use meshlora publish"),
+    _refused({F.FOLLOWED, F.RL}, F.NO_ROLLOUTS)(
+        "a stream holds rollouts, which this objective does not read",
+        "give an objective that trains on rollouts, or leave it out",
     ),
-    _refused(F.PUBLISHED, F.RECORDED, because="nothing is generated", way_out="use meshlora publish"),
-    _refused(
-        {F.FOLLOWED, F.RL},
-        F.NO_ROLLOUTS,
-        because="a stream holds rollouts, which this objective does not read",
-        way_out="give an objective that trains on rollouts, or leave it out",
+    _refused(F.FOLLOWED, F.SEVERAL_PATHS)("a stream is one folder", "give data.train as its path"),
+    _refused({F.FOLLOWED, F.RL}, F.EPOCHS)("a stream has no epochs", "give train.steps"),
+    _refused({F.FOLLOWED, F.RL}, {F.RECORD, F.REPLAY})("such a record is of data that are known beforehand"),
+    _refused(F.MADE, {F.LORA_DROPOUT, F.NOISE})(
+        "the policy that is trained would be another one than the one that acts"
     ),
-    _refused(F.FOLLOWED, F.SEVERAL_PATHS, because="a stream is one folder", way_out="give data.train as its path"),
-    _refused({F.FOLLOWED, F.RL}, F.EPOCHS, because="a stream has no epochs", way_out="give train.steps"),
-    _refused(
-        {F.FOLLOWED, F.RL},
-        {F.RECORD, F.REPLAY},
-        because="such a record is of data that are known beforehand",
-        way_out="leave it out",
+    _refused(F.MADE, F.MODEL_DROPOUT)(
+        "the policy that is trained would be another one than the one that acts", "set model.disable_dropout: true"
     ),
-    _refused(
-        F.MADE,
-        {F.LORA_DROPOUT, F.NOISE},
-        because="the policy that is trained would be another one than the one that acts",
-        way_out="leave it out",
-    ),
-    _refused(
-        F.MADE,
-        F.MODEL_DROPOUT,
-        because="the policy that is trained would be another one than the one that acts",
-        way_out="set model.disable_dropout: true",
-    ),
-    _refused(F.MADE, F.STAGES, because="nothing is generated through stages of layers", way_out="leave out pp"),
+    _refused(F.MADE, F.STAGES)("nothing is generated through stages of layers", "leave out pp"),
     # What comes with the data.
-    _refused(
-        {F.PACKING, F.NOISE, F.RECORD, F.REPLAY, F.OTHER_HEAD},
-        F.IMAGES,
-        because="it is not proved with images",
-        way_out="leave it out",
-    ),
-    _refused(F.ROUTED, {F.RECORD, F.REPLAY}, because="the data say the experts of each token", way_out="leave one out"),
-    _refused(F.ROUTED, F.STAGES, because="they are not replayed with pp", way_out="use other axes"),
+    _refused({F.PACKING, F.NOISE, F.RECORD, F.REPLAY, F.OTHER_HEAD}, F.IMAGES)("it is not proved with images"),
+    _refused(F.ROUTED, {F.RECORD, F.REPLAY})("the data say the experts of each token", "leave one out"),
+    _refused(F.ROUTED, F.STAGES)("they are not replayed with pp", "use other axes"),
     # Stages of layers, tokens cut over ranks, a sharded base.
     _refused(
-        {F.RECORD, F.REPLAY, F.SAMPLES, F.TASK, F.OTHER_HEAD, F.COMPOSITE, F.TRAINED_TIED, F.LOAD, F.COMMAND},
-        F.STAGES,
-        because="it is not proved with stages of layers",
-        way_out="use pp=1",
+        {F.RECORD, F.REPLAY, F.SAMPLES, F.TASK, F.OTHER_HEAD, F.COMPOSITE, F.TRAINED_TIED, F.LOAD, F.COMMAND}, F.STAGES
+    )("it is not proved with stages of layers", "use pp=1"),
+    _refused(F.SHARDED, F.INTERLEAVE)("it is not proved with stages of layers", "use pp=1"),
+    _refused({F.TASK, F.OTHER_HEAD}, F.CONTEXT)(
+        "its head takes whole texts, of which a rank has a part", "use dp, tp and sp, which have its proofs"
     ),
-    _refused(F.SHARDED, F.INTERLEAVE, because="it is not proved with stages of layers", way_out="use pp=1"),
-    _refused(
-        {F.TASK, F.OTHER_HEAD},
-        F.CONTEXT,
-        because="its head takes whole texts, of which a rank has a part",
-        way_out="use dp, tp and sp, which have its proofs",
+    _refused(F.OTHER_ATTENTION, F.CONTEXT)("cut sequences attend by sdpa or eager", "use attn_implementation=sdpa"),
+    _refused(F.TRAINED_SHARD, F.SHARDED)(
+        "what dp_shard shards is frozen, and it shards the matrices of decoder layers",
+        "leave out dp_shard, or give it LoRA; norms, biases, embedding and head can be trained",
     ),
-    _refused(
-        F.OTHER_ATTENTION,
-        F.CONTEXT,
-        because="cut sequences attend by sdpa or eager",
-        way_out="use attn_implementation=sdpa",
-    ),
-    _refused(
-        F.TRAINED_SHARD,
-        F.SHARDED,
-        because="what dp_shard shards is frozen, and it shards the matrices of decoder layers",
-        way_out="leave out dp_shard, or give it LoRA; norms, biases, embedding and head can be trained",
-    ),
-    _refused(
-        F.WHOLE_MATRIX,
-        F.SHARDED,
-        because="it changes weights of which a rank holds a part only",
-        way_out="leave out dp_shard, or use init_lora_weights: true",
+    _refused(F.WHOLE_MATRIX, F.SHARDED)(
+        "it changes weights of which a rank holds a part only", "leave out dp_shard, or use init_lora_weights: true"
     ),
     # The adapter, and the base that it is on.
-    _refused(F.TRAINED_QUANTIZED, F.QUANTIZED, because="a quantised matrix is frozen", way_out="give it LoRA"),
-    _refused(
-        F.WHOLE_MATRIX,
-        F.QUANTIZED,
-        because="it changes the base, which is quantised",
-        way_out="use init_lora_weights: true",
+    _refused(F.TRAINED_QUANTIZED, F.QUANTIZED)("a quantised matrix is frozen", "give it LoRA"),
+    _refused(F.WHOLE_MATRIX, F.QUANTIZED)("it changes the base, which is quantised", "use init_lora_weights: true"),
+    _refused(F.WHOLE_MATRIX, F.FLOAT64)("PEFT computes it in float32", "use float32"),
+    _refused(F.BASE, F.WHOLE_MATRIX)(
+        "it needs the frozen base, which has given its principal part to the adapter", "use init_lora_weights: true"
     ),
-    _refused(F.WHOLE_MATRIX, F.FLOAT64, because="PEFT computes it in float32", way_out="use float32"),
-    _refused(
-        F.BASE,
-        F.WHOLE_MATRIX,
-        because="it needs the frozen base, which has given its principal part to the adapter",
-        way_out="use init_lora_weights: true",
+    _refused(F.BASE_ALONE, F.WHOLE_MATRIX)(
+        "the base has given its principal part to the adapter", "load the base without it"
     ),
-    _refused(
-        F.BASE_ALONE,
-        F.WHOLE_MATRIX,
-        because="the base has given its principal part to the adapter",
-        way_out="load the base without it",
+    _refused(F.ALL_BIASES, F.COMPOSITE)("text trains no bias of its tower", "use bias='lora_only'"),
+    _refused(F.SAVED_BIAS, F.ALL_BIASES)(
+        "PEFT stores its bias twice, under two names",
+        "use bias='none' or 'lora_only': modules_to_save trains that bias too",
     ),
-    _refused(F.ALL_BIASES, F.COMPOSITE, because="text trains no bias of its tower", way_out="use bias='lora_only'"),
-    _refused(
-        F.SAVED_BIAS,
-        F.ALL_BIASES,
-        because="PEFT stores its bias twice, under two names",
-        way_out="use bias='none' or 'lora_only': modules_to_save trains that bias too",
+    _refused(F.DORA, F.WHOLE_MATRIX)("the two are not proved together", "leave out one of them"),
+    _refused(F.PIECES, F.WHOLE_MATRIX)("not proved", "leave out one of them"),
+    _refused({F.DORA, F.WHOLE_MATRIX}, F.ON_EXPERTS)("PEFT has none for a parameter"),
+    _refused(F.DORA, F.RENAMED)(
+        "PEFT reads this name as a word for experts, and what it can read instead has no DoRA",
+        "leave out use_dora, or this target",
     ),
-    _refused(F.DORA, F.WHOLE_MATRIX, because="the two are not proved together", way_out="leave out one of them"),
-    _refused(F.PIECES, F.WHOLE_MATRIX, because="not proved", way_out="leave out one of them"),
-    _refused({F.DORA, F.WHOLE_MATRIX}, F.ON_EXPERTS, because="PEFT has none for a parameter", way_out="leave it out"),
-    _refused(
-        F.DORA,
-        F.RENAMED,
-        because="PEFT reads this name as a word for experts, and what it can read instead has no DoRA",
-        way_out="leave out use_dora, or this target",
+    _refused(F.DORA, F.BY_WEIGHT)("PEFT has none for a parameter", "name it in target_modules, and only there"),
+    _refused(F.WHOLE_MATRIX, F.ON_TIED_HEAD)("it shares its weight with the embedding", "use init_lora_weights: true"),
+    _refused({F.DORA, F.NAMED_INIT}, F.ON_EMBEDDING)("it is for linear layers"),
+    _refused(F.LORA_DROPOUT, F.DORA)("the two together are not supported yet", "leave lora_dropout at 0.0"),
+    _refused(F.LORA_DROPOUT, F.ON_PARAMETERS)(
+        "PEFT has no dropout for experts, routers and linears that it names as parameters",
+        "leave lora_dropout at 0.0, or leave these targets out",
     ),
-    _refused(
-        F.DORA,
-        F.BY_WEIGHT,
-        because="PEFT has none for a parameter",
-        way_out="name it in target_modules, and only there",
+    _refused(F.LORA_DROPOUT, F.ON_HEAD)(
+        "it is computed for some trained tokens at a time", "leave lora_dropout at 0.0, or leave the head out"
     ),
-    _refused(
-        F.WHOLE_MATRIX,
-        F.ON_TIED_HEAD,
-        because="it shares its weight with the embedding",
-        way_out="use init_lora_weights: true",
+    _refused(F.EIGHT_BIT, {F.ON_PARAMETERS, F.PIECES})(
+        "PEFT keeps several of these in one matrix, whose blocks of 256 elements are not those of each", _PLAIN
     ),
-    _refused({F.DORA, F.NAMED_INIT}, F.ON_EMBEDDING, because="it is for linear layers", way_out="leave it out"),
-    _refused(
-        F.LORA_DROPOUT, F.DORA, because="the two together are not supported yet", way_out="leave lora_dropout at 0.0"
+    _refused(F.EIGHT_BIT, F.ROWS)("it is not proved with them", _PLAIN),
+    _refused(F.EIGHT_BIT, F.TRAINED_EMBEDDING)(
+        "transformers leaves its moments in 32 bits, and bitsandbytes itself does not", _PLAIN
     ),
-    _refused(
-        F.LORA_DROPOUT,
-        F.ON_PARAMETERS,
-        because="PEFT has no dropout for experts, routers and linears that it names as parameters",
-        way_out="leave lora_dropout at 0.0, or leave these targets out",
-    ),
-    _refused(
-        F.LORA_DROPOUT,
-        F.ON_HEAD,
-        because="it is computed for some trained tokens at a time",
-        way_out="leave lora_dropout at 0.0, or leave the head out",
-    ),
-    _refused(
-        F.EIGHT_BIT,
-        {F.ON_PARAMETERS, F.PIECES},
-        because="PEFT keeps several of these in one matrix, whose blocks of 256 elements are not those of each",
-        way_out=_PLAIN,
-    ),
-    _refused(F.EIGHT_BIT, F.ROWS, because="it is not proved with them", way_out=_PLAIN),
-    _refused(
-        F.EIGHT_BIT,
-        F.TRAINED_EMBEDDING,
-        because="transformers leaves its moments in 32 bits, and bitsandbytes itself does not",
-        way_out=_PLAIN,
-    ),
-    _refused(
-        F.LORA_FA,
-        {F.COPIES, F.ROWS, F.DORA, F.ON_EMBEDDING, F.ON_PARAMETERS, F.PIECES},
-        because="PEFT's optimizer pairs one A with one B of a linear, and would take other parameters for these",
-        way_out=_PLAIN,
+    _refused(F.LORA_FA, {F.COPIES, F.ROWS, F.DORA, F.ON_EMBEDDING, F.ON_PARAMETERS, F.PIECES})(
+        "PEFT's optimizer pairs one A with one B of a linear, and would take other parameters for these", _PLAIN
     ),
     # Several adapters at once.
     _refused(
         {F.ROUTER_LOSS, F.TRACKERS, F.RECORD, F.REPLAY, F.FOLLOWED, F.RL, F.OTHER_HEAD, F.EIGHT_BIT, F.IMAGES}
         | {F.ROUTED, F.BIASES, F.SAVED, F.ROWS, F.WHOLE_MATRIX, F.ON_ROUTER, F.RESUMED},
         F.ADAPTERS,
-        because="it is not proved with several adapters",
-        way_out=_ALONE,
+    )("it is not proved with several adapters", _ALONE),
+    _refused(F.FLOAT16, F.ADAPTERS)("their loss scale is not proved", "use bfloat16"),
+    _refused(F.REFERENCE, F.ADAPTERS)(
+        "it is not proved with several adapters", "use reference: base, or train the adapters one by one"
     ),
-    _refused(F.FLOAT16, F.ADAPTERS, because="their loss scale is not proved", way_out="use bfloat16"),
-    _refused(
-        F.REFERENCE,
-        F.ADAPTERS,
-        because="it is not proved with several adapters",
-        way_out="use reference: base, or train the adapters one by one",
-    ),
-    _refused(
-        F.RESUMED_FOLDER,
-        F.ADAPTERS,
-        because="each of several adapters has checkpoints of its own",
-        way_out="use --resume auto",
-    ),
+    _refused(F.RESUMED_FOLDER, F.ADAPTERS)("each of several adapters has checkpoints of its own", "use --resume auto"),
     # Proofs and plans.
-    _refused(
-        F.ADAPTERS, F.SCHEDULE, F.PROOF, because="several adapters are not proved with it", way_out="leave it out"
+    _refused(F.ADAPTERS, F.SCHEDULE, F.PROOF)("several adapters are not proved with it"),
+    _refused(F.ADAPTERS, {F.ROUNDED, F.ON_GPU, F.WHOLE_MODEL})(
+        "several adapters are proved on twins, in float64, on CPUs", "give --family or --twin, and --device cpu"
     ),
-    _refused(
-        F.ADAPTERS,
-        {F.ROUNDED, F.ON_GPU, F.WHOLE_MODEL},
-        because="several adapters are proved on twins, in float64, on CPUs",
-        way_out="give --family or --twin, and --device cpu",
+    _refused(F.EIGHT_BIT, {F.ROUNDED, F.ON_GPU})(
+        "rounding moves codes, as a fault would", "prove it in float64 on CPUs: --device cpu"
     ),
-    _refused(
-        F.EIGHT_BIT,
-        {F.ROUNDED, F.ON_GPU},
-        because="rounding moves codes, as a fault would",
-        way_out="prove it in float64 on CPUs: --device cpu",
+    _refused(F.BASE, F.EXPERTS, F.ROUNDED)(
+        "routing is replayed below float64, and the frozen base routes by itself", "use float64"
     ),
-    _refused(
-        F.BASE,
-        F.EXPERTS,
-        F.ROUNDED,
-        because="routing is replayed below float64, and the frozen base routes by itself",
-        way_out="use float64",
-    ),
-    _refused(F.PARTS, F.PROOF, because="it is proved of the adapter of the run alone", way_out="use reference: start"),
-    _refused(
-        F.PLAN,
-        {F.ADAPTERS, F.COMPARED, F.FLOAT64},
-        because="plans are of one adapter, train.objective=sft, at most four bytes",
+    _refused(F.PARTS, F.PROOF)("it is proved of the adapter of the run alone", "use reference: start"),
+    _refused(F.PLAN, {F.ADAPTERS, F.COMPARED, F.FLOAT64})(
+        "plans are of one adapter, train.objective=sft, at most four bytes", ""
     ),
     # Loops and trainers of others.
-    _refused(F.TRAINER, F.STAGES, because="its loop has no turns of stages", way_out="use meshlora train"),
-    _refused(F.LABELS, F.STAGES, because="only its last stage has a loss", way_out="use pp=1"),
-    _refused(
-        F.ROUTER_LOGITS,
-        F.MESH,
-        because="the load-balancing loss of Hugging Face's models is that of each rank's own tokens",
-        way_out="leave it out, or use meshlora train",
+    _refused(F.TRAINER, F.STAGES)("its loop has no turns of stages", "use meshlora train"),
+    _refused(F.LABELS, F.STAGES)("only its last stage has a loss", "use pp=1"),
+    _refused(F.ROUTER_LOGITS, F.MESH)(
+        "the load-balancing loss of Hugging Face's models is that of each rank's own tokens",
+        "leave it out, or use meshlora train",
     ),
-    _refused(F.ARGUMENT, F.MESH, because="it is not proved on a mesh", way_out="leave it out"),
-    _refused(
-        F.WHOLE_OPTIMIZER,
-        F.MESH,
-        because="it uses whole matrices, or rounds their blocks, and a rank has a part of each",
-        way_out="use torch's AdamW, Adam, SGD, Adagrad or RMSprop",
+    _refused(F.ARGUMENT, F.MESH)("it is not proved on a mesh"),
+    _refused(F.WHOLE_OPTIMIZER, F.MESH)(
+        "it uses whole matrices, or rounds their blocks, and a rank has a part of each",
+        "use torch's AdamW, Adam, SGD, Adagrad or RMSprop",
     ),
-    _refused(
-        F.LOSS_SCALE,
-        F.MESH,
-        because="its loss scale would be that of each rank's own gradients",
-        way_out="load the model with dtype='bfloat16' or 'float32'",
+    _refused(F.LOSS_SCALE, F.MESH)(
+        "its loss scale would be that of each rank's own gradients", "load the model with dtype='bfloat16' or 'float32'"
     ),
-    _refused(
-        F.BY_LENGTH,
-        F.DP,
-        because="it orders the rows by the batch of one process, and dp ranks share one",
-        way_out="use random, or dp=1",
+    _refused(F.BY_LENGTH, F.DP)(
+        "it orders the rows by the batch of one process, and dp ranks share one", "use random, or dp=1"
     ),
-    _refused(
-        F.UNSIZED,
-        F.DP,
-        because="its last rows are not proved to be counted once",
-        way_out="use one with a length, or dp=1",
+    _refused(F.UNSIZED, F.DP)("its last rows are not proved to be counted once", "use one with a length, or dp=1"),
+    _refused(F.OWN_MEAN, F.DP)("its loss is a mean of a rank's own rows, and ranks have unequal shares", "use dp=1"),
+    _refused(F.OWN_LOSS, F.DP)(
+        "a mean of a rank's own rows is not that of all",
+        "divide by num_items_in_batch and set loss_is_scaled_for_ga = True, or use dp=1",
     ),
-    _refused(
-        F.OWN_MEAN,
-        F.DP,
-        because="its loss is a mean of a rank's own rows, and ranks have unequal shares",
-        way_out="use dp=1",
+    _refused(F.MANAGER, F.MESH)("requests that come one by one are not proved on a mesh", "use model.generate_batch"),
+    _refused(F.EVALUATED, F.OTHER_HEAD)("such a model writes no text"),
+    _refused(F.SAMPLED, F.GPT2_BEAM)("that search draws nothing", "give one of them"),
+    _refused(F.PROBABILITIES, {F.BEAMS, F.GPT2_BEAM})("a beam is searched for, not drawn", "set generate.num_beams: 1"),
+    _refused(F.EIGHT_BIT, F.FLOAT64, F.GPU)(
+        "the kernels of bitsandbytes on GPUs have no float64", "use model.dtype: float32"
     ),
-    _refused(
-        F.OWN_LOSS,
-        F.DP,
-        because="a mean of a rank's own rows is not that of all",
-        way_out="divide by num_items_in_batch and set loss_is_scaled_for_ga = True, or use dp=1",
+    _refused(F.GENERATE, F.STAGES)(
+        "a token would pass all stages before the next can begin, and no order of stages is made for it",
+        "use pp=1, with as many tp or dp ranks",
     ),
-    _refused(
-        F.MANAGER,
-        F.MESH,
-        because="requests that come one by one are not proved on a mesh",
-        way_out="use model.generate_batch",
+    _refused(F.BATCHED, F.STAGES)("a token would pass all stages before the next can begin", "use model.generate"),
+    _refused(F.BATCHED, F.CONTEXT)("it brings an attention of its own", "use model.generate"),
+    _refused(F.SCORES, {F.CONTEXT, F.STAGES})(
+        "its ranks have a part of the tokens or layers each", "use dp, tp and sp"
     ),
-    _refused(F.EVALUATED, F.OTHER_HEAD, because="such a model writes no text", way_out="leave it out"),
-    _refused(F.SAMPLED, F.GPT2_BEAM, because="that search draws nothing", way_out="give one of them"),
-    _refused(
-        F.PROBABILITIES,
-        {F.BEAMS, F.GPT2_BEAM},
-        because="a beam is searched for, not drawn",
-        way_out="set generate.num_beams: 1",
+    _refused(F.TRL, {F.DP, F.CONTEXT, F.STAGES})(
+        "TRL gathers over processes by itself, which is proved for the ranks of one replica alone",
+        "use tp, or MeshTrainer, or meshlora train",
     ),
-    _refused(
-        F.EIGHT_BIT,
-        F.FLOAT64,
-        F.GPU,
-        because="the kernels of bitsandbytes on GPUs have no float64",
-        way_out="use model.dtype: float32",
+    _refused(F.TRL_SAMPLES, F.LORA_DROPOUT)(
+        "what is generated, and the reference, run in training mode, with dropout of their own",
+        "use an adapter with lora_dropout=0",
     ),
-    _refused(
-        F.GENERATE,
-        F.STAGES,
-        because="a token would pass all stages before the next can begin, and no order of stages is made for it",
-        way_out="use pp=1, with as many tp or dp ranks",
-    ),
-    _refused(
-        F.BATCHED,
-        F.STAGES,
-        because="a token would pass all stages before the next can begin",
-        way_out="use model.generate",
-    ),
-    _refused(F.BATCHED, F.CONTEXT, because="it brings an attention of its own", way_out="use model.generate"),
-    _refused(
-        F.SCORES,
-        {F.CONTEXT, F.STAGES},
-        because="its ranks have a part of the tokens or layers each",
-        way_out="use dp, tp and sp",
-    ),
-    _refused(
-        F.TRL,
-        {F.DP, F.CONTEXT, F.STAGES},
-        because="TRL gathers over processes by itself, which is proved for the ranks of one replica alone",
-        way_out="use tp, or MeshTrainer, or meshlora train",
-    ),
-    _refused(
-        F.TRL_SAMPLES,
-        F.LORA_DROPOUT,
-        because="what is generated, and the reference, run in training mode, with dropout of their own",
-        way_out="use an adapter with lora_dropout=0",
-    ),
-    _refused(F.HIDDEN_STATES, F.SEQUENCE, because="a rank has a part of them only", way_out="use tp=1 for it"),
-    _refused(F.ATTENTIONS, F.TENSOR, because="a rank has a part of them only", way_out="use tp=1 for it"),
+    _refused(F.HIDDEN_STATES, F.SEQUENCE)("a rank has a part of them only", "use tp=1 for it"),
+    _refused(F.ATTENTIONS, F.TENSOR)("a rank has a part of them only", "use tp=1 for it"),
 )
 
 # Every feature is in one of these by name: one that is in none goes with nothing.
