@@ -16,6 +16,7 @@ from typing import Any
 Asked = Mapping[str, Any]
 
 _TASK = "CAUSAL_LM"  # as `meshlora_ground.tasks.CAUSAL`
+_KIND = "{key}={0.kind}"  # how a message says an objective
 
 
 def _is(value: object) -> Callable[[Any], bool]:
@@ -89,29 +90,19 @@ class Feature(Enum):
     TRAINED_EMBEDDING = "the embedding in modules_to_save", bool, "the embedding in `modules_to_save`"
 
     # The objective.
-    COMPARED = "train.objective", lambda given: given.reader != "text", "any objective but sft", "{key}={0.kind}"
-    PAIRS = "train.objective", lambda given: given.unit == "pair", "objectives of pairs", "{key}={0.kind}"
-    RECORDS = "train.objective", lambda given: given.unit == "record", "objectives of records", "{key}={0.kind}"
+    COMPARED = "train.objective", lambda given: given.reader != "text", "any objective but sft", _KIND
+    PAIRS = "train.objective", lambda given: given.unit == "pair", "objectives of pairs", _KIND
+    RECORDS = "train.objective", lambda given: given.unit == "record", "objectives of records", _KIND
     SEQUENCES = (
         "train.objective",
         lambda given: getattr(given, "ratio", "") == "sequence" or getattr(given, "mean_over", "token") != "token",
         "policy gradients of whole sequences",
-        "{key}={0.kind}",
+        _KIND,
     )
-    OTHER_HEAD = (
-        "train.objective",
-        lambda given: given.task != _TASK,
-        "classify, classify_tokens, embed",
-        "{key}={0.kind}",
-    )
-    BASE = "train.objective", lambda given: given.needs_base, "objectives with a frozen policy", "{key}={0.kind}"
-    NO_GRPO = "train.objective", lambda given: given.kind != "grpo", "any objective but grpo", "{key}={0.kind}"
-    NO_ROLLOUTS = (
-        "train.objective",
-        lambda given: not given.is_of_rollouts,
-        "objectives without rollouts",
-        "{key}={0.kind}",
-    )
+    OTHER_HEAD = "train.objective", lambda given: given.task != _TASK, "classify, classify_tokens, embed", _KIND
+    BASE = "train.objective", lambda given: given.needs_base, "objectives with a frozen policy", _KIND
+    NO_GRPO = "train.objective", lambda given: given.kind != "grpo", "any objective but grpo", _KIND
+    NO_ROLLOUTS = "train.objective", lambda given: not given.is_of_rollouts, "objectives without rollouts", _KIND
     UNCORRECTED = (
         "train.objective",
         lambda given: given.is_of_rollouts and given.importance_cap is None,
@@ -122,7 +113,7 @@ class Feature(Enum):
         "train.objective",
         lambda given: given.reader not in ("text", "pairs", "feedback"),
         "objectives that compare rows, or have labels",
-        "{key}={0.kind}",
+        _KIND,
     )
     REFERENCE = "reference", bool, "a reference that is an adapter", "{key}: {}"
 
@@ -171,12 +162,7 @@ class Feature(Enum):
     ENGINE = "rl", lambda given: given.is_engine, "rl with an engine", "rl.source={0.source}"
     RECORDED = "rl", lambda given: given.is_folder, "rl of recorded rollouts", "recorded rollouts"
     PUBLISHED = "rl", lambda given: bool(given.publish_to), "`rl.publish_to`", "rl.publish_to"
-    TEMPERATURE = (
-        "rl",
-        lambda given: given.temperature != 1.0,
-        "`rl.temperature` but 1",
-        "rl.temperature={0.temperature:g}",
-    )
+    TEMPERATURE = "rl", lambda rl: rl.temperature != 1.0, "`rl.temperature` but 1", "rl.temperature={0.temperature:g}"
     OLDER = (
         "rl",
         lambda given: max(given.publish_every, given.updates) > 1,

@@ -33,39 +33,14 @@ from meshlora.plan.rules import ExpertRule, ModelPlan
 from meshlora_ground.compat.peft_targets import refuse_mamba_targets
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 
-SUPPORTED = {
-    "r",
-    "lora_alpha",
-    "lora_dropout",
-    "use_rslora",
-    "target_modules",
-    "exclude_modules",
-    "layers_to_transform",
-    "layers_pattern",
-    "rank_pattern",
-    "alpha_pattern",
-    "init_lora_weights",
-    "use_dora",
-    "bias",
-    "modules_to_save",
-    "fan_in_fan_out",
-    "pieces",
-    "target_parameters",
-    "trainable_token_indices",
-    "share_experts",
-    "vision",
-}
+# How an adapter is computed, what it is on, and what we have beside PEFT.
+SUPPORTED = {"r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "init_lora_weights", "rank_pattern"}
+SUPPORTED |= {"alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "bias"}
+SUPPORTED |= {"modules_to_save", "target_parameters", "trainable_token_indices", "fan_in_fan_out"}
+SUPPORTED |= {"pieces", "share_experts", "vision"}
 # The origin of an adapter, or how PEFT runs it; no effect on training.
-DESCRIPTIVE = {
-    "task_type",
-    "peft_type",
-    "auto_mapping",
-    "peft_version",
-    "base_model_name_or_path",
-    "revision",
-    "inference_mode",
-    "runtime_config",
-}
+DESCRIPTIVE = {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"}
+DESCRIPTIVE |= {"inference_mode", "runtime_config"}
 # Elements that any adapter may have: a gigabyte with optimizer state.
 _SMALL = 2**26
 _INITS = (True, False, "gaussian", "pissa", "olora")

@@ -33,10 +33,6 @@ _WIDE = ("self_attn.q_norm", "self_attn.k_norm")
 _SINKS = {"self_attn.sinks": 0}
 
 _LLAMA = FamilyPlan({**_ATTENTION, **_DENSE})
-_GLM = FamilyPlan({**_ATTENTION, **_FUSED})
-_GPT2 = FamilyPlan({"attn.c_attn": fused("q k v"), "attn.c_proj": ROW, **_GPT_MLP}, local={"attn": ("split_size",)})
-_OLMO2 = FamilyPlan(_LLAMA.leaves, wide_norms=_WIDE)
-_HYBRID = FamilyPlan({**_ATTENTION, **gated_mlp("feed_forward")})  # beside mixers: those of jamba stay whole
 _LFM2 = FamilyPlan(
     {
         **separate("self_attn", out="out_proj"),
@@ -46,15 +42,8 @@ _LFM2 = FamilyPlan(
     },
     parameters={"conv.conv.weight": 0, "conv.conv.bias": 0},
 )
-_ATTENTION_ALONE = FamilyPlan(_ATTENTION)
-_WIDE_ATTENTION = FamilyPlan(_ATTENTION, wide_norms=_WIDE)
 _GRANITE_MOE = FamilyPlan({**_ATTENTION, **fused_mlp("shared_mlp", "input_linear", "output_linear")})
 _LATENT_MOE = FamilyPlan({**_LATENT, **_DENSE, **_SHARED})
-_ATTENTION_MOE = FamilyPlan({**_ATTENTION, **_DENSE, **_SHARED})
-# Families whose attention is kept whole.
-_DENSE_ALONE = FamilyPlan(_DENSE)
-_MLPS = FamilyPlan({**_DENSE, **_SHARED})
-_WHOLE = FamilyPlan({})  # no part of a layer can be split exactly, only the vocabulary
 
 
 def _gpt_bigcode(config: Any) -> FamilyPlan:
@@ -78,11 +67,30 @@ def _falcon(config: Any) -> FamilyPlan:
 
 
 _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
+    # Of several families.
+    **dict.fromkeys(("emu3_text_model", "hunyuan_v1_dense", "qwen3_vl_text", "stablelm"), _LLAMA),
+    **dict.fromkeys(("glm", "glm4", "glm4v_text", "glm_ocr_text"), FamilyPlan({**_ATTENTION, **_FUSED})),
+    **dict.fromkeys(
+        ("gpt2", "openai-gpt"),
+        FamilyPlan({"attn.c_attn": fused("q k v"), "attn.c_proj": ROW, **_GPT_MLP}, local={"attn": ("split_size",)}),
+    ),
+    **dict.fromkeys(("olmo2", "olmo3", "olmo_hybrid"), FamilyPlan(_LLAMA.leaves, wide_norms=_WIDE)),
+    # Beside mixers: those of jamba stay whole.
+    **dict.fromkeys(("bamba", "falcon_h1", "jamba"), FamilyPlan({**_ATTENTION, **gated_mlp("feed_forward")})),
+    **dict.fromkeys(("lfm2", "lfm2_moe"), _LFM2),
+    **dict.fromkeys(("granitemoe", "phimoe"), FamilyPlan(_ATTENTION)),
+    **dict.fromkeys(("flex_olmo", "minimax_m2", "olmoe"), FamilyPlan(_ATTENTION, wide_norms=_WIDE)),
+    **dict.fromkeys(("granitemoehybrid", "granitemoeshared"), _GRANITE_MOE),
+    **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite", "kimi_linear"), _LATENT_MOE),
+    **dict.fromkeys(("cohere2_moe", "exaone_moe"), FamilyPlan({**_ATTENTION, **_DENSE, **_SHARED})),
+    # Their attention is kept whole.
+    **dict.fromkeys(("doge", "inkling_text"), FamilyPlan(_DENSE)),
+    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa"), FamilyPlan({**_DENSE, **_SHARED})),
+    # No part of a layer can be split exactly, only the vocabulary.
+    **dict.fromkeys(("falcon_mamba", "inkling2_text", "mamba", "mamba2", "rwkv", "xlstm"), FamilyPlan({})),
+    # Of one.
     "afmoe": FamilyPlan({**_GATED_ATTENTION, **_DENSE, **_SHARED}),
-    "axk1": _LATENT_MOE,
-    "axk2": _MLPS,
     "bailing_hybrid": FamilyPlan({**_LATENT_MOE.leaves, "self_attn.g_proj": COLUMN}),
-    "bamba": _HYBRID,
     "beam": FamilyPlan({**_GATED_ATTENTION, **_DENSE}, parameters={"self_attn.gate_bias": 0}),
     "biogpt": FamilyPlan({**separate("self_attn", out="out_proj"), **_LAYER_MLP}),
     "bitnet": FamilyPlan(_LLAMA.leaves, wide_norms=("self_attn.attn_sub_norm", "mlp.ffn_sub_norm")),
@@ -96,12 +104,9 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
         {"attn.qkv_proj": fused("q v k", groups=4, local_groups=4), "attn.out_proj": ROW, **_CODEGEN_MLP}
     ),
     "cohere": FamilyPlan(_LLAMA.leaves, parameters={"self_attn.q_norm.weight": 0, "self_attn.k_norm.weight": 0}),
-    "cohere2_moe": _ATTENTION_MOE,
     "ctrl": FamilyPlan(
         {**separate("multi_head_attention", names="Wq Wk Wv", out="dense"), "ffn.0": COLUMN, "ffn.2": ROW}
     ),
-    "deepseek_v3": _LATENT_MOE,
-    "deepseek_v32": _MLPS,
     "diffllama": FamilyPlan(
         # Head i is paired with head i + heads/2, so each half is split separately.
         {
@@ -113,22 +118,8 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
         },
         whole=tuple(f"self_attn.lambda_{name}" for name in ("q1", "k1", "q2", "k2")),
     ),
-    "doge": _DENSE_ALONE,
-    "dots3_note_text": _MLPS,
-    "emu3_text_model": _LLAMA,
-    "exaone_moe": _ATTENTION_MOE,
     "falcon": _falcon,
-    "falcon_h1": _HYBRID,
-    "falcon_mamba": _WHOLE,
-    "flex_olmo": _WIDE_ATTENTION,
     "flint": FamilyPlan({**_ATTENTION, **_DENSE, **_ONE_SHARED}, parameters=_SINKS),
-    "glm": _GLM,
-    "glm4": _GLM,
-    "glm4_moe_lite": _LATENT_MOE,
-    "glm4v_text": _GLM,
-    "glm_ocr_text": _GLM,
-    "glm_moe_dsa": _MLPS,
-    "gpt2": _GPT2,
     "gpt_bigcode": _gpt_bigcode,
     "gpt_neo": FamilyPlan({**separate("attn.attention", out="out_proj"), **_GPT_MLP}),
     "gpt_neox": FamilyPlan({"attention.query_key_value": _PER_HEAD, "attention.dense": ROW, **_DENSE_MLP}),
@@ -139,27 +130,14 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     "gpt_oss": FamilyPlan(_ATTENTION, parameters=_SINKS),
     "gptj": FamilyPlan({**separate("attn", out="out_proj"), **_CODEGEN_MLP}),
     "granite_swa": FamilyPlan(_LLAMA.leaves, parameters=_SINKS),
-    "granitemoe": _ATTENTION_ALONE,
     "granitemoe_swa": FamilyPlan(_GRANITE_MOE.leaves, parameters=_SINKS),
-    "granitemoehybrid": _GRANITE_MOE,
-    "granitemoeshared": _GRANITE_MOE,
-    "hunyuan_v1_dense": _LLAMA,
     "hunyuan_v1_moe": FamilyPlan({**_ATTENTION, **gated_mlp("mlp.shared_mlp")}),
-    "inkling2_text": _WHOLE,
-    "inkling_text": _DENSE_ALONE,
-    "jamba": _HYBRID,
-    "kimi_linear": _LATENT_MOE,
-    "lfm2": _LFM2,
-    "lfm2_moe": _LFM2,
     "lfm3": FamilyPlan(
         {**_LFM2.leaves, "self_attn.g_proj": COLUMN, "self_attn.o_proj": ROW}, parameters=_LFM2.parameters
     ),
     "llama4_text": FamilyPlan({**_ATTENTION, **gated_mlp("feed_forward"), **gated_mlp("feed_forward.shared_expert")}),
-    "mamba": _WHOLE,
-    "mamba2": _WHOLE,
     "mimo_v2_flash": FamilyPlan({**_ATTENTION, **_DENSE}, parameters=_SINKS),
     "minicpm3": FamilyPlan({**separate("self_attn", names="q_b_proj q_proj kv_b_proj"), **_DENSE}),
-    "minimax_m2": _WIDE_ATTENTION,
     "minimax_m3_vl_text": FamilyPlan({**_FUSED, **fused_mlp("mlp.shared_experts", "gate_up_proj", "down_proj")}),
     "modernbert-decoder": FamilyPlan({**separate("attn", out="Wo"), **fused_mlp("mlp", "Wi", "Wo")}),
     "moshi": FamilyPlan(
@@ -177,17 +155,10 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     "nemotron_h": FamilyPlan(
         {
             **separate("mixer"),
-            "mixer.up_proj": COLUMN,
-            "mixer.down_proj": ROW,
-            "mixer.shared_experts.up_proj": COLUMN,
-            "mixer.shared_experts.down_proj": ROW,
+            **gated_mlp("mixer", names="up_proj down_proj"),
+            **gated_mlp("mixer.shared_experts", names="up_proj down_proj"),
         }
     ),
-    "olmo2": _OLMO2,
-    "olmo3": _OLMO2,
-    "olmo_hybrid": _OLMO2,
-    "olmoe": _WIDE_ATTENTION,
-    "openai-gpt": _GPT2,
     "opt": FamilyPlan(
         {**separate("self_attn", out="out_proj"), **_LAYER_MLP}, after=("final_layer_norm", "project_out")
     ),
@@ -196,15 +167,10 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
         {"self_attn.qkv_proj": fused("q k v"), "self_attn.o_proj": ROW, **_FUSED},
         local={"self_attn": ("config.num_attention_heads",)},
     ),
-    "phimoe": _ATTENTION_ALONE,
     "qwen2_moe": FamilyPlan({**_ATTENTION, **_DENSE, **_ONE_SHARED}),
-    "qwen3_vl_text": _LLAMA,
     "qwen4_exp_text": FamilyPlan(_ONE_SHARED),
     "recurrent_gemma": FamilyPlan(gated_mlp("mlp_block")),
-    "rwkv": _WHOLE,
     "solar_open": FamilyPlan({**_ATTENTION, **_SHARED}),
-    "stablelm": _LLAMA,
-    "xlstm": _WHOLE,
 }
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from meshlora.plan.families.family import Leaf
+from meshlora.plan.families.family import Leaf, fused
 from meshlora.plan.layout import Layout, Piece, Split
 
 
@@ -103,24 +103,14 @@ def _int(module: nn.Module, name: str | int) -> int:
     return value
 
 
-def _column(pieces: str, groups: int | str = 1) -> Leaf:
-    return Leaf(Split.COLUMN, pieces, groups)
-
-
 def _row(pieces: str) -> Leaf:
     return Leaf(Split.ROW, pieces)
 
 
 _KEYS, _VALUES, _ONE = ("num_k_heads", "head_k_dim"), ("num_v_heads", "head_v_dim"), ("num_v_heads", 1)
 _HEADS, _GROUPS = ("num_heads", "head_dim"), ("n_groups", "ssm_state_size")
-_DELTA_PIECES: dict[str, tuple[str, str | int]] = {
-    "q": _KEYS,
-    "k": _KEYS,
-    "v": _VALUES,
-    "z": _VALUES,
-    "b": _ONE,
-    "a": _ONE,
-}
+_Pieces = dict[str, tuple[str, str | int]]
+_DELTA_PIECES: _Pieces = {**dict.fromkeys("qk", _KEYS), **dict.fromkeys("vz", _VALUES), **dict.fromkeys("ba", _ONE)}
 _DELTA_PARAMETERS = {"conv1d.weight": (0, "q k v"), "dt_bias": (0, "a"), "A_log": (0, "a")}
 _DELTA_STATE = ("num_v_heads", "head_k_dim", "head_v_dim")
 _DELTA_WIDTHS = {"key_dim": "k", "value_dim": "v", "conv_dim": "q k v"}
@@ -133,24 +123,24 @@ def _delta_net(leaves: Mapping[str, Leaf]) -> Mixer:
 # By key head: its query, itself, then the values and gates that it serves.
 _FUSED_DELTA = _delta_net(
     {
-        "in_proj_qkvz": _column("q k v z", "num_k_heads"),
-        "in_proj_ba": _column("b a", "num_k_heads"),
+        "in_proj_qkvz": fused("q k v z", groups="num_k_heads"),
+        "in_proj_ba": fused("b a", groups="num_k_heads"),
         "out_proj": _row("v"),
     }
 )
 _DELTA = _delta_net(
     {
-        "in_proj_qkv": _column("q k v"),
-        "in_proj_z": _column("z"),
-        "in_proj_b": _column("b"),
-        "in_proj_a": _column("a"),
+        "in_proj_qkv": fused("q k v"),
+        "in_proj_z": fused("z"),
+        "in_proj_b": fused("b"),
+        "in_proj_a": fused("a"),
         "out_proj": _row("v"),
     }
 )
 _SEPARATE_DELTA = _delta_net(
-    {**{f"{name}_proj": _column(name) for name in "qkvba"}, "g_proj": _column("z"), "o_proj": _row("v")}
+    {**{f"{name}_proj": fused(name) for name in "qkvba"}, "g_proj": fused("z"), "o_proj": _row("v")}
 )
-_KIMI_PIECES: dict[str, tuple[str, str | int]] = {**dict.fromkeys("qkvgz", _HEADS), "b": ("num_heads", 1)}
+_KIMI_PIECES: _Pieces = {**dict.fromkeys("qkvgz", _HEADS), "b": ("num_heads", 1)}
 
 
 def _kimi_delta(*, decay: str, gate: str, dim: int) -> Mixer:
@@ -158,9 +148,9 @@ def _kimi_delta(*, decay: str, gate: str, dim: int) -> Mixer:
     return Mixer(
         _KIMI_PIECES,
         {
-            **{f"{name}_proj": _column(name) for name in "qkvb"},
-            f"forget_gate.{decay}": _column("g"),
-            gate: _column("z"),
+            **{f"{name}_proj": fused(name) for name in "qkvb"},
+            f"forget_gate.{decay}": fused("g"),
+            gate: fused("z"),
             "o_proj": _row("v"),
         },
         {"conv1d.weight": (0, "q k v"), "forget_gate.dt_bias": (0, "g"), "forget_gate.A_log": (dim, "b")},
@@ -171,7 +161,7 @@ def _kimi_delta(*, decay: str, gate: str, dim: int) -> Mixer:
 
 _MAMBA2 = Mixer(
     {"z": _HEADS, "x": _HEADS, "B": _GROUPS, "C": _GROUPS, "dt": ("num_heads", 1)},
-    {"in_proj": _column("z x B C dt"), "out_proj": _row("x")},
+    {"in_proj": fused("z x B C dt"), "out_proj": _row("x")},
     {
         "conv1d.weight": (0, "x B C"),
         "conv1d.bias": (0, "x B C"),
@@ -187,17 +177,11 @@ _MAMBA2 = Mixer(
 
 MIXERS: dict[str, tuple[str, Mixer]] = {
     "bailing_hybrid": ("self_attn", _kimi_delta(decay="f_proj", gate="g_proj", dim=0)),
-    "bamba": ("mamba", _MAMBA2),
-    "falcon_h1": ("mamba", _MAMBA2),
-    "granitemoehybrid": ("mamba", _MAMBA2),
+    **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), ("mamba", _MAMBA2)),
     "kimi_linear": ("self_attn", _kimi_delta(decay="f_b_proj", gate="g_b_proj", dim=2)),  # of low rank
-    "mamba2": ("mixer", _MAMBA2),
-    "nemotron_h": ("mixer", _MAMBA2),
+    **dict.fromkeys(("mamba2", "nemotron_h"), ("mixer", _MAMBA2)),
     "olmo_hybrid": ("linear_attn", _SEPARATE_DELTA),
-    "qwen3_5": ("linear_attn", _DELTA),
-    "qwen3_5_moe": ("linear_attn", _DELTA),
-    "qwen3_5_moe_text": ("linear_attn", _DELTA),
-    "qwen3_5_text": ("linear_attn", _DELTA),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"), ("linear_attn", _DELTA)),
     "qwen3_next": ("linear_attn", _FUSED_DELTA),
 }
 
