@@ -12,7 +12,7 @@ import torch
 
 from meshlora.run.config.file import read_run
 from meshlora.run.together import prepare_run
-from meshlora.train.packing import packed_share
+from meshlora.train.packing import packed_rows
 from meshlora.wings.experts.routing import step_file
 from meshlora_ground.routing import RoutingRecord
 from meshlora_judge.compare import compare_adapters
@@ -56,14 +56,9 @@ def test_packed_run_is_the_run_one_sequence_a_row(
 def test_rows_hold_several_sequences(folder: Path) -> None:
     """What the runs above compare: fewer rows than sequences, and positions that begin again."""
     run = prepare_run(read_run(dense.run_file(folder, "rows", "", data__packing=True)))
-    rows = packed_share(
-        [len(run.train_data[int(i)].input_ids) for i in run.batches.batch(0)],
-        dp_rank=0,
-        dp_size=1,
-        micro_batch_size=1,
-        row_length=run.config.data.max_length,
-    )
-    assert sum(len(row) for micro in rows for row in micro) == 7
+    lengths = [len(run.train_data[int(i)].input_ids) for i in run.batches.batch(0)]
+    (rows,) = packed_rows(lengths, 1, run.config.data.max_length)
+    assert sum(map(len, rows)) == 7
     assert len(rows) < 7
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
 from meshlora.train.batch import IGNORED
+from meshlora.train.batches import Batching
 from meshlora.train.collation import collate
-from meshlora.train.packing import joined, packed_share, with_positions
+from meshlora.train.packing import Rows, joined, packed_rows, with_positions
 from meshlora_ground.dataset import Sequence
 from tests.for_each import for_each
 
@@ -18,15 +22,19 @@ def _lengths(number: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(1, ROW + 1, number).tolist()
 
 
+def _share(lengths: list[int], *, rank: int, dp: int, micro_batch_size: int) -> list[Rows]:
+    mesh: Any = SimpleNamespace(dp=SimpleNamespace(rank=rank, size=dp))
+    data: Any = SimpleNamespace(offsets=np.cumsum([0, *lengths]))
+    batching = Batching(mesh, micro_batch_size, pad_token_id=0, row_length=ROW)
+    return [[row for _, row in micro] for micro in batching.rows([(data, np.arange(len(lengths)))])]
+
+
 @for_each("micro_batch_size", [1, 3])
 @for_each("dp", [1, 2, 3, 5])
 @for_each("number", [1, 4, 57])
 def test_every_sequence_is_in_one_row_of_one_rank(number: int, dp: int, micro_batch_size: int) -> None:
     lengths = _lengths(number)
-    shares = [
-        packed_share(lengths, dp_rank=rank, dp_size=dp, micro_batch_size=micro_batch_size, row_length=ROW)
-        for rank in range(dp)
-    ]
+    shares = [_share(lengths, rank=rank, dp=dp, micro_batch_size=micro_batch_size) for rank in range(dp)]
     places = [place for share in shares for micro in share for row in micro for place in row]
     assert sorted(places) == list(range(number))
     assert len({len(share) for share in shares}) == 1, "the same number of micro-batches, for their collectives"
@@ -38,19 +46,17 @@ def test_every_sequence_is_in_one_row_of_one_rank(number: int, dp: int, micro_ba
 
 
 def test_ranks_are_even_in_tokens_and_not_in_sequences() -> None:
-    shares = [packed_share([6, 2, 2, 2], dp_rank=rank, dp_size=2, micro_batch_size=4, row_length=6) for rank in (0, 1)]
-    assert shares == [[[[0]]], [[[1, 2, 3]]]]
+    assert packed_rows([6, 2, 2, 2], 2, 6) == [[[0]], [[1, 2, 3]]]
 
 
 def test_rows_are_fuller_than_without() -> None:
     lengths = _lengths(200)
-    (share,) = [packed_share(lengths, dp_rank=0, dp_size=1, micro_batch_size=1, row_length=ROW)]
-    assert len(share) * ROW < 1.1 * sum(lengths)
+    (rows,) = packed_rows(lengths, 1, ROW)
+    assert len(rows) * ROW < 1.1 * sum(lengths)
 
 
 def test_sequence_longer_than_a_row_is_alone() -> None:
-    (micro,) = packed_share([5, 9, 3], dp_rank=0, dp_size=1, micro_batch_size=8, row_length=8)
-    assert micro == [[1], [0, 2]]
+    assert packed_rows([5, 9, 3], 1, 8) == [[[1], [0, 2]]]
 
 
 def _sequence(*ids: int, trained_from: int = 0) -> Sequence:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshlora.plan.features import Asked, Feature, features_of
@@ -358,13 +358,6 @@ def proof_of(one: Feature, other: Feature) -> str | None:
         if (one in row.one and other in row.other) or (other in row.one and one in row.other):
             return row.by
     return None
-
-
-def refused_pairs() -> Iterator[tuple[Feature, Feature]]:
-    """Every two features that a row of two sides refuses."""
-    for row in REFUSED:
-        if len(row.sides) == 2:
-            yield from itertools.product(*row.sides)
 
 
 _BETWEEN = {"door": "in"}  # and else "with"

@@ -20,20 +20,7 @@ from meshlora.train.batch import Batch
 from meshlora_ground.dataset import Sequence
 from meshlora_ground.masks import token_numbers
 
-Rows = list[list[int]]  # of a micro-batch: for each row the positions of its sequences in the global batch
-
-
-def packed_share(
-    lengths: AbstractSequence[int], *, dp_rank: int, dp_size: int, micro_batch_size: int, row_length: int
-) -> list[Rows]:
-    """The micro-batches of one dp rank, each of at most `micro_batch_size` of its `packed_rows`.
-
-    Every rank gets the same number of micro-batches, padded with empty ones (`collate([])`).
-    """
-    assert 0 <= dp_rank < dp_size, (dp_rank, dp_size)
-    rows = packed_rows(lengths, dp_size, row_length)
-    starts = range(0, max(map(len, rows)), micro_batch_size)
-    return [rows[dp_rank][start : start + micro_batch_size] for start in starts]
+Rows = list[list[int]]  # for each row the positions of its sequences in the global batch
 
 
 def packed_rows(lengths: AbstractSequence[int], dp_size: int, row_length: int) -> list[Rows]:
