@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from meshlora.comm.groups import Mesh
+from meshlora.comm.groups import Axis, Mesh
 from meshlora.feature import features
 from meshlora.layers.adapted import AdaptedLeaf, Placement
 from meshlora.layers.frozen import FewBits, FrozenMatrix
@@ -299,11 +299,9 @@ def check_checkpoint(
             way_out = "a part that is new is trained in full: name it in lora.modules_to_save"
         raise UserError(source.describe(), rule, way_out)
     if not allow_unused and (unused := _without_a_place(model, source).get("")):
-        raise UserError(
-            source.describe(),
-            f"{len(unused)} of its weights have no place in {type(model).__name__}, first {unused[0]}",
-            "is it a checkpoint of another model? If they may be left out: model.allow_unused_weights: true",
-        )
+        rule = f"{len(unused)} of its weights have no place in {type(model).__name__}, first {unused[0]}"
+        way_out = "is it a checkpoint of another model? If they may be left out: model.allow_unused_weights: true"
+        raise UserError(source.describe(), rule, way_out)
     _check_shapes(model, source, aliases, plan)
     return aliases
 
@@ -368,11 +366,11 @@ def _check_shapes(model: nn.Module, source: Source, aliases: dict[str, list[str]
                 key, rule = mistake
                 raise UserError(f"{source.describe()}: {key}", rule, "are the weights and config.json of one model?")
             if integers := source.integers(name):
-                raise UnsupportedError(
-                    f"{source.describe()}: {integers}",
-                    "it holds integers or float8 numbers, and config.json has no quantization_config that explains it",
-                    "use the checkpoint that was quantised",
+                rule = (
+                    "it holds integers or float8 numbers, and config.json has no quantization_config that explains it"
                 )
+                given = f"{source.describe()}: {integers}"
+                raise UnsupportedError(given, rule, "use the checkpoint that was quantised")
 
 
 def _stored_name(names: Sequence[str], source: Source) -> str | None:
@@ -417,28 +415,30 @@ def _placement(name: str, module: nn.Module, parameter: Tensor, plan: ModelPlan 
 
 def _read_local(name: str, where: Placement, source: Source, mesh: Mesh) -> Tensor:
     """This rank's part of the stored tensor `name`, as we hold it: its runs concatenated, then padding."""
-    tensor = _read_as_stored(name, where, source, mesh)
+    axis, experts, parts = local_parts(where, mesh)
+    tensor = source.read(name, *experts, *parts)
+    if parts and where.layout is not None:
+        dim = parts[0].dim
+        # Ranks hold equally many rows, of a vocabulary that does not divide the last ones zeros.
+        if missing := where.layout.local_size(axis.size) - tensor.shape[dim]:
+            shape = list(tensor.shape)
+            shape[dim] = missing
+            tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
     return tensor.T if where.is_transposed else tensor
 
 
-def _read_as_stored(name: str, where: Placement, source: Source, mesh: Mesh) -> Tensor:
-    parts: list[Part] = []
-    axis = mesh.tp
+def local_parts(where: Placement, mesh: Mesh) -> tuple[Axis, list[Part], list[Part]]:
+    """(The ranks that split the dim of `where`, this rank's experts, its slices of that dim), as stored; empty: all."""
+    axis, experts, parts = mesh.tp, list[Part](), list[Part]()
     if where.num_experts:  # whole experts over ep, and of each its part over etp, not tp
         axis, ep = mesh.over({ETP}), mesh.over({EP})
-        parts += parts_of_rank(0, Layout.plain(where.num_experts), rank=ep.rank, size=ep.size)
-    if where.dim is None or where.layout is None:
-        return source.read(name, *parts)
-    dim = where.dim
-    if where.is_transposed:
-        dim = 1 - dim
-    tensor = source.read(name, *parts, *parts_of_rank(dim, where.layout, rank=axis.rank, size=axis.size))
-    # Ranks hold equally many rows, of a vocabulary that does not divide the last ones zeros.
-    if missing := where.layout.local_size(axis.size) - tensor.shape[dim]:
-        shape = list(tensor.shape)
-        shape[dim] = missing
-        tensor = torch.cat([tensor, tensor.new_zeros(shape)], dim)
-    return tensor
+        experts = parts_of_rank(0, Layout.plain(where.num_experts), rank=ep.rank, size=ep.size)
+    if where.dim is not None and where.layout is not None:
+        dim = where.dim
+        if where.is_transposed:
+            dim = 1 - dim
+        parts = parts_of_rank(dim, where.layout, rank=axis.rank, size=axis.size)
+    return axis, experts, parts
 
 
 def parts_of_rank(dim: int, layout: Layout, *, rank: int, size: int) -> list[Part]:

@@ -25,7 +25,6 @@ from meshlora.wings.experts import module as experts
 from meshlora.wings.experts.balance import LoadBalancing
 from meshlora.wings.experts.dispatch import Journey, Places, Slots
 from meshlora.wings.experts.module import ParallelExperts
-from meshlora.wings.quantized import keep_packed
 from meshlora_ground.topology import DATA, ETP, EXPERT_AXES
 
 
@@ -79,7 +78,7 @@ def experts_permuted_over_ep(
         return parts(dim, layout, rank=rank, size=size)
 
     wrong = of_the_next if where.num_experts else parts
-    with mock.patch.object(weights, "parts_of_rank", wrong), mock.patch.object(keep_packed, "parts_of_rank", wrong):
+    with mock.patch.object(weights, "parts_of_rank", wrong):
         return original(name, where, source, mesh, *rest, **options)
 
 

@@ -15,14 +15,12 @@ import torch
 from meshlora.comm.groups import Mesh
 from meshlora.layers.adapted import Placement
 from meshlora.model.stored import Part, Stored, StoredTensor
-from meshlora.model.weights import CheckpointSource, Source, bounds_in, check_finite, parts_of_rank, read_bounds
-from meshlora.plan.layout import Layout
+from meshlora.model.weights import CheckpointSource, Source, bounds_in, check_finite, local_parts, read_bounds
 from meshlora.plan.rules import Packing
 from meshlora.wings.quantized.kinds import KEEP, KINDS
 from meshlora.wings.quantized.packed import PackedFormat
 from meshlora.wings.quantized.quantized import Packed, joined, pack, stacked
 from meshlora_ground.errors import UnsupportedError, UserError
-from meshlora_ground.topology import EP, ETP
 
 
 def kept_packed(
@@ -122,16 +120,7 @@ def read_packed(
     Raises:
         UserError: a value that is not finite.
     """
-    axis, experts = mesh.tp, list[Part]()
-    if where.num_experts:
-        axis, ep = mesh.over({ETP}), mesh.over({EP})
-        experts = parts_of_rank(0, Layout.plain(where.num_experts), rank=ep.rank, size=ep.size)
-    parts = list[Part]()
-    if where.dim is not None and where.layout is not None:
-        stored_dim = where.dim
-        if where.is_transposed:
-            stored_dim = 1 - where.dim
-        parts = parts_of_rank(stored_dim, where.layout, rank=axis.rank, size=axis.size)
+    _, experts, parts = local_parts(where, mesh)
 
     def quantised(expert: list[Part]) -> Packed:
         return _quantised(name, expert, parts, where, source, packing, mesh.device, dtype)
