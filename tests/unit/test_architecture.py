@@ -240,7 +240,6 @@ WIDE = {
     "load": "what a user may say of a model",
     "tokenize": "what a user may say of data",
     "read_streamed": "what a user may say of data",
-    "GroupedMlpFunction.forward": "what autograd must see one by one",
 }
 
 

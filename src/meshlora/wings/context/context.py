@@ -65,11 +65,9 @@ class ContextAttention:
             UnsupportedError: there is something `unknown` in the attention `module`.
         """
         if unknown:
-            raise UnsupportedError(
-                f"the ring with {type(module).__name__}",
-                f"the ring computes attention itself, and does not know {', '.join(unknown)}",
-                f"leave out ring (cp={self.cut.axis.size} gathers keys and values, and runs the model's own attention)",
-            )
+            rule = f"the ring computes attention itself, and does not know {', '.join(unknown)}"
+            instead = f"cp={self.cut.axis.size} gathers keys and values, and runs the model's own attention"
+            raise UnsupportedError(f"the ring with {type(module).__name__}", rule, f"leave out ring ({instead})")
 
     def __deepcopy__(self, memo: dict[int, object]) -> ContextAttention:
         return self  # of a model and its layers: a copied layer attends over the same ranks
@@ -328,18 +326,11 @@ def _attention(
         parts = attention_mask.parts(held, in_ring=context.is_ring)
         return attend(query, pair, kwargs.get("s_aux"), parts, how, held.axis), None
     keys, values = pair.transpose(1, 2).split([key.shape[-1], value.shape[-1]], -1)
-    found = [
-        call(
-            query[block.rows, :, block.own],
-            keys[block.rows, :, block.keys],
-            values[block.rows, :, block.keys],
-            block.mask,
-            *args,
-            **kwargs,
-        )[0]
-        for block in attention_mask.blocks(held)
-    ]
-    return _joined(attention_mask.blocks(held), found, held), None
+    blocks, found = attention_mask.blocks(held), []
+    for block in blocks:
+        own, seen = (block.rows, slice(None), block.own), (block.rows, slice(None), block.keys)
+        found.append(call(query[own], keys[seen], values[seen], block.mask, *args, **kwargs)[0])
+    return _joined(blocks, found, held), None
 
 
 def _joined(blocks: Sequence[Block], found: Sequence[Tensor], held: HeldTokens) -> Tensor:

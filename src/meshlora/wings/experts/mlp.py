@@ -43,11 +43,9 @@ class GroupedMlpFunction(Function):
         gate: Callable[[Tensor], Tensor],
         fc1: Projection,
         fc2: Projection,
-        a1: Tensor | None,
-        b1: Tensor | None,
-        a2: Tensor | None,
-        b2: Tensor | None,
+        *factors: Tensor | None,
     ) -> Tensor:
+        a1, b1, a2, b2 = factors
         up, zt1 = forward_rows(x, fc1, counts, a1, b1, index=index)
         if fc1.bias is not None:
             up += bias_of_rows(fc1.bias, counts, up.dtype)
@@ -59,19 +57,8 @@ class GroupedMlpFunction(Function):
         needs_a1, needs_b1, needs_a2, needs_b2 = ctx.needs_input_grad[-4:]
         # h and the weights' gradient follow from fc1(x); the frozen matrices alone need nothing of the forward.
         needs_h = ctx.needs_input_grad[0] or ctx.needs_input_grad[1] or needs_a1 or needs_b1 or needs_a2
-        ctx.save_for_backward(
-            x if needs_a1 else None,
-            weights,
-            index,
-            places,
-            up if needs_h else None,
-            zt1 if needs_b1 else None,
-            zt2 if needs_b2 else None,
-            a1,
-            b1,
-            a2,
-            b2,
-        )
+        needed = x if needs_a1 else None, up if needs_h else None, zt1 if needs_b1 else None, zt2 if needs_b2 else None
+        ctx.save_for_backward(weights, index, places, *needed, *factors)
         ctx.gate, ctx.fc1, ctx.fc2, ctx.counts = gate, fc1, fc2, counts
         ctx.is_lifted = is_lifted()  # a backward may run after the block that lifts
         return sum_rows(y, places)
@@ -79,7 +66,7 @@ class GroupedMlpFunction(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, weights, index, places, up, zt1, zt2, a1, b1, a2, b2 = ctx.saved_tensors
+        weights, index, places, x, up, zt1, zt2, a1, b1, a2, b2 = ctx.saved_tensors
         needs_x, needs_w = ctx.needs_input_grad[:2]
         needs_a1, needs_b1, needs_a2 = ctx.needs_input_grad[-4:-1]
         needs_up = needs_x or needs_a1 or needs_b1

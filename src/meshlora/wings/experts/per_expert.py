@@ -72,22 +72,8 @@ _MIXTRAL = EngineNames("w1", "w3", "w2", block="block_sparse_moe")
 # vLLM follows the checkpoints (`get_expert_mapping` in vllm/model_executor/models/<family>.py).
 _ENGINE_NAMES = {
     **dict.fromkeys(("mixtral", "minimax_m2", "phimoe"), _MIXTRAL),
-    **dict.fromkeys(
-        (
-            "deepseek_v2",
-            "deepseek_v3",
-            "dots1",
-            "ernie4_5_moe",
-            "flex_olmo",
-            "glm4_moe",
-            "hunyuan_v1_moe",
-            "olmoe",
-            "qwen2_moe",
-            "qwen3_moe",
-            "qwen3_next",
-        ),
-        EngineNames(),
-    ),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "flex_olmo", "glm4_moe"), EngineNames()),
+    **dict.fromkeys(("hunyuan_v1_moe", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"), EngineNames()),
     "nemotron_h": EngineNames(gate=""),
 }
 # vLLM's `is_3d_moe_weight`: for these it reads PEFT's fused form, and by default no other.

@@ -191,34 +191,26 @@ def _check_options(config: LoraConfig, matched: Iterable[str], plan: ModelPlan) 
     Raises:
         UnsupportedError: DoRA, PiSSA or OLoRA. UserError: `share_experts` without experts.
     """
-    experts, matrices, renamed, by_weight, transposed = [], [], [], [], []
+    asked: dict[str, Any] = {"use_dora": config.use_dora, "init_lora_weights": config.init_lora_weights}
+    has_experts, transposed = False, ""
     for name in matched:
-        if name in plan.projections:
-            experts.append(name)
-        if name in plan.matrices:
-            matrices.append(name)
+        has_experts = has_experts or name in plan.projections
+        # The first of each: `check` refuses by what there is, and names it. Projections come before routers.
+        if name in plan.projections or name in plan.matrices:
+            asked.setdefault("an adapter on experts or routers", name)
         if name not in plan.linears:
             continue
         if _is_rewritten(name.rpartition(".")[2], plan.model_type):
-            renamed.append(name)
+            asked.setdefault("renamed", name)
         if matches(config.target_parameters or (), [f"{name}.weight"]):
-            by_weight.append(name)
+            asked.setdefault("by_weight", name)
             if plan.linears[name].is_transposed:
-                transposed.append(name)
-    if getattr(config, "share_experts", False) and not experts:
+                transposed = transposed or name
+    if getattr(config, "share_experts", False) and not has_experts:
         raise UserError("share_experts", "no experts are among the targets", "name them in target_parameters")
-    # One of each, or "" for none: `check` refuses by what there is, and names it.
-    check(
-        {
-            "use_dora": config.use_dora,
-            "init_lora_weights": config.init_lora_weights,
-            "an adapter on experts or routers": "".join([*experts, *matrices][:1]),
-            "renamed": "".join(renamed[:1]),
-            "by_weight": "".join(by_weight[:1]),
-        }
-    )
+    check(asked)
     if transposed:
-        given = f"target_parameters: {transposed[0]}, which is stored [in, out]"
+        given = f"target_parameters: {transposed}, which is stored [in, out]"
         raise UnsupportedError(given, "PEFT has none for a parameter", "name it in target_modules, and only there")
 
 

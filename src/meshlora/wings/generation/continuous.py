@@ -67,28 +67,25 @@ def _check(model: Any, mesh: Mesh) -> None:
     """Refuse what `generate_batch` would do wrong, or has not been compared on."""
     check({"topology": mesh.topology, "door": "generate_batch"})
     topology, heads = mesh.topology, getattr(model.config.get_text_config(), "num_key_value_heads", None)
-    why = {
-        "replicas need each other's forwards, and each makes batches of its own": in_step(model) is not None,
-        f"its cache has {heads} key/value heads divided by tp, and here ranks share some": _shares_heads(
-            model, mesh.tp
-        ),
-    }
-    for rule, is_so in why.items():
-        if is_so:
-            raise UnsupportedError(f"generate_batch on {topology}", rule, "use model.generate")
+    rule = ""
+    if in_step(model) is not None:
+        rule = "replicas need each other's forwards, and each makes batches of its own"
+    elif _shares_heads(model, mesh.tp):
+        rule = f"its cache has {heads} key/value heads divided by tp, and here ranks share some"
+    if rule:
+        raise UnsupportedError(f"generate_batch on {topology}", rule, "use model.generate")
 
 
 def _shares_heads(model: Any, tp: Axis) -> bool:
     """Whether a rank's keys are not its share of all heads: several ranks have the same head, or it is not known."""
     config = model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    keys = [
-        leaf
-        for name, leaf in model.named_modules()
-        if isinstance(leaf, ParallelLinear) and name.endswith("k_proj") and leaf.rule.split is Split.COLUMN
-    ]
     whole = getattr(config, "num_key_value_heads", config.num_attention_heads)
-    return tp.size > 1 and (not keys or any(leaf.out_features * tp.size != whole * size for leaf in keys))
+    widths = set[int]()  # of all ranks' keys together
+    for name, leaf in model.named_modules():
+        if isinstance(leaf, ParallelLinear) and name.endswith("k_proj") and leaf.rule.split is Split.COLUMN:
+            widths.add(leaf.out_features * tp.size)
+    return tp.size > 1 and widths != {whole * size}
 
 
 def _helper(base: type, mesh: Mesh) -> type:

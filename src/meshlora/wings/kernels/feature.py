@@ -20,13 +20,8 @@ from meshlora.wings.kernels.rotary import own_rotations
 
 
 class _Kernels(Feature):
-    def check_loading(
-        self, model: nn.Module, plan: ModelPlan, options: BaseOptions, *, dtype: torch.dtype, device: str
-    ) -> None:
-        kernels.check_loading(model, plan, options, dtype=dtype, device=device)
-
-    def connect_linears(self, model: nn.Module, plan: ModelPlan) -> None:
-        entrance.connect_linears(model, plan)
+    check_loading = staticmethod(kernels.check_loading)
+    connect_linears = staticmethod(entrance.connect_linears)
 
     def change_modules(
         self, model: nn.Module, plan: ModelPlan, options: BaseOptions, *, dtype: torch.dtype, device: torch.device

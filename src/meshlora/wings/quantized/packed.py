@@ -27,6 +27,7 @@ from meshlora_ground.errors import UnsupportedError, UserError
 METHODS = ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt", "gptq", "awq", "bitsandbytes")
 # Kinds of stored numbers of 8 bits; integers only where a method says so.
 _OF_8_BITS = {"F8_E4M3": "fp8", "F8_E5M2": "fp8_e5m2", "I8": "integers"}
+_OF_COMPRESSED = (None, "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized")
 _MX_BLOCK, _NV_BLOCK = 32, 16
 _NUM_BYTES = {"F8_E8M0": 1, "U8": 1, "BF16": 2, "F16": 2}
 _BNB_STATE = ".quant_state.bitsandbytes__"
@@ -76,14 +77,7 @@ def check_packing(quantization: Any, model_type: Any, what: str) -> None:
     read: dict[str, dict[str, tuple[Any, ...]]] = {
         "fp8": {"expert_dtype": ("fp8",)},
         "compressed-tensors": {
-            "format": (
-                None,
-                "float-quantized",
-                "int-quantized",
-                "naive-quantized",
-                "pack-quantized",
-                "nvfp4-pack-quantized",
-            ),
+            "format": _OF_COMPRESSED,
             "transform_config": (None, {}),
         },
         "modelopt": {"quant_algo": (None, "NVFP4", "FP8")},

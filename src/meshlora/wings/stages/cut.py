@@ -34,14 +34,8 @@ def with_stages(model: Any, plan: ModelPlan) -> ModelPlan:
     if number == 1:
         return plan
     check_stages(model, plan)
-    found = replace(
-        plan,
-        stages=cut_layers(
-            tuple(layer_cost(model, plan, f"{plan.layers}.{i}") for i in range(plan.num_layers)),
-            number,
-            after=layer_cost(model, plan, plan.head),
-        ),
-    )
+    costs = tuple(layer_cost(model, plan, f"{plan.layers}.{i}") for i in range(plan.num_layers))
+    found = replace(plan, stages=cut_layers(costs, number, after=layer_cost(model, plan, plan.head)))
     check_shared(model, found)
     return found
 
