@@ -276,11 +276,9 @@ def _take_any_dtype(name: str, module: nn.Module, copied: Collection[str], dtype
     is_shard = isinstance(module, ParallelLinear | nn.Embedding) and "weight" in copied
     is_mixed = is_norm and {leaf for leaf, _ in module.named_parameters(recurse=False)} != set(copied)
     if dtype != wide_dtype(dtype) and (is_shard or is_mixed):
-        raise UnsupportedError(
-            f"{name}: its {' and '.join(sorted(copied))} trained in full, of a model in {dtype}".replace("torch.", ""),
-            "what is trained is held in float32, and here the module computes with numbers of both dtypes",
-            "use model.dtype: float32, or LoRA on it",
-        )
+        given = f"{name}: its {' and '.join(sorted(copied))} trained in full, of a model in {dtype}"
+        rule = "what is trained is held in float32, and here the module computes with numbers of both dtypes"
+        raise UnsupportedError(given.replace("torch.", ""), rule, "use model.dtype: float32, or LoRA on it")
 
 
 def _check_name(state: Runtime, name: str, config: LoraConfig) -> None:
@@ -300,8 +298,10 @@ def set_adapter(model: Any, name: str | None) -> None:
     Raises:
         UserError: there is no such adapter.
     """
-    names = [] if name is None else [name]
-    set_adapters(model, names)
+    if name is None:
+        set_adapters(model, ())
+    else:
+        set_adapters(model, [name])
 
 
 def set_adapters(model: Any, names: Sequence[str]) -> None:

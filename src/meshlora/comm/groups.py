@@ -342,7 +342,8 @@ def on_gpus(device_type: str, *, num_ranks: int, ranks_per_gpu: int = 1) -> bool
         UserError: `device_type` is cuda and there is none, or there are too few GPUs for the ranks; or it is auto, and
             this machine has a GPU that torch cannot use; or ranks on CPUs, or a single one, are to share GPUs.
     """
-    check_ranks_per_gpu(ranks_per_gpu)
+    if ranks_per_gpu < 1:
+        raise UserError(f"--ranks-per-gpu {ranks_per_gpu}", "at least 1 rank computes on each GPU", "leave it out")
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device_type == "auto" and not num_gpus and not hides_gpus() and any(f.exists() for f in _DRIVER):
         way_out = "does the build of torch fit the driver, and was the process given a GPU? Or give device: cpu"
@@ -371,12 +372,6 @@ def on_gpus(device_type: str, *, num_ranks: int, ranks_per_gpu: int = 1) -> bool
 def sharing_note(ranks_per_gpu: int) -> str:
     """The words on ranks that share GPUs, with which a run or a proof begins."""
     return f"{ranks_per_gpu} ranks share each GPU: for trying and proving; not for speed"
-
-
-def check_ranks_per_gpu(number: int) -> None:
-    """Raises: UserError: no rank could compute on any GPU."""
-    if number < 1:
-        raise UserError(f"--ranks-per-gpu {number}", "at least 1 rank computes on each GPU", "leave it out")
 
 
 def leave() -> None:
@@ -424,11 +419,10 @@ def open_mesh(
     if dist.is_initialized():
         rank, world = dist.get_rank(), dist.get_world_size()
     if world != topology.world:
-        raise UserError(
-            f"topology {topology} needs {topology.world} processes",
-            f"this job has {world}",
-            f"start it with `torchrun --nproc-per-node {topology.world}` or `meshlora train --nproc {topology.world}`",
+        way_out = (
+            f"start it with `torchrun --nproc-per-node {topology.world}` or `meshlora train --nproc {topology.world}`"
         )
+        raise UserError(f"topology {topology} needs {topology.world} processes", f"this job has {world}", way_out)
     opened: dict[tuple[tuple[int, ...], ...], Axis] = {}  # two sets of axes may span the same ranks
     # One count for all groups: an answer of this rank has all that it has entered.
     arrivals, axes = Arrivals(), {}

@@ -93,7 +93,9 @@ class Blueprint:
     @property
     def asked(self) -> Asked:
         """What is asked for, as far as the base and its adapter say it: see `plan.features`."""
-        asked = self.plan.asked if self.adapter is None else self.adapter.asked(self.plan)
+        asked = self.plan.asked
+        if self.adapter is not None:
+            asked = self.adapter.asked(self.plan)
         dropouts = [f"{name}={rate:g}" for name, rate in self.dropouts.items()]
         return {
             **asked,
@@ -122,7 +124,9 @@ class Blueprint:
     @property
     def fresh(self) -> tuple[str, ...]:
         """Parameters of a new head, which the checkpoint may lack: those that are trained in full."""
-        return self.adapter.copies if self.adapter is not None and self.objective.task != CAUSAL else ()
+        if self.adapter is None or self.objective.task == CAUSAL:
+            return ()
+        return self.adapter.copies
 
     def on(self, topology: Topology, *, has_stages: bool = True) -> Blueprint:
         """This blueprint on another topology. has_stages: see `plan_model`.

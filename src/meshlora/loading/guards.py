@@ -142,8 +142,9 @@ def _check_outputs(config: Any, kwargs: dict[str, Any], topology: Topology) -> N
     """Refuse hidden states and attentions of which a rank has a part only."""
     wanted: dict[str, Any] = {}
     for name in ("output_hidden_states", "output_attentions"):
-        given = kwargs.get(name)
-        wanted[name] = getattr(config, name, False) if given is None else given
+        wanted[name] = kwargs.get(name)
+        if wanted[name] is None:
+            wanted[name] = getattr(config, name, False)
     if any(wanted.values()):  # of each forward
         check({"topology": topology, **wanted})
 
@@ -232,7 +233,9 @@ def _set_adapter(model: Any, adapter_name: str | list[str] | None) -> None:
 def _active_adapters(model: Any) -> list[str]:
     """The active adapter, in a list; none: an empty one."""
     active = attach.runtime(model).active
-    return [] if active is None else [active]
+    if active is None:
+        return []
+    return [active]
 
 
 def _refuse(name: str, rule: str, way_out: str, *_: Any, **__: Any) -> None:

@@ -156,10 +156,12 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
     number_tokens(model)
     for feature in features():
         feature.watch(model)
+    name = None
     if blueprint.adapter is not None:
-        begin_adapter(model, "default", blueprint.adapter, seed=seed)
-        begin_reference(model, "default", blueprint.reference)
-    attach.set_adapter(model, "default" if blueprint.adapter is not None else None)  # last: it says what is trained
+        name = "default"
+        begin_adapter(model, name, blueprint.adapter, seed=seed)
+        begin_reference(model, name, blueprint.reference)
+    attach.set_adapter(model, name)  # last: it says what is trained
     return model
 
 

@@ -120,11 +120,8 @@ def adopt(model: nn.Module, plan: ModelPlan, name: str, tp: Axis) -> ParallelLea
         assert isinstance(module, ParallelEmbedding)
         return module
     if plan.is_sharded(f"{name}.weight", ndim=2):
-        raise UserError(
-            f"an adapter on {name}",
-            "its weight is sharded over dp already, and no adapter was on it when the model was loaded",
-            "load the model with the adapter that has the most targets first",
-        )
+        why = "its weight is sharded over dp already, and no adapter was on it when the model was loaded"
+        raise UserError(f"an adapter on {name}", why, "load the model with the adapter that has the most targets first")
     rule = plan.linears[name]
     assert isinstance(module, nn.Linear | Conv1D), type(module)
     assert isinstance(module.weight, nn.Parameter)

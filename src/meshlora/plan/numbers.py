@@ -35,14 +35,18 @@ def check_numbers(values: Mapping[str, Any], where: str, *, num_tensors: Callabl
     """
     for name, value, is_in_list in _numbers(values):
         # Longer ones fill the screen, and Python refuses to print thousands of digits.
-        given = f"{where}: {name}={value}" if abs(value) < 10**40 else f"{where}: {name}"
+        given = f"{where}: {name}"
+        if abs(value) < 10**40:
+            given += f"={value}"
         if isinstance(value, float) and (math.isnan(value) or (math.isinf(value) and not is_in_list)):
             raise UserError(given, "it must be a finite number")  # those in lists may be limits, hence infinite
         if _POSITIVE.search(name) and not is_in_list and not value > 0:
             raise UserError(given, "it must be above 0", "is this the config.json that came with the weights?")
         if not _SIZE.search(name) or _NO_SIZE.search(name):
             continue
-        most = _MOST_LABELS if name == "num_labels" else _MOST
+        most = _MOST
+        if name == "num_labels":
+            most = _MOST_LABELS
         # Reading the names of a checkpoint costs time: only where the number is doubtful.
         if _LAYERS.search(name) and value > _MOST_LAYERS:
             most = max(_MOST_LAYERS, num_tensors())

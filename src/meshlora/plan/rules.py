@@ -344,13 +344,17 @@ class ModelPlan:
                 return Domain.PARTIAL if region.is_split else Domain.EQUAL
         if self.layers and module.startswith(f"{self.layers}."):
             return Domain.RESIDUAL
-        return Domain.PARTIAL if module in self.after else Domain.EQUAL
+        if module in self.after:
+            return Domain.PARTIAL
+        return Domain.EQUAL
 
     def axes_of_norm(self, name: str) -> frozenset[str]:
         """The axes of the ranks that together hold the width, or a group of it, over which the norm `name` runs."""
         groups = self.wide_norms[name].groups
         # A group of the width lies on neighbouring ranks, as copies of a head do.
-        return FEATURES if groups == 1 else frozenset({copies_axis(self.topology.tp // groups)})
+        if groups == 1:
+            return FEATURES
+        return frozenset({copies_axis(self.topology.tp // groups)})
 
     @property
     def copies(self) -> set[int]:

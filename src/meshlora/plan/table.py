@@ -70,7 +70,9 @@ def notes_of_whole(plan: ModelPlan) -> tuple[str, ...]:
             if rule.name.startswith(starts):
                 number += rule.in_features * rule.out_features
         if number:  # of short convolutions and the like there is nothing to say
-            unit = "layer" if len(layers) == 1 else "layers"
+            unit = "layers"
+            if len(layers) == 1:
+                unit = "layer"
             notes.append(
                 f"{name} ({len(layers)} {unit}) is whole on every tp rank, as "
                 f"{whole[layers[0]].reason or 'no split of it is known'}: each holds and multiplies by all {number:,} "

@@ -94,7 +94,9 @@ def _dummy(length: int, pad_token_id: int, *, columns: AbstractSequence[str], nu
     mask, untrained = torch.ones_like(input_ids), torch.full_like(input_ids, IGNORED)
     nowhere = token_numbers(torch.zeros(1, dtype=torch.int64), length)
     zeros = {name: torch.zeros(1, length) for name in columns}
-    targets = torch.zeros(1, num_targets) if num_targets else None
+    targets = None
+    if num_targets:
+        targets = torch.zeros(1, num_targets)
     return Batch(input_ids, mask, untrained, 0, nowhere, zeros, is_dummy=True, targets=targets, pads_right=True)
 
 

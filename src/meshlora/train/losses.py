@@ -437,10 +437,5 @@ def _run(model: Any, batch: Batch) -> Any:
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
     """`shifted_loss` from whole logits `[B, S, V]`, in fp32 (fp64 inside the lift)."""
-    return F.cross_entropy(
-        logits.flatten(0, 1).float(),
-        labels.flatten(),
-        ignore_index=IGNORED,
-        reduction="sum",
-        label_smoothing=label_smoothing,
-    )
+    flat, wanted = logits.flatten(0, 1).float(), labels.flatten()
+    return F.cross_entropy(flat, wanted, ignore_index=IGNORED, reduction="sum", label_smoothing=label_smoothing)

@@ -324,11 +324,9 @@ def _check_same_base(model: Any, file: Path, planned: AdapterPlan) -> None:
                 own = local_part(given, rule, state.mesh).to(parameter.device, parameter.dtype)
                 is_same = torch.equal(own, parameter.detach())
             if not is_same:
-                raise UserError(
-                    f"{file}: {key}",
-                    "it is not the weight of this model, and PEFT would put it there",
-                    "give the model that was trained on, or merge the adapter, which takes it: meshlora merge",
-                )
+                why = "it is not the weight of this model, and PEFT would put it there"
+                way_out = "give the model that was trained on, or merge the adapter, which takes it: meshlora merge"
+                raise UserError(f"{file}: {key}", why, way_out)
 
 
 def config_to_store(config: LoraConfig, source: str | None, task: str = CAUSAL) -> dict[str, Any]:

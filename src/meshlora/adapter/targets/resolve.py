@@ -281,8 +281,5 @@ def _explicit_targets(model: Any, plan: ModelPlan, config: LoraConfig) -> set[st
 def _check_fan_in_fan_out(plan: ModelPlan, config: LoraConfig) -> None:
     """Refuse `fan_in_fan_out` without a transposed weight: the model determines storage, so it has no effect."""
     if config.fan_in_fan_out and not any(rule.is_transposed for rule in plan.linears.values()):
-        raise UserError(
-            "LoraConfig(fan_in_fan_out=True)",
-            f"{plan.model_type} has no weight that is stored [in, out], so it has no effect",
-            "leave it out",
-        )
+        rule = f"{plan.model_type} has no weight that is stored [in, out], so it has no effect"
+        raise UserError("LoraConfig(fan_in_fan_out=True)", rule, "leave it out")

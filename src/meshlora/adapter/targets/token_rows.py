@@ -121,11 +121,9 @@ def _check_rows(
     model: Any, plan: ModelPlan, rows: TokenRows, *, targets: Collection[str], copies: Collection[str]
 ) -> None:
     if max(rows.ids) >= rows.num_tokens:
-        raise UserError(
-            f"{_OPTION}: {max(rows.ids)}",
-            f"the vocabulary of {rows.module} has {rows.num_tokens} tokens, from 0",
-            "give the base with the tokens added: its embedding is resized before it is saved",
-        )
+        rule = f"the vocabulary of {rows.module} has {rows.num_tokens} tokens, from 0"
+        way_out = "give the base with the tokens added: its embedding is resized before it is saved"
+        raise UserError(f"{_OPTION}: {max(rows.ids)}", rule, way_out)
     for name in rows.modules:
         for feature in features():
             feature.check_trained_base(plan, f"{name}.weight")

@@ -70,30 +70,24 @@ class RunRouting(StepPart):
         numbers = torch.arange(total).split(lengths)
         self._tokens.clear()
         for part in self.batching.rows([(data, indices)]):
-            rows = [
-                torch.cat([numbers[place] for place in row]) for _, row in part
-            ]  # several sequences in a packed row
-            self._tokens.append(rows)
+            self._tokens.append([])
+            for _, row in part:  # several sequences in a packed one
+                self._tokens[-1].append(torch.cat([numbers[place] for place in row]))
         experts = {rule.block: rule.num_experts for rule in self.plan.experts.values()}
         digest = _digest(ids)
         record = RoutingRecord(total, experts, digest=digest)
         if self.folder is None:
             record = self._of_data(data, indices, step, record)
         elif self.replays:
-            record = RoutingRecord.load(step_file(self.folder, step))
+            file = f"{step_file(self.folder, step)}"
+            record = RoutingRecord.load(Path(file))
             if (record.num_tokens, record.num_experts) != (total, experts):
-                raise UserError(
-                    f"{step_file(self.folder, step)}",
-                    f"it is of {record.num_tokens} tokens and {len(record.num_experts)} blocks of experts, this step "
-                    f"has {total} and {len(experts)}",
-                    "replay it on the same data, batch size, seed and model",
-                )
+                of_record = f"it is of {record.num_tokens} tokens and {len(record.num_experts)} blocks of experts"
+                rule = f"{of_record}, this step has {total} and {len(experts)}"
+                raise UserError(file, rule, "replay it on the same data, batch size, seed and model")
             if record.digest != digest:  # the same number of tokens, common under truncation
-                raise UserError(
-                    f"{step_file(self.folder, step)}",
-                    "it is of other tokens than this step has, or of the same in another order",
-                    "replay it on the same data, batch size and seed",
-                )
+                rule = "it is of other tokens than this step has, or of the same in another order"
+                raise UserError(file, rule, "replay it on the same data, batch size and seed")
         with Routing(self.model, record, replays=self.replays) as routing:
             self._routing, routing.step = routing, step
             try:
