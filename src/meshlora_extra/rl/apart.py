@@ -34,6 +34,13 @@ _LARGEST_FILE, _MOST_FILES = 16 * 2**20, 64
 _PLAIN: tuple[Any, ...] = (bool, int, float, complex, str, bytes, bytearray, tuple, list, dict, set, frozenset)
 _LARGEST_INT = 2**63  # as a number; others go as hexadecimal digits, which have no limit in Python
 _SAME = (type(None), bool, str, float)  # as JSON has them
+
+
+def _of(module: str, name: str) -> Callable[..., Any]:
+    """The function `name` of `module`, which is imported when it is called."""
+    return lambda *parts: operator.attrgetter(name)(import_module(module))(*parts)
+
+
 # What is copied: its type -> its parts, and what makes it of them. No code of the other side has a say in either.
 _COPIED: dict[str, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
     "builtins.tuple": (tuple, lambda *parts: parts),
@@ -43,21 +50,12 @@ _COPIED: dict[str, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
     "builtins.range": (lambda it: (it.start, it.stop, it.step), range),
     "builtins.slice": (lambda it: (it.start, it.stop, it.step), slice),
     "builtins.ellipsis": (lambda it: (), lambda: ...),
-    "decimal.Decimal": (lambda it: (str(it),), lambda text: import_module("decimal").Decimal(text)),
-    "fractions.Fraction": (
-        lambda it: (it.numerator, it.denominator),
-        lambda *parts: import_module("fractions").Fraction(*parts),
-    ),
-    "datetime.date": (lambda it: (it.isoformat(),), lambda text: import_module("datetime").date.fromisoformat(text)),
-    "datetime.time": (lambda it: (it.isoformat(),), lambda text: import_module("datetime").time.fromisoformat(text)),
-    "datetime.datetime": (
-        lambda it: (it.isoformat(),),
-        lambda text: import_module("datetime").datetime.fromisoformat(text),
-    ),
-    "datetime.timedelta": (
-        lambda it: (it.days, it.seconds, it.microseconds),
-        lambda *parts: import_module("datetime").timedelta(*parts),
-    ),
+    "decimal.Decimal": (lambda it: (str(it),), _of("decimal", "Decimal")),
+    "fractions.Fraction": (lambda it: (it.numerator, it.denominator), _of("fractions", "Fraction")),
+    "datetime.date": (lambda it: (it.isoformat(),), _of("datetime", "date.fromisoformat")),
+    "datetime.time": (lambda it: (it.isoformat(),), _of("datetime", "time.fromisoformat")),
+    "datetime.datetime": (lambda it: (it.isoformat(),), _of("datetime", "datetime.fromisoformat")),
+    "datetime.timedelta": (lambda it: (it.days, it.seconds, it.microseconds), _of("datetime", "timedelta")),
     "collections.deque": (
         lambda it: (it.maxlen, *it),
         lambda most, *items: import_module("collections").deque(items, most),
@@ -274,8 +272,7 @@ class Peer:
             args, named, printed = self._read(self._asked, message)
             sys.stdout.write(printed)
             try:
-                value = self._encode(self._operations[message[1]](*args, **named))
-                answer = ["value", value]
+                answer = ["value", self._encode(self._operations[message[1]](*args, **named))]
             except Gone:
                 raise
             except BaseException as error:  # noqa: BLE001  # whatever its code raises is the answer
@@ -425,15 +422,14 @@ class Peer:
             self._containers[-number] = value
             self._container_numbers[id(value)] = -number
         if isinstance(value, dict):
-            found = {self._decode(key): self._decode(each) for key, each in items}
+            found: Any = {self._decode(key): self._decode(each) for key, each in items}
+        else:
+            found = [self._decode(each) for each in items]
+        if isinstance(value, (dict, set)):
             value.clear()
             value.update(found)
-        elif isinstance(value, set):
-            members = {self._decode(each) for each in items}
-            value.clear()
-            value.update(members)
         else:
-            value[:] = [self._decode(each) for each in items]
+            value[:] = found
         return value
 
     def _of_number(self, number: int) -> Any:
@@ -491,9 +487,8 @@ class Printed(io.StringIO):
     def taken(self) -> str:
         """The text, once."""
         text = self.getvalue()
-        if text:
-            self.seek(0)
-            self.truncate()
+        self.seek(0)
+        self.truncate()
         return text
 
 
@@ -590,27 +585,17 @@ def _attribute_of(peer: Peer) -> Callable[[str], Any]:
     return attribute
 
 
-def _of_tests(value: Any, name: str) -> None:
-    """Refuse attributes by which a completion could come to more than it was given."""
-    if name in ("__name__", "__qualname__", "__doc__", "__module__"):
-        return
-    if name.startswith("_") or isinstance(value, type) or type(value).__module__ != "__main__":
-        raise AttributeError(name)
+def _of_tests(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function` of an attribute, without those by which a completion could come to more than it was given."""
 
+    def refusing(value: Any, name: str, *to: Any) -> Any:
+        is_told = name in ("__name__", "__qualname__", "__doc__", "__module__")
+        is_hidden = name.startswith("_") or isinstance(value, type) or type(value).__module__ != "__main__"
+        if is_hidden and not is_told:
+            raise AttributeError(name)
+        return function(value, name, *to)
 
-def _get(value: Any, name: str) -> Any:
-    _of_tests(value, name)
-    return getattr(value, name)
-
-
-def _put(value: Any, name: str, to: Any) -> None:
-    _of_tests(value, name)
-    setattr(value, name, to)
-
-
-def _delete(value: Any, name: str) -> None:
-    _of_tests(value, name)
-    delattr(value, name)
+    return refusing
 
 
 # What a completion may ask without an object of the tests.
@@ -620,7 +605,7 @@ _READING: dict[str, Callable[..., Any]] = {
     "read": lambda: sys.stdin.read(),
 }
 # What it may ask of one otherwise than the tests may of its own.
-_SERVED: dict[str, Callable[..., Any]] = {**_READING, "getattr": _get, "setattr": _put, "delattr": _delete}
+_SERVED = {**_READING, "getattr": _of_tests(getattr), "setattr": _of_tests(setattr), "delattr": _of_tests(delattr)}
 
 
 def _main_module() -> dict[str, Any]:

@@ -40,7 +40,7 @@ def post(url: str, body: bytes, *, timeout_s: float) -> str:
     request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
     # A proxy of the environment is not for this machine.
     proxies = [urllib.request.ProxyHandler({})] if urlsplit(url).hostname in _LOOPBACK else []
-    opener = urllib.request.build_opener(_Http, _Https, _NoRedirect, *proxies)
+    opener = urllib.request.build_opener(_Bounded, _NoRedirect, *proxies)
     try:
         try:
             with opener.open(request, timeout=timeout_s) as answer:
@@ -114,11 +114,9 @@ class _SecureConnection(http.client.HTTPSConnection):
     response_class = _Response
 
 
-class _Http(urllib.request.HTTPHandler):
+class _Bounded(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
     def http_open(self, req: urllib.request.Request) -> Any:
         return self.do_open(_Connection, req)
 
-
-class _Https(urllib.request.HTTPSHandler):
     def https_open(self, req: urllib.request.Request) -> Any:
         return self.do_open(_SecureConnection, req)

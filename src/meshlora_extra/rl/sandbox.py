@@ -80,14 +80,8 @@ WAY_OUT = (
     "docs/rl.md what sandbox: none does not keep the code from"
 )
 _INNER = (
-    "--unshare-all",
-    "--unshare-user",
-    "--disable-userns",
-    "--die-with-parent",
-    "--new-session",
-    "--hostname",
-    "sandbox",
-    "--clearenv",
+    *("--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"),
+    *("--hostname", "sandbox", "--clearenv"),
     *("--setenv", "HOME", "/tmp", "--setenv", "TMPDIR", "/tmp"),
     *("--setenv", "LANG", "C.UTF-8", "--setenv", "OMP_NUM_THREADS", "1"),
 )
@@ -123,19 +117,6 @@ def as_nobody(program: str, more: Sequence[str] = ()) -> list[str]:
     if setpriv is None:
         raise UserError("setpriv", "meshlora runs as root, and there is none to become nobody", "install util-linux")
     words = [program, "--unshare-pid", "--die-with-parent", *_visible([*_python_paths(), program, setpriv, *more])]
-    words += [
-        "--perms",
-        "1777",
-        "--dir",
-        "/tmp",
-        "--dev-bind",
-        "/dev",
-        "/dev",
-        "--proc",
-        "/proc",
-        "--bind",
-        "/proc/sys/user",
-        "/proc/sys/user",
-        "--",
-    ]
+    words += ["--perms", "1777", "--dir", "/tmp", "--dev-bind", "/dev", "/dev", "--proc", "/proc"]
+    words += ["--bind", "/proc/sys/user", "/proc/sys/user", "--"]
     return [*words, setpriv, "--pdeathsig", "KILL", "--reuid", _NOBODY, "--regid", _NOBODY, "--clear-groups"]
