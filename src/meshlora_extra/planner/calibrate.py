@@ -55,6 +55,7 @@ _TINY_TOKENS = 8
 # No `Hardware` may have a zero.
 _LEAST_S = 1e-9
 _NOTHING = Work(0, 0)
+_LINK = {False: "node", True: "network"}  # by `Timing.is_network`, as fields of `Hardware` begin
 
 
 @dataclass(frozen=True)
@@ -97,13 +98,6 @@ class Timing:
     wire_bytes: float = 0.0
     axis: str = ""
     seconds: float = 0.0
-
-    @property
-    def link(self) -> str:
-        """Between machines, or inside one, as fields of `Hardware` begin."""
-        if self.is_network:
-            return "network"
-        return "node"
 
 
 Sample = tuple[Timing, Callable[[], object]]
@@ -174,7 +168,7 @@ class _Memory:
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self._num_bytes = _SIZES[device.type].cold_bytes
-        self._values = _random(self._num_bytes // dtype.itemsize, dtype=dtype, device=device)
+        self._values = torch.randn(self._num_bytes // dtype.itemsize, dtype=dtype, device=device)
         self._kept, self._kept_bytes, self._taken = deque[Tensor](), 0, 0
 
     def tensors(self, *shape: int) -> Iterator[Tensor]:
@@ -202,7 +196,7 @@ def _products(memory: _Memory) -> Iterator[Sample]:
     """`[n, k] x [k, m]`: the layer's own, and LoRA's with r as any of the three."""
     sizes = _SIZES[memory.device.type]
     tokens, hidden, inner, rank = sizes.tokens, sizes.hidden, sizes.inner, sizes.rank
-    size, is_half = memory.dtype.itemsize, _is_half(memory.dtype)
+    size, is_half = memory.dtype.itemsize, memory.dtype.itemsize == 2
     for n, k, m in (
         *((tokens, hidden, inner), (tokens, inner, hidden), (tokens, hidden, hidden), (tokens, hidden, hidden // 4)),
         *((tokens, hidden, rank), (tokens, rank, hidden), (rank, tokens, hidden), (hidden, tokens, rank)),
@@ -218,8 +212,8 @@ def _attention(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
     sizes = _SIZES[device.type]
     for tokens in sizes.sequences:
         shape = (1, sizes.hidden // _HEAD, tokens, _HEAD)
-        query, key, value = (_random(*shape, dtype=dtype, device=device).requires_grad_() for _ in range(3))
-        given = _random(*shape, dtype=dtype, device=device)
+        query, key, value = (torch.randn(*shape, dtype=dtype, device=device).requires_grad_() for _ in range(3))
+        given = torch.randn(*shape, dtype=dtype, device=device)
 
         def run(query: Tensor = query, key: Tensor = key, value: Tensor = value, given: Tensor = given) -> None:
             out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -228,7 +222,7 @@ def _attention(device: torch.device, dtype: torch.dtype) -> Iterator[Sample]:
         # As `meshlora_extra.planner.fake` counts both: 2 and 5 products of half of the pairs; the inputs, results and
         # statistics.
         work = Work(7 * query.numel() * tokens, 12 * query.nbytes, is_attention=True)
-        yield Timing("attention", work, _is_half(dtype)), run
+        yield Timing("attention", work, dtype.itemsize == 2), run
 
 
 def _operators(memory: _Memory) -> Iterator[Sample]:
@@ -236,8 +230,8 @@ def _operators(memory: _Memory) -> Iterator[Sample]:
     rotary embeddings, and of a softmax in float32.
     """
     tokens, width = _SIZES[memory.device.type].tokens, _SIZES[memory.device.type].inner
-    shape, half, is_half = (tokens, width), width // 2, _is_half(memory.dtype)
-    scale = _random(width, dtype=memory.dtype, device=memory.device)
+    shape, half, is_half = (tokens, width), width // 2, memory.dtype.itemsize == 2
+    scale = torch.randn(width, dtype=memory.dtype, device=memory.device)
     own, wide = tokens * width * memory.dtype.itemsize, 4 * tokens * width
     logits = memory
     if memory.dtype != torch.float32:
@@ -289,7 +283,7 @@ def _host(mesh: Mesh, dtype: torch.dtype) -> Sample:
         for parameter in model.parameters():
             parameter.grad = None  # else the next turn would add to it
 
-    return Timing("host", number=number, is_half=_is_half(dtype)), run
+    return Timing("host", number=number, is_half=dtype.itemsize == 2), run
 
 
 def _messages(mesh: Mesh, gpus_per_node: int) -> Iterator[Sample]:
@@ -315,14 +309,6 @@ def _collectives(axis: Axis, num_bytes: int, device: torch.device) -> Iterator[t
     yield "allgather", part.nbytes, lambda: collectives.all_gather(part, axis)
     yield "reducescatter", whole.nbytes, lambda: collectives.reduce_scatter_sum(whole, axis)
     yield "alltoall", whole.nbytes, lambda: collectives.exchange_rows(whole, axis, each, each)
-
-
-def _random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.randn(*shape, device=device).to(dtype)
-
-
-def _is_half(dtype: torch.dtype) -> bool:
-    return dtype.itemsize == 2
 
 
 # --- what follows -----------------------------------------------------------------------------------------------------
@@ -385,12 +371,12 @@ def _links(messages: Sequence[Timing]) -> dict[str, float]:
     found = {"link_efficiency": 1.0}
     if not messages:
         return found
-    links = sorted({timing.link for timing in messages}, reverse=True)  # that inside machines first
+    links = sorted({_LINK[timing.is_network] for timing in messages}, reverse=True)  # that inside machines first
     columns = {"launch_s": [1.0] * len(messages)}
     for link in links:
         wire_bytes, doublings = [], []  # of the messages of other links 0
         for timing in messages:
-            is_own = timing.link == link
+            is_own = _LINK[timing.is_network] == link
             wire_bytes.append(timing.wire_bytes * is_own)
             doublings.append(math.log2(timing.ranks) * is_own)
         columns[f"{link}_gb_s"] = wire_bytes
@@ -429,13 +415,6 @@ def machines(mesh: Mesh) -> tuple[int, int]:
     return max(ranks.values()), len(ranks)
 
 
-def memory_gb(device: torch.device, ranks_here: int) -> float:
-    """Of a device; a machine's, shared by its ranks, on CPUs."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1] / 1e9
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9 / ranks_here
-
-
 def calibrate(
     mesh: Mesh, dtypes: Sequence[torch.dtype], *, clock: Clock | None = None
 ) -> tuple[dict[str, Any], list[Timing]]:
@@ -449,15 +428,16 @@ def hardware_of(mesh: Mesh, timings: Sequence[Timing]) -> dict[str, Any]:
     """All fields of `Hardware`, with those that follow from `timings` of its samples. Collective over all ranks."""
     (per_node, nodes), device = machines(mesh), mesh.device
     name, threads = "cpu", f", {torch.get_num_threads()} threads each"
+    memory_gb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9 / per_node  # shared by its ranks
     if device.type == "cuda":
-        name, threads = torch.cuda.get_device_name(device), ""
+        name, threads, memory_gb = torch.cuda.get_device_name(device), "", torch.cuda.mem_get_info(device)[1] / 1e9
     return {
         "name": re.sub(r"[\W_]", "-", name).lower(),
         "device": device.type,
         "ranks": mesh.topology.world,
         "nodes": nodes,
         "gpus_per_node": per_node,
-        "memory_gb": memory_gb(device, per_node),
+        "memory_gb": memory_gb,
         **fields_of(timings, waits=device.type == "cpu"),
         "source": f"measured on {mesh.topology.world} {device.type} ranks at once as {mesh.topology}{threads}, "
         f"torch {torch.__version__}",

@@ -164,7 +164,7 @@ def choose(problem: Problem, topologies: Sequence[Topology] = ()) -> Choice:
     def look_through(every: Sequence[Topology]) -> None:
         cut = []
         for topology in every:
-            if _is_cut(topology):
+            if topology.size_over(TOKENS) > 1:  # tokens of a sequence are on several ranks inside attention
                 cut.append(topology)
             else:
                 look_at(topology)
@@ -173,7 +173,7 @@ def choose(problem: Problem, topologies: Sequence[Topology] = ()) -> Choice:
             if (not meshes or _experts_of(topology) in meshes) and not _is_over(found, topology, TOKENS):
                 look_at(topology)
         for p in found[:]:  # which grows below
-            if _is_cut(p.topology) and p.states.kept <= p.usable_bytes < p.memory_bytes:
+            if p.topology.size_over(TOKENS) > 1 and p.states.kept <= p.usable_bytes < p.memory_bytes:
                 look_at(dataclasses.replace(p.topology, ring=True))  # it sends more, and holds fewer keys and values
         staged: dict[Topology, None] = {}  # a set that keeps the order
         for p in _ranked(found)[:_STAGED]:
@@ -236,11 +236,6 @@ def _flags(topology: Topology, axis: str, size: int) -> dict[str, bool]:
     return kept
 
 
-def _is_cut(topology: Topology) -> bool:
-    """Whether tokens of a sequence are on several ranks inside attention."""
-    return topology.size_over(TOKENS) > 1
-
-
 def _is_over(found: Iterable[Prediction], topology: Topology, axes: frozenset[str]) -> bool:
     """Whether longer `axes`, all else alike but dp, have stopped to gain; with cp, whether states alone do not fit."""
     own = _without(topology, axes | SEQUENCES)
@@ -279,23 +274,18 @@ def all_topologies(problem: Problem) -> Iterator[Topology]:
 
 def _meshes_of_experts(problem: Problem) -> Iterator[dict[str, Any]]:
     """The fields of a topology that cut experts; none in a model without."""
-    num_experts = _num_experts(problem)
-    if not num_experts:
+    for name, parameter in problem.shrunk.model.named_parameters():
+        if name.endswith(".down_proj") and parameter.ndim == 3:  # [E, ...]: of a linear it is a module
+            break
+    else:
         yield {}
         return
     # etp stays inside a node, as tokens go to all etp ranks of an expert.
-    for ep, etp in itertools.product(divisors(num_experts), divisors(problem.gpu.gpus_per_node)):
+    for ep, etp in itertools.product(divisors(len(parameter)), divisors(problem.gpu.gpus_per_node)):
         if problem.gpus % (ep * etp) == 0:
             yield {"ep": ep, "etp": etp}
             if etp > 1 and ep > 1:
                 yield {"ep": ep, "etp": etp, "two_stage": True}
-
-
-def _num_experts(problem: Problem) -> int:
-    for name, parameter in problem.shrunk.model.named_parameters():
-        if name.endswith(".down_proj") and parameter.ndim == 3:  # [E, ...]: of a linear it is a module
-            return len(parameter)
-    return 0
 
 
 def predict(problem: Problem, topology: Topology, traces: Traces) -> Prediction:
