@@ -23,9 +23,8 @@ from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, plan
 from meshlora.adapter.plan import AdapterPlan, plan_adapter
 from meshlora.adapter.targets.pieces import own_words
 from meshlora.adapter.targets.resolve import Target
-from meshlora.plan.rules import ExpertsRule, ModelPlan
+from meshlora.plan.rules import ModelPlan
 from meshlora.wings.experts.per_expert import (
-    EngineNames,
     by_projection,
     check_lora_alone,
     engine_factors,
@@ -37,6 +36,9 @@ from meshlora.wings.experts.per_expert import (
 from meshlora_extra.paper.export import check_new, export, write_folder
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.files import read_json
+
+# Of a configuration whose targets are named in full, or by keys.
+_NAMED = {"exclude_modules": None, "layers_to_transform": None, "layers_pattern": None, "lora_dropout": 0.0}
 
 
 def engine_layout(adapter: AdapterPlan, plan: ModelPlan, where: str) -> Literal["peft", "per-expert"]:
@@ -148,7 +150,11 @@ def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
     for (_, side), key in file_keys(linears).items():
         written[key] = _padded(tensors[key], r, dim="AB".index(side))  # A: [r, in], B: [out, r]
     for rule in plan.experts.values():
-        written |= _layer_tensors(rule, full, r, names)
+        padded = {}
+        for name, factors in by_projection(rule, full).items():
+            padded[name] = ExpertFactors(_padded(factors.a, r, dim=1), _padded(factors.b, r, dim=2))
+        if padded:  # LoRA is on this layer's experts
+            written |= engine_tensors(rule.name, padded, num_experts=rule.num_experts, names=names)
     stored = read_json(folder / CONFIG_FILE) | _one_rank(r, scaling)
     # Last parts of names: engines match these.
     stored["target_modules"] = sorted({name.rpartition(".")[2] for name in linears} | {*names.projections.values()})
@@ -179,14 +185,11 @@ def import_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
         besides = opened.keys().intersection(base_keys(targets, plan).values())  # embeddings that were resized
         written |= {key: opened.get_tensor(key).clone() for key in besides}
     stored = read_json(folder / CONFIG_FILE) | {
+        **_NAMED,  # no dropout: PEFT has none on parameters
         "target_modules": sorted(config.target_modules or ()),
         "target_parameters": list(config.target_parameters or ()),
-        "exclude_modules": None,
-        "layers_to_transform": None,
-        "layers_pattern": None,
         "rank_pattern": dict(config.rank_pattern),
         "alpha_pattern": dict(config.alpha_pattern),
-        "lora_dropout": 0.0,  # PEFT has none on parameters
     }
     write_folder(target, written, stored, own_words(config))
     return len(written)
@@ -240,25 +243,9 @@ def _one_rank(r: int, scaling: float) -> dict[str, Any]:
         "rank_pattern": {},
         "alpha_pattern": {},
         "target_parameters": None,
-        "exclude_modules": None,
-        "layers_to_transform": None,
-        "layers_pattern": None,
-        "lora_dropout": 0.0,
         "inference_mode": True,
+        **_NAMED,
     }
-
-
-def _layer_tensors(
-    rule: ExpertsRule, full: Mapping[str, Mapping[str, Tensor]], r: int, names: EngineNames
-) -> dict[str, Tensor]:
-    """Keys and tensors of one layer's experts; empty without an adapter on them."""
-    padded = {
-        name: ExpertFactors(_padded(factors.a, r, dim=1), _padded(factors.b, r, dim=2))
-        for name, factors in by_projection(rule, full).items()
-    }
-    if not padded:
-        return {}
-    return engine_tensors(rule.name, padded, num_experts=rule.num_experts, names=names)
 
 
 def _padded(factor: Tensor, r: int, *, dim: int) -> Tensor:
