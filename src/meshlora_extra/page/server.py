@@ -145,8 +145,4 @@ def _serve_for_parent() -> None:
     end_with(parent)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    serve(Runs(Path(folder), first=first), _hand_to_parent)
-
-
-def _hand_to_parent(url: str) -> None:
-    os.write(1, f"{url}\n".encode())
+    serve(Runs(Path(folder), first=first), lambda url: os.write(1, f"{url}\n".encode()))
