@@ -185,9 +185,8 @@ def check_mergeable(config: LoraConfig, where: str) -> None:
         UnsupportedError: names the option.
     """
     default = LoraConfig()
-    for field in dataclasses.fields(
-        LoraConfig
-    ):  # PEFT's only: our `pieces` and `share_experts` matter for training alone
+    # PEFT's only: our `pieces` and `share_experts` matter for training alone.
+    for field in dataclasses.fields(LoraConfig):
         value = getattr(config, field.name)
         if field.name in _FOLLOWED or value == getattr(default, field.name) or not value:
             continue

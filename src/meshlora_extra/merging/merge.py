@@ -81,7 +81,8 @@ class _Planned:
 
     Attributes:
         aliases: name -> all names of the same tensor. untied: names that no longer share one. head: fields of the
-            configuration that say of a head that is not a vocabulary. rounding: to few bits.
+            configuration that say of a head that is not a vocabulary. dtype: of what is written; None: as it is stored.
+            rounding: to few bits.
     """
 
     source: CheckpointSource
@@ -90,7 +91,8 @@ class _Planned:
     untied: list[str]
     outputs: list[_Output]
     head: Mapping[str, Any]
-    rounding: Rounding | None = None
+    dtype: torch.dtype | None
+    rounding: Rounding | None
 
     def read_base(self, name: str) -> Tensor:
         """A weight of the model, under whichever of its names it is stored."""
@@ -141,14 +143,11 @@ def merge(
         source_folder, Path(adapter_folder), config, dtype, quantize, trust_remote_code=trust_remote_code
     )
     outputs, is_untied = planned.outputs, bool(planned.untied) or has_own_head(source_folder)
-    is_packed = planned.source.packed() is not None
-    if is_packed and dtype is None:
-        dtype = plain_dtype(config)
     num_bytes = sum(o.entry.num_bytes for o in outputs)
     try:
         with new_folder(out) as folder:  # under another name until its end
             _copy_files(source_folder, folder)
-            _write_config(source_folder, folder, dtype, planned, untie=is_untied)
+            _write_config(source_folder, folder, planned, untie=is_untied)
             meant = _write_weights(folder, planned)
             check = "every tensor read back"
             _read_back(folder, outputs, meant, trust_remote_code=trust_remote_code)
@@ -159,11 +158,9 @@ def merge(
                 check += "; logits not compared, as the model is above 2 GiB"
             if planned.rounding is not None:
                 check += f"; {planned.rounding.words}"
-            elif is_packed and dtype is not None:
-                rounding = torch.finfo(dtype).eps / 2
-                check += (
-                    f"; no longer in few bits, in {str(dtype).removeprefix('torch.')}: within {rounding:.0e} of each"
-                )
+            elif planned.source.packed() is not None and planned.dtype is not None:
+                words, rounding = str(planned.dtype).removeprefix("torch."), torch.finfo(planned.dtype).eps / 2
+                check += f"; no longer in few bits, in {words}: within {rounding:.0e} of each"
     except (OSError, SafetensorError) as error:
         raise MeshloraError(f"{out}: the merged model could not be written ({reason(error)})") from error
     return Merged(
@@ -181,7 +178,9 @@ def _compared(planned: _Planned, adapter: Path, folder: Path, *, trust_remote_co
     base = Base(source.folder, trust_remote_code, source if source.packed() else None, adapter)
     with _as_peft_names_it(adapter, planned.changes) as readable:
         if planned.rounding is None:
-            return compare_logits(base, readable, Base(folder, trust_remote_code), _narrowest(planned.outputs))
+            types = {FLOATS[o.entry.dtype] for o in planned.outputs if o.entry.dtype in FLOATS}
+            narrowest = max(types, key=lambda t: torch.finfo(t).eps)  # bounds the difference of logits
+            return compare_logits(base, readable, Base(folder, trust_remote_code), narrowest)
         merged = CheckpointSource(folder, source.model, planned.rounding.config)
         return compare_logits(base, readable, Base(folder, trust_remote_code, merged), None)
 
@@ -213,12 +212,14 @@ def _planned(
     model = build_on_meta(config, trust_remote_code=trust_remote_code)
     stored_config = getattr(config, "quantization_config", None) or {}
     source = CheckpointSource(model_folder, model, stored_config)
-    if source.packed() and dtype is None:
-        dtype = plain_dtype(config)
+    if source.packed() and dtype is None:  # no longer in few bits: of the type of the others
+        dtype = getattr(config, "dtype", None)
+        if not isinstance(dtype, torch.dtype):
+            dtype = torch.bfloat16
     # Before the adapter is read: that puts its modules into the model.
     rounding = rounding_of(quantize, model, source.stored, stored_config) if quantize else None
-    names, heads, head = set(model.state_dict()), set[str](), {}
-    if _has_head(config):
+    names, heads, head, has_head = set(model.state_dict()), set[str](), {}, task_of(config) != CAUSAL
+    if has_head:
         heads = {name for name in names if name.partition(".")[0] in HEADS}
         head = {name: config.to_dict().get(name) for name in _HEAD_FIELDS}
     aliases = check_checkpoint(model, source, allow_unused=True, fresh=heads)  # tied names included
@@ -232,24 +233,17 @@ def _planned(
     changes = _with_equal_changes(_with_aliases(read_changes(model, adapter_folder), aliases), aliases)
     untied = _untied_names(changes, aliases)  # each is stored on its own then
     outputs = _outputs(source, changes, untied, aliases, dtype, wide)
-    if _has_head(config):
+    if has_head:
         outputs = [one for one in outputs if one.name in names]  # without the head of the task before
         outputs += _new_head(source, changes, heads, dtype)  # a causal checkpoint has no score
     added = [name for name in untied if source.shape(name) is None]
     _check_new_keys(config, added, names, trust_remote_code=trust_remote_code)
     if rounding is not None:
-        outputs = list(_in_parts(outputs, rounding))
-    return _Planned(source, changes, aliases, untied, outputs, head, rounding)
-
-
-def _in_parts(outputs: Iterable[_Output], rounding: Rounding) -> Iterator[_Output]:
-    for one in outputs:
-        for part, entry in rounding.entries(one.entry).items():
-            yield dataclasses.replace(one, entry=entry, part=part)
-
-
-def _has_head(config: PretrainedConfig) -> bool:
-    return task_of(config) != CAUSAL
+        whole, outputs = outputs, []
+        for one in whole:
+            for part, entry in rounding.entries(one.entry).items():
+                outputs.append(dataclasses.replace(one, entry=entry, part=part))
+    return _Planned(source, changes, aliases, untied, outputs, head, dtype, rounding)
 
 
 def _new_head(
@@ -267,14 +261,6 @@ def _new_head(
         entry = Entry(name, tuple(value.shape), dtype_name(dtype or value.dtype))
         found.append(_Output(file, entry, name, None, StoredTensor.in_memory(name, value)))
     return found
-
-
-def plain_dtype(config: PretrainedConfig) -> torch.dtype:
-    """The type of weights that are no longer in few bits: that of the others."""
-    found = getattr(config, "dtype", None)
-    if isinstance(found, torch.dtype):
-        return found
-    return torch.bfloat16
 
 
 def _with_aliases(changes: Changes, aliases: Mapping[str, list[str]]) -> Changes:
@@ -389,9 +375,8 @@ def _check_new_keys(config: PretrainedConfig, added: list[str], names: set[str],
     renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
     converters = [t for t in transforms if isinstance(t, WeightConverter)]
     for name in added:
-        found, pattern = rename_source_key(
-            name, renamings, converters, model.base_model_prefix, dict.fromkeys(names, 1)
-        )
+        prefix = model.base_model_prefix
+        found, pattern = rename_source_key(name, renamings, converters, prefix, dict.fromkeys(names, 1))
         if found != name or pattern is not None:
             raise UnsupportedError(name, f"it must be stored on its own now, and transformers would load it as {found}")
 
@@ -406,18 +391,17 @@ def _copy_files(source: Path, folder: Path) -> None:
             shutil.copyfile(path, folder / path.name)
 
 
-def _write_config(source: Path, folder: Path, dtype: torch.dtype | None, planned: _Planned, *, untie: bool) -> None:
+def _write_config(source: Path, folder: Path, planned: _Planned, *, untie: bool) -> None:
     head = {name: value for name, value in planned.head.items() if value is not None}
     stored = read_json(source / "config.json") | head
-    parts = [stored]
-    if isinstance(stored.get("text_config"), dict):
-        parts.append(stored["text_config"])
-    for part in parts:
+    for part in (stored, stored.get("text_config")):
+        if not isinstance(part, dict):
+            continue
         part.pop("quantization_config", None)  # plain numbers are written, or others in few bits
         if untie:
             part["tie_word_embeddings"] = False
-        if dtype is not None:
-            words = str(dtype).removeprefix("torch.")
+        if planned.dtype is not None:
+            words = str(planned.dtype).removeprefix("torch.")
             if part is stored and "torch_dtype" not in part:  # the name before transformers 4.56
                 part["dtype"] = words
             for key in {"dtype", "torch_dtype"} & part.keys():
@@ -534,8 +518,3 @@ def _read_back(
             continue
         if len({meant[o.file][o.entry.key] for o in outputs if o.name in names}) > 1:
             raise MeshloraError(f"{name}: its config.json still ties it to a weight that differs")
-
-
-def _narrowest(outputs: list[_Output]) -> torch.dtype:
-    types = {FLOATS[o.entry.dtype] for o in outputs if o.entry.dtype in FLOATS}
-    return max(types, key=lambda t: torch.finfo(t).eps)  # bounds the difference of logits
