@@ -182,19 +182,10 @@ def _rank(seen: _Seen, tokens: int) -> int:
     return next((rank for rank in _RANKS if planned.num_trainable * rank / planned.config.r >= tokens), _RANKS[-1])
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """topology, micro_batch, recompute: of the best, or of plain dp. words: on what that stands."""
-
-    topology: str
-    micro_batch: int
-    recompute: str | int
-    words: str
-
-
-def _plan(wish: Wish, seen: _Seen, values: dict[str, Any], max_length: int) -> _Planned:
-    """Plan the topology, and add it to `values`."""
-    train = values["train"]
+def _plan(wish: Wish, seen: _Seen, values: dict[str, Any], max_length: int) -> str:
+    """Plan the topology, and add it to `values`: the best, or plain dp; returns on what that stands."""
+    train, topology = values["train"], f"dp={wish.gpus}"
+    recompute: str | int = "none"
     lora = {**(seen.config.lora or {}), **values.get("lora", {})}  # the preset's, below ours
     plain = dataclasses.replace(seen.blueprint, adapter=None)
     hardware, size = wish.hardware, train["batch_size"]
@@ -207,21 +198,19 @@ def _plan(wish: Wish, seen: _Seen, values: dict[str, Any], max_length: int) -> _
         words = f"the planner's first of {wish.gpus} x {hardware.name}: {memory}"
         if not best.fits:
             raise MeshloraError(f"no topology fits: {best.topology} comes nearest, {memory}; use more GPUs, or qlora")
-        micro = best.micro_batch
+        topology, recompute, train["micro_batch_size"] = str(best.topology), best.recompute, best.micro_batch
         if seen.goal == "dpo":
-            micro = max(1, micro // 2)  # a pair is two rows
-        found = _Planned(str(best.topology), micro, best.recompute, words)
+            train["micro_batch_size"] = max(1, best.micro_batch // 2)  # a pair is two rows
     except UserError as error:
         # The run is possible without a plan.
-        found = _Planned(f"dp={wish.gpus}", 1, "none", f"not planned: {one_line(str(error), 160)}")
-    train["micro_batch_size"] = found.micro_batch
-    if found.recompute != "none":
-        train["recompute"] = found.recompute
-    values["topology"] = found.topology
-    return found
+        train["micro_batch_size"], words = 1, f"not planned: {one_line(str(error), 160)}"
+    if recompute != "none":
+        train["recompute"] = recompute
+    values["topology"] = topology
+    return words
 
 
-def _notes(seen: _Seen, lengths: np.ndarray, max_length: int, plan: _Planned) -> dict[str, str]:
+def _notes(seen: _Seen, lengths: np.ndarray, max_length: int, plan: str) -> dict[str, str]:
     """Key of the run file -> the reason for its value."""
     cut, data, facts = int((lengths > max_length).sum()), seen.data.train, facts_of(seen.config.model.path)
     what = "pairs" if seen.goal == "dpo" else "sequences"
@@ -243,7 +232,7 @@ def _notes(seen: _Seen, lengths: np.ndarray, max_length: int, plan: _Planned) ->
         "train.batch_size": "sequences of a step, on all processes together",
         "train.micro_batch_size": "sequences at once",
         "train.save_every": "steps between checkpoints: go on from the last one with --resume auto",
-        "topology": plan.words,
+        "topology": plan,
     }
 
 
