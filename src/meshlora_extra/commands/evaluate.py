@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from meshlora.cli.arguments import add_json, add_local_rank, add_run_file, checked_place, run_file_words, write_result
-from meshlora_extra.paper.scores import SCRIPTS, check_scorers
+from meshlora_extra.paper.meteor import WAY_OUT
+from meshlora_extra.paper.scores import SCRIPTS, check_scorers, scores, shown, spaced, written_references
 from meshlora_ground.errors import UserError
+from meshlora_ground.files import check_result_file, new_folder, write_text_atomically
 from meshlora_ground.reading import path_argument
 
 
@@ -64,7 +66,6 @@ def _evaluate(options: argparse.Namespace) -> None:
     from meshlora.run.launch import launch
     from meshlora.run.machines import machines
     from meshlora_ground.console import Console
-    from meshlora_ground.files import check_result_file
 
     place = checked_place(options)
     with rank_edge(is_watched=True) if place is not None else contextlib.nullcontext() as watch:
@@ -120,8 +121,6 @@ def _adapter(options: argparse.Namespace, config: Any) -> Path | None:
 
 def _check_files(options: argparse.Namespace) -> None:
     """Refuse options without effect, and files that could not be written."""
-    from meshlora_ground.files import check_result_file
-
     for name in ("hypotheses", "references", "scores"):
         if getattr(options, name) and not options.generate:
             given = f"--{name} {getattr(options, name)}"
@@ -172,9 +171,7 @@ def _generate_and_score(
 ) -> dict[str, Any]:
     """Continue every prompt on all ranks; the main one writes the texts and scores them against the references."""
     from meshlora.run.generated import generated_texts
-    from meshlora_extra.paper.scores import scores
     from meshlora_ground.console import Console
-    from meshlora_ground.files import write_text_atomically
 
     def advance(done: int) -> None:
         update(f"generating: {done} of {len(prompts.prompts)} prompts" + f", on each of {world} ranks" * (world > 1))
@@ -200,9 +197,6 @@ def _generate_and_score(
 
 def _write_references(path: Path, hypotheses: list[str], references: list[tuple[str, ...]], script: Any) -> None:
     """Write what the script of the scores reads: one file, or a folder that has the texts too."""
-    from meshlora_extra.paper.scores import spaced, written_references
-    from meshlora_ground.files import new_folder, write_text_atomically
-
     files = written_references(references, script)
     if "" in files:
         write_text_atomically(path, files[""])
@@ -213,8 +207,6 @@ def _write_references(path: Path, hypotheses: list[str], references: list[tuple[
 
 
 def _show(result: dict[str, Any]) -> None:
-    from meshlora_extra.paper.meteor import WAY_OUT
-    from meshlora_extra.paper.scores import shown as shown_scores
     from meshlora_ground.console import Console
     from meshlora_ground.objective import COUNTED
 
@@ -224,15 +216,15 @@ def _show(result: dict[str, Any]) -> None:
         adapter = f"adapter {result['adapter']}"
     say(f"{result['model']}, {adapter}")
     counted = next(f"{result[name]:,} {name.replace('_', ' ')}" for name in COUNTED.values() if name in result)
-    shown = ""
+    more = ""
     if result.get("perplexity") is not None:
-        shown = f"  perplexity {result['perplexity']:.3f}"
+        more = f"  perplexity {result['perplexity']:.3f}"
     for name in ("accuracy", "macro_f1", "recall_at_1"):
         if name in result:
-            shown += f"  {name} {result[name]:.4f}"
-    say(f"{result['examples']:,} examples, {counted}, on {result['topology']}: loss {result['loss']:.4f}{shown}")
+            more += f"  {name} {result[name]:.4f}"
+    say(f"{result['examples']:,} examples, {counted}, on {result['topology']}: loss {result['loss']:.4f}{more}")
     if "bleu" in result:
         say(f"{result['prompts']:,} prompts, {result['references']:,} references: {result['hypotheses']}")
-        say(f"{shown_scores(result)}  ({result['scores']})")
+        say(f"{shown(result)}  ({result['scores']})")
         if result["meteor"] is None:
             say(WAY_OUT)
