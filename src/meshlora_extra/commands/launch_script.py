@@ -46,9 +46,9 @@ def add(commands: Any) -> None:
     )
     add_run_file(parser, example="topology=tp=8,sp")
     kind = parser.add_mutually_exclusive_group(required=True)
-    for name, text in {"slurm": "for sbatch", "k8s": "for kubectl", "skypilot": "for sky jobs launch"}.items():
-        kind.add_argument(f"--{name}", action="store_const", const=name, dest="kind", help=text)
-    kind.add_argument("--torchrun", action="store_const", const="torchrun", dest="kind", help="for each node's shell")
+    takers = {"slurm": "sbatch", "k8s": "kubectl", "skypilot": "sky jobs launch", "torchrun": "each node's shell"}
+    for name, taker in takers.items():
+        kind.add_argument(f"--{name}", action="store_const", const=name, dest="kind", help=f"for {taker}")
     parser.add_argument("--nodes", type=int, default=1, metavar="N", help="machines (default 1)")
     parser.add_argument(
         "--gpus-per-node", type=int, metavar="N", help="ranks on each, a GPU each (default: as topology needs)"
@@ -105,28 +105,24 @@ def filled(options: argparse.Namespace, *, ranks: int, has_gpus: bool) -> str:
     of_gpus: dict[str, Any] = {"gpus": None, "if_gpus": None}  # which leaves their lines out
     if has_gpus:
         of_gpus = {"gpus": ranks, "if_gpus": ""}
-    values = (
-        _DEFAULTS
-        | given
-        | {
-            "command": _as_comment(options.words),
-            "name": options.name or _as_name(Path(options.file).stem),
-            "partition": options.partition,
-            "account": options.account,
-            "nodes": options.nodes,
-            "last_node": options.nodes - 1,
-            "ranks": ranks,
-            **of_gpus,
-            "cpus": options.cpus_per_gpu,
-            "all_cpus": options.cpus_per_gpu * ranks,
-            "words": words,
-            "stopped": STOPPED,
-        }
-    )
-    template = (
-        resources.files("meshlora_extra.commands").joinpath("scripts", _KINDS[options.kind][0]).read_text("utf-8")
-    )
-    lines = (_line(line, values) for line in template.splitlines())
+    values = {
+        **_DEFAULTS,
+        **given,
+        "command": _as_comment(options.words),
+        "name": options.name or _as_name(Path(options.file).stem),
+        "partition": options.partition,
+        "account": options.account,
+        "nodes": options.nodes,
+        "last_node": options.nodes - 1,
+        "ranks": ranks,
+        **of_gpus,
+        "cpus": options.cpus_per_gpu,
+        "all_cpus": options.cpus_per_gpu * ranks,
+        "words": words,
+        "stopped": STOPPED,
+    }
+    template = resources.files("meshlora_extra.commands") / "scripts" / _KINDS[options.kind][0]
+    lines = (_line(line, values) for line in template.read_text("utf-8").splitlines())
     return "".join(f"{line.rstrip()}\n" for line in lines if line is not None)
 
 

@@ -394,10 +394,15 @@ def _peft_state(
             if each.is_embedding:
                 suffix = f"lora_embedding_{side}"
             stored[f"{PREFIX}{module}.{suffix}"] = tensor
+    bias: Literal["none", "all", "lora_only"] = "none"
+    if biases:
+        bias = "lora_only"
     for key, tensor in biases.items():
         module = key.removesuffix(".bias")
         if module in factors:
             module = f"{module}.base_layer"
+        else:
+            bias = "all"
         stored[f"{PREFIX}{module}.bias"] = tensor
     config = LoraConfig(
         r=plain.r,
@@ -405,17 +410,9 @@ def _peft_state(
         target_modules=sorted(factors),
         rank_pattern=ranks,
         alpha_pattern=alphas,
-        bias=_bias_option(factors, biases),
+        bias=bias,
     )
     return config_to_store(config, None), stored
-
-
-def _bias_option(factors: Mapping[str, Factors], biases: Mapping[str, Tensor]) -> Literal["none", "all", "lora_only"]:
-    if not biases:
-        return "none"
-    if all(key.removesuffix(".bias") in factors for key in biases):
-        return "lora_only"
-    return "all"
 
 
 def _short_name(module: str, factors: Mapping[str, Factors]) -> str:
