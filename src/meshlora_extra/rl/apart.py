@@ -245,7 +245,7 @@ class Peer:
         with self._lock:
             self._depth += 1
             try:
-                given = [self._encode(each) for each in args], {k: self._encode(v) for k, v in (named or {}).items()}
+                given = list(map(self._encode, args)), {k: self._encode(v) for k, v in (named or {}).items()}
                 self._send(["ask", what, *given, self._printed()])
                 while (message := self._receive())[0] == "ask":
                     self._answer(message)
@@ -278,7 +278,7 @@ class Peer:
             except BaseException as error:  # noqa: BLE001  # whatever its code raises is the answer
                 answer = ["error", self._encode_error(error)]
             # What the call has changed in them.
-            back = self._containers and [self._encode(each) for each in (*args, *named.values())]
+            back = self._containers and list(map(self._encode, (*args, *named.values())))
             self._send([*answer, back or [], self._printed()])
         finally:
             self._end_call()
@@ -289,7 +289,7 @@ class Peer:
             kind, number = args[0]
             assert kind == "held"
             assert number < 0
-        return [self._decode(each) for each in args], {k: self._decode(v) for k, v in named.items()}, str(printed)
+        return list(map(self._decode, args)), {k: self._decode(v) for k, v in named.items()}, str(printed)
 
     def _result(self, what: str, message: list[Any]) -> Any:
         def read(message: list[Any]) -> tuple[Any, Any, str]:
@@ -346,7 +346,7 @@ class Peer:
                 return value
             return ["int", hex(value)]
         if kind is list or kind is set or kind is bytearray:
-            return [kind.__name__, self._container(value), [self._encode(each) for each in value]]
+            return [kind.__name__, self._container(value), list(map(self._encode, value))]
         if kind is dict:
             items = [[self._encode(key), self._encode(each)] for key, each in value.items()]
             return ["dict", self._container(value), items]
@@ -362,7 +362,7 @@ class Peer:
             return ["coroutine", self._hold(value)]
         name = _copied_as(value)
         if name is not None:
-            return ["copy", name, [self._encode(each) for each in _COPIED[name][0](value)]]
+            return ["copy", name, list(map(self._encode, _COPIED[name][0](value)))]
         return ["held", self._hold(value)]
 
     def _encode_type(self, kind: type) -> Any:
@@ -377,7 +377,7 @@ class Peer:
 
     def _encode_error(self, error: BaseException) -> Any:
         more = {name: self._encode(each) for name, each in vars(error).items() if not name.startswith("_")}
-        return [self._encode_type(type(error)), [self._encode(each) for each in error.args], str(error), more]
+        return [self._encode_type(type(error)), list(map(self._encode, error.args)), str(error), more]
 
     def _hold(self, value: Any) -> int:
         number = self._numbers.setdefault(id(value), len(self._held) + 1)
@@ -424,7 +424,7 @@ class Peer:
         if isinstance(value, dict):
             found: Any = {self._decode(key): self._decode(each) for key, each in items}
         else:
-            found = [self._decode(each) for each in items]
+            found = list(map(self._decode, items))
         if isinstance(value, (dict, set)):
             value.clear()
             value.update(found)
@@ -444,7 +444,7 @@ class Peer:
     def _error_class(self, number: int, name: str, above: list[Any]) -> Any:
         """A class that is raised and caught here in place of one there: of the same name, below the same of Python."""
         if number not in self._remotes:
-            bases = tuple(self._decode(base) for base in above)
+            bases = tuple(map(self._decode, above))
             assert all(issubclass(base, BaseException) for base in bases)
             own = {"__str__": _said, "__module__": "__main__", "_number_of_peer": number}
             self._remotes[number] = type(name, bases, own)
@@ -452,7 +452,7 @@ class Peer:
 
     def _decode_error(self, words: list[Any]) -> BaseException:
         kind, args, text, more = words
-        found, given = self._decode(kind), [self._decode(each) for each in args]
+        found, given = self._decode(kind), list(map(self._decode, args))
         assert issubclass(found, BaseException)
         if not issubclass(found, (Exception, SystemExit)) or issubclass(found, StopAsyncIteration):
             found = RuntimeError  # the other would end the tests, and not as they say

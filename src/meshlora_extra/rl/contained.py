@@ -44,7 +44,8 @@ def main(words: list[str]) -> int:
     status = None
     while status is None and signal.sigwait(_ENDS) == signal.SIGCHLD:
         ended, found = os.waitpid(child, os.WNOHANG)
-        status = found if ended else None
+        if ended:
+            status = found
     _end_all(child, is_gone=status is not None)
     if status is None or os.WIFSIGNALED(status):
         return 128 + (signal.SIGKILL if status is None else os.WTERMSIG(status))

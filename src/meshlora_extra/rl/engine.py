@@ -60,7 +60,7 @@ class Engine:
         """
         # An engine takes what is not given from the model's generation_config.json.
         whole = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "logprobs": 1}
-        asked = {"model": model, "prompt": [[*ids] for ids in prompts], "n": n, "max_tokens": max_tokens}
+        asked = {"model": model, "prompt": list(map(list, prompts)), "n": n, "max_tokens": max_tokens}
         answer = self._answer(
             "completions", {**asked, **whole, "return_token_ids": True, **options}, why="it completes prompts"
         )
@@ -118,7 +118,7 @@ def _completed(choice: Mapping[str, Any], num_prompt: int, vocab_size: int, max_
     if not isinstance(scores, list) or len(scores) != len(tokens):
         raise MalformedError("it has not one log-probability for each token")
     check_log_probs(scores, "token_logprobs")
-    log_probs, experts = [float(each) for each in scores], choice.get("routed_experts")
+    log_probs, experts = list(map(float, scores)), choice.get("routed_experts")
     if experts is None:
         return Continuation(tokens, log_probs)
     routed = _array(experts)

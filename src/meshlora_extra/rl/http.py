@@ -1,7 +1,6 @@
 """One request to an address, whose answer is bounded in time, in bytes and in where it comes from.
 
-Owns: those limits, and that each way to miss them is one `AnswerError`. Does not own: what is asked and answered
-(`rl.engine`).
+Each way to miss them is one `AnswerError`. Does not own: what is asked and answered (`rl.engine`).
 """
 
 from __future__ import annotations

@@ -72,15 +72,13 @@ def publish(adapter: Path, to: Path, *, name: str, model_and_plan: Callable[[], 
 
 
 def check_for_engines(config: Any, where: str) -> None:
-    """Refuse an adapter that an engine would compute otherwise than it was trained.
-
-    Raises:
-        UnsupportedError: names the option.
-    """
+    """Refuse an adapter that engines compute otherwise than it was trained. Raises: UnsupportedError: the option."""
     check_lora_alone(config, where)
-    given = {"use_dora": config.use_dora, "rank_pattern": config.rank_pattern, "alpha_pattern": config.alpha_pattern}
-    for option, value in given.items() if not config.target_parameters else [("use_dora", config.use_dora)]:
-        if value:
+    options = ["use_dora"]
+    if not config.target_parameters:
+        options += ["rank_pattern", "alpha_pattern"]
+    for option in options:
+        if value := getattr(config, option):
             rule = "not every engine computes with it"
             raise UnsupportedError(f"{where}: {option}={value!r}", rule, "train without, or merge it")
 

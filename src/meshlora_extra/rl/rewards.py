@@ -102,11 +102,7 @@ class Rewards:
         return found
 
     def check(self, prompts: Iterable[Prompt]) -> None:
-        """Check that the record of each prompt has what the rewards need of it.
-
-        Raises:
-            UserError: names the first that has not.
-        """
+        """Check each prompt's record for what the rewards need of it. Raises: UserError: the first that lacks it."""
         for prompt in prompts:
             said = Completion(prompt.text, "", prompt.fields, prompt.origin)
             for name, needs in self._needs.items():

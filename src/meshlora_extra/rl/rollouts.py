@@ -70,11 +70,7 @@ class Rollouts:
     publish: Publisher | None = None
 
     def make(self, step: int) -> None:
-        """Make those of `step`, from 1, with the adapter as it is, and of all updates on the same generation.
-
-        Raises:
-            UserError: a reward fails.
-        """
+        """Make those of `step`, from 1, and of all updates on that generation. Raises: UserError: a reward fails."""
         assert self.one.followed is not None
         stream, (number, later) = self.one.followed.stream, divmod(step - 1, self.config.updates)
         if later:  # the policy that acted is no longer there to be asked
@@ -204,31 +200,26 @@ class Publisher:
         self.steps = steps
 
 
-@dataclass(frozen=True)
-class EngineGenerator:
-    """An engine, which serves the published adapter. Rank 0 asks it."""
-
-    one: TrainedAdapter
-    config: RlConfig
-    engine: Engine
-
-    def __call__(self, prompts: Sequence[Prompt], step: int) -> list[Continuation]:
-        said = ""
-        if self.one.mesh.rank == 0:
-            found = self.engine.complete(
-                self.config.adapter_name,
-                [prompt.ids for prompt in prompts[:: self.config.completions]],
-                vocab_size=self.one.run.blueprint.config.get_text_config().vocab_size,
-                n=self.config.completions,
-                max_tokens=self.config.max_new_tokens,
-                temperature=self.config.temperature,
-                stop=self.config.stop,
-                seed=seed_of(self.one.run.config.train.seed, step),
-            )
-            every = itertools.chain.from_iterable(found)
-            said = json.dumps([(each.tokens, each.log_probs, each.routed_experts) for each in every])
-        of_all = broadcast_text(said, self.one.mesh.world, self.one.mesh.device)
-        return [Continuation(*each) for each in json.loads(of_all)]
+def complete_by_engine(
+    one: TrainedAdapter, config: RlConfig, engine: Engine, prompts: Sequence[Prompt], step: int
+) -> list[Continuation]:
+    """A `Generator`, but for the first three: an engine, which serves the published adapter. Rank 0 asks it."""
+    said = ""
+    if one.mesh.rank == 0:
+        found = engine.complete(
+            config.adapter_name,
+            [prompt.ids for prompt in prompts[:: config.completions]],
+            vocab_size=one.run.blueprint.config.get_text_config().vocab_size,
+            n=config.completions,
+            max_tokens=config.max_new_tokens,
+            temperature=config.temperature,
+            stop=config.stop,
+            seed=seed_of(one.run.config.train.seed, step),
+        )
+        every = itertools.chain.from_iterable(found)
+        said = json.dumps([(each.tokens, each.log_probs, each.routed_experts) for each in every])
+    of_all = broadcast_text(said, one.mesh.world, one.mesh.device)
+    return [Continuation(*each) for each in json.loads(of_all)]
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,11 @@
 """A run that makes its own rollouts: its checks, and what makes them on a rank.
 
-Owns: what those runs refuse, and setting what makes their rollouts. Does not own: the run (`run.run`), making rollouts
-(`rl.rollouts`).
+Does not own: the run (`run.run`), making rollouts (`rl.rollouts`).
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from meshlora_extra.rl.engine import Engine
 from meshlora_extra.rl.prompts import Prompts, read_prompts
 from meshlora_extra.rl.publishing import check_for_engines
 from meshlora_extra.rl.rewards import Rewards
-from meshlora_extra.rl.rollouts import EngineGenerator, Generator, OwnGenerator, Publisher, Rollouts
+from meshlora_extra.rl.rollouts import Generator, OwnGenerator, Publisher, Rollouts, complete_by_engine
 from meshlora_ground.console import Console
 
 PUBLISHED = "published"  # in the output
@@ -46,11 +46,7 @@ def _texts(run: Prepared) -> Texts:
 
 
 def check_rewards(run: Prepared, prompts: Prompts | None) -> None:
-    """Refuse, before any rank starts, rewards that could not be computed. prompts: of `check_rl`.
-
-    Raises:
-        UserError: names the reward, and the prompt whose record lacks what it needs.
-    """
+    """Refuse rewards that could not be computed, before ranks start. Raises: UserError: the reward, and the prompt."""
     assert run.config.rl is not None
     if prompts is not None:
         Rewards(run.config.rl.rewards).check(prompts.prompts)
@@ -67,8 +63,6 @@ def making(run: Prepared, prompts: Prompts | None) -> Callable[[TrainedAdapter],
 
     def set_up(one: TrainedAdapter) -> None:
         assert one.followed is not None
-        assert rl is not None
-        assert prompts is not None
         rewards, engine, publisher = None, None, None
         to: str | Path | None = rl.publish_to
         generate: Generator = OwnGenerator(one, rl, tokenizer)
@@ -76,7 +70,7 @@ def making(run: Prepared, prompts: Prompts | None) -> Callable[[TrainedAdapter],
             rewards = Rewards(rl.rewards)
         if rl.is_engine:
             engine, to = Engine(rl.source, one.run.config.train.timeout_s), to or one.output / PUBLISHED
-            generate = EngineGenerator(one, rl, engine)
+            generate = functools.partial(complete_by_engine, one, rl, engine)
         if to:
             publisher = Publisher(one, Path(to), engine, rl.adapter_name)
         rollouts = Rollouts(one, rl, prompts, generate, rewards, tokenizer, publisher)

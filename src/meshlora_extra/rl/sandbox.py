@@ -59,11 +59,7 @@ def sandbox(kind: str, stack: contextlib.ExitStack) -> list[str]:
 
 @functools.cache
 def bubblewrap() -> str:
-    """Where it is.
-
-    Raises:
-        UserError: it is not, or too old.
-    """
+    """Where it is. Raises: UserError: it is not, or too old."""
     found = shutil.which("bwrap")
     oldest = ".".join(map(str, _OLDEST))
     if found is None:
