@@ -1,8 +1,4 @@
-"""The commands that this package adds to `meshlora`.
-
-Owns: which there are, as the entry point `meshlora.commands` says, and the order of --help. Does not own: train, verify
-and check, which have their places in it.
-"""
+"""The commands that this package adds to `meshlora`, in the order of --help; train, verify and check are the core's."""
 
 COMMANDS = {
     "init": "meshlora_extra.commands.init",

@@ -1,7 +1,6 @@
 """`meshlora data`: the sequences that a run is trained on, with the trained tokens marked, and their lengths.
 
-Owns: the command and what it prints. Does not own: the numbers (`reading.summary`), reading and tokens (`data`). No
-weight is read.
+Does not own: the numbers (`reading.summary`), reading and tokens (`reading`). No weight is read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Going on with another number of processes than a run's topology asks for: `train.on_fewer: continue`.
 
-Owns: choosing the topology, which every rank does by itself, to the same result. Does not own: plans
-(`meshlora_extra.planner.choose`), the proof of what was chosen (`verify.preflight`), going on from a checkpoint, which
-knows no topology (`run.checkpoint`).
+Every rank chooses by itself, to the same result. Does not own: plans (`meshlora_extra.planner.choose`), their proof
+(`verify.preflight`), going on from a checkpoint, which knows no topology (`run.checkpoint`).
 """
 
 from __future__ import annotations

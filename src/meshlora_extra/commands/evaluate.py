@@ -1,7 +1,6 @@
 """`meshlora evaluate`: a trained adapter on a held-out set.
 
-Owns: its arguments and its output. Does not own: losses (`run.evaluate`), decoding (`run.decoding`), scores
-(`meshlora_extra.paper.scores`).
+Does not own: losses (`run.evaluate`), decoding (`run.decoding`), scores (`meshlora_extra.paper.scores`).
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     from meshlora.comm.groups import leave, on_gpus
     from meshlora.run.agreement import one_day
     from meshlora.run.edge import launched_by_us, leave_result, rank_edge
-    from meshlora.run.evaluate import evaluate, prepare_evaluation
+    from meshlora.run.evaluate import adapter_of_run, evaluate, prepare_evaluation
     from meshlora.run.generated import prepare_prompts
     from meshlora.run.launch import launch
     from meshlora.run.machines import machines
@@ -71,7 +70,9 @@ def _evaluate(options: argparse.Namespace) -> None:
     with rank_edge(is_watched=True) if place is not None else contextlib.nullcontext() as watch:
         _check_files(options)
         config = _config(options, place)
-        adapter = _adapter(options, config)
+        adapter = None
+        if not options.base:
+            adapter = Path(options.adapter) if options.adapter else adapter_of_run(config)
         world = options.nproc or (place.world if place else 1)
         # Asked before CUDA is opened here.
         takes_gpus = options.nproc is not None and on_gpus(config.device, num_ranks=options.nproc)
@@ -107,16 +108,6 @@ def _evaluate(options: argparse.Namespace) -> None:
         _show(result)
         write_result(options.json, result)
         leave()
-
-
-def _adapter(options: argparse.Namespace, config: Any) -> Path | None:
-    from meshlora.run.evaluate import adapter_of_run
-
-    if options.base:
-        return None
-    if options.adapter:
-        return Path(options.adapter)
-    return adapter_of_run(config)
 
 
 def _check_files(options: argparse.Namespace) -> None:

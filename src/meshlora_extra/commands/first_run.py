@@ -1,8 +1,7 @@
 """A first run file: what a model, its data and the devices at hand suggest, written so that it runs at once.
 
-Owns: the choice of preset, lengths, rank, sizes and topology, and the text with the reasons. Does not own: the recipes
-(`run.config.presets`), the checks of a run (`run.prepare`), the ranking of topologies
-(`meshlora_extra.planner.choose`).
+Owns: preset, lengths, rank, sizes and topology, and the reasons. Does not own: the recipes (`run.config.presets`), the
+checks of a run (`run.prepare`), the ranking of topologies (`meshlora_extra.planner.choose`).
 """
 
 from __future__ import annotations

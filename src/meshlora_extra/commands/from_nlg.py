@@ -12,8 +12,9 @@ from typing import Any
 from meshlora.run.config.presets import PRESETS
 from meshlora_ground.errors import UnsupportedError, UserError
 
-_UNUSED = ("platform", "rank", "device", "world_size", "valid_batch_size", "eval_epoch")
-_UNUSED += ("init_checkpoint", "model_card")
+_UNUSED = (
+    *("platform", "rank", "device", "world_size", "valid_batch_size", "eval_epoch", "init_checkpoint", "model_card"),
+)
 _SCHEDULES = {"linear": "linear", "constant": "constant", "cosine": "cosine_of_run", "cycle": "cycle"}
 
 
@@ -77,11 +78,7 @@ def _from_nlg(options: argparse.Namespace) -> None:
 
 
 def run_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The content of the run file.
-
-    Raises:
-        UserError, UnsupportedError: an argument that has no counterpart.
-    """
+    """The content of the run file. Raises: UserError, UnsupportedError: an argument that has no counterpart."""
     _refuse(options)
     given: dict[str, Any] = vars(options)
     train: dict[str, Any] = {"output": options.work_dir}

@@ -1,7 +1,6 @@
 """`meshlora generate`: its arguments, and the ranks that answer them.
 
-Owns: the arguments, and handing the texts over. Does not own: decoding (`run.decoding`), dividing prompts among ranks
-(`run.generated`).
+Does not own: decoding (`run.decoding`), dividing prompts among ranks (`run.generated`).
 """
 
 from __future__ import annotations

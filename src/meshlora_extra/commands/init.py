@@ -1,7 +1,6 @@
 """`meshlora init`: five questions, or flags, and a run file that runs at once.
 
-Owns: its arguments, the questions, what is found of the devices, writing the file. Does not own: what stands in it
-(`meshlora_extra.commands.first_run`).
+Owns: also what is found of the devices. Does not own: what stands in the file (`meshlora_extra.commands.first_run`).
 """
 
 from __future__ import annotations
@@ -103,15 +102,13 @@ def _answers(options: argparse.Namespace) -> dict[str, str]:
 def _asked(name: str, question: str, default: str | None, *, asks: bool) -> str:
     from meshlora_ground.console import ask
 
-    if not asks:
-        if default is None:
-            raise UserError(f"--yes without --{name}", "it has no default", f"give --{name}")
-        return default
-    answer = ask(question, default)
-    if answer is None:
-        raise UserError(f"--{name}", "there is nobody to ask", "give --model and --data, and --yes for the rest")
+    given, answer = f"--yes without --{name}", default
+    if asks:
+        given, answer = f"--{name}", ask(question, default)
+        if answer is None:
+            raise UserError(given, "there is nobody to ask", "give --model and --data, and --yes for the rest")
     if not answer and default is None:
-        raise UserError(f"--{name}", "it has no default", f"give --{name}")
+        raise UserError(given, "it has no default", f"give --{name}")
     return answer or default or ""
 
 

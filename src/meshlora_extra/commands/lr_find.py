@@ -1,7 +1,6 @@
 """`meshlora lr-find`: a sweep of learning rates on the run of a run file.
 
-Owns: its arguments, the changes to the run, the table. Does not own: the rule (`meshlora_extra.sweep`), the run itself,
-which is that of `meshlora train` and leaves nothing (`cli.train`).
+Does not own: the rule (`meshlora_extra.sweep`), the run, which is `meshlora train`'s and leaves nothing (`cli.train`).
 """
 
 from __future__ import annotations

@@ -182,11 +182,7 @@ def _recompute(text: str | None) -> str | int | None:
 
 
 def hardware_of_run(runs: Mapping[str, Any], file: str) -> Any:
-    """The `Hardware` of `file`, for runs on the same type of device.
-
-    Raises:
-        UserError: the file is wrong, or of another type of device.
-    """
+    """The `Hardware` of `file`. Raises: UserError: the file is wrong, or of another type of device than the runs."""
     from meshlora.comm.groups import on_gpus
     from meshlora_extra.planner.hardware import hardware_named
 

@@ -18,5 +18,5 @@ def _plot(options: argparse.Namespace) -> None:
     from meshlora_extra.plot import plot_runs
     from meshlora_ground.console import Console
 
-    plot_runs([Path(run) for run in options.runs], Path(options.out))
+    plot_runs(list(map(Path, options.runs)), Path(options.out))
     Console().say(f"drawn: {options.out}")

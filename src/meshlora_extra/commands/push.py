@@ -1,7 +1,4 @@
-"""The command that sends an adapter to the hub: `meshlora push`.
-
-Owns: its arguments, and whether a run's folder is whole. Does not own: what is sent (`meshlora_extra.hub.push`).
-"""
+"""The command that sends an adapter to the hub: `meshlora push`. What is sent is in `meshlora_extra.hub.push`."""
 
 from __future__ import annotations
 

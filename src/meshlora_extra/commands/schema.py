@@ -1,7 +1,4 @@
-"""`meshlora schema`: the JSON schema of a run file, as shipped.
-
-scripts/write_schema.py writes the file from the dataclasses of `config`.
-"""
+"""`meshlora schema`: the JSON schema of a run file, as shipped (scripts/write_schema.py writes it)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`meshlora watch`: the live page of the runs in a folder, while they train or after.
-
-Owns: its arguments. Does not own: the page (`meshlora_extra.page`).
-"""
+"""`meshlora watch`: the live page of the runs in a folder, while they train or after; it is `meshlora_extra.page`."""
 
 from __future__ import annotations
 

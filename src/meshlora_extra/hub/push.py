@@ -40,11 +40,7 @@ _LOG_IN = "hf auth login, or HF_TOKEN, with a token that may write"
 
 
 def files_to_push(folder: Path) -> list[Path]:
-    """The files of an adapter folder that are sent, in order.
-
-    Raises:
-        UserError: it is no adapter folder.
-    """
+    """The files of an adapter folder that are sent, in order. Raises: UserError: it is no adapter folder."""
     if not folder.is_dir():
         raise UserError(f"adapter {folder}", "there is no such folder")
     for name in _NEEDED:
@@ -134,8 +130,7 @@ def _sent(folder: str, name: str, *, is_public: bool) -> dict[str, Any]:
         text=True,
         check=False,
     )
-    lines = done.stdout.splitlines()
-    said: dict[str, Any] = json.loads(lines[-1]) if lines else {}
+    said: dict[str, Any] = json.loads((done.stdout.splitlines() or ["{}"])[-1])
     return said
 
 

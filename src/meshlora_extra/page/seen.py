@@ -1,7 +1,6 @@
 """What the live page shows of runs: their numbers and samples, read from files that they are still writing.
 
-Owns: which folders are runs, which values are taken, how much of them. Does not own: the requests
-(`meshlora_extra.page.server`), recording (`run.watch.metrics`).
+Does not own: the requests (`meshlora_extra.page.server`), recording (`run.watch.metrics`).
 
 Files are data of anybody: only finite numbers under known names, and texts of limited length, are handed on.
 """

@@ -1,7 +1,6 @@
 """The server of the live page: on loopback, for those who know its address, read-only.
 
-Owns: requests, and who is answered. Does not own: what is read (`meshlora_extra.page.seen`), the page (live.html,
-live.css, live.js).
+Does not own: what is read (`meshlora_extra.page.seen`), the page (live.html, live.css, live.js).
 
 Anybody on the machine can connect to loopback, and any page in a browser can send requests there: so the path begins
 with a random token, the Host header must be loopback's own (a name of somebody else's that points here is refused), and
@@ -108,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
 
-def serve(runs: Runs, say: Callable[[str], None], *, port: int = 0) -> None:
+def serve(runs: Runs, say: Callable[[str], object], *, port: int = 0) -> None:
     """Serve the page of `runs` until this process ends. say: told its address first."""
     with LiveServer(runs, port=port) as server:
         say(server.url)
