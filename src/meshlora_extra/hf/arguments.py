@@ -1,7 +1,6 @@
 """What a trainer on a mesh refuses: arguments, optimizers, data and losses that would not make the same adapter.
 
-Owns: the refusals, by name and before anything is trained. Does not own: what is kept, and how
-(`meshlora_extra.hf.trainer`), what TRL's trainers refuse besides (`meshlora_extra.hf.trl`).
+Does not own: what is kept, and how (`meshlora_extra.hf.trainer`), what TRL's refuse besides (`meshlora_extra.hf.trl`).
 """
 
 from __future__ import annotations
@@ -36,11 +35,7 @@ _OF_A_RANK = (
 
 
 def check_arguments(args: TrainingArguments, model: Any) -> None:
-    """Refuse arguments that a mesh cannot keep, before anything is trained.
-
-    Raises:
-        UserError: the argument, why not, and what to use.
-    """
+    """Refuse arguments that a mesh cannot keep. Raises: UserError: the argument, why not, and what to use."""
     mesh = runtime(model).mesh
     logits = getattr(model.config, "output_router_logits", False)
     optim = getattr(args.optim, "value", args.optim)
@@ -69,22 +64,14 @@ def check_arguments(args: TrainingArguments, model: Any) -> None:
 
 
 def check_data(data: Any, mesh: Mesh) -> None:
-    """Refuse a stream of rows, or a dict with one, that dp ranks would have to share.
-
-    Raises:
-        UnsupportedError: `data` has no length.
-    """
+    """Refuse a stream of rows, or a dict with one, that dp ranks would have to share. Raises: UnsupportedError."""
     for one in data.values() if isinstance(data, dict) else (data,):
         is_unsized = one is not None and (isinstance(one, IterableDataset) or not hasattr(one, "__len__"))
         check({"topology": mesh.topology, "an iterable dataset": is_unsized})
 
 
 def check_alike(args: TrainingArguments, data: Any, mesh: Mesh) -> None:
-    """Refuse arguments, and numbers of rows, that differ between ranks. Collective.
-
-    Raises:
-        UserError: the first that does, on all ranks.
-    """
+    """Refuse arguments, and numbers of rows, that differ between ranks. Collective. Raises: UserError, on all ranks."""
     given = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(args)}
     given = {name: value for name, value in given.items() if not name.startswith(_OF_A_RANK)}
     given["len(train_dataset)"] = len(data) if hasattr(data, "__len__") else None
@@ -97,11 +84,7 @@ def check_alike(args: TrainingArguments, data: Any, mesh: Mesh) -> None:
 
 
 def check_rows(fingerprints: list[int]) -> None:
-    """Refuse batches that differ between ranks, which give their `fingerprints`, in rank order.
-
-    Raises:
-        UserError: some do, on all ranks.
-    """
+    """Refuse batches that differ between ranks, by `fingerprints` in rank order. Raises: UserError, on all ranks."""
     if other := [rank for rank, found in enumerate(fingerprints) if found != fingerprints[0]]:
         rule = "each rank trains its share of a batch that all have drawn alike"
         way_out = "give each rank the same data, and code that draws rows the same seed"

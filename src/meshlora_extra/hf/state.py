@@ -1,7 +1,6 @@
 """A trainer's checkpoint on a mesh: the adapter and the optimizer as one process would write them.
 
-Owns: reading and writing both, whole, whatever the topology. Does not own: PEFT's files
-(`adapter.formats.peft_format`), what else Trainer writes.
+Does not own: PEFT's files (`adapter.formats.peft_format`), what else Trainer writes.
 """
 
 from __future__ import annotations
@@ -79,11 +78,7 @@ def write_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: Path) 
 
 
 def read_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Restore what `write_optimizer`, or Trainer on one process, wrote: each rank its slices.
-
-    Raises:
-        UserError: it is of another adapter.
-    """
+    """Restore what `write_optimizer`, or one process, wrote, sliced. Raises: UserError: it is another adapter's."""
     mesh = runtime(model).mesh
     found = torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
     numbered = _numbered(optimizer, active_factors(model))

@@ -46,7 +46,7 @@ class SummedLoss:
             for rows in ([0], [0, 0]):
                 given = [_rows(value, rows, len(logits)) for value in (outputs, labels)]
                 found.append(self.function(*given, num_items_in_batch=number).detach())
-        once, twice = (float(loss) for loss in found)
+        once, twice = map(float, found)
         # Of the coarsest type that it may be computed in. A mean misses by half.
         limit = max(torch.finfo(value.dtype).eps for value in (logits, found[0])) ** 0.5
         is_known = once == once and once != 0.0  # a row without labels tells nothing

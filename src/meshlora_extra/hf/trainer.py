@@ -169,7 +169,7 @@ class OnMesh(_Trainer):
         if mesh.dp.size == 1:
             return own
         rows = [batch.get(ROWS) for batch in batch_samples if isinstance(batch, Mapping)]
-        told = torch.tensor([fingerprint_of(rows), 0 if own is None else int(own)], device=mesh.device)
+        told = torch.tensor([fingerprint_of(rows), int(own or 0)], device=mesh.device)
         of_ranks = all_gather(told, mesh.world).view(-1, 2).tolist()
         check_rows([rows for rows, _ in of_ranks])
         if own is None:

@@ -79,10 +79,8 @@ class Work(NamedTuple):
 
 @dataclass
 class Section:
-    """The record of one part of the code. Bytes are those of live storages, relative to its start.
-
-    Attributes:
-        peak_bytes: the maximum. end_bytes: at its end. work: cost -> number of operators.
+    """One part of the code. Bytes are those of live storages, relative to its start: the maximum, and at its end. work:
+    cost -> number of operators.
     """
 
     start_bytes: int
@@ -408,7 +406,7 @@ def _key_of(value: Any) -> Any:
     if isinstance(value, Tensor):
         return type(value), value.shape, value.stride(), value.dtype
     if isinstance(value, list | tuple):
-        return tuple([_key_of(each) for each in value])
+        return tuple(map(_key_of, value))
     return type(value), value  # 1, 1.0 and True are equal
 
 

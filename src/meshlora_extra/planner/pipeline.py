@@ -23,10 +23,7 @@ Turn = tuple[int, int, bool]
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage of a rank.
-
-    start, stop: its layers among those of the rank, in their order.
-    """
+    """One stage of a rank. start, stop: its layers among those of the rank, in their order."""
 
     start: int
     stop: int
@@ -139,7 +136,7 @@ def _run(
                     if (number, before, is_forward) not in done:
                         break  # it waits for another rank's turn
                     ready = done[number, before, is_forward] + hop_s
-                now[rank] = max(now[rank], ready) + turn_s[rank][own][0 if is_forward else 1]
+                now[rank] = max(now[rank], ready) + turn_s[rank][own][int(not is_forward)]
                 done[number, stage, is_forward] = now[rank]
                 place[rank] += 1
         assert len(done) > number_done, "a stage waits forever"

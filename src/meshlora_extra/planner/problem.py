@@ -1,7 +1,6 @@
 """The input of the planner: the model without weights, the batch, the machines.
 
-Owns: `Problem`, reading a configuration, refusals that do not depend on the topology. Does not own: topologies,
-predictions (`meshlora_extra.planner.choose`).
+Owns: also what is refused on any topology. Does not own: topologies, predictions (`meshlora_extra.planner.choose`).
 """
 
 from __future__ import annotations
@@ -135,11 +134,7 @@ def problem_of_run(config: RunConfig, blueprint: Blueprint, *, gpus: int, gpu: H
 
 
 def read_config(model: str, *, trust_remote_code: bool = False) -> PretrainedConfig:
-    """The configuration of a checkpoint's folder, or of a JSON file such as its config.json.
-
-    Raises:
-        UserError: see `meshlora.loading.blueprint.read_model_config`.
-    """
+    """The configuration of a checkpoint's folder, or of a JSON file. Raises: as `blueprint.read_model_config`."""
     path = Path(model)
     if not path.is_file():
         return read_model_config(model, trust_remote_code=trust_remote_code)

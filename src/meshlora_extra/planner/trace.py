@@ -49,11 +49,7 @@ from meshlora_ground.topology import TOKENS, Topology, axis_sets
 
 @dataclass(frozen=True)
 class Trace:
-    """The record of one micro-batch through the shrunk model.
-
-    Attributes:
-        work: part ("before", "layer 0", "layer 0 back", ..., "after", "chunk", "back") -> its operators by cost.
-    """
+    """A micro-batch. work: part ("before", "layer 0", "layer 0 back", ..., "after", "chunk", "back") -> its operators."""
 
     memory: StepMemory
     work: Mapping[str, Counter[Work]]
@@ -167,8 +163,8 @@ def _layer_memory(sections: Mapping[str, Section], watch: _Watch, number: int, g
     """Memory of one layer, from a trace that keeps every layer's output alive."""
     forward = _phase(sections[f"layer {number}"])
     output = watch.output[number]
-    given = watch.output[number - 1] if number else 0  # the first layer's input is freed after the layers
-    kept = given if number and watch.is_kept[number - 1] else 0
+    given = watch.output.get(number - 1, 0)  # the first layer's input is freed after the layers
+    kept = given * watch.is_kept.get(number - 1, False)
     return LayerMemory(
         Phase(forward.peak, forward.end - given + kept),
         _phase(sections.get(f"layer {number} back", Section(0))),
