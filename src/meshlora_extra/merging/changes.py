@@ -179,11 +179,7 @@ def _vocabulary(model: Any) -> dict[str, int]:
 
 
 def check_mergeable(config: LoraConfig, where: str) -> None:
-    """Refuse set options that a plain checkpoint cannot express, or whose base cannot be rebuilt from the files.
-
-    Raises:
-        UnsupportedError: names the option.
-    """
+    """Refuse options that no checkpoint can express, or whose base cannot be rebuilt. Raises: UnsupportedError."""
     default = LoraConfig()
     # PEFT's only: our `pieces` and `share_experts` matter for training alone.
     for field in dataclasses.fields(LoraConfig):

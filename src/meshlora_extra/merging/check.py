@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -73,7 +72,10 @@ def compare_logits(model: Base, adapter: Path, merged: Base, stored: torch.dtype
     """
     dtype = torch.float32 if stored is None else wide_dtype(stored)
     try:
-        with warnings.catch_warnings(), _no_progress_bars(), targets_as_configured():
+        with warnings.catch_warnings(), contextlib.ExitStack() as stack, targets_as_configured():
+            if logging.is_progress_bar_enabled():
+                logging.disable_progress_bar()
+                stack.callback(logging.enable_progress_bar)
             warnings.simplefilter("ignore")  # peft's, about tied weights and fan_in_fan_out
             base = model.load(dtype)
             theirs = _logits(PeftModel.from_pretrained(base, str(adapter), torch_device="cpu"))
@@ -112,17 +114,6 @@ def _merged_by_peft(model: Base, adapter: Path, stored: torch.dtype) -> Any:
         for parameter in merged.parameters():
             parameter.copy_(parameter.to(stored))
     return merged
-
-
-@contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    was_on = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_on:
-            logging.enable_progress_bar()
 
 
 def _logits(model: Any) -> Tensor:
