@@ -1,7 +1,6 @@
 """Plots of runs: the content of `metrics.jsonl`, the learning-rate schedule and the lengths of sequences.
 
-Owns: reading metrics back, and the panels. Does not own: recording (`run.watch.metrics`), the schedule
-(`run.optimizer`), the numbers of lengths (`reading.summary`).
+Does not own: recording (`run.watch.metrics`), the schedule (`run.optimizer`), numbers of lengths (`reading.summary`).
 """
 
 from __future__ import annotations
@@ -71,10 +70,9 @@ def read_metrics(run: Path) -> Metrics:
             found[kind].append({key: float(values[key]) for key in _FIELDS[kind]})
         except (ValueError, TypeError, KeyError):
             raise UserError(f"{file}, line {number}", "it is not a line of a run's metrics") from None
-    steps, evaluations = found["loss"], found["eval_loss"]
-    if not steps:
+    if not found["loss"]:
         raise UserError(f"{file}", "no step is recorded there yet")
-    return Metrics(folder.name or str(run), steps, evaluations)
+    return Metrics(folder.name or str(run), found["loss"], found["eval_loss"])
 
 
 def plot_runs(runs: Sequence[Path], file: Path) -> None:
@@ -84,7 +82,7 @@ def plot_runs(runs: Sequence[Path], file: Path) -> None:
         UserError: a run has no metrics, or `file` cannot be drawn.
     """
     pyplot = _pyplot(file)
-    all_metrics = [read_metrics(run) for run in runs]
+    all_metrics = list(map(read_metrics, runs))
     names = _labels(runs, all_metrics)
     figure, axes = pyplot.subplots(2, 2, figsize=(12, 7.5), layout="constrained")
     for (title, value), axis in zip(_PANELS.items(), axes.flat, strict=True):
@@ -101,11 +99,7 @@ def plot_runs(runs: Sequence[Path], file: Path) -> None:
 
 
 def plot_schedule(rates: Sequence[float], file: Path, *, title: str) -> None:
-    """Draw the learning rate of every optimizer step, from 1, into `file`.
-
-    Raises:
-        UserError: `file` cannot be drawn.
-    """
+    """Draw the learning rate of every optimizer step, from 1, into `file`. Raises: UserError: it cannot be drawn."""
     figure, axis = _pyplot(file).subplots(figsize=(9, 4), layout="constrained")
     axis.plot(range(1, len(rates) + 1), rates, marker="o" if len(rates) <= 50 else None, markersize=3)
     _label(axis, title)
@@ -115,11 +109,7 @@ def plot_schedule(rates: Sequence[float], file: Path, *, title: str) -> None:
 
 
 def plot_sweep(sweep: Sweep, file: Path, *, title: str) -> None:
-    """Draw the loss over the learning rate into `file`, with the suggested rate.
-
-    Raises:
-        UserError: `file` cannot be drawn.
-    """
+    """Draw the loss over the learning rate into `file`, and the suggestion. Raises: UserError: it cannot be drawn."""
     figure, axis = _pyplot(file).subplots(figsize=(9, 4), layout="constrained")
     axis.plot(sweep.rates, sweep.losses, alpha=0.35, label="loss of the step")
     axis.plot(sweep.rates, sweep.smooth, label="smoothed")
@@ -133,11 +123,7 @@ def plot_sweep(sweep: Sweep, file: Path, *, title: str) -> None:
 
 
 def plot_lengths(bins: Sequence[tuple[int, int, int]], file: Path, *, title: str) -> None:
-    """Draw the number of sequences of each range of lengths, (shortest, longest, number), into `file`.
-
-    Raises:
-        UserError: `file` cannot be drawn.
-    """
+    """Draw the number of sequences in each range of lengths (shortest, longest, number). Raises: as in `plot_sweep`."""
     figure, axis = _pyplot(file).subplots(figsize=(9, 4), layout="constrained")
     firsts, lasts, numbers = zip(*bins, strict=True)
     widths = [last - first + 1 for first, last in zip(firsts, lasts, strict=True)]
@@ -163,7 +149,7 @@ def _labels(runs: Sequence[Path], all_metrics: Sequence[Metrics]) -> list[str]:
     """Names of the folders, or if two are equal, the paths as given."""
     names = [metrics.name for metrics in all_metrics]
     if len(set(names)) < len(names):
-        return [str(run) for run in runs]
+        return list(map(str, runs))
     return names
 
 

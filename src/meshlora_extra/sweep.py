@@ -50,11 +50,7 @@ def rates_of(lowest: float, highest: float, steps: int) -> list[float]:
 
 
 def sweep_of(rates: Sequence[float], losses: Sequence[float]) -> Sweep:
-    """What a run with these rates and losses, of as many steps, suggests. It may have ended before the last rate.
-
-    Raises:
-        UserError: too few steps, or a loss that never fell.
-    """
+    """What a run suggests, which may have ended early. Raises: UserError: too few steps, or a loss that never fell."""
     if len(losses) < _LEAST:
         raise UserError(f"a sweep of {len(losses)} steps", f"it needs {_LEAST} with a finite loss", "lower --from")
     rates, smooth = rates[: len(losses)], _smoothed(losses)

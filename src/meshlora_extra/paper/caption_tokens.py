@@ -12,22 +12,8 @@ import re
 
 # Left out by the caption evaluation. Brackets stay: it looks for -LRB-, and finds -lrb-.
 _PUNCTUATION = frozenset(["''", "'", "``", "`", '"', ".", "?", "!", ",", ":", "-", "--", "...", ";"])
-_RENAMED = {
-    "(": "-lrb-",
-    ")": "-rrb-",
-    "[": "-lsb-",
-    "]": "-rsb-",
-    "{": "-lcb-",
-    "}": "-rcb-",
-    "£": "#",
-    "€": "$",
-    "“": '"',
-    "”": '"',
-    "‘": "'",
-    "–": "--",
-    "—": "--",
-    "…": "...",
-}
+_RENAMED = dict(zip("()[]{}", ("-lrb-", "-rrb-", "-lsb-", "-rsb-", "-lcb-", "-rcb-"), strict=True))
+_RENAMED |= dict(zip("£€“”‘–—…", ("#", "$", '"', '"', "'", "--", "--", "..."), strict=True))
 # Abbreviations that keep their full stop.
 _SHORT = (
     "mr|mrs|ms|dr|prof|st|ave|blvd|jr|sr|gov|gen|col|lt|sen|rep|rev|hon|capt|sgt|maj|mt|ft|no|vs|inc|ltd|co|corp|bros"

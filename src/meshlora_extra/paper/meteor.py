@@ -19,11 +19,7 @@ _SEPARATOR = " ||| "
 
 
 def meteor(hypotheses: Sequence[Sequence[str]], references: Sequence[Sequence[Sequence[str]]]) -> float | None:
-    """METEOR of a corpus of tokens, in percent; None if it cannot run here.
-
-    Raises:
-        MeshloraError: the program fails.
-    """
+    """METEOR of a corpus of tokens, in percent; None where it cannot run. Raises: MeshloraError: the program fails."""
     program = _program()
     if program is None:
         return None

@@ -1,7 +1,6 @@
 """LoRA factors in a `.pt` file, as `gpt2_ft.py` of microsoft/LoRA saves them.
 
-Owns: reading one without running anything of it, and which of its tensors are the adapter's. Does not own: their names
-and shapes (`meshlora_extra.paper.export`).
+Nothing of the file is run. Does not own: names and shapes of its tensors (`meshlora_extra.paper.export`).
 """
 
 from __future__ import annotations
@@ -77,11 +76,7 @@ def without_base(
 
 
 def check_effect(file: Path, changes: Mapping[str, Tensor]) -> None:
-    """Refuse an adapter without effect. changes: every B, and trained biases.
-
-    Raises:
-        UserError: all of them are zero.
-    """
+    """Refuse an adapter without effect. changes: every B, and trained biases. Raises: UserError: all are zero."""
     if not any(tensor.any() for tensor in changes.values()):
         rule = "every lora_B is zero, so that the adapter has no effect"
         raise UserError(f"{file}", rule, "was it saved before its training?")

@@ -1,9 +1,8 @@
 """Scores of generated text against references, as the scripts compute them that papers quote.
 
-Owns: which scores each script has, its preparation of texts, and calls of the libraries: BLEU and chrF++ by sacrebleu,
-TER by pyter, METEOR by pycocoevalcap, tokens by nltk. Does not own: NIST, ROUGE-L and CIDEr
-(`meshlora_extra.paper.caption_scores`), METEOR's process (`meshlora_extra.paper.meteor`), the texts
-(`data.prompts_of`).
+Owns: each script's scores and its preparation of texts. BLEU and chrF++ are sacrebleu's, TER is pyter's, tokens are
+nltk's. Does not own: NIST, ROUGE-L and CIDEr (`meshlora_extra.paper.caption_scores`), METEOR's process
+(`meshlora_extra.paper.meteor`), the texts (`data.prompts_of`).
 """
 
 from __future__ import annotations
