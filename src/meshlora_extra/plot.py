@@ -39,11 +39,7 @@ class Metrics:
 
 
 def read_metrics(run: Path) -> Metrics:
-    """Metrics of the run in folder `run`, or of a `metrics.jsonl`. An incomplete last line is ignored.
-
-    Raises:
-        UserError: there is none, it has no steps yet, or a line is malformed.
-    """
+    """Of a run's folder or `metrics.jsonl`, without an incomplete last line. Raises: UserError: none, or malformed."""
     file, folder = run, run.parent
     if run.is_dir():
         file, folder = run / "metrics.jsonl", run
@@ -76,11 +72,7 @@ def read_metrics(run: Path) -> Metrics:
 
 
 def plot_runs(runs: Sequence[Path], file: Path) -> None:
-    """Draw loss, learning rate, gradient norm and speed of `runs` into `file`; evaluations are dots on dashed lines.
-
-    Raises:
-        UserError: a run has no metrics, or `file` cannot be drawn.
-    """
+    """Draw loss, rate, gradient norm and speed of `runs`, evaluations as dots. Raises: UserError: no drawing."""
     pyplot = _pyplot(file)
     all_metrics = list(map(read_metrics, runs))
     names = _labels(runs, all_metrics)

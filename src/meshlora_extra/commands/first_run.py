@@ -71,11 +71,7 @@ class _Seen:
 
 
 def first_run(wish: Wish, *, file: Path, schema: str = "") -> str:
-    """The text of a run file. schema: a first line for editors.
-
-    Raises:
-        UserError: the model or the data cannot be read, or do not fit.
-    """
+    """The text of a run file. schema: a first line for editors. Raises: UserError: a model or data that do not fit."""
     seen = _look(wish)
     lengths = np.diff(seen.data.train.offsets)
     # A multiple of 64, as long as all but the longest hundredth of the sequences, at most the model's positions.

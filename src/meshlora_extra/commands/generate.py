@@ -152,11 +152,7 @@ def _of_prompts(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def prepare(options: argparse.Namespace, config: Any, *, world: int) -> tuple[Any, Any, Any]:
-    """(blueprint, tokenizer, token ids of the prompts) for `world` ranks, with all that can be known before they start.
-
-    Raises:
-        UserError: the first thing that does not fit.
-    """
+    """(blueprint, tokenizer, token ids of the prompts) for `world` ranks. Raises: UserError: what does not fit."""
     from meshlora.run.decoding import read_prompts
     from meshlora.run.generated import blueprint_to_generate
 

@@ -73,11 +73,7 @@ def _init(options: argparse.Namespace) -> None:
 
 
 def _answers(options: argparse.Namespace) -> dict[str, str]:
-    """The answers to the five questions: given, asked for, or the default.
-
-    Raises:
-        UserError: there is nobody to ask, or no answer to a question without a default.
-    """
+    """The answers: given, asked for, or the default. Raises: UserError: nobody to ask, or no answer and no default."""
     import torch
 
     gpus = options.gpus

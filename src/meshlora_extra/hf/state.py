@@ -37,11 +37,7 @@ def write_adapter_into(model: Any, folder: Path) -> None:
 
 
 def read_adapter_into(model: Any, folder: Path) -> None:
-    """Give the active adapter the values of the one in `folder`, of whatever topology.
-
-    Raises:
-        UserError: it is not the same adapter, by its options or names; as in `load_adapter`.
-    """
+    """Give the active adapter the values in `folder`, of any topology. Raises: UserError: of another, damaged."""
     state = runtime(model)
     assert state.active is not None
     planned = plan_folder(state.whole.model, state.whole.plan, folder)

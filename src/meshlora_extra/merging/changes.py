@@ -96,10 +96,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Changes:
-    """All changes, by the model's own names; tensors are read from `file` on demand.
-
-    names: PEFT's name of a tensor -> its name in `file`.
-    """
+    """All changes, by the model's own names, read from `file` on demand. names: PEFT's name -> the name there."""
 
     file: Path
     by_name: Mapping[str, Change]

@@ -45,10 +45,7 @@ class Runs:
         return [name for _, name in sorted(found, reverse=True)[:_MOST_RUNS]]
 
     def shown(self, name: str | None) -> dict[str, Any]:
-        """The values of the page: every run with its loss, and of one all that is known.
-
-        name: of that run; one that is not among `names` is nothing to be read.
-        """
+        """The values of the page: every run with its loss, and all of `name`, unless that is not among `names`."""
         names = self.names()
         chosen = next((each for each in (name, self.first, *names[:1]) if each in names), None)
         runs = [{"name": each, **self._numbers(each, is_chosen=each == chosen)} for each in names]

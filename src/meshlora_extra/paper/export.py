@@ -249,11 +249,7 @@ def _parse_metadata(file: Path, text: str | None) -> dict[str, Any]:
 
 
 def _without_wrappers(file: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
-    """(tensors under names without the prefix of wrappers, that prefix).
-
-    Raises:
-        UserError: the prefix is on some names only, or inside a name.
-    """
+    """(tensors without the prefix of wrappers, that prefix). Raises: UserError: it is on some names, or inside one."""
     prefixes = {key: match.group() for key in tensors if (match := _WRAPPERS.match(key))}
     prefix = next(iter(prefixes.values()), "")
     for key, own in prefixes.items():

@@ -277,10 +277,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Replacement of torch's attention by one fused kernel, `[B, h, S, d]`.
-
-    Values narrower than keys are padded, as flash attention requires.
-    """
+    """One fused kernel for torch's attention, `[B, h, S, d]`; values narrower than keys are padded, as flash does."""
     width = value.shape[-1]
     missing = query.shape[-1] - width
     if missing > 0:

@@ -223,10 +223,7 @@ class LayerMemory:
 
 @dataclass(frozen=True)
 class StepMemory:
-    """The parts of a micro-batch: before the layers, each kind of layer, after them, a chunk of the loss, its backward.
-
-    chunk_tokens: tokens of the chunk.
-    """
+    """Of a micro-batch: before the layers, each kind of them, after, a chunk of `chunk_tokens`, its backward."""
 
     before: Phase
     layers: tuple[LayerMemory, ...]
@@ -285,10 +282,7 @@ _NOTHING = Prologue()
 
 @dataclass
 class _Walk:
-    """The memory of a rank in the course of a step's turns.
-
-    gathered: bytes of each layer's gathered copies. Others: as in `peak_of`.
-    """
+    """A rank's memory in a step's turns. gathered: bytes of each layer's gathered copies. Others: as in `peak_of`."""
 
     memory: StepMemory
     order: Sequence[int]

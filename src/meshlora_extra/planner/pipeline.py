@@ -47,11 +47,7 @@ class PartOfModel:
 
 
 def parts_of(model: Any, shrunk: Shrunk, plan: ModelPlan) -> list[PartOfModel]:
-    """The parts of all pp ranks of `model`. plan: of the shrunk model, without stages.
-
-    Raises:
-        UserError: more stages than layers. UnsupportedError: what is not proved with stages.
-    """
+    """Of all pp ranks. plan: without stages. Raises: UserError: too few layers. UnsupportedError: it is not proved."""
     order, topology = shrunk.order, plan.topology
     number = topology.num_stages
     if number == 1:

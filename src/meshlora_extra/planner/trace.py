@@ -49,7 +49,7 @@ from meshlora_ground.topology import TOKENS, Topology, axis_sets
 
 @dataclass(frozen=True)
 class Trace:
-    """A micro-batch. work: part ("before", "layer 0", "layer 0 back", ..., "after", "chunk", "back") -> its operators."""
+    """Of a micro-batch. work: part ("before", "layer 0", "layer 0 back", ..., "chunk", "back") -> its operators."""
 
     memory: StepMemory
     work: Mapping[str, Counter[Work]]

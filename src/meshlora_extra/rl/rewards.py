@@ -72,11 +72,7 @@ Score = Callable[[Sequence[Completion]], Sequence[float]]
 
 
 class Rewards:
-    """The rewards of a run, ready to be computed.
-
-    Raises:
-        UserError: one that could not be: no such function or file, a schema that is none, no room for tests.
-    """
+    """A run's rewards, ready to be computed. Raises: UserError: no function, no file, no schema, no room for tests."""
 
     def __init__(self, given: Sequence[Any]) -> None:
         self._scores: dict[str, tuple[float, Score]] = {}

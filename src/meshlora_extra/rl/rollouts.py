@@ -179,11 +179,7 @@ class Publisher:
     steps: int | None = None
 
     def __call__(self, steps: int) -> None:
-        """Publish the adapter as it is, after `steps` steps.
-
-        Raises:
-            UserError: the folder cannot be written, or the engine refuses it.
-        """
+        """Publish the adapter after `steps` steps. Raises: UserError: the folder, or the engine, refuses it."""
         saved = self.one.output / _SAVED
         with self.one.reporter.doing("publish"):
             with self.one.in_use():
