@@ -80,5 +80,4 @@ def _name_of_gpu() -> str:
     for file in sorted(_DRIVER.glob("*/information")):
         if found := re.search(r"^Model:\s*(.+)$", file.read_text("utf-8", "replace"), re.MULTILINE):
             return found[1]
-    name: str = torch.cuda.get_device_properties(0).name
-    return name
+    return str(torch.cuda.get_device_properties(0).name)

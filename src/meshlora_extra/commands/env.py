@@ -48,10 +48,12 @@ def environment() -> dict[str, Any]:
     from meshlora_ground.private import CACHE
     from meshlora_ground.versions import version_of, versions
 
-    nccl, gpus, hub = "no GPU", [], endpoint()
+    nccl, gpus, hub = "no GPU", list[str](), endpoint()
     if torch.cuda.is_available():
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        gpus = [_gpu(torch.cuda.get_device_properties(n)) for n in range(torch.cuda.device_count())]
+        for number in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(number)
+            gpus.append(f"{gpu.name}, {gpu.total_memory / 1e9:.0f} GB, compute capability {gpu.major}.{gpu.minor}")
     if is_offline():
         hub += ", offline"
     return {
@@ -68,11 +70,6 @@ def environment() -> dict[str, Any]:
         "hub_cache": _from_home(HF_HUB_CACHE),
         "hub": hub,
     }
-
-
-def _gpu(properties: Any) -> str:
-    capability = f"{properties.major}.{properties.minor}"
-    return f"{properties.name}, {properties.total_memory / 1e9:.0f} GB, compute capability {capability}"
 
 
 def _from_home(path: str) -> str:

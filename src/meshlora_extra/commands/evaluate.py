@@ -95,7 +95,10 @@ def _evaluate(options: argparse.Namespace) -> None:
                 words.append("--base")
             else:
                 words += ["--adapter", str(adapter)]
-            words += _own_words(options)
+            words += ["--generate"] * options.generate
+            for name in ("data", "hypotheses", "references", "scores"):
+                if given := getattr(options, name):
+                    words += [f"--{name}", given]
             result = launch(words, nproc=options.nproc, on_gpus=takes_gpus)
         else:
             result = evaluate(run)
@@ -146,15 +149,6 @@ def _config(options: argparse.Namespace, place: Any) -> Any:
 
 def _texts_file(options: argparse.Namespace, config: Any) -> Path:
     return Path(options.hypotheses or Path(config.train.output) / "hypotheses.txt")
-
-
-def _own_words(options: argparse.Namespace) -> list[str]:
-    """The arguments that ranks are started with, beside the run file and the adapter."""
-    words = ["--generate"] * options.generate
-    for name in ("data", "hypotheses", "references", "scores"):
-        if given := getattr(options, name):
-            words += [f"--{name}", given]
-    return words
 
 
 def _generate_and_score(

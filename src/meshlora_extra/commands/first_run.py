@@ -161,7 +161,10 @@ def _values(wish: Wish, seen: _Seen, max_length: int) -> dict[str, Any]:
             train |= {"eval_every": steps // _CHECKPOINTS}
     lora: dict[str, Any] = {}
     if seen.goal == "sft":
-        lora["r"] = _rank(seen, tokens)
+        # The least with as many trained parameters as trained tokens.
+        planned = seen.blueprint.trained
+        ranks = (rank for rank in _RANKS if planned.num_trainable * rank / planned.config.r >= tokens)
+        lora["r"] = next(ranks, _RANKS[-1])
     elif seen.goal == "dpo":
         lora["target_modules"] = "all-linear"
     data = _data(wish) | {"max_length": max_length}
@@ -169,12 +172,6 @@ def _values(wish: Wish, seen: _Seen, max_length: int) -> dict[str, Any]:
     if lora:
         values["lora"] = lora
     return values | {"train": train}
-
-
-def _rank(seen: _Seen, tokens: int) -> int:
-    """The least rank with as many trained parameters as trained tokens, from 32 to 256."""
-    planned = seen.blueprint.trained
-    return next((rank for rank in _RANKS if planned.num_trainable * rank / planned.config.r >= tokens), _RANKS[-1])
 
 
 def _plan(wish: Wish, seen: _Seen, values: dict[str, Any], max_length: int) -> str:

@@ -134,16 +134,10 @@ def _names(options: argparse.Namespace) -> list[str]:
     return [f"--prompt {prompt[:80]!r}" for prompt in options.prompt]
 
 
-def _adapter(options: argparse.Namespace) -> Path | None:
-    if not options.adapter:
-        return None
-    return Path(options.adapter)
-
-
 def _of_prompts(options: argparse.Namespace) -> dict[str, Any]:
     """What says how prompts are read, on one process or several."""
     return {
-        "adapter": _adapter(options),
+        "adapter": Path(options.adapter) if options.adapter else None,
         "names": _names(options),
         "separator": options.separator,
         "trust_remote_code": options.trust_remote_code,
@@ -156,10 +150,11 @@ def prepare(options: argparse.Namespace, config: Any, *, world: int) -> tuple[An
     from meshlora.run.decoding import read_prompts
     from meshlora.run.generated import blueprint_to_generate
 
-    tokenizer, encoded = read_prompts(options.model, _asked(options), config, **_of_prompts(options))
+    given = _of_prompts(options)
+    tokenizer, encoded = read_prompts(options.model, _asked(options), config, **given)
     blueprint = blueprint_to_generate(
         options.model,
-        adapter=_adapter(options),
+        adapter=given["adapter"],
         topology=options.topology,
         world=world,
         dtype=options.dtype,

@@ -167,10 +167,9 @@ def _check_time(text: str, stop_before_s: int) -> None:
     found = _TIME.fullmatch(text)
     if found is None or (found["third"] and not found["second"]):
         raise UserError(f"--time {text}", "SLURM reads minutes, HH:MM:SS or days-HH:MM:SS", "as in 24:00:00")
-    days, *parts = [int(number or 0) for number in found.groups()]
+    days, first, second, third = [int(number or 0) for number in found.groups()]
     # 90 and 90:30 are minutes, 1:30:00 and 2-1 begin with hours.
     hours_first = found["days"] is not None or found["third"] is not None
-    first, second, third = parts
     limit_s = 86400 * days + 60 * first + second
     if hours_first:
         limit_s = 86400 * days + 3600 * first + 60 * second + third

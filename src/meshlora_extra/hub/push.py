@@ -126,8 +126,7 @@ def _sent(folder: str, name: str, *, is_public: bool) -> dict[str, Any]:
         text=True,
         check=False,
     )
-    said: dict[str, Any] = json.loads((done.stdout.splitlines() or ["{}"])[-1])
-    return said
+    return dict(json.loads((done.stdout.splitlines() or ["{}"])[-1]))
 
 
 def _go_online() -> None:
