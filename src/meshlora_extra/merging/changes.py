@@ -105,8 +105,7 @@ class Changes:
     def read(self, key: str) -> Tensor:
         """One tensor of the adapter file, in memory of its own."""
         with open_adapter(self.file, self.names) as file:
-            tensor: Tensor = file.get_tensor(key).clone()  # safetensors maps the file, which is closed here
-        return tensor
+            return file.get_tensor(key).clone()  # safetensors maps the file, which is closed here
 
 
 def read_changes(model: Any, folder: Path) -> Changes:

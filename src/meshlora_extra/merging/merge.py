@@ -46,7 +46,6 @@ _LARGEST_TO_RUN = 2 * 2**30
 # Weights in any format.
 _NOT_COPIED = {".safetensors", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".gguf", ".ckpt"}
 _HEAD_FIELDS = ("architectures", "id2label", "label2id", "problem_type", "pad_token_id")
-_COPIED_FOLDERS = ("additional_chat_templates",)
 
 
 @dataclass(frozen=True)
@@ -384,7 +383,7 @@ def _check_new_keys(config: PretrainedConfig, added: list[str], names: set[str],
 def _copy_files(source: Path, folder: Path) -> None:
     """Copy configuration, tokenizer, templates, licences, code: everything but weights and model card."""
     for path in sorted(source.iterdir()):
-        if path.is_dir() and path.name in _COPIED_FOLDERS:
+        if path.is_dir() and path.name == "additional_chat_templates":
             shutil.copytree(path, folder / path.name)
         skip = path.suffix in _NOT_COPIED or path.name.endswith(".index.json") or path.name.lower() == "readme.md"
         if path.is_file() and not skip and not path.name.startswith("."):

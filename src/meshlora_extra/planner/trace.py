@@ -199,8 +199,7 @@ def loss_of(
 
     def local_logits(hidden: Tensor) -> Tensor:
         at_chunk()
-        logits: Tensor = recipe.replay(head.local_logits(hidden))
-        return logits
+        return recipe.replay(head.local_logits(hidden))
 
     return summed_cross_entropy_from_hidden(
         hidden, local_logits, labels, trained, axis=mesh.tp, vocab=head.rule.out_features
