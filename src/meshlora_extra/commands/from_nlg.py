@@ -12,9 +12,8 @@ from typing import Any
 from meshlora.run.config.presets import PRESETS
 from meshlora_ground.errors import UnsupportedError, UserError
 
-_UNUSED = (
-    *("platform", "rank", "device", "world_size", "valid_batch_size", "eval_epoch", "init_checkpoint", "model_card"),
-)
+_UNUSED: tuple[str, ...] = ("platform", "rank", "device", "world_size", "valid_batch_size", "eval_epoch")
+_UNUSED += ("init_checkpoint", "model_card")
 _SCHEDULES = {"linear": "linear", "constant": "constant", "cosine": "cosine_of_run", "cycle": "cycle"}
 
 

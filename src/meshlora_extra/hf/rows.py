@@ -105,7 +105,7 @@ def padded_over(value: Any, dp: Axis, *, dim: int, pad_index: float, pad_first: 
         sizes = all_gather(torch.tensor([tensor.shape[dim]], device=tensor.device), dp)
         missing = int(sizes.max()) - tensor.shape[dim]
         places = [0, 0] * (tensor.ndim - dim)
-        places[-1 - pad_first] = missing
+        places[-2 if pad_first else -1] = missing
         return F.pad(tensor, places, value=pad_index)
 
     return recursively_apply(pad, value, error_on_other_type=True)

@@ -332,7 +332,7 @@ class _Walk:
             self.run(Phase(received, received))
         for index in reversed(range(stage.start, stage.stop)):
             layer, whole = self.memory.layers[self.order[index]], self.gathered[index]
-            new = layer.gradients * (not accumulates)  # they exist from the micro-batch before
+            new = 0.0 if accumulates else layer.gradients  # they exist from the micro-batch before
             # The end of the traced backward includes its gradients.
             back = Phase(layer.backward.peak, layer.backward.end - layer.gradients + new)
             if self.recomputed[index]:
@@ -371,7 +371,7 @@ def peak_of(
     gathered = [0] * len(order)
     if states.shards:
         gathered = [dp * states.shards[kind] for kind in order]
-    start = float(states.gradients * accumulates)
+    start = float(states.gradients) if accumulates else 0.0
     walk = _Walk(memory, order, recomputed, gathered, prologue, start)
     held: dict[tuple[int, int], float] = {}  # of each forward whose backward is to come
     for number, place, is_forward in turns:

@@ -193,7 +193,7 @@ def _step(run: FakeRun, model: Any, rows: int, tokens: int, number: int, *, accu
             loss.backward()
             del loss, know_again
     run.phase = "step"
-    totals = finish_gradients_on_device(mesh, [trained], [rows * tokens * (mesh.cp.rank == 0)])
+    totals = finish_gradients_on_device(mesh, [trained], [rows * tokens if mesh.cp.rank == 0 else 0])
     norms = clip_gradients_on_device(mesh, [trained], [1.0])
     del totals, norms  # they would count as live
     run.end()
