@@ -15,15 +15,15 @@ import hashlib
 import json
 import logging
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tokenizers
 import transformers
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from safetensors.numpy import save_file
 
 from meshlora.reading.records import Record, without_paths
 from meshlora_ground.errors import reason
@@ -110,53 +110,45 @@ def cache_key(
     return hashlib.sha256(f"{json.dumps(head, sort_keys=True)}\n{digest.hexdigest()}".encode()).hexdigest()
 
 
-def load_or_make(cache_dir: Path, key: str, make: Callable[[], Arrays], *, num_records: int, max_length: int) -> Arrays:
+def load_or_make(
+    cache_dir: Path,
+    key: str,
+    blocks: Callable[[], Iterable[Arrays]],
+    *,
+    num_records: int,
+    max_length: int,
+    is_mapped: bool = False,
+) -> Arrays:
     """The arrays of `key`: from the cache, or made by the first process to ask while the others wait.
 
-    num_records, max_length: of the requested dataset; a file that does not fit is made again.
+    blocks: makes the arrays of some records at a time, with `lengths` of sequences in place of `offsets`.
+    num_records, max_length: of the requested dataset; a file that does not fit is made again. is_mapped: the arrays
+    stay in the file, and are read as they are needed.
 
     Raises:
         UserError: `cache_dir` cannot be created or written, or others can write it; another process holds the lock
-            for an hour. Whatever `make` raises.
+            for an hour, or for two days if is_mapped. Whatever `blocks` raises.
     """
     folder = PrivateFolder(cache_dir, f"cache_dir={cache_dir}", "choose another folder")
     folder.make()
     path = cache_dir / f"{key}.safetensors"
-    load = functools.partial(_load, path, key, num_records=num_records, max_length=max_length)
-    if (arrays := load(says_why_not=False)) is not None:
-        return arrays
-    with locked(folder, f"{key}.lock", "makes the same tokens", limit_s=_LONGEST_S):
-        # Another process may have written the file while this one waited.
-        if (arrays := load(says_why_not=True)) is not None:
-            return arrays
-        arrays = make()
-        folder.write(path.name, save(arrays, metadata={"key": key, "sha256": _checksum(arrays)}))
-        return arrays
-
-
-def mapped(
-    cache_dir: Path, key: str, blocks: Callable[[], Iterator[Arrays]], *, num_records: int, max_length: int
-) -> Arrays:
-    """As `load_or_make`, with arrays that stay in the file and are read as they are needed.
-
-    blocks: makes the arrays of some records at a time, with `lengths` of sequences in place of `offsets`.
-    """
-    folder = PrivateFolder(cache_dir, f"cache_dir={cache_dir}", "choose another folder")
-    folder.make()
-    path = cache_dir / f"{key}.safetensors"
-    options: dict[str, Any] = {"num_records": num_records, "max_length": max_length, "is_mapped": True}
-    if (arrays := _load(path, key, says_why_not=False, **options)) is None:
-        with locked(folder, f"{key}.lock", "makes the same tokens", limit_s=_LONGEST_STREAM_S):
-            if _load(path, key, says_why_not=True, **options) is None:
+    options: dict[str, Any] = {"num_records": num_records, "max_length": max_length, "is_mapped": is_mapped}
+    load = functools.partial(_load, path, key, **options)
+    if (arrays := load(says_why_not=False)) is None:
+        limit_s = _LONGEST_STREAM_S if is_mapped else _LONGEST_S
+        with locked(folder, f"{key}.lock", "makes the same tokens", limit_s=limit_s):
+            # Another process may have written the file while this one waited.
+            if (arrays := load(says_why_not=True)) is None:
+                made = blocks()
                 with folder.usable():
-                    write_atomically(path, lambda temporary: _write_blocks(temporary, key, blocks()), mode=0o600)
-            arrays = _load(path, key, says_why_not=True, **options)
+                    write_atomically(path, lambda temporary: _write_blocks(temporary, key, made), mode=0o600)
+                arrays = load(says_why_not=True)
     assert arrays is not None, path
     return arrays
 
 
-def _write_blocks(path: Path, key: str, blocks: Iterator[Arrays]) -> None:
-    """Write the arrays of all blocks one after the other as a safetensors file."""
+def _write_blocks(path: Path, key: str, blocks: Iterable[Arrays]) -> None:
+    """Write the arrays of all blocks one after the other as a safetensors file, of which no array is held in memory."""
     with contextlib.ExitStack() as held:
         parts = {name: held.enter_context(tempfile.TemporaryFile(dir=path.parent)) for name in _LAYOUT}
         last = np.zeros(1, dtype=np.int64)
@@ -168,55 +160,22 @@ def _write_blocks(path: Path, key: str, blocks: Iterator[Arrays]) -> None:
                     if len(array):
                         last = array
                 parts[name].write(array.tobytes())
-        header: dict[str, Any] = {}
-        begin, digest = 0, hashlib.sha256()
-        for name in sorted(parts, key=lambda name: -_DTYPES[_LAYOUT[name][0]].itemsize):  # aligned: the widest first
-            kind, end = _LAYOUT[name][0], begin + parts[name].tell()
-            shape = [(end - begin) // _DTYPES[kind].itemsize]
-            header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
-            begin = end
-        for name in sorted(parts):
-            _add_head(digest, name, _DTYPES[_LAYOUT[name][0]], tuple(header[name]["shape"]))
-            for chunk in _chunks(parts[name]):
-                digest.update(chunk)
-        words = json.dumps({"__metadata__": {"key": key, "sha256": digest.hexdigest()}, **header}).encode()
-        words += b" " * (-len(words) % 8)
-        with path.open("wb") as file:
-            file.write(len(words).to_bytes(8, "little") + words)
-            for name in header:
-                for chunk in _chunks(parts[name]):
-                    file.write(chunk)
-
-
-def _chunks(file: IO[bytes]) -> Iterator[bytes]:
-    file.seek(0)
-    while chunk := file.read(2**20):
-        yield chunk
-
-
-def _map(stream: BinaryIO) -> Arrays:
-    """The arrays of an open file, which `_read` has checked, in place. An array without elements cannot be mapped."""
-    start = 8 + int.from_bytes(stream.read(8), "little")
-    header = json.loads(stream.read(start - 8))
-    found: Arrays = {}
-    for name, (kind, _) in _LAYOUT.items():
-        (number,), (begin, _) = header[name]["shape"], header[name]["data_offsets"]
-        if number:
-            found[name] = np.memmap(stream, _DTYPES[kind], "r", start + begin, (number,))
-        else:
-            found[name] = np.empty(0, dtype=_DTYPES[kind])
-    return found
+        arrays: Arrays = {}
+        for name, part in parts.items():
+            part.flush()
+            dtype = _DTYPES[_LAYOUT[name][0]]
+            # An array without elements cannot be mapped.
+            arrays[name] = np.memmap(part, dtype, "r") if part.tell() else np.empty(0, dtype)
+        save_file(arrays, path, metadata={"key": key, "sha256": _checksum(arrays)})
 
 
 def _load(
-    path: Path, key: str, *, num_records: int, max_length: int, says_why_not: bool, is_mapped: bool = False
+    path: Path, key: str, *, num_records: int, max_length: int, says_why_not: bool, is_mapped: bool
 ) -> Arrays | None:
     """The arrays, or None if the file is missing, damaged, or not certain to be this user's."""
     try:
         with open_own(path) as stream:
             arrays, metadata = _read(stream.fileno(), is_mapped=is_mapped)
-            if is_mapped:
-                arrays = _map(stream)
         # The checksum covers names, types, shapes and values; the key shows that the file was not renamed.
         if (metadata.get("key"), metadata.get("sha256")) != (key, _checksum(arrays)):
             raise ValueError("its checksum differs")
@@ -237,16 +196,20 @@ def _load(
 
 def _read(descriptor: int, *, is_mapped: bool) -> tuple[Arrays, Mapping[str, str]]:
     """Arrays and metadata of the open file `descriptor`, even if its path has been replaced since. is_mapped: the
-    arrays are not read, only checked.
+    arrays stay in the file.
 
     Raises:
         ValueError: the arrays are not those of a dataset. SafetensorError, OSError: it cannot be read.
     """
-    with safe_open(f"/dev/fd/{descriptor}", framework="numpy") as file:
+    # As torch's tensors they are mapped, as numpy's they are copies.
+    with safe_open(f"/dev/fd/{descriptor}", framework="pt" if is_mapped else "numpy") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
         if {name: (one.get_dtype(), len(one.get_shape())) for name, one in slices.items()} != _LAYOUT:
             raise ValueError("it does not hold the arrays of a dataset")
-        arrays = {} if is_mapped else {name: file.get_tensor(name) for name in _LAYOUT}
+        arrays: Arrays = {}
+        for name in _LAYOUT:
+            arrays[name] = np.asarray(file.get_tensor(name))
+            arrays[name].flags.writeable = False
         return arrays, file.metadata() or {}
 
 
@@ -265,10 +228,6 @@ def _fits(arrays: Arrays, *, num_records: int, max_length: int) -> bool:
 def _checksum(arrays: Arrays) -> str:
     digest = hashlib.sha256()
     for name in sorted(arrays):
-        _add_head(digest, name, arrays[name].dtype, arrays[name].shape)
+        digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}\n".encode())
         digest.update(np.ascontiguousarray(arrays[name]).data)
     return digest.hexdigest()
-
-
-def _add_head(digest: Any, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
-    digest.update(f"{name} {dtype} {shape}\n".encode())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshlora.reading.answers_apart import Chats, beginnings
 from meshlora.reading.bad_rows import ERROR
-from meshlora.reading.cache import Arrays, RecordsDigest, cache_key, mapped
+from meshlora.reading.cache import Arrays, RecordsDigest, cache_key, load_or_make
 from meshlora.reading.chat import Seen
 from meshlora.reading.formats import RECORDS
 from meshlora.reading.records import Record
@@ -111,7 +111,8 @@ def read_streamed(
         if again.hexdigest() != digest.hexdigest():
             raise UserError("data", "the files changed while they were read", "start again")
 
-    arrays = mapped(cache_dir, key, blocks, num_records=digest.number, max_length=max_length)
+    size: dict[str, int] = {"num_records": digest.number, "max_length": max_length}
+    arrays = load_or_make(cache_dir, key, blocks, **size, is_mapped=True)
 
     def record_at(index: int) -> Record:
         return next(itertools.islice(records(reading), index, None))  # slow, and rare: records that are named

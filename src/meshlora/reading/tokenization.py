@@ -115,8 +115,8 @@ def tokenize(
     if images is not None:
         options |= {"images": images.digest().tobytes().hex(), "processor": images.processor.to_json_string()}
     if cache_dir is not None and (key := cache_key(records, tokenizer, options)) is not None:
-        make = functools.partial(_flat_arrays, records, making)
-        arrays = load_or_make(cache_dir, key, make, num_records=len(records), max_length=max_length)
+        size: dict[str, int] = {"num_records": len(records), "max_length": max_length}
+        arrays = load_or_make(cache_dir, key, lambda: list(token_blocks(records, making)), **size)
     else:
         arrays = _flat_arrays(records, making)
     for array in arrays.values():
