@@ -66,7 +66,8 @@ def test_tokens_are_those_of_microsofts_encoder(name: str, stage: str, tmp_path:
 def test_prompts_end_with_the_separator_and_texts_at_two_newlines(tokenizer: Any) -> None:
     prompts = prompts_of(read_records(FILES["e2e"]))
     options = GenerateConfig(stop=["\n\n"])
-    encoded = encode_prompts([each.text for each in prompts], tokenizer, _Config(), options, separator="<|endoftext|>")
+    asked = [each.text for each in prompts]
+    encoded = [ids for _, ids in encode_prompts(asked, tokenizer, _Config(), options, separator="<|endoftext|>")]
     assert encoded == list({tuple(row["context"]): row["context"] for row in RECORDED["e2e"]["encoded"]}.values())
     assert ends_of(tokenizer, options) == [50256, 628]
 

@@ -36,7 +36,7 @@ from meshlora_ground.reading import read_text
 
 
 def encode_prompts(
-    prompts: Sequence[str],
+    prompts: Sequence[str | Record],
     tokenizer: PreTrainedTokenizerBase,
     model_config: Any,
     options: GenerateConfig,
@@ -44,44 +44,30 @@ def encode_prompts(
     names: Sequence[str] = (),
     limit_name: str = "generate.max_new_tokens",
     separator: str = "",
-) -> list[list[int]]:
-    """Token ids of each prompt, with those of the separator that the model was trained with.
+) -> list[tuple[str, list[int]]]:
+    """(text, token ids) of each prompt, with those of the separator that the model was trained with; of a conversation
+    what leads to the answer to it: as in training, by the same template.
 
     names: of the prompts, and limit_name: of the option, for messages.
 
     Raises:
-        UserError: one has no tokens, or leaves no room for `max_new_tokens` in the model's positions.
+        UserError: one has no tokens, or leaves no room for `max_new_tokens` in the model's positions; as
+            `conversation_prompts`.
     """
-    end, encoded = separator_ids(tokenizer, separator), list[list[int]]()
+    chats = [each for each in prompts if isinstance(each, Record)]
+    # Without any the tokenizer may have no template.
+    of_chats = iter(conversation_prompts(chats, tokenizer) if chats else ())
+    end, encoded = separator_ids(tokenizer, separator), list[tuple[str, list[int]]]()
     for number, prompt in enumerate(prompts):
-        ids = tokenizer(prompt, verbose=False).input_ids + end
-        name = names[number] if names else f"prompt {prompt[:80]!r}"
+        if isinstance(prompt, Record):
+            text, name = next(of_chats), prompt.origin
+            ids = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        else:
+            text, name = prompt, names[number] if names else f"prompt {prompt[:80]!r}"
+            ids = tokenizer(text, verbose=False).input_ids + end
         _check_room(ids, model_config, options, name=name, limit_name=limit_name)
-        encoded.append(ids)
+        encoded.append((text, ids))
     return encoded
-
-
-def encode_chats(
-    chats: Sequence[Record],
-    tokenizer: PreTrainedTokenizerBase,
-    model_config: Any,
-    options: GenerateConfig,
-    *,
-    limit_name: str = "generate.max_new_tokens",
-) -> list[tuple[str, list[int]]]:
-    """(text, token ids) of what leads to the answer to each conversation: as in training, by the same template.
-
-    Raises:
-        UserError: as `encode_prompts`, and `conversation_prompts`.
-    """
-    if not chats:  # whose tokenizer may have no template
-        return []
-    found = []
-    for chat, text in zip(chats, conversation_prompts(chats, tokenizer), strict=True):
-        ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False).input_ids
-        _check_room(ids, model_config, options, name=chat.origin, limit_name=limit_name)
-        found.append((text, ids))
-    return found
 
 
 def _check_room(ids: Sequence[int], model_config: Any, options: GenerateConfig, *, name: str, limit_name: str) -> None:
@@ -270,21 +256,14 @@ def read_prompts(
     """
     config = read_model_config(model, trust_remote_code=trust_remote_code)
     tokenizer, limit = load_tokenizer(model, trust_remote_code=trust_remote_code), "--max-new-tokens"
-    texts, chats = list[str](), list[Record]()
-    for prompt in prompts:
-        if isinstance(prompt, Record):
-            chats.append(prompt)
-        else:
-            texts.append(prompt)
-    if not chats:
-        found = encode_prompts(texts, tokenizer, config, options, names=names, limit_name=limit, separator=separator)
-        return tokenizer, found
-    # The adapter has learnt the form of its own template, not of the base's.
-    if adapter is not None and (own := adapter / "chat_template.jinja").is_file():
-        tokenizer.chat_template = read_text(own)
-    if day is not None:
-        set_day(tokenizer, day)
-    return tokenizer, [ids for _, ids in encode_chats(chats, tokenizer, config, options, limit_name=limit)]
+    if any(isinstance(prompt, Record) for prompt in prompts):
+        # The adapter has learnt the form of its own template, not of the base's.
+        if adapter is not None and (own := adapter / "chat_template.jinja").is_file():
+            tokenizer.chat_template = read_text(own)
+        if day is not None:
+            set_day(tokenizer, day)
+    found = encode_prompts(prompts, tokenizer, config, options, names=names, limit_name=limit, separator=separator)
+    return tokenizer, [ids for _, ids in found]
 
 
 def generate(

@@ -24,9 +24,9 @@ from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.pairs import check
 from meshlora.reading.nlg import of_categories
-from meshlora.reading.records import Prompt, Record, prompts_of
+from meshlora.reading.records import Prompt, prompts_of
 from meshlora.run.config.run_file import GenerateConfig
-from meshlora.run.decoding import Continuation, batches_of, continued, encode_chats, encode_prompts, texts_of
+from meshlora.run.decoding import Continuation, batches_of, continued, encode_prompts, texts_of
 from meshlora.run.evaluate import Evaluation, load_for_evaluation
 from meshlora.run.sources import records_of
 from meshlora.run.texts import Texts
@@ -60,18 +60,10 @@ def prepare_prompts(run: Evaluation) -> Prompts:
     records = of_categories(records_of(data, data.eval), data.eval_categories)
     prompts = prompts_of(records[: data.eval_limit])
     tokenizer = Texts(config.model, data, config.train.objective).tokenizer()
-    model = run.blueprint.config
-    names, texts, chats = list[str](), list[str](), list[Record]()
-    for prompt in prompts:
-        if prompt.chat is not None:
-            chats.append(prompt.chat)
-        elif prompt.text is not None:
-            texts.append(prompt.text)
-            names.append(prompt.origin)
-    of_texts = iter(encode_prompts(texts, tokenizer, model, config.generate, names=names, separator=data.separator))
-    of_chats = iter(encode_chats(chats, tokenizer, model, config.generate))
-    encoded = [next(of_texts) if prompt.chat is None else next(of_chats)[1] for prompt in prompts]
-    return Prompts(prompts, encoded, tokenizer)
+    asked, names = [prompt.chat or prompt.text or "" for prompt in prompts], [prompt.origin for prompt in prompts]
+    model, separator = run.blueprint.config, data.separator
+    encoded = encode_prompts(asked, tokenizer, model, config.generate, names=names, separator=separator)
+    return Prompts(prompts, [ids for _, ids in encoded], tokenizer)
 
 
 def continued_by_all(

@@ -23,7 +23,7 @@ from meshlora.reading.records import MalformedError, Record, checked_text, json_
 from meshlora.reading.sampler import GlobalBatches
 from meshlora.reading.sources import Reading, read_rows
 from meshlora.run.config.run_file import GenerateConfig, RunConfig, paths_of
-from meshlora.run.decoding import encode_chats, encode_prompts
+from meshlora.run.decoding import encode_prompts
 from meshlora_ground.errors import UserError
 
 
@@ -83,30 +83,23 @@ def read_prompts(
         ],
         Reading(data.columns, say=say),
     )
-    conversations, seen = [row.record for row in rows if row.record is not None], Seen()
-    for record in conversations:
-        seen.add(record)
+    seen = Seen()
+    for row in rows:
+        if row.record is not None:
+            seen.add(row.record)
     seen.tell(tokenizer, say)
     options, limit = GenerateConfig(max_new_tokens=rl.max_new_tokens), "rl.max_new_tokens"
-    of_chats = iter(encode_chats(conversations, tokenizer, model_config, options, limit_name=limit))
-    plain = [row for row in rows if row.text is not None]
-    of_texts = iter(
-        encode_prompts(
-            [row.text or "" for row in plain],
-            tokenizer,
-            model_config,
-            options,
-            names=[row.origin for row in plain],
-            limit_name=limit,
-            separator=data.separator,
-        )
+    encoded = encode_prompts(
+        [row.record or row.text or "" for row in rows],
+        tokenizer,
+        model_config,
+        options,
+        names=[row.origin for row in rows],
+        limit_name=limit,
+        separator=data.separator,
     )
     found = []
-    for row in rows:
-        if row.text is None:
-            text, ids = next(of_chats)
-        else:
-            text, ids = row.text, next(of_texts)
+    for row, (text, ids) in zip(rows, encoded, strict=True):
         found.append(Prompt(text, tuple(ids), row.fields, row.origin))
     most = data.max_length - rl.max_new_tokens
     long = [prompt for prompt in found if len(prompt.ids) > most]

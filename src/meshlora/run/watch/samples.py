@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from meshlora.adapter.attach import runtime
 from meshlora.reading.records import Record, asked_of
 from meshlora.run.config.run_file import DataConfig, GenerateConfig
-from meshlora.run.decoding import continuations, encode_chats, encode_prompts
+from meshlora.run.decoding import continuations, encode_prompts
 from meshlora.run.sources import records_of
 from meshlora.run.watch.metrics import lines_until
 from meshlora_ground.errors import UserError
@@ -54,34 +54,25 @@ class Samples:
 def prepare_samples(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, model_config: Any, *, every: int, max_new_tokens: int
 ) -> Samples | None:
-    """The prompts of a run with `train.sample_every`, of which `every` is the value.
-
-    Raises:
-        UserError: there are none, or they are too long.
-    """
+    """The prompts of `train.sample_every`, which is `every`. Raises: UserError: there are none; one is too long."""
     if not every:
         return None
     options = GenerateConfig(max_new_tokens=max_new_tokens)
-    texts, chats, asked = [*(data.sample_prompts or ())], list[Record](), dict[str, Record]()
+    prompts: list[str | Record] = [*(data.sample_prompts or ())]
     if data.sample_prompts is None:
         assert data.eval is not None
+        asked = dict[str, Record]()
         for record in records_of(data, data.eval):
             if record.prompt or record.messages:
                 one = asked_of(record)
                 asked[json.dumps([one.prompt, one.messages, one.tools])] = one
-    for one in [*asked.values()][:NUM_PROMPTS]:
-        if one.prompt:
-            texts.append(one.prompt)
-        if one.messages:
-            chats.append(one)
-    if not texts and not chats:
+        first = [one.prompt or one for one in [*asked.values()][:NUM_PROMPTS]]
+        prompts = sorted(first, key=lambda one: isinstance(one, Record))  # texts, then conversations
+    if not prompts:
         rule = "no record of data.eval has a prompt to continue"
         raise UserError(f"train.sample_every={every}", rule, "give data.sample_prompts")
-    encoded = encode_prompts(texts, tokenizer, model_config, options, separator=data.separator)
-    for text, ids in encode_chats(chats, tokenizer, model_config, options):
-        texts.append(text)
-        encoded.append(ids)
-    return Samples(tuple(texts), tuple(map(tuple, encoded)), tokenizer, options)
+    encoded = encode_prompts(prompts, tokenizer, model_config, options, separator=data.separator)
+    return Samples(tuple(text for text, _ in encoded), tuple(tuple(ids) for _, ids in encoded), tokenizer, options)
 
 
 def forget_after(file: Path, done: int) -> None:
