@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from meshlora.plan import pairs
 from meshlora.plan.features import Feature, features_of
-from meshlora.plan.pairs import AXES, PROVED, REFUSED, check, proof_of, refusal
+from meshlora.plan.pairs import AXES, PROVED, REFUSED, check, proof_of, refusal, refused_pairs
+from meshlora.run import together
 from meshlora.run.config.file import read_run
-from meshlora.run.run_data import Reading
 from meshlora.run.together import prepare_run
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.versions import name_of, own_files
@@ -168,7 +168,7 @@ def _together(folder: Path, names: list[str]) -> None:
         return
     if rules := _rules(has):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Reading, "read", _read_nothing)
+            patch.setattr(together, "read_data", _read_nothing)
             with pytest.raises(UnsupportedError) as raised:
                 prepare_run(read_run(file))
         assert raised.value.rule in rules, (names, raised.value)

@@ -18,7 +18,6 @@ from meshlora.cli.main import main
 from meshlora.comm import collectives
 from meshlora.processes.arrivals import Arrivals
 from meshlora.run import slow_paths as facts
-from meshlora.run.compute import Compute
 from meshlora.run.prepared import Prepared
 from meshlora.run.run import train
 from meshlora.train import losses
@@ -133,7 +132,7 @@ def test_what_a_step_is_the_first_to_take_is_said_after_it(setup: Setup, monkeyp
 
 def _slow(run: Prepared, device: str = "cpu", **options: Any) -> Iterator[SlowPath]:
     options = {"kernels": "auto", "row_length": None} | options
-    return facts.slow_paths(run.blueprint, run.train_data, compute=Compute(device, "auto"), **options)
+    return facts.slow_paths(run.blueprint, run.train_data, device=device, preflight="auto", **options)
 
 
 def test_those_of_a_gpu_are_known_before(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:

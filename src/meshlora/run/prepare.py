@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from meshlora.adapter.formats.peft_format import CONFIG_FILE, PIECES_FILE, WEIGHTS_FILE
-from meshlora.loading.blueprint import Blueprint
+from meshlora.adapter.formats.peft_format import CONFIG_FILE, PIECES_FILE, WEIGHTS_FILE, lora_config
+from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.plan.features import Asked
 from meshlora.plan.pairs import check, refusal
 from meshlora.plan.rules import ModelPlan
@@ -24,22 +24,21 @@ from meshlora.reading.places import places
 from meshlora.reading.tokenizer import padding_token_id
 from meshlora.run.checkpoint.identity import contents, identity
 from meshlora.run.checkpoint.resuming import day_of_adapter, day_of_run, going_on
-from meshlora.run.compute import Compute
 from meshlora.run.config.run_file import RunConfig, TrainConfig, paths_of
 from meshlora.run.early_stopping import Patience, losses_until
 from meshlora.run.followed import stream_of
 from meshlora.run.optimizers import check_trainable
-from meshlora.run.output import Output, holds_run
+from meshlora.run.output import check_output, holds_run
 from meshlora.run.packing_check import check_packing
 from meshlora.run.prepared import Prepared, asked_of
 from meshlora.run.recompute import check_recompute
 from meshlora.run.run_data import RunData
 from meshlora.run.slow_paths import check_fast, slow_paths
-from meshlora.run.start import Start
 from meshlora.run.watch.samples import prepare_samples
 from meshlora.run.watch.tracking import check_trackers
 from meshlora.wings.experts.balance import check_load_balancing
 from meshlora.wings.experts.routing import check_routing, step_file
+from meshlora.wings.kernels.kernels import with_kernels
 from meshlora_ground.compat.transformers_models import attention_of
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import TOKENS, Topology
@@ -60,7 +59,7 @@ def check_request(config: RunConfig, *, world: int | None, resumes: bool) -> Top
         rule = f"each of the dp={topology.dp} ranks needs at least one sequence a step"
         raise UserError(f"train.batch_size={train.batch_size}", rule, "raise train.batch_size or lower dp")
     check({**config.asked, "topology": topology})
-    Output(train.output, train.overwrite, config.inputs).check(resumes=resumes)
+    check_output(config, resumes=resumes)
     check_trackers(train.track)
     return topology
 
@@ -74,10 +73,13 @@ def blueprint_of(config: RunConfig, topology: Topology, *, base: Blueprint | Non
         UserError: names the option, the module or the tensor that does not fit. UnsupportedError: what is not proved.
     """
     train = config.train
-    start = Start(
-        config.model, train.objective, topology, config.lora, config.adapter, config.reference, asked=config.asked
-    )
-    blueprint = start.blueprint(base)
+    base = base or make_blueprint(config.model.path, topology, config.model, train.objective)
+    if config.adapter is not None:
+        blueprint = base.with_folder(Path(config.adapter))
+    else:
+        blueprint = base.with_adapter(lora_config(dict(config.lora or {}), "lora", unknown_is_error=True))
+    check({**config.asked, **blueprint.asked})
+    blueprint = blueprint.with_reference(config.reference)
     if config.data.packing is True:
         _check_packing(blueprint)  # before weights and data, which the message would wait for
     check_recompute(blueprint.model, train.recompute)
@@ -85,8 +87,8 @@ def blueprint_of(config: RunConfig, topology: Topology, *, base: Blueprint | Non
     if train.router_aux_loss_coef:
         check_load_balancing(blueprint.model)
     said = blueprint.check_weights()
-    compute = Compute(config.device, config.preflight)
-    blueprint, kernels = compute.with_kernels(blueprint)
+    is_proved = config.preflight in ("auto", "device")
+    blueprint, kernels = with_kernels(blueprint, device=config.device, is_proved=is_proved)
     return dataclasses.replace(blueprint, notes=tuple(filter(None, (said, kernels))))
 
 
@@ -128,7 +130,8 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
         slow_paths(
             blueprint,
             data.train,
-            compute=Compute(config.device, config.preflight),
+            device=config.device,
+            preflight=config.preflight,
             kernels=config.model.kernels,
             row_length=options.max_length if options.packing is True else None,
             is_apart=rows.is_apart,
@@ -136,6 +139,9 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
     )
     if train.require_fast:
         check_fast(slow)
+    of_rl = dict[str, list[Path]]()
+    if config.rl is not None:
+        of_rl = {"prompts": places(paths_of(options.train)), "rewards": [*map(Path, config.rl.files)]}
     run = Prepared(
         config,
         blueprint,
@@ -157,8 +163,7 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
             of_adapter=(CONFIG_FILE, WEIGHTS_FILE, PIECES_FILE),
             weights=weight_files(Path(data.texts.model.path)),
             replay=_check_routing(blueprint.plan, train, steps=steps, resume=resume),
-            prompts=[] if config.rl is None else [*places(paths_of(options.train))],
-            rewards=[] if config.rl is None else [*map(Path, config.rl.files)],
+            **of_rl,
         ),
         samples=samples,
         notes=(*blueprint.notes, *notes_of_whole(blueprint.plan), *data.notes, *rows.notes),
@@ -242,7 +247,7 @@ def read_output(run: Prepared, *, resume: str | None, despite: Collection[str] =
         UserError: the output holds a run, or one that this run cannot resume.
     """
     options = run.config.train
-    Output(options.output, options.overwrite, run.config.inputs).check(resumes=resume is not None)
+    check_output(run.config, resumes=resume is not None)
     if resume is None:
         return run
     own = {name: value for name, value in run.identity.items() if name not in run.files}

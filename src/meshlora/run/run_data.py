@@ -42,51 +42,41 @@ class RunData:
     day: str | None = None
 
 
-@dataclass(frozen=True)
-class Reading:
-    """What is read for a run.
+def read_data(
+    texts: Texts, blueprint: Blueprint, asked: Asked, *, is_stream: bool = False, day: str | None = None
+) -> RunData:
+    """The tokenised (cached) data of a run, checked against its model.
 
     asked: `RunConfig.asked`. is_stream: the data for training come step by step. day: of `prepare.first_day`; default:
     today.
+
+    Raises:
+        UserError: a file, a record or a token that does not fit.
     """
-
-    texts: Texts
-    blueprint: Blueprint
-    asked: Asked
-    is_stream: bool = False
-    day: str | None = None
-
-    def read(self) -> RunData:
-        """The tokenised (cached) data, checked against the model.
-
-        Raises:
-            UserError: a file, a record or a token that does not fit.
-        """
-        blueprint = self.blueprint
-        options, tokenizer = self.texts.data, self.texts.tokenizer()
-        if self.day is not None:
-            set_day(tokenizer, self.day)
-        check_fits(tokenizer, blueprint, max_length=options.max_length)
-        notes: list[str] = []
-        read = functools.partial(self.texts.read, tokenizer=tokenizer, model=blueprint.config, say=notes.append)
-        train_data, eval_data = no_tokens(), None
-        if not self.is_stream:
-            train_data = read(options.train)
-        if options.eval is not None:
-            eval_data = read(options.eval, categories=options.eval_categories)
-        check(asked_of(self.asked, blueprint, train_data, eval_data))
-        check_vision(blueprint, train_data.images)
-        if train_data.routed is not None:
-            check_routed(train_data.routed, blueprint.plan)
-        written = written_day(tokenizer)
-        for data in (train_data, eval_data):
-            if data is not None and isinstance(data.images, Images):  # whose processor has a template of its own
-                written = written or written_day(data.images.processor.tokenizer)
-        if options.date is not None and written is None:
-            notes.append(f"data.date={options.date} has no effect: the chat template writes no date")
-        if eval_data is not None:
-            eval_data = eval_data.first(options.eval_limit)
-        return RunData(self.texts, blueprint, tokenizer, train_data, eval_data, tuple(dict.fromkeys(notes)), written)
+    options, tokenizer = texts.data, texts.tokenizer()
+    if day is not None:
+        set_day(tokenizer, day)
+    check_fits(tokenizer, blueprint, max_length=options.max_length)
+    notes: list[str] = []
+    read = functools.partial(texts.read, tokenizer=tokenizer, model=blueprint.config, say=notes.append)
+    train_data, eval_data = no_tokens(), None
+    if not is_stream:
+        train_data = read(options.train)
+    if options.eval is not None:
+        eval_data = read(options.eval, categories=options.eval_categories)
+    check(asked_of(asked, blueprint, train_data, eval_data))
+    check_vision(blueprint, train_data.images)
+    if train_data.routed is not None:
+        check_routed(train_data.routed, blueprint.plan)
+    written = written_day(tokenizer)
+    for data in (train_data, eval_data):
+        if data is not None and isinstance(data.images, Images):  # whose processor has a template of its own
+            written = written or written_day(data.images.processor.tokenizer)
+    if options.date is not None and written is None:
+        notes.append(f"data.date={options.date} has no effect: the chat template writes no date")
+    if eval_data is not None:
+        eval_data = eval_data.first(options.eval_limit)
+    return RunData(texts, blueprint, tokenizer, train_data, eval_data, tuple(dict.fromkeys(notes)), written)
 
 
 def check_fits(tokenizer: PreTrainedTokenizerBase, blueprint: Blueprint, *, max_length: int) -> None:
@@ -115,11 +105,7 @@ def check_fits(tokenizer: PreTrainedTokenizerBase, blueprint: Blueprint, *, max_
 
 
 def check_vision(blueprint: Blueprint, images: FurtherInputs | None) -> None:
-    """Refuse an adapter outside the text part of a composite without images: it would have no gradient.
-
-    Raises:
-        UserError: names the first such module.
-    """
+    """Refuse an adapter outside the text part without images: it would have no gradient. Raises: UserError."""
     outside = [name for name in blueprint.trained.targets if not blueprint.plan.is_text(name)]
     if outside and images is None:
         rule = "text does not pass through it, and no training data has images"

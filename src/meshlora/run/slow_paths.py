@@ -15,7 +15,6 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from meshlora.loading.blueprint import Blueprint
-from meshlora.run.compute import Compute
 from meshlora.wings.kernels.fused import fusable
 from meshlora.wings.kernels.liger import liger_version
 from meshlora.wings.kernels.rms_norm import is_known
@@ -33,19 +32,20 @@ def slow_paths(
     blueprint: Blueprint,
     data: TokenizedDataset,
     *,
-    compute: Compute,
+    device: str,
+    preflight: str,
     kernels: str,
     row_length: int | None,
     is_apart: bool | None,
 ) -> Iterator[SlowPath]:
     """Those of a run that are known before it starts.
 
-    kernels: `model.kernels`, as given there. row_length: tokens of a row, with
+    device, preflight: of the run file. kernels: `model.kernels`, as given there. row_length: tokens of a row, with
     `data.packing`. is_apart: whether attention keeps sequences of a row apart without a mask of the whole row; None:
     rows have one each for another reason.
     """
     has_gpu = torch.cuda.is_available()
-    if has_gpu and compute.device == "cpu":
+    if has_gpu and device == "cpu":
         yield SlowPath("ranks on CPUs", "this machine has GPUs, and device: cpu was given", "device: auto")
     if attention_of(blueprint.model.config.get_text_config()) == "eager" and has_sdpa(blueprint.model):
         what = "attention with all scores in memory, S x S of each head"
@@ -55,8 +55,8 @@ def slow_paths(
     if not is_known(LlamaRMSNorm) and any("RMSNorm" in type(m).__name__ for m in blueprint.model.modules()):
         cause = f"transformers {version_of('transformers')} writes them in another way than is known here"
         yield SlowPath("norms in separate operations, saved in float32", cause, _TRANSFORMERS)
-    if has_gpu and compute.device != "cpu" and blueprint.dtype != torch.float64:
-        yield from _of_kernels(blueprint, kernels, compute)
+    if has_gpu and device != "cpu" and blueprint.dtype != torch.float64:
+        yield from _of_kernels(blueprint, kernels, preflight)
 
 
 def _of_masks(blueprint: Blueprint, data: TokenizedDataset, row_length: int | None) -> Iterator[SlowPath]:
@@ -81,7 +81,7 @@ def _of_masks(blueprint: Blueprint, data: TokenizedDataset, row_length: int | No
     yield SlowPath(f"{WHOLE_MASK.what}, {cost}", cause, way_out)
 
 
-def _of_kernels(blueprint: Blueprint, wanted: str, compute: Compute) -> Iterator[SlowPath]:
+def _of_kernels(blueprint: Blueprint, wanted: str, preflight: str) -> Iterator[SlowPath]:
     """Of kernels that a GPU could have."""
     if blueprint.options.kernels != "liger" and fusable(blueprint.model):
         if wanted == "none":
@@ -89,18 +89,14 @@ def _of_kernels(blueprint: Blueprint, wanted: str, compute: Compute) -> Iterator
         elif not liger_version():
             cause, way_out = "liger-kernel is not installed", "pip install 'meshlora[kernels]'"
         else:
-            cause, way_out = f"preflight: {compute.preflight} does not prove kernels", "preflight: auto"
+            cause, way_out = f"preflight: {preflight} does not prove kernels", "preflight: auto"
         yield SlowPath("norms, rotations and gated MLPs in separate kernels", cause, way_out)
     if blueprint.plan.experts and blueprint.dtype != torch.bfloat16:
         yield EXPERTS_ONE_BY_ONE
 
 
 def check_fast(paths: Sequence[SlowPath]) -> None:
-    """Refuse `paths`, of a run with `train.require_fast`.
-
-    Raises:
-        UserError: there are some; it names each with its way out.
-    """
+    """Refuse `paths`, of a run with `train.require_fast`. Raises: UserError: names each with its way out."""
     if paths:
         found = "; ".join(f"{path.what} ({path.cause})" for path in paths)
         ways = "; ".join(dict.fromkeys(path.way_out for path in paths))

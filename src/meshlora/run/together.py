@@ -19,7 +19,7 @@ from meshlora.run.config.run_file import RunConfig
 from meshlora.run.lock import hold, holder_of
 from meshlora.run.prepare import blueprint_of, check_request, first_day, prepare, read_output
 from meshlora.run.prepared import Prepared
-from meshlora.run.run_data import Reading
+from meshlora.run.run_data import read_data
 from meshlora.run.texts import Texts
 from meshlora_ground.errors import UserError
 from meshlora_ground.versions import digest
@@ -54,8 +54,7 @@ def prepare_run(
     policy = None if config.rl is None else config.adapter
     day = first_day(config.data.date, output=config.train.output, policy=policy, resume=resume, day=day)
     texts = Texts(config.model, config.data, config.train.objective)
-    reading = Reading(texts, blueprint, config.asked, is_stream=config.is_stream, day=day)
-    data = reading.read()
+    data = read_data(texts, blueprint, config.asked, is_stream=config.is_stream, day=day)
     return prepare(config, data, resume=resume, despite=despite)
 
 
@@ -80,7 +79,9 @@ def prepare_runs(
             check({**config.asked, **several})
     if several:
         # Of a micro-batch each adapter would have a row, and short ones would be padded to the longest.
-        configs = {name: _padded(config) for name, config in configs.items()}
+        for name, config in configs.items():
+            if config.data.packing == "auto":
+                configs = {**configs, name: config.with_data(packing=False)}
     runs: dict[str, Prepared] = {}
     base: Blueprint | None = None  # made with the first
     for name, config in configs.items():
@@ -93,11 +94,6 @@ def prepare_runs(
     return runs
 
 
-def _padded(config: RunConfig) -> RunConfig:
-    """Rows of one sequence, where the run file leaves it open."""
-    return config.with_data(packing=False) if config.data.packing == "auto" else config
-
-
 def words_of(runs: Mapping[str, Prepared]) -> dict[str, str]:
     """The facts about `runs` that must be the same on all ranks, for `agreement.agreed`."""
     words = {}
@@ -108,7 +104,8 @@ def words_of(runs: Mapping[str, Prepared]) -> dict[str, str]:
         words[f"in {output}"] = f"step {run.resume.step}" if run.resume is not None else done
         words[f"as holder of the lock of {output}"] = str(holder_of(output) or "nobody")
         words[f"as run file{of}"] = _options(run.config)
-        words[f"as files of the base{of}"] = _sizes(run.files["model"])
+        # By names and sizes: reading the whole base on every rank would take too long.
+        words[f"as files of the base{of}"] = digest([f"{f.name} {f.stat().st_size}" for f in run.files["model"]])
         words |= {f"as {key}{of}": _shown(value) for key, value in run.identity.items()}
     return words
 
@@ -121,11 +118,6 @@ def _options(config: RunConfig) -> str:
     del given["adapter"]  # a path, too
     given["train"]["objective"].pop("reference", None)
     return digest([json.dumps(given, sort_keys=True, default=str)])
-
-
-def _sizes(files: Collection[Path]) -> str:
-    """A hash of names and sizes: reading the whole base on every rank would take too long."""
-    return digest([f"{file.name} {file.stat().st_size}" for file in files])
 
 
 def _shown(value: str) -> str:

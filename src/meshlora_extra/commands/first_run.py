@@ -24,7 +24,7 @@ from meshlora.run.config.file import read_run
 from meshlora.run.config.model_presets import facts_of, has_known_rate
 from meshlora.run.config.run_file import RunConfig
 from meshlora.run.prepare import blueprint_of
-from meshlora.run.run_data import Reading, RunData
+from meshlora.run.run_data import RunData, read_data
 from meshlora.run.texts import Texts
 from meshlora_extra.planner.choose import choose
 from meshlora_extra.planner.hardware import Hardware
@@ -118,7 +118,7 @@ def _looked(wish: Wish, goal: Goal) -> _Seen:
     blueprint = blueprint_of(config, Topology())
     whole = dataclasses.replace(config.data, max_length=_most_positions(blueprint))
     texts = Texts(config.model, whole, config.train.objective)
-    return _Seen(goal, config, blueprint, Reading(texts, blueprint, config.asked).read())
+    return _Seen(goal, config, blueprint, read_data(texts, blueprint, config.asked))
 
 
 def _most_positions(blueprint: Blueprint) -> int:
