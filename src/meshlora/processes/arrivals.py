@@ -80,8 +80,4 @@ class Arrivals:
 
 def _own_groups(rank: int, partitions: Sequence[Partition]) -> list[Ranks]:
     """The group of `rank` in each partition; `()` where it is in none, as in channels between other stages."""
-    found = []
-    for partition in partitions:
-        groups = [ranks for ranks in partition if rank in ranks]
-        found.append(groups[0] if groups else ())
-    return found
+    return [next((ranks for ranks in partition if rank in ranks), ()) for partition in partitions]

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 # Seconds between two looks, of jobs of up to `_MANY` ranks; more ranks look less often.
 INTERVAL_S, _MANY = 2.0, 8192
@@ -33,16 +33,7 @@ _OFTEN_S = 0.1
 _BOOT, _PIDS = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 # Set once there is anything to read: most looks ask for this key alone.
 _NEWS, _ABORT, _ASKED = "m/n", "m/abort", "m/asked"
-
-
-class Board(Protocol):
-    """Words shared by all ranks, by key."""
-
-    def set(self, key: str, words: str) -> None: ...
-    def check(self, key: str) -> bool: ...
-    def get(self, key: str) -> str: ...
-    def claim(self, key: str, words: str) -> str:
-        """Set `key` if nobody has; returns the words of whoever was first."""
+_DONE, _BEAT, _ANSWER = "m/done/{}", "m/beat/{}", "m/at/{}"  # of a rank
 
 
 class BoardInFolder:
@@ -112,6 +103,9 @@ class BoardInStore:
     def claim(self, key: str, words: str) -> str:
         """Set `key` if nobody has; returns the words of whoever was first."""
         return str(self._store.compare_set(key, "", words).decode())
+
+
+Board = BoardInFolder | BoardInStore  # words shared by all ranks, by key
 
 
 @dataclass(frozen=True)
@@ -189,7 +183,7 @@ class Watch:
         self._ended.set()
         if error is None:
             with contextlib.suppress(RuntimeError):  # the store may be gone: rank 0 has ended
-                self.board.set(_done(self.rank), "1")
+                self.board.set(_DONE.format(self.rank), "1")
         for thread in self._threads:
             thread.join(timeout=self.interval_s)
 
@@ -202,8 +196,8 @@ class Watch:
 
         rank, host: who failed, if not this rank.
         """
-        rank, host = self.rank if rank is None else rank, socket.gethostname() if host is None else host
-        own = Cause(rank, host, text, code, self.rank, self.machine)
+        failed = self.rank if rank is None else rank
+        own = Cause(failed, host or socket.gethostname(), text, code, self.rank, self.machine)
         try:
             first = Cause(**json.loads(self.board.claim(_ABORT, json.dumps(asdict(own)))))
             self.board.set(_NEWS, "1")
@@ -228,14 +222,16 @@ class Watch:
 
     def answer_of(self, rank: int) -> str | None:
         """The last answer of `rank`, if it gave any."""
+        key = _ANSWER.format(rank)
         with contextlib.suppress(RuntimeError):
-            return self.board.get(_answer(rank)) if self.board.check(_answer(rank)) else None
+            if self.board.check(key):
+                return self.board.get(key)
         return None
 
     def tell(self) -> None:
         """Publish this rank's answer."""
         if self.answer is not None:
-            self.board.set(_answer(self.rank), self.answer())
+            self.board.set(_ANSWER.format(self.rank), self.answer())
 
     def _keep_looking(self) -> None:
         while not self._ended.wait(self.interval_s):
@@ -269,7 +265,7 @@ class Watch:
         for rank, pid in list(self.neighbours.items()):
             if is_running(pid):
                 continue
-            if self.board.check(_done(rank)):
+            if self.board.check(_DONE.format(rank)):
                 self.neighbours.pop(rank, None)
             else:
                 return self.abort("it ended without a word, as by SIGKILL or for lack of memory", code=1, rank=rank)
@@ -280,12 +276,12 @@ class Watch:
         if (rank := self.post.next_machine) is None:
             return None
         self._beats += 1
-        self.board.set(_beat(self.rank), str(self._beats))
-        key, now = _beat(rank), time.monotonic()
+        self.board.set(_BEAT.format(self.rank), str(self._beats))
+        key, now = _BEAT.format(rank), time.monotonic()
         beat = self.board.get(key) if self.board.check(key) else ""
         if beat != self._last_beat[0] or not self._last_beat[1]:
             self._last_beat = beat, now
-        if now - self._last_beat[1] < SILENT_S or self.board.check(_done(rank)):
+        if now - self._last_beat[1] < SILENT_S or self.board.check(_DONE.format(rank)):
             return None
         text = f"its machine has given no sign of life for {SILENT_S:g} s"
         return self.abort(text, code=1, rank=rank, host=self.post.next_host)
@@ -323,15 +319,3 @@ def is_running(pid: int) -> bool:
     except PermissionError:
         pass
     return True
-
-
-def _done(rank: int) -> str:
-    return f"m/done/{rank}"
-
-
-def _beat(rank: int) -> str:
-    return f"m/beat/{rank}"
-
-
-def _answer(rank: int) -> str:
-    return f"m/at/{rank}"

@@ -23,7 +23,6 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, Store
@@ -50,7 +49,7 @@ _AGAIN_S = 1.0
 _SCONTROL_S = 10.0  # the longest that SLURM is asked for an address
 # Between two looks, the first and the longest: thousands of ranks may wait for rank 0.
 _LOOK_S, _MOST_S = 0.05, 2.0
-_ATTEMPT = "attempt"
+_ATTEMPT, _DRAWN, _ANSWERED = "attempt", "{}/drawn/{}", "{}/answered/{}"  # of an attempt's name and a rank
 
 
 @dataclass(frozen=True)
@@ -182,11 +181,7 @@ def enter_place(rank: int, world: int, *, store: str, ranks_per_gpu: int = 1) ->
 
 
 def set_rendezvous() -> None:
-    """Set MASTER_ADDR and MASTER_PORT, which torch needs, where the launcher did not.
-
-    Raises:
-        UserError: the host is unknown, or has no address.
-    """
+    """Set MASTER_ADDR and MASTER_PORT, where the launcher did not. Raises: UserError: the host is unknown."""
     env = os.environ
     if is_by_torchrun():
         return
@@ -194,7 +189,12 @@ def set_rendezvous() -> None:
         env["MASTER_ADDR"] = _host_of_rank_0()
     env.setdefault("MASTER_PORT", str(_port()))
     master_port()
-    _check_resolves(env["MASTER_ADDR"])
+    host, deadline = env["MASTER_ADDR"], time.monotonic() + _RESOLVES_IN_S
+    while not _resolves(host):
+        if time.monotonic() > deadline:
+            way_out = "set MASTER_ADDR to a name or an address of rank 0's host"
+            raise UserError(f"MASTER_ADDR={host}", "cannot resolve it", way_out)
+        time.sleep(_AGAIN_S)
 
 
 def master_port() -> int:
@@ -248,24 +248,12 @@ def _port() -> int:
     env = os.environ
     if _is_by_slurm():
         # Steps of a job never meet, nor do jobs of near numbers with few steps.
-        return _FIRST_PORT + (101 * _number("SLURM_JOB_ID", 0) + _step()) % _NUM_PORTS
+        step = env.get("SLURM_STEP_ID", "0")
+        number = 101 * _number("SLURM_JOB_ID", 0) + (int(step) if step.isdecimal() else 0)
+        return _FIRST_PORT + number % _NUM_PORTS
     if job := next((env[name] for name in _MPI_JOB if name in env), None):
         return _FIRST_PORT + zlib.crc32(job.encode()) % _NUM_PORTS
     return 29500
-
-
-def _step() -> int:
-    text = os.environ.get("SLURM_STEP_ID", "0")
-    return int(text) if text.isdecimal() else 0
-
-
-def _check_resolves(host: str) -> None:
-    deadline = time.monotonic() + _RESOLVES_IN_S
-    while not _resolves(host):
-        if time.monotonic() > deadline:
-            rule = "cannot resolve it"
-            raise UserError(f"MASTER_ADDR={host}", rule, "set MASTER_ADDR to a name or an address of rank 0's host")
-        time.sleep(_AGAIN_S)
 
 
 def _resolves(host: str) -> bool:
@@ -290,28 +278,18 @@ def part_of_attempt(store: Store, rank: int, world: int, *, timeout_s: float) ->
     if rank == 0:
         store.set(_ATTEMPT, own)
         for other in range(1, world):
-            store.wait([_drawn(own, other)], timedelta(seconds=timeout_s))
-            store.set(_answered(own, other), _text(store.get(_drawn(own, other))))
+            drawn = _DRAWN.format(own, other)
+            store.wait([drawn], timedelta(seconds=timeout_s))
+            store.set(_ANSWERED.format(own, other), store.get(drawn).decode())
         return PrefixStore(own, store)
     deadline, told, pause_s = time.monotonic() + timeout_s, "", _LOOK_S
     while time.monotonic() < deadline:
-        if store.check([_ATTEMPT]) and (name := _text(store.get(_ATTEMPT))) != told:
-            store.set(_drawn(name, rank), own)
+        if store.check([_ATTEMPT]) and (name := store.get(_ATTEMPT).decode()) != told:
+            store.set(_DRAWN.format(name, rank), own)
             told = name
-        if told and store.check([_answered(told, rank)]) and _text(store.get(_answered(told, rank))) == own:
+        answered = _ANSWERED.format(told, rank)
+        if told and store.check([answered]) and store.get(answered).decode() == own:
             return PrefixStore(told, store)
         time.sleep(pause_s)
         pause_s = min(1.5 * pause_s, _MOST_S)
     raise RuntimeError(f"Timed out waiting {timeout_s:g} s for rank 0 to begin")
-
-
-def _text(words: Any) -> str:
-    return str(words.decode())
-
-
-def _drawn(name: str, rank: int) -> str:
-    return f"{name}/drawn/{rank}"
-
-
-def _answered(name: str, rank: int) -> str:
-    return f"{name}/answered/{rank}"

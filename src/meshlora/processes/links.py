@@ -156,11 +156,7 @@ class Outbox:
         self._error: Exception | None = None
 
     def put(self, send: Callable[[], None]) -> None:
-        """Call `send` in turn.
-
-        Raises:
-            RuntimeError: an earlier message could not be sent.
-        """
+        """Call `send` in turn. Raises: RuntimeError: an earlier message could not be sent."""
         if self._error is not None:
             raise RuntimeError(f"{self._error}") from self._error
         if self._thread is None:
@@ -221,11 +217,7 @@ class Meeting:
         return True
 
     def links(self) -> Links:
-        """The sockets to all others, after every rank has reported that it connected.
-
-        Raises:
-            RuntimeError: one did not connect after all.
-        """
+        """The sockets to all others, once each has said that it connected. Raises: RuntimeError: one did not."""
         assert self._listener is not None
         self._listener.settimeout(_MEETING_S)
         try:

@@ -77,12 +77,6 @@ def _tell(**words: Any) -> None:
         end.send(json.dumps({"rank": place.rank, **words}).encode())
 
 
-def _another_rank_failed() -> bool:
-    """Whether a rank of this machine has reported a failure to torchrun, which then ends the others."""
-    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return file is not None and any(Path(file).parent.parent.glob(f"*/{Path(file).name}"))
-
-
 def log_to_file(output: Path, rank: int, *, goes_on: bool) -> None:
     """Redirect output of this process to `OUTPUT/logs/rank-N.log`. goes_on: append to the file.
 
@@ -195,8 +189,9 @@ def noticing_signals(watch: Watch | None = None) -> Iterator[threading.Event]:
             asked_at: float | None = None  # by a signal that may insist
             while number := reader.recv(1)[0]:
                 if number in INSISTING:
-                    now = time.monotonic()
-                    if _another_rank_failed():
+                    now, file = time.monotonic(), os.environ.get("TORCHELASTIC_ERROR_FILE")
+                    # A rank of this machine has reported a failure to torchrun, which then ends the others.
+                    if file is not None and any(Path(file).parent.parent.glob(f"*/{Path(file).name}")):
                         _end_by(number)
                     if asked_at is not None and now - asked_at > _ONE_REQUEST_S:
                         if watch is not None:

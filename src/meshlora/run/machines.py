@@ -27,7 +27,7 @@ from meshlora_ground.errors import UserError
 from meshlora_ground.versions import digest, own_sources, versions
 
 _PATIENCE_S = 600.0
-_VERDICT = "machines/verdict"
+_VERDICT, _SEAT, _POST = "machines/verdict", "machines/{}", "machines/post/{}"
 # A rank with less than this share of what another has free is named.
 _LITTLE = 0.8
 _NAMED = 4
@@ -100,20 +100,20 @@ def compared(place: Place, seat: Seat) -> Machines:
     if store is None:
         _raise(mistake_of([seat]))
         return Machines(line_of([seat]), Post(is_first=True))
-    store.set(_key(place.rank), json.dumps(asdict(seat)))  # no group is open yet, the store alone
+    store.set(_SEAT.format(place.rank), json.dumps(asdict(seat)))  # no group is open yet, the store alone
     if place.rank == 0:
         seats = [_read(store, rank) for rank in range(place.world)]
         parts, posts = mistake_of(seats), posts_of(seats)
         for rank, post in posts.items():
-            store.set(_post(rank), json.dumps(asdict(post)))
+            store.set(_POST.format(rank), json.dumps(asdict(post)))
         store.set(_VERDICT, json.dumps(parts))
         _raise(parts)
         return Machines(line_of(seats), posts.get(0, Post()))
     store.wait([_VERDICT], timedelta(seconds=_PATIENCE_S))
     _raise(json.loads(store.get(_VERDICT)))
-    if not store.check([_post(place.rank)]):  # others look after this one, and it after none
+    if not store.check([_POST.format(place.rank)]):  # others look after this one, and it after none
         return Machines("", Post())
-    given = json.loads(store.get(_post(place.rank)))
+    given = json.loads(store.get(_POST.format(place.rank)))
     given["pids"] = {int(rank): pid for rank, pid in given["pids"].items()}  # keys of JSON are text
     return Machines("", Post(**given))
 
@@ -217,8 +217,8 @@ def own_words() -> dict[str, str]:
 
 
 def _read(store: Any, rank: int) -> Seat:
-    store.wait([_key(rank)], timedelta(seconds=_PATIENCE_S))
-    given = json.loads(store.get(_key(rank)))
+    store.wait([_SEAT.format(rank)], timedelta(seconds=_PATIENCE_S))
+    given = json.loads(store.get(_SEAT.format(rank)))
     return Seat(**{**given, "mistake": tuple(given["mistake"])})  # JSON made it a list
 
 
@@ -229,11 +229,3 @@ def _count(number: int, what: str) -> str:
 def _raise(parts: Sequence[str]) -> None:
     if parts:
         raise UserError(*parts)
-
-
-def _key(rank: int) -> str:
-    return f"machines/{rank}"
-
-
-def _post(rank: int) -> str:
-    return f"machines/post/{rank}"
