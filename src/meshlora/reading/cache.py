@@ -53,10 +53,12 @@ logger = logging.getLogger(__name__)
 
 
 class RecordsDigest:
-    """The SHA-256 of the content of records, added one after the other."""
+    """The SHA-256 of the content of `records`, and of those that are added one after the other."""
 
-    def __init__(self) -> None:
+    def __init__(self, records: Iterable[Record] = ()) -> None:
         self._digest, self.number = hashlib.sha256(), 0
+        for record in records:
+            self.add(record)
 
     def add(self, record: Record) -> None:
         """Add one. Different records give different bytes: a JSON list each, and key order in messages is kept, since a
@@ -72,12 +74,8 @@ class RecordsDigest:
         return self._digest.hexdigest()
 
 
-def cache_key(
-    records: Iterable[Record] | RecordsDigest, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]
-) -> str | None:
+def cache_key(digest: RecordsDigest, tokenizer: PreTrainedTokenizerBase, options: Mapping[str, Any]) -> str | None:
     """The hexadecimal SHA-256 of everything the arrays depend on; None if the tokenizer cannot be serialised.
-
-    records: or the digest of them.
 
     It covers the content of records, not their origin: a file that moved is the same data. It covers the serialised
     tokenizer without the truncation and padding that earlier calls left behind. A tokenizer in Python (a "slow" one)
@@ -101,12 +99,6 @@ def cache_key(
         # Either may change tokenisation; making the arrays again costs seconds.
         "versions": {"tokenizers": tokenizers.__version__, "transformers": transformers.__version__},
     }
-    digest = RecordsDigest()
-    if isinstance(records, RecordsDigest):
-        digest = records
-    else:
-        for record in records:
-            digest.add(record)
     return hashlib.sha256(f"{json.dumps(head, sort_keys=True)}\n{digest.hexdigest()}".encode()).hexdigest()
 
 

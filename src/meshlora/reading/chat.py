@@ -138,8 +138,15 @@ def tokenize_conversations(
     for batch in batches(rendered, lambda one: len(one[2].text)):
         each = []
         for place, record, spans in batch:
-            if (made := _with_images(record, spans, processor, skips=skips)) is not None:
-                each.append((place, *made))
+            found, with_images, placeholders = spans, None, list[Span]()
+            if record.images:
+                try:
+                    found, with_images, placeholders = _with_placeholders(record, spans, processor)
+                except UserError:
+                    if skips:
+                        continue
+                    raise
+            each.append((place, found, with_images, placeholders))
         texts = [found.text for _, found, tokens, _ in each if tokens is None]
         of_text = iter(leading_tokens(texts, tokenizer, max_length=max_length, has_offsets=True))
         for place, found, with_images, placeholders in each:
@@ -163,11 +170,7 @@ def _row(tokens: Leading, found: _Spans, placeholders: list[Span], *, has_all: b
 
 
 def conversation_prompts(records: AbstractSequence[Record], tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """The text of each conversation, with what leads to the assistant's next turn after it.
-
-    Raises:
-        UserError: as in `tokenize_conversations`.
-    """
+    """Each conversation as text, with what leads to the assistant's next turn. Raises: as `tokenize_conversations`."""
     template = _template_of(tokenizer)
     for record in records:
         _check_tools(record, tokenizer)
@@ -182,24 +185,6 @@ def _check_tools(record: Record, tokenizer: PreTrainedTokenizerBase) -> None:
     if record.tools and isinstance(tokenizer.chat_template, dict) and "tool_use" in tokenizer.chat_template:
         rule = "the tokenizer has a template of its own for them, tool_use, and the default one is used here"
         raise UserError(f"{record.origin}: a conversation with tools", rule, "give data.chat_template: tool_use")
-
-
-def _names(template: str, name: str) -> bool:
-    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", template) is not None
-
-
-def _with_images(
-    record: Record, found: _Spans, processor: Any, *, skips: bool
-) -> tuple[_Spans, Leading | None, list[Span]] | None:
-    """As `_with_placeholders`; without images no tokens yet. skips: None, where that raises."""
-    if not record.images:
-        return found, None, []
-    try:
-        return _with_placeholders(record, found, processor)
-    except UserError:
-        if skips:
-            return None
-        raise
 
 
 def _with_placeholders(record: Record, found: _Spans, processor: Any) -> tuple[_Spans, Leading, list[Span]]:
@@ -230,7 +215,7 @@ def _with_placeholders(record: Record, found: _Spans, processor: Any) -> tuple[_
     for one_image in reversed(replaced):
         start, end = one_image["span"]
         text = text[:start] + one_image["replacement"] + text[end:]
-    turns, left_out = [moved(span) for span in found.turns], [moved(span) for span in found.left_out]
+    turns, left_out = [*map(moved, found.turns)], [*map(moved, found.left_out)]
     words = [(moved((place, place))[0], lost) for place, lost in found.lost_words]
     (ids,), (offsets,) = made["input_ids"], made["offset_mapping"]
     tokens = Leading(list(ids), [tuple(pair) for pair in offsets], is_whole=True)
@@ -268,7 +253,8 @@ class Seen:
         if say is None:
             return found
         template = chat_template(tokenizer) if self._first else ""
-        unnamed = {key: origin for key, origin in self._first.items() if not _names(template, key)}
+        named = {key for key in self._first if re.search(rf"(?<!\w){re.escape(key)}(?!\w)", template)}
+        unnamed = {key: origin for key, origin in self._first.items() if key not in named}
         if unnamed:
             first = next(iter(unnamed.values()))
             say(f"{first}: messages have {listed(unnamed)}, which the chat template does not name")
@@ -278,11 +264,7 @@ class Seen:
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The tokenizer's default chat template.
-
-    Raises:
-        UserError: it has none.
-    """
+    """The tokenizer's default chat template. Raises: UserError: it has none."""
     name = tokenizer.name_or_path or type(tokenizer).__name__
     try:
         template: object = tokenizer.get_chat_template()
@@ -412,7 +394,7 @@ class _Chat:
         assert record.messages is not None, record.origin
         self.template, self.has_markers = template, template.has_markers
         self.tools = None if record.tools is None else list(record.tools)
-        self.record, self.messages = record, [without_paths(message) for message in record.messages]
+        self.record, self.messages = record, [*map(without_paths, record.messages)]
         self.train_on = train_on
         # The answer that is taken as it is given.
         self.generated = len(self.messages) - 1 if are_generated and self.messages[-1]["role"] == "assistant" else None
@@ -466,7 +448,7 @@ class _Chat:
         content, calls = turns.places(index, _OF_CONTENT), turns.places(index, ("call", "name"))
         parts = message["content"] if _has_parts(message) else [{"text": message.get("content") or ""}]
         given = "".join(part.get("text", "") for part in parts)
-        if any(message.get(key) for key in REASONING):
+        if any(map(message.get, REASONING)):
             raise self._has_no_form(index, "reasoning in a field, which has no form of its own")
         if any("text" not in part for part in parts):
             raise self._has_no_form(index, "an image")

@@ -90,11 +90,7 @@ def kind_of(path: Path) -> str:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[IO[bytes]]:
-    """The bytes of a file, decompressed by its suffix.
-
-    Raises:
-        UserError: it is not compressed as its suffix says.
-    """
+    """The bytes of a file, decompressed by its suffix. Raises: UserError: it is not compressed as its suffix says."""
     how = COMPRESSED.get(path.suffix.lower())
     if how is None:
         with path.open("rb") as file:
@@ -260,11 +256,7 @@ class _Text:
 
 
 def parse_object(line: str) -> dict[str, Any]:
-    """The JSON object in a line, without duplicate keys at any depth.
-
-    Raises:
-        MalformedError: the line is not such an object.
-    """
+    """The JSON object in a line, without duplicate keys at any depth. Raises: MalformedError: it is none."""
     try:
         row = json.loads(line, object_pairs_hook=once, parse_constant=_refuse_constant)
     except RecursionError:

@@ -202,10 +202,6 @@ def _text(row: dict[str, Any], origin: str) -> Record:
     return Record(text=filled_text(row["text"], "text"), origin=origin)
 
 
-def _prompt_completion(row: dict[str, Any], origin: str) -> Record:
-    return record_of_answer(row, "completion", origin)
-
-
 def _turns(name: str, row: dict[str, Any], origin: str) -> Record:
     return _conversation(row[name], row, origin, name=name)
 
@@ -213,10 +209,6 @@ def _turns(name: str, row: dict[str, Any], origin: str) -> Record:
 def _alpaca(row: dict[str, Any], origin: str) -> Record:
     answer = {"role": "assistant", "content": filled_text(row["output"], "output")}
     return _conversation([*alpaca_prompt(row), answer], row, origin, name="the turns")
-
-
-def _tokens(row: dict[str, Any], origin: str) -> Record:
-    return Record(tokens=checked_tokens(row), origin=origin)
 
 
 def alpaca_prompt(row: Row) -> list[dict[str, Any]]:
@@ -246,7 +238,7 @@ def answered_alone(row: Row) -> Row:
     return row
 
 
-def record_of_answer(row: Row, name: str, origin: str) -> Record:
+def record_of_answer(row: Row, origin: str, *, name: str) -> Record:
     """The record of a row's `prompt` with its answer `name`: both text, or one of them or both lists of messages.
 
     Of lists only the answer is trained, not the turns of the assistant in the prompt.
@@ -345,13 +337,18 @@ def _check_labels(labels: Sequence[int], ids: Sequence[int]) -> None:
 
 
 TOKEN_MASKS = ("labels", "attention_mask", "completion_mask", "assistant_masks")
+_BESIDE = ("system", "tools")
 RECORDS: tuple[Format[Record], ...] = (
-    Format("messages", ("messages",), functools.partial(_turns, "messages"), ("system", "tools")),
-    Format("sharegpt", ("conversations",), functools.partial(_turns, "conversations"), ("system", "tools")),
+    Format("messages", ("messages",), functools.partial(_turns, "messages"), _BESIDE),
+    Format("sharegpt", ("conversations",), functools.partial(_turns, "conversations"), _BESIDE),
     Format("alpaca", ("instruction", "output"), _alpaca, ("input", "system", "history")),
-    Format("prompt_completion", ("prompt", "completion"), _prompt_completion, ("system", "tools")),
+    Format(
+        "prompt_completion", ("prompt", "completion"), functools.partial(record_of_answer, name="completion"), _BESIDE
+    ),
     # The LoRA paper's own files; entries of WebNLG and DART become such rows (`nlg.expanded`).
     Format("context_completion", ("context", "completion"), context_record, ("cate",)),
-    Format("tokens", ("input_ids",), _tokens, TOKEN_MASKS),
+    Format(
+        "tokens", ("input_ids",), lambda row, origin: Record(tokens=checked_tokens(row), origin=origin), TOKEN_MASKS
+    ),
     Format("text", ("text",), _text, is_weak=True),
 )

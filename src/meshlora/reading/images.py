@@ -63,11 +63,7 @@ class Images:
         return len(self.files[index])
 
     def inputs(self, index: int, input_ids: np.ndarray) -> dict[str, Tensor]:
-        """As in `meshlora_ground.further_inputs.FurtherInputs`.
-
-        Raises:
-            UserError: a file is missing, damaged, or not the one that was tokenised.
-        """
+        """As in `FurtherInputs`. Raises: UserError: a file is missing, damaged, or not the one that was tokenised."""
         found: dict[str, Tensor] = {}
         if self.token_types:
             (types,) = self.processor.create_mm_token_type_ids([input_ids.tolist()])

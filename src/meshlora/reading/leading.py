@@ -39,11 +39,7 @@ class Leading:
 def leading_tokens(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, max_length: int, has_offsets: bool = False
 ) -> list[Leading]:
-    """At least the first `max_length` tokens of each text, without special tokens.
-
-    Raises:
-        UserError: the tokenizer fails.
-    """
+    """At least the first `max_length` tokens of each, without special ones. Raises: UserError: the tokenizer fails."""
     found: dict[int, Leading] = {}
     length = _CHARACTERS * (max_length + _MARGIN)
     pending = list(range(len(texts)))

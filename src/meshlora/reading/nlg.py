@@ -107,11 +107,7 @@ def of_categories(records: list[Record], categories: str) -> list[Record]:
 
 
 def parted(records: Sequence[Record], separator: str) -> Sequence[Record]:
-    """The records with `separator` between prompt and completion; rows of tokens are complete.
-
-    Raises:
-        UserError: no record has both.
-    """
+    """The records, of text with `separator` after the prompt. Raises: UserError: none has a prompt and a completion."""
     if not separator:
         return records
     if {"completion", "tokens"}.isdisjoint(record.kind for record in records):

@@ -72,9 +72,9 @@ def read_feedback(
     others = _before_with_another_prompt([row.get("prompt") for _, row in rows])
     records = []
     for (origin, row), other in zip(rows, others, strict=True):
-        own = record_of_answer(row, "completion", origin)
+        own = record_of_answer(row, origin, name="completion")
         beside = {**row, "completion": rows[other][1]["completion"]}
-        records.append((own, record_of_answer(beside, "completion", origin)))
+        records.append((own, record_of_answer(beside, origin, name="completion")))
     tokens = tokenize(records, tokenizer, say=say, **options)  # without examples that are left out: see `sources`
     is_desirable = np.repeat([row["label"] for _, row in rows], 2)[tokens.sources]
     signs = np.where(is_desirable, 1, -1).astype(np.float32)
@@ -118,7 +118,7 @@ def _answered(row: dict[str, Any], name: str, origin: str) -> Record:
         # A system message makes a conversation, which two texts alone are not.
         if "system" in row and isinstance(prompt, str) and isinstance(row[name], str):
             prompt = [{"role": "user", "content": prompt}]
-    return record_of_answer({**shared, "prompt": prompt, name: row[name]}, name, origin)
+    return record_of_answer({**shared, "prompt": prompt, name: row[name]}, origin, name=name)
 
 
 def _with_shared_prompt(chosen: Record, rejected: Record) -> tuple[Record, Record]:
@@ -167,7 +167,7 @@ def _judged(row: dict[str, Any], origin: str) -> Row:
         row |= {"prompt": alpaca_prompt(row), "completion": [{"role": "assistant", "content": row.pop("output")}]}
         for key in ("instruction", "input", "history"):
             row.pop(key, None)
-    record_of_answer(row, "completion", origin)  # raises where it is none
+    record_of_answer(row, origin, name="completion")  # raises where it is none
     return origin, dict(answered_alone(row))  # else the answer to another prompt would bring that prompt with it
 
 

@@ -119,11 +119,7 @@ class Problems:
     num: int = 0
 
     def add(self, origin: str, reason: object) -> None:
-        """Add one.
-
-        Raises:
-            UserError: there are so many that reading the rest is pointless.
-        """
+        """Add one. Raises: UserError: there are so many that reading the rest is pointless."""
         self.num += 1  # those that are not shown, too
         if len(self.shown) < MAX_SHOWN:
             words = str(reason)
@@ -219,11 +215,7 @@ def prompts_of(records: Sequence[Record]) -> list[Prompt]:
 
 
 def asked_of(record: Record) -> Record:
-    """The record; of a conversation what is before its last answer.
-
-    Raises:
-        UserError: nothing is, or it asks nothing.
-    """
+    """The record; of a conversation what is before its last answer. Raises: UserError: nothing, or it asks nothing."""
     if record.messages is None:
         if record.prompt is None or record.completion is None:
             raise _unasked(record, f"a record of {record.kind}")

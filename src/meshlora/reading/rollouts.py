@@ -77,16 +77,16 @@ def read_rollouts(
     values = _VALUES if is_rewarded else _ADVANTAGE | _VALUES
     fields, asked = (REWARDED_FIELDS, "reward") if is_rewarded else (FIELDS, "advantage or advantages")
     what = f"{{input_ids, is_trained}} or {{messages}} or {{prompt, completion}}, with {asked}"
-
-    def with_record(row: dict[str, Any], origin: str) -> tuple[str, dict[str, Any], Record | None]:
-        return origin, row, _record(row, origin)
-
-    known = [Format("rollouts", (), with_record, fields)]
+    known = [Format("rollouts", (), lambda row, origin: (origin, row, _record(row, origin)), fields)]
     rows = read_rows(source, known, Reading(columns, format, say))
     records = [record for _, _, record in rows if record is not None]
     # Without a processor images are refused.
     options |= {"max_length": max_length, "too_long": too_long, "vocab_size": vocab_size, "say": say, "processor": None}
-    tokenized = _of_records(records, tokenizer, options)
+    tokenized = dict[int, Sequence]()  # by the index of the record; without those that are left out
+    if records:
+        tokens = tokenize(records, tokenizer, **options)
+        assert tokens.sources is not None
+        tokenized = dict(zip(tokens.sources.tolist(), tokens, strict=True))
     mistakes, found = Problems(what), Found()
     kept: list[_Rollout] = []
     number, num_given, first = -1, 0, ""
@@ -240,15 +240,6 @@ def _targets(rewards: list[tuple[float, Hashable]]) -> np.ndarray:
         rule = "the rewards of a group are compared with each other, and each has one rollout"
         raise UserError(f"{len(rewards)} rollouts of as many groups", rule, "give several of a prompt one group")
     return found
-
-
-def _of_records(records: list[Record], tokenizer: Any, options: dict[str, Any]) -> dict[int, Sequence]:
-    """Index of a record -> its tokens; without those that are left out."""
-    if not records:
-        return {}
-    tokens = tokenize(records, tokenizer, **options)
-    assert tokens.sources is not None
-    return {int(source): sequence for source, sequence in zip(tokens.sources, tokens, strict=True)}
 
 
 def _record(row: Mapping[str, Any], origin: str) -> Record | None:

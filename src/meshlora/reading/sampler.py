@@ -21,11 +21,7 @@ from meshlora_ground.errors import UserError
 # Every step of an epoch needs the same order; two are cached because a caller may look across the boundary.
 @functools.lru_cache(maxsize=2)
 def epoch_order(num_sequences: int, *, seed: int, epoch: int) -> np.ndarray:
-    """A permutation of `range(num_sequences)`: int64, `[num_sequences]`, read-only.
-
-    Raises:
-        UserError: a negative seed.
-    """
+    """A permutation of `range(num_sequences)`: int64, `[num_sequences]`, read-only. Raises: UserError: seed < 0."""
     if seed < 0:
         raise UserError(f"seed={seed}", "must not be negative")
     assert num_sequences >= 0, num_sequences

@@ -101,7 +101,10 @@ def each_row(
     source: PathLike | Sequence[PathLike] | datasets.Dataset, formats: Sequence[Format[Made]], reading: Reading
 ) -> Iterator[Made]:
     """As `read_rows`, one at a time. Malformed rows are left out, and raise at the end: use none of it before."""
-    problems, number, said = Problems(_required(formats), skips=reading.on_bad_row == SKIP), 0, list[str]()
+    # As `{text} or {prompt, completion}`; several formats may need the same.
+    kinds = dict.fromkeys(f"{{{', '.join(each.needs)}}}" for each in formats if each.needs)
+    problems = Problems(" or ".join(kinds) or "a record", skips=reading.on_bad_row == SKIP)
+    number, said = 0, list[str]()
     reader = _Reader(Formats(formats, reading.format, reading.columns), reading.has_separator, problems)
     for place in places(source):
         for made in reader.rows_of(place):
@@ -114,12 +117,6 @@ def each_row(
     if reading.say is not None:
         for words in (*said, *reader.said()):
             reading.say(words)
-
-
-def _required(formats: Sequence[Format[Any]]) -> str:
-    """The fields of records in words, as `{text} or {prompt, completion}`."""
-    kinds = dict.fromkeys(each.needs for each in formats if each.needs)  # several may need the same
-    return " or ".join(f"{{{', '.join(needs)}}}" for needs in kinds) or "a record"
 
 
 @dataclass
@@ -232,9 +229,9 @@ class _Reader(Generic[Made]):
 
 
 def _numbered(rows: Iterable[dict[str, Any]], name: str) -> Iterator[Row]:
-    """Counted from 0, like `dataset[index]`."""
+    """Rows of a table, counted from 0, like `dataset[index]`."""
     for index, row in enumerate(rows):
-        yield f"{name} row {index}", row
+        yield f"{name} row {index}", {field: _cleaned(value) for field, value in row.items()}
 
 
 def _text_rows(path: Path, problems: Problems) -> Iterator[Row]:
@@ -277,7 +274,7 @@ def _parquet_rows(path: Path, header: Header) -> Iterator[dict[str, Any]]:
         with pyarrow.parquet.ParquetFile(path) as file, path.open("rb") as raw:
             columns, start = header(file.schema_arrow.names, f"{path}"), 0
             for batch in parquet_batches(file, raw, columns, f"{path}"):
-                yield from map(_without_nulls, table_rows(batch, f"{path}", start))
+                yield from table_rows(batch, f"{path}", start)
                 start += len(batch)
     except UserError:  # a row that is too long, or a column that is not there
         raise
@@ -303,19 +300,15 @@ def _dataset_rows(dataset: datasets.Dataset, name: str, header: Header) -> Itera
         chosen = dataset.select_columns(columns).with_format("arrow")
         size = rows_at_once(len(chosen), chosen.data.nbytes)
         for start in range(0, len(chosen), size):
-            yield from map(_without_nulls, table_rows(chosen[start : start + size], name, start))
+            yield from table_rows(chosen[start : start + size], name, start)
     except UserError:
         raise
     except Exception as error:  # untrusted tables read by a library may raise anything
         raise UserError(name, f"cannot be read as a dataset ({reason(error)})") from error
 
 
-def _without_nulls(row: dict[str, Any]) -> dict[str, Any]:
-    """The row without None inside of its values: Arrow gives all structs of a column the same keys."""
-    return {name: _cleaned(value) for name, value in row.items()}
-
-
 def _cleaned(value: Any) -> Any:
+    """Without None inside of it: Arrow gives all structs of a column the same keys."""
     if isinstance(value, dict):
         # A content of None says that a turn has none, which templates ask for.
         return {key: _cleaned(item) for key, item in value.items() if item is not None or key == "content"}

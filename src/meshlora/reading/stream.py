@@ -77,11 +77,7 @@ class RolloutStream:
 
     @property
     def num_steps(self) -> int | None:
-        """The number of its steps, once it has ended; None before.
-
-        Raises:
-            UserError: the mark is not one.
-        """
+        """The number of its steps, once it has ended; None before. Raises: UserError: the mark is not one."""
         mark = Path(self.folder) / END
         if not mark.exists():
             return None

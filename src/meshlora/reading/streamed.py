@@ -111,8 +111,7 @@ def read_streamed(
         if again.hexdigest() != digest.hexdigest():
             raise UserError("data", "the files changed while they were read", "start again")
 
-    size: dict[str, int] = {"num_records": digest.number, "max_length": max_length}
-    arrays = load_or_make(cache_dir, key, blocks, **size, is_mapped=True)
+    arrays = load_or_make(cache_dir, key, blocks, num_records=digest.number, max_length=max_length, is_mapped=True)
 
     def record_at(index: int) -> Record:
         return next(itertools.islice(records(reading), index, None))  # slow, and rare: records that are named

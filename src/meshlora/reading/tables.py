@@ -29,11 +29,7 @@ _FIXED_BYTES = 8  # of a number, a place in a list, a struct
 
 
 def table_rows(table: pyarrow.Table | pyarrow.RecordBatch, name: str, start: int) -> Iterator[dict[str, Any]]:
-    """The rows of a table as Python values. start: the number of its first row, for messages.
-
-    Raises:
-        UserError: a row is longer than a line may be.
-    """
+    """The rows of a table as Python values. start: the number of its first. Raises: UserError: one is too long."""
     batches = table.to_batches() if hasattr(table, "to_batches") else [table]
     for batch in batches:
         sizes = np.zeros(len(batch), dtype=np.int64)

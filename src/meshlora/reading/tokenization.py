@@ -20,7 +20,7 @@ import numpy as np
 
 from meshlora.reading.answers_apart import Chats, beginnings, can_be_apart, examples_of, words_of
 from meshlora.reading.bad_rows import ERROR, SKIP, words_of_bad
-from meshlora.reading.cache import Arrays, cache_key, load_or_make
+from meshlora.reading.cache import Arrays, RecordsDigest, cache_key, load_or_make
 from meshlora.reading.chat import Row, Seen, tokenize_conversations
 from meshlora.reading.images import Images, images_of
 from meshlora.reading.leading import leading_tokens
@@ -114,8 +114,8 @@ def tokenize(
     options = making.key() | seen.tell(tokenizer, say)
     if images is not None:
         options |= {"images": images.digest().tobytes().hex(), "processor": images.processor.to_json_string()}
-    if cache_dir is not None and (key := cache_key(records, tokenizer, options)) is not None:
-        size: dict[str, int] = {"num_records": len(records), "max_length": max_length}
+    if cache_dir is not None and (key := cache_key(RecordsDigest(records), tokenizer, options)) is not None:
+        size: dict[str, Any] = {"num_records": len(records), "max_length": max_length}
         arrays = load_or_make(cache_dir, key, lambda: list(token_blocks(records, making)), **size)
     else:
         arrays = _flat_arrays(records, making)

@@ -29,11 +29,7 @@ _MAY_BE_FAR = re.compile(rb":\s*\d{9}")
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer in a model's folder.
-
-    Raises:
-        UserError: there is none, or it cannot be read.
-    """
+    """The tokenizer in a model's folder. Raises: UserError: there is none, or it cannot be read."""
     if Path(path).is_dir():
         is_folder(Path(path))  # reading a named pipe would block
         for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
