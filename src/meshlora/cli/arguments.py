@@ -69,11 +69,7 @@ def run_file_words(file: str, overrides: Iterable[str]) -> list[str]:
 
 
 def checked_place(options: argparse.Namespace) -> Any:
-    """This process' place in its launcher's job, if there is one.
-
-    Raises:
-        UserError: `--nproc` is below 1, or given inside a launcher.
-    """
+    """This process' place in its launcher's job, if any. Raises: UserError: `--nproc` below 1, or inside a launcher."""
     from meshlora.processes.launchers import launcher_place
 
     place = launcher_place()

@@ -126,7 +126,7 @@ def _result(run: Any) -> dict[str, Any]:
         "batch_size": config.train.batch_size,
         "output": config.train.output,
         "notes": list(run.notes),
-        "slow_paths": [str(path) for path in run.slow_paths],
+        "slow_paths": [*map(str, run.slow_paths)],
     }
 
 

@@ -110,7 +110,10 @@ class Job:
                 self._write(found, is_done=True)
                 return True
             if not self.starts_ranks:
-                self._meet(found.config, watch)
+                if found.config.train.deterministic:
+                    be_deterministic()
+                if line := machines(found.config.device, watch):
+                    Console().say(line)
             planned = self._planned(found)
             if self.leads:
                 self._prove(found)
@@ -133,7 +136,11 @@ class Job:
         if self.starts_ranks:  # what each rank would refuse, once
             device = next(iter(configs.values())).device
             on_gpus(device, num_ranks=world, ranks_per_gpu=self.ranks_per_gpu)
-        check_command(configs, makes_rollouts=self.makes_rollouts)
+        for config in configs.values():
+            if self.makes_rollouts and config.rl is None:
+                raise UserError("this run file", "it has no group rl", "meshlora train runs it")
+            if not self.makes_rollouts and config.rl is not None:
+                raise UserError("rl", "only meshlora rl makes rollouts", "use that, or leave it out")
         resume, despite = self.resume, self.resume_despite
         runs = prepare_runs(configs, world=world, resume=resume, despite=despite, day=day)
         runs = {name: self.described(run, note) for name, run in runs.items()}
@@ -156,13 +163,6 @@ class Job:
         if self.leads:
             rollouts.check_rewards(run, prompts)
         return prompts
-
-    def _meet(self, config: RunConfig, watch: Watch | None) -> None:
-        """Compare the machines of all ranks."""
-        if config.train.deterministic:
-            be_deterministic()
-        if line := machines(config.device, watch):
-            Console().say(line)
 
     def _planned(self, found: Found) -> Any:
         """The planned step to show beside the seen one, on the rank that shows it. A wrong file is refused before any
@@ -246,15 +246,6 @@ def fitted(configs: dict[str, RunConfig], *, world: int) -> tuple[dict[str, RunC
         return configs, ()
     found: tuple[dict[str, RunConfig], Sequence[str]] = part("elastic", "train.on_fewer").fitted(configs, world=world)
     return found
-
-
-def check_command(configs: Mapping[str, RunConfig], *, makes_rollouts: bool) -> None:
-    """Refuse a run file that is not for this command. makes_rollouts: it is `meshlora rl`. Raises: UserError."""
-    for config in configs.values():
-        if makes_rollouts and config.rl is None:
-            raise UserError("this run file", "it has no group rl", "meshlora train runs it")
-        if not makes_rollouts and config.rl is not None:
-            raise UserError("rl", "only meshlora rl makes rollouts", "use that, or leave it out")
 
 
 def are_finished(runs: Mapping[str, Prepared], *, is_main: bool = True) -> bool:

@@ -59,7 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         given = sys.argv[1:] if arguments is None else arguments
         words = _LOCAL_RANK.sub("", "\0".join(["meshlora", *given]))  # NUL is in no argument
         options.words = shlex.join(words.split("\0"))
-        _take_local_rank(options)
+        rank = options.local_rank  # of launchers without LOCAL_RANK in the environment
+        if rank is not None and os.environ.setdefault("LOCAL_RANK", str(rank)) != str(rank):
+            raise UserError(f"--local-rank {rank}", f"LOCAL_RANK is {os.environ['LOCAL_RANK']}", "leave it out")
         _locate(options)
         run: Callable[[argparse.Namespace], None] = options.run
         run(options)
@@ -73,14 +75,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     return 0
-
-
-def _take_local_rank(options: argparse.Namespace) -> None:
-    """Read `--local-rank`, which launchers without LOCAL_RANK in the environment give to every process."""
-    if (given := options.local_rank) is None:
-        return
-    if os.environ.setdefault("LOCAL_RANK", str(given)) != str(given):
-        raise UserError(f"--local-rank {given}", f"LOCAL_RANK is {os.environ['LOCAL_RANK']}", "leave it out")
 
 
 def _locate(options: argparse.Namespace) -> None:

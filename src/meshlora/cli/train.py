@@ -76,10 +76,7 @@ def _train(options: argparse.Namespace) -> None:
 
 
 def start(options: argparse.Namespace) -> bool:
-    """Check and prove the run of `--nproc N`, and start its ranks on this machine. Returns False if it was stopped.
-
-    options: of this command.
-    """
+    """Check and prove the run of `--nproc N`, and start its ranks on this machine. Returns False if it was stopped."""
     return job_of(options).run()
 
 

@@ -137,7 +137,7 @@ def prepare_evaluation(
     texts = Texts(config.model, config.data, config.train.objective)
     tokenizer = texts.tokenizer()
     check_fits(tokenizer, blueprint, max_length=config.data.max_length)
-    notes = [said] if said else []
+    notes = [*filter(None, [said])]
     categories = config.data.eval_categories
     data = texts.read(config.data.eval, tokenizer, blueprint.config, say=notes.append, categories=categories)
     pad = padding_token_id(tokenizer)

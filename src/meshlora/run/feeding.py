@@ -53,7 +53,7 @@ def sampler(
         raise UserError(f"batch_size={batch_size}", "must be at least 1")
     mesh, number = runtime(model).mesh, len(dataset)
     given = {"len(dataset)": number, "batch_size": batch_size, "seed": seed, "shuffle": shuffle, "drop_last": drop_last}
-    own = torch.tensor([int(value) for value in given.values()], device=mesh.device)
+    own = torch.tensor([*map(int, given.values())], device=mesh.device)
     of_ranks = all_gather(own, mesh.world).view(-1, len(given)).tolist()
     for place, name in enumerate(given):
         found = [row[place] for row in of_ranks]
@@ -76,8 +76,9 @@ class RankSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         """Batches of an epoch, on every rank."""
-        number, size = self._batches.num_sequences, self._batches.global_batch_size
-        return number // size if self._drops_last else -(-number // size)
+        if self._drops_last:
+            return self._batches.num_sequences // self._batches.global_batch_size
+        return self._batches.steps_per_epoch
 
     def __iter__(self) -> Iterator[list[int]]:
         epoch, first = divmod(self._done, len(self))
@@ -107,11 +108,7 @@ class RankSampler(Sampler[list[int]]):
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on after the batches of `state`.
-
-        Raises:
-            UserError: it is of another dataset, order or global batch.
-        """
+        """Go on after the batches of `state`. Raises: UserError: it is of another dataset, order or global batch."""
         for name, value in self.state_dict().items():
             if name != "done" and state.get(name) != value:
                 given = f"the state of a sampler with {name}={state.get(name)}"

@@ -54,7 +54,7 @@ def gpt2_beam(
     best: list[tuple[float, list[int]]] = [(-math.inf, [])] * num
     for step in range(options.max_new_tokens):
         if step:
-            positions = {name: mask.sum(1, keepdim=True) for name in positions}  # of the token that follows
+            positions = dict.fromkeys(positions, mask.sum(1, keepdim=True))  # of the token that follows
             mask = torch.cat((mask, mask.new_ones(len(mask), 1)), 1)
             given = {"input_ids": history[:, -1:], "attention_mask": mask, in_cache: cache, **positions}
             output = network(**given, use_cache=True)

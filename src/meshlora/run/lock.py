@@ -114,11 +114,7 @@ def holder_of(output: Path) -> Holder | None:
 
 
 def _take(file: Path, say: Callable[[str], None]) -> int:
-    """Take the lock; returns its open file.
-
-    Raises:
-        UserError: another run holds it. OSError: the file system refuses.
-    """
+    """Take the lock: its open file. Raises: UserError: another run holds it. OSError: the file system refuses."""
     while True:
         is_new = True
         try:
@@ -158,11 +154,7 @@ def _take(file: Path, say: Callable[[str], None]) -> int:
 
 
 def _watch(file: Path, before: Holder | None, say: Callable[[str], None]) -> None:
-    """Wait until another machine's lock is stale.
-
-    Raises:
-        UserError: the file changes: its holder is alive.
-    """
+    """Wait until another machine's lock is stale. Raises: UserError: the file changes: its holder is alive."""
     say(
         f"train.output={file.parent}: {_words(before)} trained there; watching for {_STALE_S:g} s whether it still does"
     )
@@ -262,4 +254,4 @@ def _refusal(file: Path, holder: Holder | None) -> UserError:
 
 
 def _words(holder: Holder | None) -> str:
-    return str(holder) if holder is not None else "a process that has not said its name"
+    return str(holder or "a process that has not said its name")

@@ -84,7 +84,7 @@ def _differences(model: Any) -> tuple[float, float]:
     longest = max(map(sum, _ROWS))
     ids = torch.randint(3, vocab, (len(_ROWS), longest), generator=torch.Generator().manual_seed(0))
     of_rows = [padded_lengths(lengths, longest) for lengths in _ROWS]
-    positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in of_rows])
+    positions = torch.stack([torch.cat([*map(torch.arange, lengths)]) for lengths in of_rows])
     positions = packed_positions(model.config, positions)
     with lift():
         with rows_of(model, of_rows):

@@ -74,11 +74,12 @@ def train(
     if first.config.train.deterministic:
         be_deterministic()
     join(first.config.device)
-    with hashing_contents(runs.values()) as hashes:
+    with _hashing(runs.values()) as hashes:
         model, names = _loaded(runs)
         mesh = runtime(model).mesh
         runs = {name: with_contents(run, hashes, mesh, console=console) for name, run in runs.items()}
-    is_main, held_bytes = mesh.rank == 0, _held_bytes(model, mesh)
+    is_main, held = mesh.rank == 0, sum(each.nbytes for each in itertools.chain(model.parameters(), model.buffers()))
+    held_bytes = int(all_gather(torch.tensor([held], device=mesh.device), mesh.world).max())  # of the fullest rank
     with contextlib.ExitStack() as opened:
         stop = opened.enter_context(noticing_signals(watch))
         reporters = {}
@@ -149,9 +150,8 @@ def _reporter(name: str, run: Prepared, console: Console, mesh: Mesh) -> Reporte
     )
 
 
-def hashing_contents(runs: Iterable[Prepared]) -> FileHashes:
-    """Hash in the background, on rank 0 only, all files of `runs` whose content is not known yet; loading the base
-    meanwhile reads the same bytes."""
+def _hashing(runs: Iterable[Prepared]) -> FileHashes:
+    """Hash, in the background and on rank 0, what is not known yet: loading the base meanwhile reads the same bytes."""
     place, unknown = launcher_place(), list[Path]()
     if place is None or place.rank == 0:
         for run in runs:
@@ -209,11 +209,7 @@ def _is_merged(folder: Path) -> bool:
 
 
 def _check_merge(run: Prepared, adapter: Path) -> None:
-    """Check that the finished adapter can be merged, on `adapter`, which has the same tensors.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Check on `adapter`, of the same tensors, that the finished one can be merged. Raises: UserError: it cannot."""
     base, trust = run.blueprint.stored_config, run.blueprint.options.trust_remote_code
     try:
         part("merging", "train.merge_at_end").check_merge(
@@ -221,12 +217,6 @@ def _check_merge(run: Prepared, adapter: Path) -> None:
         )
     except UserError as error:
         raise UserError("train.merge_at_end", f"it would fail at the end ({error})", "leave it out") from None
-
-
-def _held_bytes(model: Any, mesh: Mesh) -> int:
-    """Bytes of all parameters and buffers on the rank that has the most. Collective."""
-    own = sum(tensor.nbytes for tensor in itertools.chain(model.parameters(), model.buffers()))
-    return int(all_gather(torch.tensor([own], device=mesh.device), mesh.world).max())
 
 
 def introduce(run: Prepared, notes: list[str], reporter: Reporter, held_bytes: int) -> None:
@@ -247,19 +237,14 @@ def introduce(run: Prepared, notes: list[str], reporter: Reporter, held_bytes: i
     for line in describe_adapter(run.blueprint.trained):
         reporter.say(line)
     if run.config.train.objective.needs_base:
-        reporter.say(f"reference: {reference_words(run)}")
+        words = "the base, without an adapter"
+        if (folder := run.config.reference) is not None:
+            words = f"the adapter in {folder}" + ", from which the run starts" * (folder == run.config.adapter)
+        reporter.say(f"reference: {words}")
     if (planned := reporter.planned) is not None:
         reporter.say(f"planned {planned.step_time_s:.3g} s a step ({planned.words})")
     if run.resume is not None:
         reporter.say(f"goes on after step {run.resume.step} of {run.resume.topology}: {run.resume.folder}")
-
-
-def reference_words(run: Prepared) -> str:
-    """The frozen policy that the objective of `run` compares with."""
-    folder = run.config.reference
-    if folder is None:
-        return "the base, without an adapter"
-    return f"the adapter in {folder}" + ", from which the run starts" * (folder == run.config.adapter)
 
 
 def _forget_rollouts(run: Prepared, done: int) -> None:

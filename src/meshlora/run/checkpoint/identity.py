@@ -95,8 +95,7 @@ def contents(
     """Name -> the files that a run reads, all part of its identity.
 
     options: the `ModelConfig`. adapters: name -> folder. of_adapter: names of their files. weights: files of the base.
-    replay: files of the replayed routing. prompts,
-    rewards: files and folders of the prompts of rollouts, and of their rewards.
+    replay: files of the replayed routing. prompts, rewards: files and folders of rollouts.
     """
     model = Path(options.path)
     found = {"model": [*weights, model / "config.json", model / INDEX], "tokenizer": list[Path]()}
@@ -116,11 +115,7 @@ def contents(
 
 
 def identity_of_contents(files: Contents, hashes: FileHashes) -> dict[str, str]:
-    """Name -> one hash of its files: of their names, without folder, and their bytes.
-
-    Raises:
-        UserError: one cannot be read.
-    """
+    """Name -> one hash of its files: of names without folder, and bytes. Raises: UserError: one cannot be read."""
     found = {}
     for name, each in files.items():
         pairs = sorted([file.name, hashes[file]] for file in each)

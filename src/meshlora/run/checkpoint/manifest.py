@@ -118,11 +118,7 @@ def _own_hash(content: Mapping[str, Any]) -> str:
 
 
 def read_whole(folder: Path, *, kinds: tuple[Kind, ...] = ("checkpoint",)) -> Saved:
-    """The saved folder `folder`, with every file checked against the manifest.
-
-    Raises:
-        NotWholeError: it is not of these kinds, or not whole.
-    """
+    """The saved folder `folder`, every file checked. Raises: NotWholeError: it is not of these kinds, or not whole."""
     saved = read_manifest(folder, kinds=kinds)
     for name in saved.files:
         if mistake := file_mistake(saved, name):
@@ -185,11 +181,7 @@ def file_mistake(saved: Saved, name: str) -> str:
 
 
 def _read(folder: Path, what: str, way_out: str) -> Any:
-    """The content of the manifest as JSON values.
-
-    Raises:
-        NotWholeError: it is missing or not JSON. OSError: it cannot be read.
-    """
+    """The manifest as JSON values. Raises: NotWholeError: it is missing or not JSON. OSError: it cannot be read."""
     file = folder / FILE
     if not file.is_file():  # a pipe would block
         raise NotWholeError(f"{what} {folder}", f"it has no {FILE}", "give a folder that a run saved")
@@ -212,7 +204,7 @@ def _mistake(content: Any) -> str | None:
     checks: dict[str, Callable[[Any], bool]] = {
         "kind": lambda value: isinstance(value, str) and value in _NEEDED,
         "steps": lambda value: _is_count(value, 1, _MOST_STEPS),
-        "step": lambda value: _is_count(value, *_range_of_step(content)),
+        "step": lambda value: _is_count(value, *((0, 0) if content["kind"] == "initial" else (1, content["steps"]))),
         "updates": lambda value: _is_count(value, 0, content["step"]),
         "skipped_in_row": lambda value: _is_count(value, 0, content["step"] - content["updates"]),
         "identity": _is_texts,
@@ -234,11 +226,6 @@ def _is_count(value: Any, smallest: int, largest: int) -> bool:
 
 def _is_finite(value: Any) -> bool:
     return type(value) is float and math.isfinite(value)
-
-
-def _range_of_step(content: Mapping[str, Any]) -> tuple[int, int]:
-    steps: int = content["steps"]
-    return (0, 0) if content["kind"] == "initial" else (1, steps)
 
 
 def _is_texts(value: Any) -> bool:

@@ -32,7 +32,10 @@ class Keeping:
         self.folder, self.keep_last, self.keep_best = output / FOLDER, keep_last, keep_best
         self.best_loss = math.inf
         if keep_best and resume is not None:
-            self.best_loss = _loss_of_best(self.folder / BEST, until=resume.step)
+            with contextlib.suppress(NotWholeError):
+                best = read_whole(self.folder / BEST)
+                if best.step <= resume.step and best.eval_loss is not None:
+                    self.best_loss = best.eval_loss
 
     def is_best(self, loss: float) -> bool:
         """Whether a checkpoint with this evaluation loss would be the best of the run so far."""
@@ -137,12 +140,3 @@ def _remove(folder: Path) -> None:
     with contextlib.suppress(OSError):
         os.replace(folder, away / folder.name)
     shutil.rmtree(away, ignore_errors=True)
-
-
-def _loss_of_best(best: Path, *, until: int) -> float:
-    """Its evaluation loss; infinite if there is none, or if it is of a step later than `until`."""
-    try:
-        found = read_whole(best)
-    except NotWholeError:
-        return math.inf
-    return found.eval_loss if found.step <= until and found.eval_loss is not None else math.inf

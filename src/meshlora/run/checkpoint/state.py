@@ -80,11 +80,7 @@ def state_writer(model: Any, optimizer: torch.optim.Optimizer) -> Callable[[Path
 
 
 def restore_optimizer(model: Any, optimizer: torch.optim.Optimizer, checkpoint: Saved) -> None:
-    """Restore the moments of every factor of `model` from `checkpoint`, sliced for this rank.
-
-    Raises:
-        UserError: they are of another adapter.
-    """
+    """Restore the moments of every factor, sliced for this rank. Raises: UserError: they are of another adapter."""
     state = runtime(model)
     mesh, file = state.mesh, checkpoint.folder / STATE_FILE
     assert state.active is not None

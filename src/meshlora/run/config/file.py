@@ -240,11 +240,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
 
 
 def yaml_value(given: str, text: str) -> Any:
-    """The value of `--set KEY=text`.
-
-    Raises:
-        UserError: it is no YAML.
-    """
+    """The value of `--set KEY=text`. Raises: UserError: it is no YAML."""
     try:
         return parse_yaml(text)
     except ValueError as error:

@@ -33,15 +33,10 @@ class Facts:
 
 
 def facts_of(folder: str | Path) -> Facts:
-    """Read them of a model's config.json, or of the text part of one.
-
-    Raises:
-        UserError: it is missing, or has no width.
-    """
+    """Read them of a model's config.json, or its text part. Raises: UserError: it is missing, or has no width."""
     config = read_json(Path(folder) / "config.json")
     whole = config if isinstance(config, Mapping) else {}
-    text = whole.get("text_config")
-    text = text if isinstance(text, Mapping) else whole
+    text = _group(whole, "text_config") or whole
     width = next((text[name] for name in _WIDTHS if isinstance(text.get(name), int)), 0)
     if width < 1:
         raise UserError(f"{folder}/config.json", "it has no hidden_size", "leave out the preset")
@@ -70,7 +65,7 @@ def _without_regret(facts: Facts, own: Mapping[str, Any]) -> dict[str, Any]:
 
 def has_known_rate(facts: Facts) -> bool:
     """Whether `lora-without-regret` has a learning rate for the model."""
-    return any(facts.model_type.startswith(name) for name in _EXPONENTS)
+    return facts.model_type.startswith(tuple(_EXPONENTS))
 
 
 def _regret_lr(facts: Facts) -> float:

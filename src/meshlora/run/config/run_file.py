@@ -124,8 +124,7 @@ class DataConfig:
         max_length: the most tokens of a sequence. packing: several sequences in one row; they do not attend to each
             other. True: in rows of up to max_length tokens; auto: those of a micro-batch, where that is proved.
         too_long: what becomes of a record with more tokens (`reading.too_long`). train_on: which turns are trained: all
-        of
-            the assistant, its last, everything, or those of these roles (`reading.train_on`).
+            of the assistant, its last, everything, or those of these roles (`reading.train_on`).
         turns: a conversation is one sequence, or there is one for each trained answer (`reading.answers_apart`).
         answers: as the chat template renders them, or as they are given, after the generation prompt.
         lost_text: what becomes of text of trained answers that the chat template leaves out: it is refused, or said.
@@ -140,8 +139,7 @@ class DataConfig:
         eval_categories: of WebNLG, the records of eval whose category is in its training data, or is not.
         streaming: records are not held in memory, and tokens stay in the file of the cache.
         follow_s: train is a folder of rollouts that grows, one file a step (`reading.stream`); a step waits this long
-        for
-            its file.
+            for its file.
         cache_dir: folder of tokenised files.
         eval_limit: use only the first N examples of eval. sample_prompts: prompts continued at `train.sample_every`;
             default: the first prompts of eval.
@@ -417,30 +415,12 @@ _OF_ADAPTER = (
 # Keys that each adapter of a run may set for itself; all others are shared.
 PER_ADAPTER = {
     "data": {
-        "train",
-        "eval",
-        "columns",
-        "format",
-        "max_length",
-        "too_long",
-        "train_on",
-        "eval_limit",
-        "separator",
-        "eval_categories",
+        *("train", "eval", "columns", "format", "max_length", "too_long", "train_on", "separator"),
+        *("eval_limit", "eval_categories"),
     },
     "train": {
-        *(
-            "steps",
-            "epochs",
-            "batch_size",
-            "lr",
-            "schedule",
-            "warmup_steps",
-            "warmup_from_zero",
-            "min_lr",
-            "decay_steps",
-            "cycle",
-        ),
+        *("steps", "epochs", "batch_size", "lr", "schedule", "warmup_steps", "warmup_from_zero"),
+        *("min_lr", "decay_steps", "cycle"),
         *("weight_decay", "beta1", "beta2", "eps", "max_grad_norm", "lora_plus_ratio", "seed"),
         *("eval_every", "save_every", "keep_last", "keep_best", "early_stopping"),
     },

@@ -148,7 +148,7 @@ class Reporter:
         values = {name: value for name, value in vars(metrics).items() if name not in ("means", "slow_paths")}
         for path in metrics.slow_paths:
             self.say(f"slow path: {path}")
-        if slow := [str(path) for path in (*self.slow_paths, *metrics.slow_paths)]:
+        if slow := [*map(str, (*self.slow_paths, *metrics.slow_paths))]:
             values["slow_paths"], self.slow_paths = slow, ()
         timed = ""
         if self.planned is not None:
