@@ -165,8 +165,7 @@ class Job:
         return prompts
 
     def _planned(self, found: Found) -> Any:
-        """The planned step to show beside the seen one, on the rank that shows it. A wrong file is refused before any
-        rank is started."""
+        """The planned step, on the rank that shows it. A wrong file is refused before any rank is started."""
         if not self.hardware or not self.is_main:
             return None
         plan = part("plan", "--hardware")

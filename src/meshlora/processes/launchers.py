@@ -1,8 +1,7 @@
 """Launchers: what torchrun, SLURM, mpirun and our own tell a rank by its environment.
 
 Owns: a rank's place in the job (`launcher_place`), where the ranks meet (`set_rendezvous`), and which of a job's
-attempts they are in (`part_of_attempt`). Does not own: opening groups (`comm.groups`), starting processes
-(`run.launch`).
+attempts they are in (`part_of_attempt`). Does not own: groups (`comm.groups`), starting (`run.launch`).
 
 In the order of search: RANK and WORLD_SIZE (torchrun, our `--nproc`, PyTorchJob of Kubernetes, Ray), Open MPI, MPICH
 and Intel MPI, SLURM's `srun`, any other that speaks PMI. `mpirun` within a SLURM job starts its helpers by `srun`, so

@@ -1,8 +1,7 @@
 """Which ranks are missing when a collective has waited too long.
 
 Owns: asking all ranks where they are, and finding from their answers those that did not arrive. Does not own: what a
-rank answers (`processes.arrivals`), how ranks ask each other (`processes.heartbeat`), the time limit of groups
-(`comm.groups`).
+rank answers (`processes.arrivals`), how ranks ask each other (`processes.heartbeat`), time limits (`comm.groups`).
 """
 
 from __future__ import annotations

@@ -61,9 +61,7 @@ class RecordsDigest:
             self.add(record)
 
     def add(self, record: Record) -> None:
-        """Add one. Different records give different bytes: a JSON list each, and key order in messages is kept, since a
-        template may see it.
-        """
+        """Add one. Others give other bytes: a JSON list each, with the order of keys, as a template may see it."""
         messages = record.messages and [*map(without_paths, record.messages)]  # the content of images is in `options`
         content = (record.text, record.prompt, record.completion, messages, record.tools, record.tokens)
         fields = (*content, record.separator)
@@ -187,8 +185,7 @@ def _load(
 
 
 def _read(descriptor: int, *, is_mapped: bool) -> tuple[Arrays, Mapping[str, str]]:
-    """Arrays and metadata of the open file `descriptor`, even if its path has been replaced since. is_mapped: the
-    arrays stay in the file.
+    """Arrays and metadata of the open file `descriptor`, even if its path has been replaced since.
 
     Raises:
         ValueError: the arrays are not those of a dataset. SafetensorError, OSError: it cannot be read.

@@ -2,8 +2,7 @@
 
 Owns: rendering a conversation, the turns of other roles in it, and the placeholders of images. Does not own: which
 turns are trained (`train_on.py`), where an answer begins and ends (`turns.py`), the template (the tokenizer's), the
-process it runs in (`meshlora_ground.apart`), plain text and truncation (`tokenization.py`), reading images
-(`images.py`).
+process it runs in (`meshlora_ground.apart`), plain text (`tokenization.py`), reading images (`images.py`).
 """
 
 from __future__ import annotations
@@ -223,9 +222,7 @@ def _with_placeholders(record: Record, found: _Spans, processor: Any) -> tuple[_
 
 
 class Seen:
-    """What records have that concerns the chat template: keys of messages, and tools, that it may not name, and hence
-    not read.
-    """
+    """What of records concerns the chat template: keys of messages, and tools, that it may not name, so not read."""
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}  # key -> origin of the first message with it
@@ -562,9 +559,7 @@ class _Chat:
         return text, spans[0] if self.has_markers else []
 
     def _marked_turns(self, turns: Turns, needed: list[int], marked: list[Span]) -> dict[int, Span]:
-        """The span inside `{% generation %}` of each of the assistant's turns `needed`: no text of another message
-        stands in it.
-        """
+        """The span inside `{% generation %}` of each of the assistant's turns `needed`, without text of others."""
         answers = chosen(self.messages, "all")
         if len(marked) != len(answers) or any(
             turns.owners(span) - {index} for index, span in zip(answers, marked, strict=True)

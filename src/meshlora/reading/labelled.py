@@ -36,8 +36,7 @@ def read_labelled(
     vocab_size: int,
     **reading: Any,
 ) -> TokenizedDataset:
-    """One sequence per row, with `targets` `[N, K]`: the number of its label (K = 1), 0 or 1 for each of K labels, or K
-    numbers.
+    """One sequence per row, with `targets` `[N, K]`: its label's number (K = 1), 0 or 1 for each of K, or K numbers.
 
     A row has `text`, maybe `text_pair`, and `label`: a name or number of `objective.names`; for `multi` a list of them;
     for `regression` a number or a list of K.

@@ -1,7 +1,6 @@
 """What a chat template leaves out of trained answers: `data.lost_text`.
 
-Owns: the kinds, their form in a dataset's arrays, which are refused, and the words. Does not own: finding out
-(`turns.py`).
+Owns: the kinds, their form in a dataset's arrays, which are refused, and the words. Does not own: finding out.
 """
 
 from __future__ import annotations

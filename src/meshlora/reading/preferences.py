@@ -59,8 +59,7 @@ def read_feedback(
     with another prompt. Column `desirable`, float32 `[N]`: 1 or -1.
 
     A row has `prompt`, `completion` and `label`, true or false; the first two are text, or lists of messages.
-    `FEEDBACK` has the other shapes. Tokens, `say` and `options` are those of `tokenize`; too_long drops
-    both sequences.
+    `FEEDBACK` has the other shapes. `say` and `options` are those of `tokenize`; too_long drops both.
 
     Raises:
         UserError: all records have the same prompt; as `read_rows` and `tokenize`.

@@ -109,9 +109,7 @@ class MalformedError(ValueError):
 
 @dataclass
 class Problems:
-    """Collects malformed rows, so that a user sees several at once. what: the required form of a row. skips: they are
-    passed over, however many.
-    """
+    """Collects malformed rows, to show several at once. what: the form of a row. skips: they are passed over."""
 
     what: str = "of a format that is known by its fields (docs/data.md)"
     skips: bool = False

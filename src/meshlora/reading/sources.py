@@ -2,8 +2,7 @@
 
 Owns: containers (JSON, CSV, `||` text, Parquet, saved datasets), the origin of each row, what is said of the columns
 that are read and not read. Does not own: which files a path means (`places.py`), safe reading (`files.py`,
-`tables.py`), what a row is (`formats.py`), tokens, or the order of training. Nothing is downloaded: a source is a local
-path or a dataset.
+`tables.py`), what a row is (`formats.py`), tokens, or the order of training. Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -71,8 +70,7 @@ def read_records(
 
     Rows are of the formats of `formats.RECORDS`, in the containers of `read_rows`. Values are taken literally, spaces
     included. Other files than those have one `context||completion` per line: that format cannot express deliberate
-    spaces, so both sides are stripped, and the completion starts with exactly one space, as a word after the prompt
-    would.
+    spaces, so both sides are stripped, and the completion starts with exactly one space, as a word would.
 
     Args and Raises: as of `Reading` and `read_rows`.
     """

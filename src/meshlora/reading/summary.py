@@ -1,7 +1,6 @@
 """A dataset in numbers, and a sequence in parts that are trained and parts that are not: what `meshlora data` shows.
 
-Owns: counts, the distribution of lengths, the parts. Does not own: how they are shown (`meshlora_extra.commands.data`,
-`meshlora_extra.plot`).
+Owns: counts, the distribution of lengths, the parts. Does not own: how they are shown (`meshlora_extra.commands.data`).
 """
 
 from __future__ import annotations

@@ -429,9 +429,7 @@ class _Block:
 def _sequences(
     record: Record, row: Row, found: Found, making: Making
 ) -> tuple[list[tuple[np.ndarray, np.ndarray]], bool]:
-    """(the sequences of a record, whether a turn is trained without its end); where it cannot be used, a note of it in
-    `found`.
-    """
+    """(the sequences of a record, whether a turn is trained without its end). In `found`: why it cannot be used."""
     for token in (min(row.ids, default=0), max(row.ids, default=0)):  # numpy would wrap a larger one around
         if not 0 <= token <= np.iinfo(np.int32).max:
             raise _outside(record, token, "no model has embeddings for so many")
@@ -549,8 +547,7 @@ def _leading_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The ids that the tokenizer puts before a text by default: `[bos]`, or nothing.
 
     Found by tokenising the same text with and without special tokens, since neither the presence of a bos token nor
-    `add_bos_token` says what its post-processor does. Tokens after a text (eos, sep) do not matter: a sequence always
-    ends with eos.
+    `add_bos_token` says what its post-processor does. Tokens after a text (eos, sep) do not matter.
     """
     try:
         with_special = list(tokenizer("x").input_ids)

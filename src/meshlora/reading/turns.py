@@ -313,9 +313,7 @@ class Turns:
         return _kinds(each for mark, each in self._marks.of.items() if mark not in alone).get(index, set())
 
     def lost_words(self, index: int, kinds: Collection[str]) -> list[tuple[int, str]]:
-        """(place in `text`, words) of each text of `kinds` of message `index` that is not in the rendering, as near as
-        can be.
-        """
+        """(nearest place in `text`, words) of each text of `kinds` of message `index` that is not in the rendering."""
         at, own = self._whole.at, {mark: each for mark, each in self._marks.of.items() if each.message == index}
         placed = [at[mark] for mark in own if mark in at]
         later = [place for place, each in self._marked() if each.message > index]

@@ -100,9 +100,7 @@ def texts_of(rows: Sequence[Sequence[int]], tokenizer: PreTrainedTokenizerBase, 
 
 
 def ends_of(tokenizer: PreTrainedTokenizerBase, options: GenerateConfig) -> list[int]:
-    """The tokens that end a continuation: those that end an answer in training, and each of `options.stop` that is one
-    token.
-    """
+    """The tokens that end a continuation: those that end an answer in training, and of `options.stop` single ones."""
     ends = stop_ids(tokenizer)
     for stop in options.stop:
         ids = tokenizer(stop, add_special_tokens=False, verbose=False).input_ids
@@ -122,8 +120,7 @@ class Continuation:
 
     log_probs: of each token, in nats, in the distribution that it was drawn from: that of the logits divided by the
     temperature, before top_p. None if nobody asked.
-    routed_experts: of each token of prompt and continuation but the last, `[tokens][layers][k]`, of an engine that says
-        them.
+    routed_experts: of each token of prompt and continuation but the last, `[tokens][layers][k]`.
     """
 
     tokens: list[int]

@@ -45,8 +45,7 @@ class Patience:
 def losses_until(metrics: Path, done: int, every: int) -> list[float]:
     """The losses of a run's evaluations during its first `done` steps, each `every` steps, as the rule sees them.
 
-    Others, as after the last step of a run that goes on with more, are left out. One that was not finite was not
-    written: NaN.
+    Others, as after the last step of a run that goes on with more, are left out. One that is not there: NaN.
     """
     found = list[float]()
     for line in lines_until(metrics, done)[0]:

@@ -4,8 +4,7 @@ Owns: the search. Does not own: prompts, padding, and where a text ends (`run.de
 
 It is another search than transformers': a finished beam leaves its place empty, in place of being replaced by the next
 candidate; no beam stops before `max_new_tokens`, and unfinished ones compete at the end; the banned n-grams are those
-of the new tokens alone, so that names of the prompt may be copied, and are left out before probabilities are
-normalised.
+of the new tokens alone, so that names of the prompt may be copied, and are left out before the softmax.
 """
 
 from __future__ import annotations

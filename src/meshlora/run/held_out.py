@@ -1,7 +1,6 @@
 """The mean loss on held-out rows in a loop of a user's own.
 
-Owns: `mean_loss`. Does not own: evaluations of `meshlora train` (`run.evaluate`), which rows a rank is given
-(`run.feeding`).
+Owns: `mean_loss`. Does not own: evaluations of `meshlora train` (`run.evaluate`), rows of a rank (`run.feeding`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One run at a time in an output folder, on one machine and on a shared file system.
 
-Owns: the lock of a folder, its holder, and when an abandoned lock is stale. Does not own: when a run takes it
-(`run.together`).
+Owns: the lock of a folder, its holder, when a left one is stale. Does not own: when a run takes it (`run.together`).
 
 The lock is `flock` on a separate file: the kernel releases it when the last process with the open file ends, however it
 ends, so on one machine no lock is stale. Other machines may not see it (NFS without locks, Lustre with localflock): for

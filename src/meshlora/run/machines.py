@@ -160,8 +160,7 @@ def mistake_of(seats: Sequence[Seat]) -> tuple[str, ...]:
 
 
 def posts_of(seats: Sequence[Seat]) -> dict[int, Post]:
-    """Who looks after whom, by rank: the first rank of a machine after its others and the next machine, the second
-    after the first."""
+    """Who looks after whom, by rank: the first of a machine after its others and the next one, the second after it."""
     homes: dict[str, list[Seat]] = {}
     for seat in seats:
         homes.setdefault(seat.machine, []).append(seat)

@@ -4,8 +4,7 @@ Owns: the formula of each objective. Does not own: their parameters (`meshlora_g
 (`train.losses`), the records (`reading.rollouts`, `reading.preferences`), the sum over ranks and the division
 (`train.gradsync`).
 
-Legend: pi the model with its adapter, ref the frozen policy that it is compared with; t trained tokens, y a whole
-completion.
+Legend: pi the model with its adapter, ref the frozen policy beside it; t trained tokens, y a whole completion.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """A prepared run: what training, proving and reporting know of a run that passed every check.
 
-Owns: its fields, and each way in which a later step adds to them. Does not own: the checks that make it (`run.prepare`,
-`run.together`).
+Owns: its fields, and how later steps add to them. Does not own: the checks that make it (`run.prepare`).
 """
 
 from __future__ import annotations

@@ -29,9 +29,7 @@ from meshlora_ground.further_inputs import FurtherInputs
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run. notes: which parts of its files are not read. day: that chat templates write, if they ask for
-    one.
-    """
+    """The data of a run. notes: which parts of its files are not read. day: that chat templates write, if any."""
 
     texts: Texts
     blueprint: Blueprint

@@ -83,8 +83,7 @@ class UnitTestsReward(_Reward):
     """1 if the tests of the prompt's record, Python code, end well with the completion's code.
 
     field: of the record. cpu_s, wall_s, memory_mb: limits. with_prompt: the prompt is code, too, and goes before.
-    sandbox: bubblewrap: the code runs in namespaces of its own (`rl.sandbox`); none: as the user, who trusts it
-    (`rl.contained`).
+    sandbox: bubblewrap: the code runs in namespaces of its own (`rl.sandbox`); none: as the user (`rl.contained`).
     """
 
     kind: Literal["tests"] = "tests"

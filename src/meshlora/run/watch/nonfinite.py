@@ -1,7 +1,6 @@
 """The source of a non-finite loss or gradient: which sequences, and which module first.
 
-Owns: rerunning the step by micro-batch, and the message. Does not own: deciding that a step is not finite, and the
-response (`run.trainer`).
+Owns: rerunning the step by micro-batch, and the message. Does not own: what follows (`run.trainer`).
 """
 
 from __future__ import annotations
