@@ -53,9 +53,31 @@ def agreed(
     store = meet() if place is not None and place.world > 1 else None
     if place is None or store is None:
         return look()
-    if place.rank > 0:
-        return _agreed_elsewhere(look, words_of, own, store, place.rank)
-    world = place.world
+    if place.rank == 0:
+        return _agreed_on_rank_0(look, words_of, own, store, place.world)
+    return _agreed_elsewhere(look, words_of, own, store, place.rank)
+
+
+def one_day() -> str:
+    """Today in UTC, as rank 0 has it: the others may ask after midnight. Every rank of a job calls this, once."""
+    place = launcher_place()
+    store = meet() if place is not None and place.world > 1 else None
+    if place is None or store is None:
+        return today()
+    if place.rank == 0:
+        store.set(_DAY, today())  # midnight may pass between two ranks' look at the clock
+    store.wait([_DAY], timedelta(seconds=_PATIENCE_S))
+    return str(store.get(_DAY).decode())
+
+
+def _agreed_on_rank_0(
+    look: Callable[[], _Found],
+    words_of: Callable[[_Found], Mapping[str, str]],
+    own: Mapping[str, str],
+    store: Any,
+    world: int,
+) -> Any:
+    """On rank 0: its result, after all others have compared theirs."""
     try:
         found = look()
     except UserError as error:
@@ -74,18 +96,6 @@ def agreed(
         _wait_until_heard(store, world)
     _raise(first)
     return found
-
-
-def one_day() -> str:
-    """Today in UTC, as rank 0 has it: the others may ask after midnight. Every rank of a job calls this, once."""
-    place = launcher_place()
-    store = meet() if place is not None and place.world > 1 else None
-    if place is None or store is None:
-        return today()
-    if place.rank == 0:
-        store.set(_DAY, today())  # midnight may pass between two ranks' look at the clock
-    store.wait([_DAY], timedelta(seconds=_PATIENCE_S))
-    return str(store.get(_DAY).decode())
 
 
 def _agreed_elsewhere(
