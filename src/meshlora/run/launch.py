@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,14 +94,7 @@ def launch(
                     environment["TMPDIR"] = str(folder)  # temporary files of a rank are removed with the run
                     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
                     environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
-                    process = subprocess.Popen(
-                        [sys.executable, "-P", "-m", "meshlora", *arguments],  # -P: no file of this folder is code
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        pass_fds=[theirs.fileno()],
-                        start_new_session=True,  # signals from the terminal reach ranks through this process
-                    )
-                    ranks.append(_Rank(number, process, {}))
+                    ranks.append(_Rank(number, _start(arguments, environment, theirs), {}))
                 theirs.close()
                 _watch(ranks, ours, janitor, timeout_s)
         finally:
@@ -113,6 +106,16 @@ def launch(
     if failed:
         raise _first_cause(failed)
     return ranks[0].said.get("result")
+
+
+def _start(arguments: Sequence[str], environment: Mapping[str, str], words: socket.socket) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "meshlora", *arguments],  # -P: no file of the folder we are in is code
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        pass_fds=[words.fileno()],
+        start_new_session=True,  # signals from the terminal reach ranks through this process
+    )
 
 
 @contextlib.contextmanager
