@@ -250,8 +250,7 @@ class Seen:
         if say is None:
             return found
         template = chat_template(tokenizer) if self._first else ""
-        named = {key for key in self._first if re.search(rf"(?<!\w){re.escape(key)}(?!\w)", template)}
-        unnamed = {key: origin for key, origin in self._first.items() if key not in named}
+        unnamed = {k: o for k, o in self._first.items() if not re.search(rf"(?<!\w){re.escape(k)}(?!\w)", template)}
         if unnamed:
             first = next(iter(unnamed.values()))
             say(f"{first}: messages have {listed(unnamed)}, which the chat template does not name")

@@ -72,7 +72,8 @@ def prepare_samples(
         rule = "no record of data.eval has a prompt to continue"
         raise UserError(f"train.sample_every={every}", rule, "give data.sample_prompts")
     encoded = encode_prompts(prompts, tokenizer, model_config, options, separator=data.separator)
-    return Samples(tuple(text for text, _ in encoded), tuple(tuple(ids) for _, ids in encoded), tokenizer, options)
+    texts, ids = zip(*encoded, strict=True)
+    return Samples(texts, tuple(map(tuple, ids)), tokenizer, options)
 
 
 def forget_after(file: Path, done: int) -> None:
