@@ -237,20 +237,17 @@ def prepare_proof(request: Request) -> Proof:
     where = {"proof.dtype": dtype, "proof.device": device, "proof.model": model}
     for blueprint in blueprints.values():
         check({**blueprint.asked, **_asked(request), **where})
-    words = json.loads(json.dumps(_in_peft_words(request.lora, lora, plans)))  # no tuples: as it is read from a file
-    of_adapter = {
-        "lora": words,
-        "reference": _reference(request, plans, words),
-        "pieces": pieces,
-        "share_experts": bool(getattr(lora, "share_experts", False)),
-    }
+    words = _in_peft_words(request.lora, lora, plans)
     case = dataclasses.replace(
         _case(request, config, first.plan, batch_size_for(max(t.dp for t in plans)), tokens=first.trained.tokens),
         model=model,
         dtype=dtype,
         router_aux_loss_coef=_aux_loss_coef(request, config, plans),
         device=device,
-        **of_adapter,
+        lora=words,
+        reference=_reference(request, plans, words),
+        pieces=pieces,
+        share_experts=bool(getattr(lora, "share_experts", False)),
     )
     if is_twin:
         files, notes = [_config_text(config)], []
@@ -283,9 +280,7 @@ def _reference(request: Request, plans: dict[Topology, ModelPlan], words: dict[s
     targets = lora.target_modules
     if not isinstance(targets, set | list):
         targets = ()  # a pattern, or all
-    own = _in_full(lora, targets, plan)
-    found: dict[str, Any] = json.loads(json.dumps(_in_peft_words(request.reference, own, plans)))
-    return found
+    return _in_peft_words(request.reference, _in_full(lora, targets, plan), plans)
 
 
 def _notes(request: Request, blueprint: Blueprint) -> list[str]:
@@ -565,17 +560,16 @@ def _in_peft_words(given: dict[str, Any], lora: LoraConfig, plans: dict[Topology
     for plan in plans.values():
         if any(rule.is_transposed for rule in plan.linears.values()):
             plain["fan_in_fan_out"] = True  # else PEFT sets it with a warning
-    return plain
+    found: dict[str, Any] = json.loads(json.dumps(plain))  # no tuples: as it is read from a file
+    return found
 
 
 def _aux_loss_coef(request: Request, config: PretrainedConfig, plans: dict[Topology, ModelPlan]) -> float:
     if request.router_aux_loss_coef is not None:
         return request.router_aux_loss_coef
-    if request.family is None or request.objective.task != CAUSAL:
-        return 0.0
-    if any(plan.experts for plan in plans.values()) and has_load_balancing(config):
-        return _AUX_LOSS_COEF
-    return 0.0
+    of_twin = request.family is not None and request.objective.task == CAUSAL
+    has_one = of_twin and any(plan.experts for plan in plans.values()) and has_load_balancing(config)
+    return _AUX_LOSS_COEF if has_one else 0.0
 
 
 def _topologies(request: Request) -> list[Topology]:
