@@ -29,7 +29,7 @@ from meshlora.run.prepared import Prepared
 from meshlora.verify.at_once import LIMIT, compare_at_once, one_of_several
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.report.document import document, is_proved
-from meshlora.verify.request import Proof, Request, prepare_proof
+from meshlora.verify.request import Proof, Request, of_schedule, prepare_proof
 from meshlora.verify.stand_in import MOST_RANKS, StandIn, provable
 from meshlora.wings.kernels.liger import liger_version
 from meshlora_ground.console import Console
@@ -290,27 +290,27 @@ def proof_of(run: Prepared, cache_dir: Path, place: _Place = _ON_CPUS) -> tuple[
     if place.topology is not None:
         run = run.on(place.topology)
     stand_in = StandIn(run, most_ranks=place.most_ranks)
-    optimizer = run.config.train.optimizer
-    config, topology, options = stand_in.config, stand_in.topology, run.blueprint.options
+    train, topology, options = run.config.train, stand_in.topology, run.blueprint.options
     request = Request(
         topologies=(str(topology),),
-        model=config,
+        model=stand_in.config,
         lora=stand_in.lora(run),
         reference=stand_in.reference(run),
         objective=_objective(run),
         packing=run.config.data.packing,
         images=run.train_data.images is not None,
         routed=run.train_data.routed is not None and place.dtype == "float64",
-        recompute=run.config.train.recompute != "none",
-        **stand_in.schedule(run),
+        recompute=train.recompute != "none",
+        # Of the schedule its kind and ends: steps and rates are the twin's own.
+        **of_schedule(train.schedule, ends_above_zero=train.min_lr > 0, starts_at_zero=train.warmup_from_zero),
         attn_implementation=stand_in.attn_implementation,
         quantization=stand_in.quantization,
-        router_aux_loss_coef=run.config.train.router_aux_loss_coef,
+        router_aux_loss_coef=train.router_aux_loss_coef,
         # Moments in 8 bits are proved in float64: below, rounding moves codes.
-        optimizer=optimizer if place.dtype == "float64" or optimizer != "adamw_8bit" else "adamw",
-        neftune_alpha=run.config.train.neftune_alpha,
-        lora_plus_ratio=run.config.train.lora_plus_ratio,
-        lora_plus_embedding_lr=run.config.train.lora_plus_embedding_lr,
+        optimizer="adamw" if place.dtype != "float64" and train.optimizer == "adamw_8bit" else train.optimizer,
+        neftune_alpha=train.neftune_alpha,
+        lora_plus_ratio=train.lora_plus_ratio,
+        lora_plus_embedding_lr=train.lora_plus_embedding_lr,
         dtype=place.dtype,
         device=place.device,
         ranks_per_gpu=place.ranks_per_gpu,

@@ -21,7 +21,7 @@ from meshlora.plan.own_dropouts import dropout_fields, handle_dropout
 from meshlora.plan.rules import ModelPlan, kind_of
 from meshlora.run.prepared import Prepared
 from meshlora.verify.features import features_of_model, features_of_topology
-from meshlora.verify.request import Proof, of_schedule
+from meshlora.verify.request import Proof
 from meshlora.wings.quantized.kinds import TWIN_BLOCKS, kind_for_twin
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.topology import LAYERS, Topology, divisors
@@ -128,13 +128,6 @@ class StandIn:
         if padding in on_twin and own_padding is not None:
             on_twin[padding] = own_padding
         return {module: [on_twin[token] for token in ids] for module, ids in few.items()}
-
-    def schedule(self, run: Prepared) -> dict[str, Any]:
-        """The schedule of `run` on the twin, as fields of a request: its kind, and whether its warm-up begins at 0 and
-        its end is above 0. Steps and rates are the twin's own.
-        """
-        train = run.config.train
-        return of_schedule(train.schedule, ends_above_zero=train.min_lr > 0, starts_at_zero=train.warmup_from_zero)
 
     def _targets(self, plan: ModelPlan, stood_for: dict[str, str], targets: Mapping[str, Target]) -> dict[str, Target]:
         """Parameter or module of the twin -> target of its counterpart in the model.
