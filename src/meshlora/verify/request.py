@@ -568,8 +568,9 @@ def _aux_loss_coef(request: Request, config: PretrainedConfig, plans: dict[Topol
     if request.router_aux_loss_coef is not None:
         return request.router_aux_loss_coef
     of_twin = request.family is not None and request.objective.task == CAUSAL
-    has_one = of_twin and any(plan.experts for plan in plans.values()) and has_load_balancing(config)
-    return _AUX_LOSS_COEF if has_one else 0.0
+    if of_twin and any(plan.experts for plan in plans.values()) and has_load_balancing(config):
+        return _AUX_LOSS_COEF
+    return 0.0
 
 
 def _topologies(request: Request) -> list[Topology]:
