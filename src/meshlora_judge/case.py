@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import itertools
 import json
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,7 +20,6 @@ import numpy as np
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
 from meshlora_ground.further_inputs import KnownInputs
-from meshlora_ground.objective import Objective, Sft
 from meshlora_ground.versions import digest, sources_of, version_of, versions
 from meshlora_judge.settings import Base, Training
 
@@ -33,9 +32,9 @@ _INVENTORY = "files.json"
 REFERENCE = "reference"  # the folder beside that of the adapter
 
 
-@dataclass(frozen=True)
-class Case:
-    """One training problem.
+@dataclass(frozen=True, kw_only=True)
+class Case(Training):
+    """One training problem. No option of AdamW is at its default, so that an ignored one shows.
 
     Attributes:
         model: checkpoint folder. adapter: folder of the PEFT adapter both sides start from, A and B non-zero.
@@ -44,16 +43,9 @@ class Case:
         reference: that of the frozen adapter that the objective compares with, in the folder `REFERENCE`; None: it
             compares with the base, or with nothing.
         input_ids, is_trained, offsets: the sequences, as in `TokenizedDataset`.
-        steps: optimizer steps. batch_size: sequences per step over all ranks. micro_batch_size: sequences per forward.
-        lr: peak of `schedule`. warmup_steps, warmup_from_zero, min_lr, decay_steps, cycle: as in a run file.
         max_grad_norm: low enough to clip.
-        optimizer, min_8bit_size: as in a run file.
-        beta1, beta2, weight_decay, decay_biases_and_norms: AdamW's, none at its default, so an ignored one shows.
         eps: AdamW's; near the size of a clipped gradient, so that AdamW does not turn the rounding of tiny elements
             into large steps, and a gradient of the wrong size shows in its update.
-        router_aux_loss_coef: weight of the routers' load-balancing loss.
-        neftune_alpha: of the noise on embedded tokens.
-        objective: the training objective. lora_plus_ratio, lora_plus_embedding_lr: LoRA+ options of the optimizer.
         columns, rows_per_example, targets, predicts_next: as in `TokenizedDataset`.
         attn_implementation: of both sides, as in transformers.
         quantization: of the frozen base: nf4, int8, mxfp4, fp8; keep, as it is stored; or None.
@@ -77,27 +69,14 @@ class Case:
     input_ids: tuple[int, ...]
     is_trained: tuple[bool, ...]
     offsets: tuple[int, ...]
-    steps: int
-    batch_size: int
-    micro_batch_size: int
-    seed: int
     reference: dict[str, Any] | None = None
     lr: float = 1e-2
-    schedule: str = "linear"
-    warmup_steps: int = 0
-    warmup_from_zero: bool = False
-    min_lr: float = 0.0
-    decay_steps: int = 0
-    cycle: dict[int, float] = field(default_factory=dict)
-    optimizer: Literal["adamw", "adamw_8bit", "lora_fa"] = "adamw"
-    min_8bit_size: int = 4096
     beta1: float = 0.8
     beta2: float = 0.95
     weight_decay: float = 0.1
     decay_biases_and_norms: bool = False
     max_grad_norm: float = 1e-2
     eps: float = 1e-4
-    objective: Objective = field(default_factory=Sft)
     columns: dict[str, tuple[float, ...]] = field(default_factory=dict)
     rows_per_example: int = 1
     targets: tuple[tuple[float, ...], ...] = ()
@@ -108,10 +87,6 @@ class Case:
     attn_implementation: str | None = "eager"
     quantization: str | None = None
     kernels: Literal["liger", "none"] = "none"
-    router_aux_loss_coef: float = 0.0
-    neftune_alpha: float = 0.0
-    lora_plus_ratio: float | None = None
-    lora_plus_embedding_lr: float = 1e-6
     pieces: dict[str, list[str]] = field(default_factory=dict)
     share_experts: bool = False
     further: KnownInputs | None = None
@@ -135,16 +110,8 @@ class Case:
     @property
     def base(self) -> Base:
         """The base model."""
-        return Base(self.model, **self._fields_of(Base, {"path"}))
-
-    @property
-    def train(self) -> Training:
-        """The training."""
-        return Training(**self._fields_of(Training))
-
-    def _fields_of(self, kind: Any, but: Set[str] = frozenset()) -> dict[str, Any]:
-        """The fields of a dataclass that a case has under the same names, without those in `but`."""
-        return {item.name: getattr(self, item.name) for item in dataclasses.fields(kind) if item.name not in but}
+        names = {item.name for item in dataclasses.fields(Base)} - {"path"}
+        return Base(self.model, **{name: getattr(self, name) for name in names})
 
     @property
     def data(self) -> TokenizedDataset:

@@ -99,10 +99,10 @@ def _trace_case(case: Case, model: Any, routing: Routing | None, policy: Any = N
     """policy: the frozen one of `base_logits`."""
     reference.freeze_outside_pieces(model, case.pieces)
     factors = reference.trainable(model)
-    settings, masks = case.train, Masks(model, seed=case.seed)
+    masks = Masks(model, seed=case.seed)
     add_noise(model, masks, alpha=case.neftune_alpha)
-    rates = reference.rates_of(settings)
-    optimizer = reference.make_optimizer(model, settings)
+    rates = reference.rates_of(case)
+    optimizer = reference.make_optimizer(model, case)
     inner = model.get_base_model()
     trace = Trace(initial=_apart(case, model, factors), scalings=reference.scalings(model), rates=rates)
     trace.stacks = adapted_stacks(model)
@@ -117,7 +117,7 @@ def _trace_case(case: Case, model: Any, routing: Routing | None, policy: Any = N
         with free(case, routing):
             before = reference.before_losses(model, batches, case.objective, policy)
         with Capture(inner) if step == 0 else contextlib.nullcontext() as capture:
-            loss, aux = reference.accumulate(model, batches, settings, before=before, masks=masks)
+            loss, aux = reference.accumulate(model, batches, case, before=before, masks=masks)
         if capture is not None:
             trace.micro_batches = capture.micro_batches
             _forget_head(trace, inner)
@@ -197,7 +197,7 @@ def evaluate(case: Case, model: Any, policy: Any = None) -> float:
     if isinstance(objective, Embed):  # texts are compared as in training
         size = case.batch_size
     for start in range(0, len(every), size):
-        found = micro_batches(case.data, every[start : start + size], case.train, pad_token_id=case.pad_token_id)
+        found = micro_batches(case.data, every[start : start + size], case, pad_token_id=case.pad_token_id)
         batches = [batch.to(case.device) for batch in found]
         bases, point = reference.before_losses(model, batches, objective, policy)
         of_each = []
@@ -235,7 +235,7 @@ def _case_model(case: Case, adapter: str | Path, precision: str, *, is_stock: bo
 
 
 def _case_batches(case: Case, step: int) -> list[MicroBatch]:
-    batches = micro_batches_of(case.data, case.train, step, pad_token_id=case.pad_token_id)
+    batches = micro_batches_of(case.data, case, step, pad_token_id=case.pad_token_id)
     return [batch.to(case.device) for batch in batches]
 
 

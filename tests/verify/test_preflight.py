@@ -132,7 +132,7 @@ def test_schedule_that_is_proved_is_that_of_the_run(tmp_path: Path) -> None:
         case = module.proof_of(one, tmp_path)[0].case
         assert case.schedule == train.schedule
         assert case.steps == (3 if train.schedule == "linear" else 4)
-        rates.add(tuple(rates_of(dataclasses.replace(case.train, steps=4))))
+        rates.add(tuple(rates_of(dataclasses.replace(case, steps=4))))
         assert f"with the schedule {train.schedule}, was" in proof_words(one, skip=False)
     assert len(rates) == len(given)
 

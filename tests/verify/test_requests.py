@@ -135,7 +135,7 @@ def test_schedule_that_is_asked_for_is_proved(monkeypatch: pytest.MonkeyPatch) -
     proofs = [
         prepare_proof(dataclasses.replace(request, mutations=("schedule_taken_for_linear",))) for request in asked
     ]
-    assert len({tuple(rates_of(dataclasses.replace(proof.case.train, steps=4))) for proof in proofs}) == len(kinds)
+    assert len({tuple(rates_of(dataclasses.replace(proof.case, steps=4))) for proof in proofs}) == len(kinds)
     assert [bool(proof.mutations_on(Topology(tp=2))) for proof in proofs] == [kind != "linear" for kind in kinds]
     assert {proof.case.schedule for proof in proofs if proof.case.min_lr} == {
         "cosine", "cosine_of_run", "warmup_stable_decay",

@@ -159,7 +159,7 @@ class _Run:
         if cp != self.topology.world or cp == 1 or case.packing != "auto":
             return False
         for step in range(case.steps):
-            for rows in micro_batches_of(case.data, case.train, step, pad_token_id=case.pad_token_id):
+            for rows in micro_batches_of(case.data, case, step, pad_token_id=case.pad_token_id):
                 num_tokens = int(rows.attention_mask.sum())
                 on_each = max(FEWEST, -(-num_tokens // cp))
                 if on_each == len(rows.attention_mask) + (on_each * cp > num_tokens):
