@@ -1,7 +1,5 @@
 """Work in a forked copy of this process, with time and memory limits: chat templates and other code of strangers.
 
-Owns: the copy and its limits (`each_apart`). Does not own: the work, or the error messages of its failures.
-
 A limit inside this process (`meshlora_ground.limits`) cannot end a C call that allocates gigabytes at once or compares
 nested lists for hours. The kernel can end a process whatever it is doing. A fork costs some milliseconds.
 """
@@ -126,11 +124,9 @@ def _limit_memory(more_bytes: int) -> None:
 
 
 def _take_holes() -> None:
-    """Of the heap, while it may not grow: what the original process freed would pass for memory that it still has, by
-    the kernel's count. Not a page of them is touched.
-    """
+    # What the original process freed would pass for memory that it still has, by the kernel's count.
     malloc = ctypes.CDLL(None).malloc
     malloc.argtypes, malloc.restype = [ctypes.c_size_t], ctypes.c_void_p
     for exponent in range(33, 19, -1):  # 8 GiB to 1 MiB
-        while malloc(2**exponent):
+        while malloc(2**exponent):  # not a page of it is touched
             pass

@@ -1,7 +1,6 @@
 """The terminal: the single outlet for everything meshlora prints, except the line of an error.
 
-Owns: printing any text literally: no markup, no highlighting, no emoji by name, control characters
-escaped. Does not own: what is printed; error messages (`meshlora_ground.errors`).
+Any text is printed literally: no markup, no highlighting, no emoji by name, control characters escaped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Tokenised records: one, and all of a dataset.
 
-Owns: their arrays, and what is counted of them. Does not own: making them of records (`tokenization.py`) or of files
-(`readers.py`), batches of them (`collation.py`).
+Does not own: making them of records (`reading.tokenization`), batches of them (`train.collation`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """The exceptions that meshlora raises on purpose, and the escaping and shortening of untrusted text.
 
-Owns: the form of error messages; making any message safe to print, however long or hostile the values in it: escaping
-of control characters, where long text is cut. Does not own: when errors are raised, or how the command line prints
-them.
+Any message is safe to print, however long or hostile the values in it. Does not own: how the command line prints them.
 """
 
 from __future__ import annotations

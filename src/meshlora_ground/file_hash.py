@@ -1,8 +1,5 @@
 """SHA-256 of large files that rarely change, cached so that each content is read once per machine.
 
-Owns: hashing many files in background threads, and the cache on disk. Does not own: which files are hashed, or what
-the hashes are for.
-
 The cache key is device, inode, size, mtime and ctime in ns. A `touch` costs one more read and nothing else. A program
 can reset mtime but not ctime, so replaced content is noticed; a change behind the file system's back, as by writing to
 its disk, is not.
@@ -67,11 +64,7 @@ class FileHashes:
         return not wait(self._found.values(), timeout=timeout_s).not_done
 
     def __getitem__(self, file: Path) -> str:
-        """The hash of `file`, in hexadecimal; waits for it.
-
-        Raises:
-            UserError: the file cannot be read, or changed while it was read.
-        """
+        """The hash of `file` in hexadecimal, waited for. Raises: UserError: it cannot be read, or changed meanwhile."""
         return self._found[file].result()
 
 

@@ -1,7 +1,6 @@
 """Atomic writing of files and folders, and reading of JSON and safetensors with clear errors.
 
-Owns: writing (temporary name in the same folder, fsync, rename), whether a folder is writable, and the error messages
-of unreadable files. Does not own: what is in the files.
+Writing is to a temporary name in the same folder, fsync, rename. Does not own: what is in the files.
 """
 
 from __future__ import annotations
@@ -80,11 +79,7 @@ def new_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def open_safetensors(path: Path) -> Iterator[Any]:
-    """Open `path` for reading slices.
-
-    Raises:
-        UserError: missing, cut short, or not a safetensors file.
-    """
+    """Open `path` for reading slices. Raises: UserError: missing, cut short, or not a safetensors file."""
     if path.exists() and not path.is_file():
         raise UserError(f"{path}", "it is a folder, a pipe or a device, no file")
     try:
@@ -130,11 +125,7 @@ def check_result_file(file: Path, given: str, *, makes_folder: bool = False) -> 
 
 
 def read_json(path: Path, *, most_bytes: int = 4 * 2**20) -> Any:
-    """Parse a JSON file of at most `most_bytes`.
-
-    Raises:
-        UserError: missing, unreadable, too large, or not JSON that `meshlora_ground.reading.parse_json` accepts.
-    """
+    """Parse a JSON file of at most `most_bytes`. Raises: UserError: missing, unreadable, too large, or not JSON."""
     try:
         return parse_json(read_text(path, most_bytes=most_bytes))
     except FileNotFoundError:

@@ -1,7 +1,6 @@
 """What a model takes beside the tokens of sequences: token types, and tensors of images.
 
-Owns: the interface, and such inputs held in memory. Does not own: making them of files (`reading.images`), random
-ones for a proof (`meshlora_judge.images`), putting sequences together.
+Does not own: making them of files (`reading.images`), random ones for a proof (`meshlora_judge.images`).
 """
 
 from __future__ import annotations
@@ -34,9 +33,7 @@ class FurtherInputs(Protocol):
         """How many images sequence `index` has."""
 
     def inputs(self, index: int, input_ids: np.ndarray) -> Mapping[str, Tensor]:
-        """The further inputs of sequence `index` of ids `[S]`: token types int64 `[S]`, and tensors of its images with
-        one or more rows for each.
-        """
+        """Those of sequence `index` of ids `[S]`: token types int64 `[S]`; tensors of its images, of rows for each."""
 
     def digest(self) -> np.ndarray:
         """uint8: a hash of all of them."""
@@ -44,9 +41,7 @@ class FurtherInputs(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class KnownInputs:
-    """Further inputs held in memory. each: of each sequence. numbers: of its images; empty: none has any. token: stands
-    for an image.
-    """
+    """Those of sequences in memory, with the methods of `FurtherInputs`. numbers: of each one's images; empty: none."""
 
     each: Sequence[Mapping[str, np.ndarray]]
     numbers: Sequence[int] = ()
@@ -54,19 +49,15 @@ class KnownInputs:
 
     @property
     def has_images(self) -> bool:
-        """Whether some sequences have images."""
         return any(self.numbers)
 
     def number(self, index: int) -> int:
-        """How many images sequence `index` has."""
         return self.numbers[index] if self.numbers else 0
 
     def inputs(self, index: int, input_ids: np.ndarray) -> dict[str, Tensor]:
-        """As in `FurtherInputs`."""
         return {name: torch.from_numpy(value) for name, value in self.each[index].items()}
 
     def digest(self) -> np.ndarray:
-        """uint8 `[32]`: a hash of all of them, in order."""
         found = hashlib.sha256(repr(self.numbers).encode())
         for inputs in self.each:
             for name, value in inputs.items():

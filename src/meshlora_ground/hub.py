@@ -1,10 +1,8 @@
 """Names of the hub: from `Qwen/Qwen3-0.6B` to a folder, out of huggingface_hub's cache or downloaded into it.
 
-Owns: which text is a name, whether the cache is whole, the one download at a time on a machine, and what is said of it.
-Does not own: the cache and the transfer (`huggingface_hub`), what is done with the folder.
-
-Only the process that downloads goes online. It is started for one name and ends with it, so no other library of ours
-can contact anything; what it may print, which could hold a token, goes through `without_secrets`.
+Does not own: the cache and the transfer (`huggingface_hub`). There is one download at a time on a machine, and only the
+process that downloads goes online. It is started for one name and ends with it, so no other library of ours can contact
+anything; what it may print, which could hold a token, goes through `without_secrets`.
 """
 
 from __future__ import annotations
@@ -180,11 +178,7 @@ class _Wanted:
         return "dataset" if self.kind == "dataset" else "model"
 
     def tree(self, revision: str) -> dict[str, int]:
-        """File -> bytes of the repository, as the cache remembers it.
-
-        Raises:
-            CachedRepoTreeNotFoundError: it does not.
-        """
+        """File -> bytes of the repository, as the cache remembers. Raises: CachedRepoTreeNotFoundError: it does not."""
         from huggingface_hub import get_cached_repo_tree
 
         found = get_cached_repo_tree(self.name, revision=revision, repo_type=self.repo_type)

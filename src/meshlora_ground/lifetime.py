@@ -1,7 +1,6 @@
 """Start and end of a process: library imports, early Ctrl-C, and no rank outliving its launcher.
 
-Owns: ending a rank whose launcher is gone, by whatever signal, and removing the folders left behind. Imports nothing
-heavy: a rank calls it before all other imports, which take seconds.
+Folders left behind are removed. Imports nothing heavy: a rank calls it before all other imports, which take seconds.
 """
 
 from __future__ import annotations

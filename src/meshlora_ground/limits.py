@@ -1,7 +1,6 @@
 """A time limit in this process, for regular expressions and code of strangers.
 
-Owns: the limit. Does not own: the work, or the error messages of its failures; memory, and calls that no signal ends
-(`meshlora_ground.apart`).
+Does not own: limits of memory, and of calls that no signal ends (`meshlora_ground.apart`).
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
 """Dropout masks, and noise of embeddings, as a pure function of (seed, optimizer step, module name, token, feature).
 
-Owns: the functions, without a generator, and the numbering of tokens. Both sides of a proof use them, as they use the
-same sequences: they are an input of a run, like its seed. Does not own: which tokens and features a module sees
-(`layers.dropout` and `layers.noise`, and for the judge `meshlora_judge.dropout` and `meshlora_judge.noise`), which
-dropouts a model has (`plan.own_dropouts`).
+Both sides of a proof use them, as they use the same sequences: they are an input of a run, like its seed. Does not own:
+which tokens and features a module sees (`layers.dropout`, `layers.noise`, `meshlora_judge.dropout`,
+`meshlora_judge.noise`), which dropouts a model has (`plan.own_dropouts`).
 
-Element (token t, feature f) is kept if 32 hashed bits compare with p. The hash is counter-based: no state, and any
-part of the matrix can be computed alone, in any order. A token contributes two 32-bit words, so that tokens that agree
-in one of them still have unrelated rows. Wrapping integer arithmetic gives the same bits on every device.
+Element (token t, feature f) is kept if 32 hashed bits compare with p. The hash is counter-based: no state, and any part
+of the matrix can be computed alone, in any order. A token contributes two 32-bit words, so that tokens that agree in
+one of them still have unrelated rows. Wrapping integer arithmetic gives the same bits on every device.
 """
 
 from __future__ import annotations
@@ -86,9 +85,7 @@ def keep_mask(key: int, tokens: Tensor, features: Tensor, p: float) -> Tensor:
 
 
 def uniform(key: int, tokens: Tensor, features: Tensor, dtype: torch.dtype) -> Tensor:
-    """`[T, H]`: for feature `features[h]` of token `tokens[t]` a number in (-1, 1), all 2**32 equally likely, with mean
-    0; rounded to `dtype`. Arguments as of `keep_mask`.
-    """
+    """`[T, H]`: a number in (-1, 1), all 2**32 equally likely, with mean 0; rounded to `dtype`. Else as `keep_mask`."""
     drawn = torch.empty(len(tokens), len(features), dtype=dtype, device=tokens.device)
     for block, hashed in _hashed(key, tokens, features):
         drawn[block] = hashed.to(torch.float64).add_(0.5).mul_(2.0**-31)

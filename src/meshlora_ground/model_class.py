@@ -1,7 +1,6 @@
 """The transformers class of a configuration's model, for the product and the judge alike.
 
-Owns: that choice, and where a configuration says that weights are in few bits. A composite (a vision or audio part
-beside a text part) is loaded whole, as it is published. Does not own: building or loading the model.
+A composite (a vision or audio part beside a text part) is loaded whole, as it is published.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Rules for numeric options, declared as metadata of their dataclass fields.
-
-Owns: the rules and their check. Does not own: which option has which rule (`run.config.run_file`,
-`meshlora_ground.objective`).
-"""
+"""Rules for numeric options, declared as metadata of their dataclass fields, and their check."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """Training objectives as values with all of their parameters, shared by the trainer and the judge.
 
-Owns: parameters and their rules; for each objective the records it trains on, whether it needs the frozen base, and
-what its loss is a mean over. Does not own: formulas. The trainer has its own (`run.objectives`), and so has the
-judge (`meshlora_judge.objectives`).
+Does not own: formulas. The trainer has its own (`run.objectives`), and so has the judge (`meshlora_judge.objectives`).
 """
 
 from __future__ import annotations
@@ -57,11 +55,7 @@ class _Objective:
         return self.trained_row is not None or self.is_of_step
 
     def configure(self, config: Any) -> None:
-        """Make the configuration of a model that of its task, with the head that is trained.
-
-        Raises:
-            UnsupportedError: transformers has no such model of this family.
-        """
+        """Make the configuration of a model that of its task. Raises: UnsupportedError: its family has none of it."""
         set_task(config, self.task)
 
     @property

@@ -1,8 +1,7 @@
 """Cache folders and files that only this user can have written, and locks between the processes that share them.
 
-Owns: creating them, detecting that somebody else could have written one, and the error messages; the text of lock
-files, and how long to wait for a lock; that interpreters which libraries start run no file of the working folder. Does
-not own: the content of caches (`reading.cache`, `meshlora_ground.proof_records`, `verify.proof`).
+Owns: that interpreters which libraries start run no file of the working folder, too. Does not own: the content of
+caches (`reading.cache`, `meshlora_ground.proof_records`, `verify.proof`).
 
 Folders are created with mode 0700 and files with 0600. Anything read must belong to this user, even if that is root,
 and must not be writable by anybody else. A checksum next to the content shows only that it is undamaged: whoever can

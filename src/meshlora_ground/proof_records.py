@@ -1,8 +1,7 @@
 """The cache of proofs: its folder, and the records of proved combinations.
 
-Owns: whether the folder is usable, the content of a record, and when it is trusted. Does not own: the key of a run
-(`verify.preflight`) or of a family (`wings.proved`), references (`verify.proof`), which files are trusted at
-all (`meshlora_ground.private`).
+Does not own: the key of a run (`verify.preflight`) or of a family (`wings.proved`), references (`verify.proof`), which
+files are trusted at all (`meshlora_ground.private`).
 """
 
 from __future__ import annotations
@@ -30,11 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def proofs_folder(cache_dir: Path) -> PrivateFolder:
-    """The root of the cache, which also holds the references.
-
-    Raises:
-        RuntimeError: there is no home folder.
-    """
+    """The root of the cache, which also holds the references. Raises: RuntimeError: there is no home folder."""
     path = cache_dir.expanduser()
     return PrivateFolder(path, f"the cache of proofs, {path}", "let HOME be on another file system")
 

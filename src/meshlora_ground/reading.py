@@ -1,8 +1,7 @@
 """Untrusted paths, text files and JSON, read as plain values.
 
-Owns: the limits of reading (regular files, bytes, depth, digits), so that nothing hangs, fills the memory
-or fails inside a library. Does not own: YAML (`meshlora_ground.yaml_reading`), the meaning
-of the values.
+There are limits (regular files, bytes, depth, digits), so that nothing hangs, fills the memory or fails inside a
+library.
 """
 
 from __future__ import annotations
@@ -27,21 +26,13 @@ _LONGEST_QUOTE = 60
 
 
 def path_argument(text: str) -> str:
-    """The `type=` of an argparse option that is a path: returns `text` unchanged.
-
-    Raises:
-        UserError: no file can have this name.
-    """
+    """The `type=` of a path in argparse: `text` unchanged. Raises: UserError: no file can have this name."""
     check_path("path", text)
     return text
 
 
 def check_path(option: str, text: str, *, knows_home: bool = False) -> None:
-    """Refuse an impossible path. knows_home: the reader of the option expands a leading `~`.
-
-    Raises:
-        UserError: names `option`.
-    """
+    """Refuse an impossible path. knows_home: its reader expands a leading `~`. Raises: UserError: names `option`."""
     given = f"{option}={text[:_LONGEST_QUOTE]!a}{'…' * (len(text) > _LONGEST_QUOTE)}"
     if "\0" in text:
         raise UserError(given, "a path has no NUL character")
@@ -63,11 +54,7 @@ def check_path(option: str, text: str, *, knows_home: bool = False) -> None:
 
 
 def read_text(file: Path, *, most_bytes: int = MOST_BYTES) -> str:
-    """The text of a regular file.
-
-    Raises:
-        OSError: it is missing, or cannot be opened. ValueError: it is not a text file, or too large.
-    """
+    """The text of a regular file. Raises: OSError: it cannot be opened. ValueError: it is no text file, or large."""
     # Never block on a pipe.
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as opened:
@@ -83,11 +70,7 @@ def read_text(file: Path, *, most_bytes: int = MOST_BYTES) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON of bounded depth and numbers, without duplicate keys.
-
-    Raises:
-        ValueError: it is not such JSON.
-    """
+    """Parse JSON of bounded depth and numbers, without duplicate keys. Raises: ValueError: it is not such JSON."""
     try:
         value = json.loads(text, object_pairs_hook=once, parse_int=_integer)
     except RecursionError:

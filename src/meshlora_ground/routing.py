@@ -54,11 +54,7 @@ class RoutingRecord:
         table[tokens[is_token]] = choices.detach().cpu()[is_token].to(torch.int32)
 
     def get(self, step: int, block: str, tokens: Tensor) -> Tensor:
-        """The choices of `tokens`: int64 `[T, k]`, -1 where the number is -1.
-
-        Raises:
-            UserError: no choice is recorded for one of them.
-        """
+        """The choices of `tokens`: int64 `[T, k]`, -1 where the number is -1. Raises: UserError: one has no choice."""
         table = self.choices.get((step, block))
         if table is None:
             raise UserError(f"step {step + 1}, {block}", "no choices of experts are recorded for it")
@@ -76,11 +72,7 @@ class RoutingRecord:
 
     @classmethod
     def load(cls, file: Path) -> RoutingRecord:
-        """Read what `save` wrote.
-
-        Raises:
-            UserError: the file is missing, or not such a record.
-        """
+        """Read what `save` wrote. Raises: UserError: the file is missing, or not such a record."""
         try:
             if not file.is_file():  # a named pipe would block
                 raise ValueError("it is no regular file")

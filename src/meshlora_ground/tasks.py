@@ -1,7 +1,6 @@
 """The task of a model: which head it has, as `config.architectures` says.
 
-Owns: the tasks besides language modelling, with transformers' auto class of each and PEFT's name of it. Does not own:
-what is trained for a task (`meshlora_ground.objective`).
+Does not own: what is trained for a task (`meshlora_ground.objective`).
 """
 
 from __future__ import annotations
@@ -48,11 +47,7 @@ def class_of_task(task: str) -> tuple[Any, Any]:
 
 
 def set_task(config: Any, task: str) -> None:
-    """Make `config` that of a model for `task`.
-
-    Raises:
-        UnsupportedError: transformers has no such model of this family.
-    """
+    """Make `config` that of a model for `task`. Raises: UnsupportedError: transformers has none of this family."""
     if task == CAUSAL:
         if task_of(config) != CAUSAL:
             config.architectures = None

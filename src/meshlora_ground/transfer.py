@@ -1,8 +1,4 @@
-"""From the host to the device without waiting.
-
-Owns: how small tensors that the host made get to where they are used. Does not own: weights (`model`), what comes back
-(nothing else may be read in a step: `run.step_sums`).
-"""
+"""From the host to the device without waiting: small tensors that the host made, not weights (`model`)."""
 
 from __future__ import annotations
 

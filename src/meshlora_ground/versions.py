@@ -1,8 +1,6 @@
 """Versions of everything numbers depend on: meshlora's code, Python, and the libraries that compute.
 
-Owns: their names and versions, also of what is on the path without metadata, when two are close enough for a proof, and
-hashes for cache keys.
-Does not own: how callers react to a difference.
+Owns: when two are close enough for a proof, and hashes for cache keys, too.
 """
 
 from __future__ import annotations

@@ -66,13 +66,7 @@ def check_one_model(folder: Path) -> None:
 
 
 def check_no_single(given: str, shards: list[str], *, has_single: bool) -> None:
-    """Refuse shards beside a model.safetensors that is none of them.
-
-    given: the folder or repository, for the message. shards: the files that its index names.
-
-    Raises:
-        UserError: there are both.
-    """
+    """Refuse `shards`, of an index, beside a model.safetensors that is none of them. Raises: UserError: on `given`."""
     if has_single and shards != [SINGLE]:
         raise UserError(
             given,
@@ -82,11 +76,7 @@ def check_no_single(given: str, shards: list[str], *, has_single: bool) -> None:
 
 
 def shard_names(index: Path) -> list[str]:
-    """The files that an index names, sorted.
-
-    Raises:
-        UserError: it cannot be read, or does not say which file holds which weight.
-    """
+    """The files that an index names, sorted. Raises: UserError: unreadable, or not from weights to files."""
     content = read_json(index, most_bytes=_INDEX_BYTES)
     weight_map = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):

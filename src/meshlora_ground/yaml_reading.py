@@ -1,8 +1,4 @@
-"""Untrusted YAML, read as plain values.
-
-Owns: its limits, and which of YAML is taken. Does not own: those of text files (`meshlora_ground.reading`), the meaning
-of the values.
-"""
+"""Untrusted YAML, read as plain values: its limits, and which of YAML is taken."""
 
 from __future__ import annotations
 
@@ -19,11 +15,7 @@ _VALUES = 30_000
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML of text, numbers, lists and mappings with text or number keys, without anchors, tags or aliases.
-
-    Raises:
-        ValueError: it is not such YAML.
-    """
+    """Parse YAML of text, numbers, lists, mappings, without anchors, tags, aliases. Raises: ValueError: it is other."""
     if len(text) > MOST_BYTES:
         raise ValueError(f"it has more than the {MOST_BYTES:,} characters that are read")
     try:

@@ -1,7 +1,6 @@
 """The judge's own batches: the sequences of a step, and the tensors of its micro-batches.
 
-Owns: the global order, the last batch of an epoch, padding, the shift of labels, advantages from rewards, written a
-second time from docs/oracle.md. Does not own: the sequences themselves, which both sides share.
+Written a second time from docs/oracle.md. Does not own: the sequences themselves, which both sides share.
 """
 
 from __future__ import annotations
@@ -90,9 +89,7 @@ def micro_batches_of(data: TokenizedDataset, settings: Training, step: int, *, p
 def micro_batches(
     data: TokenizedDataset, indices: Sequence[int], settings: Training, *, pad_token_id: int
 ) -> Iterator[MicroBatch]:
-    """The sequences, or pairs, `indices` as micro-batches, padded on the right. If the objective trains one row of each
-    pair, the other rows are in `MicroBatch.other`.
-    """
+    """The sequences, or pairs, `indices` as micro-batches, padded on the right."""
     each, size, trained_row = data.rows_per_example, settings.micro_batch_size, settings.objective.trained_row
     compared = list[float]()
     if isinstance(settings.objective, Grpo):

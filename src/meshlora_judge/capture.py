@@ -1,10 +1,8 @@
-"""Capture: copies of every module's output and of its gradient.
+"""Capture: copies of every module's output and of its gradient, on both sides; the count of collectives.
 
-Owns: the hooks and their copies, as plain tensors with the tokens of each forward; the count of collectives. Used on
-both sides. Does not own: putting the parts of several ranks together (`meshlora_judge.unshard`).
-
-Outputs are copied at once, before in-place operations overwrite their memory. Only calls inside a forward of the whole
-model count: recomputation of activations is not captured again.
+Does not own: putting the parts of several ranks together (`meshlora_judge.unshard`). Outputs are copied at once, before
+in-place operations overwrite their memory. Only calls inside a forward of the whole model count: recomputation of
+activations is not captured again.
 """
 
 from __future__ import annotations

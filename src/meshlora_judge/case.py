@@ -1,7 +1,6 @@
-"""A case: everything that determines the result of one process, and nothing else.
+"""A case: everything that determines the result of one process, and nothing else, no topology for example.
 
-Owns: the fields, the training tokens, and the hash under which a reference run is cached.
-Does not own: topologies (a case has none), running anything.
+Owns: the training tokens, and the hash under which a reference run is cached, too.
 """
 
 from __future__ import annotations
@@ -110,8 +109,8 @@ class Case(Training):
     @property
     def base(self) -> Base:
         """The base model."""
-        names = {item.name for item in dataclasses.fields(Base)} - {"path"}
-        return Base(self.model, **{name: getattr(self, name) for name in names})
+        options = {"attn_implementation": self.attn_implementation, "trust_remote_code": self.trust_remote_code}
+        return Base(self.model, dtype=self.dtype, quantization=self.quantization, **options)
 
     @property
     def data(self) -> TokenizedDataset:
@@ -138,12 +137,10 @@ def batch_size_for(largest_dp: int) -> int:
 
 
 def num_sequences_for(batch_size: int, steps: int) -> int:
-    """Sequences in a case. The last step begins a second epoch, after a batch that is not full. The number is odd, so
-    that evaluation has a remainder and needs a dummy micro-batch.
-    """
+    """Sequences in a case: odd, so that evaluation has a remainder and needs a dummy micro-batch."""
     number = batch_size * max(1, steps - 1)
     if steps > 2:
-        number -= 1
+        number -= 1  # the last step begins a second epoch, after a batch that is not full
     return number
 
 
@@ -168,9 +165,8 @@ def random_tokens(
 
 
 def with_tokens(data: TokenizedDataset, ids: Iterable[int]) -> TokenizedDataset:
-    """The same sequences with two of the tokens `ids` in each that is long enough, in turn, where they are read and
-    predicted: what a row of the vocabulary trains shows only there.
-    """
+    """The same sequences with two of the tokens `ids` in each that is long enough, in turn."""
+    # Where they are read and predicted: what a row of the vocabulary trains shows only there.
     own, found = itertools.cycle(ids), data.input_ids.copy()
     for start, end in itertools.pairwise(data.offsets.tolist()):
         if end - start > 8:
@@ -179,11 +175,7 @@ def with_tokens(data: TokenizedDataset, ids: Iterable[int]) -> TokenizedDataset:
 
 
 def check_tokens(data: TokenizedDataset, ids: Iterable[int]) -> None:
-    """Check that each of the tokens `ids`, whose rows are trained, is read in some sequence, and predicted.
-
-    Raises:
-        UserError: one is not, so that its row would be compared with itself.
-    """
+    """Check that each of `ids`, tokens whose rows are trained, is read somewhere, and predicted. Raises: UserError."""
     is_first, is_last = np.zeros_like(data.is_trained), np.zeros_like(data.is_trained)
     is_first[data.offsets[:-1]] = is_last[data.offsets[1:] - 1] = True
     found = {*data.input_ids[~is_last].tolist()}
@@ -277,11 +269,7 @@ def as_similar(data: TokenizedDataset, rows: int) -> TokenizedDataset:
 
 
 def distinct_sequences(data: TokenizedDataset, number: int, *, source: str) -> TokenizedDataset:
-    """The first `number` distinct sequences of `data` with a trained token, and their images.
-
-    Raises:
-        UserError: there are fewer.
-    """
+    """The first `number` distinct sequences with a trained token, and images. Raises: UserError: there are fewer."""
     seen: dict[tuple[int, ...], int] = {}
     for index, sequence in enumerate(data):
         if len(seen) < number and sequence.is_trained[1:].any():
@@ -305,11 +293,7 @@ def distinct_sequences(data: TokenizedDataset, number: int, *, source: str) -> T
 
 
 def case_hash(case: Case, *, inputs: Iterable[str]) -> str:
-    """The hash of every input of a reference run.
-
-    inputs: fingerprints of the model and adapter files (`file_fingerprint`), or the configuration of a twin. Paths are
-    not hashed.
-    """
+    """The hash of every input of a reference run, without paths. inputs: `file_fingerprint`, or a configuration."""
     values = dataclasses.asdict(replace(case, model="", adapter="", further=None))
     if case.further is not None:
         values["further"] = case.further.digest().tobytes().hex()

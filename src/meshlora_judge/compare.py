@@ -1,7 +1,4 @@
-"""Compare the results of two runs: adapters tensor by tensor, losses step by step. No averages.
-
-Owns: the measure. Does not own: what is compared (`meshlora_judge.reference`), or limits.
-"""
+"""Compare the results of two runs: adapters tensor by tensor, losses step by step. No averages, no limits."""
 
 from __future__ import annotations
 

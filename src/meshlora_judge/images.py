@@ -1,7 +1,6 @@
 """Images of a proof: random pixels of the shapes that a twin's tower takes, and their placeholders in its sequences.
 
-Owns: the shapes for each way in which transformers' models take images, and which sequences have how many. No processor
-and no file is needed. Both sides of a proof take the same pixels, as they take the same tokens.
+No processor and no file is needed. Both sides of a proof take the same pixels, as they take the same tokens.
 """
 
 from __future__ import annotations
@@ -60,11 +59,7 @@ class _RandomImages:
 
 
 def with_images(data: TokenizedDataset, config: PretrainedConfig, *, seed: int) -> TokenizedDataset:
-    """`data` with placeholders of random images in some of the sequences, and these images.
-
-    Raises:
-        UnsupportedError: the model of `config` takes no images, or in a way that is not known here.
-    """
+    """`data` with random images in some of the sequences. Raises: UnsupportedError: the model takes none like them."""
     numbers = [_NUMBERS[index % len(_NUMBERS)] for index in range(len(data))]
     images, lengths = _images(config, numbers, seed=seed)
     ids, trained = [], []

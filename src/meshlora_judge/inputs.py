@@ -1,7 +1,6 @@
 """The inputs of both sides: a twin on disk, and an adapter with A and B non-zero, made by transformers and peft.
 
-Owns: their values, pure functions of (seed, name), and the judge's own implementation of the rule for fresh adapters,
-written a second time from docs/oracle.md.
+Values are pure functions of (seed, name). The rule for fresh adapters is written a second time from docs/oracle.md.
 """
 
 from __future__ import annotations

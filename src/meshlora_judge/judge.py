@@ -1,7 +1,6 @@
 """The judge: two traces in, a verdict out. Each tensor by itself; nothing is averaged.
 
-Owns: the phases, their limits, and what counts as equal. Does not own: the likely cause
-(`meshlora_judge.diagnosis.diagnose`), or recording the traces.
+Does not own: the likely cause (`meshlora_judge.diagnosis.diagnose`), or recording the traces.
 
 Limits come from precision. In float64 (lifted) the relative L2 distance of a tensor is at most 1e-11, after AdamW 1e-6,
 as Adam divides by tiny moments. In a lower precision the reference runs in that precision too, and ours may be four
@@ -331,9 +330,7 @@ class _Judge:
         return missing(ours - names, ())
 
     def _is_in_a_kernel(self, phase: str, name: str) -> bool:
-        """Whether this activation has no output of its own on any rank, as one kernel computes it and the product after
-        it: the linear that is called with the product shows it.
-        """
+        # One kernel computes it and the product after it: the linear that is called with the product shows it.
         if self.evidence.case.kernels == "none" or name.rpartition(".")[2] != "act_fn":
             return False
         return not any(name in getattr(micro, phase) for micro in self.micro_batches)

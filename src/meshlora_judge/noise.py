@@ -1,8 +1,7 @@
 """The judge's noise on embedded tokens (NEFTune), around transformers and peft.
 
-Owns: its size and place on one process, written a second time from the paper's equation, with L the length of each
-sequence. The numbers drawn (`meshlora_ground.masks`) are a shared input, like the sequences; nothing of `layers.noise`
-is used.
+Written a second time from the paper's equation, with L the length of each sequence. The numbers drawn
+(`meshlora_ground.masks`) are a shared input, like the sequences; nothing of `layers.noise` is used.
 """
 
 from __future__ import annotations

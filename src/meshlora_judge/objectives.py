@@ -1,9 +1,8 @@
 """The judge's own losses, from whole logits on one process, written from the papers' equations.
 
-Owns: cross-entropy, policy gradients with an estimate of the divergence from the base, DPO, ORPO, KTO, losses
-of labels and of embeddings, and the routers' load-balancing loss by the function of transformers, over all tokens of an
-optimizer step at once. Does not own: their parameters (`meshlora_ground.objective`), which both sides share. Nothing of
-`run.objectives` or `train.heads` is used.
+The routers' load-balancing loss is by the function of transformers, over all tokens of an optimizer step at once. Does
+not own: parameters (`meshlora_ground.objective`), which both sides share. Nothing of `run.objectives` or `run.heads` is
+used.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Which rows and columns of the base's weights a rank holds, found by content.
 
-Owns: fingerprints of rows and columns, and the places of a rank's among those of the whole. Nothing here knows a
-layout: a row is identified by its values, as a sequence is by its tokens.
+Nothing here knows a layout: a row is identified by its values, as a sequence is by its tokens.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The reference's reading of checkpoints in few bits: whole, as plain numbers, by the libraries of the formats.
 
-Owns: for formats whose libraries do not read them here (fbgemm, compressed-tensors, modelopt, LLM.int8, GPTQ, AWQ), the
-published formula, written a second time and over bytes instead of words. Does not own: the product's reading of slices
-(`wings.quantized.packed`).
+For formats whose libraries do not read them here (fbgemm, compressed-tensors, modelopt, LLM.int8, GPTQ, AWQ), the
+published formula is written a second time, over bytes instead of words: nothing of `wings.quantized.packed` is used.
 """
 
 from __future__ import annotations

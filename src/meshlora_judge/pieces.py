@@ -1,7 +1,6 @@
 """Adapters on pieces of fused matrices, in PEFT's form: one adapter of their total rank, with a block-wise B.
 
-Owns: the rows of q, k, v, gate and up in the fused matrices of each family, derived a second time from the model's
-code, and the split of PEFT's A and B into those of the pieces.
+The rows of q, k, v, gate and up in each family's fused matrices are derived a second time from the model's code.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ _INTERLEAVED_EXPERTS = ("gpt_oss", "openai_privacy_filter")
 
 
 def rows_of(config: Any, module: str, piece: str, out_features: int) -> Tensor:
-    """The rows of `piece` in the fused matrix `module`, int64.
-
-    Raises:
-        UnsupportedError: the judge does not know the pieces of the family, or the matrix has no such piece.
-    """
+    """The rows of `piece` in the fused matrix `module`, int64. Raises: UnsupportedError: the judge knows none of it."""
     rows = torch.arange(out_features)
     heads = config.num_attention_heads
     kv = getattr(config, "num_key_value_heads", None) or heads

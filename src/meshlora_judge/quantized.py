@@ -1,8 +1,7 @@
 """The reference's quantised base: every linear but head and routers, and all experts, each matrix rounded as a whole.
 
-Owns: which matrices are rounded, storing the rounded values as plain numbers, and the published formulas of fp8 and
-mxfp4, written a second time. Does not own: the rounding to nf4 and int8, which is bitsandbytes'. Nothing here knows
-that a matrix can be split.
+The published formulas of fp8 and mxfp4 are written a second time; the rounding to nf4 and int8 is bitsandbytes'.
+Nothing here knows that a matrix can be split.
 """
 
 from __future__ import annotations
@@ -81,9 +80,8 @@ def _fp8(matrix: Tensor) -> Tensor:
 
 
 def _mxfp4(matrix: Tensor) -> Tensor:
-    """Groups of 32 input features: 2^(floor(log2(largest)) - 2) times the nearest number, of two the one with an even
-    code (OCP Microscaling Formats 1.0, section 6.3).
-    """
+    """Groups of 32 input features, by OCP Microscaling Formats 1.0, section 6.3: 2^(floor(log2(largest)) - 2) times the
+    nearest number, of two the one with an even code."""
     groups = matrix.reshape(-1, 32)
     largest = groups.abs().amax(1, keepdim=True)
     power = torch.floor(torch.log2(largest.double()))

@@ -297,9 +297,7 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trainable parameters by their names without PEFT's wrappers: `model.layers.0.mlp.up_proj.lora_A`,
-    `model.embed_tokens.lora_embedding_A`, `model.norm.weight`.
-    """
+    """Trainable parameters by their names without PEFT's wrappers: `model.layers.0.mlp.up_proj.lora_A`."""
     wrapped = plain_names(model)
     return {_plain(name, wrapped): p for name, p in model.named_parameters() if p.requires_grad}
 

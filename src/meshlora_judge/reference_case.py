@@ -166,8 +166,7 @@ def _forget_head(trace: Trace, model: Any) -> None:
 def _base_values(
     case: Case, factors: dict[str, nn.Parameter], rows: Mapping[str, list[int]]
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(base values of the trained base parameters, row norms of the base weights that DoRA scales). rows: trained
-    rows -> their tokens."""
+    """(base values of trained base parameters, row norms of weights that DoRA scales). rows: trained rows -> tokens."""
     wanted = {name for name in factors if ".lora_" not in name}
     scaled = [name for name in factors if name.endswith(".lora_magnitude_vector")]
     if not wanted and not scaled:

@@ -1,8 +1,6 @@
-"""Replay: in low precision all runs route as the float64 reference did; on rollouts that say each token's experts the
-reference takes these.
+"""Replay: in low precision all runs route as the float64 reference did, and the reference as rollouts say, if they do.
 
-Owns: the position of each token of a case in a batch, identified by its sequence, and the path of a case's record.
-Does not own: the mechanism (`meshlora_ground.routing`).
+A token of a case is identified in a batch by its sequence. Does not own: the mechanism (`meshlora_ground.routing`).
 """
 
 from __future__ import annotations

@@ -461,9 +461,7 @@ def _rope(rope: dict[str, Any], whole: dict[str, Any], sizes: dict[str, int]) ->
 
 
 def _sizes_of(tp: int, block: int) -> dict[str, int]:
-    """Kind of size -> tiny value: 8 heads and 4 key/value heads if tp divides them, else 2 tp and tp. Heads have 8
-    features, or more if `block` requires it.
-    """
+    """Kind of size -> tiny value: 8 heads and 4 key/value heads if tp divides them, else 2 tp and tp."""
     kv_heads = 4 if 4 % tp == 0 else tp
     return _sizes(2 * kv_heads, kv_heads, _VOCABULARY, tp, block)
 
@@ -500,7 +498,7 @@ def _least_like(value: int, tp: int, *, least: int, multiple: int) -> int:
 
 
 def _sizes(heads: int, kv_heads: int, vocabulary: int, tp: int, block: int) -> dict[str, int]:
-    head_dim = 8
+    head_dim = 8  # or more, if `block` requires it
     while heads * head_dim % (tp * block) and head_dim < 8 * tp * block:
         head_dim += 8
     hidden = heads * head_dim

@@ -73,9 +73,7 @@ class ShapeError(ValueError):
 
 @dataclass(frozen=True)
 class Layout:
-    """Token dims of an output: `[B, S, ...]` or flat `[B*S, ...]`; swapped `[B, x, S, ...]`; once `[1, S, ...]`; pooled
-    `[B, x]`, of all tokens of a row.
-    """
+    """Token dims: `[B, S, ...]`, flat `[B*S, ...]`, swapped `[B, x, S, ...]`, once `[1, S, ...]`, pooled `[B, x]`."""
 
     num_token_dims: int
     is_swapped: bool = False
@@ -197,11 +195,7 @@ class Ownership:
         return projection
 
     def index(self, rank: int, module: str, kind: str, local: int, whole: int, what: str) -> Tensor:
-        """The entries, -1 for padding. kind: "rows" or "columns" of the weight of `module`, or "" if along neither.
-
-        Raises:
-            ShapeError: `local` entries cannot be a rank's part of `whole`.
-        """
+        """The entries, or -1. kind: "rows" or "columns" of the weight of `module`, or "". Raises: ShapeError: no part."""
         tp_rank, tp = self.topology.coordinates(rank)["tp"], self.topology.tp
         if self.is_of_experts(module):
             tp_rank, tp = self.topology.expert_coordinates(rank)["etp"], self.topology.etp

@@ -1,7 +1,4 @@
-"""A run on one process, by the judge: what it is told of a run file.
-
-Owns: the judge's values, made of ours. Does not own: the reference itself (`meshlora_judge.reference`).
-"""
+"""A run on one process, by the judge (`meshlora_judge.reference`): its values, made of those of a run file."""
 
 from __future__ import annotations
 

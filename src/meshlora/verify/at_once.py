@@ -1,7 +1,6 @@
 """Several adapters trained together, each compared with transformers + peft training it alone on one process.
 
-Owns: adapters that differ in everything that could be mixed up, running both sides, and their largest difference. Does
-not own: the proof of one adapter (`verify.proof`), the preflight (`verify.preflight`).
+The adapters differ in everything that could be mixed up. Does not own: the proof of one adapter (`verify.proof`).
 """
 
 from __future__ import annotations

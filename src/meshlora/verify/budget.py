@@ -1,10 +1,8 @@
 """The messages (collectives) of a step, computed from the plan: kind, axes and bytes.
 
-Owns: every collective of a micro-batch with its bytes; the call counts derived in `docs/parallelism.md`. Does not own:
-counting the calls of a real run (`meshlora_judge.capture`), links and times (`planner`).
-
-Bytes are the input of one rank: its own part for an all-gather, the whole tensor otherwise. `Message.wire_bytes` gives
-the bytes sent.
+Owns: the call counts derived in `docs/parallelism.md`, too. Does not own: counting the calls of a real run
+(`meshlora_judge.capture`), links and times (`planner`). Bytes are the input of one rank: its own part for an
+all-gather, the whole tensor otherwise.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The features that faults need to show: of a topology, of a model with its adapter, and of a run of them.
-
-Owns: their names, each with its predicate. Does not own: which of them a fault needs (`verify.faults`).
-"""
+"""The features that faults (`verify.faults`) need to show: of a topology, a model with its adapter, a run."""
 
 from __future__ import annotations
 
@@ -399,10 +396,7 @@ def features_of_model(
 
 
 def features_of_run(case: Case, plan: ModelPlan, config: PretrainedConfig, *, adapters: int) -> set[Feature]:
-    """The features of the run of `case` on the topology of `plan`.
-
-    config: of the model. adapters: how many are trained at once.
-    """
+    """The features of the run of `case` on the topology of `plan`. config: of the model. adapters: trained at once."""
     run = _Run(case, plan, config, adapters=adapters)
     return features_of_model(plan, run.lora, config, has_pieces=bool(case.pieces)) | _of(run)
 

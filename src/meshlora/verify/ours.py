@@ -1,7 +1,6 @@
 """Our side of a proof on one rank: the product's own loader, trainer and file writer, observed from outside.
 
-Owns: what is recorded, and when. It runs the code of `meshlora train`, including its loop; nothing here computes a
-number.
+It runs the code of `meshlora train`, including its loop; nothing here computes a number.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """A pool of ranks on this machine: seconds to start the first, tenths for each further one, milliseconds a call.
 
-Owns: processes that share one group and call functions for this process; their errors, signals, scratch folders, and
-their cleanup when this process dies. `pool.run(function, *args)` calls a module-level function on every rank and
-returns the list of results. An error on a rank is raised here with its traceback; a rank that does not answer ends the
-pool, and the next call restarts it. Does not own: the launcher of training (`run.launch`): a pool is for many short
-runs in sequence.
+`pool.run(function, *args)` calls a module-level function on every rank and returns the list of results. An error on a
+rank is raised here with its traceback; a rank that does not answer ends the pool, and the next call restarts it. Does
+not own: the launcher of training (`run.launch`): a pool is for many short runs in sequence.
 """
 
 from __future__ import annotations
@@ -334,11 +332,7 @@ def _failure(error: BaseException) -> Answer:
 
 
 def new_scratch() -> list[Path]:
-    """New folders of this process: one in memory, if that is writable, then one on disk.
-
-    Raises:
-        OSError: the folder for temporary files is not writable.
-    """
+    """New folders of this process: one in memory, if that is writable, then one on disk. Raises: OSError: it is not."""
     # Names the owner, for whoever cleans up after a crash of the machine.
     prefix = f"meshlora-{os.getpid()}-"
     folders: list[Path] = []

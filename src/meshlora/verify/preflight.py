@@ -1,9 +1,8 @@
 """The preflight: before a run, a one-time proof of its model's twin with its adapter on its topology.
 
-Owns: the request and key of the proof, and the refusal; several adapters are proved one by one, then together. Does not
-own: the twin of a run (`verify.stand_in`), the comparison of several (`verify.at_once`), records of passed proofs
-(`meshlora_ground.proof_records`). The proof itself is that of `meshlora verify`: on CPUs in float64, and on the devices
-of the run in float32, whose rounding gives the limits.
+The proof is that of `meshlora verify`: on CPUs in float64, and on the devices of the run in float32, whose rounding
+gives the limits; several adapters are proved one by one, then together (`verify.at_once`). Does not own: the twin of a
+run (`verify.stand_in`), records of passed proofs (`meshlora_ground.proof_records`).
 """
 
 from __future__ import annotations
@@ -118,11 +117,7 @@ def proof_words(run: Prepared, *, skip: bool, ranks_per_gpu: int = 1) -> str:
 
 
 def preflight_state(runs: Mapping[str, Prepared], *, ranks_per_gpu: int = 1, cache_dir: Path = CACHE) -> str:
-    """The lines of `meshlora check` on the preflight of `runs`.
-
-    Raises:
-        UnsupportedError: no proof is possible.
-    """
+    """The lines of `meshlora check` on the preflight of `runs`. Raises: UnsupportedError: no proof is possible."""
     first = next(iter(runs.values()))
     if first.config.preflight == "off":
         return "preflight: off"

@@ -1,8 +1,7 @@
 """A proof: one reference run, our runs on each topology, and a verdict on each.
 
-Owns: the cache of reference runs, the processes, and the order of work. Does not own: the request and its checks
-(`verify.request`), the comparison (`meshlora_judge.judge`), our side on a rank (`verify.ours`), showing results
-(`verify.report.show`, `meshlora_judge.report.page`).
+Owns: the cache of reference runs, too. Does not own: the request and its checks (`verify.request`), the comparison
+(`meshlora_judge.judge`), our side on a rank (`verify.ours`), showing results (`verify.report.show`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """The request of a proof, checked before any process starts.
 
-Owns: the rules of a request, the topologies of "auto", the targets of the default adapter, and the training sequences:
-random tokens, or a user's text. Does not own: running it (`verify.proof`), the number of sequences
-(`meshlora_judge.case`), the shapes of twins (`meshlora_judge.twin`).
+Owns: its rules, the topologies of "auto", the targets of the default adapter, and the sequences: random tokens, or a
+user's text. Does not own: running it (`verify.proof`), the shapes of twins (`meshlora_judge.twin`).
 """
 
 from __future__ import annotations
@@ -208,11 +207,7 @@ class Proof:
 
 
 def prepare_proof(request: Request) -> Proof:
-    """Check everything about a request that can be refused before a process starts.
-
-    Raises:
-        UserError: the request is wrong, or a topology is refused.
-    """
+    """Check all that can be refused before a process starts. Raises: UserError: the request, or a topology, is bad."""
     _check(request)
     given = _topologies(request)
     largest_tp = max((t.tp for t in given), default=request.nproc or _AUTO_PROCESSES)
@@ -347,8 +342,7 @@ def _every_topology(processes: int, *, has_experts: bool) -> list[Topology]:
 
 
 def _in_full(lora: LoraConfig, targets: Collection[str], plan: ModelPlan) -> LoraConfig:
-    """An adapter on parameters, or on the text part of a composite, with all targets spelled out, which PEFT takes
-    literally."""
+    """An adapter on parameters, or on a composite's text part, with all targets spelled out, as PEFT takes them."""
     if not lora.target_parameters and not plan.text:
         return lora
     found = copy.copy(with_whole_projections(lora, plan))
@@ -433,11 +427,7 @@ def _with_experts(
 
 
 def _sequences(request: Request, config: PretrainedConfig, number: int) -> tuple[TokenizedDataset, int]:
-    """(`number` sequences, padding token id).
-
-    Raises:
-        UserError: text without a tokenizer, or too little of it.
-    """
+    """(`number` sequences, padding token id). Raises: UserError: text without a tokenizer, or too little of it."""
     text_config, data = config.get_text_config(), request.data
     size = text_config.vocab_size
     if data is None:
@@ -629,11 +619,7 @@ def _config(request: Request, *, tp: int, stages: int) -> tuple[PretrainedConfig
 
 
 def _twin(family: str, tp: int, overrides: dict[str, Any], *, block: int) -> PretrainedConfig:
-    """The twin of a family.
-
-    Raises:
-        UserError: unknown family, or an override that is not a field of its configuration.
-    """
+    """The twin of a family. Raises: UserError: unknown family, or an override that is no field of its configuration."""
     check_numbers(overrides, "--set")
     try:
         config = twin_config(family, tp=tp, block=block)

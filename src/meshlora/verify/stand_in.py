@@ -1,7 +1,6 @@
 """The stand-in for a run in its preflight: a twin of its model with its adapter, on its topology or a smaller one.
 
-Owns: mapping a run to its twin, and the refusal of a twin that lacks a feature of the model. Does not own: the shapes
-of twins (`meshlora_judge.twin`), the proof (`verify.preflight`).
+A twin that lacks a feature of the model is refused. Does not own: the shapes of twins (`meshlora_judge.twin`).
 """
 
 from __future__ import annotations
@@ -62,8 +61,7 @@ class StandIn:
             setattr(self.config, name, rate)
 
     def reference(self, run: Prepared) -> dict[str, Any] | None:
-        """The frozen adapter that `run` compares with, on the twin; None: its configuration is that of `lora`, or there
-        is none."""
+        """The frozen adapter that `run` compares with, on the twin; None: it is that of `lora`, or there is none."""
         reference = run.blueprint.reference
         if reference is None or run.config.reference == run.config.adapter:
             return None
@@ -161,11 +159,7 @@ class StandIn:
         return {name: real(name) for name in names}
 
     def check(self, proof: Proof) -> None:
-        """Refuse a twin that lacks a feature of the model: its proof would not cover the model.
-
-        Raises:
-            UnsupportedError: names what it lacks.
-        """
+        """Refuse a twin that lacks a feature of the model: its proof would not cover it. Raises: UnsupportedError."""
         run, twin = self._run, proof.plans[self.topology]
         if missing := _kinds(run.plan) - _kinds(twin):
             name, how = min(missing)

@@ -20,11 +20,7 @@ def refuse_mamba_targets(config: Any, model: Any, leaf: str) -> None:
 
 
 def rewrite_targets(config: Any, model: Any) -> None:
-    """Convert `config` as PEFT does on attaching: names of experts in transformers 4 become parameters.
-
-    Raises:
-        ValueError: PEFT requires gate and up together.
-    """
+    """Convert `config` as PEFT does on attaching: experts as in transformers 4. Raises: ValueError: gate without up."""
     from peft.utils import transformers_weight_conversion
 
     transformers_weight_conversion.convert_peft_config_for_transformers(config, model, None)

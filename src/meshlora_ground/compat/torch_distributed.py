@@ -51,9 +51,7 @@ def abort_groups() -> None:
 
 
 def set_timeout(group: ProcessGroup, limit_s: float) -> None:
-    """Set the timeout of later collectives of `group`. Before torch 2.14 the public API sets it only when a group is
-    created.
-    """
+    """Set the timeout of later collectives of `group`. Before torch 2.14 the public API sets that of new groups."""
     set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
     set_timeout(timedelta(seconds=limit_s), group)
 

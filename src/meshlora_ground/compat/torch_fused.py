@@ -68,9 +68,7 @@ def attention_back(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of query, key and value of `attention_with_sums`. With `out` and `sums` of more keys than these,
-    they are the terms of these keys.
-    """
+    """Gradients of query, key, value of `attention_with_sums`; with `out`, `sums` of more keys, the terms of these."""
     aten = torch.ops.aten
     if query.is_cpu:
         back = aten._scaled_dot_product_flash_attention_for_cpu_backward

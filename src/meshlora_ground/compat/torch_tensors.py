@@ -22,12 +22,8 @@ def running_backward() -> int:
     return int(torch._C._current_graph_task_id())
 
 
-def tensor_without_storage(
-    kind: type[Tensor], shape: Sequence[int], *, dtype: torch.dtype, device: torch.device
-) -> Any:
-    """A tensor of the subclass `kind` that reports a device and holds no memory. The public alternative, the meta
-    device, shows where a model asks for its device.
-    """
+def tensor_without_storage(kind: type[Tensor], shape: Sequence[int], *, dtype: torch.dtype, device: Any) -> Any:
+    """A tensor of the subclass `kind` that reports a device and holds no memory. A model sees the public one, meta."""
     return Tensor._make_wrapper_subclass(kind, tuple(shape), dtype=dtype, device=device)
 
 

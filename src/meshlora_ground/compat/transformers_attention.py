@@ -11,16 +11,12 @@ from torch import Tensor, nn
 
 
 def set_attention(config: Any, name: str) -> None:
-    """Set the attention implementation of `config` alone. Publicly it is set on all of a model's parts together, towers
-    included, and only to names that transformers knows.
-    """
+    """Set the attention of `config` alone. Publicly all parts of a model get it, by a name that transformers knows."""
     config._attn_implementation_internal = name
 
 
 def attention_function(name: str, module: nn.Module) -> Callable[..., Any]:
-    """transformers' attention function `name` for an attention module. "eager" is a function of each model's file, and
-    in no registry.
-    """
+    """transformers' attention function `name` for an attention module. "eager" is in each model's file, no registry."""
     if name != "eager":
         from transformers import AttentionInterface
 

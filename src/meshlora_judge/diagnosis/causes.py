@@ -1,9 +1,8 @@
 """Causes: the likely cause, in words, of a failing tensor's symptoms; one rule per phase.
 
-Owns: the rules, for dense blocks, dropout and experts. A rule only says what the numbers show, for example that the
-ranks' copies add up to the reference, or that the gap is the same for every token; "" means that it does not apply.
-Does not own: the choice of the tensor (`meshlora_judge.diagnosis.diagnose`), comparing numbers
-(`meshlora_judge.diagnosis.symptoms`).
+A rule only says what the numbers show, for example that the ranks' copies add up to the reference, or that the gap is
+the same for every token; "" means that it does not apply. Does not own: the choice of the tensor
+(`meshlora_judge.diagnosis.diagnose`), comparing numbers (`meshlora_judge.diagnosis.symptoms`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Diagnosis: the first difference from the reference, its ranks and ratio, and the likely cause in words.
 
-Owns: the order in which phases are examined. Does not own: the rules from symptom to cause
-(`meshlora_judge.diagnosis.causes`).
+Does not own: the rules from symptom to cause (`meshlora_judge.diagnosis.causes`).
 """
 
 from __future__ import annotations

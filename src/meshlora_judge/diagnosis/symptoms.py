@@ -1,7 +1,6 @@
 """Symptoms: patterns in the numbers of the first failing tensor, whatever the cause.
 
-Owns: the failure and the questions of a diagnosis about it: the error of each rank, the ratio of ours to the reference,
-whether rows have moved. Does not own: the conclusions (`meshlora_judge.diagnosis.causes`).
+Does not own: what follows from them (`meshlora_judge.diagnosis.causes`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The heat map of the report: modules down, phases across, shaded by error.
 
-Owns: assigning tensors to cells, folding layers, and the shade of an error. Does not own: colours (`report.css`) and
-markup (`report.html.j2`).
+Does not own: colours (`report.css`) and markup (`report.html.j2`).
 """
 
 from __future__ import annotations

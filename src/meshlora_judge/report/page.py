@@ -1,8 +1,7 @@
 """The report: a proof as one self-contained HTML file.
 
-Owns: the values that the page shows, and writing it. Does not own: its looks (`report.html.j2`, `report.css`,
-`report.js`), the heat map (`meshlora_judge.report.heatmap`), the geometry of figures
-(`meshlora_judge.report.figures`), the document of plain values that it is made of (`verify.report.document`).
+Does not own: its looks (`report.html.j2`, `report.css`, `report.js`), the document of plain values that it is made of
+(`verify.report.document`).
 
 Its content security policy allows no request and no script but its own. The template escapes all text. Without
 JavaScript everything is shown, unfolded.

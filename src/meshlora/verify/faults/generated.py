@@ -82,11 +82,7 @@ class Generated(Mutation):
 
     @contextlib.contextmanager
     def apply(self) -> Iterator[None]:
-        """Inject the fault while the block runs.
-
-        Raises:
-            NotPutInError: no function has this line, or the changed one closes over other variables.
-        """
+        """Inject the fault while the block runs. Raises: NotPutInError: no function has the line, or other closures."""
         functions = []
         codes = {_place(c): c for c in _codes(compile(_changed(self), str(file_of(self.file)), "exec"))}
         for function in _functions(self.file):
@@ -111,11 +107,7 @@ class Generated(Mutation):
 
 
 def generated(name: str) -> Generated:
-    """The fault of that name.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The fault of that name. Raises: UserError: there is none."""
     file = name.partition(":")[0]
     if file in files():
         for fault in faults_of(file):

@@ -59,11 +59,7 @@ PROVED: dict[str, Objective] = {
 
 
 def as_proved(kind: str) -> Objective:
-    """The objective that `--objective KIND` proves.
-
-    Raises:
-        UserError: no such kind.
-    """
+    """The objective that `--objective KIND` proves. Raises: UserError: no such kind."""
     if kind not in PROVED:
         raise UserError(f"--objective {kind}", did_you_mean(kind, PROVED))
     return PROVED[kind]

@@ -1,8 +1,7 @@
 """The registry of deliberate faults, collected from one file per theme.
 
-Owns: lookup by name. If a fault survives `meshlora verify --mutation all` on a topology where it should show, the proof
-is weaker than it claims. Does not own: injecting a fault (`verify.faults.fault`), small changes generated from syntax
-trees (`verify.faults.generated`).
+If a fault survives `meshlora verify --mutation all` on a topology where it should show, the proof is weaker than it
+claims. Does not own: small changes generated from syntax trees (`verify.faults.generated`).
 """
 
 from __future__ import annotations
@@ -36,20 +35,12 @@ from meshlora_ground.errors import UserError, did_you_mean
 
 
 def applied(name: str | None) -> AbstractContextManager[None]:
-    """A context with the mutation `name` injected, or with none.
-
-    Raises:
-        UserError: there is no such mutation.
-    """
+    """A context with the mutation `name` injected, or with none. Raises: UserError: there is no such mutation."""
     return find(name).apply() if name is not None else contextlib.nullcontext()
 
 
 def find(name: str) -> Mutation:
-    """The mutation of that name, registered or generated.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The mutation of that name, registered or generated. Raises: UserError: there is none."""
     if ":" in name:
         return generated(name)
     if name not in MUTATIONS:
