@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
@@ -18,7 +18,7 @@ from meshlora.plan.rules import ModelPlan
 from meshlora.plan.token_order import FEWEST
 from meshlora.wings.context.borders import sees_all
 from meshlora.wings.quantized.kinds import KEEP
-from meshlora_ground.objective import Grpo, Policy, Sft
+from meshlora_ground.objective import Grpo, Policy
 from meshlora_ground.tasks import CAUSAL
 from meshlora_ground.topology import DATA, EXPERT_AXES, Topology
 from meshlora_judge.batches import micro_batches_of
@@ -70,11 +70,6 @@ class _Adapted:
         """Whether a token mixer is not split."""
         whole = (region.name for region in self.plan.regions if not region.is_split)
         return any(not name.endswith(("mlp", "feed_forward")) for name in whole)
-
-    @property
-    def has_sliced_arguments(self) -> bool:
-        """Whether regions take arguments with a dim of heads, other than a bias of positions that is not there."""
-        return any(region.sliced for region in self.plan.regions) and getattr(self.config, "alibi", True)
 
     @property
     def has_uneven_heads(self) -> bool:
@@ -164,20 +159,16 @@ class _Run:
         return False
 
 
+Subject = TypeVar("Subject")
 # What a predicate asks, and the predicate: anything that is true or false.
 _Test = tuple[type, Callable[[Any], object]]
 
 
-def _mesh(has: Callable[[Topology], object]) -> _Test:
-    return Topology, has
+def _of_a(subject: type[Subject]) -> Callable[[Callable[[Subject], object]], _Test]:
+    return lambda has: (subject, has)
 
 
-def _model(has: Callable[[_Adapted], object]) -> _Test:
-    return _Adapted, has
-
-
-def _run(has: Callable[[_Run], object]) -> _Test:
-    return _Run, has
+_mesh, _model, _run = _of_a(Topology), _of_a(_Adapted), _of_a(_Run)
 
 
 def _kind(kind: str) -> _Test:
@@ -238,13 +229,12 @@ class Feature(enum.StrEnum):
     FUSED_QKV = "fused_qkv", _model(lambda m: {"q", "k", "v"} in m.fused)  # split piece by piece, and the next one
     FUSED_GATE_UP = "fused_gate_up", _model(lambda m: {"gate", "up"} in m.fused)
     FUSED_BLOCKS = "fused_blocks", _model(lambda m: m.blocks)  # rows on a rank are not contiguous
-    SLICED = "sliced", _model(lambda m: m.has_sliced_arguments)  # arguments with a dim of heads
+    # Regions take arguments with a dim of heads, other than a bias of positions that is not there.
+    SLICED = "sliced", _model(lambda m: any(r.sliced for r in m.plan.regions) and getattr(m.config, "alibi", True))
     WIDE_NORM = "wide_norm", _model(lambda m: m.plan.wide_norms)  # over a width that is split
     MIXER = "mixer", _model(lambda m: any(name.endswith(".A_log") for name in m.plan.parameters))  # has heads
-    GATED_NORM = (
-        "gated_norm",
-        _model(lambda m: any(n.pieces[0].name == "x" for n in m.plan.wide_norms.values())),
-    )  # after a gate
+    # After a gate.
+    GATED_NORM = "gated_norm", _model(lambda m: any(n.pieces[0].name == "x" for n in m.plan.wide_norms.values()))
     PADDED_VOCABULARY = "padded_vocabulary", _model(lambda m: m.is_padded)
     GATHERED_KEYS = "gathered_keys", _model(lambda m: m.plan.attentions and not m.plan.topology.ring)
     RECURRENT = "recurrent", _model(lambda m: m.plan.recurrent)  # mixers over cp
@@ -306,10 +296,8 @@ class Feature(enum.StrEnum):
     STEPS = "steps", _run(lambda r: r.case.steps > 1)
     SEED = "seed", _run(lambda r: r.case.seed != 0)  # 0 is the default
     DIGITS = "digits", _run(lambda r: r.case.dtype != "bfloat16")  # enough of them for a small fault
-    SHORT_BATCH = (  # the last of an epoch
-        "short_batch",
-        _run(lambda r: r.case.steps > 1 and r.case.data.num_examples % r.case.batch_size != 0),
-    )
+    # The last of an epoch.
+    SHORT_BATCH = "short_batch", _run(lambda r: r.case.steps > 1 and r.case.data.num_examples % r.case.batch_size)
     PACKING = "packing", _run(lambda r: r.case.packing)
     WHOLE_ROWS = "whole_rows", _run(lambda r: r.topology.cp == 1)  # on each rank
     FIRST_TOKENS = "first_tokens", _run(lambda r: r.trains_first_tokens)
@@ -317,10 +305,8 @@ class Feature(enum.StrEnum):
     # Padding at the end of rows has no mask.
     UNMASKED = "unmasked", _run(lambda r: not r.case.packing and not r.images and leaves_mask(r.plan))
     ONE_MICRO_BATCH = "one_micro_batch", _run(lambda r: r.micro_batches == 1)  # in a step
-    SEVERAL_MICRO_BATCHES = (  # short sequences of a packed step may all share one row
-        "several_micro_batches",
-        _run(lambda r: r.micro_batches > 1 and not r.case.packing),
-    )
+    # Short sequences of a packed step may all share one row.
+    SEVERAL_MICRO_BATCHES = "several_micro_batches", _run(lambda r: r.micro_batches > 1 and not r.case.packing)
     FOUR_MICRO_BATCHES = "four_micro_batches", _run(lambda r: r.micro_batches > 3)
     IMAGES = "images", _run(lambda r: r.images)  # of some sequences
     IMAGE_GRID = "image_grid", _run(lambda r: "image_grid_thw" in r.images)  # positions by grids
@@ -345,10 +331,8 @@ class Feature(enum.StrEnum):
     SMOOTHING = "smoothing", _run(lambda r: getattr(r.objective, "label_smoothing", 0) > 0)
     BASE = "base", _run(lambda r: r.objective.needs_base)
     REFERENCE = "reference", _run(lambda r: r.case.reference is not None)  # a frozen adapter
-    LOG_PROBABILITIES = (  # of whole rows
-        "log_probabilities",
-        _run(lambda r: not isinstance(r.objective, Sft) and r.objective.task == CAUSAL),
-    )
+    # Of whole rows.
+    LOG_PROBABILITIES = "log_probabilities", _run(lambda r: r.objective.kind != "sft" and r.objective.task == CAUSAL)
     EXAMPLES = "examples", _run(lambda r: r.objective.per != "token")  # a mean over pairs or records
     # Embeddings are of all tokens, or of the last.
     POOLS_TO_THE_END = "pools_to_the_end", _run(lambda r: getattr(r.objective, "pooling", "cls") != "cls")

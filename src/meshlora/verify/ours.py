@@ -45,6 +45,7 @@ from meshlora.train.losses import further_inputs, model_inputs
 from meshlora.verify.budget import first_forwards_budget, micro_batch_budget, step_budget
 from meshlora.verify.faults.generated import reached_lines
 from meshlora.verify.faults.registry import applied
+from meshlora.verify.request import same_fields
 from meshlora.wings.experts.balance import LoadBalancing
 from meshlora.wings.experts.same_tokens import COMPARED_FORWARDS
 from meshlora.wings.quantized import quantized
@@ -378,13 +379,10 @@ def run_config(case: Case, topology: str, folder: Path) -> RunConfig:
     # Rows hold two or three sequences.
     longest = max(len(sequence.input_ids) for sequence in case.data)
     data = DataConfig("unused", eval="unused", packing=case.packing, max_length=2 * longest)
-    fields = {f.name: getattr(case, f.name) for f in dataclasses.fields(TrainConfig) if hasattr(case, f.name)}
+    fields = same_fields(TrainConfig, case)
     fields |= {"output": str(folder / Path(LAST).parent), "recompute": "full" if case.recompute else "none"}
-    model = ModelConfig(
-        **vars(case.base),
-        disable_dropout="unsupported",  # whatever the case keeps on is supported
-        allow_unused_weights=True,
-        kernels=case.kernels,
-    )
+    options: dict[str, Any] = {"allow_unused_weights": True, "kernels": case.kernels}
+    # Whatever dropout the case keeps on is supported.
+    model = ModelConfig(**vars(case.base), disable_dropout="unsupported", **options)
     train = TrainConfig(**fields, replica_check_every=0)  # drift is for the judge to find
     return RunConfig(model, data, train, adapter=case.adapter, topology=topology)

@@ -46,13 +46,8 @@ _REMOVE_S = 5.0
 
 # Imported once, before ranks are forked, as it dominates start-up. Libraries only, to keep the reference free of our
 # code, but for the few lines that silence libraries.
-_LIBRARIES = (
-    "meshlora.verify.forked",
-    "torch.distributed",
-    "transformers.models.auto.modeling_auto",
-    "transformers.modeling_utils",
-    "peft",
-)
+_LIBRARIES = ["meshlora.verify.forked", "torch.distributed", "transformers.models.auto.modeling_auto"]
+_LIBRARIES += ["transformers.modeling_utils", "peft"]
 
 # Numbers of the fork servers that pools have started.
 _own: set[int] = set()
@@ -61,13 +56,7 @@ _own: set[int] = set()
 _LONGEST_FOLDER_OF_SOCKETS = 85
 
 # In the text of exceptions that blame the machine, not the code.
-_NO_ROOM = (
-    "MemoryError",
-    "OutOfMemoryError",
-    "can't allocate memory",
-    "Cannot allocate memory",
-    "No space left on device",
-)
+_NO_ROOM = ("MemoryError", "can't allocate memory", "Cannot allocate memory", "No space left on device")
 
 # (success, result or traceback, the exception if it is one of our own).
 Answer = tuple[bool, Any, MeshloraError | None]
@@ -239,7 +228,7 @@ def _context(device: str) -> tuple[Any, list[Path]]:
         folder = Path(util.get_temp_dir())  # of the fork server's socket
         if len(os.fsencode(folder)) <= _LONGEST_FOLDER_OF_SOCKETS:
             context = multiprocessing.get_context("forkserver")
-            context.set_forkserver_preload(list(_LIBRARIES))
+            context.set_forkserver_preload(_LIBRARIES)
             if _server_is_ours():
                 return context, [folder]
     return multiprocessing.get_context("spawn"), []
@@ -316,9 +305,8 @@ def _become_rank(rank: int, size: int, store: str, device: str, ranks_per_gpu: i
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    warnings.filterwarnings(
-        "ignore", message=".*is_gradient_checkpointing.*"
-    )  # peft calls what transformers deprecates
+    # PEFT calls what transformers deprecates.
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*")
     torch.set_num_threads(1)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False  # float32 is meant
     become_rank(rank, size, device, store=store, ranks_per_gpu=ranks_per_gpu)

@@ -38,6 +38,8 @@ from meshlora_judge.unshard import by_expert, with_prints_of_each
 # For a rank that hangs; a dead one is noticed at once. A checkpoint is loaded, and computed in float64.
 _TIMEOUT_OF_TWINS_S, _TIMEOUT_S = 600.0, 7200.0
 
+Made = tuple[Case, Trace, list[Trace]]  # a case with its inputs, the reference, its rounded versions
+
 logger = logging.getLogger(__name__)
 
 
@@ -117,8 +119,8 @@ def _called(topology: Topology, mutation: str | None) -> str:
     return f"{topology} with {mutation}" if mutation else str(topology)
 
 
-def reference_of(proof: Proof, worker: Pool) -> tuple[Case, Trace, list[Trace]]:
-    """(case with its inputs, reference, its rounded versions) from the cache; computed if missing or incomplete."""
+def reference_of(proof: Proof, worker: Pool) -> Made:
+    """From the cache; computed if missing or incomplete."""
     root = proofs_folder(proof.request.cache_dir)
     root.make()
     folder = root.path / proof.key
@@ -133,7 +135,7 @@ def reference_of(proof: Proof, worker: Pool) -> tuple[Case, Trace, list[Trace]]:
     case = dataclasses.replace(
         proof.case, model=proof.case.model or str(folder / "model"), adapter=str(folder / "adapter")
     )
-    rounded = [Trace.load(file) for file in sorted(folder.glob("rounded-*.safetensors"))]
+    rounded = list(map(Trace.load, sorted(folder.glob("rounded-*.safetensors"))))
     return case, Trace.load(folder / "reference.safetensors"), rounded
 
 
@@ -199,14 +201,7 @@ def _adapters(
     return [Phase("adapters", results)]
 
 
-def _run(
-    proof: Proof,
-    made: tuple[Case, Trace, list[Trace]],
-    topology: Topology,
-    mutation: str | None,
-    pool: Pool,
-    worker: Pool,
-) -> Outcome:
+def _run(proof: Proof, made: Made, topology: Topology, mutation: str | None, pool: Pool, worker: Pool) -> Outcome:
     started = time.perf_counter()
     try:
         evidence = evidence_of(*made, topology, mutation, pool, worker, timeout_s=_timeout_s(proof))

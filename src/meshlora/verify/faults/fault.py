@@ -86,15 +86,11 @@ def _after(wrong: Code, original: Code) -> Code:
     return lambda *args, **rest: wrong(original(*args, **rest), *args, **rest)
 
 
-def _instead_of(wrong: Code, original: Code) -> Code:
-    return wrong
-
-
 # `fault` whose wrong code takes: the original and its arguments; the original's result and its arguments; only the
 # arguments.
 around = functools.partial(fault, _around)
 after = functools.partial(fault, _after)
-instead_of = functools.partial(fault, _instead_of)
+instead_of = functools.partial(fault, lambda wrong, _: wrong)
 
 
 def _replaced(change: Change) -> AbstractContextManager[Any]:

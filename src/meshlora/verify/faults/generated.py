@@ -118,7 +118,7 @@ def generated(name: str) -> Generated:
 
 def files() -> list[str]:
     """The source files, as in the names of faults."""
-    return sorted(name_of(path) for path in own_files())
+    return sorted(map(name_of, own_files()))
 
 
 @functools.cache

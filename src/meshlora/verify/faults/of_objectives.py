@@ -222,20 +222,16 @@ def sequence_means_per_token(objective: Objective, batch: Batch) -> int:
 
 
 @around(objectives, "surrogate", needs={Feature.CISPO})
-def cispo_weight_with_gradient(
-    original: Any, objective: Any, ratio: Tensor, advantage: Tensor, log_p: Tensor
-) -> tuple[Tensor, Tensor]:
+def cispo_weight_with_gradient(original: Any, objective: Any, ratio: Tensor, advantage: Tensor, log_p: Tensor) -> Any:
     """the clipped ratio is a weight without gradient"""
     clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
     return clipped * advantage * log_p, clipped != ratio
 
 
 @around(objectives, "surrogate", needs={Feature.CISPO})
-def cispo_gains_by_the_ratio(
-    original: Any, objective: Any, ratio: Tensor, advantage: Tensor, log_p: Tensor
-) -> tuple[Tensor, Tensor]:
+def cispo_gains_by_the_ratio(original: Any, objective: Any, *seen: Tensor) -> Any:
     """the loss is the one that is configured"""
-    return original(replace(objective, loss="clipped"), ratio, advantage, log_p)
+    return original(replace(objective, loss="clipped"), *seen)
 
 
 @of_formula(needs={Feature.ENTROPY})

@@ -48,26 +48,11 @@ def find(name: str) -> Mutation:
     return MUTATIONS[name]
 
 
-_THEMES = (
-    of_borders,
-    of_context,
-    of_shards,
-    of_stages,
-    of_vocabulary,
-    of_gradients,
-    of_batches,
-    of_images,
-    of_adapters,
-    of_files,
-    of_optimizer,
-    of_dropout,
-    of_noise,
-    of_experts,
-    of_objectives,
-    of_ring,
-    of_runs,
-    of_kernels,
-)
-MUTATIONS: dict[str, Mutation] = {
-    fault.name: fault for theme in _THEMES for fault in vars(theme).values() if isinstance(fault, Mutation)
-}
+_THEMES = [of_borders, of_context, of_shards, of_stages, of_vocabulary, of_gradients, of_batches, of_images]
+_THEMES += [of_adapters, of_files, of_optimizer, of_dropout, of_noise, of_experts, of_objectives, of_ring]
+_THEMES += [of_runs, of_kernels]
+MUTATIONS = dict[str, Mutation]()
+for _theme in _THEMES:
+    for _fault in vars(_theme).values():
+        if isinstance(_fault, Mutation):
+            MUTATIONS[_fault.name] = _fault
