@@ -20,10 +20,8 @@ from meshlora_ground.compat.torch_operators import TorchDispatchMode
 from meshlora_judge.experts import expert_modules, watch_choices, wrappers
 
 # Inside a PEFT layer: the frozen layer, captured separately, and parts of the adapter, which have no counterpart.
-_BASE, _ADAPTER = (
-    ".base_layer",
-    (".lora_", ".modules_to_save.", ".original_module", ".parametrizations.", ".token_adapter"),
-)
+_BASE = ".base_layer"
+_ADAPTER = (".lora_", ".modules_to_save.", ".original_module", ".parametrizations.", ".token_adapter")
 # The trained copy of a block; it is captured under the block's name, and its parts under theirs.
 _COPY = ".modules_to_save.default."
 

@@ -109,8 +109,9 @@ class Case(Training):
     @property
     def base(self) -> Base:
         """The base model."""
-        options = {"attn_implementation": self.attn_implementation, "trust_remote_code": self.trust_remote_code}
-        return Base(self.model, dtype=self.dtype, quantization=self.quantization, **options)
+        options: dict[str, Any] = {"dtype": self.dtype, "attn_implementation": self.attn_implementation}
+        options |= {"trust_remote_code": self.trust_remote_code, "quantization": self.quantization}
+        return Base(self.model, **options)
 
     @property
     def data(self) -> TokenizedDataset:

@@ -38,7 +38,7 @@ def compare_adapters(ours: Path, reference: Path) -> Worst:
 
 def read_losses(metrics: Path) -> list[float]:
     """Training loss per step, from `metrics.jsonl`."""
-    lines = (json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines())
+    lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
     return [line["loss"] for line in lines if "loss" in line]
 
 

@@ -107,7 +107,7 @@ class _Judge:
         for step, number in enumerate(self.reference.num_tokens):
             results.append(self._counted(step, number))
         if self.evidence.case.packing:
-            most = max(unshard.most_in_a_row(micro) for micro in self.micro_batches)
+            most = max(map(unshard.most_in_a_row, self.micro_batches))
             results.append(checked("packed rows", most > 1, "no row holds more than one sequence"))
         return results
 
@@ -411,7 +411,7 @@ class _Judge:
         low, gaps = _of(self.evidence.rounded, field_name), list[float]()
         if reference:  # of no steps, as without load balancing, there is no largest gap
             gaps = [float((torch.tensor(own, dtype=torch.float64) - wholes).abs().max()) for own in low]
-        numbers = {len(values) for values in ours}
+        numbers = set(map(len, ours))
         common = min(*numbers, len(reference))
         results = []
         if numbers != {len(reference)}:

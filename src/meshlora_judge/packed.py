@@ -39,9 +39,8 @@ def load_base(folder: str | Path, config: PretrainedConfig, **options: Any) -> A
         for file in weight_files(Path(folder)):
             tensors |= load_file(file)
         del options["local_files_only"], options["trust_remote_code"]
-        return own_class(config).from_pretrained(
-            None, config=config, state_dict=plain_numbers(tensors, given), **options
-        )
+        options["state_dict"] = plain_numbers(tensors, given)
+        return own_class(config).from_pretrained(None, config=config, **options)
     return model_class(config).from_pretrained(folder, config=config, **options)
 
 

@@ -214,9 +214,7 @@ def accumulate(
     return sum(float(each.detach()) for each in sums) / number, aux
 
 
-def train(
-    model: nn.Module, steps: Iterable[Sequence[MicroBatch]], settings: Training, policy: Any = None
-) -> list[float]:
+def train(model: nn.Module, steps: Iterable[list[MicroBatch]], settings: Training, policy: Any = None) -> list[float]:
     """AdamW over `steps`, each a list of micro-batches; returns the loss of each step. policy: `frozen_policy`."""
     masks = Masks(model, seed=settings.seed)
     add_noise(model, masks, alpha=settings.neftune_alpha)
@@ -248,10 +246,8 @@ def make_optimizer(model: nn.Module, settings: Training) -> torch.optim.Optimize
 
         kind, options = AdamW8bit, options | {"min_8bit_size": settings.min_8bit_size}
     if settings.optimizer == "lora_fa":
-        own: Any = model.peft_config["default"]  # type: ignore[index]
-        optimizer = create_lorafa_optimizer(
-            model, own.r, own.lora_alpha, settings.lr, weight_decay=settings.weight_decay
-        )
+        of: Any = model.peft_config["default"]  # type: ignore[index]
+        optimizer = create_lorafa_optimizer(model, of.r, of.lora_alpha, settings.lr, weight_decay=settings.weight_decay)
         for group in optimizer.param_groups:
             group.update(betas=options["betas"], eps=settings.eps)
     elif settings.lora_plus_ratio is None:

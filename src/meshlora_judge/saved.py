@@ -76,9 +76,8 @@ def read_saved(case: Case, folder: str, stacks: Mapping[str, Stack]) -> None:
         found.note = f"PEFT cannot read it: {reason(error)}"
     try:
         drawn = LoraConfig.from_pretrained(str(root / FRESH))
-        found.fresh_scalings = scalings(
-            without_values(case.model, drawn, case.objective, trust_remote_code=case.trust_remote_code)
-        )
+        model = without_values(case.model, drawn, case.objective, trust_remote_code=case.trust_remote_code)
+        found.fresh_scalings = scalings(model)
     except Exception as error:  # noqa: BLE001 - the same
         found.fresh_note = f"PEFT cannot read it: {reason(error)}"
     config = AutoConfig.from_pretrained(case.model, local_files_only=True, trust_remote_code=case.trust_remote_code)
@@ -118,4 +117,6 @@ def _difference(ours: Path, theirs: Path, task: str) -> str:
 
 
 def _unordered(value: Any) -> Any:
-    return sorted(value) if isinstance(value, list) and all(isinstance(v, str) for v in value) else value
+    if isinstance(value, list) and {*map(type, value)} == {str}:
+        return sorted(value)
+    return value

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
@@ -88,10 +88,7 @@ _PER_LAYER = re.compile(r"^(?!mtp_).*(layer|type|pattern|intermediate_size)")
 _INDEX_LISTS = {"mlp_only_layers", "moe_layers", "full_attn_idxs", "hybrid_layer_ids", "attn_layer_indices"}
 _INDEX_LISTS |= {"local_layer_ids", "cross_attention_layers"}
 # Fields of vision towers, of which a twin has two layers and 4 x 4 patches.
-_OF_TOWERS: dict[str, Callable[[dict[str, Any]], Any]] = {
-    "deepstack_visual_indexes": lambda _: [0],
-    "fullatt_block_indexes": lambda _: [1],
-}
+_OF_TOWERS = {"deepstack_visual_indexes": [0], "fullatt_block_indexes": [1]}
 _FIRST_LAYERS = {"first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "max_window_layers"}
 _LAST_LAYERS = {"num_kv_shared_layers"}
 _PERIODS: dict[str, str | int] = {
@@ -153,13 +150,8 @@ _M_ROPE = {
 
 def language_model_types() -> list[str]:
     """The sorted `model_type`s with a language model in the installed transformers, composites included."""
-    return sorted(
-        {
-            *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-            *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
-            *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
-        }
-    )
+    names = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    return sorted(names.union(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES))
 
 
 def twin_config(model_type: str, *, tp: int = 1, block: int = 1, **overrides: Any) -> PretrainedConfig:
@@ -235,12 +227,12 @@ def _sizes_like(config: PretrainedConfig, tp: int, block: int) -> dict[str, int]
     are odd or not a power of two, and the vocabulary modulo tp.
     """
     whole = _common_fields(config.get_text_config())
-    pairs = [(whole.get(by), whole.get(shared)) for shared, by in _SHARED_HEADS.items()]
-    pairs += [(whole.get("num_attention_heads"), whole.get("num_attention_heads"))]  # no shared heads: one each
-    found = [(heads, kv_heads) for heads, kv_heads in pairs if isinstance(heads, int) and isinstance(kv_heads, int)]
-    if not found:
+    for shared, by in (*_SHARED_HEADS.items(), ("num_attention_heads",) * 2):  # no shared heads: one each
+        heads, kv_heads = whole.get(by), whole.get(shared)
+        if isinstance(heads, int) and isinstance(kv_heads, int):
+            break
+    else:
         return _sizes_of(tp, block)
-    heads, kv_heads = found[0]
     if kv_heads == heads:
         few = many = _least_like(heads, tp, least=min(heads, 8), multiple=1)
     else:
@@ -267,7 +259,7 @@ def _shrunk(
         elif value is None or isinstance(value, bool):
             continue
         elif name in _OF_TOWERS:
-            data[field] = _OF_TOWERS[name](data)
+            data[field] = [*_OF_TOWERS[name]]
         elif _RANDOM.search(name) and isinstance(value, int | float):
             data[field] = type(value)(0)
         elif name in _TOKENS:
@@ -283,10 +275,10 @@ def _shrunk(
         elif name == "original_max_position_embeddings":
             data[field] = _original_positions(value, whole, sizes)
         elif name == "per_layer_config":
-            own = {int(k): v for k, v in value.items()}
-            data[field] = {
-                str(new): _tiny_layer(own[old], whole, sizes) for new, old in enumerate(layers) if old in own
-            }
+            data[field], own = {}, {int(k): v for k, v in value.items()}
+            for new, old in enumerate(layers):
+                if old in own:
+                    data[field][str(new)] = _tiny_layer(own[old], whole, sizes)
         else:
             data[field] = _tiny(name, _of_layers(name, value, whole, layers), whole, sizes)
     if "fullatt_block_indexes" in data:  # windows of two by two merged patches
@@ -453,10 +445,8 @@ def _rope(rope: dict[str, Any], whole: dict[str, Any], sizes: dict[str, int]) ->
         sections = [s * half // sum(whole_sections) for s in whole_sections]
         sections[0 if middle == last else -1] += half - sum(sections)  # height and width stay alike
         tiny["mrope_section"] = sections
-    if rope.get("original_max_position_embeddings"):
-        tiny["original_max_position_embeddings"] = _original_positions(
-            rope["original_max_position_embeddings"], whole, sizes
-        )
+    if positions := rope.get("original_max_position_embeddings"):
+        tiny["original_max_position_embeddings"] = _original_positions(positions, whole, sizes)
     return tiny
 
 

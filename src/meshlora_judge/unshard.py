@@ -195,7 +195,7 @@ class Ownership:
         return projection
 
     def index(self, rank: int, module: str, kind: str, local: int, whole: int, what: str) -> Tensor:
-        """The entries, or -1. kind: "rows" or "columns" of the weight of `module`, or "". Raises: ShapeError: no part."""
+        """The entries, or -1. kind: "rows" or "columns" of the weight of `module`, or "". Raises: ShapeError."""
         tp_rank, tp = self.topology.coordinates(rank)["tp"], self.topology.tp
         if self.is_of_experts(module):
             tp_rank, tp = self.topology.expert_coordinates(rank)["etp"], self.topology.etp

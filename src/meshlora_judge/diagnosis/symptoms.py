@@ -170,7 +170,7 @@ def ratio_of(pieces: list[Piece], whole: Tensor, tolerance: float) -> float | No
 
 def _rows(parts: list[Tensor]) -> Tensor:
     """All elements of `parts`, rows of one rank, without their common offset."""
-    return centred(torch.cat([torch.atleast_1d(part) for part in parts])).flatten()
+    return centred(torch.cat(list(map(torch.atleast_1d, parts)))).flatten()
 
 
 def centred(values: Tensor) -> Tensor:

@@ -67,10 +67,8 @@ def spread(tensors: list[Drawing]) -> Drawing | None:
 
     drawing: Drawing = {"width": width, "height": height, "base": base, "bars": bars, "totals": []}
     for place, y in tops.items():
-        over = (place, "over") in counts
-        drawing["totals"].append(
-            {"x": _r(20 + slot * (place + 0.5)), "y": _r(y - 5), "count": totals[place], "over": over}
-        )
+        total = {"x": _r(20 + slot * (place + 0.5)), "y": _r(y - 5), "count": totals[place]}
+        drawing["totals"].append(total | {"over": (place, "over") in counts})
     drawing["ticks"] = [{"x": x_of(e), "exponent": e} for e in range(int(_FLOOR) + 1, last // 2 + 1, 2)]
     drawing["lines"] = [{"x": x_of(math.log10(value)), "value": value, "tone": tone} for value, tone in tones.items()]
     drawing |= {"zero": None, "infinite": None, "band": None}
@@ -124,7 +122,7 @@ def curve(losses: dict[str, list[float | None]]) -> Drawing | None:
 
 def gaps(run: Drawing) -> Drawing | None:
     """The relative difference of the losses at each step, on a log scale from 1e-17."""
-    values = [_gap(a, b) for a, b in zip(run["losses"]["ours"], run["losses"]["reference"], strict=False)]
+    values = list(map(_gap, run["losses"]["ours"], run["losses"]["reference"]))
     if not values:
         return None
     limits = [tensor["limit"] for tensor in run.get("tensors", {}).get("loss", []) if tensor["limit"]]

@@ -78,7 +78,7 @@ def _page(document: Document) -> dict[str, Any]:
         "verdict": verdict,
         "model": _model(document),
         "plain": plain,
-        "differing": [_differing(run) for run in differing],
+        "differing": list(map(_differing, differing)),
         "mutated": mutated,
         "survived": sum(run["passed"] for run in mutated),
         "kills": kills,
