@@ -13,6 +13,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import sys
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -116,10 +117,10 @@ def _limit_memory(more_bytes: int) -> None:
         return
     now = int(status.read_text().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    is_free = hard == resource.RLIM_INFINITY
-    resource.setrlimit(resource.RLIMIT_AS, (now if is_free else min(now, hard), hard))
+    most = sys.maxsize if hard == resource.RLIM_INFINITY else hard
+    resource.setrlimit(resource.RLIMIT_AS, (min(now, most), hard))
     _take_holes()
-    limit = now + more_bytes if is_free else min(now + more_bytes, hard)
+    limit = min(now + more_bytes, most)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 

@@ -213,7 +213,7 @@ class _Wanted:
         if not weights:
             return folder
         # By the commit: a branch may have moved on meanwhile.
-        patterns = [glob.escape(file) for file in weights]
+        patterns = list(map(glob.escape, weights))
         return Path(snapshot_download(self.name, revision=folder.name, allow_patterns=patterns, **options))
 
     def contents(self, folder: Path) -> list[str]:

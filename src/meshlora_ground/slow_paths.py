@@ -74,15 +74,8 @@ OVER_CPU = SlowPath(
     ("cuda",),
 )
 # All that `take` is called with, in the order in which ranks tell each other.
-TAKEN = (
-    WHOLE_MASK,
-    ONE_BY_ONE,
-    PADDING_MASK,
-    EXPERTS_ONE_BY_ONE,
-    UNPACKED_IN_PIECES,
-    UNPACKED_WITHOUT_KERNEL,
-    OVER_CPU,
-)
+TAKEN: tuple[SlowPath, ...] = (WHOLE_MASK, ONE_BY_ONE, PADDING_MASK, EXPERTS_ONE_BY_ONE)
+TAKEN += (UNPACKED_IN_PIECES, UNPACKED_WITHOUT_KERNEL, OVER_CPU)
 
 
 class _Watcher:

@@ -56,13 +56,12 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         lines: dict[str, int] = {}
         for key, _ in node.value:
+            line = key.start_mark.line + 1
             if not isinstance(key, yaml.ScalarNode):
-                raise yaml.YAMLError(f"a key in line {key.start_mark.line + 1} is no text and no number")
+                raise yaml.YAMLError(f"a key in line {line} is no text and no number")
             if key.value in lines:
-                raise yaml.YAMLError(
-                    f"{key.value} is given twice, in lines {lines[key.value]} and {key.start_mark.line + 1}"
-                )
-            lines[str(key.value)] = key.start_mark.line + 1
+                raise yaml.YAMLError(f"{key.value} is given twice, in lines {lines[key.value]} and {line}")
+            lines[str(key.value)] = line
         return super().construct_mapping(node, deep)
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:

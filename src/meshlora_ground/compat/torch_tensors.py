@@ -55,9 +55,8 @@ def is_mean(loss: Tensor) -> bool:
     node = loss.grad_fn
     if node is None:
         return False
-    return (
-        node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", 0) == 1
-    )  # torch's number of means
+    # 1 is torch's number of means.
+    return node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", 0) == 1
 
 
 def is_dropout(module: nn.Module) -> bool:
