@@ -245,9 +245,14 @@ def prepare_proof(request: Request) -> Proof:
         share_experts=bool(getattr(lora, "share_experts", False)),
     )
     if is_twin:
-        files, notes = [_config_text(config)], []
+        values = config.to_dict()
+        values.pop(READ_FROM, None)  # a folder: the same configuration elsewhere is the same
+        files, notes = [json.dumps(values, sort_keys=True, default=str)], []
     else:  # after all refusals: gigabytes may be read
-        files, notes = file_fingerprint(Path(model)), _notes(request, first)
+        options = dataclasses.replace(first.options, allow_unused_weights=True)  # as transformers has it
+        # Which weights of the checkpoint both sides pass over; that it lacks some is an error.
+        said = dataclasses.replace(first, source=Path(model), options=options).check_weights()
+        files, notes = file_fingerprint(Path(model)), [said] if said else []
     if case.routed:
         notes.append("each token goes to the experts that its rollout says")
     if request.ranks_per_gpu > 1:
@@ -276,13 +281,6 @@ def _reference(request: Request, plans: dict[Topology, ModelPlan], words: dict[s
     if not isinstance(targets, set | list):
         targets = ()  # a pattern, or all
     return _in_peft_words(request.reference, _in_full(lora, targets, plan), plans)
-
-
-def _notes(request: Request, blueprint: Blueprint) -> list[str]:
-    """Which weights of the checkpoint both sides pass over. Raises: UserError: it lacks some."""
-    options = dataclasses.replace(blueprint.options, allow_unused_weights=True)  # as transformers has it
-    said = dataclasses.replace(blueprint, source=Path(str(request.model)), options=options).check_weights()
-    return [said] if said else []
 
 
 def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology]) -> dict[Topology, Blueprint]:
@@ -648,9 +646,3 @@ def _device(wanted: str, ranks: int, ranks_per_gpu: int) -> str:
     else:
         takes_gpus = on_gpus(wanted, num_ranks=ranks, ranks_per_gpu=ranks_per_gpu)
     return "cuda" if takes_gpus else "cpu"
-
-
-def _config_text(config: PretrainedConfig) -> str:
-    values = config.to_dict()
-    values.pop(READ_FROM, None)  # a folder: the same configuration elsewhere is the same
-    return json.dumps(values, sort_keys=True, default=str)

@@ -176,10 +176,8 @@ class StandIn:
 def provable(topology: Topology, *, most_ranks: int = MOST_RANKS) -> Topology:
     """`topology`, or if it is too large for a machine, a smaller one that keeps as many of its features as possible.
 
-    It can still be larger than `most_ranks`, where no smaller one has every axis.
-
-    It shrinks dp, cp and the axes of experts; features are axes of more than one rank, and experts with dp groups of
-    their own.
+    It can still be larger than `most_ranks`, where no smaller one has every axis. It shrinks
+    dp, cp and the axes of experts; features are axes of more than one rank, and experts with dp groups of their own.
     """
     interleave = min(topology.interleave, 2)
     if topology.world <= most_ranks:

@@ -78,17 +78,13 @@ def fault(
     return of
 
 
-def _around(wrong: Code, original: Code) -> Code:
-    return lambda *args, **rest: wrong(original, *args, **rest)
-
-
 def _after(wrong: Code, original: Code) -> Code:
     return lambda *args, **rest: wrong(original(*args, **rest), *args, **rest)
 
 
 # `fault` whose wrong code takes: the original and its arguments; the original's result and its arguments; only the
 # arguments.
-around = functools.partial(fault, _around)
+around = functools.partial(fault, lambda wrong, original: lambda *args, **rest: wrong(original, *args, **rest))
 after = functools.partial(fault, _after)
 instead_of = functools.partial(fault, lambda wrong, _: wrong)
 
