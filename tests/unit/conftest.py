@@ -83,6 +83,7 @@ def setup(setups: Callable[[], Setup]) -> Setup:
 @pytest.fixture
 def nothing_has_happened_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     """No rank, no weight: a mistake must be found without them."""
+    import meshlora_extra.merging.merge  # noqa: F401  # it takes `read_slice` by name: not that of a test
 
     def too_late(*_: Any, **__: Any) -> None:
         raise AssertionError("the mistake went unnoticed until ranks were started or weights were read")

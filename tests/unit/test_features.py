@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from meshlora.plan import pairs
 from meshlora.plan.features import Feature, features_of
-from meshlora.plan.pairs import AXES, PROVED, REFUSED, check, proof_of, refusal, refused_pairs
+from meshlora.plan.pairs import AXES, PROVED, REFUSED, check, proof_of, refusal
 from meshlora.run import together
 from meshlora.run.config.file import read_run
 from meshlora.run.together import prepare_run
