@@ -83,7 +83,7 @@ ON_PARTS: dict[str, dict[str, Any]] = {
         # By default pieces and what is shared, each with gate and up in another order than mixtral's.
         ("pieces", "gpt_oss", "tp=2,etp=2", 1),
         pytest.param("pieces", "llama4_text", "tp=2,etp=2", 1, marks=pytest.mark.proof),
-        ("shared", "llama4_text", "dp=2,tp=2,ep=2,etp=2", 1),
+        pytest.param("shared", "llama4_text", "dp=2,tp=2,ep=2,etp=2", 1, marks=pytest.mark.long),
         pytest.param("shared", "mixtral", "tp=2,sp,ep=2", 1, marks=pytest.mark.proof),
         pytest.param("shared piece", "gpt_oss", "tp=2,ep=2", 1, marks=pytest.mark.proof),
         pytest.param("one projection", "mixtral", "tp=2,etp=2", 1, marks=pytest.mark.proof),

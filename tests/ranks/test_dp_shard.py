@@ -124,6 +124,7 @@ def _held(topology: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("topology", [pytest.param("dp=2,dp_shard", marks=pytest.mark.proof), "dp=2,tp=2,dp_shard"])
 def test_each_dp_rank_holds_its_part_of_the_layers_and_never_more_than_one_layer_besides(
     topology: str, pools: Callable[[int], Pool]
@@ -164,7 +165,7 @@ def test_a_run_with_all_that_a_run_has_gives_the_bytes_of_dp(
         ("llama", ("dp=2,tp=2,sp,dp_shard",)),
         pytest.param("llama", ("dp=2,dp_shard",), marks=pytest.mark.proof),
         # Experts are sharded over dp where its ranks hold the same ones; else ep shards them.
-        ("mixtral", ("dp=2,dp_shard",)),
+        pytest.param("mixtral", ("dp=2,dp_shard",), marks=pytest.mark.long),
         pytest.param("mixtral", ("dp=2,ep=2,dp_shard",), marks=pytest.mark.proof),
         pytest.param("mixtral", ("dp=2,tp=2,etp=2,dp_shard",), marks=pytest.mark.proof),
     ],

@@ -37,6 +37,7 @@ def _grown_shard_and_largest(folder: Path, name: str) -> tuple[int, int, int]:
         return growth_of_peak(lambda: meshlora.load(folder, topology=topology, dtype="float32"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("stored", "topology"), [pytest.param("float32", "ep=4", marks=pytest.mark.proof), ("bfloat16", "ep=4,etp=2")]
 )

@@ -56,6 +56,7 @@ def _joined(of_ranks: list[list[list[list[int]]]]) -> list[list[list[int]]]:
     return [[list(chain.from_iterable(shares)) for shares in zip(*epoch, strict=True)] for epoch in epochs]
 
 
+@pytest.mark.long
 def test_each_row_goes_to_one_dp_rank_in_the_order_of_one_process(pools: Callable[[int], Pool]) -> None:
     (alone,) = pools(1).run(_sampled, "", 4, {"seed": 5})
     apart = pools(2).run(_sampled, "dp=2", 2, {"seed": 5})

@@ -62,6 +62,7 @@ def test_rows_hold_several_sequences(folder: Path) -> None:
     assert len(rows) < 7
 
 
+@pytest.mark.long
 def test_numbers_of_tokens_in_a_record_do_not_depend_on_packing(
     expert_folder: Path, pools: Callable[[int], Pool]
 ) -> None:

@@ -270,6 +270,7 @@ def _with_nan(most: int, *given: Any) -> None:
         _stopped_after(*given)
 
 
+@pytest.mark.long
 def test_steps_that_were_left_out_in_a_row_are_counted_over_a_resume(
     folder: Path, whole: Callable[[str], Path], stopped: Callable[[str], Path], pools: Callable[[int], Pool]
 ) -> None:

@@ -166,6 +166,7 @@ def test_each_of_many_goes_on_from_its_own_last_checkpoint(
         assert steps == list(range(1, ADAPTERS[adapter]["train"]["steps"] + 1))
 
 
+@pytest.mark.long
 def test_step_of_one_that_is_not_finite_is_left_out_and_the_others_go_on(
     folder: Path, singles: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -154,6 +154,7 @@ def test_record_of_another_batch_is_refused(folder: Path, plain: Path, pools: Ca
         _run(pools, folder, "larger", "dp=1", routing_replay=str(folder / "routing"), batch_size=6)
 
 
+@pytest.mark.long
 def test_record_of_another_order_of_the_data_is_refused(folder: Path, pools: Callable[[int], Pool]) -> None:
     """Where all sequences are cut to one length, every step has as many tokens."""
     routing = folder / "routing-of-short"

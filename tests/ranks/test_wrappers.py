@@ -78,6 +78,7 @@ def _wrap(topology: str, name: str) -> tuple[str, bool]:
     return str(refused.value), all(torch.equal(tensor, after[key]) for key, tensor in before.items())
 
 
+@pytest.mark.long
 @for_each(("topology", "name"), [*(("tp=2", name) for name in WRAPPERS), ("dp=2", "ddp"), ("dp=2,dp_shard", "trainer")])
 def test_wrapper_would_overwrite_the_parts_of_other_ranks(
     topology: str, name: str, pools: Callable[[int], Pool]

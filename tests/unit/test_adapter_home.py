@@ -98,6 +98,7 @@ def test_card_of_a_resumed_run_is_that_of_the_run_that_nothing_interrupted(
     assert run("--resume", "auto") == whole
 
 
+@pytest.mark.long
 def test_template_that_has_changed_since_is_not_shipped_and_a_lost_tokenizer_loses_no_adapter(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -137,6 +137,7 @@ def test_what_cannot_be_had_is_one_message_without_secrets(mistake: str, files: 
         assert bool(hub.requests) == (mistake not in ("nobody", "offline"))
 
 
+@pytest.mark.long
 def test_a_user_and_a_password_in_the_endpoint_are_not_shown(files: dict[str, bytes], start: Start) -> None:
     with Hub({NAME: files}) as hub:
         endpoint = hub.url.replace("://", f"://me:{TOKEN}@")
@@ -165,6 +166,7 @@ def test_a_download_that_was_killed_is_no_model(files: dict[str, bytes], start: 
         assert "lacks files of it" not in err
 
 
+@pytest.mark.long
 def test_a_cache_that_does_not_say_what_is_missing_is_completed(
     files: dict[str, bytes], start: Start, tmp_path: Path
 ) -> None:

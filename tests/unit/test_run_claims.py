@@ -58,6 +58,7 @@ def test_ci_runs_the_claims_and_a_slice_of_the_proofs() -> None:
         assert script in makefile.partition(f"\n{target}:")[2].partition("\n\n")[0]
 
 
+@pytest.mark.long
 def test_one_that_fails_or_hangs_ends_no_other_and_is_named(
     claims: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

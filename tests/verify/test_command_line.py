@@ -226,6 +226,7 @@ def test_file_that_fails_at_the_end_takes_neither_the_other_file_nor_the_result(
     assert ("report:" in said) == (whole.suffix == ".html")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("outcomes")
 def test_what_differs_is_said_before_the_file_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:

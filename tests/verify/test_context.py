@@ -47,6 +47,7 @@ SHORT_ROWS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[] if n == "state spaces" else pytest.mark.proof) for n in SHORT_ROWS]
 )

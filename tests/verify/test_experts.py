@@ -55,6 +55,7 @@ def test_each_expert_has_a_result_of_its_own_and_all_agree(evidence: Evidence) -
     }
 
 
+@pytest.mark.long
 def test_experts_are_known_by_their_matrices(evidence: Evidence) -> None:
     for rank, trace in enumerate(evidence.ranks):
         own = {name for name in trace.gradients if "experts" in name and name.endswith("gate_up_proj.lora_A")}

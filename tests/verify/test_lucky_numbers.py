@@ -50,6 +50,7 @@ def test_norm_may_be_off_by_what_rounding_does_to_its_gradient(evidence: Evidenc
     assert _wrong_by(evidence, 5e-7) == []
 
 
+@pytest.mark.long
 def test_norm_that_is_wrong_by_more_is_still_found(evidence: Evidence) -> None:
     assert _wrong_by(evidence, 1e-5) == [f"norm of step {len(evidence.reference.grad_norms)}"]
 

@@ -33,6 +33,7 @@ def test_sequences_of_a_micro_batch_are_one_row(family: str, topology: str, prov
     assert outcome.passed, (outcome.divergence, outcome.error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("topology", ["cp=2", pytest.param("pp=2", marks=pytest.mark.proof)])
 def test_masks_that_a_model_makes_without_positions_are_made_with_them(topology: str, prove: Prove) -> None:
     """With windows and sinks; each part has its own mask of the packed row."""
@@ -40,11 +41,13 @@ def test_masks_that_a_model_makes_without_positions_are_made_with_them(topology:
     assert outcome.passed, (outcome.divergence, outcome.error)
 
 
+@pytest.mark.long
 def test_policy_reads_its_columns_and_the_base_in_packed_rows(prove: Prove) -> None:
     (outcome,) = prove(family="qwen3", objective=PROVED["policy"], packing=True, topologies=("dp=2",))
     assert outcome.passed, (outcome.divergence, outcome.error)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [pytest.param("float64", marks=pytest.mark.proof), "float32"])
 def test_experts_with_load_balancing(dtype: str, prove: Prove) -> None:
     """Below float64 routing is replayed: the judge knows each token of a packed row."""
@@ -65,6 +68,7 @@ def test_what_cannot_be_packed_is_refused() -> None:
         prepare_proof(Request(family="lfm2", topologies=("dp=2",), packing=True))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("topology", ["dp=2", pytest.param("tp=2,sp", marks=pytest.mark.proof)])
 def test_dropout_of_packed_tokens_is_that_of_the_same_tokens_unpacked(topology: str, prove: Prove) -> None:
     lora = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", "lora_dropout": 0.1}
