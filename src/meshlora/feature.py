@@ -273,11 +273,7 @@ def features() -> tuple[Feature, ...]:
 
 
 def check_axes(topology: Topology) -> None:
-    """Refuse several ranks along an axis whose wing is not there.
-
-    Raises:
-        UserError: names the axis.
-    """
+    """Refuse several ranks along an axis whose wing is not there. Raises: UserError: names the axis."""
     known = {*SEQUENCES, TP}.union(*(feature.axes for feature in features()))
     for axis, size in (topology.sizes | {EP: topology.ep, ETP: topology.etp}).items():
         if size > 1 and axis not in known:

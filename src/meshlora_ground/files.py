@@ -107,10 +107,7 @@ def why_not_writable(folder: Path) -> str:
 
 def check_result_file(file: Path, given: str, *, makes_folder: bool = False) -> None:
     """Refuse, before the work, a file that could not be written after it. makes_folder: its folder may be missing.
-
-    Raises:
-        UserError: about `given`.
-    """
+    Raises: UserError: about `given`."""
     folder = file.absolute().parent
     while makes_folder and not folder.exists():
         folder = folder.parent

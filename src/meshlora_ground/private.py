@@ -109,11 +109,8 @@ class PrivateFolder:
 
 
 def open_own(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:
-    """Open for reading a file that only this user can have written. flags: of `os.open`, if more than reading.
-
-    Raises:
-        NotOwnError: somebody else could have written it or its folder. OSError: it cannot be opened, or is not a file.
-    """
+    """Open for reading a file that only this user can have written. flags: of `os.open`, if more than reading. Raises:
+    NotOwnError: somebody else could have written it or its folder. OSError: it cannot be opened, or is not a file."""
     _refuse(path.parent, path.parent.stat())
     try:
         # Neither follow a link nor block on a pipe.

@@ -123,11 +123,7 @@ class Factor:
 
 
 def runtime(model: nn.Module) -> Runtime:
-    """The `Runtime` of a model returned by `meshlora.load`.
-
-    Raises:
-        UserError: any other model.
-    """
+    """The `Runtime` of a model returned by `meshlora.load`. Raises: UserError: any other model."""
     found = getattr(model, "meshlora", None)
     if not isinstance(found, Runtime):
         raise UserError(f"{type(model).__name__}", "it is not a parallel model", "make it with meshlora.load")
@@ -135,11 +131,7 @@ def runtime(model: nn.Module) -> Runtime:
 
 
 def check_not_merged(state: Runtime, what: str) -> None:
-    """Refuse `what` while the active adapter is merged into the weights.
-
-    Raises:
-        UserError: it is.
-    """
+    """Refuse `what` while the active adapter is merged into the weights. Raises: UserError: it is."""
     if state.unmerged is not None:
         rule = "its weights are those of one adapter"
         raise UserError(f"{what} while an adapter is merged", rule, "call meshlora.unmerge before")
@@ -377,11 +369,7 @@ def reference_in_use(model: Any) -> Iterator[None]:
 
 
 def active_factors(model: Any) -> list[Factor]:
-    """The factors of the active adapter on this rank, in module order.
-
-    Raises:
-        UserError: no adapter is active.
-    """
+    """The factors of the active adapter on this rank, in module order. Raises: UserError: no adapter is active."""
     state = runtime(model)
     check_not_merged(state, "training")
     if state.active is None:

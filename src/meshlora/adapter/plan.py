@@ -202,11 +202,7 @@ def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets:
 
 
 def _modules_to_save(model: Any, plan: ModelPlan, config: LoraConfig) -> Iterator[str]:
-    """The modules whose names end with one of `modules_to_save`.
-
-    Raises:
-        UserError: there is none.
-    """
+    """The modules whose names end with one of `modules_to_save`. Raises: UserError: there is none."""
     for wanted in dict.fromkeys(config.modules_to_save or ()):
         owners = [name for name, _ in model.named_modules() if name.endswith(wanted)]  # without a dot, as in PEFT
         yield from owners

@@ -165,11 +165,8 @@ def links_of(axis: Axis) -> Links | None:
 
 
 def _open_links(axis: Axis) -> Links | None:
-    """Collective over `axis`. Either all ranks get links or none does: they agree on it.
-
-    Raises:
-        RuntimeError: some ranks cannot reach each other, and there is no gloo to fall back on.
-    """
+    """Collective over `axis`. Either all ranks get links or none does: they agree on it. Raises: RuntimeError: some
+    ranks cannot reach each other, and there is no gloo to fall back on."""
     _told_to_all(b"here", axis)  # wait before making files: a rank killed while it waits leaves none behind
     meeting = Meeting(_rank(axis), axis.size)
     try:

@@ -51,11 +51,7 @@ def check_units(model: nn.Module, plan: ModelPlan) -> None:
 
 
 def check_not_sharded(plan: ModelPlan, name: str, parameter: Tensor) -> None:
-    """Refuse to train parameter `name` of the base if it is sharded.
-
-    Raises:
-        UnsupportedError: it is.
-    """
+    """Refuse to train parameter `name` of the base if it is sharded. Raises: UnsupportedError: it is."""
     if plan.is_sharded(name, ndim=parameter.ndim):
         check({"topology": plan.topology, "sharded": name})
 

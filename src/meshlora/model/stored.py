@@ -266,11 +266,8 @@ def _stored_tensors(folder: Path) -> Iterator[StoredTensor]:
 
 
 def _with_packed(folder: Path, quantization: Mapping[str, Any] | None) -> list[StoredTensor]:
-    """The tensors of a checkpoint, where those of a weight in few bits are that weight.
-
-    Raises:
-        UserError: some are missing, or do not fit.
-    """
+    """The tensors of a checkpoint, where those of a weight in few bits are that weight. Raises: UserError: some are
+    missing, or do not fit."""
     tensors = {tensor.key: tensor for tensor in _stored_tensors(folder)}
     if not quantization:
         return list(tensors.values())
@@ -408,11 +405,8 @@ def _number(key: str, pattern: str) -> int | None:
 
 
 def _together(places: list[_Found]) -> Stored:
-    """The tensors of one parameter, in the order in which transformers puts them together.
-
-    Raises:
-        UserError: two are of one place, or an expert lacks one.
-    """
+    """The tensors of one parameter, in the order in which transformers puts them together. Raises: UserError: two are
+    of one place, or an expert lacks one."""
     # By number, not by name: 10 follows 9.
     places = sorted(places, key=lambda p: (p.pattern, -1 if p.number is None else p.number))
     for one, two in itertools.pairwise(places):

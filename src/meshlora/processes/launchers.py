@@ -180,7 +180,8 @@ def enter_place(rank: int, world: int, *, store: str, ranks_per_gpu: int = 1) ->
 
 
 def set_rendezvous() -> None:
-    """Set MASTER_ADDR and MASTER_PORT, where the launcher did not. Raises: UserError: the host is unknown."""
+    """Set MASTER_ADDR and MASTER_PORT, which torch needs, where the launcher did not. Raises: UserError: the host is
+    unknown, or has no address."""
     env = os.environ
     if is_by_torchrun():
         return

@@ -185,11 +185,8 @@ def _load(
 
 
 def _read(descriptor: int, *, is_mapped: bool) -> tuple[Arrays, Mapping[str, str]]:
-    """Arrays and metadata of the open file `descriptor`, even if its path has been replaced since.
-
-    Raises:
-        ValueError: the arrays are not those of a dataset. SafetensorError, OSError: it cannot be read.
-    """
+    """Arrays and metadata of the open file `descriptor`, even if its path has been replaced since. Raises: ValueError:
+    the arrays are not those of a dataset. SafetensorError, OSError: it cannot be read."""
     # As torch's tensors they are mapped, as numpy's they are copies.
     with safe_open(f"/dev/fd/{descriptor}", framework="pt" if is_mapped else "numpy") as file:
         slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)

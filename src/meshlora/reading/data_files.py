@@ -33,11 +33,8 @@ _KINDS = {stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether `path` is a folder rather than a regular file. Nothing is opened, as opening a pipe would block.
-
-    Raises:
-        UserError: it is missing, or it or an entry in it is neither.
-    """
+    """Whether `path` is a folder rather than a regular file. Nothing is opened, as opening a pipe would block. Raises:
+    UserError: it is missing, or it or an entry in it is neither."""
     mode = _mode(path)  # of what a link leads to
     if not stat.S_ISDIR(mode):
         _check_regular(path, mode)
@@ -106,11 +103,8 @@ def opened(path: Path) -> Iterator[IO[bytes]]:
 
 
 def bounded_lines(file: IO[AnyStr], path: Path) -> Iterator[AnyStr]:
-    """The lines of an open file, with their line ends.
-
-    Raises:
-        UserError: one is too long, or holds a NUL, so that it is not text; there is no end of blank ones.
-    """
+    """The lines of an open file, with their line ends. Raises: UserError: one is too long, or holds a NUL, so that it
+    is not text; there is no end of blank ones."""
     number = num_blank = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
         number += 1

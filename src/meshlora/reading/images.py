@@ -85,10 +85,7 @@ class Images:
 
 def images_of(records: Sequence[Record], processor: Any, *, skips: bool = False) -> Images:
     """The images of `records`, hashed. skips: a record whose files cannot be read has none here, and is no error yet.
-
-    Raises:
-        UserError: a file is missing, or no regular file.
-    """
+    Raises: UserError: a file is missing, or no regular file."""
     readable = [_readable(record, skips=skips) for record in records]
     with FileHashes(itertools.chain.from_iterable(readable)) as hashes:
         files = []
@@ -102,10 +99,7 @@ def images_of(records: Sequence[Record], processor: Any, *, skips: bool = False)
 
 def locate_images(row: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """`row` with the paths of images in its messages, relative to `folder`, made absolute. Malformed parts are kept.
-
-    Raises:
-        MalformedError: a path that leads out of `folder`, links followed: data are untrusted.
-    """
+    Raises: MalformedError: a path that leads out of `folder`, links followed: data are untrusted."""
 
     def part_of(part: Any) -> Any:
         if not is_image(part) or not isinstance(part.get("image"), str):

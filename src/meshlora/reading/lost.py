@@ -85,11 +85,8 @@ class Lost:
     trains_all: bool = False
 
     def words(self, lost_text: LostText) -> list[str]:
-        """A line for each kind, with how many records it is of, and the first of them.
-
-        Raises:
-            UserError: text of trained answers is lost that models do write at inference, and lost_text is "refuse".
-        """
+        """A line for each kind, with how many records it is of, and the first of them. Raises: UserError: text of
+        trained answers is lost that models do write at inference, and lost_text is "refuse"."""
         counts = np.bincount(self.codes % len(KINDS), minlength=len(KINDS)).tolist()
         of_kind = Counter(dict(zip(KINDS, counts, strict=True)))
         lines = [f"{self._records(kind)}: {words}" for kind, words in _SAID.items() if of_kind[kind]]

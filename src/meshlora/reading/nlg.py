@@ -88,11 +88,8 @@ def context_record(row: Mapping[str, Any], origin: str) -> Record:
 
 
 def of_categories(records: list[Record], categories: str) -> list[Record]:
-    """The records whose category WebNLG's training data have (seen), or have not (unseen), or all.
-
-    Raises:
-        UserError: a record does not say so, or there is none.
-    """
+    """The records whose category WebNLG's training data have (seen), or have not (unseen), or all. Raises: UserError: a
+    record does not say so, or there is none."""
     if categories == "all":
         return records
     given = f"data.eval_categories={categories}"
@@ -107,7 +104,8 @@ def of_categories(records: list[Record], categories: str) -> list[Record]:
 
 
 def parted(records: Sequence[Record], separator: str) -> Sequence[Record]:
-    """The records, of text with `separator` after the prompt. Raises: UserError: none has a prompt and a completion."""
+    """The records with `separator` between prompt and completion; rows of tokens are complete. Raises: UserError: no
+    record has both."""
     if not separator:
         return records
     if {"completion", "tokens"}.isdisjoint(record.kind for record in records):

@@ -27,11 +27,8 @@ _OF_WORD = {
 
 
 def places(source: Any) -> list[Any]:
-    """Files and saved datasets, or a dataset in memory.
-
-    Raises:
-        UserError: a path, a pattern or a folder that names nothing to read; several splits.
-    """
+    """Files and saved datasets, or a dataset in memory. Raises: UserError: a path, a pattern or a folder that names
+    nothing to read; several splits."""
     if isinstance(source, (str, os.PathLike)):
         return files_of(source)
     if isinstance(source, (list, tuple)):

@@ -16,11 +16,8 @@ FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def load_processor(path: str | Path, config: PretrainedConfig) -> Any:
-    """The processor in a model's folder, without its part for videos, which needs torchvision.
-
-    Raises:
-        UserError: there is none, or it cannot be loaded. UnsupportedError: the model takes no images.
-    """
+    """The processor in a model's folder, without its part for videos, which needs torchvision. Raises: UserError: there
+    is none, or it cannot be loaded. UnsupportedError: the model takes no images."""
     try:
         kind = PROCESSOR_MAPPING[type(config)]
     except KeyError:

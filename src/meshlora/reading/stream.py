@@ -43,11 +43,8 @@ class RolloutStream:
         return Path(self.folder) / f"step_{step:06d}.jsonl"
 
     def write(self, step: int, records: Iterable[Mapping[str, Any]]) -> Path:
-        """Write the records of a step; a reader sees the whole file or none.
-
-        Raises:
-            UserError: a record is no JSON, as with NaN; there are none; the file cannot be written.
-        """
+        """Write the records of a step; a reader sees the whole file or none. Raises: UserError: a record is no JSON, as
+        with NaN; there are none; the file cannot be written."""
         try:
             # NaN would be written as a word that JSON does not have.
             lines = [json.dumps(record, allow_nan=False) + "\n" for record in records]
@@ -88,11 +85,8 @@ class RolloutStream:
         return steps
 
     def state(self, step: int) -> Literal["there", "ended", "missing"]:
-        """Whether a step can be read, is not to come any more, or may still come.
-
-        Raises:
-            UserError: the stream has ended after this step, and the step's file is missing.
-        """
+        """Whether a step can be read, is not to come any more, or may still come. Raises: UserError: the stream has
+        ended after this step, and the step's file is missing."""
         if self.file(step).is_file():
             return "there"
         # In this order: a mark that is seen after a missing file was written after that file, had there been one.

@@ -89,11 +89,8 @@ def rows_at_once(num_rows: int, num_bytes: int, largest: int = 0) -> int:
 def parquet_batches(
     file: pyarrow.parquet.ParquetFile, raw: IO[bytes], columns: list[str], name: str
 ) -> Iterator[pyarrow.RecordBatch]:
-    """The batches of a Parquet file. raw: the same file.
-
-    Raises:
-        UserError: rows that are too long on average, or lists of more values than are read.
-    """
+    """The batches of a Parquet file. raw: the same file. Raises: UserError: rows that are too long on average, or lists
+    of more values than are read."""
     for group in range(file.num_row_groups):
         found = file.metadata.row_group(group)
         num_bytes, largest = 0, 0

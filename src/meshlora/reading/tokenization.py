@@ -209,11 +209,8 @@ class Read:
         say: Callable[[str], None] | None,
         **more: Any,
     ) -> TokenizedDataset:
-        """Their sequences. counts: beginnings of each record, where each is a sequence. more: further fields.
-
-        Raises:
-            UserError: what a template leaves out is refused.
-        """
+        """Their sequences. counts: beginnings of each record, where each is a sequence. more: further fields. Raises:
+        UserError: what a template leaves out is refused."""
         train_on, is_alone = self.making.train_on, self.making.rows_per_example == 1
         lost = Lost(
             arrays.pop("lost"),
@@ -293,10 +290,7 @@ def _check_placeholders(tokens: TokenizedDataset, records: AbstractSequence[Reco
 
 def check_vocabulary(tokens: TokenizedDataset, record_at: Callable[[int], Record], vocab_size: int) -> None:
     """Check token ids, cached ones too. The tokenizer's size does not bound them: few tokens may have large ids.
-
-    Raises:
-        UserError: names the record, which `record_at` gives for its index.
-    """
+    Raises: UserError: names the record, which `record_at` gives for its index."""
     assert tokens.sources is not None
     if int(tokens.input_ids.min()) >= 0 and int(tokens.input_ids.max()) < vocab_size:
         return

@@ -330,7 +330,8 @@ class Turns:
         return [place for place, each in self._marked() if each.message == index and each.kind in kinds]
 
     def span(self, index: int) -> Span:
-        """The characters of `text` that the assistant writes as message `index`, its end too. Raises: UntoldError."""
+        """The characters of `text` that the assistant writes as message `index`, with the token that ends it. Raises:
+        UntoldError: they cannot be told."""
         own = self._own.get(index)
         if not own and not self.kinds(index):
             return self._without_text(index)

@@ -67,11 +67,8 @@ class Followed:
     current: tuple[TokenizedDataset, np.ndarray] = field(default_factory=lambda: (no_tokens(), np.empty(0, np.int64)))
 
     def fetch(self, step: int, asked: threading.Event) -> State:
-        """Wait for the data of `step`, counted from 1. asked: set once this rank is asked to stop. Collective.
-
-        Raises:
-            UserError: it did not come in time, or it is not what a step's file is.
-        """
+        """Wait for the data of `step`, counted from 1. asked: set once this rank is asked to stop. Collective. Raises:
+        UserError: it did not come in time, or it is not what a step's file is."""
         is_missing = self.make is not None and self._seen(step, asked) == "missing"
         if self.make is not None and is_missing:
             self.make(step)

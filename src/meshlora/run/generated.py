@@ -50,11 +50,8 @@ class Prompts:
 
 
 def prepare_prompts(run: Evaluation) -> Prompts:
-    """The prompts of `data.eval`, in the order of their first records.
-
-    Raises:
-        UserError: a record without a prompt; a prompt that leaves no room for `generate.max_new_tokens`.
-    """
+    """The prompts of `data.eval`, in the order of their first records. Raises: UserError: a record without a prompt; a
+    prompt that leaves no room for `generate.max_new_tokens`."""
     config, data = run.config, run.config.data
     assert data.eval is not None
     records = of_categories(records_of(data, data.eval), data.eval_categories)

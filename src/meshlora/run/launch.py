@@ -135,11 +135,8 @@ def _folder_of_run() -> Iterator[tuple[Path, Janitor]]:
 
 
 def _watch(ranks: Sequence[_Rank], words: socket.socket, janitor: Janitor, timeout_s: float) -> None:
-    """Wait until all ranks have ended: by themselves, or killed `_GRACE_S` after the first failure.
-
-    Raises:
-        RankFailedError: some still run `timeout_s` after rank 0 has succeeded.
-    """
+    """Wait until all ranks have ended: by themselves, or killed `_GRACE_S` after the first failure. Raises:
+    RankFailedError: some still run `timeout_s` after rank 0 has succeeded."""
     while any(rank.process.poll() is None for rank in ranks):
         select.select([words], [], [], _LOOK_S)
         _read(ranks, words)

@@ -42,11 +42,8 @@ class LossScale:
             factor.parameter.grad.mul_(1 / self.scale)
 
     def takes_step(self, grad_norm: float, *, step: int) -> bool:
-        """Whether optimizer step `step`, from 0, with this global norm is taken. Updates the scale.
-
-        Raises:
-            MeshloraError: the gradient is not finite at any scale.
-        """
+        """Whether optimizer step `step`, from 0, with this global norm is taken. Updates the scale. Raises:
+        MeshloraError: the gradient is not finite at any scale."""
         if math.isfinite(grad_norm):
             self.good_steps += 1
             if self.good_steps == self.interval:

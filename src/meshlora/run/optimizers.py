@@ -57,11 +57,8 @@ def _cuts_blocks(shape: tuple[int, ...], cut: Cut, size: int) -> bool:
 
 
 def check_trainable(optimizer: str, adapter: AdapterPlan, plan: ModelPlan) -> None:
-    """Refuse an adapter that `train.optimizer` would not train as one process does.
-
-    Raises:
-        UnsupportedError: names what of it. UserError: the library of the optimizer is not installed.
-    """
+    """Refuse an adapter that `train.optimizer` would not train as one process does. Raises: UnsupportedError: names
+    what of it. UserError: the library of the optimizer is not installed."""
     check({**adapter.asked(plan), "train.optimizer": optimizer})
     if optimizer == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
         way_out = "pip install 'meshlora[quantization]'"

@@ -242,10 +242,7 @@ def check_warmup(warmup: int, decay: int, *, steps: int) -> None:
 
 def read_output(run: Prepared, *, resume: str | None, despite: Collection[str] = ()) -> Prepared:
     """`run` updated from its output folder. Called again under the lock: others may have used the folder until then.
-
-    Raises:
-        UserError: the output holds a run, or one that this run cannot resume.
-    """
+    Raises: UserError: the output holds a run, or one that this run cannot resume."""
     options = run.config.train
     check_output(run.config, resumes=resume is not None)
     if resume is None:

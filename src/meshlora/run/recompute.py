@@ -63,11 +63,8 @@ def switch_by_own_rule(model: PreTrainedModel, recompute: str | int) -> None:
 
 
 def check_recompute(model: PreTrainedModel, recompute: str | int) -> None:
-    """Refuse recomputation for a model whose layers do not support it. `model` may be on the meta device.
-
-    Raises:
-        UnsupportedError: names the type of the layer, or the number of layers.
-    """
+    """Refuse recomputation for a model whose layers do not support it. `model` may be on the meta device. Raises:
+    UnsupportedError: names the type of the layer, or the number of layers."""
     every = _every(recompute)
     if not every:
         return

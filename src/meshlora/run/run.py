@@ -179,11 +179,8 @@ def _unknown(run: Prepared) -> Contents:
 
 
 def merge_at_end(run: Prepared, *, console: Console | None = None) -> None:
-    """Write the merged model beside the finished adapter, unless it exists. One process.
-
-    Raises:
-        MeshloraError: it could not be written, or computes something else than model and adapter.
-    """
+    """Write the merged model beside the finished adapter, unless it exists. One process. Raises: MeshloraError: it
+    could not be written, or computes something else than model and adapter."""
     output = Path(run.config.train.output)
     if _is_merged(output / MERGED):
         return

@@ -103,7 +103,8 @@ def check_fits(tokenizer: PreTrainedTokenizerBase, blueprint: Blueprint, *, max_
 
 
 def check_vision(blueprint: Blueprint, images: FurtherInputs | None) -> None:
-    """Refuse an adapter outside the text part without images: it would have no gradient. Raises: UserError."""
+    """Refuse an adapter outside the text part of a composite without images: it would have no gradient. Raises:
+    UserError: names the first such module."""
     outside = [name for name in blueprint.trained.targets if not blueprint.plan.is_text(name)]
     if outside and images is None:
         rule = "text does not pass through it, and no training data has images"

@@ -21,11 +21,8 @@ from meshlora_ground.errors import UserError
 def read_sources(
     data: DataConfig, given: Given, read: Callable[..., TokenizedDataset], say: Callable[[str], None] | None
 ) -> TokenizedDataset:
-    """The tokens of all sources of `given`, in order. read: called with paths, `columns` and `format`.
-
-    Raises:
-        UserError: as `read`; some of the sources have weights and others not.
-    """
+    """The tokens of all sources of `given`, in order. read: called with paths, `columns` and `format`. Raises:
+    UserError: as `read`; some of the sources have weights and others not."""
     groups = _groups(data, given)
     weights = [each.weight for each in sources_of(given)]
     has_weights = any(weight is not None for weight in weights)

@@ -301,11 +301,8 @@ def check_shifted(
 
 
 def _after(input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Tensor:
-    """Labels `[B, S]` as Hugging Face's models take them -> of each token the one after it. The host waits.
-
-    Raises:
-        UserError: labels that are shifted already.
-    """
+    """Labels `[B, S]` as Hugging Face's models take them -> of each token the one after it. The host waits. Raises:
+    UserError: labels that are shifted already."""
     found = shifted(labels)
     if labels.shape == input_ids.shape:
         goes_on = _goes_on(labels != IGNORED, attention_mask, position_ids)

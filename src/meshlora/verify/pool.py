@@ -114,12 +114,8 @@ class Pool:
                 self._processes.append(process)
 
     def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
-        """Results of `function(*args)` by rank.
-
-        Raises:
-            RankError: a rank raised. RankEndedError: a rank died or timed out, and none raised but for losing contact.
-                Either way the ranks are killed.
-        """
+        """Results of `function(*args)` by rank. Raises: RankError: a rank raised. RankEndedError: a rank died or timed
+        out, and none raised but for losing contact. Either way the ranks are killed."""
         self.start()
         try:
             return self._run(function, args, timeout_s)

@@ -165,10 +165,7 @@ _ON_CPUS = _Place("cpu", "float64", MOST_RANKS, "")
 
 def _devices_of(run: Prepared, ranks_per_gpu: int = 1) -> tuple[list[_Place], str]:
     """(the devices on which `run` is proved besides, in float32: GPUs, or CPUs if it says so; a note on its GPUs).
-
-    Raises:
-        UnsupportedError: it asks for its devices, and this machine has too few of them.
-    """
+    Raises: UnsupportedError: it asks for its devices, and this machine has too few of them."""
     wanted = run.config.preflight
     if wanted in ("cpu", "off"):
         return [], ""

@@ -102,11 +102,8 @@ def _find(options: argparse.Namespace) -> None:
 
 
 def _run(options: argparse.Namespace, rates: Sequence[float], output: Path) -> MeshloraError | None:
-    """Train, with the learning rate of each step as in `rates`; returns the error of a run that broke off.
-
-    Raises:
-        MeshloraError: it was asked to stop: its losses are those of too few rates.
-    """
+    """Train, with the learning rate of each step as in `rates`; returns the error of a run that broke off. Raises:
+    MeshloraError: it was asked to stop: its losses are those of too few rates."""
     from meshlora.run.config.file import read_run
 
     points = ", ".join(f"{step}: {rate!r}" for step, rate in enumerate(rates))

@@ -37,7 +37,8 @@ def write_adapter_into(model: Any, folder: Path) -> None:
 
 
 def read_adapter_into(model: Any, folder: Path) -> None:
-    """Give the active adapter the values in `folder`, of any topology. Raises: UserError: of another, damaged."""
+    """Give the active adapter the values of the one in `folder`, of whatever topology. Raises: UserError: it is not the
+    same adapter, by its options or names; as in `load_adapter`."""
     state = runtime(model)
     assert state.active is not None
     planned = plan_folder(state.whole.model, state.whole.plan, folder)
@@ -74,7 +75,8 @@ def write_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: Path) 
 
 
 def read_optimizer(model: Any, optimizer: torch.optim.Optimizer, folder: Path) -> None:
-    """Restore what `write_optimizer`, or one process, wrote, sliced. Raises: UserError: it is another adapter's."""
+    """Restore what `write_optimizer`, or Trainer on one process, wrote: each rank its slices. Raises: UserError: it is
+    of another adapter."""
     mesh = runtime(model).mesh
     found = torch.load(folder / OPTIMIZER_FILE, map_location="cpu", weights_only=True)
     numbered = _numbered(optimizer, active_factors(model))

@@ -50,7 +50,8 @@ def files_to_push(folder: Path) -> list[Path]:
 
 
 def base_to_name(folder: Path, given: str | None) -> str:
-    """The base's name on the hub. given: the user's. Raises: UserError: the adapter names a folder, the user none."""
+    """The name of the base on the hub for the adapter in `folder`. given: of the user. Raises: UserError: the adapter
+    names a folder, which nobody else has, and the user nothing."""
     stored = read_json(folder / _CONFIG)
     if not isinstance(stored, dict):
         raise UserError(f"{folder / _CONFIG}", "it is no JSON object")

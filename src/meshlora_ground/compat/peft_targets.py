@@ -10,10 +10,7 @@ from meshlora_ground.compat import replaced
 
 def refuse_mamba_targets(config: Any, model: Any, leaf: str) -> None:
     """PEFT's check for modules whose fused kernels read weights past an adapter. Publicly it runs only on attaching.
-
-    Raises:
-        ValueError: PEFT refuses the target `leaf` on `model`.
-    """
+    Raises: ValueError: PEFT refuses the target `leaf` on `model`."""
     from peft.tuners.tuners_utils import _check_lora_target_modules_mamba
 
     _check_lora_target_modules_mamba(config, model, leaf)

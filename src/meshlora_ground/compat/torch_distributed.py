@@ -57,11 +57,8 @@ def set_timeout(group: ProcessGroup, limit_s: float) -> None:
 
 
 def timeout_of(group: ProcessGroup) -> timedelta:
-    """The timeout of collectives of `group`, a group of CPUs. The public API can set it but not read it.
-
-    Raises:
-        RuntimeError: some versions of torch hide it under TORCH_DISTRIBUTED_DEBUG=DETAIL.
-    """
+    """The timeout of collectives of `group`, a group of CPUs. The public API can set it but not read it. Raises:
+    RuntimeError: some versions of torch hide it under TORCH_DISTRIBUTED_DEBUG=DETAIL."""
     limit: timedelta = group._get_backend(torch.device("cpu")).options._timeout
     return limit
 

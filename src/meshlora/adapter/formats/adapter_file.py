@@ -132,11 +132,7 @@ def check_shape(file: Path, what: str, found: tuple[int, ...], needed: tuple[int
 
 
 def check_keys(file: Path, given: set[str], expected: Iterable[str]) -> None:
-    """Refuse a file that lacks one of `expected`, or has others.
-
-    Raises:
-        UserError: names the first.
-    """
+    """Refuse a file that lacks one of `expected`, or has others. Raises: UserError: names the first."""
     wanted = set(expected)
     if missing := sorted(wanted - given):
         near = ""

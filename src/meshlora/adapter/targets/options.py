@@ -86,11 +86,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def check_kind(config: Any) -> None:
-    """Check that `config` is one of LoRA, and of no method that extends it.
-
-    Raises:
-        UserError: names its type.
-    """
+    """Check that `config` is one of LoRA, and of no method that extends it. Raises: UserError: names its type."""
     if isinstance(config, LoraConfig) and config.peft_type == PeftType.LORA:
         return
     way_out = "give a peft.LoraConfig"

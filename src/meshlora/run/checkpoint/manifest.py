@@ -128,11 +128,8 @@ def read_whole(folder: Path, *, kinds: tuple[Kind, ...] = ("checkpoint",)) -> Sa
 
 
 def read_manifest(folder: Path, *, kinds: tuple[Kind, ...] = ("checkpoint", "initial", "adapter")) -> Saved:
-    """The manifest of `folder`. Of the other files only the names are checked.
-
-    Raises:
-        NotWholeError: it is missing or damaged, or files are missing or extra.
-    """
+    """The manifest of `folder`. Of the other files only the names are checked. Raises: NotWholeError: it is missing or
+    damaged, or files are missing or extra."""
     what, way_out = _SAID[kinds[0]]
     try:
         # The link `latest` is resolved at once, as it moves on to newer checkpoints.

@@ -42,11 +42,8 @@ class Keeping:
         return self.keep_best and loss < self.best_loss
 
     def saved(self, step: int, *, is_best: bool, loss: float | None) -> None:
-        """The checkpoint of `step` is whole: update the links, and only then remove older ones.
-
-        Raises:
-            OSError: a link could not be written. It still points at a whole checkpoint.
-        """
+        """The checkpoint of `step` is whole: update the links, and only then remove older ones. Raises: OSError: a link
+        could not be written. It still points at a whole checkpoint."""
         new = self.folder / folder_name(step)
         point(self.folder / LATEST, new.name)
         if is_best:

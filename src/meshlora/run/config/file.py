@@ -25,12 +25,8 @@ from meshlora_ground.yaml_reading import parse_yaml
 
 
 def read_run(path: str | Path, overrides: list[str] | None = None) -> RunConfig:
-    """Read a run file, apply `--set key.path=value` overrides, and fill in its preset.
-
-    Raises:
-        UserError: not readable, not YAML, unknown key (with the nearest name), wrong type, a rule broken, or a file
-            with several adapters.
-    """
+    """Read a run file, apply `--set key.path=value` overrides, and fill in its preset. Raises: UserError: not readable,
+    not YAML, unknown key (with the nearest name), wrong type, a rule broken, or a file with several adapters."""
     runs = read_runs(path, overrides)
     if "" not in runs:
         rule = "only train and check take several adapters"
@@ -155,10 +151,7 @@ def _located(config: RunConfig) -> RunConfig:
 
 def read_lora(path: str | Path) -> dict[str, Any]:
     """Fields of `peft.LoraConfig` from the YAML file of `--lora`, top-level or under the key `lora`, as in a run file.
-
-    Raises:
-        UserError: not readable, or not a mapping.
-    """
+    Raises: UserError: not readable, or not a mapping."""
     try:
         values = parse_yaml(read_text(Path(path)))
     except FileNotFoundError:

@@ -70,10 +70,7 @@ def has_known_rate(facts: Facts) -> bool:
 
 def _regret_lr(facts: Facts) -> float:
     """`get_lr` of tinker-cookbook/hyperparam_utils.py: ten times the rate of full training, by width and family.
-
-    Raises:
-        UserError: a family for which it was not calibrated.
-    """
+    Raises: UserError: a family for which it was not calibrated."""
     family = next((name for name in _EXPONENTS if facts.model_type.startswith(name)), None)
     if family is None:
         rule = f"its learning rate is known for {' and '.join(_EXPONENTS)}, and this is {facts.model_type or 'another'}"

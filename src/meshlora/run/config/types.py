@@ -40,11 +40,8 @@ def adapter() -> pydantic.TypeAdapter[RunConfig]:
 
 
 def checked(tree: Mapping[str, Any]) -> RunConfig:
-    """The run of a tree of plain values.
-
-    Raises:
-        UserError: an unknown key (with the nearest name), a missing one, a wrong type, a rule broken.
-    """
+    """The run of a tree of plain values. Raises: UserError: an unknown key (with the nearest name), a missing one, a
+    wrong type, a rule broken."""
     text = json.dumps(tree)  # as JSON: strict types, and yet a group of keys makes a dataclass
     try:
         return adapter().validate_json(text)

@@ -358,11 +358,8 @@ def _unknown(base: str, args: Sequence[Any], kwargs: dict[str, Any]) -> list[str
 
 
 def _compare(module: Any, call: Any, query: Tensor, pair: Tensor, how: How, kwargs: dict[str, Any]) -> None:
-    """Compare eager attention, which each family has of its own, with attention in parts, on a few numbers.
-
-    Raises:
-        UnsupportedError: they are not the same.
-    """
+    """Compare eager attention, which each family has of its own, with attention in parts, on a few numbers. Raises:
+    UnsupportedError: they are not the same."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:

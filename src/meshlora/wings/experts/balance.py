@@ -120,11 +120,7 @@ class LoadBalancing(StepPart):
 
 
 def check_load_balancing(model: Any) -> None:
-    """Refuse a load-balancing loss for a model that has none in transformers.
-
-    Raises:
-        UnsupportedError: it has none.
-    """
+    """Refuse a load-balancing loss for a model that has none in transformers. Raises: UnsupportedError: it has none."""
     _routers(model)
 
 

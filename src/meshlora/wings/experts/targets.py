@@ -105,11 +105,8 @@ def _fused_pattern(
 
 
 def _check_about_all(pattern: Mapping[str, Any], parts: Iterable[str], projection: str, option: str) -> None:
-    """Refuse an entry about gate or up of one `projection` alone: one merged entry cannot express both.
-
-    Raises:
-        UserError: names the entry.
-    """
+    """Refuse an entry about gate or up of one `projection` alone: one merged entry cannot express both. Raises:
+    UserError: names the entry."""
     for part in parts:
         end = part.rpartition(".")[2]
         own = pattern_key(pattern, projection.removesuffix("gate_up_proj") + end)
@@ -186,11 +183,8 @@ def check_targets(config: LoraConfig, modules: Collection[str], by_weight: Colle
 
 
 def _check_options(config: LoraConfig, matched: Iterable[str], plan: ModelPlan) -> None:
-    """Refuse options that experts, routers, and linears targeted as parameters cannot have.
-
-    Raises:
-        UnsupportedError: DoRA, PiSSA or OLoRA. UserError: `share_experts` without experts.
-    """
+    """Refuse options that experts, routers, and linears targeted as parameters cannot have. Raises: UnsupportedError:
+    DoRA, PiSSA or OLoRA. UserError: `share_experts` without experts."""
     asked: dict[str, Any] = {"use_dora": config.use_dora, "init_lora_weights": config.init_lora_weights}
     has_experts, transposed = False, ""
     for name in matched:

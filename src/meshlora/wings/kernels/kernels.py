@@ -44,11 +44,7 @@ def with_kernels(blueprint: Blueprint, *, device: str, is_proved: bool) -> tuple
 
 
 def check_loading(model: nn.Module, plan: ModelPlan, options: BaseOptions, *, dtype: torch.dtype, device: str) -> None:
-    """Refuse `kernels="liger"` of a model that cannot have them.
-
-    Raises:
-        UserError: it cannot.
-    """
+    """Refuse `kernels="liger"` of a model that cannot have them. Raises: UserError: it cannot."""
     if options.kernels == "liger" and (refused := _refusal(model, plan, dtype=dtype, device=device)) is not None:
         raise UserError("model.kernels: liger", *refused)
 

@@ -67,11 +67,7 @@ def with_quantization(plan: ModelPlan, kind: str | None, stored: Mapping[str, Pa
 
 
 def check_library(kinds: Iterable[str]) -> None:
-    """Refuse kinds of bitsandbytes where it is not installed.
-
-    Raises:
-        UserError: it is not.
-    """
+    """Refuse kinds of bitsandbytes where it is not installed. Raises: UserError: it is not."""
     needs = sorted({*kinds} & {*OF_LIBRARY})
     if needs and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(f"quantization {needs[0]}", "it needs bitsandbytes", "pip install 'meshlora[quantization]'")
@@ -156,11 +152,7 @@ def _counts(bounds: Iterable[tuple[int, int]], size: int) -> tuple[int, ...]:
 
 
 def check_not_quantized(plan: ModelPlan, parameter: str) -> None:
-    """Refuse to train the base's `parameter` if it is quantised.
-
-    Raises:
-        UnsupportedError: it is quantised.
-    """
+    """Refuse to train the base's `parameter` if it is quantised. Raises: UnsupportedError: it is quantised."""
     owner, _, leaf = parameter.rpartition(".")
     if leaf == "weight" and owner in plan.quantized:
         check({"model.quantization": plan.quantization, "quantised": parameter})

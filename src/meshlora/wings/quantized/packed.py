@@ -228,11 +228,8 @@ def _shape(tensors: Mapping[str, Tensors], key: str) -> tuple[int, ...]:
 
 
 def _weights_of_groups(quantization: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What compressed-tensors says of weights: `num_bits`, `group_size`, `block_structure`.
-
-    Raises:
-        UnsupportedError: not the same of all.
-    """
+    """What compressed-tensors says of weights: `num_bits`, `group_size`, `block_structure`. Raises: UnsupportedError:
+    not the same of all."""
     groups = quantization.get("config_groups")
     if quantization.get("quant_method") != "compressed-tensors" or not isinstance(groups, Mapping):
         return {}
