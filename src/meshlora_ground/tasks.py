@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from meshlora_ground.errors import UnsupportedError
+from meshlora_ground.errors import UnsupportedError, UserError
 
 CAUSAL = "CAUSAL_LM"
 # PEFT's name of a task -> transformers' auto class, its mapping, the word for messages.
@@ -29,12 +29,18 @@ HEADS = ("classifier", "score")
 
 
 def task_of(config: Any) -> str:
-    """PEFT's name of the task of a configuration: CAUSAL_LM unless its architecture is another's."""
-    named = (getattr(config, "architectures", None) or [None])[0]
-    if named is not None:
-        for task in _TASKS:
-            if named == _class_name(config, task):
-                return task
+    """PEFT's name of the task of a configuration: CAUSAL_LM unless its architecture is another's.
+
+    Raises:
+        UserError: its architectures are no list.
+    """
+    named = getattr(config, "architectures", None) or []
+    if not isinstance(named, list | tuple):
+        raise UserError(f"architectures {str(named)[:60]!r}", "config.json must have a list of names there", "mend it")
+    for task in _TASKS:
+        name = _class_name(config, task)
+        if name is not None and list(named[:1]) == [name]:
+            return task
     return CAUSAL
 
 

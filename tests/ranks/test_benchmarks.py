@@ -14,6 +14,7 @@ BENCHMARKS = ROOT / "benchmarks"
 # What makes a benchmark small where it has no `--tiny`; None: a test of `make test` runs it.
 OPTIONS: dict[str, list[str] | None] = {
     "activation_memory": ["--quick", "--seq", "16", "--batch", "1"],
+    "before_after": ["--before", str(ROOT), "--item", "mixture", "--tiny", "--turns", "1"],
     "expert_products": [],
     "gpu": None,  # tests/unit/test_benchmark_gpu.py
     "gpu_ranks": ["--topology", "dp=1", "--tiny", "--device", "cpu"],

@@ -302,3 +302,7 @@ def _errors_of(function: ast.FunctionDef) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("UserError", "UnsupportedError") and node.args:
             given, *rest = (ast.unparse(part) for part in node.args)
             yield " ".join([given, *named.get(given, [])]), " ".join(rest)
+
+
+def test_two_adapters_are_several_and_one_is_not() -> None:
+    assert [F.ADAPTERS in features_of({"adapters": number}) for number in (1, 2)] == [False, True]

@@ -337,3 +337,10 @@ def test_a_folder_is_of_the_task_whose_class_it_names(task: str) -> None:
     if task != "CAUSAL_LM":
         config.architectures = [class_of_task(task)[1][type(config)].__name__]
     assert task_of(config) == task
+
+
+def test_architectures_that_are_no_list_are_a_mistake() -> None:
+    config = twin_config("llama")
+    config.architectures = {"LlamaForCausalLM": ""}  # as a file of JSON may have it
+    with pytest.raises(UserError, match="must have a list of names"):
+        task_of(config)
