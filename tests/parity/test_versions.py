@@ -15,7 +15,13 @@ from meshlora.verify.request import DROPOUT
 from tests.conftest import Prove
 
 PACKED_IN_SDPA = {"packing": True, "attn_implementation": "sdpa"}
-JOINED_IN_SDPA = {"packing": "auto", "attn_implementation": "sdpa", "recompute": True, "resume": True, "steps": 2}
+JOINED_IN_SDPA = {
+    "packing": "auto",
+    "attn_implementation": "sdpa",
+    "recompute": "keep_attention",
+    "resume": True,
+    "steps": 2,
+}
 PROVED_HERE: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tp and sp": ("llama", "tp=2,sp", {"default_dropout": DROPOUT}),
     "float32": ("qwen3", "dp=2", {"dtype": "float32", "packing": True}),

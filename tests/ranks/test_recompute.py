@@ -12,6 +12,7 @@ import torch
 from peft import LoraConfig
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 
 import meshlora
 from meshlora.adapter.attach import active_factors, runtime
@@ -33,12 +34,23 @@ from tests.ranks import test_training_experts as experts
 from tests.run_files import untimed_metrics_of
 
 folder = experts.folder  # a fixture
-LAYERS, MODES = 4, ("none", 2, "full")
+LAYERS, MODES = 4, ("none", 2, "full", "keep_attention")
 Found = dict[str | int, dict[str, Any]]
 
 
+class _Counter(CollectiveCounter):
+    """Counts calls of attention kernels too, of forwards."""
+
+    attentions = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.attentions += "attention" in func.name() and "backward" not in func.name()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def _one_step(family: str, topology: str, dtype: str) -> Found:
-    """Of each mode: gradients, collectives by phase, and bytes that the forward leaves for the backward."""
+    """Of each mode: gradients, collectives by phase, calls of attention kernels, and bytes that the forward leaves for
+    the backward, other than kept attention."""
     config = twin_config(family, num_hidden_layers=LAYERS)
     targets = {"target_parameters": ["mlp.experts.gate_up_proj"]} if family == "qwen3_moe" else {}
     lora = LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False, **targets)
@@ -48,7 +60,7 @@ def _one_step(family: str, topology: str, dtype: str) -> Found:
     ids = torch.randint(3, 200, (2, 16), generator=torch.Generator().manual_seed(mesh.dp.rank))
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     found: Found = {}
-    counter = CollectiveCounter()
+    counter = _Counter()
     for layer in decoder_layers(model)[1]:
         layer.register_forward_pre_hook(lambda *_: setattr(counter, "phase", "layers"))
         layer.register_forward_hook(lambda *_: setattr(counter, "phase", "outside"), prepend=True)
@@ -61,7 +73,7 @@ def _one_step(family: str, topology: str, dtype: str) -> Found:
             saved[tensor.untyped_storage().data_ptr()] = tensor  # held, so that no address comes twice
             return tensor
 
-        counter.phase, counter.counts = "outside", Counter()
+        counter.phase, counter.counts, counter.attentions = "outside", Counter(), 0
         with counter:
             with lift(dtype == "float64"), saved_tensors_hooks(keep, lambda tensor: tensor):
                 loss = shifted_loss(model, ids, torch.ones_like(ids), ids.roll(-1, 1))
@@ -70,6 +82,7 @@ def _one_step(family: str, topology: str, dtype: str) -> Found:
             loss.backward()
         gradients = {f.name: f.parameter.grad.clone() for f in active_factors(model) if f.parameter.grad is not None}
         found[mode] = {"loss": loss.detach(), "gradients": gradients, "collectives": dict(counter.counts), "held": held}
+        found[mode]["attentions"] = counter.attentions
     return found
 
 
@@ -83,7 +96,10 @@ def _counts(found: dict[str, Any], phase: str) -> Counter[str]:
 )
 @pytest.mark.parametrize(
     ("family", "topology"),
-    [("qwen3", ""), ("qwen3", "tp=2"), ("qwen3", "tp=2,sp"), ("qwen3_moe", "tp=2,sp,ep=2")],
+    [
+        *(("qwen3", topology) for topology in ("", "tp=2", "tp=2,sp", "cp=2", "cp=2,ring")),
+        ("qwen3_moe", "tp=2,sp,ep=2"),
+    ],
 )
 def test_gradients_are_the_same_bits_and_less_is_kept(
     family: str, topology: str, dtype: str, pools: Callable[[int], Pool]
@@ -91,7 +107,7 @@ def test_gradients_are_the_same_bits_and_less_is_kept(
     for found in pools(2 if topology else 1).run(_one_step, family, topology, dtype):
         plain = found["none"]
         assert plain["gradients"]
-        for mode in (2, "full"):
+        for mode in MODES[1:]:
             again = found[mode]
             assert torch.equal(again["loss"], plain["loss"])
             assert again["gradients"].keys() == plain["gradients"].keys()
@@ -100,7 +116,69 @@ def test_gradients_are_the_same_bits_and_less_is_kept(
         forward, backward = _counts(plain, "layers"), _counts(plain, "backward")
         assert _counts(found["full"], "backward") == backward + forward, "all of a layer's forward, once more"
         assert _counts(found[2], "backward") == backward + Counter({kind: n // 2 for kind, n in forward.items()})
+        # What passes by in a ring is attention's own.
+        forward_again = Counter() if "ring" in topology else forward
+        assert _counts(found["keep_attention"], "backward") == backward + forward_again
+        once = plain["attentions"]
+        assert once >= LAYERS
+        assert (found["full"]["attentions"], found["keep_attention"]["attentions"]) == (2 * once, once)
         assert found["full"]["held"] < 0.75 * found[2]["held"] < 0.75 * 0.8 * plain["held"]
+
+
+def test_attention_is_kept_beside_the_inputs_of_layers_and_freed() -> None:
+    """In bytes that torch allocates and frees, of a model in float32."""
+    config = twin_config("qwen3", num_hidden_layers=LAYERS)
+    lora = LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    model = meshlora.load(config, lora=lora, dtype="float32").train()
+    rows, tokens = 2, 64
+    ids = torch.randint(3, 200, (rows, tokens), generator=torch.Generator().manual_seed(0))
+
+    def step() -> tuple[int, int]:
+        """Bytes held after the forward, and after the backward."""
+        model.zero_grad()
+        with _memory() as forward:
+            loss = shifted_loss(model, ids, torch.ones_like(ids), ids.roll(-1, 1))
+        with _memory() as backward:
+            loss.backward()
+            del loss
+        held = _held(forward)
+        return held, held + _held(backward)
+
+    found = {}
+    for mode in ("none", "full", "keep_attention"):
+        recompute_layers(model, mode)
+        step()  # what stays from a first one on
+        found[mode] = step()
+    output, sums = (
+        rows * tokens * config.num_attention_heads * config.head_dim,
+        rows * tokens * config.num_attention_heads,
+    )
+    (plain, left), (full, full_left), (kept, kept_left) = found.values()
+    assert kept - full == 4 * LAYERS * (output + sums)
+    assert kept < plain / 2
+    assert left == full_left == kept_left, "gradients"
+
+
+def _memory() -> profile:
+    return profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+
+def _held(seen: profile) -> int:
+    return sum(event.self_cpu_memory_usage for event in seen.events())
+
+
+def test_attention_without_a_kernel_is_computed_again() -> None:
+    """Of values of another width than keys torch multiplies matrices."""
+    model = meshlora.load(twin_config("deepseek_v3"), lora=LoraConfig(r=4, target_modules=["o_proj"])).train()
+    ids, found = torch.arange(3, 19).view(1, 16), []
+    for recompute in ("none", "keep_attention"):
+        recompute_layers(model, recompute)
+        model.zero_grad()
+        shifted_loss(model, ids, None, ids.roll(-1, 1)).backward()
+        found.append([factor.parameter.grad for factor in active_factors(model)])
+    for once, again in zip(*found, strict=True):
+        assert once is not None
+        assert torch.equal(once, again)
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +265,20 @@ def test_more_layers_than_the_model_has_are_refused() -> None:
     check_recompute(model, 2)
     with pytest.raises(UnsupportedError, match="the model has 2 layers"):
         check_recompute(model, 3)
+
+
+@pytest.mark.parametrize("attention", ["eager", "flash_attention_2"])
+def test_attention_is_kept_of_sdpa_alone(attention: str) -> None:
+    config = twin_config("qwen3")
+    config._attn_implementation = attention
+    model, _ = build_meta(config, Topology.parse(""), dtype=torch.float32)
+    check_recompute(model, "full")
+    model.config._attn_implementation = attention
+    given = f"train.recompute=keep_attention with attn_implementation={attention}"
+    with pytest.raises(
+        UnsupportedError, match=rf"{given}.*use model.attn_implementation: sdpa, or train.recompute: full"
+    ):
+        check_recompute(model, "keep_attention")
 
 
 def test_layers_that_do_not_know_it_are_refused() -> None:

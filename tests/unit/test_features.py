@@ -103,6 +103,7 @@ RECIPES: dict[str, Recipe] = {
     "noise": _recipe(F.NOISE, train__neftune_alpha=5.0),
     "record": _recipe(F.RECORD, train__routing_record="record"),
     "recompute": _recipe(F.RECOMPUTED, train__recompute="full"),
+    "kept attention": _recipe(F.RECOMPUTED, F.KEPT_ATTENTION, train__recompute="keep_attention"),
     "epochs": _recipe(F.EPOCHS, train__epochs=1.0, train__steps=None),
     "samples": _recipe(F.SAMPLES, train__sample_every=2, data__sample_prompts=["def a():"]),
 }
@@ -131,6 +132,8 @@ def _file(folder: Path, recipes: list[Recipe]) -> Path | None:
         if any(key in own and own[key] != value for key, value in recipe.changes.items()):
             return None
         own |= recipe.changes
+    if "data__eval" in own:  # rows of the objective
+        own["data__eval"] = (tree | own)["data__train"]
     groups: dict[str, dict[str, Any]] = {}
     for key, value in (tree | own).items():
         group, _, name = key.partition("__")

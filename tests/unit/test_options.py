@@ -296,7 +296,7 @@ def test_model_computes_in_the_dtype_of_the_run_file(setup: Setup, monkeypatch: 
     assert {dtype for _, dtype in micro_batches(setup, monkeypatch, model__dtype="float64")} == {torch.float64}
 
 
-@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("full", 2)])
+@pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("full", 2), ("keep_attention", 2)])
 def test_layers_are_computed_twice_where_the_run_file_says_so(
     recompute: str, times: int, setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:

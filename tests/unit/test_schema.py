@@ -85,6 +85,7 @@ def test_every_example_is_valid_and_names_the_schema(file: Path) -> None:
         ("train.objective", {"kind": "dpo", "beta": 0.2}),
         ("train.objective", {"kind": "sft", "label_smoothing": 0.1}),
         ("train.recompute", 2),
+        ("train.recompute", "keep_attention"),
         ("train.epochs", None),
         ("data.packing", True),
         ("data.train_on", ["assistant"]),

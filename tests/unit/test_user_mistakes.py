@@ -107,8 +107,18 @@ MISTAKES: dict[str, Case] = {
     "replica_check_less_often_than_never": case(
         setting("train.replica_check_every", -1), "train.replica_check_every=-1", "not negative"
     ),
-    "recompute_unknown": case(setting("train.recompute", "all"), "train.recompute=all", "none, full or a number"),
-    "recompute_every_zeroth_layer": case(setting("train.recompute", 0), "train.recompute=0", "none, full or a number"),
+    "recompute_unknown": case(
+        setting("train.recompute", "all"), "train.recompute=all", "none, full, keep_attention or a"
+    ),
+    "recompute_of_eager_attention": case(
+        several(setting("train.recompute", "keep_attention"), setting("model.attn_implementation", "eager")),
+        "train.recompute=keep_attention with attn_implementation=eager",
+        "only sdpa has what is kept",
+        "use model.attn_implementation: sdpa, or train.recompute: full",
+    ),
+    "recompute_every_zeroth_layer": case(
+        setting("train.recompute", 0), "train.recompute=0", "none, full, keep_attention or a"
+    ),
     "recompute_beyond_the_model": case(setting("train.recompute", 3), "train.recompute=3", "use at most 2"),
     "packing_with_another_attention": case(
         several(setting("data.packing", True), setting("model.attn_implementation", "flex_attention")),

@@ -555,6 +555,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "ring_gradients_of_own_queries": ("backward", "model.layers.1.self_attn.v_proj", ""),
         },
     ),
+    "layers that run twice, their attention once": (
+        {"family": "llama", "topologies": ("tp=2,sp",), "recompute": "keep_attention", "attn_implementation": "sdpa"},
+        {"kept_attention_of_the_layer_before": ("backward", f"{LAST_MLP}.up_proj", "")},
+    ),
+    "attention that runs once, of keys and values that pass by": (
+        {"family": "llama", "topologies": ("cp=3,ring",), "recompute": "keep_attention", "attn_implementation": "sdpa"},
+        {"kept_ring_goes_round_again": ("collectives", "backward alltoall", "")},
+    ),
     "scores with soft caps, of keys and values that pass by": (
         {"family": "gemma2", "topologies": ("cp=2,ring",)},
         {"ring_last_queries_left_out": ("forward", f"{FIRST_ATTENTION}.o_proj", "")},

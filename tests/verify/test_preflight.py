@@ -276,6 +276,18 @@ def test_attention_of_the_run_is_that_of_the_proof(of_run: str | None, of_proof:
     assert module.proof_of(changed, tmp_path / "cache")[0].case.attn_implementation == of_proof
 
 
+def test_recomputation_of_the_run_is_that_of_the_proof(tmp_path: Path) -> None:
+    run, keys = _prepared(tmp_path), {}
+    for recompute, of_proof in (("none", False), ("full", True), (2, True), ("keep_attention", "keep_attention")):
+        train = dataclasses.replace(run.config.train, recompute=recompute)
+        one = dataclasses.replace(run, config=dataclasses.replace(run.config, train=train))
+        proof, key = module.proof_of(one, tmp_path / "cache")
+        assert proof.case.recompute == of_proof
+        keys[recompute] = key
+    assert keys["full"] == keys[2]
+    assert len({*keys.values()}) == 3, "a proof of one is none of another"
+
+
 @pytest.mark.parametrize("topology", ["dp=1", "tp=2"])
 @pytest.mark.parametrize("layer", [3, 4])
 def test_a_layer_that_a_pattern_names_has_one_of_the_twin(layer: int, topology: str, tmp_path: Path) -> None:

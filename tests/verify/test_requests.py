@@ -13,7 +13,9 @@ from meshlora.cli.main import main
 from meshlora.run.config.run_file import Schedule
 from meshlora.verify import command
 from meshlora.verify.at_once import adapters_of
+from meshlora.verify.ours import run_config
 from meshlora.verify.request import Request, prepare_proof
+from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.topology import Topology
 from meshlora_judge.reference import rates_of
 
@@ -140,6 +142,22 @@ def test_schedule_that_is_asked_for_is_proved(monkeypatch: pytest.MonkeyPatch) -
     assert {proof.case.schedule for proof in proofs if proof.case.min_lr} == {
         "cosine", "cosine_of_run", "warmup_stable_decay",
     }  # fmt: skip
+
+
+def test_recomputation_that_is_asked_for_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What attention gave can be kept with sdpa alone, on both sides."""
+    asked: list[Request] = []
+    monkeypatch.setattr(command, "verify", lambda request, **_: asked.append(request))
+    for words in ([], ["--recompute"], ["--recompute", "keep_attention"]):
+        main(["verify", *FAMILY, *TP2, *words])
+    found = [(request.recompute, request.attn_implementation) for request in asked]
+    assert found == [(False, "eager"), (True, "eager"), ("keep_attention", "sdpa")]
+    of_runs = [run_config(prepare_proof(request).case, "tp=2", Path("unused")) for request in asked]
+    assert [config.train.recompute for config in of_runs] == ["none", "full", "keep_attention"]
+    with pytest.raises(
+        UnsupportedError, match=r"keep_attention with attn_implementation=eager.*use model.attn_implementation"
+    ):
+        prepare_proof(dataclasses.replace(asked[-1], attn_implementation="eager"))
 
 
 def test_auto_is_every_topology_that_family_and_processes_allow() -> None:

@@ -38,27 +38,7 @@ def add(commands: Any) -> None:
         help="a field of the family's configuration, as in num_key_value_heads=2",
     )
     verify.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=8, all linears")
-    verify.add_argument("--dtype", default="float64", help="float64 (default), float32 or bfloat16")
-    verify.add_argument("--objective", default="sft", help="kind of train.objective (default sft)")
-    verify.add_argument(
-        "--packing",
-        nargs="?",
-        const=True,
-        default=False,
-        choices=[True, "auto"],
-        metavar="auto",
-        help="several sequences in one row, with auto those of a micro-batch, against one a row",
-    )
-    verify.add_argument("--images", action="store_true", help="some sequences have images: of --data, or random")
-    verify.add_argument("--resume", action="store_true", help="our side is stopped, and goes on from its checkpoint")
-    verify.add_argument("--recompute", action="store_true", help="train.recompute: full, against none")
-    verify.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4, int8, mxfp4, fp8 or keep")
-    verify.add_argument("--kernels", default="none", choices=["liger", "none"], help="of our side, on GPUs")
-    verify.add_argument(
-        "--optimizer", default="adamw", choices=["adamw", "adamw_8bit", "lora_fa"], help="as train.optimizer"
-    )
-    verify.add_argument("--schedule", default="linear", choices=SCHEDULES, help="as train.schedule (default linear)")
-    verify.add_argument("--neftune-alpha", type=float, default=0.0, metavar="A", help="of noise on embedded tokens")
+    _add_run(verify)
     steps = "optimizer steps (default 3; with another schedule than linear 4)"
     verify.add_argument("--steps", type=int, metavar="N", help=steps)
     verify.add_argument("--micro-batch-size", type=int, default=2, metavar="N", help="sequences at once (default 2)")
@@ -75,6 +55,39 @@ def add(commands: Any) -> None:
     add_ranks_per_gpu(verify)
     verify.add_argument("--trust-remote-code", action="store_true")
     verify.set_defaults(run=_verify)
+
+
+def _add_run(verify: argparse.ArgumentParser) -> None:
+    """What a run file says of a run."""
+    verify.add_argument("--dtype", default="float64", help="float64 (default), float32 or bfloat16")
+    verify.add_argument("--objective", default="sft", help="kind of train.objective (default sft)")
+    verify.add_argument(
+        "--packing",
+        nargs="?",
+        const=True,
+        default=False,
+        choices=[True, "auto"],
+        metavar="auto",
+        help="several sequences in one row, with auto those of a micro-batch, against one a row",
+    )
+    verify.add_argument("--images", action="store_true", help="some sequences have images: of --data, or random")
+    verify.add_argument("--resume", action="store_true", help="our side is stopped, and goes on from its checkpoint")
+    verify.add_argument(
+        "--recompute",
+        nargs="?",
+        const=True,
+        default=False,
+        choices=[True, "keep_attention"],
+        metavar="keep_attention",
+        help="train.recompute: full, or keep_attention, with sdpa on both sides; against none",
+    )
+    verify.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4, int8, mxfp4, fp8 or keep")
+    verify.add_argument("--kernels", default="none", choices=["liger", "none"], help="of our side, on GPUs")
+    verify.add_argument(
+        "--optimizer", default="adamw", choices=["adamw", "adamw_8bit", "lora_fa"], help="as train.optimizer"
+    )
+    verify.add_argument("--schedule", default="linear", choices=SCHEDULES, help="as train.schedule (default linear)")
+    verify.add_argument("--neftune-alpha", type=float, default=0.0, metavar="A", help="of noise on embedded tokens")
 
 
 def _verify(options: argparse.Namespace) -> None:
@@ -110,6 +123,7 @@ def _verify(options: argparse.Namespace) -> None:
         "objective": objective,
         "routed": "auto" if objective.kind == "grpo" else False,
         "seed": SEED if options.seed is None else options.seed,
+        "attn_implementation": "sdpa" if options.recompute == "keep_attention" else "eager",
         "mutations": tuple(dict.fromkeys(names)),  # each once, in order
         **schedule,
         "steps": schedule["steps"] if options.steps is None else options.steps,

@@ -148,6 +148,7 @@ class Feature(Enum):
     RECORD = "train.routing_record", bool, ""
     REPLAY = "train.routing_replay", bool, ""
     RECOMPUTED = "train.recompute", _other_than("none"), "", "{key}={}"
+    KEPT_ATTENTION = "train.recompute", _is("keep_attention"), "`train.recompute: keep_attention`", "{key}={}"
     EPOCHS = "train.epochs", bool, ""
     SAMPLES = "train.sample_every", bool, "", "{key}={}"
     MERGED = "train.merge_at_end", bool, ""

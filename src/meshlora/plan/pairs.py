@@ -192,6 +192,7 @@ REFUSED: tuple[Refused, ...] = (
     _refused(F.PLAN, {F.ADAPTERS, F.COMPARED, F.FLOAT64})(
         "plans are of one adapter, train.objective=sft, at most four bytes", ""
     ),
+    _refused(F.PLAN, F.KEPT_ATTENTION)("its memory is not planned", "plan it with full, which needs less"),
     # Loops and trainers of others.
     _refused(F.TRAINER, F.STAGES)("its loop has no turns of stages", "use meshlora train"),
     _refused(F.LABELS, F.STAGES)("only its last stage has a loss", "use pp=1"),
@@ -267,7 +268,7 @@ READING = frozenset(
 )
 STEPS = frozenset(
     {F.PACKING, F.IMAGES, F.ROUTED, F.EIGHT_BIT, F.LORA_FA, F.LORA_PLUS, F.SCHEDULE, F.NOISE, F.ROUTER_LOSS}
-    | {F.RECORD, F.REPLAY, F.RECOMPUTED}
+    | {F.RECORD, F.REPLAY, F.RECOMPUTED, F.KEPT_ATTENTION}
 )
 AROUND = frozenset({F.EPOCHS, F.SAMPLES, F.MERGED, F.TRACKERS, F.RESUMED_FOLDER, F.RESUMED})
 ROLLOUTS = frozenset({F.FOLLOWED, F.RL, F.MADE, F.ENGINE, F.RECORDED, F.PUBLISHED, F.TEMPERATURE, F.OLDER})

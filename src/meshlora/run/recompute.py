@@ -6,31 +6,37 @@ Owns: which layers, and how their second forward runs. Does not own: the mechani
 The collectives of such a layer run again in its backward, in the order of its forward, all of them on every rank:
 under torch's `early_stop` a rank would leave the second forward once *it* has what it needs, which for experts could
 be earlier than its neighbours. No random state is kept, as nothing in a training forward is random.
+
+Of `keep_attention` the second forward does not run attention, whose work grows with the square of a row: what its
+kernels gave is kept (`layers.kept_attention`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Literal
 
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from meshlora.adapter.attach import runtime
+from meshlora.layers.kept_attention import KeptAttention
 from meshlora.plan.derive import decoder_layers
-from meshlora_ground.compat.transformers_models import checkpoint_with
+from meshlora_ground.compat.transformers_models import attention_of, checkpoint_with
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.float64 import is_lifted, lift
+
+KEEP_ATTENTION: Literal["keep_attention"] = "keep_attention"
 
 
 def recompute_layers(model: PreTrainedModel, recompute: str | int) -> None:
     """Make `model` recompute the layers selected by `recompute` in the backward.
 
-    recompute: "none", "full", or n: layers 0, n, 2n, ...
+    recompute: "none", "full", "keep_attention": all layers but their attention; or n: layers 0, n, 2n, ...
 
     Raises:
         UnsupportedError: as in `check_recompute`.
@@ -44,7 +50,7 @@ def recompute_layers(model: PreTrainedModel, recompute: str | int) -> None:
         if not runtime(model).plan.holds(f"{name}.{number}"):
             continue
         layer.gradient_checkpointing = number % every == 0  # type: ignore[assignment]
-        checkpoint_with(layer, _checkpointed)
+        checkpoint_with(layer, _checkpointed_but_attention if recompute == KEEP_ATTENTION else _checkpointed)
 
 
 def switch_by_own_rule(model: PreTrainedModel, recompute: str | int) -> None:
@@ -79,25 +85,50 @@ def check_recompute(model: PreTrainedModel, recompute: str | int) -> None:
     if every > len(layers):
         rule = f"the model has {len(layers)} layers, so that only the first would be computed twice"
         raise UnsupportedError(f"train.recompute={recompute}", rule, f"use at most {len(layers)}, full or none")
+    attention = attention_of(model.config.get_text_config()) or ""
+    if recompute == KEEP_ATTENTION and not attention.endswith("sdpa"):  # ours, as over cp, end in what they are made of
+        given, rule = f"train.recompute={recompute} with attn_implementation={attention}", "only sdpa has what is kept"
+        raise UnsupportedError(given, rule, "use model.attn_implementation: sdpa, or train.recompute: full")
+
+
+def recompute_of(asked: bool | Literal["keep_attention"]) -> str:
+    """`train.recompute` of a proof: of all layers, or of none."""
+    if asked == KEEP_ATTENTION:
+        return KEEP_ATTENTION
+    return "full" if asked else "none"
 
 
 def _every(recompute: str | int) -> int:
     """The distance between recomputed layers, 0 for none."""
-    return recompute if isinstance(recompute, int) else {"none": 0, "full": 1}[recompute]
+    return recompute if isinstance(recompute, int) else {"none": 0, "full": 1, KEEP_ATTENTION: 1}[recompute]
 
 
-def _checkpointed(function: Callable[..., Any], *args: Any) -> Any:
-    """`function(*args)`, with activations recomputed in the backward."""
+def _checkpointed(function: Callable[..., Any], *args: Any, kept: KeptAttention | None = None) -> Any:
+    """`function(*args)`, with activations recomputed in the backward, but for the attention in `kept`."""
     return checkpoint(
         function,
         *args,
         use_reentrant=False,
         preserve_rng_state=False,
         early_stop=False,
-        context_fn=functools.partial(_contexts, is_lifted()),
+        context_fn=functools.partial(_contexts, is_lifted(), kept),
     )
 
 
-def _contexts(was_lifted: bool) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _checkpointed_but_attention(function: Callable[..., Any], *args: Any) -> Any:
+    return _checkpointed(function, *args, kept=KeptAttention())  # of this layer and micro-batch: freed with its graph
+
+
+def _contexts(
+    was_lifted: bool, kept: KeptAttention | None
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Contexts of the first forward and of the second, which runs outside of the first one's lift."""
-    return contextlib.nullcontext(), lift(was_lifted)
+    if kept is None:
+        return contextlib.nullcontext(), lift(was_lifted)
+    return kept.first(), _both(lift(was_lifted), kept.second())
+
+
+@contextlib.contextmanager
+def _both(outer: AbstractContextManager[None], inner: AbstractContextManager[None]) -> Iterator[None]:
+    with outer, inner:
+        yield

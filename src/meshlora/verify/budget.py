@@ -274,20 +274,25 @@ def _of_experts(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
                 yield name, Message("backward", "allgather", FEATURES, tokens * each)
 
 
-def micro_batch_budget(plan: ModelPlan, *, scaled_rows: int = 0, recomputes: bool = False) -> Counter[tuple[str, str]]:
+def micro_batch_budget(
+    plan: ModelPlan, *, scaled_rows: int = 0, recomputes: bool = False, keeps_attention: bool = False
+) -> Counter[tuple[str, str]]:
     """(phase, kind) -> the most calls in a micro-batch with one chunk of tokens.
 
     scaled_rows: number of row-parallel linears with DoRA.
     recomputes: whether the backward repeats the layers' forward collectives, other than gathers of weights.
+    keeps_attention: a ring among these is attention's own, and not repeated.
     """
     rows = 0 if plan.topology.is_whole else scaled_rows
     found = Counter({("forward", "allreduce"): rows, ("backward", "allreduce"): rows * recomputes})
     messages = micro_batch_messages(plan, Flow.everywhere(plan), Sizes(), ranks={}, scaled=())
+    passed_once = plan.attentions if plan.topology.ring and keeps_attention else ()
     for module, message in (*messages, *gathers(plan, [1] * len(plan.units))):
         if plan.topology.size_over(message.axes) == 1:
             continue
         found[message.phase, message.kind] += message.calls
-        if recomputes and module and message.phase == "forward" and not message.is_ahead:
+        is_repeated = recomputes and module and module not in passed_once
+        if is_repeated and message.phase == "forward" and not message.is_ahead:
             found["backward", message.kind] += message.calls
     return +found  # drops zeros
 

@@ -308,6 +308,7 @@ class Feature(enum.StrEnum):
     # Short sequences of a packed step may all share one row.
     SEVERAL_MICRO_BATCHES = "several_micro_batches", _run(lambda r: r.micro_batches > 1 and not r.case.packing)
     FOUR_MICRO_BATCHES = "four_micro_batches", _run(lambda r: r.micro_batches > 3)
+    KEPT_ATTENTION = "kept_attention", _run(lambda r: r.case.recompute == "keep_attention")
     IMAGES = "images", _run(lambda r: r.images)  # of some sequences
     IMAGE_GRID = "image_grid", _run(lambda r: "image_grid_thw" in r.images)  # positions by grids
     IMAGE_BLOCKS = "image_blocks", _run(lambda r: "token_type_ids" in r.images)  # their tokens see each other

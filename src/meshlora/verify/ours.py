@@ -35,6 +35,7 @@ from meshlora.run.checkpoint.resuming import find_checkpoint
 from meshlora.run.config.run_file import DataConfig, ModelConfig, RunConfig, TrainConfig
 from meshlora.run.heads import outputs_of
 from meshlora.run.prepared import Prepared
+from meshlora.run.recompute import KEEP_ATTENTION, recompute_of
 from meshlora.run.trained import TrainedAdapter
 from meshlora.run.trainer import Trainer
 from meshlora.run.watch.metrics import Reporter, StepMetrics
@@ -157,8 +158,8 @@ def in_parts(*, is_first: bool) -> Iterator[None]:
 def _first_step(trainer: Trainer, train_step: Callable[..., list[StepMetrics]], trace: Trace) -> list[StepMetrics]:
     """Take the first step, recording everything."""
     logits = _logits(trainer)
-    recomputes = trainer.runs["default"].config.train.recompute != "none"
-    with _watch(trainer.model, trace, trainer.adapters[0].objective, recomputes=recomputes):
+    recompute = trainer.runs["default"].config.train.recompute
+    with _watch(trainer.model, trace, trainer.adapters[0].objective, recompute):
         metrics = train_step(trainer.adapters)
     for micro, whole in zip(trace.micro_batches, logits, strict=True):
         if runtime(trainer.model).pipeline.is_last:
@@ -212,7 +213,7 @@ def _outputs(model: Any, batch: Batch, objective: Objective) -> Tensor:
 
 
 @contextlib.contextmanager
-def _watch(model: Any, trace: Trace, objective: Objective, *, recomputes: bool) -> Iterator[None]:
+def _watch(model: Any, trace: Trace, objective: Objective, recompute: str | int) -> Iterator[None]:
     """Record forwards, backwards and collectives of one optimizer step."""
     counter = CollectiveCounter()
 
@@ -254,7 +255,7 @@ def _watch(model: Any, trace: Trace, objective: Objective, *, recomputes: bool) 
         yield
     trace.micro_batches = capture.micro_batches
     trace.collectives = {" ".join(key): number for key, number in counter.counts.items()}
-    budget = _budget(model, len(capture.micro_batches), objective, recomputes=recomputes)
+    budget = _budget(model, len(capture.micro_batches), objective, recompute)
     trace.budget = {" ".join(key): number for key, number in budget.items()}
 
 
@@ -292,13 +293,14 @@ def _in_phases(counter: CollectiveCounter, capture: Capture) -> list[Any]:
     ]
 
 
-def _budget(model: Any, micro_batches: int, objective: Objective, *, recomputes: bool) -> Counter[tuple[str, str]]:
+def _budget(model: Any, micro_batches: int, objective: Objective, recompute: str | int) -> Counter[tuple[str, str]]:
     """(phase, kind) -> collectives that the plan allows per step."""
     plan = runtime(model).plan
     factors, rows = active_factors(model), 0
     for factor in factors:  # DoRA on a row-parallel linear: each rank has all magnitudes
         rows += factor.name.endswith(".lora_magnitude_vector") and factor.rule.split_dim is None
-    per_micro_batch = micro_batch_budget(plan, scaled_rows=rows, recomputes=recomputes)
+    again = {"recomputes": recompute != "none", "keeps_attention": recompute == KEEP_ATTENTION}
+    per_micro_batch = micro_batch_budget(plan, scaled_rows=rows, **again)
     budget = Counter({key: n * micro_batches for key, n in per_micro_batch.items()})
     budget += first_forwards_budget(plan, min(micro_batches, COMPARED_FORWARDS))
     # Unlike a summed loss, log-probabilities recompute the logits in the backward, and so do entropies.
@@ -380,7 +382,7 @@ def run_config(case: Case, topology: str, folder: Path) -> RunConfig:
     longest = max(len(sequence.input_ids) for sequence in case.data)
     data = DataConfig("unused", eval="unused", packing=case.packing, max_length=2 * longest)
     fields = same_fields(TrainConfig, case)
-    fields |= {"output": str(folder / Path(LAST).parent), "recompute": "full" if case.recompute else "none"}
+    fields |= {"output": str(folder / Path(LAST).parent), "recompute": recompute_of(case.recompute)}
     options: dict[str, Any] = {"allow_unused_weights": True, "kernels": case.kernels}
     # Whatever dropout the case keeps on is supported.
     model = ModelConfig(**vars(case.base), disable_dropout="unsupported", **options)

@@ -25,6 +25,7 @@ from meshlora.plan.own_dropouts import dropout_fields
 from meshlora.run.launch import signals_end_what_was_started
 from meshlora.run.model_card import NOT_PROVED
 from meshlora.run.prepared import Prepared
+from meshlora.run.recompute import KEEP_ATTENTION
 from meshlora.verify.at_once import LIMIT, compare_at_once, one_of_several
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.report.document import document, is_proved
@@ -292,7 +293,7 @@ def proof_of(run: Prepared, cache_dir: Path, place: _Place = _ON_CPUS) -> tuple[
         packing=run.config.data.packing,
         images=run.train_data.images is not None,
         routed=run.train_data.routed is not None and place.dtype == "float64",
-        recompute=train.recompute != "none",
+        recompute=KEEP_ATTENTION if train.recompute == KEEP_ATTENTION else train.recompute != "none",
         # Of the schedule its kind and ends: steps and rates are the twin's own.
         **of_schedule(train.schedule, ends_above_zero=train.min_lr > 0, starts_at_zero=train.warmup_from_zero),
         attn_implementation=stand_in.attn_implementation,

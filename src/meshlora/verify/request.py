@@ -41,7 +41,7 @@ from meshlora.run.config.model_presets import num_chosen
 from meshlora.run.config.run_file import Schedule
 from meshlora.run.optimizers import check_trainable
 from meshlora.run.packing_check import check_packing
-from meshlora.run.recompute import check_recompute
+from meshlora.run.recompute import check_recompute, recompute_of
 from meshlora.verify.faults.registry import find
 from meshlora.verify.features import Feature, features_of_run
 from meshlora.wings.experts.targets import with_whole_projections
@@ -110,9 +110,9 @@ class Request:
             `lora`.
         dtype, steps, seed: of the run. micro_batch_size: sequences per micro-batch. objective, neftune_alpha,
             optimizer, lora_plus_ratio, lora_plus_embedding_lr, packing, quantization: as in a run file. schedule,
-            warmup_from_zero, min_lr, decay_steps, cycle: too, for a peak of 0.01. recompute: of all layers. resume: our
-            side stops before its last step and resumes from its checkpoint. adapters: from 2 on, also prove that many
-            trained together, each against itself alone.
+            warmup_from_zero, min_lr, decay_steps, cycle: too, for a peak of 0.01. recompute: of all layers,
+            "keep_attention": but for their attention. resume: our side stops before its last step and resumes from its
+            checkpoint. adapters: from 2 on, also prove that many trained together, each against itself alone.
         attn_implementation: as in transformers; None: its choice. kernels: of our side, as in a run file.
         router_aux_loss_coef: as in a run file; None: nonzero for a family with a load-balancing loss.
         routed: the rollouts say the experts of each token, random ones; auto: if that can be proved of the model.
@@ -137,7 +137,7 @@ class Request:
     seed: int = SEED
     objective: Objective = field(default_factory=Sft)
     packing: bool | Literal["auto"] = False
-    recompute: bool = False
+    recompute: bool | Literal["keep_attention"] = False
     resume: bool = False
     routed: bool | Literal["auto"] = False
     images: bool = False
@@ -291,7 +291,7 @@ def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology
     base = make_blueprint(model, (given or [Topology()])[0], options, request.objective)
     base, _ = with_kernels(base, device=request.device, is_proved=True)
     if request.recompute:
-        check_recompute(base.model, "full")
+        check_recompute(base.model, recompute_of(request.recompute))
     lora = lora_config(request.lora, "lora", unknown_is_error=True)
     if request.lora == DEFAULT_LORA:
         lora = default_adapter(lora, base.plan, dropout=request.default_dropout)
@@ -519,6 +519,7 @@ def _asked(request: Request) -> Asked:
         # A run of several adapters has none, and their proof may have it.
         "train.router_aux_loss_coef": request.router_aux_loss_coef if request.adapters == 1 else None,
         **{f"train.{name}": getattr(request, name) for name in names},
+        "train.recompute": recompute_of(request.recompute),
         "data.packing": bool(request.packing),
         "model.attn_implementation": request.attn_implementation,
         "adapters": request.adapters,

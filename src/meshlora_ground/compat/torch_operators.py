@@ -15,6 +15,16 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 GROUPED_PRODUCT, READ_NUMBER = "aten::_grouped_mm", "aten::_local_scalar_dense"
 # How those begin that change each tensor of a list. Exposed only through torch's optimizers.
 ON_EACH = "aten::_foreach_mul_".removesuffix("mul_")
+# Fused attention: its output, and what its backward needs beside it. On CPUs, on GPUs, and of sequences of packed rows.
+FUSED_ATTENTIONS = frozenset(
+    {
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "torch_attn::_varlen_attn",
+    }
+)
 
 
 def map_tensors(function: Callable[[Tensor], Any], nested: Any) -> Any:

@@ -276,7 +276,8 @@ class TrainConfig:
         neftune_alpha: of the noise on embedded tokens in training, uniform within alpha / sqrt(tokens of the sequence *
             width); 0: none.
         router_aux_loss_coef: weight of the routers' load-balancing loss; 0: not computed.
-        recompute: activation checkpointing of decoder layers: none, full, or a number n: every n-th layer.
+        recompute: activation checkpointing of decoder layers: none; full; keep_attention: all of them, but what sdpa
+            gave is kept; or a number n: every n-th layer.
         routing_record: folder to record every token's experts in every step; routing_replay: folder of such a record,
             whose experts replace the routers' choices.
         lora_plus_ratio: LoRA+: the learning rate of B over that of A; None: the same for both.
@@ -354,8 +355,10 @@ class TrainConfig:
             check_path(f"train.{name}", getattr(self, name) or "")
         check_numbers("train", self)
         require(self.seed < 2**63, "train.seed", self.seed, "below 2**63")
-        is_known = self.recompute in ("none", "full") if isinstance(self.recompute, str) else self.recompute >= 1
-        require(is_known, "train.recompute", self.recompute, "none, full or a number n from 1, for every n-th layer")
+        by_name = "none", "full", "keep_attention"
+        is_known = self.recompute in by_name if isinstance(self.recompute, str) else self.recompute >= 1
+        rule = "none, full, keep_attention or a number n from 1, for every n-th layer"
+        require(is_known, "train.recompute", self.recompute, rule)
         self._check_schedule()
         self._check_keeping()
         if self.lora_plus_ratio is None and self.lora_plus_embedding_lr != 1e-6:

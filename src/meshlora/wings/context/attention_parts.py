@@ -28,6 +28,7 @@ from torch.autograd import Function
 
 from meshlora.comm.groups import Axis
 from meshlora.comm.messages import pass_on
+from meshlora.layers.kept_attention import apart, once
 from meshlora_ground.compat import torch_fused
 from meshlora_ground.float64 import wide_dtype
 from meshlora_ground.transfer import to_device
@@ -176,6 +177,18 @@ class _Attention(Function):
         axis: Axis,
     ) -> Tensor:
         assert len(parts) in (1, axis.size), (len(parts), axis.size)
+        # In a layer that runs twice the sum of all parts is kept, not each part.
+        attention = functools.partial(_Attention._of_parts, query, pair, sinks, parts, how, axis)
+        out, lse = once("attention in parts", attention)
+        ctx.save_for_backward(query, pair, sinks, out, lse)
+        ctx.parts, ctx.how, ctx.axis = parts, how, axis
+        return out
+
+    @staticmethod
+    def _of_parts(
+        query: Tensor, pair: Tensor, sinks: Tensor | None, parts: Sequence[Sequence[Part]], how: How, axis: Axis
+    ) -> tuple[Tensor, Tensor]:
+        """out `[B, n, h, dv]` and lse `[B, h, n]`."""
         rows, heads, number, _ = query.shape
         wide = wide_dtype(query.dtype)
         out = query.new_zeros((rows, number, heads, pair.shape[-1] - how.key_width), dtype=wide)
@@ -190,10 +203,7 @@ class _Attention(Function):
             total = torch.logaddexp(lse, sinks.to(wide).view(1, -1, 1))
             out.transpose(1, 2).mul_((lse - total).exp_().unsqueeze(-1))
             lse = total
-        out = out.to(query.dtype)
-        ctx.save_for_backward(query, pair, sinks, out, lse)
-        ctx.parts, ctx.how, ctx.axis = parts, how, axis
-        return out
+        return out.to(query.dtype), lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -287,6 +297,7 @@ def has_kernel(query: Tensor) -> bool:
 
 
 @functools.cache
+@apart()
 def agrees(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Whether torch's kernel is on `device` and computes what its definition says, as its sums are not public. A few
     queries, and of other keys only their part in the sums: two e-folds.

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshlora.layers.kept_attention import apart
 from meshlora_ground.transfer import to_device
 
 Lengths = Sequence[Sequence[int]]
@@ -99,6 +100,7 @@ def _arguments(kernel: Callable[..., Any]) -> frozenset[str]:
 
 
 @functools.cache
+@apart()
 def agrees(device: torch.device, dtype: torch.dtype, width: int) -> bool:
     """Whether `in_one_call` computes on `device` what its definition says, both ways, for rows of several sequences."""
     if not _arguments(_kernel()) >= _NEEDED:
