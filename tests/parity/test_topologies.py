@@ -88,3 +88,28 @@ def test_low_precision_stays_within_the_references_own_rounding(
 def test_stages_train_what_one_process_trains(topologies: tuple[str, ...], options: Any, prove: Prove) -> None:
     for outcome in prove(topologies=topologies, **options):
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("topologies", "options"),
+    [
+        (("tp=2,sp", "cp=2"), {"family": "llama", "packing": "auto"}),
+        pytest.param(
+            ("dp=2,dp_shard", "cp=3", "cp=2,ring", "tp=2,sp,cp=2", "pp=2,tp=2,sp,interleave=2"),
+            {"family": "qwen3"},
+            marks=pytest.mark.proof,
+        ),
+        pytest.param(("tp=2,sp,ep=2", "cp=2,ep=2,ring"), {"family": "qwen3_moe"}, marks=pytest.mark.proof),
+        pytest.param(("cp=2,ring", "pp=2"), {"family": "gpt2", "packing": True}, marks=pytest.mark.proof),
+        pytest.param(("tp=2",), {"family": "llama", "adapters": 2}, marks=pytest.mark.proof),
+        pytest.param(("tp=2,sp",), {"family": "mistral", "dtype": "bfloat16"}, marks=pytest.mark.proof),
+        pytest.param(("cp=2",), {"family": "qwen3_next"}, marks=pytest.mark.proof),
+    ],
+)
+def test_attention_that_is_kept_trains_what_one_process_trains(
+    topologies: tuple[str, ...], options: Any, prove: Prove
+) -> None:
+    given = {"recompute": "keep_attention", "attn_implementation": "sdpa", "steps": 1}
+    for outcome in prove(topologies=topologies, **given | options):
+        assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)

@@ -133,16 +133,19 @@ def test_attention_is_kept_beside_the_inputs_of_layers_and_freed() -> None:
     rows, tokens = 2, 64
     ids = torch.randint(3, 200, (rows, tokens), generator=torch.Generator().manual_seed(0))
 
-    def step() -> tuple[int, int]:
-        """Bytes held after the forward, and after the backward."""
+    def step() -> tuple[int, int, int]:
+        """Bytes held after the forward, after the backward, and after a forward without one."""
         model.zero_grad()
+        with _memory() as dropped:
+            loss = shifted_loss(model, ids, torch.ones_like(ids), ids.roll(-1, 1))
+            del loss
         with _memory() as forward:
             loss = shifted_loss(model, ids, torch.ones_like(ids), ids.roll(-1, 1))
         with _memory() as backward:
             loss.backward()
             del loss
         held = _held(forward)
-        return held, held + _held(backward)
+        return held, held + _held(backward), _held(dropped)
 
     found = {}
     for mode in ("none", "full", "keep_attention"):
@@ -153,10 +156,11 @@ def test_attention_is_kept_beside_the_inputs_of_layers_and_freed() -> None:
         rows * tokens * config.num_attention_heads * config.head_dim,
         rows * tokens * config.num_attention_heads,
     )
-    (plain, left), (full, full_left), (kept, kept_left) = found.values()
+    (plain, *left), (full, *full_left), (kept, *kept_left) = found.values()
     assert kept - full == 4 * LAYERS * (output + sums)
     assert kept < plain / 2
     assert left == full_left == kept_left, "gradients"
+    assert left[1] == 0
 
 
 def _memory() -> profile:

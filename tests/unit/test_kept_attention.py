@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from meshlora.layers.kept_attention import KeptAttention, apart, once
+from meshlora.wings.context import attention_parts
+from meshlora.wings.packed_rows import varlen
 from meshlora_ground.compat.torch_operators import FUSED_ATTENTIONS, TorchDispatchMode
 
 aten = torch.ops.aten
@@ -123,6 +125,22 @@ def test_attention_made_of_others_is_kept_as_one_and_what_is_tried_apart_not_at_
     assert torch.equal(first, second)
     layer()
     assert len(calls) == 2, "outside of both nothing is kept or given"
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, enable_gqa=True).transpose(1, 2)
+
+
+def test_kernels_that_are_compared_at_first_use_are_none_of_the_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would be in the first forward, and not in the second."""
+    inputs, kept, cpu = _inputs("cpu"), KeptAttention(), torch.device("cpu")
+    monkeypatch.setattr(varlen, "in_one_call", _attended)
+    with kept.first():
+        assert attention_parts.agrees.__wrapped__(cpu, torch.bfloat16, 16)
+        varlen.agrees.__wrapped__(cpu, torch.bfloat16, 16)
+        first = F.scaled_dot_product_attention(*inputs)
+    with kept.second():
+        assert torch.equal(F.scaled_dot_product_attention(*inputs), first)
 
 
 @pytest.mark.parametrize(
