@@ -244,6 +244,9 @@ PROOFS = {
     "joined rows": Proof(f"{LLAMA} {BFLOAT16} --packing auto", ("", "tp=2,sp", "cp=2")),
     "liger": Proof(f"{LLAMA} {FLOAT32} --kernels liger", ("", "tp=2,sp")),
     "recomputation": Proof(f"{QWEN3} {FLOAT32} --recompute", ("tp=2,sp", "pp=2")),
+    "kept attention": Proof(
+        f"{LLAMA} {BFLOAT16} --packing auto --recompute keep_attention", ("", "tp=2,sp", "cp=2,ring")
+    ),
     "nf4": Proof(f"{LLAMA} {FLOAT32} --quantization nf4", ("", "tp=2,sp")),
     "fp8": Proof(f"{LLAMA} {FLOAT32} --quantization fp8", ("", "tp=2,sp")),
     "mxfp4": Proof(f"{MIXTURE} {FLOAT32} --quantization mxfp4", ("", "dp=2,ep=2")),

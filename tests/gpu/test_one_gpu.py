@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 from peft import LoraConfig
+from torch.profiler import ProfilerActivity, profile
 
 import meshlora
+from meshlora.run.recompute import recompute_layers
 from meshlora.train.losses import shifted_loss
 from meshlora.wings.kernels.liger import check_kernels, liger
 from meshlora.wings.kernels.rms_norm import RmsNormFunction
@@ -70,6 +72,32 @@ def test_a_model_with_kernels_of_liger_matches_one_process(family: str, prove: P
     asked = {"dtype": "float32", "kernels": "liger", "device": "cuda", "recompute": True}
     (outcome,) = prove(family=family, topologies=("",), steps=2, **asked)
     assert outcome.passed, (outcome.divergence, outcome.error)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_kept_attention_is_launched_once(dtype: str, tmp_path: Path) -> None:
+    """By the thread of autograd too, on which layers run a second time."""
+    folder = make_twin(tmp_path, "llama")
+    lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    model = meshlora.load(folder / "model", lora=lora, dtype=dtype, device="cuda").train()
+    ids, launched, gradients = make_batches().input_ids.cuda(), {}, {}
+    for recompute in ("none", "full", "keep_attention"):
+        recompute_layers(model, recompute)
+        model.zero_grad()
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            shifted_loss(model, ids, None, ids.roll(-1, 1)).backward()
+        # What the operators of sdpa call to launch a kernel.
+        names = [event.name for event in seen.events()]
+        launched[recompute] = sum(
+            name.endswith(("_flash_attention_forward", "_efficient_attention_forward")) for name in names
+        )
+        gradients[recompute] = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    once = launched["none"]
+    assert once > 0
+    assert launched == {"none": once, "full": 2 * once, "keep_attention": once}
+    plain = gradients["none"].norm()
+    for recompute in ("full", "keep_attention"):
+        assert (gradients[recompute] - gradients["none"]).norm() <= plain * torch.finfo(getattr(torch, dtype)).eps
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -230,6 +230,10 @@ def test_pair_in_no_row_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> 
 def test_message_has_the_words_of_who_asks() -> None:
     asked = {"train.optimizer": "adamw_8bit", "adapters": 2}
     assert str(refusal(asked)).startswith("train.optimizer=adamw_8bit with 2 adapters: it is not proved")
+    kept = {"train.recompute": "keep_attention", "door": "meshlora plan"}
+    assert str(refusal(kept)) == (
+        "train.recompute=keep_attention in meshlora plan: its memory is not planned; plan it with full, which needs less"
+    )
     assert str(refusal({**asked, "door": "meshlora verify"})).startswith("--optimizer adamw_8bit with 2 adapters")
 
 

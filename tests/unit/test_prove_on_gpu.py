@@ -169,7 +169,16 @@ def test_proofs_cover_every_axis_precision_and_option() -> None:
         for topology in filter(None, proof.topologies):  # without one it is that of the number of ranks
             assert Topology.parse(topology).world == proof.num_ranks, topology
     options = {word for proof in proofs for word in proof.arguments.split()}
-    assert {"float32", "bfloat16", "llama", "qwen3_moe", "liger", "--recompute", "--packing"} <= options
+    assert {
+        "float32",
+        "bfloat16",
+        "llama",
+        "qwen3_moe",
+        "liger",
+        "--recompute",
+        "keep_attention",
+        "--packing",
+    } <= options
     assert {"nf4", "fp8", "mxfp4", "int8"} <= options
     assert any("--dtype" not in proof.arguments for proof in proofs), "float64 is the default"
 
