@@ -192,7 +192,7 @@ REFUSED: tuple[Refused, ...] = (
     _refused(F.PLAN, {F.ADAPTERS, F.COMPARED, F.FLOAT64})(
         "plans are of one adapter, train.objective=sft, at most four bytes", ""
     ),
-    _refused(F.PLAN, F.KEPT_ATTENTION)("its memory is not planned", "plan it with full, which needs less"),
+    _refused(F.PLAN, F.KEPT_ATTENTION)("its memory is not planned", "plan full, which takes less memory and more time"),
     # Loops and trainers of others.
     _refused(F.TRAINER, F.STAGES)("its loop has no turns of stages", "use meshlora train"),
     _refused(F.LABELS, F.STAGES)("only its last stage has a loss", "use pp=1"),
