@@ -286,5 +286,11 @@ def test_a_recipe_looks_like_logits() -> None:
 
 @pytest.mark.parametrize(("size", "expected"), [(128_256, 256), (32_000, 1024), (200_000, 167), (10**9, 1)])
 def test_a_chunk_is_of_whole_tiles_where_it_holds_one(size: int, expected: int) -> None:
-    assert vocabulary.chunk_tokens(size, torch.float32) == expected
+    assert vocabulary.chunk_tokens(size, torch.float32, is_cpu=True) == expected
     assert expected == 1 or expected * size * 4 <= vocabulary.CHUNK_BYTES
+
+
+@pytest.mark.parametrize(("size", "expected"), [(128_256, 1024), (32_000, 4096), (200_000, 512), (10**9, 1)])
+def test_a_chunk_on_a_gpu_holds_more(size: int, expected: int) -> None:
+    assert vocabulary.chunk_tokens(size, torch.float32, is_cpu=False) == expected
+    assert expected == 1 or expected * size * 4 <= vocabulary.CHUNK_BYTES_OF_GPU

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +30,10 @@ from meshlora_ground.transfer import to_device
 IGNORED = -100  # the label of a token that is not trained
 
 # Size of one chunk's logits over the whole vocabulary, so that the chunks are the same for every tp. Smaller chunks
-# read the head's weight more often than its products can hide.
+# read the head's weight more often than its products can hide. A GPU also pays for each kernel of a chunk, whatever its
+# size, and has the memory: 0.6 % of 80 GB, and with the bf16 logits and their gradient twice that.
 CHUNK_BYTES = 128 * 2**20
+CHUNK_BYTES_OF_GPU = 512 * 2**20
 _TILE = 256  # rows
 
 Head = Callable[[Tensor], Tensor]
@@ -141,9 +143,31 @@ def _check_labels(labels: Tensor, vocab: int) -> None:
         raise UserError(f"label {int(wrong)}", f"is not in the vocabulary of {vocab}", "look at the tokenizer")
 
 
+class _Targets(NamedTuple):
+    """The labels of trained tokens, as this rank's part of the vocabulary has them.
+
+    place: int64 `[t, 1]`, the label's entry of this rank; any where another rank has it. is_here: bool `[t]`.
+    minus: `[t, 1]`, what the gradient gets at the label. least, zero: `[1]`, the least number and 0. All three have the
+    dtype of the loss.
+    """
+
+    place: Tensor
+    is_here: Tensor
+    minus: Tensor
+    least: Tensor
+    zero: Tensor
+
+    def of(self, chunk: slice) -> _Targets:
+        """Those of some tokens, views."""
+        return self._replace(place=self.place[chunk], is_here=self.is_here[chunk], minus=self.minus[chunk])
+
+
 @dataclass(frozen=True)
 class _ChunkLoss:
     """The loss of one chunk of trained tokens from this rank's logits, and its gradient for them.
+
+    A kernel of a few numbers costs a GPU the launch of a large one: what needs no logits is computed once for all
+    chunks, before them (`targets`) and after them (`losses`).
 
     Attributes:
         axis: the ranks that share the vocabulary. vocab: its entries without padding.
@@ -155,45 +179,73 @@ class _ChunkLoss:
     label_smoothing: float
     dtype: torch.dtype
 
-    def __call__(self, logits: Tensor, labels: Tensor, gradient: Tensor) -> Tensor:
-        """logits `[t, V/tp]`, labels `[t]` -> loss of each token `[t]`; `gradient` `[t, V/tp]` gets d sum(loss) / dx.
+    def num_real(self, num_local: int) -> int:
+        """How many of this rank's `num_local` entries are no padding: 0 where a small vocabulary ends before it."""
+        return min(max(self.vocab - self.axis.rank * num_local, 0), num_local)
+
+    def targets(self, labels: Tensor, num_local: int) -> _Targets:
+        """labels `[T]` -> theirs. num_local: V/tp."""
+        place = labels - self.axis.rank * num_local
+        is_here = (place >= 0) & (place < self.num_real(num_local))
+        minus = (self.label_smoothing - 1) * is_here.to(self.dtype).unsqueeze(1)
+        least, zero = minus.new_full((1,), torch.finfo(self.dtype).min), minus.new_zeros(1)
+        return _Targets(place.clamp_(0, num_local - 1).unsqueeze(1), is_here, minus, least, zero)
+
+    def __call__(self, logits: Tensor, targets: _Targets, gradient: Tensor, sums: Tensor) -> None:
+        """logits `[t, V/tp]` -> `gradient` `[t, V/tp]` gets d sum(loss) / dx, `sums` `[4, t]`, of zeros, what the
+        loss of each token needs.
 
         With m the largest logit and Z = sum_v exp(x[v] - m) over all ranks:
-            loss = log Z + (1-e) (m - x[label]) + e (m - mean_v x[v])
+            sums = m, Z, x[label], sum_v x[v]; the last for label smoothing alone
             dx[v] = exp(x[v] - m) / Z - (1-e) [v == label] - e / vocab, and 0 in the padding
         One all-gather of four numbers per token; no other tensor `[t, V/tp]` (on CPU, bf16 needs one).
         """
         eps, num_local = self.label_smoothing, logits.shape[1]
         assert num_local * self.axis.size >= self.vocab, (num_local, self.axis.size, self.vocab)
-        first = self.axis.rank * num_local
-        num_real = min(max(self.vocab - first, 0), num_local)  # 0 where a small vocabulary ends before this rank
+        num_real = self.num_real(num_local)
         real = logits[:, :num_real]
-
-        place = labels - first
-        is_here = (place >= 0) & (place < num_real)
-        place = place.clamp(0, num_local - 1).unsqueeze(1)
-        label_logit = logits.gather(1, place).squeeze(1).to(self.dtype).where(is_here, 0.0)
-        # Finite even if all of this rank's logits are -inf: exp(-inf - -inf) is NaN.
-        highest = label_logit.new_full(labels.shape, torch.finfo(self.dtype).min)
+        highest, z, label_logit, total = sums
+        # Finite even if all of this rank's logits are -inf: exp(-inf - -inf) is NaN. Of shape `[1]` it decides the dtype
+        # of the result, as 0 does below.
         if num_real:
-            highest = torch.maximum(highest, real.amax(1).to(self.dtype))
-        total = real.sum(1, dtype=self.dtype) if eps else torch.zeros_like(highest)
-        gradient[:, num_real:] = 0
+            torch.maximum(real.amax(1), targets.least, out=highest)
+        else:
+            highest.copy_(targets.least)
+        torch.where(targets.is_here, logits.gather(1, targets.place).squeeze(1), targets.zero, out=label_logit)
+        if eps:
+            torch.sum(real, 1, dtype=self.dtype, out=total)
+        if num_real < num_local:
+            gradient[:, num_real:] = 0
         exps = torch.sub(real, highest.unsqueeze(1), out=gradient[:, :num_real]).exp_()
+        torch.sum(exps, 1, out=z)
+        exps.div_(self._divisor(sums).unsqueeze(1))
+        if eps:
+            exps.sub_(eps / self.vocab)
+        gradient.scatter_add_(1, targets.place, targets.minus)
 
-        mine = torch.stack([highest, exps.sum(1), label_logit, total])
+    def _divisor(self, sums: Tensor) -> Tensor:
+        """sums `[4, t]` of this rank's logits -> of all ranks'; and what this rank's exponentials are divided by."""
+        if self.axis.size == 1:
+            return sums[1]
+        mine = sums.contiguous()
         by_rank = all_gather(mine, self.axis).view(self.axis.size, *mine.shape)  # [tp, 4, t]
         top = by_rank[:, 0].amax(0)
         z = (by_rank[:, 1] * (by_rank[:, 0] - top).exp()).sum(0)
-        # Differences to the largest logit, as in a single-process softmax: small where the model is confident.
-        loss = z.log() + (1 - eps) * (top - by_rank[:, 2].sum(0))
-        if eps:
-            loss += eps * (top - by_rank[:, 3].sum(0) / self.vocab)
+        factor = (top - sums[0]).exp()  # infinite for a rank without one finite logit: its exponentials are 0
+        sums[0], sums[1] = top, z
+        sums[2:] = by_rank[:, 2:].sum(0)
+        return z * factor
 
-        exps.mul_(((highest - top).exp() / z).unsqueeze(1))
+    def losses(self, sums: Tensor) -> Tensor:
+        """`[T]` from the sums `[4, T]` of all ranks: `log Z + (1-e) (m - x[label]) + e (m - mean_v x[v])`.
+
+        Differences to the largest logit, as in a single-process softmax: small where the model is confident.
+        """
+        eps = self.label_smoothing
+        top, z, label_logit, total = sums
+        loss = z.log() + (1 - eps) * (top - label_logit)
         if eps:
-            exps.sub_(eps / self.vocab)
-        gradient.scatter_add_(1, place, (eps - 1) * is_here.to(self.dtype).unsqueeze(1))
+            loss += eps * (top - total / self.vocab)
         return loss
 
 
@@ -209,20 +261,16 @@ class _ChunkScores:
     found: Tensor
     weights: Tensor | None = None
 
-    def __call__(self, logits: Tensor, labels: Tensor, gradient: Tensor, chunk: slice, loss: _ChunkLoss) -> None:
+    def __call__(self, logits: Tensor, targets: _Targets, gradient: Tensor, chunk: slice, loss: _ChunkLoss) -> None:
         """gradient: that of `loss`, p - [v == label]; becomes that of the weighted sum. With H = -sum_v p[v] log p[v]:
             d log p(label) / dx[v] = [v == label] - p[v],    dH / dx[v] = -p[v] log p[v] - p[v] H
         One more all-gather, of four numbers per token.
         """
-        num_local = logits.shape[1]
-        first = loss.axis.rank * num_local
-        num_real = min(max(loss.vocab - first, 0), num_local)
-        real, place = logits[:, :num_real].to(loss.dtype), labels - first
-        is_here = (place >= 0) & (place < num_real)
-        at_label = place.clamp(0, num_local - 1).unsqueeze(1)
-        p = gradient.scatter_add(1, at_label, is_here.to(gradient.dtype).unsqueeze(1))[:, :num_real]
+        num_real = loss.num_real(logits.shape[1])
+        real, at_label, is_here = logits[:, :num_real].to(loss.dtype), targets.place, targets.is_here
+        p = gradient.scatter_add(1, at_label, -targets.minus)[:, :num_real]
         own = torch.special.entr(p)
-        highest = real.amax(1) if num_real else real.new_full(labels.shape, torch.finfo(loss.dtype).min)
+        highest = real.amax(1) if num_real else real.new_full(is_here.shape, torch.finfo(loss.dtype).min)
         label_logit = logits.gather(1, at_label).squeeze(1).to(loss.dtype).where(is_here, 0.0)
         mine = torch.stack([own.sum(1), highest, label_logit, real.sum(1)])
         by_rank = all_gather(mine, loss.axis).view(loss.axis.size, *mine.shape)  # [tp, 4, t]
@@ -259,7 +307,7 @@ class _Chunks:
             rows = (labels != IGNORED).nonzero().squeeze(1)  # waits for a GPU
         targets = labels[rows]
         _check_labels(targets, loss.vocab)
-        return cls(head, rows, targets, loss, chunk_tokens(loss.vocab, loss.dtype), is_lifted())
+        return cls(head, rows, targets, loss, chunk_tokens(loss.vocab, loss.dtype, is_cpu=hidden.is_cpu), is_lifted())
 
     def run(
         self,
@@ -274,7 +322,8 @@ class _Chunks:
 
         weights: token weights in that sum; None: ones. scores: the gradient is that of their sum instead.
         """
-        losses = hidden.new_empty(self.rows.shape, dtype=self.loss.dtype)
+        of_tokens = hidden.new_zeros(4, len(self.rows), dtype=self.loss.dtype)
+        targets: list[_Targets] = []  # of all chunks: known with the width of the first one's logits
         # Untrained tokens get none, and never reach the head.
         d_hidden = torch.zeros_like(hidden) if needs_hidden else None
         # At least fp32: a bf16 sum over chunks would lose the contribution of each chunk.
@@ -288,10 +337,12 @@ class _Chunks:
             inputs = [x, *parameters] if needs_hidden else list(parameters)
             with torch.set_grad_enabled(bool(inputs)), lift(self.is_lifted):
                 logits = self.head(x)
-            d_logits = buffer.resize_(logits.shape)
-            losses[chunk] = self.loss(logits.detach(), self.labels[chunk], d_logits)
+            if not targets:
+                targets.append(self.loss.targets(self.labels, logits.shape[1]))
+            d_logits, own = buffer.resize_(logits.shape), targets[0].of(chunk)
+            self.loss(logits.detach(), own, d_logits, of_tokens[:, chunk])
             if scores is not None:
-                scores(logits.detach(), self.labels[chunk], d_logits, chunk, self.loss)
+                scores(logits.detach(), own, d_logits, chunk, self.loss)
             if not inputs:
                 return
             if weights is not None:
@@ -304,14 +355,15 @@ class _Chunks:
 
         for start in range(0, len(self.rows), self.tokens):  # not split(): of no tokens it makes an empty chunk
             one_chunk(slice(start, start + self.tokens))
+        losses = self.loss.losses(of_tokens)
         return losses, d_hidden, [s.to(p.dtype) for s, p in zip(sums, parameters, strict=True)]
 
 
-def chunk_tokens(vocab: int, dtype: torch.dtype) -> int:
-    """Tokens of a chunk whose loss is computed in `dtype`: what `CHUNK_BYTES` holds, in whole tiles of a GPU's products
-    where it holds one: of 261 rows the last tile would do the work of 256 more.
+def chunk_tokens(vocab: int, dtype: torch.dtype, *, is_cpu: bool) -> int:
+    """Tokens of a chunk whose loss is computed in `dtype`: what `CHUNK_BYTES` holds, or `CHUNK_BYTES_OF_GPU`, in whole
+    tiles of a GPU's products where it holds one: of 261 rows the last tile would do the work of 256 more.
     """
-    number = CHUNK_BYTES // (vocab * dtype.itemsize)
+    number = (CHUNK_BYTES if is_cpu else CHUNK_BYTES_OF_GPU) // (vocab * dtype.itemsize)
     return number - number % _TILE if number > _TILE else max(1, number)
 
 

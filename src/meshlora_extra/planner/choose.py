@@ -409,7 +409,7 @@ def _prediction(
     again = recomputed_layers(recompute, len(problem.shrunk.order))
     vocab, width = model_vocab(problem.model), problem.model.get_input_embeddings().embedding_dim
     own = tokens // topology.size_over(TOKENS)
-    chunk_tokens = tokens_of_chunk(vocab, dtype, rows * own)
+    chunk_tokens = tokens_of_chunk(vocab, dtype, rows * own, device=problem.gpu.device)
     memory = one.memory.at(two.memory, rows, chunk_tokens)
     sizes = Sizes(rows * tokens, chunk_tokens, width, dtype)
     kernels = _kernel_times(problem, traces, rows, own, chunk_tokens)

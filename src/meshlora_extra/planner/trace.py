@@ -56,9 +56,9 @@ class Trace:
     flow: Flow
 
 
-def tokens_of_chunk(vocab: int, dtype: torch.dtype, tokens: int) -> int:
-    """Tokens per chunk of the loss, at most `tokens` (`layers.head_loss`)."""
-    return min(tokens, chunk_tokens(vocab, wide_dtype(dtype)))
+def tokens_of_chunk(vocab: int, dtype: torch.dtype, tokens: int, *, device: str) -> int:
+    """Tokens per chunk of the loss, at most `tokens` (`layers.head_loss`). device: cpu or cuda."""
+    return min(tokens, chunk_tokens(vocab, wide_dtype(dtype), is_cpu=device == "cpu"))
 
 
 def model_vocab(model: Any) -> int:
@@ -126,7 +126,7 @@ def trace(small: Blueprint, *, rows: int, tokens: int, device: str = "cuda", opt
         raise UnsupportedError(f"model_type {plan.model_type!r} on {plan.topology}", rule, "plan it without cp")
     run = FakeRun(device)
     own = rows * tokens // plan.topology.size_over(TOKENS)  # tokens of this rank
-    chunk_tokens = tokens_of_chunk(model_vocab(small.model), small.model.dtype, own)
+    chunk_tokens = tokens_of_chunk(model_vocab(small.model), small.model.dtype, own, device=device)
     with run:
         mesh = fake_mesh(plan.topology, plan.copies, has_experts=bool(plan.experts))
         model = assemble(

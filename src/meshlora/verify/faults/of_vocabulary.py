@@ -69,15 +69,15 @@ def logits_gathered_in_another_order(y: Tensor, x: Tensor, axis: Axis) -> Tensor
     return y.unflatten(0, (axis.size, -1)).flip(0).flatten(0, 1)
 
 
-@around(*LOSS, needs={Feature.TP})
-def labels_of_another_rank(original: Any, self: Any, *seen: Tensor) -> Any:
+@around(vocabulary._ChunkLoss, "targets", needs={Feature.TP})
+def labels_of_another_rank(original: Any, self: Any, *seen: Any) -> Any:
     """a rank finds the labels of its own part of the vocabulary"""
     other = dataclasses.replace(self.axis, rank=_next_rank(self.axis))
     return original(dataclasses.replace(self, axis=other), *seen)
 
 
 @around(*LOSS, needs={Feature.PADDED_VOCABULARY})
-def padding_in_softmax(original: Any, self: Any, logits: Tensor, *seen: Tensor) -> Any:
+def padding_in_softmax(original: Any, self: Any, logits: Tensor, *seen: Any) -> Any:
     """the padding of a vocabulary is excluded from the softmax"""
     return original(dataclasses.replace(self, vocab=self.axis.size * logits.shape[1]), logits, *seen)
 
