@@ -96,6 +96,23 @@ class _Casts(TorchDispatchMode):
         return found
 
 
+def test_copies_of_factors_that_are_stacked_lie_so() -> None:
+    model = _model()
+    factors: dict[str, Tensor] = {factor.name: factor.parameter for factor in active_factors(model)}
+    attention = [next(f for n, f in factors.items() if f"layers.1.self_attn.{own}" in n and "_A" in n) for own in "qkv"]
+    lie_so = []
+
+    def look(*_: Any) -> None:
+        for given in (attention, attention[::-1], attention[::2]):
+            stack = rounded.stacked(given, torch.bfloat16)
+            assert torch.equal(stack, torch.cat([factor.bfloat16() for factor in given]))
+            lie_so.append(stack.data_ptr() == rounded.rounded(given[0], torch.bfloat16).data_ptr())
+
+    model.model.layers[1].mlp.register_forward_hook(look)
+    model(input_ids=IDS)
+    assert lie_so == [True, False, False]
+
+
 def test_no_factor_is_cast_where_it_is_used() -> None:
     """In the layers: the head, which the loss calls, is not in a forward of the model any more."""
     model = _model()

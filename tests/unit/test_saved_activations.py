@@ -18,7 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import meshlora
 from meshlora.adapter.attach import active_factors
-from meshlora.layers.products import Entered, LoraLinearFunction
+from meshlora.layers.products import Entered, GivenZFunction, LoraLinearFunction
 from meshlora.layers.tokens import Segment
 from meshlora.train.losses import shifted_loss
 from meshlora.wings.kernels.gate_recompute import product_behind, watch_activations
@@ -176,6 +176,57 @@ def test_joined_products_with_a_have_the_gradients_of_each(dropped: tuple[int, .
         assert (ours is None) == (expected is None)
         if ours is not None and expected is not None:
             torch.testing.assert_close(ours, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_joined_gradients_are_those_of_each_linear_however_often_it_is_called() -> None:
+    """The first is called twice, the second is read in the graph too, the third is left out, and a backward before it
+    ends without reaching the input."""
+    generator = torch.Generator().manual_seed(0)
+    leaf = torch.randn(2, 3, 5, generator=generator, dtype=torch.float64, requires_grad=True)
+    shapes = (2, 5), (4, 5), (3, 5), (7, 2), (6, 4), (7, 5), (6, 5)
+    a1, a2, a3, b1, b2, w1, w2 = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    trained = [factor.requires_grad_() for factor in (a1, a2, a3, b1, b2)]
+    leaves = [nn.Identity() for _ in range(3)]
+
+    def gradients(*, is_joined: bool) -> tuple[Tensor | None, ...]:
+        x = leaf * 1
+        if is_joined:
+            shared = share(x, Joined(leaves, (a1, a2, a3), 0.3))
+            assert shared is not None
+            z2 = shared.zs[leaves[1]]
+
+            def linear(place: int, w: Tensor, b: Tensor) -> Tensor:
+                z, take_dz = shared.zs[leaves[place]], shared.takes[leaves[place]]
+                own = Entered(x.detach(), z, None, shared.gradient, shared.token, take_dz)
+                return GivenZFunction.apply(own.x, own.token, w, None, own, z, b)
+
+        else:
+            z2 = 0.3 * x.view(-1, 5) @ a2.T
+
+            def linear(place: int, w: Tensor, b: Tensor) -> Tensor:
+                return x @ w.T + 0.3 * (x @ (a1, a2)[place].T) @ b.T
+
+        total, stops_at = z2.pow(3).sum(), [b1, z2]
+        for place, w, b in ((0, w1, b1), (0, 2 * w1, 2 * b1), (1, w2, b2)):
+            total = total + linear(place, w, b).square().sum()
+        torch.autograd.grad(total, stops_at, retain_graph=True)
+        return torch.autograd.grad(total, (leaf, *trained), allow_unused=True)
+
+    for ours, expected in zip(gradients(is_joined=True), gradients(is_joined=False), strict=True):
+        assert (ours is None) == (expected is None)
+        if ours is not None and expected is not None:
+            torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_backward_that_was_aborted_leaves_nothing_for_the_next() -> None:
+    leaf, w, a, b = (torch.ones(s, requires_grad=True) for s in ((3, 5), (7, 5), (2, 5), (7, 2)))
+    shared = share(x := leaf * 1, Joined([own := nn.Identity()], [a], 0.5))
+    assert shared is not None
+    z = shared.zs[own]
+    entered = Entered(x.detach(), z, None, shared.gradient, shared.token, shared.takes[own])
+    y = GivenZFunction.apply(entered.x, entered.token, w.detach(), None, entered, z, b)
+    torch.autograd.grad(y.sum(), z, allow_unused=True)
+    assert torch.autograd.grad(shared.token.sum(), (leaf, a), allow_unused=True) == (None, None)
 
 
 def _shared_and_apart(*, is_shared: bool) -> tuple[Tensor, ...]:

@@ -205,8 +205,8 @@ class _ChunkLoss:
         num_real = self.num_real(num_local)
         real = logits[:, :num_real]
         highest, z, label_logit, total = sums
-        # Finite even if all of this rank's logits are -inf: exp(-inf - -inf) is NaN. Of shape `[1]` it decides the dtype
-        # of the result, as 0 does below.
+        # Finite even if all of this rank's logits are -inf: exp(-inf - -inf) is NaN. Its shape `[1]` lets its dtype be
+        # that of the result, as below that of 0.
         if num_real:
             torch.maximum(real.amax(1), targets.least, out=highest)
         else:

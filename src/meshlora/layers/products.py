@@ -42,11 +42,16 @@ class SharedGradient(Protocol):
         """Keep the sum."""
 
 
+# (g `[T, out]`, B `[out, r]`) -> takes `g B`, the gradient of a linear's z, to where that of its A is computed.
+TakeGradient = Callable[[Tensor, Tensor], None]
+
+
 class Entered(NamedTuple):
     """x as it enters a linear, and what else is known of it. Decides how products are computed, never what they are.
 
     x: `[..., in]`.
     z: `[T, r]`, `s D(x) A^T` of the one adapter in use, where it is there already: A has its gradient through z.
+    take_dz: takes the gradient of z, which then has none in the graph; None: it goes through the graph.
     source: saved for the gradient of A, in place of x.
     gradient: where that of x is added up, which then is detached. token: `[0]`, before this linear and after x in the
         graph, by which the input's gradient waits for all that add to it.
@@ -57,6 +62,7 @@ class Entered(NamedTuple):
     source: Source | None = None
     gradient: SharedGradient | None = None
     token: Tensor | None = None
+    take_dz: TakeGradient | None = None
 
 
 class LoraLinearFunction(Function):
@@ -162,7 +168,7 @@ class GivenZFunction(Function):
         all_rows = _Group([Segment(0, len(z), 1.0)], [], [b])  # z has the scale already
         y = _sum_of_products(x, plain, bias, [(all_rows, z)])
         ctx.save_for_backward(None if packed else plain, z, b)
-        ctx.packed, ctx.gradient = packed, entered.gradient
+        ctx.packed, ctx.gradient, ctx.take_dz = packed, entered.gradient, entered.take_dz
         return y
 
     @staticmethod
@@ -171,7 +177,11 @@ class GivenZFunction(Function):
         if ctx.packed is not None:
             weight = ctx.packed.whole()
         g = grads[0].reshape(-1, weight.shape[0])
-        dz = g @ b
+        dz = None
+        if ctx.take_dz is None:
+            dz = g @ b
+        elif ctx.needs_input_grad[5]:
+            ctx.take_dz(g, b)
         db = _gradient_of_b(g, z, ctx.dtype) if ctx.needs_input_grad[6] else None
         return _gradient_of_x(ctx, grads[0], weight, ()), None, None, None, None, dz, db
 

@@ -11,7 +11,7 @@ used.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,9 +23,11 @@ from meshlora_ground.compat.torch_tensors import copy_each
 
 
 class _Rounded(NamedTuple):
-    """The note on a factor: its copy."""
+    """The note on a factor: its copy, which is the part of `flat` that begins at `start`."""
 
     copy: Tensor
+    flat: Tensor
+    start: int
 
 
 def rounded(factor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -36,6 +38,22 @@ def rounded(factor: Tensor, dtype: torch.dtype) -> Tensor:
     if found is None or found.copy.dtype != dtype:
         return factor.to(dtype)
     return found.copy
+
+
+def stacked(factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """`[r_1, in]`, `[r_2, in]`, ... -> `[r_1 + r_2 + ..., in]` in `dtype`: no new tensor where their copies lie one
+    after the other."""
+    found = [noted(factor, _Rounded) for factor in factors]
+    first = found[0]
+    if first is not None and first.copy.dtype == dtype:
+        stop = first.start
+        for factor, own in zip(factors, found, strict=True):
+            if own is None or own.flat is not first.flat or own.start != stop or not factor.is_contiguous():
+                break
+            stop += factor.numel()
+        else:
+            return first.flat[first.start : stop].view(-1, factors[0].shape[1])
+    return torch.cat([rounded(factor, dtype) for factor in factors])
 
 
 def round_each(factors: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.Parameter]:
@@ -49,8 +67,10 @@ def round_each(factors: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.P
     copies = [_laid_out(part, factor) for part, factor in zip(flat.split(sizes), wide, strict=True)]
     with torch.no_grad():
         copy_each(copies, [factor.detach() for factor in wide])  # one kernel for all
+    start = 0
     for factor, copy in zip(wide, copies, strict=True):
-        note(factor, _Rounded(copy))
+        note(factor, _Rounded(copy, flat, start))
+        start += factor.numel()
     return wide
 
 
@@ -104,9 +124,15 @@ class Rounding:
         model.register_forward_pre_hook(enter)
         model.register_forward_hook(leave, always_call=True)  # a forward that fails leaves none either
 
-    def _in_use(self) -> Iterator[nn.Parameter]:
+    def _in_use(self) -> list[nn.Parameter]:
+        """All A, then all B: those of linears that share an input are neighbours, and `stacked` as they lie."""
+        every_a, every_b = [], []
         for leaf in self.leaves:
             for name, pieces in leaf.pieces.items():
-                a, b = leaf.lora_A, leaf.lora_B
-                if not pieces and (name == leaf.active or (leaf.active is None and b[name].requires_grad)):
-                    yield from (a[name], b[name])
+                if pieces:  # their factors are put together on each use
+                    continue
+                a, b = leaf.lora_A[name], leaf.lora_B[name]
+                if name == leaf.active or (leaf.active is None and b.requires_grad):
+                    every_a.append(a)
+                    every_b.append(b)
+        return every_a + every_b

@@ -68,7 +68,7 @@ def _joined_without_scale(backward: Any) -> Any:
         found = list(backward(ctx, *grads))
         for place, da in enumerate(found[3:], start=3):  # the first three are of x
             if da is not None:
-                found[place] = da / ctx.scale
+                found[place] = da / ctx.joined.scale
         return tuple(found)
 
     return without

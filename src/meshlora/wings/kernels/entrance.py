@@ -39,10 +39,11 @@ class Entrance:
         shared = share(x, joined)
         if shared is None:
             return Entered(x, z, source)
+        take_dz = None
         if z is None:
-            z = shared.zs.get(leaf)
+            z, take_dz = shared.zs.get(leaf), shared.takes.get(leaf)
         # Detached: the gradient of x goes through the token, once for all linears.
-        return Entered(x.detach(), z, source, shared.gradient, shared.token)
+        return Entered(x.detach(), z, source, shared.gradient, shared.token, take_dz)
 
     def _joined(self, own: ParallelLinear, x: Tensor) -> Joined | None:
         """The linears together with `own`, for one product of x with all A; None if one has dropout or another s."""

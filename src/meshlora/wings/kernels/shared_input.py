@@ -5,7 +5,8 @@ there, and the tensor in which they accumulate the gradient of the input. Does n
 (`wings.kernels.entrance`).
 
 Without it each linear reads x for its own x A^T, and again for its own dA, allocates its own gradient `[T, in]`, and
-autograd adds these: a write, two reads and a write more for each further linear. Here
+autograd adds these: a write, two reads and a write more for each further linear. Gradients of z are written side by
+side, with s: no kernel joins them, or scales them. Here
 
     forward     [z_1 | ... | z_n] = s x [A_1; ...; A_n]^T
     backward    dx = sum_k g_k W_k + s [dz_1 | ... | dz_n] [A_1; ...; A_n],   [dA_1; ...; dA_n] = s [dz_1 | ...]^T x
@@ -14,6 +15,7 @@ autograd adds these: a write, two reads and a write more for each further linear
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 
 from meshlora.layers.notes import note, noted
-from meshlora.layers.rounded import rounded, scaled_product, wide_product
+from meshlora.layers.products import TakeGradient
+from meshlora.layers.rounded import scaled_product, stacked, wide_product
 from meshlora_ground.compat.torch_tensors import running_backward
 
 
@@ -49,40 +52,95 @@ class InputGradient:
         return found
 
 
+class JoinedGradient:
+    """The gradient `[T, r_1 + ... + r_n]` of `x [A_1; ...; A_n]^T`, in which each linear writes its columns.
+
+    widths: r of each. scale: s of all, with which they are written.
+    """
+
+    def __init__(self, widths: Sequence[int], scale: float) -> None:
+        self.widths, self.scale = widths, scale
+        self._columns: list[Tensor] = []
+        self._whole: Tensor | None = None
+        self._used: set[int] = set()
+        self._backward = -1
+
+    def take_dz(self, place: int, g: Tensor, b: Tensor) -> None:
+        """Add `s g B`, of the linear at `place`."""
+        columns, is_used = self._of(place, g)
+        columns.addmm_(g, b, beta=int(is_used), alpha=self.scale)
+
+    def add(self, place: int, dz: Tensor) -> None:
+        """Add `s dz` there."""
+        columns, is_used = self._of(place, dz)
+        if is_used:
+            columns.add_(dz, alpha=self.scale)
+        else:
+            torch.mul(dz, self.scale, out=columns)
+
+    def take(self) -> tuple[Tensor | None, list[int]]:
+        """The columns of the running backward, joined, and the places that have some; cleared by the call."""
+        whole, used = self._whole, sorted(self._used)
+        is_other = self._backward != running_backward()
+        if whole is not None and len(used) < len(self.widths):
+            whole = torch.cat([self._columns[place] for place in used], 1)
+        self._clear()
+        return (None, []) if is_other else (whole, used)
+
+    def _of(self, place: int, like: Tensor) -> tuple[Tensor, bool]:
+        """The columns of `place`, and whether something is in them."""
+        if self._backward != running_backward():  # one that was aborted is ignored
+            self._clear()
+            self._backward = running_backward()
+        if self._whole is None:
+            self._whole = like.new_empty(len(like), sum(self.widths))
+            self._columns = list(self._whole.split(list(self.widths), 1))
+        is_used = place in self._used
+        self._used.add(place)
+        return self._columns[place], is_used
+
+    def _clear(self) -> None:
+        self._whole, self._columns, self._used = None, [], set()
+
+
 class ShareFunction(Function):
     """forward: an empty tensor, as a node of the graph after x, and each s x A^T.
 
     backward: the gradient accumulated for x and the terms of these products; those of the factors whose z was used.
+    joined: where the gradients of z come together, from linears that write them there and from the graph.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, gradient: InputGradient, scale: float, *factors: Tensor) -> tuple[Tensor, ...]:
-        ctx.gradient, ctx.shape, ctx.scale, ctx.dtypes = gradient, x.shape, scale, [a.dtype for a in factors]
-        ctx.set_materialize_grads(False)  # a z that nobody used has no gradient: None, not zeros
+    def forward(
+        ctx: Any, x: Tensor, gradient: InputGradient, joined: JoinedGradient, *factors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.gradient, ctx.shape, ctx.joined, ctx.dtypes = gradient, x.shape, joined, [a.dtype for a in factors]
+        ctx.set_materialize_grads(False)  # a z without a gradient in the graph: None, not zeros
         if not factors:
             # No view of x: that would keep x alive, and x its notes, for ever.
             return (x.new_empty(0),)
-        every = torch.cat([rounded(a, x.dtype) for a in factors])
-        ctx.widths = [len(a) for a in factors]
+        every = stacked(factors, x.dtype)
         x2 = x.detach().view(-1, x.shape[-1])  # without the notes of x, as above
         ctx.save_for_backward(x2 if any(ctx.needs_input_grad[3:]) else None, every)
-        return x.new_empty(0), *scaled_product(x2, every.T, scale).split(ctx.widths, 1)
+        return x.new_empty(0), *scaled_product(x2, every.T, joined.scale).split(list(joined.widths), 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        dx, dzs = ctx.gradient.take(), [dz for dz in grads[1:] if dz is not None]
+        joined, dx = ctx.joined, ctx.gradient.take()
         das: list[Tensor | None] = [None] * len(grads[1:])
-        if dzs:
+        for place, own in enumerate(grads[1:]):
+            if own is not None:
+                joined.add(place, own)
+        dz, used = joined.take()
+        if dz is not None:
             x, every = ctx.saved_tensors
             # One of them may have been called with another tensor, or be frozen: its rows take no part.
-            used = [place for place, dz in enumerate(grads[1:]) if dz is not None]
             if len(used) < len(das):
-                parts = every.split(ctx.widths)
+                parts = every.split(joined.widths)
                 every = torch.cat([parts[place] for place in used])
-            dz = torch.cat(dzs, 1).mul_(ctx.scale)
             dx = dz @ every if dx is None else dx.addmm_(dz, every)
             if x is not None:
-                found = wide_product(dz.mT, x, ctx.dtypes[used[0]]).split([ctx.widths[place] for place in used])
+                found = wide_product(dz.mT, x, ctx.dtypes[used[0]]).split([joined.widths[place] for place in used])
                 for place, da in zip(used, found, strict=True):
                     das[place] = da if ctx.needs_input_grad[3 + place] else None
         return None if dx is None else dx.view(ctx.shape), None, None, *das
@@ -92,13 +150,15 @@ class SharedInput(NamedTuple):
     """The note on a shared input.
 
     gradient: where linears accumulate its gradient. token: `[0]`, passed to each linear with the detached input: by it
-    the input's gradient waits for all of them. zs: linear -> its s x A^T `[T, r]`, where it was computed here.
+    the input's gradient waits for all of them. zs: linear -> its s x A^T `[T, r]`, where it was computed here, and in
+    `takes` what takes the gradient of that.
     backward: that in which it was made, as layers are computed again, -1: in none.
     """
 
     gradient: InputGradient
     token: Tensor
     zs: Mapping[nn.Module, Tensor]
+    takes: Mapping[nn.Module, TakeGradient]
     backward: int
 
 
@@ -124,6 +184,9 @@ def share(x: Tensor, joined: Joined | None = None) -> SharedInput | None:
     if found is None or found.backward != running_backward():
         gradient = InputGradient()
         leaves, factors, scale = joined or Joined((), (), 1.0)
-        token, *zs = ShareFunction.apply(x, gradient, scale, *factors)
-        found = note(x, SharedInput(gradient, token, dict(zip(leaves, zs, strict=True)), running_backward()))
+        together = JoinedGradient([len(a) for a in factors], scale)
+        token, *zs = ShareFunction.apply(x, gradient, together, *factors)
+        takes = {leaf: partial(together.take_dz, place) for place, leaf in enumerate(leaves)}
+        own = SharedInput(gradient, token, dict(zip(leaves, zs, strict=True)), takes, running_backward())
+        found = note(x, own)
     return found
