@@ -119,8 +119,8 @@ OF_SEVERAL: dict[str, Fault] = {
     "divided_by_the_tokens_of_all": Fault(
         "an adapter's gradient is a mean over its own tokens",
         _GRADIENTS,
-        "scales = 1 / (totals.clamp(min=1).double() *",
-        "scales = 1 / (totals.sum().expand_as(totals).double() *",
+        "shares = totals.clamp(min=1).double().reciprocal()",
+        "shares = totals.sum().expand_as(totals).double().reciprocal()",
         _SINGLE,
     ),
     "masks_by_the_place_in_the_micro_batch": Fault(

@@ -449,4 +449,6 @@ def _in_place_of(are_needed: Sequence[bool], found: Sequence[Tensor]) -> Iterato
 
 def _scaled(tensor: Tensor, factor: Tensor) -> Tensor:
     """Out of place, for a retained graph. The factor stays fp32: bf16 would round a mean's 1/n."""
-    return (tensor.to(torch.promote_types(tensor.dtype, factor.dtype)) * factor).to(tensor.dtype)
+    if tensor.ndim and not factor.ndim:
+        factor = factor.view(1)  # a number would take the dtype of the tensor
+    return torch.mul(tensor, factor, out=torch.empty_like(tensor))

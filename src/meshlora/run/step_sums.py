@@ -61,7 +61,8 @@ class StepSums:
             self._largest[number] = torch.maximum(self._largest[number], largest.double())
         for name, value in {"loss": loss, **sums}.items():
             of_each = self._sums.setdefault(name, [0.0] * len(self._names))
-            of_each[number] = of_each[number] + value.double()
+            before, own = of_each[number], value.double()
+            of_each[number] = before + own if isinstance(before, Tensor) else own
 
     def read(
         self, totals: Tensor, norms: Tensor, *, is_asked: bool, taken: Collection[SlowPath] = ()
@@ -81,7 +82,7 @@ class StepSums:
         filled = [v if isinstance(v, Tensor) else torch.full((), v, dtype=torch.float64, device=device) for v in own]
         summed = all_reduce_sum(torch.stack(filled), self._mesh.losses).view(-1, number)
         tokens, means = summed[:1], summed[1:] / totals  # the loss comes first
-        is_broken = ~(torch.isfinite(means[0]) & torch.isfinite(norms))
+        is_broken = (means[0] + norms) * 0 != 0  # 0 times infinity is NaN, as is 0 times NaN
         said = torch.tensor([is_asked, *(path in taken for path in TAKEN)], dtype=torch.float64, device="cpu")
         of_rank = to_device(said, device).unsqueeze(1).expand(-1, number)
         flags = all_reduce_sum(torch.cat([is_broken.double().unsqueeze(0), of_rank]), self._mesh.world)

@@ -85,18 +85,22 @@ def finish_gradients_on_device(mesh: Mesh, adapters: Adapters, num_tokens: Seque
             )
     # int64: a float cannot count past 2^24 (fp32) or 256 (bf16) exactly. Filled: a copy from the host would wait.
     counts = [torch.full((1,), number, dtype=torch.int64, device=mesh.device) for number in num_tokens]
-    totals = all_reduce_sum(torch.cat(counts), mesh.data)
+    totals = all_reduce_sum(_joined(counts), mesh.data)
     buckets: dict[tuple[frozenset[str], frozenset[str]], list[list[Tensor]]] = {}
     for number, factors in enumerate(adapters):
         for factor in factors:
             for part in _parts(factor, mesh):
                 of_each = buckets.setdefault((part.grad_axes, part.mean_axes), [[] for _ in adapters])
                 of_each[number].append(part_of(_grad(factor), part))
+    # Keep gradients finite if there is no token: `check_total` raises later.
+    shares = totals.clamp(min=1).double().reciprocal()
+    scales: dict[tuple[int, torch.dtype], Tensor] = {}  # mostly one for all buckets
     # In the same order on every rank.
     for (axes, mean_axes), grads in sorted(buckets.items(), key=lambda item: [*map(sorted, item[0])]):
-        # Keep gradients finite if there is no token: `check_total` raises later.
-        scales = 1 / (totals.clamp(min=1).double() * mesh.over(mean_axes).size)
-        _sum_bucket(grads, axes | mean_axes, mesh, scales=scales)
+        size, dtype = mesh.over(mean_axes).size, next(itertools.chain(*grads)).dtype
+        if (size, dtype) not in scales:
+            scales[size, dtype] = (shares / size if size > 1 else shares).to(dtype)
+        _sum_bucket(grads, axes | mean_axes, mesh, scales=scales[size, dtype])
     # Summing and dividing a gradient again would be silently wrong.
     for factor in itertools.chain(*adapters):
         mark_finished(_grad(factor))
@@ -121,7 +125,7 @@ def clip_gradients_on_device(mesh: Mesh, adapters: Adapters, max_norms: Sequence
     They are not checked: after one that is not finite, that adapter's gradient is unusable.
     """
     # One sum over all ranks, replicas counted in shares, gives every rank the same bits.
-    squares = torch.cat([_sum_of_squares(factors, mesh) for factors in adapters])
+    squares = _joined([_sum_of_squares(factors, mesh) for factors in adapters])
     norms = all_reduce_sum(squares, mesh.world).sqrt()
     for factors, norm, max_norm in zip(adapters, norms, max_norms, strict=True):
         # 0 and None only measure.
@@ -144,7 +148,10 @@ def _grad(factor: Factor) -> Tensor:
 
 
 def _sum_bucket(grads: list[list[Tensor]], axes: frozenset[str], mesh: Mesh, *, scales: Tensor) -> None:
-    """Sum the gradients of K adapters over `axes` as one flat message, scale by `[K]`, and put the results back."""
+    """Sum the gradients of K adapters over `axes` as one flat message, scale by `[K]`, and put the results back.
+
+    scales: in the dtype of the gradients.
+    """
     if mesh.over(axes).size == 1:
         for own, scale in zip(grads, scales, strict=True):
             _multiply(own, scale)
@@ -172,10 +179,18 @@ def _sum_of_squares(factors: Sequence[Factor], mesh: Mesh) -> Tensor:
         for part in _parts(factor, mesh):
             holders = mesh.topology.size_over(part.replicas)
             by_holders.setdefault(holders, []).append(part_of(_grad(factor), part))
-    total = torch.zeros(1, dtype=torch.float64, device=mesh.device)
+    total: Tensor | None = None
     for holders, parts in sorted(by_holders.items()):
-        total += torch.stack(norm_of_each(parts, dtype=torch.float64)).square().sum() / holders
-    return total
+        own = torch.stack(norm_of_each(parts, dtype=torch.float64)).square().sum().view(1)
+        if holders > 1:
+            own /= holders
+        total = own if total is None else total + own
+    return torch.zeros(1, dtype=torch.float64, device=mesh.device) if total is None else total
+
+
+def _joined(numbers: list[Tensor]) -> Tensor:
+    """`[1]` of each of K adapters -> `[K]`."""
+    return numbers[0] if len(numbers) == 1 else torch.cat(numbers)  # mostly one: no copy then
 
 
 def _parts(factor: Factor, mesh: Mesh) -> list[GradPart]:
