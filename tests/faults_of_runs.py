@@ -119,8 +119,8 @@ OF_SEVERAL: dict[str, Fault] = {
     "divided_by_the_tokens_of_all": Fault(
         "an adapter's gradient is a mean over its own tokens",
         _GRADIENTS,
-        "shares = totals.clamp(min=1).double().reciprocal()",
-        "shares = totals.sum().expand_as(totals).double().reciprocal()",
+        "shares = 1 / totals.clamp(min=1)",
+        "shares = 1 / totals.sum().expand_as(totals)",
         _SINGLE,
     ),
     "masks_by_the_place_in_the_micro_batch": Fault(

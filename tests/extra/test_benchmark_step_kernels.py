@@ -50,7 +50,7 @@ def test_a_layer_of_8b_has_few_operators_and_no_cast_of_a_factor(kernels: Module
 def test_a_step_of_8b_has_no_more_operators_than_it_had(kernels: ModuleType, counted: dict[str, Any]) -> None:
     """A change that adds some says so here, as one that saves some does."""
     found = {name: step.number(*kernels.PARTS) for name, (step, _) in counted.items()}
-    assert (found["meshlora"], found["with liger"]) == (2706, 2193)
+    assert (found["meshlora"], found["with liger"]) == (2707, 2194)
 
 
 def test_a_step_of_8b_is_as_short_as_was_asked_for(kernels: ModuleType, counted: dict[str, Any]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from torch import Tensor
 
 from meshlora.comm.groups import Axis
 from meshlora.layers.linear import ParallelLinear
+from meshlora.layers.rounded import scaled_product
 from meshlora.layers.tokens import ForwardTokens, Share
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule
+from meshlora.wings.kernels import early_a
 from meshlora.wings.kernels.early_a import Rider, pack, rider, rode_along, unpack
 from meshlora.wings.kernels.entrance import Entrance
 from meshlora.wings.quantized import quantized
@@ -24,7 +28,9 @@ T, H, R = 48, 64, (2, 3)
 OUT = 8, 5
 
 
-def _linears(*, bias: bool = False, dropout: float = 0.0, packed: str | None = None) -> list[ParallelLinear]:
+def _linears(
+    *, bias: bool = False, dropout: float = 0.0, packed: str | None = None, has_one_scale: bool = False
+) -> list[ParallelLinear]:
     torch.manual_seed(0)
     found = []
     for number, (out, r) in enumerate(zip(OUT, R, strict=True)):
@@ -36,7 +42,7 @@ def _linears(*, bias: bool = False, dropout: float = 0.0, packed: str | None = N
         if packed:
             leaf.hold(quantized.pack(leaf.weight, packed))
         factors = {"A": torch.randn(r, H, dtype=torch.float64), "B": torch.randn(out, r, dtype=torch.float64)}
-        leaf.add_adapter("one", factors, scaling=0.5 + number)
+        leaf.add_adapter("one", factors, scaling=0.6 if has_one_scale else 0.5 + number)
         if dropout:
             leaf.set_dropout("one", dropout, ForwardTokens(ALONE, sp=False))
             assert leaf.tokens is not None
@@ -69,7 +75,18 @@ def _results(leaves: list[ParallelLinear], called: Callable[[Tensor], list[Tenso
     return [*(y.detach() for y in ys), x.grad, *(grad for grad in grads if grad is not None)]
 
 
-@pytest.mark.parametrize("options", [{}, {"bias": True}, {"dropout": 0.4}, {"packed": "nf4"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"bias": True},
+        {"dropout": 0.4},
+        {"packed": "nf4"},
+        {"has_one_scale": True},
+        {"has_one_scale": True, "dropout": 0.4},
+    ],
+    ids=str,
+)
 def test_linears_whose_z_rides_compute_what_they_compute_by_themselves(options: dict[str, object]) -> None:
     def together(x: Tensor) -> list[Tensor]:
         whole, riders = _riding(x, leaves)
@@ -104,6 +121,36 @@ def test_a_linear_that_is_called_with_another_tensor_takes_that_one(change: Call
     alone = _results(leaves, lambda x: [leaf(x) for leaf in leaves])
     for mine, other in zip(ours, alone, strict=True):
         assert float((mine - other).norm() / other.norm()) < 1e-14
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_one_frozen_factor_of_joined_products_has_no_gradient_and_changes_no_other(frozen: int) -> None:
+    found = []
+    for is_frozen in (False, True):
+        leaves = _linears(has_one_scale=True)
+        if is_frozen:
+            leaves[frozen].trained("one")["A"].requires_grad_(False)
+        torch.manual_seed(1)
+        x = torch.randn(1, T, H, dtype=torch.float64, requires_grad=True)
+        whole, _ = _riding(x * 1.0, leaves)
+        torch.stack([leaf(whole).square().sum() for leaf in leaves]).sum().backward()
+        found.append([leaf.trained("one")["A"].grad for leaf in leaves])
+    (plain, changed), other = found, 1 - frozen
+    assert changed[frozen] is None
+    torch.testing.assert_close(changed[other], plain[other], rtol=1e-13, atol=1e-13)
+
+
+ONE_SCALE = {"has_one_scale": True}
+
+
+@pytest.mark.parametrize(("options", "expected"), [({}, 2), (ONE_SCALE, 1), (ONE_SCALE | {"dropout": 0.4}, 2)], ids=str)
+def test_riders_with_one_scale_have_one_product(
+    options: dict[str, Any], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product = mock.Mock(side_effect=scaled_product)
+    monkeypatch.setattr(early_a, "scaled_product", product)
+    _riding(torch.randn(1, T, H, dtype=torch.float64, requires_grad=True) * 1.0, _linears(**options))
+    assert product.call_count == expected
 
 
 def test_who_rides() -> None:

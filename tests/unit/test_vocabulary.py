@@ -151,6 +151,20 @@ def test_a_label_outside_the_vocabulary_is_refused(label: int) -> None:
         summed_cross_entropy_from_hidden(hidden, lambda x: x @ padded.T, labels, axis=ALONE, vocab=V)
 
 
+def test_a_gradient_in_bf16_is_scaled_in_fp32() -> None:
+    """A GPU rounds a number `[]` to the dtype of the tensor. A CPU does not: looked at is what torch is asked for."""
+    tensor, factor, seen = torch.ones(3, 2, dtype=torch.bfloat16), torch.tensor(1 / 13), []
+
+    def multiply(left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
+        seen.append((torch.result_type(left, right), out.dtype))
+        return out
+
+    with mock.patch.object(torch, "mul", multiply):
+        vocabulary._scaled(tensor, factor)
+        vocabulary._scaled(tensor, factor.expand(3, 1))
+    assert seen == [(torch.float32, torch.bfloat16)] * 2
+
+
 def test_bf16_is_computed_in_fp32() -> None:
     """Each logit is rounded to bf16, as the model's own; nothing after it is."""
     hidden, weight, *_, labels = _inputs(torch.bfloat16)

@@ -97,7 +97,7 @@ def test_a_change_that_no_rank_can_make_is_no_kill(tmp_path: Path, monkeypatch: 
 @pytest.mark.long
 @pytest.mark.usefixtures("shared_processes")
 def test_a_silent_one_is_caught_on_ranks(tmp_path: Path) -> None:
-    scale = "1 {} (totals.clamp(min=1).double() * mesh.over(mean_axes).size)"
+    scale = "1 {} totals.clamp(min=1).double()"
     fault = _fault("train/gradsync.py", scale.format("/"), scale.format("*"))
     file = tmp_path / "proof.json"
     words = ["--family", "llama", "--topology", "tp=2,sp", "--steps", "1", "--mutation", fault.name]

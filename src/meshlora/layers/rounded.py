@@ -43,6 +43,8 @@ def rounded(factor: Tensor, dtype: torch.dtype) -> Tensor:
 def stacked(factors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """`[r_1, in]`, `[r_2, in]`, ... -> `[r_1 + r_2 + ..., in]` in `dtype`: no new tensor where their copies lie one
     after the other."""
+    if len(factors) == 1:
+        return rounded(factors[0], dtype)
     found = [noted(factor, _Rounded) for factor in factors]
     first = found[0]
     if first is not None and first.copy.dtype == dtype:

@@ -93,7 +93,7 @@ def finish_gradients_on_device(mesh: Mesh, adapters: Adapters, num_tokens: Seque
                 of_each = buckets.setdefault((part.grad_axes, part.mean_axes), [[] for _ in adapters])
                 of_each[number].append(part_of(_grad(factor), part))
     # Keep gradients finite if there is no token: `check_total` raises later.
-    shares = totals.clamp(min=1).double().reciprocal()
+    shares = 1 / totals.clamp(min=1).double()
     scales: dict[tuple[int, torch.dtype], Tensor] = {}  # mostly one for all buckets
     # In the same order on every rank.
     for (axes, mean_axes), grads in sorted(buckets.items(), key=lambda item: [*map(sorted, item[0])]):

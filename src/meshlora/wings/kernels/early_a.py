@@ -30,6 +30,7 @@ from torch.autograd import Function
 
 from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.notes import note, noted
+from meshlora.layers.rounded import scaled_product, stacked, wide_product
 from meshlora.layers.tokens import Mask
 
 
@@ -55,37 +56,50 @@ class _Ride(dict[nn.Module, Tensor]):
     """The note on a gathered input: linear -> its z `[T, r]`."""
 
 
+def _together(riders: Sequence[Rider]) -> list[slice]:
+    """Riders that have their products together: all, with one scale and no dropout; else each by itself."""
+    if len({rider.scale for rider in riders}) == 1 and all(rider.dropout is None for rider in riders):
+        return [slice(0, len(riders))]
+    return [slice(place, place + 1) for place in range(len(riders))]
+
+
 class Pack(Function):
     """x `[t, H]`, own tokens -> [x | z_1 | ... | z_n]. factors: A of each rider, passed separately for autograd."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, riders: Sequence[Rider], *factors: Tensor) -> Tensor:
-        parts = [x]
-        for rider, a in zip(riders, factors, strict=True):
-            seen = x if rider.dropout is None else rider.dropout.drop(x)
-            parts.append((seen @ a.to(x.dtype).T).mul_(rider.scale))
+        parts, stacks, ctx.groups = [x], [], _together(riders)
+        for group in ctx.groups:
+            first, a = riders[group][0], stacked(factors[group], x.dtype)
+            seen = x if first.dropout is None else first.dropout.drop(x)
+            parts.append(scaled_product(seen, a.T, first.scale))
+            stacks.append(a)
         # x for dA alone: with frozen A nothing of it is kept.
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[2:]) else None, *factors)
-        ctx.width = x.shape[1]
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[2:]) else None, *stacks)
+        ctx.width, ctx.ranks, ctx.dtypes = x.shape[1], [len(a) for a in factors], [a.dtype for a in factors]
         ctx.how = [(rider.scale, rider.dropout) for rider in riders]
         return torch.cat(parts, 1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x, *factors = ctx.saved_tensors
-        part, *dzs = grads[0].split([ctx.width, *map(len, factors)], 1)
+        x, *stacks = ctx.saved_tensors
+        part, *dzs = grads[0].split([ctx.width, *map(len, stacks)], 1)
         dx = part.clone()  # `part` is a view of a gradient that others may hold
-        found: list[Tensor | None] = []
-        for place, ((scale, dropout), a, dz) in enumerate(zip(ctx.how, factors, dzs, strict=True)):
+        das: list[Tensor | None] = []
+        for group, a, dz in zip(ctx.groups, stacks, dzs, strict=True):
+            scale, dropout = ctx.how[group][0]
             dz = dz * scale  # not in place, as above
-            is_needed = ctx.needs_input_grad[2 + place]
-            seen = x if dropout is None or not is_needed else dropout.drop(x)
-            found.append((dz.T @ seen).to(a.dtype) if is_needed else None)
             if dropout is None:
-                dx.addmm_(dz, a.to(dz.dtype))
+                dx.addmm_(dz, a)
             else:
-                dx.add_(dropout.drop(dz @ a.to(dz.dtype)))
-        return dx, None, *found
+                dx.add_(dropout.drop(dz @ a))
+            needs = ctx.needs_input_grad[2:][group]
+            if any(needs):  # for all then: autograd has no use for that of a frozen one
+                seen = x if dropout is None else dropout.drop(x)
+                das += wide_product(dz.T, seen, ctx.dtypes[group][0]).split(ctx.ranks[group])
+            else:
+                das += [None] * len(needs)
+        return dx, None, *das
 
 
 class _Unpack(Function):
