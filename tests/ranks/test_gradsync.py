@@ -88,7 +88,7 @@ def test_whole_factors_stay_equal_to_the_bit_on_all_ranks(pools: Callable[[int],
         assert all(torch.equal(first[name], other[name]) for name in first)
 
 
-def _noisy_whole_gradients(topology: str) -> list[torch.Tensor]:
+def _noisy_whole_gradients(topology: str) -> dict[str, torch.Tensor]:
     """Of an attention that every tp rank computes whole."""
     model = meshlora.load(twin_config("doge", num_hidden_layers=1), lora=LORA, topology=topology)
     summed_cross_entropy(model(input_ids=torch.arange(3, 35).view(2, 16)).logits, torch.ones(2, 16).long()).backward()
@@ -97,15 +97,16 @@ def _noisy_whole_gradients(topology: str) -> list[torch.Tensor]:
         assert factor.parameter.grad is not None
         factor.parameter.grad.mul_(1 + 1e-6 * runtime(model).mesh.rank)
     meshlora.finish_gradients(model, num_tokens=32)
-    return [f.parameter.grad for f in whole if f.parameter.grad is not None]
+    return {f.name: f.parameter.grad for f in whole if f.parameter.grad is not None}
 
 
 def test_copies_stay_equal_where_kernels_are_not_deterministic(pools: Callable[[int], Pool]) -> None:
     first, second = pools(2).run(_noisy_whole_gradients, "tp=2")
     assert len(first) == 10
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    for mean, alone in zip(first, _noisy_whole_gradients(""), strict=True):
-        torch.testing.assert_close(mean, alone, rtol=1e-4, atol=1e-6 * float(alone.abs().max()))
+    assert all(torch.equal(mean, second[name]) for name, mean in first.items())
+    alone = _noisy_whole_gradients("")
+    for name, mean in first.items():
+        torch.testing.assert_close(mean, alone[name], rtol=1e-4, atol=1e-5 * float(alone[name].abs().max()))
 
 
 def test_model_that_was_not_loaded_by_meshlora_is_refused() -> None:
