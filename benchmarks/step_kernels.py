@@ -15,7 +15,8 @@ products one operator that reads and writes each tensor once.
 
 Models of one and of two layers are run; a step is the first, and the difference for each further layer. Counted is what
 launches a kernel: no views and no allocations. A row that is gathered counts with its own bytes, an expanded dimension
-with its stored ones. Attention is one operator each way, a list of tensors (foreach, AdamW) one.
+with its stored ones. Attention is one operator each way, a list of tensors (foreach, AdamW) one; an update has as many
+for two layers as for one.
 """
 
 from __future__ import annotations
@@ -106,20 +107,22 @@ class Counted:
         return gpu.work_s(work, is_half=True)
 
     def minus(self, other: Counted) -> Counted:
-        """What this has beyond `other`, but for lists of tensors, which are one operator whatever their length."""
+        """What this has beyond `other`, but for what is there once whatever the number of layers."""
         more = {part: own - other.operators[part] for part, own in self.operators.items()}
         return Counted(
-            {p: Counter({key: n for key, n in own.items() if not _is_of_list(key[0])}) for p, own in more.items()}
+            {p: Counter({key: n for key, n in own.items() if not _is_once(p, key[0])}) for p, own in more.items()}
         )
 
     def lists_grown(self, longer: Counted, times: int) -> Counted:
-        """This, with its lists of tensors grown so many times by what `longer` has more in them."""
+        """This, with what is there once grown so many times by what `longer` has more in it."""
         grown = {}
         for part, own in self.operators.items():
-            lists = [[key for key in c.operators[part] if _is_of_list(key[0])] for c in (self, longer)]
-            grown[part] = Counter({key: n for key, n in own.items() if not _is_of_list(key[0])})
-            for (name, short, casts), (_, long, _) in zip(*lists, strict=True):
-                grown[part][name, Work(0, short.num_bytes + times * (long.num_bytes - short.num_bytes)), casts] += 1
+            once = [[key for key in c.operators[part] if _is_once(part, key[0])] for c in (self, longer)]
+            grown[part] = Counter({key: n for key, n in own.items() if not _is_once(part, key[0])})
+            for key, (_, long, _) in zip(*once, strict=True):
+                name, short, casts = key
+                cost = Work(0, short.num_bytes + times * (long.num_bytes - short.num_bytes))
+                grown[part][name, cost, casts] += own[key]
         return Counted(grown, self.reads)
 
     def plus(self, other: Counted, times: int) -> Counted:
@@ -163,8 +166,9 @@ class Counting(TorchDispatchMode):
             yield
 
 
-def _is_of_list(name: str) -> bool:
-    return name.startswith(("_foreach_", "_fused_adamw"))
+def _is_once(part: str, name: str) -> bool:
+    """Whether a step has one, of any length: a list of tensors is one operator, and a step has one update."""
+    return part == "update" or name.startswith("_foreach_")
 
 
 def _is_cast_of_factor(given: Tensor, made: Tensor) -> bool:
