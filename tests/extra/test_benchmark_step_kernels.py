@@ -39,6 +39,11 @@ def counted(kernels: ModuleType) -> dict[str, Any]:
     return kernels.count(kernels.real_shapes()[0])
 
 
+@pytest.fixture(scope="module")
+def mixture(kernels: ModuleType) -> dict[str, Any]:
+    return kernels.count(next(shape for shape in kernels.real_shapes() if shape.name == "moe"))
+
+
 def test_a_layer_of_8b_has_few_operators_and_no_cast_of_a_factor(kernels: ModuleType, counted: dict[str, Any]) -> None:
     parts = ("forward", "backward")
     (_, ours), (_, theirs), (_, least) = counted["meshlora"], counted["PEFT"], counted["least"]
@@ -65,6 +70,22 @@ def test_products_do_the_arithmetic_of_the_shape(kernels: ModuleType, counted: d
         done = sum(work.flops * n for part in kernels.PARTS for (_, work, _), n in step.operators[part].items())
         # The attention's backward computes one product again.
         assert 1 <= done / asked < 1.02, name
+
+
+def test_grouped_products_multiply_each_row_once(kernels: ModuleType, mixture: dict[str, Any]) -> None:
+    shape = next(shape for shape in kernels.real_shapes() if shape.name == "moe")
+    c, rows = shape.config, shape.seq_len * shape.config.num_experts_per_tok
+    _, layer = mixture["meshlora"]
+    done = 0
+    for part in kernels.PARTS:
+        for (name, work, _), n in layer.operators[part].items():
+            if name == "_grouped_mm":
+                done += work.flops * n
+    asked = 0
+    for inner, out in ((c.hidden_size, 2 * c.moe_intermediate_size), (c.moe_intermediate_size, c.hidden_size)):
+        # Of the stacks forward and input gradient, of the factors their own gradient too.
+        asked += 2 * rows * (2 * inner * out + 3 * kernels.RANK * (inner + out))
+    assert done == asked
 
 
 def test_peft_without_content_runs_the_operators_of_autocast(kernels: ModuleType) -> None:
@@ -100,3 +121,18 @@ def test_a_list_of_tensors_is_one_operator_of_any_length(kernels: ModuleType, co
     assert cost.num_bytes == 7 * 4 * factors
     # And one of what is made of such a list: the norms of all gradients, squared.
     assert [n for (name, *_), n in step.operators["update"].items() if name == "pow"] == [1]
+
+
+def test_a_mixture_is_counted_by_the_rule_of_a_dense_model(kernels: ModuleType, mixture: dict[str, Any]) -> None:
+    assert list(mixture) == [name for name in kernels.SYSTEMS if name != "least"]
+    for name, (step, layer) in mixture.items():
+        grouped = sum(n for part in kernels.PARTS for (op, *_), n in layer.operators[part].items() if "grouped" in op)
+        # Ours: forward and input gradient of 2 stacks and of 4 factors, and the gradients of these. PEFT adds factors
+        # to the stacks, and needs the gradient of both.
+        assert grouped == (6 if name == "PEFT" else 16), name
+        assert step.reads == 1 + 12 * layer.reads, name
+
+
+def test_reads_of_the_host_in_a_layer_are_those_of_all_layers(kernels: ModuleType) -> None:
+    one, two = (kernels.Counted({part: Counter() for part in kernels.PARTS}, reads) for reads in (5, 8))
+    assert one.plus(two.minus(one), 11).reads == 5 + 11 * 3

@@ -44,10 +44,13 @@ from meshlora_ground.compat.torch_operators import (
 )
 
 _KINDS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast", "send")
-_PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", GROUPED_PRODUCT.removeprefix("aten::"), "linear")
+_PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "linear")
 _ATTENTION = "scaled_dot_product"
-# Nothing runs: what is allocated is written by others.
-_ALLOCATES = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "_unsafe_view")
+# Nothing runs: what is allocated, or taken from another tensor, is written by others.
+_ALLOCATES = (
+    *("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided"),
+    *("resize_", "set_", "_unsafe_view"),
+)
 # Overwritten, their first argument has another shape or storage.
 _MOVES = ("aten::resize_", "aten::set_", "aten::as_strided_", "aten::squeeze_", "aten::unsqueeze_", "aten::transpose_")
 # These do not read their first argument, but overwrite it, or take its shape.
@@ -477,6 +480,9 @@ def _read_bytes(short: str, tensor: Tensor, written: Sequence[Tensor]) -> int:
 def _flops_of(name: str, given: Sequence[Tensor], made: Sequence[Tensor], *, is_causal: bool) -> int:
     """Floating-point operations of a matrix product or an attention; 0 for other, memory-bound operators."""
     short = name.partition("::")[2]
+    if name == GROUPED_PRODUCT:  # each row once, by the matrix of its own group or into that
+        left, right = given[0], given[1]
+        return 2 * left.numel() * right.shape[-1]
     if short in _PRODUCTS:
         left = given[0]
         if short.startswith(("addmm", "baddbmm")):
