@@ -26,6 +26,7 @@ from torch import Tensor
 
 from meshlora.layers.frozen import unpacked
 from meshlora.wings.experts.products import Projection, backward_rows, forward_rows
+from meshlora.wings.experts.row_counts import RowCounts
 from meshlora.wings.quantized.quantized import Packed, pack, stacked
 from processes import begin_high_water_mark, memory_bytes
 from table import Findings, Parity, ParityError, Row, parser, run, smaller
@@ -74,7 +75,8 @@ def weights(shape: Shape, kind: str | None) -> list[Tensor | Packed]:
 
 def step(held: list[Tensor | Packed], x: Tensor, shape: Shape) -> list[Tensor]:
     """The output and all gradients of `gate(x W1) W2` with factors on both, the gradient being the output itself."""
-    counts, generator = [shape.tokens] * shape.experts, torch.Generator().manual_seed(1)
+    counts = RowCounts.known([shape.tokens] * shape.experts, "cpu")
+    generator = torch.Generator().manual_seed(1)
     first, second = (Projection(weight) for weight in held)
     factors = [
         torch.randn(shape.experts, *size, generator=generator).bfloat16() * 0.01

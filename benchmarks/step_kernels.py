@@ -111,24 +111,33 @@ class Counted:
 
     def minus(self, other: Counted) -> Counted:
         """What this has beyond `other`, but for what is there once whatever the number of layers."""
-        more = {part: own - other.operators[part] for part, own in self.operators.items()}
-        reads = self.reads - other.reads
-        return Counted(
-            {p: Counter({key: n for key, n in own.items() if not _is_once(p, key[0])}) for p, own in more.items()},
-            reads,
-        )
+        more: dict[str, Counter[tuple[str, Work, bool]]] = {}
+        for part, own in self.operators.items():
+            more[part] = own - other.operators[part]
+            for key in self._once(other, part):
+                del more[part][key]
+        return Counted(more, self.reads - other.reads)
 
-    def lists_grown(self, longer: Counted, times: int) -> Counted:
+    def once_grown(self, longer: Counted, times: int) -> Counted:
         """This, with what is there once grown so many times by what `longer` has more in it."""
         grown = {}
         for part, own in self.operators.items():
-            once = [[key for key in c.operators[part] if _is_once(part, key[0])] for c in (self, longer)]
-            grown[part] = Counter({key: n for key, n in own.items() if not _is_once(part, key[0])})
-            for key, (_, long, _) in zip(*once, strict=True):
+            grown[part] = Counter(own)
+            for key, (_, long, _) in zip(self._once(longer, part), longer._once(self, part), strict=True):
                 name, short, casts = key
+                del grown[part][key]
                 cost = Work(0, short.num_bytes + times * (long.num_bytes - short.num_bytes))
                 grown[part][name, cost, casts] += own[key]
         return Counted(grown, self.reads)
+
+    def _once(self, other: Counted, part: str) -> list[tuple[str, Work, bool]]:
+        """What a step has once: its update, and lists of tensors that `other` has not in this length. Those of a layer
+        are alike, in any number."""
+        found = []
+        for key in self.operators[part]:
+            if part == "update" or (key[0].startswith("_foreach_") and key not in other.operators[part]):
+                found.append(key)
+        return found
 
     def plus(self, other: Counted, times: int) -> Counted:
         """This, and `other` so many times."""
@@ -169,11 +178,6 @@ class Counting(TorchDispatchMode):
 
         with replaced(Tensor, "tolist", read):
             yield
-
-
-def _is_once(part: str, name: str) -> bool:
-    """Whether a step has one, of any length: a list of tensors is one operator, and a step has one update."""
-    return part == "update" or name.startswith("_foreach_")
 
 
 def _is_cast_of_factor(given: Tensor, made: Tensor) -> bool:
@@ -381,7 +385,7 @@ def count(shape: Shape) -> dict[str, tuple[Counted, Counted]]:
                 continue  # it is said for dense layers alone
             one, two = system(shape, 1), system(shape, 2)
             layer, more = two.minus(one), shape.config.num_hidden_layers - 1
-            found[name] = one.lists_grown(two, more).plus(layer, more), layer
+            found[name] = one.once_grown(two, more).plus(layer, more), layer
     return found
 
 

@@ -102,7 +102,7 @@ def test_rows_at_an_expert_lie_by_source_then_token_whatever_the_route(
 def _round_trip(topology: str, choice: str) -> tuple[Tensor, Tensor]:
     """(rows, what comes home if rank k of etp multiplies them by k + 2)."""
     mesh, slots, journey = _journey(topology, choice)
-    rows = _random(int(slots.counts.sum()), mesh.rank)
+    rows = _random(slots.counts.num_rows, mesh.rank)
     return rows, journey.back(journey.there(rows) * (mesh.over({"etp"}).rank + 2))
 
 
@@ -127,7 +127,7 @@ class _Products:
 
 def _adjoint(topology: str, choice: str) -> dict[str, _Products]:
     mesh, slots, journey = _journey(topology, choice)
-    home, away = int(slots.counts.sum()), sum(journey.counts)
+    home, away = slots.counts.num_rows, sum(journey.counts)
     found = {}
     for name, move, number_in in (("there", journey.there, home), ("back", journey.back, away)):
         x = _random(number_in, 10 + mesh.rank).requires_grad_()
@@ -204,7 +204,7 @@ def test_sum_over_the_places_of_a_row_is_in_their_order() -> None:
 def test_slots_are_sorted_stably_and_find_their_way_back() -> None:
     index = torch.tensor([[3, 1], [1, 3], [1, 0]])
     slots = Slots.of(index, 4)
-    assert slots.counts.tolist() == [1, 3, 0, 2]
+    assert slots.counts.on_host == [1, 3, 0, 2]
     tokens = torch.arange(3.0).unsqueeze(1)
     assert slots.rows(tokens).flatten().tolist() == [2, 0, 1, 2, 0, 1]
     weights = torch.tensor([[1.0, 10.0], [100.0, 1000.0], [1e4, 1e5]])

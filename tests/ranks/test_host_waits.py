@@ -168,7 +168,7 @@ def _of_experts(found: dict[str, int], asker: str, *, each: int = 1) -> None:
 
 def test_experts_ask_once_a_block_how_many_rows_each_has(experts: Path) -> None:
     found = _of_one(experts_file(experts, "waits", "dp=1"), 1)
-    _of_experts(found, "module.py:_of_own_tokens")
+    _of_experts(found, "row_counts.py:on_host")  # products one after the other; those in one call do not ask
     _check([found])
 
 

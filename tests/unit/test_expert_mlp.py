@@ -44,7 +44,7 @@ class _Mlp:
         places = inverse_of(order).view(self.chosen.shape)
         index = order // self.chosen.shape[1]
         return GroupedMlpFunction.apply(
-            x, weights if has_weights else None, index, places, counts.tolist(), _gate, self.fc1, self.fc2, *factors
+            x, weights if has_weights else None, index, places, counts, _gate, self.fc1, self.fc2, *factors
         )
 
     def plain(self, *, has_weights: bool = True) -> Tensor:
@@ -123,7 +123,7 @@ def test_mlp_without_factors() -> None:
     order, counts = sort_by_expert(mlp.chosen, EXPERTS)
     places = inverse_of(order).view(mlp.chosen.shape)
     out = GroupedMlpFunction.apply(
-        mlp.x, mlp.weights, order // TOP_K, places, counts.tolist(), _gate, mlp.fc1, mlp.fc2, None, None, None, None
+        mlp.x, mlp.weights, order // TOP_K, places, counts, _gate, mlp.fc1, mlp.fc2, None, None, None, None
     )
     with torch.no_grad():
         for b in mlp.factors[1::2]:

@@ -17,11 +17,13 @@ from meshlora.wings.experts.products import (
     Projection,
     backward_rows,
     bias_of_rows,
+    finished,
     forward_rows,
     inverse_of,
     sort_by_expert,
     sum_rows,
 )
+from meshlora.wings.experts.row_counts import RowCounts
 from tests.for_each import for_each
 
 IN, OUT, RANK = 6, 10, 2
@@ -51,12 +53,15 @@ class GroupedLoraFunction(Function):
         ctx: Any, x: Tensor, projection: Projection, counts: list[int], a: Tensor | None, b: Tensor | None
     ) -> Tensor:
         x = x.contiguous()
-        y, zt = forward_rows(x, projection, counts, a, b)
+        rows = RowCounts.known(counts, x.device)
+        ctx.dtypes = [factor.dtype if factor is not None else None for factor in (a, b)]
+        a, b = (factor if factor is None else factor.to(x.dtype) for factor in (a, b))
+        y, zt = forward_rows(x, projection, rows, a, b)
         if projection.bias is not None:
-            y += bias_of_rows(projection.bias, counts, y.dtype)
+            y += bias_of_rows(projection.bias, rows, y.dtype)
         _, _, _, needs_da, needs_db = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_da else None, zt if needs_db else None, a, b)
-        ctx.projection, ctx.counts = projection, counts
+        ctx.projection, ctx.rows = projection, rows
         return y
 
     @staticmethod
@@ -64,8 +69,8 @@ class GroupedLoraFunction(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, zt, a, b = ctx.saved_tensors
         needs_dx = ctx.needs_input_grad[0]
-        dx, da, db = backward_rows(grads[0], x, zt, ctx.projection, ctx.counts, a, b, needs_dx=needs_dx)
-        return dx, None, None, da, db
+        dx, *found = backward_rows(grads[0], x, zt, ctx.projection, ctx.rows, a, b, needs_dx=needs_dx)
+        return dx, None, None, *finished(found, [ctx.projection.scale] * 2, ctx.dtypes)
 
 
 @dataclass
@@ -158,6 +163,51 @@ def test_one_call_for_all_experts_is_a_loop_over_them_too(
     found, wanted = (torch.autograd.grad(t, case.leaves, case.g) for t in (y, expected))
     for ours, theirs in zip([y, *found], [expected, *wanted], strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@for_each("shared", ["", "a", "b", "ab"])
+def test_one_call_for_all_experts_does_not_ask_the_host_for_their_sizes(
+    shared: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped, "ROWS_TO_LOOP", 10**9)
+    case = make_case([8, 0, 24], shared=shared, dtype=torch.float32, sizes=(16, 24, 8), has_bias=True)
+    asked: list[Tensor] = []
+    known = RowCounts.known
+    # As those of tokens that are at home: the device knows them.
+    monkeypatch.setattr(RowCounts, "known", lambda counts, device: RowCounts(known(counts, device).ends, sum(counts)))
+    monkeypatch.setattr(Tensor, "tolist", lambda tensor: asked.append(tensor))
+    case.run().backward(case.g)
+    assert not asked
+
+
+def test_experts_without_rows_get_zeros_of_a_kernel_that_leaves_what_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    product = F.grouped_mm
+
+    def leaves(left: Tensor, right: Tensor, *, offs: Tensor) -> Tensor:
+        found = product(left, right, offs=offs)
+        if right.ndim == 2:
+            found[torch.diff(offs, prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return found
+
+    monkeypatch.setattr(F, "grouped_mm", leaves)
+    case = make_case([0, 3, 0], dtype=torch.float32, sizes=(16, 24, 8))
+    for gradient in torch.autograd.grad(case.run(), (case.a, case.b), case.g):
+        assert not gradient[[0, 2]].any()
+        assert gradient[1].isfinite().all()
+
+
+@for_each("each", [1, 2, 3])
+def test_rows_of_experts_are_those_of_their_adapters_together(each: int) -> None:
+    counts = torch.randint(0, 4, (5, each), generator=torch.Generator().manual_seed(each))
+    of_pairs = counts.flatten().tolist()
+    ids = torch.arange(5 * each).repeat_interleave(counts.flatten())
+    for rows in (RowCounts.known(of_pairs, "cpu"), RowCounts.of_sorted(ids, 5 * each)):
+        assert rows.of_experts(5 * each) is rows
+        assert rows.num_rows == len(ids)
+        assert rows.of_experts(5).ends.tolist() == counts.sum(1).cumsum(0).tolist()
+        assert rows.of_experts(5).on_host == rows.of_experts(5).sizes.tolist() == counts.sum(1).tolist()
+        assert rows.on_host == of_pairs
+        assert rows.is_empty.tolist() == [count == 0 for count in of_pairs]
 
 
 def test_factor_that_lies_transposed_gets_a_gradient_that_lies_so_too() -> None:
@@ -304,7 +354,8 @@ def test_only_the_gradient_of_a_needs_x() -> None:
 def test_sort_is_stable_and_counts_every_expert() -> None:
     order, counts = sort_by_expert(torch.tensor([[2, 0], [0, 4], [2, 0]]), 5)
     assert order.tolist() == [1, 2, 5, 0, 4, 3]
-    assert counts.tolist() == [3, 0, 2, 0, 1]
+    assert counts.on_host == counts.sizes.tolist() == [3, 0, 2, 0, 1]
+    assert counts.is_empty.tolist() == [False, True, False, True, False]
     assert order[inverse_of(order)].tolist() == list(range(6))
 
 

@@ -15,6 +15,7 @@ import meshlora
 from meshlora.adapter.attach import active_factors
 from meshlora.layers.linear import ParallelLinear
 from meshlora.wings.experts.products import Projection, backward_rows, forward_rows
+from meshlora.wings.experts.row_counts import RowCounts
 from meshlora.wings.quantized import kinds, quantized
 from meshlora.wings.quantized.kinds import KINDS, check_library
 from meshlora.wings.quantized.quantized import Packed, joined, pack, plain_weights, stacked
@@ -89,8 +90,9 @@ def test_an_expert_is_unpacked_alone() -> None:
 
 def _both_ways(weight: Any, x: Tensor, counts: list[int], a: Tensor | None, b: Tensor | None) -> list[Tensor]:
     projection = Projection(weight)
-    y, zt = forward_rows(x, projection, counts, a, b)
-    dx, da, db = backward_rows(y, x, zt, projection, counts, a, b)
+    rows = RowCounts.known(counts, x.device)
+    y, zt = forward_rows(x, projection, rows, a, b)
+    dx, da, db = backward_rows(y, x, zt, projection, rows, a, b)
     return [one for one in (y, dx, da, db) if one is not None]
 
 

@@ -23,6 +23,7 @@ from meshlora.run.run import train
 from meshlora.train import losses
 from meshlora.wings.experts import products
 from meshlora.wings.experts.products import grouped_product
+from meshlora.wings.experts.row_counts import RowCounts
 from meshlora.wings.packed_rows import by_sequence, varlen
 from meshlora_ground import slow_paths as module
 from meshlora_ground.compat import transformers_attention
@@ -205,10 +206,11 @@ def test_code_says_what_it_takes_on_a_gpu_and_nothing_of_it_on_a_cpu(
 def test_products_of_experts_that_no_kernel_takes_at_once_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "take", lambda path, device: take(path, GPU))
     x, weight = torch.zeros(4, 8, dtype=torch.bfloat16), torch.zeros(2, 8, 8, dtype=torch.bfloat16)
+    counts = RowCounts.known([2, 2], "cpu")
     with watching() as taken:
-        grouped_product(x, weight, [2, 2])
+        grouped_product(x, weight, counts)
         assert not taken
-        grouped_product(x.double(), weight.double(), [2, 2])
+        grouped_product(x.double(), weight.double(), counts)
     assert taken == {EXPERTS_ONE_BY_ONE}
 
 

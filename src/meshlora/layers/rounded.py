@@ -21,6 +21,8 @@ from meshlora.layers.adapted import AdaptedLeaf
 from meshlora.layers.notes import forget, note, noted
 from meshlora_ground.compat.torch_tensors import copy_each
 
+_ALIGNED = 8  # elements, 16 bytes or more: where grouped products take their arguments
+
 
 class _Rounded(NamedTuple):
     """The note on a factor: its copy, which is the part of `flat` that begins at `start`."""
@@ -64,9 +66,9 @@ def round_each(factors: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.P
     wide = [factor for factor in factors if factor.dtype != dtype]
     if not wide:
         return []
-    sizes = [factor.numel() for factor in wide]
+    sizes = [-(-factor.numel() // _ALIGNED) * _ALIGNED for factor in wide]
     flat = torch.empty(sum(sizes), dtype=dtype, device=wide[0].device)
-    copies = [_laid_out(part, factor) for part, factor in zip(flat.split(sizes), wide, strict=True)]
+    copies = [_laid_out(part[: factor.numel()], factor) for part, factor in zip(flat.split(sizes), wide, strict=True)]
     with torch.no_grad():
         copy_each(copies, [factor.detach() for factor in wide])  # one kernel for all
     start = 0

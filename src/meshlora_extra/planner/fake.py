@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from meshlora.model.regions import tensors_in
 from meshlora.wings.context.context import Block, RowsOfMask
-from meshlora.wings.experts import products
+from meshlora.wings.experts import products, row_counts
 from meshlora_ground.compat import replaced
 from meshlora_ground.compat.torch_fused import fused_attention
 from meshlora_ground.compat.torch_operators import (
@@ -132,6 +132,7 @@ class FakeRun(TorchDispatchMode):
         self._references: dict[int, Any] = {}
         self._replaced = contextlib.ExitStack()
         self._is_off = False
+        self._made: dict[Any, Tensor] = {}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -142,7 +143,9 @@ class FakeRun(TorchDispatchMode):
         # Not a TorchFunctionMode: that is off while a backward recomputes forwards.
         self._replaced.enter_context(replaced(F, "scaled_dot_product_attention", _attention))
         self._replaced.enter_context(replaced(RowsOfMask, "_block", lambda *given: self._block(*given)))
-        self._replaced.enter_context(replaced(products, "count_each", _equal_shares))
+        self._replaced.enter_context(replaced(products, "count_each", lambda ids, n: _equal_shares(ids.numel(), n)))
+        self._replaced.enter_context(replaced(row_counts, "sizes_of", lambda ends, n: _equal_shares(n, len(ends))))
+        self._replaced.enter_context(replaced(row_counts, "numbers", self._numbers))
         # Freeing and reallocating the memory of a live tensor, as for gathered weights, is not an operator.
         resize = self._resized(torch.UntypedStorage.resize_)
         self._replaced.enter_context(replaced(torch.UntypedStorage, "resize_", resize))
@@ -195,6 +198,15 @@ class FakeRun(TorchDispatchMode):
         if self._section is not None and work is not None:
             self._section.work[work] += 1
         return found
+
+    def _numbers(self, stop: int, device: torch.device, step: int = 1) -> Tensor:
+        """Replacement of `numbers`, which a process has once, not a step: neither an operator nor memory of one."""
+        key = stop, device, step
+        if key not in self._made:
+            self._is_off = True
+            self._made[key] = torch.arange(0, stop, step, device=device)
+            self._is_off = False
+        return self._made[key]
 
     def _block(self, masks: RowsOfMask, rows: slice, own: slice, positions: np.ndarray) -> Block:
         """Replacement of `RowsOfMask._block`, which reads the columns of a mask: here from the first that the first
@@ -306,9 +318,8 @@ def _without_content(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, device="meta")
 
 
-def _equal_shares(chosen: Tensor, places: int) -> Tensor:
-    """Replacement of `count_each`: an equal split of the rows over `places` experts, a real tensor."""
-    number = chosen.numel()
+def _equal_shares(number: int, places: int) -> Tensor:
+    """Replacement of `count_each` and `sizes_of`: an equal split of the rows over `places` experts, a real tensor."""
     shares = torch.full((places,), number // places, dtype=torch.int64)  # real, as its dtype is said
     shares[: number % places] += 1
     return shares

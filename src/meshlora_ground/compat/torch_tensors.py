@@ -45,6 +45,11 @@ def multiply_each(tensors: list[Tensor], number: Tensor) -> None:
     torch._foreach_mul_(tensors, number)
 
 
+def scale_each(tensors: list[Tensor], numbers: list[float]) -> None:
+    """Multiply each of `tensors` in place by its own number."""
+    torch._foreach_mul_(tensors, numbers)
+
+
 def norm_of_each(tensors: list[Tensor], *, dtype: torch.dtype) -> list[Tensor]:
     """The 2-norm `[]` of each tensor, accumulated in `dtype` without converted copies."""
     return list(torch._foreach_norm(tensors, 2, dtype))

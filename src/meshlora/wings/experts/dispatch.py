@@ -36,6 +36,7 @@ from meshlora.comm.collectives import (
 )
 from meshlora.comm.groups import Mesh
 from meshlora.wings.experts.products import by_row, inverse_of, sort_by_expert, sum_rows
+from meshlora.wings.experts.row_counts import RowCounts
 from meshlora_ground.topology import EP, ETP
 from meshlora_ground.transfer import to_device
 
@@ -106,11 +107,11 @@ class Slots:
     """The expert choices of one rank's tokens, sorted by expert.
 
     Attributes:
-        places: token -> its k sorted places, in the order of its choices. counts: int64 `[E]`, rows for each expert.
+        places: token -> its k sorted places, in the order of its choices. counts: rows for each of E experts.
     """
 
     places: Places
-    counts: Tensor
+    counts: RowCounts
 
     @classmethod
     def of(cls, top_k_index: Tensor, num_experts: int) -> Slots:
@@ -140,7 +141,7 @@ class Journey:
         self.is_flat = not mesh.topology.two_stage
         self.block = mesh.over({EP, ETP})
         device = slots.places.index.device
-        on_device = all_gather(slots.counts.view(1, self.ep.size, -1), self.block)
+        on_device = all_gather(slots.counts.sizes.view(1, self.ep.size, -1), self.block)
         every = on_device.cpu()  # [ranks of the block, ep, experts of a rank]: all that the host has to know
         sent = every[self.block.rank].sum(1)  # to each ep rank
         arriving, rows = every[:, self.ep.rank], on_device[:, self.ep.rank]  # [ranks of the block, our experts]

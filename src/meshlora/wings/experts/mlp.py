@@ -6,14 +6,24 @@ Owns: what is saved between forward and backward, and what is recomputed. Does n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import Function, once_differentiable
 
-from meshlora.wings.experts.products import Projection, backward_rows, bias_of_rows, by_row, forward_rows, sum_rows
+from meshlora.layers.rounded import rounded
+from meshlora.wings.experts.products import (
+    Projection,
+    backward_rows,
+    bias_of_rows,
+    by_row,
+    finished,
+    forward_rows,
+    sum_rows,
+)
+from meshlora.wings.experts.row_counts import RowCounts
 from meshlora_ground.float64 import is_lifted, lift
 
 
@@ -29,7 +39,8 @@ class GroupedMlpFunction(Function):
     computes the gate again. Neither the input nor the output of fc2 is saved. With h = w gate(fc1(x)), the weights move
     in front of fc2 (it is linear), and their gradient
         dw[m,j] = sum_i dL/dh[n,i] gate[n,i]   (+ sum_o dL/dout[m,o] bias2[e,o])
-    needs nothing else. Gradients of the projections: `wings.experts.products.backward_rows`.
+    needs nothing else. Factors of higher precision are rounded as those of linears (`layers.rounded`), and their
+    gradients are returned in it. Gradients of the projections: `wings.experts.products.backward_rows`.
     """
 
     @staticmethod
@@ -39,12 +50,14 @@ class GroupedMlpFunction(Function):
         weights: Tensor | None,
         index: Tensor,
         places: Tensor,
-        counts: Sequence[int],
+        counts: RowCounts,
         gate: Callable[[Tensor], Tensor],
         fc1: Projection,
         fc2: Projection,
         *factors: Tensor | None,
     ) -> Tensor:
+        ctx.dtypes = [None if factor is None else factor.dtype for factor in factors]  # of their gradients
+        factors = tuple(None if factor is None else rounded(factor, x.dtype) for factor in factors)
         a1, b1, a2, b2 = factors
         up, zt1 = forward_rows(x, fc1, counts, a1, b1, index=index)
         if fc1.bias is not None:
@@ -58,7 +71,7 @@ class GroupedMlpFunction(Function):
         # h and the weights' gradient follow from fc1(x); the frozen matrices alone need nothing of the forward.
         needs_h = ctx.needs_input_grad[0] or ctx.needs_input_grad[1] or needs_a1 or needs_b1 or needs_a2
         needed = x if needs_a1 else None, up if needs_h else None, zt1 if needs_b1 else None, zt2 if needs_b2 else None
-        ctx.save_for_backward(weights, index, places, *needed, *factors)
+        ctx.save_for_backward(row_weights, index, places, *needed, *factors)
         ctx.gate, ctx.fc1, ctx.fc2, ctx.counts = gate, fc1, fc2, counts
         ctx.is_lifted = is_lifted()  # a backward may run after the block that lifts
         return sum_rows(y, places)
@@ -66,7 +79,7 @@ class GroupedMlpFunction(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weights, index, places, x, up, zt1, zt2, a1, b1, a2, b2 = ctx.saved_tensors
+        row_weights, index, places, x, up, zt1, zt2, a1, b1, a2, b2 = ctx.saved_tensors
         needs_x, needs_w = ctx.needs_input_grad[:2]
         needs_a1, needs_b1, needs_a2 = ctx.needs_input_grad[-4:-1]
         needs_up = needs_x or needs_a1 or needs_b1
@@ -74,12 +87,11 @@ class GroupedMlpFunction(Function):
         g = grads[0].index_select(0, index)
         dx = dw = da1 = db1 = None
         h: Any = None
-        row_weights: Any = None
         # The gate is the model's code: autograd differentiates it, over the rows of this layer alone.
         with torch.enable_grad(), lift(ctx.is_lifted):
             if up is not None:
                 up = up.detach().requires_grad_(needs_up)
-                row_weights = None if weights is None else by_row(weights.detach(), places).requires_grad_(needs_w)
+                row_weights = None if row_weights is None else row_weights.detach().requires_grad_(needs_w)
                 h = _weighted(ctx.gate(up), row_weights)
         dh, da2, db2 = backward_rows(
             g, h.detach() if needs_a2 else None, zt2, ctx.fc2, ctx.counts, a2, b2, needs_dx=needs_up or needs_w
@@ -96,7 +108,8 @@ class GroupedMlpFunction(Function):
         if needs_up:
             dx, da1, db1 = backward_rows(found[0], x, zt1, ctx.fc1, ctx.counts, a1, b1, index=index, needs_dx=needs_x)
             dx = None if dx is None else sum_rows(dx, places)
-        return dx, dw, None, None, None, None, None, None, da1, db1, da2, db2
+        scales = [ctx.fc1.scale] * 2 + [ctx.fc2.scale] * 2
+        return dx, dw, None, None, None, None, None, None, *finished([da1, db1, da2, db2], scales, ctx.dtypes)
 
 
 def _weighted(rows: Tensor, row_weights: Tensor | None) -> Tensor:

@@ -30,6 +30,7 @@ from meshlora.plan.rules import ExpertRule, ExpertsRule, ModelPlan
 from meshlora.wings.experts.dispatch import Journey, Places, Slots
 from meshlora.wings.experts.mlp import GroupedMlpFunction
 from meshlora.wings.experts.products import Projection, by_row
+from meshlora.wings.experts.row_counts import RowCounts
 from meshlora_ground.compat.transformers_models import gate_of
 from meshlora_ground.topology import EP, ETP
 from meshlora_ground.transfer import to_device
@@ -184,22 +185,23 @@ class ParallelExperts(CutsTokens):
         slots = Slots.of(top_k_index, self.rule.num_experts * (len(adapters) or 1))
         is_home, weights_first = self.mesh.over({EP, ETP}).size == 1, self.rule.weights_first
         if is_home and not weights_first:
-            return self._run(tokens, weights, slots.places, slots.counts.tolist(), adapters)
+            return self._run(tokens, weights, slots.places, slots.counts, adapters)
         rows = slots.rows(tokens)
         if weights_first:  # they are in front of the gate, which is not linear
             rows = rows * by_row(weights, slots.places.places).unsqueeze(1).to(rows.dtype)
         if is_home:
             as_they_lie = Places.permutation(torch.arange(len(rows), device=rows.device))
-            rows = self._run(rows, None, as_they_lie, slots.counts.tolist(), adapters)
+            rows = self._run(rows, None, as_they_lie, slots.counts, adapters)
         else:
             journey = Journey(slots, self.mesh)
-            rows = journey.back(self._run(journey.there(rows), None, journey.by_expert, journey.counts, adapters))
+            counts = RowCounts.known(journey.counts, rows.device)
+            rows = journey.back(self._run(journey.there(rows), None, journey.by_expert, counts, adapters))
         if weights_first:
             return slots.places.collect(rows)
         return slots.weighted_sum(rows, weights)
 
     def _run(
-        self, rows: Tensor, weights: Tensor | None, places: Places, counts: list[int], adapters: Sequence[str | None]
+        self, rows: Tensor, weights: Tensor | None, places: Places, counts: RowCounts, adapters: Sequence[str | None]
     ) -> Tensor:
         """Run the MLPs of this rank's experts; `places` maps the rows to expert order and back."""
         first, second = self._projections()

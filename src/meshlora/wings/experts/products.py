@@ -4,9 +4,12 @@ Owns: forward and backward of one projection of all experts, `y[n] = x[n] W_e^T 
 expert of row n and W frozen; the sort and the row sums around them. Does not own: which rank
 has which expert and how rows get there (`wings.experts.dispatch`), the module that holds the matrices.
 
-Legend, beyond docs/notation.md: N rows, E local experts, `counts[e]` rows of expert e, `sum(counts) = N`; r the rank.
+Legend, beyond docs/notation.md: N rows, E local experts, each with its number of rows in `counts`; r the rank.
 Nothing of the size of W is ever allocated, and no product is padded. An expert without rows costs nothing, and its
 factors get gradients of zero. If W is packed, one expert's matrix is unpacked at a time.
+
+One call for all experts reads on the device where the rows of each end, and the host need not know. Else one expert
+comes after the other, and the host asks for their sizes.
 
 With K adapters each expert's rows are sorted by adapter too: counts and factors are then those of `E K` pairs, an
 expert's side by side, and the products with W remain per expert.
@@ -19,14 +22,17 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from meshlora.layers.frozen import FewBits
+from meshlora.wings.experts import row_counts
+from meshlora.wings.experts.row_counts import RowCounts
+from meshlora_ground.compat.torch_tensors import copy_each, scale_each
 from meshlora_ground.slow_paths import EXPERTS_ONE_BY_ONE, take
-from meshlora_ground.transfer import to_device
 
 # From this many rows per expert on, a CPU loops over the experts, so that all products of an expert find its rows in
 # the cache; with fewer, W streams through the cache anyway and one call for all experts is cheaper.
@@ -56,14 +62,14 @@ class Projection:
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def sort_by_expert(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
+def sort_by_expert(top_k_index: Tensor, num_experts: int) -> tuple[Tensor, RowCounts]:
     """The T k slots of `top_k_index [T, k]`, sorted stably by expert, and their number for each expert.
 
     Returns:
-        order: int64 `[T k]`; slot `order[n]` is the n-th row, that of token `order[n] // k`. counts: int64 `[E]`.
+        order: int64 `[T k]`; slot `order[n]` is the n-th row, that of token `order[n] // k`. counts: of E experts.
     """
-    flat = top_k_index.reshape(-1)
-    return torch.argsort(flat, stable=True), count_each(flat, num_experts)
+    experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    return order, RowCounts.of_sorted(experts, num_experts)
 
 
 def count_each(chosen: Tensor, number: int) -> Tensor:
@@ -75,7 +81,7 @@ def count_each(chosen: Tensor, number: int) -> Tensor:
 def inverse_of(order: Tensor) -> Tensor:
     """`inverse[order[n]] = n`."""
     inverse = torch.empty_like(order)  # cheaper than a second sort
-    inverse[order] = torch.arange(len(order), device=order.device)
+    inverse[order] = row_counts.numbers(len(order), order.device)
     return inverse
 
 
@@ -96,8 +102,11 @@ def sum_rows(rows: Tensor, places: Tensor, weights: Tensor | None = None) -> Ten
     if not len(places):
         return rows.new_zeros(0, rows.shape[1])
     weights = None if weights is None else weights.to(rows.dtype).contiguous()
+    # With places `[M, k]` torch would make these starts itself, on every call.
+    starts, flat = row_counts.numbers(places.numel(), places.device, places.shape[1]), places.reshape(-1)
+    weights = None if weights is None else weights.view(-1)
     with torch.no_grad():
-        return F.embedding_bag(places.contiguous(), rows, mode="sum", per_sample_weights=weights)
+        return F.embedding_bag(flat, rows, starts, mode="sum", per_sample_weights=weights)
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -116,39 +125,32 @@ def can_group(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def grouped_product(x: Tensor, weight: Tensor | FewBits, counts: Sequence[int]) -> Tensor:
+def grouped_product(x: Tensor, weight: Tensor | FewBits, counts: RowCounts) -> Tensor:
     """y[n] = x[n] weight[e]: x `[N, in]`, weight `[E, in, out]` -> `[N, out]`. counts: per expert, or per E K pair."""
-    counts = of_experts(counts, len(weight))
+    counts = counts.of_experts(len(weight))
     if not isinstance(weight, FewBits) and len(x) and can_group(x, weight):
-        # On the host, where the counts are known, and then to the device without waiting for it.
-        ends = torch.tensor(counts, dtype=torch.int32, device="cpu").cumsum(0, dtype=torch.int32)
-        return F.grouped_mm(x, weight, offs=to_device(ends, x.device))
+        return F.grouped_mm(x, weight, offs=counts.ends)
     if not isinstance(weight, FewBits) and len(x):
         take(EXPERTS_ONE_BY_ONE, x.device)
     y = x.new_empty(len(x), weight.shape[2])
+    each = counts.on_host
     # Views of y: each product writes its rows in place, and no row is copied.
-    for e, (count, x_e, y_e) in enumerate(zip(counts, x.split(counts), y.split(counts), strict=True)):
+    for e, (count, x_e, y_e) in enumerate(zip(each, x.split(each), y.split(each), strict=True)):
         if count:
             torch.mm(x_e, weight[e], out=y_e)
     return y
 
 
-def of_experts(counts: Sequence[int], num_experts: int) -> Sequence[int]:
-    """Rows per expert, from counts per expert or per pair of expert and adapter."""
-    each = len(counts) // num_experts
-    return counts if each == 1 else [sum(counts[e * each : (e + 1) * each]) for e in range(num_experts)]
-
-
-def _experts(weight: Tensor | FewBits, counts: Sequence[int]) -> list[int]:
+def _experts(weight: Tensor | FewBits, counts: RowCounts) -> list[int]:
     """The expert of each entry of `counts`."""
-    each = len(counts) // len(weight)
-    return [place // each for place in range(len(counts))]
+    each = counts.number // len(weight)
+    return [place // each for place in range(counts.number)]
 
 
 def forward_rows(
     x: Tensor,
     projection: Projection,
-    counts: Sequence[int],
+    counts: RowCounts,
     a: Tensor | None,
     b: Tensor | None,
     *,
@@ -161,8 +163,8 @@ def forward_rows(
     weight = projection.forward_weight
     if a is None or b is None:
         return grouped_product(_gathered(x, index), weight, counts), None
-    a, bt = a.to(x.dtype), _transposed(b, x.dtype)
-    number = len(counts)
+    bt = _transposed(b)
+    number = counts.number
     if _groups_factors(x, a, counts):
         x = _gathered(x, index)
         y = grouped_product(x, weight, counts)
@@ -172,14 +174,15 @@ def forward_rows(
     shares_a, shares_b = (len(factor) < number for factor in (a, b))
     if shares_a:
         x, index = _gathered(x, index), None
-    y, zt = x.new_empty(sum(counts), weight.shape[2]), x.new_empty(a.shape[1], sum(counts))
+    each, rows = counts.on_host, counts.num_rows
+    y, zt = x.new_empty(rows, weight.shape[2]), x.new_empty(a.shape[1], rows)
     if shares_a:
         torch.mm(a[0], x.T, out=zt)
     pieces = zip(
-        counts,
-        _by_expert(x, index, counts),
-        y.split(counts),
-        zt.split(counts, 1),
+        each,
+        _by_expert(x, index, each),
+        y.split(each),
+        zt.split(each, 1),
         _experts(weight, counts),
         a.expand(number, -1, -1).unbind(),
         bt.expand(number, -1, -1).unbind(),
@@ -204,16 +207,17 @@ def backward_rows(
     x: Tensor | None,
     zt: Tensor | None,
     projection: Projection,
-    counts: Sequence[int],
+    counts: RowCounts,
     a: Tensor | None,
     b: Tensor | None,
     *,
     index: Tensor | None = None,
     needs_dx: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """`(dx, dA, dB)` of `forward_rows`, with g = dL/dy `[N, out]`; dA only if x is given, dB only if z^T is.
+    """`(dx, dA / s, dB / s)` of `forward_rows`, with g = dL/dy `[N, out]`; dA only if x is given, dB only if z^T is.
 
-    dz_e = s g_e B_e;  dx_e = g_e W_e + dz_e A_e, `[N, in]`;  dA_e = dz_e^T x_e;  dB_e = s g_e^T z_e
+    dz_e = g_e B_e;  dx_e = g_e W_e + s dz_e A_e, `[N, in]`;  dA_e = s dz_e^T x_e;  dB_e = s g_e^T z_e
+    The gradients of factors lack their s, and have the dtype of g: `finished` makes them whole, all in two passes.
     """
     g = g.contiguous()
     weight = projection.forward_weight.mT
@@ -222,60 +226,82 @@ def backward_rows(
     if _groups_factors(g, a, counts):
         x = None if x is None else _gathered(x, index)
         return _backward_grouped(g, x, zt, projection, counts, a, b, needs_dx=needs_dx)
-    bt = _transposed(b, g.dtype)
-    dzt = _gradient_of_z(g, bt, projection.scale, counts)
+    bt = _transposed(b)
+    dzt = _gradient_of_z(g, bt, counts)
     dx = da = db = None
     if needs_dx:
-        dx = _gradient_of_x(g, dzt, weight, a.to(g.dtype), counts)
+        dx = _gradient_of_x(g, dzt, projection, a, counts)
     if x is not None:
-        da = _gradient_of_a(dzt, x, len(a), counts, index).to(a.dtype)
+        da = _gradient_of_a(dzt, x, len(a), counts, index)
     if zt is not None:
-        db = _gradient_of_b(zt * projection.scale, g, len(b), counts).to(b.dtype).mT
+        db = _gradient_of_b(zt, g, len(b), counts).mT
     return dx, da, db
 
 
-def _gradient_of_z(g: Tensor, bt: Tensor, scale: float, counts: Sequence[int]) -> Tensor:
-    """dz^T `[r, N]`, dz_e = s g_e B_e. bt: B^T `[E, r, out]`, or `[1, r, out]` of all experts."""
+def finished(
+    gradients: Sequence[Tensor | None], scales: Sequence[float], dtypes: Sequence[torch.dtype]
+) -> list[Tensor | None]:
+    """Gradients of factors as `backward_rows` makes them, each with its s and its dtype."""
+    there = [place for place, gradient in enumerate(gradients) if gradient is not None]
+    found: list[Any] = list(gradients)
+    wide = [place for place in there if found[place].dtype != dtypes[place]]
+    if wide:
+        copies = [torch.empty_like(found[place], dtype=dtypes[place]) for place in wide]
+        copy_each(copies, [found[place] for place in wide])
+        for place, copy in zip(wide, copies, strict=True):
+            found[place] = copy
+    scaled = [place for place in there if scales[place] != 1]
+    if scaled:
+        scale_each([found[place] for place in scaled], [scales[place] for place in scaled])
+    return found
+
+
+def _gradient_of_z(g: Tensor, bt: Tensor, counts: RowCounts) -> Tensor:
+    """dz^T `[r, N]`, dz_e = g_e B_e. bt: B^T `[E, r, out]`, or `[1, r, out]` of all experts."""
     dzt = g.new_empty(bt.shape[1], len(g))
-    if len(bt) < len(counts):
-        return torch.mm(bt[0], g.T, out=dzt).mul_(scale)
-    for g_e, dzt_e, bt_e in zip(g.split(counts), dzt.split(counts, 1), bt.unbind(), strict=True):
+    if len(bt) < counts.number:
+        return torch.mm(bt[0], g.T, out=dzt)
+    each = counts.on_host
+    for g_e, dzt_e, bt_e in zip(g.split(each), dzt.split(each, 1), bt.unbind(), strict=True):
         if len(g_e):
-            torch.addmm(dzt_e, bt_e, g_e.T, beta=0, alpha=scale, out=dzt_e)  # beta=0: what was there is not read
+            torch.mm(bt_e, g_e.T, out=dzt_e)
     return dzt
 
 
-def _gradient_of_x(g: Tensor, dzt: Tensor, weight: Tensor | FewBits, a: Tensor, counts: Sequence[int]) -> Tensor:
-    """dx `[N, in]`, dx_e = g_e W_e + dz_e A_e. weight: `[E, out, in]`. a: `[E, r, in]`, or `[1, r, in]` of all."""
+def _gradient_of_x(g: Tensor, dzt: Tensor, projection: Projection, a: Tensor, counts: RowCounts) -> Tensor:
+    """dx `[N, in]`, dx_e = g_e W_e + s dz_e A_e. a: `[E, r, in]`, or `[1, r, in]` of all."""
+    weight, scale = projection.forward_weight.mT, projection.scale
     dx = g.new_empty(len(g), weight.shape[2])
-    is_shared = len(a) < len(counts)
-    pieces = zip(_experts(weight, counts), g.split(counts), dzt.split(counts, 1), dx.split(counts), strict=True)
+    is_shared, each = len(a) < counts.number, counts.on_host
+    pieces = zip(_experts(weight, counts), g.split(each), dzt.split(each, 1), dx.split(each), strict=True)
     for number, (e, g_e, dzt_e, dx_e) in enumerate(pieces):
         if len(g_e):
             torch.mm(g_e, weight[e], out=dx_e)
             if not is_shared:
-                dx_e.addmm_(dzt_e.T, a[number])
-    return dx.addmm_(dzt.T, a[0]) if is_shared else dx
+                dx_e.addmm_(dzt_e.T, a[number], alpha=scale)
+    return dx.addmm_(dzt.T, a[0], alpha=scale) if is_shared else dx
 
 
-def _gradient_of_a(dzt: Tensor, x: Tensor, number: int, counts: Sequence[int], index: Tensor | None) -> Tensor:
-    """dA `[E, r, in]`, dA_e = dz_e^T x_e, or `[1, r, in]` over all rows. number: of factors, E or 1."""
+def _gradient_of_a(dzt: Tensor, x: Tensor, number: int, counts: RowCounts, index: Tensor | None) -> Tensor:
+    """dA / s `[E, r, in]`, dz_e^T x_e, or `[1, r, in]` over all rows. number: of factors, E or 1."""
     da = dzt.new_empty(number, len(dzt), x.shape[-1])
-    if number < len(counts):
+    if number < counts.number:
         torch.mm(dzt, _gathered(x, index), out=da[0])
         return da
-    for x_e, dzt_e, da_e in zip(_by_expert(x, index, counts), dzt.split(counts, 1), da.unbind(), strict=True):
+    each = counts.on_host
+    for x_e, dzt_e, da_e in zip(_by_expert(x, index, each), dzt.split(each, 1), da.unbind(), strict=True):
         _product_or_zero(dzt_e, x_e, da_e)
     return da
 
 
-def _gradient_of_b(zt: Tensor, g: Tensor, number: int, counts: Sequence[int]) -> Tensor:
-    """dB^T `[E, r, out]`, dB_e = g_e^T s z_e, or `[1, r, out]` over all rows. zt: s z^T. number: as above."""
+def _gradient_of_b(zt: Tensor, g: Tensor, number: int, counts: RowCounts) -> Tensor:
+    """(dB / s)^T `[E, r, out]` of g_e^T z_e, or `[1, r, out]` over all rows. number: as above."""
     dbt = g.new_empty(number, len(zt), g.shape[-1])
-    if number < len(counts):
+    if number < counts.number:
         torch.mm(zt, g, out=dbt[0])
         return dbt
-    for g_e, zt_e, dbt_e in zip(g.split(counts), zt.split(counts, 1), dbt.unbind(), strict=True):
+    each = counts.on_host
+    for g_e, zt_e, dbt_e in zip(g.split(each), zt.split(each, 1), dbt.unbind(), strict=True):
         _product_or_zero(zt_e, g_e, dbt_e)
     return dbt
 
@@ -292,41 +318,50 @@ def _gathered(x: Tensor, index: Tensor | None) -> Tensor:
     return x if index is None else x.index_select(0, index)
 
 
-def _by_expert(x: Tensor, index: Tensor | None, counts: Sequence[int]) -> Iterable[Tensor]:
+def _by_expert(x: Tensor, index: Tensor | None, each: list[int]) -> Iterable[Tensor]:
     """The rows of each expert; with an index they are gathered lazily, never all at once."""
-    return x.split(counts) if index is None else (x.index_select(0, part) for part in index.split(counts))
+    return x.split(each) if index is None else (x.index_select(0, part) for part in index.split(each))
 
 
-def _transposed(b: Tensor, dtype: torch.dtype) -> Tensor:
-    """B `[E, out, r]` -> `[E, r, out]`, dense, in `dtype`; B itself if it has this layout."""
-    return b.mT.to(dtype).contiguous()
+def _transposed(b: Tensor) -> Tensor:
+    """B `[E, out, r]` -> `[E, r, out]`, dense; B itself if it has this layout."""
+    return b.mT.contiguous()
 
 
-def _groups_factors(x: Tensor, a: Tensor, counts: Sequence[int]) -> bool:
+def _groups_factors(x: Tensor, a: Tensor, counts: RowCounts) -> bool:
     """Whether the low-rank products also run as one call for all experts."""
     is_aligned = a.shape[1] * x.element_size() % 16 == 0
-    pays = not x.is_cpu or sum(counts) < ROWS_TO_LOOP * len(counts)
-    groups = is_aligned and pays and sum(counts) > 0 and can_group(x, a.to(x.dtype).mT)
-    if not groups and sum(counts) > 0:
+    pays = not x.is_cpu or counts.num_rows < ROWS_TO_LOOP * counts.number
+    groups = is_aligned and pays and counts.num_rows > 0 and can_group(x, a.mT)
+    if not groups and counts.num_rows > 0:
         take(EXPERTS_ONE_BY_ONE, x.device)
     return groups
 
 
-def _factor_product(x: Tensor, factor: Tensor, counts: Sequence[int]) -> Tensor:
+def _factor_product(x: Tensor, factor: Tensor, counts: RowCounts) -> Tensor:
     """`grouped_product`, or one plain product with a factor shared by all experts."""
-    return x @ factor[0] if len(factor) < len(counts) else grouped_product(x, factor, counts)
+    return x @ factor[0] if len(factor) < counts.number else grouped_product(x, factor, counts)
 
 
-def _factor_gradient(left: Tensor, right: Tensor, counts: Sequence[int], is_shared: bool) -> Tensor:
+def _factor_gradient(left: Tensor, right: Tensor, counts: RowCounts, is_shared: bool) -> Tensor:
     """left_e^T right_e: `[N, r]`, `[N, width]` -> `[E, r, width]`, or `[1, r, width]` over all rows."""
-    if is_shared and len(counts) > 1:
+    if is_shared and counts.number > 1:
         return (left.T @ right).unsqueeze(0)
-    host = torch.tensor(counts, dtype=torch.int32, device="cpu")
-    gradient = F.grouped_mm(left.T, right, offs=to_device(host.cumsum(0, dtype=torch.int32), left.device))
-    if 0 in counts:
-        empty = to_device((host == 0).nonzero()[:, 0], left.device)
-        gradient.index_fill_(0, empty, 0)  # not every kernel writes these
+    gradient = F.grouped_mm(left.T, right, offs=counts.ends)
+    if not writes_empty_groups(gradient.device):
+        gradient.masked_fill_(counts.is_empty.view(-1, 1, 1), 0)
     return gradient
+
+
+def writes_empty_groups(device: torch.device) -> bool:
+    """Whether `grouped_mm` over rows writes zeros for a group that has none of them.
+
+    On GPUs of compute capability 9 it does. On Blackwell it leaves what was there (pytorch/pytorch issue 172439), and
+    of others nobody has said.
+    """
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)[0] == 9
+    return device.type == "meta"  # the planner's, which has no content
 
 
 def _backward_grouped(
@@ -334,26 +369,26 @@ def _backward_grouped(
     x: Tensor | None,
     zt: Tensor | None,
     projection: Projection,
-    counts: Sequence[int],
+    counts: RowCounts,
     a: Tensor,
     b: Tensor,
     *,
     needs_dx: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """`backward_rows` where each product is one call for all experts."""
-    dz = _factor_product(g, _transposed(b, g.dtype).mT, counts).mul_(projection.scale)
+    dz, scale = _factor_product(g, _transposed(b).mT, counts), projection.scale
     dx = da = db = None
     if needs_dx:
-        dx = grouped_product(g, projection.forward_weight.mT, counts).add_(_factor_product(dz, a.to(g.dtype), counts))
+        dx = grouped_product(g, projection.forward_weight.mT, counts).add_(_factor_product(dz, a, counts), alpha=scale)
     if x is not None:
-        da = _factor_gradient(dz, x, counts, len(a) == 1).to(a.dtype)
+        da = _factor_gradient(dz, x, counts, len(a) == 1)
     if zt is not None:
-        db = _factor_gradient((zt * projection.scale).T.contiguous(), g, counts, len(b) == 1).to(b.dtype).mT
+        db = _factor_gradient(zt.T.contiguous(), g, counts, len(b) == 1).mT
     return dx, da, db
 
 
-def bias_of_rows(bias: Tensor, counts: Sequence[int], dtype: torch.dtype) -> Tensor:
+def bias_of_rows(bias: Tensor, counts: RowCounts, dtype: torch.dtype) -> Tensor:
     """`[E, out]` -> `[N, out]`."""
+    repeats = counts.of_experts(len(bias)).sizes
     # With the size the host need not wait for the sum of the repeats.
-    repeats = to_device(torch.tensor(of_experts(counts, len(bias))), bias.device)
-    return bias.to(dtype).repeat_interleave(repeats, 0, output_size=sum(counts))
+    return bias.to(dtype).repeat_interleave(repeats, 0, output_size=counts.num_rows)
