@@ -101,6 +101,7 @@ PRIVATE = [
     Private("assert_on_device", "torch._assert_async", "to check labels without waiting for a GPU"),
     Private("copy_each", "torch._foreach_copy_", "to put summed gradients back"),
     Private("multiply_each", "torch._foreach_mul_", "to divide gradients by the number of tokens"),
+    Private("scale_each", "torch._foreach_mul_", "to scale the gradients of experts' factors, all in one kernel"),
     Private(
         "is_mean",
         "torch.autograd.graph.Node._saved_reduction",

@@ -12,6 +12,7 @@ from meshlora.layers.linear import ParallelLinear
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.rules import ModelPlan, Region
 from meshlora.wings.kernels import entrance, kernels
+from meshlora.wings.kernels.chosen_experts import own_weights_of_experts
 from meshlora.wings.kernels.early_a import with_riders
 from meshlora.wings.kernels.fused import fuse
 from meshlora.wings.kernels.gate_recompute import watch_activations
@@ -32,6 +33,7 @@ class _Kernels(Feature):
             fuse(model, found)
         own_gradients_of_norms(model)
         own_rotations(model)
+        own_weights_of_experts(model)
 
     def gather_input(
         self, gather: Callable[[Tensor], Tensor], model: nn.Module, plan: ModelPlan, region: Region
