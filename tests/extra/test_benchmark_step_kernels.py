@@ -133,6 +133,15 @@ def test_a_mixture_is_counted_by_the_rule_of_a_dense_model(kernels: ModuleType, 
         assert step.reads == 1 + 12 * layer.reads, name
 
 
+def test_a_layer_of_a_mixture_has_few_operators_and_no_read(kernels: ModuleType, mixture: dict[str, Any]) -> None:
+    parts = ("forward", "backward")
+    (step, ours), (_, theirs) = mixture["meshlora"], mixture["PEFT"]
+    assert step.reads == 1
+    assert ours.reads == 0
+    assert ours.casts(*parts) == 0
+    assert ours.number(*parts) <= 0.41 * theirs.number(*parts)
+
+
 def test_reads_of_the_host_in_a_layer_are_those_of_all_layers(kernels: ModuleType) -> None:
     one, two = (kernels.Counted({part: Counter() for part in kernels.PARTS}, reads) for reads in (5, 8))
     assert one.plus(two.minus(one), 11).reads == 5 + 11 * 3

@@ -6,12 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from peft import LoraConfig
 from torch.profiler import ProfilerActivity, profile
 
 import meshlora
 from meshlora.run.recompute import recompute_layers
 from meshlora.train.losses import shifted_loss
+from meshlora.wings.experts.dispatch import Slots
+from meshlora.wings.experts.mlp import GroupedMlpFunction
+from meshlora.wings.experts.products import Projection
 from meshlora.wings.kernels.liger import check_kernels, liger
 from meshlora.wings.kernels.rms_norm import RmsNormFunction
 from meshlora.wings.packed_rows import varlen
@@ -98,6 +102,49 @@ def test_kept_attention_is_launched_once(dtype: str, tmp_path: Path) -> None:
     plain = gradients["none"].norm()
     for recompute in ("full", "keep_attention"):
         assert (gradients[recompute] - gradients["none"]).norm() <= plain * torch.finfo(getattr(torch, dtype)).eps
+
+
+def test_experts_in_one_call_match_a_loop_and_the_host_does_not_wait() -> None:
+    """Some experts have no rows, and memory that nobody writes to is not a number."""
+    tokens, top_k, experts, hidden, width, r = 96, 2, 16, 128, 64, 8
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).bfloat16()
+
+    x, weights, grad = drawn(tokens, hidden), drawn(tokens, top_k).softmax(1), drawn(tokens, hidden)
+    w1, w2 = drawn(experts, 2 * width, hidden) / 8, drawn(experts, hidden, width) / 8
+    sizes = ((r, hidden), (2 * width, r), (r, width), (hidden, r))
+    factors = [drawn(experts, *size).float() / 8 for size in sizes]
+    factors[1::2] = [b.mT.contiguous().mT for b in factors[1::2]]  # as adapters are held
+    chosen = torch.rand(tokens, experts // 2, generator=generator).topk(top_k).indices * 2  # no odd one
+
+    def gate(up: torch.Tensor) -> torch.Tensor:
+        first, second = up.chunk(2, -1)
+        return F.silu(first) * second
+
+    def run(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [t.to(device, dtype).requires_grad_() for t in (x, weights)]
+        leaves += [t.to(device, t.dtype if dtype == torch.bfloat16 else dtype).requires_grad_() for t in factors]
+        first, second = (Projection(w.to(device, dtype), scale=0.7) for w in (w1, w2))
+        index, g = chosen.to(device), grad.to(device, dtype)
+        slots = Slots.of(index, experts)  # what a process makes once is there from here on
+        if device == "cuda":
+            for number in (experts * r * hidden, experts * r * width, experts * r * 2 * width) * 4:
+                torch.full((number,), torch.nan, device=device, dtype=dtype)
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            slots = Slots.of(index, experts)
+            places = slots.places
+            given = (*leaves[:2], places.index, places.places, slots.counts, gate, first, second, *leaves[2:])
+            y = GroupedMlpFunction.apply(*given)
+            return [y, *torch.autograd.grad(y, leaves, g)]
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    exact = run("cpu", torch.float64)
+    for found, right in zip(run("cuda", torch.bfloat16), exact, strict=True):
+        assert float((found.cpu().double() - right).norm() / right.norm()) < 4 * torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

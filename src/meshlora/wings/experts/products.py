@@ -356,8 +356,8 @@ def _factor_gradient(left: Tensor, right: Tensor, counts: RowCounts, is_shared: 
 def writes_empty_groups(device: torch.device) -> bool:
     """Whether `grouped_mm` over rows writes zeros for a group that has none of them.
 
-    On GPUs of compute capability 9 it does. On Blackwell it leaves what was there (pytorch/pytorch issue 172439), and
-    of others nobody has said.
+    On GPUs of compute capability 9 it does. On later ones it writes what was in its registers (pytorch/pytorch issue
+    172439, NVIDIA/cutlass issue 2674), and of others nobody has said.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device)[0] == 9
