@@ -132,7 +132,8 @@ def test_experts_in_one_call_match_a_loop_and_the_host_does_not_wait() -> None:
         if device == "cuda":
             for number in (experts * r * hidden, experts * r * width, experts * r * 2 * width) * 4:
                 torch.full((number,), torch.nan, device=device, dtype=dtype)
-            torch.cuda.set_sync_debug_mode("error")
+            if torch.cuda.get_device_capability()[0] in (9, 10):  # elsewhere torch's own call asks the device
+                torch.cuda.set_sync_debug_mode("error")
         try:
             slots = Slots.of(index, experts)
             places = slots.places
