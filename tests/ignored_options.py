@@ -127,6 +127,7 @@ CAUGHT_BY: dict[str, str] = {
     "model.quantization": (
         "tests/ranks/test_quantized_runs.py::test_a_run_gives_the_same_bytes_sharded_over_dp_and_a_plain_peft_folder"
     ),
+    "model.compute": f"{_OPTIONS}::test_products_are_in_float8_where_the_run_file_says_so",
     "model.kernels": f"{_OPTIONS}::test_kernels_that_a_cpu_has_not_are_refused_where_the_run_file_names_them",
     "data.train": f"{_OPTIONS}::test_data_are_those_of_the_files_that_are_named",
     "data.eval": f"{_OPTIONS}::test_data_are_those_of_the_files_that_are_named",

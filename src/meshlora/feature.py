@@ -111,6 +111,16 @@ class Feature:
         """`loading.blueprint`, when a plan is made: it, with what is held in few bits. stored: of `kept_packed`."""
         return plan
 
+    def with_compute(self, plan: ModelPlan, compute: str | None) -> ModelPlan:
+        """`loading.blueprint`, after `with_quantization`: the plan, with the linears whose products are in float8.
+
+        compute: `model.compute` of a run file.
+
+        Raises:
+            UserError: no linear can be; a cut crosses a block of numbers with one scale.
+        """
+        return plan
+
     def packed_weights(
         self, tensors: Mapping[str, StoredTensor], quantization: Mapping[str, Any], value: Callable[[str], Tensor]
     ) -> Iterable[Place]:

@@ -48,6 +48,7 @@ class Case(Training):
         columns, rows_per_example, targets, predicts_next: as in `TokenizedDataset`.
         attn_implementation: of both sides, as in transformers.
         quantization: of the frozen base: nf4, int8, mxfp4, fp8; keep, as it is stored; or None.
+        compute: products of the frozen linears in float8: fp8, fp8_backward; or None.
         kernels: of our side, as in a run file; the reference has none.
         packing: our side packs several sequences into a row, "auto": those of a micro-batch; recompute: it recomputes
             activations, "keep_attention": but those of attention; resumes: it stops before its last step and resumes
@@ -85,6 +86,7 @@ class Case(Training):
     resumes: bool = False
     attn_implementation: str | None = "eager"
     quantization: str | None = None
+    compute: str | None = None
     kernels: Literal["liger", "none"] = "none"
     pieces: dict[str, list[str]] = field(default_factory=dict)
     share_experts: bool = False
@@ -111,6 +113,7 @@ class Case(Training):
         """The base model."""
         options: dict[str, Any] = {"dtype": self.dtype, "attn_implementation": self.attn_implementation}
         options |= {"trust_remote_code": self.trust_remote_code, "quantization": self.quantization}
+        options["compute"] = self.compute
         return Base(self.model, **options)
 
     @property

@@ -31,6 +31,18 @@ def quantize_base(model: Any, kind: str | None) -> None:
     """
     if kind in (None, "keep"):
         return
+    rounded = _ROUNDED[str(kind)]
+    for module in plain_linears(model):
+        matrix = module.weight.T if isinstance(module, Conv1D) else module.weight  # [out, in]
+        kept = rounded(matrix.float().contiguous())
+        module.weight.copy_(kept.T if isinstance(module, Conv1D) else kept)
+    for stack in matrices(model).values():
+        for matrix in stack:
+            matrix.copy_(rounded(matrix.float().contiguous()))
+
+
+def plain_linears(model: Any) -> list[nn.Linear | Conv1D]:
+    """The linears of `model` but its head and routers."""
     left = set[nn.Module]()
     for head in (model.get_output_embeddings(), getattr(model, "score", None), getattr(model, "classifier", None)):
         if head is not None:
@@ -38,16 +50,7 @@ def quantize_base(model: Any, kind: str | None) -> None:
     for name in expert_modules(model):  # the block of the experts has its router beside them
         block = model.get_submodule(name.rpartition(".")[0])
         left |= {module for inside, module in block.named_modules() if _ROUTER.match(inside)}
-    rounded = _ROUNDED[str(kind)]
-    for module in model.modules():
-        if not isinstance(module, nn.Linear | Conv1D) or module in left:
-            continue
-        matrix = module.weight.T if isinstance(module, Conv1D) else module.weight  # [out, in]
-        kept = rounded(matrix.float().contiguous())
-        module.weight.copy_(kept.T if isinstance(module, Conv1D) else kept)
-    for stack in matrices(model).values():
-        for matrix in stack:
-            matrix.copy_(rounded(matrix.float().contiguous()))
+    return [m for m in model.modules() if isinstance(m, nn.Linear | Conv1D) and m not in left]
 
 
 def _nf4(matrix: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from meshlora_ground.tasks import CAUSAL, task_of
 from meshlora_judge.batches import MicroBatch, micro_batches_of
 from meshlora_judge.dropout import Masks
 from meshlora_judge.experts import PREFIX, ROWS, adapted_stacks, output_side, plain_name, plain_names, share_adapters
+from meshlora_judge.float8 import multiply_in_float8
 from meshlora_judge.noise import add_noise
 from meshlora_judge.objectives import contrast, embeddings, gained, load_balancing_loss, losses
 from meshlora_judge.packed import load_base
@@ -76,6 +77,7 @@ def reference_model(
     if objective.task != CAUSAL:
         base.config.get_text_config().pad_token_id = pad
     quantize_base(base, model.quantization)
+    multiply_in_float8(base, model.compute)
     with contextlib.nullcontext() if is_stock else targets_as_configured():
         # Where the base is: PEFT would read it onto a GPU that it sees.
         found = PeftModel.from_pretrained(base, str(adapter), is_trainable=True, torch_device="cpu")

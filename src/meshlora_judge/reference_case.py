@@ -27,6 +27,7 @@ from meshlora_judge.capture import CHOICES, SCORES, Capture, copy
 from meshlora_judge.case import REFERENCE, Case
 from meshlora_judge.dropout import Masks
 from meshlora_judge.experts import ROWS, adapted_stacks, expert_modules, in_experts
+from meshlora_judge.float8 import exact_inputs
 from meshlora_judge.inputs import write_adapter, write_twin
 from meshlora_judge.noise import add_noise
 from meshlora_judge.objectives import contrast
@@ -241,7 +242,8 @@ def _case_batches(case: Case, step: int) -> list[MicroBatch]:
 @torch.no_grad()
 def _first_logits(case: Case, model: Any) -> Tensor:
     case = dataclasses.replace(case, micro_batch_size=2)  # the same sequences for every micro-batch size
-    return copy(reference.losses_of(model, _case_batches(case, 0)[0])[1])
+    with exact_inputs():
+        return copy(reference.losses_of(model, _case_batches(case, 0)[0])[1])
 
 
 def _apart(case: Case, model: Any, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ class Base:
     Attributes:
         path: checkpoint folder. dtype: a name of torch. attn_implementation: as in transformers.
         quantization: of the frozen weights: nf4, int8, mxfp4, fp8; keep, as they are stored; or None.
+        compute: products in float8: fp8, fp8_backward, or None.
     """
 
     path: str
@@ -26,6 +27,7 @@ class Base:
     attn_implementation: str | None = None
     trust_remote_code: bool = False
     quantization: str | None = None
+    compute: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -33,6 +33,7 @@ from meshlora.run.texts import Texts
 from meshlora.run.together import prepare_run
 from meshlora.run.trainer import Trainer
 from meshlora.train.batches import MicroBatch
+from meshlora.wings.quantized import float8
 from meshlora_ground.errors import UnsupportedError, UserError
 from tests.for_each import for_each
 from tests.unit.mistakes import Setup
@@ -294,6 +295,20 @@ def test_rows_are_joined_without_a_word_and_old_runs_go_on(setup: Setup) -> None
 
 def test_model_computes_in_the_dtype_of_the_run_file(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {dtype for _, dtype in micro_batches(setup, monkeypatch, model__dtype="float64")} == {torch.float64}
+
+
+@pytest.mark.parametrize("compute", [None, "fp8_backward", "fp8"])
+def test_products_are_in_float8_where_the_run_file_says_so(
+    compute: str | None, setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, rounding = [], float8.round_tokens
+    setup.drop("data.eval")
+    run = prepared(setup, train__steps=1, model__compute=compute, topology="")
+    monkeypatch.setattr(float8, "round_tokens", lambda x: calls.append(1) or rounding(x))
+    train({"": run})
+    # Of the first layer's q, k and v nobody wants the gradient of the input.
+    own = len(run.plan.linears) - 1
+    assert len(calls) == {None: 0, "fp8_backward": own - 3, "fp8": 2 * own - 3}[compute]
 
 
 @pytest.mark.parametrize(("recompute", "times"), [("none", 1), ("full", 2), ("keep_attention", 2)])

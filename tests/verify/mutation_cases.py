@@ -594,6 +594,23 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "quantized_parts_by_first_scales": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
         },
     ),
+    "products in float8": (
+        {"family": "llama", "topologies": ("dp=2",), "compute": "fp8"},
+        {
+            "float8_weights_off_by_a_power": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+            "float8_scale_of_neighbour": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
+            "float8_scale_of_last_call": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
+            "float8_largest_saturates": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
+            "float8_with_two_bits_of_mantissa": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
+            "float8_low_rank_path_rounded": ("forward", f"{FIRST_ATTENTION}.o_proj", ""),
+            "float8_other_scales_in_backward": ("backward", f"{LAST_MLP}.up_proj", ""),
+            "float8_gradients_not_rounded": ("backward", f"{LAST_MLP}.up_proj", ""),
+        },
+    ),
+    "gradients alone in float8": (
+        {"family": "llama", "topologies": ("dp=2",), "compute": "fp8_backward"},
+        {"float8_backward_of_plain_weights": ("backward", f"{LAST_MLP}.up_proj", "")},
+    ),
     "a frozen base that is sharded over dp": (
         {"family": "llama", "topologies": ("dp=2,dp_shard",)},
         {

@@ -44,6 +44,7 @@ CHANGED: dict[str, Any] = {
     "recompute": True,
     "resumes": True,
     "quantization": "nf4",
+    "compute": "fp8",
     "neftune_alpha": 5.0,
     "optimizer": "lora_fa",
     "min_8bit_size": 600,

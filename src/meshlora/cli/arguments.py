@@ -91,5 +91,6 @@ def read_blueprint(options: argparse.Namespace, topology: str, *, config: Any = 
         disable_dropout=True,
         trust_remote_code=options.trust_remote_code,
         quantization=getattr(options, "quantization", None),
+        compute=getattr(options, "compute", None),
     )
     return make_blueprint(options.model if config is None else config, Topology.parse(topology), base)

@@ -1,10 +1,10 @@
 """Frozen matrices of the base, in plain numbers or in few bits.
 
 Owns: what is asked of a matrix in few bits (`FewBits`), the leaf that holds either kind (`FrozenMatrix`), and the
-product without an adapter. Does not own: formats, packing and unpacking, which a wing brings (`wings.quantized`).
+products with a frozen matrix. Does not own: formats, packing and unpacking, which a wing brings (`wings.quantized`).
 
 A matrix in few bits is unpacked for the duration of one product. The backward unpacks it again: the unpacked one is
-never saved.
+never saved. It may round what it is multiplied with (`entering`, `returning`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from torch.autograd import Function
 
 class Form(Protocol):
     """How codes and scales are a matrix."""
+
+    @property
+    def holds_numbers(self) -> bool:
+        """Whether the codes are the plain numbers."""
 
     def matrix(self, codes: Tensor, scales: Tensor) -> FewBits:
         """The matrix, or the stack of them, that they are."""
@@ -58,6 +62,14 @@ class FewBits(ABC):
     def whole(self) -> Tensor:
         """The plain weight."""
 
+    def entering(self, x: Tensor) -> Tensor:
+        """x `[T, in]` as the product of the forward takes it."""
+        return x
+
+    def returning(self, g: Tensor) -> tuple[Tensor, Tensor]:
+        """g `[T, out]` and the weight as the product of the backward takes them."""
+        return g, self.whole()
+
 
 class FrozenMatrix(nn.Module):
     """A leaf with a frozen `weight`, packed or not.
@@ -80,8 +92,10 @@ class FrozenMatrix(nn.Module):
     @property
     def frozen_weight(self) -> Tensor | FewBits:
         """The weight in the form that products take."""
-        # Another dtype: whole weights were put there, as by a merge.
-        if self.form is None or self.weight.dtype != torch.uint8:
+        if self.form is None:
+            return self.weight
+        # Another dtype than that of codes: whole weights were put there, as by a merge.
+        if self.weight.dtype != torch.uint8 and not self.form.holds_numbers:
             return self.weight
         return self.form.matrix(self.weight, self.weight_scales)
 
@@ -92,11 +106,14 @@ class _PackedLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
         ctx.weight = weight  # no tensor: `save_for_backward` would refuse it
-        return F.linear(x, weight.whole(), bias)
+        entering = weight.entering(x.reshape(-1, x.shape[-1]))
+        return F.linear(entering.view(x.shape), weight.whole(), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return grads[0] @ ctx.weight.whole(), None, None
+        g = grads[0]
+        dx = gradient_of_input(g.reshape(-1, g.shape[-1]), ctx.weight)
+        return dx.view(*g.shape[:-1], -1), None, None
 
 
 def frozen_linear(x: Tensor, weight: Tensor | FewBits, bias: Tensor | None) -> Tensor:
@@ -105,6 +122,20 @@ def frozen_linear(x: Tensor, weight: Tensor | FewBits, bias: Tensor | None) -> T
         y: Tensor = _PackedLinear.apply(x, weight, bias)
         return y
     return F.linear(x, weight, bias)
+
+
+def add_product(y: Tensor, x: Tensor, weight: Tensor | FewBits) -> None:
+    """Add `x W^T` `[T, out]` to y, in place."""
+    if isinstance(weight, FewBits):
+        x, weight = weight.entering(x), weight.whole()
+    y.addmm_(x, weight.T)
+
+
+def gradient_of_input(g: Tensor, weight: Tensor | FewBits, so_far: Tensor | None = None) -> Tensor:
+    """`g W` `[T, in]`, added to `so_far` in place if that is given."""
+    if isinstance(weight, FewBits):
+        g, weight = weight.returning(g)
+    return g @ weight if so_far is None else so_far.addmm_(g, weight)
 
 
 def unpacked(weight: Tensor | FewBits) -> Tensor:

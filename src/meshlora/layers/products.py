@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from meshlora.layers.frozen import FewBits, unpacked
+from meshlora.layers.frozen import FewBits, add_product, gradient_of_input
 from meshlora.layers.rounded import rounded, scaled_product, wide_product
 from meshlora.layers.tokens import Segment, are_alike
 from meshlora_ground.transfer import to_device
@@ -103,24 +103,20 @@ class LoraLinearFunction(Function):
         *factors: Tensor,
     ) -> Tensor:
         x2 = x.reshape(-1, x.shape[-1])
-        packed = weight if isinstance(weight, FewBits) else None
-        plain = unpacked(weight)
         ctx.dtypes = [factor.dtype for factor in factors]  # of their gradients, before rounding
         factors = tuple(rounded(factor, x.dtype) for factor in factors)
         groups = _groups(segments, factors)
         zs = [group.product(group.seen(x2), group.a.mT) for group in groups]
-        y = _sum_of_products(x, plain, bias, list(zip(groups, zs, strict=True)))
+        y = _sum_of_products(x, weight, bias, list(zip(groups, zs, strict=True)))
         source = entered.source or Source((x2,), _itself)
         inputs = source.tensors if any(ctx.needs_input_grad[6::2]) else ()  # of every second factor: the As
-        ctx.save_for_backward(None if packed else plain, *factors, *zs, *inputs)
-        ctx.segments, ctx.packed, ctx.gradient, ctx.compute = segments, packed, entered.gradient, source.compute
+        _save(ctx, weight, *factors, *zs, *inputs)
+        ctx.segments, ctx.gradient, ctx.compute = segments, entered.gradient, source.compute
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight, *saved = ctx.saved_tensors
-        if ctx.packed is not None:
-            weight = ctx.packed.whole()
+        weight, *saved = _saved(ctx)
         number = 2 * len(ctx.segments)
         groups = _groups(ctx.segments, saved[:number])
         zs, inputs = saved[number : number + len(groups)], saved[number + len(groups) :]
@@ -162,20 +158,16 @@ class GivenZFunction(Function):
         z: Tensor,
         b: Tensor,
     ) -> Tensor:
-        packed = weight if isinstance(weight, FewBits) else None
-        plain = unpacked(weight)
         ctx.dtype, b = b.dtype, rounded(b, x.dtype)
         all_rows = _Group([Segment(0, len(z), 1.0)], [], [b])  # z has the scale already
-        y = _sum_of_products(x, plain, bias, [(all_rows, z)])
-        ctx.save_for_backward(None if packed else plain, z, b)
-        ctx.packed, ctx.gradient, ctx.take_dz = packed, entered.gradient, entered.take_dz
+        y = _sum_of_products(x, weight, bias, [(all_rows, z)])
+        _save(ctx, weight, z, b)
+        ctx.gradient, ctx.take_dz = entered.gradient, entered.take_dz
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weight, z, b = ctx.saved_tensors
-        if ctx.packed is not None:
-            weight = ctx.packed.whole()
+        weight, z, b = _saved(ctx)
         g = grads[0].reshape(-1, weight.shape[0])
         dz = None
         if ctx.take_dz is None:
@@ -184,6 +176,20 @@ class GivenZFunction(Function):
             ctx.take_dz(g, b)
         db = _gradient_of_b(g, z, ctx.dtype) if ctx.needs_input_grad[6] else None
         return _gradient_of_x(ctx, grads[0], weight, ()), None, None, None, None, dz, db
+
+
+def _save(ctx: Any, weight: Tensor | FewBits, *tensors: Tensor) -> None:
+    """Save for the backward; a packed W as it is, which no tensor can be."""
+    ctx.packed = weight if isinstance(weight, FewBits) else None
+    ctx.save_for_backward(None if ctx.packed is not None else weight, *tensors)
+
+
+def _saved(ctx: Any) -> tuple[Any, ...]:
+    """What `_save` was given."""
+    weight, *tensors = ctx.saved_tensors
+    if ctx.packed is not None:
+        weight = ctx.packed
+    return weight, *tensors
 
 
 def _itself(x: Tensor) -> Tensor:
@@ -254,7 +260,7 @@ def _gradient_of_b(g: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
 _Term = tuple[_Group, Tensor]
 
 
-def _gradient_of_x(ctx: Any, grad: Tensor, weight: Tensor, terms: Sequence[_Term]) -> Tensor | None:
+def _gradient_of_x(ctx: Any, grad: Tensor, weight: Tensor | FewBits, terms: Sequence[_Term]) -> Tensor | None:
     """`D(dz A)` of all (group, dz), and `g W`; None where it is added to that of other linears."""
     shared: SharedGradient | None = ctx.gradient
     if shared is None and not ctx.needs_input_grad[0]:
@@ -263,7 +269,7 @@ def _gradient_of_x(ctx: Any, grad: Tensor, weight: Tensor, terms: Sequence[_Term
     total = None if shared is None else shared.so_far()  # the sum of the linears that came before in this backward
     if terms:
         total = _with_terms(total, terms, g, weight.shape[1])
-    total = g @ weight if total is None else total.addmm_(g, weight)
+    total = gradient_of_input(g, weight, total)
     if shared is None:
         return total.view(*grad.shape[:-1], weight.shape[1])
     shared.hold(total)
@@ -302,7 +308,7 @@ def _cover(terms: Sequence[_Term], num_rows: int) -> bool:
     return number == num_rows
 
 
-def _sum_of_products(x: Tensor, weight: Tensor, bias: Tensor | None, terms: Sequence[_Term]) -> Tensor:
+def _sum_of_products(x: Tensor, weight: Tensor | FewBits, bias: Tensor | None, terms: Sequence[_Term]) -> Tensor:
     """`x W^T + bias`, and `z B^T` on the rows of each (group, z); `[..., out]`, x `[..., in]`."""
     x2 = x.reshape(-1, x.shape[-1])
     y = x.new_empty(*x.shape[:-1], weight.shape[0])  # no view: some models change it in place
@@ -314,7 +320,14 @@ def _sum_of_products(x: Tensor, weight: Tensor, bias: Tensor | None, terms: Sequ
         else:
             rows.copy_(bias)
     is_small = len(x2) <= _FEW_TOKENS and x.is_cpu and x.dtype in (torch.float32, torch.float64)
-    if is_small and bias is None and covered and len(terms) == 1 and terms[0][1].ndim == 2:
+    if (
+        is_small
+        and isinstance(weight, Tensor)
+        and bias is None
+        and covered
+        and len(terms) == 1
+        and terms[0][1].ndim == 2
+    ):
         ((group, z),) = terms
         rows.copy_((group.b @ z.T).addmm_(weight, x2.T).T)
         return y
@@ -327,5 +340,5 @@ def _sum_of_products(x: Tensor, weight: Tensor, bias: Tensor | None, terms: Sequ
             torch.addmm(bias, z, bt, out=own)
         else:
             torch.baddbmm(bias, z, bt, out=own)
-    rows.addmm_(x2, weight.T)
+    add_product(rows, x2, weight)
     return y

@@ -134,7 +134,7 @@ class Blueprint:
         Raises:
             UserError: the model cannot be split so. UnsupportedError: the split is not proved.
         """
-        plan = _split(self.model, topology, self.options.quantization, self.kept, has_stages=has_stages)
+        plan = _split(self.model, topology, self.options, self.kept, has_stages=has_stages)
 
         def planned(adapter: AdapterPlan | None) -> AdapterPlan | None:
             if adapter is None:
@@ -225,16 +225,17 @@ def make_blueprint(
     kept: dict[str, Packing] = {}
     for feature in features():
         kept |= feature.kept_packed(source, built, packing, options.quantization)
-    plan = _split(built, topology, options.quantization, kept)
+    plan = _split(built, topology, options, kept)
     return Blueprint(source, options, config, dtype, built, plan, packing=packing, kept=kept, objective=objective)
 
 
 def _split(
-    model: Any, topology: Topology, quantization: str | None, kept: Mapping[str, Packing], *, has_stages: bool = True
+    model: Any, topology: Topology, options: BaseOptions, kept: Mapping[str, Packing], *, has_stages: bool = True
 ) -> ModelPlan:
     plan = plan_model(model, topology, has_stages=has_stages)
     for feature in features():
-        plan = feature.with_quantization(plan, quantization, kept)
+        plan = feature.with_quantization(plan, options.quantization, kept)
+        plan = feature.with_compute(plan, options.compute)
     check_units(model, plan)
     return plan
 

@@ -52,6 +52,7 @@ def load(
     ignore_lora_dropout: bool = False,
     allow_unused_weights: bool = False,
     quantization: str | None = None,
+    compute: str | None = None,
     kernels: Literal["liger", "none"] = "none",
 ) -> Any:
     """A Hugging Face causal LM with parallel leaves: base frozen, adapter active and trainable.
@@ -72,6 +73,7 @@ def load(
         allow_unused_weights: accept a checkpoint with weights that the model does not use.
         quantization: "nf4", "int8", "mxfp4" or "fp8": quantise the matrices of all linears but the head, and of routed
             experts. "keep": those that the checkpoint stores in few bits stay packed.
+        compute: "fp8": the products of the frozen linears in float8; "fp8_backward": those of the backward alone.
         kernels: "liger": norms, rotations and gated MLPs by kernels of liger-kernel, on a GPU. Each is compared with
             its definition here; that of the whole model is `meshlora verify`.
 
@@ -92,6 +94,7 @@ def load(
         disable_dropout=disable_dropout,
         allow_unused_weights=allow_unused_weights,
         quantization=quantization,  # type: ignore[arg-type] # the same
+        compute=compute,  # type: ignore[arg-type] # the same
         kernels=kernels,
     )
     if not isinstance(model, PretrainedConfig):

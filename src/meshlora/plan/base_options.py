@@ -20,6 +20,7 @@ class BaseOptions:
         disable_dropout: set all dropout in the model itself to 0; unsupported: only where it is not supported.
         allow_unused_weights: the checkpoint may hold weights that the model has no place for.
         quantization: of the frozen base while it is loaded; keep: as the checkpoint is stored.
+        compute: the products of the frozen linears in float8: fp8, in both directions, or fp8_backward; None: in dtype.
         kernels: fused ones of a package, on GPUs; auto: liger where it is installed and the preflight proves there.
     """
 
@@ -29,4 +30,5 @@ class BaseOptions:
     disable_dropout: bool | Literal["unsupported"] = False
     allow_unused_weights: bool = False
     quantization: Literal["nf4", "int8", "mxfp4", "fp8", "keep"] | None = None
+    compute: Literal["fp8", "fp8_backward"] | None = None
     kernels: Literal["auto", "liger", "none"] = "auto"

@@ -53,6 +53,7 @@ class Feature(Enum):
     COMPOSITE = "composite", bool, "a composite", "a composite ({})"
     TASK = "task", _other_than(_TASK), "a model with another head", "a model for {}"
     QUANTIZED = "model.quantization", bool, "", "quantization {}"
+    COMPUTE = "model.compute", bool, "", "{key}={}"
     FLOAT16 = "model.dtype", _is("float16"), "float16", "{}"
     FLOAT64 = "model.dtype", _is("float64"), "float64", "{}"
     OTHER_ATTENTION = (

@@ -126,6 +126,12 @@ REFUSED: tuple[Refused, ...] = (
     # The adapter, and the base that it is on.
     _refused(F.TRAINED_QUANTIZED, F.QUANTIZED)("a quantised matrix is frozen", "give it LoRA"),
     _refused(F.WHOLE_MATRIX, F.QUANTIZED)("it changes the base, which is quantised", "use init_lora_weights: true"),
+    _refused(F.COMPUTE, F.QUANTIZED)("its base is in few bits already", "leave out one of them"),
+    _refused(F.COMPUTE, F.FLOAT16)("the range of its numbers is too small for their scales", "use bfloat16"),
+    _refused(F.TRAINED_QUANTIZED, F.COMPUTE)("a matrix with products in float8 is frozen", "give it LoRA"),
+    _refused({F.WHOLE_MATRIX, F.DORA}, F.COMPUTE)(
+        "it looks at the base, whose products are of rounded numbers", "leave out one of them"
+    ),
     _refused(F.WHOLE_MATRIX, F.FLOAT64)("PEFT computes it in float32", "use float32"),
     _refused(F.BASE, F.WHOLE_MATRIX)(
         "it needs the frozen base, which has given its principal part to the adapter", "use init_lora_weights: true"
@@ -183,6 +189,9 @@ REFUSED: tuple[Refused, ...] = (
         "several adapters are proved on twins, in float64, on CPUs", "give --family or --twin, and --device cpu"
     ),
     _refused(F.EIGHT_BIT, {F.ROUNDED, F.ON_GPU})(
+        "rounding moves codes, as a fault would", "prove it in float64 on CPUs: --device cpu"
+    ),
+    _refused(F.COMPUTE, {F.ROUNDED, F.ON_GPU})(
         "rounding moves codes, as a fault would", "prove it in float64 on CPUs: --device cpu"
     ),
     _refused(F.BASE, F.EXPERTS, F.ROUNDED)(
@@ -251,7 +260,7 @@ AXES = frozenset(
     | {F.SHARDED, F.MESH}
 )
 BASES = frozenset(
-    {F.EXPERTS, F.COMPOSITE, F.TASK, F.QUANTIZED, F.FLOAT16, F.FLOAT64, F.OTHER_ATTENTION, F.MODEL_DROPOUT}
+    {F.EXPERTS, F.COMPOSITE, F.TASK, F.QUANTIZED, F.COMPUTE, F.FLOAT16, F.FLOAT64, F.OTHER_ATTENTION, F.MODEL_DROPOUT}
 )
 METHODS = frozenset(
     {F.WHOLE_MATRIX, F.NAMED_INIT, F.DORA, F.LORA_DROPOUT, F.BIASES, F.ALL_BIASES, F.SAVED, F.SAVED_BIAS, F.COPIES}

@@ -178,7 +178,8 @@ class ModelPlan:
         matrices: name -> rule of the routers that are not linears and own their `weight`.
         units: names of the decoder layers, whose matrices are sharded over dp; empty without dp_shard.
         quantized: name -> packing of every linear and projection of experts that is held in few bits. quantization:
-            the kind, or "keep".
+            the kind, or "keep". compute: the products of these that are in float8, as in a run file; None: they are in
+            few bits for memory alone.
         task: of the model, as PEFT names it. readers: linears known to read their block's input.
         stages: (first layer, layer after the last) of each stage of a pipeline; empty without one.
         pp_rank: the rank whose part of the model the plan is about; None: all of it.
@@ -203,6 +204,7 @@ class ModelPlan:
     units: tuple[str, ...] = ()
     quantized: Mapping[str, Packing] = field(default_factory=dict)
     quantization: str | None = None
+    compute: str | None = None
     task: str = CAUSAL
     readers: frozenset[str] = frozenset()
     stages: tuple[tuple[int, int], ...] = ()
@@ -265,6 +267,7 @@ class ModelPlan:
             "composite": self.text,
             "experts": bool(self.experts),
             "model.quantization": self.quantization,
+            "model.compute": self.compute,
         }
 
     def is_of_head(self, name: str) -> bool:

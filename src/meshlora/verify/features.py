@@ -288,6 +288,9 @@ class Feature(enum.StrEnum):
     # Some faults are of weights as they are stored.
     PLAIN_BASE = "plain_base", _run(lambda r: r.case.quantization is None)
     QUANTIZES = "quantizes", _run(lambda r: r.case.quantization not in (None, KEEP))  # on load
+    FLOAT8 = "float8", _run(lambda r: r.case.compute is not None)  # products of its linears, in one direction or both
+    FLOAT8_FORWARD = "float8_forward", _run(lambda r: r.case.compute == "fp8")
+    FLOAT8_BACKWARD = "float8_backward", _run(lambda r: r.case.compute == "fp8_backward")
     FOUR_BITS = "four_bits", _run(lambda r: r.case.quantization in ("nf4", "mxfp4"))
     KERNELS = "kernels", _run(lambda r: r.case.kernels != "none")  # fused ones, of a package
 

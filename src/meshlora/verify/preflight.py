@@ -298,6 +298,8 @@ def proof_of(run: Prepared, cache_dir: Path, place: _Place = _ON_CPUS) -> tuple[
         **of_schedule(train.schedule, ends_above_zero=train.min_lr > 0, starts_at_zero=train.warmup_from_zero),
         attn_implementation=stand_in.attn_implementation,
         quantization=stand_in.quantization,
+        # Numbers of few bits are proved in float64: below, rounding moves codes.
+        compute=stand_in.compute if place.dtype == "float64" else None,
         router_aux_loss_coef=train.router_aux_loss_coef,
         # Moments in 8 bits are proved in float64: below, rounding moves codes.
         optimizer="adamw" if place.dtype != "float64" and train.optimizer == "adamw_8bit" else train.optimizer,
@@ -337,6 +339,7 @@ def compare_on_twin(runs: Mapping[str, Prepared], topology: Topology, processes:
             attn_implementation=stand_in.attn_implementation,
             disable_dropout="unsupported",
             quantization=stand_in.quantization,  # type: ignore[arg-type] # one of them
+            compute=stand_in.compute,  # type: ignore[arg-type] # the same
             kernels="none",
         )
         adapters = {}

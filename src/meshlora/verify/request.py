@@ -46,7 +46,7 @@ from meshlora.verify.faults.registry import find
 from meshlora.verify.features import Feature, features_of_run
 from meshlora.wings.experts.targets import with_whole_projections
 from meshlora.wings.kernels.kernels import with_kernels
-from meshlora.wings.quantized.kinds import KEEP, TWIN_BLOCKS
+from meshlora.wings.quantized.kinds import KEEP, TWIN_BLOCKS, twin_block
 from meshlora_ground.compat.transformers_models import READ_FROM
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean, reason
@@ -109,8 +109,8 @@ class Request:
         reference: fields of the frozen adapter that the objective compares with, unless it does with the base; None: as
             `lora`.
         dtype, steps, seed: of the run. micro_batch_size: sequences per micro-batch. objective, neftune_alpha,
-            optimizer, lora_plus_ratio, lora_plus_embedding_lr, packing, quantization: as in a run file. schedule,
-            warmup_from_zero, min_lr, decay_steps, cycle: too, for a peak of 0.01. recompute: of all layers,
+            optimizer, lora_plus_ratio, lora_plus_embedding_lr, packing, quantization, compute: as in a run file.
+            schedule, warmup_from_zero, min_lr, decay_steps, cycle: too, for a peak of 0.01. recompute: of all layers,
             "keep_attention": but for their attention. resume: our side stops before its last step and resumes from its
             checkpoint. adapters: from 2 on, also prove that many trained together, each against itself alone.
         attn_implementation: as in transformers; None: its choice. kernels: of our side, as in a run file.
@@ -143,6 +143,7 @@ class Request:
     images: bool = False
     attn_implementation: str | None = "eager"
     quantization: str | None = None
+    compute: str | None = None
     kernels: Literal["liger", "none"] = "none"
     router_aux_loss_coef: float | None = None
     neftune_alpha: float = 0.0
@@ -583,7 +584,7 @@ def _config(request: Request, *, tp: int, stages: int) -> tuple[PretrainedConfig
     if (request.model is None) == (request.family is None):
         given = "neither" if request.model is None else "both"
         raise UserError(f"{given} of --model and --family", "a proof is about one model", "give one of them")
-    block = TWIN_BLOCKS.get(request.quantization or "", 1)  # which divides its widths
+    block = twin_block(request.quantization, request.compute)
     if request.quantization == KEEP and (request.family is not None or request.twin):
         given, way_out = "--quantization keep of a twin", f"use one of {', '.join(TWIN_BLOCKS)}"
         raise UserError(given, "its weights are random, and not stored in few bits", way_out)

@@ -21,7 +21,7 @@ from meshlora.plan.rules import ModelPlan, kind_of
 from meshlora.run.prepared import Prepared
 from meshlora.verify.features import features_of_model, features_of_topology
 from meshlora.verify.request import Proof
-from meshlora.wings.quantized.kinds import TWIN_BLOCKS, kind_for_twin
+from meshlora.wings.quantized.kinds import kind_for_twin, twin_block
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.topology import LAYERS, Topology, divisors
 from meshlora_judge.twin import layers_of_twin, shrink_config
@@ -41,7 +41,7 @@ class StandIn:
 
     Attributes:
         config: of the twin, with the dropout rates of the runs. topology: where it is proved.
-        attn_implementation: of the runs, if a CPU supports it. quantization: of its frozen base.
+        attn_implementation: of the runs, if a CPU supports it. quantization, compute: of its frozen base.
     """
 
     def __init__(self, *runs: Prepared, most_ranks: int = MOST_RANKS) -> None:
@@ -53,8 +53,8 @@ class StandIn:
         self._layers = layers_of_twin(self._given, layers=layers, least=stages)
         attention = run.blueprint.options.attn_implementation
         self.attn_implementation = attention if attention in _ATTENTIONS else None
-        self.quantization = kind_for_twin(run.plan)
-        given, block = copy.deepcopy(self._given), TWIN_BLOCKS.get(self.quantization or "", 1)
+        self.quantization, self.compute = kind_for_twin(run.plan), run.plan.compute
+        given, block = copy.deepcopy(self._given), twin_block(self.quantization, self.compute)
         self.config = shrink_config(given, tp=run.topology.tp, block=block, layers=layers, least=stages)
         handle_dropout(given, disable=run.blueprint.options.disable_dropout)
         for name, rate in dropout_fields(given).items():  # the twin has none by default

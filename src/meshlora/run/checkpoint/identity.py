@@ -76,6 +76,7 @@ def identity(
         "model.dtype": config.model.dtype,
         "model.attn_implementation": str(attention),
         "model.quantization": json.dumps(config.model.quantization),
+        "model.compute": json.dumps(config.model.compute),
         "model.disable_dropout": json.dumps(config.model.disable_dropout),
         "model.trust_remote_code": json.dumps(config.model.trust_remote_code),
         "data": f"sha256:{data.hexdigest()}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from meshlora.feature import Feature
 from meshlora.wings.quantized.keep_packed import kept_packed, read_packed
-from meshlora.wings.quantized.kinds import check_not_quantized, with_quantization
+from meshlora.wings.quantized.kinds import check_not_quantized, with_compute, with_quantization
 from meshlora.wings.quantized.packed import check_packing, find_packed
 
 
@@ -12,6 +12,7 @@ class _Quantized(Feature):
     check_stored_quantization = staticmethod(check_packing)
     kept_packed = staticmethod(kept_packed)
     with_quantization = staticmethod(with_quantization)
+    with_compute = staticmethod(with_compute)
     packed_weights = staticmethod(find_packed)
     read_packed = staticmethod(read_packed)
     check_trained_base = staticmethod(check_not_quantized)

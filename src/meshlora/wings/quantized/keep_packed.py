@@ -17,7 +17,8 @@ from meshlora.layers.adapted import Placement
 from meshlora.model.stored import Part, Stored, StoredTensor
 from meshlora.model.weights import CheckpointSource, Source, bounds_in, check_finite, local_parts, read_bounds
 from meshlora.plan.rules import Packing
-from meshlora.wings.quantized.kinds import KEEP, KINDS
+from meshlora.wings.quantized.float8 import pack_float8
+from meshlora.wings.quantized.kinds import COMPUTE, KEEP, KINDS
 from meshlora.wings.quantized.packed import PackedFormat
 from meshlora.wings.quantized.quantized import Packed, joined, pack, stacked
 from meshlora_ground.errors import UnsupportedError, UserError
@@ -175,7 +176,10 @@ def _quantised(
         check_finite(value, name, source)
         if where.has_inputs_first:
             value = value.T
-        packed = pack(value, packing.kind)
+        if packing.kind in COMPUTE.values():
+            packed = pack_float8(value, packing.kind)
+        else:
+            packed = pack(value, packing.kind)
         bounds = [(0, size) for size in packed.shape]
         bounds[along] = (part.start - start, part.stop - start)
         packed = packed.part(bounds[0], bounds[1])

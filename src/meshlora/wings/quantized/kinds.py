@@ -24,8 +24,11 @@ from meshlora_ground.errors import UserError, did_you_mean
 # Kind -> bits per weight: QLoRA's NormalFloat (Dettmers et al., 2023); 255 equally spaced values; E4M3 as in
 # DeepSeek-V3; E2M1 of OCP Microscaling Formats 1.0.
 KINDS = {"nf4": 4, "int8": 8, "mxfp4": 4, "fp8": 8}
-# Kinds that checkpoints are stored in, besides.
-BITS = KINDS | {"fp4": 4, "fp8_e5m2": 8, "integers": 8}
+# Kinds that checkpoints are stored in, besides, and those of products in float8: `model.compute` -> kind.
+BITS = KINDS | {"fp4": 4, "fp8_e5m2": 8, "integers": 8, "float8": 8, "float8_backward": 8}
+COMPUTE = {"fp8": "float8", "fp8_backward": "float8_backward"}
+FLOAT8_BLOCK = 128  # of either dim of a matrix
+TOKEN_BLOCK = 32  # features of a token that share a scale in a product in float8; also MXFP8's
 KEEP = "keep"
 _BLOCKS = {
     "nf4": Packing("nf4", (1, 64), 4),
@@ -35,6 +38,7 @@ _BLOCKS = {
 }
 # Of the widths of a rank in a twin: of fp8 it has several blocks, and cuts cross them.
 TWIN_BLOCKS = {"nf4": 64, "int8": 64, "mxfp4": 32, "fp8": 96}
+_TWIN_BLOCK_OF_COMPUTE = 192  # the same, and half of it, the width of keys and values, is whole blocks of a token
 # Kinds whose arithmetic is bitsandbytes'.
 OF_LIBRARY = ("nf4", "fp4", "int8")
 
@@ -52,10 +56,7 @@ def with_quantization(plan: ModelPlan, kind: str | None, stored: Mapping[str, Pa
     if kind not in KINDS and kind != KEEP:
         known = [*KINDS, KEEP]
         raise UserError(f"quantization {kind!r}", f"it must be one of {', '.join(known)}", did_you_mean(kind, known))
-    # transformers leaves the head in plain numbers, too; what a router chooses hangs on small differences.
-    left = {plan.head, *plan.routers, *filter(plan.is_of_head, plan.linears)}
-    rules = {name: rule for name, rule in plan.linears.items() if name not in left}
-    rules |= plan.projections
+    rules: dict[str, LinearRule] = {**_linears(plan), **plan.projections}
     if kind == KEEP:
         found = _kept(rules, stored or {})
     else:
@@ -64,6 +65,63 @@ def with_quantization(plan: ModelPlan, kind: str | None, stored: Mapping[str, Pa
         _check_blocks(plan, rules[name], packing, is_stored=kind == KEEP)
     check_library(packing.kind for packing in found.values())
     return dataclasses.replace(plan, quantization=kind, quantized=found)
+
+
+def _linears(plan: ModelPlan) -> dict[str, LinearRule]:
+    """Name -> rule of each linear but the head and routers."""
+    # transformers leaves the head in plain numbers, too; what a router chooses hangs on small differences.
+    left = {plan.head, *plan.routers, *filter(plan.is_of_head, plan.linears)}
+    return {name: rule for name, rule in plan.linears.items() if name not in left}
+
+
+def with_compute(plan: ModelPlan, compute: str | None) -> ModelPlan:
+    """`plan` with the products of every linear but the head in float8; experts keep theirs (None: no product is).
+
+    compute: one of `COMPUTE`.
+
+    Raises:
+        UserError: unknown; no linear can be; a cut crosses a block. UnsupportedError: the base is in few bits.
+    """
+    if compute is None:
+        return plan
+    if compute not in COMPUTE:
+        raise UserError(
+            f"compute {compute!r}", f"it must be one of {', '.join(COMPUTE)}", did_you_mean(compute, COMPUTE)
+        )
+    check({"model.compute": compute, "model.quantization": plan.quantization})
+    # Of a transposed one, as of gpt2, the blocks are not proved.
+    found = {name: rule for name, rule in _linears(plan).items() if not rule.is_transposed}
+    if not found:
+        rule = "none of its linears can have products in float8: they are experts, or stored transposed"
+        raise UserError(f"compute {compute} of model_type {plan.model_type!r}", rule, "leave out model.compute")
+    for each in found.values():
+        _check_cuts(plan, each, compute)
+    packing = Packing(COMPUTE[compute], (FLOAT8_BLOCK, FLOAT8_BLOCK), 1)
+    return dataclasses.replace(plan, compute=compute, quantized=dict.fromkeys(found, packing))
+
+
+def _check_cuts(plan: ModelPlan, rule: LinearRule, compute: str) -> None:
+    """Check that no cut of the features of `rule` crosses a block with one scale."""
+    if rule.split is Split.WHOLE or rule.layout is None:
+        return
+    size = plan.topology.tp
+    for rank in range(size):
+        for run in rule.layout.runs(rank=rank, size=size):
+            is_cut = run.stop % TOKEN_BLOCK and run.stop != rule.layout.size
+            if run.start % TOKEN_BLOCK or is_cut:
+                what = (
+                    f"compute {compute} of {rule.name}, of which tp rank {rank} has features {run.start} to {run.stop}"
+                )
+                raise UserError(
+                    what, f"blocks of {TOKEN_BLOCK} share a scale, and none is cut", "use dp_shard or less tp"
+                )
+
+
+def twin_block(quantization: str | None, compute: str | None) -> int:
+    """What divides the widths of a rank in a twin."""
+    if compute is not None:
+        return _TWIN_BLOCK_OF_COMPUTE
+    return TWIN_BLOCKS.get(quantization or "", 1)
 
 
 def check_library(kinds: Iterable[str]) -> None:
@@ -155,4 +213,5 @@ def check_not_quantized(plan: ModelPlan, parameter: str) -> None:
     """Refuse to train the base's `parameter` if it is quantised. Raises: UnsupportedError: it is quantised."""
     owner, _, leaf = parameter.rpartition(".")
     if leaf == "weight" and owner in plan.quantized:
-        check({"model.quantization": plan.quantization, "quantised": parameter})
+        asked = {"model.quantization": plan.quantization, "model.compute": plan.compute}
+        check({**asked, "quantised": parameter})

@@ -33,7 +33,12 @@ _BLOCK = 64  # of bitsandbytes, consecutive input features
 _FP8_BLOCK, _FP8_MOST = 128, 448.0
 _MX_BLOCK = 32
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_OF_8_BITS = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "integers": torch.int8}
+_OF_8_BITS = {
+    "fp8": torch.float8_e4m3fn,
+    "float8": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "integers": torch.int8,
+}
 # Kinds whose numbers, without scales, need no more than 16 bits.
 _SHORT = (*_OF_8_BITS, "mxfp4")
 # Blocks that bitsandbytes' kernels take.
@@ -65,6 +70,11 @@ class Form:
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     is_transposed: bool = False
+
+    @property
+    def holds_numbers(self) -> bool:
+        """Whether the codes are the plain numbers."""
+        return False
 
     @functools.cached_property
     def mT(self) -> Form:
@@ -145,7 +155,7 @@ class Packed(FewBits):
 
     def one(self, expert: int) -> Packed:
         """The matrix of one expert of a stack."""
-        return Packed(self.codes[expert], self.scales[expert], self.form)
+        return self.form.matrix(self.codes[expert], self.scales[expert])
 
     @torch.no_grad()
     def whole(self) -> Tensor:
@@ -160,7 +170,7 @@ class Packed(FewBits):
     def to(self, device: torch.device, dtype: torch.dtype) -> Packed:
         """On `device`, of numbers in `dtype`."""
         form = dataclasses.replace(self.form, dtype=dtype)
-        return Packed(self.codes.to(device), self.scales.to(device), form)
+        return form.matrix(self.codes.to(device), self.scales.to(device))
 
     def part(self, rows: tuple[int, int], columns: tuple[int, int]) -> Packed:
         """A slice of a matrix of whole blocks, of the codes as they lie."""
@@ -168,10 +178,9 @@ class Packed(FewBits):
         down, across = Touched.by(*rows, form.rows[0]), Touched.by(*columns, form.columns[0])
         each = 8 // BITS[form.kind]  # codes in a byte
         # Copies: a view would keep the whole matrix alive.
-        return Packed(
+        return dataclasses.replace(form, rows=down.counts, columns=across.counts).matrix(
             self.codes[slice(*rows), columns[0] // each : columns[1] // each].contiguous(),
             self.scales[down.first : down.last, across.first : across.last].contiguous(),
-            dataclasses.replace(form, rows=down.counts, columns=across.counts),
         )
 
 
@@ -190,7 +199,7 @@ def joined(parts: Sequence[Packed], dim: int) -> Packed:
             columns += part.form.columns
     form = dataclasses.replace(first.form, rows=rows, columns=columns)
     codes, scales = [part.codes for part in parts], [part.scales for part in parts]
-    return Packed(torch.cat(codes, dim), torch.cat(scales, dim), form)
+    return form.matrix(torch.cat(codes, dim), torch.cat(scales, dim))
 
 
 def stacked(parts: Sequence[Packed]) -> Packed:

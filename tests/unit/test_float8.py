@@ -1,0 +1,128 @@
+"""Products in float8: their numbers are those of torch's float8, each block has the scale of the whole matrix."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshlora.layers.frozen import add_product, frozen_linear, gradient_of_input
+from meshlora.wings.quantized.float8 import exponents_of, pack_float8, round_tokens
+from meshlora.wings.quantized.quantized import joined
+from meshlora_judge import float8 as judge
+
+_E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
+_DTYPES = [torch.float64, torch.float32, torch.bfloat16]
+
+
+def _blocks(dtype: torch.dtype, *, tokens: int = 40, width: int = 80) -> Tensor:
+    """Numbers of all sizes: an outlier, rows of tiny numbers, zeros, a last block that is not full."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, width, generator=generator, dtype=torch.float64)
+    x *= torch.logspace(-12, 12, tokens, base=2.0, dtype=torch.float64)[:, None]
+    x[3, 5], x[7], x[11, :32], x[13] = 1e6, 0.0, 0.0, x[13] * 2.0**-100
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_tokens_are_rounded_as_by_torch(dtype: torch.dtype) -> None:
+    """Of each block of 32: torch's cast to float8, between the least power of two that saturates nothing."""
+    x = _blocks(dtype)
+    wanted = torch.empty_like(x)
+    for token, start in itertools.product(range(len(x)), range(0, x.shape[1], 32)):
+        block = x[token, start : start + 32].double()
+        exponent = -126
+        while block.abs().max() > 448 * 2.0**exponent:
+            exponent += 1
+        # By float32, in which a tie of float64 may be none: these numbers have none so near.
+        codes = (block / 2.0**exponent).float().to(torch.float8_e4m3fn)
+        wanted[token, start : start + 32] = (codes.double() * 2.0**exponent).to(dtype)
+    found = round_tokens(x)
+    assert found.dtype == dtype
+    assert torch.equal(found, wanted)
+    assert torch.equal(round_tokens(found), found)
+    assert not torch.equal(found, x)
+
+
+def test_every_number_and_tie_goes_where_ieee_says() -> None:
+    numbers = _E4M3.double()
+    low, high = numbers[:-1], numbers[1:]
+    middles = (low + high) / 2
+    # The even code is the one with an even number; 448 fixes the scale at 1.
+    even = torch.where(torch.arange(126) % 2 == 0, low, high)
+    for given, wanted in ((numbers[:-1], numbers[:-1]), (middles, even), (middles * (1 + 1e-15), high)):
+        for value, nearest in zip(given.tolist(), wanted.tolist(), strict=True):
+            block = torch.zeros(1, 32, dtype=torch.float64)
+            block[0, 0], block[0, 1], block[0, 2] = 448.0, value, -value
+            assert round_tokens(block)[0, :3].tolist() == [448.0, nearest, -nearest], value
+
+
+def test_exponent_is_the_least_by_which_nothing_saturates() -> None:
+    largest = torch.tensor([0.0, 448.0, 448.0001, 447.9, 1.0, 0.875, 0.8751, 2.0**-140, 3e38], dtype=torch.float32)
+    found = exponents_of(largest).tolist()
+    assert found == [0, 0, 1, 0, -8, -9, -8, -126, 120]
+
+
+def test_what_is_not_finite_stays_so() -> None:
+    x = torch.ones(2, 64)
+    x[0, 0], x[1, 40] = float("nan"), float("inf")
+    found = round_tokens(x)
+    assert not found[0, 0].isfinite()
+    assert not found[1, 40].isfinite()
+    assert found[0, 32:].isfinite().all()
+    assert found[1, :32].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_judge_has_the_same_numbers_by_another_way(dtype: torch.dtype) -> None:
+    x, weight = _blocks(dtype), _weight(dtype)
+    assert torch.equal(judge._of_tokens(x), round_tokens(x))
+    assert torch.equal(judge._of_weight(weight), pack_float8(weight, "float8").whole())
+
+
+def _weight(dtype: torch.dtype) -> Tensor:
+    """`[300, 200]`, whose blocks of 128 differ in size."""
+    generator = torch.Generator().manual_seed(1)
+    weight = torch.randn(300, 200, generator=generator, dtype=torch.float64)
+    weight[:128, 128:] *= 2.0**-9
+    weight[256:, :128] *= 2.0**20
+    return weight.to(dtype)
+
+
+def test_parts_are_those_of_the_whole_matrix() -> None:
+    """Where a cut crosses a block, both parts have the scale of the whole block."""
+    weight = _weight(torch.float64)
+    packed = pack_float8(weight, "float8")
+    parts = []
+    for start, stop in ((0, 96), (96, 160), (160, 300)):
+        block = slice(start // 128 * 128, -(-stop // 128) * 128)
+        own = pack_float8(weight[block], "float8")
+        parts.append(own.part((start - block.start, stop - block.start), (0, 200)))
+    assert torch.equal(joined(parts, -2).whole(), packed.whole())
+
+
+def test_both_directions_multiply_by_the_same_weights() -> None:
+    weight = _weight(torch.float64)
+    packed = pack_float8(weight, "float8")
+    rounded, x, g = packed.whole(), torch.randn(7, 200, dtype=torch.float64), torch.randn(7, 300, dtype=torch.float64)
+    y = torch.zeros(7, 300, dtype=torch.float64)
+    add_product(y, x, packed)
+    assert torch.equal(y, torch.zeros_like(y).addmm_(round_tokens(x), rounded.T))
+    assert torch.equal(gradient_of_input(g, packed), round_tokens(g) @ rounded)
+    assert not torch.equal(round_tokens(x), x)
+    assert not torch.equal(rounded, weight)
+
+
+def test_of_the_backward_alone_the_forward_is_plain() -> None:
+    weight = _weight(torch.float64)
+    packed, rounded = pack_float8(weight, "float8_backward"), pack_float8(weight, "float8").whole()
+    x = torch.randn(2, 3, 200, dtype=torch.float64, requires_grad=True)
+    y = frozen_linear(x, packed, None)
+    assert torch.equal(y, torch.nn.functional.linear(x, weight))
+    g = torch.randn_like(y)
+    y.backward(g)
+    assert x.grad is not None
+    assert torch.equal(x.grad.view(6, 200), round_tokens(g.view(6, 300)) @ rounded)
+    assert torch.equal(packed.whole(), weight)
