@@ -212,10 +212,10 @@ class _Autocast(TorchFunctionMode):
 # --- the systems ----------------------------------------------------------------------------------------------------
 
 
-def ours(shape: Shape, num_layers: int, *, has_kernels: bool = False) -> Counted:
-    """A step of meshlora's trainer with so many layers. has_kernels: `model.kernels: liger`."""
+def ours(shape: Shape, num_layers: int, *, has_kernels: bool = False, **more: Any) -> Counted:
+    """A step of meshlora's trainer with so many layers. has_kernels: `model.kernels: liger`. more: of `BaseOptions`."""
     config = resized(shape.config, num_hidden_layers=num_layers)
-    options = BaseOptions(dtype="bfloat16", attn_implementation="sdpa")
+    options = BaseOptions(dtype="bfloat16", attn_implementation="sdpa", **more)
     blueprint = make_blueprint(config, Topology(), options).with_adapter(shape.lora_config())
     mesh = fake_mesh(Topology(), blueprint.plan.copies, has_experts=bool(blueprint.plan.experts))
     counting, tokens = Counting(), shape.batch_size * shape.seq_len
@@ -287,6 +287,11 @@ for _schema, _shapes in _KERNELS.items():
 def ours_with_liger(shape: Shape, num_layers: int) -> Counted:
     """A step of meshlora's trainer with `model.kernels: liger`."""
     return ours(shape, num_layers, has_kernels=True)
+
+
+def ours_in_float8(shape: Shape, num_layers: int) -> Counted:
+    """The same with `model.compute: fp8`."""
+    return ours(shape, num_layers, has_kernels=True, compute="fp8")
 
 
 def peft(shape: Shape, num_layers: int) -> Counted:
@@ -374,6 +379,8 @@ def least(shape: Shape, num_layers: int) -> Counted:
 SYSTEMS = {"meshlora": ours, "PEFT": peft, "least": least}
 if importlib.util.find_spec("meshlora.wings.kernels.fused") is not None:  # earlier commits have none
     SYSTEMS = {"meshlora": ours, "with liger": ours_with_liger, "PEFT": peft, "least": least}
+if importlib.util.find_spec("meshlora.wings.quantized.float8_gpu") is not None:
+    SYSTEMS = {"meshlora": ours, "with liger": ours_with_liger, "and in float8": ours_in_float8, **SYSTEMS}
 
 
 def count(shape: Shape) -> dict[str, tuple[Counted, Counted]]:

@@ -74,7 +74,8 @@ def judged(kind: str, seed: int, options: argparse.Namespace) -> Judged:
         given["model"]["compute"] = kind
     (folder / "run.yaml").write_text(yaml.safe_dump(given))
     started = time.monotonic()
-    _meshlora("train", folder / "run.yaml", "--no-preflight", "--resume", "auto")
+    if not (folder / "run/adapter").exists():
+        _meshlora("train", folder / "run.yaml", "--no-preflight", "--resume", "auto")
     rows = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row][-10:]
     found = Judged(statistics.mean(losses), _eval_loss(folder), _exact(folder, options))
@@ -98,7 +99,7 @@ def _exact(folder: Path, options: argparse.Namespace) -> int:
     prompts, wanted = [row["prompt"] for row in rows], [row["completion"] for row in rows]
     settings = GenerateConfig(max_new_tokens=128, batch_size=16)
     adapter = folder / "run/adapter"
-    texts = generate(options.model, prompts, adapter=adapter, options=settings, dtype=options.dtype, device="cpu")
+    texts = generate(options.model, prompts, adapter=adapter, options=settings, dtype=options.dtype)
     return sum(text.strip() == answer.strip() for text, answer in zip(texts, wanted, strict=True))
 
 

@@ -9,8 +9,11 @@ import torch
 from torch import Tensor
 
 from meshlora.layers.frozen import add_product, frozen_linear, gradient_of_input
-from meshlora.wings.quantized.float8 import exponents_of, pack_float8, round_tokens
-from meshlora.wings.quantized.quantized import joined
+from meshlora.wings.quantized import float8_gpu
+from meshlora.wings.quantized.float8 import exponents_of, round_tokens
+from meshlora.wings.quantized.float8_matrix import for_kernels, pack_float8
+from meshlora.wings.quantized.quantized import Packed, joined
+from meshlora_ground.errors import UnsupportedError
 from meshlora_judge import float8 as judge
 
 _E4M3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
@@ -126,3 +129,55 @@ def test_of_the_backward_alone_the_forward_is_plain() -> None:
     assert x.grad is not None
     assert torch.equal(x.grad.view(6, 200), round_tokens(g.view(6, 300)) @ rounded)
     assert torch.equal(packed.whole(), weight)
+
+
+@pytest.mark.parametrize("kind", ["float8", "float8_backward"])
+def test_products_of_gpus_are_near_the_definition(kind: str) -> None:
+    """The whole way of a GPU, on a CPU, whose product of codes takes scales of rows too."""
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(320, 192, generator=generator).bfloat16()
+    x, g = torch.randn(5, 192, generator=generator).bfloat16(), torch.randn(5, 320, generator=generator).bfloat16()
+    packed, bias = pack_float8(weight, kind), torch.randn(320, generator=generator).bfloat16()
+    on_gpu = for_kernels(packed, "w")
+    assert on_gpu.scales.shape == (320, 1)
+    assert (on_gpu.whole() != packed.whole()).float().mean() < 1e-4
+    found = on_gpu.new_gradient(g)
+    assert found is not None
+    assert _error(found, gradient_of_input(g.float(), _as(packed, torch.float32))) < 3e-3
+    y, wanted = torch.empty(5, 320, dtype=torch.bfloat16), bias.float().repeat(5, 1)
+    assert on_gpu.write_product(y, x, bias) == (kind == "float8")
+    assert not packed.write_product(y, x, bias)
+    if kind == "float8":
+        add_product(wanted, x.float(), _as(packed, torch.float32))
+        assert _error(y, wanted) < 3e-3
+
+
+def _as(packed: Packed, dtype: torch.dtype) -> Packed:
+    if packed.form.holds_numbers:
+        return pack_float8(packed.codes.to(dtype), "float8_backward")
+    return packed.to(torch.device("cpu"), dtype)
+
+
+def _error(found: Tensor, wanted: Tensor) -> float:
+    return float((found.float() - wanted).norm() / wanted.norm())
+
+
+def test_inputs_that_are_shared_are_rounded_once_and_changed_ones_again() -> None:
+    weight = for_kernels(pack_float8(torch.randn(64, 32).bfloat16(), "float8"), "w")
+    x, y = torch.randn(4, 32).bfloat16(), torch.empty(4, 64, dtype=torch.bfloat16)
+    weight.write_product(y, x, None)
+    codes = float8_gpu._last[0].codes
+    weight.write_product(y, x.view(4, 32), None)
+    assert float8_gpu._last[0].codes is codes
+    x.mul_(3)
+    before = y.clone()
+    weight.write_product(y, x, None)
+    assert float8_gpu._last[0].codes is not codes
+    assert not torch.equal(y, before)
+
+
+def test_a_matrix_that_one_scale_would_change_is_refused() -> None:
+    weight = torch.randn(256, 128)
+    weight[128:] *= 2.0**-16
+    with pytest.raises(UnsupportedError, match=r"which changes 4\..e-01 of the numbers of q_proj .limit 1e-04."):
+        for_kernels(pack_float8(weight, "float8"), "q_proj")

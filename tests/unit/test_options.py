@@ -33,7 +33,7 @@ from meshlora.run.texts import Texts
 from meshlora.run.together import prepare_run
 from meshlora.run.trainer import Trainer
 from meshlora.train.batches import MicroBatch
-from meshlora.wings.quantized import float8
+from meshlora.wings.quantized import float8_matrix
 from meshlora_ground.errors import UnsupportedError, UserError
 from tests.for_each import for_each
 from tests.unit.mistakes import Setup
@@ -301,10 +301,10 @@ def test_model_computes_in_the_dtype_of_the_run_file(setup: Setup, monkeypatch: 
 def test_products_are_in_float8_where_the_run_file_says_so(
     compute: str | None, setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls, rounding = [], float8.round_tokens
+    calls, rounding = [], float8_matrix.round_tokens
     setup.drop("data.eval")
     run = prepared(setup, train__steps=1, model__compute=compute, topology="")
-    monkeypatch.setattr(float8, "round_tokens", lambda x: calls.append(1) or rounding(x))
+    monkeypatch.setattr(float8_matrix, "round_tokens", lambda x: calls.append(1) or rounding(x))
     train({"": run})
     # Of the first layer's q, k and v nobody wants the gradient of the input.
     own = len(run.plan.linears) - 1

@@ -70,6 +70,18 @@ class FewBits(ABC):
         """g `[T, out]` and the weight as the product of the backward takes them."""
         return g, self.whole()
 
+    def write_product(self, y: Tensor, x: Tensor, bias: Tensor | None) -> bool:
+        """Write `x W^T + bias` over y `[T, out]`, by a kernel that cannot add to what is there.
+
+        Returns:
+            whether there is one; else nothing is written.
+        """
+        return False
+
+    def new_gradient(self, g: Tensor) -> Tensor | None:
+        """`g W` `[T, in]` in a new tensor, by a kernel that cannot add to one; None: there is none."""
+        return None
+
 
 class FrozenMatrix(nn.Module):
     """A leaf with a frozen `weight`, packed or not.
@@ -106,8 +118,11 @@ class _PackedLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
         ctx.weight = weight  # no tensor: `save_for_backward` would refuse it
-        entering = weight.entering(x.reshape(-1, x.shape[-1]))
-        return F.linear(entering.view(x.shape), weight.whole(), bias)
+        x2 = x.reshape(-1, x.shape[-1])
+        y = x.new_empty(*x.shape[:-1], weight.shape[0])
+        if weight.write_product(y.view(-1, weight.shape[0]), x2, bias):
+            return y
+        return F.linear(weight.entering(x2).view(x.shape), weight.whole(), bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
@@ -134,6 +149,8 @@ def add_product(y: Tensor, x: Tensor, weight: Tensor | FewBits) -> None:
 def gradient_of_input(g: Tensor, weight: Tensor | FewBits, so_far: Tensor | None = None) -> Tensor:
     """`g W` `[T, in]`, added to `so_far` in place if that is given."""
     if isinstance(weight, FewBits):
+        if (found := weight.new_gradient(g)) is not None:
+            return found if so_far is None else so_far.add_(found)
         g, weight = weight.returning(g)
     return g @ weight if so_far is None else so_far.addmm_(g, weight)
 

@@ -267,9 +267,12 @@ def _gradient_of_x(ctx: Any, grad: Tensor, weight: Tensor | FewBits, terms: Sequ
         return None
     g = grad.reshape(-1, weight.shape[0])
     total = None if shared is None else shared.so_far()  # the sum of the linears that came before in this backward
-    if terms:
-        total = _with_terms(total, terms, g, weight.shape[1])
-    total = gradient_of_input(g, weight, total)
+    if isinstance(weight, FewBits) and (own := weight.new_gradient(g)) is not None:
+        total = _with_terms(own if total is None else total.add_(own), terms, g, weight.shape[1])
+    else:
+        if terms:
+            total = _with_terms(total, terms, g, weight.shape[1])
+        total = gradient_of_input(g, weight, total)
     if shared is None:
         return total.view(*grad.shape[:-1], weight.shape[1])
     shared.hold(total)
@@ -313,6 +316,11 @@ def _sum_of_products(x: Tensor, weight: Tensor | FewBits, bias: Tensor | None, t
     x2 = x.reshape(-1, x.shape[-1])
     y = x.new_empty(*x.shape[:-1], weight.shape[0])  # no view: some models change it in place
     rows = y.view(-1, weight.shape[0])
+    if isinstance(weight, FewBits) and weight.write_product(rows, x2, bias):
+        for group, z in terms:
+            own, bt = group.rows(rows), group.b.mT
+            own.addmm_(z, bt) if z.ndim == 2 else own.baddbmm_(z, bt)
+        return y
     covered = _cover(terms, len(x2))
     if not covered:
         if bias is None:

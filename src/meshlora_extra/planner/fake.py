@@ -34,6 +34,7 @@ from meshlora.wings.experts import products, row_counts
 from meshlora_ground.compat import replaced
 from meshlora_ground.compat.torch_fused import fused_attention
 from meshlora_ground.compat.torch_operators import (
+    FLOAT8_PRODUCT,
     GROUPED_PRODUCT,
     ON_EACH,
     READ_NUMBER,
@@ -44,7 +45,7 @@ from meshlora_ground.compat.torch_operators import (
 )
 
 _KINDS = ("allreduce", "allgather", "reducescatter", "alltoall", "broadcast", "send")
-_PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "linear")
+_PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "linear", FLOAT8_PRODUCT.removeprefix("aten::"))
 _ATTENTION = "scaled_dot_product"
 # Nothing runs: what is allocated, or taken from another tensor, is written by others.
 _ALLOCATES = (
@@ -78,6 +79,7 @@ class Work(NamedTuple):
     flops: int
     num_bytes: int
     is_attention: bool = False
+    is_float8: bool = False
 
 
 @dataclass
@@ -469,7 +471,8 @@ def work_of(func: Any, args: Any, kwargs: Any, made: Sequence[Tensor]) -> Work |
     if short in _SCATTERS:
         moved = 3 * _stored_bytes(given[-1])
     is_causal = any(arg is True for arg in (*args, *kwargs.values()))  # of attention, its only flag
-    return Work(_flops_of(name, given, written, is_causal=is_causal), moved, _ATTENTION in name)
+    flops = _flops_of(name, given, written, is_causal=is_causal)
+    return Work(flops, moved, _ATTENTION in name, name == FLOAT8_PRODUCT)
 
 
 def _stored_bytes(tensor: Tensor) -> int:

@@ -22,7 +22,8 @@ from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import ExpertRule, ModelPlan
 from meshlora.run.optimizers import BLOCK, cuts_blocks, has_eight_bits, is_frozen
-from meshlora.wings.quantized.kinds import BITS, local_blocks
+from meshlora.wings.quantized.float8_matrix import matrix_like
+from meshlora.wings.quantized.kinds import BITS, COMPUTE, local_blocks
 from meshlora.wings.quantized.quantized import Form, Packed
 from meshlora_extra.planner.kinds import Shrunk
 from meshlora_extra.planner.pipeline import Stage, Turn
@@ -158,6 +159,8 @@ def packed_like(name: str, dtype: torch.dtype, plan: ModelPlan, *, device: str =
     rule, packing = plan.rule_of(name), plan.quantized[name]
     assert rule is not None, name
     rows, columns = local_blocks(plan, rule, packing)
+    if packing.kind in COMPUTE.values():
+        return matrix_like(sum(rows), sum(columns), packing.kind, dtype, device=device)
     experts, is_transposed = [], False
     if isinstance(rule, ExpertRule):
         experts, is_transposed = [rule.num_experts // plan.topology.ep], rule.is_transposed

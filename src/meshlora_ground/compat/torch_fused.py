@@ -81,3 +81,18 @@ def attention_back(
         options = None, None, query.shape[-2], key.shape[-2], 0.0, is_causal, state, state[:0]
     of_query, of_key, of_value = back(grad, query, key, value, out, sums, *options, scale=scale)
     return of_query, of_key, of_value
+
+
+def scaled_product(
+    left: Tensor, right: Tensor, of_rows: Tensor, of_columns: Tensor, *, bias: Tensor | None, out: Tensor
+) -> None:
+    """out `[T, N]` = (left right) of_rows of_columns + bias: e4m3 left `[T, K]` and right `[K, N]`, whose columns lie
+    in memory one after the other; scales `[T, 1]`, `[1, N]` in float32. Sums are not those of fast accumulation.
+
+    torch's public `F.scaled_mm` takes no `out`.
+    """
+    product: Any = torch._scaled_mm
+    options = {"scale_a": of_rows, "scale_b": of_columns, "bias": bias, "out_dtype": out.dtype, "use_fast_accum": False}
+    if not out.is_meta:  # of which torch has no variant with `out`
+        options["out"] = out
+    product(left, right, **options)

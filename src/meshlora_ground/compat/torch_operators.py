@@ -11,8 +11,8 @@ from torch import Tensor
 # Sees every operator below autograd, in a backward too. torch's notes on extending it show this import.
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
-# The operators behind `F.grouped_mm`, and behind `Tensor.item` and `int(tensor)`.
-GROUPED_PRODUCT, READ_NUMBER = "aten::_grouped_mm", "aten::_local_scalar_dense"
+# The operators behind `F.grouped_mm`, behind products in float8, and behind `Tensor.item` and `int(tensor)`.
+GROUPED_PRODUCT, FLOAT8_PRODUCT, READ_NUMBER = "aten::_grouped_mm", "aten::_scaled_mm", "aten::_local_scalar_dense"
 # How those begin that change each tensor of a list. Exposed only through torch's optimizers.
 ON_EACH = "aten::_foreach_mul_".removesuffix("mul_")
 # Fused attention: its output, and what its backward needs beside it. On CPUs, on GPUs, and of sequences of packed rows.

@@ -16,8 +16,8 @@ from meshlora.layers import products
 from meshlora.model import weights
 from meshlora.verify.faults.fault import after, around, fault
 from meshlora.verify.features import Feature
-from meshlora.wings.quantized import float8
-from meshlora.wings.quantized.float8 import Float8, Float8Backward
+from meshlora.wings.quantized import float8, float8_matrix
+from meshlora.wings.quantized.float8_matrix import Float8, Float8Backward
 from meshlora.wings.quantized.quantized import Packed
 
 
@@ -56,7 +56,7 @@ def float8_largest_saturates(found: tuple[Tensor, Tensor], _: Tensor) -> tuple[T
     return (2 * numbers).clamp(-448, 448), exponents - 1
 
 
-@after(float8, "round_tokens", needs={Feature.FLOAT8})
+@after(float8_matrix, "round_tokens", needs={Feature.FLOAT8})
 def float8_with_two_bits_of_mantissa(_: Tensor, x: Tensor) -> Tensor:
     """numbers are e4m3, not e5m2"""
     scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-30).log2().ceil().exp2()

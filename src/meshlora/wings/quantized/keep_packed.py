@@ -17,7 +17,7 @@ from meshlora.layers.adapted import Placement
 from meshlora.model.stored import Part, Stored, StoredTensor
 from meshlora.model.weights import CheckpointSource, Source, bounds_in, check_finite, local_parts, read_bounds
 from meshlora.plan.rules import Packing
-from meshlora.wings.quantized.float8 import pack_float8
+from meshlora.wings.quantized.float8_matrix import for_kernels, pack_float8
 from meshlora.wings.quantized.kinds import COMPUTE, KEEP, KINDS
 from meshlora.wings.quantized.packed import PackedFormat
 from meshlora.wings.quantized.quantized import Packed, joined, pack, stacked
@@ -139,6 +139,8 @@ def read_packed(
     if where.is_transposed:
         packed = packed.mT
     packed = packed.to(mesh.device, dtype)
+    if packing.kind in COMPUTE.values() and mesh.device.type == "cuda":
+        packed = for_kernels(packed, name)
     # What is quantised here was checked before: its codes have no word for NaN.
     if is_stored and experts:
         for number in range(len(packed)):
