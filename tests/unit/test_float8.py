@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshlora.layers.frozen import add_product, frozen_linear, gradient_of_input
+from meshlora.layers.frozen import frozen_linear, gradient_of_input
 from meshlora.wings.quantized import float8_gpu
 from meshlora.wings.quantized.float8 import exponents_of, round_tokens
 from meshlora.wings.quantized.float8_matrix import for_kernels, pack_float8
@@ -110,9 +110,7 @@ def test_both_directions_multiply_by_the_same_weights() -> None:
     weight = _weight(torch.float64)
     packed = pack_float8(weight, "float8")
     rounded, x, g = packed.whole(), torch.randn(7, 200, dtype=torch.float64), torch.randn(7, 300, dtype=torch.float64)
-    y = torch.zeros(7, 300, dtype=torch.float64)
-    add_product(y, x, packed)
-    assert torch.equal(y, torch.zeros_like(y).addmm_(round_tokens(x), rounded.T))
+    assert torch.equal(frozen_linear(x, packed, None), torch.nn.functional.linear(round_tokens(x), rounded))
     assert torch.equal(gradient_of_input(g, packed), round_tokens(g) @ rounded)
     assert not torch.equal(round_tokens(x), x)
     assert not torch.equal(rounded, weight)
@@ -144,12 +142,11 @@ def test_products_of_gpus_are_near_the_definition(kind: str) -> None:
     found = on_gpu.new_gradient(g)
     assert found is not None
     assert _error(found, gradient_of_input(g.float(), _as(packed, torch.float32))) < 3e-3
-    y, wanted = torch.empty(5, 320, dtype=torch.bfloat16), bias.float().repeat(5, 1)
+    y = torch.empty(5, 320, dtype=torch.bfloat16)
     assert on_gpu.write_product(y, x, bias) == (kind == "float8")
     assert not packed.write_product(y, x, bias)
     if kind == "float8":
-        add_product(wanted, x.float(), _as(packed, torch.float32))
-        assert _error(y, wanted) < 3e-3
+        assert _error(y, frozen_linear(x.float(), _as(packed, torch.float32), bias.float())) < 3e-3
 
 
 def _as(packed: Packed, dtype: torch.dtype) -> Packed:

@@ -139,13 +139,6 @@ def frozen_linear(x: Tensor, weight: Tensor | FewBits, bias: Tensor | None) -> T
     return F.linear(x, weight, bias)
 
 
-def add_product(y: Tensor, x: Tensor, weight: Tensor | FewBits) -> None:
-    """Add `x W^T` `[T, out]` to y, in place."""
-    if isinstance(weight, FewBits):
-        x, weight = weight.entering(x), weight.whole()
-    y.addmm_(x, weight.T)
-
-
 def gradient_of_input(g: Tensor, weight: Tensor | FewBits, so_far: Tensor | None = None) -> Tensor:
     """`g W` `[T, in]`, added to `so_far` in place if that is given."""
     if isinstance(weight, FewBits):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from meshlora.layers.frozen import FewBits, add_product, gradient_of_input
+from meshlora.layers.frozen import FewBits, gradient_of_input
 from meshlora.layers.rounded import rounded, scaled_product, wide_product
 from meshlora.layers.tokens import Segment, are_alike
 from meshlora_ground.transfer import to_device
@@ -319,8 +319,13 @@ def _sum_of_products(x: Tensor, weight: Tensor | FewBits, bias: Tensor | None, t
     if isinstance(weight, FewBits) and weight.write_product(rows, x2, bias):
         for group, z in terms:
             own, bt = group.rows(rows), group.b.mT
-            own.addmm_(z, bt) if z.ndim == 2 else own.baddbmm_(z, bt)
+            if z.ndim == 2:
+                own.addmm_(z, bt)
+            else:
+                own.baddbmm_(z, bt)
         return y
+    if isinstance(weight, FewBits):
+        x2, weight = weight.entering(x2), weight.whole()
     covered = _cover(terms, len(x2))
     if not covered:
         if bias is None:
@@ -328,14 +333,7 @@ def _sum_of_products(x: Tensor, weight: Tensor | FewBits, bias: Tensor | None, t
         else:
             rows.copy_(bias)
     is_small = len(x2) <= _FEW_TOKENS and x.is_cpu and x.dtype in (torch.float32, torch.float64)
-    if (
-        is_small
-        and isinstance(weight, Tensor)
-        and bias is None
-        and covered
-        and len(terms) == 1
-        and terms[0][1].ndim == 2
-    ):
+    if is_small and bias is None and covered and len(terms) == 1 and terms[0][1].ndim == 2:
         ((group, z),) = terms
         rows.copy_((group.b @ z.T).addmm_(weight, x2.T).T)
         return y
@@ -348,5 +346,5 @@ def _sum_of_products(x: Tensor, weight: Tensor | FewBits, bias: Tensor | None, t
             torch.addmm(bias, z, bt, out=own)
         else:
             torch.baddbmm(bias, z, bt, out=own)
-    add_product(rows, x2, weight)
+    rows.addmm_(x2, weight.T)
     return y

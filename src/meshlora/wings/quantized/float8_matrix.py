@@ -34,6 +34,11 @@ class Float8Form(Form):
     """How codes and scales are a matrix whose products are in float8. kind: float8 or float8_backward."""
 
     @property
+    def bits(self) -> int:
+        """Of a code; where these are numbers, as if each were a byte."""
+        return 8
+
+    @property
     def holds_numbers(self) -> bool:
         """Whether the codes are the plain numbers."""
         return self.kind == "float8_backward"

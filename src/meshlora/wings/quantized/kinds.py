@@ -24,8 +24,9 @@ from meshlora_ground.errors import UserError, did_you_mean
 # Kind -> bits per weight: QLoRA's NormalFloat (Dettmers et al., 2023); 255 equally spaced values; E4M3 as in
 # DeepSeek-V3; E2M1 of OCP Microscaling Formats 1.0.
 KINDS = {"nf4": 4, "int8": 8, "mxfp4": 4, "fp8": 8}
-# Kinds that checkpoints are stored in, besides, and those of products in float8: `model.compute` -> kind.
-BITS = KINDS | {"fp4": 4, "fp8_e5m2": 8, "integers": 8, "float8": 8, "float8_backward": 8}
+# Kinds that checkpoints are stored in, besides.
+BITS = KINDS | {"fp4": 4, "fp8_e5m2": 8, "integers": 8}
+# Those of products in float8: `model.compute` -> kind.
 COMPUTE = {"fp8": "float8", "fp8_backward": "float8_backward"}
 FLOAT8_BLOCK = 128  # of either dim of a matrix
 TOKEN_BLOCK = 32  # features of a token that share a scale in a product in float8; also MXFP8's

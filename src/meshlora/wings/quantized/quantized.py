@@ -72,6 +72,11 @@ class Form:
     is_transposed: bool = False
 
     @property
+    def bits(self) -> int:
+        """Of a code."""
+        return BITS[self.kind]
+
+    @property
     def holds_numbers(self) -> bool:
         """Whether the codes are the plain numbers."""
         return False
@@ -136,7 +141,7 @@ class Packed(FewBits):
     def shape(self) -> tuple[int, ...]:
         """Of the plain weight."""
         *stack, rows, width = self.codes.shape  # of bytes
-        columns = width * 8 // BITS[self.form.kind]
+        columns = width * 8 // self.form.bits
         if self.form.is_transposed:
             rows, columns = columns, rows
         return *stack, rows, columns
@@ -176,7 +181,7 @@ class Packed(FewBits):
         """A slice of a matrix of whole blocks, of the codes as they lie."""
         form = self.form
         down, across = Touched.by(*rows, form.rows[0]), Touched.by(*columns, form.columns[0])
-        each = 8 // BITS[form.kind]  # codes in a byte
+        each = 8 // form.bits  # codes in a byte
         # Copies: a view would keep the whole matrix alive.
         return dataclasses.replace(form, rows=down.counts, columns=across.counts).matrix(
             self.codes[slice(*rows), columns[0] // each : columns[1] // each].contiguous(),
@@ -239,7 +244,7 @@ def _by_rows(packed: Packed) -> Tensor:
             return _by_library(codes, scales, form)
         return _by_definition(codes, scales, rows, form)
 
-    rows, width = len(codes), codes.shape[1] * 8 // BITS[form.kind]
+    rows, width = len(codes), codes.shape[1] * 8 // form.bits
     at_once = elements_at_once(rows * width, on_cpu=scales.is_cpu)
     if rows * width <= at_once:
         return unpack(codes, scales, form.equal[0]).to(form.dtype)
