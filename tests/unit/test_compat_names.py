@@ -110,6 +110,8 @@ PRIVATE = [
     ),
     Private("norm_of_each", "torch._foreach_norm", "to clip gradients"),
     Private("GROUPED_PRODUCT", "torch.ops.aten._grouped_mm", "to count the work of experts"),
+    Private("FLOAT8_PRODUCT", "torch.ops.aten._scaled_mm", "to count the work of products in float8"),
+    Private("scaled_product", "torch._scaled_mm", "to write a product in float8 where its result is to be"),
     Private("ON_EACH", "torch.ops.aten._foreach_mul_", "not to change numbers that are not there"),
     Private("READ_NUMBER", "torch.ops.aten._local_scalar_dense", "to answer code that asks a tensor without content"),
     Private("FUSED_ATTENTIONS", f"torch.ops.aten.{FUSED}", "to keep attention"),
