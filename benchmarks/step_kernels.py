@@ -133,11 +133,10 @@ class Counted:
     def _once(self, other: Counted, part: str) -> list[tuple[str, Work, bool]]:
         """What a step has once: its update, and lists of tensors that `other` has not in this length. Those of a layer
         are alike, in any number."""
-        found = []
-        for key in self.operators[part]:
-            if part == "update" or (key[0].startswith("_foreach_") and key not in other.operators[part]):
-                found.append(key)
-        return found
+        if part == "update":
+            return list(self.operators[part])
+        lists = [key for key in self.operators[part] if key[0].startswith("_foreach_")]
+        return [key for key in lists if key not in other.operators[part]]
 
     def plus(self, other: Counted, times: int) -> Counted:
         """This, and `other` so many times."""

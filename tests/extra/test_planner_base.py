@@ -240,6 +240,22 @@ def test_plan_writes_what_the_base_is_packed_in(tmp_path: Path, capsys: pytest.C
     assert "no effect without --gpus" in capsys.readouterr().err
 
 
+def test_plan_of_products_in_float8_is_faster_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = tmp_path / "config.json"
+    model.write_text(json.dumps(twin_config("llama", block=192).to_dict()))
+    words = ["plan", "--model", str(model), "--gpus", "1", "--gpu", "h100", "--seq", "128", "--dtype", "bfloat16"]
+    times = {}
+    for compute in ("", "fp8", "fp8_backward"):
+        more = ["--compute", compute] if compute else []
+        assert main([*words, *more, "--json", str(tmp_path / "plan.json"), "--out", str(tmp_path / "run.yaml")]) == 0
+        found = json.loads((tmp_path / "plan.json").read_text())
+        assert found["compute"] == (compute or None)
+        times[compute] = found["topologies"][0]
+        assert ("  compute: " in (tmp_path / "run.yaml").read_text()) == bool(compute)
+    assert "llama with products in fp8_backward on 1 x h100" in capsys.readouterr().out
+    assert times["fp8"]["memory_bytes"] < times[""]["memory_bytes"]
+
+
 @pytest.mark.parametrize("family", ["bamba", "jamba"])
 def test_kinds_of_layers_that_a_configuration_derives_from_other_fields_are_those_of_the_layers_kept(
     family: str,

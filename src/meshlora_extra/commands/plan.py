@@ -43,6 +43,7 @@ def add(commands: Any) -> None:
     plan.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=16, all-linear")
     plan.add_argument("--dtype", default="auto", help="of the base; default: what the configuration says")
     plan.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4, int8, mxfp4, fp8 or keep")
+    plan.add_argument("--compute", metavar="KIND", help="products of the frozen base: fp8 or fp8_backward")
     plan.add_argument("--simulate", action="store_true", help="run a step of the best on ranks that do not exist")
     plan.add_argument("--json", metavar="FILE", help="write all numbers")
     plan.add_argument("--out", metavar="RUN.yaml", help="write the run file of the best")
@@ -56,7 +57,7 @@ def _plan(options: argparse.Namespace) -> None:
     if options.gpus is not None or options.gpu is not None:
         _choose(options)
         return
-    planned = ("hardware", "seq", "global_batch", "micro_batch", "recompute", "lora", "quantization")
+    planned = ("hardware", "seq", "global_batch", "micro_batch", "recompute", "lora", "quantization", "compute")
     for name in (*planned, "simulate", "json", "out"):
         if getattr(options, name):
             raise UserError(f"--{name.replace('_', '-')}", "it has no effect without --gpus", "give --gpus and --gpu")

@@ -112,6 +112,11 @@ class Problem:
         return self.blueprint.options.quantization
 
     @property
+    def compute(self) -> str | None:
+        """Products of the base in float8, as in a run file, or None."""
+        return self.blueprint.options.compute
+
+    @property
     def is_half(self) -> bool:
         """Whether matrix products are in a two-byte dtype."""
         return self.blueprint.dtype.itemsize == 2

@@ -37,6 +37,8 @@ def ranking(problem: Problem, choice: Choice) -> Table:
     model = problem.model.config.model_type
     if problem.quantization:
         model += f" in {problem.quantization}"
+    if problem.compute:
+        model += f" with products in {problem.compute}"
     title = (
         f"{model} on {problem.gpus:,} x {gpu.name}: {problem.global_batch:,} sequences of {problem.seq:,} tokens a step"
     )
@@ -196,6 +198,7 @@ def as_json(problem: Problem, choice: Choice) -> dict[str, Any]:
         "seq": problem.seq,
         "global_batch": problem.global_batch,
         "quantization": problem.quantization,
+        "compute": problem.compute,
         "topologies": [_prediction_json(problem, prediction) for prediction in choice.ranked],
         "left_out": [{"topology": topology, "why": why} for topology, why in choice.left_out],
         "why": why_best(choice),
@@ -291,6 +294,8 @@ def run_file(problem: Problem, prediction: Prediction, *, model: str, data: str,
     }
     if problem.quantization is not None:
         values["model"]["quantization"] = problem.quantization
+    if problem.compute is not None:
+        values["model"]["compute"] = problem.compute
     if lora.target_parameters:
         values["lora"]["target_parameters"] = list(lora.target_parameters)
     nodes = -(-problem.gpus // problem.gpu.gpus_per_node)  # rounded up
