@@ -23,6 +23,9 @@ gc.disable()
 import pytest
 import torch
 
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before transformers imports Triton, which reads it then
+
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.request import Request, prepare_proof
 from meshlora.wings.kernels.liger import liger_version
@@ -35,8 +38,6 @@ from tests.pool import Pool
 
 Prove = Callable[..., list[Outcome]]
 
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # read where Triton is imported, if it is there
 torch.set_num_threads(1)
 pytest.register_assert_rewrite("tests.ranks.jobs", "tests.unit.mistakes", "tests.unit.records")
 

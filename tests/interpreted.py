@@ -2,7 +2,7 @@
 asked for by TRITON_INTERPRET=1 in the environment of the process, as `tests/conftest.py` sets it.
 
 The interpreter lacks numbers as tensors, and two functions of a GPU's library, which stand here. It computes bfloat16
-wrongly: what runs is float32 and float16.
+wrongly: what runs is float32 and float16. It rounds to float8 wrongly, too: torch does in its place.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import triton
 import triton.language as tl
 from triton.runtime import interpreter
@@ -44,3 +45,17 @@ def interpreted(patch: pytest.MonkeyPatch) -> Kernels:
     patch.setattr(geglu, "tanh", _tanh)
     patch.setattr(rms_norm, "rsqrt", _rsqrt)
     return kernels
+
+
+def as_torch_casts(patch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter cast float32 to e4m3 as a GPU does, to the nearest and ties to even, while `patch` holds."""
+    convert = interpreter._convert_float
+
+    def cast(given: Any, source: Any, target: Any, rounding: Any) -> Any:
+        if (source, target) != (tl.float32, tl.float8e4nv):
+            return convert(given, source, target, rounding)
+        # A GPU's cast saturates, which that of torch does not: a code of what is not NaN is none.
+        numbers = torch.from_numpy(np.ascontiguousarray(given)).clamp(-448.0, 448.0)
+        return numbers.to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+
+    patch.setattr(interpreter, "_convert_float", cast)

@@ -2,11 +2,11 @@
 
 Owns: the kernels. Does not own: when they run (`wings.quantized.float8_gpu`). Imported on a GPU alone, where Triton
 comes with torch. The numbers are those of `wings.quantized.float8`, with one exponent a row.
+
+Arguments of a kernel have no annotations but `tl.constexpr`: Triton looks up the names in them, and takes no other.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -17,7 +17,7 @@ _TILE = 64  # of a matrix, either way
 
 
 @triton.jit
-def _exponent(largest: Any) -> Any:
+def _exponent(largest):  # type: ignore[no-untyped-def]
     """ceil(log2(largest / 448)), at least -126, and 0 of zero: 448 = 1.75 * 2^8."""
     bits = largest.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - 127 - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
@@ -25,22 +25,22 @@ def _exponent(largest: Any) -> Any:
 
 
 @triton.jit
-def _power(exponent: Any) -> Any:
+def _power(exponent):  # type: ignore[no-untyped-def]
     return ((exponent + 127) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _round_rows(
-    x: Any, codes: Any, scales: Any, factor: Any, width: Any, BLOCK: tl.constexpr, HAS: tl.constexpr
-) -> None:
+def _round_rows(x, codes, scales, factor, width, BLOCK: tl.constexpr, HAS: tl.constexpr):  # type: ignore[no-untyped-def]
     """A program for each row, which is in registers as a whole."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     values = tl.load(x + row * width + columns, mask=inside, other=0.0).to(tl.float32)
     exponent = _exponent(tl.max(tl.abs(values), 0))
-    rounded = (values * _power(-exponent)).to(codes.dtype.element_ty)
-    tl.store(codes + row * width + columns, rounded, mask=inside)
+    small = values * _power(-exponent)
+    # A GPU's cast saturates: of infinity it would make 448.
+    small = tl.where(tl.abs(small) <= 448.0, small, float("nan"))
+    tl.store(codes + row * width + columns, small.to(codes.dtype.element_ty), mask=inside)
     scale = _power(exponent)
     if HAS:
         scale = scale * tl.load(factor)
@@ -48,14 +48,16 @@ def _round_rows(
 
 
 @triton.jit
-def _across(codes: Any, scale: Any, out: Any, height: Any, width: Any, TILE: tl.constexpr, PLAIN: tl.constexpr) -> None:
+def _across(codes, scale, out, height, width, TILE: tl.constexpr, PLAIN: tl.constexpr):  # type: ignore[no-untyped-def]
     """A tile of `[height, width]` to `[width, height]`; PLAIN: of numbers, which are rounded."""
     down = tl.program_id(0) * TILE + tl.arange(0, TILE)
     right = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = (down[:, None] < height) & (right[None, :] < width)
     tile = tl.load(codes + down[:, None].to(tl.int64) * width + right[None, :], mask=inside, other=0)
     if PLAIN:
-        tile = (tile.to(tl.float32) / tl.load(scale)).to(out.dtype.element_ty)
+        # Times the reciprocal, which is exact: a GPU's fast division is not.
+        exponent = (tl.load(scale).to(tl.int32, bitcast=True) >> 23) - 127
+        tile = (tile.to(tl.float32) * _power(-exponent)).to(out.dtype.element_ty)
     there = out + right[:, None].to(tl.int64) * height + down[None, :]
     tl.store(there, tl.trans(tile), mask=(right[:, None] < width) & (down[None, :] < height))
 
