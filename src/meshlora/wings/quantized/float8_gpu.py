@@ -31,6 +31,7 @@ from meshlora_ground.errors import UnsupportedError
 _CAPABILITY, _WIDTH = (8, 9), 16  # the least that has the kernel, and what divides both sides of a matrix
 # Of the norm of a product: the rounding of its result to bfloat16, and what one scale a row changes.
 _LIMIT = 2.0**-8 + 1e-3
+_CHECKED_TOKENS = 512  # of a product, spread over it: the definition takes several copies in float32
 _checked: set[tuple[object, ...]] = set()
 
 
@@ -68,11 +69,14 @@ def write_product(y: Tensor, x: Tensor, codes: Tensor, scales: Tensor, bias: Ten
     if len(x):
         rows = _rows(x)
         of_weight = codes.view(torch.float8_e4m3fn).T
-        scaled_product(rows.codes, of_weight, rows.scales, scales.view(1, -1), bias=bias, out=y)
+        # The kernel takes a bias in the dtype of its result: one that trains may be float32.
+        own_bias = None if bias is None else bias.to(y.dtype)
+        scaled_product(rows.codes, of_weight, rows.scales, scales.view(1, -1), bias=own_bias, out=y)
 
 
 def gradient(g: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     """Q(g) W^ `[T, in]`. codes: of W^, or W itself. scales: `[out, 1]`, all one number."""
+    _last.clear()  # else the inputs of the last product of the forward would stay for all of the backward
     found = g.new_empty(len(g), codes.shape[1])
     if len(g):
         # The scale of the matrix is along the sum: it goes with that of the tokens.
@@ -82,23 +86,37 @@ def gradient(g: Tensor, codes: Tensor, scales: Tensor) -> Tensor:
     return found
 
 
-def check_once(direction: str, found: Tensor, definition: Callable[[], Tensor], bias: Tensor | None = None) -> None:
+def check_once(
+    direction: str,
+    found: Tensor,
+    given: Tensor,
+    definition: Callable[[Tensor], Tensor],
+    bias: Tensor | None = None,
+) -> None:
     """Compare a product with its definition in float32, the first time that one of its shape is computed on a GPU.
+
+    found, given: `[T, out]`, `[T, in]`. definition: the product of some rows of `given`, `[t, out]`.
+
+    Shapes whose numbers of tokens have as many bits are one: batches of any length would each be compared.
 
     Raises:
         UnsupportedError: it is further off than rounding is.
     """
-    key = direction, found.shape, found.device
-    if not found.is_cuda or not len(found) or key in _checked:
+    tokens = len(found)
+    key = direction, tokens.bit_length(), found.shape[1], given.shape[1], bias is None, found.device
+    if not found.is_cuda or not tokens or key in _checked:
         return
-    wanted = definition()
+    step = -(-tokens // _CHECKED_TOKENS)
+    wanted = definition(given[::step])
     if bias is not None:
         wanted = wanted + bias.float()
-    error = ((found.float() - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
+    if not wanted.isfinite().all():  # the run will say where that comes from
+        return
+    error = ((found[::step].float() - wanted).norm() / wanted.norm().clamp(min=1e-30)).item()
     if not error <= _LIMIT:  # nor NaN
         gpu, shape = torch.cuda.get_device_name(found.device), list(found.shape)
-        given = f"model.compute on {gpu}: a product {shape} of the {direction}"
-        raise UnsupportedError(given, f"it is {error:.1e} off its definition (limit {_LIMIT:.1e})", "leave it out")
+        what = f"model.compute on {gpu}: a product {shape} of the {direction}"
+        raise UnsupportedError(what, f"it is {error:.1e} off its definition (limit {_LIMIT:.1e})", "leave it out")
     _checked.add(key)
 
 
@@ -116,7 +134,7 @@ _last: list[_Rows] = []
 
 def _rows(x: Tensor) -> _Rows:
     """Codes of x `[T, in]`, those of the product before if that was of the same x: q, k and v share one."""
-    state = storage_id(x.untyped_storage()), x.storage_offset(), x.shape, version_of(x)
+    state = storage_id(x.untyped_storage()), x.storage_offset(), x.shape, x.stride(), version_of(x)
     # It is held until the next product: its memory cannot be another tensor's.
     if not _last or _last[0].state != state:
         _last[:] = [_Rows(x.detach(), state, *torch.ops.meshlora.round_rows(x.contiguous(), None))]
