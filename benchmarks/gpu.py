@@ -14,8 +14,9 @@ Parity first: the same systems with two layers in fp32, loss and every gradient 
 in bf16, on at most 4,096 tokens a row: each side against PEFT in fp32 on the same weights, of a base in few bits those
 that its codes stand for. There ours may be four times as far off as the rounding of PEFT in bf16, as in the judge of
 `meshlora verify`: deep models with random weights amplify rounding, so two right systems may differ from each other by
-more than any fixed limit. What of ours differs ends the benchmark; another peer that differs, or that does not run
-here, is left out with its reason.
+more than any fixed limit. Products in float8 round sixteen times as coarsely: with two layers, in bf16, they may be
+FLOAT8_LIMIT off, with all layers their loss may. What of ours differs ends the benchmark; another peer that differs, or
+that does not run here, is left out with its reason.
 
 Peak memory of a system is that of the allocator in its own turns, less what only other systems keep.
 """
@@ -50,6 +51,7 @@ from gpu_machine import Machine
 from gpu_ranks import measure_topologies
 from gpu_shapes import (
     RANK,
+    SHALLOW,
     Inputs,
     Shape,
     describe,
@@ -74,6 +76,7 @@ from table import Findings, Parity, ParityError, Row, greater, parser, run, seco
 
 FP32_LIMIT = 1e-3  # relative, two layers; a wrong scale of LoRA is 1 off
 NOISE = 4.0  # in bf16: how much further from fp32 than PEFT's own rounding, as `meshlora_judge.judge` has it
+FLOAT8_LIMIT = 0.2  # relative, of products in float8; a wrong scale is 1 off
 ROUNDING = torch.finfo(torch.bfloat16).eps  # what one number of PEFT may be nearer by luck
 PARITY_TOKENS = 4096  # of a row, in bf16
 LEARNING_RATE = 1e-4
@@ -89,7 +92,8 @@ class System:
 
     Attributes:
         kind: "meshlora", "peft", "compile", "liger" or "qlora". factors_dtype: of LoRA's factors.
-        kernels, quantization: as in `meshlora.load`; a peer's quantization is that which it is compared with.
+        kernels, quantization, compute: as in `meshlora.load`; a peer's quantization is that which it is compared with.
+        recompute: of shapes whose layers compute their activations twice.
     """
 
     name: str
@@ -97,6 +101,8 @@ class System:
     factors_dtype: torch.dtype = torch.float32
     kernels: str = "none"
     quantization: str | None = None
+    compute: str | None = None
+    recompute: str = "full"
 
     @property
     def is_ours(self) -> bool:
@@ -107,6 +113,8 @@ OURS = System("meshlora", "meshlora")
 OURS_LIGER = System("meshlora + liger", "meshlora", kernels="liger")
 PEER = System("PEFT + SDPA", "peft")
 PEER_LIGER = System("PEFT + liger-kernel", "liger")
+FLOAT8 = System("meshlora + liger, fp8", "meshlora", kernels="liger", compute="fp8")
+KEPT = System("meshlora + liger, keep_attention", "meshlora", kernels="liger", recompute="keep_attention")
 SYSTEMS = (
     OURS,
     OURS_LIGER,
@@ -115,6 +123,12 @@ SYSTEMS = (
     System("PEFT + torch.compile", "compile"),
     PEER_LIGER,
 )
+OF_FLOAT8 = (
+    FLOAT8,
+    System("meshlora + liger, fp8_backward", "meshlora", kernels="liger", compute="fp8_backward"),
+    System("meshlora, fp8 products", "meshlora", compute="fp8"),
+)
+OF_RECOMPUTE = (KEPT, System("meshlora, keep_attention", "meshlora", recompute="keep_attention"))
 QUANTIZED = (
     OURS,
     PEER,
@@ -127,7 +141,12 @@ QUANTIZED = (
 
 def systems_of(shape: Shape) -> tuple[System, ...]:
     """Those that are measured on `shape`: ours first."""
-    return QUANTIZED if shape.is_quantized else SYSTEMS
+    if shape.is_quantized:
+        return QUANTIZED
+    if shape.has_experts:  # which keep their products
+        return SYSTEMS
+    ours, peers = SYSTEMS[:2], SYSTEMS[2:]
+    return (*ours, *OF_FLOAT8, *(OF_RECOMPUTE if shape.recompute else ()), *peers)
 
 
 # --- the systems ----------------------------------------------------------------------------------------------------
@@ -302,10 +321,11 @@ class Bench:
                 attn_implementation="sdpa",
                 kernels=system.kernels,  # type: ignore[arg-type] # of the literals
                 quantization=system.quantization,
+                compute=system.compute,
                 **begun,
             )
         if self.shape.recompute:
-            recompute_layers(model, "full")
+            recompute_layers(model, system.recompute)
         if system is OURS:
             meshlora.save_adapter(model, adapter)
             # Else the peak of every system would hold a second base.
@@ -429,16 +449,22 @@ class Bench:
             raise ParityError(f"{what}: factors that the other has not, {odd}", math.inf, FP32_LIMIT)
         off = {"loss": abs(own_loss - loss) / abs(loss)}
         noise = {"loss": max((abs(low - loss) / abs(loss) for low, _ in rounded), default=0.0)}
-        # Rounding changes which experts tokens go to.
-        names = [] if rounded and self.shape.has_experts else list(reference)
+        is_coarse = candidate.system.compute is not None
+        # Rounding changes which experts tokens go to; that of float8, deep down, everything.
+        is_lost = self.shape.has_experts or (is_coarse and self.shape.config.num_hidden_layers > SHALLOW)
+        names = [] if rounded and is_lost else list(reference)
         for name in names:
             off[name] = _distance(own[name], reference[name])
             noise[name] = max((_distance(low[name], reference[name]) for _, low in rounded), default=0.0)
-        if rounded:  # NOISE times the noise and one rounding, as the limit of the judge
+        if rounded and not is_coarse:  # NOISE times the noise and one rounding, as the limit of the judge
             off = {name: value / (noise[name] + ROUNDING / NOISE) for name, value in off.items()}
         name = max(off, key=lambda name: off[name] if off[name] == off[name] else math.inf)
-        unit = ", as a multiple of PEFT's rounding" if rounded else ""
-        return _within(f"{what}, {name}, against PEFT in fp32{unit}", off[name], NOISE if rounded else FP32_LIMIT)
+        what = f"{what}, {name}, against PEFT in fp32"
+        if is_coarse:
+            return _within(what, off[name], FLOAT8_LIMIT)
+        if rounded:
+            return _within(f"{what}, as a multiple of PEFT's rounding", off[name], NOISE)
+        return _within(what, off[name], FP32_LIMIT)
 
     def _first_gradients(self, candidate: Candidate, inputs: Inputs) -> Found:
         """The loss, and every gradient under our names and in our shapes."""
@@ -576,13 +602,18 @@ def measure_shape(
     # Inductor needs a compiler, and minutes; that dynamo takes the model shows without it.
     backend = "inductor" if machine.is_gpu else "eager"
     result: dict[str, Any] = {"left_out": {}}
-    # Of fp32 and bf16 factors only one is another system there.
-    in_fp32 = tuple(system for system in systems if system.factors_dtype == torch.float32)
+    # Of fp32 and bf16 factors only one is another system there; products in float8 are not those of fp32.
+    coarse = tuple(system for system in systems if system.compute is not None)
+    in_fp32 = tuple(s for s in without(systems, [s.name for s in coarse]) if s.factors_dtype == torch.float32)
     with _bench(shallow(shape), machine, torch.float32, in_fp32, backend) as bench:
         off = result["off_float32"] = bench.check(inputs_of(bench.shape, machine.device))
         if off is None:
             raise RuntimeError(f"{shape.name}: no room to compare two layers")
         result["left_out"] |= bench.left_out
+    if coarse:
+        with _bench(shallow(shape), machine, torch.bfloat16, coarse, backend) as bench:
+            result["off_float8"] = bench.check(inputs_of(bench.shape, machine.device))
+            result["left_out"] |= bench.left_out
     batches = inputs_of(shape, machine.device)
     short = replace(shape, seq_len=min(shape.seq_len, PARITY_TOKENS))
     with _bench(shape, machine, torch.bfloat16, without(systems, result["left_out"]), backend) as bench:
@@ -640,8 +671,9 @@ def rows_of(shape: Shape, result: dict[str, Any], card: str) -> list[Row]:
         rates = {s: [about["num_tokens"] / turn["step_time_s"] for turn in turns] for s, turns in runs.items()}
         peaks = {s: [turn["peak_bytes"] / 2**30 for turn in turns] for s, turns in runs.items()}
         what, is_asked = f"{shape.name}, {name}", name == "one sequence"
+        rows += _busy_rows(shape, what, result.get("kernels", {}) if is_asked else {})
         for ours, peer in _pairs(shape, rates):
-            speed, memory = _targets(shape, ours, peer) if is_asked else (None, None)
+            speed, memory = _targets(shape, ours, peer, is_packed=not is_asked)
             names = {"ours_name": ours.name, "peer_name": peer.name}
             own, other = ours.name, peer.name
             rows.append(greater(what, rates[own], rates[other], unit="tokens/s", target=speed, **names))
@@ -665,11 +697,25 @@ def _pairs(shape: Shape, ran: Iterable[str]) -> list[tuple[System, System]]:
     return [(own, p) for own in there if own.is_ours for p in peers if p.quantization in (None, own.quantization)]
 
 
-def _targets(shape: Shape, ours: System, peer: System) -> tuple[float | None, float | None]:
+def _targets(shape: Shape, ours: System, peer: System, *, is_packed: bool) -> tuple[float | None, float | None]:
     """Of speed and of memory."""
+    if is_packed:
+        return (shape.target_packed if (ours, peer) == (OURS_LIGER, PEER_LIGER) else None), None
     if (ours, peer) == (OURS, PEER):
         return shape.target_speed, shape.target_memory
-    return (shape.target_liger if (ours, peer) == (OURS_LIGER, PEER_LIGER) else None), None
+    of_liger = {OURS_LIGER: shape.target_liger, FLOAT8: shape.target_float8, KEPT: shape.target_kept}
+    return (of_liger.get(ours) if peer == PEER_LIGER else None), None
+
+
+def _busy_rows(shape: Shape, what: str, kernels: dict[str, Any]) -> list[Row]:
+    """How much longer a step of ours takes than the GPU has work."""
+    rows = []
+    for system in systems_of(shape):
+        if system.is_ours and system.name in kernels and shape.target_busy is not None:
+            step, busy = ([1e3 * kernels[system.name][name]] for name in ("step_time_s", "busy_s"))
+            names = {"ours_name": system.name, "peer_name": "GPU busy"}
+            rows.append(smaller(f"{what}, a step", step, busy, unit="ms", target=shape.target_busy, **names))
+    return rows
 
 
 def page(shapes: list[Shape], results: dict[str, dict[str, Any]], machine: Machine) -> str:
@@ -711,6 +757,8 @@ def print_plan(shapes: list[Shape], turns: int, wanted: Callable[[Shape], tuple[
         print(f"- {shape.name}: {describe(shape)}")
         asked = {"times as fast as PEFT + SDPA": shape.target_speed, "of its memory": shape.target_memory}
         asked |= {"tokens/s on an H200": shape.target_rate, "times PEFT + liger-kernel": shape.target_liger}
+        asked |= {"times it on packed rows": shape.target_packed, "times it in float8": shape.target_float8}
+        asked |= {"times it with kept attention": shape.target_kept, "of the GPU's busy time": shape.target_busy}
         targets = [f"{value:,g} {what}" for what, value in asked.items() if value is not None]
         packed = f"packed rows of {packed_lengths(shape.seq_len)}; " if shape.is_packed else ""
         print(f"  {packed}asked for: {', '.join(targets) or 'nothing'}")
@@ -748,7 +796,7 @@ def measure(options: argparse.Namespace) -> Findings:
 
 
 def main() -> int:
-    every = dict.fromkeys(system.name for system in (*SYSTEMS, *QUANTIZED))
+    every = dict.fromkeys(system.name for system in (*SYSTEMS, *OF_FLOAT8, *OF_RECOMPUTE, *QUANTIZED))
     made = parser(__doc__)
     made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is for --tiny")
     made.add_argument("--dry-run", action="store_true", help="print the plan, then run all of it tiny on the CPU")

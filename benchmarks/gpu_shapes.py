@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from meshlora_ground.dataset import Sequence
 
 RANK = 16
 LONG = 32_768  # tokens of a long row
+SHALLOW = 2  # layers of a comparison in float32
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
@@ -49,7 +50,13 @@ class Shape:
     target_speed: float | None = None  # against PEFT + SDPA
     target_memory: float | None = None
     target_rate: float | None = None  # tokens/s on an H200
-    target_liger: float | None = None  # both with kernels of liger-kernel, against PEFT + liger-kernel
+    # With kernels of liger-kernel on both sides, against PEFT + liger-kernel: one sequence a row, packed rows, and ours
+    # with products in float8, or with kept attention where PEFT recomputes all.
+    target_liger: float | None = None
+    target_packed: float | None = None
+    target_float8: float | None = None
+    target_kept: float | None = None
+    target_busy: float | None = None  # a step, of the time in which the GPU has work
 
     @property
     def has_experts(self) -> bool:
@@ -65,7 +72,7 @@ def _llama(**sizes: Any) -> LlamaConfig:
 
 
 def real_shapes() -> list[Shape]:
-    """Llama 3.1 8B, Llama 3.2 1B, 12 of the 48 layers of Qwen3-30B-A3B, 8B on a long row, 8 of 8B in few bits."""
+    """Llama 3.1 8B, Llama 3.2 1B, 12 of the 48 layers of Qwen3-30B-A3B, 8B on longer rows, 8 of 8B in few bits."""
     eight = _llama(
         hidden_size=4096,
         intermediate_size=14336,
@@ -103,10 +110,24 @@ def real_shapes() -> list[Shape]:
     dense = {"target_modules": "all-linear"}
     mixed = {"target_modules": LINEARS, "target_parameters": EXPERTS}
     return [
-        Shape("8b", eight, 1, 4096, dense, target_speed=1.3, target_memory=0.75, target_rate=14_000, target_liger=1.2),
-        Shape("1b", one, 4, 4096, dense, target_liger=1.05),
-        Shape("moe", experts, 1, 4096, mixed),
-        Shape("32k", long, 1, LONG, dense, is_packed=False, recompute=True, steps=1),
+        Shape(
+            "8b",
+            eight,
+            1,
+            4096,
+            dense,
+            target_speed=1.3,
+            target_memory=0.75,
+            target_rate=14_000,
+            target_liger=1.35,
+            target_packed=1.6,
+            target_float8=1.6,
+            target_busy=1.06,
+        ),
+        Shape("1b", one, 4, 4096, dense, target_liger=1.3, target_packed=1.7, target_busy=1.06),
+        Shape("moe", experts, 1, 4096, mixed, target_speed=1.8, target_busy=1.06),
+        Shape("32k", long, 1, LONG, dense, is_packed=False, recompute=True, steps=1, target_kept=1.2),
+        Shape("8b-8k", eight, 1, 8192, dense, target_liger=1.35, target_packed=1.6, target_float8=1.6, steps=2),
         Shape("quantized", resized(eight, num_hidden_layers=8), 1, 4096, dense, is_packed=False, is_quantized=True),
     ]
 
@@ -128,13 +149,13 @@ def tiny(shape: Shape) -> Shape:
     if shape.is_quantized:
         sizes |= {"hidden_size": 64, "intermediate_size": 128}  # whole blocks of 64
     config = resized(shape.config, **sizes)
-    no_targets = dict.fromkeys(("target_speed", "target_memory", "target_rate", "target_liger"))
+    no_targets = dict.fromkeys(field.name for field in fields(shape) if field.name.startswith("target_"))
     return replace(shape, config=config, batch_size=min(shape.batch_size, 2), seq_len=64, **no_targets)
 
 
 def shallow(shape: Shape) -> Shape:
     """Two layers of it on one short row: for a comparison in float32."""
-    config = resized(shape.config, num_hidden_layers=2)
+    config = resized(shape.config, num_hidden_layers=SHALLOW)
     return replace(shape, config=config, batch_size=1, seq_len=min(shape.seq_len, 512))
 
 

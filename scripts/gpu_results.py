@@ -27,10 +27,35 @@ BEGIN, END = "<!-- written by scripts/prove_on_gpu.py --write-docs -->\n\n", "\n
 COMPARISONS = (
     ("8b", "Llama 8B, against PEFT + SDPA*", "meshlora", "PEFT + SDPA"),
     ("8b", "Llama 8B, kernels of liger-kernel on both sides*", "meshlora + liger", "PEFT + liger-kernel"),
+    (
+        "8b-fp8",
+        "Llama 8B, products in float8, liger-kernel on both sides*",
+        "meshlora + liger, fp8",
+        "PEFT + liger-kernel",
+    ),
+    (
+        "8b-fp8",
+        "Llama 8B, those of the backward in float8, liger-kernel on both sides",
+        "meshlora + liger, fp8_backward",
+        "PEFT + liger-kernel",
+    ),
+    ("8b-8k", "Llama 8B, 8,192 tokens a row, liger-kernel on both sides", "meshlora + liger", "PEFT + liger-kernel"),
+    (
+        "8b-8k",
+        "Llama 8B, 8,192 tokens a row, products in float8, liger-kernel on both sides",
+        "meshlora + liger, fp8",
+        "PEFT + liger-kernel",
+    ),
     ("1b", "Llama 1B, 4 rows, against PEFT + SDPA", "meshlora", "PEFT + SDPA"),
     ("1b", "Llama 1B, 4 rows, kernels of liger-kernel on both sides", "meshlora + liger", "PEFT + liger-kernel"),
     ("moe", "Qwen3-MoE, 12 layers of 128 experts, against PEFT + SDPA*", "meshlora", "PEFT + SDPA"),
     ("32k", "Llama 8B, a row of 32,768, all recomputed, liger-kernel", "meshlora + liger", "PEFT + liger-kernel"),
+    (
+        "32k",
+        "Llama 8B, a row of 32,768, attention kept, liger-kernel",
+        "meshlora + liger, keep_attention",
+        "PEFT + liger-kernel",
+    ),
     ("quantized", "8 layers of Llama 8B in nf4, against PEFT QLoRA", "meshlora, nf4", "PEFT QLoRA, nf4"),
     ("quantized", "8 layers of Llama 8B in fp8, against PEFT + SDPA in bf16", "meshlora, fp8", "PEFT + SDPA"),
     ("quantized", "8 layers of Llama 8B in mxfp4, against PEFT + SDPA in bf16", "meshlora, mxfp4", "PEFT + SDPA"),
@@ -232,7 +257,7 @@ def readme(document: Mapping[str, Any]) -> str:
 def _by_what(document: Mapping[str, Any], part: str, ours: str, peer: str) -> dict[str, table.Row]:
     """`one sequence`, and so on -> the row of these two."""
     rows = [row for row in rows_of(document, part) if (row.ours_name, row.peer_name) == (ours, peer)]
-    return {row.what.removeprefix(f"{part}, "): row for row in rows}
+    return {row.what.partition(", ")[2]: row for row in rows}  # after the shape
 
 
 def _times(row: table.Row | None) -> str:

@@ -53,6 +53,8 @@ TOTAL_S = 470.0  # and some to begin: eight minutes
 TINY_LIMIT_S = 600.0  # of a step of a dry run: a slow machine is no fault
 LEAST_S = 10.0  # no step that is not timed begins with less
 LOSS_LIMIT = 1e-6  # relative, in float64: what the judge allows after AdamW
+# The same of products in float8, in bfloat16: ten times what the scales of a GPU, taken on a CPU, change in 12 steps.
+FLOAT8_LIMIT = 2e-2
 MESHLORA = [sys.executable, "-m", "meshlora"]
 FOUND, RUN, BUDGET = "{folder}/found.json", "{folder}/run", "{budget_s}"  # of a step, filled in where it starts
 ENDING_S = 25.0  # of a benchmark: its imports, and what it does after the last turn that fits
@@ -206,16 +208,58 @@ def read_last(folder: Path) -> tuple[str, dict[str, Any]]:
 
 def compare_losses(lines: list[Line]) -> Line:
     """Those of the device beside those of the CPU."""
+    return _beside("train", lines, {TRAIN: TRAIN_ON_CPU}, LOSS_LIMIT)
+
+
+def _beside(part: str, lines: list[Line], pairs: dict[str, str], limit: float) -> Line:
+    """The losses of each step of `pairs` beside those of another."""
     losses = {line.step: line.data["losses"] for line in lines if line.status == "ok" and "losses" in line.data}
-    what = "losses beside the CPU's"
-    if not {TRAIN, TRAIN_ON_CPU} <= losses.keys():
-        return Line("train", what, "not run", 0.0, "one of the two did not train", is_fault=True)
-    own, cpu = losses[TRAIN], losses[TRAIN_ON_CPU]
-    errors = [abs(own[step] - cpu[step]) / abs(cpu[step]) for step in own.keys() & cpu.keys()]
-    is_right = own.keys() == cpu.keys() and all(error <= LOSS_LIMIT for error in errors)  # NaN is not
-    off = max(errors, key=lambda error: math.inf if math.isnan(error) else error, default=math.nan)
-    found = f"{len(own)} and {len(cpu)} steps, at most {off:.1e} off, limit {LOSS_LIMIT:.0e}"
-    return Line("train", what, "ok" if is_right else "failed", 0.0, found, {"difference": off}, is_fault=not is_right)
+    what, said, worst, is_right = "losses beside the CPU's", [], 0.0, True
+    for name, other in pairs.items():
+        if not {name, other} <= losses.keys():
+            return Line(part, what, "not run", 0.0, f"{name}: one of the two did not train", is_fault=True)
+        own, cpu = losses[name], losses[other]
+        errors = [abs(own[step] - cpu[step]) / abs(cpu[step]) for step in own.keys() & cpu.keys()]
+        is_right &= own.keys() == cpu.keys() and all(error <= limit for error in errors)  # NaN is not
+        off = max(errors, key=lambda error: math.inf if math.isnan(error) else error, default=math.nan)
+        worst = off if math.isnan(off) else max(worst, off)
+        of_pair = f"{name}: " if len(pairs) > 1 else ""
+        said.append(f"{of_pair}{len(own)} and {len(cpu)} steps, at most {off:.1e} off, limit {limit:.0e}")
+    status: Status = "ok" if is_right else "failed"
+    return Line(part, what, status, 0.0, "\n".join(said), {"difference": worst}, is_fault=not is_right)
+
+
+FLOAT8_TRAINS = {"fp8": "dp=2,dp_shard", "fp8_backward": "dp=2"}  # blocks of 32 are cut by tp=2 of the demo
+
+
+def float8_trains(setting: Setting) -> list[Step]:
+    """The demo with products in float8, on the GPU, by two ranks of it, and with the numbers of the definition."""
+    few = [f"train.steps={2 if setting.is_tiny else 12}", "train.warmup_steps=1", "train.log_every=1"]
+    few += ["model.dtype=bfloat16", f"train.output={RUN}"]
+    demo = ["train", "examples/demo.yaml", *(word for given in few for word in ("--set", given))]
+    steps = []
+    for compute, topology in FLOAT8_TRAINS.items():
+        own = [*MESHLORA, *demo, "--set", f"model.compute={compute}"]
+        one, there = ["--set", "topology=dp=1"], ["--set", f"device={setting.device}"]
+        two = ["--set", f"topology={topology}", *setting.ranks(), "--no-preflight"]
+        on_cpu = ["--set", "device=cpu", "--no-preflight"]
+        steps += [
+            Step(f"{compute}", [*own, *one, *there], read_losses),
+            Step(f"{compute}, two ranks", [*own, *two, *there], read_losses, not_run=setting.unless_tiny(LEFT_OUT)),
+            Step(f"{compute}, on the CPU", [*own, *one, *on_cpu], read_losses),
+        ]
+    return steps
+
+
+def compare_float8(lines: list[Line]) -> Line:
+    """Those of the device, of one rank and of two, beside those of the CPU."""
+    there = {line.step for line in lines if line.status != "not run" or line.is_fault}
+    pairs = {}
+    for compute in FLOAT8_TRAINS:
+        for name in (compute, f"{compute}, two ranks"):
+            if name in there:
+                pairs[name] = f"{compute}, on the CPU"
+    return _beside("float8", lines, pairs, FLOAT8_LIMIT)
 
 
 # --- proofs ---------------------------------------------------------------------------------------------------------
@@ -290,6 +334,10 @@ def _reason(run: dict[str, Any]) -> str:
 # --- speeds ---------------------------------------------------------------------------------------------------------
 
 FOUR = ("meshlora", "meshlora + liger", "PEFT + SDPA", "PEFT + liger-kernel")
+OF_FLOAT8 = (FOUR[1], "meshlora + liger, fp8", "meshlora + liger, fp8_backward", *FOUR[2:])
+KEPT = "meshlora + liger, keep_attention"
+# Kernels of liger-kernel run on GPUs alone: without these a dry run would have nothing of ours.
+IN_DRY_RUN = {OF_FLOAT8[1]: "meshlora, fp8 products", KEPT: "meshlora, keep_attention"}
 
 
 def speeds(
@@ -299,8 +347,9 @@ def speeds(
 
     def steps(setting: Setting) -> list[Step]:
         argv = [sys.executable, "benchmarks/gpu.py", "--shape", shape, "--no-compile"]
-        # Kernels of liger-kernel run on GPUs alone: without ours beside it a dry run would have nothing of ours.
-        chosen = FOUR if setting.is_tiny and systems else systems
+        chosen = systems
+        if setting.is_tiny and systems:
+            chosen = (*FOUR, *(IN_DRY_RUN[name] for name in systems if name in IN_DRY_RUN))
         argv += [word for system in chosen for word in ("--system", system)]
         argv += [*(["--kernels"] if kernels else []), "--turns", str(1 if setting.is_tiny else turns)]
         argv += ["--device", "cpu", "--tiny"] if setting.is_tiny else []
@@ -319,6 +368,9 @@ def read_speeds(folder: Path) -> tuple[str, dict[str, Any]]:
     lines: dict[tuple[str, str], list[str]] = {}
     for row in table.rows_of(document):
         what = row.what.partition(", ")[2]
+        if row.unit == "ms":
+            goal = f"{'' if row.is_met else 'NO: '}≤ {row.target}"
+            lines[what, row.ours_name] = [f"{what}, {row.ours_name}: {row.ratio:.2f} of {row.peer_name} ({goal})"]
         if row.unit != "tokens/s" or row.peer_name == "asked of an H200":
             continue
         name, about = (what, row.ours_name), f"{row.ratio:.2f} of {row.peer_name}"
@@ -346,8 +398,12 @@ PARTS = {
     "train": Part(
         "the first commands, from an empty cache; losses beside the CPU's", 150, commands, compare=compare_losses
     ),
+    "float8": Part("products in float8: losses beside the CPU's", 150, float8_trains, compare=compare_float8),
     "proofs": Part("every axis and option, by NCCL on one GPU", 150, proofs),
     "8b": Part("Llama 8B beside PEFT", 150, speeds("8b", *FOUR, kernels=True), is_timed=True),
+    "8b-fp8": Part(
+        "Llama 8B with products in float8 beside PEFT", 150, speeds("8b", *OF_FLOAT8, kernels=True), is_timed=True
+    ),
     "1b": Part(
         "Llama 1B, 4 rows, beside PEFT", 110, speeds("1b", *FOUR, kernels=True, in_dry_run=False), is_timed=True
     ),
@@ -355,7 +411,13 @@ PARTS = {
         "a mixture of 128 experts beside PEFT", 110, speeds("moe", FOUR[0], FOUR[2], kernels=True), is_timed=True
     ),
     "quantized": Part("bases in few bits beside QLoRA", 110, speeds("quantized"), is_timed=True),
-    "32k": Part("one row of 32,768 tokens", 130, speeds("32k", FOUR[1], FOUR[3], turns=1), is_timed=True),
+    "32k": Part("one row of 32,768 tokens", 170, speeds("32k", FOUR[1], KEPT, FOUR[3], turns=1), is_timed=True),
+    "8b-8k": Part(
+        "Llama 8B, 8,192 tokens a row, products in float8 too, beside PEFT",
+        200,
+        speeds("8b-8k", *OF_FLOAT8, turns=1, in_dry_run=False),
+        is_timed=True,
+    ),
 }
 
 

@@ -28,13 +28,14 @@ def gpu() -> Iterator[ModuleType]:
 
 
 def test_shapes_are_those_of_the_models_they_are_named_after(gpu: ModuleType) -> None:
-    eight, one, experts, long, quantized = gpu.real_shapes()
+    eight, one, experts, long, longer, quantized = gpu.real_shapes()
     assert "8.030 billion parameters" in gpu.describe(eight)  # of meta-llama/Llama-3.1-8B
     assert "1.236 billion parameters" in gpu.describe(one)  # of meta-llama/Llama-3.2-1B
     assert experts.config.num_hidden_layers == 12
     assert experts.has_experts
     assert not eight.has_experts
     assert (long.seq_len, long.recompute, long.config.num_hidden_layers) == (32_768, True, 32)
+    assert (longer.seq_len, longer.config.num_hidden_layers) == (8192, 32)
     assert (quantized.is_quantized, quantized.config.num_hidden_layers) == (True, 8)
     # 2 x 7.5 billion matrix entries forward and as many for the gradient of the input; attention 3.2 G, LoRA 0.25 G.
     assert gpu.flops_per_token(eight, [4096]) == pytest.approx(33.5e9, rel=1e-3)

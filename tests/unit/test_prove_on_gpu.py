@@ -223,6 +223,69 @@ def test_losses_that_are_not_the_cpus_are_a_fault(own: dict[str, float] | None, 
     assert (line.status, line.is_fault) == (status, status != "ok")
 
 
+@pytest.mark.parametrize(
+    ("name", "losses", "status"),
+    [
+        ("fp8", {"1": 3.0, "2": 2.03}, "ok"),
+        ("fp8", {"1": 3.0, "2": 2.05}, "failed"),
+        ("fp8_backward, two ranks", {"1": 3.0, "2": 2.05}, "failed"),
+        ("fp8_backward, two ranks", {"1": 3.0, "2": float("nan")}, "failed"),
+        ("fp8, two ranks", {"1": 3.0}, "failed"),
+        ("fp8", None, "not run"),
+        ("fp8_backward, on the CPU", None, "not run"),
+    ],
+)
+def test_losses_in_float8_that_are_not_the_cpus_are_a_fault(
+    name: str, losses: dict[str, float] | None, status: str
+) -> None:
+    lines = []
+    for step in script.float8_trains(script.Setting(Path("logs"), is_tiny=False)):
+        found = losses if step.name == name else {"1": 3.0, "2": 2.0}
+        is_there = found is not None
+        data = {"losses": found} if is_there else {}
+        how = "ok" if is_there else "failed"
+        lines.append(results.Line("float8", step.name, how, 1.0, "", data, is_fault=not is_there))
+    line = script.compare_float8(lines)
+    assert (line.part, line.status, line.is_fault) == ("float8", status, status != "ok")
+    if status != "not run":
+        assert f"{name}: " in line.found
+
+
+def test_what_a_dry_run_leaves_out_is_not_compared() -> None:
+    lines = []
+    for step in script.float8_trains(script.Setting(Path("logs"), is_tiny=True)):
+        data = {} if step.not_run else {"losses": {"1": 3.0}}
+        lines.append(results.Line("float8", step.name, "not run" if step.not_run else "ok", 1.0, step.not_run, data))
+    assert any(line.status == "not run" for line in lines)
+    assert script.compare_float8(lines).status == "ok"
+
+
+def test_a_step_that_waits_for_the_host_is_said(tmp_path: Path) -> None:
+    names = {"ours_name": "meshlora", "peer_name": "GPU busy", "unit": "ms"}
+    row = script.table.smaller("8b, one sequence, a step", [300.0], [250.0], target=1.06, **names)
+    rows = [dataclasses.asdict(row) | {"is_met": row.is_met}]
+    document = {"parity": {"agrees": True}, "rows": rows, "details": {"shapes": {}}}
+    (tmp_path / "found.json").write_text(json.dumps(document))
+    (tmp_path / "found.md").write_text("")
+    said, _ = script.read_speeds(tmp_path)
+    assert said == "one sequence, a step, meshlora: 1.20 of GPU busy (NO: ≤ 1.06)"
+
+
+@pytest.mark.parametrize("is_tiny", [True, False])
+def test_every_system_of_a_benchmark_is_one_of_its_shape(is_tiny: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import gpu
+
+    known = {shape.name: {system.name for system in gpu.systems_of(shape)} for shape in gpu.real_shapes()}
+    for part in script.PARTS.values():
+        for step in part.steps(script.Setting(Path("logs"), is_tiny)):
+            words = list(step.argv)
+            if "benchmarks/gpu.py" in words:
+                systems = {words[at + 1] for at, word in enumerate(words) if word == "--system"}
+                assert systems <= known[words[words.index("--shape") + 1]], words
+                assert not is_tiny or not systems or any(name.startswith("meshlora") for name in systems)
+
+
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -327,7 +390,8 @@ def test_pages_and_the_planners_numbers_are_written_from_results(tmp_path: Path)
     assert f"| Llama 8B, against PEFT + SDPA | {expected}" in page
     # Of these two kernels are liger's on one side only, and this was not measured.
     assert "| Llama 8B, kernels of liger-kernel on both sides |" not in page
-    assert "Not measured on it: Llama 8B, kernels of liger-kernel on both sides; Llama 1B" in page
+    missing = "Llama 8B, kernels of liger-kernel on both sides; Llama 8B, products in float8"
+    assert f"Not measured on it: {missing}" in page
     assert f"results/{path.stem}.md" in page
     short = places["README.md"].read_text()
     assert "| Llama 8B, against PEFT + SDPA, the goal of 1.3 is missed | 1.25× | 0.62× |" in short
