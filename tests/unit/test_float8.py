@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
-from meshlora.layers.frozen import frozen_linear, gradient_of_input
+from meshlora.layers.frozen import FrozenMatrix, frozen_linear, gradient_of_input
+from meshlora.plan.base_options import BaseOptions
 from meshlora.wings.quantized import float8_gpu
 from meshlora.wings.quantized.float8 import exponents_of, round_tokens
 from meshlora.wings.quantized.float8_matrix import for_kernels, pack_float8
@@ -203,6 +205,33 @@ def test_a_transposed_view_of_the_inputs_before_is_another_input() -> None:
     weight.write_product(y, x, None)
     weight.write_product(y, x.T, None)
     assert torch.equal(y, wanted)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "width", "refused"),
+    [
+        (torch.bfloat16, (9, 0), 32, ""),
+        (torch.float32, (9, 0), 32, "its products are bfloat16; use model.dtype: bfloat16"),
+        (torch.bfloat16, (8, 6), 32, "a card, capability 8.6: tensor cores take float8 from 8.9 on"),
+        (torch.bfloat16, (9, 0), 24, "linear, [32, 24] on each rank: a GPU's kernel takes multiples of 16"),
+    ],
+)
+def test_a_gpu_without_such_products_is_refused(
+    dtype: torch.dtype, capability: tuple[int, int], width: int, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    model, leaf = torch.nn.Module(), FrozenMatrix()
+    leaf.hold(pack_float8(torch.randn(32, width), "float8"))
+    model.linear = leaf
+    plan = SimpleNamespace(compute="fp8", quantized={"linear": None})
+    found = ""
+    try:
+        float8_gpu.check_gpu_of(model, plan, BaseOptions(), dtype=dtype, device=torch.device("cuda"))  # type: ignore[arg-type]
+    except UnsupportedError as error:
+        found = str(error)
+    assert refused in found
+    assert bool(refused) == bool(found)
 
 
 class _OnGpu(Tensor):
