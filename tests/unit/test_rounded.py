@@ -113,6 +113,15 @@ def test_copies_of_factors_that_are_stacked_lie_so() -> None:
     assert lie_so == [True, False, False]
 
 
+@pytest.mark.parametrize("rank", [1, 3, 8])
+def test_copies_that_begin_at_whole_bytes_are_stacked_as_they_are(rank: int) -> None:
+    """Each begins where grouped products can take it: between copies of odd sizes there is a gap."""
+    factors = [torch.nn.Parameter(torch.randn(rank, 6)) for _ in range(3)]
+    rounded.round_each(factors, torch.bfloat16)
+    for given in (factors, factors[1:]):
+        assert torch.equal(rounded.stacked(given, torch.bfloat16), torch.cat([factor.bfloat16() for factor in given]))
+
+
 def test_no_factor_is_cast_where_it_is_used() -> None:
     """In the layers: the head, which the loss calls, is not in a forward of the model any more."""
     model = _model()

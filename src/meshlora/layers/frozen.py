@@ -34,11 +34,15 @@ class FewBits(ABC):
 
     Attributes:
         codes: uint8. scales: of blocks of them. form: how the two are a matrix.
+        has_forward, has_backward: whether kernels of its own multiply by it, `write_product` and `gradient`, which
+            cannot add to what is there.
     """
 
     codes: Tensor
     scales: Tensor
     form: Form
+    has_forward: bool = False
+    has_backward: bool = False
 
     @property
     @abstractmethod
@@ -70,17 +74,13 @@ class FewBits(ABC):
         """g `[T, out]` and the weight as the product of the backward takes them."""
         return g, self.whole()
 
-    def write_product(self, y: Tensor, x: Tensor, bias: Tensor | None) -> bool:
-        """Write `x W^T + bias` over y `[T, out]`, by a kernel that cannot add to what is there.
+    def write_product(self, y: Tensor, x: Tensor, bias: Tensor | None) -> None:
+        """Write `x W^T + bias` over y `[T, out]`."""
+        raise NotImplementedError
 
-        Returns:
-            whether there is one; else nothing is written.
-        """
-        return False
-
-    def new_gradient(self, g: Tensor) -> Tensor | None:
-        """`g W` `[T, in]` in a new tensor, by a kernel that cannot add to one; None: there is none."""
-        return None
+    def gradient(self, g: Tensor) -> Tensor:
+        """`g W` `[T, in]`, a new tensor."""
+        raise NotImplementedError
 
 
 class FrozenMatrix(nn.Module):
@@ -119,8 +119,9 @@ class _PackedLinear(Function):
     def forward(ctx: Any, x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
         ctx.weight = weight  # no tensor: `save_for_backward` would refuse it
         x2 = x.reshape(-1, x.shape[-1])
-        y = x.new_empty(*x.shape[:-1], weight.shape[0])
-        if weight.write_product(y.view(-1, weight.shape[0]), x2, bias):
+        if weight.has_forward:
+            y = x.new_empty(*x.shape[:-1], weight.shape[0])
+            weight.write_product(y.view(-1, weight.shape[0]), x2, bias)
             return y
         return F.linear(weight.entering(x2).view(x.shape), weight.whole(), bias)
 
@@ -142,8 +143,8 @@ def frozen_linear(x: Tensor, weight: Tensor | FewBits, bias: Tensor | None) -> T
 def gradient_of_input(g: Tensor, weight: Tensor | FewBits, so_far: Tensor | None = None) -> Tensor:
     """`g W` `[T, in]`, added to `so_far` in place if that is given."""
     if isinstance(weight, FewBits):
-        if (found := weight.new_gradient(g)) is not None:
-            return found if so_far is None else so_far.add_(found)
+        if weight.has_backward:
+            return weight.gradient(g) if so_far is None else so_far.add_(weight.gradient(g))
         g, weight = weight.returning(g)
     return g @ weight if so_far is None else so_far.addmm_(g, weight)
 

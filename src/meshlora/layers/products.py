@@ -267,8 +267,8 @@ def _gradient_of_x(ctx: Any, grad: Tensor, weight: Tensor | FewBits, terms: Sequ
         return None
     g = grad.reshape(-1, weight.shape[0])
     total = None if shared is None else shared.so_far()  # the sum of the linears that came before in this backward
-    if isinstance(weight, FewBits) and (own := weight.new_gradient(g)) is not None:
-        total = _with_terms(own if total is None else total.add_(own), terms, g, weight.shape[1])
+    if isinstance(weight, FewBits) and weight.has_backward:  # which add to nothing: theirs is the first product
+        total = _with_terms(gradient_of_input(g, weight, total), terms, g, weight.shape[1])
     else:
         if terms:
             total = _with_terms(total, terms, g, weight.shape[1])
@@ -316,7 +316,8 @@ def _sum_of_products(x: Tensor, weight: Tensor | FewBits, bias: Tensor | None, t
     x2 = x.reshape(-1, x.shape[-1])
     y = x.new_empty(*x.shape[:-1], weight.shape[0])  # no view: some models change it in place
     rows = y.view(-1, weight.shape[0])
-    if isinstance(weight, FewBits) and weight.write_product(rows, x2, bias):
+    if isinstance(weight, FewBits) and weight.has_forward:
+        weight.write_product(rows, x2, bias)
         for group, z in terms:
             own, bt = group.rows(rows), group.b.mT
             if z.ndim == 2:

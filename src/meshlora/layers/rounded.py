@@ -72,9 +72,9 @@ def round_each(factors: Iterable[nn.Parameter], dtype: torch.dtype) -> list[nn.P
     with torch.no_grad():
         copy_each(copies, [factor.detach() for factor in wide])  # one kernel for all
     start = 0
-    for factor, copy in zip(wide, copies, strict=True):
+    for factor, copy, size in zip(wide, copies, sizes, strict=True):
         note(factor, _Rounded(copy, flat, start))
-        start += factor.numel()
+        start += size
     return wide
 
 

@@ -54,9 +54,11 @@ class Float8Form(Form):
 
     def matrix(self, codes: Tensor, scales: Tensor) -> Packed:
         """The matrix, which rounds what it is multiplied with."""
+        # Blocks of a narrow matrix that is cut row by row look the same: their scales are bytes.
+        of_kernels = scales.dtype == torch.float32 and self.is_of_kernels
         if self.holds_numbers:
-            return Float8Backward(codes, scales, self)
-        return Float8(codes, scales, self)
+            return Float8Backward(codes, scales, self, has_backward=of_kernels)
+        return Float8(codes, scales, self, of_kernels, of_kernels)
 
 
 class Float8(Packed):
@@ -68,19 +70,16 @@ class Float8(Packed):
     def returning(self, g: Tensor) -> tuple[Tensor, Tensor]:
         return round_tokens(g), self.whole()
 
-    def write_product(self, y: Tensor, x: Tensor, bias: Tensor | None) -> bool:
-        if not _is_of_kernels(self):
-            return False
+    def write_product(self, y: Tensor, x: Tensor, bias: Tensor | None) -> None:
         float8_gpu.write_product(y, x, self.codes, self.scales, bias)
 
         def definition(rows: Tensor) -> Tensor:
             return self.entering(rows).float() @ self.whole().float().T
 
         float8_gpu.check_once("forward", y, x, definition, bias)
-        return True
 
-    def new_gradient(self, g: Tensor) -> Tensor | None:
-        return _new_gradient(self, g)
+    def gradient(self, g: Tensor) -> Tensor:
+        return _gradient(self, g)
 
 
 class Float8Backward(Packed):
@@ -97,14 +96,12 @@ class Float8Backward(Packed):
         form = dataclasses.replace(self.form, kind="float8")
         return round_tokens(g), Packed(rounded, self.scales, form).whole()
 
-    def new_gradient(self, g: Tensor) -> Tensor | None:
-        return _new_gradient(self, g)
+    def gradient(self, g: Tensor) -> Tensor:
+        return _gradient(self, g)
 
 
-def _new_gradient(matrix: Packed, g: Tensor) -> Tensor | None:
+def _gradient(matrix: Packed, g: Tensor) -> Tensor:
     """`g W^` by the kernels of a GPU, of a matrix that has their form."""
-    if not _is_of_kernels(matrix):
-        return None
     found = float8_gpu.gradient(g, matrix.codes, matrix.scales)
 
     def definition(rows: Tensor) -> Tensor:
@@ -113,12 +110,6 @@ def _new_gradient(matrix: Packed, g: Tensor) -> Tensor | None:
 
     float8_gpu.check_once("backward", found, g, definition)
     return found
-
-
-def _is_of_kernels(matrix: Packed) -> bool:
-    assert isinstance(matrix.form, Float8Form), matrix.form
-    # Blocks of a narrow matrix that is cut row by row look the same: their scales are bytes.
-    return matrix.scales.dtype == torch.float32 and matrix.form.is_of_kernels
 
 
 def pack_float8(weight: Tensor, kind: str) -> Packed:

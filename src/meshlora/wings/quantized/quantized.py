@@ -136,6 +136,8 @@ class Packed(FewBits):
     codes: Tensor
     scales: Tensor
     form: Form
+    has_forward: bool = False
+    has_backward: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
