@@ -4,7 +4,7 @@
 
 Each of `none`, `fp8_backward` and `fp8` is trained from each seed, which draws the adapter and the order of the data.
 Every adapter is then judged as it will be served, on the plain base: the loss of examples/docstrings/eval.jsonl, and
-how many of its first 48 prompts are answered to the letter. A kind passes if its mean loss and its exact answers stay
+how many of its first prompts are answered to the letter. A kind passes if its mean loss and its exact answers stay
 within those of the plain runs: no worse than the worst of them.
 
 A run that has ended is not repeated: kill it, and start it again.
@@ -28,7 +28,6 @@ from meshlora import GenerateConfig, generate
 
 DATA = Path(__file__).parents[1] / "examples/docstrings"
 KINDS = ("none", "fp8_backward", "fp8")
-PROMPTS = 48
 RUN: dict[str, Any] = {
     "lora": {"r": 16, "lora_alpha": 32, "target_modules": "all-linear"},
     "data": {"train": str(DATA / "train.jsonl"), "max_length": 256},
@@ -39,7 +38,7 @@ RUN: dict[str, Any] = {
 
 
 class Judged(NamedTuple):
-    """An adapter on the plain base: the loss of its last ten steps, that of held-out texts, exact answers of 48."""
+    """An adapter on the plain base: the loss of its last ten steps, that of held-out texts, exact answers."""
 
     train_loss: float
     eval_loss: float
@@ -53,7 +52,7 @@ def main() -> int:
         for kind in KINDS:
             found[kind].append(judged(kind, seed, options))
             print(f"seed {seed}, {kind}: {found[kind][-1]}", file=sys.stderr, flush=True)
-    print(table(found))
+    print(table(found, options.prompts))
     return 0
 
 
@@ -95,7 +94,7 @@ def _eval_loss(folder: Path) -> float:
 
 def _exact(folder: Path, options: argparse.Namespace) -> int:
     """How many of the first prompts are answered to the letter, by the likeliest token each time."""
-    rows = [json.loads(line) for line in (DATA / "eval.jsonl").read_text().splitlines()[:PROMPTS]]
+    rows = [json.loads(line) for line in (DATA / "eval.jsonl").read_text().splitlines()[: options.prompts]]
     prompts, wanted = [row["prompt"] for row in rows], [row["completion"] for row in rows]
     settings = GenerateConfig(max_new_tokens=128, batch_size=16)
     adapter = folder / "run/adapter"
@@ -107,11 +106,11 @@ def _meshlora(*words: Any) -> None:
     subprocess.run([sys.executable, "-m", "meshlora", *map(str, words)], check=True, stdout=subprocess.DEVNULL)
 
 
-def table(found: dict[str, list[Judged]]) -> str:
+def table(found: dict[str, list[Judged]], prompts: int) -> str:
     """A row for each kind: its seeds, and whether it passes."""
     plain = found["none"]
     worst_loss, fewest = max(one.eval_loss for one in plain), min(one.exact for one in plain)
-    lines = ["| `model.compute` | held-out loss, by seed | mean | exact of 48, by seed | mean | passes |"]
+    lines = [f"| `model.compute` | held-out loss, by seed | mean | exact of {prompts}, by seed | mean | passes |"]
     lines.append("|---|---|---|---|---|---|")
     for kind, each in found.items():
         loss, exact = (statistics.mean(column) for column in list(zip(*each, strict=True))[1:])
@@ -130,6 +129,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--folder", default="runs/gate", help="for the runs")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=64)
+    parser.add_argument("--prompts", type=int, default=48)
     parser.add_argument("--dtype", default="bfloat16", help="of the base")
     return parser.parse_args()
 

@@ -65,6 +65,11 @@ CLAIMS: dict[str, Claim] = {
     "simulate": Claim(f"-m meshlora plan --model {SHAPE} --gpus 16384 --gpu h200 --seq 8192 --simulate"),
     "prices": Claim("benchmarks/planned_gpu.py"),
     "families": Claim("scripts/prove_families.py --family llama qwen3_moe --topology tp=2,sp --out {folder}/out.md"),
+    "float8": Claim(
+        "scripts/gate_float8.py --model examples/tiny_base --folder {folder} --seeds 1 --steps 2 --prompts 2 "
+        "--dtype float32",
+        says="| fp8 |",
+    ),
     "published": Claim("scripts/prove_published.py --only Qwen--Qwen3-8B --tp 2"),
 }
 

@@ -45,7 +45,10 @@ RUN_BY: list[tuple[str, str]] = [
     (r"^make ", "it runs tests, programs of this table or the set-up"),
     (r"benchmarks/", "minutes to hours; tests/ranks/test_benchmarks.py runs each in small"),
     (r"scripts/describe_house", "make house"),
-    (r"scripts/(prove_|chaos|generate_faults|same_adapter|two_nodes)", "minutes to hours; make claims, each in small"),
+    (
+        r"scripts/(prove_|gate_|chaos|generate_faults|same_adapter|two_nodes)",
+        "minutes to hours; make claims, each in small",
+    ),
     (r"scripts/(run_claims|proof_slice)", "make claims, make proof-slice"),
     (r"\bpip\d? |^python3 -m venv", "it installs"),
     (r"examples/launch/", "it needs a cluster of Ray"),

@@ -155,6 +155,14 @@ def test_those_of_a_gpu_are_known_before(setup: Setup, monkeypatch: pytest.Monke
     assert found("0.8.5") == []
 
 
+def test_float8_that_is_emulated_is_said(setup: Setup) -> None:
+    said = [str(path) for path in prepared(setup, model__compute="fp8_backward", topology="").slow_paths]
+    assert said == [
+        "products in float8 as those of rounded numbers in float32: CPUs do not multiply e4m3; "
+        "leave out model.compute, or train on a GPU"
+    ]
+
+
 def test_eager_attention_is_one_where_there_is_sdpa(setup: Setup) -> None:
     (path,) = prepared(setup, model__attn_implementation="eager").slow_paths
     assert (path.cause, path.way_out) == ("model.attn_implementation: eager", "leave it out, for sdpa")

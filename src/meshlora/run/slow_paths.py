@@ -55,6 +55,12 @@ def slow_paths(
     if not is_known(LlamaRMSNorm) and any("RMSNorm" in type(m).__name__ for m in blueprint.model.modules()):
         cause = f"transformers {version_of('transformers')} writes them in another way than is known here"
         yield SlowPath("norms in separate operations, saved in float32", cause, _TRANSFORMERS)
+    if blueprint.plan.compute is not None and (device == "cpu" or not has_gpu):
+        yield SlowPath(
+            f"products in float8 as those of rounded numbers in {blueprint.dtype}".replace("torch.", ""),
+            "CPUs do not multiply e4m3",
+            "leave out model.compute, or train on a GPU",
+        )
     if has_gpu and device != "cpu" and blueprint.dtype != torch.float64:
         yield from _of_kernels(blueprint, kernels, preflight)
 
