@@ -226,9 +226,10 @@ def test_products_in_float8_are_near_their_definition(kind: str, tokens: int, he
     g = torch.randn(height, tokens, device="cuda").bfloat16().T  # not contiguous
     bias = torch.randn(height, device="cuda")
     y = torch.empty(tokens, height, device="cuda", dtype=torch.bfloat16)
-    assert packed.write_product(y, x, bias) == (kind == "float8")
-    found = packed.new_gradient(g)
-    assert found is not None
+    assert packed.has_forward == (kind == "float8")
+    if packed.has_forward:
+        packed.write_product(y, x, bias)
+    found = packed.gradient(g)
     rounded, through = packed.returning(g)
     pairs = [(found, rounded.float() @ through.float())]
     if kind == "float8":
@@ -241,9 +242,8 @@ def test_products_in_float8_are_near_their_definition(kind: str, tokens: int, he
 def test_products_in_float8_of_no_tokens_are_empty() -> None:
     packed = for_kernels(pack_float8(torch.randn(64, 32, device="cuda").bfloat16(), "float8"), "w")
     none = torch.empty(0, 64, device="cuda", dtype=torch.bfloat16)
-    assert packed.write_product(none, none[:, :32], None)
-    found = packed.new_gradient(none)
-    assert found is not None
+    packed.write_product(none, none[:, :32], None)
+    found = packed.gradient(none)
     assert found.shape == (0, 32)
 
 

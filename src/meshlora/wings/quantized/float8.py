@@ -60,7 +60,7 @@ def nearest(x: Tensor) -> Tensor:
     normal = (rounded & -(1 << drop)).view(x.dtype)
     # Below 2^-6 the numbers are multiples of 2^-9: the last bit of a sum with this.
     magnet = 1.5 * 2.0 ** (mantissa - 9)
-    subnormal = (x + magnet) - magnet
+    subnormal = ((x + magnet) - magnet).copysign(x)  # of what becomes 0, too, as a cast has it
     return torch.where(x.abs() < 2.0**-6, subnormal, normal)
 
 
