@@ -69,8 +69,9 @@ def _expected(tp: int, *, sp: bool) -> Counter[int]:
         *(T * F_ // tp,) * 2,  # gate, up: neither the activation nor the product
         *(T * R,) * (7 if sp else 2),  # x A^T of each linear
     ]
-    if not sp:  # of q, k, v, and of gate, up: together, with the A of all
-        tensors += [3 * T * R, 2 * T * R, 3 * R * H, 2 * R * H]
+    tensors += [3 * R * H, 2 * R * H]  # the A of q, k, v, and of gate, up
+    if not sp:  # and their x A^T, together
+        tensors += [3 * T * R, 2 * T * R]
     return Counter(tensors)
 
 

@@ -158,8 +158,7 @@ def test_those_of_a_gpu_are_known_before(setup: Setup, monkeypatch: pytest.Monke
 def test_float8_that_is_emulated_is_said(setup: Setup) -> None:
     said = [str(path) for path in prepared(setup, model__compute="fp8_backward", topology="").slow_paths]
     assert said == [
-        "products in float8 as those of rounded numbers in float32: CPUs do not multiply e4m3; "
-        "leave out model.compute, or train on a GPU"
+        "products in float8 emulated in float32: CPUs do not multiply e4m3; leave out model.compute, or train on a GPU"
     ]
 
 

@@ -127,6 +127,7 @@ RUN_FILE: dict[str, Case] = {
     ),
     "set_a_key_of_thousands_of_groups": case(override("a." * 1000 + "b=1"), "at most 10 groups"),
     # Paths.
+    "nul_in_the_chat_template": case(override('data.chat_template="a\\0b"'), "data.chat_template='a\\x00b'", "no NUL"),
     "nul_in_the_model_path": case(override('model.path="a\\0b"'), "model.path='a\\x00b'", "no NUL"),
     "nul_in_the_output": case(override('train.output="a\\0b"'), "train.output", "no NUL"),
     "model_path_too_long": case(setting("model.path", LONG), "model.path='xxx", "at most 240"),

@@ -76,11 +76,16 @@ class FewBits(ABC):
 
     def write_product(self, y: Tensor, x: Tensor, bias: Tensor | None) -> None:
         """Write `x W^T + bias` over y `[T, out]`."""
-        raise NotImplementedError
+        x, weight = self.entering(x), self.whole()
+        if bias is None:
+            torch.mm(x, weight.T, out=y)
+        else:
+            torch.addmm(bias, x, weight.T, out=y)
 
     def gradient(self, g: Tensor) -> Tensor:
         """`g W` `[T, in]`, a new tensor."""
-        raise NotImplementedError
+        g, weight = self.returning(g)
+        return g @ weight
 
 
 class FrozenMatrix(nn.Module):
@@ -118,18 +123,15 @@ class _PackedLinear(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: FewBits, bias: Tensor | None) -> Tensor:
         ctx.weight = weight  # no tensor: `save_for_backward` would refuse it
-        x2 = x.reshape(-1, x.shape[-1])
-        if weight.has_forward:
-            y = x.new_empty(*x.shape[:-1], weight.shape[0])
-            weight.write_product(y.view(-1, weight.shape[0]), x2, bias)
-            return y
-        return F.linear(weight.entering(x2).view(x.shape), weight.whole(), bias)
+        y = x.new_empty(*x.shape[:-1], weight.shape[0])
+        weight.write_product(y.view(-1, weight.shape[0]), x.reshape(-1, x.shape[-1]), bias)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         g = grads[0]
         dx = gradient_of_input(g.reshape(-1, g.shape[-1]), ctx.weight)
-        return dx.view(*g.shape[:-1], -1), None, None
+        return dx.view(*g.shape[:-1], dx.shape[-1]), None, None
 
 
 def frozen_linear(x: Tensor, weight: Tensor | FewBits, bias: Tensor | None) -> Tensor:
@@ -143,8 +145,10 @@ def frozen_linear(x: Tensor, weight: Tensor | FewBits, bias: Tensor | None) -> T
 def gradient_of_input(g: Tensor, weight: Tensor | FewBits, so_far: Tensor | None = None) -> Tensor:
     """`g W` `[T, in]`, added to `so_far` in place if that is given."""
     if isinstance(weight, FewBits):
+        if so_far is None:
+            return weight.gradient(g)
         if weight.has_backward:
-            return weight.gradient(g) if so_far is None else so_far.add_(weight.gradient(g))
+            return so_far.add_(weight.gradient(g))
         g, weight = weight.returning(g)
     return g @ weight if so_far is None else so_far.addmm_(g, weight)
 

@@ -57,7 +57,7 @@ def slow_paths(
         yield SlowPath("norms in separate operations, saved in float32", cause, _TRANSFORMERS)
     if blueprint.plan.compute is not None and (device == "cpu" or not has_gpu):
         yield SlowPath(
-            f"products in float8 as those of rounded numbers in {blueprint.dtype}".replace("torch.", ""),
+            f"products in float8 emulated in {blueprint.dtype}".replace("torch.", ""),
             "CPUs do not multiply e4m3",
             "leave out model.compute, or train on a GPU",
         )

@@ -71,6 +71,9 @@ class Float8(Packed):
         return round_tokens(g), self.whole()
 
     def write_product(self, y: Tensor, x: Tensor, bias: Tensor | None) -> None:
+        if not self.has_forward:
+            super().write_product(y, x, bias)
+            return
         float8_gpu.write_product(y, x, self.codes, self.scales, bias)
 
         def definition(rows: Tensor) -> Tensor:
@@ -79,7 +82,7 @@ class Float8(Packed):
         float8_gpu.check_once("forward", y, x, definition, bias)
 
     def gradient(self, g: Tensor) -> Tensor:
-        return _gradient(self, g)
+        return _gradient(self, g) if self.has_backward else super().gradient(g)
 
 
 class Float8Backward(Packed):
@@ -97,7 +100,7 @@ class Float8Backward(Packed):
         return round_tokens(g), Packed(rounded, self.scales, form).whole()
 
     def gradient(self, g: Tensor) -> Tensor:
-        return _gradient(self, g)
+        return _gradient(self, g) if self.has_backward else super().gradient(g)
 
 
 def _gradient(matrix: Packed, g: Tensor) -> Tensor:
