@@ -162,7 +162,7 @@ def test_only_two_files_communicate() -> None:
 
 
 def test_the_environment_is_read_in_five_files() -> None:
-    """The command line sets defaults for libraries, and is the sixth that may touch it."""
+    """The two command lines set defaults for libraries, and may touch it, too."""
     files = {name_of(f) for _, f, _ in _modules() if "os.environ" in f.read_text()}
     assert files <= {
         "processes/launchers.py",
@@ -170,6 +170,7 @@ def test_the_environment_is_read_in_five_files() -> None:
         "run/edge.py",
         "meshlora_ground/hub.py",
         "cli/main.py",
+        "meshlora_judge/command.py",
     } | {"meshlora_ground/private.py"}
 
 

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from meshlora.cli.parser import keys_of_run_files
 from meshlora_ground.errors import UserError
 from meshlora_ground.files import check_result_file, write_json_atomically
 
@@ -19,6 +18,17 @@ def add_run_file(parser: argparse.ArgumentParser, *, example: str = "train.lr=1e
         "--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=f"as in --set {example}"
     )
     override.completer = keys_of_run_files  # type: ignore[attr-defined]
+
+
+def keys_of_run_files(prefix: str, **_: Any) -> list[str]:
+    """The completions of `--set KEY=`."""
+    from meshlora.run.config.types import groups
+
+    found = []
+    for group, keys in groups().items():
+        known = [f"{group}.{key}=".lstrip(".") for key in keys]  # those of no group begin with a dot
+        found += [key for key in known if key.startswith(prefix)]
+    return found
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:

@@ -27,10 +27,10 @@ os.environ.setdefault("MESHLORA_HF_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from meshlora.cli.arguments import add_local_rank
-from meshlora.cli.parser import Parser
 from meshlora.run.extras import COMMANDS, table_of
 from meshlora_ground.errors import MeshloraError, UserError, report
 from meshlora_ground.lifetime import end_with, note_interrupts
+from meshlora_ground.parser import Parser
 from meshlora_ground.versions import version_of
 
 # Always there, and never another package's. Each module's `add` declares the command's arguments and what runs it.

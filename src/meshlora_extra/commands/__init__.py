@@ -8,6 +8,7 @@ COMMANDS = {
     "check": "meshlora.cli.check",
     "data": "meshlora_extra.commands.data",
     "inspect": "meshlora_extra.commands.inspect",
+    "judge": "meshlora_judge.command",
     "plan": "meshlora_extra.commands.plan",
     "lr-find": "meshlora_extra.commands.lr_find",
     "calibrate": "meshlora_extra.commands.calibrate",

@@ -14,8 +14,8 @@ from typing import Any
 
 from meshlora.cli import train
 from meshlora.cli.arguments import add_run_file, run_file_words
-from meshlora.cli.parser import Parser
 from meshlora_ground.errors import MeshloraError, UserError
+from meshlora_ground.parser import Parser
 
 _ROWS = 12
 # The rates are one argument of each rank, and Linux has none of 128 KiB: 26 characters a step at most.

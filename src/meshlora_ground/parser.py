@@ -1,6 +1,6 @@
 """The parser of all commands: our form of errors, paths that can be paths, and the nearest name for a slip.
 
-Owns: what argparse says, and completion of `--set`. Does not own: commands and their arguments.
+Owns: what argparse says. Does not own: commands and their arguments.
 """
 
 from __future__ import annotations
@@ -74,14 +74,3 @@ class Parser(argparse.ArgumentParser):
 def _words(choices: str) -> Sequence[str]:
     """Of `'a', 'b'`, or `a, b` as newer versions of Python have it."""
     return [word.strip(" '\"") for word in choices.split(",")]
-
-
-def keys_of_run_files(prefix: str, **_: Any) -> list[str]:
-    """The completions of `--set KEY=`."""
-    from meshlora.run.config.types import groups
-
-    found = []
-    for group, keys in groups().items():
-        known = [f"{group}.{key}=".lstrip(".") for key in keys]  # those of no group begin with a dot
-        found += [key for key in known if key.startswith(prefix)]
-    return found
