@@ -25,7 +25,7 @@ from meshlora_judge.inputs import without_values
 from meshlora_judge.pieces import in_pieces
 from meshlora_judge.reference import scalings
 from meshlora_judge.reference_case import read_back
-from meshlora_judge.trace import read_values, write_values
+from meshlora_judge.values import read_values, write_values
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 # In a run's folder: the trainer's first and last checkpoint of the adapter, and a fresh, untrained adapter.

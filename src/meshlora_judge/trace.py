@@ -5,19 +5,14 @@ Owns: the fields and the file. The reference has one trace, our side one per ran
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from meshlora_judge.capture import MicroBatchCapture
 from meshlora_judge.experts import Stack
-
-_TENSOR = "#tensor"  # stands for a tensor in the JSON; no module has this name
+from meshlora_judge.values import read_values, write_values
 
 
 @dataclass
@@ -86,29 +81,3 @@ class Trace:
         micro_batches = [MicroBatchCapture(**micro) for micro in values.pop("micro_batches")]
         stacks = {name: Stack(**stack) for name, stack in values.pop("stacks").items()}
         return cls(micro_batches, stacks=stacks, **values)
-
-
-def write_values(values: dict[str, Any], path: Path) -> None:
-    """Write plain values, lists, dicts and dataclasses, with tensors at any depth, as one safetensors file."""
-    tensors: dict[str, Tensor] = {}
-
-    def put(value: Any) -> dict[str, Any]:
-        if not isinstance(value, Tensor):
-            return vars(value)
-        key = str(len(tensors))
-        tensors[key] = value
-        return {_TENSOR: key}
-
-    described = json.dumps(values, default=put)
-    save_file(tensors, path, metadata={"values": described})
-
-
-def read_values(path: Path) -> dict[str, Any]:
-    """Read a file of `write_values`, dataclasses as dicts."""
-    with safe_open(path, framework="pt") as file:
-
-        def get(found: dict[str, Any]) -> Any:
-            return file.get_tensor(found[_TENSOR]) if _TENSOR in found else found
-
-        values: dict[str, Any] = json.loads(file.metadata()["values"], object_hook=get)
-    return values

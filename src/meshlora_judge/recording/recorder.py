@@ -1,0 +1,281 @@
+"""What a trainer does in an optimizer step, recorded from outside: a few hooks, in the trainer's own processes.
+
+Owns: when what is copied. Each rank writes its own file when a recorded step ends; nothing of the trainer is changed
+but dropout, whose masks nobody could replay. Does not own: how tensors lie (`recording.tensors`), what a trainer's
+loss is (`recording.losses`), the files (`recording.files`).
+
+A step ends when a torch optimizer that has trained parameters of the model has stepped. Before clipping: the gradients
+as the last backward left them, after what DDP and FSDP do at its end. After clipping: as the optimizer takes them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from meshlora_ground.errors import UserError
+from meshlora_judge.recording.dropout import without_dropout
+from meshlora_judge.recording.files import Recording, Step, check_free
+from meshlora_judge.recording.losses import loss_of, trainer_parts
+from meshlora_judge.recording.tensors import (
+    copied,
+    fingerprint,
+    gathered,
+    placement,
+    plain,
+    rank_and_size,
+    unwrapped,
+    whole,
+)
+
+_NUMBERS = (bool, int, float, str)
+
+
+class Recorder:
+    """What one rank saw of the first `steps` optimizer steps.
+
+    Attributes:
+        recording: what is written. is_done: all steps are recorded, and the trainer is as it was.
+    """
+
+    def __init__(self, model: nn.Module, folder: Path, *, steps: int, loss: Mapping[str, Any]) -> None:
+        self.model, self.folder, self.steps = model, folder, steps
+        rank, size = rank_and_size()
+        self.recording = Recording(rank=rank, world_size=size, loss=dict(loss))
+        self.is_done = False
+        self._step = Step()
+        self._further: dict[str, Any] = {}
+        self._raw: dict[str, Tensor] = {}
+        self._depth = 0
+        self._stack = ExitStack()
+        self._is_described = False
+
+    # What a loop of its own may say.
+
+    def note(self, **tensors: Any) -> None:
+        """Keep what the model's next forward is not given but its loss depends on: labels, advantages."""
+        self._further.update(_kept(tensors))
+
+    # When it listens.
+
+    def start(self) -> None:
+        inner = unwrapped(self.model)
+        self._stack.callback(without_dropout(inner, self.recording.notes))
+        hooks = [
+            inner.register_forward_pre_hook(self._called, with_kwargs=True),
+            _first_linear(inner).register_forward_pre_hook(self._computes),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        for hook in hooks:
+            self._stack.callback(hook.remove)
+        self._stack.enter_context(_replaced(torch.autograd, "backward", self._backward))
+        for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
+            self._stack.enter_context(_replaced(owner, "clip_grad_norm_", self._clipped))
+
+    def stop(self) -> None:
+        """Leave the trainer as it was."""
+        self._stack.close()
+        self.is_done = True
+
+    # What it hears.
+
+    def _called(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.is_grad_enabled() or not self.model.training:
+            return
+        given = _kept(kwargs) | self._further
+        self._further = {}
+        if args and isinstance(args[0], Tensor):
+            given.setdefault("input_ids", args[0].detach().cpu().clone())
+        self._step.micro_batches.append(given)
+
+    def _computes(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        """Inside the model: Trainers turn autocast on and off around its forward."""
+        kind = args[0].device.type if args and isinstance(args[0], Tensor) else "cpu"
+        if torch.is_autocast_enabled(kind):
+            self.recording.autocast = str(torch.get_autocast_dtype(kind)).removeprefix("torch.")
+
+    def _backward(self, original: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        self._depth += 1  # recomputed layers have backwards of their own inside
+        try:
+            found = original(tensors, *args, **kwargs)
+        finally:
+            self._depth -= 1
+        if self._depth:
+            return found
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        self._step.losses.append(float(sum(root.detach().double().sum() for root in roots)))
+        with gathered(self.model):
+            for name, parameter in self._trained().items():
+                if parameter.grad is not None:
+                    self._raw[name] = copied(parameter.grad)
+        return found
+
+    def _clipped(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        limit = kwargs.get("max_norm", args[1] if len(args) > 1 else None)
+        norm = found.full_tensor() if hasattr(found, "full_tensor") else found
+        self._step.clip = {"max_norm": float(limit or 0.0), "norm": float(norm)}
+        return found
+
+    def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._is_ours(optimizer):
+            return
+        self._describe()
+        step = self._step
+        with gathered(self.model):
+            trained = self._trained()
+            step.before = {name: whole(parameter) for name, parameter in trained.items()}
+            step.raw = {name: whole(grad) for name, grad in self._raw.items()}
+            step.clipped = {name: whole(p.grad) for name, p in trained.items() if p.grad is not None}
+        step.optimizer = _described(optimizer, {p: name for name, p in trained.items()})
+
+    def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self._is_ours(optimizer):
+            return
+        with gathered(self.model):
+            self._step.after = {name: whole(parameter) for name, parameter in self._trained().items()}
+        self.recording.steps.append(self._step)
+        self._step, self._raw = Step(), {}
+        self.recording.write(self.folder)
+        if len(self.recording.steps) == self.steps:
+            self.stop()
+
+    # What it knows of the model.
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        """By plain name. Looked up each time: FSDP2 puts other parameters into a model's place."""
+        return {plain(name): p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def _is_ours(self, optimizer: Any) -> bool:
+        ours = {id(parameter) for parameter in self._trained().values()}
+        return any(id(p) in ours for group in optimizer.param_groups for p in group["params"])
+
+    def _describe(self) -> None:
+        """Once: what the model is, and how it lies."""
+        if self._is_described:
+            return
+        self._is_described = True
+        found, inner = self.recording, unwrapped(self.model)
+        found.fsdp = any(isinstance(module, FSDPModule) for module in self.model.modules())
+        found.wrapper = type(self.model).__name__ if inner is not self.model else ""
+        for name, parameter in self.model.named_parameters():
+            name = plain(name)
+            if parameter.requires_grad:
+                found.trained[name] = placement(parameter) | {"dtype": str(parameter.dtype).removeprefix("torch.")}
+                continue
+            lies = placement(parameter)
+            found.frozen[name] = lies | {"dtype": str(parameter.dtype).removeprefix("torch.")}
+            if lies["kind"] == "plain":
+                found.frozen[name]["fingerprint"] = fingerprint(parameter)
+        found.adapters = {name: _plain_config(config) for name, config in getattr(inner, "peft_config", {}).items()}
+        config = getattr(inner, "config", None)
+        if config is not None and hasattr(config, "to_dict"):
+            found.config = _plain_config(config)
+            found.base = str(getattr(config, "_name_or_path", "") or "")
+
+
+@contextmanager
+def record(
+    subject: Any, folder: str | Path, *, optimizer: Any = None, steps: int = 1, loss: Mapping[str, Any] | None = None
+) -> Iterator[Recorder]:
+    """Record the next `steps` optimizer steps of any torch trainer, on every rank, into `folder`.
+
+        with meshlora_judge.record(model, "seen") as step:
+            for batch in batches:
+                ...  # the loop as it is
+
+    subject: the model that is trained, wrapped or not, or a Trainer of transformers or TRL. optimizer: not needed:
+    any torch optimizer that has the model's trained parameters is listened to. loss: what the loss is, where the
+    model is not given its labels, as in `{"kind": "sft"}` (`recording.losses`).
+
+    Raises:
+        UserError: no step was seen, or the folder holds another recording.
+    """
+    folder = Path(folder)
+    check_free(folder, rank_and_size()[0])
+    model, around = (subject, None) if isinstance(subject, nn.Module) else trainer_parts(subject)
+    if loss is None:
+        loss = loss_of(subject)
+    recorder = Recorder(model, folder, steps=steps, loss=loss)
+    recorder.start()
+    with ExitStack() as stack:
+        stack.callback(recorder.stop)
+        if around is not None:
+            stack.enter_context(around(recorder))
+        yield recorder
+    if not recorder.recording.steps:
+        rule = "no optimizer stepped on trained parameters of this model"
+        raise UserError(f"recording to {folder}", rule, "put the training loop inside the block, or give its model")
+
+
+def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The tensors, on the CPU, and the plain numbers among `values`."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            found[name] = whole(value)
+        elif isinstance(value, _NUMBERS):
+            found[name] = value
+    return found
+
+
+def _plain_config(config: Any) -> dict[str, Any]:
+    """A configuration of PEFT or transformers as plain values; what is none is left out."""
+    found = {}
+    for name, value in config.to_dict().items():
+        if isinstance(value, set):
+            value = sorted(value)
+        if isinstance(value, _NUMBERS) or value is None or isinstance(value, list | dict):
+            found[name] = value
+        elif hasattr(value, "value"):  # an enum
+            found[name] = value.value
+        else:
+            found[name] = str(value)
+    return found
+
+
+def _described(optimizer: Any, names: Mapping[Any, str]) -> dict[str, Any]:
+    """The optimizer's class, its groups with the names of their parameters, and its state before the step."""
+    groups, state = [], {}
+    for group in optimizer.param_groups:
+        options = {}
+        for key, value in group.items():
+            if key == "params":
+                continue
+            if isinstance(value, Tensor):
+                value = float(value)
+            if value is None or isinstance(value, (*_NUMBERS, tuple, list)):
+                options[key] = value
+        known = [names[p] for p in group["params"] if p in names]
+        groups.append({"options": options, "names": known, "others": len(group["params"]) - len(known)})
+        for parameter in group["params"]:
+            if parameter in names and optimizer.state.get(parameter):
+                state[names[parameter]] = _kept(optimizer.state[parameter])
+    return {"class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", "groups": groups, "state": state}
+
+
+def _first_linear(model: nn.Module) -> nn.Module:
+    return next((module for module in model.modules() if isinstance(module, nn.Linear)), model)
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
+    """`owner.name` goes through `by`, which is given the original first."""
+    original = getattr(owner, name)
+    setattr(owner, name, functools.partial(by, original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+Around = Callable[[Recorder], AbstractContextManager[None]]

@@ -1,0 +1,90 @@
+"""How the tensors of a trainer lie on its ranks: names without wrappers, whole values, and placements in words.
+
+Knows DTensor (FSDP2, tensor parallelism), the wrappers of DDP, FSDP1 and torch.compile, and plain tensors, which may be
+a rank's part of something larger: the judge puts these together (`steps.recorded`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+_WRAPPERS = re.compile(r"(^|\.)(module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)(?=\.)")
+_SAMPLED = 4096  # elements of a frozen tensor that its fingerprint is of
+
+
+def plain(name: str) -> str:
+    """`module._orig_mod.base_model…` -> `base_model…`."""
+    return _WRAPPERS.sub("", name).removeprefix(".")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DDP, FSDP1, DeepSpeed's engine and torch.compile."""
+    while True:
+        inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module) or not type(model).__module__.startswith(("torch.", "deepspeed.")):
+            return model
+        model = inner
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """A copy where it is: of a DTensor the local part stays one. No communication."""
+    return tensor.detach().clone()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """On the CPU; of a DTensor what its ranks have together, so all of them must call it."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
+    return tensor.detach().cpu().clone()
+
+
+def gathered(model: nn.Module) -> AbstractContextManager[Any]:
+    """Inside, parameters and gradients that FSDP1 has flattened and cut are whole; all ranks must enter."""
+    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+        found: AbstractContextManager[Any] = FullyShardedDataParallel.summon_full_params(
+            model, writeback=False, with_grads=True
+        )
+        return found
+    return nullcontext()
+
+
+def placement(tensor: Tensor) -> dict[str, Any]:
+    """How one tensor lies on its ranks, as plain values."""
+    if not isinstance(tensor, DTensor):
+        return {"kind": "plain", "shape": list(tensor.shape)}
+    mesh = tensor.device_mesh
+    return {
+        "kind": "dtensor",
+        "shape": list(tensor.shape),
+        "local": list(tensor.to_local().shape),
+        "placements": [str(each) for each in tensor.placements],
+        "mesh": [[name, size] for name, size in zip(mesh.mesh_dim_names or [""] * mesh.ndim, mesh.shape, strict=True)],
+    }
+
+
+def fingerprint(tensor: Tensor) -> str:
+    """A hash of at most `_SAMPLED` elements of a plain tensor, evenly spread, of its shape and its dtype."""
+    flat = tensor.detach().reshape(-1)
+    stride = max(1, len(flat) // _SAMPLED)
+    values = flat[::stride].cpu()
+    if values.dtype not in (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64, torch.bool):
+        values = values.double()
+    found = hashlib.blake2b(values.contiguous().numpy().tobytes(), digest_size=8)
+    found.update(f"{tuple(tensor.shape)} {tensor.dtype}".encode())
+    return found.hexdigest()
+
+
+def rank_and_size() -> tuple[int, int]:
+    """This process's rank and the number of processes; (0, 1) where there is no group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1

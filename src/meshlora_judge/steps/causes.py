@@ -1,0 +1,138 @@
+"""From the coefficients of micro-batches in a gradient (`steps.fit`) to what a trainer did, in words.
+
+The words are those of `meshlora verify` where it has them. A cause has a key, which tests and tools compare, and a
+sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+CAUSES = {
+    "not summed over ranks": "each rank has the gradient of its own rows alone: it was not summed over ranks",
+    "one rank's only": "the gradient is of one rank's rows alone",
+    "lost accumulation": "only one micro-batch of each rank counts: accumulation was lost",
+    "left out": "rows of some micro-batches are left out",
+    "counted twice": "rows of some micro-batches count twice",
+    "summed, not averaged": "it was summed over ranks where it is to be averaged",
+    "averaged twice": "it was divided by the number of ranks once too often",
+    "accumulation not divided": "it is the sum of the micro-batches' means, not divided by their number",
+    "accumulation divided twice": "it was divided by the number of micro-batches once too often",
+    "mean of means": "it is the mean of the micro-batches' means, though they have unequal numbers of trained tokens",
+    "mean of ranks' means": "it is the mean of the ranks' means, though they have unequal numbers of trained tokens",
+    "scaled": "it is a multiple of the right one",
+    "of another micro-batch": "it holds the gradient of rows of another step",
+    "zero": "it is zero",
+    "a shard": "only a part of it is there, the rest is zero",
+    "of another parameter": "it is that of another parameter",
+    "not finite": "it holds NaN or infinity",
+    "unknown": "no combination of this step's micro-batches gives it",
+}
+# Mistakes of a loss or a forward that the judge computes too, to recognise them.
+VARIANTS = {
+    "sft": (
+        "labels not shifted",
+        "labels shifted twice",
+        "prompts are trained too",
+        "padding is trained too",
+        "no attention mask",
+        "no positions",
+    ),
+    "dpo": ("labels shifted twice", "no attention mask", "chosen and rejected are exchanged"),
+    "grpo": ("no attention mask",),
+}
+SCALES = (2.0, 0.5, 4.0, 0.25)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """key: of `CAUSES`, or a variant. ratio: how many times too large, where that is one number. words: of the case."""
+
+    key: str
+    words: str
+    ratio: float | None = None
+
+
+def cause_of_sum(
+    coefficients: Sequence[float], counts: Sequence[int], ranks: Sequence[int], own: int, *, limit: float
+) -> Cause | None:
+    """What a combination of the micro-batches is instead of the mean over all tokens of the step; None: it is right.
+
+    coefficients: c_i. counts: trained tokens (pairs, sequences) of each. ranks: data rank of each, in order. own: the
+    data rank whose gradient it is. limit: the largest relative error of a coefficient.
+    """
+    counted = [i for i, count in enumerate(counts) if count]  # the others have no gradient
+    counts, ranks = [counts[i] for i in counted], [ranks[i] for i in counted]
+    shares = [coefficients[i] * sum(counts) for i in counted]  # 1 each, if right
+    if max(map(abs, shares), default=0.0) < limit:
+        return Cause("zero", CAUSES["zero"])
+    if _near(shares, [1.0] * len(shares), limit):
+        return None
+    present = {i for i, share in enumerate(shares) if abs(share) > max(limit, 1e-3)}
+    missing = {*range(len(shares))} - present
+    if missing:
+        return _of_missing(present, missing, ranks, own)
+    return _of_shares(shares, counts, ranks, limit)
+
+
+def _of_missing(present: set[int], missing: set[int], ranks: Sequence[int], own: int) -> Cause:
+    """Some micro-batches have no share."""
+    there = {ranks[i] for i in present}
+    absent = {ranks[i] for i in missing}
+    if len(there) == 1 and not there & absent and len(set(ranks)) > 1:
+        (rank,) = there
+        if rank == own:
+            return Cause("not summed over ranks", CAUSES["not summed over ranks"])
+        return Cause("one rank's only", f"it is the gradient of rank {rank}'s rows alone")
+    last = {max(i for i in range(len(ranks)) if ranks[i] == rank) for rank in ranks}
+    first = {min(i for i in range(len(ranks)) if ranks[i] == rank) for rank in ranks}
+    own_last = {max(i for i in range(len(ranks)) if ranks[i] == own)}
+    if present in (last, first, own_last) and len(last) < len(ranks):
+        which = "first" if present == first else "last"
+        words = f"only the {which} micro-batch of {'each rank' if len(present) > 1 else 'a rank'} counts"
+        return Cause("lost accumulation", f"{words}: accumulation was lost")
+    places = ", ".join(f"{i - ranks.index(ranks[i])} of rank {ranks[i]}" for i in sorted(missing)[:4])
+    return Cause("left out", f"rows of micro-batch {places} are left out")
+
+
+def _of_shares(shares: Sequence[float], counts: Sequence[int], ranks: Sequence[int], limit: float) -> Cause:
+    """All micro-batches are there, with the wrong weights."""
+    total, world = sum(counts), len(set(ranks))
+    of_rank = {rank: sum(c for c, r in zip(counts, ranks, strict=True) if r == rank) for rank in ranks}
+    number = {rank: ranks.count(rank) for rank in ranks}
+    of_micro = [total / (world * number[r] * c) for c, r in zip(counts, ranks, strict=True)]
+    of_ranks = [total / (world * of_rank[r]) for r in ranks]
+    micro = max(number.values())
+    if (ratio := _ratio(shares, [1.0] * len(shares), limit)) is not None:
+        named = {world: "summed, not averaged", 1 / world: "averaged twice"}
+        named |= {micro: "accumulation not divided", 1 / micro: "accumulation divided twice"} if micro > 1 else {}
+        for expected, key in named.items():
+            if expected != 1 and abs(ratio / expected - 1) < limit:
+                return Cause(key, f"{CAUSES[key]} ({ratio:.4g} times)", ratio)
+        return Cause("scaled", f"it is {ratio:.4g} times the right one", ratio)
+    if (ratio := _ratio(shares, of_ranks, limit)) is not None:
+        return Cause("mean of ranks' means", CAUSES["mean of ranks' means"] + _times(ratio), ratio)
+    if (ratio := _ratio(shares, of_micro, limit)) is not None:
+        return Cause("mean of means", CAUSES["mean of means"] + _times(ratio), ratio)
+    twice = [i for i, share in enumerate(shares) if abs(share / 2 - 1) < limit]
+    if twice and all(abs(share - 1) < limit for i, share in enumerate(shares) if i not in twice):
+        places = ", ".join(f"{i - ranks.index(ranks[i])} of rank {ranks[i]}" for i in twice[:4])
+        return Cause("counted twice", f"rows of micro-batch {places} count twice")
+    said = ", ".join(f"{share:.3g}" for share in shares[:8])
+    return Cause("scaled", f"the micro-batches count {said} times")
+
+
+def _times(ratio: float) -> str:
+    return "" if abs(ratio - 1) < 1e-3 else f" ({ratio:.4g} times)"
+
+
+def _near(a: Sequence[float], b: Sequence[float], limit: float) -> bool:
+    return all(abs(x - y) <= limit * max(abs(y), 1e-300) for x, y in zip(a, b, strict=True))
+
+
+def _ratio(shares: Sequence[float], expected: Sequence[float], limit: float) -> float | None:
+    """k, if `shares` are k times `expected`."""
+    ratios = [share / other for share, other in zip(shares, expected, strict=True)]
+    middle = sum(ratios) / len(ratios)
+    return middle if _near(ratios, [middle] * len(ratios), limit) else None

@@ -1,0 +1,134 @@
+"""The loss of a recorded micro-batch, computed again from whole logits on one process: a sum and the number of units.
+
+The formulas are the judge's (`meshlora_judge.objectives`); here recorded inputs become its batches, and options of TRL
+its objectives. A variant computes a known mistake instead (`steps.causes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from meshlora_ground.errors import UnsupportedError
+from meshlora_ground.float64 import lift
+from meshlora_ground.objective import Dpo, Grpo, Objective, Sft
+from meshlora_judge.batches import UNTRAINED, MicroBatch
+from meshlora_judge.objectives import losses
+
+# What a forward is given that is no input of the model: of its loss, or of what it returns.
+_OF_LOSS = {"labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "use_cache", "return_dict"}
+_OF_LOSS |= {"fused_lm_head", "output_attentions", "output_hidden_states", "output_router_logits", "completion_mask"}
+_OF_LOSS |= {"prompt_ids", "prompt_mask", "completion_ids", "tool_mask", "advantages"}
+_OF_LOSS |= {"old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"}
+
+
+def objective_of(loss: Mapping[str, Any]) -> Objective:
+    """The judge's objective of a recording's `loss`. Raises: UnsupportedError: it has no formula of it."""
+    kind = loss.get("kind")
+    if kind == "sft":
+        return Sft()
+    if kind == "dpo":
+        return Dpo(beta=loss.get("beta") or 0.1, label_smoothing=loss.get("label_smoothing") or 0.0)
+    if kind == "grpo" and loss.get("loss_type") in ("grpo", "bnpo", "dr_grpo", "dapo"):
+        epsilon = loss["epsilon"]
+        mean_over: Any = {"grpo": "sequence", "dr_grpo": "constant"}.get(loss["loss_type"], "token")
+        return Grpo(
+            ratio=loss.get("importance_sampling_level") or "token",
+            clip_low=epsilon,
+            clip_high=loss.get("epsilon_high") or epsilon,
+            importance_cap=None,
+            kl_coef=loss.get("beta") or 0.0,
+            mean_over=mean_over,
+            max_completion_length=loss.get("max_completion_length") if mean_over == "constant" else None,
+        )
+    raise UnsupportedError(f"a loss of {dict(loss)}", "the judge has no formula of it", "there are sft, dpo and grpo")
+
+
+def is_mean_of_micro_batches(loss: Mapping[str, Any]) -> bool:
+    """Whether the loss is defined as the mean of the micro-batches' means."""
+    return loss.get("kind") == "grpo" and loss.get("loss_type") == "bnpo"
+
+
+def loss_sum(model: Any, given: Mapping[str, Any], loss: Mapping[str, Any], variant: str = "") -> tuple[Tensor, int]:
+    """(sum of the losses, their number: tokens, pairs or sequences) of one recorded micro-batch."""
+    objective = objective_of(loss)
+    batch = {"sft": _text, "dpo": _pairs, "grpo": _rollouts}[loss["kind"]](given, variant)
+    inputs = {k: v for k, v in given.items() if isinstance(v, Tensor) and k not in _OF_LOSS}
+    dtype = next(model.parameters()).dtype
+    for name, value in inputs.items():
+        if value.is_floating_point():
+            inputs[name] = value.to(dtype)
+    if variant == "no attention mask":
+        inputs.pop("attention_mask", None)
+    if variant == "no positions":
+        inputs.pop("position_ids", None)
+    with lift(dtype == torch.float64):
+        base = None
+        if objective.needs_base:
+            with torch.no_grad(), model.disable_adapter():
+                base = model(**inputs, use_cache=False).logits
+        logits = model(**inputs, use_cache=False).logits
+        if loss["kind"] == "dpo":  # TRL has the chosen rows before the rejected ones
+            order = torch.arange(len(logits)).view(2, -1).T.flatten()
+            logits, base = logits[order], base[order]  # type: ignore[index]
+        each = losses(objective, logits, batch, base, is_training=True)
+        return each.sum(), len(each)
+
+
+def _text(given: Mapping[str, Any], variant: str) -> MicroBatch:
+    ids = given["input_ids"]
+    mask = given.get("attention_mask")
+    if mask is None or mask.ndim != 2:
+        mask = torch.ones_like(ids)
+    labels = given.get("labels")
+    if "shift_labels" in given:
+        shifted = given["shift_labels"]
+    elif labels is None:
+        rule = "the model was not given labels, and nothing was noted"
+        raise UnsupportedError("a micro-batch without labels", rule, "step.note(labels=...) before its forward")
+    else:
+        shifted = _shifted(labels)
+    if variant == "labels not shifted" and labels is not None:
+        shifted = labels
+    if variant == "labels shifted twice":
+        shifted = _shifted(shifted)
+    if variant in ("prompts are trained too", "padding is trained too"):
+        all_labels = ids.masked_fill(mask == 0, UNTRAINED) if variant.startswith("prompts") else ids
+        shifted = _shifted(all_labels)
+    return MicroBatch(ids, mask, shifted)
+
+
+def _shifted(labels: Tensor) -> Tensor:
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=UNTRAINED)
+
+
+def _pairs(given: Mapping[str, Any], variant: str) -> MicroBatch:
+    found = _text(given, variant)
+    order = torch.arange(len(found.input_ids)).view(2, -1).T.flatten()
+    if variant == "chosen and rejected are exchanged":
+        order = torch.arange(len(found.input_ids)).view(2, -1).flip(0).T.flatten()
+    return MicroBatch(found.input_ids[order], found.attention_mask[order], found.labels[order])
+
+
+def _rollouts(given: Mapping[str, Any], variant: str) -> MicroBatch:
+    ids, completion = given["input_ids"], given["completion_ids"]
+    mask = given["completion_mask"]
+    if "tool_mask" in given:
+        mask = mask * given["tool_mask"]
+    start = ids.shape[1] - completion.shape[1] - 1  # the position that predicts the first token
+    labels = torch.full_like(ids, UNTRAINED)
+    labels[:, start:-1] = torch.where(mask == 1, completion, UNTRAINED)
+    wide = {name: torch.full(ids.shape, value) for name, value in _COLUMNS.items()}
+    advantages = given["advantages"]
+    wide["advantage"][:, start:-1] = advantages[:, None] if advantages.ndim == 1 else advantages
+    for name, theirs in (("old_log_prob", "old_per_token_logps"), ("engine_log_prob", "sampling_per_token_logps")):
+        if isinstance(given.get(theirs), Tensor):
+            wide[name][:, start:-1] = given[theirs]
+    return MicroBatch(ids, given.get("attention_mask", torch.ones_like(ids)), labels, columns=wide)
+
+
+# Of the objective: what each is where a recording has none.
+_COLUMNS = {"advantage": 0.0, "old_log_prob": float("nan"), "engine_log_prob": float("nan"), "weight": 1.0}
