@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +18,11 @@ from meshlora_judge.inputs import write_twin
 from meshlora_judge.twin import twin_config
 
 BLOCK = 32
+
+
+# Two ranks cut blocks of 128, and none of a token's 32; of the last blocks none is partial, in which transformers reads
+# fp8 in another way.
+WIDE = {"tp": 2, "block": 192, "num_attention_heads": 12, "head_dim": 32}
 
 
 @dataclass(frozen=True)
@@ -36,10 +42,10 @@ class Published:
     of: tuple[str, ...] = ("_proj.weight",)
 
 
-def write_packed(folder: Path, case: str) -> Path:
-    """The twin of `PUBLISHED[case]`; what is in plain numbers in bfloat16."""
+def write_packed(folder: Path, case: str, **sizes: int) -> Path:
+    """The twin of `PUBLISHED[case]`; what is in plain numbers in bfloat16. sizes: of `twin_config`, in place of its."""
     one = PUBLISHED[case]
-    write_twin(twin_config(one.family, **one.sizes), folder, dtype=torch.float32, seed=0)
+    write_twin(twin_config(one.family, **(sizes or one.sizes)), folder, dtype=torch.float32, seed=0)
     packed: dict[str, Tensor] = {}
     for number, (key, value) in enumerate(sorted(load_file(folder / "model.safetensors").items())):
         packed |= one.pack(key, value, number) if key.endswith(one.of) else {key: value.bfloat16()}
@@ -63,14 +69,22 @@ def _scales(*shape: int, seed: int) -> Tensor:
     return (torch.rand(shape, generator=torch.Generator().manual_seed(seed)) * 0.02 + 0.01).half()
 
 
-def _fp8(key: str, value: Tensor, _: int) -> dict[str, Tensor]:
-    """The last blocks may be partial."""
+def _fp8(key: str, value: Tensor, _: int, size: int = BLOCK) -> dict[str, Tensor]:
+    """Blocks of `size`; the last ones may be partial."""
     rows, columns = value.shape
-    whole = torch.nn.functional.pad(value, (0, -columns % BLOCK, 0, -rows % BLOCK))
-    blocks = whole.reshape(whole.shape[0] // BLOCK, BLOCK, whole.shape[1] // BLOCK, BLOCK)
+    whole = torch.nn.functional.pad(value, (0, -columns % size, 0, -rows % size))
+    blocks = whole.reshape(whole.shape[0] // size, size, whole.shape[1] // size, size)
     scales = blocks.abs().amax((1, 3)) / torch.finfo(torch.float8_e4m3fn).max
     codes = (blocks / scales[:, None, :, None]).reshape(whole.shape)[:rows, :columns].to(torch.float8_e4m3fn)
     return {key: codes, f"{key}_scale_inv": scales}
+
+
+def _fp8_of_a_tensor(key: str, value: Tensor, _: int) -> dict[str, Tensor]:
+    """One scale for the matrix, and a static one of its inputs."""
+    scale = value.abs().max() / torch.finfo(torch.float8_e4m3fn).max
+    bound = torch.tensor(0.02)
+    owner = key.removesuffix(".weight")
+    return {key: (value / scale).to(torch.float8_e4m3fn), f"{key}_scale_inv": scale, f"{owner}.activation_scale": bound}
 
 
 def _fp8_rows(key: str, value: Tensor, _: int) -> dict[str, Tensor]:
@@ -191,6 +205,10 @@ def _ct(format: str, **weights: Any) -> dict[str, Any]:
 
 PUBLISHED = {
     "fp8": Published("llama", _FP8, _fp8),
+    "fp8 of 128": Published("llama", _FP8 | {"weight_block_size": [128, 128]}, functools.partial(_fp8, size=128), WIDE),
+    "fp8 of a tensor": Published(
+        "llama", _FP8 | {"activation_scheme": "static", "weight_block_size": None}, _fp8_of_a_tensor, WIDE
+    ),
     "fp8 experts": Published("qwen3_moe", _FP8, _fp8, {"hidden_size": 64, "moe_intermediate_size": 64}),
     "mxfp4": Published("gpt_oss", {"quant_method": "mxfp4"}, _mxfp4, {}, ("gate_up_proj", "experts.down_proj")),
     "fbgemm": Published("llama", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, _fbgemm),

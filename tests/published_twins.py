@@ -258,7 +258,7 @@ def _pattern(name: str) -> re.Pattern[str]:
 def _packer(quantization: dict[str, Any]) -> Pack:
     method = quantization["quant_method"]
     if method == "fp8" and not quantization.get("weight_block_size"):
-        return _fp8_of_a_tensor
+        return PUBLISHED["fp8 of a tensor"].pack
     if method == "fp8" and quantization.get("scale_fmt") == "ue8m0":
         return _fp8_of_powers
     if method == "compressed-tensors":
@@ -269,14 +269,6 @@ def _packer(quantization: dict[str, Any]) -> Pack:
     if method == "bitsandbytes":
         return PUBLISHED["nf4"].pack
     return PUBLISHED[{"fbgemm_fp8": "fbgemm"}.get(method, method)].pack
-
-
-def _fp8_of_a_tensor(key: str, value: Tensor, _: int) -> dict[str, Tensor]:
-    """One scale for the matrix, and a static one of its inputs."""
-    scale = value.abs().max() / torch.finfo(torch.float8_e4m3fn).max
-    bound = torch.tensor(0.02)
-    owner = key.removesuffix(".weight")
-    return {key: (value / scale).to(torch.float8_e4m3fn), f"{key}_scale_inv": scale, f"{owner}.activation_scale": bound}
 
 
 def _fp8_of_powers(key: str, value: Tensor, seed: int) -> dict[str, Tensor]:

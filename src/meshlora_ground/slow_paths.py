@@ -67,6 +67,12 @@ UNPACKED_WITHOUT_KERNEL = SlowPath(
     "a smaller tp, or another bitsandbytes",
     ("cuda",),
 )
+UNPACKED_FOR_BACKWARD = SlowPath(
+    "matrices in float8 unpacked for the products of their backward",
+    "the checkpoint has a scale for each output, along which these sum, and the kernel takes none there",
+    "a checkpoint with one scale a matrix, or without model.compute: its matrices stay in float8",
+    ("cuda",),
+)
 OVER_CPU = SlowPath(
     "tensors of GPUs sent by way of the CPU",
     "the process group that the script opened is gloo's",
@@ -75,7 +81,7 @@ OVER_CPU = SlowPath(
 )
 # All that `take` is called with, in the order in which ranks tell each other.
 TAKEN: tuple[SlowPath, ...] = (WHOLE_MASK, ONE_BY_ONE, PADDING_MASK, EXPERTS_ONE_BY_ONE)
-TAKEN += (UNPACKED_IN_PIECES, UNPACKED_WITHOUT_KERNEL, OVER_CPU)
+TAKEN += (UNPACKED_IN_PIECES, UNPACKED_WITHOUT_KERNEL, UNPACKED_FOR_BACKWARD, OVER_CPU)
 
 
 class _Watcher:

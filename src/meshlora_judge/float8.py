@@ -1,6 +1,7 @@
 """The reference's products in float8: every `nn.Linear` but head and routers multiplies rounded numbers.
 
-The formulas of docs/quantization.md are written a second time, on whole matrices and by a table of all numbers: nothing
+Weights that are float8 already, as a checkpoint stores them, or rounded as one would, are multiplied as they are. The
+formulas of docs/quantization.md are written a second time, on whole matrices and by a table of all numbers: nothing
 here knows that a matrix can be split.
 """
 
@@ -8,14 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from meshlora_judge.packed import float8_modules
 from meshlora_judge.quantized import plain_linears
 
 _takes_inputs_exactly = ContextVar("_takes_inputs_exactly", default=False)
@@ -23,18 +26,34 @@ _BLOCK, _TOKEN_BLOCK, _MOST, _LEAST = 128, 32, 448.0, -126
 
 
 @torch.no_grad()
-def multiply_in_float8(model: Any, compute: str | None) -> None:
-    """Give the linears of `model` the products of `model.compute`: fp8, fp8_backward; None changes nothing."""
+def multiply_in_float8(
+    model: Any, compute: str | None, *, quantization: str | None = None, folder: str | Path | None = None
+) -> None:
+    """Give the linears of `model` the products of `model.compute`: fp8, fp8_backward; None changes nothing.
+
+    quantization: of the weights of `model`, which are whole and plain: fp8: all are rounded already; keep: those are
+    that `folder` stores in e4m3, and the others have plain products.
+    """
     if compute is None:
         return
+    names = {module: name for name, module in model.named_modules()}
+    stored = float8_modules(folder) if quantization == "keep" and folder is not None else ()
     for module in plain_linears(model):
         if not isinstance(module, nn.Linear):  # transposed: gpt2's
             continue
-        rounded = _of_weight(module.weight)
+        if quantization == "keep" and not _is_one_of(names[module], stored):
+            continue
+        # What is float8 already is the one set of numbers of both directions.
+        rounded = _of_weight(module.weight) if quantization is None else module.weight.detach().clone()
         if compute == "fp8":
             module.weight.copy_(rounded)
         forward = functools.partial(_forward, module, rounded, is_forward=compute == "fp8")
         setattr(module, "forward", forward)  # noqa: B010 # a method, to mypy
+
+
+def _is_one_of(name: str, stored: Collection[str]) -> bool:
+    """Whether `stored` has the module `name`: one of the two may have a prefix more, as classes with a head have."""
+    return any(f".{name}".endswith(f".{key}") or f".{key}".endswith(f".{name}") for key in stored)
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import FineGrainedFP8Config, Mxfp4Config, PretrainedConfig
@@ -70,6 +71,18 @@ def plain_numbers(tensors: Mapping[str, Tensor], quantization: Mapping[str, Any]
         elif codes.is_floating_point() and not leaf.endswith(_PARTS):
             plain[key] = codes
     return plain
+
+
+def float8_modules(folder: str | Path) -> list[str]:
+    """The modules whose weight is stored in e4m3, as the files name them."""
+    found = []
+    for file in weight_files(Path(folder)):
+        with safe_open(file, framework="pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118 # no mapping
+                owner, _, leaf = key.rpartition(".")
+                if leaf == "weight" and tensors.get_slice(key).get_dtype() == "F8_E4M3":
+                    found.append(owner)
+    return found
 
 
 def _under(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

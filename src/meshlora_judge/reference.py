@@ -77,7 +77,7 @@ def reference_model(
     if objective.task != CAUSAL:
         base.config.get_text_config().pad_token_id = pad
     quantize_base(base, model.quantization)
-    multiply_in_float8(base, model.compute)
+    multiply_in_float8(base, model.compute, quantization=model.quantization, folder=model.path)
     with contextlib.nullcontext() if is_stock else targets_as_configured():
         # Where the base is: PEFT would read it onto a GPU that it sees.
         found = PeftModel.from_pretrained(base, str(adapter), is_trainable=True, torch_device="cpu")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from meshlora.layers.frozen import FrozenMatrix, frozen_linear, gradient_of_input
 from meshlora.plan.base_options import BaseOptions
+from meshlora.plan.rules import Packing
 from meshlora.wings.quantized import float8_gpu
 from meshlora.wings.quantized.float8 import exponents_of, round_tokens
 from meshlora.wings.quantized.float8_matrix import for_kernels, pack_float8
@@ -225,7 +226,8 @@ def test_a_gpu_without_such_products_is_refused(
     model, leaf = torch.nn.Module(), FrozenMatrix()
     leaf.hold(pack_float8(torch.randn(32, width), "float8"))
     model.linear = leaf
-    plan = SimpleNamespace(compute="fp8", quantized={"linear": None})
+    experts = {"experts": Packing("fp8", (128, 128), 4)}  # in few bits for memory alone
+    plan = SimpleNamespace(compute="fp8", quantized={"linear": Packing("float8", (128, 128), 1)} | experts)
     found = ""
     try:
         float8_gpu.check_gpu_of(model, plan, BaseOptions(), dtype=dtype, device=torch.device("cuda"))  # type: ignore[arg-type]

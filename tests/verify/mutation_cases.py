@@ -611,6 +611,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         {"family": "llama", "topologies": ("dp=2",), "compute": "fp8_backward"},
         {"float8_backward_of_plain_weights": ("backward", f"{LAST_MLP}.up_proj", "")},
     ),
+    "products of a base that is stored in float8": (
+        {"family": "llama", "topologies": ("dp=2",), "quantization": "fp8", "compute": "fp8"},
+        {
+            "float8_stored_rounded_again": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+            "float8_stored_backward_of_neighbour": ("backward", f"{LAST_MLP}.up_proj", ""),
+        },
+    ),
     "a frozen base that is sharded over dp": (
         {"family": "llama", "topologies": ("dp=2,dp_shard",)},
         {

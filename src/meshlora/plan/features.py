@@ -53,6 +53,12 @@ class Feature(Enum):
     COMPOSITE = "composite", bool, "a composite", "a composite ({})"
     TASK = "task", _other_than(_TASK), "a model with another head", "a model for {}"
     QUANTIZED = "model.quantization", bool, "", "quantization {}"
+    OTHER_BITS = (
+        "model.quantization",
+        lambda given: given not in ("fp8", "keep"),
+        "a base in few bits that are not float8",
+        "quantization {}",
+    )
     COMPUTE = "model.compute", bool, "", "{key}={}"
     FLOAT16 = "model.dtype", _is("float16"), "float16", "{}"
     FLOAT64 = "model.dtype", _is("float64"), "float64", "{}"

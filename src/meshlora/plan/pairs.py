@@ -126,7 +126,10 @@ REFUSED: tuple[Refused, ...] = (
     # The adapter, and the base that it is on.
     _refused(F.TRAINED_QUANTIZED, F.QUANTIZED)("a quantised matrix is frozen", "give it LoRA"),
     _refused(F.WHOLE_MATRIX, F.QUANTIZED)("it changes the base, which is quantised", "use init_lora_weights: true"),
-    _refused(F.COMPUTE, F.QUANTIZED)("its base is in few bits already", "leave out one of them"),
+    _refused(F.COMPUTE, F.OTHER_BITS)(
+        "its base is in few bits already, and they are not those of float8",
+        "use model.quantization: fp8, or keep of a checkpoint in float8, or leave out one of them",
+    ),
     _refused(F.COMPUTE, F.FLOAT16)("the range of its numbers is too small for their scales", "use bfloat16"),
     _refused(F.TRAINED_QUANTIZED, F.COMPUTE)("a matrix with products in float8 is frozen", "give it LoRA"),
     _refused({F.WHOLE_MATRIX, F.DORA}, F.COMPUTE)(
@@ -260,7 +263,8 @@ AXES = frozenset(
     | {F.SHARDED, F.MESH}
 )
 BASES = frozenset(
-    {F.EXPERTS, F.COMPOSITE, F.TASK, F.QUANTIZED, F.COMPUTE, F.FLOAT16, F.FLOAT64, F.OTHER_ATTENTION, F.MODEL_DROPOUT}
+    {F.EXPERTS, F.COMPOSITE, F.TASK, F.QUANTIZED, F.OTHER_BITS, F.COMPUTE, F.FLOAT16, F.FLOAT64, F.OTHER_ATTENTION}
+    | {F.MODEL_DROPOUT}
 )
 METHODS = frozenset(
     {F.WHOLE_MATRIX, F.NAMED_INIT, F.DORA, F.LORA_DROPOUT, F.BIASES, F.ALL_BIASES, F.SAVED, F.SAVED_BIAS, F.COPIES}

@@ -16,9 +16,10 @@ from meshlora.layers import products
 from meshlora.model import weights
 from meshlora.verify.faults.fault import after, around, fault
 from meshlora.verify.features import Feature
-from meshlora.wings.quantized import float8, float8_matrix
-from meshlora.wings.quantized.float8_matrix import Float8, Float8Backward
-from meshlora.wings.quantized.quantized import Packed
+from meshlora.wings.quantized import float8, float8_matrix, float8_stored
+from meshlora.wings.quantized.float8_matrix import Float8, Float8Backward, pack_float8
+from meshlora.wings.quantized.kinds import STORED
+from meshlora.wings.quantized.quantized import Form, Packed
 
 
 @after(weights, "read_packed", needs={Feature.FLOAT8_FORWARD})
@@ -86,10 +87,31 @@ def _by_rows(found: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return g, _rounded_by_rows(weight)
 
 
-@after(Float8Backward, "returning", needs={Feature.FLOAT8_BACKWARD})
+@after(Float8Backward, "returning", needs={Feature.FLOAT8_BACKWARD, Feature.PLAIN_BASE})
 def float8_backward_of_plain_weights(found: tuple[Tensor, Tensor], self: Packed, _: Tensor) -> tuple[Tensor, Tensor]:
     """the weights of a backward in float8 are rounded"""
     return found[0], self.whole()
+
+
+@after(weights, "read_packed", needs={Feature.STORED_FLOAT8})
+def float8_stored_rounded_again(packed: Packed, *_: Any, **__: Any) -> Packed:
+    """weights that are stored in float8 are multiplied as they are"""
+    if packed.form.kind not in STORED.values():  # experts, which are unpacked
+        return packed
+    again = pack_float8(packed.whole(), "float8")
+    return float8_stored.multiplied_as_stored(_as_checkpoints_are(again), packed.form.kind)
+
+
+def _as_checkpoints_are(packed: Packed) -> Packed:
+    form = packed.form
+    return Form("fp8", form.dtype, form.rows, form.columns).matrix(packed.codes, packed.scales)
+
+
+@after(float8_stored.Stored, "returning", needs={Feature.STORED_FLOAT8})
+def float8_stored_backward_of_neighbour(found: tuple[Tensor, Tensor], self: Packed, _: Tensor) -> tuple[Tensor, Tensor]:
+    """a block has the scale that is stored for it in the backward, too"""
+    scales = self.scales.flatten().roll(1).view_as(self.scales)
+    return found[0], dataclasses.replace(self, scales=scales).whole()
 
 
 @fault(

@@ -23,6 +23,7 @@ from meshlora.layers.frozen import FrozenMatrix
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.rules import ModelPlan
 from meshlora.wings.quantized.float8 import exponents_of, nearest, power
+from meshlora.wings.quantized.kinds import COMPUTE, STORED
 from meshlora_ground.compat.torch_fused import scaled_product
 from meshlora_ground.compat.torch_operators import storage_id
 from meshlora_ground.compat.torch_tensors import version_of
@@ -55,7 +56,9 @@ def check_gpu_of(
         raise UnsupportedError(
             f"model.compute of {dtype} on a GPU", "its products are bfloat16", "use model.dtype: bfloat16"
         )
-    for name in plan.quantized:
+    for name, packing in plan.quantized.items():
+        if packing.kind not in (*COMPUTE.values(), *STORED.values()):  # held in few bits for memory alone
+            continue
         leaf = model.get_submodule(name)
         assert isinstance(leaf, FrozenMatrix), name
         shape = tuple(leaf.weight.shape)

@@ -18,7 +18,8 @@ from meshlora.model.stored import Part, Stored, StoredTensor
 from meshlora.model.weights import CheckpointSource, Source, bounds_in, check_finite, local_parts, read_bounds
 from meshlora.plan.rules import Packing
 from meshlora.wings.quantized.float8_matrix import for_kernels, pack_float8
-from meshlora.wings.quantized.kinds import COMPUTE, KEEP, KINDS
+from meshlora.wings.quantized.float8_stored import multiplied_as_stored, stored_for_kernels
+from meshlora.wings.quantized.kinds import COMPUTE, KEEP, KINDS, STORED
 from meshlora.wings.quantized.packed import PackedFormat
 from meshlora.wings.quantized.quantized import Packed, joined, pack, stacked
 from meshlora_ground.errors import UnsupportedError, UserError
@@ -139,8 +140,13 @@ def read_packed(
     if where.is_transposed:
         packed = packed.mT
     packed = packed.to(mesh.device, dtype)
-    if packing.kind in COMPUTE.values() and mesh.device.type == "cuda":
-        packed = for_kernels(packed, name)
+    if packing.kind in STORED.values():
+        packed = multiplied_as_stored(packed, packing.kind)
+    if mesh.device.type == "cuda":
+        if packing.kind in COMPUTE.values():
+            packed = for_kernels(packed, name)
+        elif packing.kind in STORED.values():
+            packed = stored_for_kernels(packed, name)
     # What is quantised here was checked before: its codes have no word for NaN.
     if is_stored and experts:
         for number in range(len(packed)):
@@ -180,6 +186,8 @@ def _quantised(
             value = value.T
         if packing.kind in COMPUTE.values():
             packed = pack_float8(value, packing.kind)
+        elif packing.kind in STORED.values():
+            packed = pack(value, "fp8")
         else:
             packed = pack(value, packing.kind)
         bounds = [(0, size) for size in packed.shape]

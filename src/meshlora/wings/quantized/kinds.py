@@ -24,10 +24,11 @@ from meshlora_ground.errors import UserError, did_you_mean
 # Kind -> bits per weight: QLoRA's NormalFloat (Dettmers et al., 2023); 255 equally spaced values; E4M3 as in
 # DeepSeek-V3; E2M1 of OCP Microscaling Formats 1.0.
 KINDS = {"nf4": 4, "int8": 8, "mxfp4": 4, "fp8": 8}
-# Kinds that checkpoints are stored in, besides.
-BITS = KINDS | {"fp4": 4, "fp8_e5m2": 8, "integers": 8}
-# Those of products in float8: `model.compute` -> kind.
+# Those of products in float8: `model.compute` -> kind, of plain numbers, and of those that are float8 already.
 COMPUTE = {"fp8": "float8", "fp8_backward": "float8_backward"}
+STORED = {"fp8": "stored_float8", "fp8_backward": "stored_float8_backward"}
+# Kinds that checkpoints are stored in, besides.
+BITS = KINDS | {"fp4": 4, "fp8_e5m2": 8, "integers": 8} | dict.fromkeys(STORED.values(), 8)
 FLOAT8_BLOCK = 128  # of either dim of a matrix
 TOKEN_BLOCK = 32  # features of a token that share a scale in a product in float8; also MXFP8's
 KEEP = "keep"
@@ -76,12 +77,13 @@ def _linears(plan: ModelPlan) -> dict[str, LinearRule]:
 
 
 def with_compute(plan: ModelPlan, compute: str | None) -> ModelPlan:
-    """`plan` with the products of every linear but the head in float8; experts keep theirs (None: no product is).
+    """`plan` with the products of every linear but the head in float8; experts keep theirs (None: no product is). Of a
+    base in few bits those of the linears that are float8 already: they are not rounded again.
 
     compute: one of `COMPUTE`.
 
     Raises:
-        UserError: unknown; no linear can be; a cut crosses a block. UnsupportedError: the base is in few bits.
+        UserError: unknown; no linear can be; a cut crosses a block. UnsupportedError: the base is in other bits.
     """
     if compute is None:
         return plan
@@ -92,13 +94,24 @@ def with_compute(plan: ModelPlan, compute: str | None) -> ModelPlan:
     check({"model.compute": compute, "model.quantization": plan.quantization})
     # Of a transposed one, as of gpt2, the blocks are not proved.
     found = {name: rule for name, rule in _linears(plan).items() if not rule.is_transposed}
+    rule = "none of its linears can have products in float8: they are experts, or stored transposed"
+    if plan.quantization is not None:
+        found = {name: each for name, each in found.items() if _is_e4m3(plan.quantized.get(name))}
+        rule = "none of its linears is stored in float8 (e4m3)"
     if not found:
-        rule = "none of its linears can have products in float8: they are experts, or stored transposed"
         raise UserError(f"compute {compute} of model_type {plan.model_type!r}", rule, "leave out model.compute")
-    for each in found.values():
+    packings = dict(plan.quantized)
+    for name, each in found.items():
         _check_cuts(plan, each, compute)
-    packing = Packing(COMPUTE[compute], (FLOAT8_BLOCK, FLOAT8_BLOCK), 1)
-    return dataclasses.replace(plan, compute=compute, quantized=dict.fromkeys(found, packing))
+        if name in packings:
+            packings[name] = dataclasses.replace(packings[name], kind=STORED[compute])
+        else:
+            packings[name] = Packing(COMPUTE[compute], (FLOAT8_BLOCK, FLOAT8_BLOCK), 1)
+    return dataclasses.replace(plan, compute=compute, quantized=packings)
+
+
+def _is_e4m3(packing: Packing | None) -> bool:
+    return packing is not None and packing.kind == "fp8"
 
 
 def _check_cuts(plan: ModelPlan, rule: LinearRule, compute: str) -> None:
@@ -162,6 +175,8 @@ def kind_for_twin(plan: ModelPlan) -> str | None:
     """The kind in which a twin of random weights stands for the frozen base of `plan`."""
     if plan.quantization != KEEP:
         return plan.quantization
+    if plan.compute is not None:  # of other kinds there are no products in float8
+        return "fp8"
     # Of a checkpoint in several kinds, the one that most matrices have.
     (kind, _), *_ = Counter(packing.kind for packing in plan.quantized.values()).most_common()
     return {"fp4": "nf4", "fp8_e5m2": "fp8", "integers": "int8"}.get(kind, kind)

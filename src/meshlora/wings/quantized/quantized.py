@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshlora.layers.frozen import FewBits, FrozenMatrix
-from meshlora.wings.quantized.kinds import BITS, OF_LIBRARY, Touched
+from meshlora.wings.quantized.kinds import BITS, OF_LIBRARY, STORED, Touched
 from meshlora_ground.errors import reason
 from meshlora_ground.slow_paths import UNPACKED_IN_PIECES, UNPACKED_WITHOUT_KERNEL, take
 
@@ -36,6 +36,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _OF_8_BITS = {
     "fp8": torch.float8_e4m3fn,
     "float8": torch.float8_e4m3fn,
+    **dict.fromkeys(STORED.values(), torch.float8_e4m3fn),
     "fp8_e5m2": torch.float8_e5m2,
     "integers": torch.int8,
 }
