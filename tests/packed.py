@@ -209,6 +209,12 @@ PUBLISHED = {
     "fp8 of a tensor": Published(
         "llama", _FP8 | {"activation_scheme": "static", "weight_block_size": None}, _fp8_of_a_tensor, WIDE
     ),
+    "fp8 in part": Published(
+        "llama",
+        _FP8 | {"modules_to_not_convert": ["k_proj", "v_proj", "gate_proj", "down_proj"]},
+        _fp8,
+        of=("q_proj.weight", "o_proj.weight", "up_proj.weight"),
+    ),
     "fp8 experts": Published("qwen3_moe", _FP8, _fp8, {"hidden_size": 64, "moe_intermediate_size": 64}),
     "mxfp4": Published("gpt_oss", {"quant_method": "mxfp4"}, _mxfp4, {}, ("gate_up_proj", "experts.down_proj")),
     "fbgemm": Published("llama", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, _fbgemm),

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+from transformers import PretrainedConfig
 
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.plan.base_options import BaseOptions
+from meshlora.plan.rules import ModelPlan
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
 from meshlora_judge.twin import twin_config
 from tests.conftest import Prove
+from tests.packed import WIDE, write_packed
 
 _LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 
@@ -43,12 +48,66 @@ def test_products_go_with_what_a_run_has(options: dict[str, object], topologies:
         assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
 
 
+@pytest.mark.parametrize("compute", ["fp8", pytest.param("fp8_backward", marks=pytest.mark.long)])
+def test_a_base_in_float8_is_multiplied_as_it_is(compute: str, prove: Prove) -> None:
+    """What the preflight proves of a run on a published checkpoint: cuts of two ranks cross its blocks of 128."""
+    for outcome in prove(family="llama", quantization="fp8", compute=compute, topologies=("tp=2,sp",), steps=1):
+        assert outcome.passed, (outcome.topology, outcome.divergence, outcome.error)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("case", "compute", "topology", "sizes"),
+    [
+        ("fp8 of 128", "fp8", "tp=2,sp", WIDE),
+        ("fp8 of 128", "fp8_backward", "cp=2", WIDE),
+        ("fp8 of a tensor", "fp8", "dp=2,dp_shard", WIDE),
+        ("compressed-tensors fp8", "fp8", "tp=2", WIDE),
+        ("compressed-tensors fp8", "fp8_backward", "tp=2,sp", WIDE),
+        ("fp8 in part", "fp8", "tp=2", WIDE),
+        ("fp8 experts", "fp8", "dp=2,ep=2", {}),
+        pytest.param("fbgemm", "fp8", "tp=2,sp", WIDE, marks=pytest.mark.proof),
+    ],
+)
+def test_a_checkpoint_in_float8_is_multiplied_as_it_is_published(
+    case: str, compute: str, topology: str, sizes: dict[str, int], tmp_path: Path, prove: Prove
+) -> None:
+    folder = write_packed(tmp_path / "model", case, **sizes)
+    (outcome,) = prove(model=folder, topologies=(topology,), quantization="keep", compute=compute, steps=1)
+    assert outcome.passed, outcome.divergence or outcome.error
+
+
+def _refused(model: PretrainedConfig | Path, topology: str, **options: object) -> str:
+    with pytest.raises((UserError, UnsupportedError)) as error:
+        make_blueprint(model, Topology.parse(topology), BaseOptions(**options))  # type: ignore[arg-type]
+    return str(error.value)
+
+
+def test_of_a_checkpoint_what_is_not_stored_in_float8_has_plain_products(tmp_path: Path) -> None:
+    """Experts are held as they are stored, and linears that were left in plain numbers stay so."""
+    folder = write_packed(tmp_path / "model", "fp8 experts")
+    some = write_packed(tmp_path / "some", "fp8 in part", **WIDE)
+    options = BaseOptions(quantization="keep", compute="fp8")
+    kinds = {name.split(".", 3)[3]: packing.kind for name, packing in _plan(folder, options).quantized.items()}
+    experts = {f"mlp.experts.{name}": "fp8" for name in ("gate_up_proj", "down_proj")}
+    linears = [f"self_attn.{name}_proj" for name in "qkvo"] + [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    assert kinds == experts | dict.fromkeys(linears, "stored_float8")
+    found = {name.rpartition(".")[2] for name in _plan(some, options).quantized}
+    assert found == {"q_proj", "o_proj", "up_proj"}
+    only = write_packed(tmp_path / "other", "compressed-tensors int8")
+    found = _refused(only, "", quantization="keep", compute="fp8")
+    assert "none of its linears is stored in float8 (e4m3); leave out model.compute" in found
+    found = _refused(folder, "tp=2", quantization="keep", compute="fp8")
+    assert "k_proj, of which tp rank 0 has features 0 to 16: blocks of 32 share a scale, and none is cut" in found
+
+
+def _plan(folder: Path, options: BaseOptions) -> ModelPlan:
+    return make_blueprint(folder, Topology(), options).plan
+
+
 def test_what_is_not_the_same_everywhere_is_refused() -> None:
     def refused(family: str, topology: str, **options: object) -> str:
-        config = twin_config(family, tp=Topology.parse(topology).tp)
-        with pytest.raises((UserError, UnsupportedError)) as error:
-            make_blueprint(config, Topology.parse(topology), BaseOptions(**options))  # type: ignore[arg-type]
-        return str(error.value)
+        return _refused(twin_config(family, tp=Topology.parse(topology).tp), topology, **options)
 
     found = refused("llama", "tp=2", compute="fp8")  # whose heads are 8 wide
     assert "k_proj, of which tp rank 0 has features 0 to 16: blocks of 32 share a scale, and none is cut" in found
@@ -56,4 +115,4 @@ def test_what_is_not_the_same_everywhere_is_refused() -> None:
     assert "none of its linears can have products in float8" in refused("gpt2", "", compute="fp8")
     assert "did you mean 'fp8'" in refused("llama", "", compute="fp9")
     given = refused("llama", "", compute="fp8", quantization="int8")
-    assert given.startswith("model.compute=fp8 with quantization int8: its base is in few bits already")
+    assert given.startswith("model.compute=fp8 with quantization int8: its base is in few bits already, and they are")
