@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.rules import ModelPlan
+from meshlora.wings.quantized.kinds import kind_for_twin
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
 from meshlora_judge.twin import twin_config
@@ -94,6 +95,8 @@ def test_of_a_checkpoint_what_is_not_stored_in_float8_has_plain_products(tmp_pat
     assert kinds == experts | dict.fromkeys(linears, "stored_float8")
     found = {name.rpartition(".")[2] for name in _plan(some, options).quantized}
     assert found == {"q_proj", "o_proj", "up_proj"}
+    # The preflight's twin is quantised so, whatever most of the checkpoint is.
+    assert kind_for_twin(_plan(some, options)) == "fp8"
     only = write_packed(tmp_path / "other", "compressed-tensors int8")
     found = _refused(only, "", quantization="keep", compute="fp8")
     assert "none of its linears is stored in float8 (e4m3); leave out model.compute" in found
