@@ -1,0 +1,172 @@
+"""An adapter's folder, opened: its configuration and its tensors, read one at a time.
+
+Owns: which file of a folder holds the tensors, and the refusal of what holds none that can be read.
+Does not own: what names mean (`adapter_files.names`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshlora_ground.errors import UserError, reason
+from meshlora_ground.files import open_safetensors, read_json
+from meshlora_judge.adapter_files.names import Names, names_of
+
+CONFIG, OWN = "adapter_config.json", "meshlora.json"
+_OF_PEFT = ("adapter_model.safetensors", "adapter_model.bin")
+_PICKLED = (".bin", ".pt", ".pth")
+_MOST_BYTES = 2**37  # twice the largest adapter that can be named: all experts of a trillion parameters at rank 64
+# Files or folders of checkpoints that hold parts of tensors: whose -> what to do.
+_IN_PARTS = {
+    ".metadata": "torch.distributed.checkpoint.format_utils.dcp_to_torch_save makes one file of it",
+    "*.distcp": "torch.distributed.checkpoint.format_utils.dcp_to_torch_save makes one file of it",
+    "mp_rank_*": "export the adapter to PEFT's format with the trainer's own converter (Megatron-Bridge: export_adapter)",
+    "iter_*": "export the adapter to PEFT's format with the trainer's own converter (Megatron-Bridge: export_adapter)",
+    "global_step*": "zero_to_fp32.py, which lies beside it, makes one file of it",
+    "adapter_model-*-of-*": "PEFT reads one file: save it again with save_pretrained",
+}
+
+
+@dataclass
+class Adapter:
+    """A folder that is open.
+
+    Attributes:
+        config: of PEFT; {} where another layout has none. own: meshlora's options. file: that holds the tensors.
+        read: gives the tensor of a key.
+    """
+
+    folder: Path
+    file: Path
+    config: Mapping[str, Any]
+    own: Mapping[str, Any]
+    names: Names
+    read: Callable[[str], Tensor]
+
+    @property
+    def is_lora(self) -> bool:
+        return str(self.config.get("peft_type", "LORA")).upper() == "LORA"
+
+
+@contextlib.contextmanager
+def open_adapter(folder: Path) -> Iterator[Adapter]:
+    """Open the adapter in `folder`. Raises: UserError: it is none, or its files cannot be read."""
+    try:
+        if not folder.is_dir():
+            raise UserError(f"{folder}", "it is no folder", "give the folder that an adapter was saved in")
+        there = {file.name for file in folder.iterdir()}
+    except OSError as error:
+        raise UserError(f"{folder}", f"it cannot be read ({error.strerror or error})") from None
+    file = _file_of(folder, there)
+    config = _checked(folder / CONFIG) if CONFIG in there else None
+    own = _object(folder / OWN) if OWN in there else {}
+    with _opened(file) as (keys, read):
+        if not keys:
+            raise UserError(f"{file}", "it holds no tensor", "save the adapter again: an empty one is nobody's training")
+        names = names_of(keys, config, there)
+        if config is None and not any(part.side for part in names.parts):
+            raise UserError(f"{file}", f"none of its {len(keys):,} tensors is a factor of LoRA in a layout known here")
+        if config is None and names.is_peft:
+            raise UserError(f"{folder / CONFIG}", "the file is missing", "PEFT writes it beside the tensors")
+        yield Adapter(folder, file, config or {}, own, names, read)
+
+
+def _file_of(folder: Path, there: set[str]) -> Path:
+    for name in _OF_PEFT:
+        if name in there:
+            return folder / name
+    for pattern, way_out in _IN_PARTS.items():
+        if any(folder.glob(pattern)):
+            raise UserError(f"{folder}", f"its tensors are in parts ({pattern}), which are not read here", way_out)
+    if CONFIG not in there:
+        for suffix in (".safetensors", *_PICKLED):
+            named = sorted(name for name in there if name.endswith(suffix))
+            adapters = [name for name in named if "adapter" in name or "lora" in name] or named
+            if len(adapters) == 1:
+                return folder / adapters[0]
+            if adapters:
+                rule = f"it holds {len(adapters)} files of tensors, first {adapters[0]}"
+                raise UserError(f"{folder}", rule, "put the adapter alone into a folder")
+    rule = f"it holds no {_OF_PEFT[0]} and no {_OF_PEFT[1]}"
+    raise UserError(f"{folder}", rule, "give the folder that an adapter was saved in")
+
+
+def _object(path: Path) -> dict[str, Any]:
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise UserError(f"{path}", "it must be a JSON object, as PEFT writes it")
+    return value
+
+
+def _checked(path: Path) -> dict[str, Any]:
+    """A configuration whose fields that are used here have their types."""
+    config = _object(path)
+    types: dict[str, tuple[type, ...]] = {
+        "r": (int,),
+        "lora_alpha": (int, float),
+        "rank_pattern": (dict,),
+        "alpha_pattern": (dict,),
+        "target_modules": (list, str),
+        "target_parameters": (list,),
+        "modules_to_save": (list,),
+        "peft_type": (str,),
+    }
+    for name, kinds in types.items():
+        value = config.get(name)
+        if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
+            words = " or ".join(kind.__name__ for kind in kinds)
+            raise UserError(f"{path}: {name}={value!r:.60}", f"it must be of type {words}", "copy the file again")
+    for name in ("rank_pattern", "alpha_pattern"):
+        for value in (config.get(name) or {}).values():
+            if not isinstance(value, int | float) or isinstance(value, bool):
+                raise UserError(f"{path}: {name}", f"{value!r:.60} is no number", "copy the file again")
+    for name in ("target_modules", "target_parameters", "modules_to_save"):
+        if isinstance(value := config.get(name), list) and not all(isinstance(each, str) for each in value):
+            raise UserError(f"{path}: {name}", "it must be a list of names", "copy the file again")
+    return config
+
+
+@contextlib.contextmanager
+def _opened(file: Path) -> Iterator[tuple[list[str], Callable[[str], Tensor]]]:
+    try:
+        size = file.stat().st_size
+    except OSError as error:
+        raise UserError(f"{file}", f"it cannot be read ({error.strerror or error})") from None
+    if size > _MOST_BYTES:
+        raise UserError(f"{file}", f"it has {size:,} bytes, and no adapter has above {_MOST_BYTES:,}")
+    if file.suffix == ".safetensors":
+        with open_safetensors(file) as opened:
+            yield list(opened.keys()), lambda key: _taken(file, key, opened.get_tensor)
+        return
+    tensors = _unpickled(file)
+    yield list(tensors), tensors.__getitem__
+
+
+def _taken(file: Path, key: str, take: Callable[[str], Tensor]) -> Tensor:
+    try:
+        return take(key)
+    except Exception as error:  # noqa: BLE001 - types that this torch lacks raise what they like
+        raise UserError(f"{file}: {key}", f"it cannot be read ({reason(error)})") from None
+
+
+def _unpickled(file: Path) -> dict[str, Tensor]:
+    """The tensors of a pickled file, read without running what is in it."""
+    if not file.is_file():
+        raise UserError(f"{file}", "it is a folder, a pipe or a device, no file")
+    try:
+        found = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # noqa: BLE001 - hostile pickles raise what they like
+        rule = f"torch.load(weights_only=True) does not read it ({reason(error)})"
+        raise UserError(f"{file}", rule, "save the adapter as safetensors") from None
+    while isinstance(found, dict) and len(found) == 1 and isinstance(inner := next(iter(found.values())), dict):
+        found = inner  # {"state_dict": {...}}
+    if not isinstance(found, dict):
+        raise UserError(f"{file}", "it is no dict from names to tensors", "save the adapter as safetensors")
+    return {str(key): value for key, value in found.items() if isinstance(value, Tensor)}

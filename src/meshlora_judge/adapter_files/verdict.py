@@ -1,0 +1,137 @@
+"""The verdict on an adapter's folder: what it is, what is wrong with it, in one paragraph.
+
+    verdict = judge_folder(Path("out/adapter"), model=Path("models/Qwen3-0.6B"))
+    verdict.is_sound, verdict.paragraph()
+
+Does not own: the findings (`adapter_files.values`, `.whole`, `.on_model`), printing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from meshlora_judge.adapter_files.finding import Finding
+from meshlora_judge.adapter_files.on_model import of_model
+from meshlora_judge.adapter_files.reading import Adapter, open_adapter
+from meshlora_judge.adapter_files.values import Values, of_values, read_values
+from meshlora_judge.adapter_files.whole import of_config, of_fields, of_layers, of_names, of_pairs, of_scale, scale_of
+
+_MOST_NOTES = 4
+
+
+@dataclass
+class Verdict:
+    """What is known of a folder. description: what it holds. wrong: why it cannot be what was trained."""
+
+    folder: Path
+    description: str = ""
+    wrong: list[Finding] = field(default_factory=list)
+    notes: list[Finding] = field(default_factory=list)
+
+    @property
+    def is_sound(self) -> bool:
+        return not self.wrong
+
+    def paragraph(self) -> str:
+        """All of it in one paragraph."""
+        if self.wrong:
+            words = f"{self.folder} cannot be what was trained. " + " ".join(
+                f"({number}) {finding}." for number, finding in enumerate(self.wrong, 1)
+            )
+            return f"{words} It is {self.description}."
+        words = f"{self.folder} is sound: {self.description}."
+        for note in self.notes[:_MOST_NOTES]:
+            words += f" Note: {note}."
+        return words
+
+    def as_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {
+            "folder": f"{self.folder}",
+            "is_sound": self.is_sound,
+            "description": self.description,
+            "findings": [finding.as_json() for finding in self.wrong],
+            "notes": [finding.as_json() for finding in self.notes],
+        }
+
+
+def judge_folder(folder: Path, *, model: Path | None = None) -> Verdict:
+    """Look at every tensor of the adapter in `folder`. model: its base, a folder, for what only that tells.
+
+    Raises:
+        UserError: it is no adapter, or its files cannot be read.
+    """
+    with open_adapter(folder) as adapter:
+        values = read_values(adapter)
+        shapes = {key: value.shape for key, value in values.items()}
+        findings = of_names(adapter) + of_values(adapter, values)
+        if adapter.config:
+            findings += of_fields(adapter.config)
+        if adapter.is_lora:
+            findings += of_config(adapter) + of_pairs(adapter, shapes) + of_scale(adapter) + of_layers(adapter)
+        if model is not None and adapter.names.is_peft and adapter.config:
+            findings = _joined(findings, of_model(adapter, shapes, model))
+        verdict = Verdict(folder, _described(adapter, values, has_model=model is not None))
+    verdict.wrong = [finding for finding in findings if not finding.is_note]
+    verdict.notes = [finding for finding in findings if finding.is_note]
+    return verdict
+
+
+def _joined(by_name: list[Finding], by_model: list[Finding]) -> list[Finding]:
+    """Both, where PEFT on the model decides what is missing and dropped, and the names only say why."""
+    dropped = {name for finding in by_model if finding.kind == "dropped" for name in finding.names}
+    is_loaded = all(finding.names for finding in by_model)  # else PEFT failed, and has decided nothing
+    kept, explained = [], set[str]()
+    for finding in by_name:
+        if is_loaded and finding.kind == "incomplete" and finding.is_note:
+            continue
+        if is_loaded and finding.kind == "dropped":
+            names = tuple(name for name in finding.names if name in dropped)
+            explained.update(names)
+            finding = replace(finding, names=names)
+            if not names:
+                continue
+        kept.append(finding)
+    for finding in by_model:
+        if finding.kind == "dropped" and finding.names:
+            finding = replace(finding, names=tuple(name for name in finding.names if name not in explained))
+            if not finding.names:
+                continue
+        kept.append(finding)
+    return kept
+
+
+def _described(adapter: Adapter, values: dict[str, Values], *, has_model: bool) -> str:
+    """`an adapter in the layout of PEFT, 14 modules, rank 8, scale 2, float32`."""
+    modules = adapter.names.by_module()
+    words = [f"an adapter in the layout of {adapter.names.layout}"]
+    if not adapter.is_lora:
+        words.append(f"of type {adapter.config['peft_type']:.40}")
+    words.append(f"{len(modules):,} modules, {len(values):,} tensors")
+    ranks = Counter[int]()
+    for sides in modules.values():
+        if (part := sides.get("A") or sides.get("embedding_A")) and values[part.key].shape:
+            ranks[values[part.key].shape[0]] += 1
+    if ranks:
+        words.append(f"rows of A {_listed(sorted(ranks))}")
+    scales = {scale for module in modules if (scale := scale_of(adapter.config, module)) is not None}
+    rule = "lora_alpha / sqrt(r), as use_rslora says" if adapter.config.get("use_rslora") else "lora_alpha / r"
+    if scales:
+        words.append(f"scale {_listed(sorted(scales))} = {rule}")
+    elif adapter.is_lora:
+        words.append("scale not recorded")
+    kinds = sorted({f"{value.dtype}".removeprefix("torch.") for value in values.values()})
+    words.append(" and ".join(kinds[:4]))
+    if not adapter.names.is_peft:
+        words.append("which PEFT does not read as it is")
+    elif not has_model:
+        words.append("judged without its base (--model)")
+    return ", ".join(words)
+
+
+def _listed(numbers: list[Any]) -> str:
+    shown = ", ".join(f"{number:g}" for number in numbers[:4])
+    return f"{shown} and {len(numbers) - 4} more" if len(numbers) > 4 else shown
