@@ -77,7 +77,9 @@ def _make(recipe: Recipe, folder: Path) -> tuple[Path, Path]:
     if recipe.resize:
         model.resize_token_embeddings(recipe.resize)
     options: dict[str, Any] = {"r": 4, "lora_alpha": 8} if recipe.kind is LoraConfig else {}
-    peft_model = get_peft_model(model, recipe.kind(**options | recipe.lora), autocast_adapter_dtype=recipe.adapters_dtype)
+    peft_model = get_peft_model(
+        model, recipe.kind(**options | recipe.lora), autocast_adapter_dtype=recipe.adapters_dtype
+    )
     inputs = _inputs(recipe, config)
     if recipe.is_eva:
         initialize_lora_eva_weights(peft_model, [inputs] * 2, show_progress_bar=False)
@@ -194,7 +196,9 @@ SOUND: dict[str, Recipe] = {
     "SGD": Recipe(optimizer="SGD"),
     "rank 1": Recipe(lora=_lora(r=1)),
     "one module": Recipe(lora=_lora(target_modules=["v_proj"], r=1)),
-    "odd sizes": Recipe(sizes={"intermediate_size": 51, "vocab_size": 67}, lora=_lora(target_modules="all-linear", r=3)),
+    "odd sizes": Recipe(
+        sizes={"intermediate_size": 51, "vocab_size": 67}, lora=_lora(target_modules="all-linear", r=3)
+    ),
     "embedding": Recipe(lora=_lora(target_modules=["embed_tokens", "q_proj"])),
     "head": Recipe(lora=_lora(target_modules=["lm_head", "q_proj"])),
     "tied": Recipe(sizes={"tie_word_embeddings": True}, lora=_lora(target_modules=["embed_tokens", "v_proj"])),
@@ -206,7 +210,9 @@ SOUND: dict[str, Recipe] = {
     "more tokens": Recipe(resize=70, lora=_lora(modules_to_save=["lm_head", "embed_tokens"])),
     "dora": Recipe(lora=_lora(use_dora=True)),
     "rslora": Recipe(lora=_lora(use_rslora=True, r=8)),
-    "patterns": Recipe(lora=_lora(rank_pattern={"q_proj": 2, "layers.1.self_attn.v_proj": 6}, alpha_pattern={"q_proj": 32})),
+    "patterns": Recipe(
+        lora=_lora(rank_pattern={"q_proj": 2, "layers.1.self_attn.v_proj": 6}, alpha_pattern={"q_proj": 32})
+    ),
     "bias of B": Recipe(lora=_lora(lora_bias=True)),
     "biases": Recipe("qwen2", lora=_lora(bias="lora_only")),
     "gaussian": Recipe(lora=_lora(init_lora_weights="gaussian")),
@@ -228,7 +234,10 @@ SOUND: dict[str, Recipe] = {
     "qwen3 experts": Recipe("qwen3_moe", _MOE, lora=_lora(target_parameters=STACKS)),
     "down alone": Recipe("qwen3_moe", _MOE, lora=_lora(target_parameters=STACKS[1:], r=2)),
     "experts barely reached": Recipe(
-        "qwen3_moe", _MOE | {"num_experts": 16, "num_local_experts": 16}, lora=_lora(target_modules=[], target_parameters=STACKS), length=3
+        "qwen3_moe",
+        _MOE | {"num_experts": 16, "num_local_experts": 16},
+        lora=_lora(target_modules=[], target_parameters=STACKS),
+        length=3,
     ),
     "mixtral by old names": Recipe("mixtral", _MOE, lora=_lora(target_modules=["q_proj", "w1", "w2", "w3"])),
     "mixtral experts": Recipe("mixtral", _MOE, lora=_lora(target_parameters=STACKS)),
@@ -241,11 +250,19 @@ SOUND: dict[str, Recipe] = {
         auto="AutoModelForImageTextToText",
     ),
     "bert": Recipe(
-        "bert", _BERT, auto="AutoModelForSequenceClassification", lora={"target_modules": ["query", "value"], "task_type": "SEQ_CLS"}
+        "bert",
+        _BERT,
+        auto="AutoModelForSequenceClassification",
+        lora={"target_modules": ["query", "value"], "task_type": "SEQ_CLS"},
     ),
-    "t5": Recipe("t5", _T5, auto="AutoModelForSeq2SeqLM", lora={"target_modules": ["q", "v", "wo"], "task_type": "SEQ_2_SEQ_LM"}),
+    "t5": Recipe(
+        "t5", _T5, auto="AutoModelForSeq2SeqLM", lora={"target_modules": ["q", "v", "wo"], "task_type": "SEQ_2_SEQ_LM"}
+    ),
     "vit": Recipe(
-        "vit", _VIT, auto="AutoModelForImageClassification", lora={"target_modules": "all-linear", "modules_to_save": ["classifier"]}
+        "vit",
+        _VIT,
+        auto="AutoModelForImageClassification",
+        lora={"target_modules": "all-linear", "modules_to_save": ["classifier"]},
     ),
     "whisper": Recipe(
         "whisper",
@@ -257,9 +274,13 @@ SOUND: dict[str, Recipe] = {
     "qwen3_next": Recipe("qwen3_next", _NEXT),
     "bamba": Recipe("bamba", _BAMBA),
     "llama4 experts": Recipe(
-        "llama4_text", _MOE | {"intermediate_size_mlp": 48}, lora=_lora(target_parameters=["feed_forward.experts.down_proj"])
+        "llama4_text",
+        _MOE | {"intermediate_size_mlp": 48},
+        lora=_lora(target_parameters=["feed_forward.experts.down_proj"]),
     ),
-    "ia3": Recipe(kind=IA3Config, lora={"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}),
+    "ia3": Recipe(
+        kind=IA3Config, lora={"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_proj"]}
+    ),
     "loha": Recipe(kind=LoHaConfig, lora={"target_modules": ATTENTION}),
     "vera": Recipe(kind=VeraConfig, lora={"target_modules": ["q_proj", "o_proj"]}),
     "adalora": Recipe(kind=AdaLoraConfig, lora={"target_modules": ATTENTION, "total_step": 10}),

@@ -104,11 +104,18 @@ def test_a_plain_adapter_of_peft_is_shown_and_a_damaged_one_named(
     folder = tmp_path / "plain"
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
-    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, folder / "adapter_model.safetensors")
+    tensors = {f"base_model.model.q_proj.lora_{side}.weight": torch.randn(4, 4) for side in "AB"}
+    save_file(tensors, folder / "adapter_model.safetensors")
     code, out, err = _inspect(folder, capfd)
     assert (code, err) == (0, "")
     for words in ("of PEFT, with no manifest", "LORA", "2 tensors"):
         assert words in " ".join(out.split())
+    tensors["base_model.model.q_proj.lora_B.weight"] *= 0
+    save_file(tensors, folder / "adapter_model.safetensors")
+    code, _, err = _inspect(folder, capfd)
+    assert code == 1
+    assert "cannot be what was trained. (1) never trained: B is zero everywhere" in err
+    assert err.count(f"{folder}") == 1
     (folder / "adapter_model.safetensors").write_bytes(b"cut")
     code, _, err = _inspect(folder, capfd)
     assert code == 1

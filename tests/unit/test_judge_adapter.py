@@ -7,8 +7,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +17,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from meshlora.cli.main import main
-from meshlora_ground.errors import UserError
 from meshlora_judge import command
 from meshlora_judge.adapter_files.differences import cause_of, differences_from
 from meshlora_judge.adapter_files.reading import open_adapter
 from meshlora_judge.adapter_files.values import expert_major, parts_of, repeats
-from meshlora_judge.adapter_files.verdict import Verdict, judge_folder
-from tests.adapter_folders import ATTENTION, SOUND, Recipe, make
+from meshlora_judge.adapter_files.verdict import judge_folder
+from tests.adapter_folders import SOUND, Recipe, make
 
 Tensors = dict[str, Tensor]
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -51,7 +49,7 @@ def test_nothing_is_found_in_what_peft_trains_and_saves(name: str, tmp_path: Pat
 
 
 @pytest.fixture(scope="module")
-def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], tuple[Path, Path]]]:
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
     """Gives (adapter, base) of a recipe of `SOUND`, made once."""
     made: dict[str, tuple[Path, Path]] = {}
 
@@ -60,7 +58,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], 
             made[name] = make(SOUND[name], tmp_path_factory.mktemp("sound"))
         return made[name]
 
-    yield give
+    return give
 
 
 def broken(given: Path, folder: Path, change: Callable[[Tensors, dict[str, Any]], Any]) -> Path:
@@ -73,7 +71,9 @@ def broken(given: Path, folder: Path, change: Callable[[Tensors, dict[str, Any]]
     return folder
 
 
-def each(side: str, change: Callable[[Tensor], Tensor], where: str = "") -> Callable[[Tensors, dict[str, Any]], Tensors]:
+def each(
+    side: str, change: Callable[[Tensor], Tensor], where: str = ""
+) -> Callable[[Tensors, dict[str, Any]], Tensors]:
     def changed(tensors: Tensors, _: dict[str, Any]) -> Tensors:
         return {key: change(t) if f".lora_{side}." in key and where in key else t for key, t in tensors.items()}
 
@@ -108,7 +108,12 @@ def shard(number: int, of: int, dim: int) -> Callable[[Tensor], Tensor]:
 
 
 def pieces_zero(tensor: Tensor) -> Tensor:
-    return torch.cat([half * torch.cat([torch.ones(len(half) // 2), torch.zeros(len(half) // 2)])[:, None] for half in tensor.chunk(2)])
+    return torch.cat(
+        [
+            half * torch.cat([torch.ones(len(half) // 2), torch.zeros(len(half) // 2)])[:, None]
+            for half in tensor.chunk(2)
+        ]
+    )
 
 
 def with_value(value: float) -> Callable[[Tensor], Tensor]:
@@ -166,56 +171,172 @@ BROKEN: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "the last shard": ("llama", each("B", shard(4, 4, 0)), ("only part 4 of 4 of the rows of B is not zero (14: ",)),
     "uneven shards": ("odd sizes", each("B", shard(3, 3, 0)), ("only part 3 of 3 of the rows of B",)),
     "shards of columns": ("llama", each("A", shard(2, 2, 1)), ("only part 2 of 2 of the columns of A",)),
-    "row-parallel alone": ("llama", each("A", shard(1, 2, 1), "o_proj"), ("part 1 of 2 of the columns of A is not zero (2: ",)),
+    "row-parallel alone": (
+        "llama",
+        each("A", shard(1, 2, 1), "o_proj"),
+        ("part 1 of 2 of the columns of A is not zero (2: ",),
+    ),
     "a shard of a fused matrix": ("gpt_neox", each("B", shard(1, 8, 0)), ("only part 1 of 8 of the rows of B",)),
-    "a shard of an adapter of rank 1": ("one module", each("B", shard(2, 2, 0)), ("only part 2 of 2 of the rows of B is",)),
+    "a shard of an adapter of rank 1": (
+        "one module",
+        each("B", shard(2, 2, 0)),
+        ("only part 2 of 2 of the rows of B is",),
+    ),
     "shards of gate and up": ("llama", each("B", pieces_zero), ("blocks of rows or columns are exactly zero",)),
     "a shard of experts' B": (EXPERTS, each("B", shard(1, 4, 0)), ("only part 1 of 4 of the rows of B",)),
-    "a shard twice": ("llama", each("B", lambda b: b.chunk(2)[0].repeat(2, 1)), ("halves of the rows of B are equal", "gathered 2 times")),
-    "a shard four times": ("llama", each("A", lambda a: a.chunk(4, 1)[0].repeat(1, 4)), ("4 parts of the columns of A are equal",)),
-    "NaN": ("llama", each("B", with_value(math.nan), "layers.1.mlp.up"), ("NaN or infinite (1: ", "layers.1.mlp.up_proj.lora_B")),
-    "overflow": ("float16", each("A", with_value(math.inf), "0.self_attn.q"), ("in float16: above 65,504 it overflows (1: ",)),
+    "a shard twice": (
+        "llama",
+        each("B", lambda b: b.chunk(2)[0].repeat(2, 1)),
+        ("halves of the rows of B are equal", "gathered 2 times"),
+    ),
+    "a shard four times": (
+        "llama",
+        each("A", lambda a: a.chunk(4, 1)[0].repeat(1, 4)),
+        ("4 parts of the columns of A are equal",),
+    ),
+    "NaN": (
+        "llama",
+        each("B", with_value(math.nan), "layers.1.mlp.up"),
+        ("NaN or infinite (1: ", "layers.1.mlp.up_proj.lora_B"),
+    ),
+    "overflow": (
+        "float16",
+        each("A", with_value(math.inf), "0.self_attn.q"),
+        ("in float16: above 65,504 it overflows (1: ",),
+    ),
     "fresh": ("llama", each("B", torch.zeros_like), ("never trained: B is zero everywhere, as PEFT makes it (14: ",)),
     "a fresh embedding": (
         "embedding",
         lambda tensors, _: {k: t * 0 if "embedding_A" in k or "lora_B" in k else t for k, t in tensors.items()},
         ("never trained",),
     ),
-    "both factors zero": ("llama", lambda t, _: {k: v * ("layers.1" not in k) for k, v in t.items()}, ("both factors are zero: they were never written (7: ",)),
-    "A zero": ("llama", each("A", torch.zeros_like, "k_proj"), ("A is zero where B is not (2: ".replace(" (2", ", which no training leaves (2"),)),
-    "a B missing": ("llama", without(r"0\.self_attn\.q_proj\.lora_B"), ("one factor without the other (1: model.layers.0.self_attn.q_proj.lora_A",)),
-    "a module missing": ("some of four", without(r"2\.mlp\.up_proj"), ("modules have no factors, which those of other layers have (1: model.layers.2.mlp.up_proj",)),
-    "torch.compile": ("llama", renamed(lambda k: k.replace("base_model.model.", "base_model.model._orig_mod.")), ("PEFT would drop these tensors silently: their names have the name of a wrapper",)),
-    "FSDP1": ("llama", renamed(lambda k: k.replace(".layers.1.", ".layers.1._fsdp_wrapped_module.")), ("the name of a wrapper (FSDP, torch.compile or checkpointing) (14: ",)),
+    "both factors zero": (
+        "llama",
+        lambda t, _: {k: v * ("layers.1" not in k) for k, v in t.items()},
+        ("both factors are zero: they were never written (7: ",),
+    ),
+    "A zero": (
+        "llama",
+        each("A", torch.zeros_like, "k_proj"),
+        ("A is zero where B is not (2: ".replace(" (2", ", which no training leaves (2"),),
+    ),
+    "a B missing": (
+        "llama",
+        without(r"0\.self_attn\.q_proj\.lora_B"),
+        ("one factor without the other (1: model.layers.0.self_attn.q_proj.lora_A",),
+    ),
+    "a module missing": (
+        "some of four",
+        without(r"2\.mlp\.up_proj"),
+        ("modules have no factors, which those of other layers have (1: model.layers.2.mlp.up_proj",),
+    ),
+    "torch.compile": (
+        "llama",
+        renamed(lambda k: k.replace("base_model.model.", "base_model.model._orig_mod.")),
+        ("PEFT would drop these tensors silently: their names have the name of a wrapper",),
+    ),
+    "FSDP1": (
+        "llama",
+        renamed(lambda k: k.replace(".layers.1.", ".layers.1._fsdp_wrapped_module.")),
+        ("the name of a wrapper (FSDP, torch.compile or checkpointing) (14: ",),
+    ),
     "DDP": ("llama", renamed(lambda k: f"module.{k}"), ("their names have the prefix module. of a wrapper (28: ",)),
-    "named": ("llama", renamed(lambda k: k.replace(".weight", ".default.weight")), ("their names have the adapter's name 'default' (28: ",)),
-    "without the prefix": ("llama", renamed(lambda k: k.removeprefix(PREFIX)), (f"their names have no prefix {PREFIX} (28: ",)),
-    "wrapped twice": ("llama", renamed(lambda k: f"{PREFIX}{k}"), (f"their names have the prefix {PREFIX} twice (28: ",)),
+    "named": (
+        "llama",
+        renamed(lambda k: k.replace(".weight", ".default.weight")),
+        ("their names have the adapter's name 'default' (28: ",),
+    ),
+    "without the prefix": (
+        "llama",
+        renamed(lambda k: k.removeprefix(PREFIX)),
+        (f"their names have no prefix {PREFIX} (28: ",),
+    ),
+    "wrapped twice": (
+        "llama",
+        renamed(lambda k: f"{PREFIX}{k}"),
+        (f"their names have the prefix {PREFIX} twice (28: ",),
+    ),
     "there twice": ("llama", twice, ("tensors are there twice, under two names (14: ",)),
-    "replicas": ("llama", drifted, ("one tensor is there under two names with different values: replicas that drifted",)),
+    "replicas": (
+        "llama",
+        drifted,
+        ("one tensor is there under two names with different values: replicas that drifted",),
+    ),
     "two adapters": ("llama", two_adapters, ("it holds 2 adapters (2: one, two)",)),
-    "another rank": ("llama", with_config(r=8), ("ranks are not those of the configuration (14: ", "4 in the file, 8 in the configuration")),
-    "a pattern lost": ("patterns", with_config(rank_pattern={}), ("ranks are not those of the configuration (3: ", "q_proj: 2 in the file, 4 in")),
-    "a shard of ranks": ("llama", each("B", lambda b: b[:, :2]), ("A and B have different ranks: one of them is a shard (14: ",)),
+    "another rank": (
+        "llama",
+        with_config(r=8),
+        ("ranks are not those of the configuration (14: ", "4 in the file, 8 in the configuration"),
+    ),
+    "a pattern lost": (
+        "patterns",
+        with_config(rank_pattern={}),
+        ("ranks are not those of the configuration (3: ", "q_proj: 2 in the file, 4 in"),
+    ),
+    "a shard of ranks": (
+        "llama",
+        each("B", lambda b: b[:, :2]),
+        ("A and B have different ranks: one of them is a shard (14: ",),
+    ),
     "transposed A": ("llama", each("A", lambda a: a.T), ("a factor is transposed: PEFT has A as [r, in]",)),
     "transposed B": ("llama", each("B", lambda b: b.T), ("a factor is transposed",)),
     "flat": ("llama", each("B", torch.flatten), ("factors are empty or have one dim: shards of ZeRO-3 or FSDP",)),
     "empty": ("llama", each("B", lambda b: b[:0]), ("factors are empty or have one dim: shards of ZeRO-3",)),
-    "scaled off": ("llama", with_config(lora_alpha=0), ("lora_alpha is 0: PEFT multiplies these factors by zero (14: ",)),
+    "scaled off": (
+        "llama",
+        with_config(lora_alpha=0),
+        ("lora_alpha is 0: PEFT multiplies these factors by zero (14: ",),
+    ),
     "mixed types": ("llama", each("B", Tensor.bfloat16), ("A and B of one module have different types (14: ",)),
-    "integers": ("llama", each("B", lambda b: (b * 1000).to(torch.int8)), ("tensors of a type that no factor is trained in (14: ", "of int8")),
-    "float8": ("llama", lambda t, _: {k: v.to(torch.float8_e4m3fn) for k, v in t.items()}, ("of a type that no factor is trained in (28: ",)),
-    "experts lost": (EXPERTS, of_expert(8, 16), ("experts whose two factors are zero (4: ", "experts.base_layer: 8 of 16, first 8")),
-    "expert by expert": (EXPERTS, expert_by_expert, ("columns of B lie expert by expert, where PEFT has them rank by rank",)),
+    "integers": (
+        "llama",
+        each("B", lambda b: (b * 1000).to(torch.int8)),
+        ("tensors of a type that no factor is trained in (14: ", "of int8"),
+    ),
+    "float8": (
+        "llama",
+        lambda t, _: {k: v.to(torch.float8_e4m3fn) for k, v in t.items()},
+        ("of a type that no factor is trained in (28: ",),
+    ),
+    "experts lost": (
+        EXPERTS,
+        of_expert(8, 16),
+        ("experts whose two factors are zero (4: ", "experts.base_layer: 8 of 16, first 8"),
+    ),
+    "expert by expert": (
+        EXPERTS,
+        expert_by_expert,
+        ("columns of B lie expert by expert, where PEFT has them rank by rank",),
+    ),
     "magnitudes lost": ("dora", without("magnitude"), ("DoRA's magnitudes are missing, which use_dora needs (8: ",)),
-    "magnitudes zero": ("dora", lambda t, _: {k: v * ("magnitude" not in k) for k, v in t.items()}, ("DoRA's magnitude is zero",)),
-    "DoRA forgotten": ("dora", with_config(use_dora=False), ("magnitudes of DoRA, which the configuration does not have (8: ",)),
-    "modules lost": ("modules to save", without("lm_head|embed"), ("no module of modules_to_save is in the file (2: ",)),
+    "magnitudes zero": (
+        "dora",
+        lambda t, _: {k: v * ("magnitude" not in k) for k, v in t.items()},
+        ("DoRA's magnitude is zero",),
+    ),
+    "DoRA forgotten": (
+        "dora",
+        with_config(use_dora=False),
+        ("magnitudes of DoRA, which the configuration does not have (8: ",),
+    ),
+    "modules lost": (
+        "modules to save",
+        without("lm_head|embed"),
+        ("no module of modules_to_save is in the file (2: ",),
+    ),
     "tokens lost": ("tokens", without("trainable_tokens_delta"), ("no rows of trained tokens are in the file",)),
     "biases lost": ("bias of B", without("bias"), ("biases of B are missing, which lora_bias needs (8: ",)),
-    "a slip": ("llama", lambda _, c: c.update({"lora_alhpa": c.pop("lora_alpha")}), ("near to names that it knows (1: lora_alhpa for lora_alpha)",)),
-    "an unknown method": ("llama", with_config(peft_type="NEWLORA"), ("the installed peft has no such peft_type (1: NEWLORA)",)),
-}  # fmt: skip
+    "a slip": (
+        "llama",
+        lambda _, c: c.update({"lora_alhpa": c.pop("lora_alpha")}),
+        ("near to names that it knows (1: lora_alhpa for lora_alpha)",),
+    ),
+    "an unknown method": (
+        "llama",
+        with_config(peft_type="NEWLORA"),
+        ("the installed peft has no such peft_type (1: NEWLORA)",),
+    ),
+}
 SOUND_FOR = SOUND | {"some of four": Recipe(sizes={"num_hidden_layers": 4})}
 
 
@@ -234,16 +355,44 @@ def test_a_fault_is_named_as_what_it_is(
 
 # The same with the base: what only PEFT on the model can tell.
 WITH_MODEL: dict[str, tuple[str, Any, tuple[str, ...]]] = {
-    "a target lost everywhere": ("llama", without("up_proj"), ("tensors that PEFT needs on ", "are not in the file", "(4: ")),
+    "a target lost everywhere": (
+        "llama",
+        without("up_proj"),
+        ("tensors that PEFT needs on ", "are not in the file", "(4: "),
+    ),
     "the last layer lost": ("llama", without(r"layers\.1\."), ("and would stay as they are drawn (14: ",)),
-    "another module": ("llama", renamed(lambda k: k.replace("up_proj", "w3")), ("PEFT would drop these tensors silently (4: ",)),
-    "a wrapper": ("llama", renamed(lambda k: f"module.{k}"), ("the prefix module. of a wrapper (28: ", "would stay as they are drawn (28: ")),
-    "another width": ("llama", each("B", lambda b: b[:16], "up_proj"), ("shapes are not those that PEFT makes (2: ", "[16, 4] for [48, 4]")),
+    "another module": (
+        "llama",
+        renamed(lambda k: k.replace("up_proj", "w3")),
+        ("PEFT would drop these tensors silently (4: ",),
+    ),
+    "a wrapper": (
+        "llama",
+        renamed(lambda k: f"module.{k}"),
+        ("the prefix module. of a wrapper (28: ", "would stay as they are drawn (28: "),
+    ),
+    "another width": (
+        "llama",
+        each("B", lambda b: b[:16], "up_proj"),
+        ("shapes are not those that PEFT makes (2: ", "[16, 4] for [48, 4]"),
+    ),
     "another rank": ("llama", with_config(r=8), ("shapes are not those that PEFT makes (28: ",)),
-    "a head lost": ("modules to save", without("lm_head"), ("tensors that PEFT needs on ", "(1: base_model.model.lm_head.weight)")),
-    "absurd": ("llama", each("B", lambda b: b * 1e5), ("the delta s B A is far larger than the base's weight (14: ", "times")),
-    "a module lost that some layers lack": ("gemma3n, layers that share keys", without(r"1\.self_attn\.k_proj"), ("are not in the file", "(2: ")),
-}  # fmt: skip
+    "a head lost": (
+        "modules to save",
+        without("lm_head"),
+        ("tensors that PEFT needs on ", "(1: base_model.model.lm_head.weight)"),
+    ),
+    "absurd": (
+        "llama",
+        each("B", lambda b: b * 1e5),
+        ("the delta s B A is far larger than the base's weight (14: ", "times"),
+    ),
+    "a module lost that some layers lack": (
+        "gemma3n, layers that share keys",
+        without(r"1\.self_attn\.k_proj"),
+        ("are not in the file", "(2: "),
+    ),
+}
 
 
 @pytest.mark.parametrize("name", WITH_MODEL)
@@ -301,27 +450,43 @@ def files(folder: Path, tensors: Tensors, config: dict[str, Any] | None = None, 
 _LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 # Layout -> names of (A, B) of a layer, the configuration, the file, and further files.
 LAYOUTS: dict[str, tuple[tuple[str, str], dict[str, Any] | None, str, str]] = {
-    "Megatron": ("decoder.layers.{}.self_attention.linear_proj.adapter.linear_in.weight", None, "adapter.safetensors", ""),
+    "Megatron": (
+        "decoder.layers.{}.self_attention.linear_proj.adapter.linear_in.weight",
+        None,
+        "adapter.safetensors",
+        "",
+    ),
     "torchtune": ("layers.{}.attn.q_proj.lora_a.weight", None, "adapter_0.pt", ""),
     "loralib": ("transformer.h.{}.attn.proj.lora_A", None, "lora.pt", ""),
     "PEFT with a module per expert, as vLLM reads": (
-        f"{PREFIX}model.layers.0.mlp.experts.{{}}.up_proj.lora_A.weight", _LORA, WEIGHTS, ""
+        f"{PREFIX}model.layers.0.mlp.experts.{{}}.up_proj.lora_A.weight",
+        _LORA,
+        WEIGHTS,
+        "",
     ),
     "PEFT with Megatron's names, as mcore-bridge writes": (
-        f"{PREFIX}decoder.layers.{{}}.self_attention.linear_proj.lora_A.weight", _LORA, WEIGHTS, ""
+        f"{PREFIX}decoder.layers.{{}}.self_attention.linear_proj.lora_A.weight",
+        _LORA,
+        WEIGHTS,
+        "",
     ),
     "PEFT by unsloth": (
-        f"{PREFIX}model.layers.{{}}.q_proj.lora_A.weight", _LORA | {"auto_mapping": {"unsloth_fixed": True}}, WEIGHTS, ""
+        f"{PREFIX}model.layers.{{}}.q_proj.lora_A.weight",
+        _LORA | {"auto_mapping": {"unsloth_fixed": True}},
+        WEIGHTS,
+        "",
     ),
     "PEFT by ms-swift": (f"{PREFIX}model.layers.{{}}.q_proj.lora_A.weight", _LORA, WEIGHTS, "additional_config.json"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_of_others_are_recognised_and_a_shard_in_them_found(layout: str, tmp_path: Path) -> None:
     name, config, file, beside = LAYOUTS[layout]
     other = name.replace("linear_in", "linear_out").replace("lora_a", "lora_b").replace("lora_A", "lora_B")
-    tensors = {name.format(n): torch.randn(4, 16) for n in range(4)} | {other.format(n): torch.randn(32, 4) for n in range(4)}
+    tensors = {name.format(n): torch.randn(4, 16) for n in range(4)} | {
+        other.format(n): torch.randn(32, 4) for n in range(4)
+    }
     folder = files(tmp_path / "sound", tensors, config, file)
     if beside:
         (folder / beside).write_text("{}")
@@ -335,8 +500,9 @@ def test_layouts_of_others_are_recognised_and_a_shard_in_them_found(layout: str,
     del tensors[name.format(2)], tensors[other.format(2)]
     verdict = judge_folder(files(folder, tensors, config, file))
     if "per expert" in layout:
-        assert "experts have no factors, which other layers have (1: model.layers.0.mlp.experts: 1 of 4, first 2)" in str(
-            verdict.wrong[0]
+        assert (
+            "experts have no factors, which other layers have (1: model.layers.0.mlp.experts: 1 of 4, first 2)"
+            in str(verdict.wrong[0])
         )
 
 
@@ -348,10 +514,196 @@ def test_stacks_of_three_dims_are_read(tmp_path: Path) -> None:
     assert "a factor is transposed" in judge_folder(files(tmp_path / "two", tensors, _LORA)).paragraph()
 
 
-def test_pieces_of_a_fused_matrix_are_said_and_not_refuted(tmp_path: Path, sound: Callable[[str], tuple[Path, Path]]) -> None:
+def test_pieces_of_a_fused_matrix_are_said_and_not_refuted(
+    tmp_path: Path, sound: Callable[[str], tuple[Path, Path]]
+) -> None:
     """meshlora's exports to plain PEFT have zeros where q, k or v is not trained."""
     folder, base = sound("gpt2")
     for pieces in ((1, 0, 0), (0, 0, 1), (1, 0, 1), (0, 1, 0)):
         mask = torch.tensor(pieces).repeat_interleave(32)[:, None]
         changed = broken(folder, tmp_path / f"{pieces}", each("B", lambda b, m=mask: b * m, "c_attn"))  # type: ignore[misc]
         assert judge_folder(changed, model=base).is_sound
+
+
+def hostile(folder: Path, what: str) -> None:
+    """A folder that holds `what`."""
+    folder.mkdir()
+    tensors = {f"{PREFIX}q_proj.lora_{side}.weight": torch.ones(4, 4) for side in "AB"}
+    files(folder, tensors, _LORA)
+    weights, config = folder / WEIGHTS, folder / CONFIG
+    pickled = folder / "adapter_model.bin"
+    if what == "no weights":
+        weights.unlink()
+    elif what == "no configuration":
+        config.unlink()
+    elif what == "cut":
+        weights.write_bytes(weights.read_bytes()[:-8])
+    elif what == "a header of 2**60 bytes":
+        weights.write_bytes((2**60).to_bytes(8, "little") + b"{}")
+    elif what == "a tensor beyond the end":
+        header = b'{"a":{"dtype":"F32","shape":[1099511627776],"data_offsets":[0,4398046511104]}}'
+        weights.write_bytes(len(header).to_bytes(8, "little") + header)
+    elif what == "a sparse file of a terabyte":
+        os.truncate(weights, 2**40)
+    elif what == "no tensor":
+        save_file({}, weights)
+    elif what == "a link to itself":
+        weights.unlink()
+        weights.symlink_to(weights)
+    elif what == "a broken link":
+        config.unlink()
+        config.symlink_to(folder / "nothing")
+    elif what == "a pipe":
+        weights.unlink()
+        os.mkfifo(weights)
+    elif what == "a folder for a file":
+        weights.unlink()
+        weights.mkdir()
+    elif what == "a pickle that runs code":
+        weights.unlink()
+        pickled.write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
+    elif what == "a tensor of zero strides":
+        weights.unlink()
+        torch.save({f"{PREFIX}q.lora_A.weight": torch.zeros(1).expand(2**40)}, pickled)
+    elif what == "a pickled list":
+        weights.unlink()
+        torch.save([torch.zeros(1)], pickled)
+    elif what == "a distributed checkpoint":
+        weights.unlink()
+        (folder / ".metadata").write_bytes(b"")
+    else:
+        config.write_text(what)
+
+
+CONFIGS = {
+    "[]": "it must be a JSON object",
+    "{": "not a readable JSON file",
+    '{"r": "4"}': "it must be of type int",
+    '{"r": true}': "it must be of type int",
+    '{"r": 4, "lora_alpha": 1e999}': "is no number from 0",
+    '{"r": 4, "rank_pattern": {"q": [1]}}': "is no number from 0",
+    '{"r": 4, "target_modules": [1]}': "it must be a list of names",
+    '{"r": 4, "peft_type": {}}': "it must be of type str",
+    '{"r": 4, "r": 5}': "is given twice",
+    "[" * 5000: "nested",
+    json.dumps({"r": 4, "rank_pattern": {"(.*.*.*.*.*.*.*.*.*.*)*x": 4}}): "takes too long",
+}
+HOSTILE = {
+    "no weights": "it holds no adapter_model.safetensors",
+    "no configuration": "adapter_config.json: the file is missing",
+    "cut": "damaged or not a safetensors file",
+    "a header of 2**60 bytes": "damaged or not a safetensors file",
+    "a tensor beyond the end": "damaged or not a safetensors file",
+    "a sparse file of a terabyte": "no adapter has above",
+    "no tensor": "it holds no tensor",
+    "a link to itself": "it cannot be read",
+    "a broken link": "the file is missing",
+    "a pipe": "it is a folder, a pipe or a device",
+    "a folder for a file": "it is a folder, a pipe or a device",
+    "a pickle that runs code": "torch.load(weights_only=True) does not read it",
+    "a tensor of zero strides": "it is no plain tensor",
+    "a pickled list": "it is no dict from names to tensors",
+    "a distributed checkpoint": "its tensors are in parts",
+}
+
+
+@pytest.mark.parametrize("what", [*HOSTILE, *CONFIGS])
+def test_what_cannot_be_read_is_refused_in_one_line(
+    what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    hostile(tmp_path / "folder", what)
+    assert command.main(["adapter", str(tmp_path / "folder")]) == 2
+    out, err = capfd.readouterr()
+    assert not out
+    assert err.startswith("error: ")
+    assert err.count("\n") == 1
+    assert (HOSTILE | CONFIGS)[what] in err
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("what", ["nothing", "a file", "an empty folder", "a link to itself"])
+def test_what_is_no_folder_of_an_adapter_is_refused(
+    what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "folder"
+    if what == "a file":
+        folder.write_text("")
+    elif what == "an empty folder":
+        folder.mkdir()
+    elif what == "a link to itself":
+        folder.symlink_to(folder)
+    assert command.main(["adapter", str(folder)]) == 2
+    assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_the_verb_ends_with_the_code_of_its_verdict(
+    tmp_path: Path, sound: Callable[[str], tuple[Path, Path]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder, base = sound("llama")
+    for words in (["judge", "adapter", str(folder)], ["judge", "adapter", str(folder), "--model", str(base)]):
+        assert main(words) == 0
+        out, err = capfd.readouterr()
+        assert out.startswith(
+            f"{folder}: sound: an adapter in the layout of PEFT, 14 modules, 28 tensors, rank 4, scale 2"
+        )
+        assert not err
+    bad = broken(folder, tmp_path / "bad", each("B", shard(1, 8, 0)))
+    assert main(["judge", "adapter", str(bad), "--json", str(tmp_path / "out.json")]) == 1
+    out, err = capfd.readouterr()
+    assert not out
+    assert err.startswith(f"error: {bad}: cannot be what was trained. (1) only part 1 of 8")
+    assert err.count("\n") == 1
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert not written["is_sound"]
+    assert written["findings"][0]["kind"] == "shard"
+    assert len(written["findings"][0]["names"]) == 14
+    for given in (["--model", str(tmp_path / "none")], ["--model", str(folder)], ["--json", str(tmp_path)]):
+        assert main(["judge", "adapter", str(folder), *given]) == 2
+        assert capfd.readouterr().err.count("\n") == 1
+
+
+def test_pickled_files_are_read(tmp_path: Path, sound: Callable[[str], tuple[Path, Path]]) -> None:
+    folder = tmp_path / "pickled"
+    shutil.copytree(sound("llama")[0], folder)
+    torch.save({"state_dict": load_file(folder / WEIGHTS)}, folder / "adapter_model.bin")
+    (folder / WEIGHTS).unlink()
+    assert judge_folder(folder, model=sound("llama")[1]).is_sound
+
+
+def test_a_file_is_compared_with_what_was_trained(tmp_path: Path, sound: Callable[[str], tuple[Path, Path]]) -> None:
+    """Each cause by its name, on the one factor that it was put into, and nothing where the file is right."""
+    folder, _ = sound("llama")
+    stored = load_file(folder / WEIGHTS)
+    values = {key.replace(".weight", ".default.weight"): tensor for key, tensor in stored.items()}
+    before = {1: {key: tensor * 0.5 + 0.01 for key, tensor in values.items()}}
+    own = [{key: tensor + 0.1 * rank for key, tensor in values.items()} for rank in (1, 2)]
+    name = f"{PREFIX}model.layers.1.mlp.up_proj.lora_B.weight"
+    b, recorded = stored[name], values[name.replace(".weight", ".default.weight")]
+    causes = {
+        "": b,
+        "not saved": None,
+        "what is saved is zero": b * 0,
+        "what is saved is transposed": b.T,
+        "what is saved is scaled by 2": b * 2,
+        "what is saved is of step 1": b * 0.5 + 0.01,
+        "what is saved is rank 1's alone": b + 0.2,
+        "what is saved is a shard: part 2 of 4 of dim 0": b[12:24],
+        "what is saved is a shard: part 3 of 4 of dim 0, the others zero": shard(3, 4, 0)(b),
+        "what is saved is not finite": b * math.nan,
+        "what is saved is of other values": torch.randn(48, 4),
+    }
+    for cause, tensor in causes.items():
+        changed = {**stored, name: tensor} if tensor is not None else {k: v for k, v in stored.items() if k != name}
+        with open_adapter(
+            files(
+                tmp_path / f"{cause or 'right'}".replace(" ", ""),
+                {k: v.contiguous() for k, v in changed.items()},
+                _LORA,
+            )
+        ) as adapter:
+            found = differences_from(adapter, values, ranks=own, steps=before)
+        assert [each.what for each in found] == ([f"{cause}, of 28 trained tensors"] if cause else [])
+        assert not found or found[0].names == ("model.layers.1.mlp.up_proj.lora_B",)
+    assert cause_of(recorded.bfloat16(), recorded, {}) == ""
+    assert cause_of(recorded.double() * (1 + 1e-12), recorded, {}) == ""

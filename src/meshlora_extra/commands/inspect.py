@@ -25,7 +25,8 @@ def add(commands: Any) -> None:
         "inspect",
         help="show and check what a run left: its output, a checkpoint or an adapter",
         description="Every file is compared with the manifest. Exit code 0: all is whole; 1: something is not; "
-        "2: the folder is nothing that a run left. A plain PEFT adapter has no manifest: its files are read.",
+        "2: the folder is nothing that a run left. A plain PEFT adapter has no manifest: it is looked at as by "
+        "`meshlora judge adapter`.",
     )
     inspect.add_argument("folder", metavar="FOLDER", help="output of a run, a checkpoint, or an adapter")
     add_json(inspect)
@@ -77,23 +78,20 @@ def _is_plain(folder: Path) -> bool:
 
 
 def _plain(folder: Path) -> tuple[list[tuple[str, str]], list[str]]:
-    """What is shown of an adapter without a manifest, and the problem of a file that cannot be read."""
-    from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE
+    """What is shown of an adapter without a manifest, and what speaks against it: the judge's findings."""
     from meshlora.run.checkpoint.identity import shown
-    from meshlora_ground.files import open_safetensors, read_json
+    from meshlora_judge.adapter_files.verdict import judge_folder
 
-    rows = [("adapter", "of PEFT, with no manifest to compare its files with: only that they can be read is known")]
+    rows = [("adapter", "of PEFT, with no manifest to compare its files with: its values and names are looked at")]
     try:
-        config = read_json(folder / CONFIG_FILE)
-        if not isinstance(config, dict):
-            raise UserError(f"{folder / CONFIG_FILE}", "it must be a JSON object, as PEFT writes it")
-        names = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules", "trainable_token_indices")
-        rows += [(name, shown(f"{config[name]}")) for name in names if config.get(name) is not None]
-        with open_safetensors(folder / WEIGHTS_FILE) as file:
-            rows.append((WEIGHTS_FILE, f"{len(file.keys()):,} tensors"))
+        verdict = judge_folder(folder)
     except UserError as error:
         return rows, [str(error)]
-    return rows, []
+    names = ("peft_type", "base_model_name_or_path", "r", "lora_alpha", "target_modules", "trainable_token_indices")
+    rows += [(name, shown(f"{verdict.config[name]}")) for name in names if verdict.config.get(name) is not None]
+    rows.append(("found", verdict.description))
+    rows += [("note", f"{note}") for note in verdict.notes]
+    return rows, [] if verdict.is_sound else [verdict.words()]
 
 
 def _saved(folder: Path) -> tuple[list[tuple[str, str]], list[str]]:

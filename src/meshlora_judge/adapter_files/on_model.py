@@ -23,7 +23,6 @@ from meshlora_judge.adapter_files.finding import Finding, found
 from meshlora_judge.adapter_files.reading import Adapter
 from meshlora_judge.adapter_files.values import as_matrix
 from meshlora_judge.adapter_files.whole import scale_of
-from meshlora_judge.experts import PREFIX
 
 _ABSURD = 10.0  # |s B A| of a base weight's norm; training moves weights by far less
 _OF_TASKS = {

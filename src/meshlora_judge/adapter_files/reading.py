@@ -22,13 +22,16 @@ from meshlora_judge.adapter_files.names import Names, names_of
 CONFIG, OWN = "adapter_config.json", "meshlora.json"
 _OF_PEFT = ("adapter_model.safetensors", "adapter_model.bin")
 _PICKLED = (".bin", ".pt", ".pth")
+_LARGEST = 1e9
 _MOST_BYTES = 2**37  # twice the largest adapter that can be named: all experts of a trillion parameters at rank 64
 # Files or folders of checkpoints that hold parts of tensors: whose -> what to do.
+_DCP = "torch.distributed.checkpoint.format_utils.dcp_to_torch_save makes one file of it"
+_MEGATRON = "export it to PEFT's format with the trainer's own converter (Megatron-Bridge: export_adapter)"
 _IN_PARTS = {
-    ".metadata": "torch.distributed.checkpoint.format_utils.dcp_to_torch_save makes one file of it",
-    "*.distcp": "torch.distributed.checkpoint.format_utils.dcp_to_torch_save makes one file of it",
-    "mp_rank_*": "export the adapter to PEFT's format with the trainer's own converter (Megatron-Bridge: export_adapter)",
-    "iter_*": "export the adapter to PEFT's format with the trainer's own converter (Megatron-Bridge: export_adapter)",
+    ".metadata": _DCP,
+    "*.distcp": _DCP,
+    "mp_rank_*": _MEGATRON,
+    "iter_*": _MEGATRON,
     "global_step*": "zero_to_fp32.py, which lies beside it, makes one file of it",
     "adapter_model-*-of-*": "PEFT reads one file: save it again with save_pretrained",
 }
@@ -69,7 +72,9 @@ def open_adapter(folder: Path) -> Iterator[Adapter]:
     own = _object(folder / OWN) if OWN in there else {}
     with _opened(file) as (keys, read):
         if not keys:
-            raise UserError(f"{file}", "it holds no tensor", "save the adapter again: an empty one is nobody's training")
+            raise UserError(
+                f"{file}", "it holds no tensor", "save the adapter again: an empty one is nobody's training"
+            )
         names = names_of(keys, config, there)
         if config is None and not any(part.side for part in names.parts):
             raise UserError(f"{file}", f"none of its {len(keys):,} tensors is a factor of LoRA in a layout known here")
@@ -123,10 +128,15 @@ def _checked(path: Path) -> dict[str, Any]:
         if value is not None and (not isinstance(value, kinds) or isinstance(value, bool)):
             words = " or ".join(kind.__name__ for kind in kinds)
             raise UserError(f"{path}: {name}={value!r:.60}", f"it must be of type {words}", "copy the file again")
+    numbers = [("r", config.get("r")), ("lora_alpha", config.get("lora_alpha"))]
     for name in ("rank_pattern", "alpha_pattern"):
-        for value in (config.get(name) or {}).values():
-            if not isinstance(value, int | float) or isinstance(value, bool):
-                raise UserError(f"{path}: {name}", f"{value!r:.60} is no number", "copy the file again")
+        numbers += [(name, value) for value in (config.get(name) or {}).values()]
+    for name, value in numbers:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value <= _LARGEST):
+            raise UserError(
+                f"{path}: {name}", f"{value!r:.60} is no number from 0 to {_LARGEST:g}", "copy the file again"
+            )
     for name in ("target_modules", "target_parameters", "modules_to_save"):
         if isinstance(value := config.get(name), list) and not all(isinstance(each, str) for each in value):
             raise UserError(f"{path}: {name}", "it must be a list of names", "copy the file again")
@@ -169,4 +179,12 @@ def _unpickled(file: Path) -> dict[str, Tensor]:
         found = inner  # {"state_dict": {...}}
     if not isinstance(found, dict):
         raise UserError(f"{file}", "it is no dict from names to tensors", "save the adapter as safetensors")
-    return {str(key): value for key, value in found.items() if isinstance(value, Tensor)}
+    tensors = {f"{key}": value for key, value in found.items() if isinstance(value, Tensor)}
+    for key, tensor in tensors.items():
+        is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+        # Strides of 0 make any number of values out of one.
+        if not is_plain or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
+            raise UserError(
+                f"{file}: {key}", "it is no plain tensor with its values", "save the adapter as safetensors"
+            )
+    return tensors

@@ -14,11 +14,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from meshlora_ground.errors import UserError
 from meshlora_judge.adapter_files.finding import Finding, found
 from meshlora_judge.adapter_files.names import Part
 from meshlora_judge.adapter_files.reading import Adapter
 from meshlora_judge.adapter_files.whole import is_of_experts, ranks_of
 
+_COMPUTED = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _MOST_PARTS = 1024
 _FEWEST_ROWS, _FEWEST_VALUES = 8, 32  # of less, a pattern may be chance: Adam's first step is +-lr everywhere
 # Modules whose rows are several matrices, of which an adapter may have some.
@@ -57,8 +59,8 @@ def read_values(adapter: Adapter) -> dict[str, Values]:
     for part in adapter.names.parts:
         tensor = adapter.read(part.key)
         dtype, shape = tensor.dtype, tuple(tensor.shape)
-        if dtype.itemsize == 1 or not dtype.is_floating_point:
-            tensor = tensor.float()  # types of 8 bits lack operations
+        if dtype not in _COMPUTED:
+            tensor = _in_float32(tensor, f"{adapter.file}: {part.key}")
         is_stack = is_of_experts(adapter.config, part.module)
         matrix = as_matrix(tensor, part.side, is_stack=is_stack)
         is_live = matrix != 0
@@ -73,6 +75,14 @@ def read_values(adapter: Adapter) -> dict[str, Values]:
         is_finite = bool(torch.isfinite(tensor).all())
         found[part.key] = Values(part, shape, dtype, is_finite, rows, columns, copies, apart)
     return found
+
+
+def _in_float32(tensor: Tensor, given: str) -> Tensor:
+    """For types that lack operations. Raises: UserError: it is one without a number in each place."""
+    try:
+        return tensor.abs() if tensor.is_complex() else tensor.float()
+    except (RuntimeError, NotImplementedError):
+        raise UserError(given, f"values of {tensor.dtype} cannot be read", "save it in float32") from None
 
 
 def as_matrix(tensor: Tensor, side: str, *, is_stack: bool = False) -> Tensor:
@@ -137,9 +147,8 @@ def expert_major(b: Tensor, ranks: Iterable[int]) -> float:
 
 def of_values(adapter: Adapter, values: Mapping[str, Values]) -> list[Finding]:
     """All findings about single tensors and pairs of factors."""
-    pairs = []
-    for sides in adapter.names.by_module().values():
-        pairs.append({side: values[part.key] for side, part in sides.items()})
+    modules = adapter.names.by_module().values()
+    pairs = [{side: values[part.key] for side, part in sides.items()} for sides in modules]
     return [
         *_not_finite(values.values()),
         *_types(values, pairs),
@@ -151,7 +160,7 @@ def of_values(adapter: Adapter, values: Mapping[str, Values]) -> list[Finding]:
 
 
 def _not_finite(values: Iterable[Values]) -> list[Finding]:
-    plain, half = [], []
+    plain, half = list[str](), list[str]()
     for value in values:
         if not value.is_finite:
             (half if value.dtype == torch.float16 else plain).append(value.part.key)
@@ -163,13 +172,13 @@ def _not_finite(values: Iterable[Values]) -> list[Finding]:
 
 
 def _types(values: Mapping[str, Values], pairs: list[dict[str, Values]]) -> list[Finding]:
-    odd, mixed, kinds = [], [], Counter[torch.dtype]()
-    for value in values.values():
-        if not value.dtype.is_floating_point or value.dtype.itemsize == 1:
-            odd.append(f"{value.part.key} of {value.dtype}".replace("torch.", ""))
+    odd = [
+        f"{key} of {value.dtype}".replace("torch.", "") for key, value in values.items() if value.dtype not in _COMPUTED
+    ]
+    mixed, kinds = list[str](), set[torch.dtype]()
     for pair in pairs:
         own = {pair[side].dtype for side in pair if side.endswith(("A", "B"))}
-        kinds.update(own)
+        kinds |= own
         if len(own) > 1:
             mixed.append(next(iter(pair.values())).part.module)
     words = ", ".join(sorted(f"{kind}".removeprefix("torch.") for kind in kinds))

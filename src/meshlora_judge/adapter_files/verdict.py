@@ -8,7 +8,7 @@ Does not own: the findings (`adapter_files.values`, `.whole`, `.on_model`), prin
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,17 +17,29 @@ from meshlora_judge.adapter_files.finding import Finding
 from meshlora_judge.adapter_files.on_model import of_model
 from meshlora_judge.adapter_files.reading import Adapter, open_adapter
 from meshlora_judge.adapter_files.values import Values, of_values, read_values
-from meshlora_judge.adapter_files.whole import of_config, of_fields, of_layers, of_names, of_pairs, of_scale, scale_of
+from meshlora_judge.adapter_files.whole import (
+    is_of_experts,
+    of_config,
+    of_fields,
+    of_layers,
+    of_names,
+    of_pairs,
+    of_scale,
+    ranks_of,
+    scale_of,
+)
 
 _MOST_NOTES = 4
 
 
 @dataclass
 class Verdict:
-    """What is known of a folder. description: what it holds. wrong: why it cannot be what was trained."""
+    """What is known of a folder. description: what it holds. config: PEFT's. wrong: why it cannot be what was
+    trained."""
 
     folder: Path
     description: str = ""
+    config: Mapping[str, Any] = field(default_factory=dict)
     wrong: list[Finding] = field(default_factory=list)
     notes: list[Finding] = field(default_factory=list)
 
@@ -35,17 +47,16 @@ class Verdict:
     def is_sound(self) -> bool:
         return not self.wrong
 
+    def words(self) -> str:
+        """What is wrong, or what it is, without the folder."""
+        if self.wrong:
+            numbered = [f"({number}) {finding}." for number, finding in enumerate(self.wrong, 1)]
+            return f"cannot be what was trained. {' '.join(numbered)} It is {self.description}."
+        return " ".join([f"sound: {self.description}.", *(f"Note: {note}." for note in self.notes[:_MOST_NOTES])])
+
     def paragraph(self) -> str:
         """All of it in one paragraph."""
-        if self.wrong:
-            words = f"{self.folder} cannot be what was trained. " + " ".join(
-                f"({number}) {finding}." for number, finding in enumerate(self.wrong, 1)
-            )
-            return f"{words} It is {self.description}."
-        words = f"{self.folder} is sound: {self.description}."
-        for note in self.notes[:_MOST_NOTES]:
-            words += f" Note: {note}."
-        return words
+        return f"{self.folder}: {self.words()}"
 
     def as_json(self) -> dict[str, Any]:
         """For programs."""
@@ -74,7 +85,7 @@ def judge_folder(folder: Path, *, model: Path | None = None) -> Verdict:
             findings += of_config(adapter) + of_pairs(adapter, shapes) + of_scale(adapter) + of_layers(adapter)
         if model is not None and adapter.names.is_peft and adapter.config:
             findings = _joined(findings, of_model(adapter, shapes, model))
-        verdict = Verdict(folder, _described(adapter, values, has_model=model is not None))
+        verdict = Verdict(folder, _described(adapter, values, has_model=model is not None), adapter.config)
     verdict.wrong = [finding for finding in findings if not finding.is_note]
     verdict.notes = [finding for finding in findings if finding.is_note]
     return verdict
@@ -111,12 +122,15 @@ def _described(adapter: Adapter, values: dict[str, Values], *, has_model: bool) 
     if not adapter.is_lora:
         words.append(f"of type {adapter.config['peft_type']:.40}")
     words.append(f"{len(modules):,} modules, {len(values):,} tensors")
-    ranks = Counter[int]()
-    for sides in modules.values():
-        if (part := sides.get("A") or sides.get("embedding_A")) and values[part.key].shape:
-            ranks[values[part.key].shape[0]] += 1
+    ranks = set[int]()
+    for module, sides in modules.items():
+        part = sides.get("A") or sides.get("embedding_A")
+        if is_of_experts(adapter.config, module):
+            ranks.update(ranks_of(adapter.config, module)[:1])  # A has the ranks of all experts
+        elif part is not None and values[part.key].shape:
+            ranks.add(values[part.key].shape[0])
     if ranks:
-        words.append(f"rows of A {_listed(sorted(ranks))}")
+        words.append(f"rank {_listed(sorted(ranks))}")
     scales = {scale for module in modules if (scale := scale_of(adapter.config, module)) is not None}
     rule = "lora_alpha / sqrt(r), as use_rslora says" if adapter.config.get("use_rslora") else "lora_alpha / r"
     if scales:

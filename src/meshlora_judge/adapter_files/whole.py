@@ -6,6 +6,7 @@ Does not own: what only the base model tells (`adapter_files.on_model`), values 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import math
@@ -16,12 +17,15 @@ from typing import Any
 
 import torch
 
+from meshlora_ground.errors import UserError
+from meshlora_ground.limits import OutOfTimeError, time_limit
 from meshlora_judge.adapter_files.finding import Finding, found
 from meshlora_judge.adapter_files.names import Part
 from meshlora_judge.adapter_files.reading import Adapter
 from meshlora_judge.experts import ROWS
 
 _AGAIN = "save the adapter again with save_pretrained of the unwrapped PeftModel"
+_LONGEST_S = 1.0
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 
 
@@ -46,13 +50,18 @@ def ranks_of(config: Mapping[str, Any], module: str) -> list[int]:
 
 
 def _of_pattern(pattern: Mapping[str, float], module: str, default: float) -> float:
-    """The value of the first pattern that matches, as PEFT matches them."""
-    for key, value in pattern.items():
-        try:
-            if re.match(rf"(.*\.)?({key})$", module):
-                return value
-        except re.error:
-            continue
+    """The value of the first pattern that matches, as PEFT matches them. Raises: UserError: it takes too long."""
+    if not pattern:
+        return default
+    try:
+        with time_limit(_LONGEST_S):
+            for key, value in pattern.items():
+                with contextlib.suppress(re.error):
+                    if re.match(rf"(.*\.)?({key})$", module):
+                        return value
+    except OutOfTimeError:
+        rule = "matching one of them takes too long"
+        raise UserError("rank_pattern or alpha_pattern", rule, "write patterns without nested repeats") from None
     return default
 
 
@@ -87,7 +96,7 @@ def of_names(adapter: Adapter) -> list[Finding]:
     by_name: dict[tuple[str, str], list[Part]] = {}
     for part in names.parts:
         by_name.setdefault((part.name, part.adapter if len(own) > 1 else ""), []).append(part)
-    same, other = [], []
+    same, other = list[str](), list[str]()
     for parts in by_name.values():
         for part in parts[1:]:
             one, two = adapter.read(parts[0].key), adapter.read(part.key)
@@ -186,11 +195,10 @@ def of_scale(adapter: Adapter) -> list[Finding]:
     rank = config.get("r")
     if isinstance(rank, int) and rank < 1:
         return found("rank", f"r is {rank}", [f"r={rank}"], "give the rank of the factors")
-    off = []
-    for module in adapter.names.by_module():
-        if scale_of(config, module) == 0:
-            off.append(module)
-    return found("scale", "lora_alpha is 0: PEFT multiplies these factors by zero", off, "give the alpha of the training")
+    off = [module for module in adapter.names.by_module() if scale_of(config, module) == 0]
+    return found(
+        "scale", "lora_alpha is 0: PEFT multiplies these factors by zero", off, "give the alpha of the training"
+    )
 
 
 def of_layers(adapter: Adapter) -> list[Finding]:
@@ -209,12 +217,14 @@ def of_layers(adapter: Adapter) -> list[Finding]:
     kinds: dict[str, list[str]] = {}
     for parent in leaves:
         kinds.setdefault(_NUMBER.sub("*", parent), []).append(parent)
-    missing, unclear, experts = [], [], []
+    missing, unclear, experts = list[str](), list[str](), list[str]()
     for kind, parents in kinds.items():
         for leaf in set[str]().union(*(leaves[parent] for parent in parents)):
             owners = [parent for parent in parents if leaf in leaves[parent]]
             beside = set[str]().union(*(leaves[parent] for parent in owners))
-            lacking = [f"{parent}.{leaf}" for parent in parents if leaf not in leaves[parent] and leaves[parent] & beside]
+            lacking = [
+                f"{parent}.{leaf}" for parent in parents if leaf not in leaves[parent] and leaves[parent] & beside
+            ]
             is_shared = leaf in ("k_proj", "v_proj")  # some families have layers without
             is_clear = 0 < 2 * len(lacking) < len(parents) and not is_shared
             (missing if is_clear else unclear).extend(lacking)

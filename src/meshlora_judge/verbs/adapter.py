@@ -17,8 +17,8 @@ def add(verbs: Any) -> None:
     verb = verbs.add_parser(
         "adapter",
         help="look at an adapter's files: shards, missing parts, names that PEFT drops",
-        description="Exit code 0: nothing speaks against it; 1: it cannot be what was trained; 2: it is no adapter that "
-        "can be read. No file is written but that of --json, and nothing pickled is run.",
+        description="Exit code 0: nothing speaks against it; 1: it cannot be what was trained; 2: it is none that can "
+        "be read. No file is written but that of --json, and nothing pickled is run.",
     )
     verb.add_argument("folder", metavar="FOLDER", help="PEFT's, or as Megatron, torchtune or loralib write it")
     words = "its base, a folder or a name of the hub: every module must have its factors, and PEFT must load all"
