@@ -353,6 +353,17 @@ def test_a_fault_is_named_as_what_it_is(
     assert len(verdict.wrong) <= 3, said
 
 
+def test_targets_without_any_factor_are_said(tmp_path: Path, sound: Callable[[str], tuple[Path, Path]]) -> None:
+    """A list of targets may name modules that this base lacks: only the base tells whether they were lost."""
+    folder, base = sound("llama")
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "query"]
+    given = broken(folder, tmp_path / "one", with_config(target_modules=targets))
+    (note,) = judge_folder(given).notes
+    assert "targets of the configuration have no factor (1: query)" in str(note)
+    assert judge_folder(given, model=base).is_sound
+    assert not judge_folder(given, model=base).notes
+
+
 # The same with the base: what only PEFT on the model can tell.
 WITH_MODEL: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "a target lost everywhere": (
@@ -460,13 +471,13 @@ LAYOUTS: dict[str, tuple[tuple[str, str], dict[str, Any] | None, str, str]] = {
     "loralib": ("transformer.h.{}.attn.proj.lora_A", None, "lora.pt", ""),
     "PEFT with a module per expert, as vLLM reads": (
         f"{PREFIX}model.layers.0.mlp.experts.{{}}.up_proj.lora_A.weight",
-        _LORA,
+        _LORA | {"target_modules": ["up_proj"]},
         WEIGHTS,
         "",
     ),
     "PEFT with Megatron's names, as mcore-bridge writes": (
         f"{PREFIX}decoder.layers.{{}}.self_attention.linear_proj.lora_A.weight",
-        _LORA,
+        _LORA | {"target_modules": ["linear_proj"]},
         WEIGHTS,
         "",
     ),

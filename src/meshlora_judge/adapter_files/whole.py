@@ -205,15 +205,21 @@ def of_layers(adapter: Adapter) -> list[Finding]:
     """Modules that others of their kind have, and experts and layers left out, where targets are the same for all."""
     config = adapter.config
     targets = config.get("target_modules")
+    modules = adapter.names.by_module()
+    unused = list[str]()
+    if isinstance(targets, list):
+        unused = [name for name in targets if not any(f".{module}".endswith(f".{name}") for module in modules)]
+    what = "targets of the configuration have no factor"
+    result = found("incomplete", what, unused, "--model tells whether the model has them", is_note=True)
     leaves: dict[str, set[str]] = {}
-    for module in adapter.names.by_module():
+    for module in modules:
         parent, _, leaf = module.rpartition(".")
         leaves.setdefault(parent, set()).add(leaf)
     is_chosen = isinstance(targets, str) and targets != "all-linear"
     is_chosen |= any(re.search(r"\.\d+\.", f".{name}.") for name in targets or ())
     is_chosen |= any(config.get(name) for name in ("layers_to_transform", "layers_pattern", "exclude_modules"))
     if is_chosen:
-        return []
+        return result
     kinds: dict[str, list[str]] = {}
     for parent in leaves:
         kinds.setdefault(_NUMBER.sub("*", parent), []).append(parent)
@@ -232,7 +238,7 @@ def of_layers(adapter: Adapter) -> list[Finding]:
             experts += _gaps(parents)
     what = "modules have no factors, which those of other layers have"
     way_out = "parts were not saved: gather over pipeline and expert ranks before saving"
-    result = found("incomplete", what, sorted(missing), way_out)
+    result += found("incomplete", what, sorted(missing), way_out)
     result += found("experts missing", "experts have no factors, which other layers have", experts, way_out)
     return result + found("incomplete", what, sorted(unclear), "--model tells whether the model has them", is_note=True)
 
