@@ -113,8 +113,8 @@ def _lora(**options: Any) -> dict[str, Any]:
     return {"target_modules": ATTENTION, "task_type": "CAUSAL_LM"} | options
 
 
-_MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_QWEN_MOE = Recipe("qwen3_moe", _MOE)
+MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_QWEN_MOE = Recipe("qwen3_moe", MOE)
 _GPT2 = {"own": True, "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 _BERT = {**SMALL, "own": True, "pad_token_id": 0, "num_labels": 2}
 _VIT = {**_BERT, "image_size": 16, "patch_size": 8, "num_channels": 3}
@@ -140,7 +140,7 @@ _GEMMA3N = {
     "laurel_rank": 4,
 }
 _DEEPSEEK = {
-    **_MOE,
+    **MOE,
     "num_hidden_layers": 3,
     "first_k_dense_replace": 1,
     "n_routed_experts": 4,
@@ -172,7 +172,7 @@ _WHISPER = {
     "decoder_start_token_id": 1,
 }
 _NEXT = {
-    **_MOE,
+    **MOE,
     "num_hidden_layers": 4,
     "shared_expert_intermediate_size": 24,
     "linear_num_key_heads": 2,
@@ -231,17 +231,17 @@ SOUND: dict[str, Recipe] = {
     "gpt2": Recipe("gpt2", _GPT2, lora={"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True}),
     "gpt_neox": Recipe("gpt_neox", lora={"target_modules": ["query_key_value", "dense"]}),
     "phi3": Recipe("phi3", {"pad_token_id": 0}),
-    "qwen3 experts": Recipe("qwen3_moe", _MOE, lora=_lora(target_parameters=STACKS)),
-    "down alone": Recipe("qwen3_moe", _MOE, lora=_lora(target_parameters=STACKS[1:], r=2)),
+    "qwen3 experts": Recipe("qwen3_moe", MOE, lora=_lora(target_parameters=STACKS)),
+    "down alone": Recipe("qwen3_moe", MOE, lora=_lora(target_parameters=STACKS[1:], r=2)),
     "experts barely reached": Recipe(
         "qwen3_moe",
-        _MOE | {"num_experts": 16, "num_local_experts": 16},
+        MOE | {"num_experts": 16, "num_local_experts": 16},
         lora=_lora(target_modules=[], target_parameters=STACKS),
         length=3,
     ),
-    "mixtral by old names": Recipe("mixtral", _MOE, lora=_lora(target_modules=["q_proj", "w1", "w2", "w3"])),
-    "mixtral experts": Recipe("mixtral", _MOE, lora=_lora(target_parameters=STACKS)),
-    "gpt_oss experts": Recipe("gpt_oss", _MOE, lora=_lora(target_parameters=STACKS)),
+    "mixtral by old names": Recipe("mixtral", MOE, lora=_lora(target_modules=["q_proj", "w1", "w2", "w3"])),
+    "mixtral experts": Recipe("mixtral", MOE, lora=_lora(target_parameters=STACKS)),
+    "gpt_oss experts": Recipe("gpt_oss", MOE, lora=_lora(target_parameters=STACKS)),
     "deepseek": Recipe("deepseek_v3", _DEEPSEEK),
     "gemma3n, layers that share keys": Recipe("gemma3n_text", _GEMMA3N, lora=_lora()),
     "a composite whose images no text shows": Recipe(
@@ -275,7 +275,7 @@ SOUND: dict[str, Recipe] = {
     "bamba": Recipe("bamba", _BAMBA),
     "llama4 experts": Recipe(
         "llama4_text",
-        _MOE | {"intermediate_size_mlp": 48},
+        MOE | {"intermediate_size_mlp": 48},
         lora=_lora(target_parameters=["feed_forward.experts.down_proj"]),
     ),
     "ia3": Recipe(

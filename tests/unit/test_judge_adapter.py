@@ -15,14 +15,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import AutoConfig
 
+import meshlora
+from meshlora.adapter.formats.peft_format import save_adapter
+from meshlora.adapter.targets.pieces import PieceLoraConfig
 from meshlora.cli.main import main
 from meshlora_judge import command
 from meshlora_judge.adapter_files.differences import cause_of, differences_from
 from meshlora_judge.adapter_files.reading import open_adapter
 from meshlora_judge.adapter_files.values import expert_major, parts_of, repeats
 from meshlora_judge.adapter_files.verdict import judge_folder
-from tests.adapter_folders import SOUND, Recipe, make
+from tests.adapter_folders import MOE, SMALL, SOUND, STACKS, Recipe, make
 
 Tensors = dict[str, Tensor]
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -46,6 +50,41 @@ def test_nothing_is_found_in_what_peft_trains_and_saves(name: str, tmp_path: Pat
             assert NOTES.get(name, "Note") in f"{verdict.paragraph()} Note"
         else:
             assert not verdict.notes
+
+
+# Adapters as meshlora saves them: family, sizes, LoRA.
+OURS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "plain": ("llama", {}, {"target_modules": "all-linear", "modules_to_save": ["lm_head"]}),
+    "pieces": (
+        "gpt2",
+        {"n_embd": 32, "n_layer": 2, "n_head": 4},
+        {"target_modules": ["c_attn"], "pieces": {"c_attn": ["q"]}},
+    ),
+    "experts": ("qwen3_moe", MOE, {"target_modules": ["q_proj"], "target_parameters": STACKS}),
+    "shared by experts": (
+        "qwen3_moe",
+        MOE,
+        {"target_modules": ["q_proj"], "target_parameters": STACKS, "share_experts": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_nothing_is_found_in_what_meshlora_saves(name: str, tmp_path: Path) -> None:
+    family, sizes, options = OURS[name]
+    config = AutoConfig.for_model(family, **({"vocab_size": 64} if family == "gpt2" else SMALL) | sizes)
+    config.save_pretrained(tmp_path / "base")
+    model = meshlora.load(
+        config, lora=PieceLoraConfig(r=4, lora_alpha=8, **options), device="cpu", disable_dropout=True
+    )
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.add_(torch.randn_like(parameter), alpha=0.1)
+    save_adapter(model, tmp_path / "adapter")
+    for base in (None, tmp_path / "base"):
+        verdict = judge_folder(tmp_path / "adapter", model=base)
+        assert verdict.is_sound, verdict.paragraph()
+        assert [note.kind for note in verdict.notes] == (["piece"] if name == "pieces" else [])
 
 
 @pytest.fixture(scope="module")
