@@ -189,6 +189,16 @@ _BAMBA = {
     "mamba_d_state": 8,
     "mamba_chunk_size": 8,
 }
+_NEMOTRON = {
+    **_BAMBA,
+    "num_hidden_layers": 5,
+    "layers_block_type": ["mamba", "attention", "mamba", "mlp", "mamba"],
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 8,
+    "ssm_state_size": 8,
+    "n_groups": 1,
+    "chunk_size": 8,
+}
 
 SOUND: dict[str, Recipe] = {
     "llama": Recipe(),
@@ -222,8 +232,14 @@ SOUND: dict[str, Recipe] = {
     "orthogonal": Recipe(lora=_lora(init_lora_weights="orthogonal")),
     "eva": Recipe(lora=_lora(init_lora_weights="eva", eva_config=EvaConfig(rho=2.0)), is_eva=True),
     "some layers": Recipe(sizes={"num_hidden_layers": 4}, lora=_lora(layers_to_transform=[1, 3])),
-    "regex": Recipe(sizes={"num_hidden_layers": 4}, lora=_lora(target_modules=r".*\.(0\.self_attn\.q|[123].*v)_proj")),
-    "without": Recipe(sizes={"num_hidden_layers": 4}, lora=_lora(exclude_modules=r".*layers\.2\..*k_proj")),
+    "regex": Recipe(
+        sizes={"num_hidden_layers": 4}, lora=_lora(target_modules=r".*\.([0-3]\.mlp\.up|[0-2]\.mlp\.gate)_proj")
+    ),
+    "named one by one": Recipe(
+        sizes={"num_hidden_layers": 4},
+        lora=_lora(target_modules=["up_proj", *(f"layers.{number}.mlp.gate_proj" for number in range(3))]),
+    ),
+    "without": Recipe(sizes={"num_hidden_layers": 4}, lora=_lora(exclude_modules=r".*layers\.2\..*o_proj")),
     "bfloat16": Recipe(dtype=torch.bfloat16, adapters_dtype=False),
     "float16": Recipe(dtype=torch.float16, adapters_dtype=False, optimizer="SGD"),
     "float64": Recipe(dtype=torch.float64),
@@ -273,6 +289,9 @@ SOUND: dict[str, Recipe] = {
     "lfm2": Recipe("lfm2", {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}),
     "qwen3_next": Recipe("qwen3_next", _NEXT),
     "bamba": Recipe("bamba", _BAMBA),
+    "nemotron_h": Recipe(
+        "nemotron_h", _NEMOTRON, lora=_lora(target_modules=[*ATTENTION, "in_proj", "up_proj", "down_proj"])
+    ),
     "llama4 experts": Recipe(
         "llama4_text",
         MOE | {"intermediate_size_mlp": 48},

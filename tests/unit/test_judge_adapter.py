@@ -392,6 +392,38 @@ def test_a_fault_is_named_as_what_it_is(
     assert len(verdict.wrong) <= 3, said
 
 
+def padded(tensors: Tensors, _: dict[str, Any]) -> None:
+    """The upper half of the ranks unused, as engines pad a smaller rank."""
+    for key, tensor in tensors.items():
+        (tensor if ".lora_A." in key else tensor.T)[2:] = 0
+
+
+# What a sound adapter may have, too: what is done, and the note.
+NOTED: dict[str, tuple[Any, str]] = {
+    "other types": (
+        lambda t, _: {k: v.double() if "q_proj" in k else v for k, v in t.items()},
+        "factors are of float32, float64",
+    ),
+    "fields of tomorrow": (
+        with_config(use_foo=True, bar=None),
+        "the installed peft does not know and ignores (1: use_foo)",
+    ),
+    "a module not reached": (each("B", torch.zeros_like, "down_proj"), "nothing was trained in these modules (2: "),
+    "padded ranks": (padded, ""),
+}
+
+
+@pytest.mark.parametrize("name", NOTED)
+def test_what_a_sound_adapter_may_have_is_a_note(
+    name: str, tmp_path: Path, sound: Callable[[str], tuple[Path, Path]]
+) -> None:
+    change, words = NOTED[name]
+    verdict = judge_folder(broken(sound("llama")[0], tmp_path / "noted", change))
+    assert verdict.is_sound, verdict.paragraph()
+    assert len(verdict.notes) == bool(words)
+    assert words in verdict.paragraph()
+
+
 def test_targets_without_any_factor_are_said(tmp_path: Path, sound: Callable[[str], tuple[Path, Path]]) -> None:
     """A list of targets may name modules that this base lacks: only the base tells whether they were lost."""
     folder, base = sound("llama")

@@ -217,7 +217,7 @@ def of_layers(adapter: Adapter) -> list[Finding]:
         leaves.setdefault(parent, set()).add(leaf)
     is_chosen = isinstance(targets, str) and targets != "all-linear"
     is_chosen |= any(re.search(r"\.\d+\.", f".{name}.") for name in targets or ())
-    is_chosen |= any(config.get(name) for name in ("layers_to_transform", "layers_pattern", "exclude_modules"))
+    is_chosen |= bool(config.get("exclude_modules"))
     if is_chosen:
         return result
     kinds: dict[str, list[str]] = {}
