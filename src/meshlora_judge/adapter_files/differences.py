@@ -87,6 +87,7 @@ def _is_same(saved: Tensor, value: Tensor) -> bool:
     """Equal but for the rounding of either type."""
     if saved.shape != value.shape:
         return False
+    # The file may have been written in a coarser type than the training's.
     eps = max(torch.finfo(saved.dtype).eps, torch.finfo(value.dtype).eps)
     saved, value = saved.double(), value.double()
     return bool((saved - value).norm() <= eps * value.norm())

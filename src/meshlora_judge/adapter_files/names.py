@@ -66,6 +66,7 @@ def names_of(keys: Collection[str], config: Mapping[str, Any] | None, files: Col
         if any(pattern.search(key) for key in keys):
             return Names([_other(key, pattern) for key in sorted(keys)], layout, is_peft=False)
     parts = [_of_peft(key) for key in sorted(keys)]
+    # loralib's factors are parameters, not modules. AdaLoRA's in PEFT are, too, but come with a configuration.
     bare = [part for part in parts if part.side in ("A", "B") and part.key.endswith((".lora_A", ".lora_B"))]
     if bare and config is None:
         return Names(parts, "loralib", is_peft=False)
@@ -112,6 +113,7 @@ def _of_peft(key: str) -> Part:
         flaws.append(f"the prefix {PREFIX} twice")
     elif not name.startswith("base_model."):
         flaws.append(f"no prefix {PREFIX}")
+    # What remains is the module's name in the base, so that two spellings of one tensor are seen to be one.
     while name.startswith(PREFIX):
         name = name.removeprefix(PREFIX)
     match = _PEFT.search(name)

@@ -104,6 +104,7 @@ def _keys(model: Any, adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], f
     missing, extra = sorted(saved - shapes.keys()), sorted(shapes.keys() - wanted.keys())
     wrong = sorted(key for key in wanted.keys() & shapes.keys() if wanted[key] != shapes[key])
     dropped, note = extra, ""
+    # Keys under other names may still load: PEFT renames and joins those of some families.
     if extra:
         missing, dropped, note = _loaded(model, adapter, shapes, set(wrong), missing)
     result = []
@@ -165,6 +166,7 @@ def _scales(model: Any, adapter: Adapter, shapes: Mapping[str, tuple[int, ...]],
             weight = stored[key].get_tensor(key)
             if not weight.is_floating_point() or weight.numel() != len(b) * a.shape[1] or len(a) != b.shape[1]:
                 continue
+            # |B A|^2 = tr(B^T B A A^T): the product itself would be as large as the weight.
             delta = scale * float(((b.T @ b) * (a @ a.T)).sum().clamp(min=0).sqrt())
             if delta > _ABSURD * float(weight.double().norm()) > 0:
                 absurd.append(f"{module}: {delta / float(weight.double().norm()):.3g} times")

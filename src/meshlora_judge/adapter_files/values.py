@@ -68,6 +68,7 @@ def read_values(adapter: Adapter) -> dict[str, Values]:
         apart = 0.0
         if part.side == "B" and is_stack and (a := parts[part.module].get("A")) is not None and tensor.ndim == 2:
             apart = expert_major(matrix, ranks_of(adapter.config, a.module))
+        # A is cut by columns and B by rows: the dims of the base's own weight that ranks share out.
         if part.side in ("A", "B"):
             copies = repeats(matrix.T if part.side == "A" else matrix)
         else:
@@ -97,6 +98,7 @@ def as_matrix(tensor: Tensor, side: str, *, is_stack: bool = False) -> Tensor:
 def repeats(matrix: Tensor) -> int:
     """How many equal blocks the rows consist of; blocks of few values count as one."""
     copies = 1
+    # Prime by prime: 64 equal parts are six times two halves.
     for number in (2, 2, 2, 2, 2, 2, 3, 5, 7):
         size = len(matrix) // (copies * number)
         if not size or len(matrix) % (copies * number) or size * matrix.shape[1] < _FEWEST_VALUES:
@@ -116,6 +118,7 @@ def parts_of(is_live: Tensor) -> list[tuple[int, int]]:
     begin, end = int(places[0]), int(places[-1]) + 1
     if end - begin != len(places):
         return []
+    # The last part may be shorter, so that several N fit it: the callers take the one that most factors agree on.
     fitting = []
     for number in range(2, min(total, _MOST_PARTS) + 1):
         size = -(-total // number)
@@ -198,6 +201,7 @@ def _untrained(adapter: Adapter, pairs: list[dict[str, Values]]) -> list[Finding
         other = pair.get("A") or pair.get("embedding_B")
         if first is None:
             continue
+        # Zero before the first step is the one side, the other is drawn: if that is zero, too, it was lost.
         if first.is_zero:
             zero.append(first.part.module)
             if other is not None and other.is_zero:
@@ -206,8 +210,10 @@ def _untrained(adapter: Adapter, pairs: list[dict[str, Values]]) -> list[Finding
         trained += 1
         if other is not None and other.is_zero and not is_of_experts(adapter.config, other.part.module):
             undone.append(other.part.name)
-    result = []
-    magnitudes = [pair["magnitude"].part.name for pair in pairs if "magnitude" in pair and pair["magnitude"].is_zero]
+    result, magnitudes = [], list[str]()
+    for pair in pairs:
+        if "magnitude" in pair and pair["magnitude"].is_zero:
+            magnitudes.append(pair["magnitude"].part.name)
     result += found("zero", "DoRA's magnitude is zero, so these modules give nothing", magnitudes, "save it again")
     result += found("zero", "both factors are zero: they were never written", lost, "gather them before saving")
     result += found("zero", "A is zero where B is not, which no training leaves", undone, "gather it before saving")
@@ -234,6 +240,7 @@ def _shards(adapter: Adapter, pairs: list[dict[str, Values]]) -> list[Finding]:
             label = f"{value.part.module.rpartition('.')[2]} {words}"
             total[label] += 1
             mask = value.rows if is_row else value.columns
+            # Of a stack these are experts: `_lost_experts` looks at them.
             if words == "ranks of A" and is_of_experts(adapter.config, value.part.module):
                 continue
             places = parts_of(mask)
@@ -249,6 +256,7 @@ def _shards(adapter: Adapter, pairs: list[dict[str, Values]]) -> list[Finding]:
     way_out = "one rank's shard was saved as if it were whole: gather (full_tensor, summon_full_params) before saving"
     for words, places_of in seen.items():
         left = {name: places for name, places in places_of.items() if _is_common(name, words, total, hits)}
+        # The part that most factors agree on first, then what is left.
         while left:
             (number, of), _ = Counter(place for places in left.values() for place in places).most_common(1)[0]
             what = f"only part {number} of {of} of the {words} is not zero"
@@ -304,6 +312,7 @@ def _lost_experts(adapter: Adapter, pairs: list[dict[str, Values]]) -> list[Find
             number = len(a.rows) // rank
             if number < 2 or len(a.rows) % rank or len(b.columns) != len(a.rows) or len(a.shape) != 2:
                 continue
+            # PEFT's order: in A the ranks of an expert are adjacent, in B the experts of a rank.
             has_a = a.rows.reshape(number, rank).any(1)
             has_b = b.columns.reshape(rank, number).any(0)
             if bool(has_a.any()) and not bool((has_a | has_b).all()):

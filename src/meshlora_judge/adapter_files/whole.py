@@ -113,6 +113,7 @@ def of_config(adapter: Adapter) -> list[Finding]:
         return []
     result = []
     saved = config.get("modules_to_save") or []
+    # PEFT adds classifier and score for tasks of classification, of which a model has one.
     if saved and not any(f".{name}." in f".{part.module}." for name in saved for part in parts if not part.side):
         result += found("missing", "no module of modules_to_save is in the file", saved, _AGAIN)
     if config.get("trainable_token_indices") and not any(ROWS in part.key for part in parts):
@@ -164,6 +165,7 @@ def of_pairs(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) -> list[Fi
             flat.append(f"{module} {list(shape_a)}, {list(shape_b)}")
             continue
         is_stack = is_of_experts(adapter.config, module)
+        # Written so by others; PEFT's own stacks have two dims.
         if is_stack and len(shape_a) == 3:  # [E, r, in] and [E, out, r]
             shape_a, shape_b = shape_a[1:], (shape_b[1], shape_b[-1])
         wanted = ranks_of(adapter.config, module)
@@ -220,6 +222,7 @@ def of_layers(adapter: Adapter) -> list[Finding]:
     is_chosen |= bool(config.get("exclude_modules"))
     if is_chosen:
         return result
+    # Parents of one kind have the same path but for numbers, and share a leaf: a hybrid's mixers may be of several.
     kinds: dict[str, list[str]] = {}
     for parent in leaves:
         kinds.setdefault(_NUMBER.sub("*", parent), []).append(parent)
@@ -231,7 +234,8 @@ def of_layers(adapter: Adapter) -> list[Finding]:
             lacking = [
                 f"{parent}.{leaf}" for parent in parents if leaf not in leaves[parent] and leaves[parent] & beside
             ]
-            is_shared = leaf in ("k_proj", "v_proj")  # some families have layers without
+            # gemma3n and gemma4 have layers that take keys, values or both from another.
+            is_shared = leaf in ("k_proj", "v_proj")
             is_clear = 0 < 2 * len(lacking) < len(parents) and not is_shared
             (missing if is_clear else unclear).extend(lacking)
         if kind.endswith(".experts.*"):
