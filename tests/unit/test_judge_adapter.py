@@ -321,6 +321,7 @@ BROKEN: dict[str, tuple[str, Any, tuple[str, ...]]] = {
     "transposed B": ("llama", each("B", lambda b: b.T), ("a factor is transposed",)),
     "flat": ("llama", each("B", torch.flatten), ("factors are empty or have one dim: shards of ZeRO-3 or FSDP",)),
     "empty": ("llama", each("B", lambda b: b[:0]), ("factors are empty or have one dim: shards of ZeRO-3",)),
+    "rank 0": ("llama", with_config(r=0), ("r is 0 (1: r=0); give the rank of the factors",)),
     "scaled off": (
         "llama",
         with_config(lora_alpha=0),
