@@ -67,6 +67,12 @@ def _by_name(values: Values) -> dict[str, Tensor]:
     return {part.name: values[part.key] for part in names.parts}
 
 
+def trained_name(name: str) -> str:
+    """The name that a trained parameter has in `Adapter.names`."""
+    parts = names_of([name], None, ()).parts
+    return parts[0].name if parts else name
+
+
 def cause_of(saved: Tensor, value: Tensor, others: Mapping[str, Tensor]) -> str:
     """Why `saved` is not `value`, "" where it is. others: what else it may be -> that tensor."""
     if _is_same(saved, value):

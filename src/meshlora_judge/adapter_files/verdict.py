@@ -8,11 +8,14 @@ Does not own: the findings (`adapter_files.values`, `.whole`, `.on_model`), prin
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from meshlora_judge.adapter_files.differences import differences_from, trained_name
 from meshlora_judge.adapter_files.finding import Finding
 from meshlora_judge.adapter_files.on_model import of_model
 from meshlora_judge.adapter_files.reading import Adapter, open_adapter
@@ -28,6 +31,8 @@ from meshlora_judge.adapter_files.whole import (
     ranks_of,
     scale_of,
 )
+from meshlora_judge.recording.files import read_recordings
+from meshlora_judge.steps.ranks import wholes
 
 _MOST_NOTES = 4
 
@@ -69,8 +74,35 @@ class Verdict:
         }
 
 
-def judge_folder(folder: Path, *, model: Path | None = None) -> Verdict:
-    """Look at every tensor of the adapter in `folder`. model: its base, a folder, for what only that tells.
+def _beside_run(adapter: Adapter, run: Path) -> list[Finding]:
+    """What the file holds beside what the recorded ranks had after their last step."""
+    recordings = read_recordings(run)
+    ranks = [recording.steps[-1].after for recording in recordings]
+    first = recordings[0].steps
+    steps = {0: first[0].before} | {number: step.after for number, step in enumerate(first[:-1], 1)}
+    names = {name for own in ranks for name in own}
+    values = {}
+    for name in names:
+        parts = [own.get(name) for own in ranks]
+        shape = _whole_shape(adapter, name, parts[0])
+        copies = wholes(parts, shape) if shape is not None else None
+        if copies is not None and copies[0] is not None:
+            values[name] = copies[0]
+    return differences_from(adapter, values, ranks=ranks, steps=steps)
+
+
+def _whole_shape(adapter: Adapter, name: str, part: Tensor | None) -> Sequence[int] | None:
+    """That of the file, if ranks had parts of it; else what every rank had."""
+    key = next((each.key for each in adapter.names.parts if each.name == trained_name(name)), None)
+    if part is None:
+        return None
+    stored = adapter.read(key).shape if key is not None else part.shape
+    return stored if stored.numel() > part.numel() else part.shape
+
+
+def judge_folder(folder: Path, *, model: Path | None = None, run: Path | None = None) -> Verdict:
+    """Look at every tensor of the adapter in `folder`. model: its base, a folder, for what only that tells. run: a
+    recording of the training whose last step it was saved after, for whether it holds what was trained.
 
     Raises:
         UserError: it is no adapter, or its files cannot be read.
@@ -85,6 +117,8 @@ def judge_folder(folder: Path, *, model: Path | None = None) -> Verdict:
             findings += of_config(adapter) + of_pairs(adapter, shapes) + of_scale(adapter) + of_layers(adapter)
         if model is not None and adapter.names.is_peft and adapter.config:
             findings = _joined(findings, of_model(adapter, shapes, model))
+        if run is not None:
+            findings += _beside_run(adapter, run)
         verdict = Verdict(folder, _described(adapter, values, has_model=model is not None), adapter.config)
     verdict.wrong = [finding for finding in findings if not finding.is_note]
     verdict.notes = [finding for finding in findings if finding.is_note]

@@ -1,0 +1,83 @@
+"""`meshlora judge adapter --run`: an adapter's file beside the recording of its training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import meshlora_judge
+from meshlora_judge.adapter_files.verdict import judge_folder
+from tests.for_each import for_each
+
+SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the recording `seen` of two steps, and adapters saved after each: `0`, `1`, `2`."""
+    root = tmp_path_factory.mktemp("trained")
+    torch.manual_seed(0)
+    base = LlamaForCausalLM(LlamaConfig(vocab_size=40, **SIZES))
+    model: Any = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    model.save_pretrained(root / "0")
+    with meshlora_judge.record(model, root / "seen", steps=2):
+        for step in (1, 2):
+            ids = torch.randint(0, 40, (2, 8))
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.save_pretrained(root / f"{step}")
+    return root
+
+
+def test_the_adapter_of_the_last_recorded_step_is_sound(trained: Path) -> None:
+    assert judge_folder(trained / "2", run=trained / "seen").is_sound
+
+
+def _without_one(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[next(key for key in tensors if "lora_B" in key)]
+
+
+def _half(tensors: dict[str, torch.Tensor]) -> None:
+    key = next(key for key in tensors if "lora_B" in key)
+    tensors[key][len(tensors[key]) // 2 :] = 0
+
+
+def _doubled(tensors: dict[str, torch.Tensor]) -> None:
+    for key in tensors:
+        tensors[key] *= 2
+
+
+@for_each(
+    ("change", "said"),
+    [
+        (_without_one, "not saved, of 8 trained tensors"),
+        (_half, "a shard: part 1 of 2 of dim 0, the others zero"),
+        (_doubled, "scaled by 2"),
+    ],
+    ids=["one is missing", "half of one is zero", "all are doubled"],
+)
+def test_a_file_that_is_not_what_was_trained_is_named(
+    change: Callable[[dict[str, torch.Tensor]], None], said: str, trained: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "adapter_config.json").write_bytes((trained / "2" / "adapter_config.json").read_bytes())
+    tensors = load_file(trained / "2" / "adapter_model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    verdict = judge_folder(tmp_path, run=trained / "seen")
+    assert not verdict.is_sound
+    assert said in verdict.words()
+
+
+def test_the_adapter_of_an_earlier_step_is_named(trained: Path) -> None:
+    for step in (0, 1):
+        verdict = judge_folder(trained / f"{step}", run=trained / "seen")
+        assert f"what is saved is of step {step}, of 8 trained tensors" in verdict.words()
