@@ -137,7 +137,7 @@ def test_an_answer_that_drips_has_one_limit_of_time(of: str) -> None:
 
 
 def test_an_answer_is_not_read_beyond_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("meshlora_extra.rl.http._LONGEST_ANSWER", 2**20)
+    monkeypatch.setattr("meshlora_ground.http._LONGEST_ANSWER", 2**20)
     for said in (b"HTTP/1.1 200 OK\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9999999999\r\n\r\n"):
         with saying(said, *[b" " * 2**20] * 2) as (url, _), pytest.raises(UserError, match="is longer than 1 MB"):
             _complete(url)

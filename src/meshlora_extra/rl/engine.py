@@ -23,8 +23,8 @@ import numpy as np
 from meshlora.reading.records import MalformedError
 from meshlora.reading.rollouts import check_log_probs, check_routed, check_tokens
 from meshlora.run.decoding import Continuation
-from meshlora_extra.rl.http import AnswerError, post
 from meshlora_ground.errors import UserError, reason
+from meshlora_ground.http import AnswerError, answer_of
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Engine:
     def _answer(self, path: str, body: Mapping[str, Any], *, why: str, is_json: bool = True) -> Any:
         url = f"{self.url.rstrip('/').removesuffix('/v1')}/v1/{path}"
         try:
-            text = post(url, json.dumps(body).encode(), timeout_s=self.timeout_s)
+            text = answer_of(url, json.dumps(body).encode(), timeout_s=self.timeout_s)
         except AnswerError as error:
             if error.status is None:
                 way_out = "is it started, and at this address?"

@@ -1,6 +1,6 @@
 """One request to an address, whose answer is bounded in time, in bytes and in where it comes from.
 
-Each way to miss them is one `AnswerError`. Does not own: what is asked and answered (`rl.engine`).
+Each way to miss them is one `AnswerError`. Does not own: what is asked and answered, of engines that serve adapters.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -19,7 +20,7 @@ from meshlora_ground.errors import one_line, reason
 _LONGEST_ANSWER = 2**30
 _LONGEST_REFUSAL = 4000
 _PART_BYTES = 2**20
-_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class AnswerError(Exception):
@@ -30,20 +31,30 @@ class AnswerError(Exception):
         self.status = status
 
 
-def post(url: str, body: bytes, *, timeout_s: float) -> str:
-    """The text of the answer to JSON that is sent. timeout_s: of the whole answer, from its first byte to its last.
+def answer_of(
+    url: str,
+    body: bytes | None,
+    *,
+    timeout_s: float,
+    headers: Mapping[str, str] | None = None,
+    most_bytes: int | None = None,
+) -> str:
+    """The text of the answer to JSON that is sent by POST, or to a GET without any.
+
+    timeout_s: of the whole answer, from its first byte to its last. headers: beside the content's type.
+    most_bytes: of an answer; by default 1 GiB.
 
     Raises:
         AnswerError: it does not come, not in time, is too long, or refuses; it sends to another address.
     """
-    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json", **(headers or {})})
     # A proxy of the environment is not for this machine.
-    proxies = [urllib.request.ProxyHandler({})] if urlsplit(url).hostname in _LOOPBACK else []
+    proxies = [urllib.request.ProxyHandler({})] if urlsplit(url).hostname in LOOPBACK else []
     opener = urllib.request.build_opener(_Bounded, _NoRedirect, *proxies)
     try:
         try:
             with opener.open(request, timeout=timeout_s) as answer:
-                return _text_of(answer)
+                return _text_of(answer, most_bytes or _LONGEST_ANSWER)
         except urllib.error.HTTPError as refusal:
             if 300 <= refusal.code < 400:
                 to = one_line(f"{refusal.headers.get('Location', 'nowhere')}", 200)
@@ -60,13 +71,13 @@ def post(url: str, body: bytes, *, timeout_s: float) -> str:
         raise AnswerError(f"its answer is no HTTP ({reason(error)})") from None
 
 
-def _text_of(answer: Any) -> str:
+def _text_of(answer: Any, most_bytes: int) -> str:
     parts, size = [], 0
     while part := answer.read(_PART_BYTES):
         parts.append(part)
         size += len(part)
-        if size > _LONGEST_ANSWER:
-            raise AnswerError(f"its answer is longer than {_LONGEST_ANSWER >> 20} MB")
+        if size > most_bytes:
+            raise AnswerError(f"its answer is longer than {most_bytes >> 20} MB")
     return b"".join(parts).decode("utf-8", errors="replace")
 
 
