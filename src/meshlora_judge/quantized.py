@@ -41,6 +41,11 @@ def quantize_base(model: Any, kind: str | None) -> None:
             matrix.copy_(rounded(matrix.float().contiguous()))
 
 
+def rounded_matrix(matrix: Tensor, kind: str) -> Tensor:
+    """Float32 `[out, in]`: `matrix` rounded to `kind`, as `quantize_base` rounds it."""
+    return _ROUNDED[kind](matrix.float().contiguous())
+
+
 def plain_linears(model: Any) -> list[nn.Linear | Conv1D]:
     """The linears of `model` but its head and routers."""
     left = set[nn.Module]()

@@ -1,6 +1,6 @@
 """What one process computes: log-probabilities of prompts by the base and an adapter whose parts are scaled or moved.
 
-Owns: the model of transformers + peft, its parts by kind, and the prompts. Does not own: which of them a server
+Owns: those numbers, and the prompts. Does not own: which of them a server
 resembles (`meshlora_judge.served.verdict`).
 """
 
@@ -9,30 +9,21 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import get_peft_model_state_dict
-from peft.tuners.lora import LoraLayer
-from peft.tuners.trainable_tokens import TrainableTokensLayer
-from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor
 
-from meshlora_ground.errors import MeshloraError, UserError, reason
-from meshlora_ground.files import open_safetensors
+from meshlora_ground.errors import UserError, reason
 from meshlora_ground.float64 import lift
 from meshlora_ground.reading import parse_json, read_text
-from meshlora_judge.experts import PREFIX, plain_name, plain_names
+from meshlora_judge.attached import LAYER, Part, load_adapted, parts_of
 from meshlora_judge.quantized import quantize_base
-from meshlora_judge.reference import reference_model
 from meshlora_judge.settings import Base
 
-_EXPERTS = re.compile(r"\.experts(\.\d+)?\.")
-_LAYER = re.compile(r"\.(\d+)\.")
 _NUM_PROMPTS, _PROMPT_TOKENS, _MOST_TOKENS = 8, 40, 2048
 SENTENCES = (
     "The quick brown fox jumps over the lazy dog, and nobody in the village was surprised.",
@@ -40,73 +31,6 @@ SENTENCES = (
     "Question: What is the capital of France? Answer: Paris, on the river Seine.",
     "In 1905 a clerk of a patent office wrote four papers, each of which changed physics.",
 )
-
-
-@dataclass(frozen=True)
-class Part:
-    """A module of PEFT with a part of the adapter.
-
-    Attributes:
-        name: in the model without adapters. kind: its leaf, as in `down_proj`, `experts.down_proj`.
-        layer: the first number in its name; -1 without. scale: PEFT's; None if the part replaces weights.
-    """
-
-    name: str
-    kind: str
-    layer: int
-    module: Any
-    scale: float | None
-
-
-def load_adapted(base: Base, adapter: Path) -> Any:
-    """PEFT's model with the adapter in the folder `adapter`, whose every factor was loaded.
-
-    PEFT says nothing of factors that it does not place. It is told to read the names of targets as they stand, and,
-    where the factors do not fit then, as stock PEFT reads them.
-
-    Raises: UserError: neither fits, or one of the libraries cannot read a folder.
-    """
-    config = adapter / "adapter_config.json"
-    if not config.is_file() or not (Path(base.path) / "config.json").is_file():
-        missing = adapter if not config.is_file() else base.path
-        raise UserError(f"{missing}", "it holds no adapter_config.json, or no config.json of a base")
-    with open_safetensors(adapter / "adapter_model.safetensors") as file:
-        stored = {key for key in file.keys() if ".lora_" in key}  # noqa: SIM118 - no mapping
-    why = ""
-    for is_stock in (False, True):
-        try:
-            model = reference_model(base, adapter, is_stock=is_stock).eval().requires_grad_(False)
-        except MeshloraError:
-            raise
-        except Exception as error:  # noqa: BLE001 - two libraries and every family: any type
-            why = reason(error)
-            continue
-        expected = {key for key in get_peft_model_state_dict(model, save_embedding_layers=False) if ".lora_" in key}
-        if expected == stored:
-            return model
-        apart = sorted(expected ^ stored)
-        why = f"{len(apart)} of its factors are not the model's, or missing, such as {apart[0]}"
-    raise UserError(f"adapter {adapter}", f"PEFT does not read it whole on {base.path}: {why}")
-
-
-def parts_of(model: Any) -> list[Part]:
-    """The parts of the adapter, in the order of modules."""
-    found, of_experts = [], plain_names(model)
-    for path, module in model.named_modules():
-        if isinstance(module, LoraLayer) and "default" in module.scaling:
-            scale: float | None = float(module.scaling["default"])
-        elif isinstance(module, ModulesToSaveWrapper | TrainableTokensLayer):
-            scale = None
-        else:
-            continue
-        path = path.removeprefix(PREFIX)
-        name = of_experts.get(path, plain_name(path))
-        kind = name.rpartition(".")[2]
-        if _EXPERTS.search(f".{name}"):
-            kind = f"experts.{kind}"
-        layer = _LAYER.search(f"{name}.")
-        found.append(Part(name, kind, int(layer[1]) if layer else -1, module, scale))
-    return found
 
 
 class Computed:
@@ -148,7 +72,7 @@ class Computed:
         rows = dict[str, list[Part]]()
         for part in self.parts:
             if part.scale is not None and part.layer >= 0 and len(part.module.lora_A):
-                rows.setdefault(_LAYER.sub(".*.", part.name, count=1), []).append(part)
+                rows.setdefault(LAYER.sub(".*.", part.name, count=1), []).append(part)
         with contextlib.ExitStack() as stack:
             for row, side in itertools.product(rows.values(), sides):
                 weights = [_factor(part, side) for part in row]
@@ -212,7 +136,7 @@ def log_probs_of(model: Any, prompts: Sequence[Sequence[int]]) -> Tensor:
     return torch.cat([found[place] for place in range(len(prompts))])
 
 
-def default_prompts(folder: str, config: Any, tokenizer: Any, *, seed: int = 0) -> list[list[int]]:
+def default_prompts(config: Any, tokenizer: Any, *, seed: int = 0) -> list[list[int]]:
     """Random tokens of the vocabulary, and sentences where there is a tokenizer."""
     text = config.get_text_config()
     most = int(text.vocab_size)

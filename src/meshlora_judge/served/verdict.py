@@ -13,13 +13,13 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from meshlora_ground.errors import UserError
-from meshlora_judge.served.computed import Computed, Part
+from meshlora_judge.attached import Part, scale_words
+from meshlora_judge.served.computed import Computed
 from meshlora_judge.settings import Base
 
 _WITHIN, _AWAY = 4.0, 3.0
@@ -206,26 +206,11 @@ class Comparison:
 
         starts = [torch.full((len(groups),), scale, dtype=torch.float64) for scale in (1.0, 0.0, 2.0, 0.5, 4.0, -1.0)]
         scales = _least_squares(values, self.served, starts)
-        named = []
+        named, config = [], self.computed.model.peft_config["default"]
         for name, scale in zip(groups, scales.tolist(), strict=True):
             if abs(scale - 1) > 0.03:
-                named.append(f"without {name}" if abs(scale) < 0.03 else f"{name} {self._scaled(scale)}")
+                named.append(f"without {name}" if abs(scale) < 0.03 else f"{name} {scale_words(config, scale)}")
         return {f"base + adapter, {', '.join(named)}": values(scales)} if named else {}
-
-    def _scaled(self, by: float) -> str:
-        """In words, with the mistake that scales so."""
-        config: Any = self.computed.model.peft_config["default"]
-        root, why = config.r**0.5, list[str]()
-        scale = config.lora_alpha / (root if config.use_rslora else config.r)
-        if config.use_rslora and abs(by * root - 1) < 0.03:
-            why.append("as if use_rslora were off")
-        if not config.use_rslora and abs(by / root - 1) < 0.03:
-            why.append("as if use_rslora were on")
-        if abs(by * scale - 1) < 0.03:
-            why.append("as if the scale were 1")
-        if abs(by - 2) < 0.03:
-            why.append("applied twice, or alpha or r mistaken")
-        return f"scaled by {by:.3g}{' (' if why else ''}{', or '.join(why)}{')' if why else ''}"
 
 
 def _least_squares(values: Callable[[Tensor], Tensor], served: Tensor, starts: Sequence[Tensor]) -> Tensor:

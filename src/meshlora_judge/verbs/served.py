@@ -97,7 +97,7 @@ def _judged(options: argparse.Namespace) -> tuple[Any, str, str | None]:
     if options.prompts:
         prompts = prompts_in(Path(options.prompts), config, tokenizer)
     else:
-        prompts = default_prompts(options.model, config, tokenizer)
+        prompts = default_prompts(config, tokenizer)
     served = server.log_probs(name, prompts)
     served_base = server.log_probs(base_name, prompts) if base_name else None
     base = Base(
