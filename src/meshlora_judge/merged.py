@@ -201,19 +201,33 @@ def _judged(name: str, kind: str, old: Tensor, expected: Tensor, new: Tensor, co
     stayed = float((after == old.to(new.dtype).double())[moved].double().mean())
     worst = float(_roundings(after, expected, delta, new.dtype).max())
     found = Found(name, "", kind, by, stayed, worst)
-    noise = float((after - expected).square().mean().sqrt())
     if worst <= 1:
         found.what = RIGHT
     elif torch.equal(old.to(new.dtype), new):
         found.what = "not merged"
+    elif few_bits:
+        found.what = _by_projection(before, delta, after, by)
     elif float(_roundings(after, before + by * delta, by * delta, new.dtype).max()) <= 1:
         found.what = f"merged, {scale_words(config, by)}"
-    elif few_bits and abs(by - 1) < 0.02 + 4 * noise / size**0.5:
-        found.what = RIGHT
     else:
         unknown = f"neither the base nor merged (of the adapter's change {by:.0%} is in it)"
         found.what = next(_further(before, delta, after, new.dtype), unknown)
     return found
+
+
+def _by_projection(before: Tensor, delta: Tensor, after: Tensor, by: float) -> str:
+    """What became of a tensor whose format rounds in its own way: by the share `by` of the delta that is in it, within
+    what noise of this size, uncorrelated with the delta, makes of it.
+    """
+    noise = after - before - by * delta
+    if float(noise.norm() / before.norm()) > 0.2:
+        return "neither the base nor merged"
+    within = 0.02 + 4 * float(noise.square().mean().sqrt() / delta.norm())
+    if within > 0.3:
+        return "rounding is larger than the adapter, and nothing is left of it"
+    if abs(by - 1) < within:
+        return RIGHT
+    return "not merged" if abs(by) < within else f"merged, scaled by about {by:.2g}"
 
 
 def _roundings(found: Tensor, expected: Tensor, delta: Tensor, dtype: torch.dtype) -> Tensor:

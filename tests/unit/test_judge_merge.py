@@ -162,6 +162,14 @@ def _rounded(kind: str, *, base_alone: bool) -> Change:
     return change
 
 
+def _one_element(base: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Off by three steps of float32."""
+    name = "model.layers.1.mlp.down_proj.weight"
+    wrong = right[name].clone()
+    wrong[3, 5] += 3 * 2.0**-23 * (wrong[3, 5].abs() + right[name].abs().max())
+    return right | {name: wrong}
+
+
 def _with(name: str, change: Callable[[Tensor], Tensor]) -> Change:
     return lambda base, right: {key: change(value) if name in key else value for key, value in right.items()}
 
@@ -213,6 +221,28 @@ def test_each_fault_is_named(fault: str, llama: tuple[Path, Path, Path], tmp_pat
     value = judge(wrong, base, adapter, tmp_path / "found.json")
     assert value["verdict"] == "refuted"
     assert re.search(expected, value["text"]), value["text"]
+
+
+@pytest.mark.parametrize(("by", "said"), [(1, "tensors in few bits"), (0, "not merged"), (2, "scaled by about 2")])
+def test_a_checkpoint_in_eight_bits(by: int, said: str, llama: tuple[Path, Path, Path], tmp_path: Path) -> None:
+    """As LLM.int8() stores it: a scale a row."""
+    base, adapter, right = llama
+    tensors = _scaled(by)(load_file(base / FILE), load_file(right / FILE))
+    for name in [*tensors]:
+        if "proj" in name:
+            largest = tensors[name].abs().amax(1)
+            tensors[name] = (tensors[name] / largest[:, None] * 127).round().to(torch.int8)
+            tensors[name.replace(".weight", ".SCB")] = largest
+    wrong = tmp_path / "wrong"
+    shutil.copytree(right, wrong)
+    save_file(tensors, wrong / FILE, metadata={"format": "pt"})
+    config = json.loads((wrong / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (wrong / "config.json").write_text(json.dumps(config))
+    value = judge(wrong, base, adapter, tmp_path / "found.json")
+    assert (value["verdict"], value["dtype"]) == ("proved" if by == 1 else "refuted", "few bits")
+    assert said in value["text"]
+    assert all(abs(each["arrived"] - by) < 0.05 for each in value["tensors"] if each["arrived"] is not None)
 
 
 def test_another_adapter_was_merged(llama: tuple[Path, Path, Path], tmp_path: Path) -> None:
