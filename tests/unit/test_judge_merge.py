@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from meshlora_ground.errors import MeshloraError, UserError
 from meshlora_ground.parser import Parser
+from meshlora_judge.command import main
 from meshlora_judge.quantized import rounded_matrix
 from meshlora_judge.verbs import merge as verb
 from tests.unit.test_judge_served import make_base
@@ -132,6 +133,13 @@ def test_a_merge_in_low_precision_says_what_was_lost(
     load(base, dtype).save_pretrained(low)
     value = judge(merged(low, adapter, tmp_path / "merged", dtype), low, adapter, tmp_path / "found.json")
     assert value["verdict"] == "proved", value["text"]
+    tensors = load_file(tmp_path / "merged" / FILE)
+    weight = tensors["model.layers.1.mlp.down_proj.weight"]
+    weight.view(torch.int16).view(-1)[weight.abs().argmax()] += 3  # steps of the dtype
+    shutil.copytree(tmp_path / "merged", tmp_path / "wrong")
+    save_file(tensors, tmp_path / "wrong" / FILE, metadata={"format": "pt"})
+    value = judge(tmp_path / "wrong", low, adapter, tmp_path / "found.json")
+    assert re.search(r"model\.layers\.1\.mlp\.down_proj\.weight. 13 tensors are right", value["text"]), value["text"]
     small = edited(adapter, tmp_path / "small", lora_alpha=alpha(adapter) / 300)
     value = judge(merged(low, small, tmp_path / "of_small", dtype), low, small, tmp_path / "found.json")
     assert value["verdict"] == "proved", value["text"]
@@ -160,14 +168,6 @@ def _rounded(kind: str, *, base_alone: bool) -> Change:
         return found
 
     return change
-
-
-def _one_element(base: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Off by three steps of float32."""
-    name = "model.layers.1.mlp.down_proj.weight"
-    wrong = right[name].clone()
-    wrong[3, 5] += 3 * 2.0**-23 * (wrong[3, 5].abs() + right[name].abs().max())
-    return right | {name: wrong}
 
 
 def _with(name: str, change: Callable[[Tensor], Tensor]) -> Change:
@@ -280,6 +280,17 @@ def test_what_rounding_the_base_loses_beside_the_adapter(llama: tuple[Path, Path
     base, adapter, right = llama
     value = judge(right, base, adapter, tmp_path / "found.json", "--quantization", "fp8")
     assert 0 < value["rounding_moves"] < value["adapter_moves"]
+
+
+def test_the_command_says_it_in_one_line_and_by_its_exit_code(
+    llama: tuple[Path, Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, adapter, right = llama
+    for folder, code, start in ((right, 0, "proved: "), (base, 1, "error: refuted: "), (tmp_path, 2, "error: ")):
+        assert main(["merge", str(folder), "--model", str(base), "--adapter", str(adapter)]) == code
+        said = "".join(capsys.readouterr())
+        assert said.startswith(start), said
+        assert said.count("\n") == 1, said
 
 
 def test_folders_that_are_none_are_one_line(llama: tuple[Path, Path, Path], tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,13 @@ def _run(options: argparse.Namespace) -> None:
     for folder in (options.merged, options.model):
         if not (Path(folder) / "config.json").is_file():
             raise UserError(f"{folder}", "it holds no config.json")
-    found = judge_merge(
-        options.merged, options.model, Path(options.adapter), trust_remote_code=options.trust_remote_code
-    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of libraries, about each other
+        found = judge_merge(
+            options.merged, options.model, Path(options.adapter), trust_remote_code=options.trust_remote_code
+        )
+        beside = _of_rounded_base(options) if options.quantization else {}
     is_proved, text = _verdict(found, options)
-    beside = _of_rounded_base(options) if options.quantization else {}
     if options.json:
         value = dataclasses.asdict(found) | {"verdict": "proved" if is_proved else "refuted", "text": text} | beside
         write_json_atomically(Path(options.json), value)

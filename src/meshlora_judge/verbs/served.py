@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import dataclasses
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,9 @@ def _run(options: argparse.Namespace) -> None:
 
     if options.json:
         check_result_file(Path(options.json), f"--json {options.json}")
-    verdict, name, way = _judged(options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of libraries, about each other
+        verdict, name, way = _judged(options)
     text = _text(verdict, name, options)
     if options.json:
         words = {True: "proved", False: "refuted", None: "undecided"}
