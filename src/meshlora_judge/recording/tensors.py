@@ -85,6 +85,6 @@ def fingerprint(tensor: Tensor) -> str:
 
 def rank_and_size() -> tuple[int, int]:
     """This process's rank and the number of processes; (0, 1) where there is no group."""
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
