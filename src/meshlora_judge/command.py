@@ -17,7 +17,7 @@ from meshlora_ground.errors import MeshloraError
 from meshlora_ground.parser import Parser
 
 # Each module's `add` declares the verb's arguments and what runs it.
-VERBS = {name: f"meshlora_judge.verbs.{name}" for name in ("step", "adapter", "served", "merge")}
+VERBS = {name: f"meshlora_judge.verbs.{name}" for name in ("step", "run", "adapter", "served", "merge")}
 _HELP = "prove or refute what any trainer did: a recorded step, an adapter's files, a server's answers"
 
 

@@ -189,14 +189,19 @@ def shrink_config(
     block: int = 1,
     layers: Mapping[int, Hashable] | None = None,
     least: int = 2,
+    keeps_tokens: bool = False,
 ) -> PretrainedConfig:
     """A tiny copy of `config` with heads and vocabulary shared by `tp` ranks as in `config`, widths divisible by `tp`,
     and local widths divisible by `block`. The argument is not changed.
 
     layers: layer number -> any further property that distinguishes it. least: number of its layers.
+    keeps_tokens: vocabulary, ids of tokens and positions are those of `config`: it takes texts of any real length.
     """
     number = _more_layers(config, layers, least)
-    return _made(type(config), _shrunk(config, _sizes_like(config, tp, block), num_layers=number, differ=layers or {}))
+    sizes = _sizes_like(config, tp, block)
+    if keeps_tokens:
+        sizes = {kind: size for kind, size in sizes.items() if kind not in ("vocabulary", "positions")}
+    return _made(type(config), _shrunk(config, sizes, num_layers=number, differ=layers or {}))
 
 
 def _more_layers(config: PretrainedConfig, layers: Mapping[int, Hashable] | None, least: int) -> int | None:
@@ -250,7 +255,7 @@ def _shrunk(
     data.pop("quantization_config", None)  # the twin's weights are random, not quantized
     whole = _common_fields(config)  # as it was
     layers = _kept_layers(whole, num_layers, differ)
-    next_token = sizes["vocabulary"]
+    next_token = sizes.get("vocabulary")  # None: those of real tokens are kept
     for field, value in data.items():
         name = _common_name(field, config)
         part = config.__dict__.get(field)
@@ -263,8 +268,10 @@ def _shrunk(
         elif _RANDOM.search(name) and isinstance(value, int | float):
             data[field] = type(value)(0)
         elif name in _TOKENS:
-            data[field] = _TOKENS[name]
+            data[field] = _TOKENS[name] if next_token is not None else value
         elif name.endswith(("_token_id", "_token_index")):
+            if next_token is None:
+                continue
             next_token -= 1
             data[field] = next_token
         elif name == "num_hidden_layers":
@@ -423,6 +430,8 @@ def _of_layers(name: str, value: Any, whole: dict[str, Any], layers: list[int]) 
 
 def _original_positions(value: int, whole: dict[str, Any], sizes: dict[str, int]) -> int:
     """The same fraction of `max_position_embeddings`, but at least the length of sequences that twins run on."""
+    if "positions" not in sizes:
+        return value
     return max(32, sizes["positions"] * value // (whole.get("max_position_embeddings") or value))
 
 

@@ -172,6 +172,7 @@ def test_the_environment_is_read_in_five_files() -> None:
         "meshlora_ground/hub.py",
         "cli/main.py",
         "meshlora_judge/command.py",
+        "meshlora_judge/running/child.py",
     } | {"meshlora_ground/private.py"}
 
 

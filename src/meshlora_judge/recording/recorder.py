@@ -44,6 +44,7 @@ class Recorder:
 
     Attributes:
         recording: what is written. is_done: all steps are recorded, and the trainer is as it was.
+        then: called once after the last recorded step.
     """
 
     def __init__(self, model: nn.Module, folder: Path, *, steps: int, loss: Mapping[str, Any]) -> None:
@@ -51,6 +52,7 @@ class Recorder:
         rank, size = rank_and_size()
         self.recording = Recording(rank=rank, world_size=size, loss=dict(loss))
         self.is_done = False
+        self.then: Callable[[], None] | None = None
         self._step = Step()
         self._further: dict[str, Any] = {}
         self._raw: dict[str, Tensor] = {}
@@ -148,6 +150,8 @@ class Recorder:
         self.recording.write(self.folder)
         if len(self.recording.steps) == self.steps:
             self.stop()
+            if self.then is not None:
+                self.then()
 
     # What it knows of the model.
 
