@@ -36,6 +36,7 @@ RUN_BY: list[tuple[str, str]] = [
     (r"meshlora plan --model examples/", _HERE),
     (r"meshlora init$", "it asks questions: tests/extra/test_init.py answers them"),
     (r"meshlora [a-z-]+ .*examples/(?!tiny_base --adapter A)|python examples/make_", _HERE),
+    (r"meshlora judge run -- ", "tests/judged/test_run.py runs scripts of its own"),
     (r"meshlora plot runs/lr-", "tests/extra/test_plot.py"),
     (r"meshlora launch-script", "tests/unit/test_launch_script.py"),
     (r"meshlora calibrate", "tests/extra/test_calibrate_ranks.py"),

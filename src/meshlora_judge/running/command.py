@@ -54,12 +54,18 @@ def run(command: Sequence[str], folder: Path) -> int:
         except OSError as error:
             rule = f"it cannot be started ({error.strerror})"
             raise UserError(command[0], rule, "give a command as a shell has it") from error
+        before = signal.signal(signal.SIGTERM, _leave)  # as a CI ends a job
         try:
             return process.wait()
         finally:
+            signal.signal(signal.SIGTERM, before)
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+
+
+def _leave(*_: object) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
 
 
 def said(folder: Path) -> list[str]:

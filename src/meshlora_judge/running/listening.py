@@ -85,13 +85,13 @@ def _begin(recorder: Any, run: Run) -> None:
 
 def _end(rank: int, size: int, folder: Path) -> None:
     """End this process without an error, once every rank has recorded: later steps, saving and uploads are not run."""
-    import torch.distributed as dist
+    from torch import distributed
 
     done = folder / "done"
     (done / f"{rank}").touch()
     until = time.monotonic() + _WAIT_S
     while len([*done.iterdir()]) < size and time.monotonic() < until:
         time.sleep(0.05)
-    if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
     raise SystemExit(0)
