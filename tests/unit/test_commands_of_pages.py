@@ -82,7 +82,9 @@ def _fault_of_arguments(command: Command, words: list[str]) -> str:
         return ""
     name, *rest = words
     if not command.is_whole or {"...", "ARGUMENTS"} & set(rest):
-        flags = {flag for action in parsers[name]._actions for flag in action.option_strings}
+        verbs = [a for a in parsers[name]._actions if isinstance(a, argparse._SubParsersAction)]  # of `judge`
+        asked = [parsers[name], *(verb for action in verbs for verb in action.choices.values())]
+        flags = {flag for parser in asked for action in parser._actions for flag in action.option_strings}
         unknown = [word for word in rest if re.fullmatch(r"--[a-z][\w-]*", word) and word not in flags]
         return f"{command.text}: meshlora {name} has no {unknown}" if unknown else ""
     if "--help" in rest:
