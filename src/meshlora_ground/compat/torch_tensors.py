@@ -87,3 +87,11 @@ def is_persistent(module: nn.Module, buffer: str) -> bool:
 def forward_hooks(module: nn.Module) -> MutableMapping[int, Callable[..., Any]]:
     """The forward hooks by id, in order, for reordering: the public API only registers a hook first or last."""
     return module._forward_hooks
+
+
+def clippings() -> list[tuple[Any, str]]:
+    """(owner, name) of what every gradient clipping by torch goes through, given parameters, limit and norm.
+
+    `clip_grad_norm_` itself is often imported by its name, and no longer looked up where it could be replaced.
+    """
+    return [(torch.nn.utils, "clip_grads_with_norm_"), (torch.nn.utils.clip_grad, "_clip_grads_with_norm_")]

@@ -46,9 +46,10 @@ class Recording:
 
     Attributes:
         loss: its kind and numbers (`recording.losses`). base: the name or path that the model was read from.
-        config: of the base. adapters: PEFT's configuration of each. wrapper: class around the model.
-        trained, frozen: parameter -> how it lies; a plain frozen one has a fingerprint.
-        autocast: its dtype, or "". fsdp: FSDP2 has sharded it. notes: what the recorder changed.
+        config: of the base. adapters: PEFT's configuration of each. active: those in use. wrapper: class around the
+        model. trained, frozen: parameter -> how it lies; a plain frozen one has a fingerprint. frozen_adapters: values
+        of adapters that are not trained, as of DPO's reference.
+        autocast: its dtype, or "". fsdp: FSDP has sharded it. notes: what the recorder changed.
     """
 
     rank: int
@@ -57,9 +58,11 @@ class Recording:
     base: str = ""
     config: dict[str, Any] = field(default_factory=dict)
     adapters: dict[str, dict[str, Any]] = field(default_factory=dict)
+    active: list[str] = field(default_factory=list)
     wrapper: str = ""
     trained: dict[str, dict[str, Any]] = field(default_factory=dict)
     frozen: dict[str, dict[str, Any]] = field(default_factory=dict)
+    frozen_adapters: dict[str, Tensor] = field(default_factory=dict)
     autocast: str = ""
     fsdp: bool = False
     notes: list[str] = field(default_factory=list)

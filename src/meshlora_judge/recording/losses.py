@@ -41,6 +41,7 @@ _NUMBERS = {
     "dpo": {"beta": "beta", "label_smoothing": "label_smoothing"},
     "grpo": {
         "beta": "beta",
+        "temperature": "temperature",
         "epsilon": "epsilon",
         "epsilon_high": "epsilon_high",
         "loss_type": "loss_type",
@@ -63,6 +64,8 @@ def loss_of(subject: Any) -> dict[str, Any]:
         rule = "the judge has no formula of its loss"
         raise UnsupportedError(f"a {names[0]}", rule, f"there are those of {', '.join(kinds)}")
     given = subject.args
+    if getattr(subject, "compute_loss_func", None) is not None:
+        raise UnsupportedError("compute_loss_func", "the judge has no formula of it", "record a run without it")
     for name, value in _ONLY[kind].items():
         found = getattr(given, name, value)
         if found != value and found not in (None, [value], value):
@@ -85,7 +88,7 @@ def trainer_parts(trainer: Any) -> tuple[nn.Module, Any]:
         def compute_loss(model: Any, inputs: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
             extra = {name: inputs[name] for name in inputs if name not in ("input_ids", "attention_mask", "labels")}
             if model.training:
-                recorder.note(**extra, **{k: v for k, v in kwargs.items() if k == "num_items_in_batch"})
+                recorder.note(**kwargs | extra)
             return original(model, inputs, *args, **kwargs)
 
         trainer.compute_loss = compute_loss

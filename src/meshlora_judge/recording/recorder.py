@@ -12,28 +12,34 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from meshlora_ground.compat import replaced
+from meshlora_ground.compat.torch_tensors import clippings
 from meshlora_ground.errors import UserError
 from meshlora_judge.recording.dropout import without_dropout
 from meshlora_judge.recording.files import Recording, Step, check_free
 from meshlora_judge.recording.losses import loss_of, trainer_parts
+from meshlora_judge.recording.names import Names, as_function
 from meshlora_judge.recording.tensors import (
     copied,
     fingerprint,
+    full_state,
     gathered,
+    is_fsdp1,
     placement,
     plain,
     rank_and_size,
     unwrapped,
     whole,
+    whole_gradients,
 )
 
 _NUMBERS = (bool, int, float, str)
@@ -47,8 +53,11 @@ class Recorder:
         then: called once after the last recorded step.
     """
 
-    def __init__(self, model: nn.Module, folder: Path, *, steps: int, loss: Mapping[str, Any]) -> None:
+    def __init__(
+        self, model: nn.Module, folder: Path, *, steps: int, loss: Mapping[str, Any], adapter: Any = None, names: Names = None
+    ) -> None:
         self.model, self.folder, self.steps = model, folder, steps
+        self._adapter, self._named = adapter, as_function(names)
         rank, size = rank_and_size()
         self.recording = Recording(rank=rank, world_size=size, loss=dict(loss))
         self.is_done = False
@@ -79,9 +88,22 @@ class Recorder:
         ]
         for hook in hooks:
             self._stack.callback(hook.remove)
-        self._stack.enter_context(_replaced(torch.autograd, "backward", self._backward))
-        for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
-            self._stack.enter_context(_replaced(owner, "clip_grad_norm_", self._clipped))
+        self._hear(torch.autograd, "backward", self._backward)
+        for owner, name in clippings():
+            self._hear(owner, name, self._clipped)
+        self._hear(FullyShardedDataParallel, "clip_grad_norm_", self._clipped_by_fsdp)
+        self._hear(torch.amp.GradScaler, "unscale_", self._unscaled)
+        self._hear(torch.amp.GradScaler, "step", self._scaler_steps)
+
+    def _hear(self, owner: Any, name: str, by: Callable[..., Any]) -> None:
+        """Until the end `owner.name` goes through `by`, which is given the original first."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def through(*args: Any, **kwargs: Any) -> Any:
+            return by(original, *args, **kwargs)
+
+        self._stack.enter_context(replaced(owner, name, through))
 
     def stop(self) -> None:
         """Leave the trainer as it was."""
@@ -115,17 +137,38 @@ class Recorder:
             return found
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         self._step.losses.append(float(sum(root.detach().double().sum() for root in roots)))
-        with gathered(self.model):
-            for name, parameter in self._trained().items():
-                if parameter.grad is not None:
-                    self._raw[name] = copied(parameter.grad)
+        self._keep_raw()
         return found
 
-    def _clipped(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        found = original(*args, **kwargs)
-        limit = kwargs.get("max_norm", args[1] if len(args) > 1 else None)
-        norm = found.full_tensor() if hasattr(found, "full_tensor") else found
-        self._step.clip = {"max_norm": float(limit or 0.0), "norm": float(norm)}
+    def _keep_raw(self) -> None:
+        for name, parameter in self._trained().items():
+            if parameter.grad is not None:
+                self._raw[name] = copied(parameter.grad)
+
+    def _clipped(
+        self, original: Callable[..., Any], parameters: Any, max_norm: float, total_norm: Tensor, *rest: Any, **more: Any
+    ) -> Any:
+        self._step.clip = {"max_norm": float(max_norm), "norm": float(whole(total_norm))}
+        return original(parameters, max_norm, total_norm, *rest, **more)
+
+    def _clipped_by_fsdp(self, original: Callable[..., Any], model: Any, max_norm: float, *rest: Any) -> Any:
+        norm = original(model, max_norm, *rest)
+        self._step.clip = {"max_norm": float(max_norm), "norm": float(norm)}
+        return norm
+
+    def _unscaled(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
+        """What a loss scale multiplied is no gradient before it is divided again."""
+        found = original(scaler, optimizer)
+        if self._is_ours(optimizer):
+            self._keep_raw()
+        return found
+
+    def _scaler_steps(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """A step that the scaler leaves out, as its gradients overflowed, is none."""
+        before = len(self.recording.steps)
+        found = original(scaler, optimizer, *args, **kwargs)
+        if len(self.recording.steps) == before and self._is_ours(optimizer):
+            self._step, self._raw = Step(), {}
         return found
 
     def _before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -133,12 +176,13 @@ class Recorder:
             return
         self._describe()
         step = self._step
+        names = {parameter: name for name, parameter in self._trained().items()}
+        step.optimizer = _described(optimizer, names, full_state(self.model, self._trained, optimizer))
         with gathered(self.model):
             trained = self._trained()
             step.before = {name: whole(parameter) for name, parameter in trained.items()}
-            step.raw = {name: whole(grad) for name, grad in self._raw.items()}
             step.clipped = {name: whole(p.grad) for name, p in trained.items() if p.grad is not None}
-        step.optimizer = _described(optimizer, {p: name for name, p in trained.items()})
+        step.raw = whole_gradients(self.model, self._trained, self._raw)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         if not self._is_ours(optimizer):
@@ -156,8 +200,8 @@ class Recorder:
     # What it knows of the model.
 
     def _trained(self) -> dict[str, nn.Parameter]:
-        """By plain name. Looked up each time: FSDP2 puts other parameters into a model's place."""
-        return {plain(name): p for name, p in self.model.named_parameters() if p.requires_grad}
+        """By PEFT's name. Looked up each time: FSDP2 puts other parameters into a model's place."""
+        return {self._named(plain(name)): p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def _is_ours(self, optimizer: Any) -> bool:
         ours = {id(parameter) for parameter in self._trained().values()}
@@ -169,27 +213,42 @@ class Recorder:
             return
         self._is_described = True
         found, inner = self.recording, unwrapped(self.model)
-        found.fsdp = any(isinstance(module, FSDPModule) for module in self.model.modules())
+        is_flat = is_fsdp1(self.model)
+        found.fsdp = is_flat or any(isinstance(module, FSDPModule) for module in self.model.modules())
         found.wrapper = type(self.model).__name__ if inner is not self.model else ""
-        for name, parameter in self.model.named_parameters():
-            name = plain(name)
-            if parameter.requires_grad:
-                found.trained[name] = placement(parameter) | {"dtype": str(parameter.dtype).removeprefix("torch.")}
-                continue
-            lies = placement(parameter)
-            found.frozen[name] = lies | {"dtype": str(parameter.dtype).removeprefix("torch.")}
-            if lies["kind"] == "plain":
-                found.frozen[name]["fingerprint"] = fingerprint(parameter)
-        found.adapters = {name: _plain_config(config) for name, config in getattr(inner, "peft_config", {}).items()}
+        configs = getattr(inner, "peft_config", None) or ({"default": self._adapter} if self._adapter is not None else {})
+        found.adapters = {name: _plain_config(config) for name, config in configs.items()}
+        found.active = list(getattr(inner, "active_adapters", None) or [])
         config = getattr(inner, "config", None)
         if config is not None and hasattr(config, "to_dict"):
             found.config = _plain_config(config)
             found.base = str(getattr(config, "_name_or_path", "") or "")
+        with gathered(self.model):
+            for name, parameter in self.model.named_parameters():
+                name = self._named(plain(name))
+                lies = placement(parameter) | {"dtype": str(parameter.dtype).removeprefix("torch.")}
+                if lies["kind"] == "plain" and not parameter.requires_grad:
+                    lies["fingerprint"] = fingerprint(parameter)
+                if is_flat:
+                    lies["kind"] = "fsdp1"
+                if parameter.requires_grad:
+                    found.trained[name] = lies
+                    continue
+                found.frozen[name] = lies
+                if any(part in found.adapters for part in name.split(".")):
+                    found.frozen_adapters[name] = whole(parameter)
 
 
 @contextmanager
 def record(
-    subject: Any, folder: str | Path, *, optimizer: Any = None, steps: int = 1, loss: Mapping[str, Any] | None = None
+    subject: Any,
+    folder: str | Path,
+    *,
+    optimizer: Any = None,
+    steps: int = 1,
+    loss: Mapping[str, Any] | None = None,
+    adapter: Any = None,
+    names: Names = None,
 ) -> Iterator[Recorder]:
     """Record the next `steps` optimizer steps of any torch trainer, on every rank, into `folder`.
 
@@ -199,26 +258,40 @@ def record(
 
     subject: the model that is trained, wrapped or not, or a Trainer of transformers or TRL. optimizer: not needed:
     any torch optimizer that has the model's trained parameters is listened to. loss: what the loss is, where the
-    model is not given its labels, as in `{"kind": "sft"}` (`recording.losses`).
+    model is not given its labels, as in `{"kind": "sft"}` (`recording.losses`). adapter, names: of a model that is not
+    PEFT's: the configuration that PEFT would take, and PEFT's names of its parameters (`recording.names`).
 
     Raises:
         UserError: no step was seen, or the folder holds another recording.
     """
+    with started(subject, folder, steps=steps, loss=loss, adapter=adapter, names=names) as recorder:
+        yield recorder
+    check_seen(recorder)
+
+
+@contextmanager
+def started(
+    subject: Any, folder: str | Path, *, loss: Mapping[str, Any] | None = None, **options: Any
+) -> Iterator[Recorder]:
+    """`record`, but for its last check: a Trainer's callback ends elsewhere."""
     folder = Path(folder)
     check_free(folder, rank_and_size()[0])
     model, around = (subject, None) if isinstance(subject, nn.Module) else trainer_parts(subject)
-    if loss is None:
-        loss = loss_of(subject)
-    recorder = Recorder(model, folder, steps=steps, loss=loss)
-    recorder.start()
+    recorder = Recorder(model, folder, loss=loss_of(subject) if loss is None else loss, **options)
     with ExitStack() as stack:
         stack.callback(recorder.stop)
+        recorder.start()
         if around is not None:
             stack.enter_context(around(recorder))
         yield recorder
+
+
+def check_seen(recorder: Recorder) -> None:
+    """Raises: UserError: no step was recorded."""
     if not recorder.recording.steps:
         rule = "no optimizer stepped on trained parameters of this model"
-        raise UserError(f"recording to {folder}", rule, "put the training loop inside the block, or give its model")
+        way_out = "put the training loop inside the block, or give its model"
+        raise UserError(f"recording to {recorder.folder}", rule, way_out)
 
 
 def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,7 +320,7 @@ def _plain_config(config: Any) -> dict[str, Any]:
     return found
 
 
-def _described(optimizer: Any, names: Mapping[Any, str]) -> dict[str, Any]:
+def _described(optimizer: Any, names: Mapping[Any, str], whole_state: Mapping[str, Any]) -> dict[str, Any]:
     """The optimizer's class, its groups with the names of their parameters, and its state before the step."""
     groups, state = [], {}
     for group in optimizer.param_groups:
@@ -262,24 +335,15 @@ def _described(optimizer: Any, names: Mapping[Any, str]) -> dict[str, Any]:
         known = [names[p] for p in group["params"] if p in names]
         groups.append({"options": options, "names": known, "others": len(group["params"]) - len(known)})
         for parameter in group["params"]:
-            if parameter in names and optimizer.state.get(parameter):
-                state[names[parameter]] = _kept(optimizer.state[parameter])
+            if parameter not in names:
+                continue
+            name = names[parameter]
+            # A parameter that lies on other ranks has its state there, too.
+            if given := whole_state.get(name) or optimizer.state.get(parameter):
+                state[name] = _kept(given)
     return {"class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", "groups": groups, "state": state}
 
 
 def _first_linear(model: nn.Module) -> nn.Module:
     return next((module for module in model.modules() if isinstance(module, nn.Linear)), model)
 
-
-@contextmanager
-def _replaced(owner: Any, name: str, by: Callable[..., Any]) -> Iterator[None]:
-    """`owner.name` goes through `by`, which is given the original first."""
-    original = getattr(owner, name)
-    setattr(owner, name, functools.partial(by, original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)
-
-
-Around = Callable[[Recorder], AbstractContextManager[None]]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -47,14 +48,61 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().clone()
 
 
+def is_fsdp1(model: nn.Module) -> bool:
+    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
+
+
 def gathered(model: nn.Module) -> AbstractContextManager[Any]:
     """Inside, parameters and gradients that FSDP1 has flattened and cut are whole; all ranks must enter."""
-    if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
+    if is_fsdp1(model):
         found: AbstractContextManager[Any] = FullyShardedDataParallel.summon_full_params(
             model, writeback=False, with_grads=True
         )
         return found
     return nullcontext()
+
+
+def whole_gradients(
+    model: nn.Module, trained: Callable[[], Mapping[str, nn.Parameter]], parts: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Of copies of gradients, as `copied` made them, the whole ones; all ranks must call it.
+
+    FSDP1 knows how to gather only what lies in its parameters: the copies go there and back.
+    """
+    if not is_fsdp1(model):
+        return {name: whole(part) for name, part in parts.items()}
+    kept = {name: copied(p.grad) for name, p in trained().items() if p.grad is not None}
+    _put(trained(), parts)
+    with gathered(model):
+        found = {name: whole(p.grad) for name, p in trained().items() if p.grad is not None}
+    _put(trained(), kept)
+    return found
+
+
+def _put(trained: Mapping[str, nn.Parameter], gradients: Mapping[str, Tensor]) -> None:
+    for name, value in gradients.items():
+        if (grad := trained[name].grad) is not None and grad.shape == value.shape:
+            grad.copy_(value)
+
+
+def full_state(
+    model: nn.Module, trained: Callable[[], Mapping[str, nn.Parameter]], optimizer: Any
+) -> dict[str, dict[str, Tensor]]:
+    """The whole optimizer state of each parameter where FSDP1 has cut it, else empty; all ranks must call it.
+
+    torch's `full_optim_state_dict` gives both moments one memory on CPUs (2.13).
+    """
+    found: dict[str, dict[str, Tensor]] = {}
+    if not is_fsdp1(model):
+        return found
+    own = {name: optimizer.state[p] for name, p in trained().items() if p in optimizer.state}
+    keys = {key for state in own.values() for key, value in state.items() if isinstance(value, Tensor) and value.ndim}
+    for key in sorted(keys):
+        parts = {name: state[key] for name, state in own.items() if key in state}
+        for name, value in whole_gradients(model, trained, parts).items():
+            found.setdefault(name, {})[key] = value
+    numbers = {key: value for state in own.values() for key, value in state.items() if key not in keys}
+    return {name: numbers | state for name, state in found.items()}  # a parameter of other ranks has its numbers there
 
 
 def placement(tensor: Tensor) -> dict[str, Any]:

@@ -47,7 +47,7 @@ def judge_steps(recordings: Sequence[Recording], base: str) -> Verdict:
 
 def _facts(verdict: Verdict, recordings: Sequence[Recording], ranks: DataRanks) -> None:
     first = recordings[0]
-    sharded = [name for name, lies in first.frozen.items() if lies["kind"] == "dtensor"]
+    sharded = [name for name, lies in first.frozen.items() if lies["kind"] != "plain"]
     split = f"{len(sharded)} of {len(first.frozen)} frozen parameters are sharded" if sharded else "nothing is sharded"
     counted = f"{len(recordings)} processes, {ranks.number} with rows of their own" if len(recordings) > 1 else "one"
     verdict.facts |= {

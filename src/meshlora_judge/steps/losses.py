@@ -17,6 +17,7 @@ from meshlora_ground.float64 import lift
 from meshlora_ground.objective import Dpo, Grpo, Objective, Sft
 from meshlora_judge.batches import UNTRAINED, MicroBatch
 from meshlora_judge.objectives import losses
+from meshlora_judge.steps.model import as_reference
 
 # What a forward is given that is no input of the model: of its loss, or of what it returns.
 _OF_LOSS = {"labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "use_cache", "return_dict"}
@@ -68,11 +69,14 @@ def loss_sum(model: Any, given: Mapping[str, Any], loss: Mapping[str, Any], vari
     with lift(dtype == torch.float64):
         base = None
         if objective.needs_base:
-            with torch.no_grad(), model.disable_adapter():
+            with torch.no_grad(), as_reference(model):
                 base = model(**inputs, use_cache=False).logits
         logits = model(**inputs, use_cache=False).logits
+        if loss.get("temperature"):
+            logits = logits / loss["temperature"]
+            base = base / loss["temperature"] if base is not None else None
         if loss["kind"] == "dpo":  # TRL has the chosen rows before the rejected ones
-            order = torch.arange(len(logits)).view(2, -1).T.flatten()
+            order = _order_of_pairs(len(logits), variant)
             logits, base = logits[order], base[order]  # type: ignore[index]
         each = losses(objective, logits, batch, base, is_training=True)
         return each.sum(), len(each)
@@ -107,10 +111,14 @@ def _shifted(labels: Tensor) -> Tensor:
 
 def _pairs(given: Mapping[str, Any], variant: str) -> MicroBatch:
     found = _text(given, variant)
-    order = torch.arange(len(found.input_ids)).view(2, -1).T.flatten()
-    if variant == "chosen and rejected are exchanged":
-        order = torch.arange(len(found.input_ids)).view(2, -1).flip(0).T.flatten()
+    order = _order_of_pairs(len(found.input_ids), variant)
     return MicroBatch(found.input_ids[order], found.attention_mask[order], found.labels[order])
+
+
+def _order_of_pairs(number: int, variant: str) -> Tensor:
+    """From TRL's chosen rows, then rejected ones, to a pair's two side by side."""
+    halves = torch.arange(number).view(2, -1)
+    return (halves.flip(0) if variant == "chosen and rejected are exchanged" else halves).T.flatten()
 
 
 def _rollouts(given: Mapping[str, Any], variant: str) -> MicroBatch:

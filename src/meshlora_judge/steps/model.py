@@ -5,7 +5,8 @@ the trained values of a step put into their places.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,6 +45,8 @@ def replayed_model(base: str, recording: Recording, *, dtype: torch.dtype | None
     )
     for name, given in recording.adapters.items():
         found = _with_adapter(found, name, given)
+    if len(recording.adapters) > 1 and recording.active:
+        found.base_model.set_adapter(recording.active)
     _check_base(found, recording, base)
     for name, parameter in found.named_parameters():
         lies = recording.trained.get(name) or recording.frozen.get(name)
@@ -53,6 +56,7 @@ def replayed_model(base: str, recording: Recording, *, dtype: torch.dtype | None
     if missing := sorted(recording.trained.keys() - {name for name, _ in found.named_parameters()}):
         rule = "transformers and PEFT make no such parameter of this base"
         raise UserError(f"the recording trained {missing[0]}", rule, "give the base that was trained on")
+    set_values(found, recording.frozen_adapters)
     without_dropout(found, [])
     return found.train()
 
@@ -63,6 +67,24 @@ def set_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name, value in values.items():
             parameters[name].copy_(value)
+
+
+@contextmanager
+def as_reference(model: Any) -> Iterator[None]:
+    """The model whose answers DPO and a divergence compare with: TRL's adapter "ref" if there is one, else the base."""
+    if "ref" not in model.peft_config:
+        with model.disable_adapter():
+            yield
+        return
+    active = list(model.active_adapters)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    model.base_model.set_adapter("ref")
+    try:
+        yield
+    finally:
+        model.base_model.set_adapter(active)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name in trained)
 
 
 def trained_by_peft(base: str, recording: Recording) -> set[str]:
