@@ -10,7 +10,7 @@ import pytest
 
 from tests.judged import loops
 from tests.judged.patients import write_model
-from tests.judged.ranks import assert_proved, assert_refuted, on_ranks
+from tests.judged.ranks import assert_proved, assert_refuted, judged, on_ranks
 
 
 @pytest.fixture
@@ -27,6 +27,8 @@ def folder(tmp_path: Path) -> Path:
         (loops.ddp, "mean of means", "mean of means"),
         (loops.fsdp2, "base first", "not summed over ranks"),
         (loops.fsdp1, "averaged twice", "averaged twice"),
+        (loops.accelerated, "mean of means", "mean of means"),
+        (loops.megatron, "labels not shifted", "labels not shifted"),
     ],
 )
 def test_a_fault_of_two_ranks_is_named(loop: Callable[..., Any], fault: str, cause: str, folder: Path) -> None:
@@ -34,7 +36,46 @@ def test_a_fault_of_two_ranks_is_named(loop: Callable[..., Any], fault: str, cau
     assert_refuted(folder, cause)
 
 
-@pytest.mark.parametrize("loop", [loops.ddp, loops.fsdp2, loops.fsdp1])
+@pytest.mark.parametrize("loop", [loops.ddp, loops.fsdp2, loops.fsdp1, loops.accelerated, loops.megatron])
 def test_a_right_loop_of_two_ranks_is_proved(loop: Callable[..., Any], folder: Path) -> None:
     on_ranks(loop, folder, "")
     assert_proved(folder)
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause"), [("lost accumulation", "lost accumulation"), ("mean of means", "mean of means")]
+)
+def test_a_fault_of_one_process_is_named(fault: str, cause: str, folder: Path) -> None:
+    on_ranks(loops.plain, folder, fault, {}, world=1)
+    assert_refuted(folder, cause)
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "o_proj"]], ids="-".join)
+def test_tensor_parallelism_of_transformers_is_proved_and_shown(targets: list[str], folder: Path) -> None:
+    on_ranks(loops.tensor_parallel, folder, "", targets)
+    facts = assert_proved(folder)["facts"]
+    assert "frozen parameters are sharded" in facts["base"]
+    assert facts["processes"] == "2 processes, 1 with rows of their own"
+
+
+def test_replicas_that_drifted_under_tensor_parallelism_are_named(folder: Path) -> None:
+    on_ranks(loops.tensor_parallel, folder, "drifted", ["q_proj"])
+    assert_refuted(folder, "replicas drifted")
+
+
+def test_a_plan_that_shards_nothing_is_shown(folder: Path) -> None:
+    """Without a launcher's variables transformers ignores its tp_plan, and says nothing."""
+    on_ranks(loops.tensor_parallel, folder, "not split", ["q_proj"], launcher=False)
+    code, verdict = judged(folder)
+    assert verdict["facts"]["base"].startswith("nothing is sharded"), verdict
+    assert code == 1
+    assert verdict["findings"][0]["cause"] == "same rows"
+
+
+def test_the_variable_asks_for_a_recording_and_its_absence_for_none(folder: Path) -> None:
+    on_ranks(loops.left_alone, folder, "not asked", world=1)
+    assert not (folder / "seen").exists()
+    on_ranks(loops.left_alone, folder, "", world=1)
+    assert_proved(folder)
+    with pytest.raises(AssertionError, match="it holds a recording"):
+        on_ranks(loops.left_alone, folder, "", world=1)

@@ -131,7 +131,7 @@ def grpo(rank: int, folder: Path, fault: str) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     options = _COMMON | {"num_generations": 4, "max_completion_length": 8, "per_device_train_batch_size": 4}
-    options |= {"gradient_accumulation_steps": 2, "beta": 0.1, "temperature": 0.8, "num_iterations": 1}
+    options |= {"gradient_accumulation_steps": 2, "beta": 0.1, "temperature": 0.8, "use_bias_correction_kl": False}
     torch.manual_seed(rank)
     prompts = [{"prompt": _words(row["input_ids"][:3])} for row in rows(0)]
     trainer = GRPOTrainer(

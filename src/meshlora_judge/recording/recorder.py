@@ -54,7 +54,14 @@ class Recorder:
     """
 
     def __init__(
-        self, model: nn.Module, folder: Path, *, steps: int, loss: Mapping[str, Any], adapter: Any = None, names: Names = None
+        self,
+        model: nn.Module,
+        folder: Path,
+        *,
+        steps: int,
+        loss: Mapping[str, Any],
+        adapter: Any = None,
+        names: Names = None,
     ) -> None:
         self.model, self.folder, self.steps = model, folder, steps
         self._adapter, self._named = adapter, as_function(names)
@@ -146,7 +153,13 @@ class Recorder:
                 self._raw[name] = copied(parameter.grad)
 
     def _clipped(
-        self, original: Callable[..., Any], parameters: Any, max_norm: float, total_norm: Tensor, *rest: Any, **more: Any
+        self,
+        original: Callable[..., Any],
+        parameters: Any,
+        max_norm: float,
+        total_norm: Tensor,
+        *rest: Any,
+        **more: Any,
     ) -> Any:
         self._step.clip = {"max_norm": float(max_norm), "norm": float(whole(total_norm))}
         return original(parameters, max_norm, total_norm, *rest, **more)
@@ -163,7 +176,9 @@ class Recorder:
             self._keep_raw()
         return found
 
-    def _scaler_steps(self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    def _scaler_steps(
+        self, original: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         """A step that the scaler leaves out, as its gradients overflowed, is none."""
         before = len(self.recording.steps)
         found = original(scaler, optimizer, *args, **kwargs)
@@ -216,7 +231,9 @@ class Recorder:
         is_flat = is_fsdp1(self.model)
         found.fsdp = is_flat or any(isinstance(module, FSDPModule) for module in self.model.modules())
         found.wrapper = type(self.model).__name__ if inner is not self.model else ""
-        configs = getattr(inner, "peft_config", None) or ({"default": self._adapter} if self._adapter is not None else {})
+        configs = getattr(inner, "peft_config", None) or (
+            {"default": self._adapter} if self._adapter is not None else {}
+        )
         found.adapters = {name: _plain_config(config) for name, config in configs.items()}
         found.active = list(getattr(inner, "active_adapters", None) or [])
         config = getattr(inner, "config", None)
@@ -346,4 +363,3 @@ def _described(optimizer: Any, names: Mapping[Any, str], whole_state: Mapping[st
 
 def _first_linear(model: nn.Module) -> nn.Module:
     return next((module for module in model.modules() if isinstance(module, nn.Linear)), model)
-
