@@ -101,11 +101,13 @@ dist-judge: $(READY)
 	$(BIN)/python -m build --quiet --wheel --outdir dist/judge distributions/judge
 	rm -rf distributions/judge/build distributions/judge/*.egg-info
 
-# And that it runs a reference in an environment without the engine: some minutes.
+# And that, in an environment without the engine, it runs a reference and judges trainers of others: some minutes.
+JUDGED := accelerate trl pytest pytest-timeout bitsandbytes
 test-judge: dist-judge
 	rm -rf .venv-judge
-	scripts/set_up.sh .venv-judge "meshlora-judge @ file://$$(echo $(CURDIR)/dist/judge/*.whl)"
+	scripts/set_up.sh .venv-judge "meshlora-judge @ file://$$(echo $(CURDIR)/dist/judge/*.whl)" $(JUDGED)
 	.venv-judge/bin/python -I tests/judge_alone.py "$$(mktemp -d)"
+	.venv-judge/bin/python -m pytest -q --confcutdir tests/judged -m "long or not long" tests/judged
 
 # Does vLLM say the same tokens? In an environment of its own, as it wants other versions: 3 GB, once.
 VLLM := .venv-vllm

@@ -1,4 +1,4 @@
-"""What the judged trainers train: a tiny llama with a tokenizer, rows of unequal length, and an adapter whose B is not 0."""
+"""What is trained here: a tiny llama with a tokenizer, rows of unequal length, an adapter whose B is not 0."""
 
 from __future__ import annotations
 

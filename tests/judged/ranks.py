@@ -64,7 +64,7 @@ def _rank(
             store = f"file://{folder}/store"
             dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=limit)
         trainer(rank, folder, *args)
-    except BaseException:  # to the parent, in words
+    except BaseException:  # noqa: BLE001  # to the parent, in words
         (folder / f"rank-{rank}.error").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         os._exit(1)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What PEFT and torch can do on one process: proved, or refused in one paragraph; never a false alarm or a traceback."""
+"""What PEFT and torch can do on one process: proved, or refused in words; no false alarm, no traceback."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ def test_an_option_of_lora_is_proved(name: str, folder: Path) -> None:
     on_ranks(loops.plain, folder, "", FEATURES[name], world=1)
     assert_proved(folder)
 
+
+pytestmark = pytest.mark.long
 
 HOW = ["checkpointing", "reentrant", "two adapters", "autocast", "compiled"]
 

@@ -51,8 +51,8 @@ class RecordCallback(TrainerCallback):
             if self in trainer.callback_handler.callbacks:
                 waits.close()
                 if self._recorder is None:
-                    options = {"steps": self._steps, "adapter": None, "names": None}
-                    self._recorder = self._stack.enter_context(started(trainer, self._folder or "", **options))
+                    begins = started(trainer, self._folder or "", steps=self._steps)
+                    self._recorder = self._stack.enter_context(begins)
             return original(trainer, *given, **more)
 
         waits.enter_context(replaced(Trainer, "training_step", training_step))

@@ -71,7 +71,7 @@ def loss_of(subject: Any) -> dict[str, Any]:
         if found != value and found not in (None, [value], value):
             rule = f"the judge's formula of {kind} is for {name}={value}"
             raise UnsupportedError(f"{name}={found}", rule, "record a run without it")
-    if kind == "grpo" and getattr(given, "beta", 0.0) and getattr(given, "use_bias_correction_kl", False):
+    if kind == "grpo" and getattr(given, "beta", None) and getattr(given, "use_bias_correction_kl", False):
         # Its value is the same; its gradient has beta * kl besides.
         rule = "the judge's formula of grpo is without it"
         raise UnsupportedError("use_bias_correction_kl=True", rule, "record a run with it False, or with beta=0")
