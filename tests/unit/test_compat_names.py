@@ -109,6 +109,12 @@ PRIVATE = [
         of=lambda: F.cross_entropy(torch.zeros(1, 2, requires_grad=True), torch.zeros(1).long()).grad_fn,
     ),
     Private("norm_of_each", "torch._foreach_norm", "to clip gradients"),
+    Private(
+        "of_compiled",
+        "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
+        "to record a compiled model",
+        of=lambda: torch.compile(nn.Linear(1, 1)),
+    ),
     Private("clippings", "torch.nn.utils.clip_grad._clip_grads_with_norm_", "to record how others clip"),
     Private("GROUPED_PRODUCT", "torch.ops.aten._grouped_mm", "to count the work of experts"),
     Private("FLOAT8_PRODUCT", "torch.ops.aten._scaled_mm", "to count the work of products in float8"),

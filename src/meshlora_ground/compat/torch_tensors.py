@@ -95,3 +95,8 @@ def clippings() -> list[tuple[Any, str]]:
     `clip_grad_norm_` itself is often imported by its name, and no longer looked up where it could be replaced.
     """
     return [(torch.nn.utils, "clip_grads_with_norm_"), (torch.nn.utils.clip_grad, "_clip_grads_with_norm_")]
+
+
+def of_compiled(model: nn.Module) -> nn.Module | None:
+    """The module inside what `torch.compile` returned; None of another one."""
+    return getattr(model, "_orig_mod", None)

@@ -1,7 +1,7 @@
 """PEFT's names for the trained parameters of a model that is not PEFT's: a table, or a function of one's own.
 
 record(model, "seen", adapter=LoraConfig(...), names=megatron)
-record(model, "seen", adapter=LoraConfig(...), names={"layers.0.wo.lora_a": "base_model.model....lora_A.default.weight"})
+record(model, "seen", adapter=LoraConfig(...), names={"layers.0.wo.lora_a": "base_model.model..."})
 """
 
 from __future__ import annotations

@@ -239,7 +239,7 @@ class Recorder:
         config = getattr(inner, "config", None)
         if config is not None and hasattr(config, "to_dict"):
             found.config = _plain_config(config)
-            found.base = str(getattr(config, "_name_or_path", "") or "")
+            found.base = str(getattr(config, "name_or_path", "") or "")
         with gathered(self.model):
             for name, parameter in self.model.named_parameters():
                 name = self._named(plain(name))

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from meshlora_ground.compat.torch_tensors import of_compiled
+
 _WRAPPERS = re.compile(r"(^|\.)(module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)(?=\.)")
 _SAMPLED = 4096  # elements of a frozen tensor that its fingerprint is of
 
@@ -30,7 +32,7 @@ def plain(name: str) -> str:
 def unwrapped(model: nn.Module) -> nn.Module:
     """The model inside DDP, FSDP1, DeepSpeed's engine and torch.compile."""
     while True:
-        inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+        inner = getattr(model, "module", None) or of_compiled(model)
         if not isinstance(inner, nn.Module) or not type(model).__module__.startswith(("torch.", "deepspeed.")):
             return model
         model = inner
