@@ -113,7 +113,7 @@ PRIVATE = [
         "of_compiled",
         "torch._dynamo.eval_frame.OptimizedModule._orig_mod",
         "to record a compiled model",
-        of=lambda: torch.compile(nn.Linear(1, 1)),
+        of=lambda: torch.compile(nn.Linear(1, 1), backend="eager"),
     ),
     Private("clippings", "torch.nn.utils.clip_grad._clip_grads_with_norm_", "to record how others clip"),
     Private("GROUPED_PRODUCT", "torch.ops.aten._grouped_mm", "to count the work of experts"),

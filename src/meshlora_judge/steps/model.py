@@ -35,8 +35,8 @@ def replayed_model(base: str, recording: Recording, *, dtype: torch.dtype | None
     packed = [name for name, lies in recording.frozen.items() if lies["dtype"] in ("uint8", "int8")]
     if packed:
         rule = "the judge replays a step on a base of floating-point numbers"
-        given = f"a quantised base ({len(packed)} packed parameters, as {packed[0]})"
-        raise UnsupportedError(given, rule, "record the same step on the base before it is quantised")
+        words = f"a quantised base ({len(packed)} packed parameters, as {packed[0]})"
+        raise UnsupportedError(words, rule, "record the same step on the base before it is quantised")
     config = AutoConfig.from_pretrained(base, local_files_only=True)
     stored = _dtype_of(recording.frozen) or _dtype_of(recording.trained) or torch.float32
     found = load_base(
