@@ -61,6 +61,7 @@ CLAIMS: dict[str, Claim] = {
     ),
     "two nodes": Claim("scripts/two_nodes.sh -k 'one_process and dp and 2-1'", may_refuse=True),
     "one GPU": Claim("scripts/prove_on_gpu.py --dry-run"),
+    "judge": Claim("scripts/judge_trials.py --slice {tenth}/10"),
     "same adapter": Claim(f"scripts/same_adapter.py --data {DATA} --steps 4 --dtype float64 --topology tp=2,sp"),
     "simulate": Claim(f"-m meshlora plan --model {SHAPE} --gpus 16384 --gpu h200 --seq 8192 --simulate"),
     "prices": Claim("benchmarks/planned_gpu.py"),

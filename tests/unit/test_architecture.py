@@ -146,8 +146,8 @@ def test_only_one_file_opens_process_groups() -> None:
 
 
 def test_only_two_files_communicate() -> None:
-    """`groups.py` may ask torch.distributed who is there, and open and close groups; it may not communicate, and no more
-    may what records the trainers of others. `direct.py` sends bytes, for the two files.
+    """`groups.py` may ask torch.distributed who is there, and open and close groups; it may not communicate, nor may
+    what records the trainers of others. `direct.py` sends bytes, for the two files.
     """
     using = {name_of(f): _calls(tree) for _, f, tree in _modules() if "torch.distributed as dist" in f.read_text()}
     quiet = {"comm/groups.py", "meshlora_judge/recording/tensors.py"}

@@ -25,13 +25,16 @@ class Step:
 
     Attributes:
         micro_batches: what each forward with gradients was given. losses: what each backward began with.
-        raw, clipped: gradients by name, as the last backward left them and as the optimizer took them.
-        clip: max_norm, and the norm that clipping returned; empty if it was not called.
+        left: gradients by name that the first forward found, none where they are cleared.
+        raw, clipped: gradients by name, before clipping (without it: after the last backward) and as the optimizer
+            took them.
+        clip: max_norm, the norm that clipping returned, and how often it was called; empty if it was not called.
         optimizer: class, groups (options, names) and state before the step. before, after: trained parameters.
     """
 
     micro_batches: list[dict[str, Any]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
+    left: dict[str, Tensor] = field(default_factory=dict)
     raw: dict[str, Tensor] = field(default_factory=dict)
     clipped: dict[str, Tensor] = field(default_factory=dict)
     clip: dict[str, float] = field(default_factory=dict)
@@ -47,8 +50,8 @@ class Recording:
     Attributes:
         loss: its kind and numbers (`recording.losses`). base: the name or path that the model was read from.
         config: of the base. adapters: PEFT's configuration of each. active: those in use. wrapper: class around the
-        model. trained, frozen: parameter -> how it lies; a plain frozen one has a fingerprint. frozen_adapters: values
-        of adapters that are not trained, as of DPO's reference.
+        model. trained, frozen: parameter -> how it lies; a frozen one has a fingerprint, of the rank's part.
+        frozen_adapters: values of adapters that are not trained, as of DPO's reference.
         autocast: its dtype, or "". fsdp: FSDP has sharded it. notes: what the recorder changed.
     """
 

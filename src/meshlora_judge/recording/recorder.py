@@ -5,7 +5,8 @@ but dropout, whose masks nobody could replay. Does not own: how tensors lie (`re
 loss is (`recording.losses`), the files (`recording.files`).
 
 A step ends when a torch optimizer that has trained parameters of the model has stepped. Before clipping: the gradients
-as the last backward left them, after what DDP and FSDP do at its end. After clipping: as the optimizer takes them.
+as clipping found them, or without it as the last backward left them, after what DDP and FSDP do at its end. After
+clipping: as the optimizer takes them.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from meshlora_judge.recording.tensors import (
     full_state,
     gathered,
     is_fsdp1,
+    local,
     placement,
     plain,
     rank_and_size,
@@ -71,8 +73,10 @@ class Recorder:
         self.then: Callable[[], None] | None = None
         self._step = Step()
         self._further: dict[str, Any] = {}
+        self._left: dict[str, Tensor] = {}
         self._raw: dict[str, Tensor] = {}
         self._depth = 0
+        self._is_clipped = False
         self._stack = ExitStack()
         self._is_described = False
 
@@ -89,7 +93,7 @@ class Recorder:
         self._stack.callback(without_dropout(inner, self.recording.notes))
         hooks = [
             inner.register_forward_pre_hook(self._called, with_kwargs=True),
-            _first_linear(inner).register_forward_pre_hook(self._computes),
+            _first_leaf(inner).register_forward_pre_hook(self._computes),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
@@ -126,6 +130,8 @@ class Recorder:
         self._further = {}
         if args and isinstance(args[0], Tensor):
             given.setdefault("input_ids", args[0].detach().cpu().clone())
+        if not self._step.micro_batches:
+            self._left = self._gradients()
         self._step.micro_batches.append(given)
 
     def _computes(self, _: nn.Module, args: tuple[Any, ...]) -> None:
@@ -144,13 +150,19 @@ class Recorder:
             return found
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         self._step.losses.append(float(sum(root.detach().double().sum() for root in roots)))
-        self._keep_raw()
+        self._raw, self._is_clipped = self._gradients(), False
         return found
 
-    def _keep_raw(self) -> None:
-        for name, parameter in self._trained().items():
-            if parameter.grad is not None:
-                self._raw[name] = copied(parameter.grad)
+    def _gradients(self) -> dict[str, Tensor]:
+        """As they lie on this rank."""
+        return {name: copied(p.grad) for name, p in self._trained().items() if p.grad is not None}
+
+    def _clips(self, max_norm: float, norm: Tensor) -> None:
+        """Before the first of a step: loops of their own sum over ranks, and unscale, after the backward."""
+        if not self._is_clipped:
+            self._raw, self._is_clipped = self._gradients(), True
+        calls = self._step.clip.get("calls", 0) + 1
+        self._step.clip = {"max_norm": float(max_norm), "norm": float(whole(norm)), "calls": calls}
 
     def _clipped(
         self,
@@ -161,19 +173,21 @@ class Recorder:
         *rest: Any,
         **more: Any,
     ) -> Any:
-        self._step.clip = {"max_norm": float(max_norm), "norm": float(whole(total_norm))}
+        self._clips(max_norm, total_norm)
         return original(parameters, max_norm, total_norm, *rest, **more)
 
     def _clipped_by_fsdp(self, original: Callable[..., Any], model: Any, max_norm: float, *rest: Any) -> Any:
+        raw = self._raw if self._is_clipped else self._gradients()
         norm = original(model, max_norm, *rest)
-        self._step.clip = {"max_norm": float(max_norm), "norm": float(norm)}
+        self._clips(max_norm, norm)
+        self._raw = raw
         return norm
 
     def _unscaled(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
         """What a loss scale multiplied is no gradient before it is divided again."""
         found = original(scaler, optimizer)
         if self._is_ours(optimizer):
-            self._keep_raw()
+            self._raw = self._gradients()
         return found
 
     def _scaler_steps(
@@ -197,6 +211,7 @@ class Recorder:
             trained = self._trained()
             step.before = {name: whole(parameter) for name, parameter in trained.items()}
             step.clipped = {name: whole(p.grad) for name, p in trained.items() if p.grad is not None}
+        step.left = whole_gradients(self.model, self._trained, self._left)
         step.raw = whole_gradients(self.model, self._trained, self._raw)
 
     def _after_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -235,7 +250,8 @@ class Recorder:
             {"default": self._adapter} if self._adapter is not None else {}
         )
         found.adapters = {name: _plain_config(config) for name, config in configs.items()}
-        found.active = list(getattr(inner, "active_adapters", None) or [])
+        active = getattr(inner, "active_adapters", None) or []
+        found.active = list(active() if callable(active) else active)
         config = getattr(inner, "config", None)
         if config is not None and hasattr(config, "to_dict"):
             found.config = _plain_config(config)
@@ -244,8 +260,9 @@ class Recorder:
             for name, parameter in self.model.named_parameters():
                 name = self._named(plain(name))
                 lies = placement(parameter) | {"dtype": str(parameter.dtype).removeprefix("torch.")}
-                if lies["kind"] == "plain" and not parameter.requires_grad:
-                    lies["fingerprint"] = fingerprint(parameter)
+                part = local(parameter)
+                if part.numel() and not parameter.requires_grad:
+                    lies["fingerprint"] = fingerprint(part)
                 if is_flat:
                     lies["kind"] = "fsdp1"
                 if parameter.requires_grad:
@@ -361,5 +378,6 @@ def _described(optimizer: Any, names: Mapping[Any, str], whole_state: Mapping[st
     return {"class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}", "groups": groups, "state": state}
 
 
-def _first_linear(model: nn.Module) -> nn.Module:
-    return next((module for module in model.modules() if isinstance(module, nn.Linear)), model)
+def _first_leaf(model: nn.Module) -> nn.Module:
+    """A module that every forward calls: no adapter's, as that may be another's turn."""
+    return next((module for module in model.modules() if isinstance(module, nn.Embedding | nn.Linear)), model)

@@ -43,6 +43,11 @@ def copied(tensor: Tensor) -> Tensor:
     return tensor.detach().clone()
 
 
+def local(tensor: Tensor) -> Tensor:
+    """The part on this rank. No communication."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def whole(tensor: Tensor) -> Tensor:
     """On the CPU; of a DTensor what its ranks have together, so all of them must call it."""
     if isinstance(tensor, DTensor):
@@ -122,7 +127,7 @@ def placement(tensor: Tensor) -> dict[str, Any]:
 
 
 def fingerprint(tensor: Tensor) -> str:
-    """A hash of at most `_SAMPLED` elements of a plain tensor, evenly spread, of its shape and its dtype."""
+    """A hash of at most `_SAMPLED` elements, evenly spread, of a plain tensor (or a part), its shape and its dtype."""
     flat = tensor.detach().reshape(-1)
     stride = max(1, len(flat) // _SAMPLED)
     values = flat[::stride].cpu()

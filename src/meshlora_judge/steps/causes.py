@@ -6,7 +6,7 @@ sentence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 CAUSES = {
@@ -27,6 +27,12 @@ CAUSES = {
     "a shard": "only a part of it is there, the rest is zero",
     "of another parameter": "it is that of another parameter",
     "not finite": "it holds NaN or infinity",
+    "permuted": "its elements are the right ones in another order",
+    "divided by all positions": "it was divided by the number of all positions, not by that of the trained tokens",
+    "not cleared": "gradients of before the step were not cleared: they are added to its own",
+    "of the step before": "it is the gradient of the step before",
+    "a penalty on the weights": "it holds a multiple of the weights too: a penalty in the loss, beside the optimizer's",
+    "clipped before accumulation ended": "it was clipped between micro-batches: the earlier ones count less",
     "unknown": "no combination of this step's micro-batches gives it",
 }
 # Mistakes of a loss or a forward that the judge computes too, to recognise them.
@@ -38,11 +44,29 @@ VARIANTS = {
         "padding is trained too",
         "no attention mask",
         "no positions",
+        "mean of rows' means",
+        "the last token is not trained",
+        "labels are smoothed",
+        "not causal",
+        "positions are one too far",
     ),
     "dpo": ("labels shifted twice", "no attention mask", "chosen and rejected are exchanged"),
     "grpo": ("no attention mask",),
 }
-SCALES = (2.0, 0.5, 4.0, 0.25)
+# Variants whose gradients come to the right ones, by any share.
+ADDED = ("labels are smoothed",)
+# How an adapter is scaled by mistake, after the first of `NUMBERS`.
+SCALES = (
+    " by nothing, alpha / r is left out",
+    " twice by alpha / r",
+    " once too often by 1 / r",
+    " by alpha / sqrt(r) where it is to be by alpha / r",
+    " by alpha / r where it is to be by alpha / sqrt(r)",
+)
+# Mistakes by a number, which is looked for.
+NUMBERS = ("the adapter is scaled", "logits are divided")
+# Causes that say little: another finding of the same verdict may say more.
+VAGUE = ("unknown", "disturbed")
 
 
 @dataclass(frozen=True)
@@ -54,14 +78,28 @@ class Cause:
     ratio: float | None = None
 
 
+def known(key: str) -> Cause:
+    """The cause of `key`, in its own words."""
+    return Cause(key, CAUSES[key])
+
+
 def cause_of_sum(
-    coefficients: Sequence[float], counts: Sequence[int], ranks: Sequence[int], own: int, *, limit: float
+    coefficients: Sequence[float],
+    counts: Sequence[int],
+    ranks: Sequence[int],
+    own: int,
+    *,
+    limit: float,
+    positions: Sequence[int] = (),
 ) -> Cause | None:
     """What a combination of the micro-batches is instead of the mean over all tokens of the step; None: it is right.
 
     coefficients: c_i. counts: trained tokens (pairs, sequences) of each. ranks: data rank of each, in order. own: the
     data rank whose gradient it is. limit: the largest relative error of a coefficient.
+    positions: of each, trained or not.
     """
+    spread = sum(counts) / sum(positions) if sum(positions) else 0.0  # what dividing by all positions comes to
+    number = {rank: ranks.count(rank) for rank in ranks}
     counted = [i for i, count in enumerate(counts) if count]  # the others have no gradient
     counts, ranks = [counts[i] for i in counted], [ranks[i] for i in counted]
     shares = [coefficients[i] * sum(counts) for i in counted]  # 1 each, if right
@@ -72,11 +110,15 @@ def cause_of_sum(
     present = {i for i, share in enumerate(shares) if abs(share) > max(limit, 1e-3)}
     missing = {*range(len(shares))} - present
     if missing:
-        return _of_missing(present, missing, ranks, own)
-    return _of_shares(shares, counts, ranks, limit)
+        return _of_missing(shares, present, missing, ranks, own, limit)
+    if spread and spread != 1 and _near(shares, [spread] * len(shares), limit):
+        return Cause("divided by all positions", CAUSES["divided by all positions"], spread)
+    return _of_shares(shares, counts, ranks, number, limit)
 
 
-def _of_missing(present: set[int], missing: set[int], ranks: Sequence[int], own: int) -> Cause:
+def _of_missing(
+    shares: Sequence[float], present: set[int], missing: set[int], ranks: Sequence[int], own: int, limit: float
+) -> Cause:
     """Some micro-batches have no share."""
     there = {ranks[i] for i in present}
     absent = {ranks[i] for i in missing}
@@ -85,6 +127,12 @@ def _of_missing(present: set[int], missing: set[int], ranks: Sequence[int], own:
         if rank == own:
             return Cause("not summed over ranks", CAUSES["not summed over ranks"])
         return Cause("one rank's only", f"it is the gradient of rank {rank}'s rows alone")
+    twice = [i for i in sorted(present) if abs(shares[i] / 2 - 1) < limit]
+    if len(twice) == len(missing) and len({ranks[i] for i in twice} ^ absent) == 0:
+        words = (
+            f"rows of micro-batch {_places(twice, ranks)} count twice, and those of {_places(sorted(missing), ranks)}"
+        )
+        return Cause("counted twice", f"{words} not at all")
     last = {max(i for i in range(len(ranks)) if ranks[i] == rank) for rank in ranks}
     first = {min(i for i in range(len(ranks)) if ranks[i] == rank) for rank in ranks}
     own_last = {max(i for i in range(len(ranks)) if ranks[i] == own)}
@@ -92,15 +140,16 @@ def _of_missing(present: set[int], missing: set[int], ranks: Sequence[int], own:
         which = "first" if present == first else "last"
         words = f"only the {which} micro-batch of {'each rank' if len(present) > 1 else 'a rank'} counts"
         return Cause("lost accumulation", f"{words}: accumulation was lost")
-    places = ", ".join(f"{i - ranks.index(ranks[i])} of rank {ranks[i]}" for i in sorted(missing)[:4])
+    places = _places(sorted(missing), ranks)
     return Cause("left out", f"rows of micro-batch {places} are left out")
 
 
-def _of_shares(shares: Sequence[float], counts: Sequence[int], ranks: Sequence[int], limit: float) -> Cause:
-    """All micro-batches are there, with the wrong weights."""
-    total, world = sum(counts), len(set(ranks))
+def _of_shares(
+    shares: Sequence[float], counts: Sequence[int], ranks: Sequence[int], number: Mapping[int, int], limit: float
+) -> Cause:
+    """All micro-batches are there, with wrong weights. number: of micro-batches of each rank, the empty ones too."""
+    total, world = sum(counts), len(number)
     of_rank = {rank: sum(c for c, r in zip(counts, ranks, strict=True) if r == rank) for rank in ranks}
-    number = {rank: ranks.count(rank) for rank in ranks}
     of_micro = [total / (world * number[r] * c) for c, r in zip(counts, ranks, strict=True)]
     of_ranks = [total / (world * of_rank[r]) for r in ranks]
     micro = max(number.values())
@@ -117,10 +166,14 @@ def _of_shares(shares: Sequence[float], counts: Sequence[int], ranks: Sequence[i
         return Cause("mean of means", CAUSES["mean of means"] + _times(ratio), ratio)
     twice = [i for i, share in enumerate(shares) if abs(share / 2 - 1) < limit]
     if twice and all(abs(share - 1) < limit for i, share in enumerate(shares) if i not in twice):
-        places = ", ".join(f"{i - ranks.index(ranks[i])} of rank {ranks[i]}" for i in twice[:4])
+        places = _places(twice, ranks)
         return Cause("counted twice", f"rows of micro-batch {places} count twice")
     said = ", ".join(f"{share:.3g}" for share in shares[:8])
     return Cause("scaled", f"the micro-batches count {said} times")
+
+
+def _places(numbers: Sequence[int], ranks: Sequence[int]) -> str:
+    return ", ".join(f"{i - ranks.index(ranks[i])} of rank {ranks[i]}" for i in numbers[:4])
 
 
 def _times(ratio: float) -> str:

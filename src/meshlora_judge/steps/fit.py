@@ -19,11 +19,13 @@ Gradients = Mapping[str, Tensor]
 @dataclass(frozen=True)
 class Fit:
     """Attributes:
-    coefficients: c, `[M]`, one for each micro-batch. residual: |g - sum of c_i G_i| / |g|.
+    coefficients: c, `[M]`, one for each column. residual: |g - sum of c_i G_i| / |g|.
+    spreads: `[M]`, the standard error of each coefficient, if what is left over were noise.
     """
 
     coefficients: Tensor
     residual: float
+    spreads: Tensor
 
 
 def fitted(observed: Gradients, each: Sequence[Gradients], names: Sequence[str]) -> Fit:
@@ -40,9 +42,13 @@ def fitted(observed: Gradients, each: Sequence[Gradients], names: Sequence[str])
     matrix, target = torch.cat(rows), torch.cat(right)
     # Micro-batches of few tokens have small gradients: each column at its own size.
     sizes = matrix.norm(dim=0).clamp_min(1e-300)
-    solution = torch.linalg.lstsq(matrix / sizes, target[:, None], driver="gelsd").solution[:, 0]
-    gap = target - (matrix / sizes) @ solution
-    return Fit(solution / sizes, float(gap.norm() / target.norm().clamp_min(1e-300)))
+    matrix = matrix / sizes
+    solution = torch.linalg.lstsq(matrix, target[:, None], driver="gelsd").solution[:, 0]
+    gap = target - matrix @ solution
+    freedom = max(len(target) - len(sizes), 1)
+    inverse = torch.linalg.pinv(matrix.T @ matrix, hermitian=True)
+    spreads = (inverse.diagonal().clamp_min(0) * gap.square().sum() / freedom).sqrt()
+    return Fit(solution / sizes, float(gap.norm() / target.norm().clamp_min(1e-300)), spreads / sizes)
 
 
 def combined(each: Sequence[Gradients], coefficients: Sequence[float]) -> dict[str, Tensor]:

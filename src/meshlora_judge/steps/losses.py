@@ -53,8 +53,13 @@ def is_mean_of_micro_batches(loss: Mapping[str, Any]) -> bool:
     return loss.get("kind") == "grpo" and loss.get("loss_type") == "bnpo"
 
 
-def loss_sum(model: Any, given: Mapping[str, Any], loss: Mapping[str, Any], variant: str = "") -> tuple[Tensor, int]:
-    """(sum of the losses, their number: tokens, pairs or sequences) of one recorded micro-batch."""
+def loss_sum(
+    model: Any, given: Mapping[str, Any], loss: Mapping[str, Any], variant: str = "", *, is_lifted: bool = True
+) -> tuple[Tensor, int]:
+    """(sum of the losses, their number: tokens, pairs or sequences) of one recorded micro-batch.
+
+    is_lifted: what transformers casts to float32 stays in float64, where the model is.
+    """
     objective = objective_of(loss)
     batch = {"sft": _text, "dpo": _pairs, "grpo": _rollouts}[loss["kind"]](given, variant)
     inputs = {k: v for k, v in given.items() if isinstance(v, Tensor) and k not in _OF_LOSS}
@@ -66,7 +71,13 @@ def loss_sum(model: Any, given: Mapping[str, Any], loss: Mapping[str, Any], vari
         inputs.pop("attention_mask", None)
     if variant == "no positions":
         inputs.pop("position_ids", None)
-    with lift(dtype == torch.float64):
+    if variant == "positions are one too far":
+        shape = inputs["input_ids"].shape
+        inputs["position_ids"] = torch.arange(1, shape[1] + 1).expand(shape)
+    if variant == "not causal":
+        length = inputs["input_ids"].shape[1]
+        inputs["attention_mask"] = torch.zeros(len(inputs["input_ids"]), 1, length, length, dtype=dtype)
+    with lift(is_lifted and dtype == torch.float64):
         base = None
         if objective.needs_base:
             with torch.no_grad(), as_reference(model):
@@ -75,10 +86,18 @@ def loss_sum(model: Any, given: Mapping[str, Any], loss: Mapping[str, Any], vari
         if loss.get("temperature"):
             logits = logits / loss["temperature"]
             base = base / loss["temperature"] if base is not None else None
+        if variant.startswith("logits are divided"):
+            logits = logits / float(variant.removeprefix("logits are divided"))
         if loss["kind"] == "dpo":  # TRL has the chosen rows before the rejected ones
             order = _order_of_pairs(len(logits), variant)
             logits, base = logits[order], base[order]  # type: ignore[index]
+        if variant == "labels are smoothed":  # the part that smoothing adds
+            trained = logits[batch.labels != UNTRAINED].float()
+            return -trained.log_softmax(-1).mean(-1).sum(), len(trained)
         each = losses(objective, logits, batch, base, is_training=True)
+        if variant == "mean of rows' means":
+            counts = (batch.labels != UNTRAINED).sum(1)
+            each = each / counts.repeat_interleave(counts)
         return each.sum(), len(each)
 
 
@@ -99,9 +118,14 @@ def _text(given: Mapping[str, Any], variant: str) -> MicroBatch:
         shifted = labels
     if variant == "labels shifted twice":
         shifted = _shifted(shifted)
+    if variant == "the last token is not trained":
+        shifted = shifted.masked_fill((shifted != UNTRAINED) & (_shifted(shifted) == UNTRAINED), UNTRAINED)
     if variant in ("prompts are trained too", "padding is trained too"):
-        all_labels = ids.masked_fill(mask == 0, UNTRAINED) if variant.startswith("prompts") else ids
-        shifted = _shifted(all_labels)
+        is_padding = mask == 0
+        if variant.startswith("prompts"):
+            shifted = _shifted(ids.masked_fill(is_padding, UNTRAINED))
+        else:
+            shifted = torch.where(_shifted(is_padding.long()) == 1, _shifted(ids), shifted)
     return MicroBatch(ids, mask, shifted)
 
 

@@ -4,6 +4,7 @@ the trained values of a step put into their places.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -50,9 +51,9 @@ def replayed_model(base: str, recording: Recording, *, dtype: torch.dtype | None
     )
     for name, given in recording.adapters.items():
         found = _with_adapter(found, name, given)
-    if len(recording.adapters) > 1 and recording.active:
-        found.base_model.set_adapter(recording.active)
-    _check_base(found, recording, base)
+    if len(recording.adapters) > 1:
+        found.base_model.set_adapter(recording.active or [next(iter(recording.adapters))])
+    check_base(found, recording, base)
     for name, parameter in found.named_parameters():
         lies = recording.trained.get(name) or recording.frozen.get(name)
         own = getattr(torch, lies["dtype"]) if lies else stored
@@ -103,6 +104,8 @@ def trained_by_peft(base: str, recording: Recording) -> set[str]:
         model = model_class(config).from_config(config)
         for name, given in recording.adapters.items():
             model = _with_adapter(model, name, given)
+    if len(recording.adapters) > 1:
+        model.base_model.set_adapter(recording.active or [next(iter(recording.adapters))])
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -137,17 +140,29 @@ def _dtype_of(parameters: Mapping[str, Mapping[str, Any]]) -> torch.dtype | None
     return found if isinstance(found, torch.dtype) and found.is_floating_point else None
 
 
-def _check_base(model: nn.Module, recording: Recording, base: str) -> None:
+def check_base(model: nn.Module, recording: Recording, base: str) -> None:
     """Compare the fingerprints of the frozen parameters. Raises: UserError."""
     parameters, others = dict(model.named_parameters()), []
     for name, lies in recording.frozen.items():
         if "fingerprint" not in lies or name not in parameters or ".lora_" in name:
             continue
-        if list(parameters[name].shape) != lies["shape"]:
-            continue  # a rank's part of it
-        own = parameters[name].to(getattr(torch, lies["dtype"]))
-        if fingerprint(own) != lies["fingerprint"]:
+        own = _part(parameters[name], lies, recording.rank)
+        if own is not None and fingerprint(own.to(getattr(torch, lies["dtype"]))) != lies["fingerprint"]:
             others.append(name)
     if others:
         rule = f"{len(others)} of {len(recording.frozen)} frozen parameters differ from those recorded, as {others[0]}"
         raise UserError(f"--model {base}", rule, "give the base, and its revision, that was trained on")
+
+
+def _part(whole: Tensor, lies: Mapping[str, Any], rank: int) -> Tensor | None:
+    """A rank's part of a frozen parameter that lies on its ranks like this; None: where it lies is not known."""
+    if list(whole.shape) != lies["shape"]:
+        return None  # a part of no DTensor
+    if lies["kind"] == "plain":
+        return whole
+    (_, size), *others = lies["mesh"]
+    found = re.fullmatch(r"S(?:hard)?\((?:dim=)?(\d+)\)", lies["placements"][0])
+    if others or found is None or rank >= size:
+        return None
+    parts = whole.chunk(size, int(found[1]))
+    return parts[rank] if rank < len(parts) and list(parts[rank].shape) == lies["local"] else None

@@ -12,22 +12,25 @@ from torch import Tensor
 from meshlora_judge.recording.files import Recording
 from meshlora_judge.steps import causes
 from meshlora_judge.steps.losses import loss_sum
-from meshlora_judge.steps.model import replayed_model, set_values, trained_by_peft
+from meshlora_judge.steps.model import check_base, replayed_model, set_values, trained_by_peft
 from meshlora_judge.steps.ranks import MicroBatchOf
 
-_SCALED = "the adapter is scaled by "
+_SCALED = causes.NUMBERS[0]
 
 
 class Reference:
-    """The models of one recording.
+    """The models of the ranks' recordings.
 
     Attributes:
         loss: what it is. shapes: trained parameter -> its whole shape. wanted: what PEFT would train; empty if unknown.
     """
 
-    def __init__(self, base: str, recording: Recording) -> None:
+    def __init__(self, base: str, recordings: Sequence[Recording]) -> None:
+        recording = recordings[0]
         self.base, self.recording, self.loss = base, recording, recording.loss
         self._exact = replayed_model(base, recording, dtype=torch.float64)
+        for other in recordings[1:]:
+            check_base(self._exact, other, base)
         self._rounded: Any = None
         named = {name: p for name, p in self._exact.named_parameters() if p.requires_grad}
         self.shapes = {name: list(parameter.shape) for name, parameter in named.items()}
@@ -45,23 +48,23 @@ class Reference:
         """(the gradient of each micro-batch's summed loss, its number of tokens, pairs or sequences), in float64."""
         return self._of(self._exact, values, micro, variant)
 
-    def rounded_gradients(
-        self, values: Mapping[str, Tensor], micro: Sequence[MicroBatchOf]
-    ) -> list[dict[str, Tensor]] | None:
-        """The same in the trainer's precision; None if that is float64."""
+    def rounded_gradients(self, values: Mapping[str, Tensor], micro: Sequence[MicroBatchOf]) -> list[dict[str, Tensor]]:
+        """The same in the trainer's precision: in float64 too transformers computes norms and softmax in float32."""
         if all(self.dtype_of(name) == "float64" for name in self.shapes):
-            return None
+            return self._of(self._exact, values, micro, "", is_lifted=False)[0]
         if self._rounded is None:
             self._rounded = replayed_model(self.base, self.recording, dtype=None)
         autocast = self.recording.autocast
         kind = getattr(torch, autocast) if autocast else None
         with torch.autocast("cpu", dtype=kind) if kind else contextlib.nullcontext():
-            return self._of(self._rounded, values, micro, "")[0]
+            return self._of(self._rounded, values, micro, "", is_lifted=False)[0]
 
     def variants(self, micro: Sequence[MicroBatchOf]) -> Iterator[tuple[str, str]]:
         """(key, words) of the mistakes that make sense for these micro-batches."""
         given = micro[0].given
         masks = [each.given.get("attention_mask") for each in micro]
+        for way in causes.SCALES:
+            yield f"{_SCALED}{way}", f"it fits a forward in which {_SCALED}{way}"
         for variant in causes.VARIANTS[self.loss["kind"]]:
             if variant == "no positions" and "position_ids" not in given:
                 continue
@@ -69,21 +72,24 @@ class Reference:
                 mask is None or bool((mask == 1).all()) for mask in masks
             ):
                 continue
-            yield variant, f"it fits another loss: {variant}"
-        for scale in causes.SCALES:
-            yield f"{_SCALED}{scale:g}", f"it fits a forward in which the adapter is scaled by {scale:g}"
+            yield variant, f"it fits another loss or forward: {variant}"
 
     def _of(
-        self, model: Any, values: Mapping[str, Tensor], micro: Sequence[MicroBatchOf], variant: str
+        self,
+        model: Any,
+        values: Mapping[str, Tensor],
+        micro: Sequence[MicroBatchOf],
+        variant: str,
+        *,
+        is_lifted: bool = True,
     ) -> tuple[list[dict[str, Tensor]], list[int]]:
         set_values(model, values)
         found, counts = list[dict[str, Tensor]](), list[int]()
-        scale = float(variant.removeprefix(_SCALED)) if variant.startswith(_SCALED) else 1.0
-        with _scaled(model, scale):
+        with _scaled(model, variant.removeprefix(_SCALED) if variant.startswith(_SCALED) else "1"):
             for each in micro:
                 model.zero_grad(set_to_none=True)
-                total, count = loss_sum(model, each.given, self.loss, variant)
-                if count:
+                total, count = loss_sum(model, each.given, self.loss, variant, is_lifted=is_lifted)
+                if count and total.requires_grad:
                     total.backward()
                 gradients = {}
                 for name, parameter in model.named_parameters():
@@ -97,17 +103,28 @@ class Reference:
 
 
 @contextlib.contextmanager
-def _scaled(model: Any, factor: float) -> Iterator[None]:
-    """Every adapter's scale times `factor`."""
+def _scaled(model: Any, way: str) -> Iterator[None]:
+    """Every adapter's scale as in `causes.SCALES`, or times a number."""
     changed = []
     for module in model.modules():
         scaling = getattr(module, "scaling", None)
-        if factor != 1 and isinstance(scaling, dict):
+        if way != "1" and isinstance(scaling, dict):
             changed.append((scaling, dict(scaling)))
-            for name in scaling:
-                scaling[name] *= factor
+            for name, scale in changed[-1][1].items():
+                scaling[name] = _scale(way, scale, module.r[name])
     try:
         yield
     finally:
         for scaling, before in changed:
             scaling.update(before)
+
+
+def _scale(way: str, scale: float, r: int) -> float:
+    known = {
+        causes.SCALES[0]: 1.0,
+        causes.SCALES[1]: scale * scale,
+        causes.SCALES[2]: scale / r,
+        causes.SCALES[3]: scale * r**0.5,
+        causes.SCALES[4]: scale / r**0.5,
+    }
+    return known[way] if way in known else scale * float(way)

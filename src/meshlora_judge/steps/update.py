@@ -16,6 +16,9 @@ from meshlora_judge.steps.verdict import Finding, Verdict
 
 # How far a gradient may be from itself times a number, by its dtype.
 _SAME = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
+_LOW = (torch.bfloat16, torch.float16)
+_FURTHER = 0.1
+_BETAS_1, _BETAS_2 = (0.9, 0.95, 0.8, 0.0), (0.999, 0.99, 0.98, 0.95, 0.9)
 _ADAM_F32 = 1e-4  # torch's fused and foreach forms round differently
 
 
@@ -38,17 +41,36 @@ def judge_clipping(verdict: Verdict, number: int, rank: int, step: Step) -> None
             factors.append(float((clipped * raw).sum() / raw.square().sum().clamp_min(1e-300)))
     if not wrong:
         return
+    if not step.clip and is_clamped(step.clipped, step.raw):
+        limits = {float(step.clipped[name].abs().max()) for name in wrong}
+        if len(limits) == 1:  # torch's clip_grad_value_
+            verdict.notes.append(f"gradients are clipped by value, to {limits.pop():.4g}")
+            return
+        words = f"each parameter by a limit of its own, {min(limits):.4g} to {max(limits):.4g}"
+        verdict.findings.append(Finding(number, "clipping", "clipped by value", words, tuple(wrong), (rank,)))
+        return
     cause, words = _of_clipping(step, factors, factor, norm)
     verdict.findings.append(Finding(number, "clipping", cause, words, tuple(wrong), (rank,)))
 
 
+def is_clamped(taken: Mapping[str, Tensor], raw: Mapping[str, Tensor]) -> bool:
+    """Whether every gradient is the raw one, held between two opposite values."""
+    for name, value in taken.items():
+        largest = float(value.abs().max())
+        if not largest or name not in raw or not torch.equal(value, raw[name].clamp(-largest, largest)):
+            return False
+    return True
+
+
 def _of_clipping(step: Step, factors: list[float], expected: float, norm: float) -> tuple[str, str]:
     middle = sum(factors) / len(factors)
-    if max(abs(each - middle) for each in factors) > 1e-3 * abs(middle):
+    if max(abs(each - middle) for each in factors) > 1e-2 * abs(middle):
         return "clipped unequally", f"parameters are multiplied by {min(factors):.4g} to {max(factors):.4g}"
     if not step.clip:
         words = f"between backward and step it was multiplied by {middle:.4g}, and no clip_grad_norm_ was seen"
         return "changed before the step", words
+    if abs(middle - 1) < 1e-2:
+        return "not clipped", f"clipping was called, it was to be multiplied by {expected:.4g}, and it was not"
     if middle and step.clip["max_norm"]:
         used = step.clip["max_norm"] / middle
         words = f"it was clipped by a norm of {used:.4g}, and the norm of all gradients is {norm:.4g}"
@@ -65,7 +87,8 @@ def judge_update(verdict: Verdict, number: int, rank: int, step: Step) -> None:
         if note not in verdict.notes:
             verdict.notes.append(note)
         return
-    wrong, still, elements, ratios = [], 0, 0, []
+    wrong, still, elements = [], 0, 0
+    further, far, low = 0.0, 0.0, []
     for name, expected in made.items():
         before, after = step.before[name].double(), step.after[name].double()
         due, done = expected - before, after - before
@@ -73,33 +96,71 @@ def judge_update(verdict: Verdict, number: int, rank: int, step: Step) -> None:
         rounding = torch.finfo(step.before[name].dtype).eps * float(after.norm())
         limit = max(1e-6 if step.before[name].dtype == torch.float64 else _ADAM_F32, 2 * rounding / max(size, 1e-300))
         error = float((done - due).norm()) / size if size else float(done.norm())
+        if step.before[name].dtype in _LOW:
+            rounded = expected.to(step.before[name].dtype).double()
+            further += float(((after - rounded) * due).sum())
+            far += float(((rounded - before) * due).sum())
+            low.append(name)
         still += int(((done == 0) & (due != 0)).sum())
         elements += due.numel()
         if not verdict.compare("update", error, limit):
             wrong.append(name)
-            ratios.append(float((done * due).sum() / due.square().sum().clamp_min(1e-300)))
+    # An element of low precision is known to half of its last bit, the movement of all of them together far better.
+    if low and not wrong and far and not verdict.compare("update", abs(further / far), _FURTHER):
+        wrong = low
     if elements and still > elements / 10:
         share = f"{100 * still / elements:.0f} % of the elements did not move: their updates were lost to rounding"
         verdict.notes.append(f"step {number + 1}: {share}")
     if wrong:
-        cause, words = _of_update(step, wrong, ratios)
+        cause, words = _of_update(step, wrong)
         verdict.findings.append(Finding(number, "update", cause, words, tuple(wrong), (rank,)))
 
 
-def _stepped(step: Step) -> dict[str, Tensor] | None:
-    """Every parameter after a step of torch's optimizer, in float64; None: it is none of torch's."""
+def judge_state(verdict: Verdict, number: int, rank: int, ended: Step, step: Step) -> None:
+    """A step begins with the state that the optimizer's step before it, `ended`, left."""
+    made = _optimizer(ended)
+    if made is None:
+        return
+    optimizer, values = made
+    optimizer.step()
+    wrong = []
+    for name, value in values.items():
+        found = step.optimizer["state"].get(name, {})
+        for key, due in optimizer.state.get(value, {}).items():
+            own = found.get(key)
+            if not isinstance(due, Tensor) or not due.any():
+                continue
+            size = float(due.double().norm())
+            error = float((own.double() - due.double()).norm()) / size if isinstance(own, Tensor) else 1.0
+            # In low precision a state is rounded each time, and some optimizers keep a copy of it elsewhere.
+            if not verdict.compare("state", error, 1e-1 if ended.before[name].dtype in _LOW else 1e-2):
+                wrong.append(name)
+                break
+    if wrong:
+        words = "the optimizer's state is not what its step before left"
+        verdict.findings.append(Finding(number, "state", "state changed", words, tuple(wrong), (rank,)))
+
+
+def _optimizer(step: Step, **other: Any) -> tuple[Any, dict[str, Tensor]] | None:
+    """(torch's optimizer before its step, the parameters by name), in float64; None: it is none of torch's.
+
+    other: options of its groups instead of those recorded, where they have them.
+    """
     module, _, kind = step.optimizer["class"].rpartition(".")
-    if not module.startswith("torch.optim."):
-        return None
-    cls = getattr(importlib.import_module("torch.optim"), kind, None)
+    cls = (
+        getattr(importlib.import_module("torch.optim"), kind, None) if f"{module}.".startswith("torch.optim.") else None
+    )
     if cls is None:
         return None
-    known = inspect.signature(cls).parameters
+    takes = inspect.signature(cls).parameters
     values: dict[str, Tensor] = {}
     groups = []
     for group in step.optimizer["groups"]:
-        options = {key: _of_group(value) for key, value in group["options"].items() if key in known}
-        options |= {key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in known}
+        options = {key: _of_group(value) for key, value in group["options"].items() if key in takes}
+        options |= {key: value for key, value in other.items() if type(options.get(key)) is type(value)}
+        options |= {key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in takes}
+        if group["names"] and kind == "Adafactor" and options["eps"][0] is None:  # then it is the dtype's own
+            options["eps"] = (torch.finfo(step.before[group["names"][0]].dtype).eps, options["eps"][1])
         parameters = []
         for name in group["names"]:
             value = torch.nn.Parameter(step.before[name].double().clone())
@@ -112,7 +173,17 @@ def _stepped(step: Step) -> dict[str, Tensor] | None:
     optimizer = cls(groups)
     for name, state in step.optimizer["state"].items():
         optimizer.state[values[name]] = {key: _of_state(key, value) for key, value in state.items()}
-    optimizer.step()
+    return optimizer, values
+
+
+def _stepped(step: Step, times: int = 1, **other: Any) -> dict[str, Tensor] | None:
+    """Every parameter after a step of torch's optimizer, in float64; None: it is none of torch's."""
+    made = _optimizer(step, **other)
+    if made is None:
+        return None
+    optimizer, values = made
+    for _ in range(times):
+        optimizer.step()
     return {name: value.detach() for name, value in values.items()}
 
 
@@ -126,24 +197,75 @@ def _of_state(key: str, value: Any) -> Any:
     return value
 
 
-def _of_update(step: Step, wrong: list[str], ratios: list[float]) -> tuple[str, str]:
-    if all(torch.equal(step.before[name], step.after[name]) for name in wrong):
+def _of_update(step: Step, wrong: list[str]) -> tuple[str, str]:
+    after = {name: step.after[name] for name in wrong}
+    if all(torch.equal(step.before[name], after[name]) for name in wrong):
+        without = _stepped(step, weight_decay=0.0) or {}
+        if all(torch.equal(without[name], step.before[name].double()) for name in wrong):
+            return "no weight decay", "only weight decay was to move it, and was left out"
         return "not stepped", "the optimizer stepped, and it did not move"
-    middle = sum(ratios) / len(ratios)
-    due = _without(step, "weight_decay")
-    if due and all(_close(step, name, due[name]) for name in wrong):
-        return "no weight decay", "weight decay was left out"
-    if max(abs(each - middle) for each in ratios) < 1e-3 * abs(middle):
-        return "another rate", f"it moved {middle:.4g} times as far as the rate asks"
+    for dtype in (torch.bfloat16, torch.float16):
+        if all(value.dtype.itemsize > 2 and torch.equal(value.to(dtype).to(value), value) for value in after.values()):
+            return "rounded", f"its new values are rounded to {str(dtype).removeprefix('torch.')}"
+    if found := _of_rate(step, wrong):
+        return found
+    for key, words, other in _OTHERS:
+        due = _stepped(step, **other) or {}
+        if all(_close(step, name, due[name]) for name in wrong):
+            return key, words.format(*other.values())
+    if all(_close(step, name, value) for name, value in (_stepped(step, times=2) or {}).items() if name in wrong):
+        return "stepped twice", "it moved as by two steps with the same gradients"
     return "another update", "it did not move as the optimizer's formula and state say"
 
 
-def _without(step: Step, option: str) -> Mapping[str, Tensor]:
-    groups = [group | {"options": group["options"] | {option: 0.0}} for group in step.optimizer["groups"]]
-    changed = Step(**(vars(step) | {"optimizer": step.optimizer | {"groups": groups}}))
-    return _stepped(changed) or {}
+# (key, words, options) of a step by other options than the groups have.
+_OTHERS: list[tuple[str, str, dict[str, Any]]] = [
+    ("uphill", "it moved uphill, as with maximize={}", {"maximize": True}),
+    *(("other betas", "it moved as with betas {}", {"betas": (one, two)}) for one in _BETAS_1 for two in _BETAS_2),
+    *(("another eps", "it moved as with eps {}", {"eps": 10.0**-power}) for power in range(2, 17)),
+    *(("another momentum", "it moved as with momentum {}", {"momentum": each}) for each in (0.0, 0.9, 0.99)),
+]
+
+
+def _of_rate(step: Step, wrong: list[str]) -> tuple[str, str] | None:
+    """How many times too far it moved, and how far by weight decay: the optimizer's step is linear in both."""
+    if not all(bool(each[name].isfinite().all()) for name in wrong for each in (step.before, step.after, step.clipped)):
+        return None
+    due, without = _stepped(step) or {}, _stepped(step, weight_decay=0.0) or {}
+    found, decays = [], []
+    for name in wrong:
+        before = step.before[name].double()
+        own, decay = without[name] - before, due[name] - without[name]
+        done = step.after[name].double() - before
+        columns = torch.stack([each.flatten() for each in ((own, decay) if decay.any() else (own,))], 1)
+        sizes = columns.norm(dim=0).clamp_min(1e-300)
+        fit = torch.linalg.lstsq(columns / sizes, done.flatten()[:, None], driver="gelsd").solution[:, 0]
+        gap = float((done.flatten() - (columns / sizes) @ fit).norm())
+        if gap > _tolerance(step, name) * float(done.norm()):
+            return None
+        moved, *decayed = (fit / sizes).tolist()
+        found.append(moved)
+        decays += decayed
+    least, most = min(found), max(found)
+    if decays and max(abs(each - 1) for each in found) < 1e-2:
+        if max(map(abs, decays)) < 0.05:
+            return "no weight decay", "weight decay was left out"
+        return (
+            "another weight decay",
+            f"weight decay is {min(decays):.4g} to {max(decays):.4g} times what its group says",
+        )
+    times = f"{least:.4g}" if most - least < 1e-2 * abs(most) else f"{least:.4g} to {most:.4g}"
+    return "another rate", f"it moved {times} times as far as the rate asks"
+
+
+def _tolerance(step: Step, name: str) -> float:
+    """How far a movement may be from a formula's, relative: rounding of the value itself counts."""
+    moved = float((step.after[name].double() - step.before[name].double()).norm())
+    rounding = torch.finfo(step.before[name].dtype).eps * float(step.after[name].double().norm())
+    return max(1e-3, 2 * rounding / max(moved, 1e-300))
 
 
 def _close(step: Step, name: str, expected: Tensor) -> bool:
     due = expected - step.before[name].double()
-    return float((step.after[name].double() - expected).norm()) <= 1e-3 * float(due.norm())
+    error = float((step.after[name].double() - expected).norm())
+    return error <= _tolerance(step, name) * float(due.norm())

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from meshlora_ground.errors import numbered
+from meshlora_judge.steps.causes import VAGUE
 
 # Phase -> what it compares, in the order in which a fault shows first.
 PHASES = {
@@ -18,9 +19,11 @@ PHASES = {
     "rows": "each rank's rows are its own",
     "replicas": "copies on ranks are equal",
     "gradient": "gradients before clipping",
+    "shares": "micro-batches' shares in them",
     "clipping": "clipping",
     "update": "what the optimizer changed",
     "between": "nothing changed them between steps",
+    "state": "the optimizer's state from step to step",
     "saved": "saved file",
 }
 _OF = {
@@ -28,9 +31,11 @@ _OF = {
     "rows": "rows",
     "replicas": "copies of",
     "gradient": "gradients of",
+    "shares": "shares in",
     "clipping": "clipping of",
     "update": "the update of",
     "between": "before it,",
+    "state": "the optimizer's state of",
     "saved": "the saved file:",
 }
 
@@ -83,9 +88,14 @@ class Verdict:
     def is_proved(self) -> bool:
         return not self.findings
 
+    @property
+    def first(self) -> Finding:
+        """The finding to say: the first whose cause is known, else the first."""
+        return next((finding for finding in self.findings if finding.cause not in VAGUE), self.findings[0])
+
     def paragraph(self) -> str:
         """What is wrong, the first in full, the number of the others."""
-        said = str(self.findings[0])
+        said = str(self.first)
         more = len(self.findings) - 1
         return f"refuted: {said}" + (f"; and {more} more, as --json says" if more else "")
 
