@@ -49,6 +49,7 @@ VARIANTS = {
         "labels are smoothed",
         "not causal",
         "positions are one too far",
+        "attention crosses the borders of packed sequences",
     ),
     "dpo": ("labels shifted twice", "no attention mask", "chosen and rejected are exchanged"),
     "grpo": ("no attention mask",),

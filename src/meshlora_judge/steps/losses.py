@@ -69,6 +69,11 @@ def loss_sum(
             inputs[name] = value.to(dtype)
     if variant == "no attention mask":
         inputs.pop("attention_mask", None)
+    if is_packed(given):
+        # transformers looks for the borders of packed sequences only where it is given no mask.
+        inputs.pop("attention_mask", None)
+        if variant == "attention crosses the borders of packed sequences":
+            inputs["attention_mask"] = torch.ones_like(given["input_ids"])
     if variant == "no positions":
         inputs.pop("position_ids", None)
     if variant == "positions are one too far":
@@ -99,6 +104,16 @@ def loss_sum(
             counts = (batch.labels != UNTRAINED).sum(1)
             each = each / counts.repeat_interleave(counts)
         return each.sum(), len(each)
+
+
+def is_packed(given: Mapping[str, Any]) -> bool:
+    """Whether a row holds several sequences: without padding, its positions begin again."""
+    positions, mask = given.get("position_ids"), given.get("attention_mask")
+    if not isinstance(positions, Tensor) or positions.ndim != 2:
+        return False
+    if mask is not None and (mask.ndim != 2 or not bool((mask == 1).all())):
+        return False
+    return bool((positions[:, 1:] == 0).any())
 
 
 def _text(given: Mapping[str, Any], variant: str) -> MicroBatch:

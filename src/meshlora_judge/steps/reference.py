@@ -11,7 +11,7 @@ from torch import Tensor
 
 from meshlora_judge.recording.files import Recording
 from meshlora_judge.steps import causes
-from meshlora_judge.steps.losses import loss_sum
+from meshlora_judge.steps.losses import is_packed, loss_sum
 from meshlora_judge.steps.model import check_base, replayed_model, set_values, trained_by_peft
 from meshlora_judge.steps.ranks import MicroBatchOf
 
@@ -67,6 +67,8 @@ class Reference:
             yield f"{_SCALED}{way}", f"it fits a forward in which {_SCALED}{way}"
         for variant in causes.VARIANTS[self.loss["kind"]]:
             if variant == "no positions" and "position_ids" not in given:
+                continue
+            if variant == "attention crosses the borders of packed sequences" and not is_packed(given):
                 continue
             if variant in ("no attention mask", "padding is trained too") and all(
                 mask is None or bool((mask == 1).all()) for mask in masks
