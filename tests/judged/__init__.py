@@ -1,0 +1,1 @@
+"""Tests of the judge on stacks of others."""

@@ -678,7 +678,6 @@ HOSTILE = {
     "a header of 2**60 bytes": "damaged or not a safetensors file",
     "a tensor beyond the end": "damaged or not a safetensors file",
     "a sparse file of a terabyte": "no adapter has above",
-    "no tensor": "it holds no tensor",
     "a link to itself": "it cannot be read",
     "a broken link": "the file is missing",
     "a pipe": "it is a folder, a pipe or a device",
@@ -703,6 +702,12 @@ def test_what_cannot_be_read_is_refused_in_one_line(
     assert err.count("\n") == 1
     assert (HOSTILE | CONFIGS)[what] in err
     assert not (tmp_path / "ran").exists()
+
+
+def test_an_adapter_without_a_tensor_is_refuted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    hostile(tmp_path / "folder", "no tensor")
+    assert command.main(["adapter", str(tmp_path / "folder")]) == 1
+    assert "cannot be what was trained. adapter_model.safetensors holds no tensor" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("what", ["nothing", "a file", "an empty folder", "a link to itself"])

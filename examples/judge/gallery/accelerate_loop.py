@@ -1,4 +1,4 @@
-"""accelerate's loop as its guide has it, `outputs.loss` under `accumulate`: the mean of means of unequal micro-batches."""
+"""accelerate's loop as guides have it, `outputs.loss` under `accumulate`: the mean of unequal micro-batches' means."""
 
 from __future__ import annotations
 

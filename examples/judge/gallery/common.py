@@ -16,9 +16,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-os.environ.update(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", CUDA_VISIBLE_DEVICES="")
-warnings.filterwarnings("ignore")
-
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
@@ -28,6 +25,10 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# Threads of torch do not live on in a fork: there must be none.
+torch.set_num_threads(1)
+warnings.filterwarnings("ignore")
 logging.disable_progress_bar()
 logging.set_verbosity_error()
 
@@ -109,8 +110,6 @@ def run(patient: Patient, *, ranks: int = 2, group: bool = True, **sizes: Any) -
     parser.add_argument("--repaired", action="store_true", help="with the fault taken out")
     options = parser.parse_args()
     write_base(options.folder, **sizes)
-    # torch has run in this process: its threads must not be needed after the fork, so there is one.
-    torch.set_num_threads(1)
     context = multiprocessing.get_context("fork")
     given = (patient, ranks, group, options.folder, options.repaired)
     processes = [context.Process(target=_on_rank, args=(rank, *given)) for rank in range(ranks)]

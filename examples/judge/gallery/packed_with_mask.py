@@ -17,7 +17,7 @@ def patient(rank: int, folder: Path, is_repaired: bool) -> None:
     few = rows()
     batch = {
         "input_ids": torch.tensor([[token for row in few for token in row["input_ids"]]]),
-        "labels": torch.tensor([[label for row in few for label in [-100] + row["labels"][1:]]]),
+        "labels": torch.tensor([[label for row in few for label in [-100, *row["labels"][1:]]]]),
         "position_ids": torch.tensor([[place for row in few for place in range(len(row["input_ids"]))]]),
     }
     batch |= {"use_cache": False} if is_repaired else {"attention_mask": torch.ones_like(batch["input_ids"])}

@@ -1,4 +1,4 @@
-"""A Trainer whose `get_train_dataloader` gives its own loader: no sampler shares the rows out, every rank has them all."""
+"""A Trainer whose `get_train_dataloader` gives its own loader: nothing shares the rows out, every rank has them all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Trainer on DDP with `average_tokens_across_devices=False` (the default until 4.54): the mean of the ranks' means."""
+"""Trainer on DDP with `average_tokens_across_devices=False`: the mean of the ranks' means.
+
+It was the default before July 2025 (transformers #39395).
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshlora_ground.errors import UserError, reason
+from meshlora_ground.errors import MeshloraError, UserError, reason
 from meshlora_ground.files import open_safetensors, read_json
 from meshlora_judge.adapter_files.names import Names, names_of
 
@@ -60,7 +60,8 @@ class Adapter:
 
 @contextlib.contextmanager
 def open_adapter(folder: Path) -> Iterator[Adapter]:
-    """Open the adapter in `folder`. Raises: UserError: it is none, or its files cannot be read."""
+    """Open the adapter in `folder`. Raises: UserError: it is none, or its files cannot be read. MeshloraError: it
+    is empty."""
     try:
         if not folder.is_dir():
             raise UserError(f"{folder}", "it is no folder", "give the folder that an adapter was saved in")
@@ -72,9 +73,9 @@ def open_adapter(folder: Path) -> Iterator[Adapter]:
     own = _object(folder / OWN) if OWN in there else {}
     with _opened(file) as (keys, read):
         if not keys:
-            raise UserError(
-                f"{file}", "it holds no tensor", "save the adapter again: an empty one is nobody's training"
-            )
+            # What savers leave under ZeRO-3 and torch.compile: a fault of theirs, no folder given by mistake.
+            way = "save the adapter again with save_pretrained of the unwrapped PeftModel"
+            raise MeshloraError(f"{folder}: cannot be what was trained. {file.name} holds no tensor; {way}.")
         names = names_of(keys, config, there)
         if config is None and not any(part.side for part in names.parts):
             raise UserError(f"{file}", f"none of its {len(keys):,} tensors is a factor of LoRA in a layout known here")

@@ -22,7 +22,7 @@ from meshlora_ground.errors import UnsupportedError, UserError
 # Arguments of TRL's trainers, with the values that the judge's formulas are of.
 _ONLY: dict[str, dict[str, Any]] = {
     "dpo": {
-        "loss_type": ["sigmoid"],
+        "loss_type": "sigmoid",  # a list of it in later releases
         "f_divergence_type": "reverse_kl",
         "ld_alpha": None,
         "use_weighting": False,
@@ -68,6 +68,7 @@ def loss_of(subject: Any) -> dict[str, Any]:
         raise UnsupportedError("compute_loss_func", "the judge has no formula of it", "record a run without it")
     for name, value in _ONLY[kind].items():
         found = getattr(given, name, value)
+        found = getattr(found, "value", found)  # an enum in some releases
         if found != value and found not in (None, [value], value):
             rule = f"the judge's formula of {kind} is for {name}={value}"
             raise UnsupportedError(f"{name}={found}", rule, "record a run without it")

@@ -36,6 +36,8 @@ CAUSES = {
     "unknown": "no combination of this step's micro-batches gives it",
 }
 # Mistakes of a loss or a forward that the judge computes too, to recognise them.
+OVER_BORDERS = "attention crosses the borders of packed sequences"
+BARE_REFERENCE = "the reference is the bare base, and the run began from a trained adapter"
 VARIANTS = {
     "sft": (
         "labels not shifted",
@@ -49,10 +51,10 @@ VARIANTS = {
         "labels are smoothed",
         "not causal",
         "positions are one too far",
-        "attention crosses the borders of packed sequences",
+        OVER_BORDERS,
     ),
-    "dpo": ("labels shifted twice", "no attention mask", "chosen and rejected are exchanged"),
-    "grpo": ("no attention mask",),
+    "dpo": ("labels shifted twice", "no attention mask", "chosen and rejected are exchanged", BARE_REFERENCE),
+    "grpo": ("no attention mask", BARE_REFERENCE),
 }
 # Variants whose gradients come to the right ones, by any share.
 ADDED = ("labels are smoothed",)

@@ -89,6 +89,8 @@ def _judge_step(
     _judge_between(verdict, recordings, number)
     known = len(verdict.findings)
     before = _copies(verdict, [step.before for step in steps], reference, number)
+    if number == 0:
+        reference.begin(before)
     micro = ranks.micro_batches(recordings, number)
     if not micro:
         raise UnsupportedError(f"step {number + 1}", "no forward of the model was seen", "record the model called")

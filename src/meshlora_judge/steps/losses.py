@@ -17,13 +17,17 @@ from meshlora_ground.float64 import lift
 from meshlora_ground.objective import Dpo, Grpo, Objective, Sft
 from meshlora_judge.batches import UNTRAINED, MicroBatch
 from meshlora_judge.objectives import losses
+from meshlora_judge.steps.causes import BARE_REFERENCE, OVER_BORDERS
 from meshlora_judge.steps.model import as_reference
 
+# Of older releases of TRL's DPO, which joins them in the forward.
+_OF_SIDES = {f"{side}_{what}" for side in ("prompt", "chosen", "rejected") for what in ("input_ids", "attention_mask")}
 # What a forward is given that is no input of the model: of its loss, or of what it returns.
 _OF_LOSS = {"labels", "shift_labels", "num_items_in_batch", "logits_to_keep", "use_cache", "return_dict"}
 _OF_LOSS |= {"fused_lm_head", "output_attentions", "output_hidden_states", "output_router_logits", "completion_mask"}
 _OF_LOSS |= {"prompt_ids", "prompt_mask", "completion_ids", "tool_mask", "advantages"}
 _OF_LOSS |= {"old_per_token_logps", "ref_per_token_logps", "sampling_per_token_logps", "importance_sampling_ratio"}
+_OF_LOSS |= _OF_SIDES
 
 
 def objective_of(loss: Mapping[str, Any]) -> Objective:
@@ -54,10 +58,17 @@ def is_mean_of_micro_batches(loss: Mapping[str, Any]) -> bool:
 
 
 def loss_sum(
-    model: Any, given: Mapping[str, Any], loss: Mapping[str, Any], variant: str = "", *, is_lifted: bool = True
+    model: Any,
+    given: Mapping[str, Any],
+    loss: Mapping[str, Any],
+    variant: str = "",
+    *,
+    start: Mapping[str, Tensor] | None = None,
+    is_lifted: bool = True,
 ) -> tuple[Tensor, int]:
     """(sum of the losses, their number: tokens, pairs or sequences) of one recorded micro-batch.
 
+    start: what the trained parameters were when the run began, for losses against a reference; None: the bare base.
     is_lifted: what transformers casts to float32 stays in float64, where the model is.
     """
     objective = objective_of(loss)
@@ -72,7 +83,7 @@ def loss_sum(
     if is_packed(given):
         # transformers looks for the borders of packed sequences only where it is given no mask.
         inputs.pop("attention_mask", None)
-        if variant == "attention crosses the borders of packed sequences":
+        if variant == OVER_BORDERS:
             inputs["attention_mask"] = torch.ones_like(given["input_ids"])
     if variant == "no positions":
         inputs.pop("position_ids", None)
@@ -85,7 +96,7 @@ def loss_sum(
     with lift(is_lifted and dtype == torch.float64):
         base = None
         if objective.needs_base:
-            with torch.no_grad(), as_reference(model):
+            with torch.no_grad(), as_reference(model, None if variant == BARE_REFERENCE else start):
                 base = model(**inputs, use_cache=False).logits
         logits = model(**inputs, use_cache=False).logits
         if loss.get("temperature"):
@@ -149,6 +160,8 @@ def _shifted(labels: Tensor) -> Tensor:
 
 
 def _pairs(given: Mapping[str, Any], variant: str) -> MicroBatch:
+    if "labels" not in given and given.keys() >= _OF_SIDES:
+        given = {**given, "labels": _labels_of_sides(given)}
     found = _text(given, variant)
     order = _order_of_pairs(len(found.input_ids), variant)
     return MicroBatch(found.input_ids[order], found.attention_mask[order], found.labels[order])
@@ -158,6 +171,16 @@ def _order_of_pairs(number: int, variant: str) -> Tensor:
     """From TRL's chosen rows, then rejected ones, to a pair's two side by side."""
     halves = torch.arange(number).view(2, -1)
     return (halves.flip(0) if variant == "chosen and rejected are exchanged" else halves).T.flatten()
+
+
+def _labels_of_sides(given: Mapping[str, Any]) -> Tensor:
+    """Labels `[2B, S]` of chosen, then rejected rows: each is its prompt and its completion, with padding behind."""
+    ids = given["input_ids"]
+    prompts = given["prompt_attention_mask"].sum(1).repeat(2)
+    completions = torch.cat([given["chosen_attention_mask"].sum(1), given["rejected_attention_mask"].sum(1)])
+    places = torch.arange(ids.shape[1])
+    is_trained = (places >= prompts[:, None]) & (places < (prompts + completions)[:, None])
+    return torch.where(is_trained, ids, UNTRAINED)
 
 
 def _rollouts(given: Mapping[str, Any], variant: str) -> MicroBatch:

@@ -76,8 +76,18 @@ def set_values(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 @contextmanager
-def as_reference(model: Any) -> Iterator[None]:
-    """The model whose answers DPO and a divergence compare with: TRL's adapter "ref" if there is one, else the base."""
+def as_reference(model: Any, start: Mapping[str, Tensor] | None) -> Iterator[None]:
+    """The model whose answers DPO and a divergence compare with: TRL's adapter "ref" if there is one, else the trained
+    parameters as they were at the `start`, else the base.
+    """
+    if "ref" not in model.peft_config and start is not None:
+        now = {name: value.detach().clone() for name, value in model.named_parameters() if name in start}
+        set_values(model, start)
+        try:
+            yield
+        finally:
+            set_values(model, now)
+        return
     if "ref" not in model.peft_config:
         with model.disable_adapter():
             yield

@@ -22,7 +22,8 @@ class Reference:
     """The models of the ranks' recordings.
 
     Attributes:
-        loss: what it is. shapes: trained parameter -> its whole shape. wanted: what PEFT would train; empty if unknown.
+        loss: what it is. start: the trained values that the run began with, if the recording has them.
+        shapes: trained parameter -> its whole shape. wanted: what PEFT would train; empty if unknown.
     """
 
     def __init__(self, base: str, recordings: Sequence[Recording]) -> None:
@@ -32,9 +33,20 @@ class Reference:
         for other in recordings[1:]:
             check_base(self._exact, other, base)
         self._rounded: Any = None
+        self.start: Mapping[str, Tensor] | None = None
         named = {name: p for name, p in self._exact.named_parameters() if p.requires_grad}
         self.shapes = {name: list(parameter.shape) for name, parameter in named.items()}
         self.wanted = trained_by_peft(base, recording)
+
+    def begin(self, before: Mapping[str, Tensor]) -> None:
+        """The first recorded step has the values `before`: if the run began there, they are what DPO compares with.
+
+        An adapter that PEFT draws at random (`init_lora_weights: false`) is none that was trained: trainers then take
+        the bare base, and what is right cannot be told.
+        """
+        is_drawn = any(given.get("init_lora_weights") is False for given in self.recording.adapters.values())
+        if not self.recording.steps[0].optimizer["state"] and not is_drawn:
+            self.start = dict(before)
 
     def dtype_of(self, name: str) -> str:
         """The dtype that sets how exact the trainer's gradient of `name` can be."""
@@ -68,7 +80,9 @@ class Reference:
         for variant in causes.VARIANTS[self.loss["kind"]]:
             if variant == "no positions" and "position_ids" not in given:
                 continue
-            if variant == "attention crosses the borders of packed sequences" and not is_packed(given):
+            if variant == causes.OVER_BORDERS and not is_packed(given):
+                continue
+            if variant == causes.BARE_REFERENCE and self.start is None:
                 continue
             if variant in ("no attention mask", "padding is trained too") and all(
                 mask is None or bool((mask == 1).all()) for mask in masks
@@ -90,7 +104,7 @@ class Reference:
         with _scaled(model, variant.removeprefix(_SCALED) if variant.startswith(_SCALED) else "1"):
             for each in micro:
                 model.zero_grad(set_to_none=True)
-                total, count = loss_sum(model, each.given, self.loss, variant, is_lifted=is_lifted)
+                total, count = loss_sum(model, each.given, self.loss, variant, start=self.start, is_lifted=is_lifted)
                 if count and total.requires_grad:
                     total.backward()
                 gradients = {}
