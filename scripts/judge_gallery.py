@@ -13,6 +13,7 @@ The seconds are those of script and judge together; what both import (5 s) is re
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import os
 import runpy
@@ -258,11 +259,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 _print(ended[-1], folder)
     if options.markdown:
         print(table(ended))
-    failed = [each.name for each in ended if each.how == "FAILED"]
-    missing = [each.name for each in ended if each.how == "not here"]
-    counted = f"{len(ended) - len(failed) - len(missing)} of {len(ended)}"
-    print(f"{counted} refuted and named, and proved with the fault taken out", end="")
-    print(f"; not here: {', '.join(missing)}" if missing else "", f"; FAILED: {', '.join(failed)}" if failed else "")
+    of_how: dict[str, list[str]] = {}
+    for each in ended:
+        of_how.setdefault(each.how, []).append(each.name)
+    bad = [*of_how.get("FAILED", []), *of_how.get("not here", [])]
+    counted = ", ".join(f"{len(which)} {how}" for how, which in of_how.items())
+    print(f"{len(ended) - len(bad)} of {len(ended)} named, and proved with the fault taken out: {counted}", end="")
+    print(f" ({', '.join(bad)})" if bad else "")
+    failed = "FAILED" in of_how
     return 1 if failed else 0
 
 
@@ -284,12 +288,14 @@ def _print(each: Ended, folder: Path) -> None:
 
 
 def table(ended: Sequence[Ended]) -> str:
-    """The rows of docs/judge.md."""
-    rows = ["| fault | thread | the judge says | s |", "|---|---|---|--:|"]
+    """The table of docs/judge.md."""
+    rows = ["| script | what happens | thread | the judge says | s |", "|---|---|---|---|--:|"]
     for each in ended:
         fault = FAULTS[each.name]
-        verb = fault.judge.partition(" ")[0]
-        rows.append(f"| `{each.name}` | {fault.thread} | `{verb}`: {fault.says} | {each.seconds:.0f} |")
+        happens = ast.get_docstring(ast.parse((GALLERY / f"{each.name}.py").read_text("utf-8"))) or ""
+        verb = "(the trainer)" if fault.raises else f"`{fault.judge.partition(' ')[0]}`"
+        first = happens.splitlines()[0].rstrip(".")
+        rows.append(f"| `{each.name}` | {first} | {fault.thread} | {verb}: {fault.says} | {each.seconds:.0f} |")
     return "\n".join(rows)
 
 

@@ -1,4 +1,4 @@
-"""DPO that goes on from a trained adapter, by TRL before 0.27: the reference is the bare base, not where the run began.
+"""DPO that goes on from a trained adapter, by TRL 0.24: the reference is the bare base, not where the run began.
 
 With TRL 0.24 and transformers 4.57 on PYTHONPATH; TRL 1.16 keeps a copy of the start adapter, and is right.
 """
