@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 
 from meshlora_judge.steps.losses import _labels_of_sides, is_packed
-from tests.for_each import for_each
 
 ROW = torch.tensor([[0, 1, 2, 0, 1]])
 ONES = torch.ones(1, 5, dtype=torch.long)
 
 
-@for_each(
-    "given, expected",
+@pytest.mark.parametrize(
+    ("given", "expected"),
     [
         ({}, False),
         ({"position_ids": torch.arange(5)[None]}, False),
