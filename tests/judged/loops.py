@@ -59,6 +59,17 @@ def plain(rank: int, folder: Path, fault: str, changed: Mapping[str, Any]) -> No
     train(with_adapter(base_of(folder), **changed), folder, fault=fault)
 
 
+def clip_by_hand(trained: list[Any], limit: float) -> None:
+    """What loops do that know nothing of torch's function."""
+    norm = torch.stack([parameter.grad.square().sum() for parameter in trained]).sum().sqrt()
+    for parameter in trained:
+        parameter.grad.mul_((limit / (norm + 1e-6)).clamp(max=1.0))
+
+
+def clips_by_hand(rank: int, folder: Path, max_norm: float | None) -> None:
+    train(with_adapter(base_of(folder)), folder, clip=clip_by_hand, max_norm=max_norm)
+
+
 def ddp(rank: int, folder: Path, fault: str) -> None:
     model = DistributedDataParallel(with_adapter(base_of(folder)))
     train(model, folder, rank=rank, world=dist.get_world_size(), fault=fault)

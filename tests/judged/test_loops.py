@@ -79,3 +79,16 @@ def test_the_variable_asks_for_a_recording_and_its_absence_for_none(folder: Path
     assert_proved(folder)
     with pytest.raises(AssertionError, match="it holds a recording"):
         on_ranks(loops.left_alone, folder, "", world=1)
+
+
+def test_clipping_by_code_of_a_loops_own_is_judged_by_the_norm_that_is_said(folder: Path) -> None:
+    on_ranks(loops.clips_by_hand, folder, 0.05, world=1)
+    assert_proved(folder)
+
+
+@pytest.mark.parametrize(("max_norm", "cause"), [(0.1, "clipped by another norm"), (None, "changed before the step")])
+def test_clipping_by_hand_that_is_not_said_or_said_otherwise_is_named(
+    max_norm: float | None, cause: str, folder: Path
+) -> None:
+    on_ranks(loops.clips_by_hand, folder, max_norm, world=1)
+    assert_refuted(folder, cause)

@@ -72,6 +72,9 @@ def loss_of(subject: Any) -> dict[str, Any]:
         if found != value and found not in (None, [value], value):
             rule = f"the judge's formula of {kind} is for {name}={value}"
             raise UnsupportedError(f"{name}={found}", rule, "record a run without it")
+    if getattr(given, "neftune_noise_alpha", None):
+        rule = "its noise is not replayed"
+        raise UnsupportedError(f"neftune_noise_alpha={given.neftune_noise_alpha}", rule, "record a run without it")
     if kind == "grpo" and getattr(given, "beta", None) and getattr(given, "use_bias_correction_kl", False):
         # Its value is the same; its gradient has beta * kl besides.
         rule = "the judge's formula of grpo is without it"

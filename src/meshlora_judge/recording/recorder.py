@@ -62,10 +62,12 @@ class Recorder:
         *,
         steps: int,
         loss: Mapping[str, Any],
+        max_norm: float | None = None,
         adapter: Any = None,
         names: Names = None,
     ) -> None:
         self.model, self.folder, self.steps = model, folder, steps
+        self._max_norm = max_norm
         self._adapter, self._named = adapter, as_function(names)
         rank, size = rank_and_size()
         self.recording = Recording(rank=rank, world_size=size, loss=dict(loss))
@@ -205,6 +207,8 @@ class Recorder:
             return
         self._describe()
         step = self._step
+        if self._max_norm and not step.clip:
+            step.clip = {"max_norm": float(self._max_norm)}
         names = {parameter: name for name, parameter in self._trained().items()}
         step.optimizer = _described(optimizer, names, full_state(self.model, self._trained, optimizer))
         with gathered(self.model):
@@ -281,6 +285,7 @@ def record(
     optimizer: Any = None,
     steps: int = 1,
     loss: Mapping[str, Any] | None = None,
+    max_norm: float | None = None,
     adapter: Any = None,
     names: Names = None,
 ) -> Iterator[Recorder]:
@@ -292,13 +297,15 @@ def record(
 
     subject: the model that is trained, wrapped or not, or a Trainer of transformers or TRL. optimizer: not needed:
     any torch optimizer that has the model's trained parameters is listened to. loss: what the loss is, where the
-    model is not given its labels, as in `{"kind": "sft"}` (`recording.losses`). adapter, names: of a model that is not
-    PEFT's: the configuration that PEFT would take, and PEFT's names of its parameters (`recording.names`).
+    model is not given its labels, as in `{"kind": "sft"}` (`recording.losses`). max_norm: of clipping by code of a
+    loop's own; torch's is heard. adapter, names: of a model that is not PEFT's: the configuration that PEFT would take,
+    and PEFT's names of its parameters (`recording.names`).
 
     Raises:
         UserError: no step was seen, or the folder holds another recording.
     """
-    with started(subject, folder, steps=steps, loss=loss, adapter=adapter, names=names) as recorder:
+    options: dict[str, Any] = {"steps": steps, "max_norm": max_norm, "adapter": adapter, "names": names}
+    with started(subject, folder, loss=loss, **options) as recorder:
         yield recorder
     check_seen(recorder)
 

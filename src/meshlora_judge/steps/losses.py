@@ -72,6 +72,7 @@ def loss_sum(
     is_lifted: what transformers casts to float32 stays in float64, where the model is.
     """
     objective = objective_of(loss)
+    _check_whole(given)
     batch = {"sft": _text, "dpo": _pairs, "grpo": _rollouts}[loss["kind"]](given, variant)
     inputs = {k: v for k, v in given.items() if isinstance(v, Tensor) and k not in _OF_LOSS}
     dtype = next(model.parameters()).dtype
@@ -115,6 +116,18 @@ def loss_sum(
             counts = (batch.labels != UNTRAINED).sum(1)
             each = each / counts.repeat_interleave(counts)
         return each.sum(), len(each)
+
+
+def _check_whole(given: Mapping[str, Any]) -> None:
+    """Raises: UnsupportedError: the loss has a term, or a sequence a beginning, that this rank's forward has not."""
+    if given.get("output_router_logits") is True:
+        rule = "the routers' load-balancing loss is not replayed"
+        raise UnsupportedError("output_router_logits=True", rule, "record a run without it")
+    positions = given.get("position_ids")
+    # Padding on the left may have position 1.
+    if isinstance(positions, Tensor) and int(positions.min()) > 1:
+        rule = f"positions begin at {int(positions.min())}, so sequences are cut over ranks, which is not replayed"
+        raise UnsupportedError("position_ids of a micro-batch", rule, "record a run without context parallelism")
 
 
 def is_packed(given: Mapping[str, Any]) -> bool:

@@ -168,7 +168,7 @@ def _part(whole: Tensor, lies: Mapping[str, Any], rank: int) -> Tensor | None:
     """A rank's part of a frozen parameter that lies on its ranks like this; None: where it lies is not known."""
     if list(whole.shape) != lies["shape"]:
         return None  # a part of no DTensor
-    if lies["kind"] == "plain":
+    if lies["kind"] != "dtensor":  # of FSDP1 it was gathered
         return whole
     (_, size), *others = lies["mesh"]
     found = re.fullmatch(r"S(?:hard)?\((?:dim=)?(\d+)\)", lies["placements"][0])

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshlora_ground.errors import UnsupportedError
 from meshlora_judge.recording.files import Recording
 from meshlora_judge.steps import causes
 from meshlora_judge.steps.losses import is_packed, loss_sum
@@ -28,6 +29,9 @@ class Reference:
 
     def __init__(self, base: str, recordings: Sequence[Recording]) -> None:
         recording = recordings[0]
+        if (recording.config.get("text_config") or recording.config).get("output_router_logits"):
+            rule = "the routers' load-balancing loss is not replayed"
+            raise UnsupportedError("output_router_logits of the configuration", rule, "record a run without it")
         self.base, self.recording, self.loss = base, recording, recording.loss
         self._exact = replayed_model(base, recording, dtype=torch.float64)
         for other in recordings[1:]:

@@ -67,7 +67,10 @@ def _of_clipping(step: Step, factors: list[float], expected: float, norm: float)
     if max(abs(each - middle) for each in factors) > 1e-2 * abs(middle):
         return "clipped unequally", f"parameters are multiplied by {min(factors):.4g} to {max(factors):.4g}"
     if not step.clip:
-        words = f"between backward and step it was multiplied by {middle:.4g}, and no clip_grad_norm_ was seen"
+        words = (
+            f"between backward and step it was multiplied by {middle:.4g}, and no clip_grad_norm_ was seen; of a loop "
+            "that clips by code of its own say record(max_norm=...)"
+        )
         return "changed before the step", words
     if abs(middle - 1) < 1e-2:
         return "not clipped", f"clipping was called, it was to be multiplied by {expected:.4g}, and it was not"
