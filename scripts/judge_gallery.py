@@ -71,7 +71,7 @@ FAULTS: dict[str, Fault] = {
     "accelerate_loop": Fault("accelerate #3193", "the mean of the micro-batches' means"),
     "packed_with_mask": Fault("transformers #46634", "attention crosses the borders of packed sequences"),
     "optimizer_before": Fault("pytorch #149205", "no group of the optimizer has it"),
-    "fsdp1_clipping": Fault("pytorch #72548, HALOs #15", "parameters are multiplied by"),
+    "fsdp1_clipping": Fault("pytorch #72548, HALOs #15", "it was clipped by a norm of"),
     "same_rows": Fault("yaak-ai/rbyte #106", "the very rows of another rank"),
     "tp_row_parallel": Fault("none found; ezpz #208", "is invalid for input of size", raises=True),
     "fsdp1_save": Fault("trl #4416, peft #2450", "factors are empty or have one dim", ADAPTER),

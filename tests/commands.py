@@ -37,6 +37,7 @@ RUN_BY: list[tuple[str, str]] = [
     (r"meshlora init$", "it asks questions: tests/extra/test_init.py answers them"),
     (r"meshlora [a-z-]+ .*examples/(?!tiny_base --adapter A)|python examples/make_", _HERE),
     (r"meshlora judge run -- ", "tests/judged/test_run.py runs scripts of its own"),
+    (r"meshlora judge step seen --model BASE", "tests/judged/test_loops.py, of recordings of its own"),
     (r"meshlora plot runs/lr-", "tests/extra/test_plot.py"),
     (r"meshlora launch-script", "tests/unit/test_launch_script.py"),
     (r"meshlora calibrate", "tests/extra/test_calibrate_ranks.py"),
@@ -47,7 +48,7 @@ RUN_BY: list[tuple[str, str]] = [
     (r"benchmarks/", "minutes to hours; tests/ranks/test_benchmarks.py runs each in small"),
     (r"scripts/describe_house", "make house"),
     (
-        r"scripts/(prove_|gate_|chaos|generate_faults|judge_trials|same_adapter|two_nodes)",
+        r"scripts/(prove_|gate_|chaos|generate_faults|judge_trials|judge_gallery|same_adapter|two_nodes)",
         "minutes to hours; make claims, each in small",
     ),
     (r"scripts/(run_claims|proof_slice)", "make claims, make proof-slice"),

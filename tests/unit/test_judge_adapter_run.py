@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import meshlora_judge
 from meshlora_judge.adapter_files.verdict import judge_folder
+from meshlora_judge.command import main
 from tests.for_each import for_each
 
 SIZES = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
@@ -38,8 +39,13 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_the_adapter_of_the_last_recorded_step_is_sound(trained: Path) -> None:
-    assert judge_folder(trained / "2", run=trained / "seen").is_sound
+def test_the_adapter_of_the_last_recorded_step_is_sound(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And it says so from the command line, with the recording and without."""
+    for words in ([], ["--run", f"{trained / 'seen'}"]):
+        assert main(["adapter", f"{trained / '2'}", *words]) == 0
+        assert "sound" in capsys.readouterr().out
+    assert main(["adapter", f"{trained / '1'}", "--run", f"{trained / 'seen'}"]) == 1
+    assert "of step 1" in capsys.readouterr().err
 
 
 def _without_one(tensors: dict[str, torch.Tensor]) -> None:

@@ -24,7 +24,7 @@ def add(verbs: Any) -> None:
     words = "its base, a folder or a name of the hub: every module must have its factors, and PEFT must load all"
     verb.add_argument("--model", metavar="BASE", type=path_argument, help=words)
     words = "a recording by meshlora_judge.record that ended with the step after which this was saved"
-    verb.add_argument("--run", metavar="RECORDING", type=path_argument, help=words)
+    verb.add_argument("--run", dest="recording", metavar="RECORDING", type=path_argument, help=words)
     verb.add_argument("--json", metavar="FILE", help="write the findings")
     verb.set_defaults(run=_adapter)
 
@@ -40,7 +40,8 @@ def _adapter(options: argparse.Namespace) -> None:
     model = None
     if options.model is not None:
         model = Path(located(options.model, "--model", kind="config"))
-    verdict = judge_folder(Path(options.folder), model=model, run=Path(options.run) if options.run else None)
+    run = Path(options.recording) if options.recording else None
+    verdict = judge_folder(Path(options.folder), model=model, run=run)
     if options.json:
         write_json_atomically(Path(options.json), verdict.as_json())
     if not verdict.is_sound:
