@@ -92,3 +92,18 @@ def test_clipping_by_hand_that_is_not_said_or_said_otherwise_is_named(
 ) -> None:
     on_ranks(loops.clips_by_hand, folder, max_norm, world=1)
     assert_refuted(folder, cause)
+
+
+def test_where_float64_does_not_fit_the_reference_is_float32_and_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshlora_judge.steps.reference._SHARE", 0.0)
+    on_ranks(loops.fsdp1, folder, "")
+    verdict = assert_proved(folder)
+    assert any("in float32" in note for note in verdict["notes"])
+
+
+def test_a_reference_in_float32_names_a_fault(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshlora_judge.steps.reference._SHARE", 0.0)
+    on_ranks(loops.fsdp1, folder, "averaged twice")
+    assert_refuted(folder, "averaged twice")

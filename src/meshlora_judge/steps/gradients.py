@@ -80,11 +80,15 @@ class Judged:
         return [1 / max(sum(self.counts), 1)] * len(self.micro)
 
     def _limits(self) -> dict[str, float]:
+        others = [self.low]
+        if self.reference.precision != torch.float64:
+            others.append(combined(self.reference.row_by_row(self.before, self.micro), self._weights()))
         found = {}
         for name, whole in self.right.items():
-            noise = relative(self.low[name], whole)
+            noises = [relative(other[name], whole) for other in others]
             # Not finite: rows that are all padding, in float32's softmax of float64.
-            found[name] = max(_EXACT[self.reference.dtype_of(name)], _NOISE * noise if math.isfinite(noise) else 0.0)
+            noise = sum(each for each in noises if math.isfinite(each))
+            found[name] = max(_EXACT[self.reference.dtype_of(name)], _NOISE * noise)
         return found
 
     def _left_over(self, names: Iterable[str]) -> float:

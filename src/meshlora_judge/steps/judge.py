@@ -1,8 +1,8 @@
 """Recorded steps against transformers and PEFT on one process: each step by itself, from the values that it began with.
 
-Owns: the phases and their limits. Gradients: relative L2 distance of each parameter from the reference's, in float64,
-where the trainer's own rounding allows it; in a lower precision the reference runs in it too, and the trainer may be
-four times as far as that. Clipping and the update are judged from the gradients that the trainer had, so one fault is
+Owns: the phases and their limits. Gradients: relative L2 distance of each parameter from the reference's, in float64
+where that fits into memory; in a lower precision the reference runs in it too, and the trainer may be four times as far
+as that. Clipping and the update are judged from the gradients that the trainer had, so one fault is
 not counted thrice. Does not own: causes (`steps.causes`), which parts make a whole (`steps.ranks`).
 """
 
@@ -32,6 +32,8 @@ def judge_steps(recordings: Sequence[Recording], base: str) -> Verdict:
         words = "it has the very rows of another rank, so all of them together train on one rank's share"
         verdict.findings.append(Finding(0, "rows", "same rows", words, ranks=ranks.repeats))
     reference = Reference(base, recordings)
+    if reference.precision != torch.float64:
+        verdict.notes.append("the reference is in float32, as float64 does not fit here; its own rounding is measured")
     _judge_trained(verdict, recordings, reference)
     previous: Gradients = {}
     for step in range(len(recordings[0].steps)):

@@ -1,8 +1,13 @@
-"""The gradients of recorded micro-batches on one process: in float64, and in the precision of the trainer."""
+"""The gradients of recorded micro-batches on one process: in float64, and in the precision of the trainer.
+
+Where float64 does not fit into memory it is float32, whose own rounding is measured: the same rows one by one.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,18 +17,21 @@ from torch import Tensor
 from meshlora_ground.errors import UnsupportedError
 from meshlora_judge.recording.files import Recording
 from meshlora_judge.steps import causes
+from meshlora_judge.steps.fit import combined
 from meshlora_judge.steps.losses import is_packed, loss_sum
 from meshlora_judge.steps.model import check_base, replayed_model, set_values, trained_by_peft
 from meshlora_judge.steps.ranks import MicroBatchOf
 
 _SCALED = causes.NUMBERS[0]
+# Of this machine's memory, for the reference and the same model in the trainer's precision.
+_SHARE = 0.7
 
 
 class Reference:
     """The models of the ranks' recordings.
 
     Attributes:
-        loss: what it is. start: the trained values that the run began with, if the recording has them.
+        loss: what it is. precision: float64, or float32. start: the trained values that the run began with, if known.
         shapes: trained parameter -> its whole shape. wanted: what PEFT would train; empty if unknown.
     """
 
@@ -33,7 +41,8 @@ class Reference:
             rule = "the routers' load-balancing loss is not replayed"
             raise UnsupportedError("output_router_logits of the configuration", rule, "record a run without it")
         self.base, self.recording, self.loss = base, recording, recording.loss
-        self._exact = replayed_model(base, recording, dtype=torch.float64)
+        self.precision = _precision_for(recording)
+        self._exact = replayed_model(base, recording, dtype=self.precision)
         for other in recordings[1:]:
             check_base(self._exact, other, base)
         self._rounded: Any = None
@@ -74,6 +83,16 @@ class Reference:
         kind = getattr(torch, autocast) if autocast else None
         with torch.autocast("cpu", dtype=kind) if kind else contextlib.nullcontext():
             return self._of(self._rounded, values, micro, "", is_lifted=False)[0]
+
+    def row_by_row(self, values: Mapping[str, Tensor], micro: Sequence[MicroBatchOf]) -> list[dict[str, Tensor]]:
+        """`gradients` by other sums of the same terms: how far they are apart is rounding. Pairs stay together."""
+        found = list[dict[str, Tensor]]()
+        for each in micro:
+            ids = each.given["input_ids"]
+            rows = [each] if self.loss["kind"] == "dpo" else [_row(each, row) for row in range(len(ids))]
+            gradients, _ = self._of(self._exact, values, rows, "")
+            found.append(combined(gradients, [1.0] * len(rows)))
+        return found
 
     def variants(self, micro: Sequence[MicroBatchOf]) -> Iterator[tuple[str, str]]:
         """(key, words) of the mistakes that make sense for these micro-batches."""
@@ -120,6 +139,24 @@ class Reference:
                 counts.append(count)
         model.zero_grad(set_to_none=True)
         return found, counts
+
+
+def _precision_for(recording: Recording) -> torch.dtype:
+    if any(lies["dtype"] == "float64" for lies in recording.frozen.values()):
+        return torch.float64
+    number = sum(math.prod(lies["shape"]) for lies in recording.frozen.values())
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return torch.float64 if number * (8 + 4) <= _SHARE * there else torch.float32
+
+
+def _row(micro: MicroBatchOf, row: int) -> MicroBatchOf:
+    """One row of a micro-batch, as one of its own."""
+    number = len(micro.given["input_ids"])
+    given = dict(micro.given)
+    for name, value in given.items():
+        if isinstance(value, Tensor) and value.ndim and len(value) == number:
+            given[name] = value[row : row + 1]
+    return MicroBatchOf(micro.rank, micro.number, given)
 
 
 @contextlib.contextmanager
