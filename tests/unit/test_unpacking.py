@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from meshlora.wings.quantized import quantized
-from meshlora.wings.quantized.kinds import BITS, OF_LIBRARY, Touched
+from meshlora.wings.quantized.kinds import BITS, OF_LIBRARY, STORED, Touched
 from meshlora.wings.quantized.quantized import Form, Packed
 from meshlora_extra.planner.fake import is_view
 from meshlora_ground.compat.torch_operators import TorchDispatchMode
@@ -31,7 +31,7 @@ def _random(kind: str, rows: tuple[int, ...], columns: tuple[int, ...], dtype: t
     """A matrix of blocks of these sizes."""
     generator = torch.Generator().manual_seed(5)
     codes = torch.randint(256, (sum(rows), sum(columns) * BITS[kind] // 8), generator=generator).to(torch.uint8)
-    if kind in ("fp8", "fp8_e5m2"):
+    if kind in ("fp8", "fp8_e5m2", *STORED.values()):
         codes &= 0xBF  # all are numbers
     scales = torch.randn(len(rows), len(columns), generator=generator)
     if kind == "mxfp4":
@@ -48,8 +48,8 @@ def _expected(packed: Packed) -> Tensor:
     elif kind == "int8":
         numbers = torch.tensor(quantized.levels_of_int8())[codes.long()]
     else:
-        dtypes = {"fp8": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2, "integers": torch.int8}
-        numbers = codes.view(dtypes[kind]).float()
+        dtypes = {"fp8_e5m2": torch.float8_e5m2, "integers": torch.int8}
+        numbers = codes.view(dtypes.get(kind, torch.float8_e4m3fn)).float()
     if kind == "mxfp4":
         scales = torch.exp2(scales.float() - 127)
     for dim, counts in enumerate((packed.form.rows, packed.form.columns)):
