@@ -137,11 +137,15 @@ def judge_merge(merged: str, base: str, adapter: Path, *, trust_remote_code: boo
                 found.missing.append(name)
             continue
         if old is None or old.shape != new.shape:
-            found.tensors.append(Found(name, f"of shape {[*new.shape]}" if old is not None else "not in the base"))
+            what = "not in the base"
+            if old is not None:
+                what = f"of shape {[*new.shape]}"
+            found.tensors.append(Found(name, what))
             continue
         if name in replaced and name not in parts:
             is_right = torch.equal(replaced[name].to(new.dtype), new)
-            found.tensors.append(Found(name, RIGHT if is_right else _of_saved(new, old), _kind(name)))
+            what = RIGHT if is_right else _of_saved(new, old)
+            found.tensors.append(Found(name, what, _kind(name)))
         elif name in parts:
             dtypes.append("few bits" if after.few_bits else f"{new.dtype}".removeprefix("torch."))
             old = replaced.get(name, old)  # an embedding that is stored beside its factors
@@ -183,6 +187,7 @@ def _merged_by_peft(parts: list[Part], old: Tensor) -> Tensor:
     for part in parts:
         layer = part.module.get_base_layer()
         parameter = getattr(layer, getattr(part.module, "parameter_name", "weight"))
+        # In place of the meta weight for the length of one merge: the model itself stays without weights.
         empty, parameter.data = parameter.data, value.clone()
         part.module.merge()
         value, parameter.data = parameter.data.double(), empty
@@ -280,6 +285,7 @@ def _without_adapter(
     name: str, old: Tensor, new: Tensor, tied: dict[str, str], parts: dict[str, list[Part]], after: Stored
 ) -> str:
     """What became of a tensor that has no adapter."""
+    # In the dtype of the merge: a base that was cast whole is no fault of the merge.
     if torch.equal(old.to(new.dtype), new):
         return KEPT
     first = tied.get(name)

@@ -81,6 +81,7 @@ def cause_of(saved: Tensor, value: Tensor, others: Mapping[str, Tensor]) -> str:
         return "not finite"
     if not saved.any():
         return "zero"
+    # Before transposes and shards: a whole tensor of another step or rank is the plainest explanation.
     for words, other in others.items():
         if _is_same(saved, other):
             return words
@@ -105,6 +106,7 @@ def _shard(saved: Tensor, value: Tensor) -> str:
         total = value.shape[dim]
         lines = saved.movedim(dim, 0).flatten(1).any(1).nonzero().flatten()
         if saved.shape == value.shape:
+            # Not all zero, which `cause_of` has seen to, so there is a first and a last line.
             begin, size = int(lines[0]), int(lines[-1]) + 1 - int(lines[0])
             if size < total and _is_same(saved.narrow(dim, begin, size), value.narrow(dim, begin, size)):
                 return f"a shard: part {begin // size + 1} of {-(-total // size)} of dim {dim}, the others zero"
@@ -119,6 +121,7 @@ def _shard(saved: Tensor, value: Tensor) -> str:
 def _scaled(saved: Tensor, value: Tensor) -> str:
     if saved.shape != value.shape or not value.any():
         return ""
+    # The least-squares factor: exact, if it is one number.
     factor = float((saved.double() * value.double()).sum() / value.double().square().sum())
     if factor and _is_same(saved, (value.double() * factor).to(value.dtype)):
         return f"scaled by {factor:.4g}"

@@ -62,6 +62,7 @@ class Names:
 
 def names_of(keys: Collection[str], config: Mapping[str, Any] | None, files: Collection[str]) -> Names:
     """Names of the tensors `keys` beside a configuration, or none, and other `files` of the folder."""
+    # One key is enough: no writer mixes layouts, and the rest of the file may be other tensors.
     for pattern, layout in ((_MEGATRON, "Megatron"), (_TORCHTUNE, "torchtune")):
         if any(pattern.search(key) for key in keys):
             return Names([_other(key, pattern) for key in sorted(keys)], layout, is_peft=False)
@@ -121,6 +122,7 @@ def _of_peft(key: str) -> Part:
         return Part(key, name.removesuffix(".default") if ROWS in name else name, "", "", ", ".join(flaws))
     side, rest = match[1].removeprefix("lora_").removesuffix("_vector"), match[2] or ""
     adapter, _, leaf = rest.rpartition(".")
+    # An adapter's name may hold dots: only the last word can be the leaf.
     if leaf not in ("weight", "bias"):
         adapter, leaf = rest, ""
     if adapter:

@@ -82,7 +82,10 @@ def _peft_model(adapter: Adapter, shapes: Mapping[str, tuple[int, ...]], folder:
 def _resize(base: Any, adapter: Adapter, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Give the base the vocabulary of the adapter, as whoever added tokens does before PEFT loads it."""
     get = getattr(base, "get_input_embeddings", None)
-    embedding = get() if get is not None and getattr(base, "main_input_name", "") == "input_ids" else None
+    # Models of images or sound have no embedding of tokens.
+    if get is None or getattr(base, "main_input_name", "") != "input_ids":
+        return
+    embedding = get()
     if embedding is None:
         return
     path = next(name for name, module in base.named_modules() if module is embedding)
@@ -155,7 +158,7 @@ def _scales(model: Any, adapter: Adapter, shapes: Mapping[str, tuple[int, ...]],
         stored = {}
         for file in files:
             opened = stack.enter_context(open_safetensors(file))
-            stored.update(dict.fromkeys(opened.keys(), opened))
+            stored.update(dict.fromkeys(opened.keys(), opened))  # opened, not read: one weight at a time is in memory
         for module, sides in adapter.names.by_module().items():
             key = f"{module}.weight"
             scale = scale_of(adapter.config, module)

@@ -144,7 +144,10 @@ def expert_major(b: Tensor, ranks: Iterable[int]) -> float:
         major = unit.reshape(len(b), experts, rank).permute(1, 2, 0)
         alike = [(block @ block.mT).abs().sum((1, 2)) for block in (major, theirs)]
         more = alike[0] - alike[1]
-        return float(more.mean() / (more.std() / experts**0.5 + 1e-12)) if float(more.mean()) > 0.1 * rank else 0.0
+        # Of many experts a difference too small to matter is still many standard errors.
+        if float(more.mean()) <= 0.1 * rank:
+            return 0.0
+        return float(more.mean() / (more.std() / experts**0.5 + 1e-12))
     return 0.0
 
 
@@ -166,7 +169,8 @@ def _not_finite(values: Iterable[Values]) -> list[Finding]:
     plain, half = list[str](), list[str]()
     for value in values:
         if not value.is_finite:
-            (half if value.dtype == torch.float16 else plain).append(value.part.key)
+            keys = half if value.dtype == torch.float16 else plain
+            keys.append(value.part.key)
     way_out = "use an earlier checkpoint"
     return [
         *found("not finite", "values that are NaN or infinite", plain, way_out),
@@ -195,6 +199,7 @@ def _types(values: Mapping[str, Values], pairs: list[dict[str, Values]]) -> list
 
 def _untrained(adapter: Adapter, pairs: list[dict[str, Values]]) -> list[Finding]:
     """B of a linear and A of an embedding are zero before the first step."""
+    # zero: modules whose B is. lost: of these, those whose A is, too. undone: those whose A alone is.
     zero, trained, lost, undone = [], 0, [], []
     for pair in pairs:
         first = pair.get("B") or pair.get("embedding_A")
@@ -238,6 +243,7 @@ def _shards(adapter: Adapter, pairs: list[dict[str, Values]]) -> list[Finding]:
             if value is None or value.is_zero or _is_padded(pair, words):
                 continue
             label = f"{value.part.module.rpartition('.')[2]} {words}"
+            # Counted before any is left out: of a kind most must show a shard, or it is chance (`_is_common`).
             total[label] += 1
             mask = value.rows if is_row else value.columns
             # Of a stack these are experts: `_lost_experts` looks at them.
@@ -288,6 +294,7 @@ def _may_be_a_piece(adapter: Adapter, module: str, number: int, of: int) -> bool
     pieces = adapter.own.get("pieces")
     if isinstance(pieces, dict) and leaf in pieces:
         return True
+    # Of q, k and v or gate and up the first is a half or a third; k and v are the last, and short where heads share.
     return bool(_FUSED.search(leaf)) and ((number == 1 and of <= 3) or number >= of - 1)
 
 
@@ -295,6 +302,7 @@ def _has_zero_block(is_live: Tensor) -> bool:
     """Whether a quarter is zero, in at most four runs of four or more."""
     if len(is_live) < 2 * _FEWEST_ROWS or bool(is_live.all()):
         return False
+    # Few long runs are lost blocks; rows that training itself left at zero lie scattered.
     _, lengths = torch.unique_consecutive(is_live, return_counts=True)
     firsts = torch.cat((lengths.new_zeros(1), lengths.cumsum(0)[:-1]))
     zeros = lengths[~is_live[firsts]]
@@ -319,6 +327,7 @@ def _lost_experts(adapter: Adapter, pairs: list[dict[str, Values]]) -> list[Find
                 gone = (~(has_a | has_b)).nonzero().flatten().tolist()
                 lost.append(f"{a.part.module}: {len(gone)} of {number}, first {gone[0]}")
             break
+        # Six standard errors: of thousands of stacks that are right none is this far off by chance.
         if b.apart > 6:
             major.append(b.part.name)
     what = "experts whose two factors are zero"
@@ -334,6 +343,7 @@ def _copies(pairs: list[dict[str, Values]]) -> list[Finding]:
         for side, words in (("B", "rows of B"), ("A", "columns of A")):
             value = pair.get(side)
             if value is not None and value.copies > 1:
+                # By the number, too: a gather that went wrong repeats every factor equally often.
                 seen.setdefault((words, value.copies), []).append(value.part.name)
     result = []
     for (words, number), names in seen.items():

@@ -80,12 +80,15 @@ def _beside_run(adapter: Adapter, run: Path) -> list[Finding]:
     ranks = [recording.steps[-1].after for recording in recordings]
     first = recordings[0].steps
     steps = {0: first[0].before} | {number: step.after for number, step in enumerate(first[:-1], 1)}
-    names = {name for own in ranks for name in own}
+    names = set[str]().union(*ranks)
     values = {}
     for name in names:
         parts = [own.get(name) for own in ranks]
         shape = _whole_shape(adapter, name, parts[0])
-        copies = wholes(parts, shape) if shape is not None else None
+        if shape is None:
+            continue
+        copies = wholes(parts, shape)
+        # Ranks whose parts make no whole are a finding on the recording itself (`steps.judge`), not on the file.
         if copies is not None and copies[0] is not None:
             values[name] = copies[0]
     return differences_from(adapter, values, ranks=ranks, steps=steps)
@@ -93,11 +96,18 @@ def _beside_run(adapter: Adapter, run: Path) -> list[Finding]:
 
 def _whole_shape(adapter: Adapter, name: str, part: Tensor | None) -> Sequence[int] | None:
     """That of the file, if ranks had parts of it; else what every rank had."""
-    key = next((each.key for each in adapter.names.parts if each.name == trained_name(name)), None)
     if part is None:
         return None
-    stored = adapter.read(key).shape if key is not None else part.shape
-    return stored if stored.numel() > part.numel() else part.shape
+    wanted = trained_name(name)
+    for each in adapter.names.parts:
+        if each.name != wanted:
+            continue
+        stored = adapter.read(each.key).shape
+        # A file that holds less than a rank had is the one that is wrong: its shape says nothing then.
+        if stored.numel() > part.numel():
+            return stored
+        break
+    return part.shape
 
 
 def judge_folder(folder: Path, *, model: Path | None = None, run: Path | None = None) -> Verdict:
@@ -120,15 +130,22 @@ def judge_folder(folder: Path, *, model: Path | None = None, run: Path | None = 
         if run is not None:
             findings += _beside_run(adapter, run)
         verdict = Verdict(folder, _described(adapter, values, has_model=model is not None), adapter.config)
-    verdict.wrong = [finding for finding in findings if not finding.is_note]
-    verdict.notes = [finding for finding in findings if finding.is_note]
+    for finding in findings:
+        if finding.is_note:
+            verdict.notes.append(finding)
+        else:
+            verdict.wrong.append(finding)
     return verdict
 
 
 def _joined(by_name: list[Finding], by_model: list[Finding]) -> list[Finding]:
     """Both, where PEFT on the model decides what is missing and dropped, and the names only say why."""
-    dropped = {name for finding in by_model if finding.kind == "dropped" for name in finding.names}
-    is_loaded = all(finding.names for finding in by_model)  # else PEFT failed, and has decided nothing
+    dropped, is_loaded = set[str](), True
+    for finding in by_model:
+        if finding.kind == "dropped":
+            dropped.update(finding.names)
+        if not finding.names:
+            is_loaded = False  # PEFT failed, and has decided nothing
     kept, explained = [], set[str]()
     for finding in by_name:
         if is_loaded and finding.kind == "incomplete" and finding.is_note:
@@ -156,8 +173,11 @@ def _described(adapter: Adapter, values: dict[str, Values], *, has_model: bool) 
     if not adapter.is_lora:
         words.append(f"of type {adapter.config['peft_type']:.40}")
     words.append(f"{len(modules):,} modules, {len(values):,} tensors")
-    ranks = set[int]()
+    ranks, scales = set[int](), set[float]()
     for module, sides in modules.items():
+        scale = scale_of(adapter.config, module)
+        if scale is not None:
+            scales.add(scale)
         part = sides.get("A") or sides.get("embedding_A")
         if is_of_experts(adapter.config, module):
             ranks.update(ranks_of(adapter.config, module)[:1])  # A has the ranks of all experts
@@ -165,8 +185,9 @@ def _described(adapter: Adapter, values: dict[str, Values], *, has_model: bool) 
             ranks.add(values[part.key].shape[0])
     if ranks:
         words.append(f"rank {_listed(sorted(ranks))}")
-    scales = {scale for module in modules if (scale := scale_of(adapter.config, module)) is not None}
-    rule = "lora_alpha / sqrt(r), as use_rslora says" if adapter.config.get("use_rslora") else "lora_alpha / r"
+    rule = "lora_alpha / r"
+    if adapter.config.get("use_rslora"):
+        rule = "lora_alpha / sqrt(r), as use_rslora says"
     if scales:
         words.append(f"scale {_listed(sorted(scales))} = {rule}")
     elif adapter.is_lora:

@@ -45,7 +45,9 @@ def ranks_of(config: Mapping[str, Any], module: str) -> list[int]:
     if not isinstance(rank, int) or rank < 1:
         return []
     if is_of_experts(config, module):
-        return list(dict.fromkeys([rank, *(int(each) for each in pattern.values() if each >= 1)]))
+        # The name of a stack does not say which of its parameters it is: each rank of a pattern may be meant.
+        others = [int(each) for each in pattern.values() if each >= 1]
+        return list(dict.fromkeys([rank, *others]))
     return [int(_of_pattern(pattern, module, rank))]
 
 
@@ -72,7 +74,9 @@ def scale_of(config: Mapping[str, Any], module: str) -> float | None:
     if not isinstance(alpha, int | float) or not ranks:
         return None
     alpha = _of_pattern(config.get("alpha_pattern") or {}, module, alpha)
-    return float(alpha / (math.sqrt(ranks[0]) if config.get("use_rslora") else ranks[0]))
+    if config.get("use_rslora"):
+        return float(alpha / math.sqrt(ranks[0]))
+    return float(alpha / ranks[0])
 
 
 def of_names(adapter: Adapter) -> list[Finding]:
@@ -95,12 +99,19 @@ def of_names(adapter: Adapter) -> list[Finding]:
             result += found("dropped", what, keys, _AGAIN)
     by_name: dict[tuple[str, str], list[Part]] = {}
     for part in names.parts:
-        by_name.setdefault((part.name, part.adapter if len(own) > 1 else ""), []).append(part)
+        # One adapter alone may have its name in some keys only: these are the same tensors twice.
+        of = ""
+        if len(own) > 1:
+            of = part.adapter
+        by_name.setdefault((part.name, of), []).append(part)
     same, other = list[str](), list[str]()
     for parts in by_name.values():
         for part in parts[1:]:
             one, two = adapter.read(parts[0].key), adapter.read(part.key)
-            (same if one.shape == two.shape and torch.equal(one, two) else other).append(part.key)
+            if one.shape == two.shape and torch.equal(one, two):
+                same.append(part.key)
+            else:
+                other.append(part.key)
     result += found("twice", "tensors are there twice, under two names", same, _AGAIN)
     what = "one tensor is there under two names with different values: replicas that drifted, or shards"
     return result + found("drifted", what, other, _AGAIN)
@@ -210,7 +221,9 @@ def of_layers(adapter: Adapter) -> list[Finding]:
     modules = adapter.names.by_module()
     unused = list[str]()
     if isinstance(targets, list):
-        unused = [name for name in targets if not any(f".{module}".endswith(f".{name}") for module in modules)]
+        for name in targets:
+            if not any(f".{module}".endswith(f".{name}") for module in modules):
+                unused.append(name)
     what = "targets of the configuration have no factor"
     result = found("incomplete", what, unused, "--model tells whether the model has them", is_note=True)
     leaves: dict[str, set[str]] = {}
@@ -228,16 +241,17 @@ def of_layers(adapter: Adapter) -> list[Finding]:
         kinds.setdefault(_NUMBER.sub("*", parent), []).append(parent)
     missing, unclear, experts = list[str](), list[str](), list[str]()
     for kind, parents in kinds.items():
-        for leaf in set[str]().union(*(leaves[parent] for parent in parents)):
-            owners = [parent for parent in parents if leaf in leaves[parent]]
-            beside = set[str]().union(*(leaves[parent] for parent in owners))
-            lacking = [
-                f"{parent}.{leaf}" for parent in parents if leaf not in leaves[parent] and leaves[parent] & beside
-            ]
+        every = set[str]()
+        for parent in parents:
+            every |= leaves[parent]
+        for leaf in every:
+            lacking = _lacking(leaf, parents, leaves)
             # gemma3n and gemma4 have layers that take keys, values or both from another.
             is_shared = leaf in ("k_proj", "v_proj")
-            is_clear = 0 < 2 * len(lacking) < len(parents) and not is_shared
-            (missing if is_clear else unclear).extend(lacking)
+            if 2 * len(lacking) < len(parents) and not is_shared:
+                missing += lacking
+            else:
+                unclear += lacking
         if kind.endswith(".experts.*"):
             experts += _gaps(parents)
     what = "modules have no factors, which those of other layers have"
@@ -247,6 +261,15 @@ def of_layers(adapter: Adapter) -> list[Finding]:
     return result + found("incomplete", what, sorted(unclear), "--model tells whether the model has them", is_note=True)
 
 
+def _lacking(leaf: str, parents: list[str], leaves: Mapping[str, set[str]]) -> list[str]:
+    """`leaf` under each parent that lacks it, though it has another leaf of those that have it."""
+    beside = set[str]()
+    for parent in parents:
+        if leaf in leaves[parent]:
+            beside |= leaves[parent]
+    return [f"{parent}.{leaf}" for parent in parents if leaf not in leaves[parent] and leaves[parent] & beside]
+
+
 def _gaps(parents: list[str]) -> list[str]:
     """Experts that a layer lacks, of the numbers that any layer has."""
     numbers: dict[str, set[int]] = {}
@@ -254,7 +277,7 @@ def _gaps(parents: list[str]) -> list[str]:
         owner, _, number = parent.rpartition(".")
         if len(number) < 7:
             numbers.setdefault(owner, set()).add(int(number))
-    most = max((max(own) for own in numbers.values()), default=-1)
+    most = max(set[int]().union(*numbers.values()), default=-1)
     lacking = []
     for owner, own in sorted(numbers.items()):
         if gone := sorted(set(range(most + 1)) - own):

@@ -132,6 +132,7 @@ class Recorder:
         self._further = {}
         if args and isinstance(args[0], Tensor):
             given.setdefault("input_ids", args[0].detach().cpu().clone())
+        # What is there before the step's first forward was not cleared.
         if not self._step.micro_batches:
             self._left = self._gradients()
         self._step.micro_batches.append(given)
@@ -179,6 +180,7 @@ class Recorder:
         return original(parameters, max_norm, total_norm, *rest, **more)
 
     def _clipped_by_fsdp(self, original: Callable[..., Any], model: Any, max_norm: float, *rest: Any) -> Any:
+        # FSDP1 clips within the call that gives the norm: the gradients are copied before it.
         raw = self._raw if self._is_clipped else self._gradients()
         norm = original(model, max_norm, *rest)
         self._clips(max_norm, norm)
@@ -209,6 +211,7 @@ class Recorder:
         step = self._step
         if self._max_norm and not step.clip:
             step.clip = {"max_norm": float(self._max_norm)}
+        # Outside of `gathered`: `full_state` gathers by itself.
         names = {parameter: name for name, parameter in self._trained().items()}
         step.optimizer = _described(optimizer, names, full_state(self.model, self._trained, optimizer))
         with gathered(self.model):
@@ -225,6 +228,7 @@ class Recorder:
             self._step.after = {name: whole(parameter) for name, parameter in self._trained().items()}
         self.recording.steps.append(self._step)
         self._step, self._raw = Step(), {}
+        # After each step: a run that is killed leaves what it had.
         self.recording.write(self.folder)
         if len(self.recording.steps) == self.steps:
             self.stop()
@@ -249,13 +253,17 @@ class Recorder:
         found, inner = self.recording, unwrapped(self.model)
         is_flat = is_fsdp1(self.model)
         found.fsdp = is_flat or any(isinstance(module, FSDPModule) for module in self.model.modules())
-        found.wrapper = type(self.model).__name__ if inner is not self.model else ""
-        configs = getattr(inner, "peft_config", None) or (
-            {"default": self._adapter} if self._adapter is not None else {}
-        )
+        if inner is not self.model:
+            found.wrapper = type(self.model).__name__
+        configs = getattr(inner, "peft_config", None) or {}
+        # A model that is not PEFT's has none, and who records it may say which PEFT would take.
+        if not configs and self._adapter is not None:
+            configs = {"default": self._adapter}
         found.adapters = {name: _plain_config(config) for name, config in configs.items()}
         active = getattr(inner, "active_adapters", None) or []
-        found.active = list(active() if callable(active) else active)
+        if callable(active):  # a method of transformers' models, a property of PEFT's
+            active = active()
+        found.active = list(active)
         config = getattr(inner, "config", None)
         if config is not None and hasattr(config, "to_dict"):
             found.config = _plain_config(config)
@@ -273,6 +281,7 @@ class Recorder:
                     found.trained[name] = lies
                     continue
                 found.frozen[name] = lies
+                # A frozen adapter is in no base that the judge could read: it is kept whole.
                 if any(part in found.adapters for part in name.split(".")):
                     found.frozen_adapters[name] = whole(parameter)
 

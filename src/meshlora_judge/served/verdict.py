@@ -119,6 +119,7 @@ class Comparison:
         """The names of hypotheses within the limit, nearest first, of the first stage which has any. Later stages cost
         more, and are computed once."""
         verdict, stage = self.verdict, list[str]()
+        # What an earlier dtype computed is measured again against the wider limit of this one.
         for name in [*verdict.distances]:
             if verdict.distances[name] <= verdict.limit:
                 stage.append(name)
@@ -138,6 +139,7 @@ class Comparison:
         yield {f"base + adapter without {name}": self._without(kinds) for name, kinds in self._groups().items()}
         yield self._moved()
         yield {name: self.computed.merged(dtype) for dtype, name in MERGES.items()}
+        # Fits have free numbers, and explain more by chance than the stages before.
         yield self._fitted("scaled", lambda part: "the adapter" if part.scale is not None else None)
         yield self._fitted("kinds", lambda part: part.kind if part.scale is not None else None)
         yield self._fitted("layers", lambda part: f"layer {part.layer}" if part.scale is not None else None)

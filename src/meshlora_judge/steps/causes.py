@@ -6,7 +6,8 @@ sentence.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 CAUSES = {
@@ -102,10 +103,14 @@ def cause_of_sum(
     positions: of each, trained or not.
     """
     spread = sum(counts) / sum(positions) if sum(positions) else 0.0  # what dividing by all positions comes to
-    number = {rank: ranks.count(rank) for rank in ranks}
-    counted = [i for i, count in enumerate(counts) if count]  # the others have no gradient
-    counts, ranks = [counts[i] for i in counted], [ranks[i] for i in counted]
-    shares = [coefficients[i] * sum(counts) for i in counted]  # 1 each, if right
+    number = Counter(ranks)
+    total = sum(counts)
+    shares, counted, of = list[float](), list[int](), list[int]()
+    for coefficient, count, rank in zip(coefficients, counts, ranks, strict=True):
+        if count:  # the others have no gradient, so their coefficient is any number
+            shares.append(coefficient * total)  # 1 each, if right
+            counted.append(count)
+            of.append(rank)
     if max(map(abs, shares), default=0.0) < limit:
         return Cause("zero", CAUSES["zero"])
     if _near(shares, [1.0] * len(shares), limit):
@@ -113,38 +118,48 @@ def cause_of_sum(
     present = {i for i, share in enumerate(shares) if abs(share) > max(limit, 1e-3)}
     missing = {*range(len(shares))} - present
     if missing:
-        return _of_missing(shares, present, missing, ranks, own, limit)
+        return _of_missing(shares, present, missing, of, own, limit)
     if spread and spread != 1 and _near(shares, [spread] * len(shares), limit):
         return Cause("divided by all positions", CAUSES["divided by all positions"], spread)
-    return _of_shares(shares, counts, ranks, number, limit)
+    return _of_shares(shares, counted, of, number, limit)
 
 
 def _of_missing(
     shares: Sequence[float], present: set[int], missing: set[int], ranks: Sequence[int], own: int, limit: float
 ) -> Cause:
     """Some micro-batches have no share."""
-    there = {ranks[i] for i in present}
-    absent = {ranks[i] for i in missing}
+    there, absent = _owners(present, ranks), _owners(missing, ranks)
     if len(there) == 1 and not there & absent and len(set(ranks)) > 1:
         (rank,) = there
         if rank == own:
             return Cause("not summed over ranks", CAUSES["not summed over ranks"])
         return Cause("one rank's only", f"it is the gradient of rank {rank}'s rows alone")
+    # One micro-batch read again in the place of another: as many count twice as lack, on the same ranks.
     twice = [i for i in sorted(present) if abs(shares[i] / 2 - 1) < limit]
-    if len(twice) == len(missing) and len({ranks[i] for i in twice} ^ absent) == 0:
+    if len(twice) == len(missing) and _owners(twice, ranks) == absent:
         words = (
             f"rows of micro-batch {_places(twice, ranks)} count twice, and those of {_places(sorted(missing), ranks)}"
         )
         return Cause("counted twice", f"{words} not at all")
-    last = {max(i for i in range(len(ranks)) if ranks[i] == rank) for rank in ranks}
-    first = {min(i for i in range(len(ranks)) if ranks[i] == rank) for rank in ranks}
-    own_last = {max(i for i in range(len(ranks)) if ranks[i] == own)}
+    first_of, last_of = dict[int, int](), dict[int, int]()
+    for i, rank in enumerate(ranks):
+        first_of.setdefault(rank, i)
+        last_of[rank] = i
+    first, last = {*first_of.values()}, {*last_of.values()}
+    own_last = {last_of.get(own, -1)}  # -1: it has no trained tokens
+    # With one micro-batch a rank nothing is accumulated, so nothing of it can be lost.
     if present in (last, first, own_last) and len(last) < len(ranks):
         which = "first" if present == first else "last"
-        words = f"only the {which} micro-batch of {'each rank' if len(present) > 1 else 'a rank'} counts"
+        whose = "each rank" if len(present) > 1 else "a rank"
+        words = f"only the {which} micro-batch of {whose} counts"
         return Cause("lost accumulation", f"{words}: accumulation was lost")
     places = _places(sorted(missing), ranks)
     return Cause("left out", f"rows of micro-batch {places} are left out")
+
+
+def _owners(numbers: Iterable[int], ranks: Sequence[int]) -> set[int]:
+    """The ranks that have the micro-batches `numbers`."""
+    return {ranks[i] for i in numbers}
 
 
 def _of_shares(
@@ -152,13 +167,20 @@ def _of_shares(
 ) -> Cause:
     """All micro-batches are there, with wrong weights. number: of micro-batches of each rank, the empty ones too."""
     total, world = sum(counts), len(number)
-    of_rank = {rank: sum(c for c, r in zip(counts, ranks, strict=True) if r == rank) for rank in ranks}
-    of_micro = [total / (world * number[r] * c) for c, r in zip(counts, ranks, strict=True)]
-    of_ranks = [total / (world * of_rank[r]) for r in ranks]
+    of_rank = Counter[int]()
+    for count, rank in zip(counts, ranks, strict=True):
+        of_rank[rank] += count
+    # The shares that each micro-batch has by the two wrong means: of all micro-batches' means, and of all ranks'.
+    of_micro, of_ranks = list[float](), list[float]()
+    for count, rank in zip(counts, ranks, strict=True):
+        of_micro.append(total / (world * number[rank] * count))
+        of_ranks.append(total / (world * of_rank[rank]))
     micro = max(number.values())
     if (ratio := _ratio(shares, [1.0] * len(shares), limit)) is not None:
         named = {world: "summed, not averaged", 1 / world: "averaged twice"}
-        named |= {micro: "accumulation not divided", 1 / micro: "accumulation divided twice"} if micro > 1 else {}
+        # Of as many micro-batches as ranks the number alone cannot tell which: it is called accumulation.
+        if micro > 1:
+            named |= {micro: "accumulation not divided", 1 / micro: "accumulation divided twice"}
         for expected, key in named.items():
             if expected != 1 and abs(ratio / expected - 1) < limit:
                 return Cause(key, f"{CAUSES[key]} ({ratio:.4g} times)", ratio)
@@ -167,8 +189,13 @@ def _of_shares(
         return Cause("mean of ranks' means", CAUSES["mean of ranks' means"] + _times(ratio), ratio)
     if (ratio := _ratio(shares, of_micro, limit)) is not None:
         return Cause("mean of means", CAUSES["mean of means"] + _times(ratio), ratio)
-    twice = [i for i, share in enumerate(shares) if abs(share / 2 - 1) < limit]
-    if twice and all(abs(share - 1) < limit for i, share in enumerate(shares) if i not in twice):
+    twice, others = list[int](), list[float]()
+    for i, share in enumerate(shares):
+        if abs(share / 2 - 1) < limit:
+            twice.append(i)
+        else:
+            others.append(share)
+    if twice and _near(others, [1.0] * len(others), limit):
         places = _places(twice, ranks)
         return Cause("counted twice", f"rows of micro-batch {places} count twice")
     said = ", ".join(f"{share:.3g}" for share in shares[:8])

@@ -85,15 +85,22 @@ class Judged:
             others.append(combined(self.reference.row_by_row(self.before, self.micro), self._weights()))
         found = {}
         for name, whole in self.right.items():
-            noises = [relative(other[name], whole) for other in others]
-            # Not finite: rows that are all padding, in float32's softmax of float64.
-            noise = sum(each for each in noises if math.isfinite(each))
+            noise = 0.0
+            for other in others:
+                error = relative(other[name], whole)
+                # Not finite: rows that are all padding, in float32's softmax of float64.
+                if math.isfinite(error):
+                    noise += error
             found[name] = max(_EXACT[self.reference.dtype_of(name)], _NOISE * noise)
         return found
 
     def _left_over(self, names: Iterable[str]) -> float:
         """The largest residual of a combination that is one."""
-        return min(2 * max(self.limits[name] for name in names), _LEFT_OVER)
+        return min(2 * self._widest(names), _LEFT_OVER)
+
+    def _widest(self, names: Iterable[str]) -> float:
+        """The limit of the coarsest of `names`: what is said of all of them can be no finer."""
+        return max(self.limits[name] for name in names)
 
     def of_steps(self, steps: Sequence[Step]) -> list[Gradients]:
         """The gradients of each rank that are to be right.
@@ -101,15 +108,21 @@ class Judged:
         Those before clipping; where no clipping was seen, those that the optimizer took, as loops of their own sum over
         ranks or unscale after the last backward: but for a number that all of them are multiplied by.
         """
-        raw, taken = [step.raw or step.clipped for step in steps], [step.clipped or step.raw for step in steps]
-        if any(step.clip for step in steps) or (
-            self._are_right(raw) and (all(map(_is_multiple, taken, raw)) or all(map(is_clamped, taken, raw)))
-        ):
-            return list(raw)
-        return list(taken)
+        raw, taken, is_clipped = list[Gradients](), list[Gradients](), False
+        for step in steps:
+            # Each stands in for the other, where the recorder saw only one of them.
+            raw.append(step.raw or step.clipped)
+            taken.append(step.clipped or step.raw)
+            is_clipped = is_clipped or bool(step.clip)
+        if is_clipped:
+            return raw
+        # A loop that clips by code of its own: the raw ones are right, and what it took is made of them.
+        if self._are_right(raw) and (all(map(_is_multiple, taken, raw)) or all(map(is_clamped, taken, raw))):
+            return raw
+        return taken
 
     def _are_right(self, ranks: Sequence[Gradients]) -> bool:
-        return all(not self._wrong(own) for own in self._wholes(ranks))
+        return not any(map(self._wrong, self._wholes(ranks)))
 
     def _wholes(self, ranks: Sequence[Gradients]) -> list[dict[str, Tensor]]:
         found = [dict[str, Tensor]() for _ in ranks]
@@ -122,8 +135,12 @@ class Judged:
 
     def _wrong(self, own: Gradients) -> dict[str, float]:
         """Parameter -> its error, where that is beyond its limit."""
-        errors = {name: relative(value, self.right[name]) for name, value in own.items()}
-        return {name: error for name, error in errors.items() if error > self.limits[name]}
+        found = {}
+        for name, value in own.items():
+            error = relative(value, self.right[name])
+            if error > self.limits[name]:
+                found[name] = error
+        return found
 
     def judge(self, ranks: Sequence[Observed]) -> None:
         """Compare those of every rank; of ranks with equal ones the first."""
@@ -156,14 +173,22 @@ class Judged:
 
         Rounding errors of thousands of elements cancel in a coefficient: it is known far better than any element.
         """
-        names = [name for name in self.right if name in own and bool(self.right[name].any())]
-        if not names or not all(bool(self.low[name].isfinite().all()) for name in names):
+        names, exact = list[str](), 0.0
+        for name, whole in self.right.items():
+            if name not in own or not bool(whole.any()):
+                continue
+            # Without the trainer's own rounding no limit of a coefficient is known.
+            if not bool(self.low[name].isfinite().all()):
+                return None
+            names.append(name)
+            exact = max(exact, _EXACT[self.reference.dtype_of(name)])
+        if not names:
             return None
         fit, noise = fitted(own, self.each, names), fitted(self.low, self.each, names)
         due = torch.tensor(self._weights(), dtype=torch.float64)
         trained = torch.tensor(self.counts) > 0
         limits = _SPREADS * torch.maximum(fit.spreads, noise.spreads) + _NOISE * (noise.coefficients - due).abs()
-        limits = limits / due + max(_EXACT[self.reference.dtype_of(name)] for name in names)
+        limits = limits / due + exact
         off = (fit.coefficients / due - 1).abs()
         worst = float((off / limits)[trained].max())
         self.verdict.compare("shares", worst, 1.0)
@@ -189,16 +214,19 @@ class Judged:
 
     def _shared(self, bad: Gradients, rank: int, observed: Observed) -> Cause | None:
         """What the step's sums say of `bad` together; None: no combination gives them."""
-        limit = max(self.limits[name] for name in bad)
-        if not all(bool(torch.isfinite(value).all()) for value in bad.values()):
-            return known("not finite")
-        if not any(bool(value.any()) for value in bad.values()):
+        is_zero = True
+        for value in bad.values():
+            # First of all: least squares would spread a NaN over every coefficient.
+            if not bool(torch.isfinite(value).all()):
+                return known("not finite")
+            is_zero = is_zero and not bool(value.any())
+        if is_zero:
             return known("zero")
         fit = fitted(bad, self.each, [*bad])
         if fit.residual <= self._left_over(bad):
-            return self._of_sum(fit.coefficients.tolist(), rank, limit, observed)
+            return self._of_sum(fit.coefficients.tolist(), rank, self._widest(bad), observed)
         for key, others in (("not cleared", observed.left), ("of the step before", observed.previous)):
-            if not all(name in others for name in bad):
+            if not bad.keys() <= others.keys():
                 continue
             fit = fitted(bad, [*self.each, others], [*bad])
             if fit.residual <= self._left_over(bad):
@@ -207,8 +235,11 @@ class Judged:
 
     def _of_sum(self, coefficients: list[float], rank: int, limit: float, observed: Observed) -> Cause:
         tolerance = min(0.2, max(1e-3, 5 * limit))
-        of, own = [micro.rank for micro in self.micro], self.ranks.of[rank]
-        positions = [each.given["input_ids"].numel() for each in self.micro]
+        of, positions = list[int](), list[int]()
+        for micro in self.micro:
+            of.append(micro.rank)
+            positions.append(micro.given["input_ids"].numel())
+        own = self.ranks.of[rank]
         cause = cause_of_sum(coefficients, self.counts, of, own, limit=tolerance, positions=positions)
         if observed.clips > 1 and cause is not None and cause.ratio is None:
             return known("clipped before accumulation ended")
@@ -217,13 +248,16 @@ class Judged:
     def _mistake(self, bad: Gradients) -> Cause | None:
         """A known mistake of the loss or the forward whose gradients fit."""
         limit, names = self._left_over(bad), [*bad]
+        # Clearly better than the right micro-batches, or it is none: any columns fit a part of what is left.
         best, found = 0.7 * fitted(bad, self.each, names).residual, None
         for variant, words in self.reference.variants(self.micro):
             try:
                 each = self.reference.gradients(self.before, self.micro, variant=variant)[0]
             except (RuntimeError, TypeError, ValueError):  # of a family whose forward does not take it
                 continue
-            residual = fitted(bad, [*self.each, *each] if variant in causes.ADDED else each, names).residual
+            if variant in causes.ADDED:
+                each = [*self.each, *each]
+            residual = fitted(bad, each, names).residual
             if residual <= limit and residual < best:
                 best, found = residual, Cause(variant, words)
         if found is not None:
@@ -245,7 +279,7 @@ class Judged:
             slope = {name: (there[name] - here[name]) / step for name in bad}
             own, by = fitted(bad, [here, slope], [*bad]).coefficients.tolist()
             move = by / own if own else 0.0
-            place += max(-0.7, min(0.7, move))
+            place += max(-0.7, min(0.7, move))  # a factor of two at most: far from the root the slope misleads
             if not 0 < abs(place) < 4:
                 return None
         return None
@@ -285,8 +319,10 @@ def _sorted(a: Tensor, b: Tensor) -> float:
 
 def _is_multiple(taken: Gradients, raw: Gradients) -> bool:
     """Whether all of `taken` are those of `raw` times one number."""
-    fit = fitted(taken, [raw], [name for name in taken if name in raw]) if taken.keys() <= raw.keys() else None
-    return fit is not None and fit.residual < 2e-2
+    if not taken.keys() <= raw.keys():
+        return False
+    # Wide, as both may be rounded to bfloat16: an exact limit is for `judge_clipping`, by dtype.
+    return fitted(taken, [raw], [*taken]).residual < 2e-2
 
 
 def _part_of(value: Tensor, whole: Tensor, limit: float) -> str:
@@ -308,4 +344,7 @@ def relative(ours: Tensor, reference: Tensor) -> float:
         return math.inf
     norm = float(reference.double().norm())
     gap = float((ours.double() - reference.double()).norm())
-    return gap / norm if norm else (0.0 if not gap else math.inf)
+    if norm:
+        return gap / norm
+    # Beside a reference of zeros only zero is right.
+    return math.inf if gap else 0.0

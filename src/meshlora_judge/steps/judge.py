@@ -44,8 +44,11 @@ def judge_steps(recordings: Sequence[Recording], base: str) -> Verdict:
 def _facts(verdict: Verdict, recordings: Sequence[Recording], ranks: DataRanks) -> None:
     first = recordings[0]
     sharded = [name for name, lies in first.frozen.items() if lies["kind"] != "plain"]
-    split = f"{len(sharded)} of {len(first.frozen)} frozen parameters are sharded" if sharded else "nothing is sharded"
-    counted = f"{len(recordings)} processes, {ranks.number} with rows of their own" if len(recordings) > 1 else "one"
+    split, counted = "nothing is sharded", "one"
+    if sharded:
+        split = f"{len(sharded)} of {len(first.frozen)} frozen parameters are sharded"
+    if len(recordings) > 1:
+        counted = f"{len(recordings)} processes, {ranks.number} with rows of their own"
     verdict.facts |= {
         "processes": counted,
         "base": f"{split}; {first.wrapper or 'no wrapper'}",
@@ -68,7 +71,7 @@ def _judge_trained(verdict: Verdict, recordings: Sequence[Recording], reference:
             missing = tuple(sorted(wanted - found))
             if missing:
                 verdict.findings.append(Finding(0, "trained", cause, words, missing, (recording.rank,)))
-                break
+                break  # what is frozen is in no optimizer and has no gradient: one fault, said once
     verdict.compare("trained", 0.0, 1.0)
 
 
@@ -105,6 +108,7 @@ def _judge_step(
         judged.judge(observed)
     _copies(verdict, [step.after for step in steps], reference, number)
     for rank, step in enumerate(steps):
+        # A rank that ended where rank 0 did moved as it did, and has nothing to add.
         if rank == 0 or not _same_values(steps[0], step):
             judge_clipping(verdict, number, rank, dataclasses.replace(step, raw=dict(found[rank])))
             judge_update(verdict, number, rank, step)

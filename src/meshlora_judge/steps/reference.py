@@ -47,8 +47,10 @@ class Reference:
             check_base(self._exact, other, base)
         self._rounded: Any = None
         self.start: Mapping[str, Tensor] | None = None
-        named = {name: p for name, p in self._exact.named_parameters() if p.requires_grad}
-        self.shapes = {name: list(parameter.shape) for name, parameter in named.items()}
+        self.shapes: dict[str, list[int]] = {}
+        for name, parameter in self._exact.named_parameters():
+            if parameter.requires_grad:
+                self.shapes[name] = list(parameter.shape)
         self.wanted = trained_by_peft(base, recording)
 
     def begin(self, before: Mapping[str, Tensor]) -> None:
@@ -65,7 +67,11 @@ class Reference:
         """The dtype that sets how exact the trainer's gradient of `name` can be."""
         dtypes = {lies["dtype"] for lies in self.recording.frozen.values()} or {"float64"}
         own = {*dtypes, self.recording.trained[name]["dtype"], self.recording.autocast or "float64"}
-        return next((each for each in ("float16", "bfloat16", "float32") if each in own), "float64")
+        # Base, adapter or autocast: whichever of them is coarse rounds every gradient on its way.
+        for each in ("float16", "bfloat16", "float32"):
+            if each in own:
+                return each
+        return "float64"
 
     def gradients(
         self, values: Mapping[str, Tensor], micro: Sequence[MicroBatchOf], *, variant: str = ""
@@ -79,17 +85,20 @@ class Reference:
             return self._of(self._exact, values, micro, "", is_lifted=False)[0]
         if self._rounded is None:
             self._rounded = replayed_model(self.base, self.recording, dtype=None)
-        autocast = self.recording.autocast
-        kind = getattr(torch, autocast) if autocast else None
-        with torch.autocast("cpu", dtype=kind) if kind else contextlib.nullcontext():
+        context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if self.recording.autocast:
+            context = torch.autocast("cpu", dtype=getattr(torch, self.recording.autocast))
+        with context:
             return self._of(self._rounded, values, micro, "", is_lifted=False)[0]
 
     def row_by_row(self, values: Mapping[str, Tensor], micro: Sequence[MicroBatchOf]) -> list[dict[str, Tensor]]:
         """`gradients` by other sums of the same terms: how far they are apart is rounding. Pairs stay together."""
         found = list[dict[str, Tensor]]()
         for each in micro:
-            ids = each.given["input_ids"]
-            rows = [each] if self.loss["kind"] == "dpo" else [_row(each, row) for row in range(len(ids))]
+            if self.loss["kind"] == "dpo":
+                rows = [each]
+            else:
+                rows = [_row(each, row) for row in range(len(each.given["input_ids"]))]
             gradients, _ = self._of(self._exact, values, rows, "")
             found.append(combined(gradients, [1.0] * len(rows)))
         return found
@@ -97,7 +106,7 @@ class Reference:
     def variants(self, micro: Sequence[MicroBatchOf]) -> Iterator[tuple[str, str]]:
         """(key, words) of the mistakes that make sense for these micro-batches."""
         given = micro[0].given
-        masks = [each.given.get("attention_mask") for each in micro]
+        is_masked = _is_masked(micro)
         for way in causes.SCALES:
             yield f"{_SCALED}{way}", f"it fits a forward in which {_SCALED}{way}"
         for variant in causes.VARIANTS[self.loss["kind"]]:
@@ -107,9 +116,8 @@ class Reference:
                 continue
             if variant == causes.BARE_REFERENCE and self.start is None:
                 continue
-            if variant in ("no attention mask", "padding is trained too") and all(
-                mask is None or bool((mask == 1).all()) for mask in masks
-            ):
+            # Without padding these two are no mistakes: they give the right gradient.
+            if variant in ("no attention mask", "padding is trained too") and not is_masked:
                 continue
             yield variant, f"it fits another loss or forward: {variant}"
 
@@ -124,7 +132,10 @@ class Reference:
     ) -> tuple[list[dict[str, Tensor]], list[int]]:
         set_values(model, values)
         found, counts = list[dict[str, Tensor]](), list[int]()
-        with _scaled(model, variant.removeprefix(_SCALED) if variant.startswith(_SCALED) else "1"):
+        way = "1"
+        if variant.startswith(_SCALED):
+            way = variant.removeprefix(_SCALED)
+        with _scaled(model, way):
             for each in micro:
                 model.zero_grad(set_to_none=True)
                 total, count = loss_sum(model, each.given, self.loss, variant, start=self.start, is_lifted=is_lifted)
@@ -132,9 +143,13 @@ class Reference:
                     total.backward()
                 gradients = {}
                 for name, parameter in model.named_parameters():
-                    if parameter.requires_grad:
-                        grad = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
-                        gradients[name] = grad.double().clone()
+                    if not parameter.requires_grad:
+                        continue
+                    # An expert that no token reached has none, where the trainer may have zeros.
+                    if parameter.grad is None:
+                        gradients[name] = torch.zeros_like(parameter, dtype=torch.float64)
+                    else:
+                        gradients[name] = parameter.grad.double().clone()
                 found.append(gradients)
                 counts.append(count)
         model.zero_grad(set_to_none=True)
@@ -147,6 +162,15 @@ def _precision_for(recording: Recording) -> torch.dtype:
     number = sum(math.prod(lies["shape"]) for lies in recording.frozen.values())
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return torch.float64 if number * (8 + 4) <= _SHARE * there else torch.float32
+
+
+def _is_masked(micro: Sequence[MicroBatchOf]) -> bool:
+    """Whether the attention mask of any micro-batch leaves out a position."""
+    for each in micro:
+        mask = each.given.get("attention_mask")
+        if mask is not None and not bool((mask == 1).all()):
+            return True
+    return False
 
 
 def _row(micro: MicroBatchOf, row: int) -> MicroBatchOf:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +20,20 @@ _LOW = (torch.bfloat16, torch.float16)
 _FURTHER = 0.1
 _BETAS_1, _BETAS_2 = (0.9, 0.95, 0.8, 0.0), (0.999, 0.99, 0.98, 0.95, 0.9)
 _ADAM_F32 = 1e-4  # torch's fused and foreach forms round differently
+# Ways to run one formula faster, or on devices only: the judge takes none of them.
+_FORMS = ("foreach", "fused", "capturable", "differentiable")
 
 
 def judge_clipping(verdict: Verdict, number: int, rank: int, step: Step) -> None:
     """The optimizer took the gradients, each times one number: min(1, max_norm / (norm + 1e-6))."""
-    names = [name for name in step.raw if name in step.clipped]
+    names, squares = list[str](), 0.0
+    for name, value in step.raw.items():
+        if name in step.clipped:
+            names.append(name)
+            squares += float(value.double().square().sum())
     if not names:
         return
-    norm = math.sqrt(sum(float(step.raw[name].double().square().sum()) for name in names))
+    norm = math.sqrt(squares)
     factor = 1.0
     if step.clip and step.clip["max_norm"] > 0:
         factor = min(1.0, step.clip["max_norm"] / (norm + 1e-6))
@@ -64,7 +70,7 @@ def is_clamped(taken: Mapping[str, Tensor], raw: Mapping[str, Tensor]) -> bool:
 
 def _of_clipping(step: Step, factors: list[float], expected: float, norm: float) -> tuple[str, str]:
     middle = sum(factors) / len(factors)
-    if max(abs(each - middle) for each in factors) > 1e-2 * abs(middle):
+    if _furthest(factors, middle) > 1e-2 * abs(middle):
         return "clipped unequally", f"parameters are multiplied by {min(factors):.4g} to {max(factors):.4g}"
     if not step.clip:
         words = (
@@ -82,6 +88,11 @@ def _of_clipping(step: Step, factors: list[float], expected: float, norm: float)
     return "changed before the step", f"it was multiplied by {middle:.4g}, and by clipping {expected:.4g} was due"
 
 
+def _furthest(numbers: Sequence[float], middle: float) -> float:
+    """How far from `middle` any of `numbers` is."""
+    return max(max(numbers) - middle, middle - min(numbers))
+
+
 def judge_update(verdict: Verdict, number: int, rank: int, step: Step) -> None:
     """The parameters moved as torch's optimizer of that class and these options moves them."""
     made = _stepped(step)
@@ -97,7 +108,12 @@ def judge_update(verdict: Verdict, number: int, rank: int, step: Step) -> None:
         due, done = expected - before, after - before
         size = float(due.norm())
         rounding = torch.finfo(step.before[name].dtype).eps * float(after.norm())
-        limit = max(1e-6 if step.before[name].dtype == torch.float64 else _ADAM_F32, 2 * rounding / max(size, 1e-300))
+        # The movement is a difference of rounded values: of small ones rounding is the larger part.
+        limit = 2 * rounding / max(size, 1e-300)
+        if step.before[name].dtype == torch.float64:
+            limit = max(1e-6, limit)
+        else:
+            limit = max(_ADAM_F32, limit)
         error = float((done - due).norm()) / size if size else float(done.norm())
         if step.before[name].dtype in _LOW:
             rounded = expected.to(step.before[name].dtype).double()
@@ -128,15 +144,19 @@ def judge_state(verdict: Verdict, number: int, rank: int, ended: Step, step: Ste
     optimizer.step()
     wrong = []
     for name, value in values.items():
+        # In low precision a state is rounded each time, and some optimizers keep a copy of it elsewhere.
+        limit = 1e-2
+        if ended.before[name].dtype in _LOW:
+            limit = 1e-1
         found = step.optimizer["state"].get(name, {})
         for key, due in optimizer.state.get(value, {}).items():
             own = found.get(key)
             if not isinstance(due, Tensor) or not due.any():
                 continue
-            size = float(due.double().norm())
-            error = float((own.double() - due.double()).norm()) / size if isinstance(own, Tensor) else 1.0
-            # In low precision a state is rounded each time, and some optimizers keep a copy of it elsewhere.
-            if not verdict.compare("state", error, 1e-1 if ended.before[name].dtype in _LOW else 1e-2):
+            error = 1.0  # a state that is not there is all wrong
+            if isinstance(own, Tensor):
+                error = float((own.double() - due.double()).norm()) / float(due.double().norm())
+            if not verdict.compare("state", error, limit):
                 wrong.append(name)
                 break
     if wrong:
@@ -150,18 +170,17 @@ def _optimizer(step: Step, **other: Any) -> tuple[Any, dict[str, Tensor]] | None
     other: options of its groups instead of those recorded, where they have them.
     """
     module, _, kind = step.optimizer["class"].rpartition(".")
-    cls = (
-        getattr(importlib.import_module("torch.optim"), kind, None) if f"{module}.".startswith("torch.optim.") else None
-    )
+    cls = None
+    # By its module, too: an `AdamW` of another package may follow another formula.
+    if f"{module}.".startswith("torch.optim."):
+        cls = getattr(importlib.import_module("torch.optim"), kind, None)
     if cls is None:
         return None
     takes = inspect.signature(cls).parameters
     values: dict[str, Tensor] = {}
     groups = []
     for group in step.optimizer["groups"]:
-        options = {key: _of_group(value) for key, value in group["options"].items() if key in takes}
-        options |= {key: value for key, value in other.items() if type(options.get(key)) is type(value)}
-        options |= {key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in takes}
+        options = _options(group["options"], takes, other)
         if group["names"] and kind == "Adafactor" and options["eps"][0] is None:  # then it is the dtype's own
             options["eps"] = (torch.finfo(step.before[group["names"][0]].dtype).eps, options["eps"][1])
         parameters = []
@@ -190,6 +209,22 @@ def _stepped(step: Step, times: int = 1, **other: Any) -> dict[str, Tensor] | No
     return {name: value.detach() for name, value in values.items()}
 
 
+def _options(given: Mapping[str, Any], takes: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a group that the optimizer `takes`, with `other` in the place of some."""
+    options = {}
+    for key, value in given.items():
+        if key in takes:
+            options[key] = _of_group(value)
+    for key, value in other.items():
+        # Only where the optimizer has it, and in that form: Adafactor's eps is a pair.
+        if type(options.get(key)) is type(value):
+            options[key] = value
+    for key in _FORMS:
+        if key in takes:
+            options[key] = False
+    return options
+
+
 def _of_group(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
@@ -201,24 +236,39 @@ def _of_state(key: str, value: Any) -> Any:
 
 
 def _of_update(step: Step, wrong: list[str]) -> tuple[str, str]:
-    after = {name: step.after[name] for name in wrong}
-    if all(torch.equal(step.before[name], after[name]) for name in wrong):
+    if _are_equal(step.before, step.after, wrong):
         without = _stepped(step, weight_decay=0.0) or {}
-        if all(torch.equal(without[name], step.before[name].double()) for name in wrong):
+        if _are_equal(step.before, without, wrong):
             return "no weight decay", "only weight decay was to move it, and was left out"
         return "not stepped", "the optimizer stepped, and it did not move"
     for dtype in (torch.bfloat16, torch.float16):
-        if all(value.dtype.itemsize > 2 and torch.equal(value.to(dtype).to(value), value) for value in after.values()):
+        if _are_rounded(step.after, wrong, dtype):
             return "rounded", f"its new values are rounded to {str(dtype).removeprefix('torch.')}"
     if found := _of_rate(step, wrong):
         return found
     for key, words, other in _OTHERS:
-        due = _stepped(step, **other) or {}
-        if all(_close(step, name, due[name]) for name in wrong):
+        if _are_close(step, wrong, _stepped(step, **other) or {}):
             return key, words.format(*other.values())
-    if all(_close(step, name, value) for name, value in (_stepped(step, times=2) or {}).items() if name in wrong):
+    if _are_close(step, wrong, _stepped(step, times=2) or {}):
         return "stepped twice", "it moved as by two steps with the same gradients"
     return "another update", "it did not move as the optimizer's formula and state say"
+
+
+def _are_equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor], names: Sequence[str]) -> bool:
+    return all(torch.equal(a[name].double(), b[name].double()) for name in names)
+
+
+def _are_rounded(values: Mapping[str, Tensor], names: Sequence[str], dtype: torch.dtype) -> bool:
+    """Whether values of a finer type are those of the coarser `dtype`."""
+    for name in names:
+        value = values[name]
+        if value.dtype.itemsize <= 2 or not torch.equal(value.to(dtype).to(value), value):
+            return False
+    return True
+
+
+def _are_close(step: Step, names: Sequence[str], due: Mapping[str, Tensor]) -> bool:
+    return all(_close(step, name, due[name]) for name in names)
 
 
 # (key, words, options) of a step by other options than the groups have.
@@ -232,15 +282,20 @@ _OTHERS: list[tuple[str, str, dict[str, Any]]] = [
 
 def _of_rate(step: Step, wrong: list[str]) -> tuple[str, str] | None:
     """How many times too far it moved, and how far by weight decay: the optimizer's step is linear in both."""
-    if not all(bool(each[name].isfinite().all()) for name in wrong for each in (step.before, step.after, step.clipped)):
-        return None
+    for name in wrong:
+        for values in (step.before, step.after, step.clipped):
+            if not bool(values[name].isfinite().all()):
+                return None
     due, without = _stepped(step) or {}, _stepped(step, weight_decay=0.0) or {}
     found, decays = [], []
     for name in wrong:
         before = step.before[name].double()
         own, decay = without[name] - before, due[name] - without[name]
         done = step.after[name].double() - before
-        columns = torch.stack([each.flatten() for each in ((own, decay) if decay.any() else (own,))], 1)
+        # Without decay its column would be zero, and the fit could give it any number.
+        columns = own.flatten()[:, None]
+        if decay.any():
+            columns = torch.stack([own.flatten(), decay.flatten()], 1)
         sizes = columns.norm(dim=0).clamp_min(1e-300)
         fit = torch.linalg.lstsq(columns / sizes, done.flatten()[:, None], driver="gelsd").solution[:, 0]
         gap = float((done.flatten() - (columns / sizes) @ fit).norm())
@@ -250,14 +305,16 @@ def _of_rate(step: Step, wrong: list[str]) -> tuple[str, str] | None:
         found.append(moved)
         decays += decayed
     least, most = min(found), max(found)
-    if decays and max(abs(each - 1) for each in found) < 1e-2:
+    if decays and _furthest(found, 1.0) < 1e-2:
         if max(map(abs, decays)) < 0.05:
             return "no weight decay", "weight decay was left out"
         return (
             "another weight decay",
             f"weight decay is {min(decays):.4g} to {max(decays):.4g} times what its group says",
         )
-    times = f"{least:.4g}" if most - least < 1e-2 * abs(most) else f"{least:.4g} to {most:.4g}"
+    times = f"{least:.4g}"
+    if most - least >= 1e-2 * abs(most):
+        times += f" to {most:.4g}"
     return "another rate", f"it moved {times} times as far as the rate asks"
 
 

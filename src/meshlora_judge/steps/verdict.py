@@ -23,7 +23,7 @@ PHASES = {
     "clipping": "clipping",
     "update": "what the optimizer changed",
     "between": "nothing changed them between steps",
-    "state": "the optimizer's state from step to step",
+    "state": "the optimizer's state",
     "saved": "saved file",
 }
 _OF = {
