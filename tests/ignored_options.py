@@ -213,7 +213,7 @@ CAUGHT_BY: dict[str, str] = {
         for option in options_of_case
     },
     **{
-        f"train.objective.{kind}.reference": f"{_REFERENCE}::test_evaluate_compares_with_the_same_policy"
+        f"train.objective.{kind}.reference": f"{_REFERENCE}::test_evaluate_compares_with_the_same_policy[{kind}]"
         for kind in ("policy", "grpo", "dpo", "kto")
     },
     "train.objective.grpo.scale_rewards": (

@@ -28,6 +28,12 @@ def test_a_trainer_as_it_is_is_proved(trainer: Callable[..., Any], folder: Path)
     assert_proved(folder)
 
 
+@pytest.mark.parametrize("more", [{}, {"loss_type": "grpo"}, {"importance_sampling_level": "sequence"}], ids=str)
+def test_grpo_with_options_as_trl_has_them_is_proved(more: dict[str, Any], folder: Path) -> None:
+    on_ranks(trainers.grpo, folder, "", more)
+    assert_proved(folder)
+
+
 def test_the_callback_records_what_the_block_does(folder: Path) -> None:
     on_ranks(trainers.transformers_trainer, folder, "", "callback")
     assert_proved(folder)

@@ -5,6 +5,7 @@ Rows have unequal lengths and gradients are accumulated. Each takes a fault to p
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -125,13 +126,17 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(said.split()))) + 0.1 * len(said) for said in completions]
 
 
-def grpo(rank: int, folder: Path, fault: str) -> None:
-    """fault "not summed": ranks keep their own gradients."""
+# With a divergence, whose correction by TRL the judge has no formula of.
+_DIVERGING = {"beta": 0.1, "temperature": 0.8, "use_bias_correction_kl": False}
+
+
+def grpo(rank: int, folder: Path, fault: str, more: Mapping[str, Any] = _DIVERGING) -> None:
+    """fault "not summed": ranks keep their own gradients. more: options beside TRL's own."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     options = _COMMON | {"num_generations": 4, "max_completion_length": 8, "per_device_train_batch_size": 4}
-    options |= {"gradient_accumulation_steps": 2, "beta": 0.1, "temperature": 0.8, "use_bias_correction_kl": False}
+    options |= {"gradient_accumulation_steps": 2, **more}
     torch.manual_seed(rank)
     prompts = [{"prompt": _words(row["input_ids"][:3])} for row in rows(0)]
     trainer = GRPOTrainer(

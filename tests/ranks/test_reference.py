@@ -59,6 +59,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for ids, advantage in zip(ROLLOUTS, ADVANTAGES, strict=True)
     ]
     (root / "policy.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for number, row in enumerate(rows):
+        row |= {"reward": row.pop("advantage"), "group": number // 2}
+    (root / "grpo.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return root
 
 
@@ -197,16 +200,27 @@ def test_another_reference_is_another_run(folder: Path) -> None:
     assert "it is of a run with other reference" in ended.stderr
 
 
-def test_evaluate_compares_with_the_same_policy(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["dpo", "kto", "policy", "grpo"])
+def test_evaluate_compares_with_the_same_policy(kind: str, folder: Path, tmp_path: Path) -> None:
+    """The adapter is its own reference: dpo and kto gain nothing, and a divergence from itself is none."""
     found = {}
-    for reference in ("start", "base", str(folder / "other")):
-        objective = {"kind": "dpo", "beta": 0.2, "reference": reference}
-        file = run_of(folder, f"evaluated-{len(found)}", objective, model={"dtype": "float64"})
-        options = ["--data", str(folder / "dpo.jsonl"), "--json", str(tmp_path / "found.json")]
-        assert main(["evaluate", str(file), *options]) == 0
-        found[reference] = json.loads((tmp_path / "found.json").read_text())["loss"]
-    assert found.pop("start") == pytest.approx(0.6931471805599453, rel=1e-12), "the adapter is its own reference"
-    assert all(abs(loss - 0.6931) > 1e-3 for loss in found.values())
+    of_divergence = {"kl_coef": 0.3} if kind in ("policy", "grpo") else {"beta": 0.2}
+    cases: dict[str, dict[str, Any]] = {
+        reference: of_divergence | {"reference": reference} for reference in ("start", "base", str(folder / "other"))
+    }
+    if kind in ("policy", "grpo"):
+        cases["none"] = {}
+    for name, options in cases.items():
+        objective = {"kind": kind, **options}
+        file = run_of(folder, f"evaluated-{kind}-{len(found)}", objective, model={"dtype": "float64"})
+        words = ["--data", str(folder / f"{kind}.jsonl"), "--json", str(tmp_path / "found.json")]
+        assert main(["evaluate", str(file), *words]) == 0
+        found[name] = json.loads((tmp_path / "found.json").read_text())["loss"]
+    own = found.pop("start")
+    expected = {"dpo": 0.6931471805599453, "kto": 0.5}.get(kind) or found.pop("none")
+    assert own == pytest.approx(expected, rel=1e-12)
+    assert all(abs(loss - own) > 1e-4 for loss in found.values())
+    assert len({*found.values()}) == 2
 
 
 def test_introduction_names_the_reference(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
