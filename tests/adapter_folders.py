@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,7 +21,13 @@ from peft import (
     get_peft_model,
     initialize_lora_eva_weights,
 )
+from safetensors.torch import save_file
 from torch import Tensor
+
+Tensors = dict[str, Tensor]
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."
+LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 
 SMALL: dict[str, Any] = {
     "vocab_size": 64,
@@ -310,3 +317,15 @@ SOUND: dict[str, Recipe] = {
         lora={"target_modules": ["pwconv1", "pwconv2", "patch_embeddings"]},
     ),
 }
+
+
+def files(folder: Path, tensors: Tensors, config: dict[str, Any] | None = None, name: str = WEIGHTS) -> Path:
+    """A folder with these tensors, and a configuration if there is one."""
+    folder.mkdir(exist_ok=True)
+    if name.endswith(".safetensors"):
+        save_file(tensors, folder / name)
+    else:
+        torch.save(tensors, folder / name)
+    if config is not None:
+        (folder / CONFIG).write_text(json.dumps(config))
+    return folder

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -21,16 +20,25 @@ import meshlora
 from meshlora.adapter.formats.peft_format import save_adapter
 from meshlora.adapter.targets.pieces import PieceLoraConfig
 from meshlora.cli.main import main
-from meshlora_judge import command
 from meshlora_judge.adapter_files.differences import cause_of, differences_from
 from meshlora_judge.adapter_files.reading import open_adapter
 from meshlora_judge.adapter_files.values import expert_major, parts_of, repeats
 from meshlora_judge.adapter_files.verdict import judge_folder
-from tests.adapter_folders import MOE, SMALL, SOUND, STACKS, Recipe, make
+from tests.adapter_folders import (
+    CONFIG,
+    LORA,
+    MOE,
+    PREFIX,
+    SMALL,
+    SOUND,
+    STACKS,
+    WEIGHTS,
+    Recipe,
+    Tensors,
+    files,
+    make,
+)
 
-Tensors = dict[str, Tensor]
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-PREFIX = "base_model.model."
 # What is said beside "sound", where it is right to say something.
 NOTES = {
     "gemma3n, layers that share keys": "modules have no factors, which those of other layers have (4: ",
@@ -519,18 +527,6 @@ def test_experts_in_the_order_of_peft_do_not_seem_to_be_in_another() -> None:
         assert expert_major((own + 0.5 * noise).permute(0, 2, 1).flatten(1), [4]) > 6
 
 
-def files(folder: Path, tensors: Tensors, config: dict[str, Any] | None = None, name: str = WEIGHTS) -> Path:
-    folder.mkdir(exist_ok=True)
-    if name.endswith(".safetensors"):
-        save_file(tensors, folder / name)
-    else:
-        torch.save(tensors, folder / name)
-    if config is not None:
-        (folder / CONFIG).write_text(json.dumps(config))
-    return folder
-
-
-_LORA = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
 # Layout -> names of (A, B) of a layer, the configuration, the file, and further files.
 LAYOUTS: dict[str, tuple[tuple[str, str], dict[str, Any] | None, str, str]] = {
     "Megatron": (
@@ -543,23 +539,23 @@ LAYOUTS: dict[str, tuple[tuple[str, str], dict[str, Any] | None, str, str]] = {
     "loralib": ("transformer.h.{}.attn.proj.lora_A", None, "lora.pt", ""),
     "PEFT with a module per expert, as vLLM reads": (
         f"{PREFIX}model.layers.0.mlp.experts.{{}}.up_proj.lora_A.weight",
-        _LORA | {"target_modules": ["up_proj"]},
+        LORA | {"target_modules": ["up_proj"]},
         WEIGHTS,
         "",
     ),
     "PEFT with Megatron's names, as mcore-bridge writes": (
         f"{PREFIX}decoder.layers.{{}}.self_attention.linear_proj.lora_A.weight",
-        _LORA | {"target_modules": ["linear_proj"]},
+        LORA | {"target_modules": ["linear_proj"]},
         WEIGHTS,
         "",
     ),
     "PEFT by unsloth": (
         f"{PREFIX}model.layers.{{}}.q_proj.lora_A.weight",
-        _LORA | {"auto_mapping": {"unsloth_fixed": True}},
+        LORA | {"auto_mapping": {"unsloth_fixed": True}},
         WEIGHTS,
         "",
     ),
-    "PEFT by ms-swift": (f"{PREFIX}model.layers.{{}}.q_proj.lora_A.weight", _LORA, WEIGHTS, "additional_config.json"),
+    "PEFT by ms-swift": (f"{PREFIX}model.layers.{{}}.q_proj.lora_A.weight", LORA, WEIGHTS, "additional_config.json"),
 }
 
 
@@ -592,9 +588,9 @@ def test_layouts_of_others_are_recognised_and_a_shard_in_them_found(layout: str,
 def test_stacks_of_three_dims_are_read(tmp_path: Path) -> None:
     key = f"{PREFIX}model.layers.0.mlp.experts.gate_up_proj.lora_{{}}.weight"
     tensors = {key.format("A"): torch.randn(8, 4, 16), key.format("B"): torch.randn(8, 32, 4)}
-    assert judge_folder(files(tmp_path / "one", tensors, _LORA)).is_sound
+    assert judge_folder(files(tmp_path / "one", tensors, LORA)).is_sound
     tensors[key.format("B")] = torch.randn(8, 4, 32)
-    assert "a factor is transposed" in judge_folder(files(tmp_path / "two", tensors, _LORA)).paragraph()
+    assert "a factor is transposed" in judge_folder(files(tmp_path / "two", tensors, LORA)).paragraph()
 
 
 def test_pieces_of_a_fused_matrix_are_said_and_not_refuted(
@@ -606,123 +602,6 @@ def test_pieces_of_a_fused_matrix_are_said_and_not_refuted(
         mask = torch.tensor(pieces).repeat_interleave(32)[:, None]
         changed = broken(folder, tmp_path / f"{pieces}", each("B", lambda b, m=mask: b * m, "c_attn"))  # type: ignore[misc]
         assert judge_folder(changed, model=base).is_sound
-
-
-def hostile(folder: Path, what: str) -> None:
-    """A folder that holds `what`."""
-    folder.mkdir()
-    tensors = {f"{PREFIX}q_proj.lora_{side}.weight": torch.ones(4, 4) for side in "AB"}
-    files(folder, tensors, _LORA)
-    weights, config = folder / WEIGHTS, folder / CONFIG
-    pickled = folder / "adapter_model.bin"
-    if what == "no weights":
-        weights.unlink()
-    elif what == "no configuration":
-        config.unlink()
-    elif what == "cut":
-        weights.write_bytes(weights.read_bytes()[:-8])
-    elif what == "a header of 2**60 bytes":
-        weights.write_bytes((2**60).to_bytes(8, "little") + b"{}")
-    elif what == "a tensor beyond the end":
-        header = b'{"a":{"dtype":"F32","shape":[1099511627776],"data_offsets":[0,4398046511104]}}'
-        weights.write_bytes(len(header).to_bytes(8, "little") + header)
-    elif what == "a sparse file of a terabyte":
-        os.truncate(weights, 2**40)
-    elif what == "no tensor":
-        save_file({}, weights)
-    elif what == "a link to itself":
-        weights.unlink()
-        weights.symlink_to(weights)
-    elif what == "a broken link":
-        config.unlink()
-        config.symlink_to(folder / "nothing")
-    elif what == "a pipe":
-        weights.unlink()
-        os.mkfifo(weights)
-    elif what == "a folder for a file":
-        weights.unlink()
-        weights.mkdir()
-    elif what == "a pickle that runs code":
-        weights.unlink()
-        pickled.write_bytes(b"cos\nsystem\n(S'touch ran'\ntR.")
-    elif what == "a tensor of zero strides":
-        weights.unlink()
-        torch.save({f"{PREFIX}q.lora_A.weight": torch.zeros(1).expand(2**40)}, pickled)
-    elif what == "a pickled list":
-        weights.unlink()
-        torch.save([torch.zeros(1)], pickled)
-    elif what == "a distributed checkpoint":
-        weights.unlink()
-        (folder / ".metadata").write_bytes(b"")
-    else:
-        config.write_text(what)
-
-
-CONFIGS = {
-    "[]": "it must be a JSON object",
-    "{": "not a readable JSON file",
-    '{"r": "4"}': "it must be of type int",
-    '{"r": true}': "it must be of type int",
-    '{"r": 4, "lora_alpha": 1e999}': "is no number from 0",
-    '{"r": 4, "rank_pattern": {"q": [1]}}': "is no number from 0",
-    '{"r": 4, "target_modules": [1]}': "it must be a list of names",
-    '{"r": 4, "peft_type": {}}': "it must be of type str",
-    '{"r": 4, "r": 5}': "is given twice",
-    "[" * 5000: "nested",
-    json.dumps({"r": 4, "rank_pattern": {"(.*.*.*.*.*.*.*.*.*.*)*x": 4}}): "takes too long",
-}
-HOSTILE = {
-    "no weights": "it holds no adapter_model.safetensors",
-    "no configuration": "adapter_config.json: the file is missing",
-    "cut": "damaged or not a safetensors file",
-    "a header of 2**60 bytes": "damaged or not a safetensors file",
-    "a tensor beyond the end": "damaged or not a safetensors file",
-    "a sparse file of a terabyte": "no adapter has above",
-    "a link to itself": "it cannot be read",
-    "a broken link": "the file is missing",
-    "a pipe": "it is a folder, a pipe or a device",
-    "a folder for a file": "it is a folder, a pipe or a device",
-    "a pickle that runs code": "torch.load(weights_only=True) does not read it",
-    "a tensor of zero strides": "it is no plain tensor",
-    "a pickled list": "it is no dict from names to tensors",
-    "a distributed checkpoint": "its tensors are in parts",
-}
-
-
-@pytest.mark.parametrize("what", [*HOSTILE, *CONFIGS])
-def test_what_cannot_be_read_is_refused_in_one_line(
-    what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    hostile(tmp_path / "folder", what)
-    assert command.main(["adapter", str(tmp_path / "folder")]) == 2
-    out, err = capfd.readouterr()
-    assert not out
-    assert err.startswith("error: ")
-    assert err.count("\n") == 1
-    assert (HOSTILE | CONFIGS)[what] in err
-    assert not (tmp_path / "ran").exists()
-
-
-def test_an_adapter_without_a_tensor_is_refuted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    hostile(tmp_path / "folder", "no tensor")
-    assert command.main(["adapter", str(tmp_path / "folder")]) == 1
-    assert "cannot be what was trained. adapter_model.safetensors holds no tensor" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize("what", ["nothing", "a file", "an empty folder", "a link to itself"])
-def test_what_is_no_folder_of_an_adapter_is_refused(
-    what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    folder = tmp_path / "folder"
-    if what == "a file":
-        folder.write_text("")
-    elif what == "an empty folder":
-        folder.mkdir()
-    elif what == "a link to itself":
-        folder.symlink_to(folder)
-    assert command.main(["adapter", str(folder)]) == 2
-    assert capfd.readouterr().err.count("\n") == 1
 
 
 def test_the_verb_ends_with_the_code_of_its_verdict(
@@ -787,7 +666,7 @@ def test_a_file_is_compared_with_what_was_trained(tmp_path: Path, sound: Callabl
             files(
                 tmp_path / f"{cause or 'right'}".replace(" ", ""),
                 {k: v.contiguous() for k, v in changed.items()},
-                _LORA,
+                LORA,
             )
         ) as adapter:
             found = differences_from(adapter, values, ranks=own, steps=before)

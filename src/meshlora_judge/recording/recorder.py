@@ -160,10 +160,12 @@ class Recorder:
         """As they lie on this rank."""
         return {name: copied(p.grad) for name, p in self._trained().items() if p.grad is not None}
 
-    def _clips(self, max_norm: float, norm: Tensor) -> None:
-        """Before the first of a step: loops of their own sum over ranks, and unscale, after the backward."""
+    def _keep_unclipped(self) -> None:
+        """Before the first clipping of a step: loops of their own sum over ranks, and unscale, after the backward."""
         if not self._is_clipped:
             self._raw, self._is_clipped = self._gradients(), True
+
+    def _note_clip(self, max_norm: float, norm: Tensor) -> None:
         calls = self._step.clip.get("calls", 0) + 1
         self._step.clip = {"max_norm": float(max_norm), "norm": float(whole(norm)), "calls": calls}
 
@@ -176,15 +178,14 @@ class Recorder:
         *rest: Any,
         **more: Any,
     ) -> Any:
-        self._clips(max_norm, total_norm)
+        self._keep_unclipped()
+        self._note_clip(max_norm, total_norm)
         return original(parameters, max_norm, total_norm, *rest, **more)
 
     def _clipped_by_fsdp(self, original: Callable[..., Any], model: Any, max_norm: float, *rest: Any) -> Any:
-        # FSDP1 clips within the call that gives the norm: the gradients are copied before it.
-        raw = self._raw if self._is_clipped else self._gradients()
+        self._keep_unclipped()
         norm = original(model, max_norm, *rest)
-        self._clips(max_norm, norm)
-        self._raw = raw
+        self._note_clip(max_norm, norm)
         return norm
 
     def _unscaled(self, original: Callable[..., Any], scaler: Any, optimizer: Any) -> Any:
