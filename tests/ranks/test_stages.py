@@ -75,6 +75,20 @@ def test_a_factor_of_one_stage_comes_to_all_to_the_bit(source: int, pools: Calla
     assert pools(3).run(_from_stage, source) == [(True, True)] * 3
 
 
+def _of_a_source_that_has_none() -> list[float]:
+    like = torch.ones(2, 2)
+    torch.use_deterministic_algorithms(True)  # memory that is not written holds NaN
+    try:
+        return broadcast_of(None, like, open_mesh(Topology(pp=2)).pp, source=0, device=like.device).flatten().tolist()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_a_source_that_has_no_factor_sends_zeros_and_not_what_its_memory_held(pools: Callable[[int], Pool]) -> None:
+    """Else the fault `last_layer_without_an_adapter` is found in another phase whenever that memory is not finite."""
+    assert pools(2).run(_of_a_source_that_has_none) == [[0.0] * 4] * 2
+
+
 _TURN_S, _MICRO_BATCHES = 0.1, 6
 
 

@@ -125,7 +125,8 @@ def broadcast_text(text: str, axis: Axis, device: torch.device) -> str:
 
 def broadcast_of(tensor: Tensor | None, like: Tensor, axis: Axis, *, source: int, device: torch.device) -> Tensor:
     """`tensor` of rank `source` of `axis`, the others of which give None, on all of them. like: its shape and dtype."""
-    own = torch.empty_like(like, device=device) if tensor is None else tensor
+    # Zeros, never what the memory held: a source that has no tensor, which is a fault, is the same fault each time.
+    own = torch.zeros_like(like, device=device) if tensor is None else tensor
     rows = own.reshape(1, -1)
     receive = [0] * axis.size
     receive[source] = 1
