@@ -19,10 +19,13 @@ from meshlora.run.config import file
 from meshlora.run.config.presets import PRESETS
 from meshlora.run.config.rl import REWARDS, RlConfig
 from meshlora.run.config.run_file import (
+    BY_EPOCH,
     PER_ADAPTER,
+    SCHEDULES_TOO,
     DataConfig,
     EarlyStopping,
     GenerateConfig,
+    LossSpike,
     ModelConfig,
     RunConfig,
     Source,
@@ -68,7 +71,17 @@ def schema() -> dict[str, Any]:
     groups: dict[str, Any] = whole["$defs"]
     _describe(whole, RunConfig)
     kinds = (*KINDS.values(), *REWARDS.values())
-    for cls in (ModelConfig, DataConfig, Source, TrainConfig, EarlyStopping, GenerateConfig, RlConfig, *kinds):
+    for cls in (
+        ModelConfig,
+        DataConfig,
+        Source,
+        TrainConfig,
+        EarlyStopping,
+        LossSpike,
+        GenerateConfig,
+        RlConfig,
+        *kinds,
+    ):
         _describe(groups[cls.__name__], cls)
         groups[cls.__name__]["title"] = cls.__name__.removesuffix("Config").lower()
     for cls in kinds:
@@ -77,6 +90,9 @@ def schema() -> dict[str, Any]:
     keys, train = whole["properties"], groups["TrainConfig"]["properties"]
     by_name = {"enum": list(KINDS), "description": "The kind alone, with its own values as they are."}
     train["objective"] = {"anyOf": [by_name, train["objective"]], "description": train["objective"]["description"]}
+    train["schedule"]["enum"] += [*SCHEDULES_TOO]
+    for name in ("eval_every", "save_every"):
+        train[name]["pattern"] = f"^({BY_EPOCH.pattern})$"
     lora = {
         "type": "object",
         "properties": LORA,

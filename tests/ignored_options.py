@@ -19,6 +19,7 @@ GROUPS: dict[str, type] = {
     "generate": module.GenerateConfig,
     "train": module.TrainConfig,
     "train.early_stopping": module.EarlyStopping,
+    "train.on_spike": module.LossSpike,
     **{f"train.objective.{name}": kind for name, kind in KINDS.items()},
     "rl": rl.RlConfig,
     **{f"rl.rewards.{name}": kind for name, kind in rl.REWARDS.items()},
@@ -98,6 +99,8 @@ _DECODING = f"{_EVALUATE}::test_every_option_of_decoding_has_an_effect"
 _AT_ONCE = f"{_EVALUATE}::test_continuations_have_at_most_so_many_tokens_and_so_many_prompts_are_continued_at_once"
 _KEEPING = "tests/ranks/test_not_finite.py::test_last_and_best_checkpoints_stay"
 _EARLY = "tests/unit/test_early_stopping.py::test_run_ends_at_the_evaluation_that_is_one_too_many"
+_SPIKE = "tests/unit/test_spikes.py::test_planted_spike_ends_the_run"
+_LENGTH = "tests/unit/test_length.py"
 _EXPERTS = "tests/ranks/test_training_experts.py"
 # What the proof itself sees.
 _POLICY = "tests/verify/test_packing.py::test_policy_reads_its_columns_and_the_base_in_packed_rows"
@@ -185,11 +188,22 @@ CAUGHT_BY: dict[str, str] = {
     "train.warmup_from_zero": "tests/unit/test_schedule.py::test_rates_are_those_of_microsofts_own_schedulers",
     "train.min_lr": _SCHEDULE,
     "train.decay_steps": _SCHEDULE,
+    "train.decay_type": _SCHEDULE,
+    "train.num_cycles": _SCHEDULE,
+    "train.power": _SCHEDULE,
+    "train.timescale": _SCHEDULE,
+    "train.warmup_ratio": f"{_LENGTH}::test_a_warm_up_by_its_share_has_the_rates_of_its_steps",
     "train.cycle": "tests/unit/test_schedule.py::test_cycle_is_straight_lines_through_its_points",
     "train.weight_decay": f"{_OPTIMIZER}::test_all_is_decayed_unless_asked_otherwise",
     "train.decay_biases_and_norms": f"{_OPTIMIZER}::test_biases_and_norms_are_left_out_as_in_transformers",
     **{f"train.{name}": _ADAM for name in ("beta1", "beta2", "eps")},
     "train.max_grad_norm": _POLICY,
+    "train.on_spike": _SPIKE,
+    "train.on_spike.factor": _SPIKE,
+    "train.on_spike.above": _SPIKE,
+    "train.on_spike.patience": _SPIKE,
+    "train.on_spike.then": _SPIKE,
+    "train.on_spike.window": "tests/unit/test_spikes.py::test_the_median_is_of_the_last_losses",
     "train.early_stopping": _EARLY,
     "train.early_stopping.patience": _EARLY,
     "train.early_stopping.min_delta": "tests/unit/test_early_stopping.py::test_small_improvement_is_none",

@@ -15,6 +15,7 @@ _RULES: dict[str, dict[str, float]] = {
     "not negative": {"minimum": 0},
     "not negative, at most 1,000,000": {"minimum": 0, "maximum": 1e6},
     "above 0": {"exclusiveMinimum": 0},
+    "above 1": {"exclusiveMinimum": 1},
     "above 0, at most 1": {"exclusiveMinimum": 0, "maximum": 1},
     "above 0, at most 1,000,000": {"exclusiveMinimum": 0, "maximum": 1e6},
     "in [0, 1)": {"minimum": 0, "exclusiveMaximum": 1},
@@ -38,7 +39,7 @@ def check_numbers(group: str, values: Any) -> None:
         value, rule, most = getattr(values, item.name), item.metadata.get("rule"), item.metadata.get("most")
         if most is not None and isinstance(value, int | float):
             require(value <= most, f"{group}.{item.name}", value, f"at most {most:,.0f}")
-        if rule and value is not None and value != item.default:
+        if rule and isinstance(value, int | float) and value != item.default:
             holds = all(_HOLDS[name](value, limit) for name, limit in _RULES[rule].items())
             require(holds, f"{group}.{item.name}", value, rule)
 

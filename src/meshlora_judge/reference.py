@@ -19,7 +19,7 @@ from peft.optimizers import create_lorafa_optimizer, create_loraplus_optimizer
 from peft.tuners.lora import LoraLayer
 from peft.tuners.trainable_tokens import TrainableTokensLayer
 from torch import Tensor, nn
-from transformers import AutoConfig
+from transformers import AutoConfig, get_scheduler
 
 from meshlora_ground.compat.peft_targets import targets_as_configured
 from meshlora_ground.dataset import TokenizedDataset
@@ -322,18 +322,40 @@ def rates_of(settings: Training) -> list[float]:
     if settings.schedule == "cycle":
         at = sorted(settings.cycle)
         return list(np.interp(steps, at, [settings.cycle[step] for step in at]).tolist())
+    rates = settings.min_lr + (lr - settings.min_lr) * _left(settings)
+    first = 0 if settings.warmup_from_zero else 1
+    return list(np.where(steps < warmup, lr * (steps + first) / max(1, warmup), rates).tolist())
+
+
+def _left(settings: Training) -> np.ndarray:
+    """What is left, in each step, of the way from the peak rate to the last one; unused during the warm-up."""
+    warmup, steps = settings.warmup_steps, np.arange(settings.steps)
     after, number, start = np.maximum(steps - warmup, 0), max(1, len(steps) - warmup), max(1, warmup)
-    left = {
+    # Of these two transformers' own functions are the reference: rounding decides in which step a restart is.
+    if settings.schedule == "cosine_with_restarts":
+        return _theirs(settings, num_cycles=settings.num_cycles)
+    if settings.schedule == "polynomial":
+        return _theirs(settings, lr_end=0.0, power=settings.power)
+    scale, decay = settings.timescale or start, max(1, settings.decay_steps)
+    decayed = np.maximum(after - (number - decay), 0) / decay
+    courses = {"linear": 1 - decayed, "cosine": (1 + np.cos(np.pi * decayed)) / 2, "1-sqrt": 1 - np.sqrt(decayed)}
+    found: dict[str, np.ndarray] = {
         "constant": after**0,
         "linear": 1 - after / number,
         "cosine": (1 + np.cos(np.pi * after / number)) / 2,
         "cosine_of_run": (1 + np.cos(np.pi * steps / max(1, len(steps)))) / 2,
-        "inverse_sqrt": np.sqrt(start / (start + after)),
-        "warmup_stable_decay": np.minimum(1, (number - after) / max(1, settings.decay_steps)),
-    }[settings.schedule]
-    rates = settings.min_lr + (lr - settings.min_lr) * left
-    first = 0 if settings.warmup_from_zero else 1
-    return list(np.where(steps < warmup, lr * (steps + first) / start, rates).tolist())
+        "inverse_sqrt": np.sqrt(scale / (scale + after)),
+        "warmup_stable_decay": courses[settings.decay_type],
+    }
+    return found[settings.schedule]
+
+
+def _theirs(settings: Training, **own: float) -> np.ndarray:
+    """The rates of transformers' schedule of this name with a peak of 1 and its options `own`."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    lengths = {"num_warmup_steps": settings.warmup_steps, "num_training_steps": settings.steps}
+    scheduler = get_scheduler(settings.schedule, optimizer, **lengths, scheduler_specific_kwargs=own)
+    return np.array([scheduler.lr_lambdas[0](step) for step in range(settings.steps)])
 
 
 def reference_run(

@@ -53,7 +53,11 @@ class Training:
     warmup_steps: int = 0
     warmup_from_zero: bool = False
     min_lr: float = 0.0
+    num_cycles: int = 1
+    power: float = 1.0
+    timescale: int = 0
     decay_steps: int = 0
+    decay_type: str = "linear"
     cycle: dict[int, float] = field(default_factory=dict)
     optimizer: str = "adamw"
     min_8bit_size: int = 4096

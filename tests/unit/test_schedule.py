@@ -11,11 +11,13 @@ import pytest
 import torch
 from transformers import get_scheduler
 
+from meshlora.run.config.file import read_run
 from meshlora.run.config.run_file import TrainConfig
 from meshlora.run.learning_rate import learning_rate
 from meshlora_ground.errors import UserError
 from meshlora_judge.reference import rates_of
 from tests.for_each import for_each
+from tests.run_files import write_run_file
 
 STEPS, PEAK = 20, 3e-4
 # Ours -> (settings, theirs, its settings).
@@ -26,32 +28,47 @@ PEERS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "cosine to a floor": ({"schedule": "cosine", "min_lr": PEAK / 10}, "cosine_with_min_lr", {"min_lr": PEAK / 10}),
     "a polynomial of power 1": ({"schedule": "linear", "min_lr": 1e-7}, "polynomial", {"lr_end": 1e-7}),
     "cosine of one cycle": ({"schedule": "cosine"}, "cosine_with_restarts", {"num_cycles": 1}),
+    "cosine_with_restarts": ({"num_cycles": 3}, "cosine_with_restarts", {"num_cycles": 3}),
+    "polynomial": ({"power": 2.5, "min_lr": 1e-7}, "polynomial", {"power": 2.5}),
+    "polynomial of power 1": ({"schedule": "polynomial"}, "linear", {}),
     "constant": ({}, "constant_with_warmup", {}),
     "inverse_sqrt": ({}, "inverse_sqrt", {}),
+    "inverse_sqrt on its own scale": ({"schedule": "inverse_sqrt", "timescale": 7}, "inverse_sqrt", {"timescale": 7}),
     "warmup_stable_decay": (
         {"decay_steps": 6, "min_lr": PEAK / 10},
         "warmup_stable_decay",
         {"num_decay_steps": 6, "decay_type": "linear", "min_lr_ratio": 0.1},
     ),
+    "warmup_stable_decay by a cosine": (
+        {"schedule": "warmup_stable_decay", "decay_steps": 6, "decay_type": "cosine"},
+        "warmup_stable_decay",
+        {"num_decay_steps": 6},
+    ),
+    "warmup_stable_decay by a root": (
+        {"schedule": "warmup_stable_decay", "decay_steps": 6, "decay_type": "1-sqrt", "min_lr": PEAK / 10},
+        "warmup_stable_decay",
+        {"num_decay_steps": 6, "decay_type": "1-sqrt", "min_lr_ratio": 0.1},
+    ),
 }
 
 
-def options(**settings: Any) -> TrainConfig:
-    return TrainConfig(output="out", steps=STEPS, lr=PEAK, **settings)
+def options(steps: int = STEPS, **settings: Any) -> TrainConfig:
+    return TrainConfig(output="out", steps=steps, lr=PEAK, **settings)
 
 
 def rates(config: TrainConfig) -> list[float]:
-    return [learning_rate(step, options=config, steps=STEPS) for step in range(STEPS)]
+    assert config.steps is not None
+    return [learning_rate(step, options=config, steps=config.steps) for step in range(config.steps)]
 
 
-def theirs(name: str, *, warmup_steps: int, settings: dict[str, Any]) -> list[float]:
+def theirs(name: str, *, warmup_steps: int, settings: dict[str, Any], steps: int = STEPS) -> list[float]:
     """The rates of transformers, whose warm-up begins at zero."""
     if settings.pop("decays", None):
-        settings = {"num_decay_steps": STEPS - warmup_steps, "decay_type": "linear", "min_lr_ratio": 0.1}
+        settings = {"num_decay_steps": steps - warmup_steps, "decay_type": "linear", "min_lr_ratio": 0.1}
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=PEAK)
-    scheduler = get_scheduler(name, optimizer, warmup_steps, STEPS, scheduler_specific_kwargs=settings)
+    scheduler = get_scheduler(name, optimizer, warmup_steps, steps, scheduler_specific_kwargs=settings)
     found = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         found.append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
@@ -65,6 +82,56 @@ def test_after_the_warm_up_rates_are_those_of_transformers(name: str, warmup_ste
     found = rates(options(**{"schedule": name, **own}, warmup_steps=warmup_steps))
     expected = theirs(their_name, warmup_steps=warmup_steps, settings=dict(settings))
     assert found[warmup_steps:] == pytest.approx(expected[warmup_steps:], rel=1e-12)
+
+
+# A warm-up of transformers' warmup_stable_decay begins at its final rate: docs/run-file.md says by how much it differs.
+FROM_ZERO = [
+    name
+    for name, (_, theirs, own) in PEERS.items()
+    if theirs != "warmup_stable_decay" or not {"min_lr_ratio", "decays"} & own.keys()
+]
+
+
+@for_each("warmup_steps", [0, 1, 7, 24])
+@for_each("steps", [25, 97, 98, 500])
+@for_each("name", FROM_ZERO)
+def test_every_rate_is_that_of_transformers(name: str, steps: int, warmup_steps: int) -> None:
+    """From zero, as there. Without a warm-up its inverse_sqrt has a time scale of 10,000."""
+    own, their_name, settings = PEERS[name]
+    given = {"schedule": name, **own}
+    if their_name == "inverse_sqrt" and not warmup_steps:
+        given |= {"timescale": settings.get("timescale", 10_000)}
+    if given["schedule"] == "warmup_stable_decay" and warmup_steps + 6 > steps:
+        return
+    found = rates(options(steps, **given, warmup_steps=warmup_steps, warmup_from_zero=warmup_steps > 0))
+    expected = theirs(their_name, warmup_steps=warmup_steps, settings=dict(settings), steps=steps)
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-12 * PEAK)
+
+
+@for_each("num_cycles", [2, 7, 49, 93])
+def test_restarts_are_in_the_steps_in_which_transformers_has_them(num_cycles: int) -> None:
+    """49 / 49 is 1 in floats, and 49 * (1 / 49) is less: a restart by whole numbers would be a step earlier."""
+    found = rates(options(98, schedule="cosine_with_restarts", num_cycles=num_cycles))
+    expected = theirs("cosine_with_restarts", warmup_steps=0, settings={"num_cycles": num_cycles}, steps=98)
+    assert found == pytest.approx(expected, rel=1e-12, abs=1e-12 * PEAK)
+    judged = rates_of(options(98, schedule="cosine_with_restarts", num_cycles=num_cycles))
+    assert judged == pytest.approx(expected, rel=1e-12, abs=1e-12 * PEAK)
+
+
+def test_restarts_end_at_the_floor_that_transformers_has_not() -> None:
+    plain = rates(options(schedule="cosine_with_restarts", num_cycles=3))
+    found = rates(options(schedule="cosine_with_restarts", num_cycles=3, min_lr=PEAK / 10))
+    assert found == pytest.approx([PEAK / 10 + 0.9 * rate for rate in plain])
+
+
+@for_each("name", ["constant_with_warmup", "cosine_with_min_lr"])
+def test_other_names_of_transformers_are_read(name: str, tmp_path: Path) -> None:
+    own, _, settings = {"constant_with_warmup": PEERS["constant"], "cosine_with_min_lr": PEERS["cosine to a floor"]}[
+        name
+    ]
+    train = {"lr": PEAK, "steps": STEPS, **own, "schedule": name, "warmup_steps": 3, "warmup_from_zero": True}
+    config = read_run(write_run_file(tmp_path / "run.yaml", train=train)).train
+    assert rates(config) == pytest.approx(theirs(name, warmup_steps=3, settings=dict(settings)), rel=1e-12)
 
 
 @for_each("name", PEERS)
@@ -120,6 +187,22 @@ def test_peak_of_a_cycle_is_its_highest_point() -> None:
     ("settings", "words"),
     [
         ({"schedule": "constant", "min_lr": 1e-5}, "train.min_lr: it has no effect with train.schedule=constant"),
+        (
+            {"num_cycles": 2},
+            "train.num_cycles: it has no effect with train.schedule=linear; it goes with cosine_with_r",
+        ),
+        ({"power": 2.0}, "train.power: it has no effect with train.schedule=linear; it goes with polynomial"),
+        ({"timescale": 9}, "train.timescale: it has no effect with train.schedule=linear; it goes with inverse_sqrt"),
+        ({"decay_type": "cosine"}, "train.decay_type: it has no effect with train.schedule=linear"),
+        (
+            {"schedule": "cycle", "cycle": {0: 1e-4, 3: 0.0}, "warmup_ratio": 0.5},
+            "train.warmup_ratio=0.5: it must be 0",
+        ),
+        (
+            {"warmup_steps": 2, "warmup_ratio": 0.1},
+            "train.warmup_steps=2 and train.warmup_ratio=0.1: a warm-up has one",
+        ),
+        ({"warmup_ratio": 1.0}, "train.warmup_ratio=1.0: it must be in [0, 1)"),
         ({"decay_steps": 3}, "train.decay_steps: it has no effect with train.schedule=linear"),
         ({"cycle": {0: 1e-4, 9: 0.0}}, "train.cycle: it has no effect with train.schedule=linear"),
         ({"min_lr": 1.0}, "train.min_lr=1.0: it must be at most train.lr"),

@@ -123,6 +123,10 @@ def test_schedule_that_is_proved_is_that_of_the_run(tmp_path: Path) -> None:
     given["cosine"]["min_lr"] = given["cosine_of_run"]["min_lr"] = 1e-5
     given["warmup_stable_decay"]["decay_steps"] = 20
     given["cycle"]["cycle"] = {0: 1e-5, 7: 1e-4, 9: 0.0}
+    falls = {"schedule": "warmup_stable_decay", "decay_steps": 20}
+    given["by a cosine"] = {**falls, "decay_type": "cosine"}
+    given["by a root"] = {**falls, "decay_type": "1-sqrt"}
+    given["on its own scale"] = {"schedule": "inverse_sqrt", "timescale": 50}
     given["to more than zero"] = {"min_lr": 1e-5}
     given["from zero"] = {"warmup_steps": 10, "warmup_from_zero": True}
     run, rates = _prepared(tmp_path), set()
@@ -131,8 +135,8 @@ def test_schedule_that_is_proved_is_that_of_the_run(tmp_path: Path) -> None:
         one = dataclasses.replace(run, config=dataclasses.replace(run.config, train=train))
         case = module.proof_of(one, tmp_path)[0].case
         assert case.schedule == train.schedule
-        assert case.steps == (3 if train.schedule == "linear" else 4)
-        rates.add(tuple(rates_of(dataclasses.replace(case, steps=4))))
+        assert case.steps == {"linear": 3}.get(train.schedule, 4) + (train.decay_type != "linear")
+        rates.add(tuple(rates_of(dataclasses.replace(case, steps=5))))
         assert f"with the schedule {train.schedule}, was" in proof_words(one, skip=False)
     assert len(rates) == len(given)
 

@@ -140,7 +140,7 @@ def test_schedule_that_is_asked_for_is_proved(monkeypatch: pytest.MonkeyPatch) -
     assert len({tuple(rates_of(dataclasses.replace(proof.case, steps=4))) for proof in proofs}) == len(kinds)
     assert [bool(proof.mutations_on(Topology(tp=2))) for proof in proofs] == [kind != "linear" for kind in kinds]
     assert {proof.case.schedule for proof in proofs if proof.case.min_lr} == {
-        "cosine", "cosine_of_run", "warmup_stable_decay",
+        "cosine", "cosine_of_run", "cosine_with_restarts", "polynomial", "warmup_stable_decay",
     }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from meshlora_ground.lifetime import import_libraries
 
 # Of train.schedule, as `run.config.run_file.Schedule` has them. Proofs of these end above 0, so that an ignored min_lr
 # shows.
-_FALLING = ("cosine", "cosine_of_run", "warmup_stable_decay")
+_FALLING = ("cosine", "cosine_of_run", "cosine_with_restarts", "polynomial", "warmup_stable_decay")
 SCHEDULES = ("linear", *_FALLING, "constant", "inverse_sqrt", "cycle")
 
 

@@ -31,6 +31,10 @@ def _begins(words: str) -> Callable[[Any], bool]:
     return lambda given: bool(given.startswith(words))
 
 
+def _is_text(given: Any) -> bool:
+    return isinstance(given, str)
+
+
 class Feature(Enum):
     """Key of what is asked for, predicate on its value, words of the docs, and how a message says the value."""
 
@@ -157,6 +161,8 @@ class Feature(Enum):
     RECOMPUTED = "train.recompute", _other_than("none"), "", "{key}={}"
     KEPT_ATTENTION = "train.recompute", _is("keep_attention"), "`train.recompute: keep_attention`", "{key}={}"
     EPOCHS = "train.epochs", bool, ""
+    EVAL_BY_EPOCH = "train.eval_every", _is_text, "`train.eval_every` by epochs", "{key}={}"
+    SAVE_BY_EPOCH = "train.save_every", _is_text, "`train.save_every` by epochs", "{key}={}"
     SAMPLES = "train.sample_every", bool, "", "{key}={}"
     MERGED = "train.merge_at_end", bool, ""
     TRACKERS = "train.track", lambda given: bool({*given} - {"tensorboard"}), "trackers but tensorboard", "{key}={}"

@@ -95,6 +95,9 @@ REFUSED: tuple[Refused, ...] = (
     ),
     _refused(F.FOLLOWED, F.SEVERAL_PATHS)("a stream is one folder", "give data.train as its path"),
     _refused({F.FOLLOWED, F.RL}, F.EPOCHS)("a stream has no epochs", "give train.steps"),
+    _refused({F.FOLLOWED, F.RL}, {F.EVAL_BY_EPOCH, F.SAVE_BY_EPOCH})(
+        "a stream has no epochs", "give a number of steps"
+    ),
     _refused({F.FOLLOWED, F.RL}, {F.RECORD, F.REPLAY})("such a record is of data that are known beforehand"),
     _refused(F.MADE, {F.LORA_DROPOUT, F.NOISE})(
         "the policy that is trained would be another one than the one that acts"
@@ -283,7 +286,9 @@ STEPS = frozenset(
     {F.PACKING, F.IMAGES, F.ROUTED, F.EIGHT_BIT, F.LORA_FA, F.LORA_PLUS, F.SCHEDULE, F.NOISE, F.ROUTER_LOSS}
     | {F.RECORD, F.REPLAY, F.RECOMPUTED, F.KEPT_ATTENTION}
 )
-AROUND = frozenset({F.EPOCHS, F.SAMPLES, F.MERGED, F.TRACKERS, F.RESUMED_FOLDER, F.RESUMED})
+AROUND = frozenset(
+    {F.EPOCHS, F.EVAL_BY_EPOCH, F.SAVE_BY_EPOCH, F.SAMPLES, F.MERGED, F.TRACKERS, F.RESUMED_FOLDER, F.RESUMED}
+)
 ROLLOUTS = frozenset({F.FOLLOWED, F.RL, F.MADE, F.ENGINE, F.RECORDED, F.PUBLISHED, F.TEMPERATURE, F.OLDER})
 SEVERAL = frozenset({F.ADAPTERS})
 PROOFS = frozenset({F.PROOF, F.PARTS, F.ROUNDED, F.ON_GPU, F.WHOLE_MODEL})

@@ -7,7 +7,6 @@ Owns: whether the model, adapter, data and topology of a run fit together. `mesh
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,8 @@ from meshlora.run.checkpoint.resuming import day_of_adapter, day_of_run, going_o
 from meshlora.run.config.run_file import RunConfig, TrainConfig, paths_of
 from meshlora.run.early_stopping import Patience, losses_until
 from meshlora.run.followed import stream_of
+from meshlora.run.learning_rate import notes_of_rate
+from meshlora.run.length import in_steps, num_steps
 from meshlora.run.optimizers import check_trainable
 from meshlora.run.output import check_output, holds_run
 from meshlora.run.packing_check import check_packing
@@ -113,7 +114,9 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
     Raises:
         UserError: the first thing that does not fit.
     """
-    train = config.train
+    steps = num_steps(config.train, data.train.num_examples)
+    train = in_steps(config.train, steps=steps, num_sequences=data.train.num_examples)
+    config = dataclasses.replace(config, train=train)
     blueprint, options = data.blueprint, data.texts.data
     samples = prepare_samples(
         options,
@@ -122,8 +125,6 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
         every=train.sample_every,
         max_new_tokens=config.generate.max_new_tokens,
     )
-    steps = num_steps(train, data.train.num_examples)
-    check_warmup(train.warmup_steps, train.decay_steps, steps=steps)
     rows = _rows(data, asked=config.asked, micro_batch_size=train.micro_batch_size)
     config = config.with_data(packing=rows.packing, date=data.day or options.date)
     slow = tuple(
@@ -166,7 +167,7 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
             **of_rl,
         ),
         samples=samples,
-        notes=(*blueprint.notes, *notes_of_whole(blueprint.plan), *data.notes, *rows.notes),
+        notes=(*blueprint.notes, *notes_of_whole(blueprint.plan), *data.notes, *rows.notes, *notes_of_rate(train)),
         slow_paths=slow,
         chat_template=None if options.chat_template is None else str(data.tokenizer.chat_template),
     )
@@ -231,15 +232,6 @@ def _rows(data: RunData, *, asked: Asked, micro_batch_size: int) -> _Rows:
     return _Rows(packing, is_apart)
 
 
-def check_warmup(warmup: int, decay: int, *, steps: int) -> None:
-    """Refuse a warm-up and a decay that do not fit into the run. Raises: UserError."""
-    if warmup >= steps:
-        raise UserError(f"train.warmup_steps={warmup}", f"it must be below the {steps} steps of the run")
-    if warmup + decay > steps:
-        rule = f"together they are more than the {steps} steps of the run"
-        raise UserError(f"train.warmup_steps={warmup} and train.decay_steps={decay}", rule)
-
-
 def read_output(run: Prepared, *, resume: str | None, despite: Collection[str] = ()) -> Prepared:
     """`run` updated from its output folder. Called again under the lock: others may have used the folder until then.
     Raises: UserError: the output holds a run, or one that this run cannot resume."""
@@ -248,7 +240,7 @@ def read_output(run: Prepared, *, resume: str | None, despite: Collection[str] =
     if resume is None:
         return run
     own = {name: value for name, value in run.identity.items() if name not in run.files}
-    output, patience, every = Path(options.output), options.early_stopping, options.eval_every
+    output, patience, every = Path(options.output), options.early_stopping, run.eval_every
     stream = stream_of(run.config)
     found = going_on(
         output,
@@ -263,12 +255,3 @@ def read_output(run: Prepared, *, resume: str | None, despite: Collection[str] =
         ),
     )
     return run.going_on(found)
-
-
-def num_steps(train: TrainConfig, num_sequences: int) -> int:
-    """Optimizer steps of a run."""
-    if train.steps is not None:
-        return train.steps
-    assert train.epochs is not None
-    # Steps of an epoch are whole: its last one has what is left.
-    return max(1, math.ceil(train.epochs * math.ceil(num_sequences / train.batch_size)))

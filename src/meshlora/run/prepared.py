@@ -70,6 +70,16 @@ class Prepared:
         return asked_of(self.config.asked, self.blueprint, self.train_data, self.eval_data)
 
     @property
+    def eval_every(self) -> int:
+        """Steps between evaluations; 0: only at the end."""
+        return _whole(self.config.train.eval_every)
+
+    @property
+    def save_every(self) -> int:
+        """Steps between checkpoints; 0: only at the end."""
+        return _whole(self.config.train.save_every)
+
+    @property
     def start_step(self) -> int:
         """Steps done before this run."""
         return 0 if self.resume is None else self.resume.step
@@ -108,6 +118,11 @@ class Prepared:
     def on(self, topology: Topology) -> Prepared:
         """The same run on another topology, for a proof of it."""
         return replace(self, blueprint=self.blueprint.on(topology))
+
+
+def _whole(steps: int | str) -> int:
+    assert isinstance(steps, int), steps  # `run.length` has made steps of parts of an epoch
+    return steps
 
 
 def asked_of(asked: Asked, blueprint: Blueprint, train: TokenizedDataset, held_out: TokenizedDataset | None) -> Asked:

@@ -6,6 +6,7 @@ gradient norm and the token count (`train.gradsync`), handling of non-finite ste
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ class StepResult:
 
     means: other statistics of the objective, by name, averaged as the loss. tokens: number of trained tokens.
     is_finite: of loss and norm, on all ranks. is_to_stop: a rank was asked to stop. slow_paths: that a rank has taken.
+    is_spike: the loss is above the limit that a rank has given.
     """
 
     loss: float
@@ -37,6 +39,7 @@ class StepResult:
     is_finite: bool
     is_to_stop: bool
     slow_paths: tuple[SlowPath, ...] = ()
+    is_spike: bool = False
 
 
 class StepSums:
@@ -65,12 +68,18 @@ class StepSums:
             of_each[number] = before + own if isinstance(before, Tensor) else own
 
     def read(
-        self, totals: Tensor, norms: Tensor, *, is_asked: bool, taken: Collection[SlowPath] = ()
+        self,
+        totals: Tensor,
+        norms: Tensor,
+        *,
+        is_asked: bool,
+        taken: Collection[SlowPath] = (),
+        limits: Sequence[float] | None = None,
     ) -> list[StepResult]:
         """The statistics of each adapter's step, over all ranks. Collective; waits for the device.
 
         totals: `[K]`, divisors of the sums. norms: `[K]`, float64, of the gradients. is_asked: to stop, this rank.
-        taken: slow paths, by this rank.
+        taken: slow paths, by this rank. limits: of each adapter's loss, as this rank has them; None, on all: of none.
 
         Raises:
             MeshloraError: nothing was trained.
@@ -85,18 +94,23 @@ class StepSums:
         is_broken = (means[0] + norms) * 0 != 0  # 0 times infinity is NaN, as is 0 times NaN
         said = torch.tensor([is_asked, *(path in taken for path in TAKEN)], dtype=torch.float64, device="cpu")
         of_rank = to_device(said, device).unsqueeze(1).expand(-1, number)
-        flags = all_reduce_sum(torch.cat([is_broken.double().unsqueeze(0), of_rank]), self._mesh.world)
+        is_spike = torch.zeros_like(is_broken)
+        if limits is not None:  # compared here: losses of tp ranks may differ in their last bits, and decide alike
+            most = to_device(torch.tensor(limits, dtype=torch.float64, device="cpu"), device)
+            is_spike = (means[0] > most) & (means[0] < math.inf)
+        flags = all_reduce_sum(torch.cat([torch.stack([is_broken, is_spike]).double(), of_rank]), self._mesh.world)
         if self._largest:
             every = all_gather(torch.stack(self._largest).unsqueeze(0), self._mesh.losses)
             means = torch.cat([means, every.amax(0, keepdim=True)])  # a largest value is no sum to divide
         read = torch.cat([flags, norms.unsqueeze(0), totals.unsqueeze(0), tokens, means]).T.tolist()
         results = []
-        for name, (num_broken, num_asked, *numbers) in zip(self._names, read, strict=True):
+        for name, (num_broken, num_spiked, num_asked, *numbers) in zip(self._names, read, strict=True):
             num_slow, (norm, count, num_tokens, *of_loss) = numbers[: len(TAKEN)], numbers[len(TAKEN) :]
             check_total(int(count), name)
             named = dict(zip([*self._sums, *([LARGEST] if self._largest else [])], of_loss, strict=True))
             loss = named.pop("loss")
             slow = tuple(path for path, num_ranks in zip(TAKEN, num_slow, strict=True) if num_ranks)
             means_of = with_mismatch(named)
-            results.append(StepResult(loss, means_of, norm, int(num_tokens), num_broken == 0, num_asked > 0, slow))
+            said_of = num_broken == 0, num_asked > 0, slow, num_spiked > 0
+            results.append(StepResult(loss, means_of, norm, int(num_tokens), *said_of))
         return results

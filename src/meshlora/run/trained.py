@@ -42,6 +42,7 @@ from meshlora.run.objectives import Point, first_pass
 from meshlora.run.optimizer import make_optimizer, parameter_groups
 from meshlora.run.optimizers import is_frozen
 from meshlora.run.prepared import Prepared
+from meshlora.run.spikes import SpikeWatch, losses_of_steps
 from meshlora.run.texts import Texts
 from meshlora.run.watch.metrics import Reporter
 from meshlora.run.watch.samples import FILE as SAMPLES
@@ -107,9 +108,14 @@ class TrainedAdapter:
         self.done = self.start
         past = list[float]()
         if self.mesh.rank == 0:
-            past = losses_until(self.output / "metrics.jsonl", self.start, options.eval_every)
+            past = losses_until(self.output / "metrics.jsonl", self.start, self.run.eval_every)
         self.patience = Patience(options.early_stopping, past)
         self.stops_early = bool(options.early_stopping.patience) and self._says_rank_0(self.patience.is_out)
+        past = []
+        if self.mesh.rank == 0 and options.on_spike.is_on:
+            past = losses_of_steps(self.output / "metrics.jsonl", self.start)
+        self.spikes = SpikeWatch(options.on_spike, past)
+        self.spike = ""  # the one that ends the run, in words
 
     @property
     def start(self) -> int:
@@ -141,8 +147,7 @@ class TrainedAdapter:
             self.reporter.say(f"the stream has ended after {self.done:,} of {self.run.steps:,} steps")
         if state == "asked":
             self.is_to_stop = True
-            if self.done and self.last_saved != self.output / FOLDER / folder_name(self.done):
-                self._save_checkpoint(self.done, is_best=False, loss=None)
+            self.save_now()
         return state == "there"
 
     def _followed(self) -> Followed | None:
@@ -201,7 +206,7 @@ class TrainedAdapter:
         if done == self.run.steps:
             return
         loss = None
-        if options.eval_every and done % options.eval_every == 0:
+        if self.run.eval_every and done % self.run.eval_every == 0:
             loss = self._report_evaluation(done)
         if loss is not None and options.early_stopping.patience:
             self.stops_early = self._says_rank_0(self.patience.sees(loss))
@@ -209,7 +214,7 @@ class TrainedAdapter:
                 without, best = self.patience.num_without, self.patience.best
                 self.reporter.say(f"step {done}: stops early: {without} evaluations have not improved {best:.4f}")
         is_best = self._is_best(loss)
-        if is_best or self.is_to_stop or (options.save_every and done % options.save_every == 0):
+        if is_best or self.is_to_stop or (self.run.save_every and done % self.run.save_every == 0):
             self._save_checkpoint(done, is_best=is_best, loss=loss)
 
     def end(self) -> None:
@@ -230,6 +235,31 @@ class TrainedAdapter:
             self.optimizer.step()
             self.updates, self.skipped_in_row = self.updates + 1, 0
         return rate
+
+    @property
+    def most_loss(self) -> float:
+        """The loss above which the next step ends the patience with spikes, as rank 0 says; infinity on others."""
+        return self.spikes.limit if self.mesh.rank == 0 else math.inf
+
+    def watch(self, step: int, loss: float, *, is_spike: bool) -> None:
+        """Count the loss of `step`, from 1. is_spike: as all ranks agreed, it ends the patience with spikes."""
+        options = self.run.config.train.on_spike
+        if self.mesh.rank == 0 and options.is_on:
+            self.spikes.sees(loss)
+        if not is_spike:
+            return
+        of = f"adapter {self.name}, " if self.name else ""
+        in_row = f"{options.patience} in a row are" if options.patience > 1 else "it is"
+        text = f"{of}step {step}: loss spike: the loss is {loss:.4g}: {in_row} above {options.words}"
+        if options.then == "stop" and step < self.run.steps:
+            self.spike = text
+        else:
+            self.reporter.say(f"note: {text.removeprefix(of)}")
+
+    def save_now(self, *, keeps_older: bool = False) -> None:
+        """Save the checkpoint of the last step, unless it is there. keeps_older: whatever `keep_last` says."""
+        if self.done and self.last_saved != self.output / FOLDER / folder_name(self.done):
+            self._save_checkpoint(self.done, is_best=False, loss=None, keeps_older=keeps_older)
 
     def leave_out(self, text: str) -> None:
         """Skip a step that is not finite, as `text` says, or end the run."""
@@ -302,8 +332,8 @@ class TrainedAdapter:
             except (MeshloraError, OSError, ValueError) as error:
                 self.reporter.say(f"note: the adapter is saved without {what} ({reason(error)})")
 
-    def _save_checkpoint(self, done: int, *, is_best: bool, loss: float | None) -> None:
-        """Write the checkpoint of step `done`, and remove older ones."""
+    def _save_checkpoint(self, done: int, *, is_best: bool, loss: float | None, keeps_older: bool = False) -> None:
+        """Write the checkpoint of step `done`, and remove older ones unless `keeps_older`."""
         state, topology = state_writer(self.model, self.optimizer), str(self.mesh.topology)
         manifest = dataclasses.replace(
             self._manifest("checkpoint", done=done), topology=topology, skipped_in_row=self.skipped_in_row
@@ -322,7 +352,7 @@ class TrainedAdapter:
         self.reporter.saved(done)
         if self.mesh.rank == 0:
             try:
-                self.keeping.saved(done, is_best=is_best, loss=loss)
+                self.keeping.saved(done, is_best=is_best, loss=loss, keeps_older=keeps_older)
             except OSError as error:  # the names still point at whole checkpoints
                 self.reporter.say(f"step {done}: {self.output / FOLDER} could not be kept in order ({error.strerror})")
 

@@ -48,6 +48,7 @@ from meshlora.wings.experts.routing import RunRouting
 from meshlora.wings.packed_rows.by_sequence import keep_apart
 from meshlora.wings.stages.pipeline_schedule import one_forward_one_backward
 from meshlora_ground.dataset import TokenizedDataset
+from meshlora_ground.errors import MeshloraError
 from meshlora_ground.float64 import lift
 from meshlora_ground.slow_paths import SlowPath, watching
 
@@ -145,9 +146,30 @@ class Trainer:
                     one.between(one.done)
                     if one.is_done:
                         one.end()
+            self._end_by_spike(left)
             if self.is_to_stop and not all(one.is_done for one in left):
                 return False
         return True
+
+    def _end_by_spike(self, left: list[TrainedAdapter]) -> None:
+        """End the run if the loss of one of its adapters has jumped up and its run file says so. Collective then.
+
+        Raises:
+            MeshloraError: it has. A checkpoint of each adapter is there to look at; earlier ones stay.
+        """
+        spiked = [one.spike for one in left if one.spike and not one.is_done]
+        if not spiked:
+            return
+        for one in left:
+            if not one.is_done:
+                with one.in_use():
+                    one.save_now(keeps_older=True)
+        saved = ", ".join(str(one.last_saved) for one in left)
+        way_out = (
+            "look at the data of these steps, or lower train.lr; --resume auto goes on all the same, and "
+            "--resume CHECKPOINT --resume-despite train.lr from an earlier one with another rate"
+        )
+        raise MeshloraError(f"{'; '.join(spiked)}; saved in {saved}; {way_out}")
 
     def train_step(self, adapters: list[TrainedAdapter]) -> list[StepMetrics]:
         """The next optimizer step of each of `adapters` (at least one), over its global batch."""
@@ -185,7 +207,10 @@ class Trainer:
             if one.loss_scale is not None:
                 one.loss_scale.unscale(trained)
         norms = clip_gradients_on_device(self.mesh, factors, [one.run.config.train.max_grad_norm for one in adapters])
-        results = sums.read(totals, norms, is_asked=self.stop.is_set(), taken=self.taken)
+        limits = None
+        if any(one.run.config.train.on_spike.is_on for one in adapters):
+            limits = [one.most_loss for one in adapters]
+        results = sums.read(totals, norms, is_asked=self.stop.is_set(), taken=self.taken, limits=limits)
         slow = new_ones(results[0].slow_paths, self.slow_paths)
         self.slow_paths += slow
         if adapters[0].run.config.train.require_fast:
@@ -236,6 +261,7 @@ class Trainer:
         """Finish the step of one adapter: optimizer, loss scale, metrics. Collective if its gradient is not finite."""
         step, loss, grad_norm, is_finite = one.done, result.loss, result.grad_norm, result.is_finite
         self.is_to_stop = one.is_to_stop = result.is_to_stop
+        one.watch(step + 1, loss, is_spike=result.is_spike)
         rate = one.update(step, is_finite=is_finite)
         scale = None
         if not is_finite and (one.loss_scale is None or not math.isfinite(loss)):  # the scale is not to blame

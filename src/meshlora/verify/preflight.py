@@ -295,7 +295,13 @@ def proof_of(run: Prepared, cache_dir: Path, place: _Place = _ON_CPUS) -> tuple[
         routed=run.train_data.routed is not None and place.dtype == "float64",
         recompute=KEEP_ATTENTION if train.recompute == KEEP_ATTENTION else train.recompute != "none",
         # Of the schedule its kind and ends: steps and rates are the twin's own.
-        **of_schedule(train.schedule, ends_above_zero=train.min_lr > 0, starts_at_zero=train.warmup_from_zero),
+        **of_schedule(
+            train.schedule,
+            ends_above_zero=train.min_lr > 0,
+            starts_at_zero=train.warmup_from_zero,
+            decay_type=train.decay_type,
+            has_timescale=train.timescale > 0,
+        ),
         attn_implementation=stand_in.attn_implementation,
         quantization=stand_in.quantization,
         # Numbers of few bits are proved in float64: below, rounding moves codes.

@@ -110,7 +110,7 @@ class Request:
             `lora`.
         dtype, steps, seed: of the run. micro_batch_size: sequences per micro-batch. objective, neftune_alpha,
             optimizer, lora_plus_ratio, lora_plus_embedding_lr, packing, quantization, compute: as in a run file.
-            schedule, warmup_from_zero, min_lr, decay_steps, cycle: too, for a peak of 0.01. recompute: of all layers,
+            schedule and its options: too, for a peak of 0.01. recompute: of all layers,
             "keep_attention": but for their attention. resume: our side stops before its last step and resumes from its
             checkpoint. adapters: from 2 on, also prove that many trained together, each against itself alone.
         attn_implementation: as in transformers; None: its choice. kernels: of our side, as in a run file.
@@ -153,7 +153,11 @@ class Request:
     schedule: Schedule = "linear"
     warmup_from_zero: bool = False
     min_lr: float = 0.0
+    num_cycles: int = 1
+    power: float = 1.0
+    timescale: int = 0
     decay_steps: int = 0
+    decay_type: str = "linear"
     cycle: dict[int, float] = field(default_factory=dict)
     overrides: dict[str, Any] = field(default_factory=dict)
     data: str | None = None
@@ -455,19 +459,36 @@ def _sequences(request: Request, config: PretrainedConfig, number: int) -> tuple
     return distinct_sequences(found, number, source=data), padding_token_id(tokenizer)
 
 
-def of_schedule(kind: Schedule, *, ends_above_zero: bool, starts_at_zero: bool = False) -> dict[str, Any]:
+def of_schedule(
+    kind: Schedule,
+    *,
+    ends_above_zero: bool,
+    starts_at_zero: bool = False,
+    decay_type: str = "linear",
+    has_timescale: bool = False,
+) -> dict[str, Any]:
     """Fields of a request with the schedule `kind`, in the steps and rates of a case.
 
-    ends_above_zero: its final rate. starts_at_zero: its warm-up.
+    ends_above_zero: its final rate. starts_at_zero: its warm-up. decay_type: of warmup_stable_decay. has_timescale: of
+    its own, of inverse_sqrt.
     """
     fields: dict[str, Any] = {"schedule": kind, "steps": _STEPS_OF_OTHERS, "warmup_from_zero": starts_at_zero}
-    fields |= {"min_lr": 0.0, "decay_steps": 0, "cycle": {}}
+    fields |= {"min_lr": 0.0, "decay_steps": 0, "cycle": {}, "num_cycles": 1, "power": 1.0, "timescale": 0}
+    fields["decay_type"] = decay_type
     if kind == "linear":
         fields["steps"] = 3
     if ends_above_zero:
         fields["min_lr"] = 0.3 * Case.lr
     if kind == "warmup_stable_decay":
         fields["decay_steps"] = 2
+        if decay_type != "linear":  # in the middle of its decay a cosine is a line
+            fields |= {"decay_steps": 3, "steps": _STEPS_OF_OTHERS + 1}
+    if kind == "cosine_with_restarts":
+        fields["num_cycles"] = 2
+    if kind == "polynomial":
+        fields["power"] = 2.0
+    if has_timescale:
+        fields["timescale"] = 3
     if kind == "cycle":
         fields["cycle"] = {0: 0.2 * Case.lr, 1: Case.lr, 3: 0.4 * Case.lr}
     return fields

@@ -26,7 +26,7 @@ Contents = Mapping[str, tuple[Path, ...]]
 
 # Options that may differ between a run and the one that resumes it: they affect no step.
 _CHOICES = ("output", "overwrite", "epochs", "steps", "micro_batch_size", "recompute", "track", "merge_at_end")
-_FREE = {*_CHOICES, "keep_last", "keep_best", "early_stopping", "routing_replay"} | {
+_FREE = {*_CHOICES, "keep_last", "keep_best", "early_stopping", "on_spike", "routing_replay"} | {
     *(f"{name}_every" for name in ("eval", "save", "log", "replica_check", "sample")),
     *("on_save_error", "on_nonfinite", "timeout_s", "on_fewer", "deterministic", "require_fast"),
 }

@@ -41,16 +41,16 @@ class Keeping:
         """Whether a checkpoint with this evaluation loss would be the best of the run so far."""
         return self.keep_best and loss < self.best_loss
 
-    def saved(self, step: int, *, is_best: bool, loss: float | None) -> None:
-        """The checkpoint of `step` is whole: update the links, and only then remove older ones. Raises: OSError: a link
-        could not be written. It still points at a whole checkpoint."""
+    def saved(self, step: int, *, is_best: bool, loss: float | None, keeps_older: bool = False) -> None:
+        """The checkpoint of `step` is whole: update the links, and only then remove older ones, unless `keeps_older`.
+        Raises: OSError: a link could not be written. It still points at a whole checkpoint."""
         new = self.folder / folder_name(step)
         point(self.folder / LATEST, new.name)
         if is_best:
             assert loss is not None
             point(self.folder / BEST, new.name)
             self.best_loss = loss
-        if not self.keep_last:
+        if not self.keep_last or keeps_older:
             return
         # Later steps exist if the run resumed from an earlier one: they are not older.
         older = [folder for number, folder in step_folders(self.folder) if number <= step]

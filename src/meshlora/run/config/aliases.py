@@ -19,8 +19,8 @@ _NAMES = {
     "train.micro_batch_size, for evaluation too": "per_device_eval_batch_size",
     "train.batch_size, of all ranks together": "train_batch_size global_batch_size",
     "train.schedule": "lr_scheduler_type lr_scheduler",
-    "train.min_lr, train.decay_steps or train.cycle, as train.schedule has it": "lr_scheduler_kwargs",
-    "train.warmup_steps, a number of optimizer steps": "warmup_ratio lr_warmup_ratio",
+    "train.min_lr, num_cycles, power, timescale or decay_type, as train.schedule has it": "lr_scheduler_kwargs",
+    "train.warmup_ratio": "lr_warmup_ratio lr_warmup_fraction",
     "train.min_lr, a rate and no ratio": "cosine_min_lr_ratio",
     "train.beta1": "adam_beta1",
     "train.beta2": "adam_beta2",
@@ -29,8 +29,12 @@ _NAMES = {
     "train.output": "output_dir",
     "train.overwrite": "overwrite_output_dir",
     "train.log_every": "logging_steps",
-    "train.save_every, in optimizer steps": "save_steps save_strategy saves_per_epoch",
-    "train.eval_every, in optimizer steps": "eval_steps eval_strategy evaluation_strategy evals_per_epoch",
+    "train.save_every, in optimizer steps, or epoch": "save_steps save_strategy",
+    "train.eval_every, in optimizer steps, or epoch": "eval_steps eval_strategy evaluation_strategy",
+    "train.save_every, as in epoch/4": "saves_per_epoch",
+    "train.eval_every, as in epoch/4": "evals_per_epoch",
+    "train.on_spike, as in {above: 5}": "loss_watchdog_threshold",
+    "train.on_spike, as in {above: 5, patience: 3}": "loss_watchdog_patience",
     "train.keep_last": "save_total_limit",
     "train.keep_best": "load_best_model_at_end",
     "train.early_stopping, as in {patience: 3}": "early_stopping_patience",
@@ -133,21 +137,11 @@ def unknown_loss(path: str, name: object) -> UserError | None:
     return UserError(f"{path}: {name!r}", "this loss of preferences is not there", _LOSSES_HERE)
 
 
-# Schedules of transformers that are not here by this name -> (the rule, what is near in meaning).
+# Schedules of transformers that are not here -> (the rule, what is near in meaning).
 _SCHEDULES_ELSEWHERE = {
-    "constant_with_warmup": (
-        "it has another name here",
-        "constant with train.warmup_steps, and train.warmup_from_zero: true for the same first rates",
-    ),
-    "cosine_with_min_lr": ("it has another name here", "cosine with train.min_lr, a rate and no ratio"),
     "cosine_warmup_with_min_lr": (
         "a warm-up from a rate of its own is not there",
-        "cosine with train.warmup_steps and train.min_lr, whose warm-up begins at lr / warmup_steps",
-    ),
-    "polynomial": ("only its power 1 is there", "linear with train.min_lr: 1e-7, or what lr_end is, is that one"),
-    "cosine_with_restarts": (
-        "a schedule that restarts is not there",
-        "cosine is that with one cycle; cycle draws straight lines through rates that are given by step",
+        "cosine with train.warmup_steps and train.min_lr has the same warm-up, and each later rate a step later",
     ),
     **dict.fromkeys(
         ("reduce_lr_on_plateau", "greedy"),

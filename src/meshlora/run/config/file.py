@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from meshlora.run.config.model_presets import Facts, facts_of
-from meshlora.run.config.presets import LENGTH, filled, with_preset
-from meshlora.run.config.run_file import PER_ADAPTER, RUN_CONTENT, Given, RunConfig, Source
+from meshlora.run.config.presets import TOGETHER, filled, with_preset
+from meshlora.run.config.run_file import PER_ADAPTER, RUN_CONTENT, SCHEDULES_TOO, Given, RunConfig, Source
 from meshlora.run.config.types import checked, groups
 from meshlora_ground.errors import UserError, did_you_mean
 from meshlora_ground.hub import located, located_files
@@ -113,8 +113,13 @@ def _run(tree: dict[str, Any], downloads: bool) -> RunConfig:
         facts = functools.partial(_facts, tree)
     tree = with_preset(tree, facts=facts)
     train = tree.get("train")
-    if isinstance(train, Mapping) and isinstance(train.get("objective"), str):  # the kind alone
-        tree["train"] = {**train, "objective": {"kind": train["objective"]}}
+    if isinstance(train, Mapping):
+        train = tree["train"] = dict(train)
+        if isinstance(train.get("objective"), str):  # the kind alone
+            train["objective"] = {"kind": train["objective"]}
+        name = train.get("schedule")
+        if isinstance(name, str):
+            train["schedule"] = SCHEDULES_TOO.get(name, name)
     config = checked(tree)
     return _located(config) if downloads else config
 
@@ -209,7 +214,7 @@ def _tree_of(shared: Mapping[str, Any], name: str, own: Any) -> dict[str, Any]:
         for_all = shared.get(group) or {}
         if not isinstance(for_all, Mapping):
             raise UserError(f"{group}: {for_all!r}", "it must be a group of keys")
-        tree[group] = filled(values, for_all, LENGTH if group == "train" else ())
+        tree[group] = filled(values, for_all, TOGETHER["train"] if group == "train" else ())
     train = tree.get("train")
     if isinstance(train, Mapping) and isinstance(train.get("output"), str) and train["output"].strip():
         tree["train"] = {**train, "output": str(Path(train["output"]) / name)}

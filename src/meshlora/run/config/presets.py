@@ -89,19 +89,30 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
             "batch_size": 16,
             "lr": 5e-6,
             "schedule": "cosine",
+            "warmup_ratio": 0.1,
+            "warmup_from_zero": True,
             "objective": {"kind": "dpo", "beta": 0.01},
         },
     },
 }
 # Keys of a group that belong together: if one of them is given, the others are not taken from elsewhere.
-LENGTH, _TARGETS = {"steps", "epochs"}, {"target_modules", "target_parameters", "pieces"}
-_TOGETHER = {"train": LENGTH, "lora": _TARGETS}
+_TARGETS = {"target_modules", "target_parameters", "pieces"}
+TOGETHER: Mapping[str, Collection[Collection[str]]] = {
+    "train": [{"steps", "epochs"}, {"warmup_steps", "warmup_ratio"}],
+    "lora": [_TARGETS],
+}
 
 
-def filled(own: Mapping[str, Any], rest: Mapping[str, Any], together: Collection[str] = ()) -> dict[str, Any]:
-    """`own`, completed from `rest`. together: keys that all come from `own` if it has any of them."""
-    replaced = together if own.keys() & set(together) else ()
-    return {key: value for key, value in rest.items() if key not in replaced} | dict(own)
+def filled(
+    own: Mapping[str, Any], rest: Mapping[str, Any], together: Collection[Collection[str]] = ()
+) -> dict[str, Any]:
+    """`own`, completed from `rest`. together: sets of keys that all come from `own` if it has any of them."""
+    found = dict(rest)
+    for keys in together:
+        if not own.keys().isdisjoint(keys):
+            for key in keys:
+                found.pop(key, None)
+    return found | dict(own)
 
 
 def with_preset(tree: Mapping[str, Any], *, facts: Callable[[], Facts] | None = None) -> dict[str, Any]:
@@ -130,7 +141,7 @@ def with_preset(tree: Mapping[str, Any], *, facts: Callable[[], Facts] | None = 
             continue
         if group == "lora" and own and own.keys() & _TARGETS:
             values.pop("rank_pattern", None)  # of the preset's own targets
-        whole[group] = filled(own or {}, values, _TOGETHER.get(group, ()))
+        whole[group] = filled(own or {}, values, TOGETHER.get(group, ()))
     return whole
 
 

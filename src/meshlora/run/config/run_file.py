@@ -6,6 +6,8 @@ Owns: names, types, defaults, and rules that need no file and no model. Does not
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Annotated, Any, ClassVar, Literal
@@ -37,7 +39,32 @@ Format = Literal[
     "preference",
     "feedback",
 ]
-Schedule = Literal["linear", "cosine", "cosine_of_run", "constant", "inverse_sqrt", "warmup_stable_decay", "cycle"]
+Schedule = Literal[
+    "linear",
+    "cosine",
+    "cosine_of_run",
+    "cosine_with_restarts",
+    "polynomial",
+    "constant",
+    "inverse_sqrt",
+    "warmup_stable_decay",
+    "cycle",
+]
+# Other names that transformers has for them.
+SCHEDULES_TOO: Mapping[str, Schedule] = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
+# Options of a schedule -> their defaults, and the schedules that read them.
+_FALLING = ("linear", "cosine", "cosine_of_run", "cosine_with_restarts", "polynomial", "warmup_stable_decay")
+_OF_SCHEDULES: Mapping[str, tuple[object, tuple[str, ...]]] = {
+    "min_lr": (0.0, _FALLING),
+    "num_cycles": (1, ("cosine_with_restarts",)),
+    "power": (1.0, ("polynomial",)),
+    "timescale": (0, ("inverse_sqrt",)),
+    "decay_steps": (0, ("warmup_stable_decay",)),
+    "decay_type": ("linear", ("warmup_stable_decay",)),
+    "cycle": ({}, ("cycle",)),
+}
+# How often, by epochs: at the end of each, or so many times in it.
+BY_EPOCH = re.compile(r"epoch(/[1-9]\d{0,8})?")
 
 
 @dataclass(frozen=True)
@@ -252,6 +279,46 @@ class EarlyStopping:
 
 
 @dataclass(frozen=True)
+class LossSpike:
+    """When the losses of training steps have jumped up, and what is done then.
+
+    Attributes:
+        factor: a spike is a loss above so many times the median of the steps before. above: or above this one.
+        window: number of steps before that the median is of.
+        patience: spikes in a row before anything is done.
+        then: stop: a checkpoint is saved, and the run ends with an error; note: it is said.
+    """
+
+    factor: float | None = number(None, "above 1", most=_FACTOR)
+    above: float | None = number(None, most=_FACTOR)
+    window: int = number(50, "at least 1", most=10**4)
+    patience: int = number(3, "at least 1", most=10**6)
+    then: Literal["note", "stop"] = "stop"
+
+    def __post_init__(self) -> None:
+        check_numbers("train.on_spike", self)
+        if self.window != 50 and self.factor is None:
+            raise UserError("train.on_spike.window", "it has no effect without factor", "give both")
+        if not self.is_on and (self.patience, self.then) != (3, "stop"):
+            raise UserError("train.on_spike", "nothing says what a spike is", "give factor, as in factor: 3, or above")
+
+    @property
+    def is_on(self) -> bool:
+        """Whether losses are watched."""
+        return self.factor is not None or self.above is not None
+
+    @property
+    def words(self) -> str:
+        """What a spike is above, in words."""
+        found = list[str]()
+        if self.factor is not None:
+            found.append(f"{self.factor:g} times the median of {self.window} steps before")
+        if self.above is not None:
+            found.append(f"{self.above:g}")
+        return " or ".join(found)
+
+
+@dataclass(frozen=True)
 class TrainConfig:
     """The loop. All sizes are in sequences and global: they do not change with the topology.
 
@@ -261,11 +328,14 @@ class TrainConfig:
         batch_size: sequences per optimizer step, over all ranks; micro_batch_size: sequences (with packing: rows) at
             once on one dp rank.
         lr: peak learning rate. schedule: its course by optimizer step after a linear warm-up over warmup_steps
-            (`run.optimizer`): linear or cosine to min_lr, constant, inverse_sqrt, warmup_stable_decay (constant, then
-            linear to min_lr in the last decay_steps), or cycle: piecewise linear through the points `{step: rate}` of
-            cycle, without lr and warm-up.
-        warmup_steps: of a linear rise from 0 to lr. min_lr: of the last step. decay_steps: of warmup_stable_decay.
+            (`run.learning_rate`): linear, polynomial or cosine to min_lr, constant, inverse_sqrt, warmup_stable_decay
+            (constant, then to min_lr in the last decay_steps), or cycle: piecewise linear through the points
+            `{step: rate}` of cycle, without lr and warm-up.
+        warmup_steps: of a linear rise from 0 to lr. warmup_ratio: or their share of all steps, rounded up.
         warmup_from_zero: the first step has the rate 0, and not 1/warmup_steps of the peak.
+        min_lr: of the last step. decay_steps: of warmup_stable_decay. decay_type: the course of its decay.
+        num_cycles: of cosine_with_restarts, the cosines. power: of polynomial. timescale: of inverse_sqrt, in steps; 0:
+            the warm-up.
         cycle: `{step: rate}`, the points of that schedule.
         optimizer: adamw; adamw_8bit, with moments in 8 bits (`run.eight_bit`); or lora_fa, which trains B alone
             (`run.lora_fa`).
@@ -283,10 +353,12 @@ class TrainConfig:
         lora_plus_ratio: LoRA+: the learning rate of B over that of A; None: the same for both.
         lora_plus_embedding_lr: LoRA+: the peak learning rate of factors on the embedding.
         seed: of fresh factors, the order of the data, dropout and noise.
-        eval_every, save_every: in optimizer steps; 0: only at the end. log_every: steps between printed lines.
+        eval_every, save_every: in optimizer steps, or epoch, or epoch/k, k times in one; 0: only at the end.
+        log_every: steps between printed lines.
         keep_last: number of newest checkpoints kept, 0: all; keep_best: also keep the one with the lowest
             evaluation loss.
         early_stopping: end the run once the evaluation loss no longer falls.
+        on_spike: what is done when the loss of steps jumps up: stop, or note it.
         on_save_error: whether a checkpoint that cannot be written stops the run. on_nonfinite: stop at a loss or
             gradient that is not finite, or skip the step.
         timeout_s: timeout of collectives in seconds.
@@ -310,9 +382,14 @@ class TrainConfig:
     lr: float = number(2e-4, "above 0", most=_RATE)
     schedule: Schedule = "linear"
     warmup_steps: int = number(0, "not negative", most=_STEPS)
+    warmup_ratio: float = number(0.0, "in [0, 1)")
     warmup_from_zero: bool = False
     min_lr: float = number(0.0, "not negative")
+    num_cycles: int = number(1, "at least 1", most=_STEPS)
+    power: float = number(1.0, "above 0", most=_FACTOR)
+    timescale: int = number(0, "not negative", most=_STEPS)
     decay_steps: int = number(0, "not negative", most=_STEPS)
+    decay_type: Literal["linear", "cosine", "1-sqrt"] = "linear"
     cycle: dict[int, float] = field(default_factory=dict)
     optimizer: Literal["adamw", "adamw_8bit", "lora_fa"] = "adamw"
     min_8bit_size: int = number(4096, "at least 1", most=10**12)
@@ -331,8 +408,8 @@ class TrainConfig:
     lora_plus_ratio: float | None = number(None, "above 0", most=_FACTOR)
     lora_plus_embedding_lr: float = number(1e-6, "above 0", most=_RATE)
     seed: int = number(0, "not negative")
-    eval_every: int = number(0, "not negative", most=_STEPS)
-    save_every: int = number(0, "not negative", most=_STEPS)
+    eval_every: int | str = number(0, "not negative", most=_STEPS)
+    save_every: int | str = number(0, "not negative", most=_STEPS)
     sample_every: int = number(0, "not negative", most=_STEPS)
     log_every: int = number(10, "at least 1", most=_STEPS)
     merge_at_end: bool = False
@@ -341,6 +418,7 @@ class TrainConfig:
     keep_last: int = number(0, "not negative", most=_STEPS)
     keep_best: bool = False
     early_stopping: EarlyStopping = field(default_factory=EarlyStopping)
+    on_spike: LossSpike = field(default_factory=LossSpike)
     on_save_error: Literal["stop", "continue"] = "stop"
     on_nonfinite: Literal["stop", "skip"] = "stop"
     timeout_s: float = number(600.0, "above 0", most=10**7)
@@ -377,6 +455,10 @@ class TrainConfig:
 
     def _check_keeping(self) -> None:
         """Rules of the options that keep checkpoints."""
+        for name in ("eval_every", "save_every"):
+            every = getattr(self, name)
+            rule = "a number of steps, epoch, or epoch/k for k times in an epoch, as in epoch/4"
+            require(not isinstance(every, str) or bool(BY_EPOCH.fullmatch(every)), f"train.{name}", repr(every), rule)
         if self.keep_best and not self.eval_every:
             raise UserError("train.keep_best", "the best is known by evaluations", "give train.eval_every")
         if self.early_stopping.patience and not self.eval_every:
@@ -386,13 +468,14 @@ class TrainConfig:
 
     def _check_schedule(self) -> None:
         """Rules of the options of each schedule."""
-        ends = ("linear", "cosine", "cosine_of_run", "warmup_stable_decay")
-        readers = {"min_lr": ends, "decay_steps": ends[3:], "cycle": ("cycle",)}
-        if self.warmup_from_zero and not self.warmup_steps:
-            rule = "it has no effect without train.warmup_steps"
+        if self.warmup_steps and self.warmup_ratio:
+            given = f"train.warmup_steps={self.warmup_steps} and train.warmup_ratio={self.warmup_ratio:g}"
+            raise UserError(given, "a warm-up has one length", "give one")
+        if self.warmup_from_zero and not (self.warmup_steps or self.warmup_ratio):
+            rule = "it has no effect without train.warmup_steps or train.warmup_ratio"
             raise UserError("train.warmup_from_zero", rule, "give both")
-        for name, schedules in readers.items():
-            if getattr(self, name) and self.schedule not in schedules:
+        for name, (default, schedules) in _OF_SCHEDULES.items():
+            if getattr(self, name) != default and self.schedule not in schedules:
                 rule = f"it has no effect with train.schedule={self.schedule}"
                 raise UserError(f"train.{name}", rule, f"it goes with {' or '.join(schedules)}")
         require(self.min_lr <= self.lr, "train.min_lr", self.min_lr, f"at most train.lr={self.lr}")
@@ -405,7 +488,8 @@ class TrainConfig:
             require(max(self.cycle.values()) > 0, "train.cycle", self.cycle, "of rates of which one is above 0")
             require(max(self.cycle.values()) <= _RATE, "train.cycle", self.cycle, f"of rates of at most {_RATE:,.0f}")
             require(max(self.cycle) <= _STEPS, "train.cycle", self.cycle, f"of steps of at most {_STEPS:,}")
-            require(not self.warmup_steps, "train.warmup_steps", self.warmup_steps, "0 with train.schedule=cycle")
+            for name in ("warmup_steps", "warmup_ratio"):
+                require(not getattr(self, name), f"train.{name}", getattr(self, name), "0 with train.schedule=cycle")
 
 
 # Content of an output folder; one that holds any of it is not overwritten unless `overwrite` is set.
@@ -422,10 +506,10 @@ PER_ADAPTER = {
         *("eval_limit", "eval_categories"),
     },
     "train": {
-        *("steps", "epochs", "batch_size", "lr", "schedule", "warmup_steps", "warmup_from_zero"),
-        *("min_lr", "decay_steps", "cycle"),
+        *("steps", "epochs", "batch_size", "lr", "schedule", "warmup_steps", "warmup_ratio", "warmup_from_zero"),
+        *("min_lr", "num_cycles", "power", "timescale", "decay_steps", "decay_type", "cycle"),
         *("weight_decay", "beta1", "beta2", "eps", "max_grad_norm", "lora_plus_ratio", "seed"),
-        *("eval_every", "save_every", "keep_last", "keep_best", "early_stopping"),
+        *("eval_every", "save_every", "keep_last", "keep_best", "early_stopping", "on_spike"),
     },
 }
 

@@ -106,7 +106,8 @@ def learning_rate_constant(step: int, *, options: Any, steps: int) -> float:
 @around(trained, "learning_rate", needs={Feature.STEPS, Feature.OTHER_SCHEDULE})
 def schedule_taken_for_linear(original: Any, step: int, *, options: Any, steps: int) -> Any:
     """the learning rate has the course that is asked for, a line or another"""
-    return original(step, options=replace(options, schedule="linear", decay_steps=0, cycle={}), steps=steps)
+    own = {"num_cycles": 1, "power": 1.0, "timescale": 0, "decay_steps": 0, "decay_type": "linear", "cycle": {}}
+    return original(step, options=replace(options, schedule="linear", **own), steps=steps)
 
 
 @around(trained, "learning_rate", needs={Feature.STEPS, Feature.FINAL_RATE})
