@@ -202,7 +202,7 @@ CAUGHT_BY: dict[str, str] = {
     "train.on_spike.factor": _SPIKE,
     "train.on_spike.above": _SPIKE,
     "train.on_spike.patience": _SPIKE,
-    "train.on_spike.then": _SPIKE,
+    "train.on_spike.then": "tests/unit/test_spikes.py::test_note_says_it_and_the_run_goes_on",
     "train.on_spike.window": "tests/unit/test_spikes.py::test_the_median_is_of_the_last_losses",
     "train.early_stopping": _EARLY,
     "train.early_stopping.patience": _EARLY,

@@ -55,6 +55,9 @@ MOST = {
 # What an option has an effect with.
 GOES_WITH: dict[str, dict[str, Any]] = {
     "decay_steps": {"schedule": "warmup_stable_decay"},
+    "num_cycles": {"schedule": "cosine_with_restarts"},
+    "power": {"schedule": "polynomial"},
+    "timescale": {"schedule": "inverse_sqrt"},
     "epochs": {"steps": None},
     "eval_limit": {"eval": "y"},
     "keep_last": {"save_every": 1},

@@ -136,6 +136,9 @@ def test_dpo_is_the_recipe_of_the_alignment_handbook(tmp_path: Path) -> None:
     train, lora = run.train, run.lora
     assert (train.objective, train.lr, train.schedule) == (Dpo(beta=0.01), 5e-6, "cosine")
     assert (train.epochs, train.batch_size, run.data.max_length) == (1, 16, 1024)
+    assert (train.warmup_ratio, train.warmup_from_zero) == (0.1, True)
+    own = read(tmp_path, preset="dpo", train={"output": "out", "warmup_steps": 7}).train
+    assert (own.warmup_steps, own.warmup_ratio) == (7, 0.0)
     assert lora is not None
     assert (lora["r"], lora["lora_alpha"], lora["lora_dropout"], len(lora["target_modules"])) == (128, 128, 0.05, 7)
 
