@@ -5,9 +5,9 @@ Any message is safe to print, however long or hostile the values in it. Does not
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 # With `error: rank 12: ` before it, and a newline after it, below 2,000 characters.
 _LONGEST_MESSAGE = 1_960
@@ -15,6 +15,7 @@ _LONGEST_REPORT = 20_000
 _HEAD_OF_REPORT = 2_000
 _LONGEST_QUOTE = 400
 _MOST_NUMBERS = 16
+_MOST_MISTAKES, _LONGEST_LINE = 40, 180
 _LONGEST_NAME = 200  # of names compared for similarity: anything longer is not a typo
 # Our own messages continue on indented lines. Any other newline is from a value, which could begin with `error: `.
 _NEWLINE_OF_VALUE = re.compile(r"\n(?!  )")
@@ -33,12 +34,13 @@ class MeshloraError(Exception):
 
     exit_code = 1
     is_report = False
+    longest = _LONGEST_MESSAGE
 
     def __init__(self, message: str = "") -> None:
         if self.is_report:
             super().__init__(report(message))
         else:
-            super().__init__(shortened(_escaped(message), _LONGEST_MESSAGE))
+            super().__init__(shortened(_escaped(message), self.longest))
 
 
 class UserError(MeshloraError):
@@ -59,13 +61,36 @@ class UserError(MeshloraError):
             message += f"; {self.way_out}"
         super().__init__(message)
 
-    def __reduce__(self) -> tuple[type[UserError], tuple[str, str, str]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions with several arguments need this to travel between processes.
         return type(self), (self.given, self.rule, self.way_out)
 
 
 class UnsupportedError(UserError):
     """Valid in principle but not proved exact here, hence refused."""
+
+
+class Mistakes(UserError):
+    """Several mistakes of a user, one a line, in the order in which to mend them: `raise at_once(found)`."""
+
+    longest = 8_000
+
+    def __init__(self, *found: UserError) -> None:
+        self.found = found
+        shown = found[:_MOST_MISTAKES]
+        lines = []
+        for error in shown:
+            line = shortened(f"{error}", self.longest // len(shown) - len("\n  "))
+            if error.way_out.startswith("known: "):
+                line = one_line(line, _LONGEST_LINE)
+            lines.append(line.replace("\n  ", "\n    "))  # a message may have lines of its own
+        if len(found) > len(shown):
+            lines.append(f"and {len(found) - len(shown)} more")
+        self.given, self.rule, self.way_out = f"{len(found)} mistakes", "\n  ".join(lines), ""
+        MeshloraError.__init__(self, f"{self.given}:\n  {self.rule}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.found
 
 
 class SaveError(MeshloraError):
@@ -87,16 +112,102 @@ def report(text: str) -> str:
     return shortened(printable(text), _LONGEST_REPORT, head=_HEAD_OF_REPORT)
 
 
+def each_of(error: UserError) -> Sequence[UserError]:
+    """The mistakes in `error`, which is one of them unless it is of several."""
+    return error.found if isinstance(error, Mistakes) else [error]
+
+
+def at_once(found: Iterable[UserError]) -> UserError:
+    """The error for all of `found`, at least one, each said once.
+
+    >>> print(at_once([UserError("tp=3", "too many"), UserError("dp=0", "too few"), UserError("tp=3", "too many")]))
+    2 mistakes:
+      tp=3: too many
+      dp=0: too few
+    """
+    each: dict[str, UserError] = {}
+    for error in found:
+        for one in each_of(error):
+            each.setdefault(f"{one}", one)
+    only, *others = each.values()
+    return Mistakes(only, *others) if others else only
+
+
+def prefixed(error: UserError, prefix: str) -> UserError:
+    """`error` with `prefix` before what was given, in each of its mistakes."""
+    named = [type(each)(f"{prefix}{each.given}", each.rule, each.way_out) for each in each_of(error)]
+    return at_once(named)
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that `name` is a slip of the keys for; None if each is another word.
+
+    Letters that are left out, added, changed or swapped count, as few as the name is short; neither case nor `-` and
+    `_` do. What both end in after a dot does not make them alike: `nope.jsonl` is no slip for `eval.jsonl`.
+
+    >>> nearest("topolgy", ["topology", "train"]), nearest("rank", ["r", "rank_pattern"])
+    ('topology', None)
+    """
+    best: tuple[int, int, str] | None = None  # of two as near the one that begins alike: `tpp` is `tp`, not `pp`
+    for each in sorted(known):
+        if max(len(name), len(each)) > _LONGEST_NAME:
+            continue
+        given, other = _apart(name, each)
+        # Of 3 to 5 letters one may be wrong; "dp" and "tp" are two words.
+        most = 0
+        if len(given) > 2:
+            most = 1 if len(given) < 6 else max(2, len(given) // 10)
+        number = _distance(given, other, most)
+        if number > most:
+            continue
+        found = (number, -_num_alike(given, other), each)
+        if best is None or found < best:
+            best = found
+    return None if best is None else best[-1]
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`did you mean 'x'?`, or the list of known names if none is close."""
     known = sorted(known)
-    short = list[str]()
-    if len(name) <= _LONGEST_NAME:
-        short = [each for each in known if len(each) <= _LONGEST_NAME]
-    near = difflib.get_close_matches(name, short, n=1, cutoff=0.5)
-    if near:
-        return f"did you mean {near[0]!r}?"
+    if near := nearest(name, known):
+        return f"did you mean {near!r}?"
     return "known: " + one_line(", ".join(each[:_LONGEST_QUOTE] for each in known[:_LONGEST_QUOTE]), _LONGEST_QUOTE)
+
+
+def _apart(name: str, other: str) -> tuple[str, str]:
+    """Two names without case and separators, and without the ends that they share after a dot."""
+    first, second = (re.sub("[-_ ]", "", each.lower()).split(".") for each in (name, other))
+    while len(first) > 1 and len(second) > 1 and first[-1] == second[-1]:
+        del first[-1], second[-1]
+    return ".".join(first), ".".join(second)
+
+
+def _num_alike(a: str, b: str) -> int:
+    """How many letters two names begin alike."""
+    same = 0
+    while same < min(len(a), len(b)) and a[same] == b[same]:
+        same += 1
+    return same
+
+
+def _distance(a: str, b: str, most: int) -> int:
+    """Letters left out, added, changed or swapped between two names (optimal string alignment), if `most` or fewer."""
+    if abs(len(a) - len(b)) > most:
+        return most + 1
+    # Names of tensors are long, many, and begin alike.
+    same = _num_alike(a, b)
+    a, b = a[same:], b[same:]
+    before, row = list[int](), [*range(len(b) + 1)]
+    for i, letter in enumerate(a, 1):
+        earlier, before, row = before, row, [i]
+        for j, other in enumerate(b, 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other))
+            if i > 1 and j > 1 and letter == b[j - 2] and a[i - 2] == other:
+                cost = min(cost, earlier[j - 2] + 1)
+            row.append(cost)
+        if min(row) > most:  # it can only grow
+            return most + 1
+    return row[-1]
 
 
 def numbered(what: str, numbers: Sequence[int]) -> str:

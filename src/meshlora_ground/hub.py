@@ -94,6 +94,18 @@ def located(
     return str(_had(wanted, given, option))
 
 
+def located_here(
+    given: str, option: str, *, kind: Kind = "model", revision: str | None = None, trust_remote_code: bool = False
+) -> str | None:
+    """As `located`, but None where that would contact the hub."""
+    found = _name_in(given)
+    if found is not None and not is_offline():
+        name, revision = found["name"], revision or found["revision"] or "main"
+        folder = _Wanted(name, kind, revision, trust_remote_code).cached()
+        return None if folder is None else str(folder)
+    return located(given, option, kind=kind, revision=revision, trust_remote_code=trust_remote_code)
+
+
 def located_files(given: str, option: str, *, split: str) -> list[str]:
     """`given` if it is a path, else the files of a split of the dataset `given`, in order, as in `located`.
 
@@ -105,13 +117,23 @@ def located_files(given: str, option: str, *, split: str) -> list[str]:
         UserError: as in `located`; it has no such configuration or split, or not as Parquet, JSON Lines or CSV.
     """
     words = _DATASET.fullmatch(given)
-    found = _name_in(words["name"]) if words else None
+    found = _dataset_in(given)
     if words is None or found is None:
         return [given]
     revision, split = found["revision"] or "main", words["split"] or split
     wanted = _Wanted(found["name"], "dataset", revision, False, words["config"] or "", split)
     folder = _had(wanted, given, option)
     return [str(folder / file) for file in wanted.contents(folder)]
+
+
+def is_dataset_of_hub(given: str) -> bool:
+    """Whether `located_files` takes `given` for a name, and not for a path."""
+    return _dataset_in(given) is not None
+
+
+def _dataset_in(given: str) -> re.Match[str] | None:
+    words = _DATASET.fullmatch(given)
+    return _name_in(words["name"]) if words else None
 
 
 def is_name(text: str) -> bool:

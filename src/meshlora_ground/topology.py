@@ -384,5 +384,7 @@ def _missing(world: int | None, given: dict[str, Any]) -> int:
     if world % others:
         what = _product(given, _OTHERS)
         rule = f"{what} must divide the number of processes"
-        raise UserError(f"{what}={others} on {world} processes", rule, f"use {what} in {set_of(divisors(world))}")
+        nproc = max(others, world // others * others)
+        way_out = f"use {what} in {set_of(divisors(world))}, or --nproc {nproc}"
+        raise UserError(f"{what}={others} on {world} processes", rule, way_out)
     return world // others

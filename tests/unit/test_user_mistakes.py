@@ -216,7 +216,9 @@ TRAIN_MISTAKES: dict[str, Case] = {
         "2 processes",
         "3 were started",
     ),
-    "processes_that_tp_does_not_divide": case(lambda s: setattr(s, "nproc", 3), "tp=2", "3 processes", "tp in {1, 3}"),
+    "processes_that_tp_does_not_divide": case(
+        lambda s: setattr(s, "nproc", 3), "tp=2", "3 processes", "use tp in {1, 3}, or --nproc 2"
+    ),
     "cp_that_does_not_divide_the_processes": case(
         several(setting("topology", "cp=3"), lambda s: setattr(s, "nproc", 4)), "cp*tp=3", "4 processes", "{1, 2, 4}"
     ),

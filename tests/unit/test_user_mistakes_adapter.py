@@ -31,7 +31,10 @@ def pickled_adapter_only(s: Setup) -> None:
 
 MISTAKES: dict[str, Case] = {
     # A fresh adapter.
-    "lora_unknown_option": case(lora(rank=8), "lora", "rank", "not an option", "did you mean"),
+    "lora_unknown_option": case(lora(rank=8), "lora.rank: unknown key; here it is lora.r"),
+    "lora_of_another_type": case(
+        lora(peft_type="IA3"), "peft_type='IA3'", "only adapters of type LORA", "leave it out"
+    ),
     "lora_is_a_number": case(setting("lora", 8), "lora: 8", "a group of keys"),
     "lora_dropout_of_everything": case(lora(lora_dropout=1.0), "lora_dropout=1.0", "a share in [0, 1)"),
     "lora_dropout_is_text": case(lora(lora_dropout="a tenth"), "lora_dropout='a tenth'", "a share in [0, 1)"),

@@ -73,7 +73,7 @@ MISTAKES: dict[str, Case] = {
     "plan_model_missing": case(
         command("plan", "--model", "nowhere", "--topology", "tp=2"), "nowhere", "no such folder"
     ),
-    "plan_unknown_axis": case(plan("--topology", "tq=2"), "'tq' is not an axis", "did you mean 'tp'?"),
+    "plan_unknown_axis": case(plan("--topology", "tpq=2"), "'tpq' is not an axis", "did you mean 'tp'?"),
     "plan_tp_that_does_not_divide": case(plan("--topology", "tp=3"), "tp=3", "num_attention_heads=8", "{1, 2, 4, 8}"),
     "plan_without_a_topology": case(plan(), "--topology", "required", "--gpus"),
     "plan_option_without_gpus": case(plan("--topology", "tp=2", "--simulate"), "--simulate", "--gpus"),

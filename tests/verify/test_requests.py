@@ -94,7 +94,7 @@ def test_wrong_request_is_refused_with_exit_code_2(
     [
         ("r: [", "not readable YAML"),
         ("- 8", "fields of peft.LoraConfig"),
-        ("rank: 8", "is not an option of this peft"),
+        ("rank: 8", "lora.rank: unknown key; here it is lora.r"),
         ("{r: 8, target_modules: [q_prj]}", "did you mean 'q_proj'?"),
         ("{r: 8, target_modules: all-linear, lora_dropout: 0.1, use_dora: true}", "lora_dropout=0.1"),
         ("{r: 8, target_modules: all-linear, init_lora_weights: eva}", "'eva'"),

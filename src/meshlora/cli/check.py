@@ -36,6 +36,7 @@ def _check(options: argparse.Namespace) -> None:
     from meshlora.run.config.file import read_runs
     from meshlora.run.extras import part
     from meshlora.run.learning_rate import learning_rate
+    from meshlora.run.mistakes import all_at_once
     from meshlora.run.together import prepare_runs
     from meshlora.verify.preflight import preflight, preflight_state
     from meshlora_ground.console import Console
@@ -44,7 +45,8 @@ def _check(options: argparse.Namespace) -> None:
     shares = options.ranks_per_gpu
     if shares != 1 and not options.prove:
         raise UserError(f"--ranks-per-gpu {shares}", "it has no effect without --prove", "give both")
-    runs = prepare_runs(read_runs(options.file, options.overrides))
+    with all_at_once(options.file, options.overrides):
+        runs = prepare_runs(read_runs(options.file, options.overrides))
     if shares != 1:
         config = next(iter(runs.values())).config
         on_gpus(config.device, num_ranks=1, ranks_per_gpu=shares)

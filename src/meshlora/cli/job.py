@@ -32,6 +32,7 @@ from meshlora.run.edge import (
 from meshlora.run.extras import part
 from meshlora.run.launch import launch
 from meshlora.run.machines import machines, own_words
+from meshlora.run.mistakes import all_at_once
 from meshlora.run.prepared import Prepared
 from meshlora.run.run import merge_at_end, train
 from meshlora.run.together import holding_outputs, logs_of, prepare_runs, words_of
@@ -132,6 +133,20 @@ class Job:
         world = self.nproc or 1  # alone
         if self.place is not None:
             world = self.place.world
+        resume, despite = self.resume, self.resume_despite
+        if self.is_main:  # whose message is heard
+            with all_at_once(self.file, [*self.overrides], world=world, resumes=resume is not None):
+                runs = self._read(day, world)
+        else:
+            runs = self._read(day, world)
+        prompts = self._prompts(runs[""]) if self.makes_rollouts else None
+        if self.leads:
+            # Read again under the lock: another run may have used them since.
+            runs = held.enter_context(holding_outputs(runs, resume=resume, despite=despite))
+        return Found(runs, prompts)
+
+    def _read(self, day: str, world: int) -> dict[str, Prepared]:
+        """Read and check the run file, for `world` processes."""
         configs, note = fitted(read_runs(self.file, [*self.overrides]), world=world)
         if self.starts_ranks:  # what each rank would refuse, once
             device = next(iter(configs.values())).device
@@ -141,14 +156,8 @@ class Job:
                 raise UserError("this run file", "it has no group rl", "meshlora train runs it")
             if not self.makes_rollouts and config.rl is not None:
                 raise UserError("rl", "only meshlora rl makes rollouts", "use that, or leave it out")
-        resume, despite = self.resume, self.resume_despite
-        runs = prepare_runs(configs, world=world, resume=resume, despite=despite, day=day)
-        runs = {name: self.described(run, note) for name, run in runs.items()}
-        prompts = self._prompts(runs[""]) if self.makes_rollouts else None
-        if self.leads:
-            # Read again under the lock: another run may have used them since.
-            runs = held.enter_context(holding_outputs(runs, resume=resume, despite=despite))
-        return Found(runs, prompts)
+        runs = prepare_runs(configs, world=world, resume=self.resume, despite=self.resume_despite, day=day)
+        return {name: self.described(run, note) for name, run in runs.items()}
 
     def described(self, run: Prepared, note: Sequence[str] = ()) -> Prepared:
         """`run` with its command, what is proved of it, and a further note."""

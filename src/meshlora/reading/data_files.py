@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import difflib
 import errno
 import io
 import json
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import IO, Any, AnyStr
 
 from meshlora.reading.records import MalformedError, Problems, json_type, quoted
-from meshlora_ground.errors import UserError, reason
+from meshlora_ground.errors import UserError, nearest, reason
 from meshlora_ground.reading import once
 
 # No example of a million tokens is longer. JSON of small objects takes up to twenty times its length in memory.
@@ -71,9 +70,8 @@ def nearest_file(path: Path) -> str:
         names = sorted(entry.name for entry in folder.iterdir())
     except OSError:
         return f"the folder {folder} does not exist either"
-    near = difflib.get_close_matches(path.name, names, n=1)
-    if near:
-        return f"did you mean {str(folder / near[0])!r}?"
+    if near := nearest(path.name, names):
+        return f"did you mean {str(folder / near)!r}?"
     shown = names[:5] + ["…"] * (len(names) > 5)
     return f"{folder} holds {', '.join(shown) or 'nothing'}"
 

@@ -9,7 +9,6 @@ has is not read, and said; unless it could have an effect on what is trained, li
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any, Generic, TypeVar
 from meshlora.reading.conversations import checked_messages, checked_tools, untrained
 from meshlora.reading.nlg import context_record
 from meshlora.reading.records import MalformedError, Record, checked_text, filled_text, json_type, quoted
-from meshlora_ground.errors import UserError, did_you_mean
+from meshlora_ground.errors import UserError, did_you_mean, nearest
 
 Made = TypeVar("Made")
 Row = Mapping[str, Any]
@@ -32,7 +31,6 @@ _MATTERS = frozenset(
         *("image", "images", "video", "videos", "audio", "audios"),
     }
 )
-_NEAR = 0.8  # of `difflib`: a column is a misspelt field
 _MANY = 100  # columns, beyond which misspelt ones are not looked for
 
 
@@ -191,8 +189,8 @@ def _fields_of(formats: Sequence[Format[Any]]) -> list[str]:
 def _check_spelling(names: Sequence[str], fields: Sequence[str]) -> None:
     """Raises: MalformedError: a name is almost one of `fields`, which are not there."""
     for name in names:
-        if near := difflib.get_close_matches(name[:60], fields, n=1, cutoff=_NEAR):
-            raise MalformedError(f"unknown field {quoted(name)}; did you mean {near[0]!r}?")
+        if near := nearest(name[:60], fields):
+            raise MalformedError(f"unknown field {quoted(name)}; did you mean {near!r}?")
 
 
 # --- records of a language model --------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from meshlora.comm.groups import meet
 from meshlora.processes.launchers import launcher_place
 from meshlora.reading.clock import today
-from meshlora_ground.errors import MeshloraError, UserError
+from meshlora_ground.errors import MeshloraError, UserError, at_once, each_of
 
 # How long a file system may lag, and how long ranks wait for each other to read, possibly all of the data.
 _LAG_S = 30.0
@@ -81,7 +81,7 @@ def _agreed_on_rank_0(
     try:
         found = look()
     except UserError as error:
-        store.set(_DECISION, json.dumps({"mistake": _parts(error)}))
+        store.set(_DECISION, json.dumps({"mistake": _packed(error)}))
         _wait_until_heard(store, world)
         raise
     store.set(_DECISION, json.dumps({"own": dict(own), "words": dict(words_of(found))}))
@@ -111,14 +111,14 @@ def _agreed_elsewhere(
     decision = json.loads(store.get(_DECISION))
     if "mistake" in decision:
         store.add(_HEARD, 1)
-        raise UserError(*decision["mistake"])
+        raise _unpacked(decision["mistake"])
     if (mistake := _unlike(own, decision["own"], rank)) is None:
         deadline = time.monotonic() + _LAG_S
         while (mistake := _difference(found, error, words_of, decision["words"], rank)) and time.monotonic() < deadline:
             time.sleep(_AGAIN_S)
             found, error = _tried(look)
     if mistake is not None:
-        store.set(_DIFFERS, json.dumps(_parts(mistake)))
+        store.set(_DIFFERS, json.dumps(_packed(mistake)))
     store.add(_DONE, 1)  # also with a mistake: rank 0 waits for all, and then says it
     store.wait([_VERDICT], timedelta(seconds=_PATIENCE_S))
     verdict = store.get(_VERDICT).decode()
@@ -149,8 +149,8 @@ def _difference(
 ) -> UserError | None:
     """The first difference to what rank 0 sees, as an error to raise; None if there is none."""
     if error is not None:
-        way_out = error.way_out or "rank 0 sees it otherwise"
-        return UserError(f"{_where(rank)}: {error.given}", error.rule, way_out)
+        first = each_of(error)[0]
+        return UserError(f"{_where(rank)}: {first.given}", first.rule, first.way_out or "rank 0 sees it otherwise")
     assert found is not None
     return _unlike(words_of(found), decided, rank)
 
@@ -173,10 +173,15 @@ def _where(rank: int) -> str:
     return f"rank {rank} ({socket.gethostname()})"
 
 
-def _parts(error: UserError) -> list[str]:
-    return [error.given, error.rule, error.way_out]
+def _packed(error: UserError) -> list[list[str]]:
+    """The parts of each of the mistakes, for JSON."""
+    return [[each.given, each.rule, each.way_out] for each in each_of(error)]
 
 
-def _raise(parts: str) -> None:
-    if parts:
-        raise UserError(*json.loads(parts))
+def _unpacked(mistakes: list[list[str]]) -> UserError:
+    return at_once(UserError(*parts) for parts in mistakes)
+
+
+def _raise(packed: str) -> None:
+    if packed:
+        raise _unpacked(json.loads(packed))

@@ -101,12 +101,15 @@ class Evaluation:
     notes: tuple[str, ...] = ()
 
 
-def adapter_of_run(config: RunConfig) -> Path | None:
-    """The adapter to evaluate for a run file: the finished one of its run, else its initial one, if any."""
+def adapter_of_run(config: RunConfig) -> Path:
+    """The finished adapter of the run of a run file. Raises: UserError: there is none, and nothing takes its place."""
     finished = Path(config.train.output) / "adapter"
     if (finished / CONFIG_FILE).is_file():
         return finished
-    return Path(config.adapter) if config.adapter is not None else None
+    way_out = "train it, name another with --adapter FOLDER, or evaluate the base with --base"
+    if config.adapter is not None:
+        way_out = f"train it, name the one that it starts from with --adapter {config.adapter}, or the base with --base"
+    raise UserError(f"train.output={config.train.output}", "the run has no finished adapter there", way_out)
 
 
 def prepare_evaluation(

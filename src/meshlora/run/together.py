@@ -21,7 +21,7 @@ from meshlora.run.prepare import blueprint_of, check_request, first_day, prepare
 from meshlora.run.prepared import Prepared
 from meshlora.run.run_data import read_data
 from meshlora.run.texts import Texts
-from meshlora_ground.errors import UserError
+from meshlora_ground.errors import UserError, prefixed
 from meshlora_ground.versions import digest
 
 # Longer values are compared by hash.
@@ -153,7 +153,7 @@ def _named(name: str) -> Iterator[None]:
     except UserError as error:
         if not name:
             raise
-        raise type(error)(f"adapter {name}: {error.given}", error.rule, error.way_out) from error
+        raise prefixed(error, f"adapter {name}: ") from error
 
 
 def logs_of(runs: Mapping[str, Prepared]) -> Path:

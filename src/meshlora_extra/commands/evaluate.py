@@ -27,7 +27,7 @@ def add(commands: Any) -> None:
         "--adapter",
         type=path_argument,  # explicit: groups are not created by our parser class
         metavar="FOLDER",
-        help="default: the finished one in train.output, else adapter of the run file",
+        help="default: the finished one in train.output",
     )
     which.add_argument("--base", action="store_true", help="the base model alone")
     evaluate.add_argument("--data", metavar="FILE", help="instead of data.eval, all of it")

@@ -47,6 +47,7 @@ CONFIG_FILE = "adapter_config.json"
 # Written for adapters on pieces of fused matrices or shared by experts: PEFT does not need it, further training does.
 PIECES_FILE = "meshlora.json"
 _OWN = ("pieces", "share_experts", "vision")  # options of `PieceLoraConfig`, which PEFT's configuration lacks
+OPTIONS = frozenset({field.name for field in dataclasses.fields(LoraConfig)} | {*_OWN})
 
 
 def save_adapter(
@@ -228,6 +229,8 @@ def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool
     vision = values.get("vision", False)
     if not isinstance(vision, bool) and not _are_names(vision):
         raise UserError(f"{where}: vision={vision!r}", "it is true, false or a list of names of modules")
+    if (kind := values.get("peft_type", "LORA")) not in ("LORA", None):  # `LoraConfig` takes any, and is LORA
+        raise UnsupportedError(f"{where}: peft_type={kind!r}", "only adapters of type LORA are trained", "leave it out")
     known = {field.name for field in dataclasses.fields(LoraConfig)}
     options: dict[str, Any] = {}
     for key, value in values.items():

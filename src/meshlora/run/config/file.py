@@ -13,11 +13,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from meshlora.run.config.mending import Mended, check_lora_keys, checked, mended
 from meshlora.run.config.model_presets import Facts, facts_of
 from meshlora.run.config.presets import TOGETHER, filled, with_preset
 from meshlora.run.config.run_file import PER_ADAPTER, RUN_CONTENT, SCHEDULES_TOO, Given, RunConfig, Source
-from meshlora.run.config.types import checked, groups
-from meshlora_ground.errors import UserError, did_you_mean
+from meshlora.run.config.types import groups
+from meshlora_ground.errors import UserError, did_you_mean, prefixed
 from meshlora_ground.hub import located, located_files
 from meshlora_ground.objective import Referenced
 from meshlora_ground.reading import read_text
@@ -43,28 +44,63 @@ def read_runs(path: str | Path, overrides: list[str] | None = None, *, downloads
     Raises:
         UserError: as in `read_run`, but for several adapters.
     """
+    runs = {}
+    for name, tree in _trees(path, overrides).items():
+        try:
+            runs[name] = _run(tree, downloads)
+        except UserError as error:
+            raise prefixed(error, _prefix(name)) from None
+    return runs
+
+
+def mended_runs(path: str | Path, overrides: list[str] | None = None) -> dict[str, Mended]:
+    """Name -> what is left of each run of a file without its mistakes; nothing is looked up on the hub.
+
+    What is wrong with several runs is said of the first.
+    """
+    try:
+        trees = _trees(path, overrides)
+    except UserError as error:
+        return {"": Mended({}, mistakes=[error])}
+    runs, said = {}, set[str]()
+    for name, tree in trees.items():
+        of_preset = []
+        try:
+            tree = with_preset(tree)
+        except UserError as error:
+            of_preset.append(error)
+            tree = {key: value for key, value in tree.items() if key != "preset"}
+        found = runs[name] = mended(_with_names(tree))
+        mistakes = [error for error in (*of_preset, *found.mistakes) if f"{error}" not in said]
+        said |= {f"{error}" for error in mistakes}
+        found.mistakes = [prefixed(error, _prefix(name)) for error in mistakes]
+    return runs
+
+
+def _prefix(name: str) -> str:
+    return f"adapters.{name}: " if name else ""
+
+
+def _trees(path: str | Path, overrides: list[str] | None) -> dict[str, dict[str, Any]]:
+    """Name -> the tree of each adapter in a run file, as in `read_runs`."""
     tree = _read_tree(Path(path))
     for override in overrides or []:
         _apply(tree, override)
     if "adapters" not in tree:
-        return {"": _run(tree, downloads)}
+        return {"": tree}
     adapters = tree.pop("adapters")
     if not isinstance(adapters, dict) or not adapters:
         rule = "it maps names to what each adapter has for itself, lora, data, train"
         raise UserError(f"adapters: {adapters!r}", rule)
-    runs = {}
+    trees = {}
     for name, own in adapters.items():
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             rule = f"a name is made of letters, digits, - and _, at most {_LONGEST_NAME}, and names a folder"
             raise UserError(f"adapters.{name}", rule)
         if name.lower() in _TAKEN:
             raise UserError(f"adapters.{name}", "a run keeps something else under this name", "choose another")
-        own_tree = _tree_of(tree, name, own)
-        try:
-            runs[name] = _run(own_tree, downloads)
-        except UserError as error:
-            raise UserError(f"adapters.{name}: {error.given}", error.rule, error.way_out) from None
-    return runs
+        trees[name] = _tree_of(tree, name, own)
+    return trees
 
 
 def _files(given: Given, option: str, split: str) -> Given:
@@ -111,17 +147,22 @@ def _run(tree: dict[str, Any], downloads: bool) -> RunConfig:
     facts = None
     if downloads:
         facts = functools.partial(_facts, tree)
-    tree = with_preset(tree, facts=facts)
-    train = tree.get("train")
-    if isinstance(train, Mapping):
-        train = tree["train"] = dict(train)
-        if isinstance(train.get("objective"), str):  # the kind alone
-            train["objective"] = {"kind": train["objective"]}
-        name = train.get("schedule")
-        if isinstance(name, str):
-            train["schedule"] = SCHEDULES_TOO.get(name, name)
-    config = checked(tree)
+    config = checked(_with_names(with_preset(tree, facts=facts)))
     return _located(config) if downloads else config
+
+
+def _with_names(tree: dict[str, Any]) -> dict[str, Any]:
+    """`tree` with a group for an objective that is given by its kind alone, and our name of its schedule."""
+    train = tree.get("train")
+    if not isinstance(train, Mapping):
+        return tree
+    train = dict(train)
+    objective, schedule = train.get("objective"), train.get("schedule")
+    if isinstance(objective, str):
+        train["objective"] = {"kind": objective}
+    if isinstance(schedule, str):
+        train["schedule"] = SCHEDULES_TOO.get(schedule, schedule)
+    return {**tree, "train": train}
 
 
 def _facts(tree: Mapping[str, Any]) -> Facts:
@@ -168,6 +209,7 @@ def read_lora(path: str | Path) -> dict[str, Any]:
         values = values["lora"]
     if not isinstance(values, dict):
         raise UserError(f"--lora {path}", "it must hold fields of peft.LoraConfig, as in r: 16")
+    check_lora_keys(values)
     return values
 
 

@@ -1,17 +1,17 @@
-"""The types of a run file, checked by pydantic, with one message in our words: key, value, rule, way out.
+"""The types of a run file, checked by pydantic, with messages in our words: key, value, rule, way out.
 
-Owns: the conversion of plain values to the tree of dataclasses, and the wording. Does not own: names, defaults and
-rules of the fields (`run.config.run_file`), YAML (`run.config.file`).
+Owns: the wording of what pydantic finds, and the names of all keys. Does not own: names, defaults and rules of the
+fields (`run.config.run_file`), which of them are checked once another is wrong (`run.config.mending`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import re
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pydantic
@@ -20,6 +20,8 @@ from meshlora.run.config.aliases import unknown_key, unknown_loss, unknown_sched
 from meshlora.run.config.run_file import RunConfig
 from meshlora_ground.errors import UserError, did_you_mean
 
+# Of pydantic's types of errors, which are said before the others, or after them.
+_ORDER = {"unexpected_keyword_argument": 0, "missing": 2}
 # What a value must be, by pydantic's type of error.
 _WORDS = {
     "int_type": "a whole number",
@@ -39,23 +41,35 @@ def adapter() -> pydantic.TypeAdapter[RunConfig]:
     return pydantic.TypeAdapter(RunConfig)
 
 
-def checked(tree: Mapping[str, Any]) -> RunConfig:
-    """The run of a tree of plain values. Raises: UserError: an unknown key (with the nearest name), a missing one, a
-    wrong type, a rule broken."""
-    text = json.dumps(tree)  # as JSON: strict types, and yet a group of keys makes a dataclass
-    try:
-        return adapter().validate_json(text)
-    except pydantic.ValidationError as error:
-        found = error.errors(include_url=False)
-    raise _message([(_path(each, json.loads(text)), each) for each in found])
+@dataclass(frozen=True)
+class Mistake:
+    """What is wrong with the key at `path` of a run file. is_missing: it is not there. is_rule: of the values of keys
+    that are each right."""
+
+    path: tuple[str, ...]
+    error: UserError
+    is_missing: bool = False
+    is_rule: bool = False
 
 
-def _message(found: list[tuple[list[str], Any]]) -> UserError:
-    """The error to fix first: a key that is unknown, else the first. found: path and pydantic's error of each."""
-    unknown = [each for each in found if each[1]["type"] == "unexpected_keyword_argument"]
-    path, _ = (unknown or found)[0]
-    inside = [each for each in found if each[0][: len(path)] == path]
-    path, error = max(inside, key=lambda each: len(each[0]))  # the alternative of a union that came furthest
+def mistakes_of(error: pydantic.ValidationError, tree: Any) -> list[Mistake]:
+    """What pydantic finds wrong with `tree`, in our words: first the unknown keys, last those that are not there."""
+    left, mistakes = [(_path(each, tree), each) for each in error.errors(include_url=False)], []
+    left.sort(key=lambda each: _ORDER.get(each[1]["type"], 1))
+    while left:
+        path, _ = left[0]
+        inside = [each for each in left if each[0][: len(path)] == path]
+        path = max(inside, key=lambda each: len(each[0]))[0]  # the alternative of a union that came furthest
+        is_missing = all(each["type"] == "missing" for at, each in left if at == path)
+        mistakes.append(Mistake((*path,), _message(path, left), is_missing))
+        # The others of a union failed for the same reason, at the places around it.
+        left = [each for each in left if each[0][: len(path)] != path and each[0] != path[: len(each[0])]]
+    return mistakes
+
+
+def _message(path: list[str], found: list[tuple[list[str], Any]]) -> UserError:
+    """The error for what is at `path`. found: path and pydantic's error of each."""
+    error = next(each for at, each in found if at == path)
     where, value, kind = ".".join(path), error["input"], error["type"]
     if kind == "unexpected_keyword_argument":
         return unknown_key(path, _keys(error["loc"][:-1]), groups())
