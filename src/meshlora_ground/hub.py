@@ -33,7 +33,7 @@ from meshlora_ground.console import Console
 from meshlora_ground.errors import UserError, did_you_mean, one_line
 from meshlora_ground.lifetime import end_with
 from meshlora_ground.private import PrivateFolder, locked
-from meshlora_ground.reading import read_text
+from meshlora_ground.reading import found_above, read_text
 from meshlora_ground.versions import version_of
 from meshlora_ground.weight_files import INDEX, SINGLE, check_no_single, shard_names
 from meshlora_ground.yaml_reading import parse_yaml
@@ -164,10 +164,14 @@ def _had(wanted: _Wanted, given: str, option: str) -> Path:
     stays_here = is_offline()
     if folder := wanted.cached(believing=stays_here):
         return folder
+    if elsewhere := found_above(wanted.name):  # a path, given in another folder: no repository is asked for
+        raise UserError(f"{option}={given}", f"there is no such folder in {Path.cwd()}", f"from here it is {elsewhere}")
     from huggingface_hub.constants import HF_HUB_CACHE
 
     if stays_here:
-        rule = f"there is no such folder, and HF_HUB_OFFLINE is set but {HF_HUB_CACHE} lacks files of it"
+        rule = (
+            f"there is no such folder in {Path.cwd()}, and HF_HUB_OFFLINE is set but {HF_HUB_CACHE} lacks files of it"
+        )
         way_out = f"unset HF_HUB_OFFLINE, or fill the cache where there is a network: hf download {wanted.name}"
         raise UserError(f"{option}={given}", rule, way_out)
     locks = PrivateFolder(_LOCKS.expanduser(), f"the locks of downloads, {_LOCKS}", "let HOME be elsewhere")
@@ -175,6 +179,16 @@ def _had(wanted: _Wanted, given: str, option: str) -> Path:
     name = hashlib.sha256(f"{HF_HUB_CACHE} {wanted.name}".encode()).hexdigest()[:16]
     with locked(locks, f"{name}.lock", f"downloads {wanted.name}", limit_s=_LOCK_S):
         return wanted.cached() or _download(wanted, option, Path(HF_HUB_CACHE))
+
+
+def no_such_folder(option: str, given: str | Path) -> UserError:
+    """The error for a folder that is neither there nor a name of the hub."""
+    rule, way_out = "there is no such folder", "give a folder, or a name of the hub: OWNER/NAME"
+    if not Path(given).is_absolute():
+        rule += f" in {Path.cwd()}"
+        if elsewhere := found_above(f"{given}"):
+            way_out = f"from here it is {elsewhere}"
+    return UserError(f"{option} {str(given)!r}", rule, way_out)
 
 
 def is_offline() -> bool:
@@ -461,7 +475,7 @@ def _explained(error: BaseException, wanted: _Wanted) -> tuple[str, str]:
     if isinstance(error, errors.GatedRepoError):
         return "ENDPOINT gives it only to those who accept its conditions", f"accept them on its page, then: {log_in}"
     if isinstance(error, errors.RepositoryNotFoundError):
-        rule = "there is no such folder, and ENDPOINT has no repository of this name, or a private one"
+        rule = f"there is no such folder in {Path.cwd()}, and ENDPOINT has no repository of this name, or a private one"
         return rule, f"check the name; if it is private: {log_in}"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"ENDPOINT has no revision {wanted.revision} of it", "give a branch, a tag or a commit"

@@ -23,6 +23,7 @@ TOO_DEEP = f"it is nested more than {MOST_DEPTH} deep"
 # File systems allow names of 255 bytes, and a file is first written under a longer temporary name.
 _NAME_BYTES, _PATH_BYTES = 240, 4000
 _LONGEST_QUOTE = 60
+_ABOVE = 4  # folders above the current one where a relative path may have been meant
 
 
 def path_argument(text: str) -> str:
@@ -51,6 +52,17 @@ def check_path(option: str, text: str, *, knows_home: bool = False) -> None:
         Path(text).expanduser()
     except RuntimeError:
         raise UserError(given, "there is no such user, or no home folder", "write the path in full") from None
+
+
+def found_above(given: str | Path) -> Path | None:
+    """Where a relative path is that was meant for a folder above this one; None if it is in none of the next few."""
+    if os.path.isabs(given):
+        return None
+    for depth in range(1, _ABOVE + 1):
+        place = Path(*[os.pardir] * depth, given)
+        if place.exists():
+            return place
+    return None
 
 
 def read_text(file: Path, *, most_bytes: int = MOST_BYTES) -> str:

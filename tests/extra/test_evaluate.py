@@ -92,8 +92,8 @@ def test_new_head_is_the_adapters_and_its_scores_are_those_of_transformers_and_p
 
 
 def test_which_adapter_is_evaluated(setup: Setup) -> None:
-    """Without an adapter the base; or the finished one of the run; `--base` and `--adapter` say else."""
-    base = evaluated(setup)
+    """The finished one of the run; `--base` and `--adapter` say else, and nothing takes its place."""
+    base = evaluated(setup, "--base")
     assert base["adapter"] is None
     finished = setup.folder / "output" / "adapter"
     finished.parent.mkdir()
@@ -103,11 +103,26 @@ def test_which_adapter_is_evaluated(setup: Setup) -> None:
     assert evaluated(setup, "--adapter", str(finished))["adapter"] == str(finished)
 
 
+@pytest.mark.usefixtures("nothing_has_happened_yet")
+def test_base_is_not_scored_in_place_of_a_run_that_is_not_done(setup: Setup, capfd: pytest.CaptureFixture[str]) -> None:
+    """A mistyped output would give the base's number as the run's; nor does the adapter that it starts from."""
+    file = str(setup.folder / "run.yaml")
+    setup.write()
+    assert main(["evaluate", file]) == 2
+    message = one_error(*capfd.readouterr())
+    assert f"train.output={setup.folder / 'output'}: the run has no finished adapter there" in message
+    assert "--base" in message
+    setup.from_adapter()
+    setup.write()
+    assert main(["evaluate", file]) == 2
+    assert f"--adapter {setup.adapter}" in one_error(*capfd.readouterr())
+
+
 def test_only_the_first_sequences_are_evaluated_where_a_limit_is_set(setup: Setup) -> None:
     setup.set("data.eval_limit", 3)
-    assert evaluated(setup)["examples"] == 3
+    assert evaluated(setup, "--base")["examples"] == 3
     file = str(setup.folder / "train.jsonl")
-    assert evaluated(setup, "--data", file)["examples"] == 8, "of another file all is meant"
+    assert evaluated(setup, "--base", "--data", file)["examples"] == 8, "of another file all is meant"
 
 
 def test_only_categories_that_are_asked_for_are_evaluated(setup: Setup) -> None:
@@ -115,7 +130,7 @@ def test_only_categories_that_are_asked_for_are_evaluated(setup: Setup) -> None:
     (setup.folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for categories, number in {"seen": 2, "unseen": 3, "all": 5}.items():
         setup.set("data.eval_categories", categories)
-        assert evaluated(setup)["examples"] == number
+        assert evaluated(setup, "--base")["examples"] == number
 
 
 def test_perplexity_of_a_huge_loss_is_infinite() -> None:
@@ -220,7 +235,7 @@ def test_generated_texts_are_written_and_scored(setup: Setup) -> None:
     setup.set("data.eval", str(setup.folder / "eval.txt"))
     setup.tree["generate"] = {"max_new_tokens": 4, "num_beams": 2}
     texts = setup.folder / "texts.txt"
-    found = evaluated(setup, "--generate", "--hypotheses", str(texts))
+    found = evaluated(setup, "--base", "--generate", "--hypotheses", str(texts))
     assert (found["prompts"], found["references"], found["examples"]) == (2, 3, 3)
     assert len(texts.read_text().splitlines()) == 2
     assert {"bleu", "nist", "meteor", "rouge_l", "cider", "bleu_signature"} <= found.keys()
@@ -257,7 +272,8 @@ def test_mistake_is_found_before_anything_starts(
 ) -> None:
     setup = setups()
     setup.write()
-    assert main(["evaluate", str(setup.folder / "run.yaml"), *words]) == 2
+    which = [] if "--adapter" in words else ["--base"]
+    assert main(["evaluate", str(setup.folder / "run.yaml"), *which, *words]) == 2
     message = one_error(*capfd.readouterr())
     assert not [word for word in said if word not in message], message
 
@@ -272,7 +288,7 @@ def test_missing_scorer_is_named_with_the_way_to_get_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     setup.write()
-    assert main(["evaluate", str(setup.folder / "run.yaml"), "--generate", *words]) == 2
+    assert main(["evaluate", str(setup.folder / "run.yaml"), "--base", "--generate", *words]) == 2
     message = one_error(*capfd.readouterr())
     assert name in message
     assert "pip install 'meshlora[metrics]'" in message

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import select
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,6 +90,79 @@ def test_questions_are_asked_where_nothing_is_given(
     assert (tmp_path / "run.yaml").read_text() == "written\n"
 
 
+def test_each_answer_is_checked_as_it_is_given_and_asked_for_again(
+    init: Init, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = {
+        "Model": ["smoll", "", str(TINY)],
+        "Training": ["nonono.jsonl", "train.jsonl"],
+        "Processes": ["two", "0", "1"],
+        "Goal": ["grpo", "sft"],
+        "Length": ["banana", "1 epoch"],
+    }
+
+    def ask(question: str, default: str | None) -> str:
+        return next(given for name, given in answers.items() if question.startswith(name)).pop(0)
+
+    wishes = []
+    monkeypatch.setattr(console, "ask", ask)
+    monkeypatch.setattr(first_run, "first_run", lambda wish, **_: wishes.append(wish) or "written\n")
+    assert init() == 0
+    assert not any(answers.values())
+    (wish,) = wishes
+    assert (wish.data, wish.gpus, wish.goal, wish.epochs) == ("train.jsonl", 1, "sft", 1.0)
+    said = capsys.readouterr().out
+    for words in (
+        "model 'smoll': there is no such folder",
+        "nonono.jsonl: there is no such file",
+        "--gpus two: it is a number of processes",
+        "--gpus 0: it is a number of processes",
+        "--goal grpo: it is one of sft, qlora, dpo; rewards are trained on by meshlora rl",
+        "--length 'banana': it is a number of epochs or steps",
+    ):
+        assert words in said
+
+
+def test_answers_are_not_lost_where_the_rows_do_not_fit(
+    init: Init, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "odd rows.jsonl").write_text('{"a": 1}\n')
+    monkeypatch.setattr(console, "ask", lambda question, default: default or "1 epoch")
+    given = ("--model", str(TINY), "--data", "odd rows.jsonl", "--gpus", "1", "--goal", "sft")
+    assert init(*given) == 2
+    out, err = capsys.readouterr()
+    assert "malformed" in err
+    line = out.splitlines()[-1].strip()
+    assert line == f"meshlora init {shlex.join(given)} --length '1 epoch' --yes --out run.yaml"
+
+
+@pytest.mark.timeout(300)
+def test_on_a_terminal_a_slip_costs_one_answer(init: Init, tmp_path: Path) -> None:
+    """In a process of its own with a terminal, as `accelerate config` is tried; the first masked sequence is shown."""
+    leader, follower = pty.openpty()
+    words = [sys.executable, "-m", "meshlora", "init", "--gpus", "1", "--goal", "sft"]
+    process = subprocess.Popen(words, stdin=follower, stdout=follower, stderr=follower, cwd=tmp_path, close_fds=True)
+    os.close(follower)
+    seen, answers = "", ["smoll", str(TINY), "none.jsonl", "train.jsonl", "banana", "2 steps"]
+    try:
+        while select.select([leader], [], [], 120)[0]:
+            try:
+                seen += os.read(leader, 2**16).decode(errors="replace")
+            except OSError:  # the other end is closed
+                break
+            if answers and seen.endswith(": "):
+                os.write(leader, f"{answers.pop(0)}\n".encode())
+        assert process.wait(60) == 0, seen
+    finally:
+        process.kill()
+        os.close(leader)
+    assert not answers
+    for words_said in ("model 'smoll': there is no such folder", "none.jsonl: there is no such file", "'banana'"):
+        assert words_said in seen
+    assert "sequence 0: " in seen
+    assert read_run(tmp_path / "run.yaml").train.steps == 2
+
+
 MISTAKES: dict[str, tuple[list[str], str]] = {
     "no model": (["--yes", "--data", "train.jsonl"], "--yes without --model: it has no default"),
     "nobody to ask": (["--model", str(TINY)], "--data: there is nobody to ask"),
@@ -91,6 +170,7 @@ MISTAKES: dict[str, tuple[list[str], str]] = {
     "length": ([*GIVEN, "--length", "soon"], "--length 'soon': it is a number of epochs or steps"),
     "no length": ([*GIVEN, "--length", "0 steps"], "as in"),
     "gpus": ([*GIVEN[:-1], "0"], "--gpus 0: it is a number of processes"),
+    "goal": ([*GIVEN, "--goal", "grpo"], "it is one of sft, qlora, dpo; rewards are trained on by meshlora rl"),
     "columns": ([*GIVEN, "--columns", "x"], "--columns x: it must read OURS=THEIRS"),
     "a folder": ([*GIVEN, "--out", "."], "it is a folder"),
 }

@@ -16,7 +16,7 @@ from meshlora.reading.nlg import of_categories
 from meshlora.reading.sources import read_records
 from meshlora.reading.summary import parts, summary
 from meshlora.reading.tokenization import tokenize
-from meshlora_extra.commands.data import _show_sequence
+from meshlora_extra.commands.data import show_sequence
 from meshlora_ground.console import Console
 from tests.unit.mistakes import Setup
 from tests.unit.records import END, MARKED, TWO_TURNS, chat, make_tokenizer, pair
@@ -66,7 +66,7 @@ def test_words_that_the_template_leaves_out_are_struck_through_or_stand_above(is
     records = [TWO_TURNS, chat(("user", "hi"), ("assistant", "<think>\nwhy not</think>hello"))]
     data = tokenize(records, tokenizer, max_length=256, lost_text="note")
     for index in range(2):
-        _show_sequence(data, index, tokenizer, Console(file=file, force_terminal=is_terminal, width=200))
+        show_sequence(data, index, tokenizer, Console(file=file, force_terminal=is_terminal, width=200))
     shown = file.getvalue()
     if is_terminal:
         assert shown.count("\x1b[9;31m") == 1

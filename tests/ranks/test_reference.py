@@ -213,7 +213,8 @@ def test_evaluate_compares_with_the_same_policy(kind: str, folder: Path, tmp_pat
     for name, options in cases.items():
         objective = {"kind": kind, **options}
         file = run_of(folder, f"evaluated-{kind}-{len(found)}", objective, model={"dtype": "float64"})
-        words = ["--data", str(folder / f"{kind}.jsonl"), "--json", str(tmp_path / "found.json")]
+        words = ["--adapter", str(folder / "sft"), "--data", str(folder / f"{kind}.jsonl")]
+        words += ["--json", str(tmp_path / "found.json")]
         assert main(["evaluate", str(file), *words]) == 0
         found[name] = json.loads((tmp_path / "found.json").read_text())["loss"]
     own = found.pop("start")

@@ -15,8 +15,11 @@ import yaml
 from huggingface_hub import constants
 
 from meshlora.adapter.formats.peft_format import config_to_store, lora_config
+from meshlora.loading.blueprint import read_model_config
+from meshlora.reading.places import files_of
 from meshlora.run.checkpoint.identity import check_same
 from meshlora.run.config.file import read_run
+from meshlora.run.config.model_presets import facts_of
 from meshlora.run.together import prepare_run
 from meshlora_ground import hub
 from meshlora_ground.errors import UserError
@@ -73,6 +76,41 @@ def start(tmp_path: Path) -> Callable[..., Started]:
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     return tmp_path / "hub"
+
+
+@pytest.mark.parametrize("is_offline", ["0", "1"])
+def test_a_relative_path_from_another_folder_is_no_name_of_the_hub(
+    is_offline: str, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As examples/*.yaml name their model from the repository's folder: nothing is asked of anybody."""
+    (tmp_path / "examples" / "tiny_base").mkdir(parents=True)
+    (tmp_path / "examples" / "data.jsonl").write_text("{}\n")
+    (tmp_path / "here" / "deep").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here" / "deep")
+    monkeypatch.setenv("MESHLORA_HF_HUB_OFFLINE", is_offline)
+    monkeypatch.setattr(hub, "_download", lambda *_: pytest.fail("it was asked for"))
+    for look in (
+        lambda: located("examples/tiny_base", "o"),
+        lambda: located_files("examples/tiny_base", "o", split=""),
+    ):
+        with pytest.raises(UserError) as caught:
+            look()
+        assert str(caught.value) == (
+            f"o=examples/tiny_base: there is no such folder in {Path.cwd()}; from here it is ../../examples/tiny_base"
+        )
+    with pytest.raises(UserError, match=r"no such file; from .*/here/deep it is \.\./\.\./examples/data.jsonl"):
+        files_of("examples/data.jsonl")
+
+
+def test_a_folder_that_is_not_there_is_said_to_be_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not a file in it; relative to what, too."""
+    monkeypatch.chdir(tmp_path)
+    for look in (read_model_config, facts_of):
+        with pytest.raises(UserError) as caught:
+            look("nomodel")
+        assert str(caught.value) == (
+            f"model 'nomodel': there is no such folder in {tmp_path}; give a folder, or a name of the hub: OWNER/NAME"
+        )
 
 
 Start = Callable[..., Started]

@@ -59,7 +59,7 @@ def test_missing_dp_without_a_world_is_the_smallest_that_experts_need() -> None:
 @for_each(
     ("text", "world", "words"),
     [
-        ("tq=2", None, "did you mean 'tp'"),
+        ("tpq=2", None, "did you mean 'tp'"),
         ("tp=two", None, "whole number"),
         ("tp=\u0662", None, "whole number"),
         ("tp=0", None, "at least 1"),

@@ -36,6 +36,7 @@ from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan, Packing
 from meshlora_ground.errors import UserError, did_you_mean, reason
 from meshlora_ground.files import read_json
+from meshlora_ground.hub import no_such_folder
 from meshlora_ground.limits import OutOfTimeError, time_limit
 from meshlora_ground.model_class import model_class, take_quantization
 from meshlora_ground.objective import TEXT, Objective
@@ -267,8 +268,7 @@ def read_model_config(model: str | Path | PretrainedConfig, *, trust_remote_code
         return model
     folder = Path(model)
     if not folder.is_dir():
-        rule = "there is no such folder"
-        raise UserError(f"model {str(model)!r}", rule, "give a folder, or a name of the hub: OWNER/NAME")
+        raise no_such_folder("model", model)
     if (folder / CONFIG_FILE).exists():
         rule = f"it holds {CONFIG_FILE}, by which transformers would load another base, with that adapter"
         raise UserError(f"model {folder}", rule, "give the base model's own folder, and the adapter one of its own")

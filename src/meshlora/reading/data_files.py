@@ -19,7 +19,7 @@ from typing import IO, Any, AnyStr
 
 from meshlora.reading.records import MalformedError, Problems, json_type, quoted
 from meshlora_ground.errors import UserError, nearest, reason
-from meshlora_ground.reading import once
+from meshlora_ground.reading import found_above, once
 
 # No example of a million tokens is longer. JSON of small objects takes up to twenty times its length in memory.
 MAX_LINE_BYTES = 16 * 2**20
@@ -65,11 +65,14 @@ def _check_regular(path: Path, mode: int) -> None:
 
 def nearest_file(path: Path) -> str:
     """A suggestion for a path that does not exist."""
+    if elsewhere := found_above(path):
+        return f"from {Path.cwd()} it is {elsewhere}"
     folder = path.parent
     try:
         names = sorted(entry.name for entry in folder.iterdir())
     except OSError:
-        return f"the folder {folder} does not exist either"
+        here = "" if folder.is_absolute() else f" in {Path.cwd()}"
+        return f"the folder {folder} does not exist either{here}"
     if near := nearest(path.name, names):
         return f"did you mean {str(folder / near)!r}?"
     shown = names[:5] + ["…"] * (len(names) > 5)

@@ -77,7 +77,7 @@ def _data(options: argparse.Namespace) -> None:
         data = data.first(config.data.eval_limit)  # what an evaluation takes of it
     found, console = summary(data), Console()
     for index in range(min(options.show, len(data))):
-        _show_sequence(data, index, tokenizer, console)
+        show_sequence(data, index, tokenizer, console)
     console.show_rows(_rows(name, found, config.data.max_length))
     _show_lengths(found, console)
     for note in notes:
@@ -90,7 +90,7 @@ def _data(options: argparse.Namespace) -> None:
         console.say(f"numbers: {options.json}")
 
 
-def _show_sequence(data: TokenizedDataset, index: int, tokenizer: Any, console: Console) -> None:
+def show_sequence(data: TokenizedDataset, index: int, tokenizer: Any, console: Console) -> None:
     """Print a sequence, the trained tokens in colour or between marks."""
     from rich.text import Text
 

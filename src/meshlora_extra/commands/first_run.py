@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -70,9 +70,14 @@ class _Seen:
     data: RunData
 
 
-def first_run(wish: Wish, *, file: Path, schema: str = "") -> str:
-    """The text of a run file. schema: a first line for editors. Raises: UserError: a model or data that do not fit."""
+def first_run(wish: Wish, *, file: Path, schema: str = "", show: Callable[[RunData], None] = lambda data: None) -> str:
+    """The text of a run file. schema: a first line for editors. show: called with the data once they are read.
+
+    Raises:
+        UserError: a model or data that do not fit.
+    """
     seen = _look(wish)
+    show(seen.data)
     lengths = np.diff(seen.data.train.offsets)
     # A multiple of 64, as long as all but the longest hundredth of the sequences, at most the model's positions.
     kept = int(np.percentile(lengths, _KEPT_PERCENT, method="higher"))

@@ -8,11 +8,17 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshlora_extra.commands.schema import first_line
 from meshlora_ground.errors import UserError
+
+if TYPE_CHECKING:
+    from meshlora.run.run_data import RunData
 
 _GOALS = ("sft", "qlora", "dpo")
 _LENGTH = re.compile(r"(?P<number>\d+(\.\d+)?)\s*(?P<unit>epochs?|steps?)")
@@ -32,7 +38,7 @@ def add(commands: Any) -> None:
     init.add_argument("--gpus", type=int, metavar="N", help="processes, one a GPU (default: those of this machine)")
     init.add_argument("--gpu", metavar="NAME", help="a100, h100, h200, b200 or l40s, if it is not this machine's")
     init.add_argument("--hardware", metavar="FILE", help="of meshlora calibrate: measured numbers")
-    init.add_argument("--goal", choices=_GOALS, help="answers, the same with a 4-bit base, or preferences")
+    init.add_argument("--goal", metavar="|".join(_GOALS), help="answers, the same with a 4-bit base, or preferences")
     init.add_argument("--length", metavar="TEXT", help='as in "3 epochs" or "200 steps"')
     init.add_argument("--columns", metavar="OURS=THEIRS", action="append", default=[], help="as data.columns")
     init.add_argument("--out", default="run.yaml", metavar="RUN.yaml", help="the file to write (default run.yaml)")
@@ -48,7 +54,7 @@ def _init(options: argparse.Namespace) -> None:
     check_result_file(file, f"--out {file}")
     if file.exists() and not options.force:
         raise UserError(f"--out {file}", "it is there already", "choose another, or --force")
-    given = _answers(options)
+    given, was_asked = _answers(options)
     epochs, steps = _length(given["length"])
     from meshlora_extra.commands.first_run import Wish, first_run
 
@@ -65,47 +71,128 @@ def _init(options: argparse.Namespace) -> None:
         steps=steps,
         columns=dict(_columns(each) for each in options.columns) or None,
     )
-    text = first_run(wish, file=file, schema=first_line())
-    write_text_atomically(file, text)
     say = Console().say
+    try:
+        text = first_run(wish, file=file, schema=first_line(), show=_show_first)
+    except UserError:
+        if was_asked:  # the answers are not lost
+            say(f"Your answers, to correct and go on with:\n  {_command(options, given)}")
+        raise
+    write_text_atomically(file, text)
     say(text.rstrip("\n"))
     say(f"written: {file}. meshlora check {file} looks it over; its first lines say how to start it.")
 
 
-def _answers(options: argparse.Namespace) -> dict[str, str]:
-    """The answers: given, asked for, or the default. Raises: UserError: nobody to ask, or no answer and no default."""
+@dataclass(frozen=True)
+class _Question:
+    """What is asked where `--name` is not given. check: refuses an answer. default: "" has one that the data decide."""
+
+    name: str
+    text: str
+    default: str | None
+    check: Callable[[str], object]
+
+    def answer(self, *, asks: bool) -> str:
+        """A right answer: asked for until it is one, or the default. Raises: UserError: nobody to ask, no default."""
+        if not asks:
+            if self.default is None:
+                raise UserError(f"--yes without --{self.name}", "it has no default", f"give --{self.name}")
+            return self.default
+        from meshlora_ground.console import Console, ask
+
+        while True:
+            answer = ask(self.text, self.default)
+            if answer is None:
+                way_out = "give --model and --data, and --yes for the rest"
+                raise UserError(f"--{self.name}", "there is nobody to ask", way_out)
+            answer = answer or self.default
+            if answer is None:
+                continue
+            try:
+                self.check(answer)
+            except UserError as error:
+                Console().say(f"  {error}")
+                continue
+            return answer
+
+
+def _answers(options: argparse.Namespace) -> tuple[dict[str, str], bool]:
+    """(the answers: given, asked for, or the default; whether any was asked for), each checked as it comes. Raises:
+    UserError: what is given is wrong; nobody to ask, or no answer and no default."""
     import torch
 
     gpus = options.gpus
     if gpus is None:  # those of this machine, or two processes on its CPUs if it has two
         gpus = torch.cuda.device_count() or min(2, os.cpu_count() or 1)
-    questions = {
-        "model": ("Model: a folder, or a name on the hub", None),
-        "data": ("Training data: a file, or a name on the hub", None),
-        "gpus": ("Processes, one a GPU", str(gpus)),
-        "goal": ("Goal: sft (answers), qlora (the same, base in 4 bits), dpo (preferences); empty: by the data", ""),
-        "length": ('Length, as in "3 epochs" or "200 steps"; empty: by the data', ""),
-    }
-    found = {}
-    for name, (question, default) in questions.items():
-        value = getattr(options, name)
-        found[name] = str(value) if value is not None else _asked(name, question, default, asks=not options.yes)
-    if found["goal"] not in ("", *_GOALS):
-        raise UserError(f"goal {found['goal']}", f"it is one of {', '.join(_GOALS)}")
-    return found
+    goal = "Goal: sft (answers), qlora (the same, base in 4 bits), dpo (preferences); empty: by the data"
+    questions = (
+        _Question("model", "Model: a folder, or a name on the hub", None, _check_model),
+        _Question("data", "Training data: a file, or a name on the hub", None, _check_data),
+        _Question("gpus", "Processes, one a GPU", str(gpus), _number),
+        _Question("goal", goal, "", _check_goal),
+        _Question("length", 'Length, as in "3 epochs" or "200 steps"; empty: by the data', "", _length),
+    )
+    found, was_asked = {}, False
+    for question in questions:
+        value = getattr(options, question.name)
+        if value is not None:  # before the first question: nobody should answer in vain
+            question.check(str(value))
+    for question in questions:
+        value = getattr(options, question.name)
+        if value is None:
+            value = question.answer(asks=not options.yes)
+            was_asked = was_asked or not options.yes
+        found[question.name] = str(value)
+    return found, was_asked
 
 
-def _asked(name: str, question: str, default: str | None, *, asks: bool) -> str:
-    from meshlora_ground.console import ask
+def _check_model(given: str) -> None:
+    """Of a name on the hub the small files are downloaded; its weights are once they are needed."""
+    from meshlora.loading.blueprint import read_model_config
+    from meshlora_ground.hub import located
 
-    given, answer = f"--yes without --{name}", default
-    if asks:
-        given, answer = f"--{name}", ask(question, default)
-        if answer is None:
-            raise UserError(given, "there is nobody to ask", "give --model and --data, and --yes for the rest")
-    if not answer and default is None:
-        raise UserError(given, "it has no default", f"give --{name}")
-    return answer or default or ""
+    read_model_config(located(given, "--model", kind="config"))
+
+
+def _check_data(given: str) -> None:
+    from meshlora.reading.places import files_of
+    from meshlora_ground.hub import located_files
+
+    for path in located_files(given, "--data", split="train"):
+        files_of(path)
+
+
+def _check_goal(given: str) -> None:
+    if given in ("", *_GOALS):
+        return
+    way_out = ""
+    if given in ("grpo", "rl", "ppo"):
+        way_out = "rewards are trained on by meshlora rl: docs/rl.md"
+    elif given in ("orpo", "kto", "classify", "embed"):
+        way_out = f"write train.objective: {given} into the file of sft or dpo: docs/objectives.md"
+    raise UserError(f"--goal {given}", f"it is one of {', '.join(_GOALS)}", way_out)
+
+
+def _command(options: argparse.Namespace, given: Mapping[str, str]) -> str:
+    """The command with the answers in it."""
+    words = ["meshlora", "init"]
+    for name, answer in given.items():
+        if answer:
+            words += [f"--{name}", answer]
+    for name in ("eval", "gpu", "hardware"):
+        if value := getattr(options, name):
+            words += [f"--{name}", value]
+    for each in options.columns:
+        words += ["--columns", each]
+    return shlex.join([*words, "--yes", "--out", options.out])
+
+
+def _show_first(data: RunData) -> None:
+    """Print the first sequence, with what is trained of it: what all that follows stands on."""
+    from meshlora_extra.commands.data import show_sequence
+    from meshlora_ground.console import Console
+
+    show_sequence(data.train, 0, data.tokenizer, Console())
 
 
 def _length(text: str) -> tuple[float | None, int | None]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from meshlora_ground.errors import UserError
 from meshlora_ground.files import read_json
+from meshlora_ground.hub import no_such_folder
 
 # Exponents of the width in `_regret_lr`, by the beginning of a model type.
 _EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
@@ -34,6 +35,8 @@ class Facts:
 
 def facts_of(folder: str | Path) -> Facts:
     """Read them of a model's config.json, or its text part. Raises: UserError: it is missing, or has no width."""
+    if not Path(folder).is_dir():
+        raise no_such_folder("model", folder)
     config = read_json(Path(folder) / "config.json")
     whole = config if isinstance(config, Mapping) else {}
     text = _group(whole, "text_config") or whole
