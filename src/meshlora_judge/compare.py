@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from meshlora_ground.errors import UserError
+
 
 @dataclass(frozen=True)
 class Worst:
@@ -27,18 +29,29 @@ def relative(ours: Tensor, reference: Tensor) -> float:
     return float((ours - reference).norm() / reference.norm().clamp_min(1e-300))
 
 
-def compare_adapters(ours: Path, reference: Path) -> Worst:
-    """The factor that differs most between two adapter folders; infinite if a name is in only one of them."""
-    a, b = load_file(ours / "adapter_model.safetensors"), load_file(reference / "adapter_model.safetensors")
+def compare_adapters(ours: str | Path, reference: str | Path) -> Worst:
+    """The factor that differs most between two adapter folders; infinite if a name is in only one of them.
+
+    Raises:
+        UserError: one of them is no folder of an adapter.
+    """
+    a, b = (_factors_of(Path(folder)) for folder in (ours, reference))
     # A name in one file only is a difference, whatever the others are.
     if a.keys() != b.keys():
         return Worst(min(a.keys() ^ b.keys()), float("inf"))
     return max((Worst(name, relative(a[name], b[name])) for name in b), key=lambda worst: worst.relative)
 
 
-def read_losses(metrics: Path) -> list[float]:
+def _factors_of(folder: Path) -> dict[str, Tensor]:
+    file = folder / "adapter_model.safetensors"
+    if not file.is_file():
+        raise UserError(f"adapter {folder}", f"it holds no {file.name}", "give the folder of an adapter")
+    return load_file(file)
+
+
+def read_losses(metrics: str | Path) -> list[float]:
     """Training loss per step, from `metrics.jsonl`."""
-    lines = map(json.loads, metrics.read_text(encoding="utf-8").splitlines())
+    lines = map(json.loads, Path(metrics).read_text(encoding="utf-8").splitlines())
     return [line["loss"] for line in lines if "loss" in line]
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from meshlora.cli.main import main
 from meshlora.run.agreement import _packed, _unpacked
+from meshlora.run.config.mending import checked
 from meshlora_ground.errors import UnsupportedError, UserError, at_once, each_of, nearest, prefixed
 from tests.for_each import for_each
 from tests.unit.mistakes import Setup
@@ -89,6 +90,33 @@ def test_what_follows_from_a_mistake_is_none(
     setup.write()
     (line,) = said(setup.command_lines()[0], capfd)
     assert [line.removeprefix("error: ").partition(":")[0]] == places
+
+
+@for_each(
+    ("path", "said"),
+    [
+        ("lora.rank", "here it is lora.r"),
+        ("lora.lora_rank", "here it is lora.r"),
+        ("lora.alpha", "here it is lora.lora_alpha"),
+        ("lora.dropout", "here it is lora.lora_dropout"),
+        ("train.use_liger", "here it is model.kernels: auto"),
+        ("train.use_liger_kernel", "here it is model.kernels: auto"),
+        ("data.split", "each source has its own, as in train: {path: FILE, split: …}"),
+        ("data.path", "here it is data.train"),
+    ],
+)
+def test_key_of_others_has_its_name_here(path: str, said: str) -> None:
+    tree: dict[str, dict[str, object]] = {
+        "model": {"path": "x"},
+        "data": {"train": "a.jsonl"},
+        "train": {"output": "o", "steps": 3},
+        "lora": {"r": 4},
+    }
+    group, _, key = path.partition(".")
+    tree[group][key] = 1
+    with pytest.raises(UserError) as caught:
+        checked(tree)
+    assert str(caught.value).startswith(f"{path}: unknown key; {said}")
 
 
 def test_rules_of_several_groups_and_within_one_are_all_said(setup: Setup, capfd: pytest.CaptureFixture[str]) -> None:

@@ -76,7 +76,11 @@ MISTAKES: dict[str, Case] = {
     ),
     "attention_that_is_not_known": case(setting("model.attn_implementation", "fast"), "fast", "eager"),
     "attention_that_is_not_installed": case(
-        setting("model.attn_implementation", "flash_attention_2"), "llama", "cannot build it", "FlashAttention2"
+        setting("model.attn_implementation", "flash_attention_2"),
+        "llama",
+        "cannot build it",
+        "FlashAttention2",
+        "use model.attn_implementation: sdpa",
     ),
     "no_attention_heads": case(lambda s: s.config(num_attention_heads=0), "config.json", "ZeroDivisionError"),
     "pickled_weights_only": case(pickled_weights_only, "pickled", "unpickles nothing", "convert it"),

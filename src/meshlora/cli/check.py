@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def add(commands: Any) -> None:
 def _check(options: argparse.Namespace) -> None:
     import_libraries()
     from meshlora.comm.groups import on_gpus
-    from meshlora.run.config.file import read_runs
+    from meshlora.run.config.file import given_keys, read_runs
     from meshlora.run.extras import part
     from meshlora.run.learning_rate import learning_rate
     from meshlora.run.mistakes import all_at_once
@@ -56,10 +57,11 @@ def _check(options: argparse.Namespace) -> None:
     if options.plot and "" not in runs:
         raise UserError(f"--plot {options.plot}", "it draws the schedule of one adapter", "leave it out")
     console = Console()
+    given = given_keys(options.file, options.overrides)
     for name, run in runs.items():
         if name:
             console.say(f"adapter {name}", style="bold")
-        console.show_rows(_rows_of(run))
+        console.show_rows(_rows_of(run, given[name]))
         for note in run.notes:
             console.say(f"note: {note}")
         for path in run.slow_paths:
@@ -87,9 +89,11 @@ def _check(options: argparse.Namespace) -> None:
     write_result(options.json, {"runs": found, "preflight": state, "command": command})
 
 
-def _rows_of(run: Any) -> list[tuple[str, str]]:
+def _rows_of(run: Any, given: Collection[str]) -> list[tuple[str, str]]:
+    """Name and value of each line. given: keys that the run file has values for."""
     from meshlora.adapter.description import describe_adapter
     from meshlora.run.config.presets import resolved
+    from meshlora.run.in_words import batch_in_words, defaults_in_words, rates_in_words, scale_in_words
 
     config, adapter = run.config, run.blueprint.trained
     rows = []
@@ -100,16 +104,21 @@ def _rows_of(run: Any) -> list[tuple[str, str]]:
         ("model", f"{config.model.path} ({run.plan.model_type}, {run.plan.num_layers} layers)"),
         ("topology", f"{run.topology} ({run.topology.world} processes)"),
         ("adapter", "\n".join([run.blueprint.size, *describe_adapter(adapter)])),
+        ("scale", scale_in_words(adapter)),
         ("train data", train_data),
         ("eval data", _size(run.eval_data)),
-        ("steps", f"{run.steps:,} of {config.train.batch_size} sequences"),
+        ("steps", f"{run.steps:,} of {batch_in_words(config.train, run.topology)}"),
+        ("rate", rates_in_words(config.train)),
         ("output", config.train.output),
     ]
+    if defaults := defaults_in_words(config, given):
+        rows.append(("defaults", defaults))
     return rows
 
 
 def _result(run: Any) -> dict[str, Any]:
     from meshlora.adapter.description import describe_adapter
+    from meshlora.run.in_words import batch_in_words, rates_in_words, scale_in_words
 
     config, adapter = run.config, run.blueprint.trained
     return {
@@ -122,10 +131,13 @@ def _result(run: Any) -> dict[str, Any]:
         "num_trained_parameters": adapter.num_trainable,
         "num_parameters": run.blueprint.num_parameters,
         "targets": [line.strip() for line in describe_adapter(adapter)],
+        "scale": scale_in_words(adapter),
         "train_data": _counts(run.train_data),
         "eval_data": _counts(run.eval_data),
         "num_steps": run.steps,
         "batch_size": config.train.batch_size,
+        "batch": batch_in_words(config.train, run.topology),
+        "rate": rates_in_words(config.train),
         "output": config.train.output,
         "notes": list(run.notes),
         "slow_paths": [*map(str, run.slow_paths)],

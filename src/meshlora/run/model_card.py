@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from meshlora.run.config.run_file import Given, paths_of
+from meshlora.run.in_words import batch_in_words, rates_in_words, scale_in_words
 from meshlora.run.prepared import Prepared
 from meshlora_ground.errors import one_line
 from meshlora_ground.tasks import CAUSAL
@@ -107,8 +108,9 @@ def _rows(run: Prepared, base: str, commit: str, done: int, eval_loss: float | N
     rows |= {
         "adapter": f"{start}r={lora.r}, lora_alpha={lora.lora_alpha:g}, {run.blueprint.trained.num_trainable:,} "
         "trained parameters",
-        "training": f"{done:,} of {run.steps:,} steps of {train.batch_size} sequences, lr {train.peak_lr:g} "
-        f"({train.schedule}), seed {train.seed}",
+        "scale": scale_in_words(run.blueprint.trained),
+        "training": f"{done:,} of {run.steps:,} steps of {batch_in_words(train, run.topology)}, seed {train.seed}",
+        "lr": rates_in_words(train),
         "mesh": f"{_cell(str(run.topology))}, {run.topology.world} processes"
         + (f"; steps 1 to {other.step} on {_cell(other.topology)}" if other is not None else ""),
         "proof": run.proof or "not recorded",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshlora.run.config.mending import Mended, check_lora_keys, checked, mended
-from meshlora.run.config.model_presets import Facts, facts_of
+from meshlora.run.config.model_presets import OF_MODEL, Facts, facts_of
 from meshlora.run.config.presets import TOGETHER, filled, with_preset
 from meshlora.run.config.run_file import PER_ADAPTER, RUN_CONTENT, SCHEDULES_TOO, Given, RunConfig, Source
 from meshlora.run.config.types import groups
@@ -75,6 +75,19 @@ def mended_runs(path: str | Path, overrides: list[str] | None = None) -> dict[st
         said |= {f"{error}" for error in mistakes}
         found.mistakes = [prefixed(error, _prefix(name)) for error in mistakes]
     return runs
+
+
+def given_keys(path: str | Path, overrides: list[str] | None = None) -> dict[str, set[str]]:
+    """Name of each run of a file -> the keys, with their groups, that it or its preset has values for."""
+    found = {}
+    for name, tree in _trees(path, overrides).items():
+        keys = found[name] = set[str]()
+        if tree.get("preset") in OF_MODEL:
+            keys.add("train.lr")
+        for group, values in with_preset(tree).items():
+            if isinstance(values, Mapping):
+                keys |= {f"{group}.{key}" for key in values}
+    return found
 
 
 def _prefix(name: str) -> str:

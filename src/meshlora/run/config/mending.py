@@ -106,9 +106,13 @@ def _unknown_of_lora(tree: Any) -> list[Mistake]:
 
     found = []
     for key in lora:
-        if key not in OPTIONS:
-            path = ("lora", key)
-            found.append(Mistake(path, unknown_key(path, OPTIONS, groups())))
+        if key in OPTIONS:
+            continue
+        path = ("lora", key)
+        error = unknown_key(path, OPTIONS, groups())
+        if f"lora_{key}" in OPTIONS:  # alpha, dropout
+            error = UserError(f"lora.{key}", "unknown key", f"here it is lora.lora_{key}")
+        found.append(Mistake(path, error))
     return found
 
 

@@ -72,7 +72,7 @@ def _message(path: list[str], found: list[tuple[list[str], Any]]) -> UserError:
     error = next(each for at, each in found if at == path)
     where, value, kind = ".".join(path), error["input"], error["type"]
     if kind == "unexpected_keyword_argument":
-        return unknown_key(path, _keys(error["loc"][:-1]), groups())
+        return _misplaced(path) or unknown_key(path, _keys(error["loc"][:-1]), groups())
     if kind == "missing":
         return UserError(where, "this key is required")
     if kind == "union_tag_not_found":
@@ -90,6 +90,21 @@ def _message(path: list[str], found: list[tuple[list[str], Any]]) -> UserError:
     if isinstance(value, str):
         near = did_you_mean(value, re.findall("'([^']*)'", " ".join(words)))
     return UserError(f"{where or 'the run file'}: {value!r}", rule, near.partition("known: ")[0])
+
+
+def _misplaced(path: Sequence[str]) -> UserError | None:
+    """The error for a key whose meaning has a place here that no name of it leads to; None for all others."""
+    where, name = ".".join(path), path[-1]
+    if "liger" in name.lower():
+        return UserError(
+            where, "unknown key", "here it is model.kernels: auto, which takes liger's where they are proved"
+        )
+    if len(path) == 2 and path[0] == "data" and name in _keys(["data", "train", "Source"]):
+        way_out = f"each source has its own, as in train: {{path: FILE, {name}: …}}"
+        if name == "path":
+            way_out = "here it is data.train"
+        return UserError(where, "unknown key", way_out)
+    return None
 
 
 def _path(error: Any, tree: Any) -> list[str]:
