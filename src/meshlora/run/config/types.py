@@ -96,9 +96,7 @@ def _misplaced(path: Sequence[str]) -> UserError | None:
     """The error for a key whose meaning has a place here that no name of it leads to; None for all others."""
     where, name = ".".join(path), path[-1]
     if "liger" in name.lower():
-        return UserError(
-            where, "unknown key", "here it is model.kernels: auto, which takes liger's where they are proved"
-        )
+        return UserError(where, "unknown key", "here it is model.kernels: auto, which takes liger's")
     if len(path) == 2 and path[0] == "data" and name in _keys(["data", "train", "Source"]):
         way_out = f"each source has its own, as in train: {{path: FILE, {name}: …}}"
         if name == "path":
