@@ -141,6 +141,16 @@ def test_mistakes_of_several_adapters_are_said_once_where_they_share_them(
     assert [line for line in lines if "adapter two: no.jsonl: there is no such file" in line]
 
 
+def test_held_out_file_is_missed_before_minutes_of_reading(
+    setup: Setup, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("meshlora.run.texts.read_sources", lambda *_: pytest.fail("rows were read"))
+    setup.set("data.eval", "nowhere.jsonl")
+    setup.write()
+    (line,) = said(setup.command_lines()[0], capfd)
+    assert "nowhere.jsonl: there is no such file" in line
+
+
 def test_a_name_of_the_hub_is_not_downloaded_for_a_file_that_is_wrong(
     setup: Setup, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -102,6 +102,7 @@ MISTAKES: dict[str, Case] = {
     ),
     "warmup_as_long_as_the_run": case(setting("train.warmup_steps", 4), "train.warmup_steps=4", "below the 4 steps"),
     "negative_learning_rate": case(setting("train.lr", -1.0), "train.lr=-1.0", "above 0"),
+    "learning_rate_of_hundreds": case(setting("train.lr", 200), "train.lr=200", "at most 10"),
     "learning_rate_not_finite": case(setting("train.lr", float("inf")), "train.lr", "inf", "finite"),
     "weight_decay_not_a_number": case(setting("train.weight_decay", float("nan")), "train.weight_decay", "nan"),
     "replica_check_less_often_than_never": case(

@@ -17,7 +17,9 @@ from meshlora.plan.features import Asked
 from meshlora.plan.pairs import check
 from meshlora.reading.clock import set_day, written_day
 from meshlora.reading.images import Images
+from meshlora.reading.places import files_of
 from meshlora.reading.tokenizer import padding_token_id
+from meshlora.run.config.run_file import sources_of
 from meshlora.run.followed import no_tokens
 from meshlora.run.prepared import asked_of
 from meshlora.run.texts import Texts
@@ -58,6 +60,9 @@ def read_data(
     notes: list[str] = []
     read = functools.partial(texts.read, tokenizer=tokenizer, model=blueprint.config, say=notes.append)
     train_data, eval_data = no_tokens(), None
+    for source in sources_of(options.eval):  # before the others are read, which may take minutes
+        for path in source.paths:
+            files_of(path, source.split)
     if not is_stream:
         train_data = read(options.train)
     if options.eval is not None:

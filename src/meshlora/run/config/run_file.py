@@ -27,6 +27,7 @@ from meshlora_ground.topology import Topology
 
 # Upper limits: far above any use, and below the point where arithmetic or a library fails.
 _STEPS, _RATE, _FACTOR = 10**9, 1e3, 1e6
+_LR = 10  # AdamW moves each element by as much in one step: hundreds are percent, or a slip
 Format = Literal[
     "auto",
     "text",
@@ -379,7 +380,7 @@ class TrainConfig:
     epochs: float | None = number(None, "above 0", most=10**6)
     batch_size: int = number(16, "at least 1", most=10**6)
     micro_batch_size: int = number(4, "at least 1", most=10**6)
-    lr: float = number(2e-4, "above 0", most=_RATE)
+    lr: float = number(2e-4, "above 0", most=_LR)
     schedule: Schedule = "linear"
     warmup_steps: int = number(0, "not negative", most=_STEPS)
     warmup_ratio: float = number(0.0, "in [0, 1)")
