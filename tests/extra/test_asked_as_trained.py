@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer
 from meshlora.loading.blueprint import read_model_config
 from meshlora.reading import clock
 from meshlora.reading.records import Record
+from meshlora.run.asking import asking_of
 from meshlora.run.config.file import read_run
 from meshlora.run.config.run_file import GenerateConfig, RunConfig
 from meshlora.run.decoding import ends_of, read_prompts
@@ -75,7 +77,8 @@ def test_every_command_asks_with_the_tokens_of_the_training(chats: Setup) -> Non
     assert [tokenizer.decode(each) for each in expected] == [*samples.prompts]
     model, prompts = read_model_config(chats.model), [Record(messages=(ASKED[0],), origin="--prompt")]
     (chats.adapter / "chat_template.jinja").write_text(TEMPLATE)
-    _, encoded = read_prompts(chats.model, prompts, GenerateConfig(), adapter=chats.adapter, day="2026-01-15")
+    asking = dataclasses.replace(asking_of(chats.adapter), day="2026-01-15")
+    _, encoded = read_prompts(chats.model, prompts, GenerateConfig(), asking=asking)
     assert encoded == expected[1:]
     chats.drop("data.eval")
     chats.set("train.sample_every", 0)

@@ -245,7 +245,8 @@ _SHOWN = "what a twin or the ranks have shown"
 # Messages that name two things and are no refusal of two features: file and function -> why.
 ALLOWED = {
     "meshlora_extra/commands/from_nlg.py:_in_steps": _NUMBERS,
-    "meshlora_extra/commands/generate.py:_asked": _FLAGS,
+    "meshlora_extra/chat/prompts.py:_of_line": _FLAGS,
+    "meshlora_extra/commands/generate.py:_questions": _FLAGS,
     "meshlora_extra/commands/launch_script.py:_check_options": _FLAGS,
     "meshlora_extra/commands/launch_script.py:_check_time": _NUMBERS,
     "cli/train.py:_check_sharing": _FLAGS,

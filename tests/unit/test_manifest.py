@@ -174,7 +174,7 @@ def test_finished_adapter_names_no_date_host_path_or_topology(tmp_path: Path) ->
     assert (one / FILE).read_bytes() == (other / FILE).read_bytes()
     assert set(manifest_of(one)) == {
         *("format", "kind", "step", "steps", "updates", "identity", "versions", "files", "sha256"),
-        *("topology", "eval_loss", "loss_scale", "skipped_in_row"),
+        *("topology", "eval_loss", "loss_scale", "skipped_in_row", "asking"),
     }
     assert manifest_of(one)["topology"] == ""
 

@@ -51,7 +51,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERATION_MARKER = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-_STOPS = "further_stop_tokens"  # attribute of a tokenizer
+# Attributes of a tokenizer.
+_STOPS, _FORM = "further_stop_tokens", "form_of_its_records"
+# Forms of records: what asks for an answer is a conversation, or a text.
+CONVERSATIONS, TEXTS = "conversations", "texts"
 # Keys of messages whose loss is told otherwise: of reasoning by what is rendered (`turns.py`).
 _READ_BY_US = {"role", "content", "weight", *REASONING}
 # Kinds of marks.
@@ -226,10 +229,11 @@ class Seen:
 
     def __init__(self) -> None:
         self._first: dict[str, str] = {}  # key -> origin of the first message with it
-        self._has_conversations = False
+        self._has_conversations = self._has_records = False
 
     def add(self, record: Record) -> None:
         self._has_conversations |= record.messages is not None
+        self._has_records = True
         if record.tools:
             self._first.setdefault("tools", record.origin)
         for message in record.messages or ():
@@ -244,6 +248,10 @@ class Seen:
         Raises:
             UserError: no chat template.
         """
+        if self._has_records:
+            # Beside conversations, texts are further data: the model answers as it is asked in a conversation.
+            has_some = self._has_conversations or form_read(tokenizer) == CONVERSATIONS
+            setattr(tokenizer, _FORM, CONVERSATIONS if has_some else TEXTS)
         found: dict[str, Any] = {"stops": stop_tokens(tokenizer)}
         if self._has_conversations and (day := written_day(tokenizer)) is not None:
             found["date"] = day
@@ -257,6 +265,12 @@ class Seen:
         if "date" in found:
             say(f"the chat template writes the date: {found['date']} (data.date)")
         return found
+
+
+def form_read(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The form of the records that `tokenizer` has read so far: conversations, or texts alone; "" if it has none."""
+    form: str = getattr(tokenizer, _FORM, "")
+    return form
 
 
 def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -52,6 +52,31 @@ def checked_messages(value: object, name: str = "messages") -> tuple[dict[str, A
     return tuple(messages)
 
 
+_TO_COME = {"role": "assistant", "content": "…"}
+
+
+def open_conversation(
+    value: object, name: str = "messages"
+) -> tuple[tuple[dict[str, Any], ...], dict[str, Any] | None]:
+    """(the messages that ask for an answer, the answer that is there already, if any).
+
+        open_conversation([{"role": "user", "content": "a"}])
+
+    Raises:
+        MalformedError: it is no conversation, or asks nothing.
+    """
+    if not isinstance(value, list):
+        raise MalformedError(f"its {name} is {json_type(value)}, neither a text nor messages")
+    last, given = (value or [None])[-1], [*value]
+    is_answered = isinstance(last, Mapping) and last.get("role", last.get("from")) in ("assistant", "gpt")
+    if not is_answered:
+        given.append(_TO_COME)  # a conversation has a turn of the assistant: here it is the one to come
+    *asked, answer = checked_messages(given, "messages")
+    if not asked:
+        raise MalformedError("nothing is asked before the assistant's turn")
+    return tuple(asked), answer if is_answered else None
+
+
 def untrained(messages: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
     """The same messages, of which no turn is trained: a prompt."""
     return tuple({**each, "weight": 0} if each["role"] == "assistant" else each for each in messages)

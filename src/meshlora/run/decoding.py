@@ -24,15 +24,14 @@ from meshlora.loading.guards import most_positions
 from meshlora.loading.load import load
 from meshlora.plan.pairs import check
 from meshlora.reading.chat import conversation_prompts, stop_ids
-from meshlora.reading.clock import set_day
 from meshlora.reading.records import Record
 from meshlora.reading.tokenization import separator_ids
-from meshlora.reading.tokenizer import load_tokenizer, padding_token_id
+from meshlora.reading.tokenizer import padding_token_id
+from meshlora.run.asking import Asking, asking_of, asking_tokenizer, check_template
 from meshlora.run.config.run_file import GenerateConfig
 from meshlora.run.gpt2_beam import gpt2_beam
 from meshlora.wings.generation.rows import all_finished, generating
 from meshlora_ground.errors import UserError
-from meshlora_ground.reading import read_text
 
 
 def encode_prompts(
@@ -181,7 +180,7 @@ def _continued_once(
         eos_token_id=ends or None,
         pad_token_id=pad,
         logits_processor=processors,
-        **_words(options),
+        **words_of_transformers(options),
     )
     found = [Continuation(_ended(row, ends)) for row in output[:, length:].tolist()]
     if not log_probs:
@@ -221,7 +220,7 @@ class _Drawn(LogitsProcessor):
         return torch.cat(self._found, 1)
 
 
-def _words(options: GenerateConfig) -> dict[str, Any]:
+def words_of_transformers(options: GenerateConfig) -> dict[str, Any]:
     """The options as transformers' `generate` takes them."""
     words: dict[str, Any] = {"do_sample": options.do_sample, "num_beams": options.num_beams}
     if options.do_sample:
@@ -242,24 +241,27 @@ def read_prompts(
     adapter: Path | None = None,
     trust_remote_code: bool = False,
     names: Sequence[str] = (),
-    separator: str = "",
-    day: str | None = None,
+    asking: Asking | None = None,
 ) -> tuple[PreTrainedTokenizerBase, list[list[int]]]:
-    """(tokenizer of the folder `model`, token ids of each prompt); arguments as in `generate`. Conversations are
-    asked by the chat template that the adapter was trained with, if its folder has one.
+    """(tokenizer of the folder `model`, token ids of each prompt); arguments as in `generate`.
 
     Raises:
         UserError: a wrong folder; a prompt without tokens, or too long.
     """
     config = read_model_config(model, trust_remote_code=trust_remote_code)
-    tokenizer, limit = load_tokenizer(model, trust_remote_code=trust_remote_code), "--max-new-tokens"
+    asking = asking or asking_of(adapter, model=model)
+    tokenizer = asking_tokenizer(model, asking, trust_remote_code=trust_remote_code)
     if any(isinstance(prompt, Record) for prompt in prompts):
-        # The adapter has learnt the form of its own template, not of the base's.
-        if adapter is not None and (own := adapter / "chat_template.jinja").is_file():
-            tokenizer.chat_template = read_text(own)
-        if day is not None:
-            set_day(tokenizer, day)
-    found = encode_prompts(prompts, tokenizer, config, options, names=names, limit_name=limit, separator=separator)
+        check_template(tokenizer, asking)
+    found = encode_prompts(
+        prompts,
+        tokenizer,
+        config,
+        options,
+        names=names,
+        limit_name="--max-new-tokens",
+        separator=asking.separator,
+    )
     return tokenizer, [ids for _, ids in found]
 
 
@@ -272,13 +274,13 @@ def generate(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     names: Sequence[str] = (),
-    separator: str = "",
-    day: str | None = None,
+    asking: Asking | None = None,
 ) -> Iterator[str]:
     """The continuation of each prompt, without the prompt, by one process.
 
-    options: default: greedy, one prompt at a time. names: of the prompts, for messages. separator: as `data.separator`.
-    prompts: texts, or conversations that the chat template leads to an answer to. day: that it writes.
+    options: default: greedy, one prompt at a time. names: of the prompts, for messages. asking: default: as the run
+    that made the adapter asked, as far as its folder says (`run.asking`).
+    prompts: texts, or conversations that the chat template leads to an answer to.
 
     Raises:
         UserError: a wrong folder or option.
@@ -291,8 +293,7 @@ def generate(
         adapter=adapter,
         trust_remote_code=trust_remote_code,
         names=names,
-        separator=separator,
-        day=day,
+        asking=asking,
     )
     network = load(
         model,

@@ -21,6 +21,7 @@ from meshlora.plan.table import notes_of_whole
 from meshlora.reading.clock import today
 from meshlora.reading.places import places
 from meshlora.reading.tokenizer import padding_token_id
+from meshlora.run.asking import recorded
 from meshlora.run.checkpoint.identity import contents, identity
 from meshlora.run.checkpoint.resuming import day_of_adapter, day_of_run, going_on
 from meshlora.run.config.run_file import RunConfig, TrainConfig, paths_of
@@ -170,6 +171,7 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
         notes=(*blueprint.notes, *notes_of_whole(blueprint.plan), *data.notes, *rows.notes, *notes_of_rate(train)),
         slow_paths=slow,
         chat_template=None if options.chat_template is None else str(data.tokenizer.chat_template),
+        asking=recorded(data.form, options),
     )
     return read_output(run, resume=resume, despite=despite)
 

@@ -34,6 +34,7 @@ class Prepared:
         notes: messages for the user. slow_paths: those known before it starts.
         command: what trains the whole run. proof: what is proved of it, in words.
         chat_template: the text of `data.chat_template`, as it was when the data were read; None if it is not given.
+        asking: how its data ask the model (`run.asking.recorded`).
     """
 
     config: RunConfig
@@ -53,6 +54,7 @@ class Prepared:
     command: str = ""
     proof: str = ""
     chat_template: str | None = None
+    asking: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def plan(self) -> ModelPlan:

@@ -15,6 +15,7 @@ from meshlora.loading.blueprint import Blueprint
 from meshlora.loading.guards import longest_fixed_length, most_positions
 from meshlora.plan.features import Asked
 from meshlora.plan.pairs import check
+from meshlora.reading.chat import form_read
 from meshlora.reading.clock import set_day, written_day
 from meshlora.reading.images import Images
 from meshlora.reading.places import files_of
@@ -31,7 +32,8 @@ from meshlora_ground.further_inputs import FurtherInputs
 
 @dataclass(frozen=True)
 class RunData:
-    """The data of a run. notes: which parts of its files are not read. day: that chat templates write, if any."""
+    """The data of a run. notes: which parts of its files are not read. day: that chat templates write, if any. form: of
+    the data for training, as in `run.asking.Asking`."""
 
     texts: Texts
     blueprint: Blueprint
@@ -40,6 +42,7 @@ class RunData:
     eval: TokenizedDataset | None
     notes: tuple[str, ...] = ()
     day: str | None = None
+    form: str = ""
 
 
 def read_data(
@@ -65,12 +68,15 @@ def read_data(
             files_of(path, source.split)
     if not is_stream:
         train_data = read(options.train)
+    form = form_read(tokenizer)  # of the data for training alone
     if options.eval is not None:
         eval_data = read(options.eval, categories=options.eval_categories)
     check(asked_of(asked, blueprint, train_data, eval_data))
     check_vision(blueprint, train_data.images)
     if train_data.routed is not None:
         check_routed(train_data.routed, blueprint.plan)
+    if isinstance(train_data.images, Images):
+        form = form_read(train_data.images.processor.tokenizer)
     written = written_day(tokenizer)
     for data in (train_data, eval_data):
         if data is not None and isinstance(data.images, Images):  # whose processor has a template of its own
@@ -79,7 +85,8 @@ def read_data(
         notes.append(f"data.date={options.date} has no effect: the chat template writes no date")
     if eval_data is not None:
         eval_data = eval_data.first(options.eval_limit)
-    return RunData(texts, blueprint, tokenizer, train_data, eval_data, tuple(dict.fromkeys(notes)), written)
+    said = tuple(dict.fromkeys(notes))
+    return RunData(texts, blueprint, tokenizer, train_data, eval_data, said, written, form)
 
 
 def check_fits(tokenizer: PreTrainedTokenizerBase, blueprint: Blueprint, *, max_length: int) -> None:

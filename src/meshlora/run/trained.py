@@ -293,7 +293,15 @@ class TrainedAdapter:
     def _manifest(self, kind: Kind, *, done: int) -> Manifest:
         """The manifest of a folder saved after `done` steps."""
         steps, own = self.run.steps, self.run.identity
-        return Manifest(kind=kind, step=done, steps=steps, updates=self.updates, identity=own, versions=versions())
+        return Manifest(
+            kind=kind,
+            step=done,
+            steps=steps,
+            updates=self.updates,
+            identity=own,
+            versions=versions(),
+            asking=self.run.asking,
+        )
 
     def _save(self, name: str, manifest: Manifest, *, state: Callable[[Path], None] | None = None) -> None:
         """Write the adapter, and the files of `state`, to folder `name` of the output. Refuses drifted replicas."""

@@ -1,18 +1,23 @@
 """`meshlora generate`: its arguments, and the ranks that answer them.
 
-Does not own: decoding (`run.decoding`), dividing prompts among ranks (`run.generated`).
+Does not own: decoding (`run.decoding`), dividing prompts among ranks (`run.generated`), what is sent
+(`meshlora_extra.chat.prompts`).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from meshlora.cli.arguments import add_json, add_local_rank, check_json, checked_place, write_result
 from meshlora_ground.errors import UserError
+from meshlora_ground.files import check_result_file, write_text_atomically
+from meshlora_ground.reading import path_argument
 
 # Options of decoding, under the names of `run.config.run_file.GenerateConfig`.
 _DECODING = ("max_new_tokens", "num_beams", "length_penalty", "no_repeat_ngram_size", "search", "stop", "top_p", "seed")
@@ -22,11 +27,18 @@ def add(commands: Any) -> None:
     generate = commands.add_parser("generate", help="continue prompts, on one process or a mesh")
     generate.add_argument("--model", required=True, metavar="FOLDER")
     generate.add_argument("--adapter", metavar="FOLDER", help="PEFT adapter; without it the base model speaks")
-    generate.add_argument("--prompt", required=True, action="append", help="may be given more than once")
-    generate.add_argument(
-        "--chat", action="store_true", help="each prompt is what a user says: the chat template leads to the answer"
+    prompts = generate.add_mutually_exclusive_group(required=True)
+    prompts.add_argument("--prompt", action="append", metavar="TEXT", help="may be given more than once")
+    prompts.add_argument(
+        "--prompts",
+        type=path_argument,
+        metavar="FILE",
+        help='a prompt a line as JSON, "TEXT", {"prompt": "TEXT"} or {"messages": [...]}; answers are lines of JSON',
     )
-    generate.add_argument("--separator", default="", metavar="TEXT", help="data.separator of the run that trained it")
+    generate.add_argument("--out", metavar="FILE", help="of --prompts: write the answers there")
+    add_asking(generate)
+    generate.add_argument("--plain", action="store_true", help="send plain text, whatever the adapter was trained on")
+    generate.add_argument("--separator", metavar="TEXT", help="default: data.separator of the run that trained it")
     generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N")
     generate.add_argument("--num-beams", type=int, default=1, metavar="N", help="beam search (default 1: none)")
     generate.add_argument("--length-penalty", type=float, default=1.0, metavar="X", help="of beam search")
@@ -54,6 +66,20 @@ def add(commands: Any) -> None:
     generate.set_defaults(run=_generate)
 
 
+def add_asking(parser: argparse.ArgumentParser) -> None:
+    """Add what says how a conversation is sent."""
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="each prompt is what a user says: the chat template leads to the answer "
+        "(default where the adapter was trained on conversations)",
+    )
+    parser.add_argument("--system", metavar="TEXT", help="the system's turn of conversations that have none")
+    parser.add_argument(
+        "--chat-template", metavar="NAME|FILE", help="in place of the adapter's and the model's (data.chat_template)"
+    )
+
+
 def _generate(options: argparse.Namespace) -> None:
     from meshlora.comm.groups import leave, on_gpus
     from meshlora.run.decoding import generate
@@ -65,11 +91,14 @@ def _generate(options: argparse.Namespace) -> None:
     with rank_edge(is_watched=True) if place is not None else contextlib.nullcontext() as watch:
         world = options.nproc or (place.world if place else 1)
         check_json(options)
+        if options.out:
+            check_result_file(Path(options.out), options.out)
         config = _config(options)
         if world == 1 and options.topology is None:  # no group is opened
-            asked = _asked(options)
-            found = generate(options.model, asked, options=config, dtype=options.dtype, **_of_prompts(options))
-            _hand_over_each(options, found)
+            questions, given = _questions(options)
+            asked = [each.asked for each in questions]
+            found = generate(options.model, asked, options=config, dtype=options.dtype, **given)
+            _hand_over_each(options, questions, given["asking"], found)
             return
         # Before CUDA is opened here.
         takes_gpus = options.nproc is not None and on_gpus("auto", num_ranks=options.nproc)
@@ -80,7 +109,7 @@ def _generate(options: argparse.Namespace) -> None:
             return
         texts = spoken(run, config)
         if place is None or place.rank == 0:
-            _hand_over_each(options, texts)
+            _hand_over_each(options, *run[3:], texts)
         leave()
 
 
@@ -102,56 +131,34 @@ def _config(options: argparse.Namespace) -> Any:
         raise UserError(given, error.rule, way_out) from None
 
 
-def _asked(options: argparse.Namespace) -> list[Any]:
-    """The prompts: texts, or with `--chat` conversations."""
-    from meshlora.reading.records import Record
+def _questions(options: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
+    """(the prompts, what says how they are read). Every rank calls it. Raises: UserError."""
+    from meshlora_extra.chat.prompts import asking_for, is_conversation, questions_of
 
-    if not options.chat:
-        return list(options.prompt)
-    if options.separator:
+    if options.out and options.prompts is None:
+        raise UserError(f"--out {options.out}", "it has no effect without --prompts", "give both, or --json")
+    is_chat = is_conversation(options)
+    if is_chat and options.separator:
         given, rule = f"--separator {options.separator!r} with --chat", "it has no effect: the chat template separates"
         raise UserError(given, rule, "leave out one of them")
-    asked: list[Any] = []
-    for prompt, name in zip(options.prompt, _names(options), strict=True):
-        asked.append(Record(messages=({"role": "user", "content": prompt},), origin=name))
-    return asked
-
-
-def _day(options: argparse.Namespace) -> str | None:
-    """The day that the chat template writes: of the run that made the adapter, else today; the same on all ranks."""
-    from meshlora.run.agreement import one_day
-    from meshlora.run.checkpoint.resuming import day_of_adapter
-
-    if not options.chat:
-        return None
-    today = one_day()  # asked on all ranks, as it is collective
-    if options.adapter:
-        return day_of_adapter(Path(options.adapter)) or today
-    return today
-
-
-def _names(options: argparse.Namespace) -> list[str]:
-    return [f"--prompt {prompt[:80]!r}" for prompt in options.prompt]
-
-
-def _of_prompts(options: argparse.Namespace) -> dict[str, Any]:
-    """What says how prompts are read, on one process or several."""
-    return {
+    questions = questions_of(options, is_chat=is_chat)
+    has_chats = any(not isinstance(each.asked, str) for each in questions)
+    return questions, {
         "adapter": Path(options.adapter) if options.adapter else None,
-        "names": _names(options),
-        "separator": options.separator,
+        "names": [each.name for each in questions],
         "trust_remote_code": options.trust_remote_code,
-        "day": _day(options),
+        "asking": asking_for(options, is_chat=has_chats),
     }
 
 
-def prepare(options: argparse.Namespace, config: Any, *, world: int) -> tuple[Any, Any, Any]:
-    """(blueprint, tokenizer, token ids of the prompts) for `world` ranks. Raises: UserError: what does not fit."""
+def prepare(options: argparse.Namespace, config: Any, *, world: int) -> tuple[Any, Any, Any, Any, Any]:
+    """(blueprint, tokenizer, token ids of the prompts, these, how they are asked) for `world` ranks. Raises: UserError:
+    what does not fit."""
     from meshlora.run.decoding import read_prompts
     from meshlora.run.generated import blueprint_to_generate
 
-    given = _of_prompts(options)
-    tokenizer, encoded = read_prompts(options.model, _asked(options), config, **given)
+    questions, given = _questions(options)
+    tokenizer, encoded = read_prompts(options.model, [each.asked for each in questions], config, **given)
     blueprint = blueprint_to_generate(
         options.model,
         adapter=given["adapter"],
@@ -160,38 +167,55 @@ def prepare(options: argparse.Namespace, config: Any, *, world: int) -> tuple[An
         dtype=options.dtype,
         trust_remote_code=options.trust_remote_code,
     )
-    return blueprint, tokenizer, encoded
+    return blueprint, tokenizer, encoded, questions, given["asking"]
 
 
-def spoken(run: tuple[Any, Any, Any], config: Any) -> list[str]:
+def spoken(run: tuple[Any, Any, Any, Any, Any], config: Any) -> list[str]:
     """The texts, on every rank of the job. All of them call it."""
     from meshlora.loading.load import load_blueprint
     from meshlora.run.decoding import texts_of
     from meshlora.run.generated import continued_by_all
 
-    blueprint, tokenizer, encoded = run
+    blueprint, tokenizer, encoded, *_ = run
     found = continued_by_all(load_blueprint(blueprint).eval(), tokenizer, encoded, config)
     return texts_of([each.tokens for each in found], tokenizer, config)
 
 
 def _own_words(options: argparse.Namespace) -> list[str]:
     """The arguments that ranks are started with: all but `--nproc`. Each is one word, whatever its text begins with."""
-    given = {"model": options.model, "adapter": options.adapter, "topology": options.topology, "json": options.json}
-    given |= {name: getattr(options, name) for name in (*_DECODING, "prompt", "separator", "temperature", "dtype")}
+    names = ["model", "adapter", "topology", "json", "prompt", "prompts", "out", "system", "chat_template"]
+    names += [*_DECODING, "separator", "temperature", "dtype"]
     words = []
-    for name, value in given.items():
+    for name in names:
+        value = getattr(options, name)
         if not isinstance(value, list):
             value = [value]
         # One word each: a prompt may begin with a hyphen.
         words += [f"--{name.replace('_', '-')}={each}" for each in value if each is not None]
-    return words + ["--trust-remote-code"] * options.trust_remote_code + ["--chat"] * options.chat
+    for name in ("trust_remote_code", "chat", "plain"):
+        words += [f"--{name.replace('_', '-')}"] * getattr(options, name)
+    return words
 
 
-def _hand_over_each(options: argparse.Namespace, texts: Iterable[str]) -> None:
-    from meshlora_ground.console import hand_over
+def _hand_over_each(options: argparse.Namespace, questions: list[Any], asking: Any, texts: Iterable[str]) -> None:
+    """Print the answers as they come, and write the files of options. What is said beside them goes to stderr."""
+    from meshlora_extra.chat.prompts import how_it_is_sent
+    from meshlora_ground.console import Console, hand_over
 
-    said = []
-    for prompt, text in zip(options.prompt, texts, strict=True):
-        hand_over(text)
-        said.append({"prompt": prompt, "text": text})
+    say = Console(file=sys.stderr).say
+    said, lines = list[dict[str, Any]](), list[str]()
+    for question, text in zip(questions, texts, strict=True):
+        if not said:  # now that nothing was refused
+            say(how_it_is_sent(questions, asking, is_plain=options.plain))
+        said.append({"prompt": question.row.get("prompt"), "text": text})
+        if not text.strip():
+            say(f"{question.name}: the answer is empty: the model ended at once")
+        if options.prompts is not None:
+            lines.append(json.dumps({**question.row, "text": text}, ensure_ascii=False))
+            if options.out is None:
+                hand_over(lines[-1])
+        elif text.strip():
+            hand_over(text)
+    if options.out is not None:
+        write_text_atomically(Path(options.out), "".join(f"{line}\n" for line in lines))
     write_result(options.json, {"texts": said})

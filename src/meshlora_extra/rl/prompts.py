@@ -17,9 +17,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from meshlora.reading.chat import Seen
-from meshlora.reading.conversations import checked_messages
+from meshlora.reading.conversations import open_conversation
 from meshlora.reading.formats import Format
-from meshlora.reading.records import MalformedError, Record, checked_text, json_type
+from meshlora.reading.records import Record, checked_text
 from meshlora.reading.sampler import GlobalBatches
 from meshlora.reading.sources import Reading, read_rows
 from meshlora.run.config.run_file import GenerateConfig, RunConfig, paths_of
@@ -115,9 +115,6 @@ def read_prompts(
     return Prompts(found, config.train.batch_size // rl.completions, config.train.seed)
 
 
-_TO_COME = {"role": "assistant", "content": "…"}
-
-
 def _asked(name: str, row: dict[str, Any], origin: str) -> _Asked:
     asked, rest = row[name], {key: value for key, value in row.items() if key != name}
     if name == "prompt" and isinstance(asked, str):
@@ -126,15 +123,7 @@ def _asked(name: str, row: dict[str, Any], origin: str) -> _Asked:
 
 
 def _conversation(messages: Any, rest: dict[str, Any], origin: str) -> _Asked:
-    if not isinstance(messages, list):
-        raise MalformedError(f"its prompt is {json_type(messages)}, neither a text nor messages")
-    last, given = (messages or [None])[-1], [*messages]
-    is_answered = isinstance(last, dict) and last.get("role", last.get("from")) in ("assistant", "gpt")
-    if not is_answered:
-        given.append(_TO_COME)  # a conversation has a turn of the assistant: here it is the one to come
-    *found, answer = checked_messages(given, "messages")
-    if is_answered:
+    found, answer = open_conversation(messages, "prompt")
+    if answer is not None:
         rest = {"answer": answer.get("content"), **rest}  # what is left out is what it is compared with
-    if not found:
-        raise MalformedError("nothing is asked before the assistant's turn")
-    return _Asked(None, Record(messages=tuple(found), origin=origin), rest, origin)
+    return _Asked(None, Record(messages=found, origin=origin), rest, origin)

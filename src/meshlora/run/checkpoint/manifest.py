@@ -45,6 +45,7 @@ _SAID = {
 }
 _MOST_STEPS, _MOST_BYTES, _LARGEST = 10**12, 2**50, 4 << 20
 _LOSS_SCALE = {"scale", "good_steps", "skipped"}
+_ADDED: dict[str, Any] = {"asking": {}}  # what a manifest may lack, as older ones do
 _DIGEST = re.compile("[0-9a-f]{64}")
 Kind = Literal["checkpoint", "initial", "adapter"]
 
@@ -66,6 +67,7 @@ class Manifest:
         eval_loss: of the evaluation at that step, if any.
         loss_scale: state of the loss scale of a float16 run.
         skipped_in_row: number of steps skipped right before.
+        asking: how its data asked the model (`run.asking`); empty in folders from before that was recorded.
     """
 
     kind: Kind
@@ -78,6 +80,7 @@ class Manifest:
     eval_loss: float | None = None
     loss_scale: Mapping[str, float] = field(default_factory=dict)
     skipped_in_row: int = 0
+    asking: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +155,7 @@ def read_manifest(folder: Path, *, kinds: tuple[Kind, ...] = ("checkpoint", "ini
     if extra := sorted(found - content["files"].keys()):
         rule = f"{shown(ascii(extra[0]))} is there besides the files that were saved"
         raise NotWholeError(f"{what} {folder}", rule, "move it elsewhere")
+    content = _ADDED | content
     values = {each.name: content[each.name] for each in dataclasses.fields(Manifest)}
     files = {n: Entry(num_bytes=entry["bytes"], sha256=entry["sha256"]) for n, entry in content["files"].items()}
     return Saved(**{**values, "files": files}, folder=folder)
@@ -196,7 +200,7 @@ def _mistake(content: Any) -> str | None:
     if content.get("format") != FORMAT or type(content["format"]) is not int:
         return f"its format is {shown(ascii(content.get('format')))}, this meshlora reads {FORMAT}"
     names = {each.name for each in dataclasses.fields(Manifest)} | {"format", "files", "sha256"}
-    if wrong := sorted(names ^ content.keys()):
+    if wrong := sorted(names ^ (_ADDED | content).keys()):
         return f"{shown(ascii(wrong[0]))} is {'missing' if wrong[0] in names else 'no key of it'}"
     checks: dict[str, Callable[[Any], bool]] = {
         "kind": lambda value: isinstance(value, str) and value in _NEEDED,
@@ -206,14 +210,15 @@ def _mistake(content: Any) -> str | None:
         "skipped_in_row": lambda value: _is_count(value, 0, content["step"] - content["updates"]),
         "identity": _is_texts,
         "versions": _is_texts,
+        "asking": _is_texts,
         "topology": lambda value: _is_topology(value) if content["kind"] == "checkpoint" else value == "",
         "eval_loss": lambda value: value is None or _is_finite(value),
         "loss_scale": _is_loss_scale,
         "files": lambda value: _are_entries(value, content["kind"]),
     }
     for name, is_right in checks.items():
-        if not is_right(content[name]):
-            return f"{name} cannot be {shown(ascii(content[name]))}"
+        if not is_right(value := (_ADDED | content)[name]):
+            return f"{name} cannot be {shown(ascii(value))}"
     return None if content["sha256"] == _own_hash(content) else "it does not have the hash that it carries"
 
 

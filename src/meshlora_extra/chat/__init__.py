@@ -1,0 +1,1 @@
+"""Asking a model: prompts of files, conversations in a terminal, and the page of one."""
