@@ -52,15 +52,16 @@ class Console(rich.console.Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Escape every `str`: lines, titles and cells of tables. Here, so that rich measures the escaped text."""
-        return super().render_str(self._shown(text), **options | {"markup": False, "highlight": False, "emoji": False})
+        return super().render_str(self.shown(text), **options | {"markup": False, "highlight": False, "emoji": False})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         """Escape everything else, such as a `Text` built by a caller or by rich."""
         for segment in super().render(renderable, options):
             # Control segments are rich's own: they move the cursor.
-            yield segment if segment.control else Segment(self._shown(segment.text), segment.style)
+            yield segment if segment.control else Segment(self.shown(segment.text), segment.style)
 
-    def _shown(self, text: str) -> str:
+    def shown(self, text: str) -> str:
+        """`text` as this terminal can show it: no control characters, and no characters that it has not."""
         text = printable(text)
         if self.encoding.startswith("utf"):
             return text
@@ -83,3 +84,25 @@ def hand_over(text: str) -> None:
         Console().say(text)
     else:
         print(text)
+
+
+def hand_over_piece(text: str) -> None:
+    """Print a part of a command's output at once, without an end of line: as `hand_over`."""
+    sys.stdout.write(Console().shown(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def read_line(prompt: str) -> str | None:
+    """The next line of stdin; None at its end. prompt: shown on a terminal, where the line can be edited.
+
+    Raises: KeyboardInterrupt: as its handler says.
+    """
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline()
+        return line.removesuffix("\n") if line else None
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  # what it does, it does by being there: arrows, and earlier lines
+    try:
+        return input(prompt)
+    except EOFError:
+        return None

@@ -18,7 +18,7 @@ import meshlora
 from meshlora.cli.main import _parser, main
 from meshlora.run.config.run_file import GenerateConfig
 from meshlora.run.generated import blueprint_to_generate, continued_by_all
-from meshlora_extra.commands.generate import _config, prepare, spoken
+from meshlora_extra.commands.generate import decoding_of, prepare, spoken
 from meshlora_ground.compat.peft_targets import targets_as_configured
 from meshlora_ground.errors import UserError
 from tests.pool import Pool
@@ -261,7 +261,7 @@ DRAWS = ("--temperature", "0.9", "--top-p", "0.8", "--seed", "4")
 def _spoken(words: list[str], world: int) -> tuple[str, list[str]]:
     """Body of a rank of the command."""
     options = _parser().parse_args(words)
-    run, config = prepare(options, _config(options), world=world), _config(options)
+    run, config = prepare(options, decoding_of(options), world=world), decoding_of(options)
     return str(run[0].topology), spoken(run, config)
 
 

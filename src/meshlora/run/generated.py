@@ -143,17 +143,17 @@ def blueprint_to_generate(
     adapter: Path | None,
     topology: str | None,
     world: int,
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
+    **base: Any,
 ) -> Blueprint:
     """The blueprint of a model that generates on `world` ranks.
 
+    base: as of `BaseOptions`: dtype, trust_remote_code, quantization.
     topology: None: tp over as many of the ranks as the model can be split over, and dp over the rest.
 
     Raises:
         UserError: the model or the adapter cannot be split so. UnsupportedError: it is not proved; it has stages.
     """
-    options = BaseOptions(dtype=dtype, disable_dropout=True, trust_remote_code=trust_remote_code)  # type: ignore[arg-type]
+    options = BaseOptions(disable_dropout=True, **base)
     found = made = make_blueprint(model, Topology.parse("", world=1), options)
     if topology is not None:
         shape = Topology.parse(topology, world=world)

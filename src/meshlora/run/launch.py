@@ -66,13 +66,15 @@ def launch(
     ranks_per_gpu: int = 1,
     command: str = "",
     timeout_s: float = 600.0,
+    talks: bool = False,
 ) -> Any:
     """Run `python -m meshlora ARGUMENTS` as `nproc` ranks; returns when all have succeeded, with the result of rank 0
     (`edge.leave_result`), if any.
 
     When one rank fails the others are killed. While all ranks train, a request to stop (`edge.ASKING`) is forwarded to
     them, and they save and exit. on_gpus: whether the ranks see GPUs. command: the user's command, for messages on how
-    to resume. timeout_s: how long the others may take to end after rank 0.
+    to resume. timeout_s: how long the others may take to end after rank 0. talks: rank 0 reads our stdin, and once it
+    says that it trains each Ctrl-C is for it.
 
     Raises:
         RankFailedError: the first rank that failed, with its cause; `exit_code` is that rank's.
@@ -82,7 +84,7 @@ def launch(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)  # datagrams: reports arrive whole
     with ours, theirs, signals_end_what_was_started(), _folder_of_run() as (folder, janitor):
         try:
-            with _requests_handed_on(ranks, nproc):
+            with _interrupts_for_rank_0(ranks) if talks else _requests_handed_on(ranks, nproc):
                 for number in range(nproc):
                     store = str(folder / "store")
                     environment = os.environ | place_in_environment(
@@ -94,7 +96,7 @@ def launch(
                     environment["TMPDIR"] = str(folder)  # temporary files of a rank are removed with the run
                     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
                     environment.setdefault("NCCL_SOCKET_IFNAME", "lo")
-                    ranks.append(_Rank(number, _start(arguments, environment, theirs), {}))
+                    ranks.append(_Rank(number, _start(arguments, environment, theirs, reads=talks and number == 0), {}))
                 theirs.close()
                 _watch(ranks, ours, janitor, timeout_s)
         finally:
@@ -108,11 +110,13 @@ def launch(
     return ranks[0].said.get("result")
 
 
-def _start(arguments: Sequence[str], environment: Mapping[str, str], words: socket.socket) -> subprocess.Popen[bytes]:
+def _start(
+    arguments: Sequence[str], environment: Mapping[str, str], words: socket.socket, *, reads: bool
+) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "meshlora", *arguments],  # -P: no file of the folder we are in is code
         env=environment,
-        stdin=subprocess.DEVNULL,
+        stdin=None if reads else subprocess.DEVNULL,
         pass_fds=[words.fileno()],
         start_new_session=True,  # signals from the terminal reach ranks through this process
     )
@@ -188,6 +192,20 @@ def _requests_handed_on(ranks: Sequence[_Rank], nproc: int) -> Iterator[None]:
                 rank.process.send_signal(number)
 
     with handling_signals(ASKING, handle) as before:
+        yield
+
+
+@contextlib.contextmanager
+def _interrupts_for_rank_0(ranks: Sequence[_Rank]) -> Iterator[None]:
+    """Inside the block SIGINT goes to rank 0, once it handles it: the terminal sends it to this process alone."""
+
+    def handle(number: int, frame: Any) -> None:
+        if not ranks or not ranks[0].trains:
+            before[number](number, frame)
+        elif ranks[0].process.poll() is None:
+            ranks[0].process.send_signal(number)
+
+    with handling_signals((signal.SIGINT,), handle) as before:
         yield
 
 

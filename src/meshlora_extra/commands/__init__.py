@@ -15,6 +15,7 @@ COMMANDS = {
     "launch-script": "meshlora_extra.commands.launch_script",
     "evaluate": "meshlora_extra.commands.evaluate",
     "generate": "meshlora_extra.commands.generate",
+    "chat": "meshlora_extra.commands.chat",
     "merge": "meshlora_extra.commands.merge",
     "export": "meshlora_extra.commands.export",
     "from-nlg": "meshlora_extra.commands.from_nlg",

@@ -66,14 +66,15 @@ def add(commands: Any) -> None:
     generate.set_defaults(run=_generate)
 
 
-def add_asking(parser: argparse.ArgumentParser) -> None:
-    """Add what says how a conversation is sent."""
-    parser.add_argument(
-        "--chat",
-        action="store_true",
-        help="each prompt is what a user says: the chat template leads to the answer "
-        "(default where the adapter was trained on conversations)",
-    )
+def add_asking(parser: argparse.ArgumentParser, *, is_always: bool = False) -> None:
+    """Add what says how a conversation is sent. is_always: there is nothing else."""
+    if not is_always:
+        parser.add_argument(
+            "--chat",
+            action="store_true",
+            help="each prompt is what a user says: the chat template leads to the answer "
+            "(default where the adapter was trained on conversations)",
+        )
     parser.add_argument("--system", metavar="TEXT", help="the system's turn of conversations that have none")
     parser.add_argument(
         "--chat-template", metavar="NAME|FILE", help="in place of the adapter's and the model's (data.chat_template)"
@@ -93,7 +94,7 @@ def _generate(options: argparse.Namespace) -> None:
         check_json(options)
         if options.out:
             check_result_file(Path(options.out), options.out)
-        config = _config(options)
+        config = decoding_of(options)
         if world == 1 and options.topology is None:  # no group is opened
             questions, given = _questions(options)
             asked = [each.asked for each in questions]
@@ -113,11 +114,11 @@ def _generate(options: argparse.Namespace) -> None:
         leave()
 
 
-def _config(options: argparse.Namespace) -> Any:
-    """The options of decoding. Raises: UserError, in this command's option names."""
+def decoding_of(options: argparse.Namespace) -> Any:
+    """The options of decoding. Raises: UserError, in the names of a command's options."""
     from meshlora.run.config.run_file import GenerateConfig
 
-    words = {name: getattr(options, name) for name in _DECODING}
+    words = {name: getattr(options, name) for name in _DECODING if hasattr(options, name)}
     if options.temperature != 0:
         words |= {"do_sample": True, "temperature": options.temperature}
     try:
