@@ -23,6 +23,7 @@ from meshlora_extra.chat.speaker import Message, Speaker
 from meshlora_extra.chat.terminal import EMPTY, WHY, say
 from meshlora_extra.page.loopback import TEXT, Handler, Loopback
 from meshlora_ground.errors import MeshloraError, UserError
+from meshlora_ground.reading import parse_json
 
 _MOST_BYTES = 2**20
 _WAY_OUT = "begin a new conversation, or ask more briefly"
@@ -76,13 +77,15 @@ class _Handler(Handler):
 
     def _request(self) -> _Request:
         """Raises: ValueError: it is not such a one."""
+        length = int(self.headers.get("Content-Length", "0"))
+        # Some more is read, as a browser that is cut off while it sends hears no answer.
+        content = self.rfile.read(max(0, min(length, 4 * _MOST_BYTES)))
         # Another page's form cannot send this kind without asking first, which nothing here answers.
         if self.headers.get_content_type() != "application/json":
             raise ValueError("it is no JSON")
-        length = int(self.headers.get("Content-Length", "0"))
-        if not 0 < length <= _MOST_BYTES:
-            raise ValueError(f"it has {length} bytes, and at most {_MOST_BYTES:,} are read")
-        value = json.loads(self.rfile.read(length))
+        if length > _MOST_BYTES:
+            raise ValueError(f"it has {length:,} bytes, and at most {_MOST_BYTES:,} are read")
+        value = parse_json(content.decode("utf-8"))
         if not isinstance(value, dict):
             raise MalformedError("it is no object")
         messages, _ = open_conversation(value.get("messages"))

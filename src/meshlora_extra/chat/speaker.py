@@ -82,16 +82,21 @@ class Speaker:
             most = min(most, self.positions - len(ids))
         self._tell({"ids": ids, "most": most, "of_base": of_base, "seed": self.options.seed + self._turn})
         text = GrowingText(self.tokenizer)
+
+        def hear_text(further: str) -> None:
+            if further:
+                hear(further)
+
         tokens = self._answer(
             ids,
             most=most,
             of_base=of_base,
             seed=self.options.seed + self._turn,
-            hear=lambda new: hear(text.add(new)),
+            hear=lambda new: hear_text(text.add(new)),
             is_stopped=is_stopped,
         )
         self._turn += 1
-        hear(text.rest())
+        hear_text(text.rest())
         why: Literal["ended", "stopped", "cut", "positions"] = "stopped"
         if tokens and tokens[-1] in ends_of(self.tokenizer, self.options):
             why = "ended"
