@@ -78,6 +78,15 @@ MISTAKES: dict[str, Case] = {
     "plan_without_a_topology": case(plan(), "--topology", "required", "--gpus"),
     "plan_option_without_gpus": case(plan("--topology", "tp=2", "--simulate"), "--simulate", "--gpus"),
     "plan_gpus_without_a_length": case(plan("--gpus", "8", "--gpu", "h100"), "--seq", "required"),
+    "plan_gpus_of_no_kind": case(
+        plan("--gpus", "2"),
+        "--gpu (of which kind)",
+        "--seq",
+        "as in --gpu h100 --seq 4096",
+        "rtx4090 (24 GB)",
+        "--hardware",
+    ),
+    "plan_kind_without_a_number": case(plan("--gpu", "h100", "--seq", "64"), "--gpus (how many)", "as in --gpus 8"),
     "plan_unknown_gpu": case(plan("--gpus", "8", "--gpu", "h20", "--seq", "64"), "--gpu h20", "did you mean 'h200'?"),
     "plan_topology_of_another_size": case(plan(*GPUS, "--topology", "dp=2,tp=2"), "4 processes", "8 were started"),
     "plan_sharded_over_one_dp_rank": case(

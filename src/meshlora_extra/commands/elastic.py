@@ -17,7 +17,7 @@ from meshlora.comm.groups import on_gpus
 from meshlora.run.config.run_file import RunConfig
 from meshlora.run.prepare import blueprint_of, check_request
 from meshlora_extra.planner.choose import choose
-from meshlora_extra.planner.hardware import GPUS, Hardware
+from meshlora_extra.planner.hardware import GPUS, Hardware, card_of
 from meshlora_extra.planner.problem import problem_of_run
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
@@ -71,8 +71,7 @@ def _ranked(config: RunConfig, world: int, gpu: Hardware) -> Iterator[Topology]:
 def _gpu_of(config: RunConfig) -> Hardware:
     if not on_gpus(config.device, num_ranks=1):
         return GPUS[_ELSE]
-    name = _name_of_gpu().lower()
-    return next((gpu for short, gpu in GPUS.items() if short in name), GPUS[_ELSE])
+    return card_of(_name_of_gpu()) or GPUS[_ELSE]
 
 
 def _name_of_gpu() -> str:

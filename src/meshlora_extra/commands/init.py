@@ -36,7 +36,7 @@ def add(commands: Any) -> None:
     init.add_argument("--data", metavar="FILE", help="training data")
     init.add_argument("--eval", metavar="FILE", help="held-out data (default: none)")
     init.add_argument("--gpus", type=int, metavar="N", help="processes, one a GPU (default: those of this machine)")
-    init.add_argument("--gpu", metavar="NAME", help="a100, h100, h200, b200 or l40s, if it is not this machine's")
+    init.add_argument("--gpu", metavar="NAME", help="as in rtx4090 or h100, if it is not this machine's")
     init.add_argument("--hardware", metavar="FILE", help="of meshlora calibrate: measured numbers")
     init.add_argument("--goal", metavar="|".join(_GOALS), help="answers, the same with a 4-bit base, or preferences")
     init.add_argument("--length", metavar="TEXT", help='as in "3 epochs" or "200 steps"')
@@ -225,15 +225,14 @@ def _hardware(options: argparse.Namespace, gpus: int) -> Any:
 
     import torch
 
-    from meshlora_extra.planner.hardware import GPUS, Hardware, hardware_named
+    from meshlora_extra.planner.hardware import GPUS, Hardware, card_of, hardware_named
 
     if options.gpu or options.hardware:
         return hardware_named(options.gpu, options.hardware)
     if torch.cuda.is_available():
         here = torch.cuda.get_device_properties(0)
-        known = next((gpu for name, gpu in GPUS.items() if name in here.name.lower()), None)
         slowest = GPUS["l40s"]
-        return known or dataclasses.replace(
+        return card_of(here.name) or dataclasses.replace(
             slowest, name=f"{here.name} (speeds of {slowest.name})", memory_gb=here.total_memory / 1e9
         )
     page, pages = os.sysconf("SC_PAGE_SIZE"), os.sysconf("SC_AVPHYS_PAGES")

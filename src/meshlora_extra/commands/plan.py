@@ -12,6 +12,15 @@ from meshlora.cli.arguments import read_blueprint
 from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
 from meshlora_ground.lifetime import import_libraries
 
+# Topologies that are shown unless all are asked for.
+_SHOWN = 5
+# What has to be said to choose a topology: option -> what it is, and an example.
+_ASKED = {
+    "gpus": ("how many", "--gpus 8"),
+    "gpu": ("of which kind", "--gpu h100"),
+    "seq": ("tokens of a row", "--seq 4096"),
+}
+
 
 def add(commands: Any) -> None:
     plan = commands.add_parser(
@@ -19,7 +28,7 @@ def add(commands: Any) -> None:
         help="show how a model is split on a topology, or which topology is best on so many GPUs",
         description="With --topology alone: how each linear is split. With --gpus and --gpu: memory, messages and time "
         "of every topology that is proved for the family, with the base whole on each dp rank and sharded over them "
-        "(dp_shard), the best first.",
+        "(dp_shard), the best first. With --one-gpu: whether one card is enough.",
     )
     plan.add_argument(
         "--model", required=True, metavar="FOLDER|FILE", help="checkpoint, of which config.json is read, or such a file"
@@ -31,9 +40,14 @@ def add(commands: Any) -> None:
         "--gradients", action="store_true", help="also the axes over which each factor's gradient is summed"
     )
     plan.add_argument("--gpus", type=int, metavar="N", help="how many there are")
-    plan.add_argument("--gpu", metavar="NAME", help="a100, h100, h200, b200 or l40s")
+    plan.add_argument("--gpu", metavar="NAME", help="of which kind, as in rtx4090 or h100")
+    plan.add_argument(
+        "--one-gpu",
+        metavar="NAME",
+        help="does it fit on one of these, and what must be given up: the first way that does",
+    )
     plan.add_argument("--hardware", metavar="FILE", help="JSON with measured numbers in the place of the datasheet's")
-    plan.add_argument("--seq", type=int, metavar="N", help="tokens of a sequence")
+    plan.add_argument("--seq", type=int, metavar="N", help="tokens of a sequence (with --one-gpu: 1024)")
     plan.add_argument("--global-batch", type=int, metavar="N", help="sequences of a step (default: one a GPU)")
     plan.add_argument("--micro-batch", type=int, metavar="N", help="sequences at once (default: what is fastest)")
     plan.add_argument("--recompute", metavar="R", help="none, full or n (default: what is fastest)")
@@ -44,6 +58,9 @@ def add(commands: Any) -> None:
     plan.add_argument("--dtype", default="auto", help="of the base; default: what the configuration says")
     plan.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4, int8, mxfp4, fp8 or keep")
     plan.add_argument("--compute", metavar="KIND", help="products of the frozen base: fp8 or fp8_backward")
+    plan.add_argument(
+        "--all", action="store_true", help="every topology, and why others cannot be (default: the best 5)"
+    )
     plan.add_argument("--simulate", action="store_true", help="run a step of the best on ranks that do not exist")
     plan.add_argument("--json", metavar="FILE", help="write all numbers")
     plan.add_argument("--out", metavar="RUN.yaml", help="write the run file of the best")
@@ -54,11 +71,14 @@ def add(commands: Any) -> None:
 
 def _plan(options: argparse.Namespace) -> None:
     import_libraries()
+    if options.one_gpu is not None:
+        _fit_on_one(options)
+        return
     if options.gpus is not None or options.gpu is not None:
         _choose(options)
         return
     planned = ("hardware", "seq", "global_batch", "micro_batch", "recompute", "lora", "quantization", "compute")
-    for name in (*planned, "simulate", "json", "out"):
+    for name in (*planned, "all", "simulate", "json", "out"):
         if getattr(options, name):
             raise UserError(f"--{name.replace('_', '-')}", "it has no effect without --gpus", "give --gpus and --gpu")
     if not options.topology:
@@ -77,10 +97,7 @@ def _plan(options: argparse.Namespace) -> None:
 
 
 def _choose(options: argparse.Namespace) -> None:
-    for name in ("gpus", "gpu", "seq"):
-        is_told = name == "gpu" and options.hardware  # a file alone may say all of it
-        if getattr(options, name) is None and not is_told:
-            raise UserError("meshlora plan", f"--{name} is required beside --gpus and --gpu", "as in --seq 4096")
+    _check_asked(options)
     from meshlora.plan.table import gradient_table, notes_of_whole
     from meshlora_extra.planner import show
     from meshlora_extra.planner.choose import choose
@@ -107,9 +124,14 @@ def _choose(options: argparse.Namespace) -> None:
     choice = choose(problem, topologies)  # none given: all
     best = choice.ranked[0]
     console = Console()
-    console.print(show.ranking(problem, choice))
+    shown = choice
+    if not (options.all or topologies):  # those that were asked for are all of interest
+        shown = show.first_of(choice, _SHOWN)
+    console.print(show.ranking(problem, shown))
     console.print(show.breakdown(problem, best))
-    for line in (*show.why_best(choice), *show.why_not(choice)):
+    for line in (*show.why_best(choice), *show.why_not(shown)):
+        console.say(line)
+    if shown is not choice and (line := show.not_shown(choice, _SHOWN)):
         console.say(line)
     console.say(show.assumptions(problem))
     for note in notes_of_whole(problem.blueprint.on(best.topology).plan):
@@ -130,6 +152,119 @@ def _choose(options: argparse.Namespace) -> None:
         text = show.run_file(problem, best, model=name, data=options.data, output=f"runs/{Path(options.out).stem}")
         write_text_atomically(Path(options.out), text)
         console.say(f"written: {options.out}")
+
+
+def _check_asked(options: argparse.Namespace) -> None:
+    """Raises: UserError: something is missing, each with its own example."""
+    missing = []
+    for name in _ASKED:
+        is_told = name == "gpu" and options.hardware  # a file alone may say all of it
+        if getattr(options, name) is None and not is_told:
+            missing.append(name)
+    if not missing:
+        return
+    verb = "is" if len(missing) == 1 else "are"
+    rule = " and ".join(f"--{name} ({_ASKED[name][0]})" for name in missing) + f" {verb} required, too"
+    way_out = "as in " + " ".join(_ASKED[name][1] for name in missing)
+    if "gpu" in missing:
+        from meshlora_extra.planner.hardware import cards_in_words
+
+        way_out += f"; known: {cards_in_words()}; others by --hardware FILE, which meshlora calibrate writes"
+    raise UserError("meshlora plan with --gpus, --gpu", rule, way_out)
+
+
+def _fit_on_one(options: argparse.Namespace) -> None:
+    """Say the first way in which the model can be trained on one card. Raises: MeshloraError: there is none."""
+    from meshlora_extra.planner import one_gpu, show
+    from meshlora_extra.planner.hardware import hardware_named
+    from meshlora_extra.planner.problem import read_config
+    from meshlora_ground.console import Console
+    from meshlora_ground.files import write_text_atomically
+
+    for name in ("gpus", "gpu", "recompute", "topology", "simulate", "gradients", "all"):
+        if getattr(options, name):
+            way_out = f"leave it out, or plan with --gpus 1 --gpu {options.one_gpu}"
+            raise UserError(
+                f"--{name} with --one-gpu", "one card has one topology, and what it must give up is asked", way_out
+            )
+    gpu = hardware_named(options.one_gpu, options.hardware, option="--one-gpu")
+    config = read_config(options.model, trust_remote_code=options.trust_remote_code)
+    problem_of = _on_one(options, config, gpu)
+    dtype = str(read_blueprint(options, "", config=config).dtype).removeprefix("torch.")
+    seq = _row_on_one(options, config)
+    ladder = one_gpu.ways(dtype, options.quantization, seq, options.micro_batch or one_gpu.MICRO_BATCH)
+    rungs = one_gpu.climb(ladder, problem_of)
+    console, best = Console(), rungs[-1]
+    batch = options.global_batch or one_gpu.BATCH
+    console.say(
+        f"{config.model_type} on one {gpu.name}, {gpu.usable_bytes / 1e9:.1f} of whose {gpu.memory_gb:g} GB tensors "
+        f"may take: {batch:,} rows of {seq:,} tokens a step, the base in {dtype}"
+    )
+    console.print(one_gpu.table(rungs))
+    if options.json:
+        write_text_atomically(Path(options.json), json.dumps(one_gpu.as_json(rungs), indent=1) + "\n")
+    if best.problem is None or best.prediction is None or not best.fits:
+        raise MeshloraError(_more_cards(one_gpu.cards_needed(problem_of(_whole_rows(rungs))), gpu.name))
+    console.say(show.assumptions(best.problem))
+    console.say(
+        "so: meshlora train RUN.yaml "
+        + " ".join(f"--set {each}" for each in (*best.way.settings(), f"train.batch_size={batch}"))
+    )
+    if options.out:
+        model, output = _shown_model(Path(options.model)), f"runs/{Path(options.out).stem}"
+        text = show.run_file(best.problem, best.prediction, model=model, data=options.data, output=output)
+        write_text_atomically(Path(options.out), text)
+        console.say(f"written: {options.out}")
+
+
+def _row_on_one(options: argparse.Namespace, config: Any) -> int:
+    """Tokens of a row: as asked, or as a run file has it, at most what the model can see."""
+    from meshlora.loading.guards import most_positions
+    from meshlora_extra.planner.one_gpu import SEQ
+
+    if options.seq is not None:
+        return int(options.seq)
+    return min(SEQ, most_positions(config) or SEQ)
+
+
+def _on_one(options: argparse.Namespace, config: Any, gpu: Any) -> Any:
+    """A function: way -> its `Problem` on one `gpu`."""
+    from meshlora_extra.planner.one_gpu import BATCH
+    from meshlora_extra.planner.problem import Problem
+
+    def problem_of(way: Any) -> Problem:
+        asked = argparse.Namespace(**{**vars(options), "dtype": way.dtype, "quantization": way.quantization})
+        return Problem(
+            read_blueprint(asked, "", config=config),
+            _lora(options.lora),
+            gpus=1,
+            gpu=gpu,
+            seq=way.seq,
+            global_batch=BATCH if options.global_batch is None else options.global_batch,
+            micro_batch=way.micro_batch,
+            recompute=way.recompute,
+            optimizer=options.optimizer,
+        )
+
+    return problem_of
+
+
+def _whole_rows(rungs: Any) -> Any:
+    """The way that gives up no data and no bits, on more cards."""
+    import dataclasses
+
+    return dataclasses.replace(rungs[0].way, dtype=rungs[-1].way.dtype)
+
+
+def _more_cards(found: Any, name: str) -> str:
+    """What to do where no way fits."""
+    if found is None:
+        return f"no way fits on one {name}, nor is there a number of them, up to 64, that was found to have room"
+    number, needs = found.topology.world, f"{found.memory_bytes / 1e9:,.1f} GB each"
+    return (
+        f"no way fits on one {name}; {number} of them have room, with whole rows and the base in full: "
+        f"{found.topology}, {needs}; see --gpus {number} --gpu {name}"
+    )
 
 
 def _shown_model(folder: Path) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,7 +162,7 @@ class Hardware:
 # `kernel_s` of all is the host's beside one H200, 2026-11, torch 2.11, which enqueued steps of 2,692 to 3,802 operators
 # in 142 to 222 ms. Datasheets sum both directions of NVLink and PCIe: half of it here. Networks: one NIC per GPU, as in
 # the manufacturer's reference systems (DGX A100 200 Gb/s, DGX H100, H200 and B200 400 Gb/s; L40S servers 200 Gb/s per
-# two).
+# two, taken for all PCIe cards of servers and workstations); beside GeForce cards 10 Gb/s of a desk's.
 GPUS = {
     gpu.name: gpu
     for gpu in (
@@ -200,12 +201,68 @@ GPUS = {
         ),
         Hardware("b200", 180, 2250, 75, 7700, 900, 50, source="NVIDIA DGX B200 datasheet (2024), an eighth of it"),
         Hardware("l40s", 48, 362, 91.6, 864, 32, 12.5, source="NVIDIA L40S datasheet (2023), PCIe 4.0 x16"),
+        Hardware("a100-40", 40, 312, 19.5, 1555, 300, 25, source="NVIDIA A100 40GB SXM datasheet (2020)"),
+        Hardware("l4", 24, 121, 30.3, 300, 32, 12.5, source="NVIDIA L4 datasheet (2023), PCIe 4.0 x16"),
+        Hardware("a10", 24, 125, 31.2, 600, 32, 12.5, source="NVIDIA A10 datasheet (2021), PCIe 4.0 x16"),
+        Hardware("a6000", 48, 154.8, 38.7, 768, 32, 12.5, source="NVIDIA RTX A6000 datasheet (2020), PCIe 4.0 x16"),
+        Hardware(
+            "rtx6000-ada", 48, 364.2, 91.1, 960, 32, 12.5, source="NVIDIA RTX 6000 Ada datasheet (2022), PCIe 4.0 x16"
+        ),
+        Hardware(
+            "rtx-pro-6000",
+            96,
+            503.8,
+            125,
+            1792,
+            64,
+            12.5,
+            source="NVIDIA RTX PRO 6000 Blackwell Workstation datasheet (2025), PCIe 5.0 x16",
+        ),
+        # GeForce: products that sum in float32, as training's do, have half of the advertised rate.
+        Hardware("rtx3090", 24, 71, 35.6, 936, 32, 1.25, source="NVIDIA GA102 whitepaper (2020), PCIe 4.0 x16"),
+        Hardware("rtx4090", 24, 165.2, 82.6, 1008, 32, 1.25, source="NVIDIA Ada whitepaper (2022), PCIe 4.0 x16"),
+        Hardware(
+            "rtx5090", 32, 209.5, 104.8, 1792, 64, 1.25, source="NVIDIA RTX Blackwell whitepaper (2025), PCIe 5.0 x16"
+        ),
     )
 }
+# Other spellings that people give, as `_plain` leaves them.
+_ALSO = {"a10080": "a100", "a10080gb": "a100", "a10040gb": "a100-40", "rtxa6000": "a6000", "6000ada": "rtx6000-ada"}
 
 
-def hardware_named(name: str | None, file: str | None = None) -> Hardware:
+def _plain(name: str) -> str:
+    """`RTX 4090`, `rtx-4090` and `rtx4090` are one."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+# Between the parts of a card's name, as drivers write it: "NVIDIA A100-SXM4-40GB".
+_BETWEEN = r"[ _-]*(?:sxm\d?|pcie)?[ _-]*"
+
+
+def card_of(name: str) -> Hardware | None:
+    """The GPU of the table that a driver calls `name`, such as "NVIDIA GeForce RTX 4090"; None if it is none of them.
+
+    An L40 is no L4, and an L40S is neither: what follows the name must not go on with it.
+    """
+    if "laptop" in name.lower():  # the same name, less of all
+        return None
+    for short in sorted(GPUS, key=len, reverse=True):  # a100-40 before a100
+        parts = re.findall(r"[a-z]+(?=\d)|\d+[a-z]*|[a-z]+", short)
+        if re.search(_BETWEEN.join(parts) + r"(?:gb)?(?![0-9a-z])", name.lower()):
+            return GPUS[short]
+    return None
+
+
+def cards_in_words() -> str:
+    """All names of the table with their memory, the smallest first."""
+    ordered = sorted(GPUS.values(), key=lambda gpu: (gpu.memory_gb, gpu.name))
+    return ", ".join(f"{gpu.name} ({gpu.memory_gb:g} GB)" for gpu in ordered)
+
+
+def hardware_named(name: str | None, file: str | None = None, *, option: str = "--gpu") -> Hardware:
     """The GPU `name` of the table, with the fields of `file` replaced; without a name, what `file` says alone.
+
+    option: that gave the name, for messages.
 
     Raises:
         UserError: a name that is not in the table, unless the file gives every number; a file that is not a JSON
@@ -222,14 +279,18 @@ def hardware_named(name: str | None, file: str | None = None) -> Hardware:
             way_out = "give --gpu, or a file that meshlora calibrate has written"
             raise UserError(f"--hardware {file}", f"it lacks {', '.join(lacks)}", way_out)
         return Hardware(**{"name": "measured", **dict.fromkeys(missing, 0.0), **given})
-    if gpu := GPUS.get(name.lower()):
-        return dataclasses.replace(gpu, **given)
+    asked = _plain(name)
+    asked = _plain(_ALSO.get(asked, asked))
+    for gpu in GPUS.values():
+        if asked in (_plain(gpu.name), _plain(gpu.name).removeprefix("rtx")):  # a plain 4090 is an RTX 4090
+            return dataclasses.replace(gpu, **given)
     if file is not None and not missing:
         return Hardware(**{"name": name, **given})
-    way_out = did_you_mean(name.lower(), GPUS)
-    if file is not None:
-        way_out += f"; or give {', '.join(sorted(missing))} in --hardware"
-    raise UserError(f"--gpu {name}", "it is not in the table of GPUs", way_out)
+    way_out = f"or --hardware FILE with {', '.join(sorted(missing))}, which `meshlora calibrate` measures on the card"
+    near = did_you_mean(name.lower(), GPUS)
+    if near.startswith("did you mean"):
+        way_out = f"{near} {way_out}"
+    raise UserError(f"{option} {name}", f"it is not in the table of GPUs: {cards_in_words()}", way_out)
 
 
 _RATES = ("full_products", "half_products", "full_attention", "half_attention")

@@ -34,9 +34,9 @@ _PLACES = {
 def ranking(problem: Problem, choice: Choice) -> Table:
     """One row per topology, the best first: micro-batches, recomputation, memory, time, throughput, collectives."""
     gpu = problem.gpu
-    model = problem.model.config.model_type
+    model = f"{problem.model.config.model_type} in {_dtype(problem)}"
     if problem.quantization:
-        model += f" in {problem.quantization}"
+        model += f" and {problem.quantization}"
     if problem.compute:
         model += f" with products in {problem.compute}"
     title = (
@@ -54,6 +54,34 @@ def ranking(problem: Problem, choice: Choice) -> Table:
         rest = _speed_of(problem, prediction)
         table.add_row(str(prediction.topology), rows, str(prediction.recompute), memory, *rest)
     return table
+
+
+def first_of(choice: Choice, number: int) -> Choice:
+    """The best `number` of a choice, without those that were left out: what fits on a screen."""
+    return Choice(choice.ranked[:number], ())
+
+
+def not_shown(choice: Choice, number: int) -> str:
+    """What `first_of` leaves away, in a line; "" if that is nothing."""
+    others, refused = len(choice.ranked) - number, len(choice.left_out)
+    said = []
+    if others > 0:
+        said.append(f"{others} more {_plural('topology', others)}")
+    if refused:
+        said.append(f"{refused} {_plural('topology', refused)} that cannot be, with the reason")
+    if not said:
+        return ""
+    return f"not shown: {', and '.join(said)}: --all"
+
+
+def _plural(word: str, number: int) -> str:
+    if number == 1:
+        return word
+    return word.removesuffix("y") + "ies"
+
+
+def _dtype(problem: Problem) -> str:
+    return str(problem.blueprint.dtype).removeprefix("torch.")
 
 
 def _speed_of(problem: Problem, prediction: Prediction) -> tuple[str, str, str]:
@@ -176,11 +204,14 @@ def assumptions(problem: Problem) -> str:
         if gpu.ranks != problem.gpus:
             source += f" (planned for {problem.gpus:,})"
         return f"times follow from what was {source}; nothing overlaps but gathers of weights (dp_shard)"
-    tflops = gpu.full_tflops
-    if problem.is_half:
-        tflops = gpu.half_tflops
+    tflops, in_dtype = gpu.half_tflops, _dtype(problem)
+    if not problem.is_half:
+        tflops = gpu.full_tflops
+        if problem.blueprint.options.dtype == "auto":  # nobody chose it, and it is rarely what is wanted
+            in_dtype += f" (the checkpoint's; in bfloat16 {gpu.half_tflops:,.0f}: --dtype bfloat16)"
     return (
-        f"times are estimates: {tflops:,.0f} TFLOP/s at {gpu.matmul_efficiency:.0%}, {gpu.memory_gb_s:,.0f} GB/s of "
+        f"times are estimates: {tflops:,.0f} TFLOP/s in {in_dtype} at "
+        f"{gpu.matmul_efficiency:.0%}, {gpu.memory_gb_s:,.0f} GB/s of "
         f"memory at {gpu.memory_efficiency:.0%}, {gpu.kernel_s * 1e6:g} us of the host for an operator, links of "
         f"{gpu.node_gb_s:g} GB/s in nodes of {gpu.gpus_per_node} and {gpu.network_gb_s:g} GB/s between them at "
         f"{gpu.link_efficiency:.0%}, nothing overlaps but gathers of weights (dp_shard), beside "
@@ -197,6 +228,7 @@ def as_json(problem: Problem, choice: Choice) -> dict[str, Any]:
         "gpu": problem.gpu.name,
         "seq": problem.seq,
         "global_batch": problem.global_batch,
+        "dtype": _dtype(problem),
         "quantization": problem.quantization,
         "compute": problem.compute,
         "topologies": [_prediction_json(problem, prediction) for prediction in choice.ranked],
@@ -280,7 +312,7 @@ def run_file(problem: Problem, prediction: Prediction, *, model: str, data: str,
     if isinstance(targets, set | list):
         targets = sorted(targets)
     values: dict[str, Any] = {  # in the order of docs/run-file.md
-        "model": {"path": model, "dtype": str(problem.blueprint.dtype).removeprefix("torch.")},
+        "model": {"path": model, "dtype": _dtype(problem)},
         "lora": {"r": lora.r, "lora_alpha": lora.lora_alpha, "target_modules": targets},
         "data": {"train": data, "max_length": problem.seq},
         "train": {
