@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -45,10 +46,32 @@ def _help(capsys: pytest.CaptureFixture[str]) -> str:
     return capsys.readouterr().out
 
 
+def _listed(said: str) -> dict[str, list[str]]:
+    """Heading -> commands, of --help."""
+    found: dict[str, list[str]] = {}
+    for block in said.partition("\noptions:")[0].split("\n\n"):
+        heading, *lines = block.splitlines()
+        names = re.findall(r"^  ([a-z-]+)(?: +\S|$)", "\n".join(lines), re.MULTILINE)
+        if names:
+            found[heading.partition(":")[0]] = names
+    return found
+
+
+def test_help_lists_each_command_once_in_its_group(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = _listed(_help(capsys))
+    assert list(listed) == ["start", "train", "look", "use", "prove", "beside"]
+    assert [name for names in listed.values() for name in names] == list(table_of(COMMANDS))
+    assert listed["start"][0] == "init"
+    assert {"train", "rl"} <= set(listed["train"])
+    assert {"generate", "merge"} <= set(listed["use"])
+    assert listed["prove"] == ["verify", "judge"]
+    assert listed["beside"][-1] == "from-nlg"
+
+
 def test_tables_name_what_is_there() -> None:
     """Ours are found whatever the metadata on the path say: those of a source tree may be missing."""
     commands = table_of(COMMANDS)
-    assert list(commands)[:4] == ["init", "train", "rl", "verify"]
+    assert list(commands)[:3] == ["init", "data", "check"]
     for module in commands.values():
         assert callable(importlib.import_module(module).add), module
     for name in table_of(PARTS):
@@ -67,13 +90,14 @@ def test_command_of_another_package_is_there(
     assert main(["mine"]) == 0
     assert capsys.readouterr().out == "ran\n"
     assert table_of(COMMANDS)["plan"] == "meshlora_extra.commands.plan"  # it replaces no other
+    assert _listed(_help(capsys))["more commands"] == ["mine"]
 
 
 def test_without_extras_there_are_three_commands(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _without_ours(monkeypatch)
-    assert "{train,verify,check}" in _help(capsys)
+    assert _listed(_help(capsys)) == {"more commands": ["train", "verify", "check"]}
     with pytest.raises(UnsupportedError, match="meshlora_extra"):
         part("merging", "train.merge_at_end")
 

@@ -11,7 +11,9 @@ import importlib
 import os
 import re
 import shlex
+import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -27,7 +29,7 @@ os.environ.setdefault("MESHLORA_HF_HUB_OFFLINE", os.environ.get("HF_HUB_OFFLINE"
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 from meshlora.cli.arguments import add_local_rank
-from meshlora.run.extras import COMMANDS, table_of
+from meshlora.run.extras import COMMANDS, GROUPS, table_of
 from meshlora_ground.errors import MeshloraError, UserError, report
 from meshlora_ground.lifetime import end_with, note_interrupts
 from meshlora_ground.parser import Parser
@@ -35,6 +37,8 @@ from meshlora_ground.versions import version_of
 
 # Always there, and never another package's. Each module's `add` declares the command's arguments and what runs it.
 _OWN = {name: f"meshlora.cli.{name}" for name in ("train", "verify", "check")}
+# Of commands that no package gives a heading.
+_NO_HEADING = "more commands"
 # Among words that are joined by NUL: not part of a command that a user would give.
 _LOCAL_RANK = re.compile(r"\0--local[-_]rank[=\0][^\0]*")
 
@@ -94,11 +98,54 @@ def _say_fault(_: type[BaseException], error: BaseException, __: TracebackType |
     print(report("".join(traceback.format_exception(error)).rstrip()), file=sys.stderr)
 
 
+class _Commands:
+    """Takes the commands that modules add, and keeps what each is for: --help lists them in groups."""
+
+    def __init__(self, commands: Any) -> None:
+        self._commands = commands
+        self.helps: dict[str, str] = {}
+
+    def add_parser(self, name: str, **options: Any) -> Any:
+        self.helps[name] = options.pop("help", "")  # argparse would list it once more, in one heap
+        return self._commands.add_parser(name, **options)
+
+    def listed(self) -> str:
+        """The commands under their headings, in the order in which they were added."""
+        headings, width = table_of(GROUPS), max(map(len, self.helps)) + 4
+        by_heading: dict[str, list[str]] = {}
+        for name in self.helps:
+            by_heading.setdefault(headings.get(name, _NO_HEADING), []).append(name)
+        columns, lines = shutil.get_terminal_size().columns - 2, []
+        for heading, names in by_heading.items():
+            lines += ["", heading]
+            for name in names:
+                first = f"  {name}".ljust(width)
+                lines += textwrap.wrap(
+                    self.helps[name], max(columns, 2 * width), initial_indent=first, subsequent_indent=" " * width
+                ) or [first.rstrip()]
+        return "\n".join(lines)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="meshlora", description="LoRA adapters on any mesh of processes.")
+    about = "LoRA adapters on any mesh of processes."
+    parser = Parser(
+        prog="meshlora",
+        usage="%(prog)s [--help] [--version] command ...",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--version", action="version", version=f"meshlora {version_of('meshlora')}")
     add_local_rank(parser, default=None)
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
+    commands = _Commands(
+        parser.add_subparsers(
+            dest="command",
+            required=True,
+            parser_class=Parser,
+            prog="meshlora",
+            metavar="command",
+            help=argparse.SUPPRESS,  # the groups say it
+        )
+    )
     for module in {**table_of(COMMANDS), **_OWN}.values():  # in the order of --help
         importlib.import_module(module).add(commands)
+    parser.description = f"{about}\n{commands.listed()}\n\nmeshlora command --help says more of each."
     return parser

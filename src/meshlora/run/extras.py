@@ -1,6 +1,7 @@
-"""What packages beside this one add: commands, and parts that options of a run ask for. Found by their entry points.
+"""What packages beside this one add: commands, their headings in --help, and parts that options of a run ask for. Found
+by their entry points.
 
-Owns: finding them. Does not own: what there is (`meshlora_extra.commands.COMMANDS`, `meshlora_extra.PARTS`).
+Owns: finding them. Does not own: what there is (`meshlora_extra.commands`, `meshlora_extra.PARTS`).
 
 A package registers a table, name -> module, and nothing of it is imported before it is asked for:
 
@@ -19,15 +20,21 @@ from typing import Any
 
 from meshlora_ground.errors import UnsupportedError
 
-COMMANDS, PARTS = "meshlora.commands", "meshlora.parts"
+COMMANDS, GROUPS, PARTS = "meshlora.commands", "meshlora.groups", "meshlora.parts"
 # Registered by our own distribution too: but a source tree on PYTHONPATH, or folders copied into an image, have no
 # metadata, or those of another tree.
-_OURS = {COMMANDS: "meshlora_extra.commands:COMMANDS", PARTS: "meshlora_extra:PARTS"}
+_OURS = {
+    COMMANDS: "meshlora_extra.commands:COMMANDS",
+    GROUPS: "meshlora_extra.commands:GROUPS",
+    PARTS: "meshlora_extra:PARTS",
+}
 
 
 @functools.cache  # all metadata on the path are read
 def table_of(group: str) -> Mapping[str, str]:
-    """Name -> module of everything that is registered in `group`, ours first; of two with one name, the first."""
+    """Name -> module, of `GROUPS` heading, of everything that is registered in `group`, ours first; of two with one
+    name, the first.
+    """
     found = sorted(entry_points(group=group))
     if importlib.util.find_spec("meshlora_extra") is not None:
         found = [EntryPoint("extra", _OURS[group], group), *(each for each in found if each.value != _OURS[group])]

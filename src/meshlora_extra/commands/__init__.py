@@ -1,29 +1,49 @@
-"""The commands that this package adds to `meshlora`, in the order of --help; train, verify and check are the core's."""
+"""The commands that this package adds to `meshlora`, in the groups and the order of --help; train, verify and check are
+the core's. A new command is a line in its group.
+"""
 
-COMMANDS = {
-    "init": "meshlora_extra.commands.init",
-    "train": "meshlora.cli.train",
-    "rl": "meshlora_extra.commands.rl",
-    "verify": "meshlora.cli.verify",
-    "check": "meshlora.cli.check",
-    "data": "meshlora_extra.commands.data",
-    "inspect": "meshlora_extra.commands.inspect",
-    "judge": "meshlora_judge.command",
-    "plan": "meshlora_extra.commands.plan",
-    "lr-find": "meshlora_extra.commands.lr_find",
-    "calibrate": "meshlora_extra.commands.calibrate",
-    "launch-script": "meshlora_extra.commands.launch_script",
-    "evaluate": "meshlora_extra.commands.evaluate",
-    "generate": "meshlora_extra.commands.generate",
-    "chat": "meshlora_extra.commands.chat",
-    "merge": "meshlora_extra.commands.merge",
-    "export": "meshlora_extra.commands.export",
-    "from-nlg": "meshlora_extra.commands.from_nlg",
-    "publish": "meshlora_extra.commands.publish",
-    "push": "meshlora_extra.commands.push",
-    "plot": "meshlora_extra.commands.plot",
-    "watch": "meshlora_extra.commands.watch",
-    "schema": "meshlora_extra.commands.schema",
-    "completion": "meshlora_extra.commands.completion",
-    "env": "meshlora_extra.commands.env",
+_GROUPS = {
+    "start: a run file, and what it will do": {
+        "init": "meshlora_extra.commands.init",
+        "data": "meshlora_extra.commands.data",
+        "check": "meshlora.cli.check",
+        "plan": "meshlora_extra.commands.plan",
+    },
+    "train": {
+        "train": "meshlora.cli.train",
+        "rl": "meshlora_extra.commands.rl",
+        "lr-find": "meshlora_extra.commands.lr_find",
+        "launch-script": "meshlora_extra.commands.launch_script",
+    },
+    "look: at a run, and at what it left": {
+        "watch": "meshlora_extra.commands.watch",
+        "plot": "meshlora_extra.commands.plot",
+        "inspect": "meshlora_extra.commands.inspect",
+    },
+    "use: what was trained": {
+        "chat": "meshlora_extra.commands.chat",
+        "generate": "meshlora_extra.commands.generate",
+        "evaluate": "meshlora_extra.commands.evaluate",
+        "merge": "meshlora_extra.commands.merge",
+        "export": "meshlora_extra.commands.export",
+        "publish": "meshlora_extra.commands.publish",
+        "push": "meshlora_extra.commands.push",
+    },
+    "prove: that it is right": {
+        "verify": "meshlora.cli.verify",
+        "judge": "meshlora_judge.command",
+    },
+    "beside": {
+        "env": "meshlora_extra.commands.env",
+        "calibrate": "meshlora_extra.commands.calibrate",
+        "schema": "meshlora_extra.commands.schema",
+        "completion": "meshlora_extra.commands.completion",
+        "from-nlg": "meshlora_extra.commands.from_nlg",
+    },
 }
+# Command -> module that adds it; command -> heading in --help.
+COMMANDS: dict[str, str] = {}
+GROUPS: dict[str, str] = {}
+for _heading, _modules in _GROUPS.items():
+    COMMANDS |= _modules
+    GROUPS |= dict.fromkeys(_modules, _heading)

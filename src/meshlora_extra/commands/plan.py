@@ -25,7 +25,7 @@ _ASKED = {
 def add(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
-        help="show how a model is split on a topology, or which topology is best on so many GPUs",
+        help="which topology is best on so many GPUs, what one card can do, how a model is split",
         description="With --topology alone: how each linear is split. With --gpus and --gpu: memory, messages and time "
         "of every topology that is proved for the family, with the base whole on each dp rank and sharded over them "
         "(dp_shard), the best first. With --one-gpu: whether one card is enough.",
