@@ -78,9 +78,11 @@ test-slurm: $(READY)
 	    echo "$$name is missing: apt-get install slurmctld slurmd slurm-client munge openmpi-bin"; exit 1; }; done
 	$(BIN)/python -m pytest -q -s -m slurm tests/cluster
 
-# The pages as a site, in site: any warning is an error. The theme's note about another theme is none.
+# The pages as a site, in site: any warning is an error. The theme's note about another theme is none. Then its search,
+# as a reader without a server has it.
 docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	$(BIN)/python scripts/search_site.py site
 
 $(VENV)/.docs: $(READY)
 	scripts/set_up.sh $(VENV) -e ".[docs]"

@@ -1,4 +1,4 @@
-"""Hook of mkdocs for `make docs`: README as the first page, and files outside docs that pages link to as pages.
+"""Hook of mkdocs for `make docs`: files outside docs that pages link to, README among them, as pages.
 
 Owns: links that lead out of docs. A page of the repository stays one; a program, a run file or a folder becomes a page
 that shows it. So the site is whole without a server of code, and the pages' links work on both.
@@ -21,10 +21,9 @@ OUTSIDE = "repository"  # folder of the site
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add README, and every file outside docs that a page links to, however far."""
-    waiting = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    """Add every file outside docs that a page links to, however far."""
+    waiting = [*(ROOT / "docs").rglob("*.md")]
     seen = set(waiting)
-    files.append(_page(config, ROOT / "README.md"))
     while waiting:
         page = waiting.pop()
         for target in _targets(page):
@@ -41,9 +40,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Point the links of a page to the pages of the site."""
     uri = page.file.src_uri
     source = ROOT / "docs" / uri
-    if uri == "index.md":
-        source = ROOT / "README.md"
-    elif uri.startswith(f"{OUTSIDE}/"):
+    if uri.startswith(f"{OUTSIDE}/"):
         if not getattr(page.file, "is_of_repository", False):
             return markdown
         source = ROOT / uri.removeprefix(f"{OUTSIDE}/")
@@ -71,8 +68,6 @@ def _targets(page: Path) -> list[Path]:
 
 def _uri(path: Path) -> str:
     """Where the site has the file or folder `path` of the repository."""
-    if path == ROOT / "README.md":
-        return "index.md"
     if path.is_relative_to(ROOT / "docs"):
         path = min(path.glob("*.md")) if path.is_dir() else path
         return path.relative_to(ROOT / "docs").as_posix()

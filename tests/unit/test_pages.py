@@ -113,4 +113,45 @@ def test_every_page_is_in_the_site() -> None:
     named = re.findall(r"([\w/.-]+\.md)$", nav, re.MULTILINE)
     pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
     assert len(named) == len(set(named))
-    assert set(named) == pages | {"index.md"}
+    assert set(named) == pages
+
+
+def test_words_that_people_bring_from_other_trainers_are_on_a_page() -> None:
+    """`make docs` asks its index, and a browser, for them: scripts/search_site.py."""
+    words = load_script("search_site").WORDS
+    pages = [" ".join(page.read_text("utf-8").lower().split()) for page in (ROOT / "docs").rglob("*.md")]
+    assert {"warmup_ratio", "val_set_size", "sample packing", "continue training", "custom dataset"} <= {*words}
+    assert not [word for word in words if not any(word.lower() in page for page in pages)]
+
+
+def test_hits_are_counted_in_titles_and_texts_without_their_tags(tmp_path: Path) -> None:
+    index = tmp_path / "search_index.json"
+    entries = [("a.html", "Sample packing", "<p>none</p>"), ("b.html", "", "<p>val<code>_set_size</code> of\none</p>")]
+    docs = [{"location": place, "title": title, "text": text} for place, title, text in entries]
+    index.write_text(json.dumps({"docs": docs}))
+    script = load_script("search_site")
+    assert [script.hits(index, word) for word in ("sample PACKING", "val_set_size of one", "p>none")] == [
+        ["a.html"],
+        ["b.html"],
+        [],
+    ]
+
+
+def test_site_takes_nothing_from_the_network() -> None:
+    """The theme's plugin for search without a server loads a script from a host, unless one of this name is there."""
+    settings = (ROOT / "mkdocs.yml").read_text("utf-8")
+    assert "\nplugins: [search, offline]\n" in settings
+    (polyfill,) = re.findall(r"polyfills: \[(.*iframe-worker.*)\]", settings)
+    (style,) = re.findall(r"extra_css: \[(.*)\]", settings)
+    for file in (polyfill, style):
+        assert "//" not in re.sub(
+            r"^\s*//.*$|file://", "", (ROOT / "docs" / file).read_text("utf-8"), flags=re.MULTILINE
+        )
+    assert "font: false" in settings
+
+
+def test_first_page_of_the_site_is_short_and_not_the_readme() -> None:
+    page, readme = ((ROOT / name).read_text("utf-8").splitlines() for name in ("docs/index.md", "README.md"))
+    assert len(page) <= 70
+    assert len({*page} & {*readme} - {"", "```", "# meshlora"}) <= 4
+    assert len(re.findall(r"\]\([\w-]+\.md", "\n".join(page))) > 20

@@ -24,6 +24,7 @@ ELSEWHERE = {
     "gpu_results.py": "scripts/prove_on_gpu.py",
     "proof_slice.py": "Makefile",
     "run_claims.py": "Makefile",
+    "search_site.py": "Makefile",
     "set_up.sh": "Makefile",
     "site_hook.py": "mkdocs.yml",
     "try_wheel.py": "Makefile",  # gigabytes of an empty environment: make test-wheel, at night
