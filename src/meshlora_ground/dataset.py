@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from torch import Tensor
@@ -85,6 +86,7 @@ class TokenizedDataset:
             (`reading.answers_apart`); None: as many each.
         lost_words: of a sequence: texts that the chat template leaves out, each with the number of the tokens before
             it; None: there are none.
+        origins: of each sequence the row of a file that it was made of, while that is asked for (`reading.held_rows`).
     """
 
     input_ids: np.ndarray
@@ -101,6 +103,7 @@ class TokenizedDataset:
     parts: tuple[tuple[int, float], ...] = ()
     examples: np.ndarray | None = None
     lost_words: Callable[[int], AbstractSequence[tuple[int, str]]] | None = None
+    origins: AbstractSequence[str] | None = None
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -182,6 +185,33 @@ class TokenizedDataset:
             routed=routed,
             examples=examples,
         )
+
+    def chosen(self, examples: np.ndarray) -> TokenizedDataset:
+        """The examples of these numbers, int64 `[M]`, in their order, as copies."""
+        if self.examples is None:
+            each = self.rows_per_example
+            rows = (examples[:, None] * each + np.arange(each)).ravel()
+        else:
+            rows = self.rows_of(examples) if len(examples) else examples
+        lengths = np.diff(self.offsets)[rows]
+        offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
+        # Token j of the new arrays is as far behind the start of its sequence as it is in the old ones.
+        tokens = np.arange(offsets[-1]) + np.repeat(self.offsets[rows] - offsets[:-1], lengths)
+        found: dict[str, Any] = {"columns": {name: column[tokens] for name, column in self.columns.items()}}
+        if self.examples is not None:
+            sizes = np.diff(self.examples)[examples]
+            found["examples"] = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
+        if self.further is not None:
+            found["further"] = self.further.chosen(rows.tolist())
+        for name, at in {"targets": rows, "sources": rows, "routed": tokens}.items():
+            if (array := getattr(self, name)) is not None:
+                found[name] = array[at]
+        if self.lost_words is not None:
+            own = self.lost_words
+            found["lost_words"] = lambda index: own(int(rows[index]))
+        found |= {"input_ids": self.input_ids[tokens], "is_trained": self.is_trained[tokens], "offsets": offsets}
+        # What is said of all records is not said of some.
+        return dataclasses.replace(self, taken=None, origins=None, **found)
 
     @property
     def num_trained_tokens(self) -> int:

@@ -38,6 +38,9 @@ class FurtherInputs(Protocol):
     def digest(self) -> np.ndarray:
         """uint8: a hash of all of them."""
 
+    def chosen(self, indices: Sequence[int]) -> FurtherInputs:
+        """Those of the sequences `indices`, in this order."""
+
 
 @dataclass(frozen=True, eq=False)
 class KnownInputs:
@@ -63,3 +66,7 @@ class KnownInputs:
             for name, value in inputs.items():
                 found.update(f"{name} {value.dtype} {value.shape}".encode() + np.ascontiguousarray(value).tobytes())
         return np.frombuffer(found.digest(), dtype=np.uint8)
+
+    def chosen(self, indices: Sequence[int]) -> KnownInputs:
+        numbers = [self.numbers[index] for index in indices] if self.numbers else ()
+        return KnownInputs([self.each[index] for index in indices], numbers, self.token)

@@ -56,6 +56,18 @@ def test_file_passes_every_check_and_trains_as_it_says(init: Init, tmp_path: Pat
     assert "12 sequences, " in text
 
 
+def test_a_part_of_the_data_is_held_out_unless_they_are_few(init: Init, tmp_path: Path) -> None:
+    assert init(*GIVEN, "--out", "few.yaml") == 0
+    assert read_run(tmp_path / "few.yaml").data.eval is None
+    copy_lines("train", tmp_path / "more.jsonl", 0, 60)
+    assert init(*GIVEN[:3], "--data", "more.jsonl", "--gpus", "1", "--length", "20 steps") == 0
+    config = read_run(tmp_path / "run.yaml")
+    assert (config.data.eval, config.train.eval_every) == (0.05, 4)
+    run = prepare_run(config, world=1)
+    assert run.eval_data is not None
+    assert (run.train_data.num_examples, run.eval_data.num_examples) == (57, 3)
+
+
 def test_preferences_are_recognised_and_get_their_recipe(init: Init, tmp_path: Path) -> None:
     pairs = [{"prompt": "Colour?", "chosen": f" Red {i}.", "rejected": " No."} for i in range(20)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))

@@ -114,6 +114,7 @@ class Feature(Enum):
     BASE = "train.objective", lambda given: given.needs_base, "objectives with a frozen policy", _KIND
     NO_GRPO = "train.objective", lambda given: given.kind != "grpo", "any objective but grpo", _KIND
     NO_ROLLOUTS = "train.objective", lambda given: not given.is_of_rollouts, "objectives without rollouts", _KIND
+    OF_ROLLOUTS = "train.objective", lambda given: given.is_of_rollouts, "objectives of rollouts", _KIND
     UNCORRECTED = (
         "train.objective",
         lambda given: given.is_of_rollouts and given.importance_cap is None,
@@ -144,6 +145,7 @@ class Feature(Enum):
     STREAMING = "data.streaming", bool, ""
     FOLLOWED = "data.follow_s", bool, "", "{key}={:g}"
     HELD_OUT = "data.eval", bool, ""
+    SHARE = "data.eval", lambda given: isinstance(given, int | float), "rows of `data.train` as `data.eval`", "{key}={}"
     SEVERAL_PATHS = "data.train", lambda given: not isinstance(given, str), "several sources", "several paths in {key}"
     OWN_SOURCES = "sources", lambda given: given > 1, "sources with options of their own", "{} sources of their own"
     IMAGES = "images", bool, "images"

@@ -70,6 +70,9 @@ REFUSED: tuple[Refused, ...] = (
         "its records are held in memory", "leave out one of them"
     ),
     _refused(F.STREAMING, F.OWN_SOURCES)("their tokens are joined in memory", "leave out streaming, or the options"),
+    _refused(F.SHARE, F.STREAMING)("tokens that stay in the cache's file are not cut", "give data.eval: FILE"),
+    _refused(F.SHARE, F.OF_ROLLOUTS)("rollouts of one prompt are compared with each other", "give data.eval: FILE"),
+    _refused(F.SHARE, F.CATEGORIES)("its categories are those of the training data", "give data.eval: FILE"),
     _refused({F.RECORD, F.REPLAY}, F.BASE)(
         "a step of this objective runs the frozen base too, whose routing is another", "leave them out"
     ),
@@ -276,11 +279,12 @@ METHODS = frozenset(
 )
 OBJECTIVES = frozenset(
     {F.COMPARED, F.PAIRS, F.RECORDS, F.SEQUENCES, F.OTHER_HEAD, F.BASE, F.NO_GRPO, F.NO_ROLLOUTS, F.UNCORRECTED}
-    | {F.NOTHING_ALONE, F.REFERENCE}
+    | {F.NOTHING_ALONE, F.OF_ROLLOUTS, F.REFERENCE}
 )
 READING = frozenset(
     {F.SEPARATOR, F.CATEGORIES, F.SKIPPED_EMPTY, F.SKIPPED_BAD, F.TOO_LONG, F.SPLIT, F.TRAIN_ON, F.APART}
-    | {F.AS_GENERATED, F.LOST_TEXT, F.TEMPLATE, F.STREAMING, F.HELD_OUT, F.SEVERAL_PATHS, F.OWN_SOURCES}
+    | {F.AS_GENERATED, F.LOST_TEXT, F.TEMPLATE, F.STREAMING, F.HELD_OUT, F.SHARE, F.SEVERAL_PATHS}
+    | {F.OWN_SOURCES}
 )
 STEPS = frozenset(
     {F.PACKING, F.IMAGES, F.ROUTED, F.EIGHT_BIT, F.LORA_FA, F.LORA_PLUS, F.SCHEDULE, F.NOISE, F.ROUTER_LOSS}

@@ -9,6 +9,7 @@ pixels of a whole dataset would not fit into memory.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import itertools
@@ -81,6 +82,10 @@ class Images:
         """uint8 `[32]`: a hash of all images, in order."""
         words = "\n".join(" ".join(file.sha256 for file in files) for files in self.files)
         return np.frombuffer(hashlib.sha256(words.encode()).digest(), dtype=np.uint8)
+
+    def chosen(self, indices: Sequence[int]) -> Images:
+        """Those of the sequences `indices`, in this order."""
+        return dataclasses.replace(self, files=[self.files[index] for index in indices])
 
 
 def images_of(records: Sequence[Record], processor: Any, *, skips: bool = False) -> Images:

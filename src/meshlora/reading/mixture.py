@@ -57,6 +57,7 @@ def joined_sources(
         # What is said of records is said where they are read, and their indices are not those of all.
         sources=None,
         taken=None,
+        origins=None,
         lost_words=_lost_words(found),
         examples=_examples(found),
     )

@@ -51,6 +51,7 @@ def tokenize(
     say: Callable[[str], None] | None = None,
     processor: Callable[[], Any] | None = None,
     on_bad_row: str = ERROR,
+    names_rows: bool = False,
     **chats: Any,
 ) -> TokenizedDataset:
     """The sequences of the records, in order.
@@ -78,7 +79,8 @@ def tokenize(
             others wait and read.
         vocab_size: of the model that will see the tokens, if any. say: told of message keys that the chat template
             does not name, and how many records are too long. processor: loads transformers' processor of the model;
-            called if there are images. chats: `turns` and the like, of `Chats`.
+            called if there are images. names_rows: give each sequence the origin of its record. chats: `turns` and
+            the like, of `Chats`.
 
     Raises:
         UserError: no records; a tokenizer without eos; records without trained tokens, with images that would be cut,
@@ -124,6 +126,7 @@ def tokenize(
     if images is not None:  # those of records so far: a record may be no sequence, or several
         images = dataclasses.replace(images, files=[images.files[index] for index in arrays["sources"]])
     more: dict[str, Any] = {"further": images, "rows_per_example": rows_per_example}
+    more["origins"] = [records[index].origin for index in arrays["sources"]] if names_rows else None
     tokens = Read(records.__getitem__, len(records), making).dataset(arrays, how, counts, say=say, **more)
     if vocab_size is not None:
         check_vocabulary(tokens, records.__getitem__, vocab_size)

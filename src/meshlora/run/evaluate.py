@@ -28,7 +28,8 @@ from meshlora.reading.clock import today
 from meshlora.reading.tokenizer import padding_token_id
 from meshlora.run import heads
 from meshlora.run.advantages import with_advantages
-from meshlora.run.checkpoint.resuming import day_of_adapter
+from meshlora.run.checkpoint.identity import hash_of_data
+from meshlora.run.checkpoint.resuming import data_of_adapter, day_of_adapter
 from meshlora.run.config.run_file import RunConfig, paths_of
 from meshlora.run.objectives import count, first_pass, loss_sums, reference_log_probabilities
 from meshlora.run.run_data import check_fits
@@ -99,6 +100,7 @@ class Evaluation:
     data: TokenizedDataset
     pad_token_id: int
     notes: tuple[str, ...] = ()
+    held: frozenset[str] = frozenset()
 
 
 def adapter_of_run(config: RunConfig) -> Path:
@@ -141,10 +143,26 @@ def prepare_evaluation(
     tokenizer = texts.tokenizer()
     check_fits(tokenizer, blueprint, max_length=config.data.max_length)
     notes = [*filter(None, [said])]
-    categories = config.data.eval_categories
-    data = texts.read(config.data.eval, tokenizer, blueprint.config, say=notes.append, categories=categories)
+    categories, held = config.data.eval_categories, frozenset[str]()
+    if config.data.eval_share is not None:
+        split = texts.read_split(tokenizer, blueprint.config, seed=config.train.seed, say=notes.append)
+        _check_split(config, split.train, adapter)
+        data, held = split.eval, split.held
+    else:
+        data = texts.read(config.data.eval_files, tokenizer, blueprint.config, say=notes.append, categories=categories)
     pad = padding_token_id(tokenizer)
-    return Evaluation(config, blueprint, data.first(config.data.eval_limit), pad, tuple(notes))
+    return Evaluation(config, blueprint, data.first(config.data.eval_limit), pad, tuple(notes), held)
+
+
+def _check_split(config: RunConfig, trained: TokenizedDataset, adapter: Path | None) -> None:
+    """Refuse to evaluate the run's own adapter on rows that are not those held out of its training."""
+    if adapter is None or not adapter.resolve().is_relative_to(Path(config.train.output).resolve()):
+        return
+    there = data_of_adapter(adapter)
+    if there is not None and there != hash_of_data(trained.arrays):
+        given = f"data.eval={config.data.eval} with the adapter in {adapter}"
+        rule = "its run was trained on other data, or held out other rows, so that it may have been trained on these"
+        raise UserError(given, rule, "give the data options and train.seed of that run, or --data FILE")
 
 
 def load_for_evaluation(run: Evaluation) -> Any:
@@ -163,11 +181,13 @@ def evaluate(run: Evaluation) -> dict[str, Any]:
     batching = Batching(state.mesh, size, run.pad_token_id, only=only, balances=state.context.balances)
     loss, number, means = mean_loss(model, run.data, objective, batching, batch_size=run.config.train.batch_size)
     adapter = run.blueprint.adapter
-    found: dict[str, Any] = {"model": run.config.model.path, "adapter": None, "data": run.config.data.eval}
+    share = run.config.data.eval_share
+    of_files = run.config.data.eval if share is None else f"{share:g} of the rows of data.train"
+    found: dict[str, Any] = {"model": run.config.model.path, "adapter": None, "data": of_files}
     if adapter is not None:
         found["adapter"] = str(adapter.folder)
-    if not isinstance(run.config.data.eval, str):
-        found["data"] = paths_of(run.config.data.eval)
+    if not isinstance(of_files, str):
+        found["data"] = paths_of(run.config.data.eval_files)
     found |= {"topology": str(run.blueprint.topology), "examples": run.data.num_examples, "loss": loss}
     found |= {COUNTED[objective.per]: number, **means}
     if objective.is_of_text:

@@ -28,7 +28,7 @@ from meshlora.reading.records import Prompt, prompts_of
 from meshlora.run.config.run_file import GenerateConfig
 from meshlora.run.decoding import Continuation, batches_of, continued, encode_prompts, texts_of
 from meshlora.run.evaluate import Evaluation, load_for_evaluation
-from meshlora.run.sources import records_of
+from meshlora.run.sources import held_out_records
 from meshlora.run.texts import Texts
 from meshlora.wings.generation.rows import in_step
 from meshlora_ground.errors import UserError
@@ -53,8 +53,7 @@ def prepare_prompts(run: Evaluation) -> Prompts:
     """The prompts of `data.eval`, in the order of their first records. Raises: UserError: a record without a prompt; a
     prompt that leaves no room for `generate.max_new_tokens`."""
     config, data = run.config, run.config.data
-    assert data.eval is not None
-    records = of_categories(records_of(data, data.eval), data.eval_categories)
+    records = of_categories(held_out_records(data, run.held), data.eval_categories)
     prompts = prompts_of(records[: data.eval_limit])
     tokenizer = Texts(config.model, data, config.train.objective).tokenizer()
     asked, names = [prompt.chat or prompt.text or "" for prompt in prompts], [prompt.origin for prompt in prompts]

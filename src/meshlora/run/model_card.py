@@ -104,7 +104,14 @@ def _rows(run: Prepared, base: str, commit: str, done: int, eval_loss: float | N
     }
     if config.data.eval is not None:
         loss = "" if eval_loss is None else f": loss {eval_loss:.4f}"
-        rows["held out"] = f"{_names(config.data.eval)}{loss}"
+        what = _names(config.data.eval_files)
+        if (share := config.data.eval_share) is not None:
+            what = (
+                f"{share:.3g} of its rows, drawn by the seed"
+                if share < 1
+                else f"{share:,} of its rows, drawn by the seed"
+            )
+        rows["held out"] = f"{what}{loss}"
     rows |= {
         "adapter": f"{start}r={lora.r}, lora_alpha={lora.lora_alpha:g}, {run.blueprint.trained.num_trainable:,} "
         "trained parameters",

@@ -123,6 +123,7 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
         options,
         data.tokenizer,
         blueprint.config,
+        held=data.held,
         every=train.sample_every,
         max_new_tokens=config.generate.max_new_tokens,
     )

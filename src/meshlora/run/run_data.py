@@ -33,7 +33,7 @@ from meshlora_ground.further_inputs import FurtherInputs
 @dataclass(frozen=True)
 class RunData:
     """The data of a run. notes: which parts of its files are not read. day: that chat templates write, if any. form: of
-    the data for training, as in `run.asking.Asking`."""
+    the data for training, as in `run.asking.Asking`. held: rows of the training data that are held out, as origins."""
 
     texts: Texts
     blueprint: Blueprint
@@ -43,15 +43,16 @@ class RunData:
     notes: tuple[str, ...] = ()
     day: str | None = None
     form: str = ""
+    held: frozenset[str] = frozenset()
 
 
 def read_data(
-    texts: Texts, blueprint: Blueprint, asked: Asked, *, is_stream: bool = False, day: str | None = None
+    texts: Texts, blueprint: Blueprint, asked: Asked, *, seed: int = 0, is_stream: bool = False, day: str | None = None
 ) -> RunData:
     """The tokenised (cached) data of a run, checked against its model.
 
-    asked: `RunConfig.asked`. is_stream: the data for training come step by step. day: of `prepare.first_day`; default:
-    today.
+    asked: `RunConfig.asked`. seed: `train.seed`, by which rows are held out. is_stream: the data for training come step
+    by step. day: of `prepare.first_day`; default: today.
 
     Raises:
         UserError: a file, a record or a token that does not fit.
@@ -62,15 +63,18 @@ def read_data(
     check_fits(tokenizer, blueprint, max_length=options.max_length)
     notes: list[str] = []
     read = functools.partial(texts.read, tokenizer=tokenizer, model=blueprint.config, say=notes.append)
-    train_data, eval_data = no_tokens(), None
-    for source in sources_of(options.eval):  # before the others are read, which may take minutes
+    train_data, eval_data, held = no_tokens(), None, frozenset[str]()
+    for source in sources_of(options.eval_files):  # before the others are read, which may take minutes
         for path in source.paths:
             files_of(path, source.split)
-    if not is_stream:
+    if options.eval_share is not None:
+        split = texts.read_split(tokenizer, blueprint.config, seed=seed, say=notes.append)
+        train_data, eval_data, held = split.train, split.eval, split.held
+    elif not is_stream:
         train_data = read(options.train)
     form = form_read(tokenizer)  # of the data for training alone
-    if options.eval is not None:
-        eval_data = read(options.eval, categories=options.eval_categories)
+    if options.eval_files is not None:
+        eval_data = read(options.eval_files, categories=options.eval_categories)
     check(asked_of(asked, blueprint, train_data, eval_data))
     check_vision(blueprint, train_data.images)
     if train_data.routed is not None:
@@ -86,7 +90,7 @@ def read_data(
     if eval_data is not None:
         eval_data = eval_data.first(options.eval_limit)
     said = tuple(dict.fromkeys(notes))
-    return RunData(texts, blueprint, tokenizer, train_data, eval_data, said, written, form)
+    return RunData(texts, blueprint, tokenizer, train_data, eval_data, said, written, form, held)
 
 
 def check_fits(tokenizer: PreTrainedTokenizerBase, blueprint: Blueprint, *, max_length: int) -> None:

@@ -7,8 +7,10 @@ Owns: what `data.train` and `data.eval` mean together with the options of each s
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from meshlora.reading.held_rows import held_rows, split_off
 from meshlora.reading.mixture import joined_sources, num_draws
 from meshlora.reading.places import files_of
 from meshlora.reading.records import Record
@@ -18,26 +20,71 @@ from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
 
 
+@dataclass(frozen=True)
+class Split:
+    """The data of a run that evaluates a part of its training data. held: the rows of that part, as origins."""
+
+    train: TokenizedDataset
+    eval: TokenizedDataset
+    held: frozenset[str]
+
+
 def read_sources(
     data: DataConfig, given: Given, read: Callable[..., TokenizedDataset], say: Callable[[str], None] | None
 ) -> TokenizedDataset:
     """The tokens of all sources of `given`, in order. read: called with paths, `columns` and `format`. Raises:
     UserError: as `read`; some of the sources have weights and others not."""
-    groups = _groups(data, given)
+    return _joined(_read_each(data, given, read), data, given, say)
+
+
+def read_split(
+    data: DataConfig, read: Callable[..., TokenizedDataset], say: Callable[[str], None] | None, *, seed: int
+) -> Split:
+    """The tokens of all sources of `data.train`, cut in two as `data.eval` says, a share or a number of rows. Raises:
+    UserError: as `read_sources`; nothing would be left to train."""
+    share = data.eval_share
+    assert share is not None
+    found = _read_each(data, data.train, read)
+    held = held_rows(found, share, seed=seed)
+    trained, evaluated = split_off(found, held)
+    train = _joined(trained, data, data.train, say)
+    # Every example once: without weights.
+    own = evaluated[0] if len(evaluated) == 1 else joined_sources(evaluated, [""] * len(evaluated), [])
+    if say is not None:
+        say(f"data.eval: {len(held):,} rows are held out (train.seed {seed}): {own.num_examples:,} examples")
+    return Split(train, own, held)
+
+
+def _read_each(data: DataConfig, given: Given, read: Callable[..., TokenizedDataset]) -> list[TokenizedDataset]:
+    """The tokens of what is read at once, or of each source."""
     weights = [each.weight for each in sources_of(given)]
     has_weights = any(weight is not None for weight in weights)
     if has_weights and None in weights:
         raise UserError(f"weights {weights}", "some sources have one and others not", "give each a weight, or none")
-    found = [read(paths, columns=columns, format=format) for paths, columns, format in groups]
+    return [read(paths, columns=columns, format=format) for paths, columns, format in _groups(data, given)]
+
+
+def _joined(
+    found: list[TokenizedDataset], data: DataConfig, given: Given, say: Callable[[str], None] | None
+) -> TokenizedDataset:
+    """One dataset of all sources. say: told how often each is drawn."""
     if len(found) == 1:
         return found[0]
-    names = [paths[0] for paths, *_ in groups]
-    joined = joined_sources(found, names, [weight for weight in weights if weight is not None])
+    names = [paths[0] for paths, *_ in _groups(data, given)]
+    weights = [each.weight for each in sources_of(given) if each.weight is not None]
+    joined = joined_sources(found, names, weights)
     if joined.parts and say is not None:
         draws = zip(num_draws(joined.parts), joined.parts, names, strict=True)
         each = ", ".join(f"{number} of {name} (it has {examples})" for number, (examples, _), name in draws)
         say(f"an epoch is {joined.num_examples} draws: {each}")
     return joined
+
+
+def held_out_records(data: DataConfig, held: frozenset[str]) -> list[Record]:
+    """The records of `data.eval`, in order: of its files, or those of `data.train` whose rows are `held` out."""
+    if data.eval_share is None:
+        return records_of(data, data.eval_files)
+    return [record for record in records_of(data, data.train) if record.origin in held]
 
 
 def records_of(data: DataConfig, given: Given) -> list[Record]:

@@ -21,7 +21,7 @@ from meshlora.reading.processor import load_processor
 from meshlora.reading.readers import READERS
 from meshlora.reading.tokenizer import tokenizer_with
 from meshlora.run.config.run_file import DataConfig, Given, ModelConfig
-from meshlora.run.sources import read_sources
+from meshlora.run.sources import Split, read_sources, read_split
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.objective import Objective
 from meshlora_ground.tasks import CAUSAL
@@ -58,16 +58,42 @@ class Texts:
 
         say: told what is skipped. categories: `data.eval_categories`, for held-out files.
         """
-        data, is_text = self.data, self.objective.task == CAUSAL
-        read = functools.partial(
+        return read_sources(self.data, given, self._reader(tokenizer, model, say, categories=categories), say)
+
+    def read_split(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        model: PretrainedConfig,
+        *,
+        seed: int,
+        say: Callable[[str], None] | None = None,
+    ) -> Split:
+        """The tokens of `data.train`, cut in two as `data.eval` says by a number. seed: `train.seed`."""
+        return read_split(self.data, self._reader(tokenizer, model, say, names_rows=True), say, seed=seed)
+
+    def _reader(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        model: PretrainedConfig,
+        say: Callable[[str], None] | None,
+        *,
+        categories: str = "all",
+        names_rows: bool = False,
+    ) -> Callable[..., TokenizedDataset]:
+        """What reads the files of a source."""
+        data, own = self.data, dict[str, Any](objective=self.objective)
+        if self.objective.task == CAUSAL:
+            own = self._options(tokenizer, model, categories)
+            if names_rows:
+                own["names_rows"] = True
+        return functools.partial(
             READERS["streamed" if data.streaming else self.objective.reader],
             tokenizer=tokenizer,
             max_length=data.max_length,
             vocab_size=model.get_text_config().vocab_size,
             say=say,
-            **(self._options(tokenizer, model, categories) if is_text else {"objective": self.objective}),
+            **own,
         )
-        return read_sources(data, given, read, say)
 
     def _options(self, tokenizer: PreTrainedTokenizerBase, model: PretrainedConfig, categories: str) -> dict[str, Any]:
         """Arguments of a reader of text. Those that not every reader has are left out where they say nothing."""

@@ -54,7 +54,8 @@ def prepare_run(
     policy = None if config.rl is None else config.adapter
     day = first_day(config.data.date, output=config.train.output, policy=policy, resume=resume, day=day)
     texts = Texts(config.model, config.data, config.train.objective)
-    data = read_data(texts, blueprint, config.asked, is_stream=config.is_stream, day=day)
+    seed, is_stream = config.train.seed, config.is_stream
+    data = read_data(texts, blueprint, config.asked, seed=seed, is_stream=is_stream, day=day)
     return prepare(config, data, resume=resume, despite=despite)
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from meshlora.reading.summary import Summary
+    from meshlora.run.config.run_file import Given
     from meshlora_ground.console import Console
     from meshlora_ground.dataset import TokenizedDataset
 
@@ -55,11 +56,12 @@ def _data(options: argparse.Namespace) -> None:
     from meshlora_ground.files import check_result_file, write_json_atomically
 
     config = read_run(options.file, options.overrides)
-    name, paths, categories = "data.train", config.data.train, "all"
+    name, categories = "data.train", "all"
+    paths: Given = config.data.train
     if options.eval:
         if config.data.eval is None:
             raise UserError("--eval", "the run file has no data.eval", "leave it out")
-        name, paths, categories = "data.eval", config.data.eval, config.data.eval_categories
+        name, paths, categories = "data.eval", config.data.eval_files, config.data.eval_categories
     if config.rl is not None:
         rule = "its data are prompts, whose completions the run makes"
         raise UserError(f"{options.file} with rl", rule, "meshlora check reads them")
@@ -72,7 +74,11 @@ def _data(options: argparse.Namespace) -> None:
     model = read_model_config(config.model.path, trust_remote_code=config.model.trust_remote_code)
     texts = Texts(config.model, config.data, config.train.objective)
     tokenizer, notes = texts.tokenizer(), list[str]()
-    data = texts.read(paths, tokenizer, model, say=notes.append, categories=categories)
+    if config.data.eval_share is not None:
+        split = texts.read_split(tokenizer, model, seed=config.train.seed, say=notes.append)
+        data = split.eval if options.eval else split.train
+    else:
+        data = texts.read(paths, tokenizer, model, say=notes.append, categories=categories)
     if options.eval:
         data = data.first(config.data.eval_limit)  # what an evaluation takes of it
     found, console = summary(data), Console()

@@ -42,6 +42,8 @@ _RANKS = (32, 64, 128, 256)
 # Fewer trained tokens than these are seen three times.
 _FEW_TOKENS, _LARGE_WIDTH = 1_000_000, 5120
 _CHECKPOINTS = 5
+# Held out of data that have as many rows as make one of it, where no other file is given.
+_HELD_OUT, _FEWEST_ROWS = 0.05, 20
 
 
 @dataclass(frozen=True)
@@ -147,7 +149,12 @@ def _values(wish: Wish, seen: _Seen, max_length: int) -> dict[str, Any]:
     """The tree of the run file, without what the planner says."""
     config, facts = seen.config, facts_of(seen.config.model.path)
     train: dict[str, Any] = {"output": wish.output}
-    tokens, size = seen.data.train.num_trained_tokens, min(config.train.batch_size, seen.data.train.num_examples)
+    tokens, data = seen.data.train.num_trained_tokens, _data(wish) | {"max_length": max_length}
+    number = seen.data.train.num_examples
+    if wish.eval is None and number >= _FEWEST_ROWS:
+        data["eval"] = _HELD_OUT
+        number -= math.ceil(number * _HELD_OUT)
+    size = min(config.train.batch_size, number)
     if wish.steps is not None:
         train["steps"] = wish.steps
     elif wish.epochs is not None:
@@ -159,10 +166,10 @@ def _values(wish: Wish, seen: _Seen, max_length: int) -> dict[str, Any]:
     train["batch_size"] = max(size, wish.gpus)  # each dp rank needs a sequence
     if seen.goal == "sft" and not has_known_rate(facts):
         train["lr"] = 2e-4 if facts.width <= _LARGE_WIDTH else 1e-4
-    steps = train.get("steps") or math.ceil(train["epochs"] * math.ceil(seen.data.train.num_examples / size))
+    steps = train.get("steps") or math.ceil(train["epochs"] * math.ceil(number / size))
     if steps >= 2 * _CHECKPOINTS:
         train |= {"save_every": steps // _CHECKPOINTS, "keep_last": 2}
-        if wish.eval is not None:
+        if "eval" in data:
             train |= {"eval_every": steps // _CHECKPOINTS}
     lora: dict[str, Any] = {}
     if seen.goal == "sft":
@@ -172,7 +179,6 @@ def _values(wish: Wish, seen: _Seen, max_length: int) -> dict[str, Any]:
         lora["r"] = next(ranks, _RANKS[-1])
     elif seen.goal == "dpo":
         lora["target_modules"] = "all-linear"
-    data = _data(wish) | {"max_length": max_length}
     values = {"preset": PRESET[seen.goal], "model": {"path": wish.model}, "data": data}
     if lora:
         values["lora"] = lora
@@ -221,6 +227,7 @@ def _notes(seen: _Seen, lengths: np.ndarray, max_length: int, plan: str) -> dict
         "preset": why[seen.goal],
         "model.path": f"{facts.model_type}, hidden size {facts.width:,}",
         "data.train": f"{data.num_examples:,} {what}, {data.num_trained_tokens:,} trained tokens",
+        "data.eval": "a share of the rows, drawn by the seed, that is never trained; or a file",
         "data.max_length": f"half have at most {middle:,} tokens, the longest {longest:,}; {cut:,} are cut",
         "lora.r": "as many trained parameters as trained tokens, or the preset's 32",
         "lora.target_modules": "the recipe names the seven linears of a Llama layer",
@@ -228,6 +235,7 @@ def _notes(seen: _Seen, lengths: np.ndarray, max_length: int, plan: str) -> dict
         "train.epochs": "passes over the data",
         "train.batch_size": "sequences of a step, on all processes together",
         "train.micro_batch_size": "sequences at once",
+        "train.eval_every": "steps between evaluations",
         "train.save_every": "steps between checkpoints: go on from the last one with --resume auto",
         "topology": plan,
     }

@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
     init.add_argument("--yes", action="store_true", help="ask nothing: take the defaults for what is not given")
     init.add_argument("--model", metavar="FOLDER", help="checkpoint, or its name on the hub")
     init.add_argument("--data", metavar="FILE", help="training data")
-    init.add_argument("--eval", metavar="FILE", help="held-out data (default: none)")
+    init.add_argument("--eval", metavar="FILE", help="held-out data (default: 0.05 of the rows of --data)")
     init.add_argument("--gpus", type=int, metavar="N", help="processes, one a GPU (default: those of this machine)")
     init.add_argument("--gpu", metavar="NAME", help="as in rtx4090 or h100, if it is not this machine's")
     init.add_argument("--hardware", metavar="FILE", help="of meshlora calibrate: measured numbers")

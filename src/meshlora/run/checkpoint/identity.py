@@ -31,6 +31,7 @@ _FREE = {*_CHOICES, "keep_last", "keep_best", "early_stopping", "on_spike", "rou
     *("on_save_error", "on_nonfinite", "timeout_s", "on_fewer", "deterministic", "require_fast"),
 }
 DATE = "data.date"  # name of the day that chat templates write
+DATA = "data"  # of the tokens of the training data
 _FREE_OF_RL = ("publish_to", "adapter_name")
 _TOKENIZER = (
     *("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json"),
@@ -56,10 +57,8 @@ def identity(
     if (policy := own.pop("reference", None)) is not None and config.reference is not None:  # else it is the base
         own["reference"] = policy if policy == "start" else "a folder"  # whose files are in `contents`
     found["train.objective"] = json.dumps(own, sort_keys=True)
-    data = hashlib.sha256()
-    for name in sorted(tokens):
-        data.update(name.encode())
-        data.update(np.ascontiguousarray(tokens[name]).data)
+    if config.data.eval_share is not None:  # which says more than the hash of the rows that are left
+        found["data.eval"] = f"{config.data.eval_share:g} of the rows"
     if repository := repository_of(config.model.path):
         found["model.revision"] = f"{repository.name}@{repository.commit}"
     if day is not None:
@@ -79,8 +78,17 @@ def identity(
         "model.compute": json.dumps(config.model.compute),
         "model.disable_dropout": json.dumps(config.model.disable_dropout),
         "model.trust_remote_code": json.dumps(config.model.trust_remote_code),
-        "data": f"sha256:{data.hexdigest()}",
+        DATA: hash_of_data(tokens),
     }
+
+
+def hash_of_data(tokens: Mapping[str, Any]) -> str:
+    """Of the arrays of `TokenizedDataset`."""
+    found = hashlib.sha256()
+    for name in sorted(tokens):
+        found.update(name.encode())
+        found.update(np.ascontiguousarray(tokens[name]).data)
+    return f"sha256:{found.hexdigest()}"
 
 
 def contents(
@@ -138,7 +146,7 @@ def check_same(
     for name in despite:
         if name not in names:
             raise UserError(f"--resume-despite {name}", "no run has anything of this name", did_you_mean(name, names))
-    for name in sorted(names, key=lambda name: (name == "data", name)):  # its hash says less than what made it another
+    for name in sorted(names, key=lambda name: (name == DATA, name)):  # its hash says less than what made it another
         one, other = there.get(name, "none"), here.get(name, "none")
         if one == other or name in despite:
             continue

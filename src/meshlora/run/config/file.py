@@ -203,7 +203,8 @@ def _located(config: RunConfig) -> RunConfig:
         trained = _files(data.train, "data.train", "train")
         assert trained is not None
         data = dataclasses.replace(data, train=trained)
-    data = dataclasses.replace(data, eval=_files(data.eval, "data.eval", "validation"))
+    if data.eval_share is None:
+        data = dataclasses.replace(data, eval=_files(data.eval_files, "data.eval", "validation"))
     model = dataclasses.replace(model, path=folder, revision=None)
     return dataclasses.replace(config, data=data, model=model, adapter=adapter, train=train)
 

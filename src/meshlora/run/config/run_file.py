@@ -147,8 +147,9 @@ class DataConfig:
     """The data: files, folders or patterns of JSON, CSV, Parquet or `context||completion`, or saved `datasets`.
 
     Attributes:
-        train, eval: a path, a source, or a list of these. columns: our field names -> theirs. format: of the rows
-            (`reading.formats`), where their fields do not say it.
+        train, eval: a path, a source, or a list of these. eval: or rows of train, drawn by train.seed, that are never
+            trained (`reading.held_rows`): a share of them, below 1, or their number.
+        columns: our field names -> theirs. format: of the rows (`reading.formats`), where their fields do not say it.
         max_length: the most tokens of a sequence. packing: several sequences in one row; they do not attend to each
             other. True: in rows of up to max_length tokens; auto: those of a micro-batch, where that is proved.
         too_long: what becomes of a record with more tokens (`reading.too_long`). train_on: which turns are trained: all
@@ -174,7 +175,7 @@ class DataConfig:
     """
 
     train: str | Source | list[str | Source]
-    eval: str | Source | list[str | Source] | None = None
+    eval: int | float | str | Source | list[str | Source] | None = None
     columns: dict[str, str] | None = None
     format: Format = "auto"
     max_length: int = number(1024, most=10**8)
@@ -200,11 +201,15 @@ class DataConfig:
     sample_prompts: list[str] | None = None
 
     def __post_init__(self) -> None:
-        for name, given in {"data.train": self.train, "data.eval": self.eval}.items():
+        if (share := self.eval_share) is not None:
+            is_legal = share >= 1 if isinstance(share, int) else 0 < share < 1
+            rule = "a share of the rows of data.train, above 0 and below 1, a whole number of them, or a file"
+            require(is_legal, "data.eval", share, rule)
+        for name, given in {"data.train": self.train, "data.eval": self.eval_files}.items():
             for path in given if isinstance(given, list) else [given]:
                 if isinstance(path, str):
                     check_path(name, path)
-        if any(each.weight is not None for each in sources_of(self.eval)):
+        if any(each.weight is not None for each in sources_of(self.eval_files)):
             raise UserError("data.eval with a weight", "an evaluation reads every example once", "leave it out")
         for name in ("train", "eval", "sample_prompts"):
             require(getattr(self, name) != [], f"data.{name}", [], "one or more")
@@ -218,6 +223,16 @@ class DataConfig:
         if self.eval_categories != "all" and self.eval is None:
             given = f"data.eval_categories={self.eval_categories}"
             raise UserError(given, "it has no effect without data.eval", "give both")
+
+    @property
+    def eval_share(self) -> int | float | None:
+        """The share of the rows of `train`, or their number, that is evaluated in place of files."""
+        return self.eval if isinstance(self.eval, int | float) else None
+
+    @property
+    def eval_files(self) -> Given:
+        """What is evaluated, if it has files of its own."""
+        return None if isinstance(self.eval, int | float) else self.eval
 
 
 @dataclass(frozen=True)
@@ -578,7 +593,7 @@ class RunConfig:
         given = {"model.path": self.model.path, "adapter": self.adapter, "train.objective.reference": self.reference}
         given["data.chat_template"] = self.data.chat_template
         found = {option: [path] for option, path in given.items() if path is not None}
-        found |= {"data.train": paths_of(self.data.train), "data.eval": paths_of(self.data.eval)}
+        found |= {"data.train": paths_of(self.data.train), "data.eval": paths_of(self.data.eval_files)}
         if self.train.routing_replay is not None:
             found["train.routing_replay"] = [self.train.routing_replay]
         if self.rl is not None:
@@ -612,7 +627,7 @@ class RunConfig:
         found = {f"{group}.{name}": value for group, options in groups.items() for name, value in vars(options).items()}
         found |= {name: value for name, value in (self.lora or {}).items() if name in _OF_ADAPTER}
         found |= {"topology": Topology.parse(self.topology), "rl": self.rl, "reference": self.reference}
-        found["sources"] = max(num_read_apart(self.data.train), num_read_apart(self.data.eval))
+        found["sources"] = max(num_read_apart(self.data.train), num_read_apart(self.data.eval_files))
         if self.rl is not None:  # the prompts of rl may be in several files
             del found["data.train"]
         return {key: value for key, value in found.items() if key in KEYS}

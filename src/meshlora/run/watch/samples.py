@@ -19,7 +19,7 @@ from meshlora.adapter.attach import runtime
 from meshlora.reading.records import Record, asked_of
 from meshlora.run.config.run_file import DataConfig, GenerateConfig
 from meshlora.run.decoding import continuations, encode_prompts
-from meshlora.run.sources import records_of
+from meshlora.run.sources import held_out_records
 from meshlora.run.watch.metrics import lines_until
 from meshlora_ground.errors import UserError
 from meshlora_ground.files import write_atomically
@@ -52,17 +52,23 @@ class Samples:
 
 
 def prepare_samples(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, model_config: Any, *, every: int, max_new_tokens: int
+    data: DataConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    model_config: Any,
+    *,
+    every: int,
+    max_new_tokens: int,
+    held: frozenset[str] = frozenset(),
 ) -> Samples | None:
-    """The prompts of `train.sample_every`, which is `every`. Raises: UserError: there are none; one is too long."""
+    """The prompts of `train.sample_every`, which is `every`. held: as of `RunData`. Raises: UserError: there are none;
+    one is too long."""
     if not every:
         return None
     options = GenerateConfig(max_new_tokens=max_new_tokens)
     prompts: list[str | Record] = [*(data.sample_prompts or ())]
     if data.sample_prompts is None:
-        assert data.eval is not None
         asked = dict[str, Record]()
-        for record in records_of(data, data.eval):
+        for record in held_out_records(data, held):
             if record.prompt or record.messages:
                 one = asked_of(record)
                 asked[json.dumps([one.prompt, one.messages, one.tools])] = one
