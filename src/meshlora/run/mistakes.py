@@ -108,7 +108,7 @@ def _look(config: RunConfig, noted: _Noted, *, world: int | None, resumes: bool)
             noted(check_fits, tokenizer, whole or base, max_length=config.data.max_length)
     if not config.is_stream:
         _look_at_files(config.data.train, noted)
-    _look_at_files(config.data.eval, noted)
+    _look_at_files(config.data.eval_files, noted)
 
 
 def _located(config: RunConfig) -> RunConfig | None:
