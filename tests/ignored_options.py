@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from pathlib import Path
 
-from meshlora.run.config import rl
+from meshlora.run.config import metrics, rl
 from meshlora.run.config import run_file as module
 from meshlora_ground.objective import KINDS
 from meshlora_ground.versions import file_of, name_of
@@ -18,6 +18,7 @@ GROUPS: dict[str, type] = {
     "data.train": module.Source,
     "generate": module.GenerateConfig,
     "train": module.TrainConfig,
+    "generate.metrics": metrics.RegexMetric,
     "train.early_stopping": module.EarlyStopping,
     "train.on_spike": module.LossSpike,
     **{f"train.objective.{name}": kind for name, kind in KINDS.items()},
@@ -35,6 +36,7 @@ _INSTEAD = {
     "train.output": "{'output': self.output + '-of-others'}",
     "train.steps": "{'steps': self.steps and self.steps + 1}",
     "train.epochs": "{'epochs': self.epochs and self.epochs + 1}",
+    "generate.metrics.regex": "{'regex': 'nothing like that'}",
     "rl.rewards": "{'rewards': [RegexReward(pattern='nothing like that')]}",
     "rl.rewards.regex.pattern": "{'pattern': 'nothing like that'}",
     "rl.rewards.json_schema.schema": "{'schema': {}}",
@@ -101,6 +103,7 @@ _KEEPING = "tests/ranks/test_not_finite.py::test_last_and_best_checkpoints_stay"
 _EARLY = "tests/unit/test_early_stopping.py::test_run_ends_at_the_evaluation_that_is_one_too_many"
 _SPIKE = "tests/unit/test_spikes.py::test_planted_spike_ends_the_run"
 _LENGTH = "tests/unit/test_length.py"
+_ANSWERS, _METRICS = "tests/ranks/test_answers.py", "tests/unit/test_answer_metrics.py"
 _EXPERTS = "tests/ranks/test_training_experts.py"
 # What the proof itself sees.
 _POLICY = "tests/verify/test_packing.py::test_policy_reads_its_columns_and_the_base_in_packed_rows"
@@ -177,6 +180,11 @@ CAUGHT_BY: dict[str, str] = {
     "generate.top_p": _DECODING,
     "generate.batch_size": _AT_ONCE,
     "generate.seed": _DECODING,
+    "generate.metrics": f"{_ANSWERS}::test_metrics_are_those_of_transformers_and_peft_and_change_no_step",
+    "generate.metrics.regex": f"{_METRICS}::test_an_answer_is_worth",
+    "generate.metrics.whole": f"{_METRICS}::test_an_answer_is_worth",
+    "generate.metrics.name": f"{_METRICS}::test_means_are_over_the_answers",
+    "generate.limit": f"{_ANSWERS}::test_a_run_ends_when_the_metric_rises_no_more",
     "train.output": _KEEPING,
     "train.steps": f"{_TRACKING}::test_tensorboard_reads_back_every_number",
     "train.epochs": f"{_OPTIONS}::test_epochs_are_passes_over_the_data",
@@ -206,6 +214,7 @@ CAUGHT_BY: dict[str, str] = {
     "train.on_spike.window": "tests/unit/test_spikes.py::test_the_median_is_of_the_last_losses",
     "train.early_stopping": _EARLY,
     "train.early_stopping.patience": _EARLY,
+    "train.early_stopping.metric": f"{_ANSWERS}::test_the_best_checkpoint_is_the_one_with_the_best_answers",
     "train.early_stopping.min_delta": "tests/unit/test_early_stopping.py::test_small_improvement_is_none",
     "train.objective": _RUN,
     **{

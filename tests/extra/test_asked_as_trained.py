@@ -17,8 +17,7 @@ from meshlora.run.asking import asking_of
 from meshlora.run.config.file import read_run
 from meshlora.run.config.run_file import GenerateConfig, RunConfig
 from meshlora.run.decoding import ends_of, read_prompts
-from meshlora.run.evaluate import prepare_evaluation
-from meshlora.run.generated import prepare_prompts
+from meshlora.run.evaluate import prepare_evaluation, prepare_prompts
 from meshlora.run.texts import Texts
 from meshlora.run.together import prepare_run
 from meshlora_extra.rl.prompts import read_prompts as read_prompts_of_rl

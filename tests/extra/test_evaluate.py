@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import math
 import sys
@@ -241,6 +242,26 @@ def test_generated_texts_are_written_and_scored(setup: Setup) -> None:
     assert {"bleu", "nist", "meteor", "rouge_l", "cider", "bleu_signature"} <= found.keys()
 
 
+def test_metrics_of_the_run_file_are_said_beside_the_code_that_computed_them(
+    setup: Setup, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In place of scores, which nobody asked for; of all of another file, too."""
+    rows = [{"prompt": f"def f{n}(", "completion": f"{n}"} for n in range(3)]
+    (setup.folder / "eval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    code = setup.folder / "mine.py"
+    code.write_text("def words(prompt, answer, reference):\n    return len(prompt) + int(reference)\n")
+    metrics = ["exact_match", {"regex": "", "name": "any"}, f"{code}:words"]
+    setup.tree["generate"] = {"max_new_tokens": 4, "metrics": metrics, "limit": 2}
+    found = evaluated(setup, "--generate")
+    assert found["metrics"] == {"exact_match": 0.0, "any": 1.0, "words": 7.5}
+    assert found["code"] == {str(code): hashlib.sha256(code.read_bytes()).hexdigest()}
+    assert (found["prompts"], "bleu" in found) == (2, False)
+    assert "exact_match 0.0000  any 1.0000  words 7.5000" in capsys.readouterr().out
+    found = evaluated(setup, "--generate", "--data", str(setup.folder / "eval.jsonl"))
+    assert (found["prompts"], found["metrics"]["words"]) == (3, 8.0)  # type: ignore[index]
+    assert "metrics" not in evaluated(setup), "without --generate"
+
+
 @pytest.mark.usefixtures("nothing_has_happened_yet")
 @for_each(
     ("words", "said"),
@@ -263,6 +284,8 @@ def test_generated_texts_are_written_and_scored(setup: Setup) -> None:
         (["--set", "generate.length_penalty=2"], ("generate.length_penalty", "no effect without beams")),
         (["--set", "generate.top_p=0.5"], ("generate.top_p", "no effect without do_sample")),
         (["--generate", "--set", "generate.max_new_tokens=1000"], ("eval.jsonl:1", "positions", "max_new_tokens")),
+        (["--generate", "--set", "generate.metrics=[json_match]"], ("eval.jsonl:1", "is no JSON")),
+        (["--generate", "--set", "generate.metrics=['no.py:f']"], ("no.py:f", "there is no file no.py")),
         (["--set", "data.eval=null"], ("data.eval", "nothing to evaluate on", "--data FILE")),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

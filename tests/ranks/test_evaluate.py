@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from meshlora.run.answers import answered
 from meshlora.run.config.file import read_run
 from meshlora.run.config.run_file import RunConfig
-from meshlora.run.evaluate import evaluate, prepare_evaluation
-from meshlora.run.generated import generated_texts, prepare_prompts
+from meshlora.run.evaluate import evaluate, load_to_generate, prepare_evaluation, prepare_prompts
 from tests.pool import Pool
 from tests.run_files import copy_lines, write_run_file
 
@@ -41,7 +41,7 @@ def test_loss_does_not_depend_on_the_topology(topology: str, file: Path, pools: 
 
 def _generated(config: RunConfig, world: int) -> list[str]:
     run = prepare_evaluation(config, adapter=None, world=world)
-    return generated_texts(run, prepare_prompts(run))
+    return answered(load_to_generate(run), prepare_prompts(run), config.generate)
 
 
 @pytest.mark.long

@@ -13,7 +13,7 @@ import pytest
 from meshlora.run.checkpoint.manifest import read_whole
 from meshlora.run.config.file import read_run
 from meshlora.run.config.run_file import EarlyStopping
-from meshlora.run.early_stopping import Patience, losses_until
+from meshlora.run.early_stopping import Patience, values_until
 from meshlora.run.run import train
 from meshlora.run.together import prepare_run
 from meshlora.run.trained import TrainedAdapter
@@ -44,7 +44,7 @@ def test_evaluations_between_those_of_the_rule_do_not_count(tmp_path: Path) -> N
     """One after the last step of a run, which goes on with more."""
     lines = [{"step": step, "eval_loss": float(step), "eval_tokens": 1} for step in (2, 4, 5, 6)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in [{"step": 4}, *lines]))
-    assert losses_until(tmp_path / "metrics.jsonl", 6, 2) == [2.0, 4.0, 6.0]
+    assert values_until(tmp_path / "metrics.jsonl", 6, 2) == {2: 2.0, 4: 4.0, 6: 6.0}
 
 
 Run = Callable[..., bool]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from meshlora.run.early_stopping import losses_until
+from meshlora.run.early_stopping import values_until
 from meshlora.run.watch.metrics import Planned, Reporter, StepMetrics
 from meshlora.run.watch.samples import forget_after
 from meshlora_extra.page.seen import Runs
@@ -45,7 +45,7 @@ def test_evaluation_that_is_not_finite_is_no_damage_to_the_file(tmp_path: Path) 
         reporter.step(StepMetrics(1, 0.5, 1e-3, 2.0, 100, 0.5))
         reporter.evaluation(1, nan, 8, perplexity=nan, means={"margin": nan, "accuracy": 0.5})
     assert json.loads(file.read_text().splitlines()[1]) == {"step": 1, "eval_tokens": 8, "eval_accuracy": 0.5}
-    assert [math.isnan(loss) for loss in losses_until(file, 1, every=1)] == [True]
+    assert [math.isnan(loss) for loss in values_until(file, 1, every=1).values()] == [True]
     assert read_metrics(file.parent).evaluations == []
     (shown,) = Runs(tmp_path).shown(None)["runs"]
     assert (len(shown["steps"]), shown["evaluations"]) == (1, [])

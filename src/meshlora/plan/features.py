@@ -166,6 +166,7 @@ class Feature(Enum):
     EVAL_BY_EPOCH = "train.eval_every", _is_text, "`train.eval_every` by epochs", "{key}={}"
     SAVE_BY_EPOCH = "train.save_every", _is_text, "`train.save_every` by epochs", "{key}={}"
     SAMPLES = "train.sample_every", bool, "", "{key}={}"
+    METRICS = "generate.metrics", bool, "`generate.metrics` in training", "{key}"
     MERGED = "train.merge_at_end", bool, ""
     TRACKERS = "train.track", lambda given: bool({*given} - {"tensorboard"}), "trackers but tensorboard", "{key}={}"
     ADAPTERS = "adapters", lambda given: given > 1, "several adapters", "{} adapters"

@@ -55,6 +55,10 @@ REFUSED: tuple[Refused, ...] = (
         F.OTHER_HEAD,
     )("it is for language models: this objective has another head"),
     _refused({F.CATEGORIES, F.SEPARATOR, F.SKIPPED_EMPTY}, F.COMPARED)("only records of sft have it"),
+    _refused(F.METRICS, F.COMPARED)(
+        "only records of sft have an answer to compare with",
+        "leave it out, or measure the finished adapter: meshlora evaluate --generate --data FILE",
+    ),
     _refused(F.SKIPPED_BAD, F.NOTHING_ALONE)(
         "its rows are compared with each other, or have labels", "correct the rows"
     ),
@@ -117,6 +121,10 @@ REFUSED: tuple[Refused, ...] = (
     _refused(
         {F.RECORD, F.REPLAY, F.SAMPLES, F.TASK, F.OTHER_HEAD, F.COMPOSITE, F.TRAINED_TIED, F.LOAD, F.COMMAND}, F.STAGES
     )("it is not proved with stages of layers", "use pp=1"),
+    _refused(F.METRICS, F.STAGES)(
+        "an answer's token would pass all stages before the next can begin",
+        "use pp=1, or measure the finished adapter: meshlora evaluate --generate",
+    ),
     _refused(F.SHARDED, F.INTERLEAVE)("it is not proved with stages of layers", "use pp=1"),
     _refused({F.TASK, F.OTHER_HEAD}, F.CONTEXT)(
         "its head takes whole texts, of which a rank has a part", "use dp, tp and sp, which have its proofs"
@@ -291,7 +299,8 @@ STEPS = frozenset(
     | {F.RECORD, F.REPLAY, F.RECOMPUTED, F.KEPT_ATTENTION}
 )
 AROUND = frozenset(
-    {F.EPOCHS, F.EVAL_BY_EPOCH, F.SAVE_BY_EPOCH, F.SAMPLES, F.MERGED, F.TRACKERS, F.RESUMED_FOLDER, F.RESUMED}
+    {F.EPOCHS, F.EVAL_BY_EPOCH, F.SAVE_BY_EPOCH, F.SAMPLES, F.METRICS, F.MERGED, F.TRACKERS}
+    | {F.RESUMED_FOLDER, F.RESUMED}
 )
 ROLLOUTS = frozenset({F.FOLLOWED, F.RL, F.MADE, F.ENGINE, F.RECORDED, F.PUBLISHED, F.TEMPERATURE, F.OLDER})
 SEVERAL = frozenset({F.ADAPTERS})

@@ -245,7 +245,8 @@ def _answer_of(record: Record) -> str:
 
 def _unasked(record: Record, what: str) -> UserError:
     rule = "only prompts and conversations that are answered say what a generated text is compared with"
-    return UserError(f"{record.origin}: {what}", rule, "give such a file with --data, or leave out --generate")
+    way_out = "give such a file with --data, or leave out --generate and generate.metrics"
+    return UserError(f"{record.origin}: {what}", rule, way_out)
 
 
 def is_number(value: Any) -> bool:

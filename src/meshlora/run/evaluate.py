@@ -2,7 +2,7 @@
 
 Owns: the loop over the set, the sum over ranks, perplexity, and the checks of `meshlora evaluate` before ranks start.
 Does not own: the loss itself (`run.objectives`), when a run evaluates (`run.trainer`), generated text
-(`run.decoding`) or its scores (`meshlora_extra.paper.scores`).
+(`run.decoding`), what it is worth (`run.answers`) or its scores (`meshlora_extra.paper.scores`).
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from meshlora.reading.clock import today
 from meshlora.reading.tokenizer import padding_token_id
 from meshlora.run import heads
 from meshlora.run.advantages import with_advantages
+from meshlora.run.answers import Prompts, read_prompts
 from meshlora.run.checkpoint.identity import hash_of_data
 from meshlora.run.checkpoint.resuming import data_of_adapter, day_of_adapter
 from meshlora.run.config.run_file import RunConfig, paths_of
@@ -168,6 +169,20 @@ def _check_split(config: RunConfig, trained: TokenizedDataset, adapter: Path | N
 def load_for_evaluation(run: Evaluation) -> Any:
     """The model with its adapter, on the mesh of this job. Every rank of it calls this."""
     return load_blueprint(run.blueprint, device=run.config.device).eval()
+
+
+def prepare_prompts(run: Evaluation) -> Prompts:
+    """The prompts of `meshlora evaluate --generate`. Raises: UserError: as `run.answers.read_prompts`."""
+    config = run.config
+    tokenizer = Texts(config.model, config.data, config.train.objective).tokenizer()
+    return read_prompts(config.data, config.generate, tokenizer, run.blueprint.config, held=run.held)
+
+
+def load_to_generate(run: Evaluation) -> Any:
+    """The model, split as for the loss, but with dp ranks for stages, through which nothing is generated."""
+    topology = run.blueprint.topology
+    flat = dataclasses.replace(topology.with_stages(1), dp=topology.dp * topology.pp)
+    return load_for_evaluation(dataclasses.replace(run, blueprint=run.blueprint.on(flat)))
 
 
 def evaluate(run: Evaluation) -> dict[str, Any]:

@@ -1,15 +1,13 @@
 """Texts that a model on a mesh generates, the prompts divided among its replicas.
 
-Owns: the prompts of a held-out set, the split of a model that generates, which rank continues which prompt, and
-gathering. Does not own: decoding (`run.decoding`), scores (`meshlora_extra.paper.scores`), losses (`run.evaluate`).
+Owns: the split of a model that generates, which rank continues which prompt, and gathering. Does not own: decoding
+(`run.decoding`), the prompts of a held-out set and what answers to them are worth (`run.answers`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,43 +21,12 @@ from meshlora.feature import check_proved
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.pairs import check
-from meshlora.reading.nlg import of_categories
-from meshlora.reading.records import Prompt, prompts_of
 from meshlora.run.config.run_file import GenerateConfig
-from meshlora.run.decoding import Continuation, batches_of, continued, encode_prompts, texts_of
-from meshlora.run.evaluate import Evaluation, load_for_evaluation
-from meshlora.run.sources import held_out_records
-from meshlora.run.texts import Texts
+from meshlora.run.decoding import Continuation, batches_of, continued
 from meshlora.wings.generation.rows import in_step
 from meshlora_ground.errors import UserError
 from meshlora_ground.float64 import lift
 from meshlora_ground.topology import Topology, divisors
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Prompts with their references, and their tokens."""
-
-    prompts: list[Prompt]
-    encoded: list[list[int]]
-    tokenizer: PreTrainedTokenizerBase
-
-    @property
-    def references(self) -> list[tuple[str, ...]]:
-        return [prompt.references for prompt in self.prompts]
-
-
-def prepare_prompts(run: Evaluation) -> Prompts:
-    """The prompts of `data.eval`, in the order of their first records. Raises: UserError: a record without a prompt; a
-    prompt that leaves no room for `generate.max_new_tokens`."""
-    config, data = run.config, run.config.data
-    records = of_categories(held_out_records(data, run.held), data.eval_categories)
-    prompts = prompts_of(records[: data.eval_limit])
-    tokenizer = Texts(config.model, data, config.train.objective).tokenizer()
-    asked, names = [prompt.chat or prompt.text or "" for prompt in prompts], [prompt.origin for prompt in prompts]
-    model, separator = run.blueprint.config, data.separator
-    encoded = encode_prompts(asked, tokenizer, model, config.generate, names=names, separator=separator)
-    return Prompts(prompts, [ids for _, ids in encoded], tokenizer)
 
 
 def continued_by_all(
@@ -120,20 +87,6 @@ def continued_by_all(
                 own_scores = every_score[rank, place, : len(tokens)].tolist()
             gathered.append(Continuation(tokens, own_scores))
     return gathered
-
-
-def generated_texts(run: Evaluation, prompts: Prompts, *, advance: Callable[[int], None] = lambda _: None) -> list[str]:
-    """The continuation of every prompt, one line each. Every rank calls this, and gets all of them.
-
-    The model is split as for the loss; stages are dp ranks here. advance: see `continued_by_all`.
-    """
-    topology = run.blueprint.topology
-    flat = dataclasses.replace(topology.with_stages(1), dp=topology.dp * topology.pp)
-    model = load_for_evaluation(dataclasses.replace(run, blueprint=run.blueprint.on(flat)))
-    options = run.config.generate
-    found = continued_by_all(model, prompts.tokenizer, prompts.encoded, options, advance=advance)
-    texts = texts_of([each.tokens for each in found], prompts.tokenizer, options)  # on each rank
-    return [" ".join(text.split()) for text in texts]
 
 
 def blueprint_to_generate(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,18 @@ def public(text: str) -> str:
     return "".join(part if number % 2 else _PATH.sub("", part) for number, part in enumerate(kept))
 
 
-def model_card(run: Prepared, *, done: int, task: str, eval_loss: float | None) -> str:
-    """README.md of the adapter that `run` has trained for `done` steps. eval_loss: of its last evaluation."""
+@dataclass(frozen=True)
+class Measured:
+    """Metrics on generated answers, by name: of the last evaluation, and before the first step, if they are known."""
+
+    last: Mapping[str, float]
+    first: Mapping[str, float]
+
+
+def model_card(
+    run: Prepared, *, done: int, task: str, eval_loss: float | None, measured: Measured | None = None
+) -> str:
+    """README.md of the adapter that `run` has trained for `done` steps. eval_loss, measured: of its last evaluation."""
     base, commit = base_name(run.config.model.path)
     header: dict[str, Any] = {"library_name": "peft", "tags": ["lora", "meshlora"]}
     if commit:  # else it is a folder, which the hub knows nothing of
@@ -64,7 +75,7 @@ def model_card(run: Prepared, *, done: int, task: str, eval_loss: float | None) 
     if task in _PIPELINE:
         header["pipeline_tag"] = _PIPELINE[task]
     title = f"# {run.config.train.objective.kind} adapter (LoRA) of {_cell(base).strip('`')}\n"
-    rows = [f"| {name} | {value} |" for name, value in _rows(run, base, commit, done, eval_loss).items()]
+    rows = [f"| {name} | {value} |" for name, value in _rows(run, base, commit, done, eval_loss, measured).items()]
     table = ["| | |", "|---|---|", *rows, ""]
     words = "It is the adapter that one process would have trained; its files do not depend on the mesh.\n"
     if not run.proof or run.proof.startswith(NOT_PROVED):
@@ -86,7 +97,9 @@ def base_name(folder: str | Path) -> tuple[str, str]:
     return Path(folder).absolute().name, ""
 
 
-def _rows(run: Prepared, base: str, commit: str, done: int, eval_loss: float | None) -> Mapping[str, str]:
+def _rows(
+    run: Prepared, base: str, commit: str, done: int, eval_loss: float | None, measured: Measured | None
+) -> Mapping[str, str]:
     """Name -> content of the rows of the table."""
     config, train = run.config, run.config.train
     lora = run.blueprint.trained.config
@@ -106,12 +119,12 @@ def _rows(run: Prepared, base: str, commit: str, done: int, eval_loss: float | N
         loss = "" if eval_loss is None else f": loss {eval_loss:.4f}"
         what = _names(config.data.eval_files)
         if (share := config.data.eval_share) is not None:
-            what = (
-                f"{share:.3g} of its rows, drawn by the seed"
-                if share < 1
-                else f"{share:,} of its rows, drawn by the seed"
-            )
+            what = f"{share:,.3g} of its rows, drawn by the seed"
+            if share >= 1:
+                what = f"{share:,} of its rows, drawn by the seed"
         rows["held out"] = f"{what}{loss}"
+    if run.answers is not None and measured is not None and measured.last:
+        rows["answers"] = _answers(run, measured)
     rows |= {
         "adapter": f"{start}r={lora.r}, lora_alpha={lora.lora_alpha:g}, {run.blueprint.trained.num_trainable:,} "
         "trained parameters",
@@ -124,6 +137,19 @@ def _rows(run: Prepared, base: str, commit: str, done: int, eval_loss: float | N
         "versions": ", ".join(f"{name} {number}" for name, number in versions().items()),
     }
     return rows
+
+
+def _answers(run: Prepared, measured: Measured) -> str:
+    """The metrics, with those before the first step: of the base, where a new adapter changed nothing of it."""
+    assert run.answers is not None
+    is_base = run.config.adapter is None and (run.config.lora or {}).get("init_lora_weights", True) is not False
+    start = "of the base" if is_base else "before"
+    parts = []
+    for name, value in measured.last.items():
+        first = measured.first.get(name)
+        before = "" if first is None else f" ({first:.4g} {start})"
+        parts.append(f"{name} {value:.4g}{before}")
+    return f"{', '.join(parts)}, over {len(run.answers.prompts.prompts):,} generated answers"
 
 
 def _names(given: Given) -> str:

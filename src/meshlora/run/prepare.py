@@ -21,11 +21,13 @@ from meshlora.plan.table import notes_of_whole
 from meshlora.reading.clock import today
 from meshlora.reading.places import places
 from meshlora.reading.tokenizer import padding_token_id
+from meshlora.run.answers import prepare_answers
 from meshlora.run.asking import recorded
 from meshlora.run.checkpoint.identity import contents, identity
 from meshlora.run.checkpoint.resuming import day_of_adapter, day_of_run, going_on
+from meshlora.run.config.metrics import code_of
 from meshlora.run.config.run_file import RunConfig, TrainConfig, paths_of
-from meshlora.run.early_stopping import Patience, losses_until
+from meshlora.run.early_stopping import Patience, values_until
 from meshlora.run.followed import stream_of
 from meshlora.run.learning_rate import notes_of_rate
 from meshlora.run.length import in_steps, num_steps
@@ -60,7 +62,7 @@ def check_request(config: RunConfig, *, world: int | None, resumes: bool) -> Top
     if train.batch_size < topology.dp:
         rule = f"each of the dp={topology.dp} ranks needs at least one sequence a step"
         raise UserError(f"train.batch_size={train.batch_size}", rule, "raise train.batch_size or lower dp")
-    check({**config.asked, "topology": topology})
+    check({**config.asked, "topology": topology, "generate.metrics": config.generate.metrics})
     check_output(config, resumes=resumes)
     check_trackers(train.track)
     return topology
@@ -127,6 +129,7 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
         every=train.sample_every,
         max_new_tokens=config.generate.max_new_tokens,
     )
+    answers = prepare_answers(options, config.generate, data.tokenizer, blueprint.config, held=data.held)
     rows = _rows(data, asked=config.asked, micro_batch_size=train.micro_batch_size)
     config = config.with_data(packing=rows.packing, date=data.day or options.date)
     slow = tuple(
@@ -166,9 +169,11 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
             of_adapter=(CONFIG_FILE, WEIGHTS_FILE, PIECES_FILE),
             weights=weight_files(Path(data.texts.model.path)),
             replay=_check_routing(blueprint.plan, train, steps=steps, resume=resume),
+            code=code_of(config.generate.metrics),
             **of_rl,
         ),
         samples=samples,
+        answers=answers,
         notes=(*blueprint.notes, *notes_of_whole(blueprint.plan), *data.notes, *rows.notes, *notes_of_rate(train)),
         slow_paths=slow,
         chat_template=None if options.chat_template is None else str(data.tokenizer.chat_template),
@@ -253,7 +258,7 @@ def read_output(run: Prepared, *, resume: str | None, despite: Collection[str] =
         files=run.files,
         despite=despite,
         stops_early=lambda step: (
-            Patience(patience, losses_until(output / "metrics.jsonl", step, every)).is_out
+            Patience(patience, values_until(output / "metrics.jsonl", step, every, patience.metric).values()).is_out
             or (stream is not None and stream.num_steps == step)
         ),
     )

@@ -12,6 +12,7 @@ from meshlora.loading.blueprint import Blueprint
 from meshlora.plan.features import Asked
 from meshlora.plan.rules import ModelPlan
 from meshlora.reading.sampler import GlobalBatches
+from meshlora.run.answers import Answers
 from meshlora.run.checkpoint.identity import Contents
 from meshlora.run.checkpoint.manifest import Saved
 from meshlora.run.checkpoint.resuming import GoingOn
@@ -31,6 +32,7 @@ class Prepared:
         identity: what its steps depend on, by name. The content of `files` is included only once it had to be read.
         resumes: `--resume` was given. resume: the checkpoint to resume from, if any.
         is_finished: all its steps are done already. samples: prompts that are continued at intervals.
+        answers: prompts whose answers evaluations measure.
         notes: messages for the user. slow_paths: those known before it starts.
         command: what trains the whole run. proof: what is proved of it, in words.
         chat_template: the text of `data.chat_template`, as it was when the data were read; None if it is not given.
@@ -49,6 +51,7 @@ class Prepared:
     resume: Saved | None = None
     is_finished: bool = False
     samples: Samples | None = None
+    answers: Answers | None = None
     notes: tuple[str, ...] = ()
     slow_paths: tuple[SlowPath, ...] = ()
     command: str = ""
@@ -69,7 +72,8 @@ class Prepared:
     @property
     def asked(self) -> Asked:
         """What is asked for: see `plan.features`."""
-        return asked_of(self.config.asked, self.blueprint, self.train_data, self.eval_data)
+        config = {**self.config.asked, "generate.metrics": self.config.generate.metrics}
+        return asked_of(config, self.blueprint, self.train_data, self.eval_data)
 
     @property
     def eval_every(self) -> int:

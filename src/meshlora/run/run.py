@@ -238,6 +238,8 @@ def introduce(run: Prepared, notes: list[str], reporter: Reporter, held_bytes: i
         if (folder := run.config.reference) is not None:
             words = f"the adapter in {folder}" + ", from which the run starts" * (folder == run.config.adapter)
         reporter.say(f"reference: {words}")
+    if run.answers is not None:
+        reporter.say(run.answers.words)
     if (planned := reporter.planned) is not None:
         reporter.say(f"planned {planned.step_time_s:.3g} s a step ({planned.words})")
     if run.resume is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import threading
 from collections.abc import Callable
@@ -32,19 +33,21 @@ from meshlora.run.checkpoint.manifest import CARD, Kind, Manifest, write_manifes
 from meshlora.run.checkpoint.resuming import FINISHED, FOLDER
 from meshlora.run.checkpoint.retention import Keeping, folder_name
 from meshlora.run.checkpoint.state import restore_optimizer, state_writer
-from meshlora.run.early_stopping import Patience, losses_until
+from meshlora.run.config.metrics import name_of
+from meshlora.run.config.run_file import LOSS
+from meshlora.run.early_stopping import Patience, values_until
 from meshlora.run.evaluate import mean_loss, perplexity
 from meshlora.run.followed import WAIT_S, Followed, stream_of
 from meshlora.run.learning_rate import learning_rate
 from meshlora.run.loss_scale import LossScale
-from meshlora.run.model_card import model_card
+from meshlora.run.model_card import Measured, model_card
 from meshlora.run.objectives import Point, first_pass
 from meshlora.run.optimizer import make_optimizer, parameter_groups
 from meshlora.run.optimizers import is_frozen
 from meshlora.run.prepared import Prepared
 from meshlora.run.spikes import SpikeWatch, losses_of_steps
 from meshlora.run.texts import Texts
-from meshlora.run.watch.metrics import Reporter
+from meshlora.run.watch.metrics import Reporter, lines_until
 from meshlora.run.watch.samples import FILE as SAMPLES
 from meshlora.train.batch import Batch
 from meshlora.train.batches import Batching
@@ -84,11 +87,10 @@ class TrainedAdapter:
         self.last_saved: Path | None = None
         self.updates, self.skipped_in_row = 0, 0
         self.is_to_stop = False  # as all ranks agreed in the last step
-        self.keeping = Keeping(
-            self.output, keep_last=options.keep_last, keep_best=options.keep_best, resume=self.run.resume
-        )
         self.point: Point = None  # of the current step
         self.means: dict[str, float] = {}  # of the last evaluation
+        self.scores: dict[str, float] = {}  # of its answers
+        self.first_scores: dict[str, float] = {}  # before the first step
         self.eval_loss: float | None = None
         self.evaluated, self.ends_with_stream = 0, False  # evaluated: after so many steps, last
         self.frozen, self.factors = list[Factor](), list[Factor]()
@@ -106,15 +108,24 @@ class TrainedAdapter:
             self.skipped_in_row = self.run.resume.skipped_in_row
             self.eval_loss = self.run.resume.eval_loss
         self.done = self.start
-        past = list[float]()
+        past, watched = dict[int, float](), options.early_stopping
         if self.mesh.rank == 0:
-            past = losses_until(self.output / "metrics.jsonl", self.start, self.run.eval_every)
-        self.patience = Patience(options.early_stopping, past)
+            past = values_until(self.output / "metrics.jsonl", self.start, self.run.eval_every, watched.metric)
+            self.first_scores, self.scores = self._scores_before()
+        self.keeping = Keeping(
+            self.output,
+            keep_last=options.keep_last,
+            keep_best=options.keep_best,
+            resume=self.run.resume,
+            watched=watched,
+            values=past,
+        )
+        self.patience = Patience(watched, past.values())
         self.stops_early = bool(options.early_stopping.patience) and self._says_rank_0(self.patience.is_out)
-        past = []
+        losses = list[float]()
         if self.mesh.rank == 0 and options.on_spike.is_on:
-            past = losses_of_steps(self.output / "metrics.jsonl", self.start)
-        self.spikes = SpikeWatch(options.on_spike, past)
+            losses = losses_of_steps(self.output / "metrics.jsonl", self.start)
+        self.spikes = SpikeWatch(options.on_spike, losses)
         self.spike = ""  # the one that ends the run, in words
 
     @property
@@ -181,10 +192,25 @@ class TrainedAdapter:
         """The loss times the loss scale, if there is one."""
         return loss if self.loss_scale is None else loss * self.loss_scale.scale
 
+    def _scores_before(self) -> tuple[dict[str, float], dict[str, float]]:
+        """(metrics before the first step, of the last evaluation) of a run that goes on, as its `metrics.jsonl` has
+        them."""
+        found: list[dict[str, float]] = [{}, {}]
+        for line in lines_until(self.output / "metrics.jsonl", self.start)[0]:
+            values = json.loads(line)
+            if "eval_answers" in values:
+                names = [name_of(metric) for metric in self.run.config.generate.metrics]
+                scores = {name: values[f"eval_{name}"] for name in names if f"eval_{name}" in values}
+                found[values["step"] > 0] = scores
+        return found[0], found[1]
+
     def begin(self) -> None:
-        """Save the initial adapter, before the first step."""
+        """Save the initial adapter, before the first step, and measure its answers: what training adds is seen."""
         if not self.start:
             self._save("initial", self._manifest("initial", done=0))
+            if self.run.answers is not None:
+                self._report_evaluation(0)
+                self.first_scores = self.scores
         if self.check is not None:
             assert self.last_saved is not None
             self.check(self.last_saved)
@@ -209,7 +235,7 @@ class TrainedAdapter:
         if self.run.eval_every and done % self.run.eval_every == 0:
             loss = self._report_evaluation(done)
         if loss is not None and options.early_stopping.patience:
-            self.stops_early = self._says_rank_0(self.patience.sees(loss))
+            self.stops_early = self._says_rank_0(self.patience.sees(self._watched(loss)))
             if self.stops_early:
                 without, best = self.patience.num_without, self.patience.best
                 self.reporter.say(f"step {done}: stops early: {without} evaluations have not improved {best:.4f}")
@@ -327,7 +353,8 @@ class TrainedAdapter:
 
         def add_card() -> None:
             task = runtime(self.model).plan.task
-            card = model_card(self.run, done=self.done, task=task, eval_loss=self.eval_loss)
+            measured = Measured(self.scores, self.first_scores)
+            card = model_card(self.run, done=self.done, task=task, eval_loss=self.eval_loss, measured=measured)
             (folder / CARD).write_bytes(card.encode())
 
         def add_own_tokenizer() -> None:
@@ -360,15 +387,21 @@ class TrainedAdapter:
         self.reporter.saved(done)
         if self.mesh.rank == 0:
             try:
-                self.keeping.saved(done, is_best=is_best, loss=loss, keeps_older=keeps_older)
+                value = None if loss is None else self._watched(loss)
+                self.keeping.saved(done, is_best=is_best, value=value, keeps_older=keeps_older)
             except OSError as error:  # the names still point at whole checkpoints
                 self.reporter.say(f"step {done}: {self.output / FOLDER} could not be kept in order ({error.strerror})")
 
     def _is_best(self, loss: float | None) -> bool:
-        """Whether `loss` is the best so far, as decided by rank 0. Collective with `keep_best`."""
+        """Whether an evaluation is the best so far, as decided by rank 0. Collective with `keep_best`."""
         if loss is None or not self.run.config.train.keep_best:
             return False
-        return self._says_rank_0(self.keeping.is_best(loss))
+        return self._says_rank_0(self.keeping.is_best(self._watched(loss)))
+
+    def _watched(self, loss: float) -> float:
+        """What `train.early_stopping.metric` is in the evaluation that gave `loss`."""
+        metric = self.run.config.train.early_stopping.metric
+        return loss if metric == LOSS else self.scores[metric]
 
     def _says_rank_0(self, is_true: bool) -> bool:
         """What rank 0 says, on all. Collective."""
@@ -382,6 +415,12 @@ class TrainedAdapter:
         of_text, of_loss = self.objective.is_of_text, None
         if of_text:
             of_loss = perplexity(loss)
-        self.reporter.evaluation(step, loss, number, perplexity=of_loss, means=self.means)
+        answers, num_answers = self.run.answers, None
+        if answers is not None:
+            num_answers = len(answers.prompts.prompts)
+            with self.reporter.doing("answers"):
+                self.scores = answers.measured(self.model)
+        means = {**self.means, **self.scores}
+        self.reporter.evaluation(step, loss, number, perplexity=of_loss, means=means, answers=num_answers)
         self.eval_loss, self.evaluated = loss, step
         return loss

@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
     evaluate.add_argument(
         "--generate",
         action="store_true",
-        help="also continue the prompts, divided among the ranks, and score the texts",
+        help="also continue the prompts, divided among the ranks, and measure the texts: generate.metrics, or scores",
     )
     add_json(evaluate)
     evaluate.add_argument(
@@ -50,7 +50,7 @@ def add(commands: Any) -> None:
         "--scores",
         choices=SCRIPTS,
         metavar=" | ".join(SCRIPTS),
-        help=f"the script whose scores are computed (default {SCRIPTS[0]})",
+        help=f"the script whose scores are computed (default {SCRIPTS[0]}; none if the run has generate.metrics)",
     )
     add_local_rank(evaluate)
     evaluate.set_defaults(run=_evaluate)
@@ -59,9 +59,9 @@ def add(commands: Any) -> None:
 def _evaluate(options: argparse.Namespace) -> None:
     from meshlora.comm.groups import leave, on_gpus
     from meshlora.run.agreement import one_day
+    from meshlora.run.answers import prepare_measures
     from meshlora.run.edge import launched_by_us, leave_result, rank_edge
-    from meshlora.run.evaluate import adapter_of_run, evaluate, prepare_evaluation
-    from meshlora.run.generated import prepare_prompts
+    from meshlora.run.evaluate import adapter_of_run, evaluate, prepare_evaluation, prepare_prompts
     from meshlora.run.launch import launch
     from meshlora.run.machines import machines
     from meshlora_ground.console import Console
@@ -78,13 +78,15 @@ def _evaluate(options: argparse.Namespace) -> None:
         takes_gpus = options.nproc is not None and on_gpus(config.device, num_ranks=options.nproc)
         run = prepare_evaluation(config, adapter=adapter, world=world, day=one_day())
         is_main = place is None or place.rank == 0
-        prompts = None
+        prompts = measures = None
         if options.generate:
             texts = _texts_file(options, config)
             check_result_file(texts, f"{texts}", makes_folder=True)
-            check_scorers(options.scores or SCRIPTS[0])
+            if script := _script(options, config):
+                check_scorers(script)
             # Before this process opens its GPU: templates of prompts are rendered in a fork of it.
             prompts = prepare_prompts(run)
+            measures = prepare_measures(config.generate, prompts)
         machines(config.device, watch)
         if is_main and not launched_by_us():
             for note in run.notes:
@@ -103,7 +105,7 @@ def _evaluate(options: argparse.Namespace) -> None:
         else:
             result = evaluate(run)
             if prompts is not None:
-                result |= _generate_and_score(run, prompts, options, world=world, is_main=is_main)
+                result |= _generate_and_score(run, prompts, measures, options, world=world, is_main=is_main)
             leave_result(result)
             if not is_main or launched_by_us():  # the launcher shows what its rank 0 left
                 leave()
@@ -144,6 +146,8 @@ def _config(options: argparse.Namespace, place: Any) -> Any:
         limit = config.data.eval_limit if "data.eval_limit" in given else None
         files = located_files(options.data, "--data", split="validation")
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval=[*files], eval_limit=limit))
+        if "generate.limit" not in given:
+            config = dataclasses.replace(config, generate=dataclasses.replace(config.generate, limit=None))
     return config
 
 
@@ -151,33 +155,47 @@ def _texts_file(options: argparse.Namespace, config: Any) -> Path:
     return Path(options.hypotheses or Path(config.train.output) / "hypotheses.txt")
 
 
+def _script(options: argparse.Namespace, config: Any) -> Any:
+    """The script whose scores are computed: that of --scores, else the first, unless the run has metrics of its own."""
+    return options.scores or (None if config.generate.metrics else SCRIPTS[0])
+
+
 def _generate_and_score(
-    run: Any, prompts: Any, options: argparse.Namespace, *, world: int, is_main: bool
+    run: Any, prompts: Any, measures: Any, options: argparse.Namespace, *, world: int, is_main: bool
 ) -> dict[str, Any]:
     """Continue every prompt on all ranks; the main one writes the texts and scores them against the references."""
-    from meshlora.run.generated import generated_texts
+    from meshlora.run.answers import answered, measured_by_rank_0
+    from meshlora.run.config.metrics import code_of
+    from meshlora.run.evaluate import load_to_generate
     from meshlora_ground.console import Console
+    from meshlora_ground.file_hash import sha256_of
 
     def advance(done: int) -> None:
         update(f"generating: {done} of {len(prompts.prompts)} prompts" + f", on each of {world} ranks" * (world > 1))
 
     with Console().busy("generating") if is_main else contextlib.nullcontext(lambda _: None) as update:
-        hypotheses = generated_texts(run, prompts, advance=advance)
+        model, metrics = load_to_generate(run), run.config.generate.metrics
+        texts = answered(model, prompts, run.config.generate, advance=advance)
+        means = measured_by_rank_0(model, measures, prompts, texts) if metrics else {}
     if not is_main:
         return {}
-    file, script = _texts_file(options, run.config), options.scores or SCRIPTS[0]
+    hypotheses = [" ".join(text.split()) for text in texts]  # a line each
+    file, script = _texts_file(options, run.config), _script(options, run.config)
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_text_atomically(file, "".join(f"{text}\n" for text in hypotheses))  # a line each, as the scripts read them
+    write_text_atomically(file, "".join(f"{text}\n" for text in hypotheses))  # as the scripts read them
     if options.references:
-        _write_references(Path(options.references), hypotheses, prompts.references, script)
-    return {
+        _write_references(Path(options.references), hypotheses, prompts.references, script or SCRIPTS[0])
+    found: dict[str, Any] = {
         "prompts": len(prompts.prompts),
         "references": sum(map(len, prompts.references)),
         "generate": dataclasses.asdict(run.config.generate),
         "hypotheses": str(file),
-        "scores": script,
-        **scores(hypotheses, prompts.references, script),
     }
+    if metrics:
+        found |= {"metrics": means, "code": {str(file): sha256_of(file) for file in code_of(metrics)}}
+    if script is not None:
+        found |= {"scores": script, **scores(hypotheses, prompts.references, script)}
+    return found
 
 
 def _write_references(path: Path, hypotheses: list[str], references: list[tuple[str, ...]], script: Any) -> None:
@@ -208,8 +226,11 @@ def _show(result: dict[str, Any]) -> None:
         if name in result:
             more += f"  {name} {result[name]:.4f}"
     say(f"{result['examples']:,} examples, {counted}, on {result['topology']}: loss {result['loss']:.4f}{more}")
-    if "bleu" in result:
+    if "prompts" in result:
         say(f"{result['prompts']:,} prompts, {result['references']:,} references: {result['hypotheses']}")
+    if "metrics" in result:
+        say("  ".join(f"{name} {value:.4f}" for name, value in result["metrics"].items()))
+    if "bleu" in result:
         say(f"{shown(result)}  ({result['scores']})")
         if result["meteor"] is None:
             say(WAY_OUT)

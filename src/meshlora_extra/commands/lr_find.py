@@ -116,7 +116,7 @@ def _run(options: argparse.Namespace, rates: Sequence[float], output: Path) -> M
     own = {**_WITHOUT, "schedule": "cycle", "cycle": f"{{{points}}}", "steps": f"{len(rates)}", "lr": f"{rates[-1]!r}"}
     own |= {"output": json.dumps(str(output))}
     overrides = [f"train.{name}={value}" for name, value in own.items()]
-    overrides += [*(f"data.{name}=null" for name in _WITHOUT_DATA), "data.eval_categories=all"]
+    overrides += [*(f"data.{name}=null" for name in _WITHOUT_DATA), "data.eval_categories=all", "generate={}"]
     parser = Parser(prog="meshlora train")
     train.add_training(parser, command="train")
     asked = run_file_words(options.file, [*options.overrides, *overrides])

@@ -13,13 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import importlib.util
 import inspect
 import json
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +38,7 @@ from meshlora_ground.errors import MeshloraError, UserError, reason
 from meshlora_ground.files import read_json
 from meshlora_ground.limits import OutOfTimeError, time_limit
 from meshlora_ground.reading import parse_json
+from meshlora_ground.user_code import load_function
 
 _PATTERN_S = 2.0  # for one completion: a pattern may take exponential time
 # A sign after a number, a letter or a bracket is a minus of two: 5-42.
@@ -291,7 +289,7 @@ def _tests(one: UnitTestsReward, name: str) -> Score:
 
 
 def _function(one: FunctionReward, name: str) -> Score:
-    call = _loaded(one.name)
+    call = load_function("rl.rewards.name", one.name)
     try:
         takes = inspect.signature(call).parameters
     except ValueError as error:  # of some that are written in C
@@ -318,34 +316,6 @@ def _taken(given: Mapping[str, Any], takes: Mapping[str, inspect.Parameter]) -> 
     if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in takes.values()):
         return dict(given)
     return {key: value for key, value in given.items() if key in takes}
-
-
-def _loaded(name: str) -> Callable[..., Any]:
-    """The function of a `module:function` or a `file.py:function`. Runs the code of that module or file."""
-    place, _, function = name.rpartition(":")
-    given = f"rl.rewards.name={name}"
-    try:
-        if place.endswith(".py"):
-            if not Path(place).is_file():
-                raise UserError(given, f"there is no file {place}")
-            spec = importlib.util.spec_from_file_location(f"_reward_of_{Path(place).stem}", place)
-            assert spec is not None
-            assert spec.loader is not None
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[spec.name] = module  # where dataclasses of the file look for its names
-            spec.loader.exec_module(module)
-        else:
-            module = importlib.import_module(place)
-    except UserError:
-        raise
-    except ModuleNotFoundError as error:
-        raise UserError(given, f"{error}", f"install it, or name its file: path/to/{place}.py:{function}") from None
-    except (Exception, SystemExit) as error:  # a user's code may raise anything
-        raise UserError(given, f"its code raised {type(error).__name__} ({reason(error)})") from error
-    found = getattr(module, function, None)
-    if not callable(found):
-        raise UserError(given, f"{place} has no function {function}")
-    return found
 
 
 def _model(one: ModelReward, name: str) -> Score:

@@ -100,11 +100,13 @@ def contents(
     replay: Collection[Path],
     prompts: Collection[Path] = (),
     rewards: Collection[Path] = (),
+    code: Collection[Path] = (),
 ) -> Contents:
     """Name -> the files that a run reads, all part of its identity.
 
     options: the `ModelConfig`. adapters: name -> folder. of_adapter: names of their files. weights: files of the base.
-    replay: files of the replayed routing. prompts, rewards: files and folders of rollouts.
+    replay: files of the replayed routing. prompts, rewards: files and folders of rollouts. code: files of
+    `generate.metrics`.
     """
     model = Path(options.path)
     found = {"model": [*weights, model / "config.json", model / INDEX], "tokenizer": list[Path]()}
@@ -118,6 +120,8 @@ def contents(
     for name, paths in {"rl.prompts": prompts, "rl.rewards": rewards}.items():
         for path in paths:
             found.setdefault(name, []).extend(path.rglob("*") if path.is_dir() else [path])
+    if code:  # no step depends on it, but when a run ends, and which checkpoint is the best
+        found["generate.metrics"] = list(code)
     if replay:
         found["train.routing_replay"] = list(replay)
     return {name: tuple(sorted({file for file in files if file.is_file()})) for name, files in found.items()}

@@ -12,11 +12,12 @@ import math
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from meshlora.run.checkpoint.manifest import NotWholeError, Saved, read_whole
 from meshlora.run.checkpoint.resuming import FINISHED, FOLDER, step_folders
+from meshlora.run.config.run_file import EarlyStopping
 from meshlora_ground.files import fsync
 
 LATEST, BEST = "latest", "best"
@@ -26,30 +27,44 @@ ENDS = (FINISHED, MERGED)
 
 
 class Keeping:
-    """Retention of the checkpoints of the run in `output`. keep_last: number of newest to keep, 0: all."""
+    """Retention of the checkpoints of the run in `output`.
 
-    def __init__(self, output: Path, *, keep_last: int, keep_best: bool, resume: Saved | None) -> None:
+    keep_last: number of newest to keep, 0: all. watched: what the best is by. values: of it, by step, in evaluations of
+    the run before it was resumed; of the loss the manifests say them.
+    """
+
+    def __init__(
+        self,
+        output: Path,
+        *,
+        keep_last: int,
+        keep_best: bool,
+        resume: Saved | None,
+        watched: EarlyStopping,
+        values: Mapping[int, float],
+    ) -> None:
         self.folder, self.keep_last, self.keep_best = output / FOLDER, keep_last, keep_best
-        self.best_loss = math.inf
+        self.watched, self.best = watched, watched.worst
         if keep_best and resume is not None:
             with contextlib.suppress(NotWholeError):
                 best = read_whole(self.folder / BEST)
-                if best.step <= resume.step and best.eval_loss is not None:
-                    self.best_loss = best.eval_loss
+                value = values.get(best.step) if watched.is_of_answers else best.eval_loss
+                if best.step <= resume.step and value is not None and math.isfinite(value):
+                    self.best = value
 
-    def is_best(self, loss: float) -> bool:
-        """Whether a checkpoint with this evaluation loss would be the best of the run so far."""
-        return self.keep_best and loss < self.best_loss
+    def is_best(self, value: float) -> bool:
+        """Whether a checkpoint with this value of what is watched would be the best of the run so far."""
+        return self.keep_best and self.watched.is_better(value, self.best)
 
-    def saved(self, step: int, *, is_best: bool, loss: float | None, keeps_older: bool = False) -> None:
+    def saved(self, step: int, *, is_best: bool, value: float | None, keeps_older: bool = False) -> None:
         """The checkpoint of `step` is whole: update the links, and only then remove older ones, unless `keeps_older`.
         Raises: OSError: a link could not be written. It still points at a whole checkpoint."""
         new = self.folder / folder_name(step)
         point(self.folder / LATEST, new.name)
         if is_best:
-            assert loss is not None
+            assert value is not None
             point(self.folder / BEST, new.name)
-            self.best_loss = loss
+            self.best = value
         if not self.keep_last or keeps_older:
             return
         # Later steps exist if the run resumed from an earlier one: they are not older.

@@ -16,8 +16,7 @@ import pydantic
 from meshlora_ground.errors import UserError
 from meshlora_ground.numbers import check_numbers, number, require
 from meshlora_ground.reading import check_path
-
-_FUNCTION = re.compile(r"[\w.]+:\w+|.+\.py:\w+")
+from meshlora_ground.user_code import file_of, is_function
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +103,7 @@ class FunctionReward(_Reward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(bool(_FUNCTION.fullmatch(self.name)), "rl.rewards.name", self.name, "as in module:function")
+        require(is_function(self.name), "rl.rewards.name", self.name, "as in module:function")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,8 +177,8 @@ class RlConfig:
         """Files and folders that decide of the rewards."""
         found = []
         for one in self.rewards:
-            if isinstance(one, FunctionReward) and ".py:" in one.name:
-                found.append(one.name.rpartition(":")[0])
+            if isinstance(one, FunctionReward) and (file := file_of(one.name)) is not None:
+                found.append(str(file))
             elif isinstance(one, ModelReward):
                 found.append(one.path)
             elif isinstance(one, JsonSchemaReward) and isinstance(one.schema, str):

@@ -6,6 +6,7 @@ Owns: names, types, defaults, and rules that need no file and no model. Does not
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -17,14 +18,16 @@ import pydantic
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.features import KEYS, Asked
 from meshlora.plan.pairs import check
+from meshlora.run.config.metrics import RegexMetric, check_metrics, code_of, name_of
 from meshlora.run.config.rl import RlConfig
-from meshlora_ground.errors import UserError
+from meshlora_ground.errors import UserError, did_you_mean
 from meshlora_ground.numbers import check_numbers, number, require
 from meshlora_ground.objective import Objective, Referenced, Sft
 from meshlora_ground.private import CACHE
 from meshlora_ground.reading import check_path
 from meshlora_ground.topology import Topology
 
+LOSS = "loss"  # what early stopping watches, unless told otherwise
 # Upper limits: far above any use, and below the point where arithmetic or a library fails.
 _STEPS, _RATE, _FACTOR = 10**9, 1e3, 1e6
 _LR = 10  # AdamW moves each element by as much in one step: hundreds are percent, or a slip
@@ -248,6 +251,8 @@ class GenerateConfig:
         do_sample: sample with temperature and top_p.
         temperature: divides the logits; top_p: the likeliest tokens that make up this probability (nucleus).
         batch_size: prompts at once. seed: of do_sample.
+        metrics: what the answers to the prompts of data.eval are measured by (`run.config.metrics`), in evaluations of
+            a run too. limit: continue only the first N prompts.
     """
 
     max_new_tokens: int = number(64, "at least 1", most=10**8)
@@ -261,9 +266,12 @@ class GenerateConfig:
     top_p: float = number(1.0, "above 0, at most 1")
     batch_size: int = number(16, "at least 1", most=10**6)
     seed: int = number(0, "not negative")
+    metrics: list[str | RegexMetric] = field(default_factory=list)
+    limit: int | None = number(None, "at least 1", most=10**12)
 
     def __post_init__(self) -> None:
         check_numbers("generate", self)
+        check_metrics(self.metrics)
         require(self.seed < 2**63, "generate.seed", self.seed, "below 2**63")
         if self.length_penalty != 1.0 and self.num_beams == 1 and self.search == "transformers":
             raise UserError("generate.length_penalty", "it has no effect without beams", "give generate.num_beams")
@@ -278,15 +286,32 @@ class GenerateConfig:
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """When a run ends before its last step: the loss on held-out data has not improved for a while.
+    """When a run ends before its last step: what is watched has not improved for a while.
 
     Attributes:
         patience: evaluations in a row without an improvement, after which the run ends; 0: it never does.
-        min_delta: how far below the lowest loss so far another one is an improvement.
+        min_delta: how far beyond the best value so far another one is an improvement.
+        metric: what is watched, by `train.keep_best` too: the held-out loss, of which less is better, or one of
+            `generate.metrics`, of which more is.
     """
 
     patience: int = number(0, "not negative", most=10**6)
     min_delta: float = number(0.0, "not negative", most=_FACTOR)
+    metric: str = LOSS
+
+    @property
+    def is_of_answers(self) -> bool:
+        """Whether more is better."""
+        return self.metric != LOSS
+
+    @property
+    def worst(self) -> float:
+        """What any value is better than."""
+        return -math.inf if self.is_of_answers else math.inf
+
+    def is_better(self, value: float, best: float, *, by: float = 0.0) -> bool:
+        """Whether `value` is better than `best`, by more than `by`. NaN never is."""
+        return value > best + by if self.is_of_answers else value < best - by
 
     def __post_init__(self) -> None:
         check_numbers("train.early_stopping", self)
@@ -372,8 +397,8 @@ class TrainConfig:
         eval_every, save_every: in optimizer steps, or epoch, or epoch/k, k times in one; 0: only at the end.
         log_every: steps between printed lines.
         keep_last: number of newest checkpoints kept, 0: all; keep_best: also keep the one with the lowest
-            evaluation loss.
-        early_stopping: end the run once the evaluation loss no longer falls.
+            evaluation loss, or the best early_stopping.metric.
+        early_stopping: end the run once the evaluation loss no longer falls, or a metric no longer rises.
         on_spike: what is done when the loss of steps jumps up: stop, or note it.
         on_save_error: whether a checkpoint that cannot be written stops the run. on_nonfinite: stop at a loss or
             gradient that is not finite, or skip the step.
@@ -479,6 +504,9 @@ class TrainConfig:
             raise UserError("train.keep_best", "the best is known by evaluations", "give train.eval_every")
         if self.early_stopping.patience and not self.eval_every:
             raise UserError("train.early_stopping", "it is decided by evaluations", "give train.eval_every")
+        if self.early_stopping.is_of_answers and not (self.early_stopping.patience or self.keep_best):
+            given = f"train.early_stopping.metric={self.early_stopping.metric}"
+            raise UserError(given, "it has no effect by itself", "give early_stopping.patience, or keep_best: true")
         if self.keep_last and not (self.save_every or self.keep_best):
             raise UserError("train.keep_last", "it has no effect without checkpoints", "give train.save_every")
 
@@ -541,7 +569,7 @@ class RunConfig:
         device: where ranks compute.
         preflight: where the proof before the first step runs: on CPUs in float64; also on the devices of the run in
             float32; auto: on these too if they are GPUs; off: nowhere.
-        generate: options of `meshlora evaluate --generate`.
+        generate: options of `meshlora evaluate --generate`, and metrics on answers.
         rl: how rollouts are made, of `meshlora rl`.
         preset: a recipe for values missing in the file (`run.config.presets`), already filled in here.
     """
@@ -583,6 +611,11 @@ class RunConfig:
             raise UserError(f"train.sample_every={self.train.sample_every}", "there is nothing to continue", way_out)
         if self.data.sample_prompts is not None and not self.train.sample_every:
             raise UserError("data.sample_prompts", "it has no effect without train.sample_every", "give both")
+        watched, known = self.train.early_stopping, [name_of(one) for one in self.generate.metrics]
+        if watched.is_of_answers and watched.metric not in known:
+            way_out = did_you_mean(watched.metric, known) if known else "give generate.metrics: [exact_match]"
+            rule = "it is neither loss nor one of generate.metrics"
+            raise UserError(f"train.early_stopping.metric={watched.metric}", rule, way_out)
         if self.rl is not None:
             self._check_rl(self.rl)
         check(self.asked)
@@ -596,6 +629,8 @@ class RunConfig:
         found |= {"data.train": paths_of(self.data.train), "data.eval": paths_of(self.data.eval_files)}
         if self.train.routing_replay is not None:
             found["train.routing_replay"] = [self.train.routing_replay]
+        if code := code_of(self.generate.metrics):
+            found["generate.metrics"] = [*map(str, code)]
         if self.rl is not None:
             found["rl.source"] = [self.rl.source] if self.rl.is_folder else []
             found["rl.rewards"] = self.rl.files

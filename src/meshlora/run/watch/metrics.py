@@ -176,10 +176,11 @@ class Reporter:
         *,
         perplexity: float | None = None,
         means: Mapping[str, float] | None = None,
+        answers: int | None = None,
     ) -> None:
         """Record the loss on held-out data. Values that are not finite are left out: JSON has none.
 
-        means: other statistics, by name.
+        means: other statistics, by name. answers: number of those that metrics among them are of.
         """
         if self._file is None:
             return
@@ -191,6 +192,8 @@ class Reporter:
         for name, value in (means or {}).items():
             values[f"eval_{name}"] = value
             shown += f"  {name} {value:.4f}"
+        if answers is not None:
+            values["eval_answers"] = answers
         self._write(values)
         self.say(f"step {step}/{self.steps}  eval loss {loss:.4f}{shown}")
 
