@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> Path:
 
 def file_of(folder: Path, name: str, topology: str = "", **changes: Any) -> Path:
     """A run that learns `ROWS` by heart, with all metrics."""
-    train = {"steps": 6, "batch_size": 5, "micro_batch_size": 2, "lr": 1e-2, "schedule": "constant", "eval_every": 3}
+    train = {"steps": 9, "batch_size": 5, "micro_batch_size": 2, "lr": 1e-2, "schedule": "constant", "eval_every": 3}
     generate = {"max_new_tokens": 10, "batch_size": 2, "metrics": [*METRICS, f"{folder / 'mine.py'}:near"]}
     return write_run_file(
         folder / f"{name}.yaml",
@@ -81,9 +81,9 @@ def alone(folder: Path) -> dict[int, dict[str, float]]:
 def test_metrics_are_those_of_transformers_and_peft_and_change_no_step(
     folder: Path, alone: dict[int, dict[str, float]]
 ) -> None:
-    assert [*alone] == [0, 3, 6]
+    assert [*alone] == [0, 3, 6, 9]
     assert alone[0]["exact_match"] == alone[0]["form"] == 0, "the base"
-    assert 1 > alone[6]["near"] > alone[6]["exact_match"] > 0, "no metric says what another says"
+    assert 1 > alone[9]["near"] > alone[9]["exact_match"] > 0, "no metric says what another says"
     tokenizer = AutoTokenizer.from_pretrained(small_base())
     base = AutoModelForCausalLM.from_pretrained(small_base(), dtype=torch.float64)
     model = PeftModel.from_pretrained(base, folder / "alone" / "adapter").double().eval()
@@ -94,15 +94,15 @@ def test_metrics_are_those_of_transformers_and_peft_and_change_no_step(
             tokens = model.generate(input_ids=ids, max_new_tokens=10, do_sample=False, pad_token_id=0)
         said.append(tokenizer.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True))
     wanted = [row["completion"] for row in ROWS]
-    assert alone[6]["exact_match"] == sum(map(str.__eq__, map(str.strip, said), wanted)) / 5
+    assert alone[9]["exact_match"] == sum(map(str.__eq__, map(str.strip, said), wanted)) / 5
     near = [max(n for n in range(len(of) + 1) if text[:n] == of[:n]) for text, of in zip(said, wanted, strict=True)]
-    assert alone[6]["near"] == pytest.approx(sum(near) / len(wanted[0]) / 5, rel=1e-12)
+    assert alone[9]["near"] == pytest.approx(sum(near) / len(wanted[0]) / 5, rel=1e-12)
     run_and_keep_groups(file_of(folder, "plain", generate={"metrics": []}), 1)
     assert measured(folder / "plain") == {}
     adapters = [(folder / name / "adapter" / WEIGHTS_FILE).read_bytes() for name in ("alone", "plain")]
     assert adapters[0] == adapters[1]
     card = (folder / "alone" / "adapter" / "README.md").read_text()
-    shown = f"exact_match {alone[6]['exact_match']:.4g} (0 of the base)"
+    shown = f"exact_match {alone[9]['exact_match']:.4g} (0 of the base)"
     assert shown in card
     assert "over 5 generated answers" in card
     kept = [read_whole(folder / name / "adapter", kinds=("adapter",)).identity for name in ("alone", "plain")]
@@ -117,7 +117,7 @@ def test_metrics_are_equal_on_every_mesh_and_rank_0_alone_runs_the_function(
     pools(2).run(run_and_keep_groups, file_of(folder, "two", topology), 2)
     assert measured(folder / "two") == alone
     calls = (folder / "calls").read_text().split()
-    assert (len(calls), len({*calls})) == (3 * 5, 1)
+    assert (len(calls), len({*calls})) == (4 * 5, 1)
 
 
 def _error(file: Path, world: int) -> str:
@@ -130,9 +130,10 @@ def test_a_function_that_fails_ends_all_ranks_with_the_row(folder: Path, pools: 
     code = "def near(prompt, answer, reference):\n    assert '3' not in reference, 'no threes'\n    return True\n"
     (folder / "mine.py").write_text(code)
     file = file_of(folder, "fails", "dp=2")
-    said = pools(2).run(_error, file, 2)
+    said = pools(2).run(_error, file, 2, timeout_s=60)
     assert said[0] == said[1]
-    assert f"{folder / 'train.jsonl'}:4: it raised AssertionError (no threes)" in said[0]
+    assert f"{folder / 'train.jsonl'}:4: it raised AssertionError" in said[0]
+    assert "no threes" in said[0]
 
 
 # --- what a run does by them ------------------------------------------------------------------------------------------
@@ -172,16 +173,16 @@ def _run_with_scores(file: Path, world: int, resume: str | None = None) -> None:
         module.measured_by_rank_0 = measured_by_rank_0
 
 
-def _watching(folder: Path, name: str, topology: str = "", **options: Any) -> Path:
+def _watching(folder: Path, name: str, *, topology: str = "", **options: Any) -> Path:
     generate = {"metrics": ["exact_match"], "max_new_tokens": 1, "limit": 1}
     stopping = {"metric": "exact_match", **options.pop("early_stopping", {})}
-    train = {"eval_every": 1, "save_every": 1, "early_stopping": stopping, **options}
+    train = {"steps": 6, "eval_every": 1, "save_every": 1, "early_stopping": stopping, **options}
     return file_of(folder, name, topology, train=train, generate=generate)
 
 
 def test_a_run_ends_when_the_metric_rises_no_more(folder: Path, pools: Callable[[int], Pool]) -> None:
     """More is better, as rank 0 sees it."""
-    file = _watching(folder, "stops", "dp=2", early_stopping={"patience": 2})
+    file = _watching(folder, "stops", topology="dp=2", early_stopping={"patience": 2})
     pools(2).run(_run_with_scores, file, 2)
     assert read_whole(folder / "stops" / "adapter", kinds=("adapter",)).step == 4
     numbers = {line["eval_answers"] for line in metrics_of(folder / "stops") if "eval_answers" in line}
@@ -191,7 +192,7 @@ def test_a_run_ends_when_the_metric_rises_no_more(folder: Path, pools: Callable[
 
 def test_a_resumed_run_counts_on_and_knows_its_best(folder: Path) -> None:
     """Stopped after step 3, whose answers were the best; step 4 is the second in a row without an improvement."""
-    options = {"early_stopping": {"patience": 2}, "keep_best": True}
+    options: dict[str, Any] = {"early_stopping": {"patience": 2}, "keep_best": True}
     _run_with_scores(_watching(folder, "resumed", **options), 1)
     output = folder / "resumed"
     for name in ("adapter", "checkpoints/step-000004"):

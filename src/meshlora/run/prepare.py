@@ -26,7 +26,7 @@ from meshlora.run.asking import recorded
 from meshlora.run.checkpoint.identity import contents, identity
 from meshlora.run.checkpoint.resuming import day_of_adapter, day_of_run, going_on
 from meshlora.run.config.metrics import code_of
-from meshlora.run.config.run_file import RunConfig, TrainConfig, paths_of
+from meshlora.run.config.run_file import Given, RunConfig, TrainConfig, paths_of
 from meshlora.run.early_stopping import Patience, values_until
 from meshlora.run.followed import stream_of
 from meshlora.run.learning_rate import notes_of_rate
@@ -145,9 +145,6 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
     )
     if train.require_fast:
         check_fast(slow)
-    of_rl = dict[str, list[Path]]()
-    if config.rl is not None:
-        of_rl = {"prompts": places(paths_of(options.train)), "rewards": [*map(Path, config.rl.files)]}
     run = Prepared(
         config,
         blueprint,
@@ -169,8 +166,7 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
             of_adapter=(CONFIG_FILE, WEIGHTS_FILE, PIECES_FILE),
             weights=weight_files(Path(data.texts.model.path)),
             replay=_check_routing(blueprint.plan, train, steps=steps, resume=resume),
-            code=code_of(config.generate.metrics),
-            **of_rl,
+            **_further_files(config, options.train),
         ),
         samples=samples,
         answers=answers,
@@ -180,6 +176,14 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
         asking=recorded(data.form, options),
     )
     return read_output(run, resume=resume, despite=despite)
+
+
+def _further_files(config: RunConfig, prompts: Given) -> dict[str, list[Path]]:
+    """Files that only some runs read, as `contents` takes them."""
+    found = {"code": code_of(config.generate.metrics)}
+    if config.rl is not None:
+        found |= {"prompts": places(paths_of(prompts)), "rewards": [*map(Path, config.rl.files)]}
+    return found
 
 
 def _check_routing(plan: ModelPlan, train: TrainConfig, *, steps: int, resume: str | None) -> list[Path]:
