@@ -134,6 +134,7 @@ def check_picture(file: Path) -> None:
 def _label(axis: Any, title: str) -> None:
     axis.set_title(title, loc="left", fontsize=11)
     axis.set_xlabel("optimizer step")
+    axis.xaxis.get_major_locator().set_params(integer=True)  # there is no step 2.5
     axis.grid(alpha=0.25)
 
 

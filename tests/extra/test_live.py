@@ -115,6 +115,17 @@ def test_only_finite_numbers_under_known_names_are_shown(tmp_path: Path) -> None
     json.dumps(shown, allow_nan=False)
 
 
+def test_page_is_told_how_many_steps_each_run_has_and_what_each_is_called(tmp_path: Path) -> None:
+    """It shows "20 of 60", the time left, and whose curves are beside those of the run."""
+    for name in ("one", "two"):
+        write_run(tmp_path / name, {**STEP, "steps": 60})
+    runs = Runs(tmp_path).shown("one")["runs"]
+    assert {run["name"] for run in runs} == {"one", "two"}
+    assert [run["steps"][0]["steps"] for run in runs] == [60, 60]
+    script = (resources.files("meshlora_extra.page") / "live.js").read_text("utf-8")
+    assert all(words in script for words in ("`${short(step.step)} of ${short(step.steps)}`", "`other runs: ${names"))
+
+
 def test_long_run_is_thinned_and_one_that_goes_on_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,15 @@ def test_each_panel_shows_every_step_of_every_run(lines_of: dict[str, Any], tmp_
     assert lines_of["trained tokens/s"][1] == ("two", [1, 2], [400, 400])
 
 
+def test_steps_are_marked_by_whole_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    marks: list[list[float]] = []
+    monkeypatch.setattr(plot, "_save", lambda figure, _: marks.extend(list(a.get_xticks()) for a in figure.axes))
+    plot_runs([make_run(tmp_path / "run", steps=9)], tmp_path / "out.png")
+    plot_schedule([1e-3, 5e-4, 1e-4], tmp_path / "rates.png", title="linear")
+    assert len(marks) == 5
+    assert all(mark == round(mark) for axis in marks for mark in axis)
+
+
 @pytest.mark.parametrize("suffix", SIGNATURES)
 def test_picture_is_of_the_kind_that_its_name_says(suffix: str, tmp_path: Path) -> None:
     file = tmp_path / f"out{suffix}"

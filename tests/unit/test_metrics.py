@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,11 @@ def test_line_of_a_step_has_what_its_objective_reports(is_terminal: bool, tmp_pa
         reporter.step(StepMetrics(2, 0.4, 1e-3, float("inf"), 100, 0.5, skipped=True))
     first_line = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[0])
     assert first_line["engine_kl"] == 0.5, "it is in the file, and not in the line"
+    assert first_line["steps"] == 2
     text = said.getvalue()
     if is_terminal:
         assert "loss 0.4000  200 tokens/s  left out" in text, "in the bar"
+        assert re.search(r"\d:\d\d\S* left\b", text), "what the time of the bar is"
     # A bar is drawn again from the beginning of its line.
     lines = [line.rpartition("\r")[2].removeprefix("\x1b[2K") for line in text.splitlines()]
     first, second = [line for line in lines if line.startswith("step ") and "grad_norm" in line]

@@ -28,6 +28,17 @@ const short = (value) => {
 };
 const seconds = (value) => (value === undefined ? "–" : value >= 1 ? `${value.toFixed(2)} s` : `${Math.round(1000 * value)} ms`);
 const bytes = (value) => (value === undefined ? "–" : `${(value / 1e9).toFixed(2)} GB`);
+const ofAll = (step) => (step.steps === undefined ? short(step.step) : `${short(step.step)} of ${short(step.steps)}`);
+// Of the steps to come, at the pace of the last ones; nothing of a run that has ended, or that nobody writes any more.
+const left = (run, now) => {
+  const last = run.steps[run.steps.length - 1] || {}, timed = run.steps.slice(-20).filter((step) => step.step_time_s > 0);
+  if (last.steps === undefined || !timed.length) return "";
+  if (last.step >= last.steps) return "all done";
+  const pace = timed.reduce((sum, step) => sum + step.step_time_s, 0) / timed.length;
+  if (now - run.written > Math.max(300, 20 * pace)) return "";
+  return `about ${span(pace * (last.steps - last.step))} left`;
+};
+const span = (time) => (time < 90 ? `${Math.round(time)} s` : time < 5400 ? `${Math.round(time / 60)} min` : `${(time / 3600).toFixed(1)} h`);
 const rate = (step) => (step.tokens !== undefined && step.step_time_s > 0 ? step.tokens / step.step_time_s : undefined);
 const points = (steps, value) => steps.map((step) => [step.step, value(step)]).filter((point) => point[1] !== undefined);
 
@@ -40,6 +51,8 @@ const PANELS = [
   { title: "peak memory of rank 0", of: (step) => step.peak_memory_bytes, text: bytes, zero: true },
 ];
 
+const named = (names) => `other runs: ${names.slice(0, 3).join(", ")}${names.length > 3 ? ` and ${names.length - 3} more` : ""}`;
+
 const panel = (what, run, others) => {
   const ours = points(run.steps, what.of);
   const box = make("article", undefined, "panel"), head = make("header"), out = make("output");
@@ -47,12 +60,14 @@ const panel = (what, run, others) => {
   const legend = make("div", undefined, "legend");
   const planned = what.line ? points(run.steps, what.line) : [];
   const marks = what.marks ? what.marks(run) : [];
-  const rest = what.others ? others.map((other) => points(other.steps, what.of)).filter((curve) => curve.length) : [];
+  const beside = what.others ? others.filter((other) => points(other.steps, what.of).length) : [];
+  const rest = beside.map((other) => points(other.steps, what.of));
   if (planned.length || marks.length || rest.length) {
     legend.append(make("span", "this run", "ours"));
     if (marks.length) legend.append(make("span", what.marked, "mark"));
     if (planned.length) legend.append(make("span", what.lined, "mark"));
-    if (rest.length) legend.append(make("span", "other runs", "other"));
+    // By name: a loss of another task on this axis says nothing of this run.
+    if (rest.length) legend.append(make("span", named(beside.map((other) => other.name)), "other"));
   }
   box.append(head, legend);
   const all = [...ours, ...marks, ...planned, ...rest.flat()];
@@ -76,7 +91,11 @@ const panel = (what, run, others) => {
   svg.append(draw("text", { x: LEFT, y: HEIGHT - 4 }, short(x0)));
   svg.append(draw("text", { x: WIDTH - RIGHT, y: HEIGHT - 4, "text-anchor": "end" }, `step ${short(x1)}`));
   const path = (curve) => curve.map((p, i) => `${i ? "L" : "M"}${x(p[0]).toFixed(1)} ${y(p[1]).toFixed(1)}`).join("");
-  for (const curve of rest) svg.append(draw("path", { class: "other", d: path(curve) }));
+  rest.forEach((curve, i) => {
+    const other = draw("path", { class: "other", d: path(curve) });
+    other.append(draw("title", {}, beside[i].name));
+    svg.append(other);
+  });
   if (planned.length) svg.append(draw("path", { class: "mark", d: path(planned) }));
   svg.append(draw("path", { class: "ours", d: ours.length > 1 ? path(ours) : `${path(ours)}l0.1 0` }));
   for (const mark of marks) svg.append(draw("circle", { class: "mark", cx: x(mark[0]), cy: y(mark[1]), r: 3.2 }));
@@ -99,10 +118,10 @@ const panel = (what, run, others) => {
   return box;
 };
 
-const facts = (run) => {
+const facts = (run, now) => {
   const last = run.steps[run.steps.length - 1] || {}, evaluated = run.evaluations[run.evaluations.length - 1];
   const rows = [
-    ["step", short(last.step)],
+    ["step", ofAll(last), left(run, now)],
     ["loss", short(last.loss)],
     ["held out", evaluated ? `${short(evaluated.eval_loss)}` : "–"],
     ["learning rate", short(last.lr)],
@@ -131,7 +150,7 @@ const table = (data) => {
     button.type = "button";
     button.addEventListener("click", () => { chosen = run.name; look(); });
     cell.append(button);
-    row.append(cell, make("td", short(last.step)), make("td", short(last.loss)), make("td", short(evaluated.eval_loss)), make("td", ago(run.written, data.now)));
+    row.append(cell, make("td", ofAll(last)), make("td", short(last.loss)), make("td", short(evaluated.eval_loss)), make("td", ago(run.written, data.now)));
     return row;
   }));
 };
@@ -174,7 +193,7 @@ const look = async () => {
   latest = same;
   byId("name").textContent = run.name;
   document.title = `${run.name}: meshlora`;
-  facts(run);
+  facts(run, data.now);
   byId("panels").replaceChildren(...PANELS.map((what) => panel(what, run, data.runs.filter((one) => one !== run))));
   samples(data);
 };

@@ -19,7 +19,19 @@ from typing import Any
 
 METRICS, SAMPLES = "metrics.jsonl", "samples.jsonl"
 # Of a step; of an evaluation.
-_STEP = ("step", "loss", "lr", "grad_norm", "tokens", "step_time_s", "planned_step_time_s", "peak_memory_bytes")
+_STEP = (
+    "step",
+    "steps",
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens",
+    "step_time_s",
+    "planned_step_time_s",
+    "peak_memory_bytes",
+)
+# Of the steps of a run that is not chosen.
+_OF_OTHERS = ("step", "steps", "loss")
 _EVALUATION = ("step", "eval_loss")
 _MOST_RUNS, _MOST_POINTS, _MOST_SAMPLES, _LONGEST = 40, 1500, 8, 2000
 # Read of a file, from its end: a million steps of 200 bytes are more than a page can show.
@@ -64,7 +76,7 @@ class Runs:
                 self._read[file] = known = (mark, _numbers(file))
         steps, evaluations = known[1]["steps"], known[1]["evaluations"]
         if not is_chosen:
-            steps = [{key: step[key] for key in ("step", "loss") if key in step} for step in steps]
+            steps = [{key: step[key] for key in _OF_OTHERS if key in step} for step in steps]
         return {"steps": steps, "evaluations": evaluations, "written": status.st_mtime}
 
 

@@ -114,6 +114,7 @@ class Reporter:
             BarColumn(),
             TextColumn("{task.fields[shown]}", markup=False),
             TimeRemainingColumn(),
+            TextColumn("left"),
             console=self.console,
             transient=False,
             disable=bool(name) or not (is_main and self.console.is_terminal),
@@ -146,6 +147,7 @@ class Reporter:
         if self._file is None:
             return
         values = {name: value for name, value in vars(metrics).items() if name not in ("means", "slow_paths")}
+        values["steps"] = self.steps  # in every line: the live page may read the end of the file alone
         for path in metrics.slow_paths:
             self.say(f"slow path: {path}")
         if slow := [*map(str, (*self.slow_paths, *metrics.slow_paths))]:

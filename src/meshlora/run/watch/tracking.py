@@ -97,7 +97,7 @@ def tracked(values: Mapping[str, object]) -> tuple[dict[str, float], int]:
     """(numbers under the names for trackers, step) of a line of `metrics.jsonl`."""
     named, step = dict[str, float](), values["step"]
     for name, value in values.items():
-        if name == "step" or not isinstance(value, int | float):
+        if name in ("step", "steps") or not isinstance(value, int | float):
             continue
         if name.startswith("eval_"):
             named[f"eval/{name.removeprefix('eval_')}"] = float(value)
