@@ -5,6 +5,7 @@ the core's. A new command is a line in its group.
 _GROUPS = {
     "start: a run file, and what it will do": {
         "init": "meshlora_extra.commands.init",
+        "import": "meshlora_extra.commands.import_recipe",
         "data": "meshlora_extra.commands.data",
         "check": "meshlora.cli.check",
         "plan": "meshlora_extra.commands.plan",

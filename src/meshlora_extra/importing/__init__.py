@@ -1,0 +1,1 @@
+"""Recipes of other trainers as run files: `meshlora import`."""

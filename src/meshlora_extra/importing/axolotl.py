@@ -1,0 +1,325 @@
+"""axolotl's recipes: keys that are computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshlora_extra.importing import loop
+from meshlora_extra.importing.draft import Draft
+from meshlora_extra.importing.sources import (
+    adapter,
+    factors,
+    no_dropout,
+    preferences,
+    put_sources,
+    quantized,
+    settle_adapter,
+    source,
+    targets,
+    template,
+)
+
+# Their type of rows -> (format here, prompt style); no value: read by the fields of the rows.
+_TYPES = {
+    "chat_template": (None, None),
+    "chat_template.default": (None, None),
+    "sharegpt": (None, None),
+    "alpaca": ("alpaca", "alpaca"),
+    "completion": ("text", None),
+    "pretrain": ("text", None),
+}
+_RULES_OF_ROWS = {
+    "roles": "roles are system, user, assistant and tool, as rows name them",
+    "field_thinking": "a thinking field is the template's own",
+    "template_thinking_key": "a thinking field is the template's own",
+    "message_field_training": "messages say what is trained by weight",
+    "message_field_training_detail": "messages say what is trained by weight",
+    "split_thinking": "a thinking field is the template's own",
+    "train_on_eos": "the end of a trained turn is trained",
+    "field_system": "a system turn is a message",
+    "drop_system_message": "a system turn stays",
+    "shards": "rows: a slice of a source is the nearest",
+    "preprocess_shards": "",
+}
+
+
+def rules(draft: Draft) -> None:
+    kind = draft.take("adapter")
+    if kind is None and not draft.has("lora_model_dir"):
+        raise draft.refuse("no adapter", "the recipe trains all parameters", "give adapter: lora in it, with lora_r")
+    if kind not in ("lora", "qlora", None):
+        raise draft.refuse(f"adapter: {kind}", "LoRA is all that is trained here", "give adapter: lora in it")
+    _model(draft, str(kind))
+    _data(draft)
+    _objective(draft)
+    _loop(draft)
+    _adapter(draft)
+    if "train.objective" in draft.values and draft.values["train.objective"]["kind"] != "orpo":
+        no_dropout(draft)
+
+
+def _model(draft: Draft, kind: str) -> None:
+    draft.put("model.path", draft.take("base_model"), "base_model")
+    loop.dtype(draft, default="bfloat16")
+    four, eight = draft.take("load_in_4bit"), draft.take("load_in_8bit")
+    if loop.is_true(four) and kind == "qlora":
+        quantized(draft, "nf4", whose="load_in_4bit", nested=True)
+    elif loop.is_true(four):
+        draft.say("load_in_4bit: only adapter: qlora reads it there; the base is not quantised")
+    elif loop.is_true(eight):
+        quantized(draft, "int8", whose="load_in_8bit")
+    config, options = draft.take("model_quantization_config"), draft.under("model_quantization_config_kwargs")
+    if config == "Mxfp4Config" and not options.get("dequantize"):
+        quantized(draft, "keep", whose="model_quantization_config")
+    elif config and config != "Mxfp4Config":
+        draft.lose("model_quantization_config", config, "model.quantization: keep reads checkpoints as they are")
+    if draft.take("gptq"):
+        quantized(draft, "keep", whose="gptq")
+    loop.recompute(draft, draft.take("gradient_checkpointing"), whose="gradient_checkpointing")
+
+
+def _data(draft: Draft) -> None:
+    given = draft.take("datasets")
+    if given is None and (given := draft.take("pretraining_dataset")) is not None:
+        draft.put("data.streaming", True, "pretraining_dataset")
+        given = [{"path": given, "type": "pretrain"}] if isinstance(given, str) else given
+    if not isinstance(given, list) or not given:
+        raise draft.refuse("datasets", "it is a list of datasets", "give datasets: [{path: ..., type: ...}]")
+    found = [_source(draft, f"datasets[{number}]", each) for number, each in enumerate(given)]
+    put_sources(draft, "data.train", found, "datasets")
+    if tests := draft.take("test_datasets"):
+        found = [_source(draft, f"test_datasets[{number}]", each) for number, each in enumerate(tests)]
+        put_sources(draft, "data.eval", found, "test_datasets")
+    elif share := draft.take("val_set_size"):
+        whole = float(share) >= 1
+        draft.put(
+            "data.eval",
+            int(share) if whole else float(share),
+            "val_set_size; drawn by the seed, not the same rows as there",
+        )
+    draft.take("val_set_size")
+    draft.put("data.max_length", int(draft.take("sequence_len", default=512)), "sequence_len")
+    cut = str(draft.take("excess_length_strategy", default="drop"))
+    if cut in ("drop", "truncate"):
+        draft.put("data.too_long", cut, "excess_length_strategy" if cut != "drop" else "as there by default")
+    elif cut == "raise":
+        draft.put("data.too_long", "error", "excess_length_strategy")
+    else:
+        draft.lose("excess_length_strategy", cut, "data.too_long is truncate, drop, split or error")
+    if loop.is_true(draft.take("sample_packing")):
+        draft.put("data.packing", "rows", "sample_packing; incomplete last rows are left out there")
+        draft.say(
+            "sample_packing: a row there is micro_batch_size x sequence_len tokens, here sequence_len, as many "
+            "rows a step: the same tokens"
+        )
+    else:
+        draft.put("data.packing", "auto", "no sample_packing: a batch counts sequences")
+    if (name := draft.take("chat_template")) is not None:
+        template(draft, name, whose="chat_template")
+    _trained_on(draft)
+    tokens = {**(draft.take("special_tokens") or {}), **draft.under("special_tokens")}
+    for name, token in tokens.items():
+        if name == "pad_token" or token is None:
+            draft.idle.append(f"special_tokens.{name}")
+        else:
+            draft.lose(
+                f"special_tokens.{name}", token, "the tokenizer's own are taken; set it in the tokenizer's files"
+            )
+
+
+def _trained_on(draft: Draft) -> None:
+    roles = draft.take("roles_to_train")
+    if loop.is_true(draft.take("train_on_inputs")):
+        draft.put("data.train_on", "everything", "train_on_inputs")
+    elif roles and list(roles) != ["assistant"]:
+        draft.put("data.train_on", list(roles), "roles_to_train")
+    else:
+        draft.put("data.train_on", "all", "answers, as there by default")
+
+
+def _source(draft: Draft, where: str, given: Any) -> dict[str, Any]:
+    """One of `datasets`."""
+    entry = dict(given) if isinstance(given, dict) else {"path": given}
+    path, files = entry.pop("path", None), entry.pop("data_files", None)
+    if files and path in (None, "json", "csv", "parquet", "text"):
+        path = files
+    elif files:
+        draft.lose(f"{where}.data_files", files, "a name of the hub is read by its splits; give the files themselves")
+    if path is None:
+        raise draft.refuse(f"{where}", "it has no path", "give path:")
+    entry.pop("ds_type", None)
+    columns = _columns(draft, where, entry)
+    format = _format(draft, where, entry.pop("type", None))
+    found = source(
+        path,
+        config=entry.pop("name", None),
+        split=entry.pop("split", None),
+        columns=columns,
+        format=format,
+        revision=entry.pop("revision", None),
+    )
+    for key, value in entry.items():
+        if key == "roles_to_train" and list(value) == ["assistant"]:
+            continue
+        if key == "train_on_eos" and value == "turn":
+            continue
+        if key == "roles" and all(list(names) == [role] for role, names in value.items()):
+            continue
+        if value not in (None, False, [], {}):
+            draft.lose(f"{where}.{key}", value, _RULES_OF_ROWS.get(key, "sources have no such option"))
+    return found
+
+
+def _columns(draft: Draft, where: str, entry: dict[str, Any]) -> dict[str, str]:
+    """Our names of columns, of the fields that a dataset names."""
+    found = {}
+    messages, mapping = entry.pop("field_messages", None), entry.pop("message_property_mappings", None) or {}
+    is_sharegpt = mapping.get("role") == "from" and mapping.get("content") == "value"
+    own = "conversations" if is_sharegpt else "messages"
+    if messages and messages != own:
+        found[own] = messages
+    for part, name in mapping.items():
+        usual = {"role": ("role", "from"), "content": ("content", "value")}.get(part, ())
+        if name not in usual:
+            draft.lose(
+                f"{where}.message_property_mappings.{part}", name, "messages have role and content, or from and value"
+            )
+    fields = {
+        "field": "text",
+        "field_chosen": "chosen",
+        "field_rejected": "rejected",
+        "field_tools": "tools",
+    }
+    for theirs, ours in fields.items():
+        if (name := entry.pop(theirs, None)) and name != ours:
+            found[ours] = name
+    return found
+
+
+def _format(draft: Draft, where: str, kind: Any) -> str | None:
+    """The format of a type of rows, and its prompt style."""
+    if isinstance(kind, dict):
+        draft.lose(f"{where}.type", kind, "a prompt of one's own is a data.map: file.py:function")
+        return None
+    if kind is None:
+        return "tokens"
+    if kind not in _TYPES:
+        draft.lose(
+            f"{where}.type", kind, "this style of prompts is not here; a data.map: file.py:function can write it"
+        )
+        return None
+    format, style = _TYPES[kind]
+    if style:
+        draft.put("data.prompt", style, f"{where}.type: {kind}")
+    return format
+
+
+def _objective(draft: Draft) -> None:
+    kind = draft.take("rl")
+    beta, alpha = draft.take("rl_beta", "dpo_beta"), draft.take("orpo_alpha")
+    chosen, rejected = draft.take("kto_desirable_weight"), draft.take("kto_undesirable_weight")
+    if kind is None:
+        return
+    if kind in ("grpo", "gdpo", "ebft"):
+        raise draft.refuse(
+            f"rl: {kind}", "rollouts are made by meshlora rl, whose run file has other keys", "docs/rl.md"
+        )
+    if kind == "kto":
+        preferences(draft, "kto", beta, desirable_weight=chosen, undesirable_weight=rejected)
+    elif kind == "orpo":
+        preferences(draft, "orpo", alpha or beta)
+    elif kind == "dpo":
+        preferences(draft, "dpo", beta)
+        draft.say("losses of pairs are means of micro-batches there, here of the whole step")
+    else:
+        draft.lose("rl", kind, "of pairs there are dpo and orpo, of single answers kto")
+    if kind in ("dpo", "orpo", "kto"):
+        for key in ("data.packing", "data.train_on"):
+            draft.values.pop(key, None)
+
+
+def _loop(draft: Draft) -> None:
+    loop.sizes(
+        draft,
+        draft.take("micro_batch_size", default=1),
+        draft.take("gradient_accumulation_steps", default=1),
+        whose="micro_batch_size x gradient_accumulation_steps x processes",
+    )
+    for name, ours in {
+        "context_parallel_size": "cp",
+        "sequence_parallel_degree": "cp",
+        "tensor_parallel_size": "tp",
+        "expert_parallel_size": "ep",
+    }.items():
+        if int(draft.take(name, default=1)) > 1:
+            draft.lose(name, draft.recipe.given[name], f"write topology: {ours}=N, and divide train.batch_size by it")
+    draft.take("dp_shard_size", "dp_replicate_size")
+    lr = loop.rate(draft)
+    loop.length(
+        draft,
+        draft.take("num_epochs", default=1),
+        draft.take("max_steps"),
+        of_epochs="num_epochs; rounded once over all of them there",
+    )
+    loop.warmup(draft, ratio=0.03, ratio_why="the default there: 3% of the steps, at most 100")
+    if "train.warmup_ratio" in draft.values:
+        draft.say("warm-up: rounded down there, up here: a step at most")
+    loop.schedule(
+        draft,
+        draft.take("lr_scheduler", default="cosine"),
+        lr,
+        draft.take("lr_scheduler_kwargs") or draft.under("lr_scheduler_kwargs"),
+        whose="lr_scheduler",
+    )
+    loop.least_rate(draft, draft.take("cosine_min_lr_ratio"), lr, whose="cosine_min_lr_ratio")
+    loop.optimizer(draft, draft.take("optimizer", default="adamw_torch_fused"), whose="optimizer")
+    _events(draft)
+    loop.logging(draft)
+    loop.keeping(draft)
+    loop.output(draft, "output_dir")
+    loop.seed(draft, "seed")
+    loop.device(draft)
+    loop.timeout(draft)
+    used = [
+        name
+        for name in ("wandb", "mlflow", "trackio")
+        if draft.has(f"use_{name}", f"{name}_project", f"{name}_project_name")
+    ]
+    used += ["tensorboard"] if draft.has("use_tensorboard") else []
+    for name in ("use_wandb", "wandb_project", "use_tensorboard", "use_mlflow", "use_trackio", "trackio_project_name"):
+        draft.take(name)
+    loop.tracking(draft, used, whose="trackers")
+
+
+def _events(draft: Draft) -> None:
+    saves, evals = draft.take("saves_per_epoch"), draft.take("evals_per_epoch")
+    if saves:
+        draft.put("train.save_every", loop.part_of_epoch(int(saves)), "saves_per_epoch")
+        if (limit := draft.take("save_total_limit")) is not None:
+            draft.put("train.keep_last", int(limit), "save_total_limit")
+    elif draft.has("save_steps", "save_strategy"):
+        loop.saving(draft, default_steps=None)
+    if evals and "data.eval" in draft.values:
+        draft.put(
+            "train.eval_every", loop.part_of_epoch(int(evals)), "evals_per_epoch; one more before the first step there"
+        )
+    elif evals:
+        draft.idle.append("evals_per_epoch (no data for it)")
+    else:
+        loop.evaluation(draft, is_on=draft.has("eval_steps"))
+
+
+def _adapter(draft: Draft) -> None:
+    factors(draft)
+    for name in ("lora_r", "lora_alpha"):
+        if not draft.has(name) and not draft.has("lora_model_dir"):
+            raise draft.refuse(name, "this key is required there, too", f"give {name}")
+    linear, names = draft.take("lora_target_linear"), draft.take("lora_target_modules")
+    if loop.is_true(linear):
+        targets(draft, "all-linear", whose="lora_target_linear")
+        if names and not isinstance(names, str):
+            draft.say("lora_target_modules beside lora_target_linear: all linears of the decoder have them already")
+    else:
+        targets(draft, names, whose="lora_target_modules")
+    adapter(draft, draft.take("lora_model_dir"), whose="lora_model_dir")
+    settle_adapter(draft)

@@ -1,0 +1,192 @@
+"""A run file in the making: what a recipe says, what each of its keys became, and what has no place.
+
+Owns: the book-keeping. Does not own: what keys mean (`run.config.foreign`, and the rules of each trainer beside this
+file), the text of the file (`meshlora_extra.importing.write`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshlora.run.config.foreign.fact import Fact, Trainer
+from meshlora.run.config.foreign.trainers import facts_of
+from meshlora_ground.errors import UserError
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe as it was read.
+
+    Attributes:
+        file: where it stands. trainer: whose it is. given: its keys and values; keys of groups with dots between.
+        method: what its command or class says that it does: sft, dpo, ...; empty: nothing.
+        beside: paths of other files that may belong to it. notes: what was noticed as it was read.
+        lost: (key, value, why) of what could not be read.
+    """
+
+    file: Path
+    trainer: Trainer
+    given: Mapping[str, Any]
+    method: str = ""
+    beside: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
+    lost: tuple[tuple[str, Any, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Gap:
+    """A key without an answer here."""
+
+    key: str
+    value: Any
+    why: str
+
+
+@dataclass
+class Draft:
+    """The run file of a recipe.
+
+    Attributes:
+        num_processes: that sizes are multiplied by. values: our key, with dots -> its value. why: -> what it comes
+            from. notes: what is silently different. gaps: what has no answer. idle: keys that change no number.
+    """
+
+    recipe: Recipe
+    num_processes: int
+    values: dict[str, Any] = field(default_factory=dict)
+    why: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    gaps: list[Gap] = field(default_factory=list)
+    idle: list[str] = field(default_factory=list)
+    read: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.facts = facts_of(self.recipe.trainer)
+        self.notes += self.recipe.notes
+        self.gaps += [Gap(*each) for each in self.recipe.lost]
+
+    @property
+    def title(self) -> str:
+        """The trainer's name."""
+        return self.recipe.trainer.title
+
+    def take(self, *names: str, default: Any = None) -> Any:
+        """The value of the first of `names` that is given, and not null. All of them count as read."""
+        self.read.update(names)
+        found = [self.recipe.given[name] for name in names if self.recipe.given.get(name) is not None]
+        return found[0] if found else default
+
+    def has(self, *names: str) -> bool:
+        """Whether one of `names` is given, and says something."""
+        return any(self.recipe.given.get(name) not in (None, False, "", [], {}) for name in names)
+
+    def under(self, group: str) -> dict[str, Any]:
+        """The given keys of a group, without its name. They count as read."""
+        found = {}
+        for name, value in self.recipe.given.items():
+            if name.startswith(f"{group}."):
+                found[name.removeprefix(f"{group}.")] = value
+                self.read.add(name)
+        return found
+
+    def put(self, key: str, value: Any, why: str) -> None:
+        """Write a key of ours. why: which of theirs it comes from, and what differs."""
+        self.values[key], self.why[key] = value, why
+
+    def say(self, text: str) -> None:
+        """Note what is different, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+    def lose(self, key: str, value: Any, why: str) -> None:
+        """Note a key without an answer."""
+        self.read.add(key)
+        self.gaps.append(Gap(key, value, why))
+
+    def refuse(self, given: str, rule: str, way_out: str = "") -> UserError:
+        """The error for a recipe that is none of an adapter's training."""
+        return UserError(f"{self.recipe.file} ({self.title}): {given}", rule, way_out)
+
+    @property
+    def left(self) -> Iterator[tuple[str, Any]]:
+        """The keys that no rule has read, with their values; null says nothing."""
+        for name, value in self.recipe.given.items():
+            if name not in self.read and value is not None:
+                yield name, value
+
+    def fact(self, name: str) -> Fact | None:
+        """The row of a key, or of its group."""
+        if (found := self.facts.get(name)) is not None:
+            return found
+        parts = name.split(".")
+        groups = [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+        for group in groups:
+            for row in (f"{group}.*", group):
+                if row in self.facts:
+                    return self.facts[row]
+        return None
+
+
+def take_the_rest(draft: Draft) -> None:
+    """Read the keys that no rule has read, as the table has them."""
+    for name, value in list(draft.left):
+        fact = draft.fact(name)
+        if fact is None:
+            if value not in (False, "", [], {}):
+                draft.lose(name, value, "this key is not in the table of meshlora import")
+        elif fact.how == "no effect":
+            draft.idle.append(name)
+        elif fact.how == "no answer":
+            if fact.is_off(value):
+                draft.idle.append(name)
+            else:
+                draft.lose(name, value, fact.note)
+        else:
+            _take(draft, name, value, fact)
+
+
+def _take(draft: Draft, name: str, value: Any, fact: Fact) -> None:
+    """Write a key that is one of ours by another name."""
+    if fact.how == "approximated":
+        draft.say(f"{name}: {fact.note}")
+    if not fact.here or fact.how == "computed":  # what it says is in other keys, or said by nothing
+        draft.idle.append(name)
+        return
+    if fact.values is not None:
+        low = str(value).lower()
+        if low not in fact.values and fact.how == "same":
+            draft.lose(name, value, f"{fact.here} has {', '.join(map(str, fact.values.values()))}")
+            return
+        value = fact.values.get(low, next(iter(fact.values.values())))
+        if value is None:
+            draft.idle.append(name)
+            return
+    if fact.is_off(value) and fact.key.startswith("lora."):
+        draft.idle.append(name)
+        return
+    draft.put(fact.key, value, f"{name}; {fact.note}" if fact.note and fact.how == "same" else name)
+
+
+def fill_defaults(draft: Draft) -> None:
+    """Write the trainer's defaults wherever the recipe says nothing: never ours."""
+    for key, value in draft.recipe.trainer.defaults.items():
+        if key not in draft.values and _has_effect(draft, key):
+            draft.put(key, value, f"the default of {draft.title}")
+
+
+def _has_effect(draft: Draft, key: str) -> bool:
+    values = draft.values
+    if key == "train.keep_last":
+        return "train.save_every" in values
+    if key.startswith("lora."):
+        return "adapter" not in values
+    return True
+
+
+def with_value(recipe: Recipe, **given: Any) -> Recipe:
+    """The recipe with keys beside its own, which win."""
+    return dataclasses.replace(recipe, given={**given, **recipe.given})

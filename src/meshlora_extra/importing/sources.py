@@ -1,0 +1,155 @@
+"""Sources of data, formats, templates, and adapters, as several trainers' rules write them.
+
+Owns: what of ours says them. Does not own: how a trainer names them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from meshlora.run.config.foreign.templates import TEMPLATES
+from meshlora_extra.importing.draft import Draft
+
+# `train[:1%]`, `train[95%:]`: a split and a slice of its rows, as `datasets` writes them.
+_SLICE = re.compile(r"(?P<split>[\w.-]+)\[(?P<rows>\d*%?:\d*%?)\]")
+
+
+def split_and_rows(given: Any) -> tuple[str | None, str | None]:
+    """(split, rows) of a split as `datasets` writes it, perhaps with a slice."""
+    if given is None:
+        return None, None
+    found = _SLICE.fullmatch(str(given))
+    return (found["split"], found["rows"]) if found else (str(given), None)
+
+
+def source(
+    path: str | Sequence[str],
+    *,
+    config: str | None = None,
+    split: Any = None,
+    rows: str | None = None,
+    columns: Mapping[str, str] | None = None,
+    format: str | None = None,
+    revision: str | None = None,
+) -> dict[str, Any]:
+    """A source of `data.train`. split: perhaps with a slice."""
+    split, sliced = split_and_rows(split)
+    if isinstance(path, str) and revision:
+        path = f"{path}@{revision}"
+    if isinstance(path, str) and config:
+        path, split = f"{path}:{config}/{split or 'train'}", None
+    found: dict[str, Any] = {"path": path if isinstance(path, str) else list(path)}
+    options = {"split": split, "rows": rows or sliced, "columns": dict(columns or {}), "format": format}
+    return found | {key: value for key, value in options.items() if value}
+
+
+def put_sources(draft: Draft, key: str, found: Sequence[dict[str, Any]], why: str) -> None:
+    """Write sources under `data.train` or `data.eval`; what all have in common as `data.format`, `data.columns`."""
+    own = [dict(each) for each in found]
+    for name in ("format", "columns"):
+        values = [each.get(name) for each in own]
+        if key == "data.train" and values[0] and all(value == values[0] for value in values):
+            draft.put(f"data.{name}", values[0], why)
+        if values[0] == draft.values.get(f"data.{name}"):
+            for each in own:
+                each.pop(name, None)
+    if any(each.get("split") == "train" for each in own) and key == "data.train":
+        for each in own:
+            if each.get("split") == "train":  # the split that is read anyway
+                del each["split"]
+    written = [each["path"] if list(each) == ["path"] else each for each in own]
+    draft.put(key, written[0] if len(written) == 1 else written, why)
+
+
+def template(draft: Draft, name: Any, *, whose: str) -> None:
+    """A chat template by the name that a trainer gives it: the shipped one that writes the same, or the tokenizer's."""
+    low = str(name).lower()
+    if low in TEMPLATES:
+        draft.put("data.chat_template", TEMPLATES[low], f"{whose}: {name}")
+    elif low in ("tokenizer_default", "default", "none", "empty"):
+        draft.idle.append(whose)
+    else:
+        draft.idle.append(whose)
+        draft.say(f"{whose}: {name}: the tokenizer's own template is taken; compare with meshlora data RUN.yaml")
+
+
+def targets(draft: Draft, given: Any, *, whose: str) -> None:
+    """`target_modules`: a list, text with commas, all, or a regular expression."""
+    if given is None:
+        return
+    if isinstance(given, str):
+        words = [word for word in re.split(r"[,\s]+", given) if word]
+        given = words if len(words) > 1 else words[0]
+    if isinstance(given, list) and len(given) == 1 and given[0] in ("all", "all-linear", "all_linear"):
+        given = given[0]
+    if given in ("all", "all-linear", "all_linear"):
+        draft.put("lora.target_modules", "all-linear", f"{whose}; routers that are linears count there, not here")
+        return
+    if isinstance(given, str) and re.fullmatch(r"\w+", given):
+        given = [given]
+    draft.put("lora.target_modules", given, whose)
+
+
+def factors(draft: Draft, *, rank: tuple[str, ...] = ("lora_r", "r"), of_alpha: str = "") -> None:
+    """Rank, scale and dropout. of_alpha: which scale it is where none is given; default: the trainer's."""
+    r, alpha = draft.take(*rank), draft.take("lora_alpha")
+    dropout = draft.take("lora_dropout")
+    if r is not None:
+        draft.put("lora.r", int(r), rank[0])
+    if alpha is not None:
+        draft.put("lora.lora_alpha", alpha, "lora_alpha")
+    elif of_alpha:
+        times_two = 2 * int(draft.values.get("lora.r", 8))
+        draft.put("lora.lora_alpha", times_two, of_alpha)
+    if dropout is not None:
+        draft.put("lora.lora_dropout", dropout, "lora_dropout")
+
+
+def adapter(draft: Draft, folder: Any, *, whose: str) -> None:
+    """Go on from an adapter: it says rank, scale and targets itself."""
+    if not folder:
+        return
+    if isinstance(folder, list):
+        folder = folder if len(folder) > 1 else folder[0]
+    if isinstance(folder, list) or "," in str(folder):
+        draft.lose(whose, folder, "several adapters are merged there but the last; merge them into the base first")
+        return
+    draft.put("adapter", str(folder), whose)
+
+
+def settle_adapter(draft: Draft) -> None:
+    """With an adapter to go on from there are no fields of `lora`."""
+    if "adapter" not in draft.values:
+        return
+    for key in [key for key in draft.values if key.startswith("lora.")]:
+        del draft.values[key], draft.why[key]
+    draft.say("the adapter's own rank, scale and targets are kept; those of the recipe are left out")
+
+
+def quantized(draft: Draft, kind: str | None, *, whose: str, nested: bool = False) -> None:
+    """A base in few bits. nested: its scales are quantised themselves there."""
+    if kind is None:
+        return
+    draft.put("model.quantization", kind, whose)
+    if nested:
+        draft.lose(
+            f"{whose} with quantised scales",
+            True,
+            "scales of 4 bits are float32 here; the base differs by their rounding",
+        )
+
+
+def preferences(draft: Draft, kind: str, beta: Any = None, **options: Any) -> None:
+    """The objective of pairs or judged answers; dropout is off in it there."""
+    objective: dict[str, Any] = {"kind": kind, "beta": float(beta if beta is not None else 0.1)}
+    objective |= {name: float(value) for name, value in options.items() if value is not None}
+    draft.put("train.objective", objective, f"{kind}; beta 0.1 where it is not given")
+
+
+def no_dropout(draft: Draft) -> None:
+    """All dropout, LoRA's too, is off in preference runs of TRL and LLaMA-Factory."""
+    if draft.values.get("lora.lora_dropout", draft.recipe.trainer.defaults.get("lora.lora_dropout")):
+        draft.say("all dropout is off in preference runs there: lora_dropout is written as 0")
+    draft.put("lora.lora_dropout", 0.0, "all dropout is off in preference runs there")
