@@ -119,7 +119,7 @@ def _data(draft: Draft) -> None:
     _trained_on(draft)
     tokens = {**(draft.take("special_tokens") or {}), **draft.under("special_tokens")}
     for name, token in tokens.items():
-        if name == "pad_token" or token is None:
+        if name in ("pad_token", "unk_token") or token is None:
             draft.idle.append(f"special_tokens.{name}")
         else:
             draft.lose(

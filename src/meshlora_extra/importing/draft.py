@@ -7,6 +7,7 @@ file), the text of the file (`meshlora_extra.importing.write`).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,7 +15,31 @@ from typing import Any
 
 from meshlora.run.config.foreign.fact import Fact, Trainer
 from meshlora.run.config.foreign.trainers import facts_of
-from meshlora_ground.errors import UserError
+from meshlora_ground.errors import UserError, one_line
+
+_MOST = 10**15
+# Keys whose values are numbers with every trainer: the last part of their names.
+_NUMBERS = frozenset(
+    (
+        *("micro_batch_size", "per_device_train_batch_size", "gradient_accumulation_steps", "batch_size"),
+        *("global_batch_size", "local_batch_size", "learning_rate", "lr", "min_lr", "num_train_epochs"),
+        *("num_epochs", "epochs", "max_steps", "max_steps_per_epoch", "warmup_steps", "warmup_ratio"),
+        *("num_warmup_steps", "lr_warmup_steps", "cosine_min_lr_ratio", "min_lr_rate", "min_lr_ratio"),
+        *("lr_end", "power", "num_cycles", "num_decay_steps", "saves_per_epoch", "evals_per_epoch"),
+        *("save_steps", "eval_steps", "save_total_limit", "logging_steps", "log_every_n_steps"),
+        *("run_val_every_n_steps", "ckpt_every_steps", "val_every_steps", "early_stopping_patience"),
+        *("early_stopping_steps", "seed", "data_seed", "random_state", "ddp_timeout", "timeout_minutes"),
+        *("sequence_len", "cutoff_len", "max_length", "max_seq_length", "max_seq_len"),
+        *("packed_sequence_size", "val_set_size", "val_size", "split_dataset_ratio", "lora_r", "lora_rank"),
+        *("r", "dim", "lora_alpha", "alpha", "lora_dropout", "weight_decay", "max_grad_norm"),
+        *("clip_grad_norm", "max_norm", "rl_beta", "dpo_beta", "pref_beta", "beta", "orpo_alpha"),
+        *("label_smoothing", "label_smoothing_factor", "kto_desirable_weight", "kto_undesirable_weight"),
+        *("kto_chosen_weight", "kto_rejected_weight", "desirable_weight", "undesirable_weight"),
+        *("dpo_label_smoothing", "pissa_iter", "context_parallel_size", "sequence_parallel_degree"),
+        *("sequence_parallel_size", "tensor_parallel_size", "expert_parallel_size", "tensor_parallel_dim"),
+        *("num_processes", "quantization_bit", "quant_bits", "adam_beta1", "adam_beta2", "adam_epsilon"),
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -66,8 +91,24 @@ class Draft:
 
     def __post_init__(self) -> None:
         self.facts = facts_of(self.recipe.trainer)
+        given = {name: self._checked(name, value) for name, value in self.recipe.given.items()}
+        self.recipe = dataclasses.replace(self.recipe, given=given)
         self.notes += self.recipe.notes
         self.gaps += [Gap(*each) for each in self.recipe.lost]
+
+    def _checked(self, name: str, value: Any) -> Any:
+        """`value`, as a number where it must be one. Raises: UserError: it is none."""
+        if name.rpartition(".")[2] not in _NUMBERS or value is None:
+            return value
+        try:
+            if isinstance(value, str):
+                value = float(value)
+            number = value if isinstance(value, int) else float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if isinstance(value, bool) or not math.isfinite(number) or abs(number) > _MOST:
+            raise self.refuse(f"{name}: {one_line(str(value), 80)}", "it is a number there", "correct it in the recipe")
+        return int(number) if isinstance(value, float) and number == int(number) >= 1 else number
 
     @property
     def title(self) -> str:
@@ -85,10 +126,10 @@ class Draft:
         return any(self.recipe.given.get(name) not in (None, False, "", [], {}) for name in names)
 
     def under(self, group: str) -> dict[str, Any]:
-        """The given keys of a group, without its name. They count as read."""
+        """The keys of a group that nothing has read yet, without its name. They count as read."""
         found = {}
         for name, value in self.recipe.given.items():
-            if name.startswith(f"{group}."):
+            if name.startswith(f"{group}.") and name not in self.read:
                 found[name.removeprefix(f"{group}.")] = value
                 self.read.add(name)
         return found
@@ -134,19 +175,32 @@ class Draft:
 def take_the_rest(draft: Draft) -> None:
     """Read the keys that no rule has read, as the table has them."""
     for name, value in list(draft.left):
+        if name in draft.read:  # with others of its group
+            continue
         fact = draft.fact(name)
         if fact is None:
-            if value not in (False, "", [], {}):
-                draft.lose(name, value, "this key is not in the table of meshlora import")
+            _lose_unknown(draft, name, value)
         elif fact.how == "no effect":
             draft.idle.append(name)
         elif fact.how == "no answer":
             if fact.is_off(value):
                 draft.idle.append(name)
+            elif name not in draft.facts:  # the row is of its group
+                group = name.partition(".")[0]
+                draft.lose(group, {name.partition(".")[2]: value, **draft.under(group)}, fact.note)
             else:
                 draft.lose(name, value, fact.note)
         else:
             _take(draft, name, value, fact)
+
+
+def _lose_unknown(draft: Draft, name: str, value: Any) -> None:
+    """A key that the table has not, with its whole group, if it has nothing of that."""
+    group = name.partition(".")[0]
+    if "." in name and not any(each.partition(".")[0] == group for each in draft.facts):
+        name, value = group, draft.under(group)
+    if value not in (False, "", [], {}):
+        draft.lose(name, value, "this key is not in the table of meshlora import")
 
 
 def _take(draft: Draft, name: str, value: Any, fact: Fact) -> None:

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from meshlora_extra.importing import axolotl
+from meshlora_extra.importing import automodel, axolotl, llama_factory, swift, torchtune, trl, unsloth
 from meshlora_extra.importing.beside import Beside, read_beside
 from meshlora_extra.importing.draft import Draft, fill_defaults, take_the_rest
 from meshlora_extra.importing.reading import read_recipe
@@ -20,6 +20,12 @@ from meshlora_extra.importing.sources import settle_adapter
 # Name of a trainer -> what reads the keys that are computed from several.
 RULES: Mapping[str, Callable[[Draft, Beside], None]] = {
     "axolotl": lambda draft, _: axolotl.rules(draft),
+    "llama-factory": llama_factory.rules,
+    "swift": lambda draft, _: swift.rules(draft),
+    "torchtune": lambda draft, _: torchtune.rules(draft),
+    "trl": lambda draft, _: trl.rules(draft),
+    "unsloth": lambda draft, _: unsloth.rules(draft),
+    "automodel": lambda draft, _: automodel.rules(draft),
 }
 
 
@@ -44,7 +50,7 @@ def imported(
     given.pop("num_processes", None)
     draft = Draft(dataclasses.replace(recipe, given=given), count)
     for each in found.files:
-        draft.say(f"{each}: its numbers win over the recipe's")
+        draft.say(f"{each} is read beside it" + ("" if each.endswith("dataset_info.json") else ": its numbers win"))
     RULES[recipe.trainer.name](draft, found)
     take_the_rest(draft)
     settle_adapter(draft)

@@ -169,7 +169,10 @@ def evaluation(draft: Draft, *, default_steps: Any = None, is_on: bool = False) 
 
 def keeping(draft: Draft) -> None:
     """The best checkpoint, and an early end."""
-    best, patience = draft.take("load_best_model_at_end"), draft.take("early_stopping_patience", "early_stopping_steps")
+    best, patience = (
+        draft.take("load_best_model_at_end"),
+        draft.take("early_stopping_patience", "early_stopping_steps", "early_stop_interval"),
+    )
     if (best or patience) and not draft.values.get("train.eval_every"):
         draft.say("load_best_model_at_end and early stopping go by evaluations, of which there are none")
         return
@@ -218,7 +221,7 @@ def output(draft: Draft, *names: str) -> None:
 
 def tracking(draft: Draft, given: Any, *, whose: str) -> None:
     """The trackers that there are here; others are named, and change no number."""
-    known = ("wandb", "tensorboard", "mlflow")
+    known = ("wandb", "tensorboard", "mlflow", "trackio")
     names = given if isinstance(given, list) else str(given or "none").replace(",", " ").split()
     found = [name for name in names if name in known]
     if found:

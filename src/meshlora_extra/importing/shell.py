@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 _ASSIGNED = re.compile(r"(?:export )?([A-Za-z_]\w*)=(.*)")
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
+# `$(expr 16 / 4)` and `$((16 / 4))`: whole numbers, multiplied and divided from left to right.
+_COMPUTED = re.compile(r"\$\((?:expr |\()\s*(\d{1,9}(?:\s*\\?[*/]\s*\d{1,9})*)\s*\)?\)")
+_FACTOR = re.compile(r"([*/])\s*(\d+)")
 _METHODS = ("sft", "dpo", "kto", "orpo", "grpo", "rlhf", "pt", "reward", "rloo", "cpo", "gkd")
 # Options of launchers that say how many processes there are.
 _COUNTS = ("num_processes", "nproc_per_node", "num_gpus")
@@ -42,11 +45,10 @@ def commands_in(text: str) -> list[Command]:
     """The commands of trainers in a script, or in text that shows them."""
     variables: dict[str, str] = {}
     found = []
-    for words in _lines(text):
+    for words in _lines(text, variables):
         while words and (assigned := _ASSIGNED.fullmatch(words[0])):
             variables[assigned[1]] = assigned[2]
             words = words[1:]
-        words = [_VARIABLE.sub(lambda name: variables.get(name[1], name[0]), word) for word in words]
         if (command := _command(words)) is not None:
             if not command.processes and variables.get("NPROC_PER_NODE", "").isdecimal():
                 command.processes = int(variables["NPROC_PER_NODE"])
@@ -54,13 +56,30 @@ def commands_in(text: str) -> list[Command]:
     return found
 
 
-def _lines(text: str) -> Iterator[list[str]]:
-    """The words of each line, and of quoted text over several."""
+def _with_values(line: str, variables: Mapping[str, str]) -> str:
+    """A line with the variables that the script sets, and with what it computes of whole numbers."""
+    line = _VARIABLE.sub(lambda name: variables.get(name[1], name[0]), line)
+    return _COMPUTED.sub(lambda found: _result(found[1]), line)
+
+
+def _result(text: str) -> str:
+    value = int(re.match(r"\d+", text)[0])  # type: ignore[index] # it begins so
+    for sign, digits in _FACTOR.findall(text):
+        other = int(digits)
+        if sign == "*":
+            value *= other
+        else:
+            value = value // other if other else 0
+    return str(value)
+
+
+def _lines(text: str, variables: Mapping[str, str]) -> Iterator[list[str]]:
+    """The words of each line, and of quoted text over several. variables: those set so far."""
     waiting = ""
     for line in text.replace("\\\r\n", " ").replace("\\\n", " ").splitlines():
         waiting = f"{waiting}\n{line}" if waiting else line.strip().removeprefix("$ ").removeprefix("!")
         try:
-            words = shlex.split(waiting, comments=True)
+            words = shlex.split(_with_values(waiting, variables), comments=True)
         except ValueError:
             # An apostrophe of prose ends with its line; quotes of a command go on.
             if " --" not in waiting:
@@ -78,7 +97,7 @@ def _command(words: Sequence[str]) -> Command | None:
     for place, word in enumerate(words):
         rest = words[place + 1 :]
         name = word.rpartition("/")[2]
-        if name in ("swift", "megatron") and rest and rest[0] in _METHODS:
+        if name == "swift" and rest and rest[0] in _METHODS:
             return _filled(Command("swift", rest[0]), words[:place], rest[1:])
         if name == "trl" and rest and rest[0] in _METHODS:
             return _filled(Command("trl", rest[0]), words[:place], rest[1:])

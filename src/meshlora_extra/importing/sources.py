@@ -63,6 +63,27 @@ def put_sources(draft: Draft, key: str, found: Sequence[dict[str, Any]], why: st
     draft.put(key, written[0] if len(written) == 1 else written, why)
 
 
+def put_data(draft: Draft) -> None:
+    """The datasets that `load_dataset` names."""
+    for key, name in {"data.train": "load_dataset.train", "data.eval": "load_dataset.eval"}.items():
+        entry: dict[str, Any] | None = draft.take(name)
+        if entry is None:
+            continue
+        path, files = entry.get("path"), entry.get("data_files")
+        if isinstance(files, dict):
+            files = files.get("train", next(iter(files.values()), None))
+        found: Any = files if files and path in ("json", "csv", "parquet", "text", None) else path
+        put_sources(
+            draft,
+            key,
+            [source(found, config=entry.get("name"), split=entry.get("split"), revision=entry.get("revision"))],
+            "load_dataset",
+        )
+    if "data.train" not in draft.values:
+        draft.put("data.train", "train.jsonl", "no load_dataset is in the script")
+        draft.lose("load_dataset", None, "the script makes its data; export them")
+
+
 def template(draft: Draft, name: Any, *, whose: str) -> None:
     """A chat template by the name that a trainer gives it: the shipped one that writes the same, or the tokenizer's."""
     low = str(name).lower()

@@ -6,6 +6,7 @@ Does not own: what it says (`meshlora_extra.importing.draft`).
 from __future__ import annotations
 
 import textwrap
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,8 +50,20 @@ def _notes(draft: Draft) -> list[str]:
     for gap in draft.gaps:
         found += _wrapped(f"NOT TAKEN: {gap.key}: {one_line(str(gap.value), 80)}, because {gap.why}", indent="  ")
     if draft.idle:
-        found += _wrapped("Of no effect on numbers: " + ", ".join(dict.fromkeys(draft.idle)), indent="  ")
+        found += _wrapped(f"Of no effect on numbers: {', '.join(_groups(draft.idle))}")
     return found
+
+
+def _groups(names: Iterable[str]) -> list[str]:
+    """Names in order, with those of a group of many as one."""
+    names = list(dict.fromkeys(names))
+    counts = Counter(name.partition(".")[0] for name in names if " " not in name)
+    return list(dict.fromkeys(_short(name, counts) for name in names))
+
+
+def _short(name: str, counts: Counter[str]) -> str:
+    group = name.partition(".")[0]
+    return f"{group}.*" if "." in name and counts[group] > 2 else name
 
 
 def _wrapped(text: str, indent: str = "  ") -> list[str]:

@@ -26,6 +26,11 @@ FACTS = (
     ),
     none("peft.lora_dtype", "factors are float32", "float32"),
     same("peft.use_dora", "lora.use_dora"),
+    idle("parallelizer.* tokenizer.* optimizer.fused model.force_hf model.config.* model.output_hidden_states"),
+    none(
+        "model.mtp_loss_scaling_factor model.num_nextn_predict_layers model.mtp_use_repeated_layer",
+        "further predicted tokens are not trained here",
+    ),
     none("peft.moe_rank_scaling", "every expert has the rank r"),
     computed("optimizer._target_", "train.optimizer"),
     computed("optimizer.lr", "train.lr"),
@@ -56,8 +61,10 @@ FACTS = (
     computed("checkpoint.enabled", "train.save_every"),
     computed("dist_env.timeout_minutes", "train.timeout_s"),
     idle(
-        "recipe ci.* rng.* loss_fn.* checkpoint.* dist_env.* dataloader.* validation_dataloader.* model._target_ peft._target_ "
-        "peft.use_triton optimizer.foreach lr_scheduler._target_ compile.* wandb.* dataset.collate_fn model.attn_implementation "
+        "recipe ci.* rng.* loss_fn.* checkpoint.* dist_env.* dataloader.* validation_dataloader.* model._target_ "
+        "peft._target_ "
+        "peft.use_triton optimizer.foreach lr_scheduler._target_ compile.* wandb.* dataset.collate_fn "
+        "model.attn_implementation "
         "model.use_liger_kernel model.use_sdpa_patching distributed.* packed_sequence.* logger.* step_scheduler.* "
         "model.backend.* model.text_config.*",
         "of effect on speed and places alone",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from meshlora.run.config.foreign.fact import Trainer, computed, idle, near, none, same
-from meshlora.run.config.foreign.inherited import DEFAULTS
 
 FACTS = (
     computed("micro_batch_size", "train.micro_batch_size", "per process there"),
@@ -22,7 +21,8 @@ FACTS = (
     ),
     computed("sample_packing", "data.packing, as in packing: rows", "incomplete last rows are left out there"),
     idle(
-        "eval_sample_packing pad_to_sequence_len sample_packing_bin_size sample_packing_group_size multipack_real_batches "
+        "eval_sample_packing pad_to_sequence_len sample_packing_bin_size sample_packing_group_size "
+        "multipack_real_batches "
         "sample_packing_sequentially batch_flattening",
         "rows of packing differ in padding alone",
     ),
@@ -69,7 +69,8 @@ FACTS = (
     none("tokens added_tokens_overrides", "no token is added to a vocabulary; prepare the tokenizer and model first"),
     idle("dataset_prepared_path", "tokens are cached in data.cache_dir"),
     idle(
-        "dataset_exact_deduplication shuffle_merged_datasets dataset_keep_in_memory dataset_shard_num dataset_shard_idx "
+        "dataset_exact_deduplication shuffle_merged_datasets dataset_keep_in_memory dataset_shard_num "
+        "dataset_shard_idx "
         "skip_prepare_dataset push_dataset_to_hub hf_use_auth_token dataset_num_proc"
     ),
     computed("rl", "train.objective, as in objective: dpo"),
@@ -95,6 +96,20 @@ FACTS = (
         "the checkpoint says it",
     ),
     same("revision_of_model", "model.revision"),
+    same("adam_eps", "train.eps"),
+    none("batch_size", "micro_batch_size and gradient_accumulation_steps say it"),
+    none("model_config", "set it in the checkpoint's config.json"),
+    idle(
+        "tokenizer_use_mistral_common eval_batch_size gemma4_hybrid_attn_impl fused_attn_kernel "
+        "llama4_linearized_experts "
+        "flex_attn_compile_kwargs.* use_dsv4_kernels use_glm_dsa_kernels expert_parallel_num_nvl_bytes "
+        "expert_parallel_token_capacity gptq_disable_exllama otel_metrics_host otel_metrics_port eval_table_size "
+        "eval_max_new_tokens eval_causal_lm_metrics do_causal_lm_eval test_value use_swanlab swanlab_project "
+        "swanlab_experiment_name swanlab_description swanlab_mode swanlab_workspace swanlab_log_completions "
+        "swanlab_completion_log_interval swanlab_completion_max_buffer auto_resume_from_checkpoints",
+        "of effect on rounding, speed and pages alone",
+    ),
+    none("resize_token_embeddings_to_32x", "no token is added to a vocabulary"),
     idle(
         "plugins strict liger_rope liger_rms_norm liger_rms_norm_gated liger_glu_activation liger_swiglu "
         "liger_layer_norm liger_fused_linear_cross_entropy liger_cross_entropy lora_mlp_kernel lora_qkv_kernel "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshlora.run.config.foreign.fact import computed, idle, near, none, same
+from meshlora.run.config.foreign.fact import Fact, computed, idle, near, none, same
 
 OPTIMIZERS = {
     **dict.fromkeys(("adamw_torch_fused", "adamw_torch", "adamw_hf", "adamw_apex_fused", "adamw"), "adamw"),
@@ -137,7 +137,8 @@ INHERITED = (
     computed("ddp_timeout", "train.timeout_s"),
     idle("torch_compile torch_compile_backend torch_compile_mode", "the model's own code runs as it is"),
     idle(
-        "do_train do_predict save_only_model save_safetensors save_on_each_node use_liger_kernel torch_empty_cache_steps",
+        "do_train do_predict save_only_model save_safetensors save_on_each_node use_liger_kernel "
+        "torch_empty_cache_steps",
         "a run trains and saves what resuming needs",
     ),
     computed("use_cpu no_cuda", "device, as in device: cpu"),
@@ -149,7 +150,7 @@ INHERITED = (
     same("modules_to_save lora_modules_to_save", "lora.modules_to_save"),
     same("use_rslora", "lora.use_rslora"),
     same("use_dora", "lora.use_dora"),
-    same("lora_bias bias", "lora.bias"),
+    Fact("lora_bias bias", "lora.bias", "same", off=("none",)),
     same("rank_pattern", "lora.rank_pattern"),
     same("alpha_pattern", "lora.alpha_pattern"),
     same("layers_to_transform", "lora.layers_to_transform"),

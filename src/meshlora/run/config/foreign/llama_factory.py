@@ -9,9 +9,12 @@ FACTS = (
     computed("stage finetuning_stage", "train.objective, as in objective: dpo", "sft, dpo, kto; pt is plain text"),
     computed("finetuning_type", "", "an adapter is all that is trained: lora, or adapter to go on from one"),
     idle(
-        "do_train plot_loss overwrite_cache preprocessing_num_workers dataloader_num_workers preprocessing_batch_size "
-        "tokenized_path use_fast_tokenizer low_cpu_mem_usage use_unsloth use_unsloth_gc enable_liger_kernel print_param_status "
-        "cache_dir hf_hub_token ms_hub_token om_hub_token use_swanlab swanlab_project swanlab_run_name include_effective_tokens_per_second",
+        "do_train plot_loss overwrite_cache preprocessing_num_workers dataloader_num_workers "
+        "preprocessing_batch_size "
+        "tokenized_path use_fast_tokenizer low_cpu_mem_usage use_unsloth use_unsloth_gc enable_liger_kernel "
+        "print_param_status "
+        "cache_dir hf_hub_token ms_hub_token om_hub_token use_swanlab swanlab_project swanlab_run_name "
+        "include_effective_tokens_per_second",
         "of effect on speed and places alone",
     ),
     computed(
@@ -22,6 +25,11 @@ FACTS = (
     computed("dataset_dir", "", "where dataset_info.json is, which import reads"),
     idle("media_dir image_max_pixels image_min_pixels video_max_pixels video_min_pixels crop_to_patches"),
     computed("val_size", "data.eval, as in eval: 0.05", "a random share or number there too, another draw"),
+    idle(
+        "use_kt kt_cpu_activation kt_config kt_weight_path kt_non_expert_weight_path use_v1_kernels ray_num_workers "
+        "video_fps video_maxlen",
+        "kernels and places, of effect on rounding and speed",
+    ),
     same("max_samples", "data.max_samples", "the first rows of each source"),
     computed("template", "data.chat_template", "its templates are code of its own, some with a system text"),
     same("default_system", "data.system"),
@@ -79,7 +87,8 @@ FACTS = (
     ),
     none("rope_scaling shift_attn", "set it in the checkpoint's config.json"),
     none(
-        "use_dft_loss use_asft_loss use_eaft_loss fp8 use_galore use_apollo use_badam use_muon use_adam_mini mixture_of_depths "
+        "use_dft_loss use_asft_loss use_eaft_loss fp8 use_galore use_apollo use_badam use_muon use_adam_mini "
+        "mixture_of_depths "
         "use_llama_pro",
         "it is not here",
     ),

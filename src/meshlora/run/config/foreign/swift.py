@@ -18,7 +18,7 @@ FACTS = (
     near(
         "torch_dtype",
         "model.dtype",
-        "there: of the base, under autocast",
+        "there the base is computed under autocast",
         {"bfloat16": "bfloat16", "float16": "float16", "float32": "float32", "auto": "auto"},
     ),
     computed("tuner_type train_type sft_type", "lora", "lora; the others are not here"),
@@ -39,7 +39,8 @@ FACTS = (
     none("freeze_llm", "its linears are what is adapted", False),
     none("freeze_vit freeze_aligner", "the vision part is frozen; lora.vision adapts it", True),
     none(
-        "freeze_parameters trainable_parameters freeze_parameters_ratio freeze_parameters_regex trainable_parameters_regex",
+        "freeze_parameters trainable_parameters freeze_parameters_ratio freeze_parameters_regex "
+        "trainable_parameters_regex",
         "an adapter is all that is trained, with lora.modules_to_save",
         0.0,
     ),
@@ -81,6 +82,14 @@ FACTS = (
     computed("adapters", "adapter, a folder"),
     idle("resume_only_model", "moments of others are not read"),
     same("streaming", "data.streaming"),
+    computed("label_smoothing"),
+    idle(
+        "predict_with_generate max_model_len lora_ga_batch_size lora_ga_iters lora_ga_max_length lora_ga_direction "
+        "lora_ga_scale lora_ga_stable_gamma tuner_backend"
+    ),
+    none("optimizer", "the optimizers here are adamw, adamw_8bit and lora_fa"),
+    none("rope_scaling", "set it in the checkpoint's config.json"),
+    computed("early_stop_interval", "train.early_stopping, as in {patience: 3}"),
     none("max_epochs", "train.epochs is the one length"),
     none("galore_rank use_galore use_muon lisa_activated_layers", "it is not here", 0),
 )
@@ -106,7 +115,6 @@ SWIFT = Trainer(
         "data.max_length": "model",
         "data.too_long": "drop",
         "train.recompute": "full",
-        "train.router_aux_loss_coef": 0.0,
         "train.output": "output",
     },
     differs=(

@@ -10,12 +10,17 @@ FACTS = (
     idle(
         "checkpointer._component_ checkpointer.checkpoint_files checkpointer.model_type checkpointer.output_dir "
         "checkpointer.recipe_checkpoint checkpointer.adapter_checkpoint checkpointer.safe_serialization "
-        "checkpointer.keep_last_n_checkpoints checkpointer.should_load_recipe_state ref_checkpointer._component_ ref_checkpointer.checkpoint_dir "
-        "ref_checkpointer.checkpoint_files ref_checkpointer.model_type ref_checkpointer.output_dir ref_checkpointer.recipe_checkpoint "
-        "tokenizer._component_ tokenizer.path tokenizer.vocab_path tokenizer.merges_file tokenizer.special_tokens_path "
+        "checkpointer.keep_last_n_checkpoints checkpointer.should_load_recipe_state ref_checkpointer._component_ "
+        "ref_checkpointer.checkpoint_dir "
+        "ref_checkpointer.checkpoint_files ref_checkpointer.model_type ref_checkpointer.output_dir "
+        "ref_checkpointer.recipe_checkpoint "
+        "tokenizer._component_ tokenizer.path tokenizer.vocab_path tokenizer.merges_file "
+        "tokenizer.special_tokens_path "
         "resume_from_checkpoint save_adapter_weights_only compile device log_peak_memory_stats log_level "
-        "metric_logger.log_dir metric_logger.project metric_logger.name metric_logger.output_dir enable_async_checkpointing "
-        "optimizer.fused optimizer_in_bwd fsdp_cpu_offload fsdp_reshard_after_forward loss.num_output_chunks loss.chunk_size "
+        "metric_logger.log_dir metric_logger.project metric_logger.name metric_logger.output_dir "
+        "enable_async_checkpointing "
+        "optimizer.fused optimizer_in_bwd fsdp_cpu_offload fsdp_reshard_after_forward loss.num_output_chunks "
+        "loss.chunk_size "
         " cudnn_deterministic_mode custom_sharded_layers",
         "of effect on speed and places alone",
     ),
@@ -28,6 +33,15 @@ FACTS = (
     computed("model.lora_attn_modules", "lora.target_modules", "output_proj is o_proj"),
     computed("model.apply_lora_to_mlp", "lora.target_modules", "gate_proj, up_proj, down_proj"),
     computed("model.apply_lora_to_output", "lora.target_modules", "lm_head"),
+    idle("profiler.*", "it changes no number"),
+    none("quantizer.*", "training that knows of quantisation is not here"),
+    none("teacher_model.* teacher_checkpointer.* kd_loss.* kd_ratio", "distillation is not here"),
+    none(
+        "model.decoder_trainable model.encoder_trainable model.fusion_trainable",
+        "the vision part is frozen; lora.vision adapts it",
+    ),
+    idle("model.image_size tokenizer.image_size tokenizer.max_num_tiles collate_fn tokenizer.merges_path"),
+    none("dataset.subset", "OWNER/NAME:CONFIG/SPLIT names it"),
     computed("model.lora_rank", "lora.r"),
     computed("model.lora_alpha", "lora.lora_alpha"),
     computed("model.lora_dropout", "lora.lora_dropout"),
@@ -73,7 +87,8 @@ FACTS = (
     computed("dataset_val.source", "data.eval"),
     computed("dataset_val.split", "data.eval, with split and rows"),
     idle(
-        "dataset_val.packed dataset_val.train_on_input dataset_val.masking_strategy dataset_val.column_map batch_size_val"
+        "dataset_val.packed dataset_val.train_on_input dataset_val.masking_strategy dataset_val.column_map "
+        "batch_size_val"
     ),
     computed("run_val_every_n_steps", "train.eval_every"),
     computed("shuffle", "data.shuffle"),

@@ -18,7 +18,8 @@ FACTS = (
     none("finetune_vision_layers", "the vision part is frozen; lora.vision adapts it", False),
     idle("finetune_language_layers finetune_attention_modules finetune_mlp_modules", "lora.target_modules says it"),
     idle(
-        "token fast_inference gpu_memory_utilization max_lora_rank device_map attn_implementation use_exact_model_name "
+        "token fast_inference gpu_memory_utilization max_lora_rank device_map attn_implementation "
+        "use_exact_model_name "
         "unsloth_tiled_mlp float8_kv_cache temporary_location text instruction_part response_part",
         "of effect on speed and places alone",
     ),

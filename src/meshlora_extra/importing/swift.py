@@ -1,0 +1,183 @@
+"""ms-swift's scripts and YAML: keys that are computed."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from meshlora_extra.importing import loop
+from meshlora_extra.importing.draft import Draft
+from meshlora_extra.importing.sources import (
+    adapter,
+    factors,
+    preferences,
+    put_sources,
+    quantized,
+    settle_adapter,
+    source,
+    targets,
+    template,
+)
+
+_COUNTED = re.compile(r"(?P<name>.*?)#(?P<count>\d+)")
+_CUTS = {"delete": "drop", "left": "truncate", "right": "truncate", "split": "split", "raise": "error"}
+_SCALES = {"default": "all", "last_round": "last", "all": "everything"}
+_ROLLOUTS = ("num_generations", "reward_funcs", "num_iterations")
+
+
+def rules(draft: Draft) -> None:
+    kind = draft.take("tuner_type", "train_type", "sft_type", default="lora")
+    if kind != "lora":
+        raise draft.refuse(f"tuner_type: {kind}", "LoRA is all that is trained here", "give lora in it")
+    method = str(draft.take("rlhf_type") or (draft.recipe.method if draft.recipe.method != "rlhf" else "dpo") or "sft")
+    if method in ("grpo", "gkd") or draft.has(*_ROLLOUTS):
+        raise draft.refuse(
+            f"rlhf_type: {method}", "rollouts are made by meshlora rl, whose run file has other keys", "docs/rl.md"
+        )
+    task = draft.take("task_type", default="causal_lm")
+    if task != "causal_lm":
+        raise draft.refuse(
+            f"task_type: {task}", "its rows are not those of train.objective: classify or embed", "docs/objectives.md"
+        )
+    draft.put("model.path", str(draft.take("model", "model_id_or_path")), "model; a name of ModelScope unless use_hf")
+    _model(draft)
+    _data(draft, method)
+    _objective(draft, method)
+    _loop(draft)
+    factors(draft, rank=("lora_rank",))
+    targets(draft, draft.take("target_modules"), whose="target_modules")
+    first = draft.take("init_weights")
+    if first is not None and first is not True:
+        draft.put("lora.init_lora_weights", first, "init_weights")
+        if str(first) not in ("gaussian", "pissa", "olora", "False"):
+            draft.lose("init_weights", first, "lora.init_lora_weights is true, false, gaussian, pissa or olora")
+            draft.values.pop("lora.init_lora_weights")
+    adapter(draft, draft.take("adapters", "resume_from_adapter"), whose="adapters")
+    settle_adapter(draft)
+
+
+def _model(draft: Draft) -> None:
+    if not draft.has("torch_dtype"):
+        loop.dtype(draft, default="auto", whose="torch_dtype")
+    draft.take("bf16", "fp16")
+    method, bits = draft.take("quant_method"), draft.take("quant_bits")
+    nested = draft.take("bnb_4bit_use_double_quant", default=True)
+    if bits is not None and str(method) in ("None", "bnb") and bits in (4, 8):
+        quantized(draft, {4: "nf4", 8: "int8"}[bits], whose="quant_bits", nested=bits == 4 and loop.is_true(nested))
+    elif bits is not None:
+        draft.lose("quant_method", method, "4 bits are bitsandbytes' nf4, 8 int8")
+    loop.recompute(draft, draft.take("gradient_checkpointing", default=True), whose="gradient_checkpointing")
+
+
+def _data(draft: Draft, method: str) -> None:
+    given = draft.take("dataset")
+    names = given if isinstance(given, list) else str(given or "").split()
+    if not names:
+        raise draft.refuse("dataset", "it names no data", "give --dataset in it")
+    put_sources(draft, "data.train", [_source(draft, str(each)) for each in names], "dataset")
+    tests = draft.take("val_dataset")
+    if tests:
+        found = [_source(draft, str(each)) for each in (tests if isinstance(tests, list) else str(tests).split())]
+        put_sources(draft, "data.eval", found, "val_dataset")
+    elif share := draft.take("split_dataset_ratio"):
+        draft.put("data.eval", float(share), "split_dataset_ratio; drawn by the seed, not the same rows as there")
+    draft.take("split_dataset_ratio")
+    if (limit := draft.take("max_length")) is not None:
+        draft.put("data.max_length", int(limit), "max_length")
+    cut = str(draft.take("truncation_strategy", default="delete"))
+    if cut in _CUTS:
+        draft.put("data.too_long", _CUTS[cut], f"truncation_strategy: {cut}")
+        if cut == "left":
+            draft.lose("truncation_strategy", cut, "sequences are cut on the right")
+    else:
+        draft.lose("truncation_strategy", cut, "data.too_long is truncate, drop, split or error")
+    if loop.is_true(draft.take("packing")):
+        draft.put("data.packing", "rows", "packing")
+    name = draft.take("template")
+    if name is not None:
+        template(draft, name, whose="template")
+    else:
+        draft.say("template: chosen by the model there, perhaps with a system text of its own; here the tokenizer's")
+    columns = draft.take("columns")
+    if columns is not None:
+        draft.lose("columns", columns, "theirs -> standard names there; write data.columns: {ours: theirs}")
+    if method == "pt":
+        draft.put("data.format", "text", "swift pt")
+        return
+    scale = draft.take("loss_scale")
+    usual = "last_round" if method in ("dpo", "kto") else "default"
+    if str(scale or usual) not in _SCALES:
+        draft.lose("loss_scale", scale, "weights of parts of an answer; data.train_on is all, last or everything")
+    elif method == "sft":
+        draft.put(
+            "data.train_on", _SCALES[str(scale or usual)], "loss_scale" if scale else "answers, as there by default"
+        )
+    elif scale and scale != usual:
+        draft.lose("loss_scale", scale, "of preferences the answers are trained")
+
+
+def _source(draft: Draft, name: str) -> dict[str, Any]:
+    counted = _COUNTED.fullmatch(name)
+    count = None
+    if counted is not None:
+        name, count = counted["name"], counted["count"]
+        draft.say(f"{name}#{count}: {count} rows drawn at random there, the first {count} here")
+    name = name.removeprefix("HF::").removeprefix("MS::")
+    if "self-cognition" in name:
+        draft.take("model_name", "model_author")
+        draft.lose(
+            "dataset",
+            name,
+            "its rows have placeholders, filled by model_name and model_author: export them, or "
+            "write a data.map: file.py:function",
+        )
+    path, _, subset = name.partition(":")
+    return source(path, config=subset or None, rows=f":{count}" if count else None)
+
+
+def _objective(draft: Draft, method: str) -> None:
+    beta, loss = draft.take("beta"), draft.take("loss_type")
+    chosen, rejected = draft.take("desirable_weight"), draft.take("undesirable_weight")
+    draft.take(*_ROLLOUTS, "max_completion_length", "temperature", "epsilon")
+    smoothing = draft.take("label_smoothing")
+    if smoothing:
+        draft.say("label_smoothing: the sigmoid loss there ignores it: nothing is written")
+    if method == "kto":
+        preferences(draft, "kto", beta, desirable_weight=chosen, undesirable_weight=rejected)
+    elif method in ("dpo", "orpo"):
+        preferences(draft, method, beta)
+        if loss not in (None, "sigmoid", ["sigmoid"]):
+            draft.lose("loss_type", loss, "of pairs there is dpo with the sigmoid loss, and orpo")
+        draft.say("losses of pairs are means of micro-batches there, here of the whole step")
+        if method == "dpo":
+            draft.put("lora.lora_dropout", 0.0, "all dropout is off in preference runs there")
+            draft.read.add("lora_dropout")
+    elif method not in ("sft", "pt"):
+        raise draft.refuse(
+            f"rlhf_type: {method}", "of pairs there are dpo and orpo, of single answers kto", "docs/objectives.md"
+        )
+
+
+def _loop(draft: Draft) -> None:
+    micro = int(draft.take("per_device_train_batch_size", default=1))
+    usual = -(-16 // (micro * draft.num_processes))
+    loop.sizes(
+        draft,
+        micro,
+        draft.take("gradient_accumulation_steps", default=usual),
+        whose="per_device_train_batch_size x gradient_accumulation_steps x processes",
+    )
+    if int(draft.take("sequence_parallel_size", default=1)) > 1:
+        draft.lose(
+            "sequence_parallel_size",
+            draft.recipe.given["sequence_parallel_size"],
+            "write topology: cp=N, and divide train.batch_size by it",
+        )
+    lr = loop.rate(draft, default=1e-4)
+    loop.length(draft, draft.take("num_train_epochs", default=3), draft.take("max_steps"), of_epochs="num_train_epochs")
+    loop.warmup(draft)
+    loop.evaluation(draft, default_steps=draft.recipe.given.get("save_steps", 500), is_on=True)
+    loop.optimizer(draft, draft.take("optim", default="adamw_torch"), whose="optim")
+    loop.loop(draft, lr)
+    loop.output(draft, "output_dir")
+    loop.seed(draft, "seed", "data_seed")

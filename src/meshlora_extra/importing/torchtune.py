@@ -1,0 +1,247 @@
+"""torchtune's recipes: keys that are computed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshlora_extra.importing import loop
+from meshlora_extra.importing.draft import Draft
+from meshlora_extra.importing.sources import preferences, put_sources, source
+
+# Their builder of a dataset -> (its source, format here, prompt style, whether prompts are trained, columns).
+_Built = tuple[str | None, str | None, str | None, bool, dict[str, str]]
+_DATASETS: dict[str, _Built] = {
+    "alpaca_dataset": ("tatsu-lab/alpaca", "alpaca", "alpaca", True, {}),
+    "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", "alpaca", "alpaca", True, {}),
+    "chat_dataset": (None, None, None, False, {}),
+    "slimorca_dataset": ("Open-Orca/SlimOrca-Dedup", "sharegpt", None, False, {}),
+    "instruct_dataset": (None, "alpaca", None, False, {"instruction": "input", "output": "output"}),
+    "samsum_dataset": ("Samsung/samsum", "alpaca", None, False, {"instruction": "dialogue", "output": "summary"}),
+    "text_completion_dataset": (None, "text", None, True, {}),
+    "wikitext_dataset": ("EleutherAI/wikitext_document_level", "text", None, True, {"text": "page"}),
+    "preference_dataset": (None, "preference", None, False, {}),
+}
+_LINEARS = {"output_proj": "o_proj"}
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+def rules(draft: Draft) -> None:
+    builder = str(draft.take("model._component_", default="")).rpartition(".")[2]
+    if "lora" not in builder:
+        raise draft.refuse(f"model._component_: {builder}", "the recipe trains all parameters", "take its LoRA recipe")
+    if "ppo" in str(draft.recipe.given.get("loss._component_", "")).lower() or draft.has("reward_functions"):
+        raise draft.refuse(
+            "PPO or GRPO", "rollouts are made by meshlora rl, whose run file has other keys", "docs/rl.md"
+        )
+    path = draft.take("checkpointer.checkpoint_dir")
+    draft.put("model.path", str(path).rstrip("/"), f"checkpointer.checkpoint_dir; the model is {builder}")
+    quantized = loop.is_true(draft.take("model.quantize_base")) or builder.startswith("qlora")
+    if quantized:
+        draft.put("model.quantization", "nf4", builder)
+        draft.lose("model.quantize_base", True, "torchao's nf4 quantises its scales, too; bitsandbytes' here does not")
+    _dtype(draft)
+    is_pairs = _objective(draft)
+    _data(draft, is_pairs)
+    _loop(draft)
+    _adapter(draft)
+
+
+def _dtype(draft: Draft) -> None:
+    given = str(draft.take("dtype", default="bf16"))
+    draft.put("model.dtype", _DTYPES.get(given, "auto"), "dtype")
+    if given == "bf16":
+        draft.lose("dtype of factors", "bf16", "factors, gradients and moments are float32 here, bfloat16 there")
+
+
+def _objective(draft: Draft) -> bool:
+    """Whether it is of pairs."""
+    name = str(draft.take("loss._component_", default="")).rpartition(".")[2]
+    beta, smoothing = draft.take("loss.beta"), draft.take("loss.label_smoothing")
+    if name in ("DPOLoss",):
+        preferences(draft, "dpo", beta, label_smoothing=smoothing or None)
+        return True
+    if name in ("RSOLoss", "SimPOLoss", "IPOLoss"):
+        draft.lose("loss._component_", name, "of pairs there is dpo with the sigmoid loss, and orpo")
+        preferences(draft, "dpo", beta)
+        return True
+    return False
+
+
+def _data(draft: Draft, is_pairs: bool) -> None:
+    name = str(draft.take("dataset._component_", default="")).rpartition(".")[2]
+    built = _DATASETS.get(name)
+    own, files = draft.take("dataset.source"), draft.take("dataset.data_files")
+    if built is None:
+        draft.lose(
+            "dataset._component_", name, "its rows are made by code; export them, or write a data.map: file.py:function"
+        )
+        built = (None, None, None, False, {})
+    usual, format, style, on_prompt, columns = built
+    path = files if files and own in (None, "json", "csv", "parquet", "text") else own or usual or name
+    found = _columns(draft, columns)
+    put_sources(
+        draft, "data.train", [source(path, split=draft.take("dataset.split"), columns=found, format=format)], "dataset"
+    )
+    if style:
+        draft.put("data.prompt", style, name)
+    chat = draft.take("dataset.conversation_style")
+    if chat is not None:
+        draft.put("data.format", "sharegpt" if chat == "sharegpt" else "messages", "dataset.conversation_style")
+    trained = draft.take("dataset.train_on_input")
+    masking = draft.take("dataset.masking_strategy")
+    if masking is not None:
+        trained = masking == "train_on_all"
+        if masking == "train_on_last":
+            trained = None
+            draft.put("data.train_on", "last", "dataset.masking_strategy")
+    if not is_pairs and "data.train_on" not in draft.values:
+        is_all = on_prompt if trained is None else loop.is_true(trained)
+        why = "dataset.train_on_input" if trained is not None else f"the default of {name}"
+        draft.put("data.train_on", "everything" if is_all else "all", why)
+    if loop.is_true(draft.take("dataset.packed")):
+        draft.put("data.packing", "rows", "dataset.packed; a sequence longer than a row is an error there")
+    limit = draft.take("tokenizer.max_seq_len", "max_seq_len")
+    if limit is not None:
+        draft.put("data.max_length", int(limit), "tokenizer.max_seq_len")
+        draft.say("tokenizer.max_seq_len: the last token of a cut sequence is replaced by its end there")
+    if draft.take("tokenizer.prompt_template") is not None:
+        draft.lose(
+            "tokenizer.prompt_template",
+            draft.recipe.given["tokenizer.prompt_template"],
+            "data.prompt has styles by name",
+        )
+    shuffled = draft.take("shuffle")
+    if shuffled is False:
+        draft.put("data.shuffle", False, "shuffle")
+    _validation(draft)
+
+
+def _columns(draft: Draft, usual: dict[str, str]) -> dict[str, str]:
+    given = draft.take("dataset.column_map") or draft.under("dataset.column_map")
+    column, talk = draft.take("dataset.column"), draft.take("dataset.conversation_column")
+    found = dict(usual)
+    if column:
+        found = {"text": column}
+    if talk:
+        kind = "conversations" if draft.recipe.given.get("dataset.conversation_style") == "sharegpt" else "messages"
+        found = {} if talk == kind else {kind: talk}
+    names = {
+        "input": "instruction" if usual else "input",
+        "output": "output",
+        "instruction": "instruction",
+        "chosen": "chosen",
+        "rejected": "rejected",
+        "prompt": "prompt",
+    }
+    for theirs, column in given.items():
+        if theirs in names:
+            found[names[theirs]] = column
+        else:
+            draft.lose(f"dataset.column_map.{theirs}", column, "rows here have no such field")
+    return found
+
+
+def _validation(draft: Draft) -> None:
+    name = str(draft.take("dataset_val._component_", default="")).rpartition(".")[2]
+    split, own, every = (
+        draft.take("dataset_val.split"),
+        draft.take("dataset_val.source"),
+        draft.take("run_val_every_n_steps"),
+    )
+    if not name:
+        return
+    path = own or (_DATASETS.get(name) or (None,))[0] or name
+    put_sources(draft, "data.eval", [source(path, split=split or "train")], "dataset_val")
+    if every:
+        draft.put("train.eval_every", int(every), "run_val_every_n_steps")
+
+
+def _loop(draft: Draft) -> None:
+    micro = draft.take("batch_size", default=1)
+    loop.sizes(
+        draft,
+        micro,
+        draft.take("gradient_accumulation_steps", default=1),
+        whose="batch_size x gradient_accumulation_steps x processes",
+    )
+    epochs, most = draft.take("epochs", default=1), draft.take("max_steps_per_epoch")
+    if most is not None:
+        draft.put("train.steps", int(epochs) * int(most), "epochs x max_steps_per_epoch, if an epoch has as many")
+    else:
+        draft.put("train.epochs", int(epochs), "epochs; their steps are rounded down there")
+    name = str(draft.take("optimizer._component_", default="torch.optim.AdamW"))
+    known = {
+        "torch.optim.AdamW": "adamw",
+        "bitsandbytes.optim.PagedAdamW8bit": "adamw_8bit",
+        "bitsandbytes.optim.AdamW8bit": "adamw_8bit",
+        "bitsandbytes.optim.PagedAdamW": "adamw",
+    }
+    if name in known:
+        draft.put("train.optimizer", known[name], f"optimizer: {name}")
+    else:
+        draft.lose("optimizer._component_", name, "the optimizers here are adamw, adamw_8bit and lora_fa")
+    lr = loop.rate(draft, name="optimizer.lr", default=1e-3)
+    decay, betas = draft.take("optimizer.weight_decay"), draft.take("optimizer.betas")
+    if decay is not None:
+        draft.put("train.weight_decay", decay, "optimizer.weight_decay")
+    _betas(draft, betas)
+    warm, curve = (
+        draft.take("lr_scheduler.num_warmup_steps", "num_warmup_steps"),
+        draft.take("lr_scheduler._component_"),
+    )
+    if curve is not None:
+        if not str(curve).endswith("get_cosine_schedule_with_warmup"):
+            draft.lose("lr_scheduler._component_", curve, "no schedule here is that")
+        draft.put("train.schedule", "cosine", "lr_scheduler")
+        if warm:
+            draft.put("train.warmup_steps", int(warm), "lr_scheduler.num_warmup_steps")
+            draft.put("train.warmup_from_zero", True, "as torchtune: the first rate is 0")
+    clip = draft.take("clip_grad_norm")
+    draft.put("train.max_grad_norm", clip or 0, "clip_grad_norm" + ("" if clip else ": null, no clipping"))
+    loop.output(draft, "output_dir")
+    seed = draft.take("seed")
+    if seed is None:
+        draft.say("seed: another each time there; here 0 unless train.seed says otherwise")
+    else:
+        draft.put("train.seed", int(seed), "seed")
+    loop.recompute(
+        draft, draft.take("enable_activation_checkpointing", default=False), whose="enable_activation_checkpointing"
+    )
+    every, logger = draft.take("log_every_n_steps"), str(draft.take("metric_logger._component_", default=""))
+    if every:
+        draft.put("train.log_every", int(every), "log_every_n_steps")
+    loop.tracking(
+        draft,
+        {"WandBLogger": ["wandb"], "TensorBoardLogger": ["tensorboard"]}.get(logger.rpartition(".")[2], []),
+        whose="metric_logger",
+    )
+    if int(draft.take("tensor_parallel_dim", default=1)) > 1:
+        draft.lose(
+            "tensor_parallel_dim",
+            draft.recipe.given["tensor_parallel_dim"],
+            "write topology: tp=N, and divide train.batch_size by it",
+        )
+    loop.device(draft)
+    assert lr > 0
+
+
+def _betas(draft: Draft, given: Any) -> None:
+    if isinstance(given, list) and len(given) == 2:
+        draft.put("train.beta1", float(given[0]), "optimizer.betas")
+        draft.put("train.beta2", float(given[1]), "optimizer.betas")
+
+
+def _adapter(draft: Draft) -> None:
+    names = [_LINEARS.get(name, name) for name in draft.take("model.lora_attn_modules", default=[])]
+    if loop.is_true(draft.take("model.apply_lora_to_mlp")):
+        names += ["gate_proj", "up_proj", "down_proj"]
+    if loop.is_true(draft.take("model.apply_lora_to_output")):
+        names.append("lm_head")
+    draft.put("lora.target_modules", names, "model.lora_attn_modules, apply_lora_to_mlp, apply_lora_to_output")
+    for name, ours in {
+        "model.lora_rank": "r",
+        "model.lora_alpha": "lora_alpha",
+        "model.lora_dropout": "lora_dropout",
+    }.items():
+        if (value := draft.take(name)) is not None:
+            draft.put(f"lora.{ours}", value, name)
