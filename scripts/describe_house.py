@@ -1,12 +1,12 @@
-"""What the code itself can write: tables of architecture.md, support.md and adding/transformers.md in docs, and a run
-file's JSON schema.
+"""What the code itself can write: tables of architecture.md, support.md and adding/transformers.md in docs, all of
+coming-from.md, and a run file's JSON schema.
 
     .venv/bin/python scripts/describe_house.py           # write them
     .venv/bin/python scripts/describe_house.py --check   # exit code 1 where they differ
 
 Packages are those of `ALLOWED` in tests/unit/test_architecture.py; a file's row is the first paragraph of its
 docstring; features are those of plan/pairs.py, private names those of tests/unit/test_compat_names.py. The schema is
-that of scripts/write_schema.py.
+that of scripts/write_schema.py, coming-from.md that of scripts/write_coming_from.py.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import write_coming_from
 import write_schema
 from tests.unit.test_architecture import ALLOWED, FREE
 from tests.unit.test_compat_names import PRIVATE, Private
@@ -115,6 +116,7 @@ def main() -> int:
         LIBRARIES: described(LIBRARIES.read_text("utf-8"), {"private": private()}),
         SUPPORT: described(SUPPORT.read_text("utf-8"), {"refused": refused(), "proved": proved()}),
         write_schema.FILE: write_schema.text(),
+        write_coming_from.PAGE: write_coming_from.text(),
     }
     changed = [file for file, text in written.items() if not file.is_file() or text != file.read_text("utf-8")]
     if parser.parse_args().check:

@@ -34,6 +34,7 @@ RUN_BY: list[tuple[str, str]] = [
     (r"meshlora plan --model examples/.* --gpus T ", "a letter for a number"),
     (r"meshlora plan --model examples/.*16384", "minutes: tests/extra/test_planner.py has a tenth of it"),
     (r"meshlora plan --model examples/", _HERE),
+    (r"meshlora import ", "tests/extra/test_import.py, of recipes of its own"),
     (r"meshlora init$", "it asks questions: tests/extra/test_init.py answers them"),
     (r"meshlora [a-z-]+ .*examples/(?!tiny_base --adapter A)|python examples/make_", _HERE),
     (r"meshlora judge run -- ", "tests/judged/test_run.py runs scripts of its own"),

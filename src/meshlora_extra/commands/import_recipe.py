@@ -79,5 +79,5 @@ def _refusal(draft: Draft) -> UserError:
     room = max(60, _ROOM // len(draft.gaps))
     lines = [f"\n  {one_line(f'{gap.key}: {one_line(str(gap.value), 60)}: {gap.why}', room)}" for gap in draft.gaps]
     count = len(draft.gaps)
-    rule = f"{count} of its keys {'has' if count == 1 else 'have'} no answer here:{''.join(lines)}\n  "
+    rule = f"{count} of its keys {'has' if count == 1 else 'have'} no answer here:{''.join(lines)}"
     return UserError(f"{draft.recipe.file} ({draft.title})", rule, "--allow-missing leaves them out, and says so")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from meshlora_extra.importing import loop
 from meshlora_extra.importing.draft import Draft
 from meshlora_extra.importing.sources import put_sources, source
@@ -77,6 +75,8 @@ def _data(draft: Draft) -> None:
 
 def _length(draft: Draft) -> None:
     whole, micro = draft.take("step_scheduler.global_batch_size"), draft.take("step_scheduler.local_batch_size")
+    if whole is None:
+        raise draft.refuse("step_scheduler.global_batch_size", "this key is required there, too", "give it")
     draft.put("train.batch_size", int(whole), "step_scheduler.global_batch_size, global there, too")
     draft.put("train.micro_batch_size", int(micro or 1), "step_scheduler.local_batch_size")
     epochs, steps = draft.take("step_scheduler.num_epochs"), draft.take("step_scheduler.max_steps")
@@ -105,9 +105,7 @@ def _rates(draft: Draft) -> None:
         "train.optimizer", "adamw", f"optimizer: {name}" + (", the same without weight_decay" if not decay else "")
     )
     draft.put("train.weight_decay", decay, "optimizer.weight_decay")
-    if isinstance(betas, list) and len(betas) == 2:
-        draft.put("train.beta1", float(betas[0]), "optimizer.betas")
-        draft.put("train.beta2", float(betas[1]), "optimizer.betas")
+    loop.betas(draft, betas, whose="optimizer.betas")
     if (clip := draft.take("clip_grad_norm.max_norm", "max_grad_norm")) is not None:
         draft.put("train.max_grad_norm", clip, "clip_grad_norm.max_norm")
     if any(each.startswith("lr_scheduler.") for each in draft.recipe.given):
@@ -141,7 +139,11 @@ def _adapter(draft: Draft) -> None:
     if loop.is_true(every):
         draft.put("lora.target_modules", "all-linear", "peft.match_all_linear; the head, too, there")
     else:
-        draft.put("lora.target_modules", _patterns(names), "peft.target_modules, a wildcard there")
+        draft.put(
+            "lora.target_modules",
+            _patterns(draft.names(names, "peft.target_modules")),
+            "peft.target_modules, a wildcard there",
+        )
     first = str(draft.take("peft.lora_A_init", default="xavier"))
     if first != "kaiming":
         draft.lose("peft.lora_A_init", first, "A is drawn uniformly after Kaiming here, as in PEFT")
@@ -154,9 +156,8 @@ def _adapter(draft: Draft) -> None:
     draft.read.add("peft.dropout_position")
 
 
-def _patterns(given: Any) -> Any:
+def _patterns(names: list[str]) -> str | list[str]:
     """Wildcards as a regular expression; names without one as they are."""
-    names = given if isinstance(given, list) else [given]
     if not any("*" in name for name in names):
         return names
     parts = [name.replace(".", r"\.").replace("*", ".*") for name in names]

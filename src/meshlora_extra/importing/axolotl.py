@@ -75,7 +75,9 @@ def _model(draft: Draft, kind: str) -> None:
         draft.lose("model_quantization_config", config, "model.quantization: keep reads checkpoints as they are")
     if draft.take("gptq"):
         quantized(draft, "keep", whose="gptq")
-    loop.recompute(draft, draft.take("gradient_checkpointing"), whose="gradient_checkpointing")
+    loop.recompute(
+        draft, draft.take("gradient_checkpointing", "activation_checkpointing"), whose="gradient_checkpointing"
+    )
 
 
 def _data(draft: Draft) -> None:
@@ -117,7 +119,8 @@ def _data(draft: Draft) -> None:
     if (name := draft.take("chat_template")) is not None:
         template(draft, name, whose="chat_template")
     _trained_on(draft)
-    tokens = {**(draft.take("special_tokens") or {}), **draft.under("special_tokens")}
+    draft.take("special_tokens")  # null, where it is not a group
+    tokens = draft.under("special_tokens")
     for name, token in tokens.items():
         if name in ("pad_token", "unk_token") or token is None:
             draft.idle.append(f"special_tokens.{name}")
@@ -175,7 +178,8 @@ def _columns(draft: Draft, where: str, entry: dict[str, Any]) -> dict[str, str]:
     found = {}
     messages, mapping = entry.pop("field_messages", None), entry.pop("message_property_mappings", None) or {}
     is_sharegpt = mapping.get("role") == "from" and mapping.get("content") == "value"
-    own = "conversations" if is_sharegpt else "messages"
+    is_pairs = draft.recipe.given.get("rl") is not None  # their prompt may be a conversation of any kind
+    own = "conversations" if is_sharegpt or is_pairs else "messages"
     if messages and messages != own:
         found[own] = messages
     for part, name in mapping.items():

@@ -121,6 +121,13 @@ class Draft:
         found = [self.recipe.given[name] for name in names if self.recipe.given.get(name) is not None]
         return found[0] if found else default
 
+    def names(self, given: Any, whose: str) -> list[str]:
+        """A list of names, or one. Raises: UserError: it is something else. whose: the key that it is of."""
+        found = given if isinstance(given, list | tuple) else [given]
+        if not all(isinstance(each, str) and each for each in found):
+            raise self.refuse(f"{whose}: {one_line(str(given), 80)}", "it is a name there, or a list of names")
+        return list(found)
+
     def has(self, *names: str) -> bool:
         """Whether one of `names` is given, and says something."""
         return any(self.recipe.given.get(name) not in (None, False, "", [], {}) for name in names)

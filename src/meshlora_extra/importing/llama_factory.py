@@ -141,9 +141,9 @@ def _source(draft: Draft, beside: Beside, name: str, stage: str) -> dict[str, An
 def _columns(draft: Draft, name: str, entry: dict[str, Any]) -> dict[str, str]:
     """Our names of the columns that an entry of dataset_info.json names."""
     given, tags = dict(entry.get("columns") or {}), dict(entry.get("tags") or {})
-    own = ("system", "tools", "images", "kto_tag", "chosen", "rejected")
+    own = ["system", "tools", "images", "kto_tag", "chosen", "rejected"]
     if entry.get("formatting", "alpaca") == "alpaca":
-        found, own = _of_alpaca(given), ("history", *own)
+        found, own = _of_alpaca(given), ["history", *own]
     else:
         found = _of_messages(draft, name, given, tags)
     for theirs in own:

@@ -107,6 +107,16 @@ def optimizer(draft: Draft, name: Any, *, whose: str) -> None:
         draft.put("train.optimizer", ours, f"{whose}: {name}")
 
 
+def betas(draft: Draft, given: Any, *, whose: str) -> None:
+    """AdamW's two, as a list."""
+    if given is None:
+        return
+    if not isinstance(given, list) or len(given) != 2 or not all(isinstance(each, int | float) for each in given):
+        raise draft.refuse(f"{whose}: {given}", "it is a list of two numbers there")
+    draft.put("train.beta1", float(given[0]), whose)
+    draft.put("train.beta2", float(given[1]), whose)
+
+
 def saving(draft: Draft, *, default_steps: int | None = 500) -> None:
     """When checkpoints are written. default_steps: of a strategy of steps without their number."""
     strategy = str(draft.take("save_strategy", default="steps")).lower()
@@ -222,7 +232,7 @@ def output(draft: Draft, *names: str) -> None:
 def tracking(draft: Draft, given: Any, *, whose: str) -> None:
     """The trackers that there are here; others are named, and change no number."""
     known = ("wandb", "tensorboard", "mlflow", "trackio")
-    names = given if isinstance(given, list) else str(given or "none").replace(",", " ").split()
+    names = draft.names(given, whose) if isinstance(given, list) else str(given or "none").replace(",", " ").split()
     found = [name for name in names if name in known]
     if found:
         draft.put("train.track", found, whose)

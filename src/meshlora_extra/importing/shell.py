@@ -17,6 +17,7 @@ _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)\}?")
 # `$(expr 16 / 4)` and `$((16 / 4))`: whole numbers, multiplied and divided from left to right.
 _COMPUTED = re.compile(r"\$\((?:expr |\()\s*(\d{1,9}(?:\s*\\?[*/]\s*\d{1,9})*)\s*\)?\)")
 _FACTOR = re.compile(r"([*/])\s*(\d+)")
+_COMMENT = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
 _METHODS = ("sft", "dpo", "kto", "orpo", "grpo", "rlhf", "pt", "reward", "rloo", "cpo", "gkd")
 # Options of launchers that say how many processes there are.
 _COUNTS = ("num_processes", "nproc_per_node", "num_gpus")
@@ -79,7 +80,7 @@ def _lines(text: str, variables: Mapping[str, str]) -> Iterator[list[str]]:
     for line in text.replace("\\\r\n", " ").replace("\\\n", " ").splitlines():
         waiting = f"{waiting}\n{line}" if waiting else line.strip().removeprefix("$ ").removeprefix("!")
         try:
-            words = shlex.split(_with_values(waiting, variables), comments=True)
+            words = _words(_with_values(waiting, variables))
         except ValueError:
             # An apostrophe of prose ends with its line; quotes of a command go on.
             if " --" not in waiting:
@@ -90,6 +91,18 @@ def _lines(text: str, variables: Mapping[str, str]) -> Iterator[list[str]]:
             words = words[1:]
         if words:
             yield words
+
+
+def _words(line: str) -> list[str]:
+    """The words before a comment, which begins with a word, as in a shell. Raises: ValueError: a quote is open."""
+    try:
+        words = shlex.split(line)
+    except ValueError:
+        words = shlex.split(_COMMENT.sub("", line))  # the quote may be the comment's
+    for place, word in enumerate(words):
+        if word.startswith("#"):
+            return words[:place]
+    return words
 
 
 def _command(words: Sequence[str]) -> Command | None:

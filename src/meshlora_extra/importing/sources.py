@@ -40,7 +40,7 @@ def source(
         path = f"{path}@{revision}"
     if isinstance(path, str) and config:
         path, split = f"{path}:{config}/{split or 'train'}", None
-    found: dict[str, Any] = {"path": path if isinstance(path, str) else list(path)}
+    found: dict[str, Any] = {"path": path}
     options = {"split": split, "rows": rows or sliced, "columns": dict(columns or {}), "format": format}
     return found | {key: value for key, value in options.items() if value}
 
@@ -48,6 +48,8 @@ def source(
 def put_sources(draft: Draft, key: str, found: Sequence[dict[str, Any]], why: str) -> None:
     """Write sources under `data.train` or `data.eval`; what all have in common as `data.format`, `data.columns`."""
     own = [dict(each) for each in found]
+    for each in own:
+        draft.names(each["path"], why)
     for name in ("format", "columns"):
         values = [each.get(name) for each in own]
         if key == "data.train" and values[0] and all(value == values[0] for value in values):
@@ -100,7 +102,9 @@ def targets(draft: Draft, given: Any, *, whose: str) -> None:
     """`target_modules`: a list, text with commas, all, or a regular expression."""
     if given is None:
         return
-    if isinstance(given, str):
+    if isinstance(given, list):
+        draft.names(given, whose)
+    elif isinstance(given, str):
         words = [word for word in re.split(r"[,\s]+", given) if word]
         given = words if len(words) > 1 else words[0]
     if isinstance(given, list) and len(given) == 1 and given[0] in ("all", "all-linear", "all_linear"):

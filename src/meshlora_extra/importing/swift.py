@@ -66,7 +66,11 @@ def _model(draft: Draft) -> None:
         quantized(draft, {4: "nf4", 8: "int8"}[bits], whose="quant_bits", nested=bits == 4 and loop.is_true(nested))
     elif bits is not None:
         draft.lose("quant_method", method, "4 bits are bitsandbytes' nf4, 8 int8")
-    loop.recompute(draft, draft.take("gradient_checkpointing", default=True), whose="gradient_checkpointing")
+    loop.recompute(
+        draft,
+        draft.take("gradient_checkpointing", "activation_checkpointing", default=True),
+        whose="gradient_checkpointing",
+    )
 
 
 def _data(draft: Draft, method: str) -> None:

@@ -180,7 +180,7 @@ def _loop(draft: Draft) -> None:
         draft.put("train.optimizer", known[name], f"optimizer: {name}")
     else:
         draft.lose("optimizer._component_", name, "the optimizers here are adamw, adamw_8bit and lora_fa")
-    lr = loop.rate(draft, name="optimizer.lr", default=1e-3)
+    loop.rate(draft, name="optimizer.lr", default=1e-3)
     decay, betas = draft.take("optimizer.weight_decay"), draft.take("optimizer.betas")
     if decay is not None:
         draft.put("train.weight_decay", decay, "optimizer.weight_decay")
@@ -222,17 +222,15 @@ def _loop(draft: Draft) -> None:
             "write topology: tp=N, and divide train.batch_size by it",
         )
     loop.device(draft)
-    assert lr > 0
 
 
 def _betas(draft: Draft, given: Any) -> None:
-    if isinstance(given, list) and len(given) == 2:
-        draft.put("train.beta1", float(given[0]), "optimizer.betas")
-        draft.put("train.beta2", float(given[1]), "optimizer.betas")
+    loop.betas(draft, given, whose="optimizer.betas")
 
 
 def _adapter(draft: Draft) -> None:
-    names = [_LINEARS.get(name, name) for name in draft.take("model.lora_attn_modules", default=[])]
+    given = draft.take("model.lora_attn_modules", default=[])
+    names = [_LINEARS.get(name, name) for name in draft.names(given, "model.lora_attn_modules")]
     if loop.is_true(draft.take("model.apply_lora_to_mlp")):
         names += ["gate_proj", "up_proj", "down_proj"]
     if loop.is_true(draft.take("model.apply_lora_to_output")):

@@ -178,4 +178,8 @@ def arguments(draft: Draft, method: str, usual: dict[str, Any] | None = None) ->
     loop.loop(draft, lr)
     loop.output(draft, "output_dir")
     loop.seed(draft, "seed", "data_seed")
-    loop.recompute(draft, draft.take("gradient_checkpointing", default=True), whose="gradient_checkpointing")
+    loop.recompute(
+        draft,
+        draft.take("gradient_checkpointing", "activation_checkpointing", default=True),
+        whose="gradient_checkpointing",
+    )

@@ -10,7 +10,6 @@ OTHERS = (
     same("train_batch_size global_batch_size", "train.batch_size, of all ranks together"),
     same("adam_eps", "train.eps"),
     same("gradient_clipping clip_grad", "train.max_grad_norm"),
-    same("activation_checkpointing", "train.recompute, as in recompute: full"),
     same("label_smoothing", "train.objective, as in objective: {kind: sft, label_smoothing: 0.1}"),
     same("noise_alpha", "train.neftune_alpha"),
     same("optimizer_name", "train.optimizer, as in optimizer: adamw"),
