@@ -142,6 +142,7 @@ def test_a_step_reads_its_numbers_once(topology: str, world: int, folder: Path, 
         topology,
         data__eval=None,
         train__eval_every=0,
+        train__on_spike={"factor": 3.0},
         train__steps=2,
         train__warmup_steps=0,
     )

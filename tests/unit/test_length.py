@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 from meshlora.run.checkpoint.resuming import step_folders
 from meshlora.run.config.file import read_run, read_runs
 from meshlora.run.config.run_file import TrainConfig
+from meshlora.run.in_words import rates_in_words
 from meshlora.run.learning_rate import learning_rate
 from meshlora.run.length import in_steps, num_steps
 from meshlora.run.run import train
@@ -53,6 +54,8 @@ def test_a_warm_up_by_its_share_has_the_rates_of_its_steps(file: Any) -> None:
     run = prepare_run(read_run(file(train=given)))
     by_steps = prepare_run(read_run(file(train=given | {"warmup_ratio": 0.0, "warmup_steps": 3})))
     assert run.steps == 12
+    assert "train.warmup_ratio=0.2: 3 of 12 steps" in run.notes
+    assert rates_in_words(run.config.train).endswith("cosine after 3 steps of warm-up, the first at 0")
     rates = [[learning_rate(step, options=one.config.train, steps=12) for step in range(12)] for one in (run, by_steps)]
     assert rates[0] == rates[1]
     assert rates[0][:4] == pytest.approx([0, 2e-4 / 3, 4e-4 / 3, 2e-4])
@@ -74,6 +77,7 @@ def test_share_that_leaves_no_step_is_refused(file: Any) -> None:
 def test_parts_of_an_epoch_are_whole_steps(given: int | str, steps: int, file: Any) -> None:
     run = prepare_run(read_run(file(train={"eval_every": given, "save_every": given})))
     assert (run.eval_every, run.save_every) == (steps, steps)
+    assert (f"train.eval_every={given}: every {steps} steps" in run.notes) == isinstance(given, str)
 
 
 def test_an_epoch_has_a_step_at_least() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import yaml
 
 from meshlora.run.config.file import read_run
-from meshlora.run.config.presets import PRESETS
+from meshlora.run.config.presets import PRESETS, resolved
 from meshlora.run.config.run_file import RunConfig
 from meshlora_ground.errors import UserError
 from meshlora_ground.objective import Dpo, Sft
@@ -137,6 +138,9 @@ def test_dpo_is_the_recipe_of_the_alignment_handbook(tmp_path: Path) -> None:
     assert (train.objective, train.lr, train.schedule) == (Dpo(beta=0.01), 5e-6, "cosine")
     assert (train.epochs, train.batch_size, run.data.max_length) == (1, 16, 1024)
     assert (train.warmup_ratio, train.warmup_from_zero) == (0.1, True)
+    assert "warmup_ratio 0.1, warmup_from_zero True" in resolved(run)
+    in_whole_steps = dataclasses.replace(train, warmup_ratio=0.0, warmup_steps=9)
+    assert "warmup_steps 9, warmup_from_zero True" in resolved(dataclasses.replace(run, train=in_whole_steps))
     own = read(tmp_path, preset="dpo", train={"output": "out", "warmup_steps": 7}).train
     assert (own.warmup_steps, own.warmup_ratio) == (7, 0.0)
     assert lora is not None

@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection
 
 from meshlora.adapter.plan import AdapterPlan
-from meshlora.run.config.run_file import RunConfig, TrainConfig
+from meshlora.run.config.run_file import OF_SCHEDULES, RunConfig, TrainConfig
 from meshlora_ground.topology import Topology
 
 # Key -> what others take where it is not given: whoever moves a recipe here should see that it changes.
@@ -55,11 +55,16 @@ def rates_in_words(train: TrainConfig) -> str:
     """`0.0002, linear after 3 steps of warm-up, whose first has 1/3 of it`."""
     if train.schedule == "cycle":
         return f"up to {train.peak_lr:g}, cycle"
+    course = train.schedule
+    for name, (default, _) in OF_SCHEDULES.items():
+        value = getattr(train, name)
+        if value != default:
+            course += f" ({name} {value:g})" if isinstance(value, int | float) else f" ({name} {value})"
     if not train.warmup_steps:
-        return f"{train.lr:g}, {train.schedule}, without warm-up"
+        return f"{train.lr:g}, {course}, without warm-up"
     first = "0" if train.warmup_from_zero else f"1/{train.warmup_steps} of it"
     steps = "1 step" if train.warmup_steps == 1 else f"{train.warmup_steps} steps"
-    return f"{train.lr:g}, {train.schedule} after {steps} of warm-up, the first at {first}"
+    return f"{train.lr:g}, {course} after {steps} of warm-up, the first at {first}"
 
 
 def defaults_in_words(config: RunConfig, given: Collection[str]) -> str:

@@ -57,6 +57,18 @@ def in_steps(train: TrainConfig, *, steps: int, num_sequences: int) -> TrainConf
     )
 
 
+def notes_in_steps(given: TrainConfig, found: TrainConfig, *, steps: int) -> list[str]:
+    """What `in_steps` has made of `given`, in words."""
+    notes = list[str]()
+    if given.warmup_ratio:
+        notes.append(f"train.warmup_ratio={given.warmup_ratio:g}: {found.warmup_steps:,} of {steps:,} steps")
+    for name in ("eval_every", "save_every"):
+        every = getattr(given, name)
+        if isinstance(every, str):
+            notes.append(f"train.{name}={every}: every {getattr(found, name):,} steps")
+    return notes
+
+
 def _every(given: int | str, epoch: int) -> int:
     """The steps between two evaluations or saves, of `epoch` steps an epoch."""
     if isinstance(given, int):

@@ -30,7 +30,7 @@ from meshlora.run.config.run_file import Given, RunConfig, TrainConfig, paths_of
 from meshlora.run.early_stopping import Patience, values_until
 from meshlora.run.followed import stream_of
 from meshlora.run.learning_rate import notes_of_rate
-from meshlora.run.length import in_steps, num_steps
+from meshlora.run.length import in_steps, notes_in_steps, num_steps
 from meshlora.run.optimizers import check_trainable
 from meshlora.run.output import check_output, holds_run
 from meshlora.run.packing_check import check_packing
@@ -38,6 +38,7 @@ from meshlora.run.prepared import Prepared, asked_of
 from meshlora.run.recompute import check_recompute
 from meshlora.run.run_data import RunData
 from meshlora.run.slow_paths import check_fast, slow_paths
+from meshlora.run.spikes import notes_of_spikes
 from meshlora.run.watch.samples import prepare_samples
 from meshlora.run.watch.tracking import check_trackers
 from meshlora.wings.experts.balance import check_load_balancing
@@ -119,6 +120,7 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
     """
     steps = num_steps(config.train, data.train.num_examples)
     train = in_steps(config.train, steps=steps, num_sequences=data.train.num_examples)
+    of_train = [*notes_in_steps(config.train, train, steps=steps), *notes_of_rate(train), *notes_of_spikes(train)]
     config = dataclasses.replace(config, train=train)
     blueprint, options = data.blueprint, data.texts.data
     samples = prepare_samples(
@@ -170,7 +172,7 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
         ),
         samples=samples,
         answers=answers,
-        notes=(*blueprint.notes, *notes_of_whole(blueprint.plan), *data.notes, *rows.notes, *notes_of_rate(train)),
+        notes=(*blueprint.notes, *notes_of_whole(blueprint.plan), *data.notes, *rows.notes, *of_train),
         slow_paths=slow,
         chat_template=None if options.chat_template is None else str(data.tokenizer.chat_template),
         asking=recorded(data.form, options),

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
-from meshlora.run.config.run_file import LossSpike
+from meshlora.run.config.run_file import LossSpike, TrainConfig
 from meshlora.run.watch.metrics import lines_until
 
 # Fewer losses have no median to compare with.
@@ -62,6 +62,15 @@ class SpikeWatch:
             if middle > 0:  # losses of rewards lie around 0: no multiple of them is far away
                 limit = min(limit, options.factor * middle)
         return limit
+
+
+def notes_of_spikes(train: TrainConfig) -> list[str]:
+    """What is done at loss spikes, in words."""
+    options = train.on_spike
+    if not options.is_on:
+        return []
+    done = {"stop": "the run stops", "note": "it is said"}[options.then]
+    return [f"train.on_spike: after {options.patience} losses in a row above {options.words} {done}"]
 
 
 def losses_of_steps(metrics: Path, done: int) -> list[float]:

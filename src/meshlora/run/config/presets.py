@@ -156,6 +156,8 @@ def resolved(config: Any) -> str:
         shown = own = getattr(config, group)
         if group == "train":
             shown = {**vars(own.objective), **vars(own), "objective": own.objective.kind}
+            if not own.warmup_ratio:  # the run has it in steps
+                values = dict.fromkeys("warmup_steps" if key == "warmup_ratio" else key for key in values)
         elif group != "lora":
             shown = vars(own)
         if shown is not None:  # of an adapter that is given there is no lora

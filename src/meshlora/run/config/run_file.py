@@ -58,7 +58,7 @@ Schedule = Literal[
 SCHEDULES_TOO: Mapping[str, Schedule] = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
 # Options of a schedule -> their defaults, and the schedules that read them.
 _FALLING = ("linear", "cosine", "cosine_of_run", "cosine_with_restarts", "polynomial", "warmup_stable_decay")
-_OF_SCHEDULES: Mapping[str, tuple[object, tuple[str, ...]]] = {
+OF_SCHEDULES: Mapping[str, tuple[object, tuple[str, ...]]] = {
     "min_lr": (0.0, _FALLING),
     "num_cycles": (1, ("cosine_with_restarts",)),
     "power": (1.0, ("polynomial",)),
@@ -350,7 +350,7 @@ class LossSpike:
 
     @property
     def words(self) -> str:
-        """What a spike is above, in words."""
+        """What a spike is above, in words, as in `3 times the median of 50 steps before`."""
         found = list[str]()
         if self.factor is not None:
             found.append(f"{self.factor:g} times the median of {self.window} steps before")
@@ -518,7 +518,7 @@ class TrainConfig:
         if self.warmup_from_zero and not (self.warmup_steps or self.warmup_ratio):
             rule = "it has no effect without train.warmup_steps or train.warmup_ratio"
             raise UserError("train.warmup_from_zero", rule, "give both")
-        for name, (default, schedules) in _OF_SCHEDULES.items():
+        for name, (default, schedules) in OF_SCHEDULES.items():
             if getattr(self, name) != default and self.schedule not in schedules:
                 rule = f"it has no effect with train.schedule={self.schedule}"
                 raise UserError(f"train.{name}", rule, f"it goes with {' or '.join(schedules)}")
