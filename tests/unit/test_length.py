@@ -60,6 +60,10 @@ def test_a_warm_up_by_its_share_has_the_rates_of_its_steps(file: Any) -> None:
     assert rates[0] == rates[1]
     assert rates[0][:4] == pytest.approx([0, 2e-4 / 3, 4e-4 / 3, 2e-4])
     assert run.identity == by_steps.identity
+    # Manifests of runs before there were other schedules do not have these.
+    assert not {"train.num_cycles", "train.power", "train.timescale", "train.decay_type"} & run.identity.keys()
+    powers = {"schedule": "polynomial", "power": 2.0}
+    assert prepare_run(read_run(file(train=powers))).identity["train.power"] == "2.0"
 
 
 def test_share_that_leaves_no_step_is_refused(file: Any) -> None:

@@ -118,6 +118,25 @@ def test_restarts_are_in_the_steps_in_which_transformers_has_them(num_cycles: in
     assert judged == pytest.approx(expected, rel=1e-12, abs=1e-12 * PEAK)
 
 
+@for_each("decay_type", ["linear", "cosine", "1-sqrt"])
+@for_each("warmup_steps", [1, 5])
+def test_a_warm_up_to_a_floor_begins_there_at_the_floor(warmup_steps: int, decay_type: str) -> None:
+    """And not at 0, as docs/run-file.md says; all else is the same."""
+    own = {"schedule": "warmup_stable_decay", "decay_steps": 6, "min_lr": PEAK / 10, "decay_type": decay_type}
+    found = np.array(rates(options(**own, warmup_steps=warmup_steps, warmup_from_zero=True)))
+    settings = {"num_decay_steps": 6, "decay_type": decay_type, "min_lr_ratio": 0.1}
+    difference = np.array(theirs("warmup_stable_decay", warmup_steps=warmup_steps, settings=settings)) - found
+    said = PEAK / 10 * np.maximum(0, 1 - np.arange(STEPS) / warmup_steps)
+    assert difference == pytest.approx(said, abs=1e-15)
+
+
+def test_cosine_warmup_with_min_lr_is_a_step_ahead_after_its_warm_up() -> None:
+    found = rates(options(STEPS, schedule="cosine", min_lr=PEAK / 10, warmup_steps=5))
+    expected = theirs("cosine_warmup_with_min_lr", warmup_steps=5, settings={"min_lr": PEAK / 10})
+    assert expected[:5] == pytest.approx(found[:5], rel=1e-12)
+    assert expected[5:-1] == pytest.approx(found[6:], rel=1e-12)
+
+
 def test_restarts_end_at_the_floor_that_transformers_has_not() -> None:
     plain = rates(options(schedule="cosine_with_restarts", num_cycles=3))
     found = rates(options(schedule="cosine_with_restarts", num_cycles=3, min_lr=PEAK / 10))

@@ -26,10 +26,12 @@ Contents = Mapping[str, tuple[Path, ...]]
 
 # Options that may differ between a run and the one that resumes it: they affect no step.
 _CHOICES = ("output", "overwrite", "epochs", "steps", "micro_batch_size", "recompute", "track", "merge_at_end")
-_FREE = {*_CHOICES, "keep_last", "keep_best", "early_stopping", "on_spike", "routing_replay"} | {
+_FREE = {*_CHOICES, "keep_last", "keep_best", "early_stopping", "on_spike", "routing_replay", "warmup_ratio"} | {
     *(f"{name}_every" for name in ("eval", "save", "log", "replica_check", "sample")),
     *("on_save_error", "on_nonfinite", "timeout_s", "on_fewer", "deterministic", "require_fast"),
 }
+# Options that manifests of earlier runs have not: at their defaults they are no part of an identity.
+_LATER = ("num_cycles", "power", "timescale", "decay_type")
 DATE = "data.date"  # name of the day that chat templates write
 DATA = "data"  # of the tokens of the training data
 _FREE_OF_RL = ("publish_to", "adapter_name")
@@ -53,6 +55,9 @@ def identity(
         for name, value in dataclasses.asdict(config.train).items()
         if name not in _FREE
     }
+    for item in dataclasses.fields(config.train):
+        if item.name in _LATER and getattr(config.train, item.name) == item.default:
+            del found[f"train.{item.name}"]
     own = dataclasses.asdict(config.train.objective)
     if (policy := own.pop("reference", None)) is not None and config.reference is not None:  # else it is the base
         own["reference"] = policy if policy == "start" else "a folder"  # whose files are in `contents`
