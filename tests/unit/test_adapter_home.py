@@ -15,9 +15,12 @@ from peft import AutoPeftModelForCausalLM, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from meshlora.cli.job import Job
+from meshlora.reading.records import Record
 from meshlora.run import trained
 from meshlora.run.checkpoint.manifest import read_whole
 from meshlora.run.config.file import read_run
+from meshlora.run.config.run_file import GenerateConfig
+from meshlora.run.decoding import ends_of, read_prompts
 from meshlora.run.run import train
 from meshlora.run.together import prepare_run
 from meshlora_ground.errors import SaveError, UserError
@@ -154,3 +157,44 @@ def test_the_judge_knows_a_relative_base_under_its_whole_path(tmp_path: Path, mo
     for stored, is_right in ((str(tmp_path / "base"), True), ("base", False), (str(tmp_path), False)):
         ours.write_text(json.dumps({**values, "base_model_name_or_path": stored}))
         assert (_difference(ours, theirs, "CAUSAL_LM") == "") == is_right, stored
+
+
+def _with_tokens_of_chatml(base: Path) -> None:
+    """The small base without its chat template, where its last two tokens are those of ChatML."""
+    shutil.copytree(TINY, base)
+    (base / "chat_template.jinja").unlink()
+    tree = json.loads((base / "tokenizer.json").read_text())
+    merges, vocabulary = tree["model"]["merges"], tree["model"]["vocab"]
+    last = sorted(vocabulary, key=vocabulary.get)[-2:]
+    merges = [pair for pair in merges if not {"".join(pair), *pair} & {*last}]
+    for old, name in zip(last, ("<|im_start|>", "<|im_end|>"), strict=True):
+        vocabulary[name] = vocabulary.pop(old)
+        tree["added_tokens"].append({**tree["added_tokens"][0], "id": vocabulary[name], "content": name})
+    tree["model"] |= {"merges": merges, "vocab": vocabulary}
+    (base / "tokenizer.json").write_text(json.dumps(tree))
+
+
+def test_template_by_name_is_shipped_with_the_token_that_ends_its_answers(tmp_path: Path) -> None:
+    base, output = tmp_path / "base", tmp_path / "out"
+    _with_tokens_of_chatml(base)
+    turns = [{"role": "user", "content": "def f"}, {"role": "assistant", "content": "return g"}]
+    (tmp_path / "train.jsonl").write_text(json.dumps({"messages": turns}) + "\n")
+    data, options = {"chat_template": "chatml"}, {"steps": 1, "lr": 0.01, "output": str(output), "batch_size": 1}
+    file = write_run_file(tmp_path / "run.yaml", model={"path": str(base)}, data=data, train=options)
+    run, tokenizer = prepare_run(read_run(file), world=1), AutoTokenizer.from_pretrained(base)
+    sequence = run.train_data[0]
+    assert tokenizer.decode(sequence.input_ids) == (
+        "<|im_start|>user\ndef f<|im_end|>\n<|im_start|>assistant\nreturn g<|im_end|>\n"
+    )
+    assert tokenizer.decode(sequence.input_ids[sequence.is_trained]) == "return g<|im_end|>"
+    train({"": run})
+    found = read_whole(output / "adapter", kinds=("adapter",)).files.keys()
+    assert found >= {"tokenizer.json", "chat_template.jinja", "generation_config.json"}
+    assert AutoTokenizer.from_pretrained(output / "adapter").chat_template == run.chat_template
+    stops = json.loads((output / "adapter" / "generation_config.json").read_text())["eos_token_id"]
+    assert stops == tokenizer.convert_tokens_to_ids([tokenizer.eos_token, "<|im_end|>"])
+    # Who asks the adapter afterwards, from its folder alone, asks in its form and stops where its answers end.
+    asked = [Record(messages=(turns[0],), origin="--prompt")]
+    ours, ((*ids,),) = read_prompts(base, asked, GenerateConfig(), adapter=output / "adapter")
+    assert ids == sequence.input_ids[: len(ids)].tolist()
+    assert {*ends_of(ours, GenerateConfig())} == {*stops}

@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from meshlora.reading import clock
+from meshlora.reading import clock, named_templates
 from meshlora.reading.chat import tokenize_conversations
 from meshlora.reading.formats import RECORDS, Formats
 from meshlora.reading.lost import Lost, as_array
@@ -95,3 +96,21 @@ def test_what_is_trained_is_what_was_written_down(name: str, tmp_path: Path) -> 
             if fault := _fault(row, record, None if record is None else next(made), tokenizer):
                 faults.append(f"{row['case']} {train_on} ({row['reaction']}): {fault}")
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [("chatml", "chatml"), ("qwen", "qwen2.5"), ("gemma", "gemma2"), ("mistral", "mistral-v3"), ("phi3", "phi3")],
+)
+def test_templates_that_go_by_a_name_write_what_published_ones_do(ours: str, theirs: str) -> None:
+    """Without a turn of the system, which Gemma 2 refuses, and Mistral's writes only where a user speaks last."""
+    said = ("hi", " a\n b ", "and?", "bye")
+    messages = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 2, said, strict=True)]
+    own = Path(named_templates.__file__).parent / "templates" / f"{ours}.jinja"
+    texts = []
+    for file in (own, TEMPLATES / f"{theirs}.jinja"):
+        found, _ = render_jinja_template(
+            [messages], chat_template=file.read_text("utf-8"), bos_token="<bos>", eos_token="<eos>"
+        )
+        texts.append(found[0])
+    assert texts[0] == texts[1]

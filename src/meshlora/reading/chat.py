@@ -40,6 +40,7 @@ from meshlora.reading.lost import (
     UNREAD,
     earlier,
 )
+from meshlora.reading.named_templates import fitting_templates
 from meshlora.reading.records import Record, listed, without_paths
 from meshlora.reading.train_on import TrainOn, chosen, is_empty, left_out
 from meshlora.reading.turns import FAILURES, Ends, Messages, NothingError, Turns, UntoldError, after_prompt
@@ -279,7 +280,9 @@ def chat_template(tokenizer: PreTrainedTokenizerBase) -> str:
     try:
         template: object = tokenizer.get_chat_template()
     except ValueError:
-        way_out = "give data.chat_template, the instruction-tuned model's tokenizer, or prompt and completion"
+        named = ", ".join(fitting_templates(tokenizer))
+        way_out = f"give data.chat_template: a file, or one of {named}" if named else "give data.chat_template: a file"
+        way_out += ", the instruction-tuned model's tokenizer, or prompt and completion"
         raise UserError("records with messages", f"need a chat template; {name} has no default one", way_out) from None
     if not isinstance(template, str):
         raise UserError(f"the chat template of {name}", f"is a {type(template).__name__}, not a text")
@@ -333,6 +336,11 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 def stop_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     eos: list[int] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     return [*eos, *_ids_of_generation(tokenizer)]
+
+
+def further_stops(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The texts of the tokens of `add_stop_tokens`."""
+    return [tokenizer.decode([number]) for number in getattr(tokenizer, _STOPS, [])]
 
 
 def _ids_of_generation(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -11,20 +11,24 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from meshlora.reading.chat import add_stop_tokens
+from meshlora.reading.chat import add_stop_tokens, stop_ids
 from meshlora.reading.clock import set_day
 from meshlora.reading.data_files import is_folder, nearest_file
+from meshlora.reading.named_templates import ELSEWHERE, TEMPLATES, named_template
 from meshlora.reading.processor import FILES as PROCESSOR_FILES
 from meshlora_ground.errors import UserError, did_you_mean, reason
+from meshlora_ground.files import read_json, write_json_atomically
 from meshlora_ground.reading import read_text
 
 # `tokenizers` loops up to the largest token id of a vocabulary: a second per hundred million.
 _MOST_TOKENS = 10**8
+_GENERATION = "generation_config.json"
 _MAY_BE_FAR = re.compile(rb":\s*\d{9}")
 
 
@@ -43,11 +47,14 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     return tokenizer
 
 
-def add_tokenizer(folder: Path, model: str, *, trust_remote_code: bool, chat_template: str | None) -> None:
+def add_tokenizer(
+    folder: Path, model: str, *, trust_remote_code: bool, chat_template: str | None, stop_tokens: Sequence[str] = ()
+) -> None:
     """Write the tokenizer of `model` into `folder`, as it has to be to load from there, with its processor.
 
     Its own code, under `trust_remote_code`, is not copied. chat_template: the text with which the run has read its
-    data, if it is not the tokenizer's own: its file may have changed since.
+    data, if it is not the tokenizer's own: its file may have changed since. stop_tokens: at which the model stops
+    beside those that it says itself; all of them are then in a `generation_config.json`, where `generate` looks.
     """
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     if chat_template is not None:
@@ -58,6 +65,10 @@ def add_tokenizer(folder: Path, model: str, *, trust_remote_code: bool, chat_tem
         for file in Path(temporary).iterdir():
             if file.is_file() and file.suffix != ".py":
                 shutil.move(file, folder / file.name)
+    if stop_tokens:
+        add_stop_tokens(tokenizer, stop_tokens)
+        stops = [*dict.fromkeys(stop_ids(tokenizer))]
+        write_json_atomically(folder / _GENERATION, {"eos_token_id": stops})
     for name in PROCESSOR_FILES:
         if (file := Path(model, name)).is_file():
             shutil.copyfile(file, folder / name)
@@ -71,35 +82,43 @@ def tokenizer_with(
     date: at which the clock of its chat template stands.
 
     Raises:
-        UserError: as `load_tokenizer`; a template that is neither a file nor one of the tokenizer's or TRL's; a stop
-            token that is none.
+        UserError: as `load_tokenizer`; a template that is neither a file nor one of the tokenizer's, ours or TRL's; a
+            stop token that is none.
     """
-    tokenizer = load_tokenizer(path, trust_remote_code=trust_remote_code)
+    tokenizer, stops = load_tokenizer(path, trust_remote_code=trust_remote_code), [*stop_tokens]
     if chat_template is not None:
-        tokenizer.chat_template = _chat_template(chat_template, tokenizer)
-    if stop_tokens:
-        add_stop_tokens(tokenizer, stop_tokens)
+        tokenizer.chat_template, ends = _chat_template(chat_template, tokenizer)
+        stops += ends
+    if stops:
+        add_stop_tokens(tokenizer, stops)
     if date is not None:
         set_day(tokenizer, date)
     return tokenizer
 
 
-def _chat_template(given: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """The text of a chat template: a file, or the name of one of `tokenizer`, or of one that TRL has for training."""
+def _chat_template(given: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, Sequence[str]]:
+    """(the text of a chat template: a file, else the name of one of `tokenizer`, of ours, or of one that TRL has for
+    training; the tokens at which a model stops under one of ours).
+    """
     file, option = Path(given), f"data.chat_template={given}"
     if not file.exists():
         named: Any = tokenizer.chat_template or {}
         if isinstance(named, str):  # a tokenizer with one has no name for it
             named = {"default": named}
         if given in named:
-            return str(named[given])
+            return str(named[given]), ()
+        if given in TEMPLATES:
+            return named_template(given, tokenizer)
         of_trl = _templates_of_trl()
         if given in of_trl:
-            return read_text(of_trl[given])
+            return read_text(of_trl[given]), ()
         has = f"the tokenizer has {', '.join(map(repr, named)) or 'none'}, and TRL"
         has += f" {', '.join(of_trl)}" if of_trl else "'s are not installed (pip install trl)"
+        if given in ELSEWHERE:
+            raise UserError(option, f"it is another trainer's name, and {has}", f"here it is {ELSEWHERE[given]}")
         if file.name == given and not file.suffix:  # a name rather than a path
-            raise UserError(option, f"there is no such file, and {has}", did_you_mean(given, [*named, *of_trl]))
+            near = did_you_mean(given, [*named, *TEMPLATES, *of_trl])
+            raise UserError(option, f"there is no such file, and {has}", near)
         raise UserError(option, f"there is no such file, and {has}", nearest_file(file))
     if is_folder(file):
         raise UserError(option, "it is a folder", "name the file in it")
@@ -109,7 +128,7 @@ def _chat_template(given: str, tokenizer: PreTrainedTokenizerBase) -> str:
         raise UserError(option, f"it cannot be read ({error})", "is it a text in UTF-8?") from None
     if not text.strip():
         raise UserError(option, "the file is empty")
-    return text
+    return text, ()
 
 
 def _templates_of_trl() -> dict[str, Path]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,13 @@ class Asking:
     day: str | None = None
 
 
-def recorded(form: str, data: Any) -> dict[str, str]:
-    """What a manifest says of it: names and texts. data: the `DataConfig`."""
+def recorded(form: str, data: Any, stop_tokens: Sequence[str]) -> dict[str, str]:
+    """What a manifest says of it: names and texts. data: the `DataConfig`. stop_tokens: with those of its template."""
     found = {}
     if form:
         found["form"] = form
-    if data.stop_tokens:
-        found["stop_tokens"] = json.dumps(data.stop_tokens)
+    if stop_tokens:
+        found["stop_tokens"] = json.dumps([*stop_tokens])
     if data.separator:
         found["separator"] = data.separator
     return found

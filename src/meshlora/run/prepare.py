@@ -18,6 +18,7 @@ from meshlora.plan.features import Asked
 from meshlora.plan.pairs import check, refusal
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.table import notes_of_whole
+from meshlora.reading.chat import further_stops
 from meshlora.reading.clock import today
 from meshlora.reading.places import places
 from meshlora.reading.tokenizer import padding_token_id
@@ -147,6 +148,7 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
     )
     if train.require_fast:
         check_fast(slow)
+    stops = tuple(further_stops(data.tokenizer))
     run = Prepared(
         config,
         blueprint,
@@ -175,7 +177,8 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
         notes=(*blueprint.notes, *notes_of_whole(blueprint.plan), *data.notes, *rows.notes, *of_train),
         slow_paths=slow,
         chat_template=None if options.chat_template is None else str(data.tokenizer.chat_template),
-        asking=recorded(data.form, options),
+        asking=recorded(data.form, options, stops),
+        stop_tokens=stops,
     )
     return read_output(run, resume=resume, despite=despite)
 

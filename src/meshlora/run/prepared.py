@@ -37,6 +37,7 @@ class Prepared:
         command: what trains the whole run. proof: what is proved of it, in words.
         chat_template: the text of `data.chat_template`, as it was when the data were read; None if it is not given.
         asking: how its data ask the model (`run.asking.recorded`).
+        stop_tokens: at which the model stops beside those that it says itself.
     """
 
     config: RunConfig
@@ -58,6 +59,7 @@ class Prepared:
     proof: str = ""
     chat_template: str | None = None
     asking: Mapping[str, str] = field(default_factory=dict)
+    stop_tokens: tuple[str, ...] = ()
 
     @property
     def plan(self) -> ModelPlan:

@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from meshlora.reading.bad_rows import ERROR
-from meshlora.reading.chat import add_stop_tokens
+from meshlora.reading.chat import add_stop_tokens, further_stops
 from meshlora.reading.clock import day_of, set_day
 from meshlora.reading.processor import load_processor
 from meshlora.reading.readers import READERS
@@ -119,5 +119,5 @@ class Texts:
         if self.data.chat_template is not None:
             found.tokenizer.chat_template = tokenizer.chat_template
         set_day(found.tokenizer, day_of(tokenizer))
-        add_stop_tokens(found.tokenizer, self.data.stop_tokens)
+        add_stop_tokens(found.tokenizer, further_stops(tokenizer))
         return found

@@ -359,7 +359,8 @@ class TrainedAdapter:
 
         def add_own_tokenizer() -> None:
             path, trust = self.run.config.model.path, self.run.config.model.trust_remote_code
-            add_tokenizer(folder, path, trust_remote_code=trust, chat_template=self.run.chat_template)
+            template, stops = self.run.chat_template, self.run.stop_tokens
+            add_tokenizer(folder, path, trust_remote_code=trust, chat_template=template, stop_tokens=stops)
 
         for what, add in {"a tokenizer": add_own_tokenizer, "a model card": add_card}.items():
             try:

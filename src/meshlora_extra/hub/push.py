@@ -33,8 +33,8 @@ _CONFIG, _CARD = "adapter_config.json", "README.md"
 _NEEDED = (_CONFIG, "adapter_model.safetensors")
 _PATTERNS = (
     *(*_NEEDED, "meshlora.json", _CARD, "tokenizer*.json", "tokenizer.model", "special_tokens_map.json"),
-    *("added_tokens.json", "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken"),
-    *("spiece.model", "sentencepiece.bpe.model"),
+    *("added_tokens.json", "chat_template.jinja", "generation_config.json", "vocab.json", "vocab.txt", "merges.txt"),
+    *("*.tiktoken", "spiece.model", "sentencepiece.bpe.model"),
 )
 _LOG_IN = "hf auth login, or HF_TOKEN, with a token that may write"
 

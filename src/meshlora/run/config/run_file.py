@@ -165,8 +165,8 @@ class DataConfig:
             an error, or they are passed over and said, one in ten at most (`reading.bad_rows`).
         date: the day that a chat template writes if it asks for one, as in 2026-01-15; default: that on which the run
             was begun, in UTC.
-        chat_template: file of a chat template in place of the tokenizer's own, or the name of one that it has, or that
-            an installed TRL has for training. stop_tokens: at which the model stops, beside those that it says itself.
+        chat_template: file of a chat template in place of the tokenizer's own, or the name of one that it has, of one of
+            ours (`reading.named_templates`), or of one that an installed TRL has for training. stop_tokens: at which the model stops, beside those that it says itself.
         separator: text between prompt and completion, special tokens included, as in <|endoftext|>.
         eval_categories: of WebNLG, the records of eval whose category is in its training data, or is not.
         streaming: records are not held in memory, and tokens stay in the file of the cache.
