@@ -146,6 +146,8 @@ CAUGHT_BY: dict[str, str] = {
         f"{_OPTIONS}::test_a_source_has_a_split_columns_and_a_format_of_its_own",
     ),
     "data.format": f"{_OPTIONS}::test_rows_are_read_in_the_format_of_the_run_file",
+    "data.prompt": f"{_OPTIONS}::test_instructions_are_written_in_the_style_of_the_run_file",
+    "data.system": f"{_OPTIONS}::test_system_says_what_the_run_file_gives_where_it_says_nothing",
     "data.max_length": f"{_OPTIONS}::test_sequences_are_cut_to_the_length_of_the_run_file",
     "data.packing": f"{_OPTIONS}::test_sequences_share_a_row_where_the_run_file_says_so",
     "data.train_on": f"{_OPTIONS}::test_prompts_are_trained_where_the_run_file_says_so",

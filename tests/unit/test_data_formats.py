@@ -122,12 +122,18 @@ SUMS = {
 }
 TWO_TOOLS = Says(CALLS.messages, CALLS.answers, [*TOOLS, {"type": "function", "function": SUMS}])
 NINE, TEN = (Says([*TWO[:3], assistant(answer)], [answer]) for answer in ("Nine.", "Ten."))
+DOG = Says([COLOUR.messages[0], assistant("Dog.")], ["Dog."])
+AFTER_SYSTEM = Says([SYSTEM, *TWO[:2]], ["Five."])
 SIX = Says([TWO[0], assistant("Six.")], ["Six."])
 RED, ONCE = Plain("Name a colour:", " Red."), Plain("", "Once.")
 MILL = [Plain("name : The Mill | food : English", " The Mill is English ."), Plain("name : The Mill", " The Mill .")]
 HH = "\n\nHuman: Name a colour.\n\nAssistant: It is"
 # Each answer, then the one to the other prompt beside it.
 CROSSED = [(TWO[0], ["Five.", "Six."]), (TWO[2], ["Six.", "Five."])]
+RANKED = [
+    (TWO[0], ["Five.", "Dog.", "Six.", "Dog."]),
+    (COLOUR.messages[0], ["Red.", "Six.", "Dog.", "Six."]),
+]
 ASKED = {"columns": {"prompt": "question", "completion": "answer"}}
 PAIRS = {"reader": "pairs"}
 CASES = [
@@ -146,6 +152,16 @@ CASES = [
     Case("openai_parts.jsonl", "OpenAI chat, content in parts", [WHOLE]),
     Case("tools.parquet", "tools in Parquet", [TWO_TOOLS]),
     Case("ultrachat.parquet", "messages in Parquet", [Says(TWO, ["Five.", "Nine."])]),
+    Case("dolly.jsonl", "Dolly", [COLOUR, SUM]),
+    Case("gsm8k.jsonl", "GSM8K", [FIRST]),
+    Case("openorca.jsonl", "OpenOrca", [AFTER_SYSTEM, FIRST]),
+    Case("metamath.jsonl", "MetaMathQA", [FIRST]),
+    Case("aya.jsonl", "Aya", [FIRST]),
+    Case("helpsteer.jsonl", "HelpSteer, HelpSteer2", [FIRST]),
+    Case("xlam.jsonl", "xLAM, calls and tools as JSON", [Says(CALLS.messages[:2], CALLS.answers[:1], TOOLS)]),
+    Case("magpie.jsonl", "Magpie", [FIRST]),
+    Case("openthoughts.jsonl", "OpenThoughts", [AFTER_SYSTEM]),
+    Case("guanaco.jsonl", "OpenAssistant Guanaco", [Plain("", "### Human: Name a colour.### Assistant: Red.")]),
     Case("prompt_completion.jsonl", "TRL prompt and completion", [RED, ONCE]),
     Case("trl_conversational.jsonl", "TRL prompt and completion, messages", [LAST]),
     Case("text.jsonl", "documents", [Plain("", "The house is near the river.")]),
@@ -178,6 +194,14 @@ CASES = [
         **PAIRS,
     ),
     Case("preference_ultrafeedback.parquet", "pairs, UltraFeedback's", [FIRST, SIX], **PAIRS),
+    Case("helpsteer3.jsonl", "HelpSteer3, without its tie", [FIRST, SIX, COLOUR, DOG], **PAIRS),
+    Case("helpsteer2_preference.jsonl", "HelpSteer2's preferences", [FIRST, SIX, COLOUR, DOG], **PAIRS),
+    Case(
+        "helpsteer3.jsonl",
+        "the same, each answer by itself",
+        [Says([ask, assistant(text)], [text]) for ask, texts in RANKED for text in texts],
+        "feedback",
+    ),
     Case("feedback.jsonl", "KTO", [RED, RED, Plain("Name a pet:", " Red."), Plain("Name a pet:", " Red.")], "feedback"),
     Case(
         "feedback_sharegpt.json",

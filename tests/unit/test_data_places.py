@@ -102,13 +102,13 @@ def test_a_list_is_read_one_entry_after_the_other_with_its_lines(tmp_path: Path,
 
 
 def test_malformed_entries_of_a_list_are_named_and_counted_once(tmp_path: Path) -> None:
-    entries = [{"text": "a"}, {"text": 3}, "no", {"text": "b"}, {"question": "c"}]
+    entries = [{"text": "a"}, {"text": 3}, "no", {"text": "b"}, {"ask": "c"}]
     path = put(tmp_path / "a.json", json.dumps(entries, indent=1))
     message = error_of(path)
     assert "3 malformed records" in message
     assert f"{path}:5 [1]: text is a number" in message
     assert f"{path}:8 [2]: a string, not an object" in message
-    assert f"{path}:12 [4]: unknown field 'question'" in message
+    assert f"{path}:12 [4]: unknown field 'ask'" in message
 
 
 @for_each(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from meshlora.reading.records import Record
+from meshlora.reading.preferences import read_preferences
+from meshlora.reading.readers import READERS
+from meshlora.reading.records import Record, listed
 from meshlora.reading.sources import read_records
 from meshlora_ground.errors import UserError
+from tests.unit.records import EOS, UNMARKED, make_tokenizer
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
 
@@ -249,10 +254,99 @@ def test_five_malformed_lines_are_shown_and_all_are_counted_over_all_files(tmp_p
     second = write(tmp_path / "b.jsonl", "bad\n" * 4)
     message = error_of([first, second])
     assert "7 malformed records" in message
-    assert message.count("bad JSON") == 5
-    assert f"{second}:2" in message
-    assert f"{second}:3" not in message
+    assert message.count("bad JSON") == 1
+    assert f"{first}:1, 2, 3, {second}:1, 2 and 2 more: bad JSON" in message
+    wrong = [{"messages": [{"role": f"r{number}", "content": "a"}]} for number in range(7)]
+    message = error_of(write(tmp_path / "c.jsonl", "".join(json.dumps(row) + "\n" for row in wrong)))
+    assert message.count("unknown role") == 5
     assert "and 2 more" in message
+
+
+@pytest.mark.parametrize(
+    ("row", "proposal"),
+    [
+        ({"ask": "q", "say": "a", "id": 3}, "user: ask, assistant: say"),
+        ({"question_text": "q", "n": "x", "final_answer": "a"}, "user: question_text, assistant: final_answer"),
+        ({"turns": CHAT}, "messages: turns"),
+        ({"body": "a text", "n": 3}, "text: body"),
+        ({"a": "q", "b": "a", "c": "x"}, ""),
+        ({"a'b": "q", "c d": "a"}, ""),
+    ],
+)
+def test_rows_of_no_known_format_say_their_fields_once_and_propose_columns(
+    row: dict[str, Any], proposal: str, tmp_path: Path
+) -> None:
+    path = write(tmp_path / "a.jsonl", (json.dumps(row) + "\n") * 300)
+    message = error_of(path)
+    assert message.startswith("300 malformed records")
+    assert message.count("unknown field") == 1
+    assert f"its fields: {listed(row)}" in message
+    assert f"{path}:1, 2, 3, 4, 5 and 295 more: unknown field" in message
+    assert ("--set" in message) == bool(proposal)
+    if proposal:
+        assert f"perhaps --set 'data.columns={{{proposal}}}'" in message
+        assert len(read_records(path, columns=yaml.safe_load(f"{{{proposal}}}"))) == 300
+
+
+def test_columns_are_proposed_for_pairs_and_for_tables(tmp_path: Path) -> None:
+    import datasets
+
+    path = write(tmp_path / "a.jsonl", json.dumps({"query": "q", "better_reply": "a", "worse_reply": "b"}))
+    with pytest.raises(UserError, match=r"\{question: query, chosen: better_reply, rejected: worse_reply\}"):
+        read_preferences(str(path), make_tokenizer(), max_length=8)
+    table = datasets.Dataset.from_dict({"the_question": ["q"], "the_reply": ["a"], "n": [1]})
+    assert "perhaps --set 'data.columns={user: the_question, assistant: the_reply}'" in error_of(table)
+
+
+def test_pairs_of_names_that_fit_alike_are_not_chosen_among(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"question": "q", "answer": "a", "response": "b"}')
+    assert "user_assistant (question, answer) and user_assistant (question, response)" in error_of(path)
+    (record,) = read_records(path, columns={"question": "question", "response": "response"})
+    assert record.messages is not None
+    assert record.messages[-1]["content"] == "b"
+
+
+def test_columns_of_user_and_assistant_make_a_conversation(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"ask": "q", "reply": "a", "rules": "be kind"}')
+    (record,) = read_records(path, columns={"user": "ask", "assistant": "reply", "system": "rules"})
+    roles = [(message["role"], message["content"]) for message in record.messages or ()]
+    assert roles == [("system", "be kind"), ("user", "q"), ("assistant", "a")]
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "words"),
+    [
+        ({"a": "q", "b": "c"}, {"prompt": "a", "completion": "b"}, "data.columns: {user: a, assistant: b} makes"),
+        ({"prompt": "q", "completion": "c"}, None, "data.columns: {user: prompt, assistant: completion} makes"),
+        ({"a": "q", "b": "c"}, {"user": "a", "assistant": "b"}, ""),
+        ({"prompt": "q", "completion": [{"role": "assistant", "content": "c"}]}, None, ""),
+        ({"text": "q"}, None, ""),
+    ],
+)
+def test_plain_text_in_spite_of_a_chat_template_is_said_once(
+    row: dict[str, Any], columns: dict[str, str] | None, words: str, tmp_path: Path
+) -> None:
+    files = [str(write(tmp_path / name, (json.dumps(row) + "\n") * 3)) for name in ("a.jsonl", "b.jsonl")]
+    for template in (None, UNMARKED):
+        said, tokenizer = list[str](), make_tokenizer(chat_template=template)
+        with contextlib.suppress(UserError):  # a conversation needs a template
+            READERS["text"](files, tokenizer, columns=columns, say=said.append, max_length=64)
+        joined = [line for line in said if "joined as plain text" in line]
+        assert len(joined) == int(bool(words and template))
+        assert all(words in line for line in joined)
+
+
+def test_pairs_of_plain_text_are_said_and_a_separator_and_a_style_ask_for_plain_text(tmp_path: Path) -> None:
+    tokenizer, said = make_tokenizer(chat_template=UNMARKED), list[str]()
+    path = write(tmp_path / "a.jsonl", json.dumps({"prompt": "q", "chosen": "a", "rejected": "b"}))
+    read_preferences(str(path), tokenizer, max_length=64, say=said.append)
+    assert any("data.columns: {question: prompt, chosen: chosen, rejected: rejected} makes" in line for line in said)
+    said.clear()
+    plain = write(tmp_path / "b.jsonl", json.dumps({"prompt": "q", "completion": "c"}))
+    asked = write(tmp_path / "c.jsonl", json.dumps({"question": "q", "answer": "c"}))
+    for source, options in ((plain, {"separator": EOS}), (asked, {"prompt": "qa"})):
+        READERS["text"](str(source), tokenizer, columns=None, say=said.append, max_length=64, **options)
+    assert not any("joined as plain text" in line for line in said)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "a.csv"])
@@ -300,7 +394,7 @@ def test_columns_that_do_not_exist_name_the_nearest(tmp_path: Path) -> None:
     assert "did you mean 'question'?" in error_of(dataset, columns=wrong)
     assert "did you mean 'prompt'?" in error_of(dataset, columns={"promt": "question"})
     assert "more than one kind" in error_of(dataset, columns={"prompt": "question", "text": "answer"})
-    assert "unknown field 'question'" in error_of(dataset)
+    assert "unknown field 'ask'" in error_of(datasets.Dataset.from_dict({"ask": ["q"], "say": ["a"]}))
     path = write(tmp_path / "a.jsonl", '{"question": "q", "answer": "a"}')
     assert f"{path}:1: no column 'questoin' (for prompt); did you mean 'question'?" in error_of(path, columns=wrong)
     path = write(tmp_path / "a.csv", "question,answer\nq,a\n")

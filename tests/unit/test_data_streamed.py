@@ -68,7 +68,7 @@ def is_in_file(array: np.ndarray) -> bool:
 def test_tokens_are_those_of_records_that_are_held(file: Path, too_long: str) -> None:
     said: dict[str, list[str]] = {"held": [], "streamed": []}
     tokenizer, options = make_tokenizer(chat_template=MARKED), {"max_length": 40, "too_long": too_long}
-    records = read_records(str(file), say=said["held"].append)
+    records = read_records(str(file), say=said["held"].append, has_template=True)
     held = tokenize(records, tokenizer, say=said["held"].append, **options)
     for _ in range(2):  # made, and from the cache
         said["streamed"].clear()

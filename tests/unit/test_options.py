@@ -29,6 +29,7 @@ from meshlora.run.config.file import read_run
 from meshlora.run.config.run_file import DataConfig, Format, GenerateConfig, TrainConfig
 from meshlora.run.prepared import Prepared
 from meshlora.run.run import train
+from meshlora.run.sources import records_of
 from meshlora.run.texts import Texts
 from meshlora.run.together import prepare_run
 from meshlora.run.trainer import Trainer
@@ -409,6 +410,37 @@ def test_bad_rows_are_passed_over_where_the_run_file_says_so(setup: Setup) -> No
     run = prepared(setup, data__on_bad_row="skip")
     assert len(run.train_data) == 10
     assert any("train.jsonl:6: text is a number, not a string" in note for note in run.notes), run.notes
+
+
+def test_instructions_are_written_in_the_style_of_the_run_file(setup: Setup) -> None:
+    setup.data({"instruction": "def g", "output": "return g"})
+    setup.set("data.eval", str(setup.folder / "train.jsonl"))
+    run, tokenizer = prepared(setup, data__prompt="alpaca"), AutoTokenizer.from_pretrained(setup.model)
+    sequence = run.train_data[0]
+    asked = "Write a response that appropriately completes the request.\n\n### Instruction:\ndef g\n\n### Response:\n"
+    text, end = tokenizer.decode(sequence.input_ids), tokenizer.eos_token
+    assert text == f"Below is an instruction that describes a task. {asked}return g{end}"
+    assert tokenizer.decode(sequence.input_ids[sequence.is_trained]) == f"return g{end}"
+    assert run.config.data.eval is not None
+    (record,) = records_of(run.config.data, run.config.data.eval)  # what generates asks the same
+    assert record.prompt == text.removesuffix(f"return g{end}")
+    for rest in ({"data__system": "Be kind."}, {"data__chat_template": "alpaca"}):
+        with pytest.raises(UserError, match="a style writes plain text, which has no turns"):
+            prepared(setup, data__prompt="alpaca", **rest)
+
+
+def test_system_says_what_the_run_file_gives_where_it_says_nothing(setup: Setup) -> None:
+    turns = [{"role": "user", "content": "def g"}, {"role": "assistant", "content": "return g"}]
+    setup.data({"messages": turns})
+    setup.set("data.eval", str(setup.folder / "train.jsonl"))
+    run, tokenizer = prepared(setup, data__system="Be kind."), AutoTokenizer.from_pretrained(setup.model)
+    whole = [{"role": "system", "content": "Be kind."}, *turns]
+    assert tokenizer.decode(run.train_data.input_ids) == tokenizer.apply_chat_template(whole, tokenize=False)
+    assert run.config.data.eval is not None
+    (record,) = records_of(run.config.data, run.config.data.eval)
+    assert record.messages == tuple(whole)
+    with pytest.raises(UserError, match=r"data\.system=' ': it must be a text"):
+        prepared(setup, data__system=" ")
 
 
 _PLAIN = (

@@ -65,7 +65,7 @@ MISTAKES: dict[str, Case] = {
     "data_file_empty": case(lambda s: s.data(), "train.jsonl", "no record", "at least one"),
     "data_line_that_is_not_json": case(lambda s: s.data({"text": "a b"}, "{broken"), "train.jsonl:2", "bad JSON"),
     "data_line_of_unknown_fields": case(
-        lambda s: s.data({"text": "a b"}, {"question": "a", "answer": "b"}), "train.jsonl:2", "question"
+        lambda s: s.data({"text": "a b"}, {"ask": "a", "reply": "b"}), "train.jsonl:2", "its fields: ask, reply"
     ),
     "data_column_missing": case(setting("data.columns", {"prompt": "question"}), "question", "train.jsonl:1"),
     "data_without_trained_tokens": case(

@@ -142,6 +142,8 @@ class Feature(Enum):
     AS_GENERATED = "data.answers", _other_than("as_rendered"), "`data.answers: as_generated`", "{key}={}"
     LOST_TEXT = "data.lost_text", _other_than("refuse"), "`data.lost_text: note`", "{key}={}"
     TEMPLATE = "data.chat_template", bool, ""
+    STYLE = "data.prompt", bool, "", "{key}={}"
+    SYSTEM = "data.system", bool, ""
     STREAMING = "data.streaming", bool, ""
     FOLLOWED = "data.follow_s", bool, "", "{key}={:g}"
     HELD_OUT = "data.eval", bool, ""

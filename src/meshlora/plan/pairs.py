@@ -51,10 +51,13 @@ REFUSED: tuple[Refused, ...] = (
     # Two options of a run.
     _refused(
         {F.PACKING, F.TRAIN_ON, F.TOO_LONG, F.APART, F.AS_GENERATED, F.LOST_TEXT, F.TEMPLATE, F.SAMPLES, F.MERGED}
-        | {F.ROUTER_LOSS, F.RECORD, F.REPLAY},
+        | {F.ROUTER_LOSS, F.RECORD, F.REPLAY, F.SYSTEM},
         F.OTHER_HEAD,
     )("it is for language models: this objective has another head"),
-    _refused({F.CATEGORIES, F.SEPARATOR, F.SKIPPED_EMPTY}, F.COMPARED)("only records of sft have it"),
+    _refused({F.CATEGORIES, F.SEPARATOR, F.SKIPPED_EMPTY, F.STYLE}, F.COMPARED)("only records of sft have it"),
+    _refused(F.STYLE, {F.SYSTEM, F.TEMPLATE})(
+        "a style writes plain text, which has no turns", "leave out data.prompt, or the other"
+    ),
     _refused(F.METRICS, F.COMPARED)(
         "only records of sft have an answer to compare with",
         "leave it out, or measure the finished adapter: meshlora evaluate --generate --data FILE",
@@ -292,7 +295,7 @@ OBJECTIVES = frozenset(
 READING = frozenset(
     {F.SEPARATOR, F.CATEGORIES, F.SKIPPED_EMPTY, F.SKIPPED_BAD, F.TOO_LONG, F.SPLIT, F.TRAIN_ON, F.APART}
     | {F.AS_GENERATED, F.LOST_TEXT, F.TEMPLATE, F.STREAMING, F.HELD_OUT, F.SHARE, F.SEVERAL_PATHS}
-    | {F.OWN_SOURCES}
+    | {F.OWN_SOURCES, F.STYLE, F.SYSTEM}
 )
 STEPS = frozenset(
     {F.PACKING, F.IMAGES, F.ROUTED, F.EIGHT_BIT, F.LORA_FA, F.LORA_PLUS, F.SCHEDULE, F.NOISE, F.ROUTER_LOSS}

@@ -29,7 +29,8 @@ class Chats:
     Attributes:
         turns: whole: a conversation is one sequence; apart: one for each answer. answers: as_rendered by the chat
             template; as_generated: the content as it is given, after the generation prompt. lost_text: what becomes of
-            text of answers that the chat template leaves out: refuse, or note.
+            text of answers that the chat template leaves out: refuse, or note. system: what the system says in
+            conversations in which it says nothing (`system_turn.py`).
 
     Raises:
         UserError: a value is none of the choices.
@@ -38,9 +39,12 @@ class Chats:
     turns: Literal["whole", "apart"] = "whole"
     answers: Literal["as_rendered", "as_generated"] = "as_rendered"
     lost_text: LostText = "refuse"
+    system: str | None = None
 
     def __post_init__(self) -> None:
-        for name, known in get_type_hints(type(self)).items():  # dataclasses check no types
+        kinds = get_type_hints(type(self))
+        for name in ("turns", "answers", "lost_text"):  # dataclasses check no types
+            known = kinds[name]
             if (given := getattr(self, name)) not in get_args(known):
                 near = did_you_mean(str(given)[:60], get_args(known))
                 raise UserError(f"data.{name}={given!r}", "it is no such choice", near)

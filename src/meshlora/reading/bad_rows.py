@@ -14,8 +14,9 @@ ERROR, SKIP = "error", "skip"
 _ONE_IN = 10
 
 
-def words_of_bad(number: int, total: int, first: Sequence[str]) -> str:
-    """What is said of `number` of `total` rows that are passed over. first: where some stand, and what is wrong.
+def words_of_bad(number: int, total: int, first: Sequence[str], *, are_all: bool = False) -> str:
+    """What is said of `number` of `total` rows that are passed over. first: where some stand, and what is wrong;
+    are_all: it says so of all.
 
         words_of_bad(1, 20, ["a.jsonl:3: no messages"])
 
@@ -23,7 +24,7 @@ def words_of_bad(number: int, total: int, first: Sequence[str]) -> str:
         UserError: they are too many.
     """
     lines = ["", *first]
-    if number > len(first):
+    if number > len(first) and not are_all:
         lines.append(f"and {number - len(first)} more")
     named = "\n  ".join(lines)
     given = f"{number:,} of {total:,} rows cannot be trained"

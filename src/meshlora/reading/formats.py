@@ -41,7 +41,7 @@ class Format(Generic[Made]):
     Attributes:
         needs: fields that a row must have. may: fields that are read where a row has them.
         make: (the row's fields, origin) -> what is read; raises MalformedError.
-        is_weak: another format that fits goes before: a `text` often stands beside what it was made of.
+        weakness: a format that fits and is less weak goes before: a `text` often stands beside what it was made of.
         aliases: other name -> field. takes_rest: all other fields are read, too, under their own names.
     """
 
@@ -49,7 +49,7 @@ class Format(Generic[Made]):
     needs: tuple[str, ...]
     make: Callable[[dict[str, Any], str], Made]
     may: tuple[str, ...] = ()
-    is_weak: bool = False
+    weakness: int = 0
     aliases: Mapping[str, str] | None = None
     takes_rest: bool = False
 
@@ -119,6 +119,11 @@ class Formats(Generic[Made]):
         # Most rows have the same names. Of the object, not the class: a cache of the class would keep it for ever.
         self.choice = functools.lru_cache(64)(self._choice)
 
+    @property
+    def fields(self) -> list[str]:
+        """All that `data.columns` can name."""
+        return _fields_of(self.formats)
+
     def _choice(self, names: tuple[str, ...]) -> Choice[Made]:
         found = self._fitting(names)
         by_field = self._keys(found, frozenset(names))
@@ -135,14 +140,15 @@ class Formats(Generic[Made]):
         """The one format that rows with these names have. Raises: MalformedError."""
         there = frozenset(names)
         fitting = [each for each in self.formats if self._keys(each, there).keys() >= {*each.needs}]
-        if len(fitting) > 1:
-            fitting = [each for each in fitting if not each.is_weak] or fitting[:1]
+        least = min((each.weakness for each in fitting), default=0)
+        fitting = [each for each in fitting if each.weakness == least]
         if not fitting:
             raise MalformedError(self._why_none(names))
         if len(fitting) > 1:
             kinds = [f"{each.name} ({', '.join(each.needs)})" for each in fitting]
             raise MalformedError(
-                f"has the fields of different kinds of record, {' and '.join(kinds)}; say which in data.format"
+                f"has the fields of different kinds of record, {' and '.join(kinds)}; say which in data.format, "
+                "or which columns in data.columns"
             )
         return fitting[0]
 
@@ -175,7 +181,8 @@ class Formats(Generic[Made]):
         others = [name for name in some if name not in nearest.fields]
         _check_spelling(others, missing)
         if not has:
-            return f"unknown field {quoted(others[0])}; known: {', '.join(_fields_of(self.formats))}"
+            known = dict.fromkeys(each.name for each in self.formats)
+            return f"unknown field {quoted(others[0])}; known are rows of {', '.join(known)} (docs/data.md)"
         return f"{missing[0]!r} is missing"
 
 
@@ -226,6 +233,36 @@ def alpaca_prompt(row: Row) -> list[dict[str, Any]]:
             raise MalformedError(f"history[{index}] is not a pair, of what the user and the assistant said")
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
     return [*messages, {"role": "user", "content": asked}]
+
+
+def _pair(asked: str, answer: str, row: dict[str, Any], origin: str) -> Record:
+    """The conversation of what is asked and answered, under these names; a context is the line after what is asked."""
+    return record_of_answer({**row, "prompt": asked_turns(row, asked)}, origin, name=answer)
+
+
+def asked_turns(row: Row, asked: str) -> Any:
+    """The turns before the answer: a list of messages as it is, or what a text asks, with its `context`, if any."""
+    given = row[asked]
+    if isinstance(given, (list, tuple)):
+        return given
+    text = filled_text(given, asked)
+    if asked == "instruction" and (context := checked_text(row.get("context", ""), "context")):
+        text = f"{text}\n{context}"  # as Alpaca's input
+    return [{"role": "user", "content": text}]
+
+
+def _calls(row: dict[str, Any], origin: str) -> Record:
+    """The conversation of a question that calls of tools answer, these a list, or the JSON of one."""
+    calls = row["answers"]
+    if isinstance(calls, str):
+        answer: dict[str, Any] = {"role": "function_call", "content": calls}
+    else:
+        answer = {"role": "assistant", "content": None, "tool_calls": calls}
+    asked = {"role": "user", "content": filled_text(row["query"], "query")}
+    record = _conversation([asked, answer], row, origin, name="query and answers")
+    if record.tools is None:
+        raise MalformedError("tools is empty")
+    return record
 
 
 def answered_alone(row: Row) -> Row:
@@ -334,6 +371,19 @@ def _check_labels(labels: Sequence[int], ids: Sequence[int]) -> None:
             raise MalformedError(f"labels[{place}] is {label}, neither -100 nor the token there{shifted}")
 
 
+# What is asked, and what answers it, as sets have them: UltraFeedback's kin (`prompt`, `response`), Dolly
+# (`instruction`, `response`), GSM8K, OpenOrca, MetaMathQA, Aya, NuminaMath. Other fields go before, as they say more.
+PAIRS = (
+    *(("user", "assistant"), ("question", "answer"), ("question", "response"), ("query", "response")),
+    *(("prompt", "response"), ("instruction", "response"), ("inputs", "targets"), ("problem", "solution")),
+)
+
+
+def beside_pair(asked: str) -> tuple[str, ...]:
+    """The optional fields of a pair."""
+    return ("context", *_BESIDE) if asked == "instruction" else _BESIDE
+
+
 TOKEN_MASKS = ("labels", "attention_mask", "completion_mask", "assistant_masks")
 _BESIDE = ("system", "tools")
 RECORDS: tuple[Format[Record], ...] = (
@@ -348,5 +398,17 @@ RECORDS: tuple[Format[Record], ...] = (
     Format(
         "tokens", ("input_ids",), lambda row, origin: Record(tokens=checked_tokens(row), origin=origin), TOKEN_MASKS
     ),
-    Format("text", ("text",), _text, is_weak=True),
+    Format("xlam", ("query", "answers", "tools"), _calls, ("system",)),
+    *(
+        Format(
+            "user_assistant",
+            (asked, answer),
+            functools.partial(_pair, asked, answer),
+            beside_pair(asked),
+            weakness=1,
+            aliases={"system_prompt": "system"},
+        )
+        for asked, answer in PAIRS
+    ),
+    Format("text", ("text",), _text, weakness=2),
 )

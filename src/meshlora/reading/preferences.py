@@ -6,6 +6,7 @@ Owns: the fields of such records, and which other answer accompanies a single on
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,7 @@ import numpy as np
 from meshlora.reading.bad_rows import ERROR
 from meshlora.reading.conversations import untrained
 from meshlora.reading.formats import Format, alpaca_prompt, answered_alone, record_of_answer
-from meshlora.reading.records import MalformedError, Record, json_type
+from meshlora.reading.records import LeftOutError, MalformedError, Record, filled_text, json_type
 from meshlora.reading.sources import Reading, Row, read_rows
 from meshlora.reading.tokenization import tokenize
 from meshlora_ground.dataset import TokenizedDataset
@@ -42,7 +43,8 @@ def read_preferences(
     Raises:
         UserError: as `read_rows` and `tokenize`.
     """
-    reading = Reading(columns, format, say, options.get("on_bad_row", ERROR))
+    bad, has_template = options.get("on_bad_row", ERROR), bool(tokenizer.chat_template)
+    reading = Reading(columns, format, say, bad, has_template=has_template)
     return tokenize(read_rows(source, PREFERENCES, reading), tokenizer, say=say, **options)
 
 
@@ -65,7 +67,7 @@ def read_feedback(
         UserError: all records have the same prompt; as `read_rows` and `tokenize`.
     """
     reading = Reading(columns, format, say, options.get("on_bad_row", ERROR))
-    rows = read_rows(source, FEEDBACK, reading)
+    rows = [row for of_one in read_rows(source, FEEDBACK, reading) for row in of_one]
     if len({isinstance(row["completion"], list) for _, row in rows}) > 1:
         raise UserError(f"{rows[0][0]} and others", "messages in some records and text in others", "give them alike")
     others = _before_with_another_prompt([row.get("prompt") for _, row in rows])
@@ -152,8 +154,42 @@ def _num_alike(one: Sequence[Any], other: Sequence[Any]) -> int:
     return min(len(one), len(other))
 
 
-def _judged(row: dict[str, Any], origin: str) -> Row:
-    """(origin, prompt, completion and label) of a row."""
+def _ranked(names: tuple[str, str], strength: str, row: dict[str, Any]) -> tuple[Any, str, str]:
+    """(prompt, better answer, worse answer) of a row that says by how much its second answer is better than its first.
+
+    Raises:
+        LeftOutError: neither is.
+    """
+    by = row[strength]
+    if isinstance(by, bool) or not isinstance(by, (int, float)):
+        raise MalformedError(f"{strength} is {json_type(by)}, not a number")
+    if not by:
+        raise LeftOutError(f"{strength} is 0, so neither answer is preferred")
+    better, worse = names if by < 0 else names[::-1]
+    asked = "context" if "context" in row else "prompt"
+    prompt = row[asked]
+    if not isinstance(prompt, (list, tuple)):
+        prompt = [{"role": "user", "content": filled_text(prompt, asked)}]
+    return prompt, filled_text(row[better], better), filled_text(row[worse], worse)
+
+
+def _pair_of_ranked(names: tuple[str, str], strength: str, row: dict[str, Any], origin: str) -> tuple[Record, ...]:
+    prompt, better, worse = _ranked(names, strength, row)
+    return _pair({**row, "prompt": prompt, "chosen": better, "rejected": worse}, origin)
+
+
+def _judged_of_ranked(names: tuple[str, str], strength: str, row: dict[str, Any], origin: str) -> list[Row]:
+    """Both answers, each by itself."""
+    prompt, better, worse = _ranked(names, strength, row)
+    found = []
+    for text, label in ((better, True), (worse, False)):
+        own = {"prompt": prompt, "completion": [{"role": "assistant", "content": text}], "label": label}
+        found.append((origin, own | {name: row[name] for name in _BESIDE if name in row}))
+    return found
+
+
+def _judged(row: dict[str, Any], origin: str) -> list[Row]:
+    """(origin, prompt, completion and label) of a row, alone."""
     if "kto_tag" in row:  # LLaMA-Factory's name
         row["label"] = row.pop("kto_tag")
     if not isinstance(row["label"], bool):
@@ -167,21 +203,30 @@ def _judged(row: dict[str, Any], origin: str) -> Row:
         for key in ("instruction", "input", "history"):
             row.pop(key, None)
     record_of_answer(row, origin, name="completion")  # raises where it is none
-    return origin, dict(answered_alone(row))  # else the answer to another prompt would bring that prompt with it
+    return [(origin, dict(answered_alone(row)))]  # else the answer to another prompt would bring that prompt with it
 
 
 _BESIDE = ("system", "tools")
 _ANSWERS = ("chosen", "rejected")
+# HelpSteer3 and HelpSteer2's preferences: what is asked, two answers, how much better the second is, from -3 to 3.
+_RANKED = (
+    ("context", ("response1", "response2"), "overall_preference"),
+    ("prompt", ("response_1", "response_2"), "preference_strength"),
+)
 PREFERENCES: tuple[Format[tuple[Record, ...]], ...] = (
     Format("preference", (*_ANSWERS, "prompt"), _pair, _BESIDE),
     Format("preference", (*_ANSWERS, "conversations"), _pair, _BESIDE),
     Format("preference", (*_ANSWERS, "instruction"), _pair, ("input", "history", *_BESIDE)),
     Format("preference", (*_ANSWERS, "question"), _pair, _BESIDE),
-    Format("preference", _ANSWERS, _pair, _BESIDE, is_weak=True),
+    Format("preference", _ANSWERS, _pair, _BESIDE, weakness=1),
+    *(
+        Format("preference", (asked, *names, strength), functools.partial(_pair_of_ranked, names, strength), _BESIDE)
+        for asked, names, strength in _RANKED
+    ),
 )
 
 
-def _feedback(label: str) -> tuple[Format[Row], ...]:
+def _feedback(label: str) -> tuple[Format[list[Row]], ...]:
     return (
         Format("feedback", ("prompt", "completion", label), _judged, _BESIDE),
         Format("feedback", ("messages", label), _judged, _BESIDE),
@@ -190,4 +235,11 @@ def _feedback(label: str) -> tuple[Format[Row], ...]:
     )
 
 
-FEEDBACK = _feedback("label") + _feedback("kto_tag")
+FEEDBACK = (
+    *_feedback("label"),
+    *_feedback("kto_tag"),
+    *(
+        Format("feedback", (asked, *names, strength), functools.partial(_judged_of_ranked, names, strength), _BESIDE)
+        for asked, names, strength in _RANKED
+    ),
+)

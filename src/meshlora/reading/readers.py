@@ -28,11 +28,14 @@ def _read_text(
     format: str = "auto",
     categories: str = "all",
     separator: str = "",
+    prompt: str | None = None,
     skips_empty: bool = False,
     **options: Any,
 ) -> TokenizedDataset:
     bad = options.get("on_bad_row", ERROR)  # tokenising has to know it, too
-    records = read_records(source, columns=columns, format=format, say=say, on_bad_row=bad)
+    has_template = bool(tokenizer.chat_template) and not separator  # which is of plain text
+    written: dict[str, Any] = {"prompt": prompt, "has_template": has_template}
+    records = read_records(source, columns=columns, format=format, say=say, on_bad_row=bad, **written)
     records = of_categories(records, categories)
     if skips_empty:
         records = list(without_empty(records, options.get("train_on", "all"), say))

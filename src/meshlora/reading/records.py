@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -23,6 +24,7 @@ _FIELDS = ("text", "prompt", "completion", "messages", "tokens")
 MAX_SHOWN = 5  # places that a message names for one mistake
 _MAX_COUNTED = 1000  # a file of another kind has a mistake in every line: reading on would not tell more
 _LARGEST = float(np.finfo(np.float32).max)
+_NUMBERED = re.compile(r"(.*\D)(\d+)")  # a place: where it is, and its number there
 _MAX_WORDS = 300  # characters of the message about one row
 
 
@@ -107,37 +109,78 @@ class MalformedError(ValueError):
     """A row is not a valid record; the message says why, the caller adds where."""
 
 
+class LeftOutError(ValueError):
+    """A row is valid and says nothing to train; the message says why."""
+
+
 @dataclass
 class Problems:
-    """Collects malformed rows, to show several at once. what: the form of a row. skips: they are passed over."""
+    """Collects malformed rows, to show several at once, each mistake once. what: the form of a row. skips: they are
+    passed over.
+    """
 
     what: str = "of a format that is known by its fields (docs/data.md)"
     skips: bool = False
-    shown: list[str] = field(default_factory=list)
     num: int = 0
+    _found: dict[str, _Mistake] = field(default_factory=dict)  # by what is wrong
 
-    def add(self, origin: str, reason: object) -> None:
-        """Add one. Raises: UserError: there are so many that reading the rest is pointless."""
+    def add(self, origin: str, reason: object, help: str = "") -> None:
+        """Add one. help: what may mend it. Raises: UserError: there are so many that reading the rest is pointless."""
         self.num += 1  # those that are not shown, too
-        if len(self.shown) < MAX_SHOWN:
-            words = str(reason)
-            if len(words) > _MAX_WORDS:
-                words = f"{words[:_MAX_WORDS]} …"
-            self.shown.append(f"{origin}: {words}")
+        words = str(reason)
+        if len(words) > _MAX_WORDS:
+            words = f"{words[:_MAX_WORDS]} …"
+        if words in self._found or len(self._found) < MAX_SHOWN:
+            self._found.setdefault(words, _Mistake(help)).add(origin)
         if self.num >= _MAX_COUNTED and not self.skips:
             self.raise_if_any()
+
+    def lines(self) -> list[str]:
+        """A line for each of the first mistakes, with its first places and how many there are."""
+        found, number = list[str](), 0
+        for words, mistake in self._found.items():
+            found.append(f"{mistake.where()}: {words}")
+            if mistake.help:
+                found.append(f"  perhaps {mistake.help}")
+            number += mistake.num
+        if self.num > number:
+            found.append(f"and {self.num - number} more")
+        return found
 
     def raise_if_any(self) -> None:
         """Raises: UserError with the first places and the total number."""
         if not self.num:
             return
-        lines = self.shown.copy()
-        if self.num > len(lines):
-            lines.append(f"and {self.num - len(lines)} more")
+        lines = self.lines()
         or_more = " or more" * (self.num >= _MAX_COUNTED)  # the rest was not read
         given = f"{self.num}{or_more} malformed record{'s' * (self.num > 1)}"
         rule = f"each must be {self.what}"
         raise UserError(given, rule, "\n  ".join(["correct them, or name the columns to use in data.columns:", *lines]))
+
+
+@dataclass
+class _Mistake:
+    """One mistake of one row or several. places: the first of them."""
+
+    help: str
+    places: list[str] = field(default_factory=list)
+    num: int = 0
+
+    def add(self, origin: str) -> None:
+        self.num += 1
+        if len(self.places) < MAX_SHOWN:
+            self.places.append(origin)
+
+    def where(self) -> str:
+        """`a.jsonl:1, 2, 3, b.jsonl:1, 2 and 12 more`: what is as in the place before is left out."""
+        words, before = list[str](), None
+        for place in self.places:
+            found = _NUMBERED.fullmatch(place)
+            file, number = (found[1], found[2]) if found else (place, "")
+            words.append(number if found and file == before else place)
+            before = file
+        more = f" and {self.num - len(words)} more" if self.num > len(words) else ""
+        return ", ".join(words) + more
 
 
 def listed(names: Collection[str]) -> str:

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from meshlora.reading.bad_rows import ERROR, SKIP, words_of_bad
 from meshlora.reading.data_files import bounded_lines, is_folder, json_objects, kind_of, opened, text_lines
-from meshlora.reading.formats import RECORDS, Choice, Format, Formats
+from meshlora.reading.formats import Choice, Format, Formats
 from meshlora.reading.images import locate_images
 from meshlora.reading.nlg import expanded
 from meshlora.reading.places import check_saved, places
-from meshlora.reading.records import MalformedError, Problems, Record, listed, quoted
+from meshlora.reading.prompt_styles import record_formats
+from meshlora.reading.proposals import proposed
+from meshlora.reading.records import LeftOutError, MalformedError, Problems, Record, listed, quoted
 from meshlora.reading.tables import parquet_batches, rows_at_once, table_rows
 from meshlora_ground.errors import UserError, reason
 
@@ -35,6 +37,8 @@ Header = Callable[[Sequence[str], str], list[str]]
 Made = TypeVar("Made")
 
 SEPARATOR = "||"
+_MOST_KINDS = 6  # of rows, that a message lists
+_MOST_NAMES = 100  # of columns, among which what may be meant is looked for
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,7 @@ class Reading:
         say: told once what is read and what is not.
         on_bad_row: whether malformed rows are an error or are passed over (`bad_rows`).
         has_separator: files of other suffixes are `context||completion`.
+        has_template: the tokenizer has a chat template: what is joined as plain text in spite of it is said.
     """
 
     columns: Mapping[str, str] | None = None
@@ -54,6 +59,7 @@ class Reading:
     say: Callable[[str], None] | None = None
     on_bad_row: str = ERROR
     has_separator: bool = False
+    has_template: bool = False
 
 
 def read_records(
@@ -63,6 +69,8 @@ def read_records(
     format: str = "auto",
     say: Callable[[str], None] | None = None,
     on_bad_row: str = ERROR,
+    prompt: str | None = None,
+    has_template: bool = False,
 ) -> list[Record]:
     """All records of `source`, in order.
 
@@ -72,9 +80,11 @@ def read_records(
     included. Other files than those have one `context||completion` per line: that format cannot express deliberate
     spaces, so both sides are stripped, and the completion starts with exactly one space, as a word would.
 
-    Args and Raises: as of `Reading` and `read_rows`.
+    prompt: in which style instructions are written as plain text (`prompt_styles`). Other Args and Raises: as of
+    `Reading` and `read_rows`.
     """
-    return read_rows(source, RECORDS, Reading(columns, format, say, on_bad_row, has_separator=True))
+    reading = Reading(columns, format, say, on_bad_row, has_separator=True, has_template=has_template)
+    return read_rows(source, record_formats(prompt), reading)
 
 
 def read_rows(
@@ -100,10 +110,13 @@ def each_row(
 ) -> Iterator[Made]:
     """As `read_rows`, one at a time. Malformed rows are left out, and raise at the end: use none of it before."""
     # As `{text} or {prompt, completion}`; several formats may need the same.
-    kinds = dict.fromkeys(f"{{{', '.join(each.needs)}}}" for each in formats if each.needs)
-    problems = Problems(" or ".join(kinds) or "a record", skips=reading.on_bad_row == SKIP)
+    kinds = [*dict.fromkeys(f"{{{', '.join(each.needs)}}}" for each in formats if each.needs)]
+    what = " or ".join(kinds) or "a record"
+    if len(kinds) > _MOST_KINDS:  # of all that are known none says what is meant
+        what = Problems.what
+    problems = Problems(what, skips=reading.on_bad_row == SKIP)
     number, said = 0, list[str]()
-    reader = _Reader(Formats(formats, reading.format, reading.columns), reading.has_separator, problems)
+    reader = _Reader(Formats(formats, reading.format, reading.columns), reading, problems)
     for place in places(source):
         for made in reader.rows_of(place):
             number += 1
@@ -111,7 +124,7 @@ def each_row(
     if not problems.skips:
         problems.raise_if_any()
     elif problems.num:
-        said.append(words_of_bad(problems.num, number + problems.num, problems.shown))
+        said.append(words_of_bad(problems.num, number + problems.num, problems.lines(), are_all=True))
     if reading.say is not None:
         for words in (*said, *reader.said()):
             reading.say(words)
@@ -119,16 +132,26 @@ def each_row(
 
 @dataclass
 class _Seen:
-    """What was read of a place. formats: name -> its columns. unread: columns. ways: how to say otherwise."""
+    """What was read of a place. formats: name -> its columns. unread: columns. ways: how to say otherwise.
+
+    joined: what of a row is prompt and completion that were joined as plain text. left_out: why -> the first place, and
+    how many rows.
+    """
 
     formats: dict[str, dict[str, None]] = field(default_factory=dict)
     unread: dict[str, None] = field(default_factory=dict)
     ways: str = "; data.format and data.columns say otherwise"
+    joined: Mapping[str, str] | None = None
+    left_out: dict[str, tuple[str, int]] = field(default_factory=dict)
 
     def add(self, choice: Choice[Any]) -> None:
         """Add the columns of a row, or of a table."""
         self.formats.setdefault(choice.format.name, {}).update(dict.fromkeys(choice.keys.values()))
         self.unread.update(dict.fromkeys(choice.unread))
+
+    def leave_out(self, why: str, origin: str) -> None:
+        first, number = self.left_out.get(why, (origin, 0))
+        self.left_out[why] = first, number + 1
 
     def words(self) -> str:
         read = " and ".join(f"{name} ({listed(columns)})" for name, columns in self.formats.items())
@@ -140,13 +163,25 @@ class _Seen:
             rest += " (in Alpaca's records `input` is part of what is asked: data.format: alpaca reads it)"
         return f"read as {read}{rest}{self.ways}"
 
+    def words_of_joined(self) -> str:
+        """What is said of text that no chat template writes, though there is one; "" where there is nothing to say."""
+        if self.joined is None or not self.ways:
+            return ""
+        keys = self.joined
+        asked = keys.get("prompt", "prompt")
+        if "chosen" in keys:
+            columns = f"{{question: {asked}, chosen: {keys['chosen']}, rejected: {keys['rejected']}}}"
+        else:
+            columns = f"{{user: {asked}, assistant: {keys['completion']}}}"
+        return f"joined as plain text, without the chat template; data.columns: {columns} makes conversations"
+
 
 @dataclass
 class _Reader(Generic[Made]):
     """Reads places one after the other. seen: what was read of each; here: of the one that is being read."""
 
     formats: Formats[Made]
-    has_separator: bool
+    reading: Reading
     problems: Problems
     seen: dict[str, _Seen] = field(default_factory=dict)
     here: _Seen = field(default_factory=_Seen)
@@ -161,6 +196,12 @@ class _Reader(Generic[Made]):
             if others:
                 first += f" and {len(others)} more file{'s' * (len(others) > 1)}"
             yield f"{first}: {words}"
+        for seen in self.seen.values():
+            for why, (place, number) in seen.left_out.items():
+                yield f"{number:,} row{'s' * (number > 1)} left out, {place} first: {why}"
+        joined = dict.fromkeys(words for seen in self.seen.values() if (words := seen.words_of_joined()))
+        if self.reading.has_template:
+            yield from joined
 
     def rows_of(self, place: Any) -> Iterator[Made]:
         """What the rows of a file or a dataset become."""
@@ -173,22 +214,38 @@ class _Reader(Generic[Made]):
         try:
             for origin, row in self._rows(place, name):
                 num_rows += 1
+                choice = None
                 try:
                     if folder is not None:
                         row = locate_images(row, folder)
                     choice = self.formats.choice(tuple(row))
                     made = choice.make(row, origin)
+                except LeftOutError as why:
+                    self.here.leave_out(str(why), origin)
+                    continue
                 except MalformedError as wrong:
-                    self.problems.add(origin, wrong)
+                    self._add_problem(origin, row, choice, wrong)
                     continue
                 if choice is not last:  # most rows have the names of the row before
                     self.here.add(choice)
                     last = choice
+                if self.here.joined is None and _is_joined(made, choice):
+                    self.here.joined = choice.keys
                 yield made
         except OSError as error:
             raise UserError(name, f"cannot be read ({error.strerror or error})") from error
         if not num_rows and self.problems.num == num_before:
             raise UserError(name, "holds no record", "give one with at least one")
+
+    def _add_problem(
+        self, origin: str, row: dict[str, Any], choice: Choice[Made] | None, wrong: MalformedError
+    ) -> None:
+        """choice: how to read the row; None: its names are what is wrong."""
+        if choice is not None or not row:
+            self.problems.add(origin, wrong)
+            return
+        words = f"{wrong}; its fields: {listed(row)}"
+        self.problems.add(origin, words, proposed(row, self.formats.fields))
 
     def _rows(self, place: Any, name: str) -> Iterator[Row]:
         if isinstance(place, Path) and not is_folder(place):
@@ -199,7 +256,7 @@ class _Reader(Generic[Made]):
                 yield from _csv_rows(place, self.problems, self._header)
             elif kind == ".parquet":
                 yield from _numbered(_parquet_rows(place, self._header), name)
-            elif not self.has_separator:
+            elif not self.reading.has_separator:
                 rule = "these records are read from .jsonl, .json, .csv, .parquet or a saved dataset"
                 raise UserError(f"{place}", rule, "convert it")
             elif self.formats.is_chosen:
@@ -220,10 +277,19 @@ class _Reader(Generic[Made]):
         try:
             choice = self.formats.choice(tuple(names))
         except MalformedError as wrong:
-            way_out = "name the columns to use in data.columns, e.g. {prompt: question, completion: answer}"
+            guess = proposed(dict.fromkeys(names[:_MOST_NAMES]), self.formats.fields)
+            way_out = "name the columns to use in data.columns"
+            way_out += f", perhaps {guess}" if guess else ", e.g. {user: question, assistant: answer}"
             raise UserError(f"{origin}: columns {listed(names) or '(none)'}", str(wrong), way_out) from None
         self.here.add(choice)
         return sorted({*choice.keys.values(), *choice.refused})
+
+
+def _is_joined(made: object, choice: Choice[Any]) -> bool:
+    """Whether a row was made plain text of a prompt and an answer, that could have been a conversation."""
+    first = made[0] if isinstance(made, tuple) and made else made
+    of_both = {"prompt", "completion"} <= choice.keys.keys() or {"prompt", "chosen"} <= choice.keys.keys()
+    return of_both and isinstance(first, Record) and first.kind == "completion"
 
 
 def _numbered(rows: Iterable[dict[str, Any]], name: str) -> Iterator[Row]:

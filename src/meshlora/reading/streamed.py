@@ -8,9 +8,9 @@ those that are not in the cache yet.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,10 @@ from meshlora.reading.answers_apart import Chats, beginnings
 from meshlora.reading.bad_rows import ERROR
 from meshlora.reading.cache import Arrays, RecordsDigest, cache_key, load_or_make
 from meshlora.reading.chat import Seen
-from meshlora.reading.formats import RECORDS
+from meshlora.reading.prompt_styles import record_formats
 from meshlora.reading.records import Record
 from meshlora.reading.sources import Reading, each_row
+from meshlora.reading.system_turn import with_system
 from meshlora.reading.tokenization import Making, Read, check_vocabulary, token_blocks
 from meshlora.reading.train_on import TrainOn, without_empty
 from meshlora_ground.dataset import TokenizedDataset
@@ -30,27 +31,45 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-def _each(
-    source: Any,
-    reading: Reading,
-    *,
-    train_on: TrainOn,
-    skips_empty: bool,
-    is_apart: bool,
-    counts: list[int] | None = None,
-) -> Iterator[Record]:
-    """The records of `source`, or the beginnings of each, whose numbers are added to `counts`."""
-    rows = each_row(source, RECORDS, reading)
-    if skips_empty:
-        rows = without_empty(rows, train_on, reading.say)
-    if not is_apart:
-        yield from rows
-        return
-    for row in rows:
-        parts = [*beginnings(row, train_on)]
-        yield from parts
-        if counts is not None:
-            counts.append(len(parts))
+@dataclass(frozen=True)
+class _Source:
+    """Records that are read anew for each pass. Attributes: as of `read_streamed`; reading: without `say`."""
+
+    source: Any
+    reading: Reading
+    train_on: TrainOn
+    is_apart: bool
+    skips_empty: bool
+    prompt: str | None
+    system: str | None
+
+    def records(self, say: Callable[[str], None] | None = None, counts: list[int] | None = None) -> Iterator[Record]:
+        """The records, or the beginnings of each, whose numbers are added to `counts`. say: told what is read."""
+        rows = each_row(self.source, record_formats(self.prompt), dataclasses.replace(self.reading, say=say))
+        rows = with_system(rows, self.system, say)
+        if self.skips_empty:
+            rows = without_empty(rows, self.train_on, say)
+        if not self.is_apart:
+            yield from rows
+            return
+        for row in rows:
+            parts = [*beginnings(row, self.train_on)]
+            yield from parts
+            if counts is not None:
+                counts.append(len(parts))
+
+    def blocks(self, making: Making, digest: str) -> Iterator[Arrays]:
+        """`token_blocks` of the records. digest: theirs, as they were. Raises: UserError: at the end, it is another."""
+        again = RecordsDigest()
+
+        def noted() -> Iterator[Record]:
+            for record in self.records():
+                again.add(record)
+                yield record
+
+        yield from token_blocks(noted(), making)
+        if again.hexdigest() != digest:
+            raise UserError("data", "the files changed while they were read", "start again")
 
 
 def read_streamed(
@@ -63,6 +82,7 @@ def read_streamed(
     train_on: TrainOn = "all",
     too_long: str = "truncate",
     skips_empty: bool = False,
+    prompt: str | None = None,
     columns: Mapping[str, str] | None = None,
     format: str = "auto",
     on_bad_row: str = ERROR,
@@ -77,10 +97,11 @@ def read_streamed(
     """
     how = Chats(**chats)
     how.check(train_on)
-    reading = Reading(columns, format, None, on_bad_row, has_separator=True)
-    records = functools.partial(_each, source, train_on=train_on, skips_empty=skips_empty, is_apart=how.is_apart)
+    has_template = bool(tokenizer.chat_template)
+    reading = Reading(columns, format, None, on_bad_row, has_separator=True, has_template=has_template)
+    read = _Source(source, reading, train_on, how.is_apart, skips_empty, prompt, how.system)
     digest, seen, counts = RecordsDigest(), Seen(), list[int]()
-    for record in records(dataclasses.replace(reading, say=say), counts=counts):  # what is wrong is said once, here
+    for record in read.records(say, counts):  # what is wrong is said once, here
         if record.images:
             given = f"{record.origin}: an image with data.streaming"
             raise UnsupportedError(given, "it is not proved", "leave out one")
@@ -99,22 +120,17 @@ def read_streamed(
         rule = "the cache cannot tell it from another"
         raise UnsupportedError(f"data.streaming with {type(tokenizer).__name__}", rule, "use a fast tokenizer")
 
-    def blocks() -> Iterator[Arrays]:
-        again = RecordsDigest()
-
-        def noted() -> Iterator[Record]:
-            for record in records(reading):
-                again.add(record)
-                yield record
-
-        yield from token_blocks(noted(), making)
-        if again.hexdigest() != digest.hexdigest():
-            raise UserError("data", "the files changed while they were read", "start again")
-
-    arrays = load_or_make(cache_dir, key, blocks, num_records=digest.number, max_length=max_length, is_mapped=True)
+    arrays = load_or_make(
+        cache_dir,
+        key,
+        lambda: read.blocks(making, digest.hexdigest()),
+        num_records=digest.number,
+        max_length=max_length,
+        is_mapped=True,
+    )
 
     def record_at(index: int) -> Record:
-        return next(itertools.islice(records(reading), index, None))  # slow, and rare: records that are named
+        return next(itertools.islice(read.records(), index, None))  # slow, and rare: records that are named
 
     tokens = Read(record_at, digest.number, making).dataset(arrays, how, counts if how.is_apart else None, say=say)
     check_vocabulary(tokens, record_at, vocab_size)

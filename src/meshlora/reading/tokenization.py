@@ -26,6 +26,7 @@ from meshlora.reading.images import Images, images_of
 from meshlora.reading.leading import leading_tokens
 from meshlora.reading.lost import CUT, NOTHING, Lost, as_array
 from meshlora.reading.records import MAX_SHOWN, Record
+from meshlora.reading.system_turn import with_system
 from meshlora.reading.too_long import Found, check_too_long, is_cut_turn, windows
 from meshlora.reading.train_on import TrainOn, check_train_on, is_of
 from meshlora_ground.dataset import Taken, TokenizedDataset
@@ -79,8 +80,8 @@ def tokenize(
             others wait and read.
         vocab_size: of the model that will see the tokens, if any. say: told of message keys that the chat template
             does not name, and how many records are too long. processor: loads transformers' processor of the model;
-            called if there are images. names_rows: give each sequence the origin of its record. chats: `turns` and
-            the like, of `Chats`.
+            called if there are images. names_rows: give each sequence the origin of its record. chats: `turns`, `system`
+            and the like, of `Chats`.
 
     Raises:
         UserError: no records; a tokenizer without eos; records without trained tokens, with images that would be cut,
@@ -95,6 +96,8 @@ def tokenize(
     rows_per_example, records = _flat(records)  # from here on examples are records one after the other
     how, counts = Chats(**chats), None  # counts: of sequences, where a record is several
     how.check(train_on, rows_per_example=rows_per_example)
+    if how.system is not None:
+        records = [*with_system(records, how.system, say)]
     if how.is_apart:
         counts, records = _apart(records, train_on)
     images, used = _images(records, processor, skips=on_bad_row == SKIP), None

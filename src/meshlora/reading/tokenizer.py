@@ -23,7 +23,7 @@ from meshlora.reading.data_files import is_folder, nearest_file
 from meshlora.reading.named_templates import ELSEWHERE, TEMPLATES, named_template
 from meshlora.reading.processor import FILES as PROCESSOR_FILES
 from meshlora_ground.errors import UserError, did_you_mean, reason
-from meshlora_ground.files import read_json, write_json_atomically
+from meshlora_ground.files import write_json_atomically
 from meshlora_ground.reading import read_text
 
 # `tokenizers` loops up to the largest token id of a vocabulary: a second per hundred million.

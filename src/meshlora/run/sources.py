@@ -15,6 +15,7 @@ from meshlora.reading.mixture import joined_sources, num_draws
 from meshlora.reading.places import files_of
 from meshlora.reading.records import Record
 from meshlora.reading.sources import read_records
+from meshlora.reading.system_turn import with_system
 from meshlora.run.config.run_file import DataConfig, Given, Source, num_read_apart, sources_of
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
@@ -89,12 +90,11 @@ def held_out_records(data: DataConfig, held: frozenset[str]) -> list[Record]:
 
 def records_of(data: DataConfig, given: Given) -> list[Record]:
     """The records of all sources of `given`, in order."""
-    groups = _groups(data, given)
-    return [
-        one
-        for paths, columns, format in groups
-        for one in read_records(paths, columns=columns, format=format, on_bad_row=data.on_bad_row)
-    ]
+    written: dict[str, Any] = {"on_bad_row": data.on_bad_row, "prompt": data.prompt}
+    found = list[Record]()
+    for paths, columns, format in _groups(data, given):
+        found += read_records(paths, columns=columns, format=format, **written)
+    return [*with_system(found, data.system)]
 
 
 def _groups(data: DataConfig, given: Given) -> list[tuple[list[str], dict[str, str] | None, Any]]:

@@ -103,6 +103,10 @@ class Texts:
         own["cache_dir"] = Path(data.cache_dir).expanduser()
         if not data.streaming:
             own["processor"] = functools.partial(self._processor, tokenizer, model)
+        if data.prompt is not None:
+            own["prompt"] = data.prompt
+        if data.system is not None:
+            own["system"] = data.system
         if data.separator:
             own["separator"] = data.separator
         if data.on_bad_row != ERROR:

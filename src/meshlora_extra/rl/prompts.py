@@ -8,6 +8,7 @@ fields are for rewards, such as `answer` or `tests`.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from meshlora.reading.formats import Format
 from meshlora.reading.records import Record, checked_text
 from meshlora.reading.sampler import GlobalBatches
 from meshlora.reading.sources import Reading, read_rows
+from meshlora.reading.system_turn import with_system
 from meshlora.run.config.run_file import GenerateConfig, RunConfig, paths_of
 from meshlora.run.decoding import encode_prompts
 from meshlora_ground.errors import UserError
@@ -83,6 +85,8 @@ def read_prompts(
         ],
         Reading(data.columns, say=say),
     )
+    given = with_system((row.record for row in rows if row.record is not None), data.system, say)
+    rows = [row if row.record is None else dataclasses.replace(row, record=next(given)) for row in rows]
     seen = Seen()
     for row in rows:
         if row.record is not None:

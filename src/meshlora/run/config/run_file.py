@@ -39,6 +39,8 @@ Format = Literal[
     "messages",
     "sharegpt",
     "alpaca",
+    "user_assistant",
+    "xlam",
     "tokens",
     "preference",
     "feedback",
@@ -153,6 +155,8 @@ class DataConfig:
         train, eval: a path, a source, or a list of these. eval: or rows of train, drawn by train.seed, that are never
             trained (`reading.held_rows`): a share of them, below 1, or their number.
         columns: our field names -> theirs. format: of the rows (`reading.formats`), where their fields do not say it.
+        prompt: rows of an instruction are plain text in this style (`reading.prompt_styles`). system: what the system
+            says in conversations in which it says nothing.
         max_length: the most tokens of a sequence. packing: several sequences in one row; they do not attend to each
             other. True: in rows of up to max_length tokens; auto: those of a micro-batch, where that is proved.
         too_long: what becomes of a record with more tokens (`reading.too_long`). train_on: which turns are trained: all
@@ -165,8 +169,9 @@ class DataConfig:
             an error, or they are passed over and said, one in ten at most (`reading.bad_rows`).
         date: the day that a chat template writes if it asks for one, as in 2026-01-15; default: that on which the run
             was begun, in UTC.
-        chat_template: file of a chat template in place of the tokenizer's own, or the name of one that it has, of one of
-            ours (`reading.named_templates`), or of one that an installed TRL has for training. stop_tokens: at which the model stops, beside those that it says itself.
+        chat_template: file of a chat template in place of the tokenizer's own, or the name of one that it has, of one
+            of ours (`reading.named_templates`), or of one that an installed TRL has for training. stop_tokens: at which
+            the model stops, beside those that it says itself.
         separator: text between prompt and completion, special tokens included, as in <|endoftext|>.
         eval_categories: of WebNLG, the records of eval whose category is in its training data, or is not.
         streaming: records are not held in memory, and tokens stay in the file of the cache.
@@ -181,6 +186,8 @@ class DataConfig:
     eval: int | float | str | Source | list[str | Source] | None = None
     columns: dict[str, str] | None = None
     format: Format = "auto"
+    prompt: Literal["alpaca", "qa"] | None = None
+    system: str | None = None
     max_length: int = number(1024, most=10**8)
     packing: bool | Literal["auto"] = "auto"
     too_long: Literal["truncate", "drop", "split", "error"] = "truncate"
@@ -218,6 +225,7 @@ class DataConfig:
             require(getattr(self, name) != [], f"data.{name}", [], "one or more")
         check_path("data.cache_dir", self.cache_dir, knows_home=True)
         check_path("data.chat_template", self.chat_template or "")
+        require(self.system is None or bool(self.system.strip()), "data.system", repr(self.system), "a text")
         if self.date is not None:
             require(_is_day(self.date), "data.date", repr(self.date), "a day, as in 2026-01-15")
         check_numbers("data", self)
@@ -547,7 +555,7 @@ _OF_ADAPTER = (
 PER_ADAPTER = {
     "data": {
         *("train", "eval", "columns", "format", "max_length", "too_long", "train_on", "separator"),
-        *("eval_limit", "eval_categories"),
+        *("eval_limit", "eval_categories", "prompt", "system"),
     },
     "train": {
         *("steps", "epochs", "batch_size", "lr", "schedule", "warmup_steps", "warmup_ratio", "warmup_from_zero"),
