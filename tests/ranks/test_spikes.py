@@ -44,16 +44,17 @@ def _run(file: Path, number: int) -> str:
     return ""
 
 
-@pytest.mark.parametrize("topology", ["tp=2", "dp=2"])
-def test_all_ranks_end_at_the_step_of_rank_0(topology: str, folder: Path, pools: Callable[[int], Pool]) -> None:
+@pytest.mark.parametrize(("topology", "patience"), [("tp=2", 1), ("tp=2", 2), ("dp=2", 2)])
+def test_all_ranks_end_at_the_step_of_rank_0(
+    topology: str, patience: int, folder: Path, pools: Callable[[int], Pool]
+) -> None:
     """The ranks of tp sum no losses with each other: each has its own, and rank 1 would have ended sooner."""
+    name, last = f"spikes-{topology}-{patience}", JUMPS[0] + patience - 1
     options: dict[str, Any] = {"steps": 7, "save_every": 0, "eval_every": 0, "batch_size": 4}
-    options["on_spike"] = {"above": 40.0, "patience": 2}
-    file = run_file(
-        folder, f"spikes-{topology}", topology, **{f"train__{key}": value for key, value in options.items()}
-    )
+    options["on_spike"] = {"above": 40.0, "patience": patience}
+    file = run_file(folder, name, topology, **{f"train__{key}": value for key, value in options.items()})
     said = pools(2).run(_run, file, 2)
-    assert all(text.startswith("step 5: loss spike: ") for text in said), said
-    output = folder / f"spikes-{topology}"
-    assert max(line["step"] for line in metrics_of(output)) == 5
-    assert (output / "checkpoints" / "step-000005").is_dir()
+    assert all(text.startswith(f"step {last}: loss spike: ") for text in said), said
+    output = folder / name
+    assert max(line["step"] for line in metrics_of(output)) == last
+    assert (output / "checkpoints" / f"step-00000{last}").is_dir()
