@@ -52,10 +52,10 @@ class Speaker:
         self.tokenizer, self.options = tokenizer, options
         self.has_adapter = blueprint.adapter is not None
         self.positions = most_positions(blueprint.config)
-        self.topology = str(blueprint.topology)
         self._network = load_blueprint(blueprint).eval()
         mesh = runtime(self._network).mesh
         self._store = meet() if mesh.world.size > 1 else None
+        self.topology = str(blueprint.topology) if mesh.world.size > 1 else ""  # of one process there is nothing to say
         self._turn = 0
 
     def tokens_of(self, messages: Sequence[Message], *, way_out: str) -> list[int]:
