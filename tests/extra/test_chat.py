@@ -45,6 +45,7 @@ def _expected(run: Path, questions: list[str], *, system: str = "", of_base: boo
     return said
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on", ON)
 def test_conversation_in_a_terminal(on: tuple[str, ...], run: Path, tmp_path: Path) -> None:
     first, second, base = _expected(run, QUESTIONS, of_base=True)
@@ -85,6 +86,7 @@ def _shown(terminal: Terminal, echo: str) -> str:
     return found.removeprefix(f"{echo}\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on", ON)
 def test_ctrl_c_stops_the_answer_and_not_the_program(on: tuple[str, ...], run: Path, tmp_path: Path) -> None:
     words = _words(run, "--temperature", "9", *on)  # of such noise hardly a token ends
@@ -104,6 +106,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(on: tuple[str, ...], run: P
         assert terminal.end() == 0, terminal.shown
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on", ON)
 def test_lines_of_a_pipe_are_answered(on: tuple[str, ...], run: Path, capfd: pytest.CaptureFixture[str]) -> None:
     expected = _expected(run, QUESTIONS, of_base=True)
@@ -118,11 +121,13 @@ def _piped(words: list[str], lines: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 def test_run_file_names_model_and_adapter(run: Path) -> None:
     found = _piped(["chat", "--run", str(run), "--max-new-tokens", "24"], f"{QUESTIONS[0]}\n")
     assert (found.returncode, found.stdout) == (0, f"{_expected(run, QUESTIONS[:1])[0]}\n")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("on", ON)
 def test_conversation_beyond_the_positions_is_said_with_the_way_out(on: tuple[str, ...], run: Path) -> None:
     """And no rank of a mesh is left waiting for it."""
@@ -133,6 +138,7 @@ def test_conversation_beyond_the_positions_is_said_with_the_way_out(on: tuple[st
     assert error.endswith("tokens: the model has 512 positions; begin anew with /reset, or ask more briefly")
 
 
+@pytest.mark.long
 def test_answer_that_the_positions_cut_is_said(run: Path) -> None:
     words = _words(run, "--temperature", "9")
     words[words.index("24")] = "5000"

@@ -99,6 +99,7 @@ BROKEN: dict[str, Break] = {
     "topology that is none": said(topology="dp=2,tp=0"),
     "identity is a list": said(identity=[]),
     "identity of numbers": said(identity={"train.lr": 1}),
+    "asking that is no text": said(asking={"form": 1}),
     "kind of another folder": said(kind="adapter", step=6, topology=""),
     "format 1": said(format=1),
     "format True": said(format=True),
@@ -166,6 +167,12 @@ def test_whole_folder_is_read_as_it_was_said(tmp_path: Path) -> None:
         assert (found.folder, found.step, found.steps, found.updates) == (folder, 4, 6, 2)
         assert (found.skipped_in_row, found.eval_loss, found.loss_scale) == (1, 0.25, scale)
         assert (found.identity, found.topology) == (IDENTITY, "dp=2")
+
+
+def test_folder_from_before_it_was_recorded_how_its_data_asked_is_whole(tmp_path: Path) -> None:
+    folder = save(tmp_path / "step-000004")
+    without("asking")(folder)
+    assert read_whole(folder).asking == {}
 
 
 def test_finished_adapter_names_no_date_host_path_or_topology(tmp_path: Path) -> None:
