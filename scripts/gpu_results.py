@@ -160,12 +160,12 @@ def hardware_fields(document: Mapping[str, Any]) -> dict[str, float]:
 
     `kernel_s` is not among them: it is the host's time for an operator of a step, not that of a bare launch.
     """
-    seen, card = document.get("measured"), document["card"].lower()
+    seen = document.get("measured")
     if not seen:
         return {}
-    from meshlora_extra.planner.hardware import GPUS  # takes seconds, and imports what a campaign is to run apart
+    from meshlora_extra.planner.hardware import card_of  # takes seconds, and imports what a campaign is to run apart
 
-    gpu = next((gpu for name, gpu in GPUS.items() if name in card), None)
+    gpu = card_of(document["card"])
     if gpu is None:
         return {}
     return {
@@ -250,7 +250,8 @@ def readme(document: Mapping[str, Any]) -> str:
         rows = _by_what(document, part, ours, peer)
         speed, memory = rows.get("one sequence"), rows.get("one sequence, peak memory")
         if what.endswith("*") and speed is not None:
-            lines.append(f"| {what.rstrip('*')}{_missed(speed)} | {_times(speed)} | {_times(memory)} |")
+            cells = f"{_times(speed)}{_rate(speed)} | {_times(memory)}{_rate(memory)}"
+            lines.append(f"| {what.rstrip('*')}{_missed(speed)} | {cells} |")
     return "\n".join(lines)
 
 

@@ -34,6 +34,7 @@ PROMPT = 'def list_paths(target):\n    """'
 # (words, a part of what is printed, a file that is there afterwards)
 COMMANDS = [
     (["--version"], "meshlora 0.", ""),
+    (["verify", "--family", "qwen3", "--topology", "tp=2,sp"], "proved in", ""),
     (
         ["init", "--yes", "--model", "tiny_base", "--data", "train.jsonl", "--out", "made.yaml"],
         "made.yaml",

@@ -80,6 +80,22 @@ def test_readme_is_short_enough_to_be_read() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+def test_first_screen_says_why_with_numbers_and_a_command_and_shows_the_proof() -> None:
+    first = (ROOT / "README.md").read_text("utf-8").partition("\n## ")[0]
+    why = first.partition("**Why.**")[2].partition("<!--")[0].strip().splitlines()
+    assert len(why) <= 10
+    page = (ROOT / "docs" / "performance.md").read_text("utf-8")
+    numbers = re.findall(r"[\d.]+× \([\d,.]+ [\w/]+\)", first)
+    assert len(numbers) >= 4
+    assert not [number for number in numbers if number not in page], "each is on the page that says by which command"
+    assert "docs/images/proved.png" in first
+    commands = re.findall(r"^(meshlora .*?)(?: {2,}#.*)?$", first, re.MULTILINE)
+    assert commands
+    assert not [command for command in commands if re.search(r"MODEL|FOLDER|examples/|\.yaml", command)]
+    tried = load_script("try_wheel").COMMANDS  # in an environment of the wheel alone
+    assert ["meshlora", *tried[1][0]] == shlex.split(commands[0])
+
+
 def test_each_capability_has_tests_that_are_there() -> None:
     lines = (ROOT / "docs" / "capabilities.md").read_text("utf-8").splitlines()
     rows = [line for line in lines if line[:2] == "| " and line != "| capability | page | test |"]
