@@ -114,7 +114,7 @@ class Reporter:
             BarColumn(),
             TextColumn("{task.fields[shown]}", markup=False),
             TimeRemainingColumn(),
-            TextColumn("left"),
+            TextColumn("left", markup=False),
             console=self.console,
             transient=False,
             disable=bool(name) or not (is_main and self.console.is_terminal),
