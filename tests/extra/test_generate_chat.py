@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from meshlora.cli.main import main
 from meshlora.run.asking import asking_of
 from meshlora.run.checkpoint.manifest import read_whole
 from tests.extra.talking import QUESTIONS, TEMPLATE, answered, asked, trained
+from tests.manifests import manifest_of, sign
 from tests.run_files import TINY
 
 
@@ -54,7 +56,9 @@ def test_adapter_of_conversations_is_asked_through_its_template(run: Path, capsy
     assert plain != said
 
 
-def test_system_and_another_template_lead_to_their_answers(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_system_and_another_template_lead_to_their_answers(
+    tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (own,) = answered(run / "adapter", [asked(QUESTIONS[0], system="Be brief.")], ends=_stops())
     (other,) = answered(run / "adapter", [asked(QUESTIONS[0])], ends=_stops())
     assert own != other
@@ -63,7 +67,19 @@ def test_system_and_another_template_lead_to_their_answers(run: Path, capsys: py
     assert generate(*words, adapter=run / "adapter") == 0
     said, beside = capsys.readouterr()
     assert said == f"{own}\n"
-    assert beside == f"sent as a conversation: chat template of {template}\n"
+    assert beside == f"sent as a conversation: chat template of {template}, system: Be brief.\n"
+
+    adapter = tmp_path / "adapter"  # as of a run with such a turn
+    shutil.copytree(run / "adapter", adapter)
+    sign(adapter, asking={**_asking_of(adapter), "system": "Be brief."})
+    assert generate("--prompt", QUESTIONS[0], "--chat-template", template, adapter=adapter) == 0
+    assert capsys.readouterr() == (said, beside)
+    assert generate("--prompt", QUESTIONS[0], "--chat-template", template, "--system", "", adapter=adapter) == 0
+    assert capsys.readouterr().out == f"{other}\n"
+
+
+def _asking_of(adapter: Path) -> dict[str, str]:
+    return dict(manifest_of(adapter)["asking"])
 
 
 def test_what_asked_is_recorded_and_other_adapters_are_asked_in_plain_text(
@@ -145,8 +161,6 @@ def test_mistake_is_one_line(
 
 
 def test_base_without_a_template_names_the_way_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import shutil
-
     shutil.copytree(TINY, tmp_path / "base", ignore=shutil.ignore_patterns("chat_template.jinja"))
     assert main(["generate", "--model", str(tmp_path / "base"), "--prompt", "a", "--chat"]) == 2
     err = capsys.readouterr().err

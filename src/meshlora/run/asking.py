@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from meshlora.reading.chat import CONVERSATIONS, TEXTS
+from meshlora.reading.chat import CONVERSATIONS, TEXTS, further_stops
 from meshlora.reading.tokenizer import tokenizer_with
 from meshlora.run.checkpoint.identity import DATE
 from meshlora.run.checkpoint.manifest import NotWholeError, read_manifest
@@ -34,7 +34,7 @@ class Asking:
     Attributes:
         form: of the training's data, conversations or texts; "" if nobody has said it.
         chat_template: a name or file, as of `data.chat_template`; None: the tokenizer's own. template_of: whose it is.
-        stop_tokens, separator: as of `data`. day: that the chat template writes.
+        stop_tokens, separator, system: as of `data`. day: that the chat template writes.
     """
 
     form: str = ""
@@ -42,18 +42,20 @@ class Asking:
     template_of: str = ""
     stop_tokens: tuple[str, ...] = ()
     separator: str = ""
+    system: str = ""
     day: str | None = None
 
 
-def recorded(form: str, data: Any, stop_tokens: Sequence[str]) -> dict[str, str]:
-    """What a manifest says of it: names and texts. data: the `DataConfig`. stop_tokens: with those of its template."""
+def recorded(form: str, data: Any, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """What a manifest says of it: names and texts. data: the `DataConfig`, which has read its texts by `tokenizer`."""
     found = {}
     if form:
         found["form"] = form
-    if stop_tokens:
-        found["stop_tokens"] = json.dumps([*stop_tokens])
-    if data.separator:
-        found["separator"] = data.separator
+    if stops := further_stops(tokenizer):
+        found["stop_tokens"] = json.dumps(stops)
+    for name in ("separator", "system", "prompt"):  # that have something before the answer
+        if value := getattr(data, name, None):
+            found[name] = value
     return found
 
 
@@ -68,7 +70,7 @@ def asking_of(adapter: Path | None, *, model: str | Path = "") -> Asking:
         day = None
     else:
         said, day = saved.asking, saved.identity.get(DATE)
-    asking = Asking(day=day, separator=said.get("separator", ""), template_of=str(model))
+    asking = Asking(day=day, separator=said.get("separator", ""), system=said.get("system", ""), template_of=str(model))
     if (form := said.get("form", "")) in (CONVERSATIONS, TEXTS):
         asking = dataclasses.replace(asking, form=form)
     if "stop_tokens" in said:

@@ -148,7 +148,6 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
     )
     if train.require_fast:
         check_fast(slow)
-    stops = tuple(further_stops(data.tokenizer))
     run = Prepared(
         config,
         blueprint,
@@ -177,8 +176,8 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
         notes=(*blueprint.notes, *notes_of_whole(blueprint.plan), *data.notes, *rows.notes, *of_train),
         slow_paths=slow,
         chat_template=None if options.chat_template is None else str(data.tokenizer.chat_template),
-        asking=recorded(data.form, options, stops),
-        stop_tokens=stops,
+        asking=recorded(data.form, options, data.tokenizer),
+        stop_tokens=tuple(further_stops(data.tokenizer)),
     )
     return read_output(run, resume=resume, despite=despite)
 

@@ -93,10 +93,10 @@ class _Handler(Handler):
         return _Request(messages, of_base)
 
 
-def serve(speaker: Speaker, *, names: tuple[str, str | None], system: str | None, port: int) -> None:
+def serve(speaker: Speaker, *, names: tuple[str, str | None], system: str, port: int) -> None:
     """Serve the page until Ctrl-C. names: of the model and its adapter. system: text of the first conversation's."""
     adapter = None if names[1] is None else Path(names[1]).parent.name + "/" + Path(names[1]).name
-    facts = {"model": Path(names[0]).name, "adapter": adapter, "system": system or "", "topology": speaker.topology}
+    facts = {"model": Path(names[0]).name, "adapter": adapter, "system": system, "topology": speaker.topology}
     try:
         server = ChatServer(facts | {"positions": speaker.positions}, port=port)
     except OSError as error:

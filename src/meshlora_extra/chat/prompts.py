@@ -17,7 +17,7 @@ from meshlora.reading.conversations import checked_tools, open_conversation
 from meshlora.reading.records import MalformedError, Record, checked_text, json_type, listed
 from meshlora.run.agreement import one_day
 from meshlora.run.asking import Asking, asking_of
-from meshlora_ground.errors import UserError, reason
+from meshlora_ground.errors import UserError, one_line, reason
 from meshlora_ground.reading import parse_json, read_text
 
 _MOST_BYTES = 2**28
@@ -33,22 +33,26 @@ class Question:
     name: str
 
 
-def asking_for(options: argparse.Namespace, *, is_chat: bool) -> Asking:
-    """How the model of a command is asked: as its adapter's run did, but for what the options say. Collective, as the
-    day is one for all ranks."""
+def asking_for(options: argparse.Namespace) -> Asking:
+    """How the model of a command is asked: as its adapter's run did, but for what the options say."""
     asking = asking_of(Path(options.adapter) if options.adapter else None, model=options.model)
     if options.chat_template is not None:
         given = options.chat_template
         asking = dataclasses.replace(asking, chat_template=given, template_of=given)
     if getattr(options, "separator", None) is not None:
         asking = dataclasses.replace(asking, separator=options.separator)
-    if is_chat:
-        today = one_day()
-        asking = dataclasses.replace(asking, day=asking.day or today)
+    if options.system is not None:
+        asking = dataclasses.replace(asking, system=options.system)
     return asking
 
 
-def is_conversation(options: argparse.Namespace) -> bool:
+def with_day(asking: Asking) -> Asking:
+    """With today where no run has said another day. Every rank calls it, as all take that of rank 0."""
+    today = one_day()
+    return dataclasses.replace(asking, day=asking.day or today)
+
+
+def is_conversation(options: argparse.Namespace, asking: Asking) -> bool:
     """Whether texts are sent as what a user says. Raises: UserError: options that exclude each other."""
     given = {"--system": options.system, "--chat-template": options.chat_template, "--chat": options.chat}
     asked = [name for name, value in given.items() if value]
@@ -56,16 +60,16 @@ def is_conversation(options: argparse.Namespace) -> bool:
         raise UserError(f"--plain with {asked[0]}", "plain text has no turns and no template", "leave out one of them")
     if options.plain:
         return False
-    adapter = Path(options.adapter) if options.adapter else None
-    return bool(asked) or asking_of(adapter).form == CONVERSATIONS
+    return bool(asked) or asking.form == CONVERSATIONS
 
 
-def questions_of(options: argparse.Namespace, *, is_chat: bool) -> list[Question]:
-    """The prompts of a command, in order. Raises: UserError: a file or row that cannot be used."""
+def questions_of(options: argparse.Namespace, system: str, *, is_chat: bool) -> list[Question]:
+    """The prompts of a command, in order. system: of conversations that have none. Raises: UserError: a file or row
+    that cannot be used."""
     found = []
     for prompt in options.prompt or ():
         name = f"--prompt {prompt[:80]!r}"
-        found.append(_question(prompt, {"prompt": prompt}, name, options.system, is_chat=is_chat))
+        found.append(_question(prompt, {"prompt": prompt}, name, system, is_chat=is_chat))
     if options.prompts is None:
         return found
     try:
@@ -74,13 +78,14 @@ def questions_of(options: argparse.Namespace, *, is_chat: bool) -> list[Question
         raise UserError(f"--prompts {options.prompts}", f"it cannot be read ({reason(error)})") from None
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            found.append(_of_line(line, f"{options.prompts}:{number}", options, is_chat=is_chat))
+            name = f"{options.prompts}:{number}"
+            found.append(_of_line(line, name, system, is_chat=is_chat, is_plain=options.plain))
     if not found:
         raise UserError(f"--prompts {options.prompts}", "it has no prompt", "give one a line, as JSON")
     return found
 
 
-def _of_line(line: str, name: str, options: argparse.Namespace, *, is_chat: bool) -> Question:
+def _of_line(line: str, name: str, system: str, *, is_chat: bool, is_plain: bool) -> Question:
     try:
         row = parse_json(line)
         if isinstance(row, str):
@@ -94,27 +99,27 @@ def _of_line(line: str, name: str, options: argparse.Namespace, *, is_chat: bool
         (field,) = _KNOWN & row.keys()
         if field == "prompt" and isinstance(row[field], str):
             asked = checked_text(row[field], field)
-            return _question(asked, row, name, options.system, is_chat=is_chat)
+            return _question(asked, row, name, system, is_chat=is_chat)
         messages, _ = open_conversation(row[field], field)
         tools = checked_tools(row["tools"]) if row.get("tools") is not None else None
     except ValueError as error:  # of JSON, and malformed rows
         rule, way_out = str(error), 'give "TEXT", {"prompt": "TEXT"} or {"messages": [...]}'
         raise UserError(name, rule, way_out) from None
-    if options.plain:
+    if is_plain:
         raise UserError(f"{name}: messages with --plain", "plain text has no turns", "leave out --plain")
-    return Question(Record(messages=_with_system(messages, options.system), tools=tools, origin=name), row, name)
+    return Question(Record(messages=_with_system(messages, system), tools=tools, origin=name), row, name)
 
 
-def _question(text: str, row: dict[str, Any], name: str, system: str | None, *, is_chat: bool) -> Question:
+def _question(text: str, row: dict[str, Any], name: str, system: str, *, is_chat: bool) -> Question:
     if not is_chat:
         return Question(text, row, name)
     messages = _with_system(({"role": "user", "content": text},), system)
     return Question(Record(messages=messages, origin=name), row, name)
 
 
-def _with_system(messages: tuple[dict[str, Any], ...], system: str | None) -> tuple[dict[str, Any], ...]:
+def _with_system(messages: tuple[dict[str, Any], ...], system: str) -> tuple[dict[str, Any], ...]:
     """With a turn of the system, if it has none."""
-    if system is None or messages[0]["role"] in ("system", "developer"):
+    if not system or messages[0]["role"] in ("system", "developer"):
         return messages
     return ({"role": "system", "content": system}, *messages)
 
@@ -123,6 +128,8 @@ def how_it_is_sent(questions: list[Question], asking: Asking, *, is_plain: bool)
     """In one line. is_plain: it was asked for."""
     chats = sum(isinstance(each.asked, Record) for each in questions)
     template = f"chat template of {asking.template_of}"
+    if asking.system:
+        template += f", system: {one_line(asking.system, 60)}"
     if chats == len(questions):
         return f"sent as a conversation: {template}"
     if chats:

@@ -44,7 +44,7 @@ class Talk:
     """
 
     speaker: Speaker
-    system: str | None = None
+    system: str = ""
     turns: list[Message] = field(default_factory=list)
     asked: list[Message] = field(default_factory=list)
     _answers: bool = False
@@ -130,13 +130,13 @@ class Talk:
         return answer
 
     def _set_system(self, text: str) -> None:
-        self.system = text or None
+        self.system = text
         self._reset("")
 
     def _reset(self, _: str) -> None:
         self.turns, self.asked = [], []
         if sys.stdin.isatty():
-            say("(a new conversation)" if self.system is None else f"(a new conversation, system: {self.system})")
+            say("(a new conversation)" if not self.system else f"(a new conversation, system: {self.system})")
 
     def _interrupt(self, *_: object) -> None:
         if self._answers:

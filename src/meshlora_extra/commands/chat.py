@@ -77,12 +77,12 @@ def _prepare(options: argparse.Namespace, *, world: int) -> tuple[Any, Any, Any,
     """(blueprint, tokenizer, options of decoding, how it is asked) for `world` ranks. Raises: UserError."""
     from meshlora.run.asking import asking_tokenizer, check_template
     from meshlora.run.generated import blueprint_to_generate
-    from meshlora_extra.chat.prompts import asking_for
+    from meshlora_extra.chat.prompts import asking_for, with_day
 
     base: dict[str, Any] = {"dtype": options.dtype or "auto", "trust_remote_code": options.trust_remote_code}
     if options.run_file is not None:
         base |= _of_run(options)
-    asking = asking_for(options, is_chat=True)
+    asking = with_day(asking_for(options))
     tokenizer = asking_tokenizer(options.model, asking, trust_remote_code=base["trust_remote_code"])
     check_template(tokenizer, asking)
     adapter = Path(options.adapter) if options.adapter else None
@@ -127,9 +127,9 @@ def _talk(
     if options.page:
         from meshlora_extra.chat.page import serve
 
-        serve(speaker, names=(options.model, options.adapter), system=options.system, port=options.port or 0)
+        serve(speaker, names=(options.model, options.adapter), system=asking.system, port=options.port or 0)
     else:
-        Talk(speaker, system=options.system).run()
+        Talk(speaker, system=asking.system).run()
     speaker.leave()
 
 

@@ -134,21 +134,23 @@ def decoding_of(options: argparse.Namespace) -> Any:
 
 def _questions(options: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
     """(the prompts, what says how they are read). Every rank calls it. Raises: UserError."""
-    from meshlora_extra.chat.prompts import asking_for, is_conversation, questions_of
+    from meshlora_extra.chat.prompts import asking_for, is_conversation, questions_of, with_day
 
     if options.out and options.prompts is None:
         raise UserError(f"--out {options.out}", "it has no effect without --prompts", "give both, or --json")
-    is_chat = is_conversation(options)
+    asking = asking_for(options)
+    is_chat = is_conversation(options, asking)
     if is_chat and options.separator:
         given, rule = f"--separator {options.separator!r} with --chat", "it has no effect: the chat template separates"
         raise UserError(given, rule, "leave out one of them")
-    questions = questions_of(options, is_chat=is_chat)
-    has_chats = any(not isinstance(each.asked, str) for each in questions)
+    questions = questions_of(options, asking.system, is_chat=is_chat)
+    if any(not isinstance(each.asked, str) for each in questions):
+        asking = with_day(asking)
     return questions, {
         "adapter": Path(options.adapter) if options.adapter else None,
         "names": [each.name for each in questions],
         "trust_remote_code": options.trust_remote_code,
-        "asking": asking_for(options, is_chat=has_chats),
+        "asking": asking,
     }
 
 
