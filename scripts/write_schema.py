@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from meshlora.run.config import file
+from meshlora.run.config.metrics import RegexMetric
 from meshlora.run.config.presets import PRESETS
 from meshlora.run.config.rl import REWARDS, RlConfig
 from meshlora.run.config.run_file import (

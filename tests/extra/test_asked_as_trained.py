@@ -69,7 +69,11 @@ def test_every_command_asks_with_the_tokens_of_the_training(chats: Setup) -> Non
     evaluated = prepare_prompts(prepare_evaluation(_config(chats), adapter=None))
     assert evaluated.encoded == expected
     assert evaluated.references == [("return h",), ("return g",)]
-    samples = prepare_run(_config(chats, train__sample_every=1)).samples
+    answers = prepare_run(_config(chats, generate={"metrics": ["exact_match"]})).answers
+    assert answers is not None
+    assert answers.prompts.encoded == expected
+    assert answers.prompts.texts == [AutoTokenizer.from_pretrained(chats.model).decode(each) for each in expected]
+    samples = prepare_run(_config(chats, generate={}, train__sample_every=1)).samples
     assert samples is not None
     assert [*map(list, samples.encoded)] == expected
     tokenizer = AutoTokenizer.from_pretrained(chats.model)

@@ -199,8 +199,11 @@ def test_a_resumed_run_counts_on_and_knows_its_best(folder: Path) -> None:
         (output / name).rename(folder / name.replace("/", "-"))
     assert os.readlink(output / "checkpoints" / "best") == "step-000002"
     (output / "checkpoints" / "latest").unlink()
+    card = (folder / "adapter" / "README.md").read_text()
     _run_with_scores(_watching(folder, "resumed", **options), 1, "auto")
     assert read_whole(output / "adapter", kinds=("adapter",)).step == 4
+    assert "exact_match 0.4 (0 of the base)" in card
+    assert (output / "adapter" / "README.md").read_text() == card
     assert os.readlink(output / "checkpoints" / "best") == "step-000002"
 
 
