@@ -80,6 +80,7 @@ def schema() -> dict[str, Any]:
         EarlyStopping,
         LossSpike,
         GenerateConfig,
+        RegexMetric,
         RlConfig,
         *kinds,
     ):

@@ -126,6 +126,16 @@ def test_page_is_told_how_many_steps_each_run_has_and_what_each_is_called(tmp_pa
     assert all(words in script for words in ("`${short(step.step)} of ${short(step.steps)}`", "`other runs: ${names"))
 
 
+def test_metrics_on_answers_are_shown_under_the_names_of_the_run(tmp_path: Path) -> None:
+    evaluated = {"step": 0, "eval_loss": 2.0, "eval_tokens": 9, "eval_perplexity": 7.4, "eval_answers": 5}
+    bad = {"eval_<b>": 1.0, "eval_near": None, "eval_" + "a" * 61: 1.0}
+    many = {"step": 2, "eval_loss": 1.0, **{f"eval_m{n}": n for n in range(90)}}
+    write_run(tmp_path, {**evaluated, "eval_exact_match": 0.5, **bad}, STEP, many)
+    first, last = Runs(tmp_path).shown(None)["runs"][0]["evaluations"]
+    assert first == {"step": 0, "eval_loss": 2.0, "eval_exact_match": 0.5}
+    assert len(last) == 2 + 12
+
+
 def test_long_run_is_thinned_and_one_that_goes_on_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshlora.run.config.metrics import Metric, RegexMetric, name_of
-from meshlora_ground.errors import UserError, reason
+from meshlora_ground.errors import UserError, one_line, reason
 from meshlora_ground.limits import OutOfTimeError, time_limit
 from meshlora_ground.reading import parse_json
 from meshlora_ground.user_code import load_function
@@ -79,7 +79,7 @@ def _value(name: str, measure: Measure, answer: Answer, reference: str) -> float
     except OutOfTimeError:
         raise UserError(where, f"it took longer than {_PATTERN_S:g} s", "write a simpler pattern") from None
     except (Exception, SystemExit) as error:  # a user's function may raise anything
-        raise UserError(where, f"it raised {type(error).__name__} ({reason(error)})") from error
+        raise UserError(where, f"it raised {type(error).__name__} ({one_line(f'{error}', 400)})") from error
     try:
         number = float(value)  # also of numpy and torch
     except (TypeError, ValueError, OverflowError):

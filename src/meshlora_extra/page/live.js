@@ -52,9 +52,12 @@ const PANELS = [
 ];
 
 const named = (names) => `other runs: ${names.slice(0, 3).join(", ")}${names.length > 3 ? ` and ${names.length - 3} more` : ""}`;
+// Of metrics on generated answers: the names that a run has given them.
+const metrics = (run) => [...new Set(run.evaluations.flatMap(Object.keys))].filter((name) => name !== "step" && name !== "eval_loss")
+  .map((name) => ({ title: `held out: ${name.slice("eval_".length)}`, of: (one) => one[name], text: short, zero: true, evaluated: true }));
 
 const panel = (what, run, others) => {
-  const ours = points(run.steps, what.of);
+  const ours = points(what.evaluated ? run.evaluations : run.steps, what.of);
   const box = make("article", undefined, "panel"), head = make("header"), out = make("output");
   head.append(make("h3", what.title), out);
   const legend = make("div", undefined, "legend");
@@ -194,7 +197,7 @@ const look = async () => {
   byId("name").textContent = run.name;
   document.title = `${run.name}: meshlora`;
   facts(run, data.now);
-  byId("panels").replaceChildren(...PANELS.map((what) => panel(what, run, data.runs.filter((one) => one !== run))));
+  byId("panels").replaceChildren(...[...PANELS, ...metrics(run)].map((what) => panel(what, run, data.runs.filter((one) => one !== run))));
   samples(data);
 };
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import stat
 import threading
 import time
@@ -33,6 +34,8 @@ _STEP = (
 # Of the steps of a run that is not chosen.
 _OF_OTHERS = ("step", "steps", "loss")
 _EVALUATION = ("step", "eval_loss")
+# Metrics on answers have names of a user's own.
+_METRIC, _MOST_METRICS = re.compile(r"eval_(?!(?:loss|tokens|perplexity|answers)$)[A-Za-z_]\w{0,59}", re.ASCII), 12
 _MOST_RUNS, _MOST_POINTS, _MOST_SAMPLES, _LONGEST = 40, 1500, 8, 2000
 # Read of a file, from its end: a million steps of 200 bytes are more than a page can show.
 _MOST_BYTES, _MOST_SAMPLE_BYTES = 32 * 2**20, 2**18
@@ -113,7 +116,8 @@ def _numbers(file: Path) -> dict[str, list[dict[str, float]]]:
     steps, evaluations = [], []
     for line in _lines(file, most_bytes=_MOST_BYTES):
         if "eval_loss" in line:
-            evaluations.append(_finite(line, _EVALUATION))
+            metrics = [name for name in line if _METRIC.fullmatch(name)][:_MOST_METRICS]
+            evaluations.append(_finite(line, (*_EVALUATION, *metrics)))
         elif "eval_tokens" not in line:  # else an evaluation whose loss was not finite
             steps.append(_finite(line, _STEP))
     steps, evaluations = ([one for one in each if "step" in one] for each in (steps, evaluations))
