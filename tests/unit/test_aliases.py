@@ -13,6 +13,8 @@ from transformers import SchedulerType
 from meshlora.adapter.targets.resolve import SUPPORTED
 from meshlora.run.config import aliases
 from meshlora.run.config.file import read_run
+from meshlora.run.config.foreign.inherited import INHERITED
+from meshlora.run.config.foreign.trainers import KNOWN, TRAINERS
 from meshlora.run.config.run_file import SCHEDULES_TOO, TrainConfig
 from meshlora.run.config.types import groups
 from meshlora_ground.errors import UserError
@@ -44,8 +46,14 @@ def _message(group: str, key: str, folder: Path) -> str:
         ("train", "per_device_train_batch_size", "here it is train.micro_batch_size, and train.batch_size is of all"),
         ("train", "lr_scheduler_type", "here it is train.schedule"),
         ("train", "lr_warmup_ratio", "here it is train.warmup_ratio"),
-        ("train", "evals_per_epoch", "here it is train.eval_every, as in epoch/4"),
-        ("train", "loss_watchdog_threshold", "here it is train.on_spike, as in {above: 5}"),
+        ("", "val_set_size", "here it is data.eval, as in eval: 0.05"),
+        ("train", "evals_per_epoch", "here it is train.eval_every, as in eval_every: epoch/4"),
+        ("", "sample_packing", "here it is data.packing, as in packing: rows"),
+        # Four that were wrong: 4 bits in each example; of training, too; a mode of products; the losses of SFT.
+        ("", "quantization_bit", "here it is model.quantization, as in quantization: nf4 (4) or int8 (8)"),
+        ("train", "max_samples", "here it is data.max_samples"),
+        ("train", "tf32", "there is no such key; it is a mode of products in float32"),
+        ("train", "loss_type", "here it is train.objective, as in objective: dpo, or sft, whose one loss"),
         ("train", "output_dir", "here it is train.output"),
         ("train", "report_to", "here it is train.track"),
         ("train", "gradient_checkpointing", "here it is train.recompute"),
@@ -79,13 +87,21 @@ def test_key_of_another_tool(group: str, key: str, said: str, tmp_path: Path) ->
 def test_what_is_named_is_there() -> None:
     known = {f"{group}.{key}".strip(".") for group, keys in groups().items() for key in keys}
     known |= {f"lora.{key}" for key in SUPPORTED}
-    named = {name: re.match(r"[\w.]*", said)[0] for name, said in aliases._KEYS.items()}  # type: ignore[index]
-    assert {name: key for name, key in named.items() if key not in known} == {}
+    rows = [*KNOWN.values(), *INHERITED, *(fact for trainer in TRAINERS.values() for fact in trainer.facts)]
+    named = {fact.names: re.match(r"[\w.]*", fact.here)[0] for fact in rows if fact.here}  # type: ignore[index]
+    assert {names: key for names, key in named.items() if key not in known} == {}
+    for trainer in TRAINERS.values():
+        assert trainer.defaults.keys() <= known
 
 
-def test_no_alias_hides_a_key_of_ours() -> None:
-    ours = {key for keys in groups().values() for key in keys}
-    assert not (aliases._KEYS.keys() | aliases._NONE.keys()) & ours
+def test_key_of_ours_in_another_place_goes_before_a_trainers_of_its_name(tmp_path: Path) -> None:
+    ours = {key: group for group, keys in groups().items() if group for key in keys}
+    shared = sorted(ours.keys() & KNOWN.keys())
+    assert "micro_batch_size" in shared  # axolotl's, of one process
+    for key in shared:
+        elsewhere = "model" if ours[key] != "model" else "data"
+        if key not in groups()[elsewhere]:
+            assert f"here it is {ours[key]}.{key}" in _message(elsewhere, key, tmp_path)
 
 
 @pytest.mark.parametrize("objective", [{"kind": "dpo", "loss_type": "ipo"}, "ipo", {"kind": "simpo"}])

@@ -71,7 +71,7 @@ def test_help_lists_each_command_once_in_its_group(capsys: pytest.CaptureFixture
 def test_tables_name_what_is_there() -> None:
     """Ours are found whatever the metadata on the path say: those of a source tree may be missing."""
     commands = table_of(COMMANDS)
-    assert list(commands)[:3] == ["init", "data", "check"]
+    assert list(commands)[:4] == ["init", "import", "data", "check"]
     for module in commands.values():
         assert callable(importlib.import_module(module).add), module
     for name in table_of(PARTS):

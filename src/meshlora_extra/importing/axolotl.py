@@ -280,6 +280,10 @@ def _loop(draft: Draft) -> None:
     _events(draft)
     loop.logging(draft)
     loop.keeping(draft)
+    threshold, patience = draft.take("loss_watchdog_threshold"), draft.take("loss_watchdog_patience")
+    if threshold is not None:
+        spike = {"above": float(threshold), "patience": int(patience or 3)}
+        draft.put("train.on_spike", spike, "loss_watchdog_threshold, loss_watchdog_patience")
     loop.output(draft, "output_dir")
     loop.seed(draft, "seed")
     loop.device(draft)

@@ -37,7 +37,16 @@ _NUMBERS = frozenset(
         *("kto_chosen_weight", "kto_rejected_weight", "desirable_weight", "undesirable_weight"),
         *("dpo_label_smoothing", "pissa_iter", "context_parallel_size", "sequence_parallel_degree"),
         *("sequence_parallel_size", "tensor_parallel_size", "expert_parallel_size", "tensor_parallel_dim"),
-        *("num_processes", "quantization_bit", "quant_bits", "adam_beta1", "adam_beta2", "adam_epsilon"),
+        *(
+            "num_processes",
+            "loss_watchdog_threshold",
+            "loss_watchdog_patience",
+            "quantization_bit",
+            "quant_bits",
+            "adam_beta1",
+            "adam_beta2",
+            "adam_epsilon",
+        ),
     )
 )
 

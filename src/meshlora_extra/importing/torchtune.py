@@ -196,6 +196,10 @@ def _loop(draft: Draft) -> None:
         if warm:
             draft.put("train.warmup_steps", int(warm), "lr_scheduler.num_warmup_steps")
             draft.put("train.warmup_from_zero", True, "as torchtune: the first rate is 0")
+    _events(draft)
+
+
+def _events(draft: Draft) -> None:
     clip = draft.take("clip_grad_norm")
     draft.put("train.max_grad_norm", clip or 0, "clip_grad_norm" + ("" if clip else ": null, no clipping"))
     loop.output(draft, "output_dir")

@@ -131,7 +131,7 @@ FACTS = (
         "curriculum_sampling",
         "the order is drawn; data.shuffle: false is that of the file",
     ),
-    none("loss_watchdog_threshold loss_watchdog_patience", "train.on_spike is the nearest"),
+    computed("loss_watchdog_threshold loss_watchdog_patience", "train.on_spike, as in {above: 5, patience: 3}"),
     none("unfrozen_parameters", "an adapter is all that is trained, with lora.modules_to_save"),
     none(
         "relora relora_steps relora_prune_ratio lisa_n_layers lisa_step_interval pose_split_on_token_ids use_pose "

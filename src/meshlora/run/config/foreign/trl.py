@@ -37,7 +37,7 @@ FACTS = (
     none("eos_token", "the end of a sequence is the tokenizer's"),
     idle("pad_token model_init_kwargs"),
     computed("chat_template_path", "data.chat_template"),
-    computed("loss_type", "train.objective, as in objective: dpo", "one loss each: nll of sft, sigmoid of dpo"),
+    computed("loss_type", "train.objective, as in objective: dpo, or sft, whose one loss is nll", "one loss each"),
     none("shuffle_dataset", "the order is drawn at each epoch", True),
     computed("beta", "train.objective, as in objective: {kind: dpo, beta: 0.1}"),
     near("label_smoothing", "", "the sigmoid loss there ignores it: nothing is written"),
