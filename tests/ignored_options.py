@@ -94,6 +94,7 @@ def ignoring(option: str) -> dict[str, str]:
 
 
 _OPTIONS, _EVALUATE = "tests/unit/test_options.py", "tests/extra/test_evaluate.py"
+_SLICES = "tests/unit/test_data_row_slices.py"
 _SCHEDULE = "tests/unit/test_schedule.py::test_after_the_warm_up_rates_are_those_of_transformers"
 _OPTIMIZER, _TRACKING = "tests/unit/test_optimizer.py", "tests/unit/test_tracking.py"
 _ADAM = f"{_OPTIMIZER}::test_adam_has_the_constants_of_the_run_file"
@@ -145,6 +146,9 @@ CAUGHT_BY: dict[str, str] = {
         ("data.train.split", "data.train.columns", "data.train.format"),
         f"{_OPTIONS}::test_a_source_has_a_split_columns_and_a_format_of_its_own",
     ),
+    "data.train.rows": f"{_SLICES}::test_rows_of_a_source_are_those_of_the_run_file",
+    "data.max_samples": f"{_SLICES}::test_at_most_so_many_rows_of_each_source_are_read",
+    "data.shuffle": f"{_SLICES}::test_epochs_have_the_order_of_the_files_where_nothing_is_shuffled",
     "data.format": f"{_OPTIONS}::test_rows_are_read_in_the_format_of_the_run_file",
     "data.prompt": f"{_OPTIONS}::test_instructions_are_written_in_the_style_of_the_run_file",
     "data.system": f"{_OPTIONS}::test_system_says_what_the_run_file_gives_where_it_says_nothing",

@@ -150,6 +150,10 @@ class Feature(Enum):
     SHARE = "data.eval", lambda given: isinstance(given, int | float), "rows of `data.train` as `data.eval`", "{key}={}"
     SEVERAL_PATHS = "data.train", lambda given: not isinstance(given, str), "several sources", "several paths in {key}"
     OWN_SOURCES = "sources", lambda given: given > 1, "sources with options of their own", "{} sources of their own"
+    WEIGHTED = "weights", bool, "sources with weights", "weights of sources"
+    SLICED = "rows of sources", bool, "`rows` of a source", "{key}"
+    FEW = "data.max_samples", bool, "", "{key}={}"
+    IN_ORDER = "data.shuffle", _is(False), "`data.shuffle: false`", "{key}=false"
     IMAGES = "images", bool, "images"
     ROUTED = "routed_experts of the data", bool, "`routed_experts` of the data"
 

@@ -39,7 +39,8 @@ class GlobalBatches:
     The last batch of an epoch is smaller if `global_batch_size` does not divide `num_sequences`: nothing is dropped,
     repeated, or carried over to the next epoch.
 
-    parts: (sequences of a source, its weight), of several sources with weights.
+    parts: (sequences of a source, its weight), of several sources with weights. shuffles: False: each epoch has the
+    order of the dataset.
 
     Raises:
         UserError: a count below 1, a negative seed.
@@ -49,6 +50,7 @@ class GlobalBatches:
     global_batch_size: int
     seed: int
     parts: Parts = ()
+    shuffles: bool = True
 
     def __post_init__(self) -> None:
         for name in ("num_sequences", "global_batch_size"):
@@ -65,6 +67,10 @@ class GlobalBatches:
         """The indices of optimizer step `step`, counted from 0 across epochs: int64, `[<= global_batch_size]`."""
         assert step >= 0, step
         epoch, position = divmod(step, self.steps_per_epoch)
+        if not self.shuffles:
+            assert not self.parts, "sources with weights are drawn"
+            first = position * self.global_batch_size
+            return np.arange(first, min(first + self.global_batch_size, self.num_sequences))
         if self.parts:
             order = mixed_order(self.parts, seed=self.seed, epoch=epoch)
         else:

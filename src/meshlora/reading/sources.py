@@ -25,6 +25,7 @@ from meshlora.reading.places import check_saved, places
 from meshlora.reading.prompt_styles import record_formats
 from meshlora.reading.proposals import proposed
 from meshlora.reading.records import LeftOutError, MalformedError, Problems, Record, listed, quoted
+from meshlora.reading.row_slices import Chosen, Slice, Taking
 from meshlora.reading.tables import parquet_batches, rows_at_once, table_rows
 from meshlora_ground.errors import UserError, reason
 
@@ -96,7 +97,8 @@ def read_rows(
     `.csv` a header and rows, `.parquet` a table; a folder is the output of `Dataset.save_to_disk`, or has such files.
 
     Args:
-        source: a path or pattern, several of them (read one after the other), or a `datasets.Dataset`.
+        source: a path or pattern, several of them (read one after the other), a `datasets.Dataset`, or some rows of
+            these (`Chosen`).
 
     Raises:
         UserError: a source that is missing, empty, unreadable or of an unknown kind; a missing column;
@@ -115,12 +117,21 @@ def each_row(
     if len(kinds) > _MOST_KINDS:  # of all that are known none says what is meant
         what = Problems.what
     problems = Problems(what, skips=reading.on_bad_row == SKIP)
-    number, said = 0, list[str]()
+    number, said, rows = 0, list[str](), Slice()
+    if isinstance(source, Chosen):
+        source, rows = source.paths, source.rows
     reader = _Reader(Formats(formats, reading.format, reading.columns), reading, problems)
-    for place in places(source):
+    every = places(source)
+    reader.taking = Taking(*rows.bounds(lambda: _num_rows(every, formats, reading)))
+    for place in every:
+        if reader.taking.is_over:
+            break
         for made in reader.rows_of(place):
             number += 1
             yield made
+    if not number and not problems.num:
+        given = f"{every[0]}: rows {rows.text}, of {reader.taking.number:,}"
+        raise UserError(given, "there are none", "give others, or leave them out")
     if not problems.skips:
         problems.raise_if_any()
     elif problems.num:
@@ -128,6 +139,16 @@ def each_row(
     if reading.say is not None:
         for words in (*said, *reader.said()):
             reading.say(words)
+
+
+def _num_rows(every: Sequence[Any], formats: Sequence[Format[Any]], reading: Reading) -> int:
+    """How many rows there are in all places. What is wrong with them is said where they are read."""
+    counting = _Reader(Formats(formats, reading.format, reading.columns), reading, Problems(skips=True))
+    number = 0
+    for place in every:
+        name = f"{place}" if isinstance(place, Path) else "dataset"
+        number += sum(1 for _ in counting.raw_rows(place, name))
+    return number
 
 
 @dataclass
@@ -185,6 +206,7 @@ class _Reader(Generic[Made]):
     problems: Problems
     seen: dict[str, _Seen] = field(default_factory=dict)
     here: _Seen = field(default_factory=_Seen)
+    taking: Taking = field(default_factory=Taking)
 
     def said(self) -> Iterator[str]:
         """One line for each way in which places were read."""
@@ -212,8 +234,10 @@ class _Reader(Generic[Made]):
         last: Choice[Made] | None = None
         num_rows, num_before = 0, self.problems.num
         try:
-            for origin, row in self._rows(place, name):
+            for origin, row in self.raw_rows(place, name):
                 num_rows += 1
+                if not self.taking.takes():
+                    continue
                 choice = None
                 try:
                     if folder is not None:
@@ -232,6 +256,8 @@ class _Reader(Generic[Made]):
                 if self.here.joined is None and _is_joined(made, choice):
                     self.here.joined = choice.keys
                 yield made
+                if self.taking.is_over:
+                    return
         except OSError as error:
             raise UserError(name, f"cannot be read ({error.strerror or error})") from error
         if not num_rows and self.problems.num == num_before:
@@ -247,7 +273,8 @@ class _Reader(Generic[Made]):
         words = f"{wrong}; its fields: {listed(row)}"
         self.problems.add(origin, words, proposed(row, self.formats.fields))
 
-    def _rows(self, place: Any, name: str) -> Iterator[Row]:
+    def raw_rows(self, place: Any, name: str) -> Iterator[Row]:
+        """The rows of a file or a dataset, as they are."""
         if isinstance(place, Path) and not is_folder(place):
             kind = kind_of(place)
             if kind in (".jsonl", ".json"):

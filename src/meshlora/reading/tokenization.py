@@ -80,8 +80,8 @@ def tokenize(
             others wait and read.
         vocab_size: of the model that will see the tokens, if any. say: told of message keys that the chat template
             does not name, and how many records are too long. processor: loads transformers' processor of the model;
-            called if there are images. names_rows: give each sequence the origin of its record. chats: `turns`, `system`
-            and the like, of `Chats`.
+            called if there are images. names_rows: give each sequence the origin of its record. chats: `turns`,
+            `system` and the like, of `Chats`.
 
     Raises:
         UserError: no records; a tokenizer without eos; records without trained tokens, with images that would be cut,

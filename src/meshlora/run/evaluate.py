@@ -142,7 +142,7 @@ def prepare_evaluation(
     config = config.with_data(date=config.data.date or begun or day or today())
     texts = Texts(config.model, config.data, config.train.objective)
     tokenizer = texts.tokenizer()
-    check_fits(tokenizer, blueprint, max_length=config.data.max_length)
+    check_fits(tokenizer, blueprint, max_length=config.data.longest)
     notes = [*filter(None, [said])]
     categories, held = config.data.eval_categories, frozenset[str]()
     if config.data.eval_share is not None:

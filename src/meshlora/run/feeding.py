@@ -63,15 +63,15 @@ def sampler(
     if number < 1 or (drop_last and number < batch_size * mesh.dp.size):
         rule = f"a batch is of {batch_size * mesh.dp.size} rows: batch_size times dp"
         raise UserError(f"a dataset of {number} rows", rule, "give more rows, or drop_last=False")
-    batches = GlobalBatches(number, batch_size * mesh.dp.size, seed)
-    return RankSampler(batches, mesh, shuffles=shuffle, drops_last=drop_last)
+    batches = GlobalBatches(number, batch_size * mesh.dp.size, seed, shuffles=shuffle)
+    return RankSampler(batches, mesh, drops_last=drop_last)
 
 
 class RankSampler(Sampler[list[int]]):
     """See `sampler`. Each iteration is the rest of an epoch, and the next one begins the next epoch."""
 
-    def __init__(self, batches: GlobalBatches, mesh: Mesh, *, shuffles: bool, drops_last: bool) -> None:
-        self._batches, self._dp, self._shuffles, self._drops_last = batches, mesh.dp, shuffles, drops_last
+    def __init__(self, batches: GlobalBatches, mesh: Mesh, *, drops_last: bool) -> None:
+        self._batches, self._dp, self._drops_last = batches, mesh.dp, drops_last
         self._done = 0  # batches, over all epochs
 
     def __len__(self) -> int:
@@ -84,7 +84,8 @@ class RankSampler(Sampler[list[int]]):
         epoch, first = divmod(self._done, len(self))
         for place in range(first, len(self)):
             self._done = epoch * len(self) + place + 1  # before it is given: a saved state has it behind it
-            share = np.array_split(self._rows(epoch, place), self._dp.size)[self._dp.rank]
+            rows = self._batches.batch(epoch * self._batches.steps_per_epoch + place)
+            share = np.array_split(rows, self._dp.size)[self._dp.rank]
             yield share.tolist()
 
     def set_epoch(self, epoch: int) -> None:
@@ -103,7 +104,7 @@ class RankSampler(Sampler[list[int]]):
             "rows": batches.num_sequences,
             "global_batch_size": batches.global_batch_size,
             "seed": batches.seed,
-            "shuffle": int(self._shuffles),
+            "shuffle": int(batches.shuffles),
             "drop_last": int(self._drops_last),
         }
 
@@ -114,13 +115,6 @@ class RankSampler(Sampler[list[int]]):
                 given = f"the state of a sampler with {name}={state.get(name)}"
                 raise UserError(given, f"this one has {value}", "resume with the sampler that was saved")
         self._done = state["done"]
-
-    def _rows(self, epoch: int, place: int) -> np.ndarray:
-        """The rows of a global batch."""
-        size = self._batches.global_batch_size
-        if not self._shuffles:
-            return np.arange(self._batches.num_sequences)[place * size : (place + 1) * size]
-        return self._batches.batch(epoch * self._batches.steps_per_epoch + place)
 
 
 def collator(model: Any, tokenizer: Any, *, columns: Sequence[str] = ()) -> RankCollator:

@@ -55,7 +55,7 @@ def rates_in_words(train: TrainConfig) -> str:
     """`0.0002, linear after 3 steps of warm-up, whose first has 1/3 of it`."""
     if train.schedule == "cycle":
         return f"up to {train.peak_lr:g}, cycle"
-    course = train.schedule
+    course: str = train.schedule
     for name, (default, _) in OF_SCHEDULES.items():
         value = getattr(train, name)
         if value != default:

@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.reading.places import files_of
-from meshlora.run.config.file import mended_runs
+from meshlora.run.config.file import mended_runs, positions_of
 from meshlora.run.config.run_file import Given, RunConfig, sources_of
 from meshlora.run.output import check_output
 from meshlora.run.prepare import blueprint_of, check_request
@@ -104,8 +104,11 @@ def _look(config: RunConfig, noted: _Noted, *, world: int | None, resumes: bool)
         whole = base if topology is None else noted(base.on, topology)
         noted(blueprint_of, here, Topology(), base=base)
         noted(_check_weights, base)
-        if tokenizer is not None:
-            noted(check_fits, tokenizer, whole or base, max_length=config.data.max_length)
+        longest: int | str | None = here.data.max_length
+        if longest == "model":
+            longest = noted(positions_of, here.model)
+        if tokenizer is not None and isinstance(longest, int):
+            noted(check_fits, tokenizer, whole or base, max_length=longest)
     if not config.is_stream:
         _look_at_files(config.data.train, noted)
     _look_at_files(config.data.eval_files, noted)

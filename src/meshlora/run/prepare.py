@@ -142,7 +142,7 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
             device=config.device,
             preflight=config.preflight,
             kernels=config.model.kernels,
-            row_length=options.max_length if options.packing is True else None,
+            row_length=options.longest if options.packing is True else None,
             is_apart=rows.is_apart,
         )
     )

@@ -100,8 +100,9 @@ class Prepared:
     @property
     def batches(self) -> GlobalBatches:
         """The global order of the training examples, where they are known before the run."""
+        data, train = self.train_data, self.config.train
         return GlobalBatches(
-            self.train_data.num_examples, self.config.train.batch_size, self.config.train.seed, self.train_data.parts
+            data.num_examples, train.batch_size, train.seed, data.parts, shuffles=self.config.data.shuffle
         )
 
     def described(self, notes: Iterable[str], *, command: str, proof: str) -> Prepared:

@@ -60,7 +60,7 @@ def read_data(
     options, tokenizer = texts.data, texts.tokenizer()
     if day is not None:
         set_day(tokenizer, day)
-    check_fits(tokenizer, blueprint, max_length=options.max_length)
+    check_fits(tokenizer, blueprint, max_length=options.longest)
     notes: list[str] = []
     read = functools.partial(texts.read, tokenizer=tokenizer, model=blueprint.config, say=notes.append)
     train_data, eval_data, held = no_tokens(), None, frozenset[str]()

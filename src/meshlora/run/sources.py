@@ -14,9 +14,10 @@ from meshlora.reading.held_rows import held_rows, split_off
 from meshlora.reading.mixture import joined_sources, num_draws
 from meshlora.reading.places import files_of
 from meshlora.reading.records import Record
+from meshlora.reading.row_slices import Chosen, Slice
 from meshlora.reading.sources import read_records
 from meshlora.reading.system_turn import with_system
-from meshlora.run.config.run_file import DataConfig, Given, Source, num_read_apart, sources_of
+from meshlora.run.config.run_file import DataConfig, Given, Source, are_read_at_once, sources_of
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
 
@@ -62,7 +63,7 @@ def _read_each(data: DataConfig, given: Given, read: Callable[..., TokenizedData
     has_weights = any(weight is not None for weight in weights)
     if has_weights and None in weights:
         raise UserError(f"weights {weights}", "some sources have one and others not", "give each a weight, or none")
-    return [read(paths, columns=columns, format=format) for paths, columns, format in _groups(data, given)]
+    return [read(rows, columns=columns, format=format) for rows, columns, format in _groups(data, given)]
 
 
 def _joined(
@@ -71,7 +72,7 @@ def _joined(
     """One dataset of all sources. say: told how often each is drawn."""
     if len(found) == 1:
         return found[0]
-    names = [paths[0] for paths, *_ in _groups(data, given)]
+    names = [rows.paths[0] for rows, *_ in _groups(data, given)]
     weights = [each.weight for each in sources_of(given) if each.weight is not None]
     joined = joined_sources(found, names, weights)
     if joined.parts and say is not None:
@@ -92,17 +93,22 @@ def records_of(data: DataConfig, given: Given) -> list[Record]:
     """The records of all sources of `given`, in order."""
     written: dict[str, Any] = {"on_bad_row": data.on_bad_row, "prompt": data.prompt}
     found = list[Record]()
-    for paths, columns, format in _groups(data, given):
-        found += read_records(paths, columns=columns, format=format, **written)
+    for rows, columns, format in _groups(data, given):
+        found += read_records(rows, columns=columns, format=format, **written)
     return [*with_system(found, data.system)]
 
 
-def _groups(data: DataConfig, given: Given) -> list[tuple[list[str], dict[str, str] | None, Any]]:
-    """(paths, columns, format) of what is read at once: all sources without options of their own, or each by itself."""
-    sources = sources_of(given)
-    if num_read_apart(given) == 1:  # at once: one cache entry, one order of the data
-        return [([path for each in sources for path in each.paths], data.columns, data.format)]
-    return [(_files(each), each.columns or data.columns, each.format or data.format) for each in sources]
+def _groups(data: DataConfig, given: Given) -> list[tuple[Chosen, dict[str, str] | None, Any]]:
+    """(rows, columns, format) of what is read at once: all sources without options of their own, or each by itself."""
+    sources, most = sources_of(given), data.max_samples
+    if are_read_at_once(given, is_limited=most is not None):  # one cache entry, one order of the data
+        every = [path for each in sources for path in each.paths]
+        return [(Chosen(every, Slice(most=most)), data.columns, data.format)]
+    found = []
+    for each in sources:
+        rows = Chosen(_files(each), Slice(each.rows, most))
+        found.append((rows, each.columns or data.columns, each.format or data.format))
+    return found
 
 
 def _files(source: Source) -> list[str]:

@@ -89,7 +89,7 @@ class Texts:
         return functools.partial(
             READERS["streamed" if data.streaming else self.objective.reader],
             tokenizer=tokenizer,
-            max_length=data.max_length,
+            max_length=data.longest,
             vocab_size=model.get_text_config().vocab_size,
             say=say,
             **own,

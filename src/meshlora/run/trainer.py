@@ -98,7 +98,7 @@ class Trainer:
             self.mesh,
             run.config.train.micro_batch_size,
             run.pad_token_id,
-            run.config.data.max_length if packing is True else None,
+            run.config.data.longest if packing is True else None,
             only=run.config.train.objective.trained_row,
             multiple=self.mesh.pp.size if topology.interleave > 1 else 1,
             balances=runtime(self.model).context.balances,

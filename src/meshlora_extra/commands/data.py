@@ -84,7 +84,7 @@ def _data(options: argparse.Namespace) -> None:
     found, console = summary(data), Console()
     for index in range(min(options.show, len(data))):
         show_sequence(data, index, tokenizer, console)
-    console.show_rows(_rows(name, found, config.data.max_length))
+    console.show_rows(_rows(name, found, config.data.longest))
     _show_lengths(found, console)
     for note in notes:
         console.say(f"note: {note}")

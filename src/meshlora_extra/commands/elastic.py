@@ -64,7 +64,7 @@ def _ranked(config: RunConfig, world: int, gpu: Hardware) -> Iterator[Topology]:
     """Topologies of `world` GPUs whose memory suffices, the fastest first."""
     model = dataclasses.replace(config.model, disable_dropout=True)
     one = blueprint_of(dataclasses.replace(config, model=model), Topology())
-    problem = problem_of_run(config, one, gpus=world, gpu=gpu, seq=config.data.max_length)
+    problem = problem_of_run(config, one, gpus=world, gpu=gpu, seq=config.data.longest)
     return (prediction.topology for prediction in choose(problem).ranked if prediction.fits)
 
 

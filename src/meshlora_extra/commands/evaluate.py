@@ -145,7 +145,8 @@ def _config(options: argparse.Namespace, place: Any) -> Any:
     if options.data:
         limit = config.data.eval_limit if "data.eval_limit" in given else None
         files = located_files(options.data, "--data", split="validation")
-        config = dataclasses.replace(config, data=dataclasses.replace(config.data, eval=[*files], eval_limit=limit))
+        most = config.data.max_samples if "data.max_samples" in given else None
+        config = config.with_data(eval=[*files], eval_limit=limit, max_samples=most)
         if "generate.limit" not in given:
             config = dataclasses.replace(config, generate=dataclasses.replace(config.generate, limit=None))
     return config

@@ -356,7 +356,7 @@ def planned_step(runs: Mapping[str, Any], gpu: Any) -> Any:
         check({**run.asked, "adapters": len(runs), "door": "meshlora plan"})
         seq = round(sum(of_rows) / len(of_rows))
         if data.packing is True:  # rows are full
-            seq = data.max_length
+            seq = data.longest
         problem = problem_of_run(run.config, run.blueprint, gpus=topology.world, gpu=gpu, seq=seq)
         best = choose(problem, [topology]).ranked[0]
     except UserError as error:

@@ -17,14 +17,14 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from meshlora.run.config.run_file import DataConfig, TrainConfig
+from meshlora.run.config.run_file import TrainConfig
 from meshlora_extra.planner.choose import Prediction, choose
 from meshlora_extra.planner.problem import Problem, Recompute
 from meshlora_ground.errors import UserError
 from meshlora_ground.topology import Topology
 
 # As a run file has them if it says nothing.
-SEQ, BATCH, MICRO_BATCH = DataConfig.max_length, TrainConfig.batch_size, TrainConfig.micro_batch_size
+SEQ, BATCH, MICRO_BATCH = 1024, TrainConfig.batch_size, TrainConfig.micro_batch_size
 _SHORTEST = 256  # tokens: below it little of a conversation is left
 _MOST_CARDS = 64
 

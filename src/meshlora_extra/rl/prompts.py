@@ -105,7 +105,7 @@ def read_prompts(
     found = []
     for row, (text, ids) in zip(rows, encoded, strict=True):
         found.append(Prompt(text, tuple(ids), row.fields, row.origin))
-    most = data.max_length - rl.max_new_tokens
+    most = data.longest - rl.max_new_tokens
     long = [prompt for prompt in found if len(prompt.ids) > most]
     if long and data.too_long != "drop":
         rule = f"with rl.max_new_tokens={rl.max_new_tokens} it is longer than data.max_length={data.max_length}"

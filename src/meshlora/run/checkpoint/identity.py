@@ -64,6 +64,8 @@ def identity(
     found["train.objective"] = json.dumps(own, sort_keys=True)
     if config.data.eval_share is not None:  # which says more than the hash of the rows that are left
         found["data.eval"] = f"{config.data.eval_share:g} of the rows"
+    if not config.data.shuffle:
+        found["data.shuffle"] = "false"
     if repository := repository_of(config.model.path):
         found["model.revision"] = f"{repository.name}@{repository.commit}"
     if day is not None:

@@ -16,7 +16,15 @@ from typing import Any
 from meshlora.run.config.mending import Mended, check_lora_keys, checked, mended
 from meshlora.run.config.model_presets import OF_MODEL, Facts, facts_of
 from meshlora.run.config.presets import TOGETHER, filled, with_preset
-from meshlora.run.config.run_file import PER_ADAPTER, RUN_CONTENT, SCHEDULES_TOO, Given, RunConfig, Source
+from meshlora.run.config.run_file import (
+    PER_ADAPTER,
+    RUN_CONTENT,
+    SCHEDULES_TOO,
+    Given,
+    ModelConfig,
+    RunConfig,
+    Source,
+)
 from meshlora.run.config.types import groups
 from meshlora_ground.errors import UserError, did_you_mean, prefixed
 from meshlora_ground.hub import located, located_files
@@ -206,7 +214,25 @@ def _located(config: RunConfig) -> RunConfig:
     if data.eval_share is None:
         data = dataclasses.replace(data, eval=_files(data.eval_files, "data.eval", "validation"))
     model = dataclasses.replace(model, path=folder, revision=None)
+    if data.max_length == "model":
+        data = dataclasses.replace(data, max_length=positions_of(model))
     return dataclasses.replace(config, data=data, model=model, adapter=adapter, train=train)
+
+
+def positions_of(model: ModelConfig) -> int:
+    """The most tokens of a sequence that the model has positions for. Raises: UserError: its config.json says none."""
+    from meshlora.loading.blueprint import read_model_config  # of transformers, which other run files need not wait for
+    from meshlora.loading.guards import longest_fixed_length, most_positions
+
+    found = read_model_config(model.path, trust_remote_code=model.trust_remote_code)
+    limits = [most_positions(found)]
+    if (fixed := longest_fixed_length(found)) is not None:
+        limits.append(fixed[0])
+    known = [limit for limit in limits if limit is not None]
+    if not known:
+        rule = f"the config.json of {model.path} has no max_position_embeddings"
+        raise UserError("data.max_length=model", rule, "give a number of tokens")
+    return min(known)
 
 
 def read_lora(path: str | Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import pydantic
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.features import KEYS, Asked
 from meshlora.plan.pairs import check
+from meshlora.reading.row_slices import Slice
 from meshlora.run.config.metrics import RegexMetric, check_metrics, code_of, name_of
 from meshlora.run.config.rl import RlConfig
 from meshlora_ground.errors import UserError, did_you_mean
@@ -97,18 +98,21 @@ class Source:
         path: as of data.train: a path, or several.
         weight: its share of the draws, beside the weights of the others.
         split: of a folder with several, or of a name on the hub.
+        rows: a slice of its rows, as in "100:200", ":5%" or "95%:" (`reading.row_slices`).
         columns: in place of data.columns. format: in place of data.format.
     """
 
     path: str | list[str]
     weight: float | None = number(None, "above 0", most=_FACTOR)
     split: str | None = None
+    rows: str = ""
     columns: dict[str, str] | None = None
     format: Format | None = None
 
     def __post_init__(self) -> None:
         require(bool(self.path), "path", self.path, "one or more")
         check_numbers("data.train", self)
+        Slice(self.rows)
         for path in self.paths:
             check_path("path", path)
 
@@ -129,10 +133,10 @@ def sources_of(given: Given) -> list[Source]:
     return [one if isinstance(one, Source) else Source(one) for one in each]
 
 
-def num_read_apart(given: Given) -> int:
-    """How many of the sources are read by themselves, as one has options of its own; 1: all are read at once."""
+def are_read_at_once(given: Given, *, is_limited: bool) -> bool:
+    """Whether no source has options of its own. is_limited: `data.max_samples` is of each source."""
     sources = sources_of(given)
-    return 1 if all(each == Source(each.path) for each in sources) else len(sources)
+    return all(each == Source(each.path) for each in sources) and (len(sources) < 2 or not is_limited)
 
 
 def paths_of(given: Given) -> list[str]:
@@ -157,8 +161,10 @@ class DataConfig:
         columns: our field names -> theirs. format: of the rows (`reading.formats`), where their fields do not say it.
         prompt: rows of an instruction are plain text in this style (`reading.prompt_styles`). system: what the system
             says in conversations in which it says nothing.
-        max_length: the most tokens of a sequence. packing: several sequences in one row; they do not attend to each
-            other. True: in rows of up to max_length tokens; auto: those of a micro-batch, where that is proved.
+        max_samples: only the first N rows of each source. shuffle: False: each epoch has the order of the files.
+        max_length: the most tokens of a sequence; model: as many as the model has positions for.
+        packing: several sequences in one row; they do not attend to each other.
+            True: in rows of up to max_length tokens; auto: those of a micro-batch, where that is proved.
         too_long: what becomes of a record with more tokens (`reading.too_long`). train_on: which turns are trained: all
             of the assistant, its last, everything, or those of these roles (`reading.train_on`).
         turns: a conversation is one sequence, or there is one for each trained answer (`reading.answers_apart`).
@@ -188,7 +194,9 @@ class DataConfig:
     format: Format = "auto"
     prompt: Literal["alpaca", "qa"] | None = None
     system: str | None = None
-    max_length: int = number(1024, most=10**8)
+    max_samples: int | None = number(None, "at least 1", most=10**12)
+    shuffle: bool = True
+    max_length: int | Literal["model"] = number(1024, most=10**8)
     packing: bool | Literal["auto"] = "auto"
     too_long: Literal["truncate", "drop", "split", "error"] = "truncate"
     train_on: (
@@ -234,6 +242,17 @@ class DataConfig:
         if self.eval_categories != "all" and self.eval is None:
             given = f"data.eval_categories={self.eval_categories}"
             raise UserError(given, "it has no effect without data.eval", "give both")
+
+    def num_read_apart(self, given: Given) -> int:
+        """How many of the sources are read by themselves, as one has options of its own; 1: all are read at once."""
+        is_limited = self.max_samples is not None
+        return 1 if are_read_at_once(given, is_limited=is_limited) else len(sources_of(given))
+
+    @property
+    def longest(self) -> int:
+        """`max_length`, once the model is known (`run.config.file`)."""
+        assert isinstance(self.max_length, int), "it is a number since the run file was read"
+        return self.max_length
 
     @property
     def eval_share(self) -> int | float | None:
@@ -659,7 +678,7 @@ class RunConfig:
         if train.batch_size % rl.completions:
             given = f"train.batch_size={train.batch_size} with rl.completions={rl.completions}"
             raise UserError(given, "a step has whole groups", f"use a multiple of {rl.completions}")
-        if rl.max_new_tokens >= self.data.max_length:
+        if isinstance(self.data.max_length, int) and rl.max_new_tokens >= self.data.max_length:
             given = f"rl.max_new_tokens={rl.max_new_tokens} with data.max_length={self.data.max_length}"
             raise UserError(given, "a sequence holds the prompt, too", "raise data.max_length")
 
@@ -670,7 +689,10 @@ class RunConfig:
         found = {f"{group}.{name}": value for group, options in groups.items() for name, value in vars(options).items()}
         found |= {name: value for name, value in (self.lora or {}).items() if name in _OF_ADAPTER}
         found |= {"topology": Topology.parse(self.topology), "rl": self.rl, "reference": self.reference}
-        found["sources"] = max(num_read_apart(self.data.train), num_read_apart(self.data.eval_files))
+        every = [sources_of(each) for each in (self.data.train, self.data.eval_files)]
+        found["sources"] = max(map(self.data.num_read_apart, (self.data.train, self.data.eval_files)))
+        found["weights"] = any(each.weight is not None for of_option in every for each in of_option)
+        found["rows of sources"] = any(each.rows for of_option in every for each in of_option)
         if self.rl is not None:  # the prompts of rl may be in several files
             del found["data.train"]
         return {key: value for key, value in found.items() if key in KEYS}
