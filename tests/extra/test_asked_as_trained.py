@@ -92,6 +92,16 @@ def test_every_command_asks_with_the_tokens_of_the_training(chats: Setup) -> Non
     found = read_prompts_of_rl(config, texts.tokenizer(), model, said.append)
     assert [list(each.ids) for each in found.prompts] == expected
     assert "the chat template writes the date: 2026-01-15 (data.date)" in said
+    config = _config(
+        chats,
+        rl=rl,
+        train__objective={"kind": "grpo"},
+        train__batch_size=2,
+        data__system="Be kind.",
+        data__max_length=96,
+    )
+    found = read_prompts_of_rl(config, texts.tokenizer(), model)
+    assert all("Be kind." in each.text for each in found.prompts)
 
 
 def test_a_call_in_a_prompt_that_the_template_leaves_out_is_said_not_refused(chats: Setup) -> None:

@@ -54,6 +54,9 @@ def test_file_passes_every_check_and_trains_as_it_says(init: Init, tmp_path: Pat
     schema = text.splitlines()[0].partition("# yaml-language-server: $schema=")[2]
     assert json.loads(Path(schema).read_text())["properties"]["preset"]
     assert "12 sequences, " in text
+    joined = "joined as plain text, without the chat template; data.columns: {user: prompt, assistant: completion}"
+    assert text.count(f"# note: {joined} makes conversations\n") == 1
+    assert sum(joined in note for note in run.notes) == 1
 
 
 def test_a_part_of_the_data_is_held_out_unless_they_are_few(init: Init, tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ Header = Callable[[Sequence[str], str], list[str]]
 Made = TypeVar("Made")
 
 SEPARATOR = "||"
+JOINED = "joined as plain text, without the chat template"  # how a note begins
 _MOST_KINDS = 6  # of rows, that a message lists
 _MOST_NAMES = 100  # of columns, among which what may be meant is looked for
 
@@ -188,13 +189,13 @@ class _Seen:
         """What is said of text that no chat template writes, though there is one; "" where there is nothing to say."""
         if self.joined is None or not self.ways:
             return ""
-        keys = self.joined
-        asked = keys.get("prompt", "prompt")
+        keys = {ours: listed([theirs]) for ours, theirs in self.joined.items()}
+        asked = keys["prompt"]
         if "chosen" in keys:
             columns = f"{{question: {asked}, chosen: {keys['chosen']}, rejected: {keys['rejected']}}}"
         else:
             columns = f"{{user: {asked}, assistant: {keys['completion']}}}"
-        return f"joined as plain text, without the chat template; data.columns: {columns} makes conversations"
+        return f"{JOINED}; data.columns: {columns} makes conversations"
 
 
 @dataclass

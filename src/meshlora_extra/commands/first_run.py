@@ -20,6 +20,7 @@ import yaml
 from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.loading.blueprint import Blueprint
 from meshlora.loading.guards import longest_fixed_length, most_positions
+from meshlora.reading.sources import JOINED
 from meshlora.run.config.file import read_run
 from meshlora.run.config.model_presets import facts_of, has_known_rate
 from meshlora.run.config.run_file import RunConfig
@@ -92,6 +93,8 @@ def first_run(wish: Wish, *, file: Path, schema: str = "", show: Callable[[RunDa
     head = ["# Written by meshlora init; every key: docs/run-file.md. It is started by", f"#   {start}"]
     if schema:
         head.insert(0, schema)  # editors look for it in the first line
+    joined = [note for note in seen.data.notes if note.startswith(JOINED)]  # nobody chose it
+    head += [f"# note: {one_line(note, 200)}" for note in joined]
     return "\n".join([*head, "", *_lines(values, _notes(seen, lengths, max_length, plan))]) + "\n"
 
 
