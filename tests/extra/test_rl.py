@@ -24,6 +24,7 @@ from meshlora.cli.main import main
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.plan.base_options import BaseOptions
 from meshlora.reading.stream import RolloutStream
+from meshlora.run.asking import asking_of
 from meshlora.run.checkpoint.manifest import read_whole
 from meshlora.run.config.file import read_run
 from meshlora.run.config.run_file import GenerateConfig
@@ -38,6 +39,7 @@ from meshlora_ground.objective import Grpo
 from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_losses
 from tests.for_each import for_each
 from tests.one_process import train_alone
+from tests.one_step import rl_file as rl_file_of_chats
 from tests.pool import Pool, RankError, wait_for_all
 from tests.ranks.test_trainer import small_base
 from tests.run_files import EXAMPLES, TINY, metrics_of, write_run_file
@@ -119,6 +121,13 @@ def test_own_rollouts_are_on_policy(made: Path) -> None:
     for line in metrics_of(made):
         assert line["ratio"] == 1.0
         assert line["largest_engine_gap"] < 2e-6
+
+
+@pytest.mark.long
+def test_adapter_says_how_its_prompts_asked(made: Path, tmp_path: Path) -> None:
+    assert asking_of(made / "adapter").form == "texts"
+    run_rl(Path(rl_file_of_chats(tmp_path)), 1)
+    assert asking_of(tmp_path / "run" / "adapter").form == "conversations"
 
 
 @pytest.mark.long

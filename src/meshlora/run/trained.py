@@ -93,6 +93,7 @@ class TrainedAdapter:
         self.first_scores: dict[str, float] = {}  # before the first step
         self.eval_loss: float | None = None
         self.evaluated, self.ends_with_stream = 0, False  # evaluated: after so many steps, last
+        self.asking = self.run.asking  # or what makes its rollouts says it
         self.frozen, self.factors = list[Factor](), list[Factor]()
         for factor in active_factors(self.model):
             kind = self.frozen if is_frozen(factor.name, options.optimizer) else self.factors
@@ -326,7 +327,7 @@ class TrainedAdapter:
             updates=self.updates,
             identity=own,
             versions=versions(),
-            asking=self.run.asking,
+            asking=self.asking,
         )
 
     def _save(self, name: str, manifest: Manifest, *, state: Callable[[Path], None] | None = None) -> None:

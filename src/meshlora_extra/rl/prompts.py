@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from meshlora.reading.chat import Seen
+from meshlora.reading.chat import CONVERSATIONS, TEXTS, Seen
 from meshlora.reading.conversations import open_conversation
 from meshlora.reading.formats import Format
 from meshlora.reading.records import Record, checked_text
@@ -41,11 +41,13 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Prompts:
-    """All prompts. A pass takes each once, in an order of its own; per_step: how many a generation takes."""
+    """All prompts. A pass takes each once, in an order of its own; per_step: how many a generation takes. form: of
+    theirs, as in `run.asking.Asking`."""
 
     prompts: Sequence[Prompt]
     per_step: int
     seed: int
+    form: str = ""
 
     def of_round(self, number: int) -> list[Prompt]:
         """Those of generation `number`, counted from 0: a function of it and the seed alone."""
@@ -116,7 +118,9 @@ def read_prompts(
     found = [prompt for prompt in found if len(prompt.ids) <= most]
     if not found:
         raise UserError(f"{data.train}", f"no prompt has at most {most} tokens", "raise data.max_length")
-    return Prompts(found, config.train.batch_size // rl.completions, config.train.seed)
+    has_chats = any(row.record is not None for row in rows)
+    form = CONVERSATIONS if has_chats else TEXTS
+    return Prompts(found, config.train.batch_size // rl.completions, config.train.seed, form)
 
 
 def _asked(name: str, row: dict[str, Any], origin: str) -> _Asked:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from meshlora.plan.pairs import check
+from meshlora.run.asking import recorded
 from meshlora.run.prepared import Prepared
 from meshlora.run.texts import Texts
 from meshlora.run.trained import TrainedAdapter
@@ -75,6 +76,7 @@ def making(run: Prepared, prompts: Prompts | None) -> Callable[[TrainedAdapter],
             publisher = Publisher(one, Path(to), engine, rl.adapter_name)
         rollouts = Rollouts(one, rl, prompts, generate, rewards, tokenizer, publisher)
         one.followed.make, one.followed.check = rollouts.make, rollouts.check
+        one.asking = recorded(prompts.form, one.run.config.data, tokenizer)
 
     return set_up
 
