@@ -69,7 +69,9 @@ def test_adapter_trained_on_a_relative_path_loads_from_anywhere(
     assert str(tmp_path) not in card
     expected = ("`base`", "`train.jsonl`: 8 sequences", "`eval.jsonl`: loss ", "meshlora train run.yaml", "1 processes")
     assert [words for words in expected if words not in card] == []
-    assert all(name in card for name in ("lr 0.01", "torch 2", "*none*"))
+    assert all(name in card for name in ("lr 0.01, linear, without warm-up", "torch 2", "*none*"))
+    assert "steps of 4 sequences = 4 at once x 1 dp rank x 1 accumulated" in card
+    assert " = lora_alpha " in card
     (adapter / "README.md").write_text("mine")  # text that its owner may change
     assert read_whole(adapter, kinds=("adapter",)).files.keys() >= {"tokenizer.json", "chat_template.jinja"}
     stored = json.loads((adapter / "adapter_config.json").read_text())

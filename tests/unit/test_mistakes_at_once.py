@@ -141,6 +141,23 @@ def test_mistakes_of_several_adapters_are_said_once_where_they_share_them(
     assert [line for line in lines if "adapter two: no.jsonl: there is no such file" in line]
 
 
+def test_run_file_of_another_folder_names_the_one_to_go_to(
+    setup: Setup, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As examples/*.yaml are: no hub is asked for `model`, and what else is missing there is not listed."""
+    for name in ("model.path", "data.train", "data.eval"):
+        group, _, key = name.partition(".")
+        setup.set(name, str(Path(setup.tree[group][key]).relative_to(setup.folder)))
+    (setup.folder / "runs").mkdir()
+    setup.file = "runs/run.yaml"
+    setup.write()
+    (setup.folder / "run.yaml").rename(setup.folder / "runs" / "run.yaml")
+    monkeypatch.chdir(tmp_path)
+    (line,) = said(setup.command_lines()[0], capfd)
+    assert line.startswith("error: model, train.jsonl, eval.jsonl in ")
+    assert line.endswith(f", {tmp_path}, where there is none; go to {setup.folder}, or write them in full")
+
+
 def test_held_out_file_is_missed_before_minutes_of_reading(
     setup: Setup, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

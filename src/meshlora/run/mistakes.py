@@ -18,7 +18,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.reading.places import files_of
-from meshlora.run.config.file import mended_runs, positions_of
+from meshlora.run.config.file import check_folder, mended_runs, paths_in, positions_of
 from meshlora.run.config.run_file import Given, RunConfig, sources_of
 from meshlora.run.output import check_output
 from meshlora.run.prepare import blueprint_of, check_request
@@ -81,7 +81,9 @@ def _all(file: str | Path, overrides: list[str] | None, world: int | None, resum
         config, noted = mended.config, _Noted()
         if config is None:
             continue
-        _look(config, noted, world=world if config.train.on_fewer == "stop" else None, resumes=resumes)
+        # In the wrong folder nothing of it is found.
+        if noted(check_folder, Path(file), paths_in(config)):
+            _look(config, noted, world=world if config.train.on_fewer == "stop" else None, resumes=resumes)
         for error in noted.found:
             if f"{error}" not in said and not mended.follows(error):
                 said.add(f"{error}")  # what several adapters share is said once

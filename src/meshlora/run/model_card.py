@@ -129,8 +129,8 @@ def _rows(
         "adapter": f"{start}r={lora.r}, lora_alpha={lora.lora_alpha:g}, {run.blueprint.trained.num_trainable:,} "
         "trained parameters",
         "scale": scale_in_words(run.blueprint.trained),
-        "training": f"{done:,} of {run.steps:,} steps of {batch_in_words(train, run.topology)}, seed {train.seed}",
-        "lr": rates_in_words(train),
+        "training": f"{done:,} of {run.steps:,} steps of {batch_in_words(train, run.topology)}; "
+        f"lr {rates_in_words(train)}; seed {train.seed}",
         "mesh": f"{_cell(str(run.topology))}, {run.topology.world} processes"
         + (f"; steps 1 to {other.step} on {_cell(other.topology)}" if other is not None else ""),
         "proof": run.proof or "not recorded",

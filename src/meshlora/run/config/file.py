@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def read_runs(path: str | Path, overrides: list[str] | None = None, *, downloads
     runs = {}
     for name, tree in _trees(path, overrides).items():
         try:
-            runs[name] = _run(tree, downloads)
+            runs[name] = _run(tree, Path(path), downloads)
         except UserError as error:
             raise prefixed(error, _prefix(name)) from None
     return runs
@@ -162,14 +163,38 @@ def _split_files(given: str, option: str, split: str) -> list[str]:
 _LONGEST_NAME = 100
 _NAME, _TAKEN = re.compile(rf"[A-Za-z0-9_-]{{1,{_LONGEST_NAME}}}"), ("logs", *RUN_CONTENT)
 _DEEPEST_KEY = 10
+_AROUND = 5  # folders in which paths of a run file are looked for
 
 
-def _run(tree: dict[str, Any], downloads: bool) -> RunConfig:
+def _run(tree: dict[str, Any], file: Path, downloads: bool) -> RunConfig:
     facts = None
     if downloads:
-        facts = functools.partial(_facts, tree)
+        facts = functools.partial(_facts, tree, file)
     config = checked(_with_names(with_preset(tree, facts=facts)))
-    return _located(config) if downloads else config
+    if not downloads:
+        return config
+    check_folder(file, paths_in(config))
+    return _located(config)
+
+
+def paths_in(config: RunConfig) -> list[str]:
+    """The paths of model, adapter and data, or their names on the hub."""
+    inputs, found = config.inputs, list[str]()
+    for option in ("model.path", "adapter", "data.train", "data.eval"):
+        found += inputs.get(option, [])
+    return found
+
+
+def check_folder(file: Path, paths: Iterable[str]) -> bool:
+    """Refuse a run file that is read in another folder than it was written for: its `paths`, which are relative to the
+    working directory, are not there, but are relative to a folder around the file. Raises: UserError."""
+    missing = [path for path in paths if not os.path.isabs(path) and not os.path.lexists(path)]
+    for folder in [*file.absolute().parents][:_AROUND]:
+        there = [path for path in missing if (folder / path).exists()]
+        if there:
+            rule = f"paths are relative to the working directory, {Path.cwd()}, where there is none"
+            raise UserError(f"{', '.join(there)} in {file}", rule, f"go to {folder}, or write them in full")
+    return True
 
 
 def _with_names(tree: dict[str, Any]) -> dict[str, Any]:
@@ -186,7 +211,7 @@ def _with_names(tree: dict[str, Any]) -> dict[str, Any]:
     return {**tree, "train": train}
 
 
-def _facts(tree: Mapping[str, Any]) -> Facts:
+def _facts(tree: Mapping[str, Any], file: Path) -> Facts:
     """What a preset knows of the model of a run file. Raises: UserError."""
     model = tree.get("model")
     if not isinstance(model, Mapping):
@@ -194,6 +219,7 @@ def _facts(tree: Mapping[str, Any]) -> Facts:
     path, revision = model.get("path"), model.get("revision")
     if not isinstance(path, str) or not isinstance(revision, str | None):
         raise UserError("model.path", "this key is required, and the preset reads the model's config.json")
+    check_folder(file, [path])
     return facts_of(located(path, "model.path", kind="config", revision=revision))
 
 
