@@ -16,6 +16,7 @@ import yaml
 
 from meshlora.run.config.foreign.fact import Fact, Trainer
 from meshlora.run.config.foreign.inherited import INHERITED
+from meshlora.run.config.foreign.others import OTHERS
 from meshlora.run.config.foreign.templates import TEMPLATES
 from meshlora.run.config.foreign.trainers import TRAINERS
 
@@ -71,6 +72,8 @@ def text() -> str:
     parts += [_section(trainer) for trainer in TRAINERS.values()]
     words = "What axolotl, LLaMA-Factory, ms-swift, TRL and unsloth inherit; their own rows above go first."
     parts.append(f"## transformers and PEFT\n\n{words}\n\n{_tables(INHERITED)}")
+    words = "Names of GRPO trainers, and further spellings, as messages of the parser have them."
+    parts.append(f"## Other programs\n\n{words}\n\n{_tables(OTHERS)}")
     parts.append(_defaults())
     names = ", ".join(f"`{theirs}`: `{ours}`" for theirs, ours in TEMPLATES.items())
     parts.append(

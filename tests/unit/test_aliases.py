@@ -19,6 +19,7 @@ from meshlora.run.config.run_file import SCHEDULES_TOO, TrainConfig
 from meshlora.run.config.types import groups
 from meshlora_ground.errors import UserError
 from tests.for_each import for_each
+from tests.scripts import load_script
 
 GOOD = {
     "model": {"path": "x"},
@@ -94,8 +95,20 @@ def test_what_is_named_is_there() -> None:
         assert trainer.defaults.keys() <= known
 
 
+def test_page_of_other_trainers_is_what_the_table_says() -> None:
+    written = load_script("write_coming_from")
+    assert written.PAGE.read_text("utf-8") == written.text(), "run scripts/write_coming_from.py"
+    for trainer in TRAINERS.values():
+        assert f"## {trainer.title}\n" in written.text()
+    for name in KNOWN:
+        assert name in written.text()
+
+
 def test_key_of_ours_in_another_place_goes_before_a_trainers_of_its_name(tmp_path: Path) -> None:
-    ours = {key: group for group, keys in groups().items() if group for key in keys}
+    ours: dict[str, str] = {}
+    for group, keys in groups().items():
+        for key in keys if group else ():
+            ours.setdefault(key, group)
     shared = sorted(ours.keys() & KNOWN.keys())
     assert "micro_batch_size" in shared  # axolotl's, of one process
     for key in shared:

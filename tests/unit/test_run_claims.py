@@ -28,6 +28,7 @@ ELSEWHERE = {
     "set_up.sh": "Makefile",
     "site_hook.py": "mkdocs.yml",
     "try_wheel.py": "Makefile",  # gigabytes of an empty environment: make test-wheel, at night
+    "write_coming_from.py": "tests/unit/test_aliases.py",
     "write_schema.py": "tests/unit/test_schema.py",
 }
 

@@ -84,6 +84,7 @@ def _data(draft: Draft, is_pairs: bool) -> None:
     )
     if style:
         draft.put("data.prompt", style, name)
+        draft.say("data.prompt: the style stands inside the model's chat markers there, and is plain text here")
     chat = draft.take("dataset.conversation_style")
     if chat is not None:
         draft.put("data.format", "sharegpt" if chat == "sharegpt" else "messages", "dataset.conversation_style")
