@@ -148,6 +148,7 @@ def _values(name: str, **options: Any) -> dict[str, Any]:
         ("trl_sft.yaml", "lora.lora_alpha", 32),
         ("trl_sft.yaml", "train.track", ["wandb"]),
         ("trl_dpo.sh", "train.lr", 5e-6),
+        ("trl_dpo.sh", "train.steps", 1000),  # beside one epoch
         ("unsloth_llama3_1.py", "model.quantization", "nf4"),
         ("unsloth_llama3_1.py", "data.train_on", "all"),
         ("unsloth_llama3_1.py", "train.lr", 2e-4),

@@ -94,6 +94,7 @@ def _theirs(kind: str, recipe: dict[str, Any], folder: Path) -> list[float]:
     return [line["loss"] for line in trainer.state.log_history if "loss" in line]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "own"),
     [

@@ -255,8 +255,3 @@ def _has_effect(draft: Draft, key: str) -> bool:
     if key.startswith("lora."):
         return "adapter" not in values
     return True
-
-
-def with_value(recipe: Recipe, **given: Any) -> Recipe:
-    """The recipe with keys beside its own, which win."""
-    return dataclasses.replace(recipe, given={**given, **recipe.given})
