@@ -54,7 +54,13 @@ def find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Find:
     copy_lines("train", tmp_path / "train.jsonl", 0, 8)
     # What is of no use in a sweep, and would be refused in it.
     options = {"steps": None, "epochs": 2, "save_every": 1, "warmup_steps": 3, "warmup_from_zero": True}
-    options |= {"eval_every": 1, "keep_best": True, "early_stopping": {"patience": 2}, "min_lr": 1e-6}
+    options |= {
+        "eval_every": "epoch",
+        "on_spike": {"factor": 2.0},
+        "keep_best": True,
+        "early_stopping": {"patience": 2},
+        "min_lr": 1e-6,
+    }
     options |= {"routing_record": str(tmp_path / "record")}
     data = {"eval": str(tmp_path / "train.jsonl"), "eval_limit": 2}
     file = write_run_file(tmp_path / "run.yaml", train=options, data=data)

@@ -103,7 +103,10 @@ def test_checkpoint_before_a_spike_stays(run: Run, tmp_path: Path) -> None:
 def test_note_says_it_and_the_run_goes_on(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(factor=1.5, patience=2, then="note")
     assert steps_of(tmp_path / "out") == 12
-    assert "note: step 8: loss spike: the loss is " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "note: step 8: loss spike: the loss is " in said
+    rule = "2 losses in a row above 1.5 times the median of 50 steps before"
+    assert f"train.on_spike: a line says so after {rule}" in said
 
 
 def test_patience_that_is_long_enough_ends_nothing(run: Run, tmp_path: Path) -> None:

@@ -69,8 +69,8 @@ def notes_of_spikes(train: TrainConfig) -> list[str]:
     options = train.on_spike
     if not options.is_on:
         return []
-    done = {"stop": "the run stops", "note": "it is said"}[options.then]
-    return [f"train.on_spike: after {options.patience} losses in a row above {options.words} {done}"]
+    done = {"stop": "the run stops", "note": "a line says so"}[options.then]
+    return [f"train.on_spike: {done} after {options.patience} losses in a row above {options.words}"]
 
 
 def losses_of_steps(metrics: Path, done: int) -> list[float]:
