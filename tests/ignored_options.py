@@ -147,6 +147,7 @@ CAUGHT_BY: dict[str, str] = {
         f"{_OPTIONS}::test_a_source_has_a_split_columns_and_a_format_of_its_own",
     ),
     "data.train.rows": f"{_SLICES}::test_rows_of_a_source_are_those_of_the_run_file",
+    "data.map": "tests/unit/test_data_map.py::test_rows_are_what_the_function_makes_of_each",
     "data.max_samples": f"{_SLICES}::test_at_most_so_many_rows_of_each_source_are_read",
     "data.shuffle": f"{_SLICES}::test_epochs_have_the_order_of_the_files_where_nothing_is_shuffled",
     "data.format": f"{_OPTIONS}::test_rows_are_read_in_the_format_of_the_run_file",

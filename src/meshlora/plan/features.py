@@ -153,6 +153,7 @@ class Feature(Enum):
     WEIGHTED = "weights", bool, "sources with weights", "weights of sources"
     SLICED = "rows of sources", bool, "`rows` of a source", "{key}"
     FEW = "data.max_samples", bool, "", "{key}={}"
+    MAPPED = "data.map", bool, "", "{key}={}"
     IN_ORDER = "data.shuffle", _is(False), "`data.shuffle: false`", "{key}=false"
     IMAGES = "images", bool, "images"
     ROUTED = "routed_experts of the data", bool, "`routed_experts` of the data"

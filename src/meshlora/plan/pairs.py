@@ -80,8 +80,11 @@ REFUSED: tuple[Refused, ...] = (
     _refused(F.SHARE, F.STREAMING)("tokens that stay in the cache's file are not cut", "give data.eval: FILE"),
     _refused(F.SHARE, F.OF_ROLLOUTS)("rollouts of one prompt are compared with each other", "give data.eval: FILE"),
     _refused(F.SHARE, F.CATEGORIES)("its categories are those of the training data", "give data.eval: FILE"),
+    _refused(F.MAPPED, F.STREAMING)("what its function makes is held in memory", "leave out one of them"),
     _refused(F.IN_ORDER, F.WEIGHTED)("sources with weights are drawn", "leave out one of them"),
-    _refused({F.FEW, F.SLICED, F.IN_ORDER}, {F.FOLLOWED, F.RL})("a stream, and prompts of rl, have a way of their own"),
+    _refused({F.FEW, F.SLICED, F.MAPPED, F.IN_ORDER}, {F.FOLLOWED, F.RL})(
+        "a stream, and prompts of rl, have a way of their own"
+    ),
     _refused({F.RECORD, F.REPLAY}, F.BASE)(
         "a step of this objective runs the frozen base too, whose routing is another", "leave them out"
     ),
@@ -297,7 +300,7 @@ OBJECTIVES = frozenset(
 READING = frozenset(
     {F.SEPARATOR, F.CATEGORIES, F.SKIPPED_EMPTY, F.SKIPPED_BAD, F.TOO_LONG, F.SPLIT, F.TRAIN_ON, F.APART}
     | {F.AS_GENERATED, F.LOST_TEXT, F.TEMPLATE, F.STREAMING, F.HELD_OUT, F.SHARE, F.SEVERAL_PATHS}
-    | {F.OWN_SOURCES, F.WEIGHTED, F.SLICED, F.FEW, F.IN_ORDER, F.STYLE, F.SYSTEM}
+    | {F.OWN_SOURCES, F.WEIGHTED, F.SLICED, F.FEW, F.MAPPED, F.IN_ORDER, F.STYLE, F.SYSTEM}
 )
 STEPS = frozenset(
     {F.PACKING, F.IMAGES, F.ROUTED, F.EIGHT_BIT, F.LORA_FA, F.LORA_PLUS, F.SCHEDULE, F.NOISE, F.ROUTER_LOSS}

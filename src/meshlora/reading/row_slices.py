@@ -13,6 +13,7 @@ from typing import Any
 
 from meshlora_ground.errors import UserError
 
+Row = tuple[str, dict[str, Any]]  # origin, for error messages; values
 _BOUND = r"(-?\d{1,15}|\d{1,3}(?:\.\d{1,9})?%)?"
 _SLICE = re.compile(f"{_BOUND}:{_BOUND}")
 
@@ -62,6 +63,14 @@ class Chosen:
 
     paths: Any
     rows: Slice
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """Rows of a source that a function has made (`row_map.py`), in memory. name: of the source."""
+
+    rows: list[Row]
+    name: str
 
 
 @dataclass

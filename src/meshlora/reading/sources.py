@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from meshlora.reading.bad_rows import ERROR, SKIP, words_of_bad
 from meshlora.reading.data_files import bounded_lines, is_folder, json_objects, kind_of, opened, text_lines
-from meshlora.reading.formats import Choice, Format, Formats
+from meshlora.reading.formats import RECORDS, Choice, Format, Formats
 from meshlora.reading.images import locate_images
 from meshlora.reading.nlg import expanded
 from meshlora.reading.places import check_saved, places
 from meshlora.reading.prompt_styles import record_formats
 from meshlora.reading.proposals import proposed
 from meshlora.reading.records import LeftOutError, MalformedError, Problems, Record, listed, quoted
-from meshlora.reading.row_slices import Chosen, Slice, Taking
+from meshlora.reading.row_slices import Chosen, Mapped, Row, Slice, Taking
 from meshlora.reading.tables import parquet_batches, rows_at_once, table_rows
 from meshlora_ground.errors import UserError, reason
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     import datasets
 
 PathLike = str | os.PathLike[str]
-Row = tuple[str, dict[str, Any]]  # origin, for error messages; values
 Header = Callable[[Sequence[str], str], list[str]]
 Made = TypeVar("Made")
 
@@ -122,7 +121,7 @@ def each_row(
     if isinstance(source, Chosen):
         source, rows = source.paths, source.rows
     reader = _Reader(Formats(formats, reading.format, reading.columns), reading, problems)
-    every = places(source)
+    every: list[Any] = [source] if isinstance(source, Mapped) else places(source)
     reader.taking = Taking(*rows.bounds(lambda: _num_rows(every, formats, reading)))
     for place in every:
         if reader.taking.is_over:
@@ -131,7 +130,7 @@ def each_row(
             number += 1
             yield made
     if not number and not problems.num:
-        given = f"{every[0]}: rows {rows.text}, of {reader.taking.number:,}"
+        given = f"{_name_of(every[0])}: rows {rows.text}, of {reader.taking.number:,}"
         raise UserError(given, "there are none", "give others, or leave them out")
     if not problems.skips:
         problems.raise_if_any()
@@ -142,13 +141,33 @@ def each_row(
             reading.say(words)
 
 
+def each_raw_row(chosen: Chosen, reading: Reading, problems: Problems) -> Iterator[tuple[Any, str, dict[str, Any]]]:
+    """(place, origin, row) of the rows of a source, with all of their columns. problems: is told of malformed ones."""
+    every = places(chosen.paths)
+    reader = _Reader(Formats(RECORDS, "auto", None), reading, problems, takes_all=True)
+    taking = Taking(*chosen.rows.bounds(lambda: _num_rows(every, RECORDS, reading)))
+    for place in every:
+        for origin, row in reader.raw_rows(place, _name_of(place)):
+            if taking.takes():
+                yield place, origin, row
+            if taking.is_over:
+                return
+
+
+def _name_of(place: Any) -> str:
+    """For messages."""
+    if isinstance(place, Mapped):
+        return place.name
+    return f"{place}" if isinstance(place, Path) else "dataset"
+
+
 def _num_rows(every: Sequence[Any], formats: Sequence[Format[Any]], reading: Reading) -> int:
     """How many rows there are in all places. What is wrong with them is said where they are read."""
-    counting = _Reader(Formats(formats, reading.format, reading.columns), reading, Problems(skips=True))
+    known = Formats(formats, reading.format, reading.columns)
+    counting = _Reader(known, reading, Problems(skips=True), takes_all=True)
     number = 0
     for place in every:
-        name = f"{place}" if isinstance(place, Path) else "dataset"
-        number += sum(1 for _ in counting.raw_rows(place, name))
+        number += sum(1 for _ in counting.raw_rows(place, _name_of(place)))
     return number
 
 
@@ -200,7 +219,8 @@ class _Seen:
 
 @dataclass
 class _Reader(Generic[Made]):
-    """Reads places one after the other. seen: what was read of each; here: of the one that is being read."""
+    """Reads places one after the other. seen: what was read of each; here: of the one that is being read. taking: which
+    of the rows are wanted. takes_all: of tables all columns are read, whatever the formats need."""
 
     formats: Formats[Made]
     reading: Reading
@@ -208,6 +228,7 @@ class _Reader(Generic[Made]):
     seen: dict[str, _Seen] = field(default_factory=dict)
     here: _Seen = field(default_factory=_Seen)
     taking: Taking = field(default_factory=Taking)
+    takes_all: bool = False
 
     def said(self) -> Iterator[str]:
         """One line for each way in which places were read."""
@@ -228,9 +249,9 @@ class _Reader(Generic[Made]):
 
     def rows_of(self, place: Any) -> Iterator[Made]:
         """What the rows of a file or a dataset become."""
-        name, folder = "dataset", None
+        name, folder = _name_of(place), None
         if isinstance(place, Path):  # paths of images are relative to it
-            name, folder = f"{place}", place if place.is_dir() else place.parent
+            folder = place if place.is_dir() else place.parent
         self.here = self.seen.setdefault(name, _Seen())
         last: Choice[Made] | None = None
         num_rows, num_before = 0, self.problems.num
@@ -276,6 +297,9 @@ class _Reader(Generic[Made]):
 
     def raw_rows(self, place: Any, name: str) -> Iterator[Row]:
         """The rows of a file or a dataset, as they are."""
+        if isinstance(place, Mapped):
+            yield from place.rows
+            return
         if isinstance(place, Path) and not is_folder(place):
             kind = kind_of(place)
             if kind in (".jsonl", ".json"):
@@ -302,6 +326,8 @@ class _Reader(Generic[Made]):
         twice = sorted(name for name, number in Counter(names).items() if number > 1)  # there may be a million names
         if twice:
             raise UserError(origin, f"has more than one column {quoted(twice[0])}", "rename one")
+        if self.takes_all:
+            return list(names)
         try:
             choice = self.formats.choice(tuple(names))
         except MalformedError as wrong:

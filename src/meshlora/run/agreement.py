@@ -9,9 +9,11 @@ later, so a rank with a different view retries for a while.
 
 from __future__ import annotations
 
+import base64
 import json
 import socket
 import time
+import zlib
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -31,6 +33,9 @@ _HEARD_S = 10.0
 _DECISION, _DIFFERS, _DONE, _VERDICT, _HEARD, _DAY = (
     f"agreement/{name}" for name in ("decision", "differs", "done", "verdict", "heard", "day")
 )
+
+_TEXT = "agreement/text"
+_PART_BYTES = 2**22  # a store takes 8 MiB at once
 
 # Begins the name of a fact that is a version.
 VERSION = "as version of "
@@ -68,6 +73,50 @@ def one_day() -> str:
         store.set(_DAY, today())  # midnight may pass between two ranks' look at the clock
     store.wait([_DAY], timedelta(seconds=_PATIENCE_S))
     return str(store.get(_DAY).decode())
+
+
+def text_of_rank_0(key: str, make: Callable[[], str]) -> str:
+    """The text that `make()` gives on rank 0, on every rank of a job; it runs there alone, and once for a `key`.
+
+    Called within a `look` of `agreed`, or by every rank.
+
+    Raises:
+        UserError: as `make` on rank 0; the same on all ranks.
+    """
+    place = launcher_place()
+    store = meet() if place is not None and place.world > 1 else None
+    if place is None or store is None:
+        return make()
+    head = f"{_TEXT}/{key}"
+    if place.rank == 0 and not store.check([head]):
+        try:
+            text = make()
+        except UserError as error:
+            store.set(head, json.dumps({"mistake": _packed(error)}))
+            raise
+        packed = base64.b64encode(zlib.compress(text.encode(), 1)).decode()
+        starts = range(0, len(packed), _PART_BYTES)
+        for number, start in enumerate(starts):
+            store.set(f"{head}/{number}", packed[start : start + _PART_BYTES])
+        store.set(head, json.dumps({"parts": len(starts)}))
+    said = _said_by_rank_0(store, head)
+    if "mistake" in said:
+        raise _unpacked(said["mistake"])
+    parts = [store.get(f"{head}/{number}") for number in range(said["parts"])]
+    return zlib.decompress(base64.b64decode(b"".join(parts))).decode()
+
+
+def _said_by_rank_0(store: Any, head: str) -> dict[str, Any]:
+    """What stands under `head` once it does, or the mistake at which rank 0 has ended before."""
+    deadline = time.monotonic() + _PATIENCE_S
+    while not store.check([head]):
+        if store.check([_DECISION]) and "mistake" in (decision := json.loads(store.get(_DECISION))):
+            return {"mistake": decision["mistake"]}
+        if time.monotonic() > deadline:
+            raise MeshloraError(f"rank 0 did not read the data in {_PATIENCE_S:g} s")
+        time.sleep(_LOOK_S)
+    found: dict[str, Any] = json.loads(store.get(head))
+    return found
 
 
 def _agreed_on_rank_0(

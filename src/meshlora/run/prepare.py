@@ -27,7 +27,7 @@ from meshlora.run.asking import recorded
 from meshlora.run.checkpoint.identity import contents, identity
 from meshlora.run.checkpoint.resuming import day_of_adapter, day_of_run, going_on
 from meshlora.run.config.metrics import code_of
-from meshlora.run.config.run_file import Given, RunConfig, TrainConfig, paths_of
+from meshlora.run.config.run_file import DataConfig, RunConfig, TrainConfig, paths_of
 from meshlora.run.early_stopping import Patience, values_until
 from meshlora.run.followed import stream_of
 from meshlora.run.learning_rate import notes_of_rate
@@ -48,6 +48,7 @@ from meshlora.wings.kernels.kernels import with_kernels
 from meshlora_ground.compat.transformers_models import attention_of
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import TOKENS, Topology
+from meshlora_ground.user_code import file_of
 from meshlora_ground.weight_files import weight_files
 
 
@@ -169,7 +170,7 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
             of_adapter=(CONFIG_FILE, WEIGHTS_FILE, PIECES_FILE),
             weights=weight_files(Path(data.texts.model.path)),
             replay=_check_routing(blueprint.plan, train, steps=steps, resume=resume),
-            **_further_files(config, options.train),
+            **_further_files(config, options),
         ),
         samples=samples,
         answers=answers,
@@ -182,11 +183,13 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
     return read_output(run, resume=resume, despite=despite)
 
 
-def _further_files(config: RunConfig, prompts: Given) -> dict[str, list[Path]]:
+def _further_files(config: RunConfig, options: DataConfig) -> dict[str, list[Path]]:
     """Files that only some runs read, as `contents` takes them."""
     found = {"code": code_of(config.generate.metrics)}
+    if options.map is not None and (file := file_of(options.map)) is not None:
+        found["row_map"] = [file]
     if config.rl is not None:
-        found |= {"prompts": places(paths_of(prompts)), "rewards": [*map(Path, config.rl.files)]}
+        found |= {"prompts": places(paths_of(options.train)), "rewards": [*map(Path, config.rl.files)]}
     return found
 
 

@@ -6,6 +6,7 @@ Owns: what `data.train` and `data.eval` mean together with the options of each s
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +15,15 @@ from meshlora.reading.held_rows import held_rows, split_off
 from meshlora.reading.mixture import joined_sources, num_draws
 from meshlora.reading.places import files_of
 from meshlora.reading.records import Record
-from meshlora.reading.row_slices import Chosen, Slice
+from meshlora.reading.row_map import mapped_rows
+from meshlora.reading.row_slices import Chosen, Mapped, Slice
 from meshlora.reading.sources import read_records
 from meshlora.reading.system_turn import with_system
+from meshlora.run.agreement import text_of_rank_0
 from meshlora.run.config.run_file import DataConfig, Given, Source, are_read_at_once, sources_of
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
+from meshlora_ground.versions import digest
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,24 @@ def _read_each(data: DataConfig, given: Given, read: Callable[..., TokenizedData
     has_weights = any(weight is not None for weight in weights)
     if has_weights and None in weights:
         raise UserError(f"weights {weights}", "some sources have one and others not", "give each a weight, or none")
-    return [read(rows, columns=columns, format=format) for rows, columns, format in _groups(data, given)]
+    found = []
+    for rows, columns, format in _groups(data, given):
+        found.append(read(_mapped(data, rows), columns=columns, format=format))
+    return found
+
+
+def _mapped(data: DataConfig, rows: Chosen) -> Chosen | Mapped:
+    """`rows`, or what `data.map` makes of them. Its function runs on rank 0 alone, whose rows all others have."""
+    if data.map is None:
+        return rows
+    name = data.map
+
+    def made() -> str:
+        return json.dumps(mapped_rows(rows, name, on_bad_row=data.on_bad_row))
+
+    key = digest([name, json.dumps([*map(str, rows.paths), rows.rows.text, rows.rows.most])])
+    found = [(origin, row) for origin, row in json.loads(text_of_rank_0(key, made))]
+    return Mapped(found, f"{rows.paths[0]} by data.map={name}")
 
 
 def _joined(
@@ -94,7 +115,7 @@ def records_of(data: DataConfig, given: Given) -> list[Record]:
     written: dict[str, Any] = {"on_bad_row": data.on_bad_row, "prompt": data.prompt}
     found = list[Record]()
     for rows, columns, format in _groups(data, given):
-        found += read_records(rows, columns=columns, format=format, **written)
+        found += read_records(_mapped(data, rows), columns=columns, format=format, **written)
     return [*with_system(found, data.system)]
 
 

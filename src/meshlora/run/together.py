@@ -114,7 +114,7 @@ def words_of(runs: Mapping[str, Prepared]) -> dict[str, str]:
 def _options(config: RunConfig) -> str:
     """A hash of all options but paths, which may differ between machines: what lies there is compared by itself."""
     given = dataclasses.asdict(config)
-    for part, paths in {"model": ("path",), "data": ("train", "eval", "cache_dir")}.items():
+    for part, paths in {"model": ("path",), "data": ("train", "eval", "cache_dir", "map")}.items():
         given[part] = {name: value for name, value in given[part].items() if name not in paths}
     del given["adapter"]  # a path, too
     given["train"]["objective"].pop("reference", None)

@@ -64,6 +64,8 @@ def identity(
     found["train.objective"] = json.dumps(own, sort_keys=True)
     if config.data.eval_share is not None:  # which says more than the hash of the rows that are left
         found["data.eval"] = f"{config.data.eval_share:g} of the rows"
+    if config.data.map is not None:  # its file is in `contents`
+        found["data.map"] = config.data.map.rpartition(":")[2]
     if not config.data.shuffle:
         found["data.shuffle"] = "false"
     if repository := repository_of(config.model.path):
@@ -108,12 +110,13 @@ def contents(
     prompts: Collection[Path] = (),
     rewards: Collection[Path] = (),
     code: Collection[Path] = (),
+    row_map: Collection[Path] = (),
 ) -> Contents:
     """Name -> the files that a run reads, all part of its identity.
 
     options: the `ModelConfig`. adapters: name -> folder. of_adapter: names of their files. weights: files of the base.
     replay: files of the replayed routing. prompts, rewards: files and folders of rollouts. code: files of
-    `generate.metrics`.
+    `generate.metrics`. row_map: the file of `data.map`.
     """
     model = Path(options.path)
     found = {"model": [*weights, model / "config.json", model / INDEX], "tokenizer": list[Path]()}
@@ -129,6 +132,8 @@ def contents(
             found.setdefault(name, []).extend(path.rglob("*") if path.is_dir() else [path])
     if code:  # no step depends on it, but when a run ends, and which checkpoint is the best
         found["generate.metrics"] = list(code)
+    if row_map:
+        found["data.map file"] = list(row_map)
     if replay:
         found["train.routing_replay"] = list(replay)
     return {name: tuple(sorted({file for file in files if file.is_file()})) for name, files in found.items()}

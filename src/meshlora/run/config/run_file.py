@@ -144,6 +144,9 @@ def paths_of(given: Given) -> list[str]:
     return [path for each in sources_of(given) for path in each.paths]
 
 
+_MAP = re.compile(r".+\.py:[A-Za-z_]\w*", re.ASCII)
+
+
 def _is_day(text: str) -> bool:
     try:
         return date.fromisoformat(text).isoformat() == text
@@ -159,6 +162,8 @@ class DataConfig:
         train, eval: a path, a source, or a list of these. eval: or rows of train, drawn by train.seed, that are never
             trained (`reading.held_rows`): a share of them, below 1, or their number.
         columns: our field names -> theirs. format: of the rows (`reading.formats`), where their fields do not say it.
+        map: file.py:function, a user's function that makes a row, a list of rows, or None of each row
+            (`reading.row_map`).
         prompt: rows of an instruction are plain text in this style (`reading.prompt_styles`). system: what the system
             says in conversations in which it says nothing.
         max_samples: only the first N rows of each source. shuffle: False: each epoch has the order of the files.
@@ -192,6 +197,7 @@ class DataConfig:
     eval: int | float | str | Source | list[str | Source] | None = None
     columns: dict[str, str] | None = None
     format: Format = "auto"
+    map: str | None = None
     prompt: Literal["alpaca", "qa"] | None = None
     system: str | None = None
     max_samples: int | None = number(None, "at least 1", most=10**12)
@@ -227,6 +233,9 @@ class DataConfig:
             for path in given if isinstance(given, list) else [given]:
                 if isinstance(path, str):
                     check_path(name, path)
+        if self.map is not None:
+            check_path("data.map", self.map)
+            require(bool(_MAP.fullmatch(self.map)), "data.map", self.map, "path/to/file.py:function")
         if any(each.weight is not None for each in sources_of(self.eval_files)):
             raise UserError("data.eval with a weight", "an evaluation reads every example once", "leave it out")
         for name in ("train", "eval", "sample_prompts"):
@@ -652,6 +661,7 @@ class RunConfig:
         """Option -> paths of everything that a run reads."""
         given = {"model.path": self.model.path, "adapter": self.adapter, "train.objective.reference": self.reference}
         given["data.chat_template"] = self.data.chat_template
+        given["data.map"] = self.data.map and self.data.map.rpartition(":")[0]
         found = {option: [path] for option, path in given.items() if path is not None}
         found |= {"data.train": paths_of(self.data.train), "data.eval": paths_of(self.data.eval_files)}
         if self.train.routing_replay is not None:
