@@ -281,6 +281,12 @@ def test_empty_cells_of_a_table_are_no_fields(row: dict[str, Any], prompt: str |
     assert record.prompt == prompt
 
 
+@pytest.mark.parametrize("number", [n for n, case in enumerate(CASES) if case.file == "helpsteer3.jsonl"])
+def test_ties_are_left_out_and_said(number: int) -> None:
+    why = "helpsteer3.jsonl:2 first: overall_preference is 0, so neither answer is preferred"
+    assert sum(line.startswith("1 row left out, ") and line.endswith(why) for line in _read(number)[1]) == 1
+
+
 def test_answer_to_another_prompt_does_not_bring_its_own_along(tmp_path: Path) -> None:
     """Where completions are whole conversations."""
     rows = [

@@ -256,10 +256,12 @@ def test_five_malformed_lines_are_shown_and_all_are_counted_over_all_files(tmp_p
     assert "7 malformed records" in message
     assert message.count("bad JSON") == 1
     assert f"{first}:1, 2, 3, {second}:1, 2 and 2 more: bad JSON" in message
-    wrong = [{"messages": [{"role": f"r{number}", "content": "a"}]} for number in range(7)]
-    message = error_of(write(tmp_path / "c.jsonl", "".join(json.dumps(row) + "\n" for row in wrong)))
+    wrong = [{"messages": [{"role": f"r{number}", "content": "a"}]} for number in (*range(7), 0)]
+    third = write(tmp_path / "c.jsonl", "".join(json.dumps(row) + "\n" for row in wrong))
+    message = error_of(third)
     assert message.count("unknown role") == 5
-    assert "and 2 more" in message
+    assert f"{third}:1, 8: messages[0] has unknown role 'r0'" in message
+    assert message.endswith("and 2 more")
 
 
 @pytest.mark.parametrize(
