@@ -70,7 +70,7 @@ FOLLOWING = {
     "the length is no number": ({"train": {"steps": "many"}}, ["train.steps"]),
     "the adapter has another name": ({"lora": None, "lora_r": 8}, ["lora_r"]),
     "the model has another name": ({"model": None, "model_name_or_path": "x"}, ["model_name_or_path"]),
-    "held-out data are no data": ({"data": {"eval": 5}, "train": {"eval_every": 2}}, ["data.eval"]),
+    "held-out data are no data": ({"data": {"eval": True}, "train": {"eval_every": 2}}, ["data.eval"]),
     "the length of rows is no number": ({"data": {"max_length": "long"}}, ["data.max_length"]),
 }
 
