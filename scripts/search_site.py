@@ -22,7 +22,8 @@ WORDS = (
     *("QLoRA", "load_in_4bit", "gradient checkpointing", "DeepSpeed", "4090", "macOS", "GGUF"),
 )
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-_HIT = 'class="md-search-result__item"'
+_SHOWN = re.compile(r'class="md-search-result__item"><a href="([^"?#]*)')
+_FIRST = 3  # of the pages that are shown: nobody looks further down
 
 
 def hits(index: Path, word: str) -> list[str]:
@@ -35,33 +36,47 @@ def hits(index: Path, word: str) -> list[str]:
     return found
 
 
-def hits_in_browser(browser: str, site: Path, word: str) -> int:
-    """The pages that a reader is shown who opens `site` as a file and searches for `word`."""
+def shown_in_browser(browser: str, site: Path, word: str) -> list[str]:
+    """The pages that a reader is shown, in order, who opens `site` as a file and searches for `word`."""
     with tempfile.TemporaryDirectory() as profile:
         words = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={profile}"]
         address = f"{(site / 'index.html').resolve().as_uri()}?q={quote(word)}"
         words += ["--virtual-time-budget=20000", "--dump-dom", address]
         said = subprocess.run(words, check=True, capture_output=True, text=True, timeout=180)
-    return said.stdout.count(_HIT)
+    return shown_pages(said.stdout, site.resolve().as_uri())
+
+
+def shown_pages(text: str, root: str) -> list[str]:
+    """The pages in the list of results of a page of the site, from `root` on."""
+    return [address.removeprefix(f"{root}/") for address in _SHOWN.findall(text)]
+
+
+def fault_of(word: str, found: list[str], shown: list[str] | None) -> str:
+    """What is wrong with the answer to `word`; "" for nothing. shown: None where no browser was asked."""
+    if not found:
+        return f"{word}: it is on no page"
+    pages = {place.partition("#")[0] for place in found}
+    if shown is not None and not pages & {*shown[:_FIRST]}:
+        return (
+            f"{word}: of {', '.join(sorted(pages))} none is among the first {_FIRST} that are shown: {shown[:_FIRST]}"
+        )
+    return ""
 
 
 def main(site: Path) -> int:
     browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
-    missing = []
+    faults = []
     for word in WORDS:
-        found = hits(site / "search" / "search_index.json", word)
-        shown = "not looked at: no Chromium"
+        found, shown, said = hits(site / "search" / "search_index.json", word), None, "no Chromium was asked"
         if browser is not None:
-            number = hits_in_browser(browser, site, word)
-            shown = f"{number} pages from file://"
-            if not number:
-                found = []
-        print(f"{word}: {len(found)} places ({', '.join(found[:3])}); {shown}")
-        if not found:
-            missing.append(word)
-    if missing:
-        print(f"error: no page for {', '.join(missing)}", file=sys.stderr)
-    return int(bool(missing))
+            shown = shown_in_browser(browser, site, word)
+            said = f"{len(shown)} pages from file://"
+        print(f"{word}: {', '.join(found[:3])}; {said}")
+        if fault := fault_of(word, found, shown):
+            faults.append(fault)
+    for fault in faults:
+        print(f"error: {fault}", file=sys.stderr)
+    return int(bool(faults))
 
 
 if __name__ == "__main__":

@@ -153,6 +153,17 @@ def test_hits_are_counted_in_titles_and_texts_without_their_tags(tmp_path: Path)
     ]
 
 
+def test_word_must_lead_to_its_page_among_the_first_that_are_shown() -> None:
+    script = load_script("search_site")
+    link = '<li class="md-search-result__item"><a href="file:///site/{}.html?h=x#y" class="z">'
+    shown = script.shown_pages("".join(map(link.format, "abcd")), "file:///site")
+    assert shown == ["a.html", "b.html", "c.html", "d.html"]
+    assert script.fault_of("word", ["e.html", "c.html#place"], shown) == ""
+    assert "none is among the first" in script.fault_of("word", ["d.html"], shown)
+    assert "it is on no page" in script.fault_of("word", [], shown)
+    assert script.fault_of("word", ["d.html"], None) == ""
+
+
 def test_site_takes_nothing_from_the_network() -> None:
     """The theme's plugin for search without a server loads a script from a host, unless one of this name is there."""
     settings = (ROOT / "mkdocs.yml").read_text("utf-8")
