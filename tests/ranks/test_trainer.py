@@ -130,7 +130,9 @@ def test_everything_a_user_expects_lies_in_the_output_folder(folder: Path, refer
     lines = metrics_of(output)
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
-    assert set(steps[0]) == {"step", "loss", "lr", "grad_norm", "tokens", "step_time_s", "peak_memory_bytes"}
+    assert set(steps[0]) == {
+        *("step", "steps", "loss", "lr", "grad_norm", "tokens", "step_time_s", "peak_memory_bytes")
+    }
     assert [line["lr"] for line in steps] == pytest.approx([2.5e-3, 5e-3, 5e-3, 2.5e-3])
     evaluated = [line for line in lines if "eval_loss" in line]
     assert [line["step"] for line in evaluated] == [2, 4]
