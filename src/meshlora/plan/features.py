@@ -130,7 +130,8 @@ class Feature(Enum):
     REFERENCE = "reference", bool, "a reference that is an adapter", "{key}: {}"
 
     # The data.
-    PACKING = "data.packing", _is(True), ""
+    PACKING = "data.packing", lambda given: given is True or given == "rows", ""
+    WHOLE_ROWS = "data.packing", _is("rows"), "`data.packing: rows`", "{key}={}"
     SEPARATOR = "data.separator", bool, ""
     CATEGORIES = "data.eval_categories", _other_than("all"), "", "{key}={}"
     SKIPPED_EMPTY = "data.empty_answers", _other_than("train"), "`data.empty_answers: skip`"

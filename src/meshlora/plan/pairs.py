@@ -81,6 +81,9 @@ REFUSED: tuple[Refused, ...] = (
     _refused(F.SHARE, F.OF_ROLLOUTS)("rollouts of one prompt are compared with each other", "give data.eval: FILE"),
     _refused(F.SHARE, F.CATEGORIES)("its categories are those of the training data", "give data.eval: FILE"),
     _refused(F.MAPPED, F.STREAMING)("what its function makes is held in memory", "leave out one of them"),
+    _refused(F.WHOLE_ROWS, {F.STREAMING, F.WEIGHTED, F.FOLLOWED, F.RL})(
+        "its rows are made of all of the data, once", "use packing: true"
+    ),
     _refused(F.IN_ORDER, F.WEIGHTED)("sources with weights are drawn", "leave out one of them"),
     _refused({F.FEW, F.SLICED, F.MAPPED, F.IN_ORDER}, {F.FOLLOWED, F.RL})(
         "a stream, and prompts of rl, have a way of their own"
@@ -303,7 +306,18 @@ READING = frozenset(
     | {F.OWN_SOURCES, F.WEIGHTED, F.SLICED, F.FEW, F.MAPPED, F.IN_ORDER, F.STYLE, F.SYSTEM}
 )
 STEPS = frozenset(
-    {F.PACKING, F.IMAGES, F.ROUTED, F.EIGHT_BIT, F.LORA_FA, F.LORA_PLUS, F.SCHEDULE, F.NOISE, F.ROUTER_LOSS}
+    {
+        F.PACKING,
+        F.WHOLE_ROWS,
+        F.IMAGES,
+        F.ROUTED,
+        F.EIGHT_BIT,
+        F.LORA_FA,
+        F.LORA_PLUS,
+        F.SCHEDULE,
+        F.NOISE,
+        F.ROUTER_LOSS,
+    }
     | {F.RECORD, F.REPLAY, F.RECOMPUTED, F.KEPT_ATTENTION}
 )
 AROUND = frozenset(
@@ -342,7 +356,7 @@ PROVED: tuple[Proved, ...] = (
     Proved(AXES, OBJECTIVES, "tests/verify/test_objectives.py::test_objective_is_that_of_one_process_on_every_mesh"),
     Proved(
         AXES,
-        frozenset({F.PACKING}),
+        frozenset({F.PACKING, F.WHOLE_ROWS}),
         "tests/verify/test_packing.py::test_packed_rows_are_the_sequences_one_by_one_on_every_mesh",
     ),
     # Any other two of these: the twin of each run has both, else the run is refused.

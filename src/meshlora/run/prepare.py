@@ -228,6 +228,7 @@ def _rows(data: RunData, *, asked: Asked, micro_batch_size: int) -> _Rows:
     blueprint, packing = data.blueprint, data.texts.data.packing
     cuts_rows = blueprint.topology.size_over(TOKENS) > 1
     is_apart: bool | None = None
+    assert packing != "rows", "its rows are examples since the data were read"
     if packing is True:
         is_apart = _check_packing(blueprint)
         return _Rows(packing, None if cuts_rows else is_apart)

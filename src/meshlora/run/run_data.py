@@ -5,6 +5,7 @@ Owns: whether tokenizer, data and model fit together. Does not own: how texts be
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from meshlora.reading.clock import set_day, written_day
 from meshlora.reading.images import Images
 from meshlora.reading.places import files_of
 from meshlora.reading.tokenizer import padding_token_id
+from meshlora.reading.whole_rows import in_rows, words_of_rows
 from meshlora.run.config.run_file import sources_of
 from meshlora.run.followed import no_tokens
 from meshlora.run.prepared import asked_of
@@ -89,6 +91,11 @@ def read_data(
         notes.append(f"data.date={options.date} has no effect: the chat template writes no date")
     if eval_data is not None:
         eval_data = eval_data.first(options.eval_limit)
+    if options.packing == "rows":
+        train_data = in_rows(train_data, options.longest)
+        notes.append(words_of_rows(train_data, options.longest))
+        # From here on they are examples, whose sequences share rows in a step, as of packing: true.
+        texts = dataclasses.replace(texts, data=dataclasses.replace(options, packing=True))
     said = tuple(dict.fromkeys(notes))
     return RunData(texts, blueprint, tokenizer, train_data, eval_data, said, written, form, held)
 

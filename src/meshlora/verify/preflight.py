@@ -290,7 +290,7 @@ def proof_of(run: Prepared, cache_dir: Path, place: _Place = _ON_CPUS) -> tuple[
         lora=stand_in.lora(run),
         reference=stand_in.reference(run),
         objective=_objective(run),
-        packing=run.config.data.packing,
+        packing=run.config.data.packing if run.config.data.packing != "rows" else True,  # its steps are those of true
         images=run.train_data.images is not None,
         routed=run.train_data.routed is not None and place.dtype == "float64",
         recompute=KEEP_ATTENTION if train.recompute == KEEP_ATTENTION else train.recompute != "none",

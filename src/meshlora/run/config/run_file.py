@@ -169,7 +169,8 @@ class DataConfig:
         max_samples: only the first N rows of each source. shuffle: False: each epoch has the order of the files.
         max_length: the most tokens of a sequence; model: as many as the model has positions for.
         packing: several sequences in one row; they do not attend to each other.
-            True: in rows of up to max_length tokens; auto: those of a micro-batch, where that is proved.
+            True: in rows of up to max_length tokens; auto: those of a micro-batch, where that is proved; rows: in rows
+            that are made of all of the data, and are its examples (`reading.whole_rows`).
         too_long: what becomes of a record with more tokens (`reading.too_long`). train_on: which turns are trained: all
             of the assistant, its last, everything, or those of these roles (`reading.train_on`).
         turns: a conversation is one sequence, or there is one for each trained answer (`reading.answers_apart`).
@@ -203,7 +204,7 @@ class DataConfig:
     max_samples: int | None = number(None, "at least 1", most=10**12)
     shuffle: bool = True
     max_length: int | Literal["model"] = number(1024, most=10**8)
-    packing: bool | Literal["auto"] = "auto"
+    packing: bool | Literal["auto", "rows"] = "auto"
     too_long: Literal["truncate", "drop", "split", "error"] = "truncate"
     train_on: (
         Literal["all", "last", "everything"] | list[Literal["system", "developer", "user", "assistant", "tool"]]
