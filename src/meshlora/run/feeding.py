@@ -84,8 +84,7 @@ class RankSampler(Sampler[list[int]]):
         epoch, first = divmod(self._done, len(self))
         for place in range(first, len(self)):
             self._done = epoch * len(self) + place + 1  # before it is given: a saved state has it behind it
-            rows = self._batches.batch(epoch * self._batches.steps_per_epoch + place)
-            share = np.array_split(rows, self._dp.size)[self._dp.rank]
+            share = np.array_split(self._rows(epoch, place), self._dp.size)[self._dp.rank]
             yield share.tolist()
 
     def set_epoch(self, epoch: int) -> None:
@@ -115,6 +114,10 @@ class RankSampler(Sampler[list[int]]):
                 given = f"the state of a sampler with {name}={state.get(name)}"
                 raise UserError(given, f"this one has {value}", "resume with the sampler that was saved")
         self._done = state["done"]
+
+    def _rows(self, epoch: int, place: int) -> np.ndarray:
+        """The rows of a global batch."""
+        return self._batches.batch(epoch * self._batches.steps_per_epoch + place)
 
 
 def collator(model: Any, tokenizer: Any, *, columns: Sequence[str] = ()) -> RankCollator:
