@@ -247,6 +247,7 @@ _SHOWN = "what a twin or the ranks have shown"
 ALLOWED = {
     "meshlora_extra/commands/from_nlg.py:_in_steps": _NUMBERS,
     "meshlora_extra/chat/prompts.py:_of_line": _FLAGS,
+    "meshlora_extra/commands/chat.py:_check": _FLAGS,
     "meshlora_extra/commands/generate.py:_questions": _FLAGS,
     "meshlora_extra/commands/launch_script.py:_check_options": _FLAGS,
     "meshlora_extra/commands/launch_script.py:_check_time": _NUMBERS,
