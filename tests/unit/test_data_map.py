@@ -100,7 +100,7 @@ def test_a_run_with_another_file_does_not_resume(setup: Setup) -> None:
         ("{'text': float('nan')}", "what it returned is not JSON"),
         ("None", "it leaves out all 6 rows"),
         ("exit(3)", "it raised SystemExit"),
-        ("{'nothing': 'x'}", r"train\.jsonl:1: .*nothing"),
+        ("{'nothing': 'x'}", r"train\.jsonl:1, .*nothing"),
     ],
 )
 def test_a_function_that_fails_is_named_with_its_row(setup: Setup, expression: str, words: str) -> None:

@@ -249,6 +249,8 @@ ALLOWED = {
     "meshlora_extra/chat/prompts.py:_of_line": _FLAGS,
     "meshlora_extra/commands/chat.py:_check": _FLAGS,
     "meshlora_extra/commands/generate.py:_questions": _FLAGS,
+    "meshlora_extra/commands/plan.py:_check_asked": _FLAGS,
+    "meshlora_extra/commands/plan.py:_fit_on_one": _FLAGS,
     "meshlora_extra/commands/launch_script.py:_check_options": _FLAGS,
     "meshlora_extra/commands/launch_script.py:_check_time": _NUMBERS,
     "cli/train.py:_check_sharing": _FLAGS,

@@ -133,9 +133,9 @@ def test_each_of_several_adapters_has_epochs_of_its_own(file: Any, tmp_path: Pat
 
 
 def test_a_rate_far_above_all_recipes_is_said(file: Any) -> None:
-    said = [note for note in prepare_run(read_run(file(train={"lr": 200.0}))).notes if "train.lr" in note]
+    said = [note for note in prepare_run(read_run(file(train={"lr": 2.0}))).notes if "train.lr" in note]
     assert said == [
-        "train.lr=200 is far above what adapters are trained with, 1e-5 to 1e-3: a run diverges there; meshlora "
+        "train.lr=2 is far above what adapters are trained with, 1e-5 to 1e-3: a run diverges there; meshlora "
         "lr-find tries rates"
     ]
     assert not [note for note in prepare_run(read_run(file(train={"lr": 1e-2}))).notes if "train.lr" in note]

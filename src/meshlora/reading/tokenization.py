@@ -113,10 +113,7 @@ def tokenize(
         are_generated=how.are_generated,
         processor=used,
     )
-    seen = Seen()
-    for record in records:
-        seen.add(record)
-    options = making.key() | seen.tell(tokenizer, say)
+    options = making.key() | _seen(records).tell(tokenizer, say)
     if images is not None:
         options |= {"images": images.digest().tobytes().hex(), "processor": images.processor.to_json_string()}
     if cache_dir is not None and (key := cache_key(RecordsDigest(records), tokenizer, options)) is not None:
@@ -136,6 +133,14 @@ def tokenize(
     if images is not None:
         _check_placeholders(tokens, records, images.processor)
     return tokens
+
+
+def _seen(records: Sequence[Record]) -> Seen:
+    """What there is in the messages of the records."""
+    seen = Seen()
+    for record in records:
+        seen.add(record)
+    return seen
 
 
 @dataclass(frozen=True, kw_only=True)

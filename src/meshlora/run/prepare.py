@@ -38,7 +38,7 @@ from meshlora.run.packing_check import check_packing
 from meshlora.run.prepared import Prepared, asked_of
 from meshlora.run.recompute import check_recompute
 from meshlora.run.run_data import RunData
-from meshlora.run.slow_paths import check_fast, slow_paths
+from meshlora.run.slow_paths import SlowPath, check_fast, slow_paths
 from meshlora.run.spikes import notes_of_spikes
 from meshlora.run.watch.samples import prepare_samples
 from meshlora.run.watch.tracking import check_trackers
@@ -136,19 +136,7 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
     answers = prepare_answers(options, config.generate, data.tokenizer, blueprint.config, held=data.held)
     rows = _rows(data, asked=config.asked, micro_batch_size=train.micro_batch_size)
     config = config.with_data(packing=rows.packing, date=data.day or options.date)
-    slow = tuple(
-        slow_paths(
-            blueprint,
-            data.train,
-            device=config.device,
-            preflight=config.preflight,
-            kernels=config.model.kernels,
-            row_length=options.longest if options.packing is True else None,
-            is_apart=rows.is_apart,
-        )
-    )
-    if train.require_fast:
-        check_fast(slow)
+    slow = _slow(config, data, rows)
     run = Prepared(
         config,
         blueprint,
@@ -181,6 +169,24 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
         stop_tokens=tuple(further_stops(data.tokenizer)),
     )
     return read_output(run, resume=resume, despite=despite)
+
+
+def _slow(config: RunConfig, data: RunData, rows: _Rows) -> tuple[SlowPath, ...]:
+    """The slow paths that are known before the run starts. Raises: UserError: there are, with `train.require_fast`."""
+    options = data.texts.data
+    found = slow_paths(
+        data.blueprint,
+        data.train,
+        device=config.device,
+        preflight=config.preflight,
+        kernels=config.model.kernels,
+        row_length=options.longest if options.packing is True else None,
+        is_apart=rows.is_apart,
+    )
+    slow = tuple(found)
+    if config.train.require_fast:
+        check_fast(slow)
+    return slow
 
 
 def _further_files(config: RunConfig, options: DataConfig) -> dict[str, list[Path]]:

@@ -170,6 +170,12 @@ def _loop(draft: Draft) -> None:
         draft.put("train.steps", int(epochs) * int(most), "epochs x max_steps_per_epoch, if an epoch has as many")
     else:
         draft.put("train.epochs", int(epochs), "epochs; their steps are rounded down there")
+    _optimizer(draft)
+    _curve(draft)
+    _events(draft)
+
+
+def _optimizer(draft: Draft) -> None:
     name = str(draft.take("optimizer._component_", default="torch.optim.AdamW"))
     known = {
         "torch.optim.AdamW": "adamw",
@@ -186,6 +192,9 @@ def _loop(draft: Draft) -> None:
     if decay is not None:
         draft.put("train.weight_decay", decay, "optimizer.weight_decay")
     _betas(draft, betas)
+
+
+def _curve(draft: Draft) -> None:
     warm, curve = (
         draft.take("lr_scheduler.num_warmup_steps", "num_warmup_steps"),
         draft.take("lr_scheduler._component_"),
@@ -197,7 +206,6 @@ def _loop(draft: Draft) -> None:
         if warm:
             draft.put("train.warmup_steps", int(warm), "lr_scheduler.num_warmup_steps")
             draft.put("train.warmup_from_zero", True, "as torchtune: the first rate is 0")
-    _events(draft)
 
 
 def _events(draft: Draft) -> None:
