@@ -56,6 +56,22 @@ def test_adapter_of_conversations_is_asked_through_its_template(run: Path, capsy
     assert plain != said
 
 
+def test_adapter_of_a_style_is_asked_in_its_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trained(tmp_path, rows=[{"instruction": "Say it", "output": "it"}] * 4, prompt="alpaca", max_length=200)
+    adapter = tmp_path / "run" / "adapter"
+    capsys.readouterr()  # of the training
+    assert generate("--prompt", "Say it", adapter=adapter) == 0
+    said, beside = capsys.readouterr()
+    preamble = (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+    )
+    styled = f"{preamble}\n\n### Instruction:\nSay it\n\n### Response:\n"
+    assert said == f"{answered(adapter, [styled])[0]}\n"
+    assert beside == "sent as plain text in the style alpaca, as the adapter was trained; --plain sends it as it is\n"
+    assert generate("--prompt", "Say it", "--plain", adapter=adapter) == 0
+    assert capsys.readouterr().out == f"{answered(adapter, ['Say it'])[0]}\n" != said
+
+
 def test_system_and_another_template_lead_to_their_answers(
     tmp_path: Path, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

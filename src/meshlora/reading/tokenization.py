@@ -135,7 +135,7 @@ def tokenize(
     return tokens
 
 
-def _seen(records: Sequence[Record]) -> Seen:
+def _seen(records: Iterable[Record]) -> Seen:
     """What there is in the messages of the records."""
     seen = Seen()
     for record in records:

@@ -16,6 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from meshlora.reading.chat import CONVERSATIONS, TEXTS, further_stops
+from meshlora.reading.prompt_styles import STYLES
 from meshlora.reading.tokenizer import tokenizer_with
 from meshlora.run.checkpoint.identity import DATE
 from meshlora.run.checkpoint.manifest import NotWholeError, read_manifest
@@ -34,7 +35,8 @@ class Asking:
     Attributes:
         form: of the training's data, conversations or texts; "" if nobody has said it.
         chat_template: a name or file, as of `data.chat_template`; None: the tokenizer's own. template_of: whose it is.
-        stop_tokens, separator, system: as of `data`. day: that the chat template writes.
+        stop_tokens, separator, system: as of `data`. style: that of `data.prompt`, in which texts are written.
+        day: that the chat template writes.
     """
 
     form: str = ""
@@ -43,6 +45,7 @@ class Asking:
     stop_tokens: tuple[str, ...] = ()
     separator: str = ""
     system: str = ""
+    style: str = ""
     day: str | None = None
 
 
@@ -73,6 +76,8 @@ def asking_of(adapter: Path | None, *, model: str | Path = "") -> Asking:
     asking = Asking(day=day, separator=said.get("separator", ""), system=said.get("system", ""), template_of=str(model))
     if (form := said.get("form", "")) in (CONVERSATIONS, TEXTS):
         asking = dataclasses.replace(asking, form=form)
+    if (style := said.get("prompt", "")) in STYLES:
+        asking = dataclasses.replace(asking, style=style)
     if "stop_tokens" in said:
         asking = dataclasses.replace(asking, stop_tokens=_texts(said["stop_tokens"]))
     # The adapter has learnt the form of its own template, not of the base's.

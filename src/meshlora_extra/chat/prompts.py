@@ -14,6 +14,7 @@ from typing import Any
 
 from meshlora.reading.chat import CONVERSATIONS, TEXTS
 from meshlora.reading.conversations import checked_tools, open_conversation
+from meshlora.reading.prompt_styles import STYLES
 from meshlora.reading.records import MalformedError, Record, checked_text, json_type, listed
 from meshlora.run.agreement import one_day
 from meshlora.run.asking import Asking, asking_of
@@ -124,6 +125,16 @@ def _with_system(messages: tuple[dict[str, Any], ...], system: str) -> tuple[dic
     return ({"role": "system", "content": system}, *messages)
 
 
+def in_style(questions: list[Question], style: str) -> list[Question]:
+    """With the words of `data.prompt` around those that are texts, as the adapter's training had them."""
+    write, _ = STYLES[style]
+    found = []
+    for each in questions:
+        asked = write(each.asked, "") if isinstance(each.asked, str) else each.asked
+        found.append(dataclasses.replace(each, asked=asked))
+    return found
+
+
 def how_it_is_sent(questions: list[Question], asking: Asking, *, is_plain: bool) -> str:
     """In one line. is_plain: it was asked for."""
     chats = sum(isinstance(each.asked, Record) for each in questions)
@@ -137,6 +148,8 @@ def how_it_is_sent(questions: list[Question], asking: Asking, *, is_plain: bool)
     if is_plain:
         return "sent as plain text"
     why = "; --chat sends it as a conversation, through the chat template"
-    if asking.form == TEXTS:
+    if asking.style:
+        why = f" in the style {asking.style}, as the adapter was trained; --plain sends it as it is"
+    elif asking.form == TEXTS:
         why = ", as the adapter was trained; --chat sends it as a conversation"
     return f"sent as plain text{why}"

@@ -134,7 +134,7 @@ def decoding_of(options: argparse.Namespace) -> Any:
 
 def _questions(options: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
     """(the prompts, what says how they are read). Every rank calls it. Raises: UserError."""
-    from meshlora_extra.chat.prompts import asking_for, is_conversation, questions_of, with_day
+    from meshlora_extra.chat.prompts import asking_for, in_style, is_conversation, questions_of, with_day
 
     if options.out and options.prompts is None:
         raise UserError(f"--out {options.out}", "it has no effect without --prompts", "give both, or --json")
@@ -144,6 +144,8 @@ def _questions(options: argparse.Namespace) -> tuple[list[Any], dict[str, Any]]:
         given, rule = f"--separator {options.separator!r} with --chat", "it has no effect: the chat template separates"
         raise UserError(given, rule, "leave out one of them")
     questions = questions_of(options, asking.system, is_chat=is_chat)
+    if asking.style and not options.plain:
+        questions = in_style(questions, asking.style)
     if any(not isinstance(each.asked, str) for each in questions):
         asking = with_day(asking)
     return questions, {
