@@ -148,8 +148,12 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     >>> nearest("topolgy", ["topology", "train"]), nearest("rank", ["r", "rank_pattern"])
     ('topology', None)
     """
+    known = sorted(known)
+    whole = [each for each in known if each.endswith(f".{name}") or name.endswith(f".{each}")]
+    if len(whole) == 1:  # without the beginning, or with one too many
+        return whole[0]
     best: tuple[int, int, str] | None = None  # of two as near the one that begins alike: `tpp` is `tp`, not `pp`
-    for each in sorted(known):
+    for each in known:
         if max(len(name), len(each)) > _LONGEST_NAME:
             continue
         given, other = _apart(name, each)

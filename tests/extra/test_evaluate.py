@@ -252,14 +252,14 @@ def test_metrics_of_the_run_file_are_said_beside_the_code_that_computed_them(
     code.write_text("def words(prompt, answer, reference):\n    return len(prompt) + int(reference)\n")
     metrics = ["exact_match", {"regex": "", "name": "any"}, f"{code}:words"]
     setup.tree["generate"] = {"max_new_tokens": 4, "metrics": metrics, "limit": 2}
-    found = evaluated(setup, "--generate")
+    found = evaluated(setup, "--base", "--generate")
     assert found["metrics"] == {"exact_match": 0.0, "any": 1.0, "words": 7.5}
     assert found["code"] == {str(code): hashlib.sha256(code.read_bytes()).hexdigest()}
     assert (found["prompts"], "bleu" in found) == (2, False)
     assert "exact_match 0.0000  any 1.0000  words 7.5000" in capsys.readouterr().out
-    found = evaluated(setup, "--generate", "--data", str(setup.folder / "eval.jsonl"))
+    found = evaluated(setup, "--base", "--generate", "--data", str(setup.folder / "eval.jsonl"))
     assert (found["prompts"], found["metrics"]["words"]) == (3, 8.0)  # type: ignore[index]
-    assert "metrics" not in evaluated(setup), "without --generate"
+    assert "metrics" not in evaluated(setup, "--base"), "without --generate"
 
 
 @pytest.mark.usefixtures("nothing_has_happened_yet")

@@ -112,13 +112,13 @@ def _column(output: Path, name: str) -> list[float]:
         (
             "kto",
             {"data__train": str(EXAMPLES / "docstrings" / "pairs.jsonl")},
-            "each must be {prompt, completion",
+            "has chosen and rejected, which train.objective dpo and its like read",
         ),
         ("policy", {"train__routing_record": "somewhere"}, "runs the frozen base too"),
         (
             "dpo",
             {"data__train": str(EXAMPLES / "docstrings" / "train.jsonl")},
-            r"each must be \{chosen, rejected, prompt\}",
+            "'chosen' is missing",
         ),
         ("policy", {"data__train": str(EXAMPLES / "docstrings" / "train.jsonl")}, "has neither advantage nor"),
         ("policy", {"data__train": "nowhere.jsonl"}, "there is no such file"),

@@ -97,7 +97,7 @@ def test_a_reference_that_is_no_json_is_named_before_anything_is_generated() -> 
 @pytest.mark.parametrize(
     ("metrics", "said"),
     [
-        (["exact"], "'exact': there is no such metric, and it names no function.*did you mean 'exact_match'"),
+        (["exact"], "'exact': there is no such metric, and it names no function.*known: exact_match"),
         (["exact_match", "exact_match"], "two are named exact_match"),
         ([{"regex": "a"}, {"regex": "b"}], "two are named regex.*name: "),
         ([{"regex": "a(", "name": "x"}], r"'a\(': it is no regular expression"),

@@ -361,7 +361,7 @@ def test_sides_that_peft_swaps_are_marked() -> None:
 @for_each(
     ("family", "options", "words"),
     [
-        ("gpt_oss", {"target_parameters": ["experts.dwn_proj"]}, "matches no parameter.*'mlp.experts.down_proj'"),
+        ("gpt_oss", {"target_parameters": ["experts.dwn_proj"]}, "matches no parameter.*known: mlp.experts.down_proj"),
         ("gpt_oss", {"target_parameters": ["down_proj", "experts.gate_up"]}, "'experts.gate_up' matches no parameter"),
         ("gpt_oss", {"target_parameters": ["own_proj"]}, "'own_proj' matches no parameter"),
         ("nemotron_h", {"target_parameters": ["experts.gate_proj"]}, "'experts.gate_proj' matches no parameter"),

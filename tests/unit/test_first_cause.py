@@ -49,7 +49,7 @@ def test_mistake_of_a_user_keeps_its_exit_code() -> None:
 
 
 def test_rank_that_does_not_end_after_rank_0_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start(_: object, environment: Mapping[str, str], __: object) -> subprocess.Popen[bytes]:
+    def start(_: object, environment: Mapping[str, str], __: object, *, reads: bool) -> subprocess.Popen[bytes]:
         sleeping = "import os, time; time.sleep(60 * int(os.environ['RANK']))"
         return subprocess.Popen([sys.executable, "-c", sleeping], env=environment)
 

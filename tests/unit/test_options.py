@@ -126,10 +126,10 @@ def test_a_source_has_a_split_columns_and_a_format_of_its_own(setup: Setup) -> N
     setup.drop("data.eval")
     folder = setup.folder / "splits"
     folder.mkdir()
-    (folder / "train.jsonl").write_text(json.dumps({"question": "a b", "answer": "c"}) + "\n")
+    (folder / "train.jsonl").write_text(json.dumps({"ask": "a b", "reply": "c"}) + "\n")
     (folder / "test.jsonl").write_text("{broken\n")
     (setup.folder / "c.jsonl").write_text(json.dumps({"text": "a b c", "instruction": "x", "output": "y"}) + "\n")
-    own = {"path": str(folder), "split": "train", "columns": {"prompt": "question", "completion": "answer"}}
+    own = {"path": str(folder), "split": "train", "columns": {"prompt": "ask", "completion": "reply"}}
     found = prepared(setup, data__train=[own, {"path": str(setup.folder / "c.jsonl"), "format": "text"}]).train_data
     first, second = found
     assert not first.is_trained.all()

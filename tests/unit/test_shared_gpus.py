@@ -91,7 +91,7 @@ def test_ranks_of_another_launcher_share_nothing() -> None:
 def test_launched_ranks_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[dict[str, str]] = []
 
-    def start(arguments: Any, environment: dict[str, str], words: Any) -> Any:
+    def start(arguments: Any, environment: dict[str, str], words: Any, *, reads: bool) -> Any:
         started.append(environment)
         return mock.Mock(returncode=0)
 

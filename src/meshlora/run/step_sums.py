@@ -94,17 +94,20 @@ class StepSums:
         is_broken = (means[0] + norms) * 0 != 0  # 0 times infinity is NaN, as is 0 times NaN
         said = torch.tensor([is_asked, *(path in taken for path in TAKEN)], dtype=torch.float64, device="cpu")
         of_rank = to_device(said, device).unsqueeze(1).expand(-1, number)
-        is_spike = torch.zeros_like(is_broken)
+        of_losses = is_broken.double().unsqueeze(0)
         if limits is not None:  # compared here: losses of tp ranks may differ in their last bits, and decide alike
             most = to_device(torch.tensor(limits, dtype=torch.float64, device="cpu"), device)
             is_spike = (means[0] > most) & (means[0] < math.inf)
-        flags = all_reduce_sum(torch.cat([torch.stack([is_broken, is_spike]).double(), of_rank]), self._mesh.world)
+            of_losses = torch.stack([is_broken, is_spike]).double()
+        flags = all_reduce_sum(torch.cat([of_losses, of_rank]), self._mesh.world)
         if self._largest:
             every = all_gather(torch.stack(self._largest).unsqueeze(0), self._mesh.losses)
             means = torch.cat([means, every.amax(0, keepdim=True)])  # a largest value is no sum to divide
         read = torch.cat([flags, norms.unsqueeze(0), totals.unsqueeze(0), tokens, means]).T.tolist()
         results = []
-        for name, (num_broken, num_spiked, num_asked, *numbers) in zip(self._names, read, strict=True):
+        for name, (num_broken, *numbers) in zip(self._names, read, strict=True):
+            num_spiked = 0 if limits is None else numbers.pop(0)
+            num_asked = numbers.pop(0)
             num_slow, (norm, count, num_tokens, *of_loss) = numbers[: len(TAKEN)], numbers[len(TAKEN) :]
             check_total(int(count), name)
             named = dict(zip([*self._sums, *([LARGEST] if self._largest else [])], of_loss, strict=True))
