@@ -181,16 +181,6 @@ def _had(wanted: _Wanted, given: str, option: str) -> Path:
         return wanted.cached() or _download(wanted, option, Path(HF_HUB_CACHE))
 
 
-def no_such_folder(option: str, given: str | Path) -> UserError:
-    """The error for a folder that is neither there nor a name of the hub."""
-    rule, way_out = "there is no such folder", "give a folder, or a name of the hub: OWNER/NAME"
-    if not Path(given).is_absolute():
-        rule += f" in {Path.cwd()}"
-        if elsewhere := found_above(f"{given}"):
-            way_out = f"from here it is {elsewhere}"
-    return UserError(f"{option} {str(given)!r}", rule, way_out)
-
-
 def is_offline() -> bool:
     """Whether the user wants nothing to go online."""
     chosen = os.environ.get(CHOICE, os.environ.get("HF_HUB_OFFLINE", "")) or os.environ.get("TRANSFORMERS_OFFLINE", "")

@@ -112,3 +112,13 @@ def _integer(text: str) -> int:
     if len(text) > MOST_DIGITS:
         raise ValueError(f"a number of {len(text):,} digits")
     return int(text)
+
+
+def no_such_folder(option: str, given: str | Path) -> UserError:
+    """The error for a folder that is neither there nor a name of the hub."""
+    rule, way_out = "there is no such folder", "give a folder, or a name of the hub: OWNER/NAME"
+    if not Path(given).is_absolute():
+        rule += f" in {Path.cwd()}"
+        if elsewhere := found_above(f"{given}"):
+            way_out = f"from here it is {elsewhere}"
+    return UserError(f"{option} {str(given)!r}", rule, way_out)

@@ -36,10 +36,10 @@ from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan, Packing
 from meshlora_ground.errors import UserError, did_you_mean, reason
 from meshlora_ground.files import read_json
-from meshlora_ground.hub import no_such_folder
 from meshlora_ground.limits import OutOfTimeError, time_limit
 from meshlora_ground.model_class import model_class, take_quantization
 from meshlora_ground.objective import TEXT, Objective
+from meshlora_ground.reading import no_such_folder
 from meshlora_ground.tasks import CAUSAL
 from meshlora_ground.topology import Topology
 from meshlora_ground.weight_files import check_one_model

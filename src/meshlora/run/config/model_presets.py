@@ -13,7 +13,7 @@ from typing import Any
 
 from meshlora_ground.errors import UserError
 from meshlora_ground.files import read_json
-from meshlora_ground.hub import no_such_folder
+from meshlora_ground.reading import no_such_folder
 
 # Exponents of the width in `_regret_lr`, by the beginning of a model type.
 _EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
