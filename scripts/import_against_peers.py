@@ -81,7 +81,7 @@ AXOLOTL = {
     "optimizer": "adamw_torch",
     "lr_scheduler": "cosine",
     "learning_rate": 1e-3,
-    "warmup_ratio": 0.1,
+    "warmup_steps": 2,
     "weight_decay": 0.0,
     "bf16": False,
     "tf32": False,

@@ -243,12 +243,17 @@ def _objective(draft: Draft) -> None:
 
 
 def _loop(draft: Draft) -> None:
+    accumulated = draft.take("gradient_accumulation_steps", default=1)
     loop.sizes(
         draft,
         draft.take("micro_batch_size", default=1),
-        draft.take("gradient_accumulation_steps", default=1),
+        accumulated,
         whose="micro_batch_size x gradient_accumulation_steps x processes",
     )
+    if int(accumulated) > 1:  # measured: scripts/import_against_peers.py
+        draft.say(
+            "a step's loss is the mean of the means of its micro-batches there (0.19.0), here over all its tokens"
+        )
     for name, ours in {
         "context_parallel_size": "cp",
         "sequence_parallel_degree": "cp",
@@ -300,6 +305,8 @@ def _loop(draft: Draft) -> None:
 
 
 def _events(draft: Draft) -> None:
+    if loop.is_true(draft.take("curriculum_sampling")):
+        draft.put("data.shuffle", False, "curriculum_sampling: the order of the file")
     saves, evals = draft.take("saves_per_epoch"), draft.take("evals_per_epoch")
     if saves:
         draft.put("train.save_every", loop.part_of_epoch(int(saves)), "saves_per_epoch")

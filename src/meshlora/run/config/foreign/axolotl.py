@@ -5,7 +5,7 @@ from __future__ import annotations
 from meshlora.run.config.foreign.fact import Trainer, computed, idle, near, none, same
 
 FACTS = (
-    computed("micro_batch_size", "train.micro_batch_size", "per process there"),
+    computed("micro_batch_size", "train.micro_batch_size", "per process there; accumulated, a mean of means (0.19.0)"),
     computed("sequence_len", "data.max_length", "512 by default there; longer sequences are left out, not cut"),
     computed("excess_length_strategy", "data.too_long", "drop by default there"),
     idle("min_sample_len"),
@@ -127,9 +127,10 @@ FACTS = (
     computed("model_quantization_config model_quantization_config_kwargs", "model.quantization"),
     none("quantize_moe_experts", "model.quantization holds routed experts packed as well as linears"),
     none("shuffle_before_merging_datasets", "the order is of all data at once"),
-    none(
+    computed(
         "curriculum_sampling",
-        "the order is drawn; data.shuffle: false is that of the file",
+        "data.shuffle, as in shuffle: false",
+        "shuffled once before, unless shuffle_merged_datasets: false",
     ),
     computed("loss_watchdog_threshold loss_watchdog_patience", "train.on_spike, as in {above: 5, patience: 3}"),
     none("unfrozen_parameters", "an adapter is all that is trained, with lora.modules_to_save"),
