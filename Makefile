@@ -33,7 +33,7 @@ test-extra: $(READY)
 
 # What takes seconds a test: families, commands from end to end, of the faults that show alike one. 15 minutes; CI runs it at every change.
 test-long: $(READY)
-	$(PYTEST) -m long tests --ignore $(EXTRA)
+	$(PYTEST) -m long tests
 
 # And all else: every family, topology, fault and signal. Some hours on two cores.
 proof: test test-extra test-long

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -100,6 +101,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(on: tuple[str, ...], run: P
                 terminal._read()
             terminal.type(CTRL_C)
             assert "(stopped)" in terminal.until("you> ")
+        time.sleep(0.5)  # readline looks for signals, and then waits for a key: one just between waits, too
         terminal.type(CTRL_C)
         assert "/exit or Ctrl-D leaves" in terminal.until("you> ")
         terminal.type("/exit")

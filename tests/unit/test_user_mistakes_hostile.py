@@ -144,7 +144,7 @@ RUN_FILE: dict[str, Case] = {
     "output_of_no_user": case(setting("train.output", "~nosuchuser/x"), "~ is not replaced", "in full"),
     "run_file_name_too_long": case(lambda s: setattr(s, "file", LONG), "at most 240"),
     # Ranges.
-    "learning_rate_beyond_float32": case(setting("train.lr", 1e300), "train.lr=1e+300", "at most 1,000"),
+    "learning_rate_beyond_float32": case(setting("train.lr", 1e300), "train.lr=1e+300", "at most 10"),
     "weight_decay_beyond_float32": case(setting("train.weight_decay", 1e300), "train.weight_decay", "at most 1,000"),
     "timeout_of_aeons": case(setting("train.timeout_s", 1e30), "train.timeout_s=1e+30", "at most 10,000,000"),
     "steps_without_end": case(setting("train.steps", 10**18), "train.steps", "at most 1,000,000,000"),
