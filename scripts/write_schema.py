@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from meshlora.run.config import file
+from meshlora.run.config.endings import EarlyStopping, LossSpike
 from meshlora.run.config.metrics import RegexMetric
 from meshlora.run.config.presets import PRESETS
 from meshlora.run.config.rl import REWARDS, RlConfig
@@ -24,9 +25,7 @@ from meshlora.run.config.run_file import (
     PER_ADAPTER,
     SCHEDULES_TOO,
     DataConfig,
-    EarlyStopping,
     GenerateConfig,
-    LossSpike,
     ModelConfig,
     RunConfig,
     Source,

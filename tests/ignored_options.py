@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from pathlib import Path
 
-from meshlora.run.config import metrics, rl
+from meshlora.run.config import endings, metrics, rl
 from meshlora.run.config import run_file as module
 from meshlora_ground.objective import KINDS
 from meshlora_ground.versions import file_of, name_of
@@ -19,8 +19,8 @@ GROUPS: dict[str, type] = {
     "generate": module.GenerateConfig,
     "train": module.TrainConfig,
     "generate.metrics": metrics.RegexMetric,
-    "train.early_stopping": module.EarlyStopping,
-    "train.on_spike": module.LossSpike,
+    "train.early_stopping": endings.EarlyStopping,
+    "train.on_spike": endings.LossSpike,
     **{f"train.objective.{name}": kind for name, kind in KINDS.items()},
     "rl": rl.RlConfig,
     **{f"rl.rewards.{name}": kind for name, kind in rl.REWARDS.items()},

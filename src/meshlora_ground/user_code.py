@@ -19,7 +19,6 @@ from types import ModuleType
 from typing import Any
 
 from meshlora_ground.errors import UserError, reason
-from meshlora_ground.file_hash import sha256_of
 
 _NAMED = re.compile(r"[\w.]+:\w+|.+\.py:\w+")
 
@@ -33,12 +32,6 @@ def file_of(given: str) -> Path | None:
     """The file of `path/to/file.py:function`; None of one in a package, which is installed and has a version."""
     place = given.rpartition(":")[0]
     return Path(place) if place.endswith(".py") else None
-
-
-def hash_of(given: str) -> str | None:
-    """sha256 of that file; None if there is none to hash."""
-    file = file_of(given)
-    return None if file is None else sha256_of(file)
 
 
 def load_function(option: str, given: str) -> Callable[..., Any]:

@@ -155,6 +155,7 @@ def test_answer_that_the_positions_cut_is_said(run: Path) -> None:
         (("--model", "{model}", "--port", "80"), "no effect without --page"),
         (("--model", "{model}", "--page", "--port", "70000"), "a port is below 65536"),
         (("--run", "{run}", "--adapter", "x"), "give --model and --adapter, or --run alone"),
+        (("--model", "nowhere"), "model 'nowhere': there is no such folder"),
         (("--model", "{bare}"), "give --chat-template NAME or FILE"),
         (("--model", "{model}", "--chat-template", "nope"), "--chat-template nope: there is no such file"),
         (("--run", "{other}"), "it has no finished adapter; train it"),

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from meshlora.run.checkpoint.manifest import read_whole
+from meshlora.run.config.endings import EarlyStopping
 from meshlora.run.config.file import read_run
-from meshlora.run.config.run_file import EarlyStopping
 from meshlora.run.early_stopping import Patience, values_until
 from meshlora.run.run import train
 from meshlora.run.together import prepare_run

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from meshlora.run.checkpoint.manifest import read_whole
+from meshlora.run.config.endings import LossSpike
 from meshlora.run.config.file import read_run
-from meshlora.run.config.run_file import LossSpike
 from meshlora.run.run import train
 from meshlora.run.spikes import SpikeWatch, losses_of_steps
 from meshlora.run.together import prepare_run

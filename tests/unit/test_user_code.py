@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest
 
 from meshlora_ground.errors import UserError
-from meshlora_ground.user_code import file_of, hash_of, is_function, load_function
+from meshlora_ground.user_code import file_of, is_function, load_function
 
 
 def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
@@ -23,8 +22,7 @@ def test_two_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
 def test_a_function_is_known_by_the_bytes_of_its_file(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text("def f(): pass\n")
-    assert hash_of(f"{file}:f") == hashlib.sha256(b"def f(): pass\n").hexdigest()
-    assert (file_of(f"{file}:f"), file_of("math:sqrt"), hash_of("math:sqrt")) == (file, None, None)
+    assert (file_of(f"{file}:f"), file_of("math:sqrt")) == (file, None)
     assert load_function("x", "math:sqrt")(4) == 2
 
 

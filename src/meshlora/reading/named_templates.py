@@ -60,7 +60,7 @@ TEMPLATES: Mapping[str, Named] = {
 # What axolotl and LLaMA-Factory call them. Of a model that came later than these names, take its own template.
 ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("qwen3_nothink", "yi"), "chatml"),
-    **dict.fromkeys(("qwen2", "qwen_25", "qwen2.5", "qwen25"), "qwen"),
+    **dict.fromkeys(("qwen2", "qwen_25", "qwen2.5", "qwen25", "qwen-2.5"), "qwen"),
     **dict.fromkeys(("llama-3", "llama_3"), "llama3"),
     **dict.fromkeys(("llama-2", "llama_2"), "llama2"),
     **dict.fromkeys(("gemma2", "gemma3", "gemma_2", "gemma_3"), "gemma"),

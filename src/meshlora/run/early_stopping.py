@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable
 from pathlib import Path
 
-from meshlora.run.config.run_file import LOSS, EarlyStopping
+from meshlora.run.config.endings import LOSS, EarlyStopping
 from meshlora.run.watch.metrics import lines_until
 
 

@@ -67,7 +67,7 @@ class _Noted:
             return check(*args, **options)
         except UserError as error:
             self.found.append(error)
-        except Exception:  # noqa: BLE001 - of a run that is known to be wrong; the first mistake must be heard
+        except Exception:  # noqa: BLE001 - what a library raises at a wrong run follows from the mistake that is raised
             pass
         return None
 

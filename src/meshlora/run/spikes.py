@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
 
-from meshlora.run.config.run_file import LossSpike, TrainConfig
+from meshlora.run.config.endings import LossSpike
+from meshlora.run.config.run_file import TrainConfig
 from meshlora.run.watch.metrics import lines_until
 
 # Fewer losses have no median to compare with.

@@ -33,8 +33,8 @@ from meshlora.run.checkpoint.manifest import CARD, Kind, Manifest, write_manifes
 from meshlora.run.checkpoint.resuming import FINISHED, FOLDER
 from meshlora.run.checkpoint.retention import Keeping, folder_name
 from meshlora.run.checkpoint.state import restore_optimizer, state_writer
+from meshlora.run.config.endings import LOSS
 from meshlora.run.config.metrics import name_of
-from meshlora.run.config.run_file import LOSS
 from meshlora.run.early_stopping import Patience, values_until
 from meshlora.run.evaluate import mean_loss, perplexity
 from meshlora.run.followed import WAIT_S, Followed, stream_of

@@ -75,6 +75,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _prepare(options: argparse.Namespace, *, world: int) -> tuple[Any, Any, Any, Any]:
     """(blueprint, tokenizer, options of decoding, how it is asked) for `world` ranks. Raises: UserError."""
+    from meshlora.loading.blueprint import read_model_config
     from meshlora.run.asking import asking_tokenizer, check_template
     from meshlora.run.generated import blueprint_to_generate
     from meshlora_extra.chat.prompts import asking_for, with_day
@@ -83,6 +84,8 @@ def _prepare(options: argparse.Namespace, *, world: int) -> tuple[Any, Any, Any,
     if options.run_file is not None:
         base |= _of_run(options)
     asking = with_day(asking_for(options))
+    # Of a model that is not there the tokenizer says less.
+    read_model_config(options.model, trust_remote_code=base["trust_remote_code"])
     tokenizer = asking_tokenizer(options.model, asking, trust_remote_code=base["trust_remote_code"])
     check_template(tokenizer, asking)
     adapter = Path(options.adapter) if options.adapter else None

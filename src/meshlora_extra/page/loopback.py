@@ -61,7 +61,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def look(self, name: str, query: Mapping[str, list[str]]) -> bytes | None:
         """The JSON at `name`; None if there is none."""
-        raise NotImplementedError
+        return None
 
     def log_message(self, *_: object) -> None:
         """Say nothing: the path has the token, and the terminal is the command's."""

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from meshlora.run.checkpoint.manifest import NotWholeError, Saved, read_whole
 from meshlora.run.checkpoint.resuming import FINISHED, FOLDER, step_folders
-from meshlora.run.config.run_file import EarlyStopping
+from meshlora.run.config.endings import EarlyStopping
 from meshlora_ground.files import fsync
 
 LATEST, BEST = "latest", "best"

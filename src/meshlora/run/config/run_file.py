@@ -6,7 +6,6 @@ Owns: names, types, defaults, and rules that need no file and no model. Does not
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,6 +18,7 @@ from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.features import KEYS, Asked
 from meshlora.plan.pairs import check
 from meshlora.reading.row_slices import Slice
+from meshlora.run.config.endings import EarlyStopping, LossSpike
 from meshlora.run.config.metrics import RegexMetric, check_metrics, code_of, name_of
 from meshlora.run.config.rl import RlConfig
 from meshlora_ground.errors import UserError, did_you_mean
@@ -28,7 +28,6 @@ from meshlora_ground.private import CACHE
 from meshlora_ground.reading import check_path
 from meshlora_ground.topology import Topology
 
-LOSS = "loss"  # what early stopping watches, unless told otherwise
 # Upper limits: far above any use, and below the point where arithmetic or a library fails.
 _STEPS, _RATE, _FACTOR = 10**9, 1e3, 1e6
 _LR = 10  # AdamW moves each element by as much in one step: hundreds are percent, or a slip
@@ -319,81 +318,6 @@ class GenerateConfig:
         for name in ("temperature", "top_p"):
             if getattr(self, name) != 1.0 and not self.do_sample:
                 raise UserError(f"generate.{name}", "it has no effect without do_sample", "give generate.do_sample")
-
-
-@dataclass(frozen=True)
-class EarlyStopping:
-    """When a run ends before its last step: what is watched has not improved for a while.
-
-    Attributes:
-        patience: evaluations in a row without an improvement, after which the run ends; 0: it never does.
-        min_delta: how far beyond the best value so far another one is an improvement.
-        metric: what is watched, by `train.keep_best` too: the held-out loss, of which less is better, or one of
-            `generate.metrics`, of which more is.
-    """
-
-    patience: int = number(0, "not negative", most=10**6)
-    min_delta: float = number(0.0, "not negative", most=_FACTOR)
-    metric: str = LOSS
-
-    @property
-    def is_of_answers(self) -> bool:
-        """Whether more is better."""
-        return self.metric != LOSS
-
-    @property
-    def worst(self) -> float:
-        """What any value is better than."""
-        return -math.inf if self.is_of_answers else math.inf
-
-    def is_better(self, value: float, best: float, *, by: float = 0.0) -> bool:
-        """Whether `value` is better than `best`, by more than `by`. NaN never is."""
-        return value > best + by if self.is_of_answers else value < best - by
-
-    def __post_init__(self) -> None:
-        check_numbers("train.early_stopping", self)
-        if self.min_delta and not self.patience:
-            raise UserError("train.early_stopping.min_delta", "it has no effect without patience", "give both")
-
-
-@dataclass(frozen=True)
-class LossSpike:
-    """When the losses of training steps have jumped up, and what is done then.
-
-    Attributes:
-        factor: a spike is a loss above so many times the median of the steps before. above: or above this one.
-        window: number of steps before that the median is of.
-        patience: spikes in a row before anything is done.
-        then: stop: a checkpoint is saved, and the run ends with an error; note: it is said.
-    """
-
-    factor: float | None = number(None, "above 1", most=_FACTOR)
-    above: float | None = number(None, most=_FACTOR)
-    window: int = number(50, "at least 1", most=10**4)
-    patience: int = number(3, "at least 1", most=10**6)
-    then: Literal["note", "stop"] = "stop"
-
-    def __post_init__(self) -> None:
-        check_numbers("train.on_spike", self)
-        if self.window != 50 and self.factor is None:
-            raise UserError("train.on_spike.window", "it has no effect without factor", "give both")
-        if not self.is_on and (self.patience, self.then) != (3, "stop"):
-            raise UserError("train.on_spike", "nothing says what a spike is", "give factor, as in factor: 3, or above")
-
-    @property
-    def is_on(self) -> bool:
-        """Whether losses are watched."""
-        return self.factor is not None or self.above is not None
-
-    @property
-    def words(self) -> str:
-        """What a spike is above, in words, as in `3 times the median of 50 steps before`."""
-        found = list[str]()
-        if self.factor is not None:
-            found.append(f"{self.factor:g} times the median of {self.window} steps before")
-        if self.above is not None:
-            found.append(f"{self.above:g}")
-        return " or ".join(found)
 
 
 @dataclass(frozen=True)
