@@ -12,7 +12,7 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start some hundred processes, each of which would compile this package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-extra test-long test-versions test-floor test-newest test-slurm test-wheel test-vllm test-meteor proof proof-slice claims
+.PHONY: demo test test-extra test-long test-peers test-versions test-floor test-newest test-slurm test-wheel test-vllm test-meteor proof proof-slice claims
 .PHONY: bench check static lint types house dist dist-judge test-judge docs setup clean
 
 demo: $(READY)
@@ -46,6 +46,11 @@ proof-slice: $(READY)
 # Every script behind a claim of a page, in small: 7 minutes on two cores.
 claims: $(READY)
 	$(BIN)/python scripts/run_claims.py
+
+# What PEFT, TRL and transformers test of themselves, tried on meshlora: a table with counts. 12 minutes; CI runs a
+# twentieth of it at every change, among the claims. A new version of one of them is tried by it first.
+test-peers: $(READY)
+	$(BIN)/python scripts/try_peers.py
 
 # What a version can break, in the oldest versions that pyproject.toml allows and in the newest that there are.
 # Floor: below 5 minutes, with the pinned torch; FLOOR_TORCH=2.11.0 takes that one instead, 5 GB.
