@@ -32,7 +32,7 @@ from meshlora.run.config.run_file import (
     TrainConfig,
 )
 from meshlora.run.config.types import adapter
-from meshlora_ground.objective import KINDS
+from meshlora_ground.objectives.kinds import KINDS
 
 FILE = Path(file.__file__).with_name("run-file.schema.json")
 _TEXT, _TEXTS = {"type": "string"}, {"type": "array", "items": {"type": "string"}}

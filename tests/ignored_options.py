@@ -8,7 +8,7 @@ from pathlib import Path
 
 from meshlora.run.config import endings, metrics, rl
 from meshlora.run.config import run_file as module
-from meshlora_ground.objective import KINDS
+from meshlora_ground.objectives.kinds import KINDS
 from meshlora_ground.versions import file_of, name_of
 
 # Group of the run file -> its options; "" is the file itself.

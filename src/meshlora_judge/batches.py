@@ -16,7 +16,7 @@ from torch import Tensor
 
 from meshlora_ground.dataset import Sequence as TokenSequence
 from meshlora_ground.dataset import TokenizedDataset
-from meshlora_ground.objective import Grpo
+from meshlora_ground.objectives.policies import Grpo
 from meshlora_judge.settings import Training
 
 UNTRAINED = -100

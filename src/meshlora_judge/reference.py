@@ -25,14 +25,16 @@ from meshlora_ground.compat.peft_targets import targets_as_configured
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.float64 import lift
-from meshlora_ground.objective import TEXT, Embed, Objective
+from meshlora_ground.objective import TEXT, Objective
+from meshlora_ground.objectives.labels import Embed
 from meshlora_ground.tasks import CAUSAL, task_of
 from meshlora_judge.batches import MicroBatch, micro_batches_of
 from meshlora_judge.dropout import Masks
 from meshlora_judge.experts import PREFIX, ROWS, adapted_stacks, output_side, plain_name, plain_names, share_adapters
 from meshlora_judge.float8 import multiply_in_float8
+from meshlora_judge.formulas.preferences import gained
 from meshlora_judge.noise import add_noise
-from meshlora_judge.objectives import contrast, embeddings, gained, load_balancing_loss, losses
+from meshlora_judge.objectives import contrast, embeddings, load_balancing_loss, losses
 from meshlora_judge.packed import load_base
 from meshlora_judge.pieces import mask_of, pieces_of
 from meshlora_judge.quantized import quantize_base

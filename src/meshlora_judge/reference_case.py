@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.float64 import lift
-from meshlora_ground.objective import Embed
+from meshlora_ground.objectives.labels import Embed
 from meshlora_ground.routing import Routing
 from meshlora_judge import reference
 from meshlora_judge.batches import MicroBatch, micro_batches, micro_batches_of

@@ -35,7 +35,7 @@ from meshlora_extra.rl.prompts import Prompt
 from meshlora_extra.rl.rollouts import OwnGenerator, Rollouts
 from meshlora_extra.rl.run_with_rollouts import check_rl, making
 from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
-from meshlora_ground.objective import Grpo
+from meshlora_ground.objectives.policies import Grpo
 from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_losses
 from tests.for_each import for_each
 from tests.one_process import train_alone

@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from meshlora.comm.groups import open_mesh
+from meshlora.run.formulas.policies import policy
+from meshlora.run.formulas.seen import Seen
 from meshlora.run.mismatch import mismatch_sums, with_mismatch
-from meshlora.run.objectives import Seen, _total, policy
+from meshlora.run.objectives import _total
 from meshlora.run.step_sums import StepSums
 from meshlora.train.batch import Batch
-from meshlora_ground.objective import Grpo, Objective
+from meshlora_ground.objective import Objective
+from meshlora_ground.objectives.policies import Grpo
 from meshlora_ground.topology import Topology
 from tests.pool import Pool
 

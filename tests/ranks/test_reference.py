@@ -22,7 +22,8 @@ from meshlora.run.config.file import read_run, read_runs
 from meshlora.run.together import prepare_run, prepare_runs
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.float64 import lift
-from meshlora_ground.objective import Dpo, Policy
+from meshlora_ground.objectives.policies import Policy
+from meshlora_ground.objectives.preferences import Dpo
 from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_losses
 from meshlora_judge.inputs import write_adapter
 from tests.one_process import train_alone

@@ -27,7 +27,7 @@ from meshlora.run.together import prepare_run
 from meshlora.verify import preflight
 from meshlora_extra.engine_export import engine_layout
 from meshlora_ground.float64 import lift
-from meshlora_ground.objective import Dpo
+from meshlora_ground.objectives.preferences import Dpo
 from meshlora_ground.topology import Topology
 from meshlora_judge.case import check_tokens, random_tokens, with_tokens
 from meshlora_judge.compare import relative

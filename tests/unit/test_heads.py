@@ -27,7 +27,8 @@ from meshlora.train.collation import collate
 from meshlora_extra.merging.merge import merge
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
-from meshlora_ground.objective import Classify, ClassifyTokens, Embed, Objective
+from meshlora_ground.objective import Objective
+from meshlora_ground.objectives.labels import Classify, ClassifyTokens, Embed
 from meshlora_ground.tasks import class_of_task, set_task, task_of
 from meshlora_ground.topology import Topology
 from meshlora_judge.twin import twin_config

@@ -12,12 +12,16 @@ from torch import Tensor
 
 from meshlora.run import objectives
 from meshlora.run.advantages import with_advantages
-from meshlora.run.objectives import Seen, count, loss_sums
+from meshlora.run.formulas import policies, preferences
+from meshlora.run.formulas.seen import Seen
+from meshlora.run.objectives import count, loss_sums
 from meshlora.train import losses
 from meshlora.train.batch import Batch
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.float64 import lift
-from meshlora_ground.objective import Dpo, Grpo, Kto, Objective, Orpo, Policy, Sft
+from meshlora_ground.objective import Objective, Sft
+from meshlora_ground.objectives.policies import Grpo, Policy
+from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo
 
 # Sequences of unequal length, with starts that are not trained.
 ROWS, LENGTH, VOCAB = 4, 6, 7
@@ -204,7 +208,7 @@ def test_reported_accuracy_is_of_any_margin_above_zero() -> None:
     """And margins are those of the loss: of sums over tokens, times beta."""
     log_p = torch.tensor([[-1.0, -1.0], [-1.5, -1.0], [-2.0, -1.0], [-1.5, -1.0]], dtype=torch.float64)
     seen = Seen(log_p, torch.full_like(log_p, -1.0), torch.ones_like(log_p).bool(), {}, True)
-    _, values = objectives.dpo(Dpo(beta=0.1), seen)
+    _, values = preferences.dpo(Dpo(beta=0.1), seen)
     assert values["margin"].tolist() == pytest.approx([0.05, -0.05])
     assert values["accuracy"].tolist() == [1.0, 0.0]
 
@@ -224,7 +228,7 @@ def test_clipped_tokens_are_those_whose_gradient_is_cut() -> None:
     unknown = torch.full_like(ratio, torch.nan)
     columns = dict(zip(COLUMNS, (advantage, torch.ones_like(ratio), -ratio.log(), unknown), strict=True))
     seen = Seen(torch.zeros_like(ratio), None, torch.ones_like(ratio).bool(), columns, True)
-    loss, values = objectives.policy(Policy(clip_low=0.2, clip_high=0.3), seen)
+    loss, values = policies.policy(Policy(clip_low=0.2, clip_high=0.3), seen)
     assert values["clip_fraction"].sum().item() == is_cut.sum().item()
     cut = ratio.clamp(0.8, 1.3)
     expected = torch.where(is_cut > 0, cut, ratio) * advantage

@@ -13,7 +13,8 @@ from meshlora.run.config.file import read_run
 from meshlora.run.config.presets import PRESETS, resolved
 from meshlora.run.config.run_file import RunConfig
 from meshlora_ground.errors import UserError
-from meshlora_ground.objective import Dpo, Sft
+from meshlora_ground.objective import Sft
+from meshlora_ground.objectives.preferences import Dpo
 from tests.run_files import TINY
 from tests.same_sequences import assert_same_sequences
 

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from meshlora.run.objectives import Seen, policy
-from meshlora_ground.objective import Grpo
+from meshlora.run.formulas.policies import policy
+from meshlora.run.formulas.seen import Seen
+from meshlora_ground.objectives.policies import Grpo
 
 ROWS, LENGTH, CAP = 4, 6, 2.5
 MASK = torch.arange(LENGTH) < torch.tensor([[6], [3], [1], [5]])  # completions of unequal length

@@ -6,7 +6,7 @@ import pytest
 
 from meshlora.verify.request import Request, prepare_proof
 from meshlora_ground.errors import UnsupportedError
-from meshlora_ground.objective import Classify
+from meshlora_ground.objectives.labels import Classify
 from meshlora_judge import case
 from tests.conftest import Prove
 

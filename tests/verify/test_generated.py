@@ -57,7 +57,7 @@ def test_a_function_that_only_a_registry_holds_gets_the_fault_too() -> None:
         ("run/checkpoint/state.py", "checkpoint.updates", "checkpoint.step"),
         ("run/loss_scale.py", "if math.isfinite(grad_norm):", "if True:"),
         ("run/loss_scale.py", "self.good_steps, self.skipped = (int(state", "(left out)"),
-        ("run/objectives.py", "(margin > 0).to(margin.dtype)", "(margin > 0.5).to(margin.dtype)"),
+        ("run/formulas/preferences.py", "(margin > 0).to(margin.dtype)", "(margin > 0.5).to(margin.dtype)"),
         (
             "train/batches.py",
             "mine[j * micro_batch_size:(j + 1) * micro_batch_size]",

@@ -13,7 +13,7 @@ from meshlora.reading.sources import read_records
 from meshlora.reading.tokenization import tokenize
 from meshlora.verify.request import Request, prepare_proof
 from meshlora_ground.errors import UnsupportedError, UserError
-from meshlora_ground.objective import Classify
+from meshlora_ground.objectives.labels import Classify
 from tests.conftest import Prove
 from tests.images import conversation, write_model, write_pictures, write_rows
 

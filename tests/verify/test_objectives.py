@@ -23,7 +23,7 @@ from meshlora.verify.faults.of_objectives import PROVED, as_proved
 from meshlora.verify.proof import Outcome, Processes, Proof, run_proof
 from meshlora.verify.request import DROPOUT, Request, prepare_proof
 from meshlora_ground.errors import UnsupportedError, UserError
-from meshlora_ground.objective import Policy
+from meshlora_ground.objectives.policies import Policy
 from meshlora_judge.batches import micro_batches
 from meshlora_judge.objectives import losses
 from meshlora_judge.trace import Trace

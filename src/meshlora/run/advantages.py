@@ -12,7 +12,8 @@ import dataclasses
 import numpy as np
 
 from meshlora_ground.dataset import TokenizedDataset
-from meshlora_ground.objective import Grpo, Objective
+from meshlora_ground.objective import Objective
+from meshlora_ground.objectives.policies import Grpo
 
 _EPSILON = 1e-4  # as TRL: a group of nearly equal rewards is not blown up
 

@@ -23,7 +23,7 @@ from meshlora.train.batch import IGNORED, Batch
 from meshlora.train.batches import Batching
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.masks import POSITION_BITS
-from meshlora_ground.objective import Classify, ClassifyTokens, Embed
+from meshlora_ground.objectives.labels import Classify, ClassifyTokens, Embed
 from meshlora_ground.tasks import CAUSAL, task_of
 
 Values = Mapping[str, Tensor]

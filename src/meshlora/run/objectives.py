@@ -1,10 +1,8 @@
 """Objectives: losses from the log-probabilities of a batch, summed over tokens, pairs or records.
 
-Owns: the formula of each objective. Does not own: their parameters (`meshlora_ground.objective`), the log-probabilities
-(`train.losses`), the records (`reading.rollouts`, `reading.preferences`), the sum over ranks and the division
-(`train.gradsync`).
-
-Legend: pi the model with its adapter, ref the frozen policy beside it; t trained tokens, y a whole completion.
+Does not own: formulas (`run.formulas`, `run.heads`), their parameters (`meshlora_ground.objectives`), the
+log-probabilities (`train.losses`), the records (`reading.rollouts`, `reading.preferences`), the sum over ranks and the
+division (`train.gradsync`).
 """
 
 from __future__ import annotations
@@ -13,49 +11,31 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from meshlora.adapter.attach import reference_in_use, runtime
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.run import heads
+from meshlora.run.formulas.policies import policy
+from meshlora.run.formulas.preferences import dpo, kto, orpo
+from meshlora.run.formulas.seen import Formula, Seen, Sums
 from meshlora.run.heads import Compared
-from meshlora.run.mismatch import LARGEST, largest_gap, mismatch_sums
+from meshlora.run.mismatch import LARGEST
 from meshlora.train.batch import Batch
 from meshlora.train.batches import Batching
 from meshlora.train.losses import Rows, batch_log_probabilities, batch_scores, language_model_losses
 from meshlora_ground.dataset import TokenizedDataset
-from meshlora_ground.objective import Dpo, Embed, Grpo, Kto, Objective, Orpo, Policy, Sft
+from meshlora_ground.objective import Objective, Sft
+from meshlora_ground.objectives.labels import Embed
+from meshlora_ground.objectives.policies import Grpo, Policy
+from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo
 from meshlora_ground.tasks import CAUSAL
 
-Sums = Mapping[str, Tensor]  # name -> a sum, reported as a mean over the step; of LARGEST the largest value
 Point = Tensor | Compared | None  # the result of `first_pass`
-
-
-@dataclass(frozen=True)
-class Seen:
-    """The arguments of a formula; a dummy batch has no rows.
-
-    log_p, log_ref: log-probabilities `[B, S]` of pi and, if the objective needs them, of ref; 0 where untrained.
-    is_trained: bool `[B, S]`. columns: name -> `[B, S]`, from the records. is_training: False in evaluation.
-    point: `[]`, the reference point of the step, if the objective has one. entropy: `[B, S]`, if it needs that.
-    """
-
-    log_p: Tensor
-    log_ref: Tensor | None
-    is_trained: Tensor
-    columns: Mapping[str, Tensor]
-    is_training: bool
-    point: Tensor | None = None
-    entropy: Tensor | None = None
-
-
-Formula = Callable[[Any, Seen], tuple[Tensor, Sums]]  # -> (losses, values to report), both to be summed
 
 
 def count(objective: Objective, batch: Batch) -> int:
@@ -115,139 +95,6 @@ def _of_head(objective: Objective, outputs: Tensor, batch: Batch, point: Point) 
     losses, values = heads.FORMULAS[type(objective)](objective, outputs, batch, point)
     factor = 0 if batch.is_dummy else 1  # its forward keeps the collectives of the ranks together
     return factor * losses.sum(), {name: factor * value.detach().sum(0) for name, value in values.items()}
-
-
-def policy(objective: Policy | Grpo, seen: Seen) -> tuple[Tensor, Sums]:
-    """Policy gradient with importance weights from records, per token, or per sequence (`mean_over`).
-
-    loss_t = w_t (-c_t G_t + kl_coef kl_t - entropy_coef H_t)
-    G_t = min(rho_t A_t, clip(rho_t) A_t) (PPO, Schulman et al., 2017, equation 7; GRPO, Shao et al., 2024, equation 3),
-        clip(rho) in [1 - clip_low, 1 + clip_high], two sides of their own (DAPO, Yu et al., 2025, equation 8); or
-        sg(clip(rho_t)) A_t log pi(t) (CISPO, MiniMax, 2025, equations 4 and 5), sg: without gradient
-    rho_t = pi(t) / old(t), old the policy that acted; or (prod_t rho_t)^(1 / |y|), the same at all tokens of a sequence
-        (GSPO, Zheng et al., 2025, equation 7)
-    c_t = min(old(t) / engine(t), importance_cap), without gradient (truncated importance sampling, Yao et al., 2025)
-    """
-    log_p, columns = seen.log_p, seen.columns
-    # NaN: the record was written by the policy being trained. The ratio is 1, its gradient is not 0.
-    old = torch.where(columns["old_log_prob"].isnan(), log_p.detach(), columns["old_log_prob"])
-    ratio, engine = log_ratio(objective, old, seen).exp(), columns["engine_log_prob"]
-    gain, is_clipped = surrogate(objective, ratio, columns["advantage"], log_p)
-    loss = -importance(objective, old, engine) * gain
-    values = {"ratio": ratio, "clip_fraction": is_clipped.to(ratio.dtype)}
-    if seen.log_ref is not None:
-        values["kl"] = divergence(objective, seen.log_ref - log_p)
-        loss = loss + objective.kl_coef * values["kl"]
-    if seen.entropy is not None:
-        values["entropy"] = seen.entropy
-        loss = loss - objective.entropy_coef * seen.entropy
-    values |= mismatch_sums(old, engine, objective.importance_cap)
-    # Not indexing by the mask: the host would wait for the count from the GPU.
-    found = {name: _averaged(objective, _zero_untrained(value, seen), seen) for name, value in values.items()}
-    found[LARGEST] = _zero_untrained(largest_gap(old, engine), seen)
-    loss = _zero_untrained(columns["weight"] * loss, seen)
-    if objective.max_completion_length is not None:
-        return loss.sum(1) / objective.max_completion_length, found  # Dr. GRPO, Liu et al., 2025, section 3.2
-    return _averaged(objective, loss, seen), found
-
-
-def log_ratio(objective: Policy | Grpo, old: Tensor, seen: Seen) -> Tensor:
-    """log rho at each token `[B, S]`; old: of the policy that acted."""
-    each = seen.log_p - old
-    if objective.ratio == "token":
-        return each
-    return (_zero_untrained(each, seen).sum(1, keepdim=True) / num_tokens(seen)).expand_as(each)
-
-
-def surrogate(objective: Policy | Grpo, ratio: Tensor, advantage: Tensor, log_p: Tensor) -> tuple[Tensor, Tensor]:
-    """(G of each token, whether its ratio was clipped)."""
-    clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
-    if objective.loss == "cispo":
-        return clipped.detach() * advantage * log_p, clipped != ratio
-    return torch.minimum(ratio * advantage, clipped * advantage), clipped * advantage < ratio * advantage
-
-
-def importance(objective: Policy | Grpo, old: Tensor, engine: Tensor) -> Tensor:
-    """min(old / engine, importance_cap) of each token; 1 without a cap, or where the engine is not known (NaN)."""
-    weight = torch.where(engine.isnan(), 0.0, old - engine).exp().detach()
-    return torch.ones_like(weight) if objective.importance_cap is None else weight.clamp(max=objective.importance_cap)
-
-
-def divergence(objective: Policy | Grpo, difference: Tensor) -> Tensor:
-    """Estimate of KL(pi || ref) at each token, from d = log ref - log pi (Schulman, 2020, "Approximating KL
-    Divergence"). k1: -d. k2: d^2 / 2. k3: exp(d) - d - 1, never negative (GRPO's, equation 4).
-
-    On policy only the gradient of k2 is, on average, that of KL(pi || ref); that of k3 is of KL(ref || pi), of k1 none.
-    """
-    if objective.kl == "k1":
-        return -difference
-    return difference**2 / 2 if objective.kl == "k2" else difference.exp() - difference - 1
-
-
-def num_tokens(seen: Seen) -> Tensor:
-    """Trained tokens of each row, `[B, 1]`."""
-    return seen.is_trained.sum(1, keepdim=True)
-
-
-def _averaged(objective: Policy | Grpo, values: Tensor, seen: Seen) -> Tensor:
-    """`values` `[B, S]` of tokens, or their mean over each sequence, `[B]`, as the loss is averaged."""
-    return values if objective.per == "token" else (values / num_tokens(seen)).sum(1)
-
-
-def _zero_untrained(values: Tensor, seen: Seen) -> Tensor:
-    return torch.where(seen.is_trained, values, 0.0)
-
-
-def dpo(objective: Dpo, seen: Seen) -> tuple[Tensor, Sums]:
-    """Direct preference optimisation over pairs (Rafailov et al., 2023, equation 7), per pair.
-
-    loss = -(1-e) log sigmoid(m) - e log sigmoid(-m), m = beta (log pi(y+)/ref(y+) - log pi(y-)/ref(y-)),
-    e the label_smoothing.
-    """
-    assert seen.log_ref is not None
-    rewards = objective.beta * (seen.log_p - seen.log_ref).sum(1)  # untrained tokens have 0 in both
-    margin = rewards[0::2] - rewards[1::2]
-    e = objective.label_smoothing if seen.is_training else 0.0
-    loss = -(1 - e) * F.logsigmoid(margin) - e * F.logsigmoid(-margin)
-    return loss, {"accuracy": (margin > 0).to(margin.dtype), "margin": margin}
-
-
-def orpo(objective: Orpo, seen: Seen) -> tuple[Tensor, Sums]:
-    """Odds-ratio preference optimisation (Hong et al., 2024, equations 3 to 7), per pair.
-
-    loss = -l(y+) - beta log sigmoid(log odds(y+) - log odds(y-)), l(y) the mean of log pi(t) over the tokens of y,
-    odds(y) = exp l(y) / (1 - exp l(y)).
-    """
-    mean = mean_log_p(seen)
-    odds = log_odds(mean)
-    ratio, nll = odds[0::2] - odds[1::2], -mean[0::2]  # rows alternate: better, worse
-    loss = nll - objective.beta * F.logsigmoid(ratio)
-    return loss, {"nll": nll, "accuracy": (ratio > 0).to(ratio.dtype), "log_odds_ratio": ratio}
-
-
-def mean_log_p(seen: Seen) -> Tensor:
-    """Mean of log pi over the trained tokens of each row, `[B]`."""
-    return seen.log_p.sum(1) / seen.is_trained.sum(1)
-
-
-def log_odds(log_p: Tensor) -> Tensor:
-    """log (p / (1 - p)), accurate also for p close to 1."""
-    return log_p - torch.log(-torch.expm1(log_p))
-
-
-def kto(objective: Kto, seen: Seen) -> tuple[Tensor, Sums]:
-    """Kahneman-Tversky optimisation (Ethayarajh et al., 2024, equation 8), per record.
-
-    loss = w (1 - sigmoid(beta (r - z))) of a desirable y, with r = log pi(y)/ref(y) and z the reference point;
-    w (1 - sigmoid(beta (z - r))) of an undesirable one, each with its own weight w.
-    """
-    assert seen.log_ref is not None
-    assert seen.point is not None
-    sign = seen.columns["desirable"].sum(1).sign()  # the column has +1 or -1 at each trained token
-    gain = (seen.log_p - seen.log_ref).sum(1) - seen.point.to(sign.dtype)
-    weight = torch.full_like(sign, objective.undesirable_weight).masked_fill(sign > 0, objective.desirable_weight)
-    loss = weight * torch.sigmoid(-objective.beta * sign * gain)  # 1 - sigmoid(x) is sigmoid(-x)
-    return loss, {"accuracy": (sign * gain > 0).to(sign.dtype), "kl": seen.point.expand_as(sign)}
 
 
 FORMULAS: Mapping[type, Formula] = {Policy: policy, Grpo: policy, Dpo: dpo, Orpo: orpo, Kto: kto}

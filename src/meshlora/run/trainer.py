@@ -29,8 +29,9 @@ from meshlora.adapter.attach import Factor, in_use, runtime, set_adapters
 from meshlora.layers.noise import add_noise
 from meshlora.run.allocator import keep_freed_memory, peak_memory_bytes
 from meshlora.run.config.run_file import TrainConfig
+from meshlora.run.formulas.seen import Sums
 from meshlora.run.heads import set_padding
-from meshlora.run.objectives import Sums, count, loss_sums, reference_log_probabilities
+from meshlora.run.objectives import count, loss_sums, reference_log_probabilities
 from meshlora.run.prepared import Prepared
 from meshlora.run.recompute import recompute_layers
 from meshlora.run.slow_paths import check_fast, new_ones

@@ -18,7 +18,7 @@ from meshlora.plan.rules import ModelPlan
 from meshlora.plan.token_order import FEWEST
 from meshlora.wings.context.borders import sees_all
 from meshlora.wings.quantized.kinds import KEEP
-from meshlora_ground.objective import Grpo, Policy
+from meshlora_ground.objectives.policies import Grpo, Policy
 from meshlora_ground.tasks import CAUSAL
 from meshlora_ground.topology import DATA, EXPERT_AXES, Topology
 from meshlora_judge.batches import micro_batches_of

@@ -34,7 +34,8 @@ from meshlora.verify.stand_in import MOST_RANKS, StandIn, provable
 from meshlora.wings.kernels.liger import liger_version
 from meshlora_ground.console import Console
 from meshlora_ground.errors import MeshloraError, UnsupportedError
-from meshlora_ground.objective import Objective, Referenced
+from meshlora_ground.objective import Objective
+from meshlora_ground.objectives.referenced import Referenced
 from meshlora_ground.proof_records import CACHE, proved_on, remember, usable_cache
 from meshlora_ground.topology import Topology
 from meshlora_ground.versions import digest, own_sources, versions

@@ -50,7 +50,8 @@ from meshlora.wings.quantized.kinds import KEEP, TWIN_BLOCKS, twin_block
 from meshlora_ground.compat.transformers_models import READ_FROM
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean, reason
-from meshlora_ground.objective import Objective, Referenced, Sft
+from meshlora_ground.objective import Objective, Sft
+from meshlora_ground.objectives.referenced import Referenced
 from meshlora_ground.proof_records import CACHE
 from meshlora_ground.tasks import CAUSAL
 from meshlora_ground.topology import SEQUENCES, Topology, divisors

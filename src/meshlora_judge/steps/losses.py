@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.float64 import lift
-from meshlora_ground.objective import Dpo, Grpo, Objective, Sft
+from meshlora_ground.objective import Objective, Sft
+from meshlora_ground.objectives.policies import Grpo
+from meshlora_ground.objectives.preferences import Dpo
 from meshlora_judge.batches import UNTRAINED, MicroBatch
 from meshlora_judge.objectives import losses
 from meshlora_judge.steps.causes import BARE_REFERENCE, OVER_BORDERS

@@ -29,7 +29,7 @@ from meshlora.run.config.run_file import (
 from meshlora.run.config.types import groups
 from meshlora_ground.errors import UserError, did_you_mean, prefixed
 from meshlora_ground.hub import located, located_files
-from meshlora_ground.objective import Referenced
+from meshlora_ground.objectives.referenced import Referenced
 from meshlora_ground.reading import read_text
 from meshlora_ground.yaml_reading import parse_yaml
 

@@ -23,7 +23,9 @@ from meshlora.run.config.metrics import RegexMetric, check_metrics, code_of, nam
 from meshlora.run.config.rl import RlConfig
 from meshlora_ground.errors import UserError, did_you_mean
 from meshlora_ground.numbers import check_numbers, number, require
-from meshlora_ground.objective import Objective, Referenced, Sft
+from meshlora_ground.objective import Sft
+from meshlora_ground.objectives.kinds import AnyObjective
+from meshlora_ground.objectives.referenced import Referenced
 from meshlora_ground.private import CACHE
 from meshlora_ground.reading import check_path
 from meshlora_ground.topology import Topology
@@ -401,7 +403,7 @@ class TrainConfig:
     beta2: float = number(0.999, "in [0, 1)")
     eps: float = number(1e-8, "above 0", most=_RATE)
     max_grad_norm: float = number(1.0, "not negative", most=1e30)
-    objective: Annotated[Objective, pydantic.Discriminator("kind")] = field(default_factory=Sft)
+    objective: Annotated[AnyObjective, pydantic.Discriminator("kind")] = field(default_factory=Sft)
     neftune_alpha: float = number(0.0, "not negative", most=_FACTOR)
     router_aux_loss_coef: float = number(0.0, "not negative", most=_FACTOR)
     recompute: str | int = number("none", most=10**6)

@@ -16,7 +16,7 @@ from meshlora.layers.held_tokens import ContextCut, HeldTokens
 from meshlora.layers.tokens import ForwardTokens, Part, Share
 from meshlora.plan.grads import GradPart
 from meshlora.run import trainer
-from meshlora.run.objectives import Sums
+from meshlora.run.formulas.seen import Sums
 from meshlora.train import batches, gradsync
 from meshlora.train.batch import IGNORED, Batch
 from meshlora.train.losses import Rows

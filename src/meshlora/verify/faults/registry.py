@@ -24,6 +24,8 @@ from meshlora.verify.faults import (
     of_noise,
     of_objectives,
     of_optimizer,
+    of_policies,
+    of_preferences,
     of_recompute,
     of_ring,
     of_runs,
@@ -52,6 +54,7 @@ def find(name: str) -> Mutation:
 
 _THEMES = [of_borders, of_context, of_shards, of_stages, of_vocabulary, of_gradients, of_batches, of_images]
 _THEMES += [of_adapters, of_files, of_optimizer, of_dropout, of_noise, of_experts, of_objectives, of_ring]
+_THEMES += [of_policies, of_preferences]
 _THEMES += [of_runs, of_kernels, of_recompute, of_float8]
 MUTATIONS = dict[str, Mutation]()
 for _theme in _THEMES:

@@ -1,0 +1,1 @@
+"""Formulas of objectives over the log-probabilities of a batch; `run.objectives` runs them."""

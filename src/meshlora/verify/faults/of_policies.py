@@ -1,0 +1,233 @@
+"""Faults of policy gradients: ratios, engines, entropy, groups, experts of rollouts."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshlora.plan.rules import ModelPlan
+from meshlora.run import advantages, trainer
+from meshlora.run.formulas import policies
+from meshlora.run.trainer import Trainer
+from meshlora.train import batches
+from meshlora.train.batch import Batch
+from meshlora.verify.faults.fault import after, around, instead_of
+from meshlora.verify.faults.formulas import of_formula
+from meshlora.verify.features import Feature
+from meshlora.wings.experts import routing
+from meshlora.wings.experts.routing import RunRouting
+from meshlora_ground.objective import Objective
+from meshlora_ground.objectives.policies import Policy
+
+
+@after(batches, "collate", needs={Feature.POLICY_GRADIENT})
+def policy_columns_of_next_token(batch: Batch, *_: Any, **__: Any) -> Batch:
+    """ratio, advantage and weight of a token are its own"""
+    return replace(batch, columns={name: column.roll(1, 1) for name, column in batch.columns.items()})
+
+
+@of_formula(needs={Feature.POLICY_GRADIENT})
+def policy_not_clipped(original: Any, objective: Policy, seen: Any) -> Any:
+    """a ratio outside its interval gains nothing"""
+    return original(replace(objective, clip_low=1.0, clip_high=1e6), seen)  # ratios are above 0
+
+
+@after(batches, "collate", needs={Feature.POLICY_GRADIENT})
+def policy_ratio_always_one(batch: Batch, *_: Any, **__: Any) -> Batch:
+    """the ratio is to the policy that wrote the record"""
+    unknown = torch.full_like(batch.columns["old_log_prob"], float("nan"))  # then the present policy is the old one
+    return replace(batch, columns={**batch.columns, "old_log_prob": unknown})
+
+
+@after(batches, "collate", needs={Feature.POLICY_GRADIENT})
+def policy_weights_ignored(batch: Batch, *_: Any, **__: Any) -> Batch:
+    """the loss of each token has its weight"""
+    return replace(batch, columns={**batch.columns, "weight": torch.ones_like(batch.columns["weight"])})
+
+
+@of_formula(needs={Feature.POLICY_GRADIENT})
+def policy_sign(original: Any, objective: Policy, seen: Any) -> Any:
+    """tokens with a positive advantage become more likely"""
+    losses, values = original(objective, seen)
+    return -losses, values
+
+
+@of_formula(needs={Feature.POLICY_GRADIENT})
+def policy_clip_sides_swapped(original: Any, objective: Policy, seen: Any) -> Any:
+    """a ratio is clipped below at 1 - clip_low, above at 1 + clip_high"""
+    return original(replace(objective, clip_low=objective.clip_high, clip_high=objective.clip_low), seen)
+
+
+@of_formula(needs={Feature.POLICY_GRADIENT})
+def policy_clip_at_default(original: Any, objective: Policy, seen: Any) -> Any:
+    """a ratio is clipped as configured"""
+    return original(replace(objective, clip_low=0.2, clip_high=0.2), seen)
+
+
+@of_formula(needs={Feature.POLICY_GRADIENT, Feature.BASE})
+def policy_kl_doubled(original: Any, objective: Policy, seen: Any) -> Any:
+    """the divergence from the base weighs as configured"""
+    return original(replace(objective, kl_coef=2 * objective.kl_coef), seen)
+
+
+@after(batches, "collate", needs={Feature.POLICY_GRADIENT})
+def policy_old_log_probs_of_next_token(batch: Batch, *_: Any, **__: Any) -> Batch:
+    """the ratio of a token is to the old probability of that token"""
+    return replace(batch, columns={**batch.columns, "old_log_prob": batch.columns["old_log_prob"].roll(1, 1)})
+
+
+@after(policies, "log_ratio", needs={Feature.POLICY_GRADIENT})
+def policy_ratio_upside_down(found: Tensor, *_: Any) -> Tensor:
+    """the ratio is of the new probability to the old one"""
+    return -found
+
+
+@after(batches, "collate", needs={Feature.POLICY_GRADIENT})
+def policy_ratio_to_the_engine(batch: Batch, *_: Any, **__: Any) -> Batch:
+    """the ratio is to the trainer's own old probability, not the engine's"""
+    engine, old = (batch.columns[name] for name in ("engine_log_prob", "old_log_prob"))
+    return replace(batch, columns={**batch.columns, "old_log_prob": torch.where(engine.isnan(), old, engine)})
+
+
+@around(policies, "importance", needs={Feature.IMPORTANCE})
+def engine_weight_not_truncated(original: Any, objective: Any, old: Tensor, engine: Tensor) -> Tensor:
+    """the weight that corrects for the engine is at most the cap"""
+    found: Tensor = original(replace(objective, importance_cap=1e6), old, engine)
+    return found
+
+
+@around(policies, "importance", needs={Feature.IMPORTANCE})
+def engine_weight_upside_down(original: Any, objective: Any, old: Tensor, engine: Tensor) -> Tensor:
+    """the weight that corrects for the engine is of the trainer's probability to the engine's"""
+    found: Tensor = original(objective, torch.where(engine.isnan(), old, engine), old)
+    return found
+
+
+@after(policies, "importance", needs={Feature.IMPORTANCE})
+def engine_not_corrected_for(found: Tensor, *_: Any) -> Tensor:
+    """tokens are weighted for the engine that sampled them"""
+    return torch.ones_like(found)
+
+
+@after(policies, "log_ratio", needs={Feature.SEQUENCE_RATIO})
+def sequence_ratio_not_normalised(found: Tensor, objective: Any, old: Tensor, seen: Any) -> Tensor:
+    """the ratio of a sequence is the mean over its tokens, by its length"""
+    return found * seen.is_trained.sum(1, keepdim=True)
+
+
+@instead_of(policies, "num_tokens", needs={Feature.MEANS_OF_SEQUENCES})
+def sequence_length_counts_the_prompt(seen: Any) -> Tensor:
+    """the length of a sequence is that of its completion"""
+    return torch.full_like(seen.is_trained[:, :1], seen.is_trained.shape[1], dtype=torch.int64)
+
+
+@instead_of(trainer, "count", needs={Feature.POLICY_GRADIENT, Feature.EXAMPLES})
+def sequence_means_per_token(objective: Objective, batch: Batch) -> int:
+    """a mean over sequences is one over those of all ranks"""
+    return batch.num_trained_tokens
+
+
+@around(policies, "surrogate", needs={Feature.CISPO})
+def cispo_weight_with_gradient(original: Any, objective: Any, ratio: Tensor, advantage: Tensor, log_p: Tensor) -> Any:
+    """the clipped ratio is a weight without gradient"""
+    clipped = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
+    return clipped * advantage * log_p, clipped != ratio
+
+
+@around(policies, "surrogate", needs={Feature.CISPO})
+def cispo_gains_by_the_ratio(original: Any, objective: Any, *seen: Tensor) -> Any:
+    """the loss is the one that is configured"""
+    return original(replace(objective, loss="clipped"), *seen)
+
+
+@of_formula(needs={Feature.ENTROPY})
+def entropy_punished(original: Any, objective: Any, seen: Any) -> Any:
+    """the entropy is raised, not lowered"""
+    return original(objective, replace(seen, entropy=-seen.entropy))
+
+
+@of_formula(needs={Feature.ENTROPY})
+def entropy_coef_halved(original: Any, objective: Any, seen: Any) -> Any:
+    """the entropy weighs as configured"""
+    return original(replace(objective, entropy_coef=objective.entropy_coef / 2), seen)
+
+
+@around(policies, "divergence", needs={Feature.KL_ESTIMATE})
+def divergence_estimated_by_default(original: Any, objective: Any, difference: Tensor) -> Tensor:
+    """the divergence is estimated as configured"""
+    found: Tensor = original(replace(objective, kl="k3"), difference)
+    return found
+
+
+@around(advantages, "group_advantages", needs={Feature.GRPO})
+def grpo_advantage_of_another_group(original: Any, objective: Any, rewards: Any, groups: Any) -> Any:
+    """a rollout is compared with those of its own group"""
+    return original(objective, rewards, np.roll(groups, 1))
+
+
+@around(advantages, "group_advantages", needs={Feature.GRPO})
+def grpo_reward_of_another_completion(original: Any, objective: Any, rewards: Any, groups: Any) -> Any:
+    """each completion has its own reward"""
+    return original(objective, np.roll(rewards, 1), groups)
+
+
+@after(advantages, "group_advantages", needs={Feature.GRPO})
+def grpo_advantage_of_next_record(found: Any, *_: Any) -> Any:
+    """each completion has its own advantage"""
+    return np.roll(found, 1)
+
+
+@around(advantages, "group_advantages", needs={Feature.GRPO})
+def grpo_rewards_not_centred(original: Any, objective: Any, rewards: Any, groups: Any) -> Any:
+    """an advantage is the difference to the mean of the group"""
+    return original(objective, rewards, groups) + rewards.mean()
+
+
+@around(advantages, "group_advantages", needs={Feature.SCALED_OTHERWISE})
+def grpo_scaled_by_default(original: Any, objective: Any, rewards: Any, groups: Any) -> Any:
+    """rewards are scaled as configured"""
+    return original(replace(objective, scale_rewards="group"), rewards, groups)
+
+
+@around(RunRouting, "before", needs={Feature.ROUTED})
+def experts_of_next_token(original: Any, routing: Any, number: int, batch: Batch) -> None:
+    """each token goes to the experts that its rollout says"""
+    original(routing, number, batch)
+    tokens = routing._routing.tokens
+    routing._routing.tokens = torch.where((tokens >= 0) & (tokens.roll(1) >= 0), tokens.roll(1), tokens)
+
+
+@around(routing, "check_routed", needs={Feature.ROUTED})
+def experts_of_another_layer(original: Any, routed: Any, plan: ModelPlan) -> dict[str, int]:
+    """each layer has its own experts of the record"""
+    return {block: (column + 1) % routed.shape[1] for block, column in original(routed, plan).items()}
+
+
+@instead_of(RunRouting, "before", needs={Feature.ROUTED})
+def experts_of_the_record_ignored(routing: Any, number: int, batch: Batch) -> None:
+    """routers do not choose for a token whose experts its rollout says"""
+    routing._routing.tokens = routing.mesh.own_tokens(batch.held(torch.full_like(batch.input_ids, -1)))
+
+
+_NEVER_OFF = (RunRouting, "off", lambda _: lambda _: contextlib.nullcontext())
+
+
+@around(Trainer, "_forward", needs={Feature.ROUTED, Feature.BASE}, also=(_NEVER_OFF,))
+def base_goes_to_the_experts_of_the_engine(original: Any, self: Any, number: int, micro: Any, **rest: Any) -> Any:
+    """the frozen base is another policy and chooses its own experts"""
+    for part in self.parts:
+        part.before(number, micro.batch)
+    return original(self, number, micro, **rest)
+
+
+@around(batches, "collate", needs={Feature.GRPO})
+def grpo_prompts_trained(original: Any, sequences: Any, **rest: Any) -> Batch:
+    """the tokens of the prompt are not trained"""
+    every = [replace(one, is_trained=np.ones_like(one.is_trained)) for one in sequences]
+    found: Batch = original(every, **rest)
+    return found

@@ -1,0 +1,148 @@
+"""Faults of preferences, and of the frozen policy that they are compared with."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from meshlora.adapter.attach import disable_adapter
+from meshlora.run import objectives, trainer
+from meshlora.run.formulas import preferences
+from meshlora.run.trainer import Trainer
+from meshlora.train import batches
+from meshlora.train.batch import Batch
+from meshlora.verify.faults.fault import after, around, instead_of
+from meshlora.verify.faults.formulas import of_formula
+from meshlora.verify.features import Feature
+from meshlora_ground.objective import Objective
+from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo
+
+
+@instead_of(objectives, "reference_in_use", needs={Feature.BASE})
+def base_with_adapter_on(model: Any) -> Any:
+    """the divergence is from a frozen policy, not from the one that is trained"""
+    return contextlib.nullcontext()  # so that the adapter stays on
+
+
+@instead_of(objectives, "reference_in_use", needs={Feature.REFERENCE})
+def reference_is_base(model: Any) -> Any:
+    """the divergence is from the policy that the run starts from, not from the base"""
+    return disable_adapter(model)
+
+
+@after(Trainer, "_reference_log_probabilities", needs={Feature.BASE})
+def base_halved(found: Tensor | None, *_: Any) -> Tensor | None:
+    """the log-probabilities of the reference are not scaled"""
+    return None if found is None else found * 0.5
+
+
+@after(batches, "collate", needs={Feature.DPO})
+def dpo_pairs_swapped(batch: Batch, *_: Any, **__: Any) -> Batch:
+    """the first of a pair is the better answer"""
+    if batch.is_dummy:
+        return batch
+    order = [row ^ 1 for row in range(len(batch.input_ids))]  # rows of a pair are neighbours
+    ids, mask, labels = (t[order] for t in (batch.input_ids, batch.attention_mask, batch.labels))
+    return replace(batch, input_ids=ids, attention_mask=mask, labels=labels)
+
+
+@instead_of(trainer, "count", needs={Feature.DPO})
+def dpo_per_token(objective: Objective, batch: Batch) -> int:
+    """the loss of pairs is a mean over the pairs of all ranks"""
+    return batch.num_trained_tokens
+
+
+@of_formula(needs={Feature.DPO, Feature.SMOOTHING})
+def dpo_labels_not_smoothed(original: Any, objective: Dpo, seen: Any) -> Any:
+    """the loss of pairs is smoothed as configured"""
+    return original(replace(objective, label_smoothing=0.0), seen)
+
+
+@of_formula(needs={Feature.DPO})
+def dpo_beta_at_default(original: Any, objective: Dpo, seen: Any) -> Any:
+    """pairs are held to the base as configured"""
+    return original(replace(objective, beta=0.1), seen)
+
+
+@instead_of(preferences, "mean_log_p", needs={Feature.ORPO})
+def orpo_not_length_normalised(seen: Any) -> Tensor:
+    """odds are of the mean over the tokens of an answer"""
+    return seen.log_p.sum(1)
+
+
+@after(preferences, "log_odds", needs={Feature.ORPO})
+def orpo_odds_upside_down(found: Tensor, *_: Any) -> Tensor:
+    """the odds of the better answer are to exceed those of the worse"""
+    return -found
+
+
+@instead_of(preferences, "log_odds", needs={Feature.ORPO})
+def orpo_odds_of_probabilities(log_p: Tensor) -> Tensor:
+    """odds are p / (1 - p)"""
+    return log_p
+
+
+@of_formula(needs={Feature.ORPO})
+def orpo_without_likelihood(original: Any, objective: Orpo, seen: Any) -> Any:
+    """the better answer is trained as text too"""
+    losses, values = original(objective, seen)
+    return losses - values["nll"], values  # leaves the term of the odds
+
+
+@of_formula(needs={Feature.ORPO})
+def orpo_beta_at_default(original: Any, objective: Orpo, seen: Any) -> Any:
+    """the odds ratio weighs as configured"""
+    return original(replace(objective, beta=0.1), seen)
+
+
+@around(objectives, "reference_point", needs={Feature.KTO, Feature.STEPS})
+def kto_point_below_zero(original: Any, *given: Any) -> Tensor:
+    """rewards are compared with a divergence of at least 0"""
+    seen: list[Tensor] = []
+    every = objectives.all_reduce_sum
+
+    def kept(*sums: Any) -> Tensor:
+        seen.append(every(*sums))
+        return seen[-1]
+
+    with mock.patch.object(objectives, "all_reduce_sum", kept):
+        original(*given)
+    total, number = seen[-1]
+    return total / number  # without the clamp at 0
+
+
+@after(batches, "collate", needs={Feature.KTO})
+def kto_labels_swapped(batch: Batch, *_: Any, **__: Any) -> Batch:
+    """desirable answers become more likely"""
+    if batch.is_dummy:
+        return batch
+    return replace(batch, columns={**batch.columns, "desirable": -batch.columns["desirable"]})
+
+
+@of_formula(needs={Feature.KTO})
+def kto_weights_swapped(original: Any, objective: Kto, seen: Any) -> Any:
+    """desirable and undesirable answers have their own weights"""
+    liked, disliked = objective.desirable_weight, objective.undesirable_weight
+    return original(replace(objective, desirable_weight=disliked, undesirable_weight=liked), seen)
+
+
+@instead_of(objectives, "all_reduce_sum", needs={Feature.KTO, Feature.DP})
+def kto_point_of_one_rank(tensor: Tensor, axis: Any) -> Tensor:
+    """rewards are compared with the divergence over the sequences of all ranks"""
+    return tensor
+
+
+@after(objectives, "gained", needs={Feature.KTO})
+def kto_point_of_base_from_policy(found: Tensor, *_: Any) -> Tensor:
+    """rewards are compared with the divergence of the policy from the base"""
+    return -found
+
+
+@of_formula(needs={Feature.KTO})
+def kto_beta_at_default(original: Any, objective: Kto, seen: Any) -> Any:
+    """answers are held to the base as configured"""
+    return original(replace(objective, beta=0.1), seen)
