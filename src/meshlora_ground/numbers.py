@@ -19,6 +19,7 @@ _RULES: dict[str, dict[str, float]] = {
     "above 0, at most 1": {"exclusiveMinimum": 0, "maximum": 1},
     "above 0, at most 1,000,000": {"exclusiveMinimum": 0, "maximum": 1e6},
     "in [0, 1)": {"minimum": 0, "exclusiveMaximum": 1},
+    "in [0, 1]": {"minimum": 0, "maximum": 1},
     "in [0, 0.5): from there on the other answer would be the better": {"minimum": 0, "exclusiveMaximum": 0.5},
 }
 _HOLDS = {"minimum": ge, "exclusiveMinimum": gt, "maximum": le, "exclusiveMaximum": lt}

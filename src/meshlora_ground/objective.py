@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
+from meshlora_ground.errors import UserError
 from meshlora_ground.numbers import check_numbers, number
 from meshlora_ground.tasks import CAUSAL, set_task
 
@@ -49,6 +50,11 @@ class Objective:
         return False
 
     @property
+    def is_summed(self) -> bool:
+        """Whether it needs a sum over tokens alone, in training, and not the log-probability of each."""
+        return False
+
+    @property
     def has_first_pass(self) -> bool:
         """Whether a step begins with a pass over all of its examples, without gradients."""
         return self.trained_row is not None or self.is_of_step
@@ -68,11 +74,26 @@ class Objective:
 
 @dataclass(frozen=True, kw_only=True)
 class Sft(Objective):
-    """Cross-entropy of text. label_smoothing: the probability mass spread uniformly over the vocabulary."""
+    """Cross-entropy of text. label_smoothing: the probability mass spread uniformly over the vocabulary.
+
+    loss: dft: each token is weighted by its own probability.
+    """
 
     kind: Literal["sft"] = "sft"
+    loss: Literal["nll", "dft"] = "nll"
     label_smoothing: float = number(0.0, "in [0, 1)")
     is_of_text: ClassVar[bool] = True
+
+    @property
+    def is_summed(self) -> bool:
+        """Of nll the sum is all."""
+        return self.loss == "nll"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.label_smoothing and self.loss == "dft":
+            given, rule = "train.objective: loss=dft with label_smoothing", "dft is of the probability of the label"
+            raise UserError(given, rule, "leave out one of the two")
 
 
 TEXT = Sft()  # what a model is for if nothing is said

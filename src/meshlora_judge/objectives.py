@@ -19,10 +19,11 @@ from meshlora_ground.model_class import own_class
 from meshlora_ground.objective import Objective, Sft
 from meshlora_ground.objectives.labels import Classify, ClassifyTokens, Embed
 from meshlora_ground.objectives.policies import Grpo, Policy
-from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo
+from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo, Simpo
 from meshlora_judge.batches import UNTRAINED, MicroBatch
+from meshlora_judge.formulas.pairs import dpo
 from meshlora_judge.formulas.policies import policy
-from meshlora_judge.formulas.preferences import dpo, kto, orpo
+from meshlora_judge.formulas.preferences import kto, orpo, simpo
 
 
 def losses(
@@ -52,7 +53,9 @@ def _sft(objective: Sft, logits: Tensor, batch: MicroBatch, base: None, is_train
         reduction="none",
         label_smoothing=objective.label_smoothing if is_training else 0.0,
     )
-    return each[batch.labels.flatten() != UNTRAINED]
+    each = each[batch.labels.flatten() != UNTRAINED]
+    # Weighted by the probability of the token, which has no gradient; evaluations are of the likelihood.
+    return torch.exp(-each.detach()) * each if objective.loss == "dft" and is_training else each
 
 
 def _classify(objective: Classify | ClassifyTokens, outputs: Tensor, batch: MicroBatch) -> Tensor:
@@ -98,7 +101,15 @@ def contrast(objective: Embed, texts: Tensor, each: int) -> Tensor:
     return torch.stack(losses)
 
 
-_LOSSES: dict[type, Any] = {Sft: _sft, Policy: policy, Grpo: policy, Dpo: dpo, Orpo: orpo, Kto: kto}
+_LOSSES: dict[type, Any] = {
+    Sft: _sft,
+    Policy: policy,
+    Grpo: policy,
+    Dpo: dpo,
+    Orpo: orpo,
+    Simpo: simpo,
+    Kto: kto,
+}
 
 
 def has_load_balancing(config: Any) -> bool:

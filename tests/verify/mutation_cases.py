@@ -465,11 +465,30 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     ),
     "pairs of answers": (
         {"family": "qwen3", "objective": PROVED["dpo"], "topologies": ("dp=2",)},
-        dict.fromkeys((*needing("dpo"), *needing("reference")), LOSS),
+        dict.fromkeys((*needing("dpo"), *needing("of_sigmoid"), *needing("reference")), LOSS),
     ),
     "pairs of answers, without a base": (
         {"family": "qwen3", "objective": PROVED["orpo"], "topologies": ("dp=2",)},
         dict.fromkeys(needing("orpo"), LOSS),
+    ),
+    "pairs of answers by their length": (
+        {"family": "qwen3", "objective": PROVED["ipo"], "topologies": ("tp=2,sp",)},
+        dict.fromkeys((*needing("by_length"), *needing("length_weight"), *needing("other_pair_loss")), LOSS),
+    ),
+    "several losses of pairs": (
+        {"family": "qwen3", "objective": PROVED["dpo_differences"], "topologies": ("dp=2",)},
+        dict.fromkeys((*needing("loss_weights"), *needing("f_divergence"), *needing("alpha")), LOSS),
+    ),
+    "pairs of answers, without a base, by their mean": (
+        {"family": "qwen3", "objective": PROVED["simpo"], "topologies": ("dp=2",)},
+        dict.fromkeys(needing("simpo"), LOSS),
+    ),
+    "tokens weighted by their probability": (
+        {"family": "qwen3", "objective": PROVED["dft"], "topologies": ("tp=2,sp",)},
+        {
+            "dft_without_weight": LOSS,
+            "dft_weight_with_gradient": ("backward", "model", "the first gradient, from the loss on"),
+        },
     ),
     "labels of texts": (
         {"family": "qwen3", "objective": PROVED["classify"], "topologies": ("tp=2,sp",)},
@@ -499,7 +518,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     "answers that were liked or not": (
         {"family": "llama", "objective": PROVED["kto"], "topologies": ("dp=2",), "default_dropout": DROPOUT},
         # The case has a step whose mean is below 0, and others.
-        dict.fromkeys(needing("kto"), LOSS)
+        dict.fromkeys((*needing("kto"), *needing("kto_point")), LOSS)
         | {"kto_point_below_zero": ("loss", "loss of step 3", "from step 3 on; step 1 is right")},
     ),
     "dropout of the adapter and of the model, held to the base": (

@@ -21,7 +21,7 @@ from meshlora.adapter.attach import reference_in_use, runtime
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.run import heads
 from meshlora.run.formulas.policies import policy
-from meshlora.run.formulas.preferences import dpo, kto, orpo
+from meshlora.run.formulas.preferences import dpo, kto, orpo, simpo
 from meshlora.run.formulas.seen import Formula, Seen, Sums
 from meshlora.run.heads import Compared
 from meshlora.run.mismatch import LARGEST
@@ -32,7 +32,7 @@ from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.objective import Objective, Sft
 from meshlora_ground.objectives.labels import Embed
 from meshlora_ground.objectives.policies import Grpo, Policy
-from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo
+from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo, Simpo
 from meshlora_ground.tasks import CAUSAL
 
 Point = Tensor | Compared | None  # the result of `first_pass`
@@ -53,7 +53,8 @@ def loss_sums(
     reference: log-probabilities `[B, S]` of ref, if the objective needs them. points: `first_pass` over the step
     of each adapter.
     """
-    if isinstance(objective, Sft):  # neither logits nor log-probabilities of single tokens are materialised
+    if isinstance(objective, Sft) and (objective.is_summed or not model.training):
+        # Neither logits nor log-probabilities of single tokens are materialised.
         smoothing = objective.label_smoothing if model.training else 0.0
         return [(loss, {}) for loss in language_model_losses(model, batch, own, label_smoothing=smoothing)]
     sizes = [len(rows.labels) for _, rows in own]
@@ -97,7 +98,20 @@ def _of_head(objective: Objective, outputs: Tensor, batch: Batch, point: Point) 
     return factor * losses.sum(), {name: factor * value.detach().sum(0) for name, value in values.items()}
 
 
-FORMULAS: Mapping[type, Formula] = {Policy: policy, Grpo: policy, Dpo: dpo, Orpo: orpo, Kto: kto}
+def dft(objective: Sft, seen: Seen) -> tuple[Tensor, Sums]:
+    """Dynamic fine-tuning (Wu et al., 2025, equation 9), per token: -sg(pi(t)) log pi(t), sg: without gradient."""
+    return -seen.log_p.detach().exp() * seen.log_p, {}
+
+
+FORMULAS: Mapping[type, Formula] = {
+    Sft: dft,
+    Policy: policy,
+    Grpo: policy,
+    Dpo: dpo,
+    Orpo: orpo,
+    Simpo: simpo,
+    Kto: kto,
+}
 
 
 def first_pass(
@@ -126,7 +140,7 @@ def reference_point(
 
     The mean is over the whole step: one over a micro-batch or a rank would depend on the topology.
     """
-    if objective.trained_row is None:
+    if objective.trained_row is None or not objective.has_first_pass:
         return None
     mesh = runtime(model).mesh
     sums = torch.zeros(2, dtype=torch.float64, device=mesh.device)

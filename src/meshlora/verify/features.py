@@ -18,7 +18,9 @@ from meshlora.plan.rules import ModelPlan
 from meshlora.plan.token_order import FEWEST
 from meshlora.wings.context.borders import sees_all
 from meshlora.wings.quantized.kinds import KEEP
+from meshlora_ground.objective import Sft
 from meshlora_ground.objectives.policies import Grpo, Policy
+from meshlora_ground.objectives.preferences import Dpo
 from meshlora_ground.tasks import CAUSAL
 from meshlora_ground.topology import DATA, EXPERT_AXES, Topology
 from meshlora_judge.batches import micro_batches_of
@@ -179,6 +181,10 @@ def _optimizer(name: str) -> _Test:
     return _run(lambda r: r.case.optimizer == name)
 
 
+def _pairs(has: Callable[[Dpo], object]) -> _Test:
+    return _run(lambda r: isinstance(r.objective, Dpo) and has(r.objective))
+
+
 def _policy(has: Callable[[Policy | Grpo], object]) -> _Test:
     return _run(lambda r: isinstance(r.objective, Policy | Grpo) and has(r.objective))
 
@@ -328,8 +334,18 @@ class Feature(enum.StrEnum):
     POLICY = "policy", _kind("policy")
     GRPO = "grpo", _kind("grpo")
     DPO = "dpo", _kind("dpo")
+    OF_SIGMOID = "of_sigmoid", _pairs(lambda o: o.loss == "sigmoid")  # alone, the default
+    OTHER_PAIR_LOSS = "other_pair_loss", _pairs(lambda o: o.loss != "sigmoid")
+    LOSS_WEIGHTS = "loss_weights", _pairs(lambda o: o.loss_weights)
+    BY_LENGTH = "by_length", _pairs(lambda o: {"ipo", "sigmoid_norm"} & o.losses.keys())  # scores of answers
+    LENGTH_WEIGHT = "length_weight", _pairs(lambda o: o.length_weight != 1)  # of the longer answer's end
+    F_DIVERGENCE = "f_divergence", _pairs(lambda o: o.f_divergence != "reverse_kl")  # not the default, and the next one
+    ALPHA = "alpha", _pairs(lambda o: o.f_alpha != Dpo.f_alpha)
     ORPO = "orpo", _kind("orpo")
+    SIMPO = "simpo", _kind("simpo")
+    DFT = "dft", _run(lambda r: isinstance(r.objective, Sft) and r.objective.loss == "dft")
     KTO = "kto", _kind("kto")
+    KTO_POINT = "kto_point", _run(lambda r: r.objective.trained_row is not None and r.objective.has_first_pass)
     CLASSIFY = "classify", _kind("classify")
     CLASSIFY_TOKENS = "classify_tokens", _kind("classify_tokens")
     EMBED = "embed", _kind("embed")
@@ -337,7 +353,7 @@ class Feature(enum.StrEnum):
     BASE = "base", _run(lambda r: r.objective.needs_base)
     REFERENCE = "reference", _run(lambda r: r.case.reference is not None)  # a frozen adapter
     # Of whole rows.
-    LOG_PROBABILITIES = "log_probabilities", _run(lambda r: r.objective.kind != "sft" and r.objective.task == CAUSAL)
+    LOG_PROBABILITIES = "log_probabilities", _run(lambda r: not r.objective.is_summed and r.objective.task == CAUSAL)
     EXAMPLES = "examples", _run(lambda r: r.objective.per != "token")  # a mean over pairs or records
     # Embeddings are of all tokens, or of the last.
     POOLS_TO_THE_END = "pools_to_the_end", _run(lambda r: getattr(r.objective, "pooling", "cls") != "cls")

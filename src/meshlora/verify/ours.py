@@ -52,7 +52,7 @@ from meshlora.wings.experts.same_tokens import COMPARED_FORWARDS
 from meshlora.wings.quantized import quantized
 from meshlora.wings.quantized.quantized import plain_weights
 from meshlora_ground.float64 import lift
-from meshlora_ground.objective import Objective, Sft
+from meshlora_ground.objective import Objective
 from meshlora_ground.tasks import CAUSAL
 from meshlora_ground.topology import TOKENS, Topology
 from meshlora_judge.capture import Capture, CollectiveCounter, copy
@@ -304,12 +304,12 @@ def _budget(model: Any, micro_batches: int, objective: Objective, recompute: str
     budget = Counter({key: n * micro_batches for key, n in per_micro_batch.items()})
     budget += first_forwards_budget(plan, min(micro_batches, COMPARED_FORWARDS))
     # Unlike a summed loss, log-probabilities recompute the logits in the backward, and so do entropies.
-    if plan.topology.tp > 1 and not isinstance(objective, Sft):
+    if plan.topology.tp > 1 and not objective.is_summed:
         budget += Counter({("backward", "allgather"): micro_batches})
     if plan.topology.tp > 1 and objective.needs_entropy:
         budget += Counter({("loss", "allgather"): micro_batches, ("backward", "allgather"): micro_batches})
     # And each cp rank needs those of all tokens of its rows.
-    if plan.topology.size_over(TOKENS) > 1 and not isinstance(objective, Sft):
+    if plan.topology.size_over(TOKENS) > 1 and not objective.is_summed:
         number = micro_batches * (1 + objective.needs_entropy)
         budget += Counter({("loss", "allgather"): number, ("backward", "reducescatter"): number})
     # Features for the first layers are cut under sp, so that their gradient is gathered.

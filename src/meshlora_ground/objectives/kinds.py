@@ -7,7 +7,7 @@ from typing import get_args
 from meshlora_ground.objective import Objective, Sft
 from meshlora_ground.objectives.labels import Classify, ClassifyTokens, Embed
 from meshlora_ground.objectives.policies import Grpo, Policy
-from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo
+from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo, Simpo
 
-AnyObjective = Sft | Policy | Grpo | Dpo | Orpo | Kto | Classify | ClassifyTokens | Embed
+AnyObjective = Sft | Policy | Grpo | Dpo | Orpo | Simpo | Kto | Classify | ClassifyTokens | Embed
 KINDS: dict[str, type[Objective]] = {kind.kind: kind for kind in get_args(AnyObjective)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo
+from meshlora_ground.objectives.preferences import Kto, Orpo, Simpo
 from meshlora_judge.batches import UNTRAINED, MicroBatch
 from meshlora_judge.formulas.labels import of_rows
 
@@ -13,16 +13,6 @@ from meshlora_judge.formulas.labels import of_rows
 def gained(logits: Tensor, base: Tensor, batch: MicroBatch) -> Tensor:
     """log p(row) - log p_base(row), over the trained tokens of each row: `[B]`."""
     return of_rows(logits, batch) - of_rows(base, batch)
-
-
-def dpo(objective: Dpo, logits: Tensor, batch: MicroBatch, base: Tensor | None, is_training: bool) -> Tensor:
-    assert base is not None
-    smoothing = objective.label_smoothing if is_training else 0.0
-    pairs = []
-    for better, worse in gained(logits, base, batch).view(-1, 2):
-        wins = torch.sigmoid(objective.beta * (better - worse))
-        pairs.append(-(1 - smoothing) * wins.log() - smoothing * (1 - wins).log())
-    return torch.stack(pairs)
 
 
 def orpo(objective: Orpo, logits: Tensor, batch: MicroBatch, base: None, is_training: bool) -> Tensor:
@@ -34,10 +24,22 @@ def orpo(objective: Orpo, logits: Tensor, batch: MicroBatch, base: None, is_trai
     return torch.stack(pairs)
 
 
+def simpo(objective: Simpo, logits: Tensor, batch: MicroBatch, base: None, is_training: bool) -> Tensor:
+    means = of_rows(logits, batch) / (batch.labels != UNTRAINED).sum(1)
+    smoothing = objective.label_smoothing if is_training else 0.0
+    pairs = []
+    for better, worse in means.view(-1, 2):
+        wins = torch.sigmoid(objective.beta * (better - worse - objective.gamma / objective.beta))
+        pairs.append(-(1 - smoothing) * wins.log() - smoothing * (1 - wins).log())
+    return torch.stack(pairs)
+
+
 def kto(
     objective: Kto, logits: Tensor, batch: MicroBatch, base: Tensor | None, is_training: bool, point: Tensor
 ) -> Tensor:
     assert base is not None
+    if objective.loss == "apo_zero_unpaired":
+        point = torch.zeros_like(point)
     records = []
     for row, reward in enumerate(gained(logits, base, batch)):
         (label,) = set(batch.columns["desirable"][row][batch.labels[row] != UNTRAINED].tolist())

@@ -7,23 +7,44 @@ Owns: names of losses and schedules elsewhere, and what is said of a key. Does n
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import get_args
 
 from meshlora.run.config.foreign.trainers import KNOWN
 from meshlora_ground.errors import UserError, did_you_mean
+from meshlora_ground.objectives.preferences import PairLoss
 
-# Losses of preferences that TRL and others name, and that are not here.
+# Names of losses elsewhere -> what they are here.
 _LOSSES_ELSEWHERE = {
-    *("ipo", "hinge", "simpo", "cpo", "rpo", "robust", "apo_zero", "apo_down", "sigmoid_norm", "exo_pair", "nca_pair"),
-    *("bco", "bco_pair", "sppo", "sppo_hard", "aot", "aot_pair", "aot_unpaired", "discopop"),
+    **dict.fromkeys(get_args(PairLoss), "objective: {{kind: dpo, loss: {}}}"),
+    **dict.fromkeys(("rpo", "rpo_alpha"), "objective: {{kind: dpo, loss: [sigmoid, sft], loss_weights: [1, alpha]}}"),
+    "bco": "objective: {{kind: dpo, loss: bco_pair}}",
+    "nca": "objective: {{kind: dpo, loss: nca_pair}}",
+    "exo": "objective: {{kind: dpo, loss: exo_pair, label_smoothing: 0.001}}",
+    "sppo": "objective: {{kind: dpo, loss: sppo_hard}}",
+    "dft": "objective: {{kind: sft, loss: dft}}",
+    "simpo": "objective: simpo",
+    "apo_zero_unpaired": "objective: {{kind: kto, loss: apo_zero_unpaired}}",
+    "luspo": "objective: {{kind: grpo, ratio: sequence, mean_over: constant, max_completion_length: 1}}",
+    "dapo": "objective: grpo",
+    "bnpo": "objective: grpo, whose mean is over all tokens of a step, not of a micro-batch",
+    "dr_grpo": "objective: {{kind: grpo, scale_rewards: none, mean_over: constant, max_completion_length: N}}",
+    "gspo": "objective: {{kind: grpo, ratio: sequence, mean_over: sequence}}",
+    **dict.fromkeys(("cispo", "sapo", "vespo"), "objective: {{kind: grpo, loss: {}}}"),
 }
-_LOSSES_HERE = "of pairs there are dpo, whose loss is the sigmoid one, and orpo; of single answers kto"
+_SORTED = "it sorts the pairs of a micro-batch, which the topology decides, and compares those of one rank"
+_LOSSES_HERE = "of pairs there are dpo, with loss as in loss: ipo, simpo and orpo; of single answers kto"
 
 
 def unknown_loss(path: str, name: object) -> UserError | None:
-    """The error for the name of an objective that is a loss of preferences elsewhere; None if it is none."""
-    if str(name).lower() not in _LOSSES_ELSEWHERE:
+    """The error for a loss that has another name or place here, or none; None if nobody knows it."""
+    given = str(name).lower()
+    if given.startswith("aot"):
+        return UserError(f"{path}: {name!r}", f"this loss is not there: {_SORTED}", "sigmoid or ipo")
+    if given == "cpo":
+        return UserError(f"{path}: {name!r}", "this loss of preferences is not there", _LOSSES_HERE)
+    if given not in _LOSSES_ELSEWHERE:
         return None
-    return UserError(f"{path}: {name!r}", "this loss of preferences is not there", _LOSSES_HERE)
+    return UserError(f"{path}: {name!r}", "it is not there by this name", _LOSSES_ELSEWHERE[given].format(given))
 
 
 # Schedules of transformers that are not here -> (the rule, what is near in meaning).
@@ -53,7 +74,11 @@ def unknown_key(path: Sequence[str], near: Iterable[str], groups: Mapping[str, I
     """The error for a key that its group has not. near: the keys of the group. groups: name -> keys, "" the top."""
     where, name = ".".join(path), path[-1].lower().replace("-", "_")
     if name == "loss_type" and "objective" in path:
-        return UserError(where, "there is no such key: an objective has one loss", _LOSSES_HERE)
+        return UserError(
+            where,
+            "there is no such key",
+            "here it is loss, of dpo, kto, sft, policy and grpo; orpo and simpo are kinds",
+        )
     # A key of ours in another place goes before a trainer's of the same name.
     ours = next((f"{group}.{name}".strip(".") for group, keys in groups.items() if name in keys), "")
     if not ours and (fact := KNOWN.get(name)) is not None:

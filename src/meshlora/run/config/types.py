@@ -79,8 +79,9 @@ def _message(path: list[str], found: list[tuple[list[str], Any]]) -> UserError:
         return UserError(f"{where}.kind", "this key is required")
     if kind == "union_tag_invalid":
         where, value = f"{where}.kind", error["ctx"]["tag"]
-        if (mistake := unknown_loss(where, value)) is not None:
-            return mistake
+    of_objective = "objective" in path and path[-1] in ("objective", "loss", "kind")
+    if of_objective and isinstance(value, str) and (mistake := unknown_loss(where, value)) is not None:
+        return mistake
     if (mistake := unknown_schedule(where, value)) is not None:
         return mistake
     words = list(dict.fromkeys(_word(each) for at, each in found if at == path))

@@ -9,21 +9,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshlora.run.formulas import pairs
 from meshlora.run.formulas.seen import Seen, Sums
-from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo
+from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo, Simpo
 
 
 def dpo(objective: Dpo, seen: Seen) -> tuple[Tensor, Sums]:
-    """Direct preference optimisation over pairs (Rafailov et al., 2023, equation 7), per pair.
+    """Direct preference optimisation over pairs, per pair: the sum of its losses (`pairs.LOSSES`), each weighted."""
+    found = pairs.Pairs.of(objective, seen)
+    margin = objective.beta * found.margin
+    loss = torch.zeros_like(margin)
+    for name, weight in objective.losses.items():
+        # Labels that are smoothed are of training; of the other losses it is a part of what they are.
+        is_plain = name == "sigmoid" and not seen.is_training
+        one = -F.logsigmoid(margin) if is_plain else pairs.LOSSES[name](objective, found)
+        loss = loss + weight * one
+    return loss, {"accuracy": (margin > 0).to(margin.dtype), "margin": margin}
 
-    loss = -(1-e) log sigmoid(m) - e log sigmoid(-m), m = beta (log pi(y+)/ref(y+) - log pi(y-)/ref(y-)),
-    e the label_smoothing.
+
+def simpo(objective: Simpo, seen: Seen) -> tuple[Tensor, Sums]:
+    """Simple preference optimisation (Meng et al., 2024, equation 6), per pair.
+
+    loss = -(1-e) log sigmoid(m) - e log sigmoid(-m), m = beta (l(y+) - l(y-)) - gamma, l(y) the mean of log pi(t) over
+    the tokens of y, e the label_smoothing.
     """
-    assert seen.log_ref is not None
-    rewards = objective.beta * (seen.log_p - seen.log_ref).sum(1)  # untrained tokens have 0 in both
-    margin = rewards[0::2] - rewards[1::2]
+    mean = objective.beta * mean_log_p(seen)
+    margin = mean[0::2] - mean[1::2]
     e = objective.label_smoothing if seen.is_training else 0.0
-    loss = -(1 - e) * F.logsigmoid(margin) - e * F.logsigmoid(-margin)
+    loss = pairs.smoothed(margin - objective.gamma, e)
     return loss, {"accuracy": (margin > 0).to(margin.dtype), "margin": margin}
 
 
@@ -54,12 +67,13 @@ def kto(objective: Kto, seen: Seen) -> tuple[Tensor, Sums]:
     """Kahneman-Tversky optimisation (Ethayarajh et al., 2024, equation 8), per record.
 
     loss = w (1 - sigmoid(beta (r - z))) of a desirable y, with r = log pi(y)/ref(y) and z the reference point;
-    w (1 - sigmoid(beta (z - r))) of an undesirable one, each with its own weight w.
+    w (1 - sigmoid(beta (z - r))) of an undesirable one, each with its own weight w. apo_zero_unpaired: z is 0 (APO,
+    D'Oosterlinck et al., 2024, equation 7, of single answers).
     """
     assert seen.log_ref is not None
-    assert seen.point is not None
     sign = seen.columns["desirable"].sum(1).sign()  # the column has +1 or -1 at each trained token
-    gain = (seen.log_p - seen.log_ref).sum(1) - seen.point.to(sign.dtype)
+    point = torch.zeros_like(sign[:0].sum()) if seen.point is None else seen.point.to(sign.dtype)
+    gain = (seen.log_p - seen.log_ref).sum(1) - point
     weight = torch.full_like(sign, objective.undesirable_weight).masked_fill(sign > 0, objective.desirable_weight)
     loss = weight * torch.sigmoid(-objective.beta * sign * gain)  # 1 - sigmoid(x) is sigmoid(-x)
-    return loss, {"accuracy": (sign * gain > 0).to(sign.dtype), "kl": seen.point.expand_as(sign)}
+    return loss, {"accuracy": (sign * gain > 0).to(sign.dtype), "kl": point.expand_as(sign)}

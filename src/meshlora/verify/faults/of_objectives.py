@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from torch import Tensor
 from meshlora.model import regions
 from meshlora.plan.rules import Domain, ModelPlan
 from meshlora.run import heads, trainer
+from meshlora.run.config.aliases import unknown_loss
 from meshlora.train import batches
 from meshlora.train.batch import Batch
 from meshlora.verify.faults.fault import after, around, instead_of
@@ -20,11 +21,12 @@ from meshlora_ground.errors import UserError, did_you_mean
 from meshlora_ground.objective import Objective, Sft
 from meshlora_ground.objectives.labels import Classify, ClassifyTokens, Embed
 from meshlora_ground.objectives.policies import Grpo, Policy
-from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo
+from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo, PairLoss, Simpo
 
 # Kind -> objective that the command proves: no value is a default, or equal to that of another parameter.
 PROVED: dict[str, Objective] = {
     "sft": Sft(label_smoothing=0.1),
+    "dft": Sft(loss="dft"),
     "policy": Policy(clip_low=0.15, clip_high=0.3, kl_coef=0.1, importance_cap=1.2, reference="base"),
     "grpo": Grpo(
         clip_low=0.15, clip_high=0.3, importance_cap=1.3, kl_coef=0.1, kl="k2", entropy_coef=0.07, scale_rewards="batch"
@@ -42,6 +44,24 @@ PROVED: dict[str, Objective] = {
     ),
     "cispo": Grpo(loss="cispo", clip_low=0.4, clip_high=0.1, importance_cap=1.1, kl_coef=0.1, entropy_coef=0.3),
     "dpo": Dpo(beta=0.3, label_smoothing=0.1),
+    "ipo": Dpo(beta=0.4, loss="ipo", length_weight=0.3),
+    "dpo_differences": Dpo(
+        beta=0.3,
+        loss=["robust", "discopop", "hinge", "sft"],
+        loss_weights=[0.9, 0.4, 1.2, 0.7],
+        label_smoothing=0.2,
+        discopop_tau=0.6,
+        f_divergence="alpha_divergence",
+        f_alpha=0.4,
+    ),
+    "dpo_answers": Dpo(
+        beta=0.3,
+        loss=["apo_zero", "apo_down", "nca_pair", "bco_pair", "sppo_hard"],
+        loss_weights=[1.1, 0.8, 0.4, 0.6, 0.05],
+        reference="base",
+    ),
+    "dpo_normed": Dpo(beta=0.3, loss=["exo_pair", "sigmoid_norm"], label_smoothing=0.1, f_divergence="js_divergence"),
+    "simpo": Simpo(beta=1.7, gamma=0.4, label_smoothing=0.1),
     "orpo": Orpo(beta=0.4),
     "kto": Kto(beta=0.3, desirable_weight=1.3, undesirable_weight=0.7, reference="base"),
     "classify": Classify(labels=["Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"]),
@@ -54,11 +74,30 @@ PROVED: dict[str, Objective] = {
 }
 
 
+def _of_losses() -> dict[str, Objective]:
+    """Losses that are no kind by themselves, each with the kind that has it."""
+    found: dict[str, Objective] = {"apo_zero_unpaired": Kto(beta=0.3, loss="apo_zero_unpaired")}
+    for name in get_args(PairLoss):
+        if name not in PROVED:
+            smoothing = 0.2 if name in ("exo_pair", "robust") else 0.0
+            found[name] = Dpo(beta=0.3, loss=name, label_smoothing=smoothing)
+    return found
+
+
+_OF_LOSSES = _of_losses()
+
+
 def as_proved(kind: str) -> Objective:
-    """The objective that `--objective KIND` proves. Raises: UserError: no such kind."""
-    if kind not in PROVED:
-        raise UserError(f"--objective {kind}", did_you_mean(kind, PROVED))
-    return PROVED[kind]
+    """The objective that `--objective KIND` proves; for the name of a loss, the kind that has it. Raises: UserError:
+    no such kind.
+    """
+    if kind in PROVED:
+        return PROVED[kind]
+    if kind in _OF_LOSSES:
+        return _OF_LOSSES[kind]
+    if (mistake := unknown_loss("--objective", kind)) is not None:
+        raise mistake
+    raise UserError(f"--objective {kind}", did_you_mean(kind, [*PROVED, *_OF_LOSSES]))
 
 
 @after(batches, "collate", needs={Feature.CLASSIFY})

@@ -7,19 +7,20 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import torch
 from torch import Tensor
 
 from meshlora.adapter.attach import disable_adapter
 from meshlora.run import objectives, trainer
-from meshlora.run.formulas import preferences
+from meshlora.run.formulas import pairs, preferences
 from meshlora.run.trainer import Trainer
 from meshlora.train import batches
 from meshlora.train.batch import Batch
 from meshlora.verify.faults.fault import after, around, instead_of
 from meshlora.verify.faults.formulas import of_formula
 from meshlora.verify.features import Feature
-from meshlora_ground.objective import Objective
-from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo
+from meshlora_ground.objective import Objective, Sft
+from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo, Simpo
 
 
 @instead_of(objectives, "reference_in_use", needs={Feature.BASE})
@@ -56,7 +57,7 @@ def dpo_per_token(objective: Objective, batch: Batch) -> int:
     return batch.num_trained_tokens
 
 
-@of_formula(needs={Feature.DPO, Feature.SMOOTHING})
+@of_formula(needs={Feature.OF_SIGMOID, Feature.SMOOTHING})
 def dpo_labels_not_smoothed(original: Any, objective: Dpo, seen: Any) -> Any:
     """the loss of pairs is smoothed as configured"""
     return original(replace(objective, label_smoothing=0.0), seen)
@@ -66,6 +67,86 @@ def dpo_labels_not_smoothed(original: Any, objective: Dpo, seen: Any) -> Any:
 def dpo_beta_at_default(original: Any, objective: Dpo, seen: Any) -> Any:
     """pairs are held to the base as configured"""
     return original(replace(objective, beta=0.1), seen)
+
+
+@of_formula(needs={Feature.OTHER_PAIR_LOSS})
+def pair_loss_at_default(original: Any, objective: Dpo, seen: Any) -> Any:
+    """the loss of pairs is the one that is configured"""
+    return original(replace(objective, loss="sigmoid", loss_weights=[], discopop_tau=Dpo.discopop_tau), seen)
+
+
+@of_formula(needs={Feature.LOSS_WEIGHTS})
+def pair_losses_weighted_alike(original: Any, objective: Dpo, seen: Any) -> Any:
+    """each of several losses has its weight"""
+    return original(replace(objective, loss_weights=[]), seen)
+
+
+@after(pairs.Pairs, "of", needs={Feature.BY_LENGTH})
+def answer_length_counts_the_prompt(found: Any, objective: Dpo, seen: Any) -> Any:
+    """the length of an answer is that of its trained tokens"""
+    return replace(found, length=torch.full_like(found.length, seen.is_trained.shape[1]))
+
+
+@after(pairs, "length_weights", needs={Feature.LENGTH_WEIGHT})
+def longer_answer_counts_whole(found: Tensor, *_: Any) -> Tensor:
+    """the end of the longer answer of a pair is weighted"""
+    return torch.ones_like(found)
+
+
+@around(pairs, "length_weights", needs={Feature.LENGTH_WEIGHT})
+def shorter_answer_of_the_next_pair(original: Any, objective: Dpo, is_trained: Tensor) -> Tensor:
+    """lengths are compared within a pair"""
+    found: Tensor = original(objective, is_trained.roll(1, 0))
+    return found
+
+
+@around(pairs, "score", needs={Feature.F_DIVERGENCE})
+def scores_of_the_reverse_kl(original: Any, objective: Dpo, ratio: Tensor) -> Tensor:
+    """answers are scored by the divergence that is configured"""
+    return ratio
+
+
+@around(pairs, "score", needs={Feature.ALPHA})
+def alpha_at_default(original: Any, objective: Dpo, ratio: Tensor) -> Tensor:
+    """the alpha of a divergence is as configured"""
+    found: Tensor = original(replace(objective, f_alpha=Dpo.f_alpha), ratio)
+    return found
+
+
+@instead_of(preferences, "mean_log_p", needs={Feature.SIMPO})
+def simpo_not_length_normalised(seen: Any) -> Tensor:
+    """answers are compared by the mean over their tokens"""
+    return seen.log_p.sum(1)
+
+
+@of_formula(needs={Feature.SIMPO})
+def simpo_without_margin(original: Any, objective: Simpo, seen: Any) -> Any:
+    """the better answer is to be ahead by the margin that is configured"""
+    return original(replace(objective, gamma=0.0), seen)
+
+
+@of_formula(needs={Feature.SIMPO})
+def simpo_beta_at_default(original: Any, objective: Simpo, seen: Any) -> Any:
+    """the difference of two answers weighs as configured"""
+    return original(replace(objective, beta=Simpo.beta), seen)
+
+
+@of_formula(needs={Feature.SIMPO, Feature.SMOOTHING})
+def simpo_labels_not_smoothed(original: Any, objective: Simpo, seen: Any) -> Any:
+    """the loss without a reference is smoothed as configured"""
+    return original(replace(objective, label_smoothing=0.0), seen)
+
+
+@of_formula(needs={Feature.DFT})
+def dft_weight_with_gradient(original: Any, objective: Sft, seen: Any) -> Any:
+    """the probability that weights a token has no gradient"""
+    return -seen.log_p.exp() * seen.log_p, {}
+
+
+@of_formula(needs={Feature.DFT})
+def dft_without_weight(original: Any, objective: Sft, seen: Any) -> Any:
+    """each token is weighted by its own probability"""
+    return -seen.log_p, {}
 
 
 @instead_of(preferences, "mean_log_p", needs={Feature.ORPO})
@@ -99,7 +180,7 @@ def orpo_beta_at_default(original: Any, objective: Orpo, seen: Any) -> Any:
     return original(replace(objective, beta=0.1), seen)
 
 
-@around(objectives, "reference_point", needs={Feature.KTO, Feature.STEPS})
+@around(objectives, "reference_point", needs={Feature.KTO_POINT, Feature.STEPS})
 def kto_point_below_zero(original: Any, *given: Any) -> Tensor:
     """rewards are compared with a divergence of at least 0"""
     seen: list[Tensor] = []
@@ -130,13 +211,13 @@ def kto_weights_swapped(original: Any, objective: Kto, seen: Any) -> Any:
     return original(replace(objective, desirable_weight=disliked, undesirable_weight=liked), seen)
 
 
-@instead_of(objectives, "all_reduce_sum", needs={Feature.KTO, Feature.DP})
+@instead_of(objectives, "all_reduce_sum", needs={Feature.KTO_POINT, Feature.DP})
 def kto_point_of_one_rank(tensor: Tensor, axis: Any) -> Tensor:
     """rewards are compared with the divergence over the sequences of all ranks"""
     return tensor
 
 
-@after(objectives, "gained", needs={Feature.KTO})
+@after(objectives, "gained", needs={Feature.KTO_POINT})
 def kto_point_of_base_from_policy(found: Tensor, *_: Any) -> Tensor:
     """rewards are compared with the divergence of the policy from the base"""
     return -found
