@@ -95,5 +95,5 @@ def test_mismatch_is_of_all_tokens_of_the_step(mean_over: Any, pools: Callable[[
 
 def test_nothing_is_said_of_an_engine_that_is_not_known() -> None:
     unknown = torch.full((2, 3), torch.nan)
-    sums = mismatch_sums(torch.zeros(2, 3), unknown, CAP)
+    sums = mismatch_sums(torch.zeros(2, 3), unknown, torch.zeros(2, 3).bool())
     assert with_mismatch({"ratio": 1.0} | {name: float(value.sum()) for name, value in sums.items()}) == {"ratio": 1.0}

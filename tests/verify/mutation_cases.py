@@ -412,6 +412,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "cispo_weight_with_gradient": ("backward", "model", "the first gradient, from the loss on"),
         },
     ),
+    "ratios that are squashed, engines by sequence": (
+        {"family": "qwen3", "objective": PROVED["sapo"], "topologies": ("dp=2",)},
+        dict.fromkeys(
+            (*needing("sapo"), *needing("masks_weights"), *needing("corrects_sequences"), *needing("kl_correction")),
+            LOSS,
+        ),
+    ),
+    "weights of whole sequences": (
+        {"family": "qwen3", "objective": PROVED["vespo"], "topologies": ("tp=2,sp",)},
+        dict.fromkeys(needing("vespo"), LOSS),
+    ),
+    "bounded ratios, sequences that are left out": (
+        {"family": "qwen3", "objective": PROVED["luspo"], "topologies": ("dp=2",)},
+        dict.fromkeys((*needing("delta"), *needing("off_policy_mask"), *needing("importance_floor")), LOSS),
+    ),
     "rollouts that say the experts of each token": (
         {"family": "qwen3_moe", "objective": PROVED["grpo"], "topologies": ("tp=2,sp,ep=2",), "routed": True},
         dict.fromkeys(needing("routed"), ("forward", f"{LAST_MLP}.experts", "tokens are sent to other experts"))

@@ -106,7 +106,7 @@ class Feature(Enum):
     RECORDS = "train.objective", lambda given: given.unit == "record", "objectives of records", _KIND
     SEQUENCES = (
         "train.objective",
-        lambda given: getattr(given, "ratio", "") == "sequence" or getattr(given, "mean_over", "token") != "token",
+        lambda given: getattr(given, "is_of_sequences", False),
         "policy gradients of whole sequences",
         _KIND,
     )

@@ -16,15 +16,15 @@ LARGEST = "largest_engine_gap"
 OF_FILE = (LARGEST, "engine_kl", "effective_samples")  # in the metrics, and not in the line of a step
 
 
-def mismatch_sums(old: Tensor, engine: Tensor, cap: float | None) -> dict[str, Tensor]:
+def mismatch_sums(old: Tensor, engine: Tensor, is_cut: Tensor) -> dict[str, Tensor]:
     """The statistics of each token `[B, S]`, to be summed; 0 where the engine's log-probability is not known (NaN).
 
-    old: the trainer's. cap: `importance_cap`.
+    old: the trainer's. is_cut: bool `[B, S]`, whether the weight of a token is out of its bounds.
     """
     is_known = ~engine.isnan()
     gap = torch.where(is_known, old - engine, 0.0)
     weight = gap.exp()
-    given = (gap.abs(), weight - 1 - gap, weight, weight**2, (weight > (cap or torch.inf)).to(gap.dtype))
+    given = (gap.abs(), weight - 1 - gap, weight, weight**2, is_cut.to(gap.dtype))
     found = {name: torch.where(is_known, value, 0.0) for name, value in zip(_GIVEN, given, strict=True)}
     return {**found, _KNOWN: is_known.to(gap.dtype)}
 
@@ -39,7 +39,8 @@ def with_mismatch(means: Mapping[str, float]) -> dict[str, float]:
 
     engine_gap: mean of |log p - log p of the engine| over the tokens whose engine is known; largest_engine_gap: its
     largest. engine_kl: estimate of KL(engine || trainer), w - 1 - log w with w = p / p of the engine (Schulman's k3).
-    effective_samples: (sum w)^2 / (n sum w^2), 1 if both agree. engine_truncated: share of tokens with w above the cap.
+    effective_samples: (sum w)^2 / (n sum w^2), 1 if both agree. engine_truncated: share of tokens whose weight is out
+    of its bounds.
     """
     if _KNOWN not in means:
         return dict(means)

@@ -365,7 +365,17 @@ class Feature(enum.StrEnum):
     # One for all tokens of a sequence (GSPO).
     SEQUENCE_RATIO = "sequence_ratio", _policy(lambda o: o.ratio == "sequence")
     MEANS_OF_SEQUENCES = "means_of_sequences", _policy(lambda o: "sequence" in (o.mean_over, o.ratio))
+    CLIPS = "clips", _policy(lambda o: o.loss in ("clipped", "cispo"))
     CISPO = "cispo", _policy(lambda o: o.loss == "cispo")
+    SAPO = "sapo", _policy(lambda o: o.loss == "sapo")
+    VESPO = "vespo", _policy(lambda o: o.loss == "vespo")
+    DELTA = "delta", _policy(lambda o: o.delta is not None)  # ratios are bounded, and the next two
+    OFF_POLICY_MASK = "off_policy_mask", _policy(lambda o: o.off_policy_mask is not None)
+    KL_CORRECTION = "kl_correction", _policy(lambda o: o.kl_correction)
+    # The weight for the engine is of sequences, leaves out, or has a lower bound.
+    CORRECTS_SEQUENCES = "corrects_sequences", _policy(lambda o: o.correction.startswith("sequence"))
+    MASKS_WEIGHTS = "masks_weights", _policy(lambda o: o.correction.endswith("mask"))
+    IMPORTANCE_FLOOR = "importance_floor", _policy(lambda o: o.importance_floor > 0)
     KL_ESTIMATE = "kl_estimate", _policy(lambda o: o.kl != "k3")  # not the default, and the next one
     SCALED_OTHERWISE = "scaled_otherwise", _policy(lambda o: getattr(o, "scale_rewards", "group") != "group")
 

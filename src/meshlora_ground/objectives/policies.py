@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -10,6 +11,9 @@ from meshlora_ground.numbers import number
 from meshlora_ground.objective import Per
 from meshlora_ground.objectives.referenced import Referenced
 
+# Option, or how its name begins -> the losses that read it.
+_READ_BY = {"clip_": ("clipped", "cispo"), "delta": ("clipped",), "sapo_": ("sapo",), "vespo_": ("vespo",)}
+
 
 @dataclass(frozen=True, kw_only=True)
 class _PolicyGradient(Referenced):
@@ -17,10 +21,17 @@ class _PolicyGradient(Referenced):
 
     ratio: of each token, or of a whole sequence: the geometric mean over its tokens.
     clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
+    delta: a bound of the ratio that holds where clipping does not: with a negative advantage.
     loss: clipped: a ratio that has left the interval gains nothing more. cispo: the clipped ratio is a constant weight.
-    importance_cap: the largest weight that corrects for the engine that sampled, of records with its
-        log-probabilities; None: no correction.
+        sapo: a sigmoid of the ratio, by the temperature of the advantage's sign. vespo: a weight of the whole sequence,
+        by k and lambda of the advantage's sign.
+    importance_cap, importance_floor: bounds of the weight that corrects for the engine that sampled, of records with
+        its log-probabilities; a cap of None: no correction.
+    correction: the weight is of a token or a whole sequence; beyond its bounds it is cut to them, or 0.
+    off_policy_mask: sequences with a negative advantage gain nothing where log(policy that sampled / policy), in the
+        mean of their tokens, is above it.
     kl_coef: weight of the divergence from the reference. kl: Schulman's estimate of it from one token.
+    kl_correction: the estimate is weighted by the ratio, as the tokens are not those of the policy itself.
     entropy_coef: weight of the entropy.
     mean_over: tokens of the step; sequences, each the mean of its tokens; constant: sequences, each the sum of its
         tokens over a constant. max_completion_length: that constant.
@@ -29,10 +40,21 @@ class _PolicyGradient(Referenced):
     ratio: Literal["token", "sequence"] = "token"
     clip_low: float = number(0.2, "above 0, at most 1")
     clip_high: float = number(0.2, "above 0, at most 1,000,000")
-    loss: Literal["clipped", "cispo"] = "clipped"
+    delta: float | None = number(None, "above 0, at most 1,000,000")
+    loss: Literal["clipped", "cispo", "sapo", "vespo"] = "clipped"
+    sapo_temperature_pos: float = number(1.0, "above 0, at most 1,000,000")
+    sapo_temperature_neg: float = number(1.05, "above 0, at most 1,000,000")
+    vespo_k_pos: float = number(2.0, "not negative, at most 1,000,000")
+    vespo_lambda_pos: float = number(3.0, "above 0, at most 1,000,000")
+    vespo_k_neg: float = number(3.0, "not negative, at most 1,000,000")
+    vespo_lambda_neg: float = number(2.0, "above 0, at most 1,000,000")
     importance_cap: float | None = number(2.0, "above 0, at most 1,000,000")
+    importance_floor: float = number(0.0, "not negative, at most 1,000,000")
+    correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
+    off_policy_mask: float | None = number(None, "not negative, at most 1,000,000")
     kl_coef: float = number(0.0, "not negative, at most 1,000,000")
     kl: Literal["k1", "k2", "k3"] = "k3"
+    kl_correction: bool = False
     entropy_coef: float = number(0.0, "not negative, at most 1,000,000")
     mean_over: Literal["token", "sequence", "constant"] = "token"
     max_completion_length: int | None = number(None, "at least 1", most=10**9)
@@ -47,11 +69,32 @@ class _PolicyGradient(Referenced):
             raise UserError(given, rule, "give mean_over: constant and max_completion_length, or neither")
         if self.kl != "k3" and not self.kl_coef:
             raise UserError(f"train.objective.kl={self.kl}", "it has no effect without kl_coef", "give both")
+        if self.kl_correction and not self.kl_coef:
+            raise UserError("train.objective.kl_correction", "it has no effect without kl_coef", "give both")
+        if self.loss == "vespo" and (self.ratio == "sequence" or self.correction.startswith("sequence")):
+            given = f"train.objective: loss=vespo with ratio={self.ratio}, correction={self.correction}"
+            raise UserError(given, "its weight is of the sequence already, from each token", "give both of tokens")
+        if self.importance_cap is None and (self.correction, self.importance_floor) != ("token_truncate", 0.0):
+            given = "train.objective: correction or importance_floor with importance_cap=null"
+            raise UserError(given, "without a cap nothing is corrected", "give importance_cap")
+        for prefix, losses in _READ_BY.items():
+            for item in dataclasses.fields(self):
+                has_effect = not item.name.startswith(prefix) or self.loss in losses
+                if not has_effect and getattr(self, item.name) != item.default:
+                    given = f"train.objective.{item.name}={getattr(self, item.name)} with loss={self.loss}"
+                    raise UserError(given, f"it has an effect with loss {' or '.join(losses)}", "leave out one")
 
     @property
     def per(self) -> Per:
         """Tokens of the step, or its sequences."""
         return "token" if self.mean_over == "token" else "record"
+
+    @property
+    def is_of_sequences(self) -> bool:
+        """Whether tokens of a sequence are compared, or averaged, so that it needs a row of its own."""
+        if self.ratio == "sequence" or self.mean_over != "token" or self.off_policy_mask is not None:
+            return True
+        return self.loss == "vespo" or self.correction.startswith("sequence")
 
     @property
     def needs_entropy(self) -> bool:

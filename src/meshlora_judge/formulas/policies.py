@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -26,7 +27,10 @@ def policy(
         columns = {name: column[row][own].to(log_p.dtype) for name, column in batch.columns.items()}
         gain = _gain(objective, log_p, columns)
         if of_base is not None:
-            gain = gain - objective.kl_coef * _divergence(objective.kl, log_p, of_base[row][own])
+            divergence = _divergence(objective.kl, log_p, of_base[row][own])
+            if objective.kl_correction:
+                divergence = divergence * _ratio(objective, log_p, columns)
+            gain = gain - objective.kl_coef * divergence
         if objective.entropy_coef:
             p = logits[row][own].float().softmax(-1)
             gain = gain - objective.entropy_coef * (p * p.log()).sum(-1)
@@ -40,22 +44,78 @@ def policy(
 
 def _gain(objective: Policy | Grpo, log_p: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
     """What each token of a sequence gains, weighted for the engine that sampled it."""
-    advantage, old, engine = columns["advantage"], columns["old_log_prob"], columns["engine_log_prob"]
-    acted = torch.where(torch.isnan(old), log_p.detach(), old)  # NaN: the rollout is the current policy's own
-    ratio = torch.exp(log_p) / torch.exp(acted)
+    advantage, acted, ratio = columns["advantage"], _acted(log_p, columns), _ratio(objective, log_p, columns)
+    engine = torch.where(torch.isnan(columns["engine_log_prob"]), acted, columns["engine_log_prob"])
+    weight = _weight(objective, torch.exp(acted) / torch.exp(engine))
+    if objective.loss == "vespo":
+        of_tokens = _vespo(objective, (log_p.detach() - acted).tolist(), weight.tolist(), advantage.tolist())
+        gain = torch.tensor(of_tokens, dtype=log_p.dtype, device=log_p.device) * advantage * log_p
+    else:
+        gain = weight * _gain_of_ratio(objective, ratio, advantage, log_p)
+    if objective.off_policy_mask is not None:
+        distance = float((engine - log_p.detach()).mean())
+        if distance > objective.off_policy_mask:
+            gain = gain * (advantage >= 0)
+    return gain
+
+
+def _acted(log_p: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+    """The policy that acted; NaN: the rollout is the current policy's own."""
+    old = columns["old_log_prob"]
+    return torch.where(torch.isnan(old), log_p.detach(), old)
+
+
+def _ratio(objective: Policy | Grpo, log_p: Tensor, columns: Mapping[str, Tensor]) -> Tensor:
+    ratio = torch.exp(log_p) / torch.exp(_acted(log_p, columns))
     if objective.ratio == "sequence":
         ratio = torch.ones_like(ratio) * torch.prod(ratio) ** (1 / len(ratio))
+    return ratio
+
+
+def _weight(objective: Policy | Grpo, weight: Tensor) -> Tensor:
+    """Of each token of a sequence, for the engine. weight: acted / engine of each."""
+    low, high = objective.importance_floor, objective.importance_cap
+    if high is None:
+        return torch.ones_like(weight)
+    unit, beyond = objective.correction.split("_")
+    if unit == "sequence":
+        weight = torch.ones_like(weight) * torch.prod(weight)
+    if beyond == "mask":
+        return weight * ((low <= weight) & (weight <= high))
+    return torch.where(weight > high, high, torch.where(weight < low, low, weight))
+
+
+def _vespo(
+    objective: Policy | Grpo, log_ratios: list[float], weights: list[float], advantages: list[float]
+) -> list[float]:
+    """w^k e^(l (1 - w)) of each token, w that of the sequence."""
+    total = 0.0
+    for log_ratio, weight in zip(log_ratios, weights, strict=True):
+        total += min(max(log_ratio, -20.0), 20.0) + math.log(min(max(weight, 1e-8), math.exp(20.0)))
+    w = min(max(math.exp(min(total, 20.0)), 1e-8), math.exp(20.0))
+    found = []
+    for advantage in advantages:
+        k, slope = objective.vespo_k_pos, objective.vespo_lambda_pos
+        if advantage < 0:
+            k, slope = objective.vespo_k_neg, objective.vespo_lambda_neg
+        found.append(w**k * math.exp(slope * (1 - w)))
+    return found
+
+
+def _gain_of_ratio(objective: Policy | Grpo, ratio: Tensor, advantage: Tensor, log_p: Tensor) -> Tensor:
+    if objective.loss == "sapo":
+        above, below = objective.sapo_temperature_pos, objective.sapo_temperature_neg
+        t = torch.where(advantage > 0, above, below).to(ratio.dtype)
+        return advantage * 4 / (t * (1 + torch.exp(t * (1 - ratio))))
     low, high = 1 - objective.clip_low, 1 + objective.clip_high
+    held = torch.where(ratio > high, high, torch.where(ratio < low, low, ratio))
     if objective.loss == "cispo":
-        held = torch.where(ratio > high, high, torch.where(ratio < low, low, ratio))
-        gain = held.detach() * advantage * log_p
-    else:  # clipped only where the ratio has left the interval in the direction of the advantage
-        is_done = ((advantage > 0) & (ratio > high)) | ((advantage < 0) & (ratio < low))
-        gain = torch.where(is_done, torch.where(advantage > 0, high * advantage, low * advantage), ratio * advantage)
-    if objective.importance_cap is None:
-        return gain
-    weight = torch.exp(acted) / torch.exp(torch.where(torch.isnan(engine), acted, engine))
-    return torch.where(weight > objective.importance_cap, objective.importance_cap, weight) * gain
+        return held.detach() * advantage * log_p
+    if objective.delta is not None:
+        ratio = torch.where(ratio > objective.delta, objective.delta, ratio)
+    # What is gained is the smaller of both, what is lost the larger.
+    lesser, greater = torch.where(ratio < held, ratio, held), torch.where(ratio > held, ratio, held)
+    return advantage * torch.where(advantage > 0, lesser, greater)
 
 
 def _divergence(estimate: str, log_p: Tensor, log_ref: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def policy_columns_of_next_token(batch: Batch, *_: Any, **__: Any) -> Batch:
     return replace(batch, columns={name: column.roll(1, 1) for name, column in batch.columns.items()})
 
 
-@of_formula(needs={Feature.POLICY_GRADIENT})
+@of_formula(needs={Feature.CLIPS})
 def policy_not_clipped(original: Any, objective: Policy, seen: Any) -> Any:
     """a ratio outside its interval gains nothing"""
     return original(replace(objective, clip_low=1.0, clip_high=1e6), seen)  # ratios are above 0
@@ -57,13 +57,13 @@ def policy_sign(original: Any, objective: Policy, seen: Any) -> Any:
     return -losses, values
 
 
-@of_formula(needs={Feature.POLICY_GRADIENT})
+@of_formula(needs={Feature.CLIPS})
 def policy_clip_sides_swapped(original: Any, objective: Policy, seen: Any) -> Any:
     """a ratio is clipped below at 1 - clip_low, above at 1 + clip_high"""
     return original(replace(objective, clip_low=objective.clip_high, clip_high=objective.clip_low), seen)
 
 
-@of_formula(needs={Feature.POLICY_GRADIENT})
+@of_formula(needs={Feature.CLIPS})
 def policy_clip_at_default(original: Any, objective: Policy, seen: Any) -> Any:
     """a ratio is clipped as configured"""
     return original(replace(objective, clip_low=0.2, clip_high=0.2), seen)
@@ -95,16 +95,16 @@ def policy_ratio_to_the_engine(batch: Batch, *_: Any, **__: Any) -> Batch:
 
 
 @around(policies, "importance", needs={Feature.IMPORTANCE})
-def engine_weight_not_truncated(original: Any, objective: Any, old: Tensor, engine: Tensor) -> Tensor:
+def engine_weight_not_truncated(original: Any, objective: Any, gap: Tensor) -> Tensor:
     """the weight that corrects for the engine is at most the cap"""
-    found: Tensor = original(replace(objective, importance_cap=1e6), old, engine)
+    found: Tensor = original(replace(objective, importance_cap=1e6), gap)
     return found
 
 
 @around(policies, "importance", needs={Feature.IMPORTANCE})
-def engine_weight_upside_down(original: Any, objective: Any, old: Tensor, engine: Tensor) -> Tensor:
+def engine_weight_upside_down(original: Any, objective: Any, gap: Tensor) -> Tensor:
     """the weight that corrects for the engine is of the trainer's probability to the engine's"""
-    found: Tensor = original(objective, torch.where(engine.isnan(), old, engine), old)
+    found: Tensor = original(objective, -gap)
     return found
 
 
@@ -130,6 +130,87 @@ def sequence_length_counts_the_prompt(seen: Any) -> Tensor:
 def sequence_means_per_token(objective: Objective, batch: Batch) -> int:
     """a mean over sequences is one over those of all ranks"""
     return batch.num_trained_tokens
+
+
+@around(policies, "engine_gap", needs={Feature.CORRECTS_SEQUENCES})
+def engine_weight_of_each_token(original: Any, objective: Any, *seen: Any) -> Tensor:
+    """the weight that corrects for the engine is of the whole sequence"""
+    found: Tensor = original(replace(objective, correction="token_truncate"), *seen)
+    return found
+
+
+@around(policies, "importance", needs={Feature.MASKS_WEIGHTS})
+def engine_weight_cut_not_masked(original: Any, objective: Any, gap: Tensor) -> Tensor:
+    """what is out of the bounds of the weight is left out"""
+    found: Tensor = original(replace(objective, correction="token_truncate"), gap)
+    return found
+
+
+@around(policies, "importance", needs={Feature.IMPORTANCE_FLOOR})
+def engine_weight_without_floor(original: Any, objective: Any, gap: Tensor) -> Tensor:
+    """the weight that corrects for the engine has the lower bound that is configured"""
+    found: Tensor = original(replace(objective, importance_floor=0.0), gap)
+    return found
+
+
+@of_formula(needs={Feature.DELTA})
+def large_ratios_not_bounded(original: Any, objective: Any, seen: Any) -> Any:
+    """a ratio is bounded where clipping does not hold it"""
+    return original(replace(objective, delta=None), seen)
+
+
+@of_formula(needs={Feature.KL_CORRECTION})
+def divergence_not_corrected(original: Any, objective: Any, seen: Any) -> Any:
+    """the estimate of the divergence is weighted by the ratio"""
+    return original(replace(objective, kl_correction=False), seen)
+
+
+@instead_of(policies, "is_kept", needs={Feature.OFF_POLICY_MASK})
+def sequences_far_off_kept(objective: Any, sampled: Tensor, seen: Any) -> Tensor:
+    """a bad sequence far from the policy gains nothing"""
+    return torch.ones_like(seen.is_trained)
+
+
+@around(policies, "is_kept", needs={Feature.OFF_POLICY_MASK})
+def sequences_left_out_by_their_sum(original: Any, objective: Any, sampled: Tensor, seen: Any) -> Tensor:
+    """how far a sequence is off is the mean over its tokens"""
+    found: Tensor = original(objective, seen.log_p + (sampled - seen.log_p) * policies.num_tokens(seen), seen)
+    return found
+
+
+@around(policies, "surrogate", needs={Feature.SAPO})
+def sapo_temperatures_exchanged(original: Any, objective: Any, *seen: Tensor) -> Any:
+    """each sign of the advantage has its temperature"""
+    above, below = objective.sapo_temperature_pos, objective.sapo_temperature_neg
+    return original(replace(objective, sapo_temperature_pos=below, sapo_temperature_neg=above), *seen)
+
+
+@around(policies, "surrogate", needs={Feature.SAPO})
+def sapo_temperatures_at_default(original: Any, objective: Any, *seen: Tensor) -> Any:
+    """the ratio is squashed by the temperatures that are configured"""
+    return original(type(objective)(loss="sapo"), *seen)
+
+
+@around(policies, "sequence_weight", needs={Feature.VESPO})
+def vespo_sides_exchanged(original: Any, objective: Any, *seen: Any) -> Tensor:
+    """each sign of the advantage has its k and lambda"""
+    names = {"vespo_k_pos": "vespo_k_neg", "vespo_lambda_pos": "vespo_lambda_neg"}
+    names |= {other: name for name, other in names.items()}
+    found: Tensor = original(replace(objective, **{a: getattr(objective, b) for a, b in names.items()}), *seen)
+    return found
+
+
+@around(policies, "sequence_weight", needs={Feature.VESPO})
+def vespo_at_default(original: Any, objective: Any, *seen: Any) -> Tensor:
+    """the weight of a sequence falls and rises as configured"""
+    found: Tensor = original(type(objective)(loss="vespo"), *seen)
+    return found
+
+
+@around(policies, "sequence_weight", needs={Feature.VESPO})
+def vespo_not_corrected_for_the_engine(original: Any, objective: Any, ratio: Tensor, weight: Tensor, seen: Any) -> Any:
+    """the weight of a sequence is corrected for the engine"""
+    return original(objective, ratio, torch.ones_like(weight), seen)
 
 
 @around(policies, "surrogate", needs={Feature.CISPO})
