@@ -18,6 +18,8 @@ ROWS, LENGTH, CAP = 4, 6, 2.5
 MASK = torch.arange(LENGTH) < torch.tensor([[6], [3], [1], [5]])  # completions of unequal length
 LOW, HIGH, BETA, ENTROPY = 0.15, 0.3, 0.2, 0.1
 _COMMON: dict[str, Any] = {"clip_low": LOW, "clip_high": HIGH, "importance_cap": CAP, "kl_coef": BETA}
+_UNCLIPPED = {"clip_low": 0.2, "clip_high": 0.2}  # not read
+# Of SAPO and VESPO TRL has constants in float32: only what that holds exactly is the same number.
 
 # Ours, and what TRL calls it: loss_type, importance_sampling_level.
 KINDS: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -27,6 +29,21 @@ KINDS: dict[str, tuple[dict[str, Any], str, str]] = {
     "gspo": ({"mean_over": "sequence", "ratio": "sequence"}, "grpo", "sequence"),
     # TRL's upper limit of CISPO is of the ratio itself, and it has no lower one.
     "cispo": ({"loss": "cispo", "clip_low": 1.0, "clip_high": HIGH, "entropy_coef": ENTROPY}, "cispo", "token"),
+    # All ratios of a sequence at once, its tokens summed.
+    "luspo": ({"ratio": "sequence", "mean_over": "constant", "max_completion_length": 1}, "luspo", "sequence"),
+    "sapo": ({**_UNCLIPPED, "loss": "sapo", "mean_over": "sequence", "sapo_temperature_neg": 1.25}, "sapo", "token"),
+    "vespo": ({**_UNCLIPPED, "loss": "vespo", "vespo_k_pos": 0.625, "vespo_lambda_neg": 0.5}, "vespo", "token"),
+    "vespo-masked": ({**_UNCLIPPED, "loss": "vespo", "correction": "token_mask"}, "vespo", "token"),
+    "kl_correction": ({"kl_correction": True, "delta": 1.6}, "dapo", "token"),
+    "kl_correction-sequence": (
+        {"kl_correction": True, "mean_over": "sequence", "ratio": "sequence", "delta": 1.02},
+        "grpo",
+        "sequence",
+    ),
+    **{
+        name: ({"correction": name, "importance_floor": 0.6, "off_policy_mask": 0.05}, "dapo", "token")
+        for name in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+    },
 }
 
 
@@ -53,9 +70,7 @@ def test_loss_and_gradient_are_those_of_trl(kind: str) -> None:
         objective, Seen(log_p, ref, MASK, columns, True, None, entropy if options.get("entropy_coef") else None)
     )
     ours = losses.sum() / (MASK.sum() if objective.per == "token" else ROWS)
-    theirs = _of_trl(
-        loss_type, level, log_p, entropy, old, ref, (old - engine).exp().clamp(max=CAP), advantages, options
-    )
+    theirs = _of_trl(loss_type, level, log_p, entropy, old, ref, engine, advantages, options)
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-12)
     for of in (log_p, entropy) if options.get("entropy_coef") else (log_p,):
         found, expected = (torch.autograd.grad(loss, of, retain_graph=True)[0] for loss in (ours, theirs))
@@ -69,7 +84,7 @@ def _of_trl(
     entropy: Tensor,
     old: Tensor,
     ref: Tensor,
-    weight: Tensor,
+    engine: Tensor,
     advantages: Tensor,
     options: dict[str, Any],
 ) -> Tensor:
@@ -77,7 +92,11 @@ def _of_trl(
     from trl import GRPOTrainer
 
     coef = options.get("entropy_coef", 0.0)
-    args = SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1)
+    usual = {"sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05, "delta": None}
+    usual |= {"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0, "vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0}
+    own = {name: options.get(name, value) for name, value in usual.items()}
+    corrects = options.get("kl_correction", False)
+    args = SimpleNamespace(use_bias_correction_kl=corrects, steps_per_generation=1, **own)
     itself = mock.MagicMock(
         args=args,
         loss_type=loss_type,
@@ -89,7 +108,9 @@ def _of_trl(
         _entropy_bonus_enabled=bool(coef),
         use_adaptive_entropy=False,
         top_entropy_quantile=1.0,
-        off_policy_mask_threshold=None,
+        off_policy_mask_threshold=options.get("off_policy_mask"),
+        get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
+        get_gamma_weights=GRPOTrainer.get_gamma_weights,
         use_vllm=True,
         vllm_importance_sampling_correction=True,
         current_gradient_accumulation_steps=1,
@@ -108,9 +129,20 @@ def _of_trl(
         "completion_mask": mask,
         "old_per_token_logps": old,
         "ref_per_token_logps": ref,
-        "importance_sampling_ratio": weight,
+        "importance_sampling_ratio": _weight(old, engine, options),
+        "sampling_per_token_logps": engine,
         "advantages": advantages,
         "num_items_in_batch": mask.sum(),
     }
     found: Tensor = GRPOTrainer._compute_loss(itself, mock.MagicMock(training=True), inputs)
     return found
+
+
+def _weight(old: Tensor, engine: Tensor, options: dict[str, Any]) -> Tensor:
+    """What `_generate_and_score_completions` of TRL makes of them: there it is no function of its own."""
+    mode, low = options.get("correction", "token_truncate"), options.get("importance_floor")
+    gap = (old - engine) * MASK
+    ratio = torch.exp(gap.sum(-1, keepdim=True) if mode.startswith("sequence") else gap)
+    if mode.endswith("truncate"):
+        return ratio.clamp(min=low, max=CAP)
+    return ratio.masked_fill((ratio < (low or 0.0)) | (ratio > CAP), 0.0)

@@ -105,7 +105,8 @@ def _vespo(
 def _gain_of_ratio(objective: Policy | Grpo, ratio: Tensor, advantage: Tensor, log_p: Tensor) -> Tensor:
     if objective.loss == "sapo":
         above, below = objective.sapo_temperature_pos, objective.sapo_temperature_neg
-        t = torch.where(advantage > 0, above, below).to(ratio.dtype)
+        t = torch.full_like(ratio, below)
+        t[advantage > 0] = above
         return advantage * 4 / (t * (1 + torch.exp(t * (1 - ratio))))
     low, high = 1 - objective.clip_low, 1 + objective.clip_high
     held = torch.where(ratio > high, high, torch.where(ratio < low, low, ratio))
