@@ -230,7 +230,18 @@ CAUGHT_BY: dict[str, str] = {
             "sft.label_smoothing",
             *("dpo.beta", "dpo.label_smoothing", "orpo.beta"),
             *("kto.beta", "kto.desirable_weight", "kto.undesirable_weight"),
+            *("simpo.beta", "simpo.gamma", "simpo.label_smoothing"),
         )
+    },
+    **{
+        f"train.objective.{option}": f"{_FORMULAS}[{case}]"
+        for case, options_of_case in {
+            "sft-dft": ("sft.loss",),
+            "dpo-by length": ("dpo.loss", "dpo.loss_weights", "dpo.length_weight"),
+            "dpo-discovered": ("dpo.discopop_tau", "dpo.f_divergence", "dpo.f_alpha"),
+            "kto-apo": ("kto.loss",),
+        }.items()
+        for option in options_of_case
     },
     **{
         f"train.objective.{kind}.{option}": f"{_FORMULAS}[{kind}{case}]"
@@ -239,6 +250,12 @@ CAUGHT_BY: dict[str, str] = {
             "": ("clip_low", "clip_high", "kl_coef", "importance_cap", "entropy_coef"),
             "-of sequences": ("ratio",),
             "-by a constant": ("loss", "kl", "mean_over", "max_completion_length"),
+            "-squashed": (
+                *("sapo_temperature_pos", "sapo_temperature_neg"),
+                *("correction", "importance_floor", "kl_correction"),
+            ),
+            "-of a weight": ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+            "-bounded": ("delta", "off_policy_mask"),
         }.items()
         for option in options_of_case
     },

@@ -43,7 +43,7 @@ GAPS: dict[str, tuple[str, ...]] = {
     "llama_factory_pissa.yaml": ("pissa_iter",),
     "llama_factory_qlora.yaml": (f"quantization_bit {_NESTED}",),
     "llama_factory_sft.yaml": (),
-    "swift_dpo.sh": ("rpo_alpha",),
+    "swift_dpo.sh": (),
     "swift_packing.sh": (_DATA,),
     "swift_sft.sh": (_DATA,),
     "swift_tuners.sh": (_DATA,),
@@ -161,6 +161,65 @@ def _values(name: str, **options: Any) -> dict[str, Any]:
 )
 def test_value_that_a_recipe_means(name: str, key: str, value: object) -> None:
     assert _values(name)[key] == value
+
+
+_RPO = {"loss": ["ipo", "sft"], "loss_weights": [1.0, 0.2]}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "objective", "gaps"),
+    [
+        (
+            "swift_dpo.sh",
+            None,
+            {"kind": "dpo", "beta": 0.1, "loss": ["sigmoid", "sft"], "loss_weights": [1.0, 0.1]},
+            [],
+        ),
+        (
+            "axolotl_llama3_dpo.yaml",
+            {"dpo_loss_type": ["ipo"], "rpo_alpha": 0.2},
+            {"kind": "dpo", "beta": 0.1} | _RPO,
+            [],
+        ),
+        ("axolotl_llama3_dpo.yaml", {"rl": "ipo"}, {"kind": "dpo", "beta": 0.1, "loss": "ipo"}, []),
+        (
+            "axolotl_llama3_dpo.yaml",
+            {"rl": "simpo", "rl_beta": 2, "simpo_gamma": 0.8},
+            {"kind": "simpo", "beta": 2.0, "gamma": 0.8},
+            ["cpo_alpha"],
+        ),
+        ("llama_factory_dpo.yaml", {"pref_loss": "ipo", "pref_ftx": 0.2}, {"kind": "dpo", "beta": 0.1} | _RPO, []),
+        ("llama_factory_dpo.yaml", {"pref_loss": "simpo"}, {"kind": "simpo", "beta": 0.1, "gamma": 0.5}, []),
+        ("llama_factory_dpo.yaml", {"pref_loss": "kto_pair"}, {"kind": "dpo", "beta": 0.1}, ["pref_loss"]),
+        ("llama_factory_sft.yaml", {"use_dft_loss": True}, {"kind": "sft", "loss": "dft"}, []),
+        ("trl_sft.yaml", {"loss_type": "dft"}, {"kind": "sft", "loss": "dft"}, []),
+    ],
+)
+def test_losses_of_a_recipe_are_ours(
+    name: str, changes: dict[str, Any] | None, objective: dict[str, Any], gaps: list[str], tmp_path: Path
+) -> None:
+    found = imported(RECIPES / name if changes is None else _recipe(tmp_path, name, **changes))
+    assert found.values["train.objective"] == objective
+    assert {gap.key for gap in found.gaps} - {"special_tokens.eos_token", "dataset"} == {*gaps}
+
+
+def test_options_of_the_losses_of_trl_are_ours(tmp_path: Path) -> None:
+    """Of `f_divergence` and others, only where they have an effect there."""
+    words = "trl dpo --model_name_or_path m --dataset_name d --use_peft --loss_type robust --label_smoothing 0.1 "
+    words += "--ld_alpha 0.3 --f_divergence_type forward_kl --f_alpha_divergence_coef 0.7 --discopop_tau 0.1"
+    (tmp_path / "dpo.sh").write_text(words)
+    assert imported(tmp_path / "dpo.sh").values["train.objective"] == {
+        "kind": "dpo",
+        "beta": 0.1,
+        "loss": "robust",
+        "label_smoothing": 0.1,
+        "length_weight": 0.3,
+        "f_divergence": "forward_kl",
+    }
+    words = "trl kto --model_name_or_path m --dataset_name d --use_peft --loss_type apo_zero_unpaired"
+    (tmp_path / "kto.sh").write_text(words)
+    found = imported(tmp_path / "kto.sh").values["train.objective"]
+    assert found == {"kind": "kto", "beta": 0.1, "loss": "apo_zero_unpaired"}
 
 
 def test_sizes_per_process_are_multiplied_and_global_ones_are_not() -> None:

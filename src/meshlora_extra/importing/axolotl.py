@@ -10,10 +10,12 @@ from meshlora_extra.importing.sources import (
     adapter,
     factors,
     no_dropout,
+    pairs,
     preferences,
     put_sources,
     quantized,
     settle_adapter,
+    simpo,
     source,
     targets,
     template,
@@ -232,12 +234,17 @@ def _objective(draft: Draft) -> None:
         preferences(draft, "kto", beta, desirable_weight=chosen, undesirable_weight=rejected)
     elif kind == "orpo":
         preferences(draft, "orpo", alpha or beta)
-    elif kind == "dpo":
-        preferences(draft, "dpo", beta)
+    elif kind == "simpo":
+        simpo(draft, beta, draft.take("simpo_gamma"), draft.take("cpo_alpha"))
+    elif kind in ("dpo", "ipo"):
+        loss = "ipo" if kind == "ipo" else draft.take("dpo_loss_type")
+        weights, smoothing = draft.take("dpo_loss_weights"), draft.take("dpo_label_smoothing")
+        sft = draft.take("rpo_alpha")
+        pairs(draft, "dpo_loss_type", beta, loss, sft=sft, loss_weights=weights, label_smoothing=smoothing)
         draft.say("losses of pairs are means of micro-batches there, here of the whole step")
     else:
-        draft.lose("rl", kind, "of pairs there are dpo and orpo, of single answers kto")
-    if kind in ("dpo", "orpo", "kto"):
+        draft.lose("rl", kind, "of pairs there are dpo, ipo, simpo and orpo, of single answers kto")
+    if kind in ("dpo", "ipo", "simpo", "orpo", "kto"):
         for key in ("data.packing", "data.train_on"):
             draft.values.pop(key, None)
 

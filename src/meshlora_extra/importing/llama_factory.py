@@ -11,6 +11,7 @@ from meshlora_extra.importing.sources import (
     adapter,
     factors,
     no_dropout,
+    pairs,
     preferences,
     put_sources,
     quantized,
@@ -177,20 +178,22 @@ def _of_messages(draft: Draft, name: str, given: dict[str, Any], tags: dict[str,
 
 def _objective(draft: Draft, stage: str) -> None:
     beta, loss = draft.take("pref_beta"), str(draft.take("pref_loss", default="sigmoid"))
-    smoothing = draft.take("dpo_label_smoothing")
+    smoothing, dft = draft.take("dpo_label_smoothing"), draft.take("use_dft_loss")
+    sft, gamma, ld_alpha = draft.take("pref_ftx"), draft.take("simpo_gamma"), draft.take("ld_alpha")
     chosen, rejected = draft.take("kto_chosen_weight"), draft.take("kto_rejected_weight")
     if stage == "kto":
         preferences(draft, "kto", beta, desirable_weight=chosen, undesirable_weight=rejected)
-    elif stage == "dpo" and loss in ("sigmoid", "orpo"):
-        preferences(
-            draft,
-            "dpo" if loss == "sigmoid" else "orpo",
-            beta,
-            label_smoothing=smoothing if loss == "sigmoid" and smoothing else None,
-        )
+    elif stage == "dpo" and loss in ("orpo", "simpo"):
+        if sft:
+            draft.lose("pref_ftx", sft, f"{loss} has no likelihood of its own weight beside it")
+        preferences(draft, loss, beta, gamma=(gamma if gamma is not None else 0.5) if loss == "simpo" else None)
+    elif stage == "dpo" and loss == "sigmoid" and smoothing:
+        parts: dict[str, Any] = {"loss": ["sigmoid", "sft"], "loss_weights": [1.0, float(sft)]} if sft else {}
+        preferences(draft, "dpo", beta, label_smoothing=smoothing, length_weight=ld_alpha, **parts)
     elif stage == "dpo":
-        draft.lose("pref_loss", loss, "of pairs there is dpo with the sigmoid loss, and orpo")
-        preferences(draft, "dpo", beta)
+        pairs(draft, "pref_loss", beta, loss, sft=sft, length_weight=ld_alpha)
+    elif loop.is_true(dft):
+        draft.put("train.objective", {"kind": "sft", "loss": "dft"}, "use_dft_loss")
     if stage in ("dpo", "kto"):
         draft.say("losses of pairs are means of micro-batches there, here of the whole step")
 

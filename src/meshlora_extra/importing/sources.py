@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from meshlora.run.config.foreign.templates import TEMPLATES
 from meshlora_extra.importing.draft import Draft
+from meshlora_ground.objectives.preferences import PairLoss
 
 # `train[:1%]`, `train[95%:]`: a split and a slice of its rows, as `datasets` writes them.
 _SLICE = re.compile(r"(?P<split>[\w.-]+)\[(?P<rows>\d*%?:\d*%?)\]")
@@ -169,8 +170,38 @@ def quantized(draft: Draft, kind: str | None, *, whose: str, nested: bool = Fals
 def preferences(draft: Draft, kind: str, beta: Any = None, **options: Any) -> None:
     """The objective of pairs or judged answers; dropout is off in it there."""
     objective: dict[str, Any] = {"kind": kind, "beta": float(beta if beta is not None else 0.1)}
-    objective |= {name: float(value) for name, value in options.items() if value is not None}
+    for name, value in options.items():
+        if value is not None:
+            objective[name] = value if isinstance(value, str | list) else float(value)
     draft.put("train.objective", objective, f"{kind}; beta 0.1 where it is not given")
+
+
+def pairs(draft: Draft, whose: str, beta: Any, loss: Any, *, sft: Any = None, **options: Any) -> None:
+    """The objective of pairs with TRL's losses. whose: the key of `loss`, a name or several. sft: weight of the better
+    answer's likelihood beside it. options: further ones, None where they are not given.
+    """
+    names, weights = draft.names(loss or "sigmoid", whose), options.pop("loss_weights", None)
+    if missing := [name for name in names if name not in get_args(PairLoss)]:
+        draft.lose(whose, loss, f"{missing[0]} is not there")
+        names, weights = ["sigmoid"], None
+    if sft:
+        weights = [*(weights or [1.0] * len(names)), float(sft)]
+        names = [*names, "sft"]
+    smoothing = options.pop("label_smoothing", None)
+    if smoothing and {"robust", "exo_pair"} & {*names}:
+        options["label_smoothing"] = smoothing
+    elif smoothing:
+        draft.say("label_smoothing: the loss there ignores it: nothing is written")
+    if names != ["sigmoid"]:
+        options["loss"] = names if len(names) > 1 else names[0]
+    preferences(draft, "dpo", beta, loss_weights=weights if len(names) > 1 else None, **options)
+
+
+def simpo(draft: Draft, beta: Any, gamma: Any, of_text: Any) -> None:
+    """SimPO by TRL's trainer of CPO. of_text: its cpo_alpha, the weight of the likelihood."""
+    if of_text is None or float(of_text):
+        draft.lose("cpo_alpha", of_text if of_text is not None else 1.0, "simpo has no likelihood beside it")
+    preferences(draft, "simpo", beta, gamma=gamma if gamma is not None else 0.5)
 
 
 def no_dropout(draft: Draft) -> None:

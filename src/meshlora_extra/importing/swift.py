@@ -10,10 +10,12 @@ from meshlora_extra.importing.draft import Draft
 from meshlora_extra.importing.sources import (
     adapter,
     factors,
+    pairs,
     preferences,
     put_sources,
     quantized,
     settle_adapter,
+    simpo,
     source,
     targets,
     template,
@@ -143,22 +145,29 @@ def _objective(draft: Draft, method: str) -> None:
     beta, loss = draft.take("beta"), draft.take("loss_type")
     chosen, rejected = draft.take("desirable_weight"), draft.take("undesirable_weight")
     draft.take(*_ROLLOUTS, "max_completion_length", "temperature", "epsilon")
-    smoothing = draft.take("label_smoothing")
-    if smoothing:
-        draft.say("label_smoothing: the sigmoid loss there ignores it: nothing is written")
     if method == "kto":
         preferences(draft, "kto", beta, desirable_weight=chosen, undesirable_weight=rejected)
+    elif method == "simpo":
+        usual = 2.0 if beta is None else beta
+        simpo(draft, usual, draft.take("simpo_gamma", default=1.0), draft.take("cpo_alpha"))
     elif method in ("dpo", "orpo"):
-        preferences(draft, method, beta)
-        if loss not in (None, "sigmoid", ["sigmoid"]):
-            draft.lose("loss_type", loss, "of pairs there is dpo with the sigmoid loss, and orpo")
+        if method == "orpo":
+            preferences(draft, method, beta)
+        else:
+            options = {"loss_weights": draft.take("loss_weights"), "length_weight": draft.take("ld_alpha")}
+            options["label_smoothing"] = draft.take("label_smoothing")
+            tau = draft.take("discopop_tau")
+            options["discopop_tau"] = tau if "discopop" in str(loss) else None
+            pairs(draft, "loss_type", beta, loss, sft=draft.take("rpo_alpha"), **options)
         draft.say("losses of pairs are means of micro-batches there, here of the whole step")
         if method == "dpo":
             draft.put("lora.lora_dropout", 0.0, "all dropout is off in preference runs there")
             draft.read.add("lora_dropout")
     elif method not in ("sft", "pt"):
         raise draft.refuse(
-            f"rlhf_type: {method}", "of pairs there are dpo and orpo, of single answers kto", "docs/objectives.md"
+            f"rlhf_type: {method}",
+            "of pairs there are dpo, simpo and orpo, of single answers kto",
+            "docs/objectives.md",
         )
 
 

@@ -9,18 +9,20 @@ from meshlora_extra.importing.draft import Draft
 from meshlora_extra.importing.sources import (
     factors,
     no_dropout,
+    pairs,
     preferences,
     put_data,
     put_sources,
     quantized,
+    simpo,
     source,
     targets,
 )
 
 _ROLLOUTS = ("num_generations", "reward_funcs", "num_iterations")
-_OF_PAIRS = ("dpo", "orpo", "kto")
+_OF_PAIRS = ("dpo", "orpo", "kto", "cpo")
 # The rate where none is given.
-_RATES = {"sft": 2e-5, "dpo": 1e-6, "orpo": 1e-6, "kto": 1e-6}
+_RATES = {"sft": 2e-5, "dpo": 1e-6, "orpo": 1e-6, "kto": 1e-6, "cpo": 1e-6}
 
 
 def method_of(draft: Draft) -> str:
@@ -146,13 +148,27 @@ def read_rows(draft: Draft, method: str) -> None:
 def objective(draft: Draft, method: str) -> None:
     beta, loss = draft.take("beta"), draft.take("loss_type")
     chosen, rejected = draft.take("desirable_weight"), draft.take("undesirable_weight")
-    own = {"sft": (None, "nll", "chunked_nll"), "dpo": (None, "sigmoid", ["sigmoid"])}.get(method, (None, "kto"))
-    if loss not in own:
-        draft.lose("loss_type", loss, "one loss each: of tokens, or of pairs the sigmoid one")
+    if method == "sft" and loss == "dft":
+        draft.put("train.objective", {"kind": "sft", "loss": "dft"}, "loss_type")
+    elif method in ("sft", "orpo") and loss not in (None, "nll", "chunked_nll"):
+        draft.lose("loss_type", loss, "of text there are nll and dft, of orpo one loss")
     if method == "kto":
-        preferences(draft, "kto", beta, desirable_weight=chosen, undesirable_weight=rejected)
-    elif method in ("dpo", "orpo"):
+        other = None if loss in (None, "kto") else str(loss)
+        preferences(draft, "kto", beta, desirable_weight=chosen, undesirable_weight=rejected, loss=other)
+    elif method == "orpo":
         preferences(draft, method, beta)
+    elif method == "cpo":
+        if loss != "simpo":
+            raise draft.refuse(f"cpo with loss_type: {loss}", "of CPO's losses there is simpo", "docs/objectives.md")
+        simpo(draft, beta, draft.take("simpo_gamma"), draft.take("cpo_alpha"))
+    elif method == "dpo":
+        divergence, smoothing = draft.take("f_divergence_type"), draft.take("label_smoothing")
+        of_alpha = divergence == "alpha_divergence"
+        alpha, tau = draft.take("f_alpha_divergence_coef"), draft.take("discopop_tau")
+        options = {"loss_weights": draft.take("loss_weights"), "length_weight": draft.take("ld_alpha")}
+        options |= {"f_divergence": divergence, "f_alpha": alpha if of_alpha else None}
+        options |= {"discopop_tau": tau if "discopop" in str(loss) else None, "label_smoothing": smoothing}
+        pairs(draft, "loss_type", beta, loss, sft=draft.take("rpo_alpha"), **options)
     if method in _OF_PAIRS:
         draft.say("losses of pairs are means of micro-batches there, here of the whole step")
         draft.say(

@@ -23,8 +23,9 @@ class _PolicyGradient(Referenced):
     clip_low, clip_high: the ratio is clipped to [1 - clip_low, 1 + clip_high].
     delta: a bound of the ratio that holds where clipping does not: with a negative advantage.
     loss: clipped: a ratio that has left the interval gains nothing more. cispo: the clipped ratio is a constant weight.
-        sapo: a sigmoid of the ratio, by the temperature of the advantage's sign. vespo: a weight of the whole sequence,
-        by k and lambda of the advantage's sign.
+        sapo: a sigmoid of the ratio. vespo: a weight of the whole sequence.
+    sapo_temperature_pos, sapo_temperature_neg: how soon it flattens, where the advantage is positive, and else.
+    vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: how the weight rises and falls, by the same signs.
     importance_cap, importance_floor: bounds of the weight that corrects for the engine that sampled, of records with
         its log-probabilities; a cap of None: no correction.
     correction: the weight is of a token or a whole sequence; beyond its bounds it is cut to them, or 0.

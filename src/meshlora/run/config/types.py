@@ -79,7 +79,7 @@ def _message(path: list[str], found: list[tuple[list[str], Any]]) -> UserError:
         return UserError(f"{where}.kind", "this key is required")
     if kind == "union_tag_invalid":
         where, value = f"{where}.kind", error["ctx"]["tag"]
-    of_objective = "objective" in path and path[-1] in ("objective", "loss", "kind")
+    of_objective = "objective" in path and {"objective", "loss", "kind"} & {*path[-2:]}
     if of_objective and isinstance(value, str) and (mistake := unknown_loss(where, value)) is not None:
         return mistake
     if (mistake := unknown_schedule(where, value)) is not None:

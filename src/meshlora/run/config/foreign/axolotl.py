@@ -79,9 +79,13 @@ FACTS = (
     computed("orpo_alpha", "train.objective, as in objective: {kind: orpo, beta: 0.1}"),
     computed("kto_desirable_weight", "train.objective, as in objective: {kind: kto, desirable_weight: 1}"),
     computed("kto_undesirable_weight", "train.objective, as in objective: {kind: kto, undesirable_weight: 1}"),
-    none("dpo_loss_type", "of pairs there is dpo with the sigmoid loss, and orpo", "sigmoid", ["sigmoid"]),
-    none("rpo_alpha dpo_use_weighting dpo_norm_loss simpo_gamma cpo_alpha ipo", "the loss of pairs has no such part"),
-    none("dpo_label_smoothing", "the sigmoid loss there ignores it", 0.0),
+    computed("dpo_loss_type", "train.objective, as in objective: {kind: dpo, loss: ipo}", "by the same names"),
+    computed("dpo_loss_weights", "train.objective, as in {kind: dpo, loss: [sigmoid, sft], loss_weights: [1, 0.2]}"),
+    computed("rpo_alpha", "train.objective, as in {kind: dpo, loss: [sigmoid, sft], loss_weights: [1, 0.2]}"),
+    computed("simpo_gamma", "train.objective, as in objective: {kind: simpo, gamma: 0.5}"),
+    computed("cpo_alpha", "", "simpo has no likelihood beside it: give 0"),
+    none("dpo_use_weighting dpo_norm_loss", "the loss of pairs has no such part"),
+    computed("dpo_label_smoothing", "", "all losses there but robust and exo_pair ignore it: nothing is written"),
     computed("trl", "rl, and train.objective: grpo", "rollouts are made by meshlora rl"),
     idle(
         "wandb_entity wandb_watch wandb_name wandb_log_model wandb_run_id wandb_mode mlflow_experiment_name "

@@ -75,8 +75,12 @@ FACTS = (
     none("upcast_layernorm upcast_lmhead_output", "norms and head are in model.dtype"),
     none("infer_dtype", "model.dtype", "auto"),
     computed("pref_beta", "train.objective, as in objective: {kind: dpo, beta: 0.1}"),
-    computed("pref_loss", "train.objective", "sigmoid is dpo, orpo is orpo"),
-    none("pref_ftx simpo_gamma ld_alpha pref_bco_weight", "the loss of pairs has no such part", 0.0, 0.5),
+    computed("pref_loss", "train.objective", "orpo and simpo are kinds, the others losses of dpo"),
+    computed("pref_ftx", "train.objective, as in {kind: dpo, loss: [sigmoid, sft], loss_weights: [1, 0.2]}"),
+    computed("simpo_gamma", "train.objective, as in objective: {kind: simpo, gamma: 0.5}"),
+    computed("ld_alpha", "train.objective, as in objective: {kind: dpo, length_weight: 0.3}"),
+    none("pref_bco_weight", "the loss of pairs has no such part", 0.0),
+    computed("use_dft_loss", "train.objective, as in objective: {kind: sft, loss: dft}"),
     computed("dpo_label_smoothing", "train.objective, as in objective: {kind: dpo, label_smoothing: 0.1}"),
     computed("kto_chosen_weight", "train.objective, as in objective: {kind: kto, desirable_weight: 1}"),
     computed("kto_rejected_weight", "train.objective, as in objective: {kind: kto, undesirable_weight: 1}"),
@@ -91,7 +95,7 @@ FACTS = (
     ),
     none("rope_scaling shift_attn", "set it in the checkpoint's config.json"),
     none(
-        "use_dft_loss use_asft_loss use_eaft_loss fp8 use_galore use_apollo use_badam use_muon use_adam_mini "
+        "use_asft_loss use_eaft_loss fp8 use_galore use_apollo use_badam use_muon use_adam_mini "
         "mixture_of_depths "
         "use_llama_pro",
         "it is not here",

@@ -63,9 +63,14 @@ FACTS = (
     idle("padding_free", "data.packing: auto joins the sequences of a micro-batch so"),
     none("packing_length", "rows are as long as data.max_length"),
     computed("beta", "train.objective, as in objective: {kind: dpo, beta: 0.1}"),
-    computed("loss_type", "train.objective", "of pairs there is dpo, with the sigmoid loss, and orpo"),
-    none("rpo_alpha", "the loss of pairs has no part of the chosen answer's likelihood"),
-    none("ld_alpha loss_weights simpo_gamma cpo_alpha discopop_tau", "the loss of pairs has no such part"),
+    computed("loss_type", "train.objective, as in objective: {kind: dpo, loss: ipo}", "by the same names"),
+    computed(
+        "loss_weights rpo_alpha", "train.objective, as in {kind: dpo, loss: [sigmoid, sft], loss_weights: [1, 0.2]}"
+    ),
+    computed("ld_alpha", "train.objective, as in objective: {kind: dpo, length_weight: 0.3}"),
+    computed("discopop_tau", "train.objective, as in objective: {kind: dpo, loss: discopop, discopop_tau: 0.05}"),
+    computed("simpo_gamma", "train.objective, as in objective: {kind: simpo, gamma: 1}"),
+    computed("cpo_alpha", "", "simpo has no likelihood beside it: give 0"),
     computed("desirable_weight", "train.objective, as in objective: {kind: kto, desirable_weight: 1}"),
     computed("undesirable_weight", "train.objective, as in objective: {kind: kto, undesirable_weight: 1}"),
     none(
