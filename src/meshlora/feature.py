@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from meshlora.plan.rules import ExpertsRule, ModelPlan, Packing, Region
 
 # In the order in which they are asked.
-WINGS = ("stages", "experts", "quantized", "kernels", "context", "packed_rows", "generation", "hub", "proved")
+WINGS: tuple[str, ...] = ("stages", "experts", "variants", "quantized", "kernels", "context", "packed_rows")
+WINGS += ("generation", "hub", "proved")
 
 
 class Feature:
@@ -168,6 +169,13 @@ class Feature:
     def adopt(self, module: nn.Module, plan: ModelPlan, name: str) -> AdaptedLeaf | None:
         """`model.inject`, of the model's own `module` that gets an adapter: the leaf around it; None: another's."""
         return None
+
+    def vary(self, model: Any, leaf: Any, adapter: str, target: Target, parts: Mapping[str, Tensor]) -> None:
+        """`adapter.attach`, of a target with more than A and B, when its leaf has these: give the leaf the variant that
+        computes with them.
+
+        parts: those of `target.further` that there are values of, this rank's; others begin as the base has it.
+        """
 
     def watch(self, model: Any) -> None:
         """`loading.load`, of a model that lacks nothing but its adapters: watch its forwards by hooks."""

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from meshlora_ground.compat.torch_tensors import own_child, own_parameter
 
 PREFIX = "base_model.model."
+_DEFAULT = re.compile(r"\.default(?=$|\.bias$)")  # the adapter of PEFT
 _OF_PEFT = re.compile(
     r"\.(base_layer|token_adapter|original_module|modules_to_save\.default|parametrizations\.weight\.original)(?=\.|$)"
 )
@@ -86,7 +87,8 @@ def plain_name(path: str) -> str:
     """The name of a module or parameter in the model without PEFT's wrappers."""
     name = _OF_PEFT.sub("", path.removeprefix(PREFIX))
     if ".lora_" in name or ROWS in name:
-        return name.removesuffix(".weight").removesuffix(".default")
+        # Of the bias of B the last word says what it is, as in `lora_B.default.bias`.
+        return _DEFAULT.sub("", name.removesuffix(".weight"))
     return name
 
 

@@ -132,6 +132,8 @@ def expected_fresh(
         if part.endswith("A") and init is not False:
             return torch.zeros(shape)
         return torch.randn(shape, generator=generator)
+    if len(shape) == 1:  # the bias of B, with `lora_bias`
+        return torch.zeros(shape)
     is_swapped = stack is not None and stack.is_swapped
     is_first = part == ("B" if is_swapped else "A")
     if not is_first and init is not False:

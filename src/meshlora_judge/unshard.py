@@ -333,6 +333,7 @@ def _sides(name: str) -> tuple[str, tuple[str, ...]]:
             return module, ("rows", "columns")
         return module, ("rows",)
     known = {"A": ("", "columns"), "B": ("rows", ""), "magnitude_vector": ("rows",), "embedding_A": ("", "rows")}
+    known["B.bias"] = ("rows",)
     return module, known.get(part, ())  # a piece matches no whole weight
 
 

@@ -25,7 +25,7 @@ PIECES = {"qkv_proj": ["q", "v"]}
 # Family, its overrides, the adapter.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "linears": ("llama", {}, {"target_modules": "all-linear"}),
-    "dora": ("llama", {}, {"target_modules": "all-linear", "use_dora": True}),
+    "dora": ("llama", {}, {"target_modules": ["q_proj", "o_proj", "embed_tokens"], "use_dora": True}),
     "tied": ("llama", {"tie_word_embeddings": True}, {"target_modules": ["embed_tokens", "lm_head", "o_proj"]}),
     "pieces": ("phi3", {}, {"target_modules": ["qkv_proj"], "use_rslora": True}),
     "experts": ("qwen3_moe", {}, {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),

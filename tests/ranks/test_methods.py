@@ -35,6 +35,11 @@ PIECES = {"r": 2, "lora_alpha": 4, "target_modules": ["c_attn"], "pieces": {"c_a
 PROOFS: dict[str, dict[str, Any]] = {
     "rslora": {"family": "llama", "lora": {**LORA, "target_modules": LINEARS, "use_rslora": True}},
     "dora": {"family": "llama", "lora": {**LORA, "target_modules": "all-linear", "use_dora": True}},
+    "dora with dropout": {
+        "family": "llama",
+        "lora": {**LORA, "target_modules": ["embed_tokens", *LINEARS], "use_dora": True, "lora_dropout": 0.1},
+    },
+    "bias of B": {"family": "gpt2", "lora": {**LORA, "target_modules": ["c_attn", "c_proj"], "lora_bias": True}},
     "dora of fused, transposed": {
         "family": "gpt2",
         "lora": {**LORA, "target_modules": "all-linear", "use_dora": True, "use_rslora": True},
@@ -68,6 +73,8 @@ PROOFS: dict[str, dict[str, Any]] = {
 # Each method once. The second DoRA has rsLoRA too, the second LoRA+ and the second pieces all of the first; the kill
 # table has label smoothing, and DoRA on ranks that hold the same heads.
 COVER = {
+    "dora with dropout": "tp=2,sp",
+    "bias of B": "tp=2,sp",
     "dora of fused, transposed": "tp=2,sp",
     "lora+ with layer norms and biases": "tp=2",
     "pieces out of order, of every kind": "tp=2,sp",

@@ -66,6 +66,7 @@ RECIPES: dict[str, Recipe] = {
     "pissa": _recipe(F.WHOLE_MATRIX, F.NAMED_INIT, lora__init_lora_weights="pissa"),
     "gaussian": _recipe(F.NAMED_INIT, lora__init_lora_weights="gaussian"),
     "dora": _recipe(F.DORA, lora__use_dora=True),
+    "lora_bias": _recipe(F.LORA_BIAS, lora__lora_bias=True),
     "lora_dropout": _recipe(F.LORA_DROPOUT, lora__lora_dropout=0.1),
     "norms": _recipe(F.SAVED, F.COPIES, lora__modules_to_save=["norm"]),
     "rows": _recipe(F.ROWS, F.TRAINED_TIED, lora__trainable_token_indices=[3, 5]),

@@ -11,8 +11,8 @@ from peft import LoraConfig
 
 import meshlora
 from meshlora.adapter.plan import plan_adapter
-from meshlora.plan.grads import general_rules
 from meshlora.plan.rules import ModelPlan
+from meshlora.plan.table import general_rules
 from meshlora.wings.stages.cut import cut_layers, plan_of_rank
 from meshlora.wings.stages.pipeline_schedule import one_forward_one_backward
 from meshlora_extra.planner.pipeline import time_of_all

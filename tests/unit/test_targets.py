@@ -69,7 +69,6 @@ def test_targets_ranks_and_scales_are_those_of_peft(choice: str, family: str) ->
         ("init_lora_weights", "corda"),
         ("use_qalora", True),
         ("layer_replication", [(0, 1)]),
-        ("lora_bias", True),
     ],
 )
 def test_option_that_would_not_be_followed_is_refused_by_name(option: str, value: Any) -> None:
@@ -94,7 +93,8 @@ def _resolved(family: str, **options: Any) -> tuple[list[str], list[str]]:
         ({"target_modules": ["q_proj"], "bias": "some"}, "bias"),
         ({"target_modules": ["q_proj"], "task_type": "SEQ_CLS"}, "is one for CAUSAL_LM"),
         ({"target_modules": ["q_proj"], "use_dora": True, "init_lora_weights": "pissa"}, "use_dora"),
-        ({"target_modules": ["embed_tokens"], "use_dora": True}, "use_dora with an adapter on the embedding"),
+        ({"target_modules": ["embed_tokens"], "lora_bias": True}, "lora_bias with an adapter on the embedding"),
+        ({"target_modules": ["q_proj"], "lora_bias": "yes"}, "lora_bias='yes'"),
         (
             {"target_modules": ["embed_tokens"], "init_lora_weights": "pissa"},
             "'pissa' with an adapter on the embedding",

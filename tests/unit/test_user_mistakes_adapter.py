@@ -38,7 +38,9 @@ MISTAKES: dict[str, Case] = {
     "lora_is_a_number": case(setting("lora", 8), "lora: 8", "a group of keys"),
     "lora_dropout_of_everything": case(lora(lora_dropout=1.0), "lora_dropout=1.0", "a share in [0, 1)"),
     "lora_dropout_is_text": case(lora(lora_dropout="a tenth"), "lora_dropout='a tenth'", "a share in [0, 1)"),
-    "lora_dropout_with_dora": case(lora(lora_dropout=0.1, use_dora=True), "with use_dora", "leave lora_dropout at 0.0"),
+    "lora_bias_on_the_embedding": case(
+        lora(lora_bias=True, target_modules=["embed_tokens"]), "an adapter on the embedding", "leave out lora_bias"
+    ),
     "lora_dropout_on_the_head": case(
         lora(lora_dropout=0.1, target_modules=["lm_head"]), "the output head lm_head", "leave the head out"
     ),
@@ -178,7 +180,7 @@ MISTAKES: dict[str, Case] = {
         several(Setup.from_adapter, truncate("adapter/adapter_model.safetensors", 3000)), "adapter_model", "damaged"
     ),
     "adapter_config_with_an_unsupported_option": case(
-        lambda s: s.adapter_config(lora_bias=True), "lora_bias=True", "not supported yet"
+        lambda s: s.adapter_config(use_qalora=True), "use_qalora=True", "not supported yet"
     ),
     "adapter_config_with_dora_and_weights_without": case(
         lambda s: s.adapter_config(use_dora=True), "lacks 6 of 18", "lora_magnitude_vector"

@@ -281,10 +281,29 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "lora_plus_ratio_ignored": ("deltas", f"{FIRST_ATTENTION}.q_proj.lora_A", "rates of its groups"),
             "dora_norm_over_local_slice": ("forward", f"{FIRST_ATTENTION}.o_proj", "DoRA's norm"),
             "dora_norm_of_base_alone": ("forward", f"{FIRST_ATTENTION}.q_proj", "DoRA's norm"),
-            "row_magnitude_summed_as_other_kind": (
+            "row_magnitude_of_one_rank": (
                 "gradients",
                 f"{LAST_MLP}.down_proj.lora_magnitude_vector",
-                "magnitude of row-parallel linears is summed over tp twice",
+                "magnitude of row-parallel linears is averaged over tp",
+            ),
+        },
+    ),
+    "DoRA with dropout": (
+        {"family": "llama", "topologies": ("tp=2,sp",), "lora": _ALL | {"use_dora": True, "lora_dropout": 0.1}},
+        dict.fromkeys(
+            ("dora_scales_the_base_without_dropout", "dora_draws_anew_for_the_base", "dora_drops_all_of_the_base"),
+            ("forward", f"{FIRST_ATTENTION}.q_proj", "dropout"),
+        ),
+    ),
+    "biases of B": (
+        {"family": "qwen2", "topologies": ("tp=2",), "lora": _ALL | {"lora_bias": True}},
+        {
+            "bias_of_b_added_on_each_rank": ("forward", f"{FIRST_ATTENTION}.o_proj", "bias of a row-parallel linear"),
+            "bias_of_b_not_scaled": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
+            "row_bias_of_b_of_one_rank": (
+                "gradients",
+                f"{LAST_MLP}.down_proj.lora_B.bias",
+                "B of row-parallel linears is averaged over tp",
             ),
         },
     ),

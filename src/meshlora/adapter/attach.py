@@ -23,13 +23,13 @@ from meshlora.adapter.targets.token_rows import TokenRows
 from meshlora.adapter.updates import guard_updates
 from meshlora.comm.collectives import all_gather, broadcast_of
 from meshlora.comm.groups import Mesh
+from meshlora.feature import features
 from meshlora.layers.adapted import AdaptedLeaf
 from meshlora.layers.embedding import ParallelEmbedding
 from meshlora.layers.held_tokens import ContextCut
 from meshlora.layers.linear import ParallelHead, ParallelLinear
 from meshlora.layers.rounded import Rounding
 from meshlora.layers.tokens import ForwardTokens
-from meshlora.model.dp_shard import whole_weights
 from meshlora.model.inject import adopt, parallel_leaves
 from meshlora.model.pipeline import Pipeline
 from meshlora.model.regions import TokenCut
@@ -166,7 +166,7 @@ def attach(
     """Attach the adapter with the full factors `full(target)[part]`; each rank keeps its slices.
 
     full: called for one target at a time, so that no rank ever holds all of them; parts as in `Target.shapes`. None:
-        factors decomposed from the base. A missing magnitude is computed from the base with the adapter.
+        factors decomposed from the base. A missing magnitude is that of the base with the adapter.
     trained: full values of what the adapter trains of the base, by name; None: those of the base.
     """
     state, mesh, dtype = runtime(model), runtime(model).mesh, wide_dtype(model.dtype)
@@ -190,15 +190,14 @@ def attach(
         for part, value in values.items():
             rule = planned.parameters[target.name_of(part)].rule
             local[part] = local_part(value, rule, mesh).to(mesh.device, dtype)
-        leaf.add_adapter(name, local, scaling=target.scaling)
+        factors = {part: value for part, value in local.items() if part not in target.further}
+        leaf.add_adapter(name, factors, scaling=target.scaling)
         leaf.tokens = state.dropout
         if isinstance(leaf, ParallelLinear):
             leaf.set_dropout(name, config.lora_dropout, state.dropout)
-        if target.use_dora and "magnitude" not in local:
-            assert isinstance(leaf, ParallelLinear)
-            with whole_weights(model, target.name):  # the norm of an output feature is that of its whole row
-                magnitude = leaf.weight_norm(name).to(dtype)
-            leaf.add_adapter(name, {"magnitude": magnitude}, scaling=target.scaling)
+        if target.further:
+            for feature in features():
+                feature.vary(model, leaf, name, target, {part: local[part] for part in target.further if part in local})
     copies = _trained_of_base(model, name, planned, trained)
     if not state.adapters:  # with the first: its hooks see those of all
         state.rounding.watch(model, model.dtype)

@@ -32,16 +32,18 @@ WHOLE_MATRIX = ("pissa", "olora")
 
 
 def draw_factors(target: Target, *, init: bool | str, seed: int) -> dict[str, Tensor]:
-    """The full factors of `target` except magnitudes, in float32 on the CPU.
+    """The full factors of `target`, in float32 on the CPU.
 
     init: as `peft.LoraConfig.init_lora_weights`. True: A Kaiming-uniform with a=sqrt(5), B zero. "gaussian":
     A ~ N(0, 1/r^2), B zero. False: A and B both Kaiming-uniform, so that the adapter is not the identity. An embedding
     has A zero and B ~ N(0, 1); with False both are normal. Each piece of a fused matrix and each expert has its own
     draw; where PEFT mistakes the experts' input for their output, A and B swap roles.
     """
-    shapes = target.shapes
-    shapes.pop("magnitude", None)  # of the base with the adapter, which the caller has
-    return {part: _draw(target, part, shape, init=init, seed=seed) for part, shape in shapes.items()}
+    found = {}
+    for part, shape in target.shapes.items():
+        if part not in target.further:  # which begins as the base has it
+            found[part] = _draw(target, part, shape, init=init, seed=seed)
+    return found
 
 
 def _draw(target: Target, part: str, shape: tuple[int, ...], *, init: bool | str, seed: int) -> Tensor:

@@ -20,7 +20,7 @@ from peft.tuners.tuners_utils import check_target_module_exists
 
 from meshlora.adapter.initialization import check_decomposed
 from meshlora.adapter.targets.options import check_kind, matches, suffixes
-from meshlora.adapter.targets.resolve import Target, resolve_targets
+from meshlora.adapter.targets.resolve import KINDS, Target, resolve_targets
 from meshlora.adapter.targets.token_rows import TokenRows, resolve_rows
 from meshlora.feature import features
 from meshlora.model.dp_shard import check_not_sharded
@@ -48,7 +48,7 @@ class AdapterPlan:
     Attributes:
         config: as given. stored: as saved. targets: by name, in module order.
         parameters: all trained ones: `MODULE.lora_A`, `.lora_B`, `.lora_A.q` of a piece, `.lora_magnitude_vector`,
-            `.lora_embedding_A`, then the `copies` (base parameters) under their own names, and the `rows`.
+            `.lora_B.bias`, `.lora_embedding_A`, then the `copies` (base parameters) by their own names, and the `rows`.
         rows: module -> rows of its vocabulary that take the place of those of the base.
         folder: the PEFT adapter that holds the initial values; None: they are drawn.
         vocabulary: the embedding and the head by name -> the full shape of their weight.
@@ -83,7 +83,7 @@ class AdapterPlan:
             "modules_to_save, or biases": bool(self.copies),
             "the embedding in modules_to_save": f"{plan.embedding}.weight" in self.copies,
         }
-        for option in ("init_lora_weights", "use_dora", "bias", "modules_to_save", "trainable_token_indices"):
+        for option in (*KINDS, "bias", "modules_to_save", "trainable_token_indices"):
             asked[option] = getattr(self.config, option)
         for name in self.targets:
             if name == plan.embedding:
@@ -256,12 +256,12 @@ def rule_of_part(plan: ModelPlan, target: Target, part: str) -> FactorRule:
         if piece and projection.split is Split.COLUMN:
             projection = dataclasses.replace(projection, layout=_layout_of_piece(projection.layout, piece))
         return expert_rule(projection, Side(side), is_shared=target.is_shared)
+    # What is trained beside A and B acts on the output before it is summed over tp, as B does.
+    acts_on = Side.INPUT if side == "A" else Side.OUTPUT
     if module == plan.embedding:
-        return _rule_on_embedding(plan, module, Side(side))
+        return _rule_on_embedding(plan, module, acts_on)
     linear = plan.matrices.get(module) or plan.linears[module]
-    if side == "magnitude":
-        return factor_rule(linear, Side.AFTER, sp=plan.topology.sp)
-    found = factor_rule(linear, Side(side), sp=plan.topology.sp)
+    found = factor_rule(linear, acts_on, sp=plan.topology.sp)
     # Only B of a column-parallel linear is cut along the pieces; its A is whole, and so is B of any other.
     if piece and found.cuts and linear.split is Split.COLUMN:
         (cut,) = found.cuts

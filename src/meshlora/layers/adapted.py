@@ -1,8 +1,8 @@
 """The base of all leaves that carry adapters: factors by adapter name, assembled from those of pieces.
 
-Owns: `AdaptedLeaf`; `Placement`, where a leaf's part of the base is stored; `become`, for modules that stay the model's
-own. Does not own: computation with the factors
-(`layers.linear`, `wings.experts.module`, `wings.experts.router`), their initialization (`adapter.initialization`).
+Owns: `AdaptedLeaf`; `Variant`, of an adapter with more than factors; `Placement`, where a leaf's part of the base is
+stored; `become`, for modules that stay the model's own. Does not own: computation with the factors (`layers.linear`,
+`wings.experts.module`, `wings.experts.router`), their initialization (`adapter.initialization`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from meshlora.layers.tokens import ForwardTokens
+from meshlora.layers.tokens import ForwardTokens, Mask
 from meshlora.plan.layout import Layout
 
 
@@ -38,6 +38,24 @@ class Placement:
     has_inputs_first: bool = False
 
 
+class Variant(nn.Module):
+    """What an adapter trains on a leaf beside A and B, and makes of the leaf's product with it. Wings extend it.
+
+    Attributes:
+        parts: part -> trained tensor, by the names of `Target.further`.
+    """
+
+    def __init__(self, parts: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.parts = nn.ParameterDict()
+        for part, value in parts.items():
+            self.parts[part] = nn.Parameter(value, requires_grad=False)
+
+    def product(self, leaf: Any, adapter: str, y: Tensor, x: Tensor, mask: Mask | None) -> Tensor:
+        """y `[T, out_local]` = W x + s B A D(x) of x `[T, in_local]` -> that with the variant. mask: of D, dropout."""
+        raise NotImplementedError
+
+
 class AdaptedLeaf(nn.Module):
     """This rank's part of a frozen matrix, or of a stack of them, with its adapters.
 
@@ -46,6 +64,7 @@ class AdaptedLeaf(nn.Module):
         lora_A, lora_B: adapter name -> local factor `[..., r, in]`, `[..., out, r]`; for an adapter on pieces of a
             fused matrix, `name/piece` -> that piece's factor.
         pieces: adapter name -> its pieces, in order. scaling: adapter name -> s.
+        variants: adapter name -> what it has here beside A and B, if anything.
         active: the adapter in use; None for the base alone, or for several adapters chosen by token.
         tokens: the tokens of the running forward and their adapters; None before the first adapter.
         rounds_factors: whether its products take factors in the dtype of the base (`layers.rounded`).
@@ -60,6 +79,7 @@ class AdaptedLeaf(nn.Module):
         self.lora_B = nn.ParameterDict()
         self.pieces: dict[str, tuple[str, ...]] = {}
         self.scaling: dict[str, float] = {}
+        self.variants = nn.ModuleDict()
         self.active: str | None = None
         self.tokens: ForwardTokens | None = None
 
@@ -96,16 +116,16 @@ class AdaptedLeaf(nn.Module):
         self.scaling[name] = scaling
 
     def trained(self, adapter: str) -> dict[str, nn.Parameter]:
-        """The trained tensors of `adapter` on this leaf, keyed as in `add_adapter`."""
+        """The trained tensors of `adapter` on this leaf, keyed as in `add_adapter`, then those of its variant."""
         if adapter not in self.scaling:
             return {}
-        if not self.pieces[adapter]:
-            return {"A": self.lora_A[adapter], "B": self.lora_B[adapter]}
         found: dict[str, nn.Parameter] = {}
+        if not self.pieces[adapter]:
+            found = {"A": self.lora_A[adapter], "B": self.lora_B[adapter]}
         for piece in self.pieces[adapter]:
             key = f"{adapter}/{piece}"  # the name of a parameter has no dot
             found |= {f"A.{piece}": self.lora_A[key], f"B.{piece}": self.lora_B[key]}
-        return found
+        return found | parts_of(self.variants, adapter)
 
     @property
     def in_use(self) -> str | None:
@@ -139,6 +159,21 @@ class AdaptedLeaf(nn.Module):
     def _piece_rows(self, piece: str) -> Tensor:
         """The local row indices of `piece`."""
         raise AssertionError(f"{type(self).__name__} has no pieces, and {piece!r} is none")
+
+
+def variant_of(variants: nn.ModuleDict, adapter: str) -> Variant | None:
+    """That of `adapter`, if it has one."""
+    if adapter not in variants:
+        return None
+    found = variants[adapter]
+    assert isinstance(found, Variant), found
+    return found
+
+
+def parts_of(variants: nn.ModuleDict, adapter: str) -> dict[str, nn.Parameter]:
+    """The trained tensors of the variant of `adapter`, by part."""
+    variant = variant_of(variants, adapter)
+    return {} if variant is None else dict(variant.parts.items())
 
 
 def become(module: nn.Module, own: type) -> None:

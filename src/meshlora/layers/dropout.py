@@ -29,7 +29,7 @@ def input_features(rule: LinearRule, tp: Axis) -> Tensor:
     return torch.arange(rule.in_features, device="cpu")  # column-parallel and whole linears see all of them
 
 
-class _DropFunction(Function):
+class DropFunction(Function):
     """y = x keep / (1 - p), x `[T, H]`; nothing of x's size is saved. masks: of consecutive rows, in order."""
 
     @staticmethod
@@ -70,7 +70,7 @@ class TokenDropout(nn.Module):
         features = torch.arange(flat.shape[1], device=x.device)
         parts = self._tokens.parts(self.name, len(flat))
         masks = [self._tokens.mask(self.name, self.p, part, features) for part in parts]
-        return _DropFunction.apply(flat, masks).view(x.shape)
+        return DropFunction.apply(flat, masks).view(x.shape)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"

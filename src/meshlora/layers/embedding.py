@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from meshlora.comm.collectives import reduce_each_to_one
 from meshlora.comm.groups import Axis
-from meshlora.layers.adapted import become
+from meshlora.layers.adapted import become, parts_of, variant_of
 from meshlora.layers.token_rows import ReplacedRows, base_rows, rows_of
 from meshlora.layers.tokens import ForwardTokens
 from meshlora.plan.rules import ParameterRule
@@ -30,7 +30,7 @@ class ParallelEmbedding(nn.Embedding):
     Attributes:
         rule: how the vocabulary is split; None if it is whole.
         lora_embedding_A, lora_embedding_B: adapter name -> local factor `[r, V_local]`, `[H, r]`, named as PEFT does.
-        scaling: adapter name -> s. active, tokens: as in `AdaptedLeaf`.
+        scaling: adapter name -> s. variants, active, tokens: as in `AdaptedLeaf`.
         replaced: adapter name -> its rows in place of those of the base.
     """
 
@@ -40,6 +40,7 @@ class ParallelEmbedding(nn.Embedding):
     lora_embedding_A: nn.ParameterDict
     lora_embedding_B: nn.ParameterDict
     scaling: dict[str, float]
+    variants: nn.ModuleDict
     replaced: nn.ModuleDict
     active: str | None
     tokens: ForwardTokens | None
@@ -55,7 +56,8 @@ class ParallelEmbedding(nn.Embedding):
         """The trained tensors of `adapter` on this leaf, keyed as in `add_adapter`."""
         if adapter not in self.scaling:
             return {}
-        return {"A": self.lora_embedding_A[adapter], "B": self.lora_embedding_B[adapter]}
+        found = {"A": self.lora_embedding_A[adapter], "B": self.lora_embedding_B[adapter]}
+        return found | parts_of(self.variants, adapter)
 
     def forward(self, input: Tensor) -> Tensor:
         """ids `[B, S]` -> `[B, S, H]`, identical on all ranks."""
@@ -64,9 +66,9 @@ class ParallelEmbedding(nn.Embedding):
         if (rows := rows_of(self.replaced, self.active)) is not None:
             y = rows.looked_up(y, ids, padding=self.padding_idx, scale=getattr(self, "embed_scale", None))
         if self.active is not None and self.active in self.scaling:
-            y = y + self._lora(ids, self.active, y.dtype)
+            y = self._with_lora(y, ids, self.active)
         elif self.tokens is not None and self.tokens.names_adapters and self.scaling:
-            y = y + self._lora_of_each(ids.flatten(), y.dtype).view(y.shape)
+            y = self._with_lora_of_each(y.flatten(0, -2), ids.flatten()).view(y.shape)
         if is_other is None:
             return y
         # One rank has a row, the others zeros.
@@ -88,26 +90,29 @@ class ParallelEmbedding(nn.Embedding):
         is_other = (local < 0) | (local >= self.num_embeddings)
         return local.masked_fill(is_other, 0), is_other
 
-    def _lora_of_each(self, ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """ids `[T]` -> `[T, H]`, each of several adapters on its own tokens."""
+    def _with_lora_of_each(self, y: Tensor, ids: Tensor) -> Tensor:
+        """Rows y `[T, H]` of the base for ids `[T]`, with each of several adapters on its own tokens."""
         assert self.tokens is not None
-        found, nothing = [], self.weight.new_zeros(len(ids), self.embedding_dim)
+        found = []
         for part in self.tokens.parts(type(self).__name__, len(ids)):
             adapter, rows = str(part.share.adapter), slice(part.start, part.stop)
-            if adapter in self.scaling:
-                found.append(self._lora(ids[rows], adapter, dtype))
-            else:  # it is on other modules alone
-                found.append(nothing[rows])
+            own = y[rows]
+            if adapter in self.scaling:  # else it is on other modules alone
+                own = self._with_lora(own, ids[rows], adapter)
+            found.append(own)
         return torch.cat(found)
 
-    def _lora(self, ids: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    def _with_lora(self, y: Tensor, ids: Tensor, name: str) -> Tensor:
+        """Rows y `[..., H]` of the base for `ids`, with adapter `name`."""
         # The padding token's column of A gets no gradient, as in PEFT.
-        z = F.embedding(ids, self.lora_embedding_A[name].T, padding_idx=self.padding_idx).to(dtype)
-        delta = z @ self.lora_embedding_B[name].T.to(dtype) * self.scaling[name]
+        z = F.embedding(ids, self.lora_embedding_A[name].T, padding_idx=self.padding_idx).to(y.dtype)
+        delta = z @ self.lora_embedding_B[name].T.to(y.dtype) * self.scaling[name]
         scale = getattr(self, "embed_scale", None)  # of gemma: PEFT scales its update too
         if scale is not None:
             delta = delta * scale.to(delta.dtype)
-        return delta
+        y = y + delta
+        variant = variant_of(self.variants, name)
+        return y if variant is None else variant.product(self, name, y, ids, None)
 
 
 def parallelize_embedding(module: nn.Module, rule: ParameterRule | None, tp: Axis, *, name: str) -> None:
@@ -122,7 +127,8 @@ def parallelize_embedding(module: nn.Module, rule: ParameterRule | None, tp: Axi
     assert isinstance(module, ParallelEmbedding)
     module.rule, module.tp, module.first_id = rule, tp, 0
     module.lora_embedding_A, module.lora_embedding_B = nn.ParameterDict(), nn.ParameterDict()
-    module.scaling, module.replaced, module.active, module.tokens = {}, nn.ModuleDict(), None, None
+    module.scaling, module.variants, module.replaced = {}, nn.ModuleDict(), nn.ModuleDict()
+    module.active, module.tokens = None, None
     if rule is None:
         return
     local = rule.layout.local_size(tp.size)

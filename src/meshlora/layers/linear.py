@@ -9,22 +9,17 @@ sum once; the bias is added after that, once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from meshlora.comm.collectives import (
-    all_reduce_sum,
-    gather_each_to_one,
-    reduce_each_to_one,
-    reduce_scatter_each_to_each,
-)
+from meshlora.comm.collectives import gather_each_to_one, reduce_each_to_one, reduce_scatter_each_to_each
 from meshlora.comm.groups import Axis
-from meshlora.layers.adapted import AdaptedLeaf, Placement
+from meshlora.layers.adapted import AdaptedLeaf, Placement, variant_of
 from meshlora.layers.dropout import input_features
-from meshlora.layers.frozen import FrozenMatrix, frozen_linear, unpacked
+from meshlora.layers.frozen import FrozenMatrix, frozen_linear
 from meshlora.layers.logits_recipe import LogitsRecipe
 from meshlora.layers.products import Entered, GivenZFunction, LoraLinearFunction
 from meshlora.layers.token_rows import ReplacedRows, base_rows, rows_of
@@ -40,7 +35,6 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
         rule: the whole matrix and how it is split.
         weight: local part of W, `[out_local, in]` (column), `[out, in_local]` (row) or `[out, in]` (whole).
         bias: `[out_local]` (column) or `[out]` (row, whole), or None.
-        lora_magnitude_vector: adapter name -> local magnitudes `[out_local]` of DoRA.
         dropout: adapter name -> probability of dropout on the input of A in training; absent if 0.
         scatters_tokens: under sp, whether the output leaves as this rank's slice of the tokens.
         enter: (this linear, x) -> what is known of x, before the products with an adapter. Another one where linears
@@ -57,28 +51,14 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
         self.register_parameter("bias", None)  # as nn.Linear does: `leaf.bias` is there
         if rule.has_bias:
             self.bias = nn.Parameter(torch.empty(self.out_features, dtype=dtype, device=device), requires_grad=False)
-        self.lora_magnitude_vector = nn.ParameterDict()
         self.dropout: dict[str, float] = {}
         self.enter: Callable[[ParallelLinear, Tensor], Entered] = _as_it_is
-
-    def add_adapter(self, name: str, factors: Mapping[str, Tensor], *, scaling: float) -> None:
-        """As in `AdaptedLeaf`; with DoRA also `magnitude` `[out_local]`, in the same call or a separate one."""
-        if "magnitude" in factors:
-            self.lora_magnitude_vector[name] = nn.Parameter(factors["magnitude"], requires_grad=False)
-        super().add_adapter(name, {part: v for part, v in factors.items() if part != "magnitude"}, scaling=scaling)
 
     def set_dropout(self, name: str, p: float, tokens: ForwardTokens) -> None:
         """Give the input of adapter `name` dropout with probability `p` in training."""
         self.tokens = tokens
         if p > 0:
             self.dropout[name] = p
-
-    def trained(self, adapter: str) -> dict[str, nn.Parameter]:
-        """The trained tensors of `adapter` on this leaf, keyed as in `add_adapter`."""
-        found = super().trained(adapter)
-        if found and adapter in self.lora_magnitude_vector:
-            found["magnitude"] = self.lora_magnitude_vector[adapter]
-        return found
 
     def placement(self, parameter: Tensor) -> Placement:
         """Where its base `parameter` is stored."""
@@ -95,18 +75,18 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
         """x `[..., in_local]` -> y `[..., out_local]`; a row layer returns the sum over tp."""
         segments, names = self._segments(x)
         is_row = self.rule.split is Split.ROW
-        has_magnitude = any(name in self.lora_magnitude_vector for name in names)
-        # A bias that comes after the sum over tp or the magnitudes, or needs a gradient, is added separately.
-        adds_bias = self.bias is not None and (is_row or has_magnitude or self.bias.requires_grad)
+        is_varied = any(name in self.variants for name in names)
+        # A bias that comes after the sum over tp or a variant, or needs a gradient, is added separately.
+        adds_bias = self.bias is not None and (is_row or is_varied or self.bias.requires_grad)
         bias = None if adds_bias else self.bias
         if not segments:  # no adapter is in use, or none of these tokens has one here
             y = frozen_linear(x, self.frozen_weight, bias)
         else:
             y = self._adapted(self.enter(self, x), bias, segments, names)
+        if is_varied:  # before the sum over tp: it has a term of it as B has
+            y = self._varied(x, y, segments, names)
         if is_row:
             y = self._leave_region(y)
-        if has_magnitude:
-            y = self._with_magnitudes(y)
         if adds_bias:
             y = self._add_bias(y)
         return y
@@ -153,23 +133,21 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
         # Not the module's own name: its output may have a dropout too.
         return self.tokens.mask(f"{self.rule.name}.lora_dropout", self.dropout[adapter], part, features)
 
-    def _with_magnitudes(self, y: Tensor) -> Tensor:
-        """y `[..., out_local]` with the rows of each adapter with magnitudes multiplied by `m / ||W + s B A||`."""
-        if self.in_use is not None:
-            return y * self.magnitude_ratio(self.in_use).to(y.dtype)
-        rows = y.reshape(-1, y.shape[-1])
-        found = []
-        for part in self._parts(y):
-            adapter, own = str(part.share.adapter), rows[part.start : part.stop]
-            if adapter in self.lora_magnitude_vector:
-                own = own * self.magnitude_ratio(adapter).to(y.dtype)
-            found.append(own)
-        return torch.cat(found).view(y.shape)
-
-    def magnitude_ratio(self, adapter: str) -> Tensor:
-        """`m / ||W + s B A||` of each row, `[out_local]`, of an adapter with magnitudes."""
-        magnitude = self.lora_magnitude_vector[adapter]
-        return magnitude / self.weight_norm(adapter).to(magnitude.dtype)
+    def _varied(self, x: Tensor, y: Tensor, segments: Sequence[Segment], names: Sequence[str]) -> Tensor:
+        """y `[..., out_local]` of x, with what the variants of the adapters `names` make of it on their segments."""
+        inputs, rows = x.reshape(-1, self.in_features), y.reshape(-1, self.out_features)
+        found, stop = [], 0
+        for segment, name in zip(segments, names, strict=True):
+            own = slice(segment.start, segment.stop)
+            found.append(rows[stop : segment.start])  # of adapters that are on other modules alone
+            varied = rows[own]
+            if (variant := variant_of(self.variants, name)) is not None:
+                varied = variant.product(self, name, varied, inputs[own], segment.dropout)
+            found.append(varied)
+            stop = segment.stop
+        found.append(rows[stop:])
+        whole = [part for part in found if len(part)] or found[:1]
+        return (whole[0] if len(whole) == 1 else torch.cat(whole)).view(y.shape)
 
     def _piece_rows(self, piece: str) -> Tensor:
         assert self.rule.fused is not None, self.rule
@@ -188,22 +166,6 @@ class ParallelLinear(AdaptedLeaf, FrozenMatrix):
     def _add_bias(self, y: Tensor) -> Tensor:
         assert self.bias is not None
         return y + self.bias.to(y.dtype)  # a trained one is wider than the model
-
-    @torch.no_grad()
-    def weight_norm(self, adapter: str) -> Tensor:
-        """Row norms `||W + s B A||`, `[out_local]`, of DoRA; constant in the backward (section 4.3 of the paper).
-
-        |w + s b A|^2 = |w|^2 + 2 s b (A w) + s^2 b (A A^T) b^T: no matrix of the size of W is allocated. In a
-        row-parallel linear each rank has the terms of its own input features: one small sum over tp.
-        """
-        a, b = (factor.float() for factor in self.factors(adapter))
-        weight = unpacked(self.frozen_weight).float()
-        scale = self.scaling[adapter]
-        squares = weight.square().sum(1)
-        squares += 2 * scale * (b * (weight @ a.T)).sum(1) + scale**2 * (b @ (a @ a.T) * b).sum(1)
-        if self.rule.split is Split.ROW:
-            squares = all_reduce_sum(squares, self.tp)  # before the root, which is not linear
-        return squares.clamp(min=0).sqrt()  # of rounded sums, one may be below 0
 
     def extra_repr(self) -> str:
         return f"{self.rule.split}, {self.in_features} -> {self.out_features}, adapters={list(self.scaling)}"

@@ -78,6 +78,7 @@ class Feature(Enum):
     WHOLE_MATRIX = "init_lora_weights", lambda given: given in ("pissa", "olora"), "PiSSA, OLoRA", "{key}={!r}"
     NAMED_INIT = "init_lora_weights", lambda given: isinstance(given, str), "`init_lora_weights` by name", "{key}={!r}"
     DORA = "use_dora", bool, ""
+    LORA_BIAS = "lora_bias", bool, ""
     LORA_DROPOUT = "lora_dropout", bool, "", "{key}={}"
     BIASES = "bias", _other_than("none"), "", "bias={!r}"
     ALL_BIASES = "bias", _is("all"), "`bias: all`", "bias={!r}"

@@ -7,16 +7,16 @@ A gradient is a partial sum over every axis of its mesh except those that split 
 ranks compute the same gradient. `dp` below stands for all axes that cut sequences or tokens: along these, ranks never
 compute the same. The rest is about tp. For y = x W^T + s (x A^T) B^T with A `[r, in]`, B `[out, r]`:
 
-| base   | A                     | B                     | bias, magnitude `[out]` |
-|--------|-----------------------|-----------------------|-------------------------|
-| column | whole: sum over tp dp | split on 0: dp        | split on 0: dp          |
-| row    | split on 1: dp        | whole: sum over tp dp | whole: as the residual  |
-| whole  | whole: by its domain  | whole: by its domain  | whole: by its domain    |
+| base   | A                     | B, its bias, magnitude| bias `[out]`           |
+|--------|-----------------------|-----------------------|------------------------|
+| column | whole: sum over tp dp | split on 0: dp        | split on 0: dp         |
+| row    | split on 1: dp        | whole: sum over tp dp | whole: as the residual |
+| whole  | whole: by its domain  | whole: by its domain  | whole: by its domain   |
 
 Column A: dA = sum over the tp ranks of s (g_i B_i)^T x, as each rank holds only its own output features; where x A^T
 is gathered with a region's input (`wings.kernels.early_a`), of s (g B)^T_i x_i, as each rank has only its own tokens.
-Row B: dB = s g^T (x A^T) and x A^T = sum over the tp ranks of x_i A_i^T, each rank holding one term. Bias and magnitude
-are applied after that sum, on the residual stream.
+Row B: dB = s g^T (x A^T) and x A^T = sum over the tp ranks of x_i A_i^T, each rank holding one term. Magnitudes scale
+these terms, and a bias of B is added to one of them; the bias of the base comes after the sum, on the residual stream.
 
 The axes of parameters that are whole on every rank depend on their *domain*. PARTIAL, inside a split region: local
 heads or features alone use the output, so the gradient is one term: sum over tp dp. EQUAL, in a whole region or before
@@ -57,7 +57,7 @@ class Side(StrEnum):
 
     INPUT = "A"
     OUTPUT = "B"
-    AFTER = "out"  # applied to the finished output: bias, magnitude
+    AFTER = "out"  # applied to the finished output: the bias of the base
 
 
 @dataclass(frozen=True)
@@ -152,33 +152,6 @@ def factor_rule(rule: LinearRule, side: Side, *, sp: bool) -> FactorRule:
     if rule.split is Split.COLUMN or (rule.split is Split.ROW and side is Side.OUTPUT):
         return whole_rule(Domain.PARTIAL, sp=sp)
     return whole_rule(rule.domain, sp=sp)
-
-
-def general_rules(*, sp: bool) -> list[tuple[str, Side, FactorRule]]:
-    """(kind of base, factor, its rule) for every kind of linear: the table of the module docstring."""
-    bases = {
-        "column": (Split.COLUMN, Domain.PARTIAL),
-        "row": (Split.ROW, Domain.RESIDUAL),
-        "whole, in a split region": (Split.WHOLE, Domain.PARTIAL),
-        "whole, in a whole region": (Split.WHOLE, Domain.EQUAL),
-        "whole, between regions": (Split.WHOLE, Domain.RESIDUAL),
-    }
-    found = []
-    for words, (split, domain) in bases.items():
-        rule = LinearRule("", split, 1, 1, True, Layout.plain(1), domain)
-        found += [(words, side, factor_rule(rule, side, sp=sp)) for side in Side]
-    return found
-
-
-def expert_rules() -> list[tuple[str, Side, FactorRule]]:
-    """The same as `general_rules` for the projections of experts."""
-    found = []
-    for is_shared, more in ((False, ""), (True, ", one adapter for all")):
-        for words, split in (("first (gate, up)", Split.COLUMN), ("second (down)", Split.ROW)):
-            rule = ExpertRule("", split, 1, 1, False, Layout.plain(1))
-            sides, base = (Side.INPUT, Side.OUTPUT), f"experts, {words}{more}"
-            found += [(base, side, expert_rule(rule, side, is_shared=is_shared)) for side in sides]
-    return found
 
 
 def split_rule(dim: int, layout: Layout | None) -> FactorRule:

@@ -181,8 +181,12 @@ REFUSED: tuple[Refused, ...] = (
     ),
     _refused(F.DORA, F.BY_WEIGHT)("PEFT has none for a parameter", "name it in target_modules, and only there"),
     _refused(F.WHOLE_MATRIX, F.ON_TIED_HEAD)("it shares its weight with the embedding", "use init_lora_weights: true"),
-    _refused({F.DORA, F.NAMED_INIT}, F.ON_EMBEDDING)("it is for linear layers"),
-    _refused(F.LORA_DROPOUT, F.DORA)("the two together are not supported yet", "leave lora_dropout at 0.0"),
+    _refused(F.WHOLE_MATRIX, F.ON_EMBEDDING)("it is for linear layers"),
+    _refused(F.LORA_BIAS, {F.DORA, F.NAMED_INIT})("PEFT refuses the two together", "leave out one of them"),
+    _refused(F.LORA_BIAS, {F.ON_EMBEDDING, F.ON_PARAMETERS, F.ON_EXPERTS, F.BY_WEIGHT, F.RENAMED})(
+        "PEFT has it for linears that it takes for modules alone", "leave out lora_bias, or this target"
+    ),
+    _refused(F.LORA_BIAS, F.PIECES)("such a bias is of the whole matrix", "leave out one of them"),
     _refused(F.LORA_DROPOUT, F.ON_PARAMETERS)(
         "PEFT has no dropout for experts, routers and linears that it names as parameters",
         "leave lora_dropout at 0.0, or leave these targets out",
@@ -197,7 +201,7 @@ REFUSED: tuple[Refused, ...] = (
     _refused(F.EIGHT_BIT, F.TRAINED_EMBEDDING)(
         "transformers leaves its moments in 32 bits, and bitsandbytes itself does not", _PLAIN
     ),
-    _refused(F.LORA_FA, {F.COPIES, F.ROWS, F.DORA, F.ON_EMBEDDING, F.ON_PARAMETERS, F.PIECES})(
+    _refused(F.LORA_FA, {F.COPIES, F.ROWS, F.DORA, F.LORA_BIAS, F.ON_EMBEDDING, F.ON_PARAMETERS, F.PIECES})(
         "PEFT's optimizer pairs one A with one B of a linear, and would take other parameters for these", _PLAIN
     ),
     # Several adapters at once.
@@ -292,9 +296,10 @@ BASES = frozenset(
     | {F.MODEL_DROPOUT}
 )
 METHODS = frozenset(
-    {F.WHOLE_MATRIX, F.NAMED_INIT, F.DORA, F.LORA_DROPOUT, F.BIASES, F.ALL_BIASES, F.SAVED, F.SAVED_BIAS, F.COPIES}
-    | {F.ROWS, F.PIECES, F.SHARED_EXPERTS, F.ON_EMBEDDING, F.ON_HEAD, F.ON_TIED_HEAD, F.ON_PARAMETERS, F.ON_EXPERTS}
-    | {F.BY_WEIGHT, F.RENAMED, F.ON_ROUTER, F.TRAINED_TIED, F.TRAINED_SHARD, F.TRAINED_QUANTIZED, F.TRAINED_EMBEDDING}
+    {F.WHOLE_MATRIX, F.NAMED_INIT, F.DORA, F.LORA_BIAS, F.LORA_DROPOUT, F.BIASES, F.ALL_BIASES, F.SAVED, F.SAVED_BIAS}
+    | {F.COPIES, F.ROWS, F.PIECES, F.SHARED_EXPERTS, F.ON_EMBEDDING, F.ON_HEAD, F.ON_TIED_HEAD, F.ON_PARAMETERS}
+    | {F.ON_EXPERTS, F.BY_WEIGHT, F.RENAMED, F.ON_ROUTER, F.TRAINED_TIED, F.TRAINED_SHARD, F.TRAINED_QUANTIZED}
+    | {F.TRAINED_EMBEDDING}
 )
 OBJECTIVES = frozenset(
     {F.COMPARED, F.PAIRS, F.RECORDS, F.SEQUENCES, F.OTHER_HEAD, F.BASE, F.NO_GRPO, F.NO_ROLLOUTS, F.UNCORRECTED}

@@ -7,8 +7,9 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from meshlora.plan.grads import Side, expert_rules, general_rules
-from meshlora.plan.rules import LinearRule, ModelPlan, kind_of
+from meshlora.plan.grads import FactorRule, Side, expert_rule, factor_rule
+from meshlora.plan.layout import Layout, Split
+from meshlora.plan.rules import Domain, ExpertRule, LinearRule, ModelPlan, kind_of
 
 
 def plan_table(plan: ModelPlan) -> Table:
@@ -89,7 +90,7 @@ def gradient_table(plan: ModelPlan) -> Table:
         rules += expert_rules()
     for words, side, rule in rules:
         dim = ", ".join(f"{cut.dim} ({cut.axis})" for cut in rule.cuts) or "-"
-        name = "bias, magnitude" if side is Side.AFTER else f"lora_{side}"
+        name = "bias" if side is Side.AFTER else f"lora_{side}"
         table.add_row(words, name, dim, ", ".join(sorted(rule.grad_axes)), ", ".join(rule.mean_axes))
     return table
 
@@ -104,3 +105,30 @@ def folded_names(names: Iterable[str], *, kind: Callable[[str], Any] = lambda _:
             short = name
         folded.setdefault(short, []).append(name)
     return folded
+
+
+def general_rules(*, sp: bool) -> list[tuple[str, Side, FactorRule]]:
+    """(kind of base, factor, its rule) for every kind of linear: the table of `plan.grads`."""
+    bases = {
+        "column": (Split.COLUMN, Domain.PARTIAL),
+        "row": (Split.ROW, Domain.RESIDUAL),
+        "whole, in a split region": (Split.WHOLE, Domain.PARTIAL),
+        "whole, in a whole region": (Split.WHOLE, Domain.EQUAL),
+        "whole, between regions": (Split.WHOLE, Domain.RESIDUAL),
+    }
+    found = []
+    for words, (split, domain) in bases.items():
+        rule = LinearRule("", split, 1, 1, True, Layout.plain(1), domain)
+        found += [(words, side, factor_rule(rule, side, sp=sp)) for side in Side]
+    return found
+
+
+def expert_rules() -> list[tuple[str, Side, FactorRule]]:
+    """The same as `general_rules` for the projections of experts."""
+    found = []
+    for is_shared, more in ((False, ""), (True, ", one adapter for all")):
+        for words, split in (("first (gate, up)", Split.COLUMN), ("second (down)", Split.ROW)):
+            rule = ExpertRule("", split, 1, 1, False, Layout.plain(1))
+            sides, base = (Side.INPUT, Side.OUTPUT), f"experts, {words}{more}"
+            found += [(base, side, expert_rule(rule, side, is_shared=is_shared)) for side in sides]
+    return found

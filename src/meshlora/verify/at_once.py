@@ -82,9 +82,9 @@ def adapters_of(case: Case, topology: Topology, number: int, folder: Path, *, he
     """Variants of the adapter of `case` with different ranks, scales and dropouts. head: the module without dropout."""
     like, lora = run_config(case, str(topology), folder), LoraConfig(**case.lora)
     like = dataclasses.replace(like, model=dataclasses.replace(like.model, dtype="float64"))
-    # The last adapter's dropout is below 1 too. DoRA, parameters and the head allow none.
+    # The last adapter's dropout is below 1 too. Parameters and the head allow none.
     on_head = head.rpartition(".")[2] in (lora.target_modules or ())
-    has_none = lora.use_dora or bool(lora.target_parameters) or on_head
+    has_none = bool(lora.target_parameters) or on_head
     found, further = {}, 0.0 if has_none else min(0.1, (1 - lora.lora_dropout) / number)
     of_ours: dict[str, Any] = {"pieces": case.pieces} if case.pieces else {}
     of_ours |= {"share_experts": True} if case.share_experts else {}

@@ -110,7 +110,8 @@ def micro_batch_messages(
     modules after the last layer are entered like a region; the loss, which leaves it, takes one gather per chunk of
     tokens. A norm over a split width takes a small sum in either direction. Experts: see `_of_experts`.
 
-    ranks: target -> r of its A. scaled: row-parallel linears with DoRA, which need the norms of their rows.
+    ranks: target -> r of its A. scaled: row-parallel linears, and a split
+        embedding, with DoRA, which need the norms of their rows.
     """
     if not plan.topology.is_whole:
         yield from _of_regions(plan, flow, sizes, ranks)
@@ -118,6 +119,8 @@ def micro_batch_messages(
         yield from _of_attentions(plan, flow, sizes)
         yield from _of_recurrent(plan)
         yield from _of_ends(plan, flow, sizes)
+        if plan.embedding in scaled and plan.has_first_stage:
+            yield plan.embedding, Message("forward", "allreduce", FEATURES, sizes.width * 4)  # as of a row-parallel one
     yield from _of_experts(plan, flow, sizes)
 
 

@@ -280,6 +280,7 @@ class Feature(enum.StrEnum):
     RANKS_BY_PATTERN = "ranks_by_pattern", _model(lambda m: m.lora.rank_pattern and not m.has_pieces)
     SCALES_BY_PATTERN = "scales_by_pattern", _model(lambda m: m.lora.alpha_pattern and not m.has_pieces)
     DORA = "dora", _model(lambda m: m.lora.use_dora)  # magnitudes of rows
+    LORA_BIAS = "lora_bias", _model(lambda m: m.lora.lora_bias)  # of B
     LORA_DROPOUT = "lora_dropout", _run(lambda r: r.lora.lora_dropout > 0)
     MODEL_DROPOUT = "model_dropout", _run(lambda r: r.case.dropout)
     DROPOUT = "dropout", _run(lambda r: r.case.dropout or r.lora.lora_dropout > 0)

@@ -32,7 +32,7 @@ MOST_RANKS = 8
 _ATTENTIONS = ("eager", "sdpa")
 # Tokens of the twin with rows of their own: more show nothing new. And the first that may: those before are special.
 _MOST_TOKENS, _FIRST_TOKEN = 4, 3
-_AS_IN_THE_RUN = ("r", "lora_alpha", "use_rslora", "use_dora", "lora_dropout", "bias")
+_AS_IN_THE_RUN = ("r", "lora_alpha", "use_rslora", "use_dora", "lora_bias", "lora_dropout", "bias")
 _WAY_OUT = "prove the model itself with `meshlora verify --model FOLDER`, then train with --no-preflight"
 
 

@@ -30,7 +30,11 @@ def messages_of(
     """
     order, plan, targets = shrunk.order, small.plan, small.trained.targets
     ranks = {name: target.r * max(1, len(target.pieces)) for name, target in targets.items()}
-    scaled = [n for n, t in targets.items() if t.use_dora and plan.linears[n].split is Split.ROW]
+    scaled = []
+    for name, target in targets.items():
+        is_split = target.is_embedding or plan.linears[name].split is Split.ROW
+        if "magnitude" in target.further and is_split:
+            scaled.append(name)
     twice = Counter[int | None](itertools.compress(order, recomputed))  # kind -> its layers that run again
     once, repeated = [], []
     for module, message in (

@@ -74,7 +74,7 @@ def publish(adapter: Path, to: Path, *, name: str, model_and_plan: Callable[[], 
 def check_for_engines(config: Any, where: str) -> None:
     """Refuse an adapter that engines compute otherwise than it was trained. Raises: UnsupportedError: the option."""
     check_lora_alone(config, where)
-    options = ["use_dora"]
+    options = ["use_dora", "lora_bias"]
     if not config.target_parameters:
         options += ["rank_pattern", "alpha_pattern"]
     for option in options:

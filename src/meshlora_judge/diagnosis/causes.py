@@ -130,11 +130,21 @@ def _embedding(case: Failure) -> str:
 
 def _magnitude(case: Failure) -> str:
     """The fault of DoRA's magnitudes, which scale output features."""
-    if f"{case.result.name}.lora_magnitude_vector" not in case.evidence.reference.initial or case.ratio is not None:
+    if not _has_magnitude(case) or case.ratio is not None:
         return ""
-    if not is_scaled_by_column(case.result.pieces, case.whole, case.tolerance):
+    if is_scaled_by_column(case.result.pieces, case.whole, case.tolerance):
+        return "each output feature is scaled by a number of its own: DoRA's norm, of a part or without the adapter"
+    is_dropped = f"{case.result.name}.lora_dropout" in case.evidence.reference.dropouts
+    if not is_dropped or case.fact(case.result.name) == "row":
         return ""
-    return "each output feature is scaled by a number of its own: DoRA's norm, of a part or without the adapter"
+    return (
+        "what DoRA's magnitudes scale of the base is not of the input that the adapter's dropout leaves; or the first "
+        "module that differs has other weights, or is split otherwise"
+    )
+
+
+def _has_magnitude(case: Failure) -> bool:
+    return f"{case.result.name}.lora_magnitude_vector" in case.evidence.reference.initial
 
 
 def _row_parallel(case: Failure) -> str:
@@ -153,6 +163,7 @@ def _row_parallel(case: Failure) -> str:
         return "row-parallel output not reduced over tp: the ranks' outputs add up to the reference"
     also = _if(case.evidence.topology.sp, "row-parallel output not reduced over tp, or ")
     also += _if(case.sees_others(case.result.name), f"{_OTHERS}; or ")
+    also += _if(_has_magnitude(case), "a rank scales its term by DoRA's norm of its own part of the row; or ")
     return (
         f"{also}what a rank brings to this row-parallel linear does not go together: its heads of q, k and v, its "
         "pieces, its part of an argument, or another rank's slice of the weight"

@@ -93,7 +93,7 @@ def file_shapes(targets: Mapping[str, Target]) -> dict[str, tuple[int, ...]]:
 
 
 def file_keys(targets: Mapping[str, Target]) -> dict[tuple[str, str], str]:
-    """(target, "A", "B" or "magnitude") -> key, as in `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight`."""
+    """(target, "A", "B" or further part) -> key, as in `base_model.model.model.layers.0.mlp.up_proj.lora_A.weight`."""
     experts: dict[str, list[str]] = {}
     found: dict[tuple[str, str], str] = {}
     for target in targets.values():
@@ -103,7 +103,8 @@ def file_keys(targets: Mapping[str, Target]) -> dict[tuple[str, str], str]:
             continue
         for part in _file_parts(target):
             key = f"{PREFIX}{target.name_of(part)}"
-            if not target.is_embedding and part != "magnitude":  # these are parameters in PEFT, not an nn.Linear's
+            # An nn.Linear's in PEFT; others are parameters.
+            if not target.is_embedding and part in ("A", "B"):
                 key += ".weight"
             found[target.name, part] = key
     for module, leaves in experts.items():
@@ -245,9 +246,7 @@ def from_blocks(
 
 
 def _file_parts(target: Target) -> list[str]:
-    if target.use_dora:
-        return ["A", "B", "magnitude"]
-    return ["A", "B"]
+    return ["A", "B", *target.further]
 
 
 def _rows_of_pieces(target: Target) -> dict[str, Tensor]:
@@ -263,14 +262,14 @@ def _as_one(parts: Mapping[str, Tensor], target: Target) -> dict[str, Tensor]:
 
 
 def _in_pieces(parts: Mapping[str, Tensor], target: Target, where: str) -> dict[str, Tensor]:
-    """The inverse of `_as_one`; a magnitude is kept."""
+    """The inverse of `_as_one`; what is further is kept."""
     whole = ExpertFactors(_stack(parts["A"]), _stack(parts["B"]))
     found: dict[str, Tensor] = {}
     for name, piece in from_blocks(whole, pieces=target.pieces, rows=_rows_of_pieces(target), where=where).items():
         found[f"A.{name}"] = _unstacked(piece.a, target)
         found[f"B.{name}"] = _unstacked(piece.b, target)
-    if "magnitude" in parts:
-        found["magnitude"] = parts["magnitude"]
+    for part in target.further:
+        found[part] = parts[part]
     return found
 
 

@@ -32,10 +32,12 @@ from meshlora.adapter.formats.file_tensors import (
 from meshlora.adapter.plan import AdapterPlan, plan_adapter, rule_of_parameter, whole_shape
 from meshlora.adapter.replicas import check_replicas
 from meshlora.adapter.targets.pieces import own_words, with_own_words, with_pieces
+from meshlora.adapter.targets.resolve import KINDS
 from meshlora.adapter.targets.token_rows import DELTA
 from meshlora.comm.collectives import broadcast_text
 from meshlora.feature import features
 from meshlora.model.inject import is_tied
+from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
 from meshlora_ground.errors import MeshloraError, SaveError, UnsupportedError, UserError, did_you_mean, reason
 from meshlora_ground.files import new_folder, read_json, write_json_atomically
@@ -238,6 +240,7 @@ def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool
             options[key] = value
         elif key not in _OWN and (value or unknown_is_error):
             raise UnsupportedError(f"{where}: {key}", "it is not an option of this peft", did_you_mean(str(key), known))
+    check({option: options[option] for option in KINDS if option in options})  # before PEFT, which refuses some
     try:
         with warnings.catch_warnings():
             # Data-driven initialisations are refused anyway: no warning besides the error.

@@ -34,15 +34,19 @@ from meshlora_ground.compat.peft_targets import refuse_mamba_targets
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 
 # How an adapter is computed, what it is on, and what we have beside PEFT.
-SUPPORTED = {"r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "init_lora_weights", "rank_pattern"}
+SUPPORTED = {"r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "lora_bias", "init_lora_weights"}
 SUPPORTED |= {"alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "bias"}
 SUPPORTED |= {"modules_to_save", "target_parameters", "trainable_token_indices", "fan_in_fan_out"}
-SUPPORTED |= {"pieces", "share_experts", "vision"}
+SUPPORTED |= {"rank_pattern", "pieces", "share_experts", "vision"}
 # The origin of an adapter, or how PEFT runs it; no effect on training.
 DESCRIPTIVE = {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"}
 DESCRIPTIVE |= {"inference_mode", "runtime_config"}
 # Elements that any adapter may have: a gigabyte with optimizer state.
 _SMALL = 2**26
+# Which of them go together is known before any target.
+KINDS = ("use_dora", "lora_bias", "init_lora_weights")
+# What an adapter may have beside A and B -> its name in PEFT.
+_FURTHER = {"magnitude": "magnitude_vector", "bias": "B.bias"}
 _INITS = (True, False, "gaussian", "pissa", "olora")
 
 
@@ -52,7 +56,8 @@ class Target:
 
     Attributes:
         pieces: the pieces of a fused matrix, each with an A and a B of rank r; empty for all of it.
-        use_dora: whether there is a magnitude for each output feature.
+        further: names of what is trained beside A and B, a number for each output feature: the `magnitude` of DoRA, the
+            `bias` of B.
         is_embedding: A `[r, V]`, B `[H, r]` on the input embedding.
         num_experts: E of a projection of experts, with factors `[E, r, in]`, `[E, out, r]`; 0 elsewhere.
         is_shared: one adapter for all experts, `[1, r, in]`, `[1, out, r]`.
@@ -64,7 +69,7 @@ class Target:
     r: int
     scaling: float
     pieces: tuple[str, ...] = ()
-    use_dora: bool = False
+    further: tuple[str, ...] = ()
     is_embedding: bool = False
     num_experts: int = 0
     is_shared: bool = False
@@ -75,7 +80,7 @@ class Target:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Part -> full shape: `A`, `B`, of pieces `A.q`, `B.q`, with DoRA `magnitude`."""
+        """Part -> full shape: `A`, `B`, of pieces `A.q`, `B.q`, then what is `further`."""
         stack: tuple[int, ...] = ()
         if self.is_shared:
             stack = (1,)
@@ -88,16 +93,16 @@ class Target:
             shapes[f"B.{piece}"] = (*stack, rows, self.r)
         if not self.pieces:
             shapes = {"A": (*stack, self.r, self.in_features), "B": (*stack, self.out_features, self.r)}
-        if self.use_dora:
-            shapes["magnitude"] = (self.out_features,)
+        for part in self.further:
+            shapes[part] = (self.out_features,)
         return shapes
 
     def name_of(self, part: str) -> str:
         """Name of the trained parameter: "A" of `up_proj` -> `up_proj.lora_A`."""
+        if part in self.further:
+            return f"{self.name}.lora_{_FURTHER[part]}"
         if self.is_embedding:
             return f"{self.name}.lora_embedding_{part}"
-        if part == "magnitude":
-            part = "magnitude_vector"
         return f"{self.name}.lora_{part}"
 
 
@@ -119,7 +124,7 @@ def check_supported(config: LoraConfig) -> None:
         if value != usual and (value or usual):  # None, [], {} and False all mean "off"
             way_out = f"leave it at {usual!r}; supported: {', '.join(sorted(SUPPORTED))}"
             raise UnsupportedError(f"LoraConfig({option.name}={value!r})", "this option is not supported yet", way_out)
-    check({"use_dora": config.use_dora, "init_lora_weights": config.init_lora_weights})
+    check({option: getattr(config, option) for option in KINDS})
     check_values(config)
 
 
@@ -190,7 +195,7 @@ def _check_module(model: Any, plan: ModelPlan, config: LoraConfig, name: str) ->
         way_out = f"name it in exclude_modules: [{leaf}]"
         raise UnsupportedError(f"target_modules matches {name}", f"PEFT refuses it ({error})", way_out) from None
     is_tied = name == plan.head and model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    asked: dict[str, Any] = {"use_dora": config.use_dora, "init_lora_weights": config.init_lora_weights}
+    asked: dict[str, Any] = {option: getattr(config, option) for option in KINDS}
     if is_tied:
         asked["an adapter on the tied head"] = name
     if name == plan.embedding:
@@ -225,7 +230,8 @@ def _target(model: Any, name: str, config: LoraConfig, plan: ModelPlan, *, by_we
     if pieces and r % len(pieces):
         raise UserError(f"rank {r} of {name}", f"it is that of its pieces {pieces} together", "give each the same rank")
     # To PEFT r is the rank of all pieces together, and alpha too (`with_pieces`): the scale is that of each.
-    target = Target(name, r // max(1, len(pieces)), scaling, tuple(pieces), config.use_dora, name == plan.embedding)
+    further = tuple(part for part, is_there in (("magnitude", config.use_dora), ("bias", config.lora_bias)) if is_there)
+    target = Target(name, r // max(1, len(pieces)), scaling, tuple(pieces), further, name == plan.embedding)
     rule = plan.rule_of(name)
     if rule is None:
         vocabulary, width = _embedding_size(model, plan)

@@ -1,4 +1,4 @@
-"""Faults of adapters: initial factors, LoRA scale, DoRA magnitudes."""
+"""Faults of adapters: initial factors, LoRA scale, DoRA magnitudes, biases of B."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from torch import Tensor
 from meshlora.adapter import attach
 from meshlora.adapter import plan as adapter_plan
 from meshlora.adapter.attach import runtime
+from meshlora.adapter.targets.resolve import Target
 from meshlora.comm.groups import Axis
-from meshlora.layers import linear
 from meshlora.layers.linear import ParallelLinear
-from meshlora.plan.grads import Side
 from meshlora.plan.layout import Split
-from meshlora.plan.rules import LinearRule
+from meshlora.plan.rules import ModelPlan
 from meshlora.verify.faults.fault import after, around, instead_of, rank
 from meshlora.verify.features import Feature
+from meshlora.wings.variants import bias_of_b, magnitudes
+from meshlora.wings.variants.magnitudes import Magnitudes
 
 
 @around(attach, "draw_factors", needs={Feature.RANKS})
@@ -67,26 +68,65 @@ def scale_of_fresh_squared(original: Any, model: Any, name: str, planned: Any, *
     original(model, name, dataclasses.replace(planned, targets=squared), *rest)
 
 
-@instead_of(linear, "all_reduce_sum", needs={Feature.TP, Feature.DORA, Feature.ROW_TARGET})
+@instead_of(magnitudes, "all_reduce_sum", needs={Feature.TP, Feature.DORA, Feature.ROW_TARGET})
 def dora_norm_over_local_slice(x: Tensor, axis: Axis) -> Tensor:
     """the norm of a row that is split over tp is that of the whole row"""
     return x
 
 
-@around(ParallelLinear, "weight_norm", needs={Feature.DORA})
-def dora_norm_of_base_alone(original: Any, self: ParallelLinear, adapter: str) -> Any:
+@around(magnitudes, "weight_norm", needs={Feature.DORA})
+def dora_norm_of_base_alone(original: Any, leaf: Any, adapter: str) -> Any:
     """DoRA divides by the norm of the weight with the adapter"""
-    with mock.patch.dict(self.scaling, {adapter: 0.0}):  # adds nothing to the base
-        return original(self, adapter)
+    with mock.patch.dict(leaf.scaling, {adapter: 0.0}):  # adds nothing to the base
+        return original(leaf, adapter)
 
 
-@after(adapter_plan, "factor_rule", needs={Feature.TP, Feature.DORA, Feature.ROW_TARGET})
-def row_magnitude_summed_as_other_kind(found: Any, rule: LinearRule, side: Side, *, sp: bool) -> Any:
-    """a row-parallel linear's magnitude is summed over tp under sp alone, as the residual stream is"""
-    # Sums over tp what each rank holds in full, and averages terms.
-    if rule.split is not Split.ROW or side is not Side.AFTER:
+@after(adapter_plan, "rule_of_part", needs={Feature.TP, Feature.DORA, Feature.ROW_TARGET})
+def row_magnitude_of_one_rank(found: Any, plan: ModelPlan, target: Target, part: str) -> Any:
+    """a row-parallel linear's magnitude is summed over tp: each rank scales a term of the output"""
+    if part != "magnitude" or found.cuts or "tp" not in found.grad_axes:
         return found
-    return dataclasses.replace(found, grad_axes=found.grad_axes ^ {"tp"}, mean_axes=found.mean_axes ^ {"tp"})
+    return dataclasses.replace(found, grad_axes=found.grad_axes - {"tp"}, mean_axes=found.mean_axes | {"tp"})
+
+
+@around(magnitudes, "kept_of_base", needs={Feature.DORA, Feature.LORA_DROPOUT})
+def dora_scales_the_base_without_dropout(original: Any, leaf: Any, x: Tensor, mask: Any) -> Any:
+    """what magnitudes change of the base's product is of the dropped input"""
+    return original(leaf, x, mask) * 0.0
+
+
+@around(magnitudes, "kept_of_base", needs={Feature.DORA, Feature.LORA_DROPOUT})
+def dora_draws_anew_for_the_base(original: Any, leaf: Any, x: Tensor, mask: Any) -> Any:
+    """the base's term of DoRA and the adapter's see the same dropped input"""
+    return original(leaf, x, dataclasses.replace(mask, key=mask.key ^ 1))
+
+
+@around(Magnitudes, "product", needs={Feature.DORA, Feature.LORA_DROPOUT})
+def dora_drops_all_of_the_base(original: Any, self: Any, leaf: Any, name: str, y: Tensor, x: Tensor, mask: Any) -> Any:
+    """the base's own product, to which DoRA adds, is of the whole input"""
+    if mask is None:
+        return original(self, leaf, name, y, x, mask)
+    return original(self, leaf, name, y - magnitudes.kept_of_base(leaf, x, mask), x, None)
+
+
+@after(bias_of_b, "share_of_bias", needs={Feature.TP, Feature.LORA_BIAS, Feature.ROW_TARGET})
+def bias_of_b_added_on_each_rank(_: float, leaf: ParallelLinear, adapter: str) -> float:
+    """the bias of B is added once to the sum that a row-parallel linear gives"""
+    return leaf.scaling[adapter]
+
+
+@after(bias_of_b, "share_of_bias", needs={Feature.LORA_BIAS, Feature.SCALE})
+def bias_of_b_not_scaled(found: float, leaf: ParallelLinear, adapter: str) -> float:
+    """the bias of B has the scale of LoRA, as B's product has"""
+    return found / leaf.scaling[adapter]
+
+
+@after(adapter_plan, "rule_of_part", needs={Feature.TP, Feature.LORA_BIAS, Feature.ROW_TARGET})
+def row_bias_of_b_of_one_rank(found: Any, plan: ModelPlan, target: Target, part: str) -> Any:
+    """the gradient of a row-parallel linear's bias of B is summed over tp: one rank has it"""
+    if part != "bias" or found.cuts or "tp" not in found.grad_axes:
+        return found
+    return dataclasses.replace(found, grad_axes=found.grad_axes - {"tp"}, mean_axes=found.mean_axes | {"tp"})
 
 
 @around(attach, "draw_factors", needs={Feature.SEED})

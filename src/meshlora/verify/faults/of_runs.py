@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from meshlora.adapter.formats import peft_format
-from meshlora.layers.linear import ParallelLinear
 from meshlora.layers.tokens import ForwardTokens
 from meshlora.run import trained, trainer
 from meshlora.run.checkpoint import state as checkpoint
@@ -21,6 +20,8 @@ from meshlora.train import gradsync
 from meshlora.verify.faults.fault import after, around, fault, instead_of
 from meshlora.verify.features import Feature
 from meshlora.wings.experts import module as experts
+from meshlora.wings.variants import magnitudes
+from meshlora.wings.variants.magnitudes import Magnitudes
 
 
 @around(peft_format, "read_adapter", needs={Feature.RESUME})
@@ -131,9 +132,7 @@ def adapters_exchanged_at_experts(found: Tensor, parts: Any, names: Any) -> Tens
     return (found + 1) % len(names)
 
 
-@around(
-    ParallelLinear, "weight_norm", needs={Feature.ADAPTERS, Feature.DORA}, within=(ParallelLinear, "magnitude_ratio")
-)
-def adapters_scaled_by_the_norm_of_the_first(original: Any, self: ParallelLinear, _: str) -> Any:
+@around(magnitudes, "weight_norm", needs={Feature.ADAPTERS, Feature.DORA}, within=(Magnitudes, "ratio"))
+def adapters_scaled_by_the_norm_of_the_first(original: Any, leaf: Any, _: str) -> Any:
     """each adapter's rows are scaled by magnitudes over norms of its own"""
-    return original(self, next(iter(self.scaling)))
+    return original(leaf, next(iter(leaf.scaling)))

@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from meshlora.plan.grads import general_rules
+from meshlora.plan.table import general_rules
 from meshlora.verify.faults.registry import find
 from meshlora.verify.proof import Outcome
 from meshlora.verify.request import Proof

@@ -18,12 +18,15 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshlora.adapter.attach import Runtime, check_not_merged, runtime
+from meshlora.layers.adapted import variant_of
 from meshlora.layers.embedding import ParallelEmbedding
 from meshlora.layers.linear import ParallelHead, ParallelLinear
 from meshlora.layers.token_rows import ReplacedRows, rows_of
 from meshlora.model.dp_shard import whole_weights
 from meshlora.model.inject import parallel_leaves
 from meshlora.wings.experts.module import ParallelExpertLinear
+from meshlora.wings.variants.bias_of_b import BiasOfB
+from meshlora.wings.variants.magnitudes import Magnitudes
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.float64 import lift, wide_dtype
 
@@ -53,6 +56,9 @@ def merge(model: Any) -> None:
         if not isinstance(leaf, ParallelEmbedding) and leaf.form is not None:
             rule = "the sum would be rounded to few bits once more, and be another model"
             raise UnsupportedError(f"merge into {name}, which is held in few bits", rule, "generate without merging")
+        if isinstance(variant_of(leaf.variants, state.active), BiasOfB):
+            rule = "lora_bias adds to a bias that the linear may not have"
+            raise UnsupportedError(f"merge into {name}", rule, "generate without merging")
     state.unmerged = {}
     try:
         with lift(model.dtype == torch.float64):
@@ -118,10 +124,11 @@ def _rows(leaf: _Merging, adapter: str) -> ReplacedRows | None:
 
 def _merge_one(model: Any, state: Runtime, name: str, leaf: _Merging) -> None:
     adapter, weight = str(state.active), leaf.weight
-    ratio = None
-    if isinstance(leaf, ParallelLinear) and adapter in leaf.lora_magnitude_vector:
+    ratio, variant = None, variant_of(leaf.variants, adapter)
+    if isinstance(variant, Magnitudes):
+        assert not isinstance(leaf, ParallelExpertLinear), name
         with whole_weights(model, name):
-            ratio = leaf.magnitude_ratio(adapter)
+            ratio = variant.ratio(leaf, adapter)
     shard, first = weight, 0
     if isinstance(weight, DTensor):
         shard = weight.to_local()
@@ -135,7 +142,8 @@ def _merge_one(model: Any, state: Runtime, name: str, leaf: _Merging) -> None:
     if (replaced := _rows(leaf, adapter)) is not None:
         total[replaced.local] = replaced.values[replaced.here].to(total.dtype)
     if ratio is not None:
-        total *= ratio[rows].unsqueeze(1).to(total.dtype)
+        ratio = ratio.to(total.dtype)
+        total *= ratio if isinstance(leaf, ParallelEmbedding) else ratio[rows].unsqueeze(1)
     assert state.unmerged is not None
     if isinstance(weight, DTensor):
         state.unmerged[name] = shard.clone()
