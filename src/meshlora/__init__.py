@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from meshlora.wings.generation.in_memory import merge as merge
     from meshlora.wings.generation.in_memory import merged as merged
     from meshlora.wings.generation.in_memory import unmerge as unmerge
+    from meshlora_extra.hf.adopt import adopt as adopt
     from meshlora_extra.hf.trainer import MeshTrainer as MeshTrainer
     from meshlora_extra.hf.trl import on_mesh as on_mesh
     from meshlora_ground.dataset import Sequence as Sequence
@@ -96,6 +97,7 @@ _HOME = {
     "MeshloraError": "meshlora_ground.errors",
     "UnsupportedError": "meshlora_ground.errors",
     "UserError": "meshlora_ground.errors",
+    "adopt": "meshlora_extra.hf.adopt",
     "MeshTrainer": "meshlora_extra.hf.trainer",
     "on_mesh": "meshlora_extra.hf.trl",
     "lift": "meshlora_ground.float64",

@@ -12,14 +12,17 @@ from meshlora_judge.experts import plain_name
 
 
 class MaskedPeft:
-    """Every `nn.Dropout` of the PEFT model `model` drops by these masks: of step `step`, from 0, set by the caller."""
+    """Every `nn.Dropout` of the PEFT model `model` drops by these masks: of step `step`, from 0, set by the caller.
 
-    def __init__(self, model: nn.Module, *, seed: int) -> None:
+    adapter: the name of the active one.
+    """
+
+    def __init__(self, model: nn.Module, *, seed: int, adapter: str = "default") -> None:
         self.seed, self.step, self.num_dropped = seed, 0, 0
         self._numbers: Tensor | None = None
         for path, module in model.named_modules():
             if isinstance(module, nn.Dropout) and module.p > 0:
-                module.forward = self._forward(plain_name(path), module.p)  # type: ignore[method-assign]
+                module.forward = self._forward(plain_name(path).removesuffix(f".{adapter}"), module.p)  # type: ignore[method-assign]
         model.register_forward_pre_hook(self._begin, with_kwargs=True)
 
     def _begin(self, _: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

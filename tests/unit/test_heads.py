@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, BertTokenizer
 
-from meshlora.adapter.formats.peft_format import lora_config, save_adapter, set_head
+from meshlora.adapter.formats.peft_format import lora_config, save_adapter
 from meshlora.loading.blueprint import Blueprint, make_blueprint, read_model_config
 from meshlora.loading.load import load_blueprint
 from meshlora.plan.base_options import BaseOptions
@@ -24,6 +24,7 @@ from meshlora.run import heads
 from meshlora.run.heads import Compared, embeddings, info_nce
 from meshlora.train.batch import Batch
 from meshlora.train.collation import collate
+from meshlora_extra.merging.head import set_head
 from meshlora_extra.merging.merge import merge
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError

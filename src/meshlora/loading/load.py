@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,7 @@ from transformers import PretrainedConfig
 
 from meshlora.adapter import attach
 from meshlora.adapter.formats.peft_format import begin_adapter, begin_reference
+from meshlora.adapter.plan import AdapterPlan
 from meshlora.adapter.targets.options import check_kind
 from meshlora.comm.groups import join, num_processes, open_mesh
 from meshlora.feature import check_proved, features
@@ -122,9 +124,17 @@ def _folder(given: str | Path, kind: Literal["model", "adapter"], *, trust_remot
     return path
 
 
-def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0) -> Any:
+def load_blueprint(
+    blueprint: Blueprint,
+    *,
+    device: str = "auto",
+    seed: int = 0,
+    source: Source | None = None,
+    adapters: Mapping[str, AdapterPlan] | None = None,
+) -> Any:
     """The model of `blueprint` on the mesh of this job, its adapter active. Every rank calls this. The caller checks
-    that the family is proved.
+    that the family is proved. source, adapters: the weights and adapters in place of the blueprint's; the first is
+    active.
     """
     whole, model = blueprint.plan, copy.deepcopy(blueprint.model)  # a blueprint makes several models
     if blueprint.source is not None:
@@ -133,13 +143,13 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
     plan = whole
     for feature in features():
         plan = feature.plan_of_rank(plan, mesh.pp.rank)
-    source: Source
-    if blueprint.source is None:
+    if source is None and blueprint.source is None:
         source = StateDictSource(_random_weights(copy.deepcopy(blueprint.config), blueprint.dtype, seed))
-    else:
-        source = blueprint.weights()
+    source = source or blueprint.weights()
     targets = {*plan.quantized}  # what is held in few bits is a leaf of ours, with an adapter or without
-    for adapter in (blueprint.adapter, blueprint.reference):
+    if adapters is None:
+        adapters = {} if blueprint.adapter is None else {"default": blueprint.adapter}
+    for adapter in (*adapters.values(), blueprint.reference):
         if adapter is not None:
             targets |= {*adapter.targets}
     cuts = parallelize(model, plan, mesh, targets=targets, dtype=blueprint.dtype, options=blueprint.options)
@@ -159,12 +169,10 @@ def load_blueprint(blueprint: Blueprint, *, device: str = "auto", seed: int = 0)
     number_tokens(model)
     for feature in features():
         feature.watch(model)
-    name = None
-    if blueprint.adapter is not None:
-        name = "default"
-        begin_adapter(model, name, blueprint.adapter, seed=seed)
+    for name, planned in adapters.items():
+        begin_adapter(model, name, planned, seed=seed)
         begin_reference(model, name, blueprint.reference)
-    attach.set_adapter(model, name)  # last: it says what is trained
+    attach.set_adapter(model, next(iter(adapters), None))  # last: it says what is trained
     return model
 
 

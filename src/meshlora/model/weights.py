@@ -103,9 +103,9 @@ class Source:
 class StateDictSource(Source):
     """Tensors already in memory: a model with random weights."""
 
-    def __init__(self, tensors: dict[str, Tensor]) -> None:
+    def __init__(self, tensors: dict[str, Tensor], description: str = "the random weights") -> None:
         stored = {name: Stored(((StoredTensor.in_memory(name, tensor),),)) for name, tensor in tensors.items()}
-        super().__init__(stored, "the random weights")
+        super().__init__(stored, description)
 
 
 class CheckpointSource(Source):

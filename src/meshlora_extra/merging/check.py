@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.utils import logging
 
-from meshlora.adapter.formats.peft_format import set_head
 from meshlora.model.weights import CheckpointSource
+from meshlora_extra.merging.head import set_head
 from meshlora_ground.compat.peft_targets import targets_as_configured
 from meshlora_ground.errors import MeshloraError, reason
 from meshlora_ground.float64 import wide_dtype

@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, set_head
+from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE
 from meshlora.loading.blueprint import build_on_meta
 from meshlora.model.stored import StoredTensor, has_own_head
 from meshlora.model.stream import FLOATS, Entry, check_stream, dtype_name, write_stream
@@ -36,6 +36,7 @@ from meshlora.model.weights import CheckpointSource, check_checkpoint, check_tie
 from meshlora.wings.quantized.rounding import Rounding, rounding_of
 from meshlora_extra.merging.changes import Change, Changes, Lora, merged_expert, merged_weight, read_changes
 from meshlora_extra.merging.check import Base, compare_logits
+from meshlora_extra.merging.head import set_head
 from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError, reason
 from meshlora_ground.files import new_folder, open_safetensors, read_json, write_json_atomically
 from meshlora_ground.float64 import wide_dtype

@@ -41,7 +41,7 @@ from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
 from meshlora_ground.errors import MeshloraError, SaveError, UnsupportedError, UserError, did_you_mean, reason
 from meshlora_ground.files import new_folder, read_json, write_json_atomically
-from meshlora_ground.tasks import CAUSAL, labels_of, set_labels, set_task, task_of
+from meshlora_ground.tasks import CAUSAL, labels_of
 from meshlora_ground.weight_files import repository_of
 
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -190,29 +190,6 @@ def read_config(folder: Path, *, ignore_dropout: bool = False) -> LoraConfig:
     return with_own_words(config, _pieces(own, f"{file}"), share_experts=own.get("share_experts") is True)
 
 
-def set_head(config: Any, folder: Path) -> None:
-    """Make a model's configuration that of the task of the adapter in `folder`, with its labels.
-
-    Raises:
-        UserError: files that are missing or damaged. UnsupportedError: a task that is not known.
-    """
-    task = _read_mapping(folder / CONFIG_FILE).get("task_type")
-    set_task(config, task or CAUSAL)
-    if task_of(config) in (CAUSAL, "FEATURE_EXTRACTION"):
-        return  # no labels
-    own = _read_mapping(folder / PIECES_FILE)
-    labels, problem, padding = own.get("labels"), own.get("problem_type"), own.get("pad_token_id")
-    if not labels or not _are_names(labels):
-        rule = f"a head has as many outputs as there are labels, and {PIECES_FILE} must name them"
-        raise UserError(f"adapter {folder} of task_type={task}", rule, 'write {"labels": ["bad", "good"]} into it')
-    if not isinstance(problem, str):
-        problem = None
-    set_labels(config, labels, problem)
-    # A classifier reads its last token's state: without a padding token transformers refuses batches.
-    if getattr(config, "pad_token_id", None) is None and isinstance(padding, int):
-        config.pad_token_id = padding
-
-
 def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool = False) -> LoraConfig:
     """A `LoraConfig` from plain values.
 
@@ -263,13 +240,6 @@ def _pieces(values: Any, where: str) -> dict[str, list[str]]:
 
 def _are_names(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-def _read_mapping(file: Path) -> Mapping[str, Any]:
-    """The mapping in `file`; empty if there is no such file."""
-    if not file.is_file():
-        return {}
-    return _mapping(read_json(file))
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
