@@ -1,5 +1,4 @@
-"""What the code itself can write: tables of architecture.md, support.md and adding/transformers.md in docs, all of
-coming-from.md, and a run file's JSON schema.
+"""What the code itself can write: tables of pages in docs, all of docs/coming-from.md, and a run file's JSON schema.
 
     .venv/bin/python scripts/describe_house.py           # write them
     .venv/bin/python scripts/describe_house.py --check   # exit code 1 where they differ
@@ -26,12 +25,14 @@ from tests.unit.test_compat_names import PRIVATE, Private
 
 from meshlora.plan.features import Feature
 from meshlora.plan.pairs import GROUPS, PROVED, REFUSED
+from meshlora_extra import engines
 from meshlora_ground.versions import name_of, own_files
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "architecture.md"
 SUPPORT = ROOT / "docs" / "support.md"
 LIBRARIES = ROOT / "docs" / "adding" / "transformers.md"
+ENGINES = ROOT / "docs" / "merge-and-export.md"
 
 
 def imports() -> str:
@@ -115,6 +116,7 @@ def main() -> int:
         PAGE: described(PAGE.read_text("utf-8"), {"imports": imports(), "files": files()}),
         LIBRARIES: described(LIBRARIES.read_text("utf-8"), {"private": private()}),
         SUPPORT: described(SUPPORT.read_text("utf-8"), {"refused": refused(), "proved": proved()}),
+        ENGINES: described(ENGINES.read_text("utf-8"), {"engines": engines.table()}),
         write_schema.FILE: write_schema.text(),
         write_coming_from.PAGE: write_coming_from.text(),
     }

@@ -1,7 +1,8 @@
-"""Adapter folders for serving engines, with one pair of factors per expert, and back to PEFT's fused form.
+"""Adapter folders for serving engines: one rank and scale, one pair of factors per expert, and back to PEFT's form.
 
-Owns: which layout engines read, the single rank and scale of an adapter in an engine, and both configurations. Does not
-own: the keys, and reading such a folder (`wings.experts.per_expert`); writing a folder (`meshlora_extra.paper.export`).
+Owns: the single rank and scale of an adapter in an engine, and both configurations. Does not own: what engines serve
+(`meshlora_extra.engines`); the keys, and reading such a folder (`wings.experts.per_expert`); writing a folder
+(`meshlora_extra.paper.export`).
 
 vLLM reads `r` and `lora_alpha` of `adapter_config.json` and ignores patterns. Targets of different ranks and equal
 scale are padded with zeros to the largest rank, which changes no product; different scales are refused.
@@ -10,30 +11,30 @@ scale are padded with zeros to the largest rank, which changes no product; diffe
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from peft import LoraConfig
 from torch import Tensor
 
 from meshlora.adapter.formats.adapter_file import open_adapter, read_adapter_tensors
 from meshlora.adapter.formats.file_tensors import ExpertFactors, base_keys, file_keys, file_tensors
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, plan_folder, read_config, read_factors
-from meshlora.adapter.plan import AdapterPlan, plan_adapter
+from meshlora.adapter.plan import plan_adapter
 from meshlora.adapter.targets.pieces import own_words
-from meshlora.adapter.targets.resolve import Target
 from meshlora.plan.rules import ModelPlan
 from meshlora.wings.experts.per_expert import (
     by_projection,
-    check_lora_alone,
     engine_factors,
     engine_names,
     engine_tensors,
     is_per_expert,
-    reads_fused_experts,
+    refuse_per_expert,
 )
-from meshlora_extra.paper.export import check_new, export, write_folder
+from meshlora_extra.engines import check_options, one_scaling, served
+from meshlora_extra.paper.export import check_new, export, factors_of, side_of, write_folder
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.files import read_json
 
@@ -41,63 +42,55 @@ from meshlora_ground.files import read_json
 _NAMED = {"exclude_modules": None, "layers_to_transform": None, "layers_pattern": None, "lora_dropout": 0.0}
 
 
-def engine_layout(adapter: AdapterPlan, plan: ModelPlan, where: str) -> Literal["peft", "per-expert"]:
-    """The layout in which engines read `adapter`. where: it is, for messages.
+def export_for_engines(
+    adapter: Path, out: Path, *, model_and_plan: Callable[[], tuple[Any, Any]] | None = None
+) -> None:
+    """Write the PEFT folder `adapter` as `out`, in the layout that engines read (`meshlora_extra.engines`).
+
+    model_and_plan: of adapters on experts, whose layout the model decides: the model on the meta device, and its plan.
 
     Raises:
-        UserError: targets of several scales. UnsupportedError: what engines read in no layout, by name.
+        UserError: as of `export_per_expert`. UnsupportedError: what engines do not compute.
     """
-    targets = adapter.targets
-    if adapter.rows:  # `trainable_token_indices`
-        words = "engines take LoRA, and no rows of a vocabulary besides"
-        raise UnsupportedError(f"{where}: trainable_token_indices", words, "merge it: meshlora merge")
-    if not adapter.config.target_parameters:
-        return "peft"
-    check_lora_alone(adapter.config, where)
-    _check_targets(where, targets, plan)
-    if reads_fused_experts(plan.model_type):
-        _check_fused(where, targets, plan)
-        return "peft"
-    engine_names(plan.model_type)  # refuses families that no engine reads so
-    _one_scaling(where, targets)
-    return "per-expert"
-
-
-def _check_fused(where: str, targets: Mapping[str, Target], plan: ModelPlan) -> None:
-    """Refuse an adapter on fused experts that engines would compute otherwise, or not at all."""
-    for rule in plan.experts.values():
-        there = [each for each in rule.projections if each.name in targets]
-        if len(there) == 1:
-            words = f"of the experts it is on {there[0].name} alone, and engines need both projections or none"
-            raise UnsupportedError(where, words, "train both, or merge it: meshlora merge")
-        for one in there:
-            if one.is_swapped:
-                words = f"the file has the A of {one.name} on the side of the output, where engines read its B"
-                raise UnsupportedError(where, words, "merge it: meshlora merge")
-    _one_scaling(where, targets)
-    # On disk the pieces of a matrix are one adapter of the sum of their ranks.
-    ranks = {name: target.r * max(1, len(target.pieces)) for name, target in targets.items()}
-    first = next(iter(ranks))
-    for name, r in ranks.items():
-        if r != ranks[first]:
-            words = f"{first} has rank {ranks[first]}, {name} {r}, and engines read one"
-            raise UnsupportedError(where, words, "train without rank_pattern and pieces, or merge it")
-
-
-def export_for_engines(adapter: str | Path, out: str | Path, *, model: Any, plan: ModelPlan) -> None:
-    """Write the PEFT folder `adapter`, on experts, as `out`, in the layout that engines read.
-
-    Args and Raises: as of `export_per_expert`.
-    """
-    folder = Path(adapter)
-    config = read_config(folder, ignore_dropout=True)
-    planned = plan_adapter(model, plan, config, strict=False, folder=folder)
-    if engine_layout(planned, plan, f"{folder}") == "per-expert":
-        export_per_expert(folder, out, model=model, plan=plan)
+    config = read_config(adapter, ignore_dropout=True)
+    check_options(config, f"{adapter / CONFIG_FILE}")
+    if not config.target_parameters:
+        _export_linears(adapter, out, config)
+        return
+    if model_and_plan is None:
+        rule = "the layout of an adapter on experts is the model's"
+        raise UserError(f"{adapter}", rule, "give --model FOLDER")
+    model, plan = model_and_plan()
+    planned = plan_adapter(model, plan, config, strict=False, folder=adapter)
+    if served(planned, plan, f"{adapter}") == "per-expert":
+        export_per_expert(adapter, out, model=model, plan=plan)
     else:
-        _check_no_base(folder, read_adapter_tensors(folder / WEIGHTS_FILE), planned.targets, plan)
+        _check_no_base(adapter, read_adapter_tensors(adapter / WEIGHTS_FILE), planned.targets, plan)
         read_factors(planned, plan)
-        export(folder, out, "peft")
+        export(adapter, out, "peft")
+
+
+def _export_linears(adapter: Path, out: Path, config: LoraConfig) -> None:
+    """Write an adapter that is on no experts, with one rank, one scale and targets by name where it has others."""
+    tensors, stored = read_adapter_tensors(adapter / WEIGHTS_FILE), read_json(adapter / CONFIG_FILE)
+    refuse_per_expert(adapter, tensors)
+    factors, _ = factors_of(tensors, config, f"{adapter}", strict=False)
+    scaling = one_scaling(f"{adapter}", {name: each.lora_alpha / each.r for name, each in factors.items()})
+    r, written = max(each.r for each in factors.values()), {}
+    for key, tensor in tensors.items():
+        side = side_of(key)
+        if side is None:
+            rule = "it is a weight of the base, which engines do not read"
+            raise UnsupportedError(f"{adapter}: {key}", rule, "merge it: meshlora merge")
+        written[key] = _padded(tensor, r, dim="AB".index(side))  # A: [r, in], B: [out, r]
+    if config.use_rslora or config.rank_pattern or config.alpha_pattern:
+        converted = _one_rank(r, scaling)
+        for option in ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"):
+            stored[option] = converted[option]
+    if not isinstance(stored["target_modules"], list):  # a pattern, which not every engine reads
+        stored["target_modules"] = sorted({name.rpartition(".")[2] for name in factors})
+        stored["init_lora_weights"] = True  # PEFT finds more of these names: what the file lacks has no effect
+    write_folder(out, written, stored, {})
 
 
 class Exported(NamedTuple):
@@ -133,17 +126,20 @@ def export_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
     tensors = read_adapter_tensors(folder / WEIGHTS_FILE)
     if is_per_expert(tensors):
         raise UserError(f"{folder}", "it has one adapter for each expert already", "serve it as it is")
-    check_lora_alone(config, f"{folder / CONFIG_FILE}")
+    check_options(config, f"{folder / CONFIG_FILE}")
     planned = plan_adapter(model, plan, config, strict=False, folder=folder)
     targets = planned.targets
-    _check_targets(f"{folder}", targets, plan)
-    engine_layout(planned, plan, f"{folder}")
+    served(planned, plan, f"{folder}")
+    if not any(target.num_experts for target in targets.values()):
+        raise UserError(
+            f"{folder}", "it is on no experts, and engines read the rest in PEFT's form", "serve it as it is"
+        )
     names = engine_names(plan.model_type)  # refuses what engines read as it is, once that is known to be so
     _check_no_base(folder, tensors, targets, plan)
     full, _ = read_factors(planned, plan)  # split into experts
     # On disk the pieces of a linear are one adapter whose rank is the sum of theirs.
     ranks = {name: each.r if each.num_experts else each.r * max(1, len(each.pieces)) for name, each in targets.items()}
-    r, scaling = max(ranks.values()), _one_scaling(f"{folder}", targets)
+    r, scaling = max(ranks.values()), one_scaling(f"{folder}", {name: each.scaling for name, each in targets.items()})
     linears = {name: each for name, each in targets.items() if not each.num_experts}
     # Weights of the base that PEFT stores beside.
     written = {key: tensors[key] for key in base_keys(linears, plan).values() if key in tensors}
@@ -195,33 +191,12 @@ def import_per_expert(adapter: str | Path, out: str | Path, *, model: Any, plan:
     return len(written)
 
 
-def _check_targets(where: str, targets: Mapping[str, Target], plan: ModelPlan) -> None:
-    if not any(target.num_experts for target in targets.values()):
-        raise UserError(where, "it is on no experts, and engines read the rest in PEFT's form", "serve it as it is")
-    for name in targets:
-        if name in plan.routers:
-            rule = "not every engine applies it"
-            raise UnsupportedError(f"{where}: LoRA on the router {name}", rule, "merge it: meshlora merge")
-
-
 def _check_no_base(folder: Path, tensors: Collection[str], targets: Collection[str], plan: ModelPlan) -> None:
     """Refuse an embedding or a head of the base in the folder: PEFT loads it, engines do not."""
     for name, key in base_keys(targets, plan).items():
         if name not in targets and key in tensors:
             rule = "it is a weight of the base, which engines do not read"
             raise UnsupportedError(f"{folder}: {key}", rule, "merge it: meshlora merge")
-
-
-def _one_scaling(where: str, targets: Mapping[str, Target]) -> float:
-    """The common scale of `B A`. Raises: UserError: two targets differ."""
-    first = next(iter(targets.values()))
-    for other in targets.values():
-        # With use_rslora the scale of pieces comes from a square root.
-        if not math.isclose(other.scaling, first.scaling, rel_tol=1e-12):
-            given = f"{where}: {first.name} is scaled by {first.scaling:g}, {other.name} by {other.scaling:g}"
-            rule = "engines know one lora_alpha and one r for all of an adapter"
-            raise UserError(given, rule, "train with the same lora_alpha / r everywhere, or merge it: meshlora merge")
-    return first.scaling
 
 
 def _one_rank(r: int, scaling: float) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from transformers import AutoConfig
 from meshlora.adapter.formats.peft_format import read_config
 from meshlora.adapter.plan import plan_adapter
 from meshlora.cli.main import main
-from meshlora_extra.engine_export import engine_layout, export_per_expert, import_per_expert
+from meshlora_extra.engine_export import export_per_expert, import_per_expert
+from meshlora_extra.engines import served
 from meshlora_extra.merging.changes import read_changes
 from meshlora_extra.rl.publishing import publish
 from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
@@ -122,7 +123,7 @@ def test_experts_that_engines_read_as_peft_has_them_are_published_so(
     swapped = dataclasses.replace(rule, first=dataclasses.replace(rule.first, is_swapped=True))
     planned = plan_adapter(found["model"], found["plan"], read_config(adapter, ignore_dropout=True))
     with pytest.raises(UnsupportedError, match="on the side of the output"):
-        engine_layout(planned, dataclasses.replace(found["plan"], experts={name: swapped}), "it")
+        served(planned, dataclasses.replace(found["plan"], experts={name: swapped}), "it")
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -73,7 +74,8 @@ def serving(answer: Answer) -> Iterator[tuple[str, list[tuple[str, dict[str, Any
 def peft_folder(folder: Path, *, seed: int = 0, **changes: Any) -> Path:
     base = AutoModelForCausalLM.from_pretrained(small_base())
     torch.manual_seed(seed)
-    model = get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, **changes))
+    options = {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": False} | changes
+    model = get_peft_model(base, LoraConfig(**options))
     model.save_pretrained(folder)
     return folder
 
@@ -126,7 +128,7 @@ def test_what_is_half_written_is_not_published(tmp_path: Path, monkeypatch: pyte
     assert list(to.iterdir()) == []
 
 
-@pytest.mark.parametrize("option", [{"use_dora": True}, {"rank_pattern": {"q_proj": 4}}, {"bias": "all"}])
+@pytest.mark.parametrize("option", [{"use_dora": True}, {"bias": "all"}, {"modules_to_save": ["norm"]}])
 def test_what_engines_compute_otherwise_is_refused(
     option: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -135,6 +137,54 @@ def test_what_engines_compute_otherwise_is_refused(
     (name,) = option
     assert f"{CONFIG_FILE}: {name}=" in capsys.readouterr().err
     assert not (tmp_path / "published").exists()
+
+
+CONVERTED: dict[str, dict[str, Any]] = {
+    "rslora": {"use_rslora": True},
+    "ranks": {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 16}, "target_modules": ["q_proj", "up_proj"]},
+    "pattern": {"target_modules": r".*\.0\..*(q|k)_proj"},
+}
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_what_engines_read_otherwise_is_converted(name: str, tmp_path: Path) -> None:
+    """They divide one lora_alpha by one r, and list the names of modules: PEFT computes the same with either folder."""
+    adapter = peft_folder(tmp_path / "adapter", **CONVERTED[name])
+    version = publish(adapter, tmp_path / "published", name="a")
+    stored = json.loads((version / CONFIG_FILE).read_text())
+    assert not any(stored[option] for option in ("use_rslora", "rank_pattern", "alpha_pattern"))
+    assert isinstance(stored["target_modules"], list)
+    ids, found = torch.arange(3, 23).view(2, 10), []
+    for folder in (adapter, version):
+        base = AutoModelForCausalLM.from_pretrained(small_base(), dtype=torch.float64)
+        with warnings.catch_warnings():  # of layers that the pattern left out, and that have no factors
+            warnings.simplefilter("ignore")
+            model = PeftModel.from_pretrained(base, folder)
+        with torch.no_grad():
+            found.append(model(ids).logits)
+            with model.disable_adapter():
+                assert (model(ids).logits - found[0]).abs().max() > 1e-3
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-12)
+
+
+WRONG = [
+    ({"alpha_pattern": {"q_proj": 5}, "target_modules": ["q_proj", "v_proj"]}, "is scaled by 2.5, .*engines know one"),
+    ({"init_lora_weights": "pissa"}, "the factors are of a base from which a part was taken"),
+    ({"alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"}, "engines apply an adapter to all tokens"),
+]
+
+
+@for_each(("changes", "words"), WRONG)
+def test_what_engines_would_compute_otherwise_is_not_published(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    adapter = peft_folder(tmp_path / "adapter", target_modules=changes.pop("target_modules", ["q_proj"]))
+    file = adapter / CONFIG_FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(UserError, match=words):
+        publish(adapter, tmp_path / "published", name="a")
+    folder = tmp_path / "published"
+    assert not folder.exists() or not list(folder.iterdir())
 
 
 @pytest.mark.parametrize(

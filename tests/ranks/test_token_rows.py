@@ -25,7 +25,7 @@ from meshlora.plan.derive import plan_model
 from meshlora.run.config.file import read_run
 from meshlora.run.together import prepare_run
 from meshlora.verify import preflight
-from meshlora_extra.engine_export import engine_layout
+from meshlora_extra.engines import served
 from meshlora_ground.float64 import lift
 from meshlora_ground.objectives.preferences import Dpo
 from meshlora_ground.topology import Topology
@@ -225,8 +225,8 @@ def test_tied_rows_are_refused_on_several_stages() -> None:
 
 def test_engines_are_given_no_rows() -> None:
     planned = _planned(LoraConfig(**LORA, trainable_token_indices=[7]))
-    with pytest.raises(meshlora.UnsupportedError, match="it: trainable_token_indices: engines take LoRA"):
-        engine_layout(planned, None, "it")
+    with pytest.raises(meshlora.UnsupportedError, match=r"it: trainable_token_indices=\[7\]: engines take LoRA"):
+        served(planned, None, "it")
 
 
 def test_several_adapters_with_rows_are_refused(tmp_path: Path) -> None:

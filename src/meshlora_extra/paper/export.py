@@ -99,7 +99,7 @@ def export(adapter: str | Path, out: str | Path, layout: Literal["peft", "lorali
         _check_for_loralib(config, f"{folder / CONFIG_FILE}")
     tensors = read_adapter_tensors(folder / WEIGHTS_FILE)
     refuse_per_expert(folder, tensors, *ways_out)
-    factors, biases = _factors(tensors, config, f"{folder}", strict=layout == "loralib")
+    factors, biases = factors_of(tensors, config, f"{folder}", strict=layout == "loralib")
     if layout == "peft":
         write_folder(target, tensors, read_json(folder / CONFIG_FILE), {})
         return len(tensors)
@@ -324,7 +324,12 @@ def _equal_blocks(module: str, out_features: int) -> dict[str, Tensor]:
     return dict(zip(_PIECES, torch.arange(out_features).chunk(len(_PIECES)), strict=True))
 
 
-def _factors(
+def side_of(key: str) -> str | None:
+    """ "A" or "B" of a factor's key; None of another tensor's."""
+    return next((side for suffix, side in _SIDES.items() if key.endswith(suffix)), None)
+
+
+def factors_of(
     tensors: Mapping[str, Tensor], config: LoraConfig, where: str, *, strict: bool
 ) -> tuple[dict[str, Factors], dict[str, Tensor]]:
     """Module -> its factors, and the biases. strict (loralib): refuse other tensors, read pieces."""

@@ -24,10 +24,9 @@ from typing import Any
 
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE, read_config
 from meshlora.run.checkpoint.retention import point
-from meshlora.wings.experts.per_expert import check_lora_alone
 from meshlora_extra.engine_export import export_for_engines
-from meshlora_extra.paper.export import export
-from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_extra.engines import check_options
+from meshlora_ground.errors import UserError
 from meshlora_ground.files import fsync
 
 LATEST = "latest"
@@ -43,20 +42,12 @@ def publish(adapter: Path, to: Path, *, name: str, model_and_plan: Callable[[], 
     Raises:
         UserError: no adapter, or a folder that cannot be written. UnsupportedError: what engines do not compute.
     """
-    config = read_config(adapter, ignore_dropout=True)
-    check_for_engines(config, f"{adapter / CONFIG_FILE}")
+    check_options(read_config(adapter, ignore_dropout=True), f"{adapter / CONFIG_FILE}")
     to.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(dir=to, prefix=f".{name}.", suffix=".tmp"))
     try:
         made = temporary / "version"
-        if config.target_parameters:
-            if model_and_plan is None:
-                rule = "the layout of an adapter on experts is the model's"
-                raise UserError(f"{adapter}", rule, "give --model FOLDER")
-            model, plan = model_and_plan()
-            export_for_engines(adapter, made, model=model, plan=plan)
-        else:
-            export(adapter, made, "peft")
+        export_for_engines(adapter, made, model_and_plan=model_and_plan)
         content = hashlib.sha256(b"".join((made / file).read_bytes() for file in (CONFIG_FILE, WEIGHTS_FILE)))
         version = to / f"{name}-{content.hexdigest()[:8]}"
         if not version.exists():
@@ -69,18 +60,6 @@ def publish(adapter: Path, to: Path, *, name: str, model_and_plan: Callable[[], 
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return version
-
-
-def check_for_engines(config: Any, where: str) -> None:
-    """Refuse an adapter that engines compute otherwise than it was trained. Raises: UnsupportedError: the option."""
-    check_lora_alone(config, where)
-    options = ["use_dora", "lora_bias"]
-    if not config.target_parameters:
-        options += ["rank_pattern", "alpha_pattern"]
-    for option in options:
-        if value := getattr(config, option):
-            rule = "not every engine computes with it"
-            raise UnsupportedError(f"{where}: {option}={value!r}", rule, "train without, or merge it")
 
 
 def remove_older(to: Path, keep: int) -> None:

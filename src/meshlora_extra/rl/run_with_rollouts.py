@@ -14,10 +14,9 @@ from meshlora.run.asking import recorded
 from meshlora.run.prepared import Prepared
 from meshlora.run.texts import Texts
 from meshlora.run.trained import TrainedAdapter
-from meshlora_extra.engine_export import engine_layout
+from meshlora_extra.engines import served
 from meshlora_extra.rl.engine import Engine
 from meshlora_extra.rl.prompts import Prompts, read_prompts
-from meshlora_extra.rl.publishing import check_for_engines
 from meshlora_extra.rl.rewards import Rewards
 from meshlora_extra.rl.rollouts import Generator, OwnGenerator, Publisher, Rollouts, complete_by_engine
 from meshlora_ground.console import Console
@@ -37,8 +36,7 @@ def check_rl(run: Prepared, *, say: Callable[[str], None] | None = None) -> Prom
         return None
     check(run.asked)
     if rl.is_engine or rl.publish_to is not None:
-        check_for_engines(run.blueprint.trained.config, "lora")
-        engine_layout(run.blueprint.trained, run.blueprint.plan, "lora")
+        served(run.blueprint.trained, run.blueprint.plan, "lora")
     return read_prompts(run.config, _texts(run).tokenizer(), run.blueprint.config, say)
 
 

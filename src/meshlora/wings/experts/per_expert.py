@@ -70,16 +70,16 @@ class EngineNames:
 
 _MIXTRAL = EngineNames("w1", "w3", "w2", block="block_sparse_moe")
 # vLLM follows the checkpoints (`get_expert_mapping` in vllm/model_executor/models/<family>.py).
-_ENGINE_NAMES = {
+ENGINE_NAMES = {
     **dict.fromkeys(("mixtral", "minimax_m2", "phimoe"), _MIXTRAL),
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe", "flex_olmo", "glm4_moe"), EngineNames()),
     **dict.fromkeys(("hunyuan_v1_moe", "olmoe", "qwen2_moe", "qwen3_moe", "qwen3_next"), EngineNames()),
     "nemotron_h": EngineNames(gate=""),
 }
 # vLLM's `is_3d_moe_weight`: for these it reads PEFT's fused form, and by default no other.
-_FUSED = {"gpt_oss", "qwen3_5_moe", "qwen3_vl_moe"}
+FUSED = {"gpt_oss", "qwen3_5_moe", "qwen3_vl_moe"}
 # Their text classes have no such mark, and in the composites' no module of their names: the base would answer.
-_TEXT_CLASSES = {f"{family}_text": family for family in ("qwen3_5_moe", "qwen3_vl_moe")}
+TEXT_CLASSES = {f"{family}_text": family for family in ("qwen3_5_moe", "qwen3_vl_moe")}
 
 
 def reads_fused_experts(model_type: str) -> bool:
@@ -88,11 +88,11 @@ def reads_fused_experts(model_type: str) -> bool:
     Raises:
         UnsupportedError: they read them in neither form.
     """
-    if model_type in _TEXT_CLASSES:
+    if model_type in TEXT_CLASSES:
         given = f"an adapter on experts of {model_type!r}, for serving engines"
-        rule = f"engines apply it to {_TEXT_CLASSES[model_type]!r} alone, the class with images"
+        rule = f"engines apply it to {TEXT_CLASSES[model_type]!r} alone, the class with images"
         raise UnsupportedError(given, rule, "train that one, or merge it: meshlora merge")
-    return model_type in _FUSED
+    return model_type in FUSED
 
 
 def engine_names(model_type: str) -> EngineNames:
@@ -104,11 +104,11 @@ def engine_names(model_type: str) -> EngineNames:
     if reads_fused_experts(model_type):
         rule = "serving engines read the experts of this family in PEFT's form"
         raise UnsupportedError(f"one adapter for each expert of {model_type!r}", rule, "serve the adapter as it is")
-    if model_type not in _ENGINE_NAMES:
+    if model_type not in ENGINE_NAMES:
         given = f"one adapter for each expert of {model_type!r}"
         rule = "it is not known what serving engines call its projections"
-        raise UnsupportedError(given, rule, f"known: {', '.join(sorted(_ENGINE_NAMES))}")
-    return _ENGINE_NAMES[model_type]
+        raise UnsupportedError(given, rule, f"known: {', '.join(sorted(ENGINE_NAMES))}")
+    return ENGINE_NAMES[model_type]
 
 
 def engine_tensors(
