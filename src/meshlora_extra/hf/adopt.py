@@ -121,7 +121,7 @@ def _check(model: Any, base: Any, configs: Mapping[str, Any]) -> None:
             kind = getattr(config, "peft_type", type(config).__name__)
             raise UnsupportedError(f"adapter {name!r} of type {kind}", "only LoRA is trained on a mesh")
         if config.init_lora_weights not in _OF_FACTORS_ALONE:
-            given = f"an adapter with init_lora_weights={config.init_lora_weights!r}"
+            given = f"adapter {name!r}: init_lora_weights={config.init_lora_weights!r}"
             rule = "PEFT has taken a part out of the base in memory, and whoever loads the adapter does so again"
             raise UnsupportedError(given, rule, "give the checkpoint and this configuration to meshlora.load")
     for path, module in base.named_modules():
