@@ -126,6 +126,10 @@ _GENERATION = f"{_RL}::test_own_generation_has_the_options_of_the_run_file"
 CAUGHT_BY: dict[str, str] = {
     "model.path": f"{_EVALUATE}::test_loss_is_that_of_transformers_and_peft_over_the_whole_file",
     "model.revision": "tests/unit/test_hub.py::test_revision_of_the_run_file_is_the_one_that_is_read[old]",
+    **dict.fromkeys(
+        ("model.add_tokens", "model.add_special_tokens"),
+        "tests/extra/test_added_tokens.py::test_new_rows_are_the_mean_and_the_same_to_the_bit[tied]",
+    ),
     "model.dtype": f"{_OPTIONS}::test_model_computes_in_the_dtype_of_the_run_file",
     "model.attn_implementation": "tests/verify/test_preflight.py::test_attention_of_the_run_is_that_of_the_proof",
     "model.trust_remote_code": f"{_OPTIONS}::test_code_beside_a_model_runs_where_the_run_file_trusts_it",

@@ -91,6 +91,11 @@ def _locate(options: argparse.Namespace) -> None:
     for name, kind in kinds.items():
         if given := getattr(options, name, None):
             setattr(options, name, located(given, f"--{name}", kind=kind, trust_remote_code=trust))
+    model, adapter = getattr(options, "model", None), getattr(options, "adapter", None)
+    if isinstance(model, str) and isinstance(adapter, str) and not is_shape:
+        from meshlora.run.grown import with_vocabulary_of  # torch, which other commands need not wait for
+
+        options.model = with_vocabulary_of(model, adapter, trust_remote_code=trust)
 
 
 def _say_fault(_: type[BaseException], error: BaseException, __: TracebackType | None) -> None:

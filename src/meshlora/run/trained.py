@@ -38,6 +38,7 @@ from meshlora.run.config.metrics import name_of
 from meshlora.run.early_stopping import Patience, values_until
 from meshlora.run.evaluate import mean_loss, perplexity
 from meshlora.run.followed import WAIT_S, Followed, stream_of
+from meshlora.run.grown import complete
 from meshlora.run.learning_rate import learning_rate
 from meshlora.run.loss_scale import LossScale
 from meshlora.run.model_card import Measured, model_card
@@ -338,6 +339,7 @@ class TrainedAdapter:
         def add(folder: Path) -> None:
             if state is not None:
                 state(folder)
+            complete(folder, self.run.config.model.path, self.run.blueprint)
             write_manifest(folder, manifest)
 
         with self.reporter.doing("save"):

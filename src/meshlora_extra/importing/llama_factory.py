@@ -226,6 +226,11 @@ def _adapter(draft: Draft) -> None:
     extra = draft.take("additional_target")
     if extra:
         draft.put("lora.modules_to_save", _names(extra), "additional_target")
+    for name in ("add_tokens", "add_special_tokens"):
+        if tokens := draft.take(name):
+            draft.put(f"model.{name}", _names(tokens), name)
+    if loop.is_true(draft.take("resize_vocab")) and not extra:
+        draft.say("resize_vocab trains the embedding and the head in full; here the rows of added tokens alone")
     iterations = draft.take("pissa_iter", default=16)
     if loop.is_true(draft.take("pissa_init")):
         draft.put("lora.init_lora_weights", "pissa", "pissa_init")

@@ -239,10 +239,27 @@ def _located(config: RunConfig) -> RunConfig:
         data = dataclasses.replace(data, train=trained)
     if data.eval_share is None:
         data = dataclasses.replace(data, eval=_files(data.eval_files, "data.eval", "validation"))
-    model = dataclasses.replace(model, path=folder, revision=None)
+    model, lora = _grown(dataclasses.replace(model, path=folder, revision=None), config.lora, adapter)
     if data.max_length == "model":
         data = dataclasses.replace(data, max_length=positions_of(model))
-    return dataclasses.replace(config, data=data, model=model, adapter=adapter, train=train)
+    return dataclasses.replace(config, data=data, model=model, adapter=adapter, train=train, lora=lora)
+
+
+def _grown(
+    model: ModelConfig, lora: dict[str, Any] | None, adapter: str | None
+) -> tuple[ModelConfig, dict[str, Any] | None]:
+    """(`model` with the tokens that it or the adapter adds, `lora` with their rows). Raises: UserError."""
+    trust, tokens, special = model.trust_remote_code, model.add_tokens or [], model.add_special_tokens or []
+    if adapter is None and not tokens and not special:
+        return model, lora
+    from meshlora.run import grown  # of transformers, which other run files need not wait for
+
+    if adapter is not None:
+        path = grown.with_vocabulary_of(model.path, adapter, trust_remote_code=trust)
+        return dataclasses.replace(model, path=path), lora
+    added = grown.with_tokens(model.path, tokens, special, trust_remote_code=trust)
+    lora = grown.named_base(grown.rows_to_train(lora or {}, added), model.path)
+    return dataclasses.replace(model, path=added.folder, add_tokens=None, add_special_tokens=None), lora
 
 
 def positions_of(model: ModelConfig) -> int:

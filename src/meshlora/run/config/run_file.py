@@ -82,13 +82,20 @@ class ModelConfig(BaseOptions):
     Attributes:
         path: its folder, or its name on the hub.
         revision: of the name on the hub; default: main.
+        add_tokens: added to the tokenizer and the vocabulary; of_tokenizer: what the tokenizer has beyond the rows.
+        add_special_tokens: the same of special tokens.
     """
 
     path: str
     revision: str | None = None
+    add_tokens: list[str] | Literal["of_tokenizer"] | None = None
+    add_special_tokens: list[str] | None = None
 
     def __post_init__(self) -> None:
         check_path("model.path", self.path)
+        for name in ("add_tokens", "add_special_tokens"):
+            given = getattr(self, name)
+            require(given is None or (bool(given) and "" not in [*given]), f"model.{name}", given, "a list of tokens")
 
 
 @dataclass(frozen=True)
@@ -566,6 +573,9 @@ class RunConfig:
             given = "neither" if self.lora is None else "both"
             rule = "a run starts from one of them"
             raise UserError(f"{given} of lora and adapter", rule, "give lora: {r: 16, ...}, or adapter:")
+        if self.adapter is not None and (self.model.add_tokens or self.model.add_special_tokens):
+            rule = "an adapter is continued on the vocabulary that it has"
+            raise UserError("model.add_tokens with adapter", rule, "leave it out, or start with lora:")
         if self.train.eval_every and self.data.eval is None:
             rule = "it has no effect without data.eval"
             raise UserError(f"train.eval_every={self.train.eval_every}", rule, "give data.eval")

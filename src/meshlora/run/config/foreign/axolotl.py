@@ -66,7 +66,8 @@ FACTS = (
         "the token that ends a turn is trained here whatever it is; there, if it is the eos or among eot_tokens",
     ),
     computed("special_tokens", "", "a padding token has no effect; the others are the tokenizer's"),
-    none("tokens added_tokens_overrides", "no token is added to a vocabulary; prepare the tokenizer and model first"),
+    same("tokens", "model.add_tokens", "new rows are the mean here, and trained alone unless modules_to_save has all"),
+    none("added_tokens_overrides", "no token of a tokenizer is renamed; prepare the tokenizer first"),
     idle("dataset_prepared_path", "tokens are cached in data.cache_dir"),
     idle(
         "dataset_exact_deduplication shuffle_merged_datasets dataset_keep_in_memory dataset_shard_num "
@@ -113,7 +114,7 @@ FACTS = (
         "swanlab_completion_log_interval swanlab_completion_max_buffer auto_resume_from_checkpoints",
         "of effect on rounding, speed and pages alone",
     ),
-    none("resize_token_embeddings_to_32x", "no token is added to a vocabulary"),
+    none("resize_token_embeddings_to_32x", "a vocabulary has a row for each token, and no more"),
     idle(
         "plugins strict liger_rope liger_rms_norm liger_rms_norm_gated liger_glu_activation liger_swiglu "
         "liger_layer_norm liger_fused_linear_cross_entropy liger_cross_entropy lora_mlp_kernel lora_qkv_kernel "
