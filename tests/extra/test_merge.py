@@ -109,6 +109,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "embedding": ("llama", {"target_modules": ["embed_tokens"]}),
     "embedding_dora": ("llama", {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True}),
     "modules_to_save": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]}),
+    "block_saved": ("llama", {"target_modules": ["q_proj"], "modules_to_save": ["0.mlp"]}),
     "tied_embedding": ("gemma", {"target_modules": ["embed_tokens", "q_proj"]}),
     "tied_head": ("gemma", {"target_modules": ["lm_head", "q_proj"]}),
     "tied_both": ("gemma", {"target_modules": ["embed_tokens", "lm_head"]}),

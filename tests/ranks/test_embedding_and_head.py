@@ -49,6 +49,15 @@ PROOFS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "saved: embedding": ({"family": "llama"}, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
     "saved: head, tied": (TIED, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
     "saved: row linear": ({"family": "llama"}, {"target_modules": ["q_proj"], "modules_to_save": ["1.mlp.down_proj"]}),
+    "saved: blocks": (
+        {"family": "qwen3"},
+        {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["0.mlp", "1.self_attn"]},
+    ),
+    "saved: blocks with biases": (
+        {"family": "qwen2"},
+        {"target_modules": ["down_proj"], "modules_to_save": ["0.self_attn", "model.norm"]},
+    ),
+    "saved: a layer": ({"family": "gemma3_text"}, {"target_modules": ["q_proj"], "modules_to_save": ["layers.1"]}),
     "biases: all": ({"family": "gpt2"}, {"target_modules": ["c_attn", "mlp.c_proj"], "bias": "all"}),
     "biases: of targets": ({"family": "qwen2"}, {"target_modules": ["q_proj", "v_proj"], "bias": "lora_only"}),
     # And of these, several at once.
@@ -73,6 +82,7 @@ COVER = {
     "both, tied": "tp=2,sp",
     "saved: of every kind": "dp=2,tp=2",
     "biases: all": "tp=2,sp",
+    "saved: blocks": "tp=2,sp",
 }
 
 
@@ -121,6 +131,7 @@ def test_what_is_trained_in_full_of_a_bfloat16_model_is_right_or_refused(name: s
 FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {}, {"target_modules": ["embed_tokens", "lm_head", "o_proj"], "modules_to_save": ["norm"]}),
     "llama, saved": ("llama", {}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}),
+    "llama, blocks": ("llama", {}, {"target_modules": ["q_proj"], "modules_to_save": ["0.mlp", "1.self_attn"]}),
     "llama, tied": ("llama", {"tie_word_embeddings": True}, {"target_modules": ["embed_tokens", "lm_head"]}),
     "gpt2": ("gpt2", {}, {"target_modules": ["c_attn", "c_fc"], "bias": "all"}),
     "gemma3_text": ("gemma3_text", {}, {"target_modules": ["embed_tokens"], "modules_to_save": ["q_norm"]}),

@@ -104,12 +104,24 @@ def _resolved(family: str, **options: Any) -> tuple[list[str], list[str]]:
         ({"target_modules": ["q_proj"], "modules_to_save": ["q_proj"]}, "'q_proj' of target_modules has no effect"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["proj"]}, "is a target of LoRA too"),
         ({"target_modules": ["q_proj"], "fan_in_fan_out": True}, "no effect"),
-        ({"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}, "whole block"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["mlp", "up_proj"]}, "up_proj: it is in another one"),
     ],
 )
 def test_what_two_options_would_do_together_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words):
         _resolved("llama", **options)
+
+
+@pytest.mark.parametrize(
+    ("family", "target", "saved", "words"),
+    [
+        ("qwen3_moe", "q_proj", "mlp", r"experts are not trained in full: model\.layers\.\d\.mlp\.experts"),
+        ("gpt2", "c_attn", "0.mlp", r"mlp\.c_fc\.weight in full: it is stored \[in, out\]"),
+    ],
+)
+def test_block_with_what_is_not_trained_in_full_is_refused(family: str, target: str, saved: str, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        _resolved(family, target_modules=[target], modules_to_save=[saved])
 
 
 def test_module_to_save_whose_bias_peft_would_store_twice_is_refused() -> None:
@@ -119,7 +131,8 @@ def test_module_to_save_whose_bias_peft_would_store_twice_is_refused() -> None:
     _, trained = _resolved("gpt2", **options, bias="lora_only")
     assert len(trained) == len(set(trained))
     assert {"transformer.h.0.ln_1.bias", "transformer.h.0.mlp.c_fc.bias"} <= set(trained)
-    _, trained = _resolved("llama", target_modules=["q_proj"], modules_to_save=["norm"], bias="all")
+    _, trained = _resolved("llama", target_modules=["q_proj"], modules_to_save=["norm", "model.norm"], bias="all")
+    assert len(trained) == len(set(trained))
     assert trained  # norms without a bias may
 
 

@@ -75,7 +75,7 @@ MISTAKES: dict[str, Case] = {
         "one of the two",
     ),
     "lora_modules_to_save_a_block": case(
-        lora(modules_to_save=["mlp"], target_modules=["q_proj"]), "mlp", "a whole block", "norms, linears"
+        lora(modules_to_save=["mlp", "up_proj"], target_modules=["q_proj"]), "up_proj", "in another one", "one of them"
     ),
     "lora_bias": case(lora(bias="some"), "bias='some'", "none, all, lora_only"),
     "lora_bias_and_a_module_to_save_with_one": case(

@@ -173,20 +173,21 @@ def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets:
             over dp.
     """
     found: list[str] = []
-    for owner in _modules_to_save(model, plan, config):
+    for owner in dict.fromkeys(_modules_to_save(model, plan, config)):
         module = model.get_submodule(owner)
         if owner in targets:
             given = f"modules_to_save={list(config.modules_to_save or ())}"
             rule = f"{owner} is a target of LoRA too"
             raise UserError(given, rule, "a module is trained in full or by LoRA: take it out of one of the two")
-        # Of a classifier: a whole block with modules of its own, which PEFT saves as one.
-        is_head = owner in HEADS and plan.task != CAUSAL
-        if list(module.children()) and not is_head and owner not in {*plan.linears, plan.embedding}:
-            rule = "it is a whole block"
-            raise UnsupportedError(f"modules_to_save: {owner}", rule, "name norms, linears or embeddings")
-        leaves = [leaf for leaf, _ in module.named_parameters(recurse=is_head)]
-        if "bias" in leaves:
+        if inside := [name for name in plan.experts if f"{name}.".startswith(f"{owner}.")]:
+            raise UnsupportedError(f"modules_to_save: {owner}", f"experts are not trained in full: {inside[0]}")
+        # A block with modules of its own is saved as one: an MLP, or the head of a classifier.
+        is_block = owner not in {*plan.linears, plan.embedding}
+        leaves = [leaf for leaf, _ in module.named_parameters(recurse=is_block)]
+        if any(leaf.rpartition(".")[2] == "bias" for leaf in leaves):
             check({"bias": config.bias, "modules_to_save with a bias": owner})
+        if {f"{owner}.{leaf}" for leaf in leaves} & {*found}:
+            raise UserError(f"modules_to_save: {owner}", "it is in another one that is saved", "name one of them")
         found += [f"{owner}.{leaf}" for leaf in leaves]
     if config.bias != "none":
         for name, _ in model.named_parameters():
@@ -195,6 +196,9 @@ def trained_parameters(model: Any, plan: ModelPlan, config: LoraConfig, targets:
             if is_chosen and name not in found:  # may be in a module that is saved
                 found.append(name)
     for name in found:
+        linear = plan.linears.get(name.removesuffix(".weight"))
+        if linear is not None and linear.is_transposed:
+            raise UnsupportedError(f"training {name} in full", "it is stored [in, out]", "LoRA on it is supported")
         for feature in features():
             feature.check_trained_base(plan, name)
         check_not_sharded(plan, name, model.get_parameter(name))
