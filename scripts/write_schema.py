@@ -58,6 +58,7 @@ LORA: dict[str, Any] = {
     "trainable_token_indices": {
         "anyOf": [_TOKENS, {"type": "object", "additionalProperties": _TOKENS}, {"type": "null"}]
     },
+    "alora_invocation_tokens": {"anyOf": [{**_TOKENS, "uniqueItems": False}, {"type": "null"}]},
     "fan_in_fan_out": _SWITCH,
     "pieces": {"type": "object", "additionalProperties": _TEXTS, "description": "of fused matrices: name -> pieces"},
     "share_experts": {"type": "boolean", "description": "one adapter for all experts of a layer"},

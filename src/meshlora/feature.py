@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 # In the order in which they are asked.
 WINGS: tuple[str, ...] = ("stages", "experts", "variants", "quantized", "kernels", "context", "packed_rows")
-WINGS += ("generation", "hub", "proved")
+WINGS += ("generation", "invoked", "hub", "proved")
 
 
 class Feature:
@@ -231,6 +231,9 @@ class Feature:
             UserError: names, shapes or types do not fit the model, or values are not finite.
         """
         return None
+
+    def attached(self, model: Any, name: str, adapter: AdapterPlan) -> None:
+        """`adapter.attach`, when `model` has the factors of `adapter` under `name`: change the leaves that have them."""
 
     def finish_model(self, model: Any) -> None:
         """`model.inject`, when a model has its leaves and its borders: change what else the wing changes in it."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from meshlora_ground.masks import keep_mask, mask_key
 from meshlora_judge.batches import MicroBatch
 from meshlora_judge.experts import plain_name
+from meshlora_judge.invoked import acting_rows
 
 
 class Masks:
@@ -26,7 +27,7 @@ class Masks:
     """
 
     def __init__(self, model: nn.Module, *, seed: int) -> None:
-        self.seed, self.step = seed, 0
+        self.model, self.seed, self.step = model, seed, 0
         self.rates: dict[str, float] = {}
         self.batch: MicroBatch | None = None
         for path, module in model.named_modules():
@@ -53,8 +54,11 @@ class Masks:
             number = place[:, None] * 2**32 + torch.arange(length, device=input.device)
             if input.ndim == 2 and len(input) == batch_size:  # after pooling: a sequence counts as its first token
                 number = number[:, :1]
+            numbers = number.reshape(-1)
+            if input.ndim == 2 and (acts := acting_rows(self.model, self.batch.input_ids)) is not None:
+                numbers = numbers[acts.flatten()]  # PEFT drops of the rows alone on which the adapter acts
             features = torch.arange(input.shape[-1], device=input.device)
-            kept = keep_mask(mask_key(self.seed, self.step, name), number.reshape(-1), features, p)
+            kept = keep_mask(mask_key(self.seed, self.step, name), numbers, features, p)
             return torch.where(kept.view(input.shape), input / (1 - p), torch.zeros_like(input))
 
         return forward

@@ -33,6 +33,7 @@ from meshlora_judge.dropout import Masks
 from meshlora_judge.experts import PREFIX, ROWS, adapted_stacks, output_side, plain_name, plain_names, share_adapters
 from meshlora_judge.float8 import multiply_in_float8
 from meshlora_judge.formulas.preferences import gained
+from meshlora_judge.invoked import invoke
 from meshlora_judge.noise import add_noise
 from meshlora_judge.objectives import contrast, embeddings, load_balancing_loss, losses
 from meshlora_judge.packed import load_base
@@ -87,6 +88,7 @@ def reference_model(
         assert not type(module).__module__.startswith("meshlora"), name  # the judge runs none of our layers
     if own_words(adapter).get("share_experts") and not is_stock:
         share_adapters(found)
+    invoke(found)
     return found.train()
 
 

@@ -32,6 +32,7 @@ from tests.for_each import for_each
         ("bias", "some"),
         ("use_dora", "maybe"),
         ("runtime_config", 5),
+        ("alora_invocation_tokens", [5, 9]),
     ],
 )
 def test_a_wrong_value_in_the_configuration_is_one_message(option: str, value: object, tmp_path: Path) -> None:

@@ -70,6 +70,7 @@ RECIPES: dict[str, Recipe] = {
     "lora_dropout": _recipe(F.LORA_DROPOUT, lora__lora_dropout=0.1),
     "norms": _recipe(F.SAVED, F.COPIES, lora__modules_to_save=["norm"]),
     "rows": _recipe(F.ROWS, F.TRAINED_TIED, lora__trainable_token_indices=[3, 5]),
+    "invoked": _recipe(F.INVOKED, lora__alora_invocation_tokens=[3, 5]),
     "embedding": _recipe(F.ON_EMBEDDING, lora__target_modules=["q_proj", "embed_tokens"]),
     "dpo": _objective("pairs.jsonl", F.PAIRS, F.BASE, kind="dpo"),
     "orpo": _objective("pairs.jsonl", F.PAIRS, kind="orpo"),

@@ -152,6 +152,7 @@ DIAGNOSES = {
 _ALL = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 _ON_PIECES = {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn"], "pieces": {"c_attn": ["q", "v"]}}
 _ROWS = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "trainable_token_indices": [200, 0, 7]}
+_INVOKED = {**_ALL, "lora_dropout": 0.12, "alora_invocation_tokens": [5, 9], "task_type": "CAUSAL_LM"}
 _ON_EMBEDDING = {
     "r": 4,
     "lora_alpha": 8,
@@ -237,6 +238,21 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "piece_lands_on_the_next": ("forward", _C_ATTN, "another piece of a fused matrix"),
             "piece_on_the_next_in_file": ("saved_file", f"{_C_ATTN}.lora_B outside its pieces", "not those of its"),
         },
+    ),
+    "an adapter that tokens invoke": (
+        {"family": "llama", "topologies": ("tp=2,sp",), "lora": _INVOKED},
+        {
+            "invoked_after_the_first_token": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
+            "invoked_from_the_first_occurrence": ("loss", "loss of step 2", ""),
+            "invoked_everywhere": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
+            "invoked_by_the_neighbours_row": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
+            "invoked_by_the_first_token_alone": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
+            "invoked_without_dropout": ("forward", f"{FIRST_ATTENTION}.q_proj", ""),
+        },
+    ),
+    "an adapter that tokens invoke, in packed rows": (
+        {"family": "llama", "topologies": ("dp=2",), "lora": _INVOKED, "packing": True},
+        {"invoked_by_the_row_not_the_sequence": ("forward", f"{FIRST_ATTENTION}.q_proj", "")},
     ),
     "heads that several ranks hold": (
         {

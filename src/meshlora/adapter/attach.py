@@ -204,6 +204,8 @@ def attach(
     leaves = parallel_leaves(model).values()
     state.rounding.leaves = [leaf for leaf in leaves if isinstance(leaf, AdaptedLeaf) and leaf.rounds_factors]
     state.adapters[name] = Adapter(planned, copies)
+    for feature in features():
+        feature.attached(model, name, planned)
     if mesh.topology.world > 1:
         for factor in adapter_factors(model, name):
             guard_updates(factor.name, factor.parameter)

@@ -78,6 +78,7 @@ class AdapterPlan:
         asked: dict[str, Any] = {
             **plan.asked,
             "lora_dropout": self.stored.lora_dropout,
+            "alora_invocation_tokens": self.config.alora_invocation_tokens,
             "pieces": any(target.pieces for target in self.targets.values()),
             "an adapter on the parameter": min(self.stored.target_parameters or [""]),
             "modules_to_save, or biases": bool(self.copies),

@@ -187,6 +187,12 @@ REFUSED: tuple[Refused, ...] = (
         "PEFT has it for linears that it takes for modules alone", "leave out lora_bias, or this target"
     ),
     _refused(F.LORA_BIAS, F.PIECES)("such a bias is of the whole matrix", "leave out one of them"),
+    _refused(
+        F.INVOKED,
+        {F.TASK, F.DORA, F.WHOLE_MATRIX, F.ON_EMBEDDING, F.ON_HEAD, F.ON_PARAMETERS, F.ON_EXPERTS, F.MERGED}
+        | {F.IN_MEMORY, F.BATCHED, F.BEAMS, F.GPT2_BEAM},
+    )("PEFT has an adapter invoked by tokens for linears of a causal model alone, not merged, and without beams"),
+    _refused(F.INVOKED, F.LORA_BIAS)("the two together are not proved", "leave out one of them"),
     _refused(F.LORA_DROPOUT, F.ON_PARAMETERS)(
         "PEFT has no dropout for experts, routers and linears that it names as parameters",
         "leave lora_dropout at 0.0, or leave these targets out",
@@ -299,7 +305,7 @@ METHODS = frozenset(
     {F.WHOLE_MATRIX, F.NAMED_INIT, F.DORA, F.LORA_BIAS, F.LORA_DROPOUT, F.BIASES, F.ALL_BIASES, F.SAVED, F.SAVED_BIAS}
     | {F.COPIES, F.ROWS, F.PIECES, F.SHARED_EXPERTS, F.ON_EMBEDDING, F.ON_HEAD, F.ON_TIED_HEAD, F.ON_PARAMETERS}
     | {F.ON_EXPERTS, F.BY_WEIGHT, F.RENAMED, F.ON_ROUTER, F.TRAINED_TIED, F.TRAINED_SHARD, F.TRAINED_QUANTIZED}
-    | {F.TRAINED_EMBEDDING}
+    | {F.TRAINED_EMBEDDING, F.INVOKED}
 )
 OBJECTIVES = frozenset(
     {F.COMPARED, F.PAIRS, F.RECORDS, F.SEQUENCES, F.OTHER_HEAD, F.BASE, F.NO_GRPO, F.NO_ROLLOUTS, F.UNCORRECTED}
@@ -311,19 +317,8 @@ READING = frozenset(
     | {F.OWN_SOURCES, F.WEIGHTED, F.SLICED, F.FEW, F.MAPPED, F.IN_ORDER, F.STYLE, F.SYSTEM}
 )
 STEPS = frozenset(
-    {
-        F.PACKING,
-        F.WHOLE_ROWS,
-        F.IMAGES,
-        F.ROUTED,
-        F.EIGHT_BIT,
-        F.LORA_FA,
-        F.LORA_PLUS,
-        F.SCHEDULE,
-        F.NOISE,
-        F.ROUTER_LOSS,
-    }
-    | {F.RECORD, F.REPLAY, F.RECOMPUTED, F.KEPT_ATTENTION}
+    {F.PACKING, F.WHOLE_ROWS, F.IMAGES, F.ROUTED, F.EIGHT_BIT, F.LORA_FA, F.LORA_PLUS, F.SCHEDULE, F.NOISE}
+    | {F.ROUTER_LOSS, F.RECORD, F.REPLAY, F.RECOMPUTED, F.KEPT_ATTENTION}
 )
 AROUND = frozenset(
     {F.EPOCHS, F.EVAL_BY_EPOCH, F.SAVE_BY_EPOCH, F.SAMPLES, F.METRICS, F.MERGED, F.TRACKERS}
@@ -334,6 +329,7 @@ SEVERAL = frozenset({F.ADAPTERS})
 PROOFS = frozenset({F.PROOF, F.PARTS, F.ROUNDED, F.ON_GPU, F.WHOLE_MODEL})
 LOOPS = frozenset(
     {F.LOAD, F.GENERATE, F.BATCHED, F.COMMAND, F.LABELS, F.SCORES, F.TRAINER, F.TRL, F.TRL_SAMPLES, F.BASE_ALONE}
+    | {F.IN_MEMORY}
     | {F.ROUTER_LOGITS, F.HIDDEN_STATES, F.ATTENTIONS, F.MANAGER, F.EVALUATED, F.ARGUMENT, F.WHOLE_OPTIMIZER, F.GPU}
     | {F.LOSS_SCALE, F.BY_LENGTH, F.UNSIZED, F.OWN_LOSS, F.OWN_MEAN, F.SAMPLED, F.BEAMS, F.GPT2_BEAM, F.PROBABILITIES}
 )

@@ -31,6 +31,7 @@ from meshlora.run.asking import Asking, asking_of, asking_tokenizer, check_templ
 from meshlora.run.config.run_file import GenerateConfig
 from meshlora.run.gpt2_beam import gpt2_beam
 from meshlora.wings.generation.rows import all_finished, generating
+from meshlora.wings.invoked.rows import invoked_by
 from meshlora_ground.errors import UserError
 
 
@@ -168,6 +169,7 @@ def _continued_once(
         ids[number, length - len(row) :], mask[number, length - len(row) :] = torch.tensor(row), 1
     ids, mask = ids.to(network.device), mask.to(network.device)
     if options.search == "gpt2_beam":
+        check({"alora_invocation_tokens": invoked_by(network), "generate.search": options.search})
         rows = gpt2_beam(network, ids, mask, options, ends=ends, all_finished=functools.partial(all_finished, network))
         return [Continuation(_ended(row, ends)) for row in rows]
     drawn, processors = _Drawn(options.temperature), LogitsProcessorList()

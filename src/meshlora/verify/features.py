@@ -147,6 +147,16 @@ class _Run:
         return any(self.case.is_trained[start] for start in self.case.offsets[:-1])
 
     @property
+    def is_invoked_twice(self) -> bool:
+        """Whether a sequence has what invokes the adapter more than once."""
+        words = self.lora.alora_invocation_tokens or []
+        for sequence in self.case.data:
+            ids = sequence.input_ids.tolist()
+            if words and sum(ids[at : at + len(words)] == words for at in range(len(ids))) > 1:
+                return True
+        return False
+
+    @property
     def has_few_tokens(self) -> bool:
         """Whether a cp rank has as many tokens of a packed row as the row has documents, its padding counted as one."""
         case, cp = self.case, self.topology.cp
@@ -279,6 +289,8 @@ class Feature(enum.StrEnum):
     TIED_ROWS = "tied_rows", _model(lambda m: m.has_tied_rows)  # which a tied head has too
     RANKS_BY_PATTERN = "ranks_by_pattern", _model(lambda m: m.lora.rank_pattern and not m.has_pieces)
     SCALES_BY_PATTERN = "scales_by_pattern", _model(lambda m: m.lora.alpha_pattern and not m.has_pieces)
+    INVOKED = "invoked", _model(lambda m: m.lora.alora_invocation_tokens)  # acts from these tokens on
+    INVOKED_TWICE = "invoked_twice", _run(lambda r: r.is_invoked_twice)
     DORA = "dora", _model(lambda m: m.lora.use_dora)  # magnitudes of rows
     LORA_BIAS = "lora_bias", _model(lambda m: m.lora.lora_bias)  # of B
     LORA_DROPOUT = "lora_dropout", _run(lambda r: r.lora.lora_dropout > 0)
@@ -315,6 +327,7 @@ class Feature(enum.StrEnum):
     FEW_TOKENS = "few_tokens", _run(lambda r: r.has_few_tokens)
     # Padding at the end of rows has no mask.
     UNMASKED = "unmasked", _run(lambda r: not r.case.packing and not r.images and leaves_mask(r.plan))
+    SEVERAL_ROWS = "several_rows", _run(lambda r: not r.case.packing and r.case.micro_batch_size > 1)
     ONE_MICRO_BATCH = "one_micro_batch", _run(lambda r: r.micro_batches == 1)  # in a step
     # Short sequences of a packed step may all share one row.
     SEVERAL_MICRO_BATCHES = "several_micro_batches", _run(lambda r: r.micro_batches > 1 and not r.case.packing)

@@ -73,6 +73,7 @@ from meshlora_judge.case import (
     with_tokens,
 )
 from meshlora_judge.images import with_images
+from meshlora_judge.invoked import check_invocations, with_invocations
 from meshlora_judge.objectives import has_load_balancing
 from meshlora_judge.pieces import pieces_of, rows_of
 from meshlora_judge.twin import shrink_config, twin_config
@@ -373,12 +374,17 @@ def _case(
     found, pad = _sequences(request, config, _ROWS.get(objective.reader, 1) * number)
     if tokens and request.data is None:
         found = with_tokens(found, tokens)
+    invocation = request.lora.get("alora_invocation_tokens") or ()
+    if invocation and request.data is None:
+        found = with_invocations(found, invocation)
     if request.images and request.data is None:
         found = with_images(found, config, seed=request.seed)
     segments = (getattr(config, "type_vocab_size", None) or 0) > 1
     vocab_size = config.get_text_config().vocab_size
     data = as_records(found, objective, vocab_size=vocab_size, seed=request.seed, segments=segments)
     check_tokens(data, tokens)
+    if invocation:
+        check_invocations(data, invocation)
     if request.routed:
         data = _with_experts(request, config, plan, data)
     own = {
@@ -565,6 +571,8 @@ def _in_peft_words(given: dict[str, Any], lora: LoraConfig, plans: dict[Topology
         plain["exclude_modules"] = sorted(lora.exclude_modules)
     if lora.init_lora_weights in WHOLE_MATRIX:
         plain["init_lora_weights"] = True  # initial values have their own proof, in float32
+    if lora.alora_invocation_tokens:
+        plain["task_type"] = CAUSAL  # PEFT would warn, and run the base
     if lora.modules_to_save:
         plain["modules_to_save"] = lora.modules_to_save
     if getattr(lora, "pieces", None):

@@ -42,7 +42,7 @@ from meshlora_ground.tasks import CAUSAL, task_of
 
 # Options that change neither the base PEFT runs nor the product it adds in evaluation; all others are refused.
 _FOLLOWED = (
-    SUPPORTED
+    (SUPPORTED - {"alora_invocation_tokens"})
     | DESCRIPTIVE
     | {"lora_bias", "eva_config", "loftq_config", "ensure_weight_tying", "trainable_token_indices"}
 )

@@ -211,7 +211,8 @@ def lora_config(values: Mapping[str, Any], where: str, *, unknown_is_error: bool
     if (kind := values.get("peft_type", "LORA")) not in ("LORA", None):  # `LoraConfig` takes any, and is LORA
         raise UnsupportedError(f"{where}: peft_type={kind!r}", "only adapters of type LORA are trained", "leave it out")
     known = {field.name for field in dataclasses.fields(LoraConfig)}
-    options: dict[str, Any] = {}
+    # An adapter that tokens invoke is one of a causal model, or PEFT runs the base.
+    options: dict[str, Any] = {"task_type": CAUSAL} if values.get("alora_invocation_tokens") else {}
     for key, value in values.items():
         if key in known:
             options[key] = value

@@ -511,7 +511,7 @@ RUN_CONTENT = ("metrics.jsonl", "adapter", "initial", "checkpoints", "merged", "
 # Fields of `peft.LoraConfig`, and ours beside them, that `RunConfig.asked` knows.
 _OF_ADAPTER = (
     *("init_lora_weights", "use_dora", "lora_dropout", "bias", "modules_to_save", "trainable_token_indices", "pieces"),
-    "share_experts",
+    *("share_experts", "alora_invocation_tokens"),
 )
 # Keys that each adapter of a run may set for itself; all others are shared.
 PER_ADAPTER = {

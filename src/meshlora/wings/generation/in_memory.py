@@ -24,6 +24,7 @@ from meshlora.layers.linear import ParallelHead, ParallelLinear
 from meshlora.layers.token_rows import ReplacedRows, rows_of
 from meshlora.model.dp_shard import whole_weights
 from meshlora.model.inject import parallel_leaves
+from meshlora.plan.pairs import check
 from meshlora.wings.experts.module import ParallelExpertLinear
 from meshlora.wings.variants.bias_of_b import BiasOfB
 from meshlora.wings.variants.magnitudes import Magnitudes
@@ -51,6 +52,8 @@ def merge(model: Any) -> None:
     check_not_merged(state, "merge")
     if state.active is None:
         raise UserError("merge without an active adapter", "there is nothing to merge", "call set_adapter first")
+    config = state.adapters[state.active].plan.config
+    check({"alora_invocation_tokens": config.alora_invocation_tokens, "door": "merge"})
     leaves = _leaves(model, state.active)
     for name, leaf in leaves.items():
         if not isinstance(leaf, ParallelEmbedding) and leaf.form is not None:

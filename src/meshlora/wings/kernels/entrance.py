@@ -53,7 +53,7 @@ class Entrance:
             name = leaf.in_use
             if name is None or leaf.in_features != x.shape[-1]:
                 continue
-            if leaf.training and name in leaf.dropout:  # each linear draws a mask of its own
+            if leaf.mask(name, x) is not None:  # each linear has a mask of its own
                 return None
             leaves.append(leaf)
             names.append(name)
