@@ -233,7 +233,7 @@ class Feature:
         return None
 
     def attached(self, model: Any, name: str, adapter: AdapterPlan) -> None:
-        """`adapter.attach`, when `model` has the factors of `adapter` under `name`: change the leaves that have them."""
+        """`adapter.attach`, when `model` has the factors of `adapter` under `name`: change the leaves with them."""
 
     def finish_model(self, model: Any) -> None:
         """`model.inject`, when a model has its leaves and its borders: change what else the wing changes in it."""
