@@ -184,7 +184,7 @@ def _base_values(
     norms = {}
     for name in scaled:
         module = name.rpartition(".lora_")[0]
-        inputs = 0 if isinstance(fresh.get_submodule(module), Conv1D) else 1  # [in, out], or [out, in]
+        inputs = 0 if isinstance(fresh.get_submodule(module), Conv1D | nn.Embedding) else 1  # [in, out], or [out, in]
         norms[name] = base[f"{module}.weight"].norm(dim=inputs)
     return {name: base[name] for name in wanted}, norms
 
