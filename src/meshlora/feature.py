@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -57,6 +58,10 @@ class Feature:
             UserError: it is a name whose files are not to be had.
         """
         return given
+
+    def opened_adapter(self, file: Path) -> AbstractContextManager[Any] | None:
+        """`formats.adapter_file`: what opens `file` of an adapter if its tensors are in another kind of file."""
+        return None
 
     def with_stages(self, model: Any, plan: ModelPlan) -> ModelPlan:
         """`plan.derive`, when a split model is planned: its plan, with the cut of its layers into stages.

@@ -47,7 +47,8 @@ _NAME = re.compile(r"(?P<name>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]
 _DATASET = re.compile(r"(?P<name>[^:]+)(:((?P<config>[\w.-]+)/)?(?P<split>[\w.-]+))?", re.ASCII)
 _TABLES = (".parquet", *(kind + packed for kind in (".jsonl", ".json", ".csv") for packed in ("", ".gz", ".zst")))
 _FILES = {".csv", ".gz", ".zst", ".json", ".jsonl", ".parquet", ".safetensors", ".txt", ".yaml", ".yml"}
-# Everything of a model but its weights, which its index names. Nothing pickled; code only where it is trusted.
+# Everything of a model but its weights, which its index names. Nothing pickled but adapters of old, of which tensors
+# alone are read; code only where it is trusted.
 _SMALL = ("*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 _PARTS: dict[Kind, tuple[str, ...]] = {
     "model": _SMALL,
@@ -56,6 +57,7 @@ _PARTS: dict[Kind, tuple[str, ...]] = {
     "dataset": ("README.md",),
 }
 _WEIGHTS = {"model": [SINGLE], "config": [], "adapter": ["adapter_model.safetensors"]}
+_OLD = "adapter_model.bin"
 _README_BYTES = 32 * 2**20
 _LOCKS = private.CACHE / "hub"
 # A transfer that has not moved for so long is given up; the library's own limits are shorter, and it tries again.
@@ -247,7 +249,9 @@ class _Wanted:
         if self.kind == "dataset":
             return self._tables(folder)
         if self.kind != "model" or not (folder / INDEX).is_file():
-            return _WEIGHTS[self.kind]
+            weights = _WEIGHTS[self.kind]
+            is_old = self.kind == "adapter" and not self._holds(folder, weights[0])
+            return [_OLD] if is_old and self._holds(folder, _OLD) else weights
         shards = shard_names(folder / INDEX)
         check_no_single(f"{self.name}", shards, has_single=self._holds(folder, SINGLE))
         return shards

@@ -336,7 +336,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], tuple[str, ...]]] = {
     "adapter_missing": (lambda f: (f / "adapter").rename(f / "away"), ("adapter", "no such folder")),
     "model_missing": (lambda f: (f / "model").rename(f / "away"), ("model", "no such folder")),
     "out_is_there": (lambda f: (f / "out").mkdir(), ("--out", "there already", "overwritten")),
-    "pickled": (pickled, ("pickled",)),
+    "pickled": (pickled, ("adapter_model.bin", "weights_only=True")),
     "shard_missing": (lambda f: next((f / "model").glob("*-00002-*")).unlink(), ("not in the folder",)),
     "another_model": (
         lambda f: ((f / "model").rename(f / "away"), (f / "other").rename(f / "model")),

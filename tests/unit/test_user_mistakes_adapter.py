@@ -172,7 +172,7 @@ MISTAKES: dict[str, Case] = {
         "earlier checkpoint",
     ),
     "adapter_is_not_lora": case(lambda s: s.adapter_config(peft_type="IA3"), "'IA3'", "only LORA"),
-    "adapter_pickled_only": case(pickled_adapter_only, "pickled", "unpickles nothing", "save it again"),
+    "adapter_pickled_only": case(pickled_adapter_only, "adapter_model.bin", "weights_only=True", "save the adapter as"),
     "adapter_config_cut_short": case(
         several(Setup.from_adapter, truncate("adapter/adapter_config.json", 50)), "adapter_config.json", "JSON"
     ),

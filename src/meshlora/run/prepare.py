@@ -47,6 +47,7 @@ from meshlora.wings.experts.routing import check_routing, step_file
 from meshlora.wings.kernels.kernels import with_kernels
 from meshlora_ground.compat.transformers_models import attention_of
 from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.pickled import OLD_WEIGHTS
 from meshlora_ground.topology import TOKENS, Topology
 from meshlora_ground.user_code import file_of
 from meshlora_ground.weight_files import weight_files
@@ -155,7 +156,7 @@ def prepare(config: RunConfig, data: RunData, *, resume: str | None, despite: Co
         files=contents(
             data.texts.model,
             adapters={"adapter": config.adapter, "reference": config.reference},
-            of_adapter=(CONFIG_FILE, WEIGHTS_FILE, PIECES_FILE),
+            of_adapter=(CONFIG_FILE, WEIGHTS_FILE, OLD_WEIGHTS, PIECES_FILE),
             weights=weight_files(Path(data.texts.model.path)),
             replay=_check_routing(blueprint.plan, train, steps=steps, resume=resume),
             **_further_files(config, options),

@@ -68,13 +68,15 @@ def _is_plain(folder: Path) -> bool:
     """Whether it is an adapter that no run of meshlora has saved: PEFT's two files, and no manifest."""
     from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE
     from meshlora.run.checkpoint.manifest import FILE, STATE_FILE
+    from meshlora_ground.pickled import OLD_WEIGHTS
 
     try:
         there = {file.name for file in folder.iterdir()}
     except (OSError, ValueError):
         return False
     # A save of a run that lost its manifest is damaged, not plain.
-    return {CONFIG_FILE, WEIGHTS_FILE} <= there and not {FILE, STATE_FILE} & there
+    is_adapter = CONFIG_FILE in there and bool({WEIGHTS_FILE, OLD_WEIGHTS} & there)
+    return is_adapter and not {FILE, STATE_FILE} & there
 
 
 def _plain(folder: Path) -> tuple[list[tuple[str, str]], list[str]]:

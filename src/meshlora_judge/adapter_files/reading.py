@@ -12,15 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from meshlora_ground.errors import MeshloraError, UserError, reason
 from meshlora_ground.files import open_safetensors, read_json
+from meshlora_ground.pickled import OLD_WEIGHTS, unpickled
 from meshlora_judge.adapter_files.names import Names, names_of
 
 CONFIG, OWN = "adapter_config.json", "meshlora.json"
-_OF_PEFT = ("adapter_model.safetensors", "adapter_model.bin")
+_OF_PEFT = ("adapter_model.safetensors", OLD_WEIGHTS)
 _PICKLED = (".bin", ".pt", ".pth")
 _LARGEST = 1e9
 _MOST_BYTES = 2**37  # twice the largest adapter that can be named: all experts of a trillion parameters at rank 64
@@ -156,7 +156,7 @@ def _opened(file: Path) -> Iterator[tuple[list[str], Callable[[str], Tensor]]]:
         with open_safetensors(file) as opened:
             yield list(opened.keys()), lambda key: _taken(file, key, opened.get_tensor)
         return
-    tensors = _unpickled(file)
+    tensors = unpickled(file)
     yield list(tensors), tensors.__getitem__
 
 
@@ -165,27 +165,3 @@ def _taken(file: Path, key: str, take: Callable[[str], Tensor]) -> Tensor:
         return take(key)
     except Exception as error:  # noqa: BLE001 - types that this torch lacks raise what they like
         raise UserError(f"{file}: {key}", f"it cannot be read ({reason(error)})") from None
-
-
-def _unpickled(file: Path) -> dict[str, Tensor]:
-    """The tensors of a pickled file, read without running what is in it."""
-    if not file.is_file():
-        raise UserError(f"{file}", "it is a folder, a pipe or a device, no file")
-    try:
-        found = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # noqa: BLE001 - hostile pickles raise what they like
-        rule = f"torch.load(weights_only=True) does not read it ({reason(error)})"
-        raise UserError(f"{file}", rule, "save the adapter as safetensors") from None
-    while isinstance(found, dict) and len(found) == 1 and isinstance(inner := next(iter(found.values())), dict):
-        found = inner  # {"state_dict": {...}}
-    if not isinstance(found, dict):
-        raise UserError(f"{file}", "it is no dict from names to tensors", "save the adapter as safetensors")
-    tensors = {f"{key}": value for key, value in found.items() if isinstance(value, Tensor)}
-    for key, tensor in tensors.items():
-        is_plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
-        # Strides of 0 make any number of values out of one.
-        if not is_plain or tensor.numel() * tensor.itemsize > tensor.untyped_storage().nbytes():
-            raise UserError(
-                f"{file}: {key}", "it is no plain tensor with its values", "save the adapter as safetensors"
-            )
-    return tensors

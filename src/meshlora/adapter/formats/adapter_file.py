@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshlora.feature import features
 from meshlora.model.stream import FLOATS
 from meshlora_ground.errors import UserError, did_you_mean
 from meshlora_ground.files import open_safetensors
@@ -56,7 +57,10 @@ def open_adapter(file: Path, names: Mapping[str, str] | None = None) -> Iterator
     Raises:
         UserError: it cannot be read, or two of its tensors have one name.
     """
-    with open_safetensors(file) as opened:
+    opening: contextlib.AbstractContextManager[Any] = open_safetensors(file)
+    for feature in features():
+        opening = feature.opened_adapter(file) or opening
+    with opening as opened:
         yield AdapterFile(opened, names_of(file, opened.keys()) if names is None else names)
 
 

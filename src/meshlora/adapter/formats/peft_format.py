@@ -171,9 +171,6 @@ def read_config(folder: Path, *, ignore_dropout: bool = False) -> LoraConfig:
     """
     if not folder.is_dir():
         raise UserError(f"adapter {folder}", "there is no such folder")
-    if not (folder / WEIGHTS_FILE).is_file() and (folder / "adapter_model.bin").is_file():
-        rule = "it is pickled, and meshlora unpickles nothing"
-        raise UserError(f"adapter {folder}", rule, "save it again with a current peft")
     stored = read_json(folder / CONFIG_FILE)
     kind = _mapping(stored).get("peft_type")
     if kind != "LORA":
