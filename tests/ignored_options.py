@@ -283,6 +283,9 @@ CAUGHT_BY: dict[str, str] = {
             "embed.normalize": "test_embeddings_of_a_step_in_parts_have_the_gradient_of_all_at_once[False]",
         }.items()
     },
+    "train.objective.reward.center": (
+        "tests/unit/test_reward.py::test_loss_of_pairs_has_their_margins_and_the_square_of_their_sum"
+    ),
     "rl.rewards": f"{_RL}::test_records_are_the_completions_of_groups_with_their_rewards",
     "rl.completions": f"{_RL}::test_records_are_the_completions_of_groups_with_their_rewards",
     **{f"rl.{name}": _GENERATION for name in ("max_new_tokens", "temperature", "stop", "batch_size")},

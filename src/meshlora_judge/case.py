@@ -237,6 +237,14 @@ def as_pairs(data: TokenizedDataset) -> TokenizedDataset:
     return replace(data, input_ids=ids, rows_per_example=2)
 
 
+def with_margins(data: TokenizedDataset, *, seed: int) -> TokenizedDataset:
+    """The sequences of `as_pairs` with random margins, of which two are below 0."""
+    data = as_pairs(data)
+    margins = np.random.Generator(np.random.PCG64([seed, 4])).uniform(0.2, 1.5, size=data.num_examples)
+    margins[[1, -1]] *= -1
+    return replace(data, targets=margins.astype(np.float32).repeat(2).reshape(-1, 1))
+
+
 def with_feedback(data: TokenizedDataset) -> TokenizedDataset:
     """The sequences of `as_pairs` with a "desirable" column: two of three pairs are liked."""
     data = as_pairs(data)

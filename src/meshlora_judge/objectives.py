@@ -20,10 +20,12 @@ from meshlora_ground.objective import Objective, Sft
 from meshlora_ground.objectives.labels import Classify, ClassifyTokens, Embed
 from meshlora_ground.objectives.policies import Grpo, Policy
 from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo, Simpo
+from meshlora_ground.objectives.rewards import Reward
 from meshlora_judge.batches import UNTRAINED, MicroBatch
 from meshlora_judge.formulas.pairs import dpo
 from meshlora_judge.formulas.policies import policy
 from meshlora_judge.formulas.preferences import kto, orpo, simpo
+from meshlora_judge.formulas.rewards import reward
 
 
 def losses(
@@ -41,6 +43,8 @@ def losses(
     """
     if isinstance(objective, Classify | ClassifyTokens):
         return _classify(objective, logits.float(), batch)
+    if isinstance(objective, Reward):
+        return reward(objective, logits.float(), batch)
     options = {} if point is None else {"point": point}
     return _LOSSES[type(objective)](objective, logits, batch, base, is_training, **options)
 

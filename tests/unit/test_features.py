@@ -78,8 +78,15 @@ RECIPES: dict[str, Recipe] = {
     "policy": _objective("rollouts.jsonl", F.NOTHING_ALONE, kind="policy"),
     "sequences": _objective("rollouts.jsonl", F.NOTHING_ALONE, F.SEQUENCES, kind="policy", ratio="sequence"),
     "classify": _objective(
-        "labelled.jsonl", F.NOTHING_ALONE, F.RECORDS, F.OTHER_HEAD, kind="classify", labels=["none", "one", "more"]
+        "labelled.jsonl",
+        F.NOTHING_ALONE,
+        F.RECORDS,
+        F.OTHER_HEAD,
+        F.OF_LABELS,
+        kind="classify",
+        labels=["none", "one", "more"],
     ),
+    "reward": _objective("pairs.jsonl", F.PAIRS, F.OTHER_HEAD, kind="reward"),
     "rl": Recipe(
         frozenset({F.COMPARED, F.NOTHING_ALONE, F.RL, F.MADE}),
         {

@@ -540,6 +540,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "dft_weight_with_gradient": ("backward", "model", "the first gradient, from the loss on"),
         },
     ),
+    "pairs of answers, scored": (
+        {"family": "qwen3", "objective": PROVED["reward"], "topologies": ("dp=2",)},
+        dict.fromkeys(needing("reward"), LOSS) | {"reward_of_the_padding": ("logits", "logits", "")},
+    ),
     "labels of texts": (
         {"family": "qwen3", "objective": PROVED["classify"], "topologies": ("tp=2,sp",)},
         {

@@ -148,9 +148,12 @@ def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh, pipeline: Pip
         """
         if not pipeline.is_last:
             return x
-        return cut.whole(x, terms=plan.has_vocabulary) if sp else copy_one_to_each(x, tp)
+        if sp or plan.has_vocabulary:
+            x = cut.whole(x, terms=plan.has_vocabulary) if sp else copy_one_to_each(x, tp)
+        # Without one the head takes whole texts: one cp rank counts the loss, and all have its gradient.
+        return x if plan.has_vocabulary or context.held is None else context.held.gathered(x)
 
-    if plan.has_last_stage and (sp or plan.has_vocabulary):
+    if plan.has_last_stage and (sp or plan.has_vocabulary or context.axis.size > 1):
         map_output(layers[-1], into_head)
     return context, cut
 

@@ -112,7 +112,13 @@ class Feature(Enum):
         "policy gradients of whole sequences",
         _KIND,
     )
-    OTHER_HEAD = "train.objective", lambda given: given.task != _TASK, "classify, classify_tokens, embed", _KIND
+    OTHER_HEAD = "train.objective", lambda given: given.task != _TASK, "classify, classify_tokens, embed, reward", _KIND
+    OF_LABELS = (
+        "train.objective",
+        lambda given: given.reader in ("labelled", "labelled_words", "similar"),
+        "classify, classify_tokens, embed",
+        _KIND,
+    )
     BASE = "train.objective", lambda given: given.needs_base, "objectives with a frozen policy", _KIND
     NO_GRPO = "train.objective", lambda given: given.kind != "grpo", "any objective but grpo", _KIND
     NO_ROLLOUTS = "train.objective", lambda given: not given.is_of_rollouts, "objectives without rollouts", _KIND
@@ -125,7 +131,7 @@ class Feature(Enum):
     )
     NOTHING_ALONE = (
         "train.objective",
-        lambda given: given.reader not in ("text", "pairs", "feedback"),
+        lambda given: given.reader not in ("text", "pairs", "margins", "feedback"),
         "objectives that compare rows, or have labels",
         _KIND,
     )

@@ -49,11 +49,12 @@ _PLAIN = "leave it out, or use optimizer: adamw"
 
 REFUSED: tuple[Refused, ...] = (
     # Two options of a run.
-    _refused(
-        {F.PACKING, F.TRAIN_ON, F.TOO_LONG, F.APART, F.AS_GENERATED, F.LOST_TEXT, F.TEMPLATE, F.SAMPLES, F.MERGED}
-        | {F.ROUTER_LOSS, F.RECORD, F.REPLAY, F.SYSTEM},
-        F.OTHER_HEAD,
-    )("it is for language models: this objective has another head"),
+    _refused({F.PACKING, F.TRAIN_ON, F.APART, F.SAMPLES, F.MERGED, F.ROUTER_LOSS, F.RECORD, F.REPLAY}, F.OTHER_HEAD)(
+        "it is for language models: this objective has another head"
+    ),
+    _refused({F.TOO_LONG, F.AS_GENERATED, F.LOST_TEXT, F.TEMPLATE, F.SYSTEM}, F.OF_LABELS)(
+        "its records are plain texts, cut where they are too long"
+    ),
     _refused({F.CATEGORIES, F.SEPARATOR, F.SKIPPED_EMPTY, F.STYLE}, F.COMPARED)("only records of sft have it"),
     _refused(F.STYLE, {F.SYSTEM, F.TEMPLATE})(
         "a style writes plain text, which has no turns", "leave out data.prompt, or the other"
@@ -137,9 +138,6 @@ REFUSED: tuple[Refused, ...] = (
         "use pp=1, or measure the finished adapter: meshlora evaluate --generate",
     ),
     _refused(F.SHARDED, F.INTERLEAVE)("it is not proved with stages of layers", "use pp=1"),
-    _refused({F.TASK, F.OTHER_HEAD}, F.CONTEXT)(
-        "its head takes whole texts, of which a rank has a part", "use dp, tp and sp, which have its proofs"
-    ),
     _refused(F.OTHER_ATTENTION, F.CONTEXT)("cut sequences attend by sdpa or eager", "use attn_implementation=sdpa"),
     _refused(F.TRAINED_SHARD, F.SHARDED)(
         "what dp_shard shards is frozen, and it shards the matrices of decoder layers",
@@ -309,7 +307,7 @@ METHODS = frozenset(
 )
 OBJECTIVES = frozenset(
     {F.COMPARED, F.PAIRS, F.RECORDS, F.SEQUENCES, F.OTHER_HEAD, F.BASE, F.NO_GRPO, F.NO_ROLLOUTS, F.UNCORRECTED}
-    | {F.NOTHING_ALONE, F.OF_ROLLOUTS, F.REFERENCE}
+    | {F.NOTHING_ALONE, F.OF_ROLLOUTS, F.OF_LABELS, F.REFERENCE}
 )
 READING = frozenset(
     {F.SEPARATOR, F.CATEGORIES, F.SKIPPED_EMPTY, F.SKIPPED_BAD, F.TOO_LONG, F.SPLIT, F.TRAIN_ON, F.APART}

@@ -15,7 +15,7 @@ import numpy as np
 from meshlora.reading.bad_rows import ERROR
 from meshlora.reading.conversations import untrained
 from meshlora.reading.formats import Format, alpaca_prompt, answered_alone, record_of_answer
-from meshlora.reading.records import LeftOutError, MalformedError, Record, filled_text, json_type
+from meshlora.reading.records import LeftOutError, MalformedError, Record, filled_text, is_number, json_type
 from meshlora.reading.sources import Reading, Row, read_rows
 from meshlora.reading.tokenization import tokenize
 from meshlora_ground.dataset import TokenizedDataset
@@ -46,6 +46,21 @@ def read_preferences(
     bad, has_template = options.get("on_bad_row", ERROR), bool(tokenizer.chat_template)
     reading = Reading(columns, format, say, bad, has_template=has_template)
     return tokenize(read_rows(source, PREFERENCES, reading), tokenizer, say=say, **options)
+
+
+def read_margins(source: str | list[str], tokenizer: PreTrainedTokenizerBase, **given: Any) -> TokenizedDataset:
+    """`read_preferences` of rows that may have a `margin`, a number: by how much the chosen answer is better.
+
+    `targets` `[N, 1]` has that of both sequences of a pair, 0 where a row has none.
+    """
+    options = dict(given)
+    columns, format, say = options.pop("columns", None), options.pop("format", "auto"), options.get("say")
+    bad, has_template = options.get("on_bad_row", ERROR), bool(tokenizer.chat_template)
+    reading = Reading(columns, format, say, bad, has_template=has_template)
+    rows = read_rows(source, _WITH_MARGINS, reading)
+    tokens = tokenize([pair for pair, _ in rows], tokenizer, **options)
+    margins = np.array([margin for _, margin in rows], dtype=np.float32).repeat(2)
+    return dataclasses.replace(tokens, targets=margins[tokens.sources].reshape(-1, 1))
 
 
 def read_feedback(
@@ -224,6 +239,19 @@ PREFERENCES: tuple[Format[tuple[Record, ...]], ...] = (
         for asked, names, strength in _RANKED
     ),
 )
+
+
+def _with_margin(make: Callable[..., tuple[Record, ...]], row: dict[str, Any], origin: str) -> tuple[Any, float]:
+    margin = row.pop("margin", 0.0)
+    if not is_number(margin):
+        raise MalformedError(f"margin is {json_type(margin)}, not a finite number")
+    return make(row, origin), float(margin)
+
+
+_WITH_MARGINS: list[Format[Any]] = []
+for _known in PREFERENCES:
+    _make: Any = functools.partial(_with_margin, _known.make)
+    _WITH_MARGINS.append(Format(_known.name, _known.needs, _make, (*_known.may, "margin"), weakness=_known.weakness))
 
 
 def _feedback(label: str) -> tuple[Format[list[Row]], ...]:

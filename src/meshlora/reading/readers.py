@@ -10,7 +10,7 @@ from typing import Any
 from meshlora.reading.bad_rows import ERROR
 from meshlora.reading.labelled import read_labelled, read_labelled_words, read_similar
 from meshlora.reading.nlg import of_categories, parted
-from meshlora.reading.preferences import read_feedback, read_preferences
+from meshlora.reading.preferences import read_feedback, read_margins, read_preferences
 from meshlora.reading.rollouts import read_rollouts
 from meshlora.reading.sources import read_records
 from meshlora.reading.streamed import read_streamed
@@ -49,6 +49,7 @@ READERS: Mapping[str, Callable[..., TokenizedDataset]] = {
     "rollouts": read_rollouts,
     "rewarded": functools.partial(read_rollouts, is_rewarded=True),
     "pairs": read_preferences,
+    "margins": read_margins,
     "feedback": read_feedback,
     "labelled": read_labelled,
     "labelled_words": read_labelled_words,

@@ -19,11 +19,13 @@ from torch import Tensor
 
 from meshlora.adapter.attach import runtime
 from meshlora.comm.collectives import all_reduce_sum
+from meshlora.run.formulas.rewards import reward
 from meshlora.train.batch import IGNORED, Batch
 from meshlora.train.batches import Batching
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.masks import POSITION_BITS
 from meshlora_ground.objectives.labels import Classify, ClassifyTokens, Embed
+from meshlora_ground.objectives.rewards import Reward
 from meshlora_ground.tasks import CAUSAL, task_of
 
 Values = Mapping[str, Tensor]
@@ -55,6 +57,8 @@ def outputs_of(model: Any, batch: Batch) -> Tensor:
     """Outputs of the model's own head, `[B, K]` of texts or `[B, S, K]` of words, or hidden states `[B, S, H]`; in
     float32, or float64 inside the lift.
     """
+    if batch.order is not None:
+        runtime(model).context.next(batch.order)
     found = model(input_ids=batch.input_ids, attention_mask=batch.attention_mask, **batch.more)
     outputs: Tensor = found.logits if "logits" in found else found.last_hidden_state
     return outputs.float()
@@ -120,6 +124,7 @@ FORMULAS: Mapping[type, Callable[[Any, Tensor, Batch, Any], tuple[Tensor, Values
     Classify: classify,
     ClassifyTokens: classify_tokens,
     Embed: embed,
+    Reward: reward,
 }
 
 
@@ -173,7 +178,7 @@ def compare_step(
                 own = embeddings(objective, outputs_of(model, batch), batch.attention_mask)
             if whole is None:
                 whole = own.new_zeros(number * data.rows_per_example, own.shape[1])
-            if not batch.is_dummy:
+            if not batch.is_dummy and batch.counts_rows:
                 whole[places_of(batch)] = own
     assert whole is not None
     with torch.enable_grad():

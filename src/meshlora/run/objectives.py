@@ -94,7 +94,8 @@ def _total(name: str, values: Tensor) -> Tensor:
 
 def _of_head(objective: Objective, outputs: Tensor, batch: Batch, point: Point) -> tuple[Tensor, Sums]:
     losses, values = heads.FORMULAS[type(objective)](objective, outputs, batch, point)
-    factor = 0 if batch.is_dummy else 1  # its forward keeps the collectives of the ranks together
+    # A dummy's forward keeps the collectives of the ranks together; of cp ranks, which have whole texts, one counts.
+    factor = int(batch.counts_rows and not batch.is_dummy)
     return factor * losses.sum(), {name: factor * value.detach().sum(0) for name, value in values.items()}
 
 

@@ -82,7 +82,7 @@ class Texts:
     ) -> Callable[..., TokenizedDataset]:
         """What reads the files of a source."""
         data, own = self.data, dict[str, Any](objective=self.objective)
-        if self.objective.task == CAUSAL:
+        if self.objective.task == CAUSAL or self.objective.unit == "pair":  # whose records are read as answers are
             own = self._options(tokenizer, model, categories)
             if names_rows:
                 own["names_rows"] = True

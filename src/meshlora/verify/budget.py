@@ -231,6 +231,9 @@ def _of_ends(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
         yield "", Message("backward", "reducescatter", FEATURES, tokens * each)
     else:
         yield "", Message("backward", "allreduce", FEATURES, tokens * each)
+    if not plan.has_vocabulary and topology.size_over(TOKENS) > 1:  # whose head takes whole texts
+        yield "", Message("forward", "allgather", TOKENS, tokens * each)
+        yield "", Message("backward", "reducescatter", TOKENS, sizes.tokens * each)
     exact = wide_dtype(sizes.dtype).itemsize  # four numbers of a token: see `_ChunkLoss`
     whole, last = divmod(tokens, sizes.chunk_tokens)
     yield "", Message("loss", "allgather", FEATURES, 4 * sizes.chunk_tokens * exact, whole)

@@ -363,6 +363,7 @@ class Feature(enum.StrEnum):
     CLASSIFY = "classify", _kind("classify")
     CLASSIFY_TOKENS = "classify_tokens", _kind("classify_tokens")
     EMBED = "embed", _kind("embed")
+    REWARD = "reward", _kind("reward")
     SMOOTHING = "smoothing", _run(lambda r: getattr(r.objective, "label_smoothing", 0) > 0)
     BASE = "base", _run(lambda r: r.objective.needs_base)
     REFERENCE = "reference", _run(lambda r: r.case.reference is not None)  # a frozen adapter

@@ -68,6 +68,7 @@ from meshlora_judge.case import (
     random_tokens,
     with_feedback,
     with_labels,
+    with_margins,
     with_rollouts,
     with_routed,
     with_tokens,
@@ -89,8 +90,14 @@ _MIN_8BIT_SIZE = 600  # of a twin's factors some are below it, and some above
 _STEPS_OF_OTHERS = 4  # than linear schedules: in three a cosine and a line meet half-way
 _DTYPES = ("float64", "float32", "bfloat16")
 # Sequences of a record, by the reader of its objective; of the others 1.
-_ROWS = {"pairs": 2, "feedback": 2, "similar": 3}
-_ANSWERS = ("pairs", "feedback", "rollouts", "rewarded")  # whose records are a prompt and an answer, of a token each
+_ROWS = {"pairs": 2, "margins": 2, "feedback": 2, "similar": 3}
+_ANSWERS = (
+    "pairs",
+    "margins",
+    "feedback",
+    "rollouts",
+    "rewarded",
+)  # whose records are a prompt and an answer, of a token each
 # Linears that the default adapter excludes: those that only select and so get no gradient, and those of state-space
 # mixers that PEFT refuses, or whose weight the model reads.
 _LEFT_OUT = re.compile(
@@ -507,6 +514,8 @@ def as_records(
     """Turn the sequences `found` into records of `objective`. segments: texts of two segments each."""
     if objective.reader == "pairs":
         return as_pairs(found)
+    if objective.reader == "margins":
+        return with_margins(found, seed=seed)
     if objective.reader == "feedback":
         return with_feedback(found)
     if objective.reader in ("rollouts", "rewarded"):

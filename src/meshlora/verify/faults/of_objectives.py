@@ -22,6 +22,7 @@ from meshlora_ground.objective import Objective, Sft
 from meshlora_ground.objectives.labels import Classify, ClassifyTokens, Embed
 from meshlora_ground.objectives.policies import Grpo, Policy
 from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo, PairLoss, Simpo
+from meshlora_ground.objectives.rewards import Reward
 
 # Kind -> objective that the command proves: no value is a default, or equal to that of another parameter.
 PROVED: dict[str, Objective] = {
@@ -105,6 +106,7 @@ PROVED: dict[str, Objective] = {
     "embed": Embed(pooling="last", temperature=0.3),
     "embed_mean": Embed(temperature=8.0, normalize=False),
     "embed_cls": Embed(pooling="cls", temperature=0.3),
+    "reward": Reward(center=0.02),
 }
 
 
