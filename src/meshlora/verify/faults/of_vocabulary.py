@@ -90,7 +90,7 @@ def smoothed_over_local_vocabulary(by_rank: Tensor, tensor: Tensor, axis: Axis) 
     return by_rank
 
 
-@around(ParallelEmbedding, "_lora", needs={Feature.EMBEDDING_PADDING})
+@around(ParallelEmbedding, "_with_lora", needs={Feature.EMBEDDING_PADDING})
 def embedding_padding_trained(original: Any, self: ParallelEmbedding, *args: Any) -> Any:
     """as in PEFT an adapter on the embedding has no gradient from the padding token"""
     with mock.patch.object(self, "padding_idx", None):
