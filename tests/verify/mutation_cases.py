@@ -534,7 +534,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         dict.fromkeys(needing("simpo"), LOSS),
     ),
     "tokens weighted by their probability": (
-        {"family": "qwen3", "objective": PROVED["dft"], "topologies": ("tp=2,sp",)},
+        {"family": "qwen3", "objective": PROVED["dft"], "topologies": ("dp=2",)},
         {
             "dft_without_weight": LOSS,
             "dft_weight_with_gradient": ("backward", "model", "the first gradient, from the loss on"),
