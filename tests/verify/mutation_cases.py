@@ -172,6 +172,7 @@ _QKV, _C_ATTN = f"{FIRST_ATTENTION}.qkv_proj", f"{_GPT2_BLOCK}.attn.c_attn"
 # what it is -> (request, mutation -> (phase, where, words of the cause)).
 # Those that show with any policy gradient; and what the others need, which one objective has.
 _OF_EACH_POLICY = [name for name in needing("policy_gradient") if "examples" not in MUTATIONS[name].needs]
+_OF_EACH_POLICY += needing("clips")
 _OF_OPTIONS = ("importance", "sequence_ratio", "means_of_sequences", "cispo", "entropy", "kl_estimate", "grpo")
 _OF_OPTIONS += ("scaled_otherwise",)
 _EVERYTHING = Grpo(
