@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import (
+    AutoModelForCausalLM,
     BertConfig,
     BertForSequenceClassification,
     LlamaConfig,
@@ -19,7 +20,12 @@ from transformers import (
     RobertaForSequenceClassification,
 )
 
-from meshlora.reading.tokenizer import load_tokenizer
+from meshlora.adapter.formats.peft_format import lora_config, save_adapter
+from meshlora.loading.blueprint import make_blueprint
+from meshlora.loading.load import load_blueprint
+from meshlora.plan.base_options import BaseOptions
+from meshlora.reading.preferences import read_margins
+from meshlora.reading.tokenizer import load_tokenizer, padding_token_id
 from meshlora.run.config.rl import (
     REWARDS,
     FunctionReward,
@@ -29,10 +35,14 @@ from meshlora.run.config.rl import (
     RegexReward,
     UnitTestsReward,
 )
+from meshlora.run.heads import outputs_of, set_padding
+from meshlora.train.collation import collate
 from meshlora_extra.rl.prompts import Prompt
 from meshlora_extra.rl.rewards import Completion, Rewards
 from meshlora_extra.rl.unit_tests import code_in, run_tests
 from meshlora_ground.errors import UserError
+from meshlora_ground.objectives.rewards import Reward as RewardObjective
+from meshlora_ground.topology import Topology
 from tests.for_each import for_each
 from tests.run_files import copy_tokenizer
 
@@ -379,3 +389,28 @@ def test_the_sum_is_weighted(judge: Path, tmp_path: Path) -> None:
     assert scored.total == pytest.approx(0.5 - 4 + 8 + 16 + 32 - 64 * alone)
     assert [*scored.parts.values()] == [1, 1, 1, 1, 2, alone, 0]
     assert [*scored.parts][-1] == "regex 7"
+
+
+def test_an_adapter_of_the_objective_reward_is_a_reward_with_the_tokens_of_its_training(tmp_path: Path) -> None:
+    """A head that a run has trained, on the frozen base: what is scored is what evaluation scores."""
+    base, pairs = tmp_path / "base", tmp_path / "pairs.jsonl"
+    tiny = Path(__file__).parents[2] / "examples" / "tiny_base"
+    AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32).save_pretrained(base)
+    copy_tokenizer(base)
+    pairs.write_text(json.dumps({"prompt": "ask ", "chosen": "7 of them", "rejected": "no"}) + "\n")
+    objective = RewardObjective(center=0.1)
+    lora = lora_config({"r": 2, "target_modules": "all-linear", "init_lora_weights": False}, "test")
+    blueprint = make_blueprint(base, Topology(), BaseOptions(), objective).with_adapter(lora)
+    model = load_blueprint(blueprint, device="cpu", seed=3).eval()
+    tokenizer = load_tokenizer(base, trust_remote_code=False)
+    set_padding(model, padding_token_id(tokenizer))
+    save_adapter(model, tmp_path / "run" / "adapter")
+    tokenizer.save_pretrained(tmp_path / "run" / "adapter")
+    rows = read_margins(str(pairs), tokenizer, max_length=64)
+    batch = collate([*rows], pad_token_id=padding_token_id(tokenizer), num_targets=1)
+    with torch.no_grad():
+        expected = outputs_of(model, batch)[:, 0].tolist()
+    for folder in (tmp_path / "run", tmp_path / "run" / "adapter"):
+        found = _values(ModelReward(path=str(folder)), _said("7 of them"), _said("no"))
+        assert found == pytest.approx(expected, rel=1e-4)
+    assert abs(expected[0] - expected[1]) > 1e-3, "a score that says nothing of the answer shows nothing"

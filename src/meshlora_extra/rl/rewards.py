@@ -322,9 +322,8 @@ def _model(one: ModelReward, name: str) -> Score:
     model = RewardModel(one.path, batch_size=one.batch_size)  # loaded once
 
     def of_all(completions: Sequence[Completion]) -> list[float]:
-        texts = [each.prompt + each.text for each in completions]
         try:
-            return model(texts)
+            return model([(each.prompt, each.text) for each in completions])
         except UserError as error:
             long = max(completions, key=lambda each: len(each.prompt + each.text))
             raise UserError(_of(name, long), f"{error.given}: {error.rule}", error.way_out) from None

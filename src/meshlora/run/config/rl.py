@@ -108,7 +108,9 @@ class FunctionReward(_Reward):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelReward(_Reward):
-    """The output of a classification model with one label. path: its folder. batch_size: texts at once."""
+    """The output of a classification model with one label. path: its folder, or that of an adapter which makes a base
+    one, or of the run that trained it. batch_size: texts at once.
+    """
 
     kind: Literal["model"] = "model"
     path: str
