@@ -66,6 +66,48 @@ _SHARE = _OWN + "{seed}, {step})"
 _SINGLE = "tests/ranks/test_several_adapters.py::test_each_of_many_is_the_adapter_of_its_single_run[]"
 _ALONE = "tests/unit/test_several_adapters.py::test_each_adapter_of_many_computes_what_it_computes_alone"
 
+_SUMS, _INVOKED = "wings/combined/sums.py", "wings/invoked/rows.py"
+_SUM = "tests/ranks/test_sums.py::test_sums_are_those_of_peft[tp=2]"
+_SPOKEN = "tests/ranks/test_invoked.py::test_says_and_generates_what_peft_does[tp=2]"
+
+OF_SUMS: dict[str, Fault] = {
+    "sum_without_scales": Fault(
+        "an adapter has its own scale in a sum",
+        _SUMS,
+        "a = torch.cat([part.a * part.weight * part.scaling for part in found])",
+        "a = torch.cat([part.a * part.weight for part in found])",
+        _SUM,
+    ),
+    "sign_on_both_factors": Fault(
+        "a negative weight takes an adapter away",
+        _SUMS,
+        "b += part.b * root",
+        "b += part.b * math.copysign(root, part.weight)",
+        _SUM,
+    ),
+    "sum_of_before": Fault(
+        "several active adapters are those of now",
+        _SUMS,
+        '    _fill(model, names, [1.0] * len(names), own, "cat", None)',
+        '    own in sums or _fill(model, names, [1.0] * len(names), own, "cat", None)',
+        "tests/ranks/test_sums.py::test_sum_of_active_adapters_is_of_what_they_are_now",
+    ),
+    "invoked_by_what_was_written": Fault(
+        "the prompt invokes an adapter, and its answer follows with a cache",
+        _INVOKED,
+        "        return place >= start.unsqueeze(1)",
+        "        return invoked_tokens(forward.ids, self.of[adapter])",
+        _SPOKEN,
+    ),
+    "invoked_as_the_next_forward": Fault(
+        "layers that run again have the tokens of their own forward",
+        _INVOKED,
+        "            self._forward = forward\n\n        return again",
+        "            pass\n\n        return again",
+        "tests/ranks/test_invoked.py::test_trains_as_one_process_does[stages]",
+    ),
+}
+
 OF_SEVERAL: dict[str, Fault] = {
     "gradient_of_the_neighbour": Fault(
         "the gradient of an adapter is of its own rows",

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from meshlora.adapter.attach import add_adapter as add_adapter
     from meshlora.adapter.attach import disable_adapter as disable_adapter
-    from meshlora.adapter.attach import set_adapter as set_adapter
     from meshlora.adapter.formats.peft_format import load_adapter as load_adapter
     from meshlora.adapter.formats.peft_format import lora_config as lora_config
     from meshlora.adapter.formats.peft_format import save_adapter as save_adapter
@@ -46,6 +45,8 @@ if TYPE_CHECKING:
     from meshlora.train.packing import with_positions as with_positions
     from meshlora.train.step import step as step
     from meshlora.verify.alone import reference_run as reference_run
+    from meshlora.wings.combined.sums import add_weighted_adapter as add_weighted_adapter
+    from meshlora.wings.combined.sums import set_adapter as set_adapter
     from meshlora.wings.generation.in_memory import merge as merge
     from meshlora.wings.generation.in_memory import merged as merged
     from meshlora.wings.generation.in_memory import unmerge as unmerge
@@ -86,7 +87,8 @@ _HOME = {
     "tokenize": "meshlora.reading.tokenization",
     "add_adapter": "meshlora.adapter.attach",
     "disable_adapter": "meshlora.adapter.attach",
-    "set_adapter": "meshlora.adapter.attach",
+    "set_adapter": "meshlora.wings.combined.sums",
+    "add_weighted_adapter": "meshlora.wings.combined.sums",
     "load_adapter": "meshlora.adapter.formats.peft_format",
     "lora_config": "meshlora.adapter.formats.peft_format",
     "save_adapter": "meshlora.adapter.formats.peft_format",

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 # In the order in which they are asked.
 WINGS: tuple[str, ...] = ("stages", "experts", "variants", "quantized", "kernels", "context", "packed_rows")
-WINGS += ("generation", "invoked", "hub", "proved")
+WINGS += ("generation", "invoked", "combined", "hub", "proved")
 
 
 class Feature:

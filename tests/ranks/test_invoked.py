@@ -87,7 +87,7 @@ PROOFS: dict[str, tuple[str, dict[str, Any], str]] = {
     "several": ("llama", {"options": {"adapters": 2}}, "tp=2,sp"),
     "fused": ("phi3", {"target_modules": "all-linear"}, "tp=2,sp"),
 }
-COVER = ("sp", "shards", "cp")
+COVER = ("sp", "shards", "cp", "stages")
 
 
 @pytest.mark.long

@@ -8,11 +8,11 @@ import pytest
 
 from tests.changed import Fault, is_there, run_under
 from tests.faults_of_files import OF_EXPORTING, OF_MERGING, OF_MERGING_EXPERTS
-from tests.faults_of_runs import OF_DATA_AND_STATE, OF_GENERATION, OF_ROUTING, OF_SEVERAL
+from tests.faults_of_runs import OF_DATA_AND_STATE, OF_GENERATION, OF_ROUTING, OF_SEVERAL, OF_SUMS
 from tests.for_each import for_each
 
 FAULTS: dict[str, Fault] = OF_MERGING | OF_MERGING_EXPERTS | OF_EXPORTING | OF_ROUTING | OF_SEVERAL | OF_DATA_AND_STATE
-FAULTS |= OF_GENERATION
+FAULTS |= OF_GENERATION | OF_SUMS
 TIMEOUT_S = 500.0  # of a copy of the package with its tests, for which ten seconds are usual
 
 

@@ -291,10 +291,7 @@ def set_adapter(model: Any, name: str | None) -> None:
     Raises:
         UserError: there is no such adapter.
     """
-    if name is None:
-        set_adapters(model, ())
-    else:
-        set_adapters(model, [name])
+    set_adapters(model, () if name is None else [name])
 
 
 def set_adapters(model: Any, names: Sequence[str]) -> None:

@@ -157,7 +157,7 @@ def take_methods(model: Any) -> None:
     methods: dict[str, Callable[..., Any]] = {
         "add_adapter": _add_adapter,
         "load_adapter": _load_adapter,
-        "set_adapter": _set_adapter,
+        "set_adapter": attach.set_adapter,
         "active_adapters": _active_adapters,
         "disable_adapter": attach.disable_adapter,
         "save_adapter": peft_format.save_adapter,
@@ -220,14 +220,6 @@ def _load_adapter(
         model.eval()
         for factor in attach.active_factors(model):
             factor.parameter.requires_grad_(False)
-
-
-def _set_adapter(model: Any, adapter_name: str | list[str] | None) -> None:
-    """`meshlora.set_adapter`, also called with a list of one, as transformers' may be."""
-    names = list(adapter_name) if isinstance(adapter_name, list | tuple) else [adapter_name]
-    if len(names) != 1:
-        raise UserError(f"set_adapter({names})", "one adapter is active at a time", "give one name, or None")
-    attach.set_adapter(model, names[0])
 
 
 def _active_adapters(model: Any) -> list[str]:

@@ -191,6 +191,10 @@ REFUSED: tuple[Refused, ...] = (
         | {F.IN_MEMORY, F.BATCHED, F.BEAMS, F.GPT2_BEAM},
     )("PEFT has an adapter invoked by tokens for linears of a causal model alone, not merged, and without beams"),
     _refused(F.INVOKED, F.LORA_BIAS)("the two together are not proved", "leave out one of them"),
+    _refused(
+        F.COMBINED,
+        {F.INVOKED, F.DORA, F.LORA_BIAS, F.WHOLE_MATRIX, F.COPIES, F.ROWS, F.PIECES, F.ON_PARAMETERS, F.ON_EXPERTS},
+    )("a sum is of LoRA on linears and the embedding", "use adapters without it"),
     _refused(F.LORA_DROPOUT, F.ON_PARAMETERS)(
         "PEFT has no dropout for experts, routers and linears that it names as parameters",
         "leave lora_dropout at 0.0, or leave these targets out",
@@ -327,7 +331,7 @@ SEVERAL = frozenset({F.ADAPTERS})
 PROOFS = frozenset({F.PROOF, F.PARTS, F.ROUNDED, F.ON_GPU, F.WHOLE_MODEL})
 LOOPS = frozenset(
     {F.LOAD, F.GENERATE, F.BATCHED, F.COMMAND, F.LABELS, F.SCORES, F.TRAINER, F.TRL, F.TRL_SAMPLES, F.BASE_ALONE}
-    | {F.IN_MEMORY}
+    | {F.COMBINED, F.IN_MEMORY}
     | {F.ROUTER_LOGITS, F.HIDDEN_STATES, F.ATTENTIONS, F.MANAGER, F.EVALUATED, F.ARGUMENT, F.WHOLE_OPTIMIZER, F.GPU}
     | {F.LOSS_SCALE, F.BY_LENGTH, F.UNSIZED, F.OWN_LOSS, F.OWN_MEAN, F.SAMPLED, F.BEAMS, F.GPT2_BEAM, F.PROBABILITIES}
 )
