@@ -52,7 +52,12 @@ LORA: dict[str, Any] = {
     "layers_pattern": {"anyOf": [_TEXT, _TEXTS, {"type": "null"}]},
     "rank_pattern": {"type": "object", "additionalProperties": _RANK},
     "alpha_pattern": {"type": "object", "additionalProperties": _ALPHA},
-    "init_lora_weights": {"enum": [True, False, "gaussian", "pissa", "olora"]},
+    "init_lora_weights": {
+        "anyOf": [
+            {"enum": [True, False, "gaussian", "orthogonal", "eva", "pissa", "olora", "OLoRA"]},
+            {"type": "string", "pattern": "^pissa_niter_[0-9]{1,3}$"},
+        ]
+    },
     "bias": {"enum": ["none", "all", "lora_only"]},
     "modules_to_save": {"anyOf": [_TEXTS, {"type": "null"}]},
     "trainable_token_indices": {

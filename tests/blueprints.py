@@ -28,6 +28,7 @@ def load_without_proof(
     lora: LoraConfig | None = None,
     adapter: Path | None = None,
     device: str = "auto",
+    seed: int = 0,
 ) -> Any:
     """`meshlora.load` of what the test itself proves."""
     blueprint = make_blueprint(folder, topology, BaseOptions(dtype=dtype))
@@ -35,4 +36,4 @@ def load_without_proof(
         blueprint = blueprint.with_adapter(lora)
     if adapter is not None:
         blueprint = blueprint.with_folder(adapter)
-    return load_blueprint(blueprint, device=device)
+    return load_blueprint(blueprint, device=device, seed=seed)

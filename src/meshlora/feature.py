@@ -25,6 +25,7 @@ from meshlora_ground.topology import EP, ETP, SEQUENCES, TP, Topology
 if TYPE_CHECKING:
     from peft import LoraConfig
 
+    from meshlora.adapter.initialization import Start
     from meshlora.adapter.plan import AdapterPlan
     from meshlora.adapter.targets.resolve import Target
     from meshlora.comm.groups import Mesh
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 # In the order in which they are asked.
 WINGS: tuple[str, ...] = ("stages", "experts", "variants", "quantized", "kernels", "context", "packed_rows")
-WINGS += ("generation", "invoked", "combined", "hub", "proved")
+WINGS += ("generation", "invoked", "combined", "hub", "starts", "proved")
 
 
 class Feature:
@@ -207,6 +208,14 @@ class Feature:
         Raises:
             UserError, UnsupportedError: names option and target.
         """
+
+    def start_of(self, config: LoraConfig) -> Start | None:
+        """`adapter.targets` and `adapter.attach`: how the factors of an adapter begin; None: as the core draws them.
+
+        Raises:
+            UserError, UnsupportedError: an option in words of the wing's own.
+        """
+        return None
 
     def with_stored_parameters(self, config: LoraConfig, targets: Iterable[str], plan: ModelPlan) -> LoraConfig:
         """`adapter.plan`: the configuration with the `target_parameters` to store."""

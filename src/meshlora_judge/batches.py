@@ -69,7 +69,12 @@ class MicroBatch:
 
 
 def micro_batches_of(data: TokenizedDataset, settings: Training, step: int, *, pad_token_id: int) -> list[MicroBatch]:
-    """The sequences of optimizer step `step`, in the run's global order, as micro-batches.
+    """The sequences of optimizer step `step`, in the run's global order, as micro-batches."""
+    return list(micro_batches(data, order_of_step(data, settings, step), settings, pad_token_id=pad_token_id))
+
+
+def order_of_step(data: TokenizedDataset, settings: Training, step: int) -> list[int]:
+    """The sequences of optimizer step `step`, in the run's global order.
 
     An epoch takes every sequence once, in ceil(n / batch_size) steps, the last with the rest. Its order sorts the
     sequences by the raw 64-bit numbers of PCG64, seeded with (seed, epoch). The same holds for pairs.
@@ -82,8 +87,7 @@ def micro_batches_of(data: TokenizedDataset, settings: Training, step: int, *, p
     # Equal keys are taken in the order of the data.
     order = sorted(range(number), key=lambda index: (keys[index], index))
     first = step % steps_per_epoch * batch_size
-    chosen = order[first : first + batch_size]
-    return list(micro_batches(data, chosen, settings, pad_token_id=pad_token_id))
+    return order[first : first + batch_size]
 
 
 def micro_batches(

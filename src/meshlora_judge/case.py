@@ -41,6 +41,7 @@ class Case(Training):
         lora: the user's LoRA configuration as plain values, for fresh adapters.
         reference: that of the frozen adapter that the objective compares with, in the folder `REFERENCE`; None: it
             compares with the base, or with nothing.
+        eva: that of an adapter which begins with `init_lora_weights: eva`; None: no proof of such a start.
         input_ids, is_trained, offsets: the sequences, as in `TokenizedDataset`.
         max_grad_norm: low enough to clip.
         eps: AdamW's; near the size of a clipped gradient, so that AdamW does not turn the rounding of tiny elements
@@ -70,6 +71,7 @@ class Case(Training):
     is_trained: tuple[bool, ...]
     offsets: tuple[int, ...]
     reference: dict[str, Any] | None = None
+    eva: dict[str, Any] | None = None
     lr: float = 1e-2
     beta1: float = 0.8
     beta2: float = 0.95

@@ -118,9 +118,10 @@ def expected_fresh(
     """The whole factor `name` of a fresh adapter, for example `model.layers.0.mlp.up_proj.lora_A`.
 
     A is uniform in ±1/sqrt(in_features), or N(0, 1/r^2) for "gaussian"; B is zero, or uniform in ±1/sqrt(r) if `init`
-    is False. On an embedding A is zero and B N(0, 1), or both N(0, 1). The generator's seed is the first 8 bytes of
-    sha256("{seed}:{name}"), halved. Each piece has its own name: `c_attn.lora_A.q`. So has each expert:
-    `mlp.experts.gate_up_proj.lora_A.3`; where PEFT swaps the input and output sides, A and B swap in these rules.
+    is False. On an embedding A is zero and B N(0, 1), or both N(0, 1). "orthogonal" is `_orthogonal`. The generator's
+    seed is the first 8 bytes of sha256("{seed}:{name}"), halved. Each piece has its own name: `c_attn.lora_A.q`. So has
+    each expert: `mlp.experts.gate_up_proj.lora_A.3`; where PEFT swaps the input and output sides, A and B swap in these
+    rules.
     """
     module, _, part = name.rpartition(".lora_")
     stack = stacks.get(experts.stack_of(module))
@@ -128,6 +129,8 @@ def expected_fresh(
         name = f"{experts.stack_of(module)}.lora_{part}.{module.split('.')[-2]}"
     part = part.partition(".")[0]
     generator = _generator(f"{seed}:{name}")
+    if init == "orthogonal":
+        return _orthogonal(module, part, shape, seed=seed)
     if part.startswith("embedding"):
         if part.endswith("A") and init is not False:
             return torch.zeros(shape)
@@ -144,6 +147,17 @@ def expected_fresh(
     if init == "gaussian" and is_first:
         return torch.randn(shape, generator=generator) / rank
     return (torch.rand(shape, generator=generator) * 2 - 1) * (1 / math.sqrt(fan_in))
+
+
+def _orthogonal(module: str, part: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
+    """PEFT's: A of the odd rows of an orthogonal matrix, B of the even ones, each times a normal matrix / 10."""
+    rank = shape[0] if part == "A" else shape[1]
+    square = torch.randn(rank, rank, generator=_generator(f"{seed}:{module}.lora_Q"))
+    rows = torch.linalg.qr(square)[0]
+    generator = _generator(f"{seed}:{module}.lora_{part}")
+    if part == "A":
+        return torch.randn(shape[1], rank // 2, generator=generator).mm(rows[::2]).T / 10
+    return torch.randn(rank // 2, shape[0], generator=generator).T.mm(rows[1::2]) / 10
 
 
 def _generator(text: str) -> torch.Generator:

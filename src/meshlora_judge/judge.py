@@ -25,6 +25,7 @@ from meshlora_ground.topology import Topology
 from meshlora_judge import unshard
 from meshlora_judge.capture import CHOICES, SCORES
 from meshlora_judge.case import Case
+from meshlora_judge.eva import invariant
 from meshlora_judge.experts import stack_of
 from meshlora_judge.inputs import expected_fresh
 from meshlora_judge.results import (
@@ -56,9 +57,11 @@ PHASES = {
     "deltas": "what the optimizer changed",
     "saved_file": "saved file, read by PEFT",
     "fresh_adapter": "fresh adapter, bit for bit",
+    "eva": "start as the data say",
     "collectives": "collectives within the plan",
     "adapters": "several adapters at once",
 }
+_EVA = 1e-5  # of what PEFT decomposes in float32
 _AFTER_ADAM = ("deltas", "saved_file")
 _NOISE = 4.0
 
@@ -84,6 +87,8 @@ def judge(evidence: Evidence) -> Iterator[Phase]:
     left_out = {"adapters"}  # which have runs of their own
     if not results.of_routers(CHOICES):
         left_out |= {"router_scores", "router_choices"}
+    if evidence.case.eva is None:
+        left_out |= {"eva"}
     for name in PHASES:
         if name not in left_out:
             yield Phase(name, getattr(results, name)())
@@ -155,6 +160,25 @@ class _Judge:
             note = saved.fresh_note or f"where it sits, or its scale, is not what PEFT says: {wrong[0]}"
             results.append(as_wanted(f"{FRESH}/{CONFIG}", note))
         return results + self._bits(FRESH, only(saved.fresh, expected), [expected])
+
+    def eva(self) -> list[TensorResult]:
+        """Of a start that looks at data: the ranks of targets, their scales, and what their vectors span."""
+        reference, results = self.reference, list[TensorResult]()
+        for rank, trace in enumerate(self.ranks):
+            results += missing(trace.eva, reference.eva)
+            for name in sorted(trace.eva.keys() & reference.eva.keys(), key=lambda name: self._place(f"{name}.lora_A")):
+                ours, whole = trace.eva[name], reference.eva[name]
+                note = ""
+                if ours.shape != whole.shape:
+                    note = f"rank {len(ours)}, not {len(whole)}"
+                elif not math.isclose(trace.eva_scalings[name], reference.eva_scalings[name], rel_tol=1e-12):
+                    note = f"scaled by {trace.eva_scalings[name]:g}, not {reference.eva_scalings[name]:g}"
+                if note:
+                    results.append(as_wanted(name, note))
+                    continue
+                piece = unshard.Piece(rank, (rank,), invariant(ours))
+                results.append(TensorResult(name, relative([piece], invariant(whole)), _EVA))
+        return results
 
     def _expected(self, drawn: Iterable[str], init: bool | str) -> dict[str, Tensor]:
         """The values that the rule gives the factors `drawn`, apart from magnitudes."""

@@ -26,6 +26,7 @@ from meshlora_judge.batches import MicroBatch, micro_batches, micro_batches_of
 from meshlora_judge.capture import CHOICES, SCORES, Capture, copy
 from meshlora_judge.case import REFERENCE, Case
 from meshlora_judge.dropout import Masks
+from meshlora_judge.eva import eva_start
 from meshlora_judge.experts import ROWS, adapted_stacks, expert_modules, in_experts
 from meshlora_judge.float8 import exact_inputs
 from meshlora_judge.inputs import write_adapter, write_twin
@@ -57,7 +58,10 @@ def make_reference(case: Case, twin: PretrainedConfig | None, folder: str) -> No
             options |= of_lora
         write_adapter(model, case.reference, root / REFERENCE, seed=case.seed + 1, **options)
     here = dataclasses.replace(case, model=model, adapter=str(root / "adapter"))
-    trace_case(here, precision="float64").save(root / "reference.safetensors")
+    trace = trace_case(here, precision="float64")
+    if case.eva is not None:
+        trace.eva, trace.eva_scalings = eva_start(here, _case_model(here, here.adapter, "float64").unload())
+    trace.save(root / "reference.safetensors")
     if case.dtype != "float64":
         trace_case(here, precision=case.dtype).save(root / "rounded-0.safetensors")
     if case.dtype == "bfloat16":

@@ -29,6 +29,7 @@ class Trace:
         initial, gradients, final: factor -> value before the first step, gradient of the first step before clipping,
             value after the last step. clipped: per optimizer step, factor -> gradient after clipping.
         fresh, fresh_both: factors of adapters drawn from the user's configuration, and with B drawn too (ours only).
+        eva, eva_scalings: target -> A of an adapter that begins as its data say, whole, and its scale.
         rows, columns: module -> fingerprints of the rows and columns of its weight; of experts `[E, ...]`.
         base: trained base parameter -> its value in the base. row_norms: magnitude of DoRA -> norms of the base's rows
             (both reference only).
@@ -58,6 +59,8 @@ class Trace:
     final: dict[str, Tensor] = field(default_factory=dict)
     fresh: dict[str, Tensor] = field(default_factory=dict)
     fresh_both: dict[str, Tensor] = field(default_factory=dict)
+    eva: dict[str, Tensor] = field(default_factory=dict)
+    eva_scalings: dict[str, float] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
     columns: dict[str, Tensor] = field(default_factory=dict)
     base: dict[str, Tensor] = field(default_factory=dict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,18 +88,39 @@ def _weights(model: Any) -> dict[str, Tensor]:
     return found
 
 
+def _draw_by_name(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    """Let PEFT's fast decomposition draw the random matrix of each target by its name, as ours does."""
+    ends = tuple(f".{name}" for name in LINEARS[model.config.model_type])
+    targets = iter([name for name, _ in model.named_modules() if name.endswith(ends)])
+
+    def drawn(weight: Tensor, r: int, niter: int) -> Any:
+        digest = hashlib.sha256(f"0:{next(targets)}".encode()).digest()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+            return torch.svd_lowrank(weight, r, niter)
+
+    monkeypatch.setattr("peft.tuners.lora.layer.svd_lowrank", drawn)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("init", ["pissa", "olora"])
+@pytest.mark.parametrize("init", ["pissa", "pissa_niter_4", "OLoRA"])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_starts_and_trains_as_peft_does(
-    family: str, init: str, checkpoints: Callable[[str], Path], pools: Callable[[int], Pool], tmp_path: Path
+    family: str,
+    init: str,
+    checkpoints: Callable[[str], Path],
+    pools: Callable[[int], Pool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder, lora = checkpoints(family), _lora(family, init)
-    if (family, init) == ("gpt2", "olora"):
+    if (family, init) == ("gpt2", "OLoRA"):
         with pytest.raises(UserError, match="PEFT decomposes the transposed weight"):
             _ours(folder, lora, "")
         return
-    peft = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), lora)
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    _draw_by_name(monkeypatch, base)
+    peft = get_peft_model(base, lora)
     theirs = {
         name.removeprefix("base_model.model.").replace(".default.weight", ""): p.detach().clone()
         for name, p in peft.named_parameters()
@@ -111,15 +133,17 @@ def test_starts_and_trains_as_peft_does(
     runs = {"": _ours(folder, lora, "")}
     for topology in ("tp=2", "tp=2,sp"):
         runs[topology] = pools(2).run(_ours, folder, lora, topology, tmp_path / topology)[0]
+    # The float32 rounding of nine QRs, of random matrices, whose singular values lie close together.
+    atol = 1e-5 if "niter" in init else 1e-6
     for topology, run in runs.items():
         assert run["fresh"].keys() == theirs.keys()
         for name, value in theirs.items():  # one process and the same library: the same signs, the same bits
-            torch.testing.assert_close(run["fresh"][name], value, rtol=1e-5, atol=1e-6, msg=f"{topology} {name}")
+            torch.testing.assert_close(run["fresh"][name], value, rtol=1e-5, atol=atol, msg=f"{topology} {name}")
         torch.testing.assert_close(run["logits"], start, rtol=0, atol=2e-5)
         assert run["losses"] == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.parametrize("init", ["pissa", "olora"])
+@pytest.mark.parametrize("init", ["pissa", "olora", "OLoRA"])
 def test_what_is_saved_gives_the_trained_logits_in_peft_and_here(
     init: str, checkpoints: Callable[[str], Path], pools: Callable[[int], Pool], tmp_path: Path
 ) -> None:
@@ -144,3 +168,24 @@ def test_the_base_without_the_adapter_is_refused_as_it_is_not_the_base(checkpoin
 def test_float64_is_refused_as_by_peft(checkpoints: Callable[[str], Path]) -> None:
     with pytest.raises(UserError, match="PEFT computes it in float32"):
         load_without_proof(checkpoints("llama"), topology=Topology(), lora=_lora("llama", "pissa"), dtype="float64")
+
+
+def test_the_fast_decomposition_finds_its_base_again(
+    checkpoints: Callable[[str], Path], pools: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    folder, ids = checkpoints("llama"), make_batches().input_ids
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    saved = tmp_path / "adapter"
+    started = load_without_proof(folder, topology=Topology(), lora=_lora("llama", "pissa_niter_2"), dtype="float32")
+    meshlora.save_adapter(started, saved)
+    # Another seed, and another mesh: a file says neither.
+    found = pools(2).run(_logits, folder, saved, "tp=2", 7)[0]
+    with torch.no_grad():
+        torch.testing.assert_close(found, whole(input_ids=ids).logits, rtol=0, atol=2e-5)
+
+
+def _logits(folder: Path, adapter: Path, topology: str, seed: int) -> Tensor:
+    model = load_without_proof(folder, topology=Topology.parse(topology), adapter=adapter, dtype="float32", seed=seed)
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=make_batches().input_ids).logits
+    return logits

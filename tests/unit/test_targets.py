@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import ArrowConfig, BdLoraConfig, KasaConfig, LoraConfig, VeloraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
@@ -65,17 +65,32 @@ def test_targets_ranks_and_scales_are_those_of_peft(choice: str, family: str) ->
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        ("init_lora_weights", "eva"),
         ("init_lora_weights", "corda"),
+        ("init_lora_weights", "lora_ga"),
+        ("init_lora_weights", "loftq"),
+        ("init_lora_weights", "mica"),
+        ("init_lora_weights", "another"),
         ("use_qalora", True),
+        ("arrow_config", ArrowConfig()),
+        ("velora_config", VeloraConfig()),
+        ("use_bdlora", BdLoraConfig()),
+        ("kasa_config", KasaConfig()),
+        ("loftq_config", {"loftq_bits": 4}),
         ("layer_replication", [(0, 1)]),
     ],
 )
 def test_option_that_would_not_be_followed_is_refused_by_name(option: str, value: Any) -> None:
     config = LoraConfig(target_modules=["q_proj"])
     setattr(config, option, value)
-    with pytest.raises(UnsupportedError, match=option):
+    with pytest.raises(UnsupportedError, match=option) as error:
         check_supported(config)
+    assert error.value.way_out
+
+
+@pytest.mark.parametrize("init", ["pissa_niter_", "pissa_niter_x", "pissa16"])
+def test_number_of_iterations_that_is_none_is_refused(init: str) -> None:
+    with pytest.raises(UserError, match="pissa_niter_16"):
+        check_supported(LoraConfig(target_modules=["q_proj"], init_lora_weights=init))
 
 
 def _resolved(family: str, **options: Any) -> tuple[list[str], list[str]]:
@@ -100,6 +115,10 @@ def _resolved(family: str, **options: Any) -> tuple[list[str], list[str]]:
             "'pissa' with an adapter on the embedding",
         ),
         ({"target_modules": ["norm"]}, "LoRA on LlamaRMSNorm"),
+        (
+            {"target_modules": ["embed_tokens"], "init_lora_weights": "orthogonal"},
+            "'orthogonal' with an adapter on the",
+        ),
         ({"target_modules": ["q_proj"], "modules_to_save": ["lm_haed"]}, "did you mean 'lm_head'"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["q_proj"]}, "'q_proj' of target_modules has no effect"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["proj"]}, "is a target of LoRA too"),

@@ -95,7 +95,7 @@ MISTAKES: dict[str, Case] = {
     "lora_target_parameters": case(
         lora(target_parameters=["x"]), "target_parameters=['x']", "matches no parameter of the model"
     ),
-    "lora_init_from_the_data": case(lora(init_lora_weights="corda"), "'corda'", "supported", "gaussian"),
+    "lora_init_from_the_data": case(lora(init_lora_weights="corda"), "'corda'", "covariance", "eva"),
     "lora_task_type": case(lora(task_type="SEQ_CLS"), "SEQ_CLS", "CAUSAL_LM"),
     "lora_rank_of_zero": case(lora(r=0), "r=0", "at least 1"),
     "lora_rank_is_text": case(lora(r="8x"), "r='8x'", "whole number"),

@@ -599,6 +599,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "base_with_dropout": LOSS,
         },
     ),
+    "a start that looks at data": (
+        {"family": "llama", "topologies": ("tp=2",), "lora": _ALL | {"init_lora_weights": "eva"}, "steps": 2},
+        dict.fromkeys(needing("eva"), ("eva", "", "of other data, of a part of their features")),
+    ),
     "moments in 8 bits": (
         {"family": "llama", "topologies": ("tp=2,sp",), "optimizer": "adamw_8bit"},
         dict.fromkeys(

@@ -51,6 +51,7 @@ CHANGED: dict[str, Any] = {
     "lora_plus_ratio": 4.0,
     "lora_plus_embedding_lr": 1e-5,
     "reference": {"r": 4},
+    "eva": {"r": 4},
     "input_ids": (5, *BASE.case.input_ids[1:]),
     "is_trained": (*BASE.case.is_trained[:-1], False),
     "offsets": (0, 16, *BASE.case.offsets[2:]),

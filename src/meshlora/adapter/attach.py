@@ -16,7 +16,7 @@ import torch
 from peft import LoraConfig
 from torch import Tensor, nn
 
-from meshlora.adapter.initialization import WHOLE_MATRIX, draw_factors, take_out_of_base
+from meshlora.adapter.initialization import start_of
 from meshlora.adapter.plan import AdapterPlan, plan_adapter
 from meshlora.adapter.targets.resolve import Target
 from meshlora.adapter.targets.token_rows import TokenRows
@@ -148,12 +148,12 @@ def add_adapter(model: Any, name: str, config: LoraConfig, *, seed: int = 0) -> 
 
 
 def draw_adapter(model: Any, name: str, planned: AdapterPlan, *, seed: int) -> None:
-    """Attach the new adapter `planned`: drawn from `seed`, or decomposed from the base (PiSSA, OLoRA)."""
-    init = planned.config.init_lora_weights
-    if init in WHOLE_MATRIX:
+    """Attach the new adapter `planned`: drawn from `seed`, or taken out of the base."""
+    start = start_of(planned.config)
+    if start.changes_base:
         attach(model, name, planned, None)
     else:
-        attach(model, name, planned, functools.partial(draw_factors, init=init, seed=seed))
+        attach(model, name, planned, functools.partial(start.draw, seed=seed))
 
 
 def attach(
@@ -170,7 +170,7 @@ def attach(
     trained: full values of what the adapter trains of the base, by name; None: those of the base.
     """
     state, mesh, dtype = runtime(model), runtime(model).mesh, wide_dtype(model.dtype)
-    config = planned.config
+    config, start = planned.config, start_of(planned.config)
     check_not_merged(state, f"adding adapter {name!r}")
     _check_name(state, name, config)
     for target in planned.targets.values():
@@ -180,11 +180,10 @@ def attach(
         values: Mapping[str, Tensor] = {}
         if full is not None:
             values = full(target)
-        if config.init_lora_weights in WHOLE_MATRIX:
+        if start.changes_base:
             assert isinstance(leaf, ParallelLinear)
-            init, scaling = str(config.init_lora_weights), target.scaling
             # Also where the factors are given: the file has the adapter of the base without its principal part.
-            principal = take_out_of_base(leaf, mesh, init=init, r=target.r, scaling=scaling)
+            principal = start.take_out_of_base(leaf, mesh, target)
             values = values or principal
         local: dict[str, Tensor] = {}
         for part, value in values.items():
@@ -282,7 +281,8 @@ def _check_name(state: Runtime, name: str, config: LoraConfig) -> None:
         raise UserError(f"adapter {name!r}", "a name is not empty and holds no dot or slash")
     # The new one first: a message names its option, if both have it.
     for other in [config] + [adapter.plan.stored for adapter in state.adapters.values()]:
-        check({"adapters": len(state.adapters) + 1, "init_lora_weights": other.init_lora_weights})
+        if start_of(other).changes_base:
+            check({"adapters": len(state.adapters) + 1, "init_lora_weights": other.init_lora_weights})
 
 
 def set_adapter(model: Any, name: str | None) -> None:

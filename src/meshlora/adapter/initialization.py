@@ -1,34 +1,60 @@
-"""Initialisation of adapters: a function of (seed, name), not of ranks; or of the full weight, for PiSSA and OLoRA.
+"""Initialisation of adapters: a function of (seed, name), not of ranks.
 
-Owns: the initial values of an adapter, and subtracting the PiSSA or OLoRA product from the base.
+Owns: the initial values of an adapter, and `Start`, what `init_lora_weights` says of them. Does not own: those that
+look at the base or at data (`wings.starts`).
 
 Every rank draws the full factor from a generator seeded by the factor's name, then slices it: the same bits on every
 topology, no communication. The fan-in is always that of the full matrix.
-
-For PiSSA and OLoRA the weight is gathered over tp and rank 0 alone computes the factors and broadcasts them, since two
-ranks might disagree on the signs of singular vectors. Each rank subtracts its slice of the product from its slice of
-the weight. As in PEFT, this happens again on every load of such an adapter.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Collection
+from collections.abc import Mapping
 
 import torch
 from peft import LoraConfig
 from torch import Tensor
 
 from meshlora.adapter.targets.resolve import Target
-from meshlora.comm.collectives import all_gather, broadcast_in_place
 from meshlora.comm.groups import Mesh
+from meshlora.feature import features
 from meshlora.layers.linear import ParallelLinear
-from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
-from meshlora_ground.errors import UnsupportedError
 
-WHOLE_MATRIX = ("pissa", "olora")
+
+class Start:
+    """How the factors of an adapter begin, by its `init_lora_weights`. A wing extends it for words of its own.
+
+    Attributes:
+        changes_base: the factors are taken out of the weights; also where a file gives them, as it has the adapter of
+            what is left of these. looks_at_data: those that are drawn are replaced before the first step.
+    """
+
+    changes_base = looks_at_data = False
+
+    def __init__(self, init: bool | str) -> None:
+        self.init = init
+
+    def check(self, config: LoraConfig, targets: Mapping[str, Target], plan: ModelPlan) -> None:
+        """Refuse targets that cannot begin so. Raises: UserError, UnsupportedError: names the first one."""
+
+    def draw(self, target: Target, *, seed: int) -> dict[str, Tensor]:
+        """As `draw_factors`."""
+        return draw_factors(target, init=self.init, seed=seed)
+
+    def take_out_of_base(self, leaf: ParallelLinear, mesh: Mesh, target: Target) -> dict[str, Tensor]:
+        """The full `{"A", "B"}`, subtracted from the weight of `leaf`. Collective."""
+        raise AssertionError(f"{self.init!r} changes no weight")
+
+
+def start_of(config: LoraConfig) -> Start:
+    """What `init_lora_weights` of `config` says. Raises: UserError, UnsupportedError: a wing refuses an option."""
+    for feature in features():
+        if (found := feature.start_of(config)) is not None:
+            return found
+    return Start(config.init_lora_weights)
 
 
 def draw_factors(target: Target, *, init: bool | str, seed: int) -> dict[str, Tensor]:
@@ -51,7 +77,7 @@ def _draw(target: Target, part: str, shape: tuple[int, ...], *, init: bool | str
     if target.is_embedding:
         if side == "A" and init is not False:
             return torch.zeros(shape)
-        return torch.randn(shape, generator=_generator(seed, name))
+        return torch.randn(shape, generator=generator_of(seed, name))
     # In PEFT's terms: the fan-in of its A is the input, the fan-in of its B the rank.
     is_first = (side == "A") != target.is_swapped
     if not is_first and init is not False:
@@ -64,9 +90,9 @@ def _draw(target: Target, part: str, shape: tuple[int, ...], *, init: bool | str
     drawn = []
     for own in names:
         if init == "gaussian" and is_first:
-            drawn.append(torch.randn(matrix, generator=_generator(seed, own)) / target.r)
+            drawn.append(torch.randn(matrix, generator=generator_of(seed, own)) / target.r)
         else:
-            drawn.append(_uniform(matrix, fan_in, _generator(seed, own)))
+            drawn.append(_uniform(matrix, fan_in, generator_of(seed, own)))
     return torch.stack(drawn).view(shape)
 
 
@@ -75,59 +101,7 @@ def _uniform(shape: tuple[int, ...], fan_in: int, generator: torch.Generator) ->
     return (torch.rand(shape, generator=generator) * 2 - 1) * (1 / math.sqrt(fan_in))
 
 
-def _generator(seed: int, name: str) -> torch.Generator:
+def generator_of(seed: int, name: str) -> torch.Generator:
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     # Of the name, not of a counter: a target more or less changes no other draw.
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-
-
-def check_decomposed(config: LoraConfig, targets: Collection[str], plan: ModelPlan) -> None:
-    """Refuse weights that PEFT does not decompose either, before any weight is read.
-
-    Raises:
-        UnsupportedError: OLoRA on a transposed weight.
-    """
-    init = config.init_lora_weights
-    transposed = [name for name in targets if name in plan.linears and plan.linears[name].is_transposed]
-    if init == "olora" and transposed:
-        raise UnsupportedError(f"olora on {transposed[0]}", "PEFT decomposes the transposed weight", "use pissa")
-
-
-@torch.no_grad()
-def take_out_of_base(leaf: ParallelLinear, mesh: Mesh, *, init: str, r: int, scaling: float) -> dict[str, Tensor]:
-    """Subtract the principal part of rank r from the weight of `leaf`; returns its full `{"A", "B"}` in float32.
-
-    pissa: the r largest singular values (Meng et al., 2024). olora: the first r columns of a QR (Büyükakyüz, 2024).
-    Collective: all ranks must call it.
-    """
-    rule, tp = leaf.rule, mesh.tp
-    dim = {Split.COLUMN: 0, Split.ROW: 1, Split.WHOLE: None}[rule.split]
-    whole = leaf.weight.detach()
-    if dim is not None and rule.layout is not None:
-        whole = rule.layout.join(list(all_gather(whole.unsqueeze(0), tp)), dim)
-    a = torch.empty(r, rule.in_features, device=mesh.device)
-    b = torch.empty(rule.out_features, r, device=mesh.device)
-    if mesh.rank == 0:
-        # On one rank: two might disagree on the signs of singular vectors.
-        first, second = _factors(whole.float(), init=init, r=r, scaling=scaling)
-        a.copy_(first)
-        b.copy_(second)
-    for factor in (a, b):
-        broadcast_in_place(factor, mesh.world)
-    own_a, own_b = a, b
-    if dim == 0 and rule.layout is not None:
-        own_b = rule.layout.cut(b, 0, rank=tp.rank, size=tp.size)
-    elif dim == 1 and rule.layout is not None:
-        own_a = rule.layout.cut(a, 1, rank=tp.rank, size=tp.size)
-    leaf.weight.copy_(leaf.weight.float() - scaling * own_b @ own_a)
-    return {"A": a, "B": b}
-
-
-def _factors(weight: Tensor, *, init: str, r: int, scaling: float) -> tuple[Tensor, Tensor]:
-    """(A `[r, in]`, B `[out, r]`) of a float32 weight `[out, in]`."""
-    if init == "olora":
-        q, upper = torch.linalg.qr(weight)
-        return upper[:r], q[:, :r]
-    left, values, right = torch.linalg.svd(weight, full_matrices=False)
-    roots = (values[:r] / scaling).sqrt()
-    return roots[:, None] * right[:r], left[:, :r] * roots

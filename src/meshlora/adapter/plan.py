@@ -18,7 +18,7 @@ from typing import Any
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 
-from meshlora.adapter.initialization import check_decomposed
+from meshlora.adapter.initialization import start_of
 from meshlora.adapter.targets.options import check_kind, matches, suffixes
 from meshlora.adapter.targets.resolve import KINDS, Target, resolve_targets
 from meshlora.adapter.targets.token_rows import TokenRows, resolve_rows
@@ -86,6 +86,8 @@ class AdapterPlan:
         }
         for option in (*KINDS, "bias", "modules_to_save", "trainable_token_indices"):
             asked[option] = getattr(self.config, option)
+        if self.folder is not None and not start_of(self.config).changes_base:
+            asked["init_lora_weights"] = True  # it has begun
         for name in self.targets:
             if name == plan.embedding:
                 asked["an adapter on the embedding"] = name
@@ -130,7 +132,7 @@ def plan_adapter(
     check_kind(config)
     targets = resolve_targets(model, plan, config, strict=strict)
     stored = final_config(config, targets, plan)
-    check_decomposed(config, targets, plan)
+    start_of(config).check(config, targets, plan)
     copies = trained_parameters(model, plan, config, targets)
     # In the order of `AdapterPlan.parameters`: every rank gathers them in turn, so it must be the same on all.
     parameters: dict[str, Trained] = {}

@@ -109,6 +109,7 @@ def load(
         blueprint = blueprint.with_folder(Path(_folder(adapter, "adapter")), ignore_dropout=ignore_lora_dropout)
     elif lora is not None:
         blueprint = blueprint.with_adapter(lora)
+        check({**blueprint.asked, "door": "meshlora.load"})
     loaded = load_blueprint(blueprint, device=device, seed=seed)
     said = blueprint.source and extra_weights(blueprint.model, blueprint.weights())
     if said and loaded.meshlora.mesh.rank == 0:

@@ -31,6 +31,10 @@ def _begins(words: str) -> Callable[[Any], bool]:
     return lambda given: bool(given.startswith(words))
 
 
+def _begins_as(*words: str) -> Callable[[Any], bool]:
+    return lambda given: isinstance(given, str) and given.lower().startswith(words)
+
+
 def _is_text(given: Any) -> bool:
     return isinstance(given, str)
 
@@ -75,7 +79,9 @@ class Feature(Enum):
     MODEL_DROPOUT = "dropout", bool, "dropout of the model", "the model's {}"
 
     # The adapter.
-    WHOLE_MATRIX = "init_lora_weights", lambda given: given in ("pissa", "olora"), "PiSSA, OLoRA", "{key}={!r}"
+    WHOLE_MATRIX = "init_lora_weights", _begins_as("pissa", "olora"), "PiSSA, OLoRA", "{key}={!r}"
+    EVA = "init_lora_weights", _is("eva"), "EVA", "{key}={!r}"
+    OF_LINEARS = "init_lora_weights", _begins_as("eva", "orthogonal"), "EVA, `orthogonal`", "{key}={!r}"
     NAMED_INIT = "init_lora_weights", lambda given: isinstance(given, str), "`init_lora_weights` by name", "{key}={!r}"
     DORA = "use_dora", bool, ""
     LORA_BIAS = "lora_bias", bool, ""

@@ -171,13 +171,18 @@ REFUSED: tuple[Refused, ...] = (
         "use bias='none' or 'lora_only': modules_to_save trains that bias too",
     ),
     _refused(F.DORA, F.WHOLE_MATRIX)("the two are not proved together", "leave out one of them"),
-    _refused(F.PIECES, F.WHOLE_MATRIX)("not proved", "leave out one of them"),
-    _refused({F.DORA, F.WHOLE_MATRIX}, F.ON_EXPERTS)("PEFT has none for a parameter"),
+    _refused(F.PIECES, {F.WHOLE_MATRIX, F.OF_LINEARS})("not proved", "leave out one of them"),
+    _refused({F.DORA, F.WHOLE_MATRIX, F.OF_LINEARS}, F.ON_EXPERTS)("PEFT has none for a parameter"),
+    _refused(
+        F.EVA, {F.COMPARED, F.FOLLOWED, F.RL, F.IMAGES, F.STAGES, F.ADAPTERS, F.ROWS, F.ON_HEAD, F.ROUNDED, F.LOAD}
+    )("it begins by data in meshlora train, of sft on text, proved in float64", "use init_lora_weights: true"),
     _refused(F.DORA, F.RENAMED)(
         "PEFT reads this name as a word for experts, and what it can read instead has no DoRA",
         "leave out use_dora, or this target",
     ),
-    _refused(F.DORA, F.BY_WEIGHT)("PEFT has none for a parameter", "name it in target_modules, and only there"),
+    _refused({F.DORA, F.OF_LINEARS}, F.BY_WEIGHT)(
+        "PEFT has none for a parameter", "name it in target_modules, and only there"
+    ),
     _refused(F.WHOLE_MATRIX, F.ON_TIED_HEAD)("it shares its weight with the embedding", "use init_lora_weights: true"),
     _refused(F.WHOLE_MATRIX, F.ON_EMBEDDING)("it is for linear layers"),
     _refused(F.LORA_BIAS, {F.DORA, F.NAMED_INIT})("PEFT refuses the two together", "leave out one of them"),
@@ -307,7 +312,7 @@ METHODS = frozenset(
     {F.WHOLE_MATRIX, F.NAMED_INIT, F.DORA, F.LORA_BIAS, F.LORA_DROPOUT, F.BIASES, F.ALL_BIASES, F.SAVED, F.SAVED_BIAS}
     | {F.COPIES, F.ROWS, F.PIECES, F.SHARED_EXPERTS, F.ON_EMBEDDING, F.ON_HEAD, F.ON_TIED_HEAD, F.ON_PARAMETERS}
     | {F.ON_EXPERTS, F.BY_WEIGHT, F.RENAMED, F.ON_ROUTER, F.TRAINED_TIED, F.TRAINED_SHARD, F.TRAINED_QUANTIZED}
-    | {F.TRAINED_EMBEDDING, F.INVOKED}
+    | {F.TRAINED_EMBEDDING, F.INVOKED, F.EVA, F.OF_LINEARS}
 )
 OBJECTIVES = frozenset(
     {F.COMPARED, F.PAIRS, F.RECORDS, F.SEQUENCES, F.OTHER_HEAD, F.BASE, F.NO_GRPO, F.NO_ROLLOUTS, F.UNCORRECTED}

@@ -45,6 +45,7 @@ from meshlora.run.watch.tracking import check_trackers
 from meshlora.wings.experts.balance import check_load_balancing
 from meshlora.wings.experts.routing import check_routing, step_file
 from meshlora.wings.kernels.kernels import with_kernels
+from meshlora.wings.starts.eva import check_words
 from meshlora_ground.compat.transformers_models import attention_of
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.pickled import OLD_WEIGHTS
@@ -85,6 +86,7 @@ def blueprint_of(config: RunConfig, topology: Topology, *, base: Blueprint | Non
     if config.adapter is not None:
         blueprint = base.with_folder(Path(config.adapter))
     else:
+        check_words(config.lora or {})
         blueprint = base.with_adapter(lora_config(dict(config.lora or {}), "lora", unknown_is_error=True))
     check({**config.asked, **blueprint.asked})
     blueprint = blueprint.with_reference(config.reference)

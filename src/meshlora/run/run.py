@@ -27,6 +27,7 @@ from meshlora.comm.patience import patient_for
 from meshlora.loading.load import load_blueprint
 from meshlora.processes.heartbeat import Watch
 from meshlora.processes.launchers import launcher_place
+from meshlora.run.calibration import begun
 from meshlora.run.checkpoint.identity import Contents, identity_of_contents
 from meshlora.run.checkpoint.retention import MERGED, clear_leftovers, set_aside
 from meshlora.run.edge import be_deterministic, hear_no_more, noticing_signals, say_in_training
@@ -76,6 +77,7 @@ def train(
     join(first.config.device)
     with _hashing(runs.values()) as hashes:
         model, names = _loaded(runs)
+        runs = {name: begun(run, model, names[name]) for name, run in runs.items()}
         mesh = runtime(model).mesh
         runs = {name: with_contents(run, hashes, mesh, console=console) for name, run in runs.items()}
     is_main, held = mesh.rank == 0, sum(each.nbytes for each in itertools.chain(model.parameters(), model.buffers()))

@@ -293,6 +293,7 @@ class Feature(enum.StrEnum):
     INVOKED_TWICE = "invoked_twice", _run(lambda r: r.is_invoked_twice)
     DORA = "dora", _model(lambda m: m.lora.use_dora)  # magnitudes of rows
     LORA_BIAS = "lora_bias", _model(lambda m: m.lora.lora_bias)  # of B
+    EVA = "eva", _run(lambda r: r.case.eva is not None)  # a start that looks at data
     LORA_DROPOUT = "lora_dropout", _run(lambda r: r.lora.lora_dropout > 0)
     MODEL_DROPOUT = "model_dropout", _run(lambda r: r.case.dropout)
     DROPOUT = "dropout", _run(lambda r: r.case.dropout or r.lora.lora_dropout > 0)

@@ -30,6 +30,7 @@ from meshlora.loading.load import load_blueprint
 from meshlora.model.dp_shard import whole_weights
 from meshlora.model.inject import parallel_leaves
 from meshlora.run import trainer as trainer_module
+from meshlora.run.calibration import begun
 from meshlora.run.checkpoint.manifest import Saved
 from meshlora.run.checkpoint.resuming import find_checkpoint
 from meshlora.run.config.run_file import DataConfig, ModelConfig, RunConfig, TrainConfig
@@ -93,6 +94,8 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
     # What drifts is for the judge to find.
     peft_format.save_adapter(model, folder / FRESH, adapter="fresh_both", compares=False)
     prepared = functools.partial(Prepared, config, blueprint, case.pad_token_id, case.data, case.data, case.steps)
+    if case.eva is not None:
+        trace.eva, trace.eva_scalings = _eva(case, topology, prepared())
     stopped = _train(prepared(), model, trace, case)
     if stopped is not None:
         run = prepared(resume=stopped)
@@ -343,6 +346,22 @@ def _fresh(model: Any, case: Case, name: str) -> dict[str, Tensor]:
         config.init_lora_weights = False  # as in PEFT: B is random too
     attach.add_adapter(model, name, config, seed=case.seed)
     return _locals(model, name)
+
+
+def _eva(case: Case, topology: Topology, run: Prepared) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """(target -> whole A, target -> scale) of the adapter that begins as the data say, in a model of its own."""
+    assert case.eva is not None
+    blueprint = make_blueprint(case.model, topology, run.config.model, case.objective)
+    blueprint = blueprint.with_adapter(LoraConfig(**case.eva))
+    model = load_blueprint(blueprint, device=case.device, seed=case.seed)
+    begun(dataclasses.replace(run, blueprint=blueprint), model, "default")
+    found = {}
+    for name, value in attach.gather_adapter(model, "default").items():
+        module, _, part = name.rpartition(".lora_")
+        assert part == "A" or not value.any(), name  # B begins at 0
+        if part == "A":
+            found[module] = value
+    return found, _scalings(model, "default")
 
 
 def _facts(model: Any) -> dict[str, str]:

@@ -24,7 +24,7 @@ from peft import LoraConfig
 from transformers import PretrainedConfig
 
 from meshlora.adapter.formats.peft_format import lora_config
-from meshlora.adapter.initialization import WHOLE_MATRIX
+from meshlora.adapter.initialization import start_of
 from meshlora.comm.groups import on_gpus, sharing_note
 from meshlora.loading.blueprint import Blueprint, make_blueprint, read_model_config, resolve_dtype
 from meshlora.plan.base_options import BaseOptions
@@ -47,6 +47,7 @@ from meshlora.verify.features import Feature, features_of_run
 from meshlora.wings.experts.targets import with_whole_projections
 from meshlora.wings.kernels.kernels import with_kernels
 from meshlora.wings.quantized.kinds import KEEP, TWIN_BLOCKS, twin_block
+from meshlora.wings.starts.eva import check_words
 from meshlora_ground.compat.transformers_models import READ_FROM
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean, reason
@@ -255,6 +256,7 @@ def prepare_proof(request: Request) -> Proof:
         device=device,
         lora=words,
         reference=_reference(request, plans, words),
+        eva=_eva(words, lora),
         pieces=pieces,
         share_experts=bool(getattr(lora, "share_experts", False)),
     )
@@ -306,6 +308,7 @@ def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology
     base, _ = with_kernels(base, device=request.device, is_proved=True)
     if request.recompute:
         check_recompute(base.model, recompute_of(request.recompute))
+    check_words(request.lora)
     lora = lora_config(request.lora, "lora", unknown_is_error=True)
     if request.lora == DEFAULT_LORA:
         lora = default_adapter(lora, base.plan, dropout=request.default_dropout)
@@ -578,8 +581,10 @@ def _in_peft_words(given: dict[str, Any], lora: LoraConfig, plans: dict[Topology
         plain |= {"target_modules": lora.target_modules, "target_parameters": lora.target_parameters}
     elif lora.exclude_modules and "exclude_modules" not in plain:
         plain["exclude_modules"] = sorted(lora.exclude_modules)
-    if lora.init_lora_weights in WHOLE_MATRIX:
-        plain["init_lora_weights"] = True  # initial values have their own proof, in float32
+    start = start_of(lora)
+    if start.changes_base or start.looks_at_data:
+        plain["init_lora_weights"] = True  # initial values have their own proof, of PiSSA and OLoRA in float32
+        plain.pop("eva_config", None)
     if lora.alora_invocation_tokens:
         plain["task_type"] = CAUSAL  # PEFT would warn, and run the base
     if lora.modules_to_save:
@@ -591,6 +596,13 @@ def _in_peft_words(given: dict[str, Any], lora: LoraConfig, plans: dict[Topology
             plain["fan_in_fan_out"] = True  # else PEFT sets it with a warning
     found: dict[str, Any] = json.loads(json.dumps(plain))  # no tuples: as it is read from a file
     return found
+
+
+def _eva(words: dict[str, Any], lora: LoraConfig) -> dict[str, Any] | None:
+    """The adapter that begins as the data say, in PEFT's `words` but for its start; None: it does not."""
+    if not start_of(lora).looks_at_data:
+        return None
+    return words | {"init_lora_weights": lora.init_lora_weights, "eva_config": dataclasses.asdict(lora.eva_config)}
 
 
 def _aux_loss_coef(request: Request, config: PretrainedConfig, plans: dict[Topology, ModelPlan]) -> float:

@@ -12,6 +12,7 @@ import math
 from collections.abc import Hashable, Iterable, Mapping
 from typing import Any
 
+from meshlora.adapter.initialization import start_of
 from meshlora.adapter.targets.resolve import Target
 from meshlora.adapter.targets.token_rows import TokenRows
 from meshlora.loading.blueprint import make_blueprint
@@ -98,6 +99,8 @@ class StandIn:
                 alphas[name] = int(alpha) if alpha == int(alpha) else alpha
         on_twin = {name: getattr(lora, name) for name in _AS_IN_THE_RUN}
         on_twin |= {"modules_to_save": sorted(full) or None, "init_lora_weights": lora.init_lora_weights}
+        if start_of(lora).looks_at_data:
+            on_twin["init_lora_weights"] = True  # a twin is too narrow for as many vectors; `meshlora verify` proves it
         on_twin["target_modules"] = sorted(modules)
         further = {
             "target_parameters": parameters,

@@ -231,10 +231,9 @@ def _adapter(draft: Draft) -> None:
             draft.put(f"model.{name}", _names(tokens), name)
     if loop.is_true(draft.take("resize_vocab")) and not extra:
         draft.say("resize_vocab trains the embedding and the head in full; here the rows of added tokens alone")
-    iterations = draft.take("pissa_iter", default=16)
+    iterations = int(draft.take("pissa_iter", default=16))
     if loop.is_true(draft.take("pissa_init")):
-        draft.put("lora.init_lora_weights", "pissa", "pissa_init")
-        if int(iterations) > 0:
-            draft.lose("pissa_iter", iterations, "a randomised decomposition; here it is exact, which is -1 there")
+        word = "pissa" if iterations == -1 else f"pissa_niter_{iterations}"
+        draft.put("lora.init_lora_weights", word, "pissa_init")
     adapter(draft, draft.take("adapter_name_or_path"), whose="adapter_name_or_path")
     settle_adapter(draft)

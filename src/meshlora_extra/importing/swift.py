@@ -51,8 +51,11 @@ def rules(draft: Draft) -> None:
     first = draft.take("init_weights")
     if first is not None and first is not True:
         draft.put("lora.init_lora_weights", first, "init_weights")
-        if str(first) not in ("gaussian", "pissa", "olora", "False"):
-            draft.lose("init_weights", first, "lora.init_lora_weights is true, false, gaussian, pissa or olora")
+        is_known = str(first) in ("gaussian", "pissa", "olora", "False") or str(first).startswith("pissa_niter_")
+        if not is_known:
+            draft.lose(
+                "init_weights", first, "lora.init_lora_weights has true, false, gaussian, pissa and olora of these"
+            )
             draft.values.pop("lora.init_lora_weights")
     adapter(draft, draft.take("adapters", "resume_from_adapter"), whose="adapters")
     settle_adapter(draft)

@@ -552,6 +552,7 @@ CAUSES: dict[str, str | Callable[[Failure], str]] = {
     "deltas": _deltas,
     "saved_file": _saved_file,
     "fresh_adapter": _fresh_adapter,
+    "eva": "the start is that of other data, of a part of their features, or of other ranks and scales than PEFT's",
     "collectives": _collectives,
     "adapters": "what one adapter alone has is another's: its tokens, their number, its scale, its limit or its rate",
 }

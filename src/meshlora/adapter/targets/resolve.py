@@ -37,7 +37,7 @@ from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 SUPPORTED = {"r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "lora_bias", "init_lora_weights"}
 SUPPORTED |= {"alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "bias"}
 SUPPORTED |= {"modules_to_save", "target_parameters", "trainable_token_indices", "fan_in_fan_out"}
-SUPPORTED |= {"rank_pattern", "alora_invocation_tokens", "pieces", "share_experts", "vision"}
+SUPPORTED |= {"rank_pattern", "alora_invocation_tokens", "pieces", "share_experts", "vision", "eva_config"}
 # The origin of an adapter, or how PEFT runs it; no effect on training.
 DESCRIPTIVE = {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"}
 DESCRIPTIVE |= {"inference_mode", "runtime_config"}
@@ -47,7 +47,7 @@ _SMALL = 2**26
 KINDS = ("use_dora", "lora_bias", "init_lora_weights")
 # What an adapter may have beside A and B -> its name in PEFT.
 _FURTHER = {"magnitude": "magnitude_vector", "bias": "B.bias"}
-_INITS = (True, False, "gaussian", "pissa", "olora")
+_INITS = (True, False, "gaussian")
 
 
 @dataclass(frozen=True)
@@ -113,9 +113,11 @@ def check_supported(config: LoraConfig) -> None:
         UnsupportedError: names the option. UserError: a value out of range.
     """
     # First: PEFT fills in further options of some initialisations, which the user did not set.
-    if not any(config.init_lora_weights is known or config.init_lora_weights == known for known in _INITS):
-        rule = f"supported: {', '.join(map(repr, _INITS))}"
-        raise UnsupportedError(f"LoraConfig(init_lora_weights={config.init_lora_weights!r})", rule)
+    init = config.init_lora_weights
+    is_of_wing = any(feature.start_of(config) is not None for feature in features())
+    if not is_of_wing and not any(init is known or init == known for known in _INITS):
+        rule = "it is none of the starts that are known"
+        raise UnsupportedError(f"LoraConfig(init_lora_weights={init!r})", rule, "use one of docs/run-file.md, or true")
     default = LoraConfig()
     for option in dataclasses.fields(config):
         if option.name in SUPPORTED | DESCRIPTIVE:

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from meshlora.adapter import attach
+from meshlora.adapter import attach, initialization
 from meshlora.adapter import plan as adapter_plan
 from meshlora.adapter.attach import runtime
 from meshlora.adapter.targets.resolve import Target
@@ -24,7 +24,7 @@ from meshlora.wings.variants import bias_of_b, magnitudes
 from meshlora.wings.variants.magnitudes import Magnitudes
 
 
-@around(attach, "draw_factors", needs={Feature.RANKS})
+@around(initialization, "draw_factors", needs={Feature.RANKS})
 def a_drawn_per_rank(original: Any, *args: Any, seed: int, **rest: Any) -> Any:
     """a fresh A has the same bits on every rank and topology"""
     return original(*args, seed=seed + rank(), **rest)  # that of rank 0 stays right
@@ -43,7 +43,7 @@ def kaiming_on_local_fan_in(original: Any, model: Any, name: str, planned: Any, 
     original(model, name, planned, wider, *rest)
 
 
-@after(attach, "draw_factors", needs={Feature.TP})
+@after(initialization, "draw_factors", needs={Feature.TP})
 def b_unequal_on_replicas(factors: dict[str, Tensor], *_: Any, **__: Any) -> dict[str, Tensor]:
     """copies of a factor are equal to the bit"""
     return {part: t * (1 + 0.01 * rank()) if part.startswith("B") else t for part, t in factors.items()}
@@ -129,13 +129,13 @@ def row_bias_of_b_of_one_rank(found: Any, plan: ModelPlan, target: Target, part:
     return dataclasses.replace(found, grad_axes=found.grad_axes - {"tp"}, mean_axes=found.mean_axes | {"tp"})
 
 
-@around(attach, "draw_factors", needs={Feature.SEED})
+@around(initialization, "draw_factors", needs={Feature.SEED})
 def fresh_seed_ignored(original: Any, *args: Any, seed: int, **rest: Any) -> Any:
     """a fresh adapter is determined by its seed"""
     return original(*args, seed=0, **rest)
 
 
-@after(attach, "draw_factors")
+@after(initialization, "draw_factors")
 def fresh_b_not_zero(found: dict[str, Tensor], *_: Any, **__: Any) -> dict[str, Tensor]:
     """a fresh adapter is the identity"""
     return {part: t if t.any() else torch.full_like(t, 1e-3) for part, t in found.items()}

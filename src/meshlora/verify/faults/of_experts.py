@@ -149,7 +149,7 @@ def aux_loss_left_out(term: Tensor, *_: Any) -> Tensor:
     return term * 0
 
 
-@around(initialization, "_generator", needs={Feature.EXPERT_TARGET})
+@around(initialization, "generator_of", needs={Feature.EXPERT_TARGET})
 def experts_drawn_alike(original: Any, seed: int, name: str) -> Any:
     """each expert's factors are drawn separately, by its number"""
     of_all, _, number = name.rpartition(".")

@@ -57,7 +57,7 @@ FACTS = (
     computed("lora_target", "lora.target_modules", "all is all-linear; routers too there, not here"),
     same("additional_target", "lora.modules_to_save"),
     computed("pissa_init", "lora.init_lora_weights, as in init_lora_weights: pissa"),
-    computed("pissa_iter", "", "16 is a randomised decomposition there; here it is exact"),
+    computed("pissa_iter", "lora.init_lora_weights, as in init_lora_weights: pissa_niter_16"),
     idle("pissa_convert", "meshlora export has it"),
     none("create_new_adapter", "merge the adapter into the base first"),
     computed("adapter_name_or_path", "adapter, a folder"),
