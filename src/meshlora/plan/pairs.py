@@ -184,7 +184,7 @@ REFUSED: tuple[Refused, ...] = (
         "PEFT has none for a parameter", "name it in target_modules, and only there"
     ),
     _refused(F.WHOLE_MATRIX, F.ON_TIED_HEAD)("it shares its weight with the embedding", "use init_lora_weights: true"),
-    _refused(F.WHOLE_MATRIX, F.ON_EMBEDDING)("it is for linear layers"),
+    _refused({F.WHOLE_MATRIX, F.OF_LINEARS}, F.ON_EMBEDDING)("it is for linear layers"),
     _refused(F.LORA_BIAS, {F.DORA, F.NAMED_INIT})("PEFT refuses the two together", "leave out one of them"),
     _refused(F.LORA_BIAS, {F.ON_EMBEDDING, F.ON_PARAMETERS, F.ON_EXPERTS, F.BY_WEIGHT, F.RENAMED})(
         "PEFT has it for linears that it takes for modules alone", "leave out lora_bias, or this target"

@@ -14,11 +14,12 @@ import torch
 from peft import PeftModel
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from meshlora.adapter.formats.peft_format import CONFIG_FILE, set_head
+from meshlora.adapter.formats.peft_format import CONFIG_FILE
 from meshlora.loading.guards import most_positions
 from meshlora.reading.records import Record
 from meshlora.reading.tokenization import tokenize
 from meshlora.reading.tokenizer import padding_token_id
+from meshlora_extra.merging.head import set_head
 from meshlora_ground.errors import UserError, reason
 from meshlora_ground.files import read_json
 

@@ -103,7 +103,7 @@ def initialize_eva(model: Any, name: str, batching: Batching, steps: int, step: 
 
 def _take_off(leaf: ParallelLinear, name: str) -> None:
     """Take the adapter `name` off a leaf, which may be no target any more."""
-    for held in (leaf.lora_A, leaf.lora_B, leaf.lora_magnitude_vector):
+    for held in (leaf.lora_A, leaf.lora_B, leaf.variants):
         if name in held:
             del held[name]
     for fact in (leaf.scaling, leaf.pieces, leaf.dropout):
