@@ -16,6 +16,7 @@ _RULES: dict[str, dict[str, float]] = {
     "not negative, at most 1,000,000": {"minimum": 0, "maximum": 1e6},
     "above 0": {"exclusiveMinimum": 0},
     "above 1": {"exclusiveMinimum": 1},
+    "above 0, below 1": {"exclusiveMinimum": 0, "exclusiveMaximum": 1},
     "above 0, at most 1": {"exclusiveMinimum": 0, "maximum": 1},
     "above 0, at most 1,000,000": {"exclusiveMinimum": 0, "maximum": 1e6},
     "in [0, 1)": {"minimum": 0, "exclusiveMaximum": 1},

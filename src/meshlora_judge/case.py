@@ -28,7 +28,9 @@ _LENGTHS = (21, 2, 19, 1, 17, 13, 9, 3)
 # Checkpoint files above this size are identified by size and modification time instead of content.
 _HASHED_BYTES = 256 * 2**20
 _INVENTORY = "files.json"
-REFERENCE = "reference"  # the folder beside that of the adapter
+REFERENCE, TEACHER = "reference", "teacher"  # folders beside that of the adapter
+_RECORDED = 5  # tokens that a teacher's record has
+_CONTEXT = 4  # tokens that a teacher alone sees
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,6 +221,34 @@ def with_rollouts(data: TokenizedDataset, *, vocab_size: int, seed: int, is_rewa
         targets = np.array([rewards, places - firsts[group_of]], dtype=np.float32).T
     typed = {name: column.astype(np.float32) for name, column in columns.items()}
     return replace(data, columns=typed, targets=targets)
+
+
+def with_teacher(data: TokenizedDataset, *, vocab_size: int, seed: int) -> TokenizedDataset:
+    """The same sequences with random likeliest tokens of a teacher, one fewer at every third token."""
+    generator = np.random.Generator(np.random.PCG64([seed, 4]))
+    number, columns = len(data.input_ids), dict(data.columns)
+    tokens = np.argsort(generator.random((number, vocab_size)), axis=1)[:, :_RECORDED]
+    weights = -np.sort(-generator.exponential(size=(number, _RECORDED + 1)), axis=1)
+    log_p = np.log(weights / weights.sum(1, keepdims=True))[:, :_RECORDED]  # what is left is of the others
+    log_p[::3, -1] = -np.inf
+    for rank in range(_RECORDED):
+        columns[f"teacher_token_{rank}"] = tokens[:, rank].astype(np.float32)
+        columns[f"teacher_log_prob_{rank}"] = log_p[:, rank].astype(np.float32)
+    return replace(data, columns=columns)
+
+
+def with_context(data: TokenizedDataset, *, vocab_size: int, seed: int) -> TokenizedDataset:
+    """Each sequence, and after it the one that its teacher sees: with further, untrained tokens before it."""
+    generator = np.random.Generator(np.random.PCG64([seed, 5]))
+    ids, is_trained = list[np.ndarray](), list[np.ndarray]()
+    for number, sequence in enumerate(data):
+        more = generator.integers(min(3, vocab_size - 1), vocab_size, size=_CONTEXT + number % 3, dtype=np.int32)
+        own = sequence.is_trained.copy()
+        own[:1] = False  # nothing predicts it where there is no context
+        ids += [sequence.input_ids, np.concatenate([more, sequence.input_ids])]
+        is_trained += [sequence.is_trained, np.concatenate([np.zeros(len(more), dtype=bool), own])]
+    offsets = np.cumsum([0, *map(len, ids)]).astype(np.int64)
+    return TokenizedDataset(np.concatenate(ids), np.concatenate(is_trained), offsets, rows_per_example=2)
 
 
 def with_routed(data: TokenizedDataset, *, layers: int, experts: int, chosen: int, seed: int) -> TokenizedDataset:

@@ -17,11 +17,13 @@ from torch import Tensor
 
 from meshlora_ground.model_class import own_class
 from meshlora_ground.objective import Objective, Sft
+from meshlora_ground.objectives.distillation import Distill
 from meshlora_ground.objectives.labels import Classify, ClassifyTokens, Embed
 from meshlora_ground.objectives.policies import Grpo, Policy
 from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo, Simpo
 from meshlora_ground.objectives.rewards import Reward
 from meshlora_judge.batches import UNTRAINED, MicroBatch
+from meshlora_judge.formulas.distillation import distill
 from meshlora_judge.formulas.pairs import dpo
 from meshlora_judge.formulas.policies import policy
 from meshlora_judge.formulas.preferences import kto, orpo, simpo
@@ -113,6 +115,7 @@ _LOSSES: dict[type, Any] = {
     Orpo: orpo,
     Simpo: simpo,
     Kto: kto,
+    Distill: distill,
 }
 
 

@@ -26,6 +26,7 @@ from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.float64 import lift
 from meshlora_ground.objective import TEXT, Objective
+from meshlora_ground.objectives.distillation import Distill
 from meshlora_ground.objectives.labels import Embed
 from meshlora_ground.tasks import CAUSAL, task_of
 from meshlora_judge.batches import MicroBatch, micro_batches_of
@@ -138,13 +139,26 @@ def frozen_policy(model: Base, adapter: str | Path | None, **options: Any) -> An
     return None if adapter is None else reference_model(model, adapter, **options).eval().requires_grad_(False)
 
 
+def teacher_model(student: Base, folder: str | Path) -> Any:
+    """Another checkpoint, in the dtype of the student, frozen and without dropout."""
+    dtype, options = getattr(torch, student.dtype), {"local_files_only": True}
+    options |= {"trust_remote_code": student.trust_remote_code}
+    config = AutoConfig.from_pretrained(folder, **options)
+    attention = {"attn_implementation": student.attn_implementation, "experts_implementation": "eager"}
+    model = load_base(folder, config, dtype=dtype, **attention, **options)
+    if dtype == torch.float64:
+        for parameter in model.parameters():  # as of the student
+            parameter.data = parameter.data.to(dtype)
+    return model.eval().requires_grad_(False)
+
+
 @torch.no_grad()
 def base_logits(model: Any, batch: MicroBatch, objective: Objective, policy: Any = None) -> Tensor | None:
     """Logits of the frozen `policy`, or of the base for None; None if the objective does not need them."""
-    if not objective.needs_base:
-        return None
     if policy is not None:
         return losses_of(policy, batch)[1]
+    if not objective.needs_base:
+        return None
     with model.disable_adapter():
         return losses_of(model, batch)[1]
 
@@ -154,6 +168,9 @@ def before_losses(
 ) -> tuple[list[Tensor | None], Tensor | None]:
     """(`base_logits` of each batch; KTO's reference point, the mean gain of all their other rows, or None)."""
     rows, point = [], None
+    if isinstance(objective, Distill) and objective.context is not None:  # the other rows are what a teacher sees
+        of_teacher = [batch.other for batch in batches if batch.other is not None]
+        return [base_logits(model, other, objective, policy) for other in of_teacher], None
     for batch in batches:
         other = batch.other
         if other is None:
@@ -383,6 +400,8 @@ def reference_run(
     options: dict[str, Any] = {"objective": settings.objective, "pad": pad_token_id}
     model = reference_model(base, adapter, dropouts=dropouts, **options)
     policy = frozen_policy(base, compared_with, **options)
+    if isinstance(settings.objective, Distill) and settings.objective.folder is not None:
+        policy = teacher_model(base, settings.objective.folder)
     batches = (micro_batches_of(data, settings, step, pad_token_id=pad_token_id) for step in range(settings.steps))
     freeze_outside_pieces(model, own_words(adapter).get("pieces", {}))
     losses = train(model, batches, settings, policy)

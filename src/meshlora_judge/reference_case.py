@@ -19,12 +19,13 @@ from transformers.pytorch_utils import Conv1D
 
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.float64 import lift
+from meshlora_ground.objectives.distillation import Distill
 from meshlora_ground.objectives.labels import Embed
 from meshlora_ground.routing import Routing
 from meshlora_judge import reference
 from meshlora_judge.batches import MicroBatch, micro_batches, micro_batches_of
 from meshlora_judge.capture import CHOICES, SCORES, Capture, copy
-from meshlora_judge.case import REFERENCE, Case
+from meshlora_judge.case import REFERENCE, TEACHER, Case
 from meshlora_judge.dropout import Masks
 from meshlora_judge.eva import eva_start
 from meshlora_judge.experts import ROWS, adapted_stacks, expert_modules, in_experts
@@ -57,6 +58,9 @@ def make_reference(case: Case, twin: PretrainedConfig | None, folder: str) -> No
         if case.reference == case.lora:
             options |= of_lora
         write_adapter(model, case.reference, root / REFERENCE, seed=case.seed + 1, **options)
+    if _has_teacher(case):
+        assert twin is not None  # of a whole model it is refused
+        write_twin(twin, root / TEACHER, dtype=getattr(torch, case.dtype), seed=case.seed + 2)
     here = dataclasses.replace(case, model=model, adapter=str(root / "adapter"))
     trace = trace_case(here, precision="float64")
     if case.eva is not None:
@@ -81,6 +85,9 @@ def trace_case(case: Case, *, precision: str, autocast: bool = False) -> Trace:
         if case.reference is not None:
             folder = Path(case.adapter).parent / REFERENCE
             policy = _case_model(case, folder, precision).eval().requires_grad_(False)
+        if _has_teacher(case):
+            policy = reference.teacher_model(case.base, Path(case.adapter).parent / TEACHER)
+            policy = (policy if precision == case.dtype else policy.double()).to(case.device)
         if case.routed:
             with as_the_engine(model.get_base_model(), case) as routing:
                 return _trace_case(case, model, routing, policy)
@@ -98,6 +105,10 @@ def trace_case(case: Case, *, precision: str, autocast: bool = False) -> Trace:
             return _trace_case(case, _case_model(case, case.adapter, precision), None)
         record.save(record_file(case))
         return trace
+
+
+def _has_teacher(case: Case) -> bool:
+    return isinstance(case.objective, Distill) and case.objective.folder is not None
 
 
 def _trace_case(case: Case, model: Any, routing: Routing | None, policy: Any = None) -> Trace:

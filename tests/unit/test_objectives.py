@@ -43,7 +43,7 @@ class Model:
 def model(monkeypatch: pytest.MonkeyPatch) -> Model:
     torch.manual_seed(1)
     made = Model()
-    monkeypatch.setattr(losses, "_forward", lambda model, *_: model.logits)
+    monkeypatch.setattr(losses, "to_head", lambda model, *_: model.logits)
     state = SimpleNamespace(pipeline=SimpleNamespace(is_last=True, earlier=list))  # one process has all layers
     for module in (losses, objectives):
         monkeypatch.setattr(module, "runtime", lambda _: state)

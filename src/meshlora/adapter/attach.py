@@ -86,8 +86,8 @@ class Runtime:
     the tokens of the running forward, and the adapter of each. rounding: of factors, to the base's dtype.
     masks_padding: padding at the end of rows is masked, too; is_causal: no token sees a later one (`model.padding`).
     references: adapter -> the frozen one that its objective compares it with; without one it is compared with the base.
-    loop: of the caller's own. unmerged: while the active adapter is merged (`wings.generation.in_memory`), the weights
-    before, by leaf.
+    teacher: a second model. loop: of the caller's own. unmerged: while the active adapter is merged
+    (`wings.generation.in_memory`), the weights before, by leaf.
     """
 
     plan: ModelPlan
@@ -101,6 +101,7 @@ class Runtime:
     is_causal: bool = False
     adapters: dict[str, Adapter] = field(default_factory=dict)
     references: dict[str, str] = field(default_factory=dict)
+    teacher: Any = None
     active: str | None = None
     base: dict[str, nn.Parameter] = field(default_factory=dict)
     unmerged: dict[str, Tensor] | None = None

@@ -78,11 +78,11 @@ def summed_cross_entropy_from_hidden(
     """
     assert 0.0 <= label_smoothing <= 1.0, label_smoothing
     assert sizes is None or (sum(sizes) == len(labels) and not parameters), (sizes, tuple(labels.shape))
-    loss = _ChunkLoss(axis, vocab, label_smoothing, wide_dtype(hidden.dtype))
-    chunks = _Chunks.of(hidden, head, labels, trained, loss)
+    loss = ChunkLoss(axis, vocab, label_smoothing, wide_dtype(hidden.dtype))
+    chunks = Chunks.of(hidden, head, labels, trained, loss)
     groups = None if sizes is None else to_device(torch.tensor(sizes), hidden.device)
     # Read here: inside a Function grad mode is always off, and requires_grad of its inputs does not reflect it.
-    return _CrossEntropy.apply(hidden, chunks, groups, torch.is_grad_enabled(), *parameters)
+    return CrossEntropy.apply(hidden, chunks, groups, torch.is_grad_enabled(), *parameters)
 
 
 def log_probabilities_from_hidden(
@@ -100,8 +100,8 @@ def log_probabilities_from_hidden(
     Arguments, gradients and errors are those of `summed_cross_entropy_from_hidden`, but a token's weight is known only
     in the backward: there the logits are recomputed, chunk by chunk.
     """
-    loss = _ChunkLoss(axis, vocab, 0.0, wide_dtype(hidden.dtype))
-    chunks = _Chunks.of(hidden, head, labels, trained, loss)
+    loss = ChunkLoss(axis, vocab, 0.0, wide_dtype(hidden.dtype))
+    chunks = Chunks.of(hidden, head, labels, trained, loss)
     found = _LogProbabilities.apply(hidden, chunks, *parameters)
     return found.new_zeros(labels.shape).index_copy(0, chunks.rows, found)
 
@@ -121,8 +121,8 @@ def scores_from_hidden(
 
     The first two have gradients. Arguments and errors are those of `log_probabilities_from_hidden`.
     """
-    loss = _ChunkLoss(axis, vocab, 0.0, wide_dtype(hidden.dtype))
-    chunks = _Chunks.of(hidden, head, labels, trained, loss)
+    loss = ChunkLoss(axis, vocab, 0.0, wide_dtype(hidden.dtype))
+    chunks = Chunks.of(hidden, head, labels, trained, loss)
     log_p, entropy, mean, is_top = _Scores.apply(hidden, chunks, *parameters)
 
     def of_all(values: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ def _check_labels(labels: Tensor, vocab: int) -> None:
         raise UserError(f"label {int(wrong)}", f"is not in the vocabulary of {vocab}", "look at the tokenizer")
 
 
-class _Targets(NamedTuple):
+class Targets(NamedTuple):
     """The labels of trained tokens, as this rank's part of the vocabulary has them.
 
     place: int64 `[t, 1]`, the label's entry of this rank; any where another rank has it. is_here: bool `[t]`.
@@ -157,13 +157,13 @@ class _Targets(NamedTuple):
     least: Tensor
     zero: Tensor
 
-    def of(self, chunk: slice) -> _Targets:
+    def of(self, chunk: slice) -> Targets:
         """Those of some tokens, views."""
         return self._replace(place=self.place[chunk], is_here=self.is_here[chunk], minus=self.minus[chunk])
 
 
 @dataclass(frozen=True)
-class _ChunkLoss:
+class ChunkLoss:
     """The loss of one chunk of trained tokens from this rank's logits, and its gradient for them.
 
     A kernel of a few numbers costs a GPU the launch of a large one: what needs no logits is computed once for all
@@ -183,15 +183,15 @@ class _ChunkLoss:
         """How many of this rank's `num_local` entries are no padding: 0 where a small vocabulary ends before it."""
         return min(max(self.vocab - self.axis.rank * num_local, 0), num_local)
 
-    def targets(self, labels: Tensor, num_local: int) -> _Targets:
+    def targets(self, labels: Tensor, num_local: int) -> Targets:
         """labels `[T]` -> theirs. num_local: V/tp."""
         place = labels - self.axis.rank * num_local
         is_here = (place >= 0) & (place < self.num_real(num_local))
         minus = (self.label_smoothing - 1) * is_here.to(self.dtype).unsqueeze(1)
         least, zero = minus.new_full((1,), torch.finfo(self.dtype).min), minus.new_zeros(1)
-        return _Targets(place.clamp_(0, num_local - 1).unsqueeze(1), is_here, minus, least, zero)
+        return Targets(place.clamp_(0, num_local - 1).unsqueeze(1), is_here, minus, least, zero)
 
-    def __call__(self, logits: Tensor, targets: _Targets, gradient: Tensor, sums: Tensor) -> None:
+    def __call__(self, logits: Tensor, targets: Targets, gradient: Tensor, sums: Tensor) -> None:
         """logits `[t, V/tp]` -> `gradient` `[t, V/tp]` gets d sum(loss) / dx, `sums` `[4, t]`, of zeros, what the
         loss of each token needs.
 
@@ -251,7 +251,7 @@ class _ChunkLoss:
 
 @dataclass(frozen=True)
 class _ChunkScores:
-    """Of each token the entropy, the mean logit, and whether its label is the likeliest, beside its `_ChunkLoss`.
+    """Of each token the entropy, the mean logit, and whether its label is the likeliest, beside its `ChunkLoss`.
 
     Attributes:
         found: `[3, T]`, where they are put. weights: `[2, T]` of log p(label) and of the entropy, in the sum whose
@@ -261,7 +261,7 @@ class _ChunkScores:
     found: Tensor
     weights: Tensor | None = None
 
-    def __call__(self, logits: Tensor, targets: _Targets, gradient: Tensor, chunk: slice, loss: _ChunkLoss) -> None:
+    def __call__(self, logits: Tensor, targets: Targets, gradient: Tensor, chunk: slice, loss: ChunkLoss) -> None:
         """gradient: that of `loss`, p - [v == label]; becomes that of the weighted sum. With H = -sum_v p[v] log p[v]:
             d log p(label) / dx[v] = [v == label] - p[v],    dH / dx[v] = -p[v] log p[v] - p[v] H
         One more all-gather, of four numbers per token.
@@ -284,7 +284,7 @@ class _ChunkScores:
 
 
 @dataclass(frozen=True)
-class _Chunks:
+class Chunks:
     """The trained tokens, which pass the head chunk by chunk.
 
     Attributes:
@@ -295,12 +295,12 @@ class _Chunks:
     head: Head
     rows: Tensor
     labels: Tensor
-    loss: _ChunkLoss
+    loss: ChunkLoss
     tokens: int
     is_lifted: bool
 
     @classmethod
-    def of(cls, hidden: Tensor, head: Head, labels: Tensor, rows: Tensor | None, loss: _ChunkLoss) -> _Chunks:
+    def of(cls, hidden: Tensor, head: Head, labels: Tensor, rows: Tensor | None, loss: ChunkLoss) -> Chunks:
         """The rows of `hidden` `[T, H]` whose label is not `IGNORED`. rows: their indices, if known."""
         assert labels.shape == hidden.shape[:1], (tuple(labels.shape), tuple(hidden.shape))
         if rows is None:
@@ -323,7 +323,7 @@ class _Chunks:
         weights: token weights in that sum; None: ones. scores: the gradient is that of their sum instead.
         """
         of_tokens = hidden.new_zeros(4, len(self.rows), dtype=self.loss.dtype)
-        targets: list[_Targets] = []  # of all chunks: known with the width of the first one's logits
+        targets: list[Targets] = []  # of all chunks: known with the width of the first one's logits
         # Untrained tokens get none, and never reach the head.
         d_hidden = torch.zeros_like(hidden) if needs_hidden else None
         # At least fp32: a bf16 sum over chunks would lose the contribution of each chunk.
@@ -367,12 +367,12 @@ def chunk_tokens(vocab: int, dtype: torch.dtype, *, is_cpu: bool) -> int:
     return number - number % _TILE if number > _TILE else max(1, number)
 
 
-class _CrossEntropy(Function):
+class CrossEntropy(Function):
     """Forward: sums and gradients, chunk by chunk. Backward: the gradients times the incoming gradient of each sum."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, chunks: _Chunks, sizes: Tensor | None, has_gradient: bool, *parameters: Tensor
+        ctx: Any, hidden: Tensor, chunks: Chunks, sizes: Tensor | None, has_gradient: bool, *parameters: Tensor
     ) -> Tensor:
         ctx.is_trained = [p.requires_grad for p in parameters]  # autograd wants a gradient, or None, for each
         trained = [p for p in parameters if has_gradient and p.requires_grad]
@@ -400,7 +400,7 @@ class _LogProbabilities(Function):
     """Forward: log-probabilities, chunk by chunk; only the inputs are saved. Backward: the chunks again."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, chunks: _Chunks, *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, chunks: Chunks, *parameters: Tensor) -> Tensor:
         ctx.save_for_backward(hidden, *parameters)
         ctx.chunks = chunks
         return chunks.run(hidden, (), needs_hidden=False)[0].neg_()
@@ -415,7 +415,7 @@ class _Scores(Function):
     """`_LogProbabilities` with the entropy; and with what has no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, chunks: _Chunks, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, hidden: Tensor, chunks: Chunks, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden, *parameters)
         ctx.chunks = chunks
         found = hidden.new_empty(3, len(chunks.rows), dtype=chunks.loss.dtype)
@@ -432,7 +432,7 @@ class _Scores(Function):
 
 
 def _again(ctx: Any, **options: Any) -> tuple[Tensor | None, ...]:
-    """The chunks once more, for the gradients of what was saved. options: of `_Chunks.run`."""
+    """The chunks once more, for the gradients of what was saved. options: of `Chunks.run`."""
     hidden, *parameters = ctx.saved_tensors
     needs_hidden, _, *needs = ctx.needs_input_grad
     trained = [p for p, is_needed in zip(parameters, needs, strict=True) if is_needed]

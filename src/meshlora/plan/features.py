@@ -141,6 +141,9 @@ class Feature(Enum):
         "objectives that compare rows, or have labels",
         _KIND,
     )
+    DISTILLED = "train.objective", lambda given: given.kind == "distill", "distill", _KIND
+    TEACHER = "train.objective", lambda given: getattr(given, "folder", None), "a teacher that is a model", _KIND
+    IN_CONTEXT = "train.objective", lambda given: getattr(given, "context", None), "a teacher's context", _KIND
     REFERENCE = "reference", bool, "a reference that is an adapter", "{key}: {}"
 
     # The data.

@@ -67,6 +67,9 @@ REFUSED: tuple[Refused, ...] = (
         "its rows are compared with each other, or have labels", "correct the rows"
     ),
     _refused(F.PACKING, F.PAIRS)("a pair is two rows", "set data.packing: false"),
+    _refused(F.IN_CONTEXT, {F.PACKING, F.CONTEXT})(
+        "its teacher has other rows than the student, of other lengths", "use neither packing nor cp"
+    ),
     _refused(F.PACKING, F.RECORDS)("a record is two rows", "set data.packing: false"),
     _refused(F.PACKING, F.SEQUENCES)("its ratio or its mean is of whole sequences", "set data.packing: false"),
     _refused(F.PACKING, F.OTHER_ATTENTION)(
@@ -126,12 +129,16 @@ REFUSED: tuple[Refused, ...] = (
     ),
     _refused(F.MADE, F.STAGES)("nothing is generated through stages of layers", "leave out pp"),
     # What comes with the data.
-    _refused({F.PACKING, F.NOISE, F.RECORD, F.REPLAY, F.OTHER_HEAD}, F.IMAGES)("it is not proved with images"),
+    _refused({F.PACKING, F.NOISE, F.RECORD, F.REPLAY, F.OTHER_HEAD, F.DISTILLED}, F.IMAGES)(
+        "it is not proved with images"
+    ),
     _refused(F.ROUTED, {F.RECORD, F.REPLAY})("the data say the experts of each token", "leave one out"),
     _refused(F.ROUTED, F.STAGES)("they are not replayed with pp", "use other axes"),
     # Stages of layers, tokens cut over ranks, a sharded base.
     _refused(
-        {F.RECORD, F.REPLAY, F.SAMPLES, F.TASK, F.OTHER_HEAD, F.COMPOSITE, F.TRAINED_TIED, F.LOAD, F.COMMAND}, F.STAGES
+        {F.RECORD, F.REPLAY, F.SAMPLES, F.TASK, F.OTHER_HEAD, F.COMPOSITE, F.TRAINED_TIED, F.LOAD, F.COMMAND}
+        | {F.DISTILLED},
+        F.STAGES,
     )("it is not proved with stages of layers", "use pp=1"),
     _refused(F.METRICS, F.STAGES)(
         "an answer's token would pass all stages before the next can begin",
@@ -220,7 +227,7 @@ REFUSED: tuple[Refused, ...] = (
     # Several adapters at once.
     _refused(
         {F.ROUTER_LOSS, F.TRACKERS, F.RECORD, F.REPLAY, F.FOLLOWED, F.RL, F.OTHER_HEAD, F.EIGHT_BIT, F.IMAGES}
-        | {F.ROUTED, F.BIASES, F.SAVED, F.ROWS, F.WHOLE_MATRIX, F.ON_ROUTER, F.RESUMED},
+        | {F.DISTILLED, F.ROUTED, F.BIASES, F.SAVED, F.ROWS, F.WHOLE_MATRIX, F.ON_ROUTER, F.RESUMED},
         F.ADAPTERS,
     )("it is not proved with several adapters", _ALONE),
     _refused(F.FLOAT16, F.ADAPTERS)("their loss scale is not proved", "use bfloat16"),
@@ -239,11 +246,12 @@ REFUSED: tuple[Refused, ...] = (
     _refused(F.COMPUTE, {F.ROUNDED, F.ON_GPU})(
         "rounding moves codes, as a fault would", "prove it in float64 on CPUs: --device cpu"
     ),
-    _refused(F.BASE, F.EXPERTS, F.ROUNDED)(
+    _refused(F.TEACHER, F.WHOLE_MODEL)("its teacher is another twin", "give --family, or --twin"),
+    _refused({F.BASE, F.TEACHER}, F.EXPERTS, F.ROUNDED)(
         "routing is replayed below float64, and the frozen base routes by itself", "use float64"
     ),
     _refused(F.PARTS, F.PROOF)("it is proved of the adapter of the run alone", "use reference: start"),
-    _refused(F.PLAN, {F.ADAPTERS, F.COMPARED, F.FLOAT64})(
+    _refused(F.PLAN, {F.ADAPTERS, F.COMPARED, F.DISTILLED, F.FLOAT64})(
         "plans are of one adapter, train.objective=sft, at most four bytes", ""
     ),
     _refused(F.PLAN, F.KEPT_ATTENTION)("its memory is not planned", "plan full, which takes less memory and more time"),
@@ -316,7 +324,7 @@ METHODS = frozenset(
 )
 OBJECTIVES = frozenset(
     {F.COMPARED, F.PAIRS, F.RECORDS, F.SEQUENCES, F.OTHER_HEAD, F.BASE, F.NO_GRPO, F.NO_ROLLOUTS, F.UNCORRECTED}
-    | {F.NOTHING_ALONE, F.OF_ROLLOUTS, F.OF_LABELS, F.REFERENCE}
+    | {F.NOTHING_ALONE, F.OF_ROLLOUTS, F.OF_LABELS, F.REFERENCE, F.DISTILLED, F.TEACHER, F.IN_CONTEXT}
 )
 READING = frozenset(
     {F.SEPARATOR, F.CATEGORIES, F.SKIPPED_EMPTY, F.SKIPPED_BAD, F.TOO_LONG, F.SPLIT, F.TRAIN_ON, F.APART}

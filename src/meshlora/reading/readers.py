@@ -14,6 +14,7 @@ from meshlora.reading.preferences import read_feedback, read_margins, read_prefe
 from meshlora.reading.rollouts import read_rollouts
 from meshlora.reading.sources import read_records
 from meshlora.reading.streamed import read_streamed
+from meshlora.reading.taught import read_in_context, read_taught
 from meshlora.reading.tokenization import tokenize
 from meshlora.reading.train_on import without_empty
 from meshlora_ground.dataset import TokenizedDataset
@@ -51,6 +52,8 @@ READERS: Mapping[str, Callable[..., TokenizedDataset]] = {
     "pairs": read_preferences,
     "margins": read_margins,
     "feedback": read_feedback,
+    "taught": read_taught,
+    "in_context": read_in_context,
     "labelled": read_labelled,
     "labelled_words": read_labelled_words,
     "similar": read_similar,

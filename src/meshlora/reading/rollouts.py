@@ -93,7 +93,7 @@ def read_rollouts(
     for origin, row, record in rows:
         try:
             if record is None:
-                ids, trained = _tokens(row, vocab_size)
+                ids, trained = tokens_of(row, vocab_size)
                 if len(ids) > max_length:  # of records `tokenize` counts them
                     num_given, first = num_given + 1, first or origin
                     found.too_long.append(f"{origin} ({len(ids)} tokens)")
@@ -252,7 +252,8 @@ def _record(row: Mapping[str, Any], origin: str) -> Record | None:
     return None
 
 
-def _tokens(row: Mapping[str, Any], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+def tokens_of(row: Mapping[str, Any], vocab_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """`input_ids` and `is_trained` of a row. Raises: MalformedError."""
     ids, trained = row["input_ids"], row.get("is_trained")
     if not isinstance(ids, list) or len(ids) < 2:
         raise MalformedError("input_ids is not a list of two token ids or more")

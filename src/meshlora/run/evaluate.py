@@ -32,7 +32,8 @@ from meshlora.run.answers import Prompts, read_prompts
 from meshlora.run.checkpoint.identity import hash_of_data
 from meshlora.run.checkpoint.resuming import data_of_adapter, day_of_adapter
 from meshlora.run.config.run_file import RunConfig, paths_of
-from meshlora.run.objectives import count, first_pass, loss_sums, reference_log_probabilities
+from meshlora.run.distillation.teachers import load_teacher, teacher_of
+from meshlora.run.objectives import count, first_pass, loss_sums, of_reference
 from meshlora.run.run_data import check_fits
 from meshlora.run.texts import Texts
 from meshlora.train.batches import Batching
@@ -73,7 +74,7 @@ def mean_loss(
             point = first_pass(objective, model, batching, data, indices)
         for batch in batching.batches(data, indices):
             with lift(model.dtype == torch.float64):
-                reference = reference_log_probabilities(model, batch) if objective.needs_base else None
+                reference = of_reference(objective, model, batch)
                 ((loss, values),) = loss_sums(objective, model, batch, [("", batch)], reference, [point])
             sums[0] += loss
             sums[1] += count(objective, batch) * mesh.is_counted
@@ -137,6 +138,7 @@ def prepare_evaluation(
     check_proved(blueprint.plan)
     if adapter is not None:
         blueprint = blueprint.with_folder(adapter, ignore_dropout=True).with_reference(config.reference)
+    teacher_of(config, blueprint)
     said = blueprint.check_weights()  # of a head that is new the adapter has the values
     begun = None if adapter is None else day_of_adapter(adapter)
     config = config.with_data(date=config.data.date or begun or day or today())
@@ -189,6 +191,7 @@ def evaluate(run: Evaluation) -> dict[str, Any]:
     """Loss over all of the data, with perplexity for text. Every rank calls this and gets the same result."""
     join(run.config.device)
     model = load_for_evaluation(run)
+    load_teacher(model, teacher_of(run.config, run.blueprint), device=run.config.device)
     heads.set_padding(model, run.pad_token_id)
     objective = run.config.train.objective
     size = run.config.train.micro_batch_size

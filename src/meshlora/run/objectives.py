@@ -20,6 +20,9 @@ from torch import Tensor
 from meshlora.adapter.attach import reference_in_use, runtime
 from meshlora.comm.collectives import all_reduce_sum
 from meshlora.run import heads
+from meshlora.run.distillation.divergence import Hidden
+from meshlora.run.distillation.teachers import InContext, said, said_in_context
+from meshlora.run.formulas.distillation import distilled
 from meshlora.run.formulas.policies import policy
 from meshlora.run.formulas.preferences import dpo, kto, orpo, simpo
 from meshlora.run.formulas.seen import Formula, Seen, Sums
@@ -30,12 +33,14 @@ from meshlora.train.batches import Batching
 from meshlora.train.losses import Rows, batch_log_probabilities, batch_scores, language_model_losses
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.objective import Objective, Sft
+from meshlora_ground.objectives.distillation import Distill
 from meshlora_ground.objectives.labels import Embed
 from meshlora_ground.objectives.policies import Grpo, Policy
 from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo, Simpo
 from meshlora_ground.tasks import CAUSAL
 
-Point = Tensor | Compared | None  # the result of `first_pass`
+Point = Tensor | Compared | InContext | None  # the result of `first_pass`
+Reference = Tensor | Hidden | None  # the result of `of_reference`
 
 
 def count(objective: Objective, batch: Batch) -> int:
@@ -46,17 +51,22 @@ def count(objective: Objective, batch: Batch) -> int:
 
 
 def loss_sums(
-    objective: Objective, model: Any, batch: Batch, own: Rows, reference: Tensor | None, points: Sequence[Point]
+    objective: Objective, model: Any, batch: Batch, own: Rows, reference: Reference, points: Sequence[Point]
 ) -> list[tuple[Tensor, Sums]]:
     """(summed loss on the model's device, sums to report) of the rows of each of K adapters in a batch.
 
-    reference: log-probabilities `[B, S]` of ref, if the objective needs them. points: `first_pass` over the step
-    of each adapter.
+    reference: of `of_reference`. points: `first_pass` over the step of each adapter.
     """
     if isinstance(objective, Sft) and (objective.is_summed or not model.training):
         # Neither logits nor log-probabilities of single tokens are materialised.
         smoothing = objective.label_smoothing if model.training else 0.0
         return [(loss, {}) for loss in language_model_losses(model, batch, own, label_smoothing=smoothing)]
+    if isinstance(objective, Distill):
+        (point,) = points
+        teacher = point if isinstance(point, InContext) else reference
+        assert not isinstance(teacher, Tensor)
+        return [distilled(objective, model, batch, teacher)]
+    assert not isinstance(reference, Hidden)
     sizes = [len(rows.labels) for _, rows in own]
     if objective.task != CAUSAL:
         of_each = heads.outputs_of(model, batch).split(sizes)
@@ -73,7 +83,7 @@ def loss_sums(
         rows = slice(0, 0) if part.is_dummy else slice(None)
         columns = {name: column[rows].to(log_p.dtype) for name, column in part.columns.items()}
         ref, spread = (None if values is None else values[rows] for values in (log_ref, entropy))
-        assert not isinstance(point, Compared)
+        assert not isinstance(point, Compared | InContext)
         seen = Seen(log_p[rows], ref, part.labels[rows] >= 0, columns, model.training, point, spread)
         losses, values = FORMULAS[type(objective)](objective, seen)
         if not runtime(model).pipeline.is_last:  # the last stage has the loss
@@ -126,6 +136,8 @@ def first_pass(
     """What the loss of each example of a step needs of all examples `indices` of it, on all ranks; None if nothing.
     masks: around a forward, for the dropout of the step. Collective.
     """
+    if isinstance(objective, Distill):
+        return said_in_context(objective, model, batching, data, indices) if objective.is_of_step else None
     if objective.is_of_step:
         assert isinstance(objective, Embed)
         return heads.compare_step(objective, model, batching, data, indices, masks)
@@ -153,6 +165,15 @@ def reference_point(
     model.train(is_training)
     total, number = all_reduce_sum(sums, mesh.losses)  # the same on all ranks: it enters every loss
     return (total / number).clamp(min=0)
+
+
+def of_reference(objective: Objective, model: Any, batch: Batch) -> Reference:
+    """What a frozen policy or a teacher says of a batch: log-probabilities `[B, S]`, or what is compared with the
+    student's; None: the loss needs nothing of it.
+    """
+    if isinstance(objective, Distill):
+        return said(objective, model, batch)
+    return reference_log_probabilities(model, batch) if objective.needs_base else None
 
 
 def gained(model: Any, batch: Batch) -> Tensor:

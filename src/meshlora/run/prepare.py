@@ -28,6 +28,7 @@ from meshlora.run.checkpoint.identity import contents, identity
 from meshlora.run.checkpoint.resuming import day_of_adapter, day_of_run, going_on
 from meshlora.run.config.metrics import code_of
 from meshlora.run.config.run_file import DataConfig, RunConfig, TrainConfig, paths_of
+from meshlora.run.distillation.teachers import teacher_of
 from meshlora.run.early_stopping import Patience, values_until
 from meshlora.run.followed import stream_of
 from meshlora.run.learning_rate import notes_of_rate
@@ -92,6 +93,7 @@ def blueprint_of(config: RunConfig, topology: Topology, *, base: Blueprint | Non
     blueprint = blueprint.with_reference(config.reference)
     if config.data.packing is True:
         _check_packing(blueprint)  # before weights and data, which the message would wait for
+    teacher_of(config, blueprint)
     check_recompute(blueprint.model, train.recompute)
     check_trainable(train.optimizer, blueprint.trained, blueprint.plan)
     if train.router_aux_loss_coef:
@@ -197,6 +199,8 @@ def _further_files(config: RunConfig, options: DataConfig) -> dict[str, list[Pat
     found = {"code": code_of(config.generate.metrics)}
     if options.map is not None and (file := file_of(options.map)) is not None:
         found["row_map"] = [file]
+    if (teacher := config.teacher) is not None:
+        found["teacher"] = [Path(teacher) / "config.json", *weight_files(Path(teacher))]
     if config.rl is not None:
         found |= {"prompts": places(paths_of(options.train)), "rewards": [*map(Path, config.rl.files)]}
     return found

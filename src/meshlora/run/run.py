@@ -30,6 +30,7 @@ from meshlora.processes.launchers import launcher_place
 from meshlora.run.calibration import begun
 from meshlora.run.checkpoint.identity import Contents, identity_of_contents
 from meshlora.run.checkpoint.retention import MERGED, clear_leftovers, set_aside
+from meshlora.run.distillation.teachers import load_teacher, teacher_of
 from meshlora.run.edge import be_deterministic, hear_no_more, noticing_signals, say_in_training
 from meshlora.run.extras import part
 from meshlora.run.followed import FOLDER, stream_of
@@ -80,7 +81,9 @@ def train(
         runs = {name: begun(run, model, names[name]) for name, run in runs.items()}
         mesh = runtime(model).mesh
         runs = {name: with_contents(run, hashes, mesh, console=console) for name, run in runs.items()}
-    is_main, held = mesh.rank == 0, sum(each.nbytes for each in itertools.chain(model.parameters(), model.buffers()))
+    is_main, held = mesh.rank == 0, 0
+    for each in (model, runtime(model).teacher or torch.nn.Module()):
+        held += sum(tensor.nbytes for tensor in itertools.chain(each.parameters(), each.buffers()))
     held_bytes = int(all_gather(torch.tensor([held], device=mesh.device), mesh.world).max())  # of the fullest rank
     with contextlib.ExitStack() as opened:
         stop = opened.enter_context(noticing_signals(watch))
@@ -127,7 +130,8 @@ def _loaded(runs: Mapping[str, Prepared]) -> tuple[Any, dict[str, str]]:
     first = next(iter(runs.values()))
     device = first.config.device
     if "" in runs:  # the adapter decides which matrices a sharded base keeps whole, so it is loaded along with it
-        return load_blueprint(first.start, device=device, seed=first.config.train.seed), {"": "default"}
+        model = load_blueprint(first.start, device=device, seed=first.config.train.seed)
+        return load_teacher(model, teacher_of(first.config, first.blueprint), device=device), {"": "default"}
     model = load_blueprint(dataclasses.replace(first.blueprint, adapter=None), device=device)
     for name, run in runs.items():
         begin_adapter(model, name, run.start.trained, seed=run.config.train.seed)

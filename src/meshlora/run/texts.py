@@ -24,6 +24,7 @@ from meshlora.run.config.run_file import DataConfig, Given, ModelConfig
 from meshlora.run.sources import Split, read_sources, read_split
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.objective import Objective
+from meshlora_ground.objectives.distillation import Distill
 from meshlora_ground.tasks import CAUSAL
 
 
@@ -107,6 +108,8 @@ class Texts:
             own["prompt"] = data.prompt
         if data.system is not None:
             own["system"] = data.system
+        if isinstance(self.objective, Distill) and self.objective.context is not None:
+            own["context"] = self.objective.context
         if data.separator:
             own["separator"] = data.separator
         if data.on_bad_row != ERROR:

@@ -117,7 +117,8 @@ def _options(config: RunConfig) -> str:
     for part, paths in {"model": ("path",), "data": ("train", "eval", "cache_dir", "map")}.items():
         given[part] = {name: value for name, value in given[part].items() if name not in paths}
     del given["adapter"]  # a path, too
-    given["train"]["objective"].pop("reference", None)
+    for name in ("reference", "teacher"):
+        given["train"]["objective"].pop(name, None)
     return digest([json.dumps(given, sort_keys=True, default=str)])
 
 

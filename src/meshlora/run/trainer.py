@@ -31,7 +31,7 @@ from meshlora.run.allocator import keep_freed_memory, peak_memory_bytes
 from meshlora.run.config.run_file import TrainConfig
 from meshlora.run.formulas.seen import Sums
 from meshlora.run.heads import set_padding
-from meshlora.run.objectives import count, loss_sums, reference_log_probabilities
+from meshlora.run.objectives import Reference, count, loss_sums, of_reference
 from meshlora.run.prepared import Prepared
 from meshlora.run.recompute import recompute_layers
 from meshlora.run.slow_paths import check_fast, new_ones
@@ -340,7 +340,7 @@ class Trainer:
         """Backward of micro-batch `number`."""
         torch.autograd.backward(losses)
 
-    def _losses(self, micro: MicroBatch, reference: Tensor | None) -> list[tuple[Tensor, Sums]]:
+    def _losses(self, micro: MicroBatch, reference: Reference) -> list[tuple[Tensor, Sums]]:
         """(summed loss, other sums to report) of each owner of rows. reference: of `_reference_log_probabilities`."""
         owners = [self._training[own.number] for own in micro.owners]
         rows = [(one.adapter, own.batch) for one, own in zip(owners, micro.owners, strict=True)]
@@ -348,14 +348,12 @@ class Trainer:
         with lift(self.model.dtype == torch.float64):
             return loss_sums(owners[0].objective, self.model, micro.batch, rows, reference, points)
 
-    def _reference_log_probabilities(self, batch: Batch) -> Tensor | None:
-        """Log-probabilities of a batch under the frozen policies, if the objective needs them."""
-        if not self._training[0].objective.needs_base:
-            return None
+    def _reference_log_probabilities(self, batch: Batch) -> Reference:
+        """What frozen policies, or a teacher, say of a batch, if the objective needs it."""
         with lift(self.model.dtype == torch.float64), contextlib.ExitStack() as off:
             for part in self.parts:
                 off.enter_context(part.off())
-            return reference_log_probabilities(self.model, batch)
+            return of_reference(self._training[0].objective, self.model, batch)
 
     def _micro_batches(self, steps: Sequence[Step]) -> list[MicroBatch]:
         return list(self.batching.micro_batches(steps))

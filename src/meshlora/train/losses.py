@@ -34,8 +34,8 @@ from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.slow_paths import PADDING_MASK, take
 
 # Input of the head `[T, H]`, the head, options of a loss over its vocabulary.
-_Lazy = tuple[Tensor, Callable[[Tensor], Tensor], dict[str, Any]]
-_Found = Tensor | _Lazy  # or logits `[B, S, V]`
+Lazy = tuple[Tensor, Callable[[Tensor], Tensor], dict[str, Any]]
+Found = Tensor | Lazy  # or logits `[B, S, V]`
 Rows = Sequence[tuple[str, Batch]]  # (adapter, its rows), in the order of the batch
 
 
@@ -92,16 +92,16 @@ def shifted_loss(
     mask: Any = attention_mask  # None is handed on: transformers need not look for padding
     given = Batch(input_ids, mask, labels, 0, input_ids, position_ids=position_ids, trained=trained, more=more or {})
     batch = _held(model, given)
-    if (signal := _before_last(model, batch)) is not None:
+    if (signal := before_last(model, batch)) is not None:
         return signal
-    return _summed(_forward(model, batch), batch.own_labels, batch.trained, label_smoothing)
+    return _summed(to_head(model, batch), batch.own_labels, batch.trained, label_smoothing)
 
 
 def language_model_losses(model: Any, batch: Batch, own: Rows, *, label_smoothing: float) -> Sequence[Tensor]:
     """`shifted_loss` of the rows of each of K adapters, from one forward; the head runs once unless trained."""
-    if (signal := _before_last(model, batch)) is not None:
+    if (signal := before_last(model, batch)) is not None:
         return [signal] * len(own)
-    found = _forward(model, batch)
+    found = to_head(model, batch)
     if len(own) == 1 or isinstance(found, Tensor) or found[2]["parameters"]:
         losses = []
         for one, (_, rows) in zip(_per_adapter(model, found, own), own, strict=True):
@@ -136,7 +136,7 @@ def batch_log_probabilities(model: Any, batch: Batch, own: Rows = ()) -> Tensor:
 def batch_scores(model: Any, batch: Batch, own: Rows = ()) -> tuple[Tensor, Tensor]:
     """`batch_log_probabilities`, and the entropy at each trained token, `[B, S]` both, with gradients."""
 
-    def scored(found: _Found, labels: Tensor, trained: Tensor | None) -> tuple[Tensor, ...]:
+    def scored(found: Found, labels: Tensor, trained: Tensor | None) -> tuple[Tensor, ...]:
         scores = _scores(found, labels, 1.0, trained)
         return scores.log_probs, scores.entropy
 
@@ -145,12 +145,12 @@ def batch_scores(model: Any, batch: Batch, own: Rows = ()) -> tuple[Tensor, Tens
 
 
 def _of_tokens(
-    model: Any, batch: Batch, own: Rows, of: Callable[[_Found, Tensor, Tensor | None], tuple[Tensor, ...]], number: int
+    model: Any, batch: Batch, own: Rows, of: Callable[[Found, Tensor, Tensor | None], tuple[Tensor, ...]], number: int
 ) -> tuple[Tensor, ...]:
     """`number` values of each token, `[B, S]` each: what `of` makes of a forward, given labels and trained indices."""
-    if (signal := _before_last(model, batch)) is not None:
+    if (signal := before_last(model, batch)) is not None:
         return (signal.expand(batch.labels.shape),) * number
-    found = _forward(model, batch)
+    found = to_head(model, batch)
     if not own or isinstance(found, Tensor) or not found[2]["parameters"]:
         values = of(found, batch.own_labels, batch.trained)
     else:
@@ -211,10 +211,10 @@ def token_scores(
     after = _after(input_ids, labels, attention_mask, position_ids)
     batch = Batch(input_ids, mask, after, 0, input_ids, position_ids=position_ids, more=more or {})
     # From where a token is predicted to the token itself.
-    return _scores(_forward(model, batch), after, temperature, None).each(lambda value: F.pad(value[:, :-1], (1, 0)))
+    return _scores(to_head(model, batch), after, temperature, None).each(lambda value: F.pad(value[:, :-1], (1, 0)))
 
 
-def _scores(found: _Found, labels: Tensor, temperature: float, trained: Tensor | None) -> TokenScores:
+def _scores(found: Found, labels: Tensor, temperature: float, trained: Tensor | None) -> TokenScores:
     """`token_scores` of shifted labels: each at the place before its token."""
     if isinstance(found, Tensor):
         chosen = labels.clamp(min=0).unsqueeze(-1)
@@ -229,7 +229,7 @@ def _scores(found: _Found, labels: Tensor, temperature: float, trained: Tensor |
     return TokenScores(*each).each(lambda value: value.view_as(labels))
 
 
-def _per_adapter(model: Any, found: _Found, own: Rows) -> Sequence[_Found]:
+def _per_adapter(model: Any, found: Found, own: Rows) -> Sequence[Found]:
     """The head's input for the rows of each adapter, with that adapter active on the head; or their logits."""
     if isinstance(found, Tensor):
         return found.split([len(rows.input_ids) for _, rows in own])
@@ -240,7 +240,7 @@ def _per_adapter(model: Any, found: _Found, own: Rows) -> Sequence[_Found]:
     if leaf.active is not None:  # all rows are of one adapter
         return [found]
     parts = hidden.split([rows.own_labels.numel() for _, rows in own])
-    each: list[_Lazy] = []
+    each: list[Lazy] = []
     for part, (name, _) in zip(parts, own, strict=True):
         of_head = _requiring_grad(leaf.trained(name).values())
         each.append((part, _on_head(leaf, name, head), {**options, "parameters": of_head}))
@@ -262,7 +262,7 @@ def _requiring_grad(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [parameter for parameter in parameters if parameter.requires_grad]
 
 
-def _summed(found: _Found, labels: Tensor, trained: Tensor | None, label_smoothing: float) -> Tensor:
+def _summed(found: Found, labels: Tensor, trained: Tensor | None, label_smoothing: float) -> Tensor:
     if isinstance(found, Tensor):
         return summed_cross_entropy(found, labels, label_smoothing=label_smoothing)
     hidden, head, options = found
@@ -271,7 +271,7 @@ def _summed(found: _Found, labels: Tensor, trained: Tensor | None, label_smoothi
     )
 
 
-def _log_probabilities(found: _Found, labels: Tensor, trained: Tensor | None) -> Tensor:
+def _log_probabilities(found: Found, labels: Tensor, trained: Tensor | None) -> Tensor:
     if isinstance(found, Tensor):
         exact = F.cross_entropy(found.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORED, reduction="none")
         return -exact.view_as(labels)
@@ -364,7 +364,7 @@ def _held(model: Any, batch: Batch) -> Batch:
     return on_host.cut(order, rank=cp.rank, size=cp.size).to(batch.input_ids.device)
 
 
-def _before_last(model: Any, batch: Batch) -> Tensor | None:
+def before_last(model: Any, batch: Batch) -> Tensor | None:
     """`[]`, 0: the loss of a stage before the last, after its forward. None: the one that runs next is the last."""
     state = runtime(model)
 
@@ -379,7 +379,7 @@ def _before_last(model: Any, batch: Batch) -> Tensor | None:
     return run()
 
 
-def _forward(model: Any, batch: Batch) -> _Found:
+def to_head(model: Any, batch: Batch) -> Found:
     if batch.trained is None:
         check_shifted(batch.input_ids, batch.labels, batch.attention_mask, batch.position_ids)
     state = runtime(model)

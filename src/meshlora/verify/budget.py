@@ -234,7 +234,7 @@ def _of_ends(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
     if not plan.has_vocabulary and topology.size_over(TOKENS) > 1:  # whose head takes whole texts
         yield "", Message("forward", "allgather", TOKENS, tokens * each)
         yield "", Message("backward", "reducescatter", TOKENS, sizes.tokens * each)
-    exact = wide_dtype(sizes.dtype).itemsize  # four numbers of a token: see `_ChunkLoss`
+    exact = wide_dtype(sizes.dtype).itemsize  # four numbers of a token: see `ChunkLoss`
     whole, last = divmod(tokens, sizes.chunk_tokens)
     yield "", Message("loss", "allgather", FEATURES, 4 * sizes.chunk_tokens * exact, whole)
     if last:

@@ -19,6 +19,7 @@ from meshlora.plan.token_order import FEWEST
 from meshlora.wings.context.borders import sees_all
 from meshlora.wings.quantized.kinds import KEEP
 from meshlora_ground.objective import Sft
+from meshlora_ground.objectives.distillation import Distill
 from meshlora_ground.objectives.policies import Grpo, Policy
 from meshlora_ground.objectives.preferences import Dpo
 from meshlora_ground.tasks import CAUSAL
@@ -199,6 +200,10 @@ def _policy(has: Callable[[Policy | Grpo], object]) -> _Test:
     return _run(lambda r: isinstance(r.objective, Policy | Grpo) and has(r.objective))
 
 
+def _distill(has: Callable[[Distill], object]) -> _Test:
+    return _run(lambda r: isinstance(r.objective, Distill) and has(r.objective))
+
+
 class Feature(enum.StrEnum):
     """A feature: its name, as reports and messages have it, and what has it."""
 
@@ -365,6 +370,16 @@ class Feature(enum.StrEnum):
     CLASSIFY_TOKENS = "classify_tokens", _kind("classify_tokens")
     EMBED = "embed", _kind("embed")
     REWARD = "reward", _kind("reward")
+    DISTILLED = "distilled", _distill(lambda o: True)
+    RUNNING_TEACHER = "running_teacher", _distill(lambda o: not o.is_recorded)
+    RECORDED_TEACHER = "recorded_teacher", _distill(lambda o: o.is_recorded)
+    TEACHES_ITSELF = "teaches_itself", _distill(lambda o: o.needs_base)
+    SECOND_MODEL = "second_model", _distill(lambda o: o.folder is not None)
+    IN_CONTEXT = "in_context", _distill(lambda o: o.context is not None)
+    MIXED = "mixed", _distill(lambda o: o.divergence == "jsd")
+    TEMPERED = "tempered", _distill(lambda o: o.temperature != 1)
+    LIKELIEST = "likeliest", _distill(lambda o: o.top_k is not None and not o.is_recorded)  # are looked for
+    TOLD = "told", _distill(lambda o: o.cross_entropy > 0)  # the tokens of the data, too
     SMOOTHING = "smoothing", _run(lambda r: getattr(r.objective, "label_smoothing", 0) > 0)
     BASE = "base", _run(lambda r: r.objective.needs_base)
     REFERENCE = "reference", _run(lambda r: r.case.reference is not None)  # a frozen adapter

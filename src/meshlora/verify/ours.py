@@ -25,7 +25,7 @@ from meshlora.adapter.formats import peft_format
 from meshlora.adapter.targets.pieces import PieceLoraConfig
 from meshlora.comm.groups import Mesh
 from meshlora.layers import head_loss as vocabulary
-from meshlora.loading.blueprint import make_blueprint
+from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.loading.load import load_blueprint
 from meshlora.model.dp_shard import whole_weights
 from meshlora.model.inject import parallel_leaves
@@ -34,6 +34,8 @@ from meshlora.run.calibration import begun
 from meshlora.run.checkpoint.manifest import Saved
 from meshlora.run.checkpoint.resuming import find_checkpoint
 from meshlora.run.config.run_file import DataConfig, ModelConfig, RunConfig, TrainConfig
+from meshlora.run.distillation.divergence import num_gathers
+from meshlora.run.distillation.teachers import load_teacher, teacher_blueprint
 from meshlora.run.heads import outputs_of
 from meshlora.run.prepared import Prepared
 from meshlora.run.recompute import KEEP_ATTENTION, recompute_of
@@ -54,10 +56,11 @@ from meshlora.wings.quantized import quantized
 from meshlora.wings.quantized.quantized import plain_weights
 from meshlora_ground.float64 import lift
 from meshlora_ground.objective import Objective
+from meshlora_ground.objectives.distillation import Distill
 from meshlora_ground.tasks import CAUSAL
 from meshlora_ground.topology import TOKENS, Topology
 from meshlora_judge.capture import Capture, CollectiveCounter, copy
-from meshlora_judge.case import REFERENCE, Case
+from meshlora_judge.case import REFERENCE, TEACHER, Case
 from meshlora_judge.ownership import fingerprints
 from meshlora_judge.replay import after_step, at_step, routed
 from meshlora_judge.saved import FRESH, LAST
@@ -83,6 +86,7 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
     if case.reference is not None:
         blueprint = blueprint.with_reference(str(Path(case.adapter).parent / REFERENCE))
     model = load_blueprint(blueprint, device=case.device)
+    _teach(model, case, blueprint)
     state = runtime(model)
     trace = Trace(initial=_locals(model, "default"), facts=_facts(model), terms=_terms(model))
     trace.scalings = _scalings(model, "default")
@@ -100,9 +104,18 @@ def _run_case(case: Case, topology: Topology, folder: Path) -> None:
     if stopped is not None:
         run = prepared(resume=stopped)
         model = load_blueprint(run.start, device=case.device)
+        _teach(model, case, blueprint)
         _train(run, model, trace, case)
     trace.final = _locals(model, "default")
     trace.save(folder / f"rank-{state.mesh.rank}.safetensors")
+
+
+def _teach(model: Any, case: Case, student: Blueprint) -> None:
+    """Load the second model of `case`, if its teacher is one."""
+    if isinstance(case.objective, Distill) and case.objective.folder is not None:
+        folder = str(Path(case.adapter).parent / TEACHER)
+        found = teacher_blueprint(folder, student.topology, student.options, student)
+        load_teacher(model, found, device=case.device)
 
 
 def _train(run: Prepared, model: Any, trace: Trace, case: Case) -> Saved | None:
@@ -306,6 +319,8 @@ def _budget(model: Any, micro_batches: int, objective: Objective, recompute: str
     per_micro_batch = micro_batch_budget(plan, scaled_rows=rows, **again)
     budget = Counter({key: n * micro_batches for key, n in per_micro_batch.items()})
     budget += first_forwards_budget(plan, min(micro_batches, COMPARED_FORWARDS))
+    if plan.topology.tp > 1 and isinstance(objective, Distill):
+        budget += Counter({("loss", "allgather"): micro_batches * num_gathers(objective)})
     # Unlike a summed loss, log-probabilities recompute the logits in the backward, and so do entropies.
     if plan.topology.tp > 1 and not objective.is_summed:
         budget += Counter({("backward", "allgather"): micro_batches})

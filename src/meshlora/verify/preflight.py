@@ -35,6 +35,7 @@ from meshlora.wings.kernels.liger import liger_version
 from meshlora_ground.console import Console
 from meshlora_ground.errors import MeshloraError, UnsupportedError
 from meshlora_ground.objective import Objective
+from meshlora_ground.objectives.distillation import Distill
 from meshlora_ground.objectives.referenced import Referenced
 from meshlora_ground.proof_records import CACHE, proved_on, remember, usable_cache
 from meshlora_ground.topology import Topology
@@ -270,8 +271,10 @@ def _refuse(what: str, outcome: Outcome, details: dict[str, Any], key: str, fold
 
 
 def _objective(run: Prepared) -> Objective:
-    """The objective of `run`, with what its reference is in place of where: the base, or an adapter."""
+    """The objective of `run`, with what its reference is in place of where: the base, or an adapter; so a teacher."""
     objective = run.config.train.objective
+    if isinstance(objective, Distill) and objective.folder is not None:
+        objective = dataclasses.replace(objective, teacher="a model")
     if not isinstance(objective, Referenced):
         return objective
     if run.config.reference is None and objective.needs_base:

@@ -67,11 +67,13 @@ from meshlora_judge.case import (
     file_fingerprint,
     num_sequences_for,
     random_tokens,
+    with_context,
     with_feedback,
     with_labels,
     with_margins,
     with_rollouts,
     with_routed,
+    with_teacher,
     with_tokens,
 )
 from meshlora_judge.images import with_images
@@ -526,6 +528,10 @@ def as_records(
         return with_rollouts(found, vocab_size=vocab_size, seed=seed, is_rewarded=is_rewarded)
     if objective.reader in ("labelled", "labelled_words"):
         return with_labels(found, objective, seed=seed, segments=segments)
+    if objective.reader == "taught":
+        return with_teacher(found, vocab_size=vocab_size, seed=seed)
+    if objective.reader == "in_context":
+        return with_context(found, vocab_size=vocab_size, seed=seed)
     if objective.reader == "similar":
         return as_similar(found, _ROWS["similar"])
     return found

@@ -61,6 +61,8 @@ def identity(
     own = dataclasses.asdict(config.train.objective)
     if (policy := own.pop("reference", None)) is not None and config.reference is not None:  # else it is the base
         own["reference"] = policy if policy == "start" else "a folder"  # whose files are in `contents`
+    if config.teacher is not None:
+        own["teacher"] = "a folder"
     found["train.objective"] = json.dumps(own, sort_keys=True)
     if config.data.eval_share is not None:  # which says more than the hash of the rows that are left
         found["data.eval"] = f"{config.data.eval_share:g} of the rows"

@@ -29,6 +29,7 @@ from meshlora.run.config.run_file import (
 from meshlora.run.config.types import groups
 from meshlora_ground.errors import UserError, did_you_mean, prefixed
 from meshlora_ground.hub import located, located_files
+from meshlora_ground.objectives.distillation import Distill
 from meshlora_ground.objectives.referenced import Referenced
 from meshlora_ground.reading import read_text
 from meshlora_ground.yaml_reading import parse_yaml
@@ -232,6 +233,9 @@ def _located(config: RunConfig) -> RunConfig:
     if isinstance(train.objective, Referenced) and reference is not None and reference != config.adapter:
         found = located(reference, "train.objective.reference", kind="adapter")
         train = dataclasses.replace(train, objective=dataclasses.replace(train.objective, reference=found))
+    if isinstance(train.objective, Distill) and config.teacher is not None:
+        found = located(config.teacher, "train.objective.teacher", trust_remote_code=model.trust_remote_code)
+        train = dataclasses.replace(train, objective=dataclasses.replace(train.objective, teacher=found))
     data = config.data
     if data.follow_s is None or config.rl is not None:  # a stream need not be there yet
         trained = _files(data.train, "data.train", "train")

@@ -24,6 +24,7 @@ from meshlora.run.config.rl import RlConfig
 from meshlora_ground.errors import UserError, did_you_mean
 from meshlora_ground.numbers import check_numbers, number, require
 from meshlora_ground.objective import Sft
+from meshlora_ground.objectives.distillation import Distill
 from meshlora_ground.objectives.kinds import AnyObjective
 from meshlora_ground.objectives.referenced import Referenced
 from meshlora_ground.private import CACHE
@@ -567,6 +568,12 @@ class RunConfig:
             return None
         return self.adapter if objective.reference == "start" else objective.reference
 
+    @property
+    def teacher(self) -> str | None:
+        """Folder of the second model that the adapter is distilled from, if there is one."""
+        objective = self.train.objective
+        return objective.folder if isinstance(objective, Distill) else None
+
     def __post_init__(self) -> None:
         check_path("adapter", self.adapter or "")
         if (self.lora is None) == (self.adapter is None):
@@ -597,6 +604,7 @@ class RunConfig:
     def inputs(self) -> dict[str, list[str]]:
         """Option -> paths of everything that a run reads."""
         given = {"model.path": self.model.path, "adapter": self.adapter, "train.objective.reference": self.reference}
+        given["train.objective.teacher"] = self.teacher
         given["data.chat_template"] = self.data.chat_template
         given["data.map"] = self.data.map and self.data.map.rpartition(":")[0]
         found = {option: [path] for option, path in given.items() if path is not None}

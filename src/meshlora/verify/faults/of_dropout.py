@@ -66,8 +66,8 @@ def dropout_not_scaled(found: Tensor, self: Mask, x: Tensor) -> Tensor:
 @instead_of(
     PreTrainedModel,
     "eval",
-    needs={Feature.BASE, Feature.MODEL_DROPOUT},
-    within=(trainer, "reference_log_probabilities"),
+    needs={Feature.BASE, Feature.MODEL_DROPOUT, Feature.LOG_PROBABILITIES},
+    within=(trainer, "of_reference"),
 )
 def base_with_dropout(self: Any) -> Any:
     """the frozen base is evaluated without dropout"""

@@ -19,6 +19,7 @@ from meshlora.verify.faults.formulas import of_head
 from meshlora.verify.features import Feature
 from meshlora_ground.errors import UserError, did_you_mean
 from meshlora_ground.objective import Objective, Sft
+from meshlora_ground.objectives.distillation import ITSELF, Distill
 from meshlora_ground.objectives.labels import Classify, ClassifyTokens, Embed
 from meshlora_ground.objectives.policies import Grpo, Policy
 from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo, PairLoss, Simpo
@@ -99,6 +100,10 @@ PROVED: dict[str, Objective] = {
     "simpo": Simpo(beta=1.7, gamma=0.4, label_smoothing=0.1),
     "orpo": Orpo(beta=0.4),
     "kto": Kto(beta=0.3, desirable_weight=1.3, undesirable_weight=0.7, reference="base"),
+    "distill": Distill(teacher="a model", divergence="jsd", beta=0.3, temperature=1.7, cross_entropy=0.2),
+    "distill_top": Distill(teacher="a model", divergence="reverse_kl", top_k=6, rest="renormalize", temperature=0.7),
+    "distill_recorded": Distill(top_k=4, cross_entropy=0.4),
+    "distill_in_context": Distill(teacher=ITSELF, context="Be brief.", divergence="reverse_kl", temperature=1.3),
     "classify": Classify(labels=["Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun"]),
     "classify_multi": Classify(num_labels=5, problem="multi"),
     "regression": Classify(num_labels=2, problem="regression"),

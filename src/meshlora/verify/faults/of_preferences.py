@@ -23,19 +23,19 @@ from meshlora_ground.objective import Objective, Sft
 from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo, Simpo
 
 
-@instead_of(objectives, "reference_in_use", needs={Feature.BASE})
+@instead_of(objectives, "reference_in_use", needs={Feature.BASE, Feature.LOG_PROBABILITIES})
 def base_with_adapter_on(model: Any) -> Any:
     """the divergence is from a frozen policy, not from the one that is trained"""
     return contextlib.nullcontext()  # so that the adapter stays on
 
 
-@instead_of(objectives, "reference_in_use", needs={Feature.REFERENCE})
+@instead_of(objectives, "reference_in_use", needs={Feature.REFERENCE, Feature.LOG_PROBABILITIES})
 def reference_is_base(model: Any) -> Any:
     """the divergence is from the policy that the run starts from, not from the base"""
     return disable_adapter(model)
 
 
-@after(Trainer, "_reference_log_probabilities", needs={Feature.BASE})
+@after(Trainer, "_reference_log_probabilities", needs={Feature.BASE, Feature.LOG_PROBABILITIES})
 def base_halved(found: Tensor | None, *_: Any) -> Tensor | None:
     """the log-probabilities of the reference are not scaled"""
     return None if found is None else found * 0.5

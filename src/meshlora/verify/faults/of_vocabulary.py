@@ -19,7 +19,7 @@ from meshlora.plan.grads import Side
 from meshlora.verify.faults.fault import after, around, instead_of, without_axis
 from meshlora.verify.features import Feature
 
-LOSS = (vocabulary._ChunkLoss, "__call__")
+LOSS = (vocabulary.ChunkLoss, "__call__")
 
 
 def _next_rank(tp: Axis) -> int:
@@ -69,7 +69,7 @@ def logits_gathered_in_another_order(y: Tensor, x: Tensor, axis: Axis) -> Tensor
     return y.unflatten(0, (axis.size, -1)).flip(0).flatten(0, 1)
 
 
-@around(vocabulary._ChunkLoss, "targets", needs={Feature.TP})
+@around(vocabulary.ChunkLoss, "targets", needs={Feature.TP})
 def labels_of_another_rank(original: Any, self: Any, *seen: Any) -> Any:
     """a rank finds the labels of its own part of the vocabulary"""
     other = dataclasses.replace(self.axis, rank=_next_rank(self.axis))

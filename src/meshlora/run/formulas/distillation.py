@@ -1,0 +1,40 @@
+"""The loss of distillation: the summed divergence from a teacher, without logits of all tokens on any rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshlora.layers.head_loss import Chunks, CrossEntropy
+from meshlora.run.distillation.divergence import DivergenceLoss, Hidden
+from meshlora.run.distillation.teachers import InContext, recorded, rows_and_head
+from meshlora.run.formulas.seen import Sums
+from meshlora.train.batch import Batch
+from meshlora.train.losses import to_head
+from meshlora_ground.float64 import wide_dtype
+from meshlora_ground.objectives.distillation import Distill
+
+
+def distilled(objective: Distill, model: Any, batch: Batch, teacher: Hidden | InContext | None) -> tuple[Tensor, Sums]:
+    """Sum over this rank's trained tokens of D(teacher, student) + cross_entropy * -log p(token).
+
+    D is of the distributions at `temperature`, without a factor of its square, as in TRL (GKD, Agarwal et al., 2024).
+    teacher: what it says; None: the batch says it.
+    """
+    trained = batch.trained
+    assert trained is not None
+    hidden, head, options = rows_and_head(model, to_head(model, batch))
+    if isinstance(teacher, InContext):
+        teacher = teacher.of(batch, trained)
+    says = recorded(objective, batch, trained) if teacher is None else teacher
+    axis, parameters = options["axis"], options["parameters"]
+    loss = DivergenceLoss.of(axis, options["vocab"], wide_dtype(hidden.dtype), objective, says)
+    chunks = Chunks.of(hidden, head, batch.own_labels.flatten(), trained, loss)
+    total = CrossEntropy.apply(hidden, chunks, None, torch.is_grad_enabled(), *parameters)
+    divergence, nll = loss.found
+    values = {"divergence": divergence.sum()}
+    if objective.cross_entropy:
+        values["nll"] = nll.sum()
+    return total, values
