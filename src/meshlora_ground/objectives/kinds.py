@@ -11,7 +11,5 @@ from meshlora_ground.objectives.policies import Grpo, Policy
 from meshlora_ground.objectives.preferences import Dpo, Kto, Orpo, Simpo
 from meshlora_ground.objectives.rewards import Reward
 
-AnyObjective = (
-    Sft | Policy | Grpo | Dpo | Orpo | Simpo | Kto | Distill | Reward | Classify | ClassifyTokens | Embed
-)
+AnyObjective = Sft | Policy | Grpo | Dpo | Orpo | Simpo | Kto | Distill | Reward | Classify | ClassifyTokens | Embed
 KINDS: dict[str, type[Objective]] = {kind.kind: kind for kind in get_args(AnyObjective)}
