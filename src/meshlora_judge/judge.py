@@ -323,7 +323,7 @@ class _Judge:
         terms = set[str]().union(*_of(self.ranks, "terms"))
         for name in names:
             found = unshard.canonical(self.reference, self.tokens, phase, name)
-            if found is None or self._is_in_a_kernel(phase, name):
+            if found is None or self._is_in_a_kernel(phase, name) or (phase == "backward" and self._is_of_all(name)):
                 continue
             whole, layout = found
             shown = name or "logits"
@@ -352,6 +352,12 @@ class _Judge:
                 if name and not name.endswith((SCORES, CHOICES)):
                     ours.add(name)
         return missing(ours - names, ())
+
+    def _is_of_all(self, name: str) -> bool:
+        """Whether a module has one output for all rows, as of positions: a rank has the gradient of its own rows."""
+        first = self.reference.micro_batches[0].forward
+        rows = max((len(output) for output in first.values() if output.ndim == 3), default=0)
+        return name in first and first[name].ndim == 3 and len(first[name]) < rows
 
     def _is_in_a_kernel(self, phase: str, name: str) -> bool:
         # One kernel computes it and the product after it: the linear that is called with the product shows it.

@@ -39,6 +39,7 @@ PROOFS: dict[str, dict[str, Any]] = {
         "family": "llama",
         "lora": {**LORA, "target_modules": ["embed_tokens", *LINEARS], "use_dora": True, "lora_dropout": 0.1},
     },
+    "positions": {"family": "gpt2", "lora": {**LORA, "target_modules": ["wpe", "wte", "c_attn"]}},
     "bias of B": {"family": "gpt2", "lora": {**LORA, "target_modules": ["c_attn", "c_proj"], "lora_bias": True}},
     "dora of fused, transposed": {
         "family": "gpt2",
@@ -75,6 +76,7 @@ PROOFS: dict[str, dict[str, Any]] = {
 COVER = {
     "dora with dropout": "tp=2,sp",
     "bias of B": "tp=2,sp",
+    "positions": "dp=2,tp=2",
     "dora of fused, transposed": "tp=2,sp",
     "lora+ with layer norms and biases": "tp=2",
     "pieces out of order, of every kind": "tp=2,sp",

@@ -89,7 +89,9 @@ class AdapterPlan:
         if self.folder is not None and not start_of(self.config).changes_base:
             asked["init_lora_weights"] = True  # it has begun
         for name in self.targets:
-            if name == plan.embedding:
+            if name in plan.positions:
+                asked["an adapter on positions"] = name
+            if name in plan.tables:
                 asked["an adapter on the embedding"] = name
             if name == plan.head:
                 asked["an adapter on the output head"] = name
@@ -236,7 +238,7 @@ def final_config(config: LoraConfig, targets: Mapping[str, Target], plan: ModelP
         # In full: the patterns as given match the linears of a composite's tower, too.
         by_weight = matches(config.target_parameters or (), [f"{name}.weight" for name in targets])
         chosen = {name for name in targets if f"{name}.weight" not in by_weight}
-        config.target_modules = chosen & {plan.embedding, *plan.linears}
+        config.target_modules = chosen & {*plan.tables, *plan.linears}
     modules = [name for name in targets if name not in plan.projections and name not in plan.matrices]
     for feature in features():
         config = feature.as_peft_reads(config, modules, plan.model_type)
@@ -245,7 +247,7 @@ def final_config(config: LoraConfig, targets: Mapping[str, Target], plan: ModelP
 
 def _shortest_names(targets: Mapping[str, Target], plan: ModelPlan, *, in_full: bool) -> set[str]:
     """The last parts of the names of the modules among `targets`, or these `in_full` where others end alike."""
-    modules = targets.keys() & {plan.embedding, *plan.linears}
+    modules = targets.keys() & {*plan.tables, *plan.linears}
     ends = suffixes(modules)
     covered = {name for name in plan.linears if name.rpartition(".")[2] in ends}
     # A number also names whole layers.
@@ -265,7 +267,7 @@ def rule_of_part(plan: ModelPlan, target: Target, part: str) -> FactorRule:
         return expert_rule(projection, Side(side), is_shared=target.is_shared)
     # What is trained beside A and B acts on the output before it is summed over tp, as B does.
     acts_on = Side.INPUT if side == "A" else Side.OUTPUT
-    if module == plan.embedding:
+    if target.is_embedding:
         return _rule_on_embedding(plan, module, acts_on)
     linear = plan.matrices.get(module) or plan.linears[module]
     found = factor_rule(linear, acts_on, sp=plan.topology.sp)

@@ -115,7 +115,7 @@ def adopt(model: nn.Module, plan: ModelPlan, name: str, tp: Axis) -> ParallelLea
     for feature in features():
         if (own := feature.adopt(module, plan, name)) is not None:
             return own
-    if name == plan.embedding:
+    if name in plan.tables:
         parallelize_embedding(module, None, tp, name=name)
         assert isinstance(module, ParallelEmbedding)
         return module

@@ -74,6 +74,7 @@ def plan_model(model: PreTrainedModel, topology: Topology, *, has_stages: bool =
         linears,
         text=text_decoder(model)[0],
         embedding=_name_of(model, model.get_input_embeddings()),
+        positions=_positions(model),
         head=head,
         experts=experts,
         matrices=_router_matrices(model, experts, linears, of_routers),
@@ -403,6 +404,14 @@ class _Planner:
             if named or (is_after and not is_inside and is_likely and name != self.whole.head):
                 found.append(name)
         return tuple(found)
+
+
+def _positions(model: Any) -> tuple[str, ...]:
+    """The embeddings of positions, by name; those of other classes look up by other rules."""
+    tables = [name for name, module in model.named_modules() if type(module) is nn.Embedding]
+    number = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    tokens = _name_of(model, model.get_input_embeddings())
+    return tuple(n for n in tables if model.get_submodule(n).num_embeddings == number and n != tokens)
 
 
 def _returns_choice(router: nn.Module) -> bool:

@@ -96,6 +96,7 @@ class Feature(Enum):
     PIECES = "pieces", bool, ""
     SHARED_EXPERTS = "share_experts", bool, ""
     ON_EMBEDDING = "an adapter on the embedding", bool, "an adapter on the embedding", "{key} {}"
+    ON_POSITIONS = "an adapter on positions", bool, "an adapter on an embedding of positions", "{key} {}"
     ON_HEAD = "an adapter on the output head", bool, "an adapter on the output head", "{key} {}"
     ON_TIED_HEAD = "an adapter on the tied head", bool, "an adapter on a tied head", "{key} {}"
     ON_PARAMETERS = "an adapter on the parameter", bool, "an adapter on parameters (experts, routers)", "{key} {}"

@@ -172,7 +172,8 @@ class ModelPlan:
         recurrent: recurrent mixers in the layers -> the attributes with the sizes of their state; empty if cp=1.
         wide_norms: name -> layout of the split width. With groups each of them is normalised by itself.
         text: name of the text decoder of a composite, whose towers and projectors are whole on every rank; else empty.
-        embedding, head: names of the input and output embeddings; head is empty if it is not a linear.
+        embedding, head: names of the input and output embeddings; head is empty if it is not a linear. positions: of
+            the embeddings of positions.
         after: modules that run after the last decoder layer, except the head.
         experts: name -> rule of every routed experts module.
         matrices: name -> rule of the routers that are not linears and own their `weight`.
@@ -197,6 +198,7 @@ class ModelPlan:
     wide_norms: Mapping[str, Layout] = field(default_factory=dict)
     text: str = ""
     embedding: str = ""
+    positions: tuple[str, ...] = ()
     head: str = ""
     after: tuple[str, ...] = ()
     experts: Mapping[str, ExpertsRule] = field(default_factory=dict)
@@ -225,6 +227,11 @@ class ModelPlan:
             if module and _is_in(name, module):
                 return last
         return 0
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The embeddings that may have an adapter."""
+        return (self.embedding, *self.positions)
 
     def holds(self, name: str) -> bool:
         """Whether the part of the model that the plan is about has the module or parameter `name`."""

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedTokenizerBase
 
 from meshlora.loading.blueprint import read_model_config
-from meshlora.loading.guards import most_positions
 from meshlora.loading.load import load
+from meshlora.loading.positions import most_positions
 from meshlora.plan.pairs import check
 from meshlora.reading.chat import conversation_prompts, stop_ids
 from meshlora.reading.records import Record

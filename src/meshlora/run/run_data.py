@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from transformers import PreTrainedTokenizerBase
 
 from meshlora.loading.blueprint import Blueprint
-from meshlora.loading.guards import longest_fixed_length, most_positions
+from meshlora.loading.guards import longest_fixed_length
+from meshlora.loading.positions import most_positions
 from meshlora.plan.features import Asked
 from meshlora.plan.pairs import check
 from meshlora.reading.chat import form_read

@@ -74,7 +74,7 @@ class StandIn:
         options = BaseOptions(dtype="float64", trust_remote_code=trust, disable_dropout="unsupported")
         plan = make_blueprint(self.config, self.topology, options, run.config.train.objective).plan
         lora, targets = run.blueprint.trained.config, run.blueprint.trained.targets
-        stood_for = self._stood_for(plan, [plan.embedding, *plan.linears])
+        stood_for = self._stood_for(plan, [*plan.tables, *plan.linears])
         on = self._targets(plan, stood_for, targets)
         full = _trained_in_full(lora.modules_to_save or (), stood_for)
         modules, parameters = [], []

@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerBase
 from meshlora.adapter.attach import disable_adapter, runtime
 from meshlora.comm.groups import meet
 from meshlora.loading.blueprint import Blueprint
-from meshlora.loading.guards import most_positions
 from meshlora.loading.load import load_blueprint
+from meshlora.loading.positions import most_positions
 from meshlora.reading.chat import conversation_prompts
 from meshlora.reading.records import Record
 from meshlora.run.config.run_file import GenerateConfig

@@ -19,7 +19,8 @@ import yaml
 
 from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.loading.blueprint import Blueprint
-from meshlora.loading.guards import longest_fixed_length, most_positions
+from meshlora.loading.guards import longest_fixed_length
+from meshlora.loading.positions import most_positions
 from meshlora.reading.sources import JOINED
 from meshlora.run.config.file import read_run
 from meshlora.run.config.model_presets import facts_of, has_known_rate

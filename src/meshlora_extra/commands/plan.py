@@ -219,7 +219,7 @@ def _fit_on_one(options: argparse.Namespace) -> None:
 
 def _row_on_one(options: argparse.Namespace, config: Any) -> int:
     """Tokens of a row: as asked, or as a run file has it, at most what the model can see."""
-    from meshlora.loading.guards import most_positions
+    from meshlora.loading.positions import most_positions
     from meshlora_extra.planner.one_gpu import SEQ
 
     if options.seq is not None:

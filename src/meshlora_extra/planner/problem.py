@@ -18,7 +18,7 @@ from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from meshlora.loading.blueprint import Blueprint, read_model_config
-from meshlora.loading.guards import most_positions
+from meshlora.loading.positions import most_positions
 from meshlora.plan.derive import decoder_layers
 from meshlora.run.config.run_file import RunConfig
 from meshlora.run.optimizers import check_trainable

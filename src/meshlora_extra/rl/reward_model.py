@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from meshlora.adapter.formats.peft_format import CONFIG_FILE
-from meshlora.loading.guards import most_positions
+from meshlora.loading.positions import most_positions
 from meshlora.reading.records import Record
 from meshlora.reading.tokenization import tokenize
 from meshlora.reading.tokenizer import padding_token_id

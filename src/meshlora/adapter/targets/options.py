@@ -216,7 +216,7 @@ def check_each_pattern(plan: ModelPlan, config: LoraConfig, matched: list[str]) 
         if not 0 <= index < plan.num_layers:
             rule = f"the model has {plan.num_layers} layers, 0 to {plan.num_layers - 1}"
             raise UserError(f"layers_to_transform={config.layers_to_transform}", rule)
-    own = [*plan.linears, plan.embedding]
+    own = [*plan.linears, *plan.tables]
     _check_each_name("target_modules", config, [name for name in own if is_open(plan, config, name)], plan)
     # Experts and routers may be excluded, but are no targets by their modules' names.
     excludable, excluded = [*own, *plan.projections, *plan.matrices], config.exclude_modules

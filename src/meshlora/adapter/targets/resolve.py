@@ -58,7 +58,7 @@ class Target:
         pieces: the pieces of a fused matrix, each with an A and a B of rank r; empty for all of it.
         further: names of what is trained beside A and B, a number for each output feature: the `magnitude` of DoRA, the
             `bias` of B.
-        is_embedding: A `[r, V]`, B `[H, r]` on the input embedding.
+        is_embedding: A `[r, V]`, B `[H, r]` on an embedding.
         num_experts: E of a projection of experts, with factors `[E, r, in]`, `[E, out, r]`; 0 elsewhere.
         is_shared: one adapter for all experts, `[1, r, in]`, `[1, out, r]`.
         is_swapped: PEFT's A is on the output side, its B on the input side.
@@ -171,7 +171,7 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
     asked, wrapped = set(matched), set(parameters) - plan.projections.keys()
     targets: dict[str, Target] = {}
     # In the order of the plan, which all ranks share: they gather targets one after the other.
-    for name in (plan.embedding, *plan.linears, *plan.projections, *plan.matrices):
+    for name in (*plan.tables, *plan.linears, *plan.projections, *plan.matrices):
         if name in asked:
             targets[name] = _target(model, name, config, plan, by_weight=name in wrapped)
     _check_size(targets)
@@ -187,7 +187,7 @@ def _check_task(config: LoraConfig, plan: ModelPlan) -> None:
 
 def _check_module(model: Any, plan: ModelPlan, config: LoraConfig, name: str) -> None:
     """Check that the module `name`, a match of `target_modules`, can have this adapter."""
-    if name not in plan.linears and name != plan.embedding:
+    if name not in plan.linears and name not in plan.tables:
         kind = type(model.get_submodule(name)).__name__
         rule = f"LoRA on {kind} is not supported"
         raise UnsupportedError(f"target_modules matches {name}", rule, "target linear layers")
@@ -200,7 +200,7 @@ def _check_module(model: Any, plan: ModelPlan, config: LoraConfig, name: str) ->
     asked: dict[str, Any] = {option: getattr(config, option) for option in KINDS}
     if is_tied:
         asked["an adapter on the tied head"] = name
-    if name == plan.embedding:
+    if name in plan.tables:
         asked["an adapter on the embedding"] = name
     check(asked)
 
@@ -233,10 +233,10 @@ def _target(model: Any, name: str, config: LoraConfig, plan: ModelPlan, *, by_we
         raise UserError(f"rank {r} of {name}", f"it is that of its pieces {pieces} together", "give each the same rank")
     # To PEFT r is the rank of all pieces together, and alpha too (`with_pieces`): the scale is that of each.
     further = tuple(part for part, is_there in (("magnitude", config.use_dora), ("bias", config.lora_bias)) if is_there)
-    target = Target(name, r // max(1, len(pieces)), scaling, tuple(pieces), further, name == plan.embedding)
+    target = Target(name, r // max(1, len(pieces)), scaling, tuple(pieces), further, name in plan.tables)
     rule = plan.rule_of(name)
     if rule is None:
-        vocabulary, width = _embedding_size(model, plan)
+        vocabulary, width = _embedding_size(model, plan, name)
         return dataclasses.replace(target, in_features=vocabulary, out_features=width)
     target = dataclasses.replace(target, in_features=rule.in_features, out_features=rule.out_features, fused=rule.fused)
     if not isinstance(rule, ExpertRule):
@@ -245,10 +245,9 @@ def _target(model: Any, name: str, config: LoraConfig, plan: ModelPlan, *, by_we
     return dataclasses.replace(target, num_experts=rule.num_experts, is_shared=shared, is_swapped=rule.is_swapped)
 
 
-def _embedding_size(model: Any, plan: ModelPlan) -> tuple[int, int]:
-    """(vocabulary, width) of the full input embedding."""
-    module = model.get_submodule(plan.embedding)
-    rule = plan.parameters.get(f"{plan.embedding}.weight")
+def _embedding_size(model: Any, plan: ModelPlan, name: str) -> tuple[int, int]:
+    """(vocabulary, width) of the full embedding `name`."""
+    module, rule = model.get_submodule(name), plan.parameters.get(f"{name}.weight")
     return (rule.layout.size if rule else module.num_embeddings), module.embedding_dim
 
 

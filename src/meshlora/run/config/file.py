@@ -269,7 +269,8 @@ def _grown(
 def positions_of(model: ModelConfig) -> int:
     """The most tokens of a sequence that the model has positions for. Raises: UserError: its config.json says none."""
     from meshlora.loading.blueprint import read_model_config  # of transformers, which other run files need not wait for
-    from meshlora.loading.guards import longest_fixed_length, most_positions
+    from meshlora.loading.guards import longest_fixed_length
+    from meshlora.loading.positions import most_positions
 
     found = read_model_config(model.path, trust_remote_code=model.trust_remote_code)
     limits = [most_positions(found)]
