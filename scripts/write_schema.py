@@ -45,6 +45,7 @@ LORA: dict[str, Any] = {
     "lora_dropout": {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
     "use_rslora": _SWITCH,
     "use_dora": _SWITCH,
+    "lora_bias": _SWITCH,
     "target_modules": {"anyOf": [_TEXT, _TEXTS]},
     "exclude_modules": {"anyOf": [_TEXT, _TEXTS, {"type": "null"}]},
     "target_parameters": {"anyOf": [_TEXTS, {"type": "null"}]},

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from meshlora.loading.blueprint import make_blueprint
-from meshlora.loading.guards import most_positions
+from meshlora.loading.positions import most_positions
 from meshlora.plan.base_options import BaseOptions
 from meshlora.run.run_data import check_fits
 from meshlora_ground.errors import UserError
