@@ -24,7 +24,12 @@ def dpo(objective: Dpo, seen: Seen) -> tuple[Tensor, Sums]:
         is_plain = name == "sigmoid" and not seen.is_training
         one = -F.logsigmoid(margin) if is_plain else pairs.LOSSES[name](objective, found)
         loss = loss + weight * one
-    return loss, {"accuracy": (margin > 0).to(margin.dtype), "margin": margin}
+    return loss, _compared(margin)
+
+
+def _compared(margin: Tensor) -> Sums:
+    """What is reported of the margins of pairs, before SimPO's gamma."""
+    return {"accuracy": (margin > 0).to(margin.dtype), "margin": margin}
 
 
 def simpo(objective: Simpo, seen: Seen) -> tuple[Tensor, Sums]:
@@ -37,7 +42,7 @@ def simpo(objective: Simpo, seen: Seen) -> tuple[Tensor, Sums]:
     margin = mean[0::2] - mean[1::2]
     e = objective.label_smoothing if seen.is_training else 0.0
     loss = pairs.smoothed(margin - objective.gamma, e)
-    return loss, {"accuracy": (margin > 0).to(margin.dtype), "margin": margin}
+    return loss, _compared(margin)
 
 
 def orpo(objective: Orpo, seen: Seen) -> tuple[Tensor, Sums]:
