@@ -79,12 +79,13 @@ def _sft(folder: Path) -> Any:
     return PeftModel.from_pretrained(model, str(folder / "sft"), is_trainable=True).double()
 
 
-def _policy_by_trl(folder: Path, out: Path) -> list[dict[str, float]]:
+def _policy_by_trl(folder: Path, out: Path, changed: dict[str, Any]) -> list[dict[str, float]]:
     """Its loss and its reference, on rollouts that are given."""
     import trl
     from trl.trainer.utils import use_adapter
 
     options: dict[str, Any] = {"beta": 0.2, "loss_type": "bnpo", "use_bias_correction_kl": False, "epsilon": 0.2}
+    options |= changed
     config = trl.GRPOConfig(str(out), use_cpu=True, bf16=False, report_to=[], activation_checkpointing=False, **options)
     data, tokenizer = Dataset.from_dict({"prompt": TEXTS}), AutoTokenizer.from_pretrained(TINY)
     trainer: Any = trl.GRPOTrainer(
@@ -116,11 +117,11 @@ def _policy_by_trl(folder: Path, out: Path) -> list[dict[str, float]]:
     return losses
 
 
-def _by_trl(kind: str, folder: Path, out: Path) -> list[dict[str, float]]:
+def _by_trl(kind: str, folder: Path, out: Path, changed: dict[str, Any]) -> list[dict[str, float]]:
     import trl
 
     if kind == "policy":
-        return _policy_by_trl(folder, out)
+        return _policy_by_trl(folder, out, changed)
     options: dict[str, Any] = {
         "per_device_train_batch_size": NUMBER,
         "max_steps": STEPS,
@@ -135,6 +136,7 @@ def _by_trl(kind: str, folder: Path, out: Path) -> list[dict[str, float]]:
         "bf16": False,
         "activation_checkpointing": False,
     }
+    options |= changed
     made = {"dpo": (trl.DPOTrainer, trl.DPOConfig), "kto": (trl.KTOTrainer, trl.KTOConfig)}
     trainer, config = made[kind]
     tokenizer, data = AutoTokenizer.from_pretrained(TINY), Dataset.from_dict(RECORDS[kind])
@@ -147,22 +149,37 @@ def _by_trl(kind: str, folder: Path, out: Path) -> list[dict[str, float]]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("kind", "options"), [("dpo", {"beta": 0.2}), ("kto", {"beta": 0.2}), ("policy", {"kl_coef": 0.2})]
+    ("kind", "options", "of_trl"),
+    [
+        ("dpo", {"beta": 0.2}, {}),
+        ("dpo", {"beta": 0.2, "loss": "ipo"}, {"loss_type": ["ipo"]}),
+        (
+            "dpo",
+            {"beta": 0.2, "loss": ["apo_zero", "hinge"], "loss_weights": [0.8, 0.3], "length_weight": 0.4},
+            {"loss_type": ["apo_zero", "hinge"], "loss_weights": [0.8, 0.3], "ld_alpha": 0.4},
+        ),
+        ("kto", {"beta": 0.2}, {}),
+        ("policy", {"kl_coef": 0.2}, {}),
+        ("policy", {"kl_coef": 0.2, "kl_correction": True}, {"use_bias_correction_kl": True}),
+    ],
 )
 def test_run_from_an_adapter_has_the_numbers_of_trl(
-    kind: str, options: dict[str, Any], folder: Path, tmp_path: Path
+    kind: str, options: dict[str, Any], of_trl: dict[str, Any], folder: Path, tmp_path: Path
 ) -> None:
     """In float64: what is left is what TRL itself computes in float32, not what two orders of sums differ by."""
     with lift(True):
-        expected = [line["loss"] for line in _by_trl(kind, folder, tmp_path)]
-    file = run_of(folder, f"trl-{kind}", {"kind": kind, **options}, model={"dtype": "float64"})
+        expected = [line["loss"] for line in _by_trl(kind, folder, tmp_path, of_trl)]
+    name = "-".join(["trl", kind, *of_trl])
+    file = run_of(folder, name, {"kind": kind, **options}, model={"dtype": "float64"})
     assert main(["train", str(file), "--no-preflight"]) == 0
-    lines = [line for line in metrics_of(folder / f"trl-{kind}") if "loss" in line]
+    lines = [line for line in metrics_of(folder / name) if "loss" in line]
     assert [line["loss"] for line in lines] == pytest.approx(expected, rel=1e-6)
     assert abs(expected[-1] - expected[0]) > 1e-3, "nothing was learnt"
     if kind == "dpo":
         assert lines[0]["margin"] == 0
-        assert lines[0]["loss"] == pytest.approx(0.69314718, rel=1e-7)
+        # Of answers that have gained nothing: log 2, (1 / 2 beta)^2, and 0.8 + 0.3.
+        first = {"loss_type": 6.25, "loss_type-loss_weights-ld_alpha": 1.1}.get("-".join(of_trl), 0.69314718)
+        assert lines[0]["loss"] == pytest.approx(first, rel=1e-7)
     else:
         assert lines[0]["kl"] == pytest.approx(0, abs=1e-6)
 
