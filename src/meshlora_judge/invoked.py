@@ -53,9 +53,11 @@ def acting_rows(model: Any, ids: Tensor) -> Tensor | None:
 
 def with_invocations(data: TokenizedDataset, invocation: Sequence[int]) -> TokenizedDataset:
     """The same sequences, in turn with `invocation` twice, not at all and once, as far as they are long enough; its
-    first tokens alone are at the end of the others.
+    first tokens alone are at the end of the others. Of an adapter that acts everywhere, all as they are.
     """
     found, size = data.input_ids.copy(), len(invocation)
+    if not size:
+        return data
     for place, (start, end) in enumerate(itertools.pairwise(data.offsets.tolist())):
         at = list[int]()
         if place % 3 != 1 and end - start > size + 1:
@@ -70,12 +72,11 @@ def with_invocations(data: TokenizedDataset, invocation: Sequence[int]) -> Token
 
 
 def check_invocations(data: TokenizedDataset, invocation: Sequence[int]) -> None:
-    """Check that some sequences have `invocation`, and others not. Raises: UserError."""
-    words, has = list(invocation), set[bool]()
+    """Check that some sequence has `invocation`, if there is one. Raises: UserError."""
+    words = list(invocation)
     for sequence in data:
         ids = sequence.input_ids.tolist()
-        has.add(any(ids[at : at + len(words)] == words for at in range(len(ids))))
-    if has != {False, True}:
-        which = "no" if True not in has else "every"
-        given = f"alora_invocation_tokens={words}: {which} sequence of the proof has them"
-        raise UserError(given, "where the adapter acts, and where not, would not both be seen", "give other --data")
+        if any(ids[at : at + len(words)] == words for at in range(len(ids))):
+            return
+    rule = "no sequence of the proof has them, so the adapter would act nowhere"
+    raise UserError(f"alora_invocation_tokens={words}", rule, "give --data with them")

@@ -17,13 +17,22 @@ from transformers import AutoModelForCausalLM
 import meshlora
 from meshlora.adapter.plan import plan_adapter
 from meshlora.plan.derive import plan_model
+from meshlora.run.config.file import read_run
+from meshlora.run.together import prepare_run
+from meshlora.verify import preflight
 from meshlora.wings.invoked.rows import invoked_tokens
 from meshlora_ground.topology import Topology
+from meshlora_judge.case import random_tokens
 from meshlora_judge.compare import relative
 from meshlora_judge.inputs import write_adapter, write_twin
+from meshlora_judge.invoked import check_invocations, with_invocations
 from meshlora_judge.twin import twin_config
 from tests.conftest import Prove
 from tests.pool import Pool
+from tests.ranks.test_trainer import folder as runs
+from tests.ranks.test_trainer import run_file
+
+__all__ = ["runs"]  # a fixture
 
 CALL = [5, 9]
 LORA: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "o_proj", "down_proj"]}
@@ -176,6 +185,32 @@ def test_file_is_read_by_peft_and_says_what_invokes(folder: Path) -> None:
     assert words["task_type"] == "CAUSAL_LM", "PEFT runs the base with any other"
     with meshlora.lift(), torch.no_grad():
         assert torch.equal(_theirs(folder, "ours")(input_ids=ROWS).logits, _theirs(folder)(input_ids=ROWS).logits)
+
+
+# --- what a proof sees ----------------------------------------------------------------------------------------------
+
+
+def test_sequences_of_a_proof_are_invoked_twice_once_and_never() -> None:
+    data = with_invocations(random_tokens(num_sequences=9, vocab_size=250, seed=0), CALL)
+    numbers = set[int]()
+    for sequence in data:
+        ids = sequence.input_ids.tolist()
+        numbers.add(sum(ids[at : at + 2] == CALL for at in range(len(ids))))
+    assert numbers == {0, 1, 2}
+    check_invocations(data, CALL)
+    with pytest.raises(meshlora.UserError, match=r"alora_invocation_tokens=\[7, 7, 7\]: no sequence"):
+        check_invocations(data, [7, 7, 7])
+
+
+def test_preflight_of_a_run_invokes_by_tokens_that_its_twin_has(runs: Path) -> None:
+    call = [300, 299, 300, 7, 8, 9]
+    run = prepare_run(read_run(run_file(runs, "invoked", "tp=2", lora__alora_invocation_tokens=call)))
+    proof, _ = preflight.proof_of(run, runs)
+    found, size = proof.case.lora["alora_invocation_tokens"], proof.config.get_text_config().vocab_size
+    assert max(found) < size
+    assert found[0] == found[2]
+    assert len({*found}) == 3
+    assert {"invoked", "invoked_twice"} <= proof.features_on(proof.topologies[0])
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

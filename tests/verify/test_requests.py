@@ -14,7 +14,7 @@ from meshlora.run.config.run_file import Schedule
 from meshlora.verify import command
 from meshlora.verify.at_once import adapters_of
 from meshlora.verify.ours import run_config
-from meshlora.verify.request import Request, prepare_proof
+from meshlora.verify.request import DEFAULT_LORA, Request, prepare_proof
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.topology import Topology
 from meshlora_judge.reference import rates_of
@@ -59,6 +59,9 @@ def _no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         ([*FAMILY, *TP2, "--dtype", "fp64"], "must be one of"),
         ([*FAMILY, *TP2, "--mutation", "row_output_not_reducd"], "did you mean 'row_output_not_reduced'?"),
         ([*FAMILY, *TP2, "--lora", "nowhere.yaml"], "there is no such file"),
+        ([*FAMILY, *TP2, "--lora", "a.yaml", "--lora", "b.yaml"], "one file says what the adapter is"),
+        ([*FAMILY, *TP2, "--lora", "rank=4"], "here it is lora.r"),
+        ([*FAMILY, *TP2, "--lora", "alora_invocation_tokens=[5, 900]"], "the vocabulary has 256 tokens"),
         ([*FAMILY, *TP2, "--data", "train.jsonl"], "a twin has no tokenizer"),
         ([*FAMILY, *TP2, "--json", "/nowhere/out.json"], "there is no folder /nowhere"),
         ([*FAMILY, *TP2, "--html", "/tmp"], "it is a folder"),
@@ -123,6 +126,20 @@ def test_lora_file_may_be_a_part_of_a_run_file(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "run.yaml").write_text("model: {path: x}\nlora: {r: 3, target_modules: [q_proj]}\n")
     with pytest.raises(AssertionError, match="processes were started"):
         main(["verify", *FAMILY, *TP2, "--lora", str(tmp_path / "run.yaml")])
+
+
+def test_fields_of_the_adapter_take_the_place_of_those_of_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[Request]()
+    monkeypatch.setattr("meshlora.verify.command.verify", lambda request, **_: asked.append(request))
+    (tmp_path / "lora.yaml").write_text("r: 3\ntarget_modules: [q_proj]\n")
+    words = ["--lora", "r=5", "--lora", "alora_invocation_tokens=[5, 9]"]
+    assert main(["verify", *FAMILY, *TP2, "--lora", str(tmp_path / "lora.yaml"), *words]) == 0
+    assert main(["verify", *FAMILY, *TP2, *words]) == 0
+    own = {"r": 5, "alora_invocation_tokens": [5, 9]}
+    assert asked[0].lora == {"target_modules": ["q_proj"]} | own
+    assert asked[1].lora == DEFAULT_LORA | own
 
 
 def test_schedule_that_is_asked_for_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,13 @@ def add(commands: Any) -> None:
         dest="overrides",
         help="a field of the family's configuration, as in num_key_value_heads=2",
     )
-    verify.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=8, all linears")
+    verify.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="FILE | KEY=VALUE",
+        help="YAML with fields of peft.LoraConfig, or one of them; repeatable; default: r=8, all linears",
+    )
     _add_run(verify)
     steps = "optimizer steps (default 3; with another schedule than linear 4)"
     verify.add_argument("--steps", type=int, metavar="N", help=steps)
@@ -94,7 +100,7 @@ def _add_run(verify: argparse.ArgumentParser) -> None:
 def _verify(options: argparse.Namespace) -> None:
     import_libraries()
     from meshlora.processes.launchers import launcher_place
-    from meshlora.run.config.file import read_lora
+    from meshlora.run.config.file import check_lora_keys, read_lora
     from meshlora.run.edge import rank_edge
     from meshlora.verify.command import verify
     from meshlora.verify.faults.of_objectives import as_proved
@@ -114,8 +120,15 @@ def _verify(options: argparse.Namespace) -> None:
     schedule = of_schedule(options.schedule, ends_above_zero=options.schedule in _FALLING)
     overrides = _fields(options.overrides)
     lora, dropout = dict(DEFAULT_LORA), DROPOUT
+    files = [each for each in options.lora if "=" not in each]
+    if len(files) > 1:
+        raise UserError(f"--lora {' --lora '.join(files)}", "one file says what the adapter is", "give one of them")
+    for file in files:
+        lora = read_lora(file)
     if options.lora:
-        lora, dropout = read_lora(options.lora), 0.0  # the file's own
+        fields = _fields([each for each in options.lora if each not in files], "--lora")
+        check_lora_keys(fields)
+        lora, dropout = lora | fields, 0.0  # their own
     given = same_fields(Request, options) | {
         "topologies": tuple(options.topology or ["tp=2,sp"]),
         "overrides": overrides,
@@ -132,7 +145,7 @@ def _verify(options: argparse.Namespace) -> None:
     verify(Request(**given), command=options.words, json_file=options.json, html_file=options.html)
 
 
-def _fields(overrides: Sequence[str]) -> dict[str, Any]:
+def _fields(overrides: Sequence[str], option: str = "--set") -> dict[str, Any]:
     """Values of `KEY=VALUE`, parsed as YAML."""
     from meshlora.run.config.file import yaml_value
 
@@ -140,6 +153,6 @@ def _fields(overrides: Sequence[str]) -> dict[str, Any]:
     for override in overrides:
         name, equals, text = override.partition("=")
         if not equals or not name:
-            raise UserError(f"--set {override}", "it must read KEY=VALUE, as in --set num_key_value_heads=2")
-        fields[name] = yaml_value(f"--set {override}", text)
+            raise UserError(f"{option} {override}", "it must read KEY=VALUE, as in --set num_key_value_heads=2")
+        fields[name] = yaml_value(f"{option} {override}", text)
     return fields

@@ -30,6 +30,7 @@ from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.topology import Topology
 from meshlora_judge.case import Case
 from meshlora_judge.compare import Worst, compare_adapters
+from meshlora_judge.invoked import with_invocations
 from meshlora_judge.trace import Trace
 
 # That of the phase "deltas" of a proof: AdamW divides by small moments. Rounding alone gives 1e-13.
@@ -75,6 +76,7 @@ def _data(run: RunConfig) -> TokenizedDataset:
     tokens = generator.integers(0, vocab, number).astype(np.int32)
     offsets = np.cumsum([0, *lengths]).astype(np.int64)
     sequences = TokenizedDataset(tokens, np.ones(number, dtype=bool), offsets)
+    sequences = with_invocations(sequences, (run.lora or {}).get("alora_invocation_tokens") or ())
     return as_records(sequences, objective, vocab_size=vocab, seed=seed)
 
 

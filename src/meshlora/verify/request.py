@@ -387,7 +387,7 @@ def _case(
     if tokens and request.data is None:
         found = with_tokens(found, tokens)
     invocation = request.lora.get("alora_invocation_tokens") or ()
-    if invocation and request.data is None:
+    if request.data is None:
         found = with_invocations(found, invocation)
     if request.images and request.data is None:
         found = with_images(found, config, seed=request.seed)
@@ -395,8 +395,7 @@ def _case(
     vocab_size = config.get_text_config().vocab_size
     data = as_records(found, objective, vocab_size=vocab_size, seed=request.seed, segments=segments)
     check_tokens(data, tokens)
-    if invocation:
-        check_invocations(data, invocation)
+    check_invocations(data, invocation)
     if request.routed:
         data = _with_experts(request, config, plan, data)
     own = {

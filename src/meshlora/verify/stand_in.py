@@ -9,7 +9,7 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 from meshlora.adapter.initialization import start_of
@@ -108,9 +108,18 @@ class StandIn:
             "rank_pattern": ranks,
             "alpha_pattern": alphas,
             "trainable_token_indices": self._rows(run.blueprint.trained.rows or {}),
+            "alora_invocation_tokens": self._invocation(lora.alora_invocation_tokens or ()),
             "pieces": pieces,
         }
         return on_twin | {name: value for name, value in further.items() if value}
+
+    def _invocation(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens of the twin for the first of `tokens`, as many as its sequences have twice; equal where these are."""
+        padding, on_twin = getattr(self.config.get_text_config(), "pad_token_id", None), dict[int, int]()
+        for token in tokens[:_MOST_TOKENS]:
+            new = _FIRST_TOKEN + 2 * len(on_twin)
+            on_twin.setdefault(token, new + (new == padding))
+        return [on_twin[token] for token in tokens[:_MOST_TOKENS]]
 
     def _rows(self, rows: Mapping[str, TokenRows]) -> dict[str, list[int]]:
         """Module -> tokens of the twin, for those of `rows`: a few, over all of its vocabulary, in another order."""
