@@ -135,6 +135,16 @@ def test_scale_of_a_sum_is_one_with_rslora_too(folder: Path) -> None:
     assert relative(found, _logits(model)) <= 1e-12
 
 
+def test_sum_of_adapters_that_begin_otherwise_is_drawn_as_any_other(folder: Path) -> None:
+    model = _loaded(folder)
+    meshlora.add_adapter(model, "drawn", LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian"))
+    model.set_adapter(["drawn", "a"])
+    found = _logits(model)
+    assert runtime(model).adapters["drawn+a"].plan.stored.init_lora_weights is True
+    model.set_adapter("a")
+    assert relative(found, _logits(model)) <= 1e-12, "a drawn adapter adds nothing yet"
+
+
 REFUSED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "unknown": (lambda model: model.set_adapter(["a", "e"]), "adapter 'e': the model has no such adapter"),
     "twice": (lambda model: model.set_adapter(["a", "a"]), "it is one name, or different ones"),

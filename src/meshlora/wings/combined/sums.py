@@ -142,6 +142,7 @@ def _plan(model: Any, parts: Sequence[AdapterPlan], r: int) -> AdapterPlan:
     # Of the first, as in PEFT, but for what would change the scale (there rsLoRA does) or the targets.
     changed: dict[str, Any] = {"r": r, "lora_alpha": r, "lora_dropout": 0.0, "use_rslora": False}
     changed |= {"rank_pattern": {}, "alpha_pattern": {}, "exclude_modules": None, "layers_to_transform": None}
+    changed |= {"init_lora_weights": True, "eva_config": None}  # its values are those of its parts
     config = dataclasses.replace(parts[0].stored, **changed, layers_pattern=None, target_modules=given)
     found = plan_adapter(whole.model, whole.plan, config, strict=False)
     if found.targets.keys() != names:  # what is short in one adapter matches more than the other has
