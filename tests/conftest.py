@@ -132,7 +132,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """GPU tests run where there is a GPU, those of liger-kernel where it is, those that mount where a process may,
     those of a sandbox where one can be had. Those of `make test-long` run with `-m long` or where files are named,
     those of `make proof` with `-m proof`, those of two nodes with `-m cluster`, those of SLURM with `-m slurm`, those
-    of vLLM with `-m vllm`, of METEOR with `-m meteor`.
+    of vLLM with `-m vllm`, of llama.cpp with `-m llama_cpp`, of METEOR with `-m meteor`.
 
     Workers of xdist take the longest files first.
     """
@@ -143,7 +143,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out += [] if own_mounts() else ["mounts"]
     left_out += [] if has_sandbox() else ["sandbox"]
     left_out += [] if liger_version() else ["liger"]
-    left_out += [name for name in ("proof", "cluster", "slurm", "vllm", "meteor") if name not in config.option.markexpr]
+    on_request = ("proof", "cluster", "slurm", "vllm", "llama_cpp", "meteor")
+    left_out += [name for name in on_request if name not in config.option.markexpr]
     others = [item for item in items if any(item.get_closest_marker(name) for name in left_out)]
     if "long" not in config.option.markexpr and _is_whole(config):
         others += [item for item in items if item.get_closest_marker("long") and not item.get_closest_marker("proof")]

@@ -11,14 +11,20 @@ from meshlora_ground.errors import UserError
 
 
 def add(commands: Any) -> None:
-    export = commands.add_parser("export", help="write an adapter as PEFT, microsoft/LoRA or serving engines store it")
-    export.add_argument(
-        "adapter", metavar="ADAPTER", help="adapter folder, or a lora_state_dict in safetensors or a .pt"
+    export = commands.add_parser(
+        "export", help="write an adapter as PEFT, microsoft/LoRA, engines or llama.cpp store it"
     )
-    export.add_argument("--layout", required=True, choices=("peft", "loralib", "per-expert"))
-    export.add_argument("--out", required=True, metavar="PATH", help="new folder; for loralib a .safetensors file")
     export.add_argument(
-        "--model", metavar="FOLDER", help="for per-expert, and back; to check names; only config.json is read"
+        "adapter",
+        metavar="ADAPTER",
+        help="adapter folder, or a lora_state_dict in safetensors or a .pt; for gguf also the folder of a model",
+    )
+    export.add_argument("--layout", required=True, choices=("peft", "loralib", "per-expert", "gguf"))
+    export.add_argument(
+        "--out", required=True, metavar="PATH", help="new folder; for loralib a .safetensors file, for gguf a .gguf"
+    )
+    export.add_argument(
+        "--model", metavar="FOLDER", help="for per-expert, and back, and gguf; to check names; only config.json is read"
     )
     export.add_argument("--trust-remote-code", action="store_true")
     export.add_argument("--lora-alpha", type=float, metavar="N", help="of a lora_state_dict that does not say it")
@@ -48,7 +54,9 @@ def _export(options: argparse.Namespace) -> None:
     if not options.model and layout == "per-expert":
         raise UserError("--layout per-expert", "the model says how its experts lie", "give --model FOLDER")
     words = ""
-    if is_file:
+    if layout == "gguf":
+        number = _export_gguf(options)
+    elif is_file:
         number = _import_loralib(options)
     elif not options.model:
         number = export(given, options.out, layout=layout)
@@ -61,6 +69,25 @@ def _export(options: argparse.Namespace) -> None:
             number, words = exported.num_tensors, f"{exported}"  # with the rank, and what was padded to it
     Console().say(f"exported and read back: {options.out} ({words or number} tensors)")
     write_result(options.json, {"out": options.out, "layout": layout, "num_tensors": number})
+
+
+def _export_gguf(options: argparse.Namespace) -> int:
+    """Of an adapter, or of a model: what the folder is."""
+    from meshlora.adapter.formats.peft_format import CONFIG_FILE
+    from meshlora_extra.llama_cpp.adapter import export_adapter
+    from meshlora_extra.llama_cpp.files import library
+    from meshlora_extra.llama_cpp.model import export_model
+
+    library()  # what is missing is said first
+    given, out = Path(options.adapter), Path(options.out)
+    if (given / CONFIG_FILE).exists():
+        if not options.model:
+            raise UserError("--layout gguf of an adapter", "its names are of the model", "give --model FOLDER")
+        return export_adapter(given, out, read_blueprint(options, ""))
+    if options.model:
+        raise UserError(f"--model {options.model}", f"{given} is no adapter", "leave it out to write a model")
+    options.model = options.adapter
+    return export_model(out, read_blueprint(options, ""), trust_remote_code=options.trust_remote_code)
 
 
 def _import_loralib(options: argparse.Namespace) -> int:
