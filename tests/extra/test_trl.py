@@ -1,4 +1,4 @@
-"""TRL's trainers around a model split over tp end where they end with PEFT on one process, in float64."""
+"""TRL's trainers around a split model end where they end with PEFT on one process, in float64."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback, TrainingArguments
 
 import meshlora
+from meshlora.layers.linear import ParallelLinear
 from meshlora.plan.derive import decoder_layers
 from meshlora.run import recompute
 from meshlora_extra.hf.trl import _scored
@@ -52,21 +53,25 @@ def _length(completions: list[str], **_: Any) -> list[float]:
     return [float(len(text)) + text.count("e") for text in completions]
 
 
-def _trainer(kind: str, out: Path) -> tuple[Any, dict[str, Any]]:
-    """(class of TRL, its arguments but for the model), with options away from their defaults."""
+def _trainer(kind: str, out: Path, dp: int = 1, **more: Any) -> tuple[Any, dict[str, Any]]:
+    """(class of TRL, its arguments but for the model), with options away from their defaults.
+
+    dp: ranks that share the rows of one process's batch.
+    """
     import trl
 
-    texts = _texts(16)
+    texts, options = _texts(16), {**OPTIONS, **more}
+    options["per_device_train_batch_size"] //= dp
     if kind == "sft":
-        args = trl.SFTConfig(str(out), max_length=40, **OPTIONS)
+        args = trl.SFTConfig(str(out), **{"max_length": 40, **options})
         return trl.SFTTrainer, {"args": args, "train_dataset": Dataset.from_dict({"text": texts})}
     if kind == "dpo":
-        args = trl.DPOConfig(str(out), max_length=60, beta=0.3, label_smoothing=0.1, **OPTIONS)
+        args = trl.DPOConfig(str(out), max_length=60, beta=0.3, label_smoothing=0.1, **options)
         answers = {"chosen": [f" Yes {k}" for k in range(16)], "rejected": [" no" * (k % 4 + 1) for k in range(16)]}
         data = {"prompt": texts, **answers}
         return trl.DPOTrainer, {"args": args, "train_dataset": Dataset.from_dict(data)}
     args = trl.GRPOConfig(
-        str(out), num_generations=4, max_completion_length=12, beta=0.2, temperature=0.7, epsilon_high=0.3, **OPTIONS
+        str(out), num_generations=4, max_completion_length=12, beta=0.2, temperature=0.7, epsilon_high=0.3, **options
     )
     data = {"args": args, "reward_funcs": _length, "train_dataset": Dataset.from_dict({"prompt": texts})}
     return trl.GRPOTrainer, data
@@ -92,24 +97,28 @@ class _Exact:
         return chosen, entropy, None, logits.detach().mean(-1), logits.argmax(-1) == labels
 
 
-def _alone(kind: str, start: Path, out: Path, drops: bool = False) -> list[dict[str, float]]:
-    trainer, options = _trainer(kind, out)
+def _alone(kind: str, start: Path, out: Path, drops: bool = False, **more: Any) -> list[dict[str, float]]:
+    trainer, options = _trainer(kind, out, **more)
     model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float64)
     model = PeftModel.from_pretrained(model, str(start), is_trainable=True)
     if drops:
         options["callbacks"] = [_Steps(MaskedPeft(model, seed=OPTIONS["seed"]))]
     with mock.patch("trl.trainer.utils._ChunkedLogProbFunction", _Exact):
-        said = _said(trainer(model=model, processing_class=AutoTokenizer.from_pretrained(BASE), **options))
+        made = trainer(model=model, processing_class=AutoTokenizer.from_pretrained(BASE), **options)
+        for name, module in made.model.named_modules():
+            if name.endswith("lora_dropout.ref"):  # of the frozen copy, which in TRL drops what it likes
+                module.p = 0.0
+        said = _said(made)
     model.save_pretrained(str(out / "adapter"), selected_adapters=["default"])
     return said
 
 
-def _on_mesh(kind: str, topology: str, start: Path, out: Path) -> list[dict[str, float]]:
+def _on_mesh(kind: str, topology: str, start: Path, out: Path, **more: Any) -> list[dict[str, float]]:
     """Body of a rank."""
     from meshlora_extra.hf import on_mesh
 
     model = meshlora.load(BASE, adapter=str(start), topology=topology, dtype="float64")
-    trainer, options = _trainer(kind, out)
+    trainer, options = _trainer(kind, out, model.meshlora.mesh.dp.size, **more)
     if kind == "dpo":
         options["ref_model"] = None
     args = options["args"]
@@ -152,14 +161,64 @@ def test_ends_where_trl_ends_on_one_process(
 ) -> None:
     said = pools(1).run(_alone, kind, start, tmp_path / "alone")[0]
     found = pools(2).run(_on_mesh, kind, topology, start, tmp_path / "mesh")
-    assert len(found[0]) == len(said) > 0
-    for ours, theirs in zip(found[0], said, strict=True):
+    _same(said, found[0], tmp_path)
+
+
+def _same(
+    said: list[dict[str, float]], found: list[dict[str, float]], tmp_path: Path, left_out: tuple[str, ...] = ()
+) -> None:
+    """What both report, but for what is `left_out`, and both adapters."""
+    assert len(found) == len(said) > 0
+    for ours, theirs in zip(found, said, strict=True):
         assert ours.keys() == theirs.keys()
-        for name, value in ours.items():
+        for name in ours.keys() - {*left_out}:
+            value = ours[name]
             limit = LIMIT if name == "grad_norm" else 1e-5  # Trainer and TRL add up the others in float32
             assert value == pytest.approx(theirs[name], rel=limit, abs=1e-7), (name, ours, theirs)
     worst = compare_adapters(tmp_path / "mesh/adapter", tmp_path / "alone/adapter")
     assert worst.relative <= LIMIT, worst
+
+
+def _drawn(trainer: Any, prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
+    """Completions in place of sampled ones, whoever generates which: by the prompt, and the place in its group."""
+    completions = []
+    for place, ids in enumerate(prompt_ids):
+        first = sum(ids) + 17 * (place % 4)
+        completions.append([3 + (first * k) % 200 for k in range(1, 4 + first % 7)])
+    return completions, None
+
+
+def _both(body: Any, more: dict[str, Any], *given: Any) -> Any:
+    import trl
+
+    with mock.patch.object(trl.GRPOTrainer, "_generate_single_turn", _drawn):
+        return body(*given, **more)
+
+
+# Whole groups on each rank; and prompts as far from the start of a row, as positions are of float32.
+_GROUPS = {"per_device_train_batch_size": 8, "pad_to_multiple_of": 32}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("kind", "topology", "more"),
+    [
+        ("sft", "dp=2", {}),
+        ("dpo", "dp=2", {}),
+        ("grpo", "dp=2", _GROUPS),
+        ("sft", "tp=2,sp", {"packing": True}),
+        ("sft", "dp=2", {"padding_free": True, "max_length": None}),
+        ("grpo", "dp=2", {**_GROUPS, "loss_type": "grpo"}),
+    ],
+    ids=["sft", "dpo", "grpo", "packed", "padding-free", "means of rows"],
+)
+def test_shares_and_packed_rows_end_where_one_process_ends(
+    kind: str, topology: str, more: dict[str, Any], start: Path, pools: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    said = pools(1).run(_both, _alone, more, kind, start, tmp_path / "alone")[0]
+    found = pools(2).run(_both, _on_mesh, more, kind, topology, start, tmp_path / "mesh")
+    # Of GRPO means over tokens of a micro-batch, whose rows are drawn by each rank for itself.
+    _same(said, found[0], tmp_path, ("entropy", "kl") if kind == "grpo" else ())
 
 
 class _Steps(TrainerCallback):
@@ -173,32 +232,48 @@ class _Steps(TrainerCallback):
 
 
 @pytest.mark.proof
-def test_dropout_of_sft_is_that_of_one_process(pools: Callable[[int], Pool], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "topology", "more"),
+    [
+        ("sft", "tp=2,sp", {}),
+        ("dpo", "tp=2,sp", {"disable_dropout": False}),
+        ("dpo", "dp=2", {"disable_dropout": True}),
+    ],
+    ids=["sft", "dpo", "dpo without, as TRL has it by default"],
+)
+def test_dropout_is_that_of_one_process(
+    kind: str, topology: str, more: dict[str, Any], pools: Callable[[int], Pool], tmp_path: Path
+) -> None:
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.2)
     meshlora.save_adapter(meshlora.load(BASE, lora=lora, dtype="float64", seed=3), tmp_path / "start")
-    pools(1).run(_alone, "sft", tmp_path / "start", tmp_path / "alone", True)
-    pools(2).run(_on_mesh, "sft", "tp=2,sp", tmp_path / "start", tmp_path / "mesh")
+    drops = not more.get("disable_dropout", False)
+    pools(1).run(_both, _alone, more, kind, tmp_path / "start", tmp_path / "alone", drops)
+    pools(2).run(_both, _on_mesh, more, kind, topology, tmp_path / "start", tmp_path / "mesh")
     worst = compare_adapters(tmp_path / "mesh/adapter", tmp_path / "alone/adapter")
     assert worst.relative <= LIMIT, worst
 
 
-def _with_dropout() -> list[str]:
+def _with_dropout() -> str:
     """Body of a rank."""
     from meshlora_extra.hf import on_mesh
 
-    model, said = meshlora.load(BASE, lora=LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1)), []
-    for kind in ("dpo", "grpo"):
-        trainer, options = _trainer(kind, Path("unused"))
-        with pytest.raises(UserError) as caught:
-            on_mesh(trainer)(model=model, **options)
-        said.append(str(caught.value))
+    model = meshlora.load(BASE, lora=LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.1))
+    trainer, options = _trainer("grpo", Path("unused"))
+    with pytest.raises(UserError) as caught:
+        on_mesh(trainer)(model=model, **options)
+    said = str(caught.value)
+    trainer, options = _trainer("grpo", Path("unused"), disable_dropout=True)
+    on_mesh(trainer)(model=model, processing_class=AutoTokenizer.from_pretrained(BASE), **options)
+    for module in model.modules():
+        if isinstance(module, ParallelLinear):
+            assert "default" not in module.dropout
     return said
 
 
-def test_dropout_in_what_is_generated_or_compared_with_is_refused(pools: Callable[[int], Pool]) -> None:
+def test_dropout_in_what_is_generated_is_refused_unless_trl_turns_it_off(pools: Callable[[int], Pool]) -> None:
     (said,) = pools(1).run(_with_dropout)
-    for kind, text in zip(("DPO", "GRPO"), said, strict=True):
-        assert f"{kind}Trainer with lora_dropout=0.1: what is generated" in text
+    assert "GRPOTrainer with lora_dropout=0.1: what is generated" in said
+    assert "disable_dropout=True" in said
 
 
 def _refused(topology: str, args: Any) -> str:
@@ -207,6 +282,8 @@ def _refused(topology: str, args: Any) -> str:
     from meshlora_extra.hf import on_mesh
 
     model = meshlora.load(BASE, lora=LoraConfig(r=2, target_modules="all-linear"), topology=topology)
+    if args == "its own":
+        args = trl.SFTConfig("unused", use_cpu=True, bf16=False, report_to=[])
 
     class Own(trl.SFTTrainer):  # type: ignore[misc]
         """Of a user's module: one of TRL by its base."""
@@ -216,8 +293,33 @@ def _refused(topology: str, args: Any) -> str:
     return str(caught.value)
 
 
-def test_dp_and_arguments_that_trl_would_make_anew_are_refused(pools: Callable[[int], Pool]) -> None:
-    assert "SFTTrainer on dp=2" in pools(2).run(_refused, "dp=2", None)[0]
+def _means(topology: str) -> list[str]:
+    """Body of a rank: refusals of what is no sum over the rows of all."""
+    import trl
+
+    from meshlora_extra.hf import on_mesh
+
+    model, said = meshlora.load(BASE, lora=LoraConfig(r=2, target_modules="all-linear"), topology=topology), []
+    given: list[tuple[Any, Any]] = [
+        (trl.DPOTrainer, trl.DPOConfig("unused", loss_type=["sigmoid", "sft"], use_cpu=True, bf16=False)),
+        (trl.GRPOTrainer, trl.GRPOConfig("unused", loss_type="bnpo", use_cpu=True, bf16=False)),
+        (trl.KTOTrainer, trl.KTOConfig("unused", use_cpu=True, bf16=False)),
+    ]
+    for trainer, args in given:
+        with pytest.raises(UserError) as caught:
+            on_mesh(trainer)(model=model, args=args)
+        said.append(str(caught.value))
+    return said
+
+
+def test_losses_that_are_means_of_a_ranks_own_rows_are_refused(pools: Callable[[int], Pool]) -> None:
+    (said, _) = pools(2).run(_means, "dp=2")
+    for words, text in zip(("loss_type='sft'", "loss_type='bnpo'", "trl.KTOTrainer"), said, strict=True):
+        assert f"{words} on dp=2: its loss is a mean of a rank's own rows" in text
+
+
+def test_cp_and_arguments_that_trl_would_make_anew_are_refused(pools: Callable[[int], Pool]) -> None:
+    assert "SFTTrainer on cp=2" in pools(2).run(_refused, "cp=2", "its own")[0]
     args = TrainingArguments("unused", use_cpu=True, report_to=[])
     for given, said in ((None, "no args"), (args, "args of TrainingArguments")):
         assert f"SFTTrainer with {said}" in pools(2).run(_refused, "tp=2", given)[0]

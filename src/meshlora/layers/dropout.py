@@ -64,7 +64,7 @@ class TokenDropout(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., H]`, all tokens or this rank's -> the same shape."""
-        if not self.training:  # as nn.Dropout
+        if not self.training or not self.p:  # as nn.Dropout
             return x
         flat = x.reshape(-1, x.shape[-1])
         features = torch.arange(flat.shape[1], device=x.device)

@@ -224,7 +224,7 @@ class Feature(Enum):
     SCORES = "door", _is("token_scores"), "`token_scores`", "{}"
     TRAINER = "door", _is("Trainer"), "`MeshTrainer`", "{}"
     TRL = "door", _begins("trl."), "TRL's trainers", "{}"
-    TRL_SAMPLES = "door", lambda given: given in ("trl.DPOTrainer", "trl.GRPOTrainer"), "DPOTrainer, GRPOTrainer", "{}"
+    TRL_SAMPLES = "door", _is("trl.GRPOTrainer"), "GRPOTrainer", "{}"
     COMBINED = "door", _is("add_weighted_adapter"), "sums of adapters", "{}"
     IN_MEMORY = "door", _is("merge"), "`meshlora.merge`", "{}"
     BASE_ALONE = "door", _is("disable_adapter"), "`disable_adapter`", "{}"

@@ -295,13 +295,12 @@ REFUSED: tuple[Refused, ...] = (
     _refused(F.SCORES, {F.CONTEXT, F.STAGES})(
         "its ranks have a part of the tokens or layers each", "use dp, tp and sp"
     ),
-    _refused(F.TRL, {F.DP, F.CONTEXT, F.STAGES})(
-        "TRL gathers over processes by itself, which is proved for the ranks of one replica alone",
-        "use tp, or MeshTrainer, or meshlora train",
+    _refused(F.TRL, {F.CONTEXT, F.STAGES})(
+        "its losses are of whole rows, of which a rank has a part", "use dp or tp, or MeshTrainer, or meshlora train"
     ),
     _refused(F.TRL_SAMPLES, F.LORA_DROPOUT)(
-        "what is generated, and the reference, run in training mode, with dropout of their own",
-        "use an adapter with lora_dropout=0",
+        "what is generated runs in training mode, with dropout of its own",
+        "give GRPOConfig(disable_dropout=True), or an adapter with lora_dropout=0",
     ),
     _refused(F.HIDDEN_STATES, F.SEQUENCE)("a rank has a part of them only", "use tp=1 for it"),
     _refused(F.ATTENTIONS, F.TENSOR)("a rank has a part of them only", "use tp=1 for it"),

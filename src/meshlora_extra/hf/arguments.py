@@ -99,7 +99,7 @@ def check_loss(trainer: Any, behind: Any, mesh: Mesh) -> None:
     Raises:
         UnsupportedError: a method stands before the mesh's, or does not say that it divides by the tokens of all.
     """
-    if mesh.topology.world == 1:
+    if mesh.topology.world == 1 or trainer.weighs_its_loss:
         return
     if not type(trainer).compute_loss.__module__.startswith("meshlora_extra.hf."):
         rule = "the mesh's own, which counts the ranks, must be the one that Trainer calls"

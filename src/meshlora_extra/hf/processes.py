@@ -10,14 +10,17 @@ mesh.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, recursively_apply
+from torch import Tensor
 
 from meshlora.comm.collectives import all_reduce_sum
-from meshlora.comm.groups import Mesh
+from meshlora.comm.groups import Axis, Mesh
 from meshlora_extra.hf.rows import gathered_rows, padded_over
 from meshlora_ground.errors import UnsupportedError
 
@@ -41,6 +44,19 @@ def stay_alone(accelerator: Accelerator, mesh: Mesh, mixed_precision: str) -> No
         raise UnsupportedError(f"Trainer with {accelerator.num_processes} processes", rule, "make that one after it")
 
 
+@contextlib.contextmanager
+def numbered_by(dp: Axis, accelerator: Accelerator) -> Iterator[None]:
+    """Inside the block accelerate has the number of this rank's share as that of the process."""
+    states = (PartialState(), accelerator.state)  # the second copies the first, again and again
+    for state in states:
+        state.process_index = dp.rank
+    try:
+        yield
+    finally:
+        for state in states:
+            state.process_index = 0
+
+
 class Writer:
     """What `TrainingArguments` see of the processes: as accelerate does, but rank 0 alone writes and logs."""
 
@@ -59,6 +75,8 @@ def collect_over(accelerator: Accelerator, mesh: Mesh) -> None:
             rule = "objects are not gathered over a mesh"
             raise UnsupportedError("eval_use_gather_object=True", rule, "leave it out")
         rows = gathered_rows(value, mesh.dp)
+        if isinstance(value, Tensor) and not value.ndim:  # one of each rank, not of each row
+            return rows
         # Trainer repeats a loss as if the last batch were as large as the others.
         data = accelerator.gradient_state
         last = data.remainder

@@ -64,6 +64,8 @@ class OnMesh(_Trainer):
 
     # Read by `loading.guards`: this trainer wraps nothing.
     keeps_the_mesh = True
+    # Whether its losses are put together by weights of their own.
+    weighs_its_loss = False
     model: Any
     args: TrainingArguments
     data_collator: Any

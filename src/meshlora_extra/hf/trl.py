@@ -8,21 +8,28 @@ from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from transformers import set_seed
 from transformers.utils import ModelOutput
 
 from meshlora.adapter.attach import active_factors, adapter_factors, draw_adapter, in_use, runtime
 from meshlora.plan.pairs import check
 from meshlora.run.feeding import fitted
+from meshlora.run.packing_check import check_packing
 from meshlora.train.losses import token_scores
+from meshlora_extra.hf.processes import numbered_by
+from meshlora_extra.hf.rows import ROWS, STANDS_IN, gathered_rows
+from meshlora_extra.hf.shares import check_equal_shares, check_shares, labels_of_all, switch_off_dropout, weight_of
 from meshlora_extra.hf.trainer import OnMesh
+from meshlora_ground.compat.transformers_models import attention_of
 from meshlora_ground.errors import UnsupportedError, UserError
 
 _REFERENCE = "ref"  # TRL's name
-_REFUSED = ("use_vllm", "use_transformers_continuous_batching", "sync_ref_model", "padding_free", "packing")
+_REFUSED = ("use_vllm", "use_transformers_continuous_batching", "sync_ref_model")
 
 
 @dataclass
@@ -56,8 +63,14 @@ class _Reference(nn.Module):
         self.config, self._model = model.config, (model,)  # in a tuple: not a module of this one
 
     def forward(self, *args: Any, **options: Any) -> Any:
-        with in_use(self._model[0], _REFERENCE):
-            return self._model[0](*args, **options)
+        model = self._model[0]
+        was_training = model.training
+        model.eval()  # a frozen policy, without dropout
+        try:
+            with in_use(model, _REFERENCE):
+                return model(*args, **options)
+        finally:
+            model.train(was_training)
 
 
 @functools.cache
@@ -66,24 +79,21 @@ def on_mesh(trainer: type) -> type:
 
         trainer = meshlora_extra.hf.on_mesh(trl.DPOTrainer)(model=model, args=args, train_dataset=data, ...)
 
-    SFTTrainer, DPOTrainer and GRPOTrainer are proved, with tp and sp: the ranks of one replica. dp is refused for them,
-    as TRL's own gathers pass by the mesh.
+    SFTTrainer, DPOTrainer and GRPOTrainer are proved, with dp, tp and sp.
     """
     is_trl = any(kind.__module__.startswith("trl.") for kind in trainer.__mro__)
     return type(f"Mesh{trainer.__name__}", (_OnMeshOfTrl if is_trl else OnMesh, trainer), {})
 
 
 class _OnMeshOfTrl(OnMesh):
+    weighs_its_loss = True
+
     def __init__(self, model: Any = None, *given: Any, **options: Any) -> None:
         name = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__.startswith("trl."))
         if isinstance(model, str) or options.get("peft_config") is not None:
             given_as = "peft_config" if options.get("peft_config") is not None else f"model={model!r}"
             raise UserError(f"{name}({given_as})", "the model is split before", "give meshlora.load(..., lora=...)")
-        state = runtime(model)
-        rate = 0.0
-        if state.active is not None:
-            rate = state.adapters[state.active].plan.stored.lora_dropout
-        check({"topology": state.mesh.topology, "door": f"trl.{name}", "lora_dropout": rate})
+        state, self._name = runtime(model), name
         positional = dict(zip(_NAMES.get(name, ("args",)), given, strict=False))  # TRL's own order of arguments
         options |= positional
         args: Any = options.get("args")
@@ -94,12 +104,12 @@ class _OnMeshOfTrl(OnMesh):
                 given_args = f"args of {type(args).__name__}"
             rule = "TRL would make new ones, which count the processes anew"
             raise UserError(f"{name} with {given_args}", rule, f"give args=trl.{config}(...)")
-        for refused in _REFUSED:
-            if value := getattr(args, refused, False):
-                check({"topology": state.mesh.topology, "argument": f"{refused}={value}"})
+        _check(name, args, model)
+        if getattr(args, "disable_dropout", False):
+            switch_off_dropout(model)
         if name == "GRPOTrainer":
             # Its arguments counted every process of the job as one with prompts of its own.
-            args.generation_batch_size //= args.world_size
+            args.generation_batch_size = args.generation_batch_size // args.world_size * state.mesh.dp.size
         beta = getattr(args, "beta", 0.0)
         reference = None
         if name == "DPOTrainer" or beta:
@@ -115,18 +125,62 @@ class _OnMeshOfTrl(OnMesh):
             self.ref_model = reference
         if reference is not None:
             vars(reference).pop("forward", None)  # TRL's head, which would look for whole layers
+        if name == "GRPOTrainer" and state.mesh.dp.size > 1:  # which draws: replicas must not draw alike
+            set_seed(self.args.seed + state.mesh.dp.rank)
         temperature = float(getattr(self, "temperature", 1.0))
         model.forward = types.MethodType(functools.partial(_scored, temperature=temperature), model)
 
-    def compute_loss(self, *args: Any, **options: Any) -> Any:
-        return super(OnMesh, self).compute_loss(*args, **options)
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """TRL's loss of this rank's rows, by what they weigh."""
+        dp = self._mesh.dp
+        if self._name == "SFTTrainer" and num_items_in_batch is None and "labels" in inputs:  # in an evaluation
+            num_items_in_batch = labels_of_all(inputs["labels"], dp)
+        weight = weight_of(self._name, self.args, inputs, dp)
+        options = {"return_outputs": return_outputs, "num_items_in_batch": num_items_in_batch}
+        found = super(OnMesh, self).compute_loss(model, inputs, **options)
+        if not return_outputs:
+            return found * weight
+        loss, outputs = found
+        return loss * weight, outputs
 
     def _prepare_inputs(self, inputs: Any) -> Any:
         # Rows are fitted in the forward: TRL makes some itself.
+        if isinstance(inputs, Mapping):
+            self._stands_in = bool(inputs.get(STANDS_IN))
+            inputs = {name: value for name, value in inputs.items() if name not in (STANDS_IN, ROWS)}
         return super(OnMesh, self)._prepare_inputs(inputs)
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        check_equal_shares(len(inputs), self._mesh.dp, self._mesh.device)
+        # Of the advantages of all ranks each takes its own by this number.
+        with numbered_by(self._mesh.dp, self.accelerator):
+            return super()._generate_and_score_completions(inputs)
+
+    def _calculate_rewards(self, *args: Any, **options: Any) -> Any:
+        return gathered_rows(super()._calculate_rewards(*args, **options), self._mesh.dp)
+
+
+def _check(name: str, args: Any, model: Any) -> None:
+    """Refuse arguments of a trainer of TRL that a mesh cannot keep. Raises: UserError."""
+    state, rate = runtime(model), 0.0
+    if state.active is not None and not getattr(args, "disable_dropout", False):
+        rate = state.adapters[state.active].plan.stored.lora_dropout
+    check({"topology": state.mesh.topology, "door": f"trl.{name}", "lora_dropout": rate})
+    for refused in _REFUSED:
+        if value := getattr(args, refused, False):
+            check({"topology": state.mesh.topology, "argument": f"{refused}={value}"})
+    check_shares(name, args, state.mesh.topology)
+    if getattr(args, "packing", False) or getattr(args, "padding_free", False):
+        attention = attention_of(model.config)
+        check({"data.packing": True, "model.attn_implementation": attention})
+        check_packing(model.config, attn_implementation=attention, trust_remote_code=False)
 
 
 _SCORED = ("input_ids", "attention_mask", "position_ids")
+# What TRL says of packed rows to kernels; position ids say the same.
+_OF_PACKED_ROWS = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 _NAMES = {"GRPOTrainer": ("reward_funcs", "args"), "DPOTrainer": ("ref_model", "args")}
 
 
@@ -145,6 +199,8 @@ def _scored(
     length = labels.shape[1]
     own = {name: value for name, value in inputs.items() if name in _SCORED}
     for name, value in inputs.items():
+        if "position_ids" in own and name in _OF_PACKED_ROWS:
+            continue
         if isinstance(value, Tensor) and name not in (*_SCORED, "num_items_in_batch"):
             raise UnsupportedError(f"the model's input {name}", "only tokens are scored on a mesh", "leave it out")
     pad = model.config.get_text_config().pad_token_id or 0

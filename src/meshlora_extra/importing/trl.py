@@ -22,7 +22,7 @@ from meshlora_extra.importing.sources import (
 _ROLLOUTS = ("num_generations", "reward_funcs", "num_iterations")
 _OF_PAIRS = ("dpo", "orpo", "kto", "cpo")
 # The rate where none is given.
-_RATES = {"sft": 2e-5, "dpo": 1e-6, "orpo": 1e-6, "kto": 1e-6, "cpo": 1e-6}
+_RATES = {"sft": 2e-5, "dpo": 1e-6, "orpo": 1e-6, "kto": 1e-6, "cpo": 1e-6, "reward": 1e-4}
 
 
 def method_of(draft: Draft) -> str:
@@ -31,12 +31,12 @@ def method_of(draft: Draft) -> str:
     if not method:
         method = "dpo" if draft.has("beta", "loss_weights", "f_divergence_type", "max_prompt_length") else "sft"
         draft.say(f"the file does not say which trainer reads it: {method}, by its keys")
-    if method in ("grpo", "rloo", "reward") or draft.has(*_ROLLOUTS):
+    if method in ("grpo", "rloo") or draft.has(*_ROLLOUTS):
         raise draft.refuse(
             method, "rollouts and rewards are made by meshlora rl, whose run file has other keys", "docs/rl.md"
         )
     if method not in _RATES:
-        raise draft.refuse(method, "it is sft, dpo, orpo or kto that is trained here", "docs/objectives.md")
+        raise draft.refuse(method, "it is sft, dpo, orpo, kto or reward that is trained here", "docs/objectives.md")
     draft.take(*_ROLLOUTS, "max_completion_length")
     return method
 
@@ -64,7 +64,7 @@ def rules(draft: Draft) -> None:
     factors(draft)
     targets(draft, draft.take("lora_target_modules", "target_modules"), whose="lora_target_modules")
     draft.take("config_class", "get_chat_template", "train_on_responses_only")
-    if method in _OF_PAIRS:
+    if method in (*_OF_PAIRS, "reward"):
         no_dropout(draft)
 
 
@@ -120,7 +120,10 @@ def read_rows(draft: Draft, method: str) -> None:
     if (limit := draft.take("max_length", "max_seq_length")) is not None:
         draft.put("data.max_length", int(limit), "max_length")
     mode = str(draft.take("truncation_mode", default="keep_start"))
-    draft.put("data.too_long", "truncate", "truncation_mode: keep_start")
+    if method == "reward":
+        draft.put("data.too_long", "drop", "pairs that are longer than max_length are left out there")
+    else:
+        draft.put("data.too_long", "truncate", "truncation_mode: keep_start")
     if mode != "keep_start":
         draft.lose("truncation_mode", mode, "sequences are cut on the right")
     if loop.is_true(draft.take("packing")):
@@ -147,6 +150,10 @@ def read_rows(draft: Draft, method: str) -> None:
 
 def objective(draft: Draft, method: str) -> None:
     beta, loss = draft.take("beta"), draft.take("loss_type")
+    center = draft.take("center_rewards_coefficient")
+    if method == "reward":
+        draft.put("train.objective", {"kind": "reward", "center": float(center or 0.0)}, "center_rewards_coefficient")
+        return
     chosen, rejected = draft.take("desirable_weight"), draft.take("undesirable_weight")
     if method == "sft" and loss == "dft":
         draft.put("train.objective", {"kind": "sft", "loss": "dft"}, "loss_type")

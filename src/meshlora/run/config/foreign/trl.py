@@ -56,6 +56,7 @@ FACTS = (
     none("disable_dropout", "all dropout is off there in preference runs, and lora_dropout 0 here", True),
     none("precompute_ref_log_probs", "the base is run beside it"),
     none("ref_model", "the reference is the base, or an adapter: objective: {kind: dpo, reference: FOLDER}"),
+    computed("center_rewards_coefficient", "train.objective, as in objective: {kind: reward, center: 0.01}"),
     computed("desirable_weight", "train.objective, as in objective: {kind: kto, desirable_weight: 1}"),
     computed("undesirable_weight", "train.objective, as in objective: {kind: kto, undesirable_weight: 1}"),
     idle("activation_offloading", "activations stay on the device here; no number changes"),
