@@ -60,14 +60,15 @@ def _trainer(kind: str, out: Path, dp: int = 1, **more: Any) -> tuple[Any, dict[
     """
     import trl
 
-    texts, options = _texts(16), {**OPTIONS, **more}
+    number = 16 if kind == "grpo" else 15  # the last batch is a short one
+    texts, options = _texts(number), {**OPTIONS, **more}
     options["per_device_train_batch_size"] //= dp
     if kind == "sft":
         args = trl.SFTConfig(str(out), **{"max_length": 40, **options})
         return trl.SFTTrainer, {"args": args, "train_dataset": Dataset.from_dict({"text": texts})}
     if kind == "dpo":
         args = trl.DPOConfig(str(out), max_length=60, beta=0.3, label_smoothing=0.1, **options)
-        answers = {"chosen": [f" Yes {k}" for k in range(16)], "rejected": [" no" * (k % 4 + 1) for k in range(16)]}
+        answers = {"chosen": [f" Yes {k}" for k in range(15)], "rejected": [" no" * (k % 4 + 1) for k in range(15)]}
         data = {"prompt": texts, **answers}
         return trl.DPOTrainer, {"args": args, "train_dataset": Dataset.from_dict(data)}
     args = trl.GRPOConfig(
