@@ -174,7 +174,7 @@ def test_a_teacher_stands_at_its_tokens_likeliest_first(tmp_path: Path, tokenize
     ("changes", "words"),
     [
         ({"teacher_tokens": [[9, 7]]}, "has 1 lists for 2 trained tokens"),
-        ({"teacher_tokens": [[9], [8]]}, "1 teacher_tokens and 2 teacher_log_probs at token 2"),
+        ({"teacher_tokens": [[9], [8]]}, "at token 2 are not two lists of one length"),
         ({"teacher_tokens": [[9, 9], [8]]}, "has one twice at token 2"),
         ({"teacher_tokens": [[9, 700], [8]]}, "outside the vocabulary of 512"),
         ({"teacher_log_probs": [[-0.1, -0.2], [-0.1]]}, "more than 1 together"),

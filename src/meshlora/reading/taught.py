@@ -13,32 +13,30 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from meshlora.reading.formats import Format
-from meshlora.reading.records import MalformedError, Problems, Record
+from meshlora.reading.records import MalformedError, Record
 from meshlora.reading.rollouts import check_log_probs, check_tokens, tokens_of
 from meshlora.reading.sources import Reading, read_records, read_rows
 from meshlora.reading.tokenization import tokenize
-from meshlora_ground.dataset import Taken, TokenizedDataset
+from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-IDS, LOG_PROBS = "teacher_tokens", "teacher_log_probs"
+FIELDS = ("teacher_tokens", "teacher_log_probs")
 _MOST = 1.001  # the sum of probabilities, rounded
+_Likeliest = list[tuple[float, int]]  # (log-probability, token), the likeliest first
 
 
 def read_taught(
     source: str | list[str],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    max_length: int,
     vocab_size: int,
-    too_long: str = "truncate",
     columns: Mapping[str, str] | None = None,
     format: str = "auto",
     say: Callable[[str], None] | None = None,
-    names_rows: bool = False,
-    **_: Any,
+    **options: Any,
 ) -> TokenizedDataset:
     """One sequence per row, with columns `teacher_token_J` and `teacher_log_prob_J`, float32 `[N]`, of the J-th
     likeliest token at each trained one; its logarithm is -inf where the teacher names fewer.
@@ -47,66 +45,45 @@ def read_taught(
     each token, a list of those that the teacher finds likeliest there, given the tokens before, at temperature 1.
 
     Raises:
-        UserError: malformed rows, the first five with file and line; as `read_rows`.
+        UserError: malformed rows, the first five with file and line; as `read_rows` and `tokenize`.
     """
-    known = [Format("taught", ("input_ids", "is_trained", IDS, LOG_PROBS), lambda row, origin: (origin, row))]
+    known = [Format("taught", ("input_ids", "is_trained", *FIELDS), lambda row, origin: _row(row, origin, vocab_size))]
     rows = read_rows(source, known, Reading(columns, format, say))
-    mistakes = Problems(f"{{input_ids, is_trained, {IDS}, {LOG_PROBS}}}")
-    kept, origins, first, num_long = list[_Row](), list[str](), "", 0
-    for origin, row in rows:
-        try:
-            one = _row(row, vocab_size)
-            is_long = len(one.ids) > max_length
-            if is_long and too_long == "error":
-                raise MalformedError(f"{len(one.ids)} tokens, max_length={max_length}")
-            num_long, first = num_long + is_long, first or origin * is_long
-            if is_long and too_long == "drop":
-                continue
-            if not one.is_trained[1:max_length].any():
-                raise MalformedError(f"no trained token within max_length={max_length}")
-        except MalformedError as reason:
-            mistakes.add(origin, reason)
-            continue
-        kept.append(one.cut(max_length))
-        origins.append(origin)
-    mistakes.raise_if_any()
-    taken = Taken(len(rows), max_length, too_long, num_long, len(rows) - len(kept), first)
-    if not kept:
-        raise UserError(f"{len(rows)} records, all longer than {max_length} tokens", "nothing is left to train")
-    if say is not None and (words := taken.words(len(kept))):
-        say(words)
-    return _dataset(kept, taken, origins if names_rows else None)
+    found = tokenize([record for record, _ in rows], tokenizer, vocab_size=vocab_size, say=say, **options)
+    assert found.sources is not None
+    every = list[_Likeliest]()
+    for number, sequence in zip(found.sources.tolist(), found, strict=True):  # which may be cut
+        every += rows[number][1][: len(sequence.input_ids)]
+    most = max(map(len, every))
+    tokens, log_p = np.zeros((most, len(every)), np.float32), np.full((most, len(every)), -np.inf, np.float32)
+    for place, likeliest in enumerate(every):
+        for rank, (value, token) in enumerate(likeliest):
+            tokens[rank, place], log_p[rank, place] = token, value
+    own = {f"teacher_token_{rank}": tokens[rank] for rank in range(most)}
+    own |= {f"teacher_log_prob_{rank}": log_p[rank] for rank in range(most)}
+    return dataclasses.replace(found, columns=own)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Row:
-    """A row that was read. tokens: at each token the teacher's likeliest, with their logarithms, likeliest first."""
-
-    ids: np.ndarray
-    is_trained: np.ndarray
-    tokens: list[list[tuple[float, int]]]
-
-    def cut(self, length: int) -> _Row:
-        return _Row(self.ids[:length], self.is_trained[:length], self.tokens[:length])
-
-
-def _row(row: Mapping[str, Any], vocab_size: int) -> _Row:
+def _row(row: Mapping[str, Any], origin: str, vocab_size: int) -> tuple[Record, list[_Likeliest]]:
+    """(its tokens; the likeliest ones at each of them)."""
     ids, is_trained = tokens_of(row, vocab_size)
     is_trained[0] = False  # nothing predicts it
-    chosen, logs = (_of_tokens(row, name, is_trained) for name in (IDS, LOG_PROBS))
-    found: list[list[tuple[float, int]]] = [[] for _ in ids]
+    if not is_trained.any():
+        raise MalformedError("no trained token")
+    chosen, logs = (_of_tokens(row, name, is_trained) for name in FIELDS)
+    found: list[_Likeliest] = [[] for _ in ids]
     for place in np.flatnonzero(is_trained).tolist():
         own, log_p = chosen[place], logs[place]
-        if len(own) != len(log_p) or not own:
-            raise MalformedError(f"{len(own)} {IDS} and {len(log_p)} {LOG_PROBS} at token {place}")
-        check_tokens(own, IDS, vocab_size)
-        check_log_probs(log_p, LOG_PROBS)
+        if not own or not log_p or len(own) != len(log_p):
+            raise MalformedError(f"{FIELDS[0]} and {FIELDS[1]} at token {place} are not two lists of one length")
+        check_tokens(own, FIELDS[0], vocab_size)
+        check_log_probs(log_p, FIELDS[1])
         if len({*own}) < len(own):
-            raise MalformedError(f"{IDS} has one twice at token {place}")
+            raise MalformedError(f"{FIELDS[0]} has one twice at token {place}")
         if np.exp(log_p).sum() > _MOST:
-            raise MalformedError(f"{LOG_PROBS} at token {place}: their probabilities are more than 1 together")
+            raise MalformedError(f"{FIELDS[1]} at token {place}: their probabilities are more than 1 together")
         found[place] = sorted(zip(log_p, own, strict=True), reverse=True)
-    return _Row(ids, is_trained, found)
+    return Record(tokens=(tuple(ids.tolist()), tuple(is_trained.tolist())), origin=origin), found
 
 
 def _of_tokens(row: Mapping[str, Any], name: str, is_trained: np.ndarray) -> list[Any]:
@@ -122,20 +99,6 @@ def _of_tokens(row: Mapping[str, Any], name: str, is_trained: np.ndarray) -> lis
     for place, each in zip(np.flatnonzero(is_trained).tolist(), given, strict=True):
         found[place] = each
     return found
-
-
-def _dataset(kept: list[_Row], taken: Taken, origins: list[str] | None) -> TokenizedDataset:
-    ids = [one.ids for one in kept]
-    every = [at for one in kept for at in one.tokens]
-    most = max(map(len, every))
-    tokens, log_p = np.zeros((most, len(every)), np.float32), np.full((most, len(every)), -np.inf, np.float32)
-    for place, found in enumerate(every):
-        for rank, (value, token) in enumerate(found):
-            tokens[rank, place], log_p[rank, place] = token, value
-    columns = {f"teacher_token_{rank}": tokens[rank] for rank in range(most)}
-    columns |= {f"teacher_log_prob_{rank}": log_p[rank] for rank in range(most)}
-    offsets, is_trained = np.cumsum([0, *map(len, ids)], dtype=np.int64), np.concatenate([o.is_trained for o in kept])
-    return TokenizedDataset(np.concatenate(ids), is_trained, offsets, columns, taken=taken, origins=origins)
 
 
 def read_in_context(

@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, PIECES_FILE, WEIGHTS_FILE, lora_config
 from meshlora.loading.blueprint import Blueprint, make_blueprint
@@ -194,13 +194,14 @@ def _slow(config: RunConfig, data: RunData, rows: _Rows) -> tuple[SlowPath, ...]
     return slow
 
 
-def _further_files(config: RunConfig, options: DataConfig) -> dict[str, list[Path]]:
+def _further_files(config: RunConfig, options: DataConfig) -> dict[str, Any]:
     """Files that only some runs read, as `contents` takes them."""
-    found = {"code": code_of(config.generate.metrics)}
+    beside = dict[str, list[Path]]()
+    found: dict[str, Any] = {"code": code_of(config.generate.metrics), "beside": beside}
     if options.map is not None and (file := file_of(options.map)) is not None:
-        found["row_map"] = [file]
+        beside["data.map file"] = [file]
     if (teacher := config.teacher) is not None:
-        found["teacher"] = [Path(teacher) / "config.json", *weight_files(Path(teacher))]
+        beside["teacher"] = [Path(teacher) / "config.json", *weight_files(Path(teacher))]
     if config.rl is not None:
         found |= {"prompts": places(paths_of(options.train)), "rewards": [*map(Path, config.rl.files)]}
     return found

@@ -112,13 +112,13 @@ def contents(
     prompts: Collection[Path] = (),
     rewards: Collection[Path] = (),
     code: Collection[Path] = (),
-    row_map: Collection[Path] = (),
+    beside: Mapping[str, Collection[Path]],
 ) -> Contents:
     """Name -> the files that a run reads, all part of its identity.
 
     options: the `ModelConfig`. adapters: name -> folder. of_adapter: names of their files. weights: files of the base.
     replay: files of the replayed routing. prompts, rewards: files and folders of rollouts. code: files of
-    `generate.metrics`. row_map: the file of `data.map`.
+    `generate.metrics`. beside: name -> further files.
     """
     model = Path(options.path)
     found = {"model": [*weights, model / "config.json", model / INDEX], "tokenizer": list[Path]()}
@@ -134,8 +134,8 @@ def contents(
             found.setdefault(name, []).extend(path.rglob("*") if path.is_dir() else [path])
     if code:  # no step depends on it, but when a run ends, and which checkpoint is the best
         found["generate.metrics"] = list(code)
-    if row_map:
-        found["data.map file"] = list(row_map)
+    for name, files in beside.items():
+        found[name] = list(files)
     if replay:
         found["train.routing_replay"] = list(replay)
     return {name: tuple(sorted({file for file in files if file.is_file()})) for name, files in found.items()}
