@@ -267,6 +267,20 @@ CAUGHT_BY: dict[str, str] = {
         f"train.objective.{kind}.reference": f"{_REFERENCE}::test_evaluate_compares_with_the_same_policy[{kind}]"
         for kind in ("policy", "grpo", "dpo", "kto")
     },
+    **{
+        f"train.objective.distill.{option}": f"tests/unit/test_distillation.py::{test}"
+        for option, test in {
+            "teacher": "test_loss_over_the_likeliest_tokens_is_that_of_trl[True-jsd-bucket]",
+            "context": "test_the_teacher_alone_sees_the_context",
+            "divergence": "test_loss_and_gradient_are_those_of_gkd[reverse_kl-1.7]",
+            "beta": "test_loss_and_gradient_are_those_of_gkd[jsd-1.7]",
+            "temperature": "test_loss_and_gradient_are_those_of_gkd[jsd-1.7]",
+            "cross_entropy": "test_cross_entropy_is_of_the_data_at_temperature_1",
+            "top_k": "test_loss_over_the_likeliest_tokens_is_that_of_trl[False-jsd-bucket]",
+            "rest": "test_loss_over_the_likeliest_tokens_is_that_of_trl[False-jsd-renormalize]",
+        }.items()
+    },
+    "train.objective.distill.reference": "tests/ranks/test_distillation.py::test_a_teacher_is_the_reference",
     "train.objective.grpo.scale_rewards": (
         "tests/unit/test_objectives.py::test_rewards_are_compared_within_their_group[batch-divisors2]"
     ),

@@ -9,17 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig, LlamaForCausalLM
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from meshlora.cli.main import main
 from meshlora.run.config.file import read_run
+from meshlora.run.distillation.recording import record
+from meshlora.run.evaluate import prepare_evaluation
 from meshlora.run.together import prepare_run
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_losses
 from tests.for_each import for_each
 from tests.one_process import train_alone
 from tests.pool import Pool
-from tests.ranks.test_trainer import run_and_keep_groups, run_file
+from tests.ranks.test_trainer import run_and_keep_groups, run_file, small_base
 from tests.run_files import copy_lines, copy_tokenizer, metrics_of
 
 SHORT = {"train__steps": 3, "train__eval_every": 3, "train__save_every": 0}
@@ -65,6 +69,52 @@ def test_run_gives_the_adapter_of_one_process(
     assert main(["evaluate", str(file), "--json", str(tmp_path / "evaluated.json")]) == 0
     found = json.loads((tmp_path / "evaluated.json").read_text())
     assert found["loss"] == pytest.approx(evaluated[-1], rel=1e-11)
+
+
+def test_a_teacher_is_the_reference(tmp_path: Path, pools: Callable[[int], Pool]) -> None:
+    """Of a run that goes on from an adapter the teacher is that adapter, unless it is to be the base."""
+    first = distill_file(tmp_path, "first", "tp=2", train__objective="sft")
+    pools(2).run(run_and_keep_groups, first, 2)
+    adapter = tmp_path / "first" / "adapter"
+    for reference, is_equal in (("start", True), ("base", False)):
+        objective = {"kind": "distill", "teacher": "itself", "reference": reference}
+        file = distill_file(tmp_path, reference, "tp=2", train__objective=objective)
+        file.write_text(yaml.safe_dump({**_without_lora(file), "adapter": str(adapter)}))
+        pools(2).run(run_and_keep_groups, file, 2)
+        assert (metrics_of(tmp_path / reference)[0]["divergence"] < 1e-12) == is_equal
+
+
+def _without_lora(file: Path) -> dict[str, Any]:
+    tree = yaml.safe_load(file.read_text())
+    del tree["lora"]
+    return dict(tree)
+
+
+def _record(file: Path, out: Path) -> None:
+    config = read_run(file)
+    run = prepare_evaluation(config, adapter=None, world=2)
+    record(run, out, 5)
+
+
+@pytest.mark.parametrize("topology", ["tp=2,sp", "dp=2", "cp=2"])
+def test_a_record_is_what_transformers_says(topology: str, tmp_path: Path, pools: Callable[[int], Pool]) -> None:
+    file, out = distill_file(tmp_path, "teacher", topology), tmp_path / "taught.jsonl"
+    pools(2).run(_record, file, out)
+    model = AutoModelForCausalLM.from_pretrained(small_base(), dtype="float64")
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 5
+    for row in rows:
+        log_p = model(torch.tensor([row["input_ids"]])).logits[0].log_softmax(1)
+        at = torch.tensor(row["is_trained"]).nonzero().squeeze(1) - 1
+        values, ids = log_p[at].topk(5, 1)
+        assert row["teacher_tokens"] == ids.tolist()
+        assert torch.allclose(torch.tensor(row["teacher_log_probs"], dtype=torch.float64), values, atol=2e-6)
+    if topology == "dp=2":  # and it is what is read
+        files = {"data__train": str(out), "data__eval": str(out)}
+        student = distill_file(tmp_path, "student", "", train__objective={"kind": "distill"}, **files)
+        data = prepare_run(read_run(student)).train_data
+        likeliest = [ids[0] for row in rows for ids in row["teacher_tokens"]]
+        assert data.columns["teacher_token_0"][data.is_trained].tolist() == likeliest
 
 
 def test_a_teacher_of_another_vocabulary_or_tokenizer_is_refused(teacher: Path, tmp_path: Path) -> None:

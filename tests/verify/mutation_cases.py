@@ -545,6 +545,24 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         {"family": "qwen3", "objective": PROVED["reward"], "topologies": ("dp=2",)},
         dict.fromkeys(needing("reward"), LOSS) | {"reward_of_the_padding": ("logits", "logits", "")},
     ),
+    "a teacher that is another model": (
+        {"family": "qwen3", "objective": PROVED["distill"], "topologies": ("tp=2",)},
+        dict.fromkeys(("teacher_is_the_student", "other_divergence", "mixture_of_equal_shares"), LOSS)
+        | dict.fromkeys(("teacher_not_tempered", "divergence_of_own_vocabulary", "cross_entropy_doubled"), LOSS)
+        | {"teacher_of_next_token": LOSS, "gradient_not_tempered": ("backward", "model", "")},
+    ),
+    "a teacher's likeliest tokens": (
+        {"family": "qwen3", "objective": PROVED["distill_top"], "topologies": ("tp=2",)},
+        {"likeliest_of_own_vocabulary": LOSS},
+    ),
+    "a teacher's record": (
+        {"family": "qwen3", "objective": PROVED["distill_recorded"], "topologies": ("tp=2",)},
+        dict.fromkeys(needing("recorded_teacher"), LOSS),
+    ),
+    "a teacher that sees more": (
+        {"family": "qwen3", "objective": PROVED["distill_in_context"], "topologies": ("tp=2",)},
+        dict.fromkeys((*needing("teaches_itself"), *needing("in_context")), LOSS),
+    ),
     "labels of texts": (
         {"family": "qwen3", "objective": PROVED["classify"], "topologies": ("tp=2,sp",)},
         {

@@ -39,6 +39,12 @@ def add(commands: Any) -> None:
         action="store_true",
         help="also continue the prompts, divided among the ranks, and measure the texts: generate.metrics, or scores",
     )
+    evaluate.add_argument(
+        "--record", metavar="FILE", help="also write what the model says of each trained token, to distil from"
+    )
+    evaluate.add_argument(
+        "--top-k", type=int, default=20, metavar="K", help="so many likeliest tokens are recorded (default 20)"
+    )
     add_json(evaluate)
     evaluate.add_argument(
         "--hypotheses", metavar="FILE", help="write generated texts, a line each (default hypotheses.txt in the output)"
@@ -60,6 +66,7 @@ def _evaluate(options: argparse.Namespace) -> None:
     from meshlora.comm.groups import leave, on_gpus
     from meshlora.run.agreement import one_day
     from meshlora.run.answers import prepare_measures
+    from meshlora.run.distillation.recording import record
     from meshlora.run.edge import launched_by_us, leave_result, rank_edge
     from meshlora.run.evaluate import adapter_of_run, evaluate, prepare_evaluation, prepare_prompts
     from meshlora.run.launch import launch
@@ -98,12 +105,15 @@ def _evaluate(options: argparse.Namespace) -> None:
             else:
                 words += ["--adapter", str(adapter)]
             words += ["--generate"] * options.generate
-            for name in ("data", "hypotheses", "references", "scores"):
+            for name in ("data", "record", "hypotheses", "references", "scores"):
                 if given := getattr(options, name):
                     words += [f"--{name}", given]
+            words += ["--top-k", str(options.top_k)]
             result = launch(words, nproc=options.nproc, on_gpus=takes_gpus)
         else:
             result = evaluate(run)
+            if options.record:
+                record(run, Path(options.record), options.top_k)
             if prompts is not None:
                 result |= _generate_and_score(run, prompts, measures, options, world=world, is_main=is_main)
             leave_result(result)
@@ -121,7 +131,9 @@ def _check_files(options: argparse.Namespace) -> None:
         if getattr(options, name) and not options.generate:
             given = f"--{name} {getattr(options, name)}"
             raise UserError(given, "it has no effect without --generate", "give both")
-    files = [options.json, options.hypotheses]
+    if options.top_k < 1:
+        raise UserError(f"--top-k {options.top_k}", "at least one token is recorded")
+    files = [options.json, options.hypotheses, options.record]
     if options.scores in (None, SCRIPTS[0]):  # of the others they are a folder
         files.append(options.references)
     for file in filter(None, files):
@@ -135,8 +147,11 @@ def _config(options: argparse.Namespace, place: Any) -> Any:
     from meshlora.plan.pairs import check
     from meshlora.run.config.file import read_run
     from meshlora_ground.hub import located_files
+    from meshlora_ground.objective import TEXT
 
     config = read_run(options.file, options.overrides)
+    if options.record:
+        config = dataclasses.replace(config, train=dataclasses.replace(config.train, objective=TEXT))
     if options.generate:
         check({"door": "--generate", "train.objective": config.train.objective})
     given = {override.partition("=")[0] for override in options.overrides}

@@ -57,7 +57,41 @@ class _Taught(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DivergenceLoss(ChunkLoss):
+class _OverVocabulary(ChunkLoss):
+    """Distributions over the vocabulary of all ranks."""
+
+    def _normalized(self, logits: Tensor, labels: Targets, space: Tensor) -> Tensor:
+        """log-probabilities `[t, V/tp]`, -inf in the padding; over the vocabulary of all ranks. space: overwritten."""
+        sums = space.new_zeros(4, len(logits))
+        ChunkLoss.__call__(self, logits, labels, space, sums)
+        found = logits.to(self.dtype) - (sums[0] + sums[1].log()).unsqueeze(1)
+        found[:, self.num_real(logits.shape[1]) :] = -torch.inf
+        return found
+
+    def likeliest(self, log_p: Tensor, number: int) -> Likeliest:
+        """The `number` likeliest tokens of the whole vocabulary, or all. log_p: `[t, V/tp]` of this rank."""
+        size = log_p.shape[1]
+        values, ids = log_p.topk(min(number, size), 1)
+        own = torch.stack([values, (ids + self.axis.rank * size).to(values.dtype)])  # exact: float32 counts to 2^24
+        of_ranks = all_gather(own, self.axis).view(self.axis.size, *own.shape).movedim(0, 2).flatten(2)  # [2, t, tp*k]
+        values, place = of_ranks[0].topk(min(number, self.vocab), 1)
+        return Likeliest(of_ranks[1].gather(1, place).long(), values)
+
+
+@dataclass(frozen=True)
+class Recording(_OverVocabulary):
+    """No loss: keeps the `number` likeliest tokens of each chunk in `said`."""
+
+    number: int = 1
+    said: list[Likeliest] = field(default_factory=list)
+
+    def __call__(self, logits: Tensor, targets: Any, gradient: Tensor, sums: Tensor) -> None:
+        """logits `[t, V/tp]`, at temperature 1."""
+        self.said.append(self.likeliest(self._normalized(logits, targets, gradient), self.number))
+
+
+@dataclass(frozen=True)
+class DivergenceLoss(_OverVocabulary):
     """The loss of one chunk: divergence + cross_entropy * -log p(label).
 
     Attributes:
@@ -97,8 +131,8 @@ class DivergenceLoss(ChunkLoss):
         gradient.div_(temperature)
         if self.objective.cross_entropy:
             of_labels, more = sums.new_zeros(sums.shape), torch.empty_like(gradient)
-            super().__call__(logits, labels, more, of_labels)
-            sums[1] = super().losses(of_labels)
+            ChunkLoss.__call__(self, logits, labels, more, of_labels)
+            sums[1] = ChunkLoss.losses(self, of_labels)
             gradient.add_(more, alpha=self.objective.cross_entropy)
 
     def losses(self, sums: Tensor) -> Tensor:
@@ -110,14 +144,6 @@ class DivergenceLoss(ChunkLoss):
     def of_teacher(self, teacher: Hidden, labels: Targets, space: Tensor) -> Tensor:
         """log p `[t, V/tp]`, tempered."""
         return self._normalized(teacher.head(teacher.rows) / self.objective.temperature, labels, space)
-
-    def _normalized(self, logits: Tensor, labels: Targets, space: Tensor) -> Tensor:
-        """log-probabilities `[t, V/tp]`, -inf in the padding; over the vocabulary of all ranks. space: overwritten."""
-        sums = space.new_zeros(4, len(logits))
-        super().__call__(logits, labels, space, sums)
-        found = logits.to(self.dtype) - (sums[0] + sums[1].log()).unsqueeze(1)
-        found[:, self.num_real(logits.shape[1]) :] = -torch.inf
-        return found
 
     def _summed(self, values: Tensor) -> Tensor:
         """The sum of `values` over the ranks of the vocabulary."""
@@ -151,15 +177,6 @@ class DivergenceLoss(ChunkLoss):
         is_token = is_here & ~teacher.log_p.isinf()
         gradient.scatter_add_(1, place, torch.where(is_token, found[:, :-1] - before, 0.0))
         return each.sum(1)
-
-    def likeliest(self, log_p: Tensor, number: int) -> Likeliest:
-        """The `number` likeliest tokens of the whole vocabulary, or all. log_p: `[t, V/tp]` of this rank."""
-        size = log_p.shape[1]
-        values, ids = log_p.topk(min(number, size), 1)
-        own = torch.stack([values, (ids + self.axis.rank * size).to(values.dtype)])  # exact: float32 counts to 2^24
-        of_ranks = all_gather(own, self.axis).view(self.axis.size, *own.shape).movedim(0, 2).flatten(2)  # [2, t, tp*k]
-        values, place = of_ranks[0].topk(min(number, self.vocab), 1)
-        return Likeliest(of_ranks[1].gather(1, place).long(), values)
 
 
 def terms(objective: Distill, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
