@@ -81,10 +81,7 @@ def train(
         runs = {name: begun(run, model, names[name]) for name, run in runs.items()}
         mesh = runtime(model).mesh
         runs = {name: with_contents(run, hashes, mesh, console=console) for name, run in runs.items()}
-    is_main, held = mesh.rank == 0, 0
-    for each in (model, runtime(model).teacher or torch.nn.Module()):
-        held += sum(tensor.nbytes for tensor in itertools.chain(each.parameters(), each.buffers()))
-    held_bytes = int(all_gather(torch.tensor([held], device=mesh.device), mesh.world).max())  # of the fullest rank
+    is_main, held_bytes = mesh.rank == 0, _held_bytes(model, mesh)
     with contextlib.ExitStack() as opened:
         stop = opened.enter_context(noticing_signals(watch))
         reporters = {}
@@ -123,6 +120,14 @@ def train(
         for run in given.values():
             merge_at_end(run, console=console)
     return is_done
+
+
+def _held_bytes(model: Any, mesh: Mesh) -> int:
+    """What the model and a teacher beside it hold on the fullest rank. Collective."""
+    held = 0
+    for each in (model, runtime(model).teacher or torch.nn.Module()):
+        held += sum(tensor.nbytes for tensor in itertools.chain(each.parameters(), each.buffers()))
+    return int(all_gather(torch.tensor([held], device=mesh.device), mesh.world).max())
 
 
 def _loaded(runs: Mapping[str, Prepared]) -> tuple[Any, dict[str, str]]:
