@@ -99,17 +99,7 @@ def _evaluate(options: argparse.Namespace) -> None:
             for note in run.notes:
                 Console().say(note)
         if options.nproc is not None:
-            words = ["evaluate", *run_file_words(options.file, options.overrides)]
-            if adapter is None:
-                words.append("--base")
-            else:
-                words += ["--adapter", str(adapter)]
-            words += ["--generate"] * options.generate
-            for name in ("data", "record", "hypotheses", "references", "scores"):
-                if given := getattr(options, name):
-                    words += [f"--{name}", given]
-            words += ["--top-k", str(options.top_k)]
-            result = launch(words, nproc=options.nproc, on_gpus=takes_gpus)
+            result = launch(_words(options, adapter), nproc=options.nproc, on_gpus=takes_gpus)
         else:
             result = evaluate(run)
             if options.record:
@@ -123,6 +113,21 @@ def _evaluate(options: argparse.Namespace) -> None:
         _show(result)
         write_result(options.json, result)
         leave()
+
+
+def _words(options: argparse.Namespace, adapter: Path | None) -> list[str]:
+    """The words of the command that each rank runs."""
+    words = ["evaluate", *run_file_words(options.file, options.overrides)]
+    if adapter is None:
+        words.append("--base")
+    else:
+        words += ["--adapter", str(adapter)]
+    words += ["--generate"] * options.generate
+    for name in ("data", "record", "hypotheses", "references", "scores"):
+        if given := getattr(options, name):
+            words += [f"--{name}", given]
+    words += ["--top-k", str(options.top_k)]
+    return words
 
 
 def _check_files(options: argparse.Namespace) -> None:

@@ -19,8 +19,8 @@ class Distill(Referenced):
     teacher: recorded: its likeliest tokens stand in the data; itself: the `reference` of the same model; else the
         folder of a second model with the same vocabulary.
     context: the turn of the system that only the teacher sees, of `itself`.
-    divergence: forward_kl: KL(teacher || student). reverse_kl: KL(student || teacher). jsd: the generalised one of
-        `beta`, the teacher's share in the mixture.
+    divergence: forward_kl: KL(teacher || student). reverse_kl: KL(student || teacher). jsd: the generalised one.
+    beta: of jsd: the teacher's share in the mixture.
     temperature: both logits are divided by it. cross_entropy: weight of that of the data, beside the divergence.
     top_k: compare the teacher's so many likeliest tokens alone; None: all, or all that are recorded. rest: of the
         others: bucket: they are one more token; renormalize: they are left out of both distributions.
