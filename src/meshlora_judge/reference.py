@@ -285,7 +285,8 @@ def make_optimizer(model: nn.Module, settings: Training) -> torch.optim.Optimize
             loraplus_lr_embedding=settings.lora_plus_embedding_lr,
             **options,
         )
-    if not settings.decay_biases_and_norms and any(".lora_" not in name for name in trainable(model)):
+    others = [name for name in trainable(model) if ".lora_" not in name or name.endswith(".bias")]
+    if not settings.decay_biases_and_norms and others:
         from transformers import Trainer  # takes a second
 
         undecayed = dict(model.named_parameters())

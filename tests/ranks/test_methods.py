@@ -40,7 +40,11 @@ PROOFS: dict[str, dict[str, Any]] = {
         "lora": {**LORA, "target_modules": ["embed_tokens", *LINEARS], "use_dora": True, "lora_dropout": 0.1},
     },
     "positions": {"family": "gpt2", "lora": {**LORA, "target_modules": ["wpe", "wte", "c_attn"]}},
-    "bias of B": {"family": "gpt2", "lora": {**LORA, "target_modules": ["c_attn", "c_proj"], "lora_bias": True}},
+    "bias of B": {
+        "family": "gpt2",
+        "lora": {**LORA, "target_modules": ["c_attn", "c_proj"], "lora_bias": True},
+        "lora_plus_ratio": 4.0,
+    },
     "dora of fused, transposed": {
         "family": "gpt2",
         "lora": {**LORA, "target_modules": "all-linear", "use_dora": True, "use_rslora": True},

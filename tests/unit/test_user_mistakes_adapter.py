@@ -111,11 +111,11 @@ MISTAKES: dict[str, Case] = {
     ),
     "lora_target_is_not_a_linear": case(
         several(
-            lambda s: s.family("gpt2", vocab_size=2048),
-            lora(target_modules=["c_attn", "wpe"]),
+            lambda s: s.family("opt", vocab_size=2048),
+            lora(target_modules=["q_proj", "embed_positions"]),
         ),
-        "transformer.wpe",
-        "Embedding",
+        "model.decoder.embed_positions",
+        "OPTLearnedPositionalEmbedding",
         "not supported",
     ),
     "lora_layer_that_is_not_there": case(lora(layers_to_transform=[0, 7]), "layers_to_transform", "7", "2 layers"),

@@ -68,9 +68,11 @@ def parameter_groups(model: Any, options: TrainConfig) -> list[dict[str, Any]]:
 
 
 def _kind(name: str, num_dims: int, swapped: set[str]) -> str:
-    """The LoRA+ group of a factor as in PEFT: A, B, embedding, or vector, for vectors of the base."""
+    """The LoRA+ group of a factor as in PEFT: A, B, embedding, or vector, for biases of B and vectors of the base."""
     if ".lora_embedding_" in name:
         return "embedding"
+    if name.endswith(".lora_B.bias"):
+        return "vector"
     if ".lora_A" in name or ".lora_B" in name:
         module, _, part = name.rpartition(".lora_")
         is_a = (part[0] == "A") != (module in swapped)  # PEFT swaps input and output of some experts
@@ -81,14 +83,14 @@ def _kind(name: str, num_dims: int, swapped: set[str]) -> str:
 
 
 def _is_undecayed(model: Any, name: str) -> bool:
-    """Whether PEFT exempts a vector of the base from weight decay."""
+    """Whether PEFT exempts a vector from weight decay."""
     owner = model.get_submodule(name.rpartition(".")[0])
     return "bias" in name or isinstance(owner, tuple(ALL_LAYERNORM_LAYERS))
 
 
 def _is_bias_or_norm(model: Any, name: str) -> bool:
-    """Whether a parameter is a bias of the base, or belongs to a norm."""
+    """Whether a parameter is a bias, of the base or of B, or belongs to a norm."""
     owner, _, part = name.rpartition(".")
     if ".lora_" in name:
-        return False
+        return part == "bias"
     return "bias" in part or "norm" in type(model.get_submodule(owner)).__name__.lower()
