@@ -59,6 +59,16 @@ LORA: dict[str, Any] = {
             {"type": "string", "pattern": "^pissa_niter_[0-9]{1,3}$"},
         ]
     },
+    "eva_config": {
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {
+            "rho": {"type": "number", "minimum": 1},
+            "tau": {"type": "number", "minimum": 0, "maximum": 1},
+            "label_mask_value": {"type": "integer"},
+            **dict.fromkeys(("use_label_mask", "whiten", "adjust_scaling_factors"), _SWITCH),
+        },
+    },
     "bias": {"enum": ["none", "all", "lora_only"]},
     "modules_to_save": {"anyOf": [_TEXTS, {"type": "null"}]},
     "trainable_token_indices": {

@@ -210,11 +210,8 @@ class Feature:
         """
 
     def start_of(self, config: LoraConfig) -> Start | None:
-        """`adapter.targets` and `adapter.attach`: how the factors of an adapter begin; None: as the core draws them.
-
-        Raises:
-            UserError, UnsupportedError: an option in words of the wing's own.
-        """
+        """`adapter.targets`, `adapter.attach`: how the factors of an adapter begin; None: as the core draws them.
+        Raises: UserError, UnsupportedError: an option, in words of the wing's own."""
         return None
 
     def with_stored_parameters(self, config: LoraConfig, targets: Iterable[str], plan: ModelPlan) -> LoraConfig:

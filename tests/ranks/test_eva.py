@@ -12,15 +12,18 @@ import torch
 from safetensors.torch import load_file
 
 from meshlora.adapter.formats.peft_format import CONFIG_FILE, WEIGHTS_FILE
+from meshlora.loading.blueprint import make_blueprint
+from meshlora.plan.base_options import BaseOptions
 from meshlora.run.config.file import read_run
 from meshlora.run.together import prepare_run
 from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.topology import Topology
 from meshlora_judge.compare import compare_adapters, largest_loss_gap, read_losses
 from tests.for_each import for_each
 from tests.one_process import train_alone
 from tests.pool import Pool
 from tests.ranks.test_resume import _stopped_after
-from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file
+from tests.ranks.test_trainer import folder, run_and_keep_groups, run_file, small_base
 
 __all__ = ["folder"]  # a fixture
 
@@ -71,6 +74,9 @@ def test_run_goes_on_with_its_own_ranks(folder: Path, pools: Callable[[int], Poo
     pools(1).run(_stopped_after, None, file, 1, "auto", timeout_s=120)
     assert _config(folder / "stopped") == _config(folder / "whole")
     assert compare_adapters(folder / "stopped" / "adapter", folder / "whole" / "adapter").relative == 0
+    # What has begun goes with what a beginning does not go with.
+    saved = make_blueprint(small_base(), Topology(), BaseOptions()).with_folder(folder / "whole" / "adapter")
+    assert saved.asked["init_lora_weights"] is True
 
 
 @for_each(

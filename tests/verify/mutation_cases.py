@@ -618,8 +618,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         },
     ),
     "a start that looks at data": (
-        {"family": "llama", "topologies": ("tp=2",), "lora": _ALL | {"init_lora_weights": "eva"}, "steps": 2},
-        dict.fromkeys(needing("eva"), ("eva", "", "of other data, of a part of their features")),
+        {"family": "llama", "topologies": ("tp=2",), "lora": {**_ALL, "r": 8, "init_lora_weights": "eva"}},
+        dict.fromkeys(needing("eva"), ("eva", f"{FIRST_ATTENTION}.q_proj", "the start is that of other data"))
+        | {"eva_features_of_one_rank": ("eva", f"{FIRST_ATTENTION}.o_proj", "of a part of their features")},
     ),
     "moments in 8 bits": (
         {"family": "llama", "topologies": ("tp=2,sp",), "optimizer": "adamw_8bit"},

@@ -178,7 +178,8 @@ REFUSED: tuple[Refused, ...] = (
         "use bias='none' or 'lora_only': modules_to_save trains that bias too",
     ),
     _refused(F.DORA, F.WHOLE_MATRIX)("the two are not proved together", "leave out one of them"),
-    _refused(F.PIECES, {F.WHOLE_MATRIX, F.OF_LINEARS})("not proved", "leave out one of them"),
+    _refused(F.PIECES, F.WHOLE_MATRIX)("not proved", "leave out one of them"),
+    _refused(F.OF_LINEARS, {F.PIECES, F.ON_EMBEDDING})("it is for whole linear layers", "leave out one of them"),
     _refused({F.DORA, F.WHOLE_MATRIX, F.OF_LINEARS}, F.ON_EXPERTS)("PEFT has none for a parameter"),
     _refused(
         F.EVA, {F.COMPARED, F.FOLLOWED, F.RL, F.IMAGES, F.STAGES, F.ADAPTERS, F.ROWS, F.ON_HEAD, F.ROUNDED, F.LOAD}

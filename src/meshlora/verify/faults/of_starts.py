@@ -29,7 +29,7 @@ def eva_of_untrained_tokens(original: Any, self: eva.Inputs, step: Any) -> Any:
     return original(self, step)
 
 
-@around(calibration, "initialize_eva", needs={Feature.EVA, Feature.STEPS})
+@around(calibration, "initialize_eva", needs={Feature.EVA, Feature.SHORT_BATCH})
 def eva_of_another_epoch(
     original: Any, model: Any, name: str, batching: Any, steps: int, step: Callable[[int], Any]
 ) -> Any:
