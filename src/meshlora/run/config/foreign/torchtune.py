@@ -35,7 +35,10 @@ FACTS = (
     computed("model.apply_lora_to_output", "lora.target_modules", "lm_head"),
     idle("profiler.*", "it changes no number"),
     none("quantizer.*", "training that knows of quantisation is not here"),
-    none("teacher_model.* teacher_checkpointer.* kd_loss.* kd_ratio", "distillation is not here"),
+    none(
+        "teacher_model.* teacher_checkpointer.* kd_loss.* kd_ratio",
+        "say objective: {kind: distill, teacher: FOLDER, cross_entropy: …} yourself",
+    ),
     none(
         "model.decoder_trainable model.encoder_trainable model.fusion_trainable",
         "the vision part is frozen; lora.vision adapts it",
