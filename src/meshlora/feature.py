@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from meshlora.adapter.initialization import Start
     from meshlora.adapter.plan import AdapterPlan
     from meshlora.adapter.targets.resolve import Target
+    from meshlora.adapter.targets.token_rows import TokenRows
     from meshlora.comm.groups import Mesh
     from meshlora.layers.adapted import AdaptedLeaf, Placement
     from meshlora.layers.frozen import FewBits
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
 
 # In the order in which they are asked.
 WINGS: tuple[str, ...] = ("stages", "experts", "variants", "quantized", "kernels", "context", "packed_rows")
-WINGS += ("generation", "invoked", "combined", "hub", "starts", "proved")
+WINGS += ("generation", "invoked", "combined", "hub", "starts", "vocabulary", "proved")
 
 
 class Feature:
@@ -157,6 +158,24 @@ class Feature:
         Raises:
             UnsupportedError: it cannot be trained.
         """
+
+    def as_tied(self, model: Any, plan: ModelPlan, config: LoraConfig) -> LoraConfig:
+        """`adapter.plan`, first: `config` with what `ensure_weight_tying` makes of it.
+
+        Raises:
+            UnsupportedError: it makes something that is not proved.
+        """
+        return config
+
+    def token_rows(
+        self, model: Any, plan: ModelPlan, config: LoraConfig, *, targets: Collection[str], copies: Collection[str]
+    ) -> Mapping[str, TokenRows]:
+        """`adapter.plan`, when targets are known: module -> the rows of its vocabulary that are trained.
+
+        Raises:
+            UserError, UnsupportedError: the option does not fit the model, or what else is trained.
+        """
+        return {}
 
     def find_experts(self, model: Any, topology: Topology) -> Mapping[str, ExpertsRule]:
         """`plan.derive`, first: name -> rule of every routed experts module.

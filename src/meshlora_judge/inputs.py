@@ -77,6 +77,11 @@ def write_adapter(
             value *= mask_of(config, module, names, value.shape, stack)
         if ".lora_" not in key:  # PEFT holds it in the dtype of the base, whatever the file's: any dtype has these
             drawn[key] = value.bfloat16().to(value.dtype)
+    first: dict[int, str] = {}
+    for name, parameter in peft_model.named_parameters(remove_duplicate=False):
+        key = name.replace(".modules_to_save.default.", ".")
+        if ".modules_to_save." in name and first.setdefault(id(parameter), key) != key:  # ensure_weight_tying
+            drawn[key] = drawn[first[id(parameter)]].clone()
     if pieces or share_experts:
         own_file: dict[str, Any] = {"pieces": pieces}
         if share_experts:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft import LoraConfig
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -97,6 +98,11 @@ def _tensors(file: Path, stacks: Mapping[str, Stack]) -> dict[str, Tensor]:
     except (OSError, SafetensorError):
         return {}  # every name is then reported missing
     tensors = {key.removeprefix(PREFIX): tensor for key, tensor in stored.items()}
+    if '"ensure_weight_tying": true' in file.with_name(CONFIG).read_text(encoding="utf-8"):
+        for name in [name for name in tensors if name.endswith("lm_head.weight")]:
+            # PEFT stores the one copy under both names.
+            if any(n.endswith("embed_tokens.weight") and torch.equal(tensors[name], t) for n, t in tensors.items()):
+                del tensors[name]
     of_experts = names_in_file(tensors, stacks)
     return {of_experts.get(name, plain_name(name)): tensor for name, tensor in tensors.items()}
 

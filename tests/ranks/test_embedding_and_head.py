@@ -48,6 +48,10 @@ PROOFS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "saved: last norm": ({"family": "llama"}, {"target_modules": "all-linear", "modules_to_save": ["model.norm"]}),
     "saved: embedding": ({"family": "llama"}, {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}),
     "saved: head, tied": (TIED, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "saved: both, tied": (
+        TIED,
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "ensure_weight_tying": True},
+    ),
     "saved: row linear": ({"family": "llama"}, {"target_modules": ["q_proj"], "modules_to_save": ["1.mlp.down_proj"]}),
     "saved: blocks": (
         {"family": "qwen3"},
@@ -83,6 +87,7 @@ COVER = {
     "saved: of every kind": "dp=2,tp=2",
     "biases: all": "tp=2,sp",
     "saved: blocks": "tp=2,sp",
+    "saved: both, tied": "tp=2,sp",
 }
 
 
@@ -132,6 +137,11 @@ FILES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("llama", {}, {"target_modules": ["embed_tokens", "lm_head", "o_proj"], "modules_to_save": ["norm"]}),
     "llama, saved": ("llama", {}, {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}),
     "llama, blocks": ("llama", {}, {"target_modules": ["q_proj"], "modules_to_save": ["0.mlp", "1.self_attn"]}),
+    "llama, one copy": (
+        "llama",
+        {"tie_word_embeddings": True},
+        {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ),
     "llama, tied": ("llama", {"tie_word_embeddings": True}, {"target_modules": ["embed_tokens", "lm_head"]}),
     "gpt2": ("gpt2", {}, {"target_modules": ["c_attn", "c_fc"], "bias": "all"}),
     "gemma3_text": ("gemma3_text", {}, {"target_modules": ["embed_tokens"], "modules_to_save": ["q_norm"]}),

@@ -193,7 +193,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"modules_to_save": ["lm_head"], "trainable_token_indices": [7]},
         "lm_head: it is trained in full",
     ),
-    "tied_in_peft": ({"trainable_token_indices": [7], "ensure_weight_tying": True}, "ensure_weight_tying"),
+    "tied_and_apart": (
+        {"trainable_token_indices": {"embed_tokens": [7], "lm_head": [9]}, "ensure_weight_tying": True},
+        "tied modules have the same tokens",
+    ),
+    "lora_on_tied": ({"target_modules": ["lm_head"], "ensure_weight_tying": True}, "factors in the same memory"),
 }
 
 

@@ -153,6 +153,8 @@ _ALL = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 _ON_PIECES = {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn"], "pieces": {"c_attn": ["q", "v"]}}
 _ROWS = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "trainable_token_indices": [200, 0, 7]}
 _INVOKED = {**_ALL, "lora_dropout": 0.12, "alora_invocation_tokens": [5, 9], "task_type": "CAUSAL_LM"}
+_TIED_COPY = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}
+_TIED_COPY |= {"ensure_weight_tying": True}
 _ON_EMBEDDING = {
     "r": 4,
     "lora_alpha": 8,
@@ -750,6 +752,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "token_rows_not_summed": ("gradients", "model.embed_tokens.trainable_tokens_delta", "not summed over tp"),
             "tied_head_keeps_rows_of_base": ("logits", "logits", "the output head"),
         },
+    ),
+    "an embedding in full with its tied head": (
+        {"family": "gemma3_text", "topologies": ("tp=2,sp",), "lora": _TIED_COPY},
+        {"tied_head_keeps_weight_of_base": ("logits", "logits", "the output head")},
     ),
     "tokens that are cut over cp": (
         {"family": "llama", "topologies": ("cp=2",), "default_dropout": DROPOUT},

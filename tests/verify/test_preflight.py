@@ -141,6 +141,15 @@ def test_schedule_that_is_proved_is_that_of_the_run(tmp_path: Path) -> None:
     assert len(rates) == len(given)
 
 
+def test_block_that_is_trained_in_full_is_so_in_the_twin_without_adapters_in_it(tmp_path: Path) -> None:
+    lora = {"r": 4, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["1.mlp"]}
+    proof, _ = module.proof_of(_prepared(tmp_path, lora=lora), tmp_path / "cache")
+    assert proof.case.lora["modules_to_save"] == ["model.layers.1.mlp"]
+    targets = set(proof.case.lora["target_modules"])
+    assert "model.layers.1.mlp.down_proj" not in targets
+    assert {"model.layers.0.mlp.down_proj", "model.layers.1.self_attn.q_proj"} <= targets
+
+
 def test_module_that_is_trained_in_full_in_one_layer_is_so_in_one_of_the_twin(tmp_path: Path) -> None:
     """PEFT leaves what is trained in full out of the targets: by its last name alone no adapter of it was proved."""
     lora = {"r": 4, "target_modules": ["q_proj", "down_proj"], "modules_to_save": ["1.self_attn.q_proj", "model.norm"]}

@@ -230,11 +230,21 @@ def _trained_of_base(
         if trained is not None:
             value = local_part(trained[of_base], planned.parameters[of_base].rule, mesh).to(mesh.device, dtype)
         copies[of_base] = nn.Parameter(value, requires_grad=False)
+    copies |= _under_other_names(model, planned, copies)
     for rows in planned.rows.values():
         if state.plan.holds(rows.module):
             given = trained[rows.name] if trained is not None else None
             copies[rows.name] = _replace_rows(model, adapter, rows, given)
     return copies
+
+
+def _under_other_names(model: Any, planned: AdapterPlan, copies: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+    """The copy of the embedding by the names that it has besides, `planned.tied`: one parameter, as in the base."""
+    state, found = runtime(model), dict[str, nn.Parameter]()
+    for name in planned.tied:
+        state.base.setdefault(name, model.get_parameter(name))
+        found[name] = copies[f"{state.plan.embedding}.weight"]
+    return found
 
 
 def _replace_rows(model: Any, adapter: str, rows: TokenRows, values: Tensor | None) -> nn.Parameter:
@@ -383,7 +393,7 @@ def adapter_factors(model: Any, adapter: str) -> list[Factor]:
     for name, leaf in parallel_leaves(model).items():
         for part, parameter in leaf.trained(adapter).items():
             held[own.targets[name].name_of(part)] = parameter
-    held |= own.trained
+    held |= {name: copy for name, copy in own.trained.items() if name not in own.plan.tied}
     return [Factor(name, parameter, own.plan.parameters[name].rule) for name, parameter in held.items()]
 
 

@@ -21,9 +21,10 @@ from peft.tuners.tuners_utils import check_target_module_exists
 from meshlora.adapter.initialization import start_of
 from meshlora.adapter.targets.options import check_kind, matches, suffixes
 from meshlora.adapter.targets.resolve import KINDS, Target, resolve_targets
-from meshlora.adapter.targets.token_rows import TokenRows, resolve_rows
+from meshlora.adapter.targets.token_rows import TokenRows
 from meshlora.feature import features
 from meshlora.model.dp_shard import check_not_sharded
+from meshlora.model.inject import is_tied
 from meshlora.plan.features import Asked
 from meshlora.plan.grads import FactorRule, Side, embedding_rule, expert_rule, factor_rule, split_rule, whole_rule
 from meshlora.plan.layout import Layout, Split
@@ -50,6 +51,7 @@ class AdapterPlan:
         parameters: all trained ones: `MODULE.lora_A`, `.lora_B`, `.lora_A.q` of a piece, `.lora_magnitude_vector`,
             `.lora_B.bias`, `.lora_embedding_A`, then the `copies` (base parameters) by their own names, and the `rows`.
         rows: module -> rows of its vocabulary that take the place of those of the base.
+        tied: base parameters that the copy of the embedding takes the place of, too, by `ensure_weight_tying`.
         folder: the PEFT adapter that holds the initial values; None: they are drawn.
         vocabulary: the embedding and the head by name -> the full shape of their weight.
     """
@@ -60,6 +62,7 @@ class AdapterPlan:
     parameters: Mapping[str, Trained]
     copies: tuple[str, ...] = ()
     rows: Mapping[str, TokenRows] = dataclasses.field(default_factory=dict)
+    tied: tuple[str, ...] = ()
     folder: Path | None = None
     vocabulary: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
@@ -132,6 +135,8 @@ def plan_adapter(
         UserError: the configuration does not fit the model. UnsupportedError: an option or target not proved, by name.
     """
     check_kind(config)
+    for feature in features():
+        config = feature.as_tied(model, plan, config)
     targets = resolve_targets(model, plan, config, strict=strict)
     stored = final_config(config, targets, plan)
     start_of(config).check(config, targets, plan)
@@ -143,11 +148,18 @@ def plan_adapter(
             parameters[target.name_of(part)] = Trained(shape, rule_of_part(plan, target, part))
     for name in copies:
         parameters[name] = Trained(whole_shape(model, plan, name), rule_of_parameter(plan, name))
-    rows = resolve_rows(model, plan, config, targets=targets, copies=copies)
+    rows: dict[str, TokenRows] = {}
+    for feature in features():
+        rows |= feature.token_rows(model, plan, config, targets=targets, copies=copies)
+    if config.trainable_token_indices and not rows:
+        raise UnsupportedError("trainable_token_indices", "the wing vocabulary is not in WINGS")
     for each in rows.values():
         parameters[each.name] = trained_rows(model, plan, each)
     vocabulary = {name: whole_shape(model, plan, f"{name}.weight") for name in (plan.embedding, plan.head) if name}
-    found = AdapterPlan(config, stored, targets, parameters, tuple(copies), rows, folder, vocabulary)
+    tied: tuple[str, ...] = ()
+    if config.ensure_weight_tying and f"{plan.embedding}.weight" in copies and is_tied(model, plan):
+        tied = (f"{plan.head}.weight",)
+    found = AdapterPlan(config, stored, targets, parameters, tuple(copies), rows, tied, folder, vocabulary)
     # Last, when all is known: which features meet in one adapter on this model.
     check({**found.asked(plan), "model.dtype": str(model.dtype).removeprefix("torch.")})
     for feature in features():

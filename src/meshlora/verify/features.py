@@ -107,6 +107,13 @@ class _Adapted:
         given = self.lora.trainable_token_indices
         return isinstance(given, list) or list(given or ()) in ([self.plan.embedding], ["embed_tokens"])
 
+    @property
+    def has_tied_copy(self) -> bool:
+        """Whether the embedding is trained in full, and the head with it."""
+        if not self.lora.ensure_weight_tying or not getattr(self.config, "tie_word_embeddings", False):
+            return False
+        return any(name.endswith(("embed_tokens", "lm_head")) for name in self.lora.modules_to_save or ())
+
     @cached_property
     def riders(self) -> list[int]:
         """For each region, the number of targets whose low-rank activations are gathered with its input."""
@@ -292,6 +299,7 @@ class Feature(enum.StrEnum):
     TRAINED = "trained", _model(lambda m: m.lora.modules_to_save)  # in full
     TOKEN_ROWS = "token_rows", _model(lambda m: m.lora.trainable_token_indices)  # in place of the base's
     TIED_ROWS = "tied_rows", _model(lambda m: m.has_tied_rows)  # which a tied head has too
+    TIED_COPY = "tied_copy", _model(lambda m: m.has_tied_copy)  # of the embedding in full, which a tied head has too
     RANKS_BY_PATTERN = "ranks_by_pattern", _model(lambda m: m.lora.rank_pattern and not m.has_pieces)
     SCALES_BY_PATTERN = "scales_by_pattern", _model(lambda m: m.lora.alpha_pattern and not m.has_pieces)
     INVOKED = "invoked", _model(lambda m: m.lora.alora_invocation_tokens)  # acts from these tokens on

@@ -85,7 +85,7 @@ class StandIn:
         for name, target in on.items():
             if name not in stood_for:
                 parameters.append(name)
-            elif name not in full:
+            elif not any(f".{each}." in f".{name}." for each in full):
                 modules.append(name)
             if target.pieces:  # which have the rank and scale of all
                 if target.num_experts:
@@ -110,6 +110,7 @@ class StandIn:
             "trainable_token_indices": self._rows(run.blueprint.trained.rows or {}),
             "alora_invocation_tokens": self._invocation(lora.alora_invocation_tokens or ()),
             "pieces": pieces,
+            "ensure_weight_tying": lora.ensure_weight_tying,
         }
         return on_twin | {name: value for name, value in further.items() if value}
 
@@ -213,11 +214,16 @@ def provable(topology: Topology, *, most_ranks: int = MOST_RANKS) -> Topology:
 
 
 def _trained_in_full(wanted: Iterable[str], stood_for: Mapping[str, str]) -> set[str]:
-    """Modules of the twin whose counterpart is one of `wanted`, by its end; others as they are, by their last name."""
+    """Modules of the twin whose counterpart is one of `wanted`, by its end, or is in one; others by their last name."""
     full = set[str]()
     for end in wanted:
         names = {name for name, real in stood_for.items() if f".{real}".endswith(f".{end}")}
-        full |= names or {end.rpartition(".")[2]}
+        for name, real in stood_for.items():
+            _, is_in_block, rest = f".{real}".partition(f".{end}.")
+            if is_in_block and name.endswith(f".{rest}"):
+                names.add(name.removesuffix(f".{rest}"))
+        last = end.rpartition(".")[2]
+        full |= names or {end if last.isdecimal() else last}
     return full
 
 

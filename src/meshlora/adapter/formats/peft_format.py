@@ -81,6 +81,8 @@ def save_adapter(
     full = gather_adapter(model, name, only_rank=0)
     tensors, broken, failure = {}, "", ""
     if mesh.rank == 0:
+        for tied in planned.tied:  # PEFT has it under both names; clones: safetensors refuses shared memory
+            full[tied] = full[f"{state.plan.embedding}.weight"].clone()
         tensors = file_tensors(full, planned.targets)
         broken = next((key for key, tensor in tensors.items() if not torch.isfinite(tensor).all()), "")
     if broken := broadcast_text(broken, mesh.world, mesh.device):
@@ -283,7 +285,7 @@ def _check_same_base(model: Any, file: Path, planned: AdapterPlan) -> None:
     """
     state = runtime(model)
     keys = base_keys(planned.targets, state.plan, planned.copies, planned.with_rows)
-    in_use = {name for name in keys if f"{name}.weight" not in planned.copies}
+    in_use = {name for name in keys if f"{name}.weight" not in (*planned.copies, *planned.tied)}
     if in_use and is_tied(state.whole.model, state.whole.plan):  # one weight, which another module still uses
         in_use = set(keys)
     with open_adapter(file) as opened:

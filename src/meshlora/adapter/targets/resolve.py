@@ -37,7 +37,8 @@ from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 SUPPORTED = {"r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "lora_bias", "init_lora_weights"}
 SUPPORTED |= {"alpha_pattern", "target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "bias"}
 SUPPORTED |= {"modules_to_save", "target_parameters", "trainable_token_indices", "fan_in_fan_out"}
-SUPPORTED |= {"rank_pattern", "alora_invocation_tokens", "pieces", "share_experts", "vision", "eva_config"}
+SUPPORTED |= {"rank_pattern", "alora_invocation_tokens", "ensure_weight_tying", "pieces", "share_experts", "vision"}
+SUPPORTED |= {"eva_config"}
 # The origin of an adapter, or how PEFT runs it; no effect on training.
 DESCRIPTIVE = {"task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"}
 DESCRIPTIVE |= {"inference_mode", "runtime_config"}

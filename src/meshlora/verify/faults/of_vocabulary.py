@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from meshlora.adapter import attach
 from meshlora.adapter import plan as adapter_plan
 from meshlora.comm.groups import Axis
 from meshlora.layers import embedding, linear
@@ -61,6 +62,12 @@ def token_rows_not_summed(found: Any, *_: Any) -> Any:
 @around(ParallelHead, "replace_rows", needs={Feature.TIED_ROWS})
 def tied_head_keeps_rows_of_base(original: Any, self: ParallelHead, adapter: str, *rows: Any) -> None:
     """a tied head has the rows that the embedding has in place of the base's"""
+
+
+@instead_of(attach, "_under_other_names", needs={Feature.TIED_COPY})
+def tied_head_keeps_weight_of_base(model: Any, planned: Any, copies: Any) -> dict[str, Any]:
+    """the copy of an embedding is the head's too, where `ensure_weight_tying` says so"""
+    return {}
 
 
 @after(linear, "gather_each_to_one", needs={Feature.TP})
