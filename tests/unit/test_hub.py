@@ -139,6 +139,20 @@ def test_only_what_is_needed_is_downloaded_once_and_said(files: dict[str, bytes]
         assert set((tmp_path / "contacts").read_text().splitlines()) == {f"127.0.0.1:{hub.port}"}
 
 
+@pytest.mark.long
+def test_of_an_adapter_the_old_file_is_taken_where_there_is_no_other(start: Start) -> None:
+    """Of a repository that has both, the one that is not pickled."""
+    code = LOCATED.replace("'model.path'", "'adapter', kind='adapter'")
+    old = {"adapter_config.json": b"{}", "adapter_model.bin": b"x" * 100, "training_args.bin": b"x"}
+    both = old | {"adapter_model.safetensors": b"y" * 100}
+    with Hub({"acme/old": old, "acme/both": both}) as hub:
+        for name, file in (("acme/old", "adapter_model.bin"), ("acme/both", "adapter_model.safetensors")):
+            with start(hub, "-c", code, name) as command:
+                returned, out, err = command.end()
+            assert returned == 0, err
+            assert {each.name for each in Path(out.strip()).iterdir()} == {"adapter_config.json", file}
+
+
 MISTAKES = {
     "gated": ("acme/gated", {}, ("only to those who accept its conditions", "hf auth login")),
     "unknown": ("acme/unknown", {}, ("has no repository of this name", "check the name")),
