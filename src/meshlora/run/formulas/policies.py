@@ -31,11 +31,12 @@ def policy(objective: Policy | Grpo, seen: Seen) -> tuple[Tensor, Sums]:
     log_p, columns = seen.log_p, seen.columns
     # NaN: the record was written by the policy being trained. The ratio is 1, its gradient is not 0.
     old = torch.where(columns["old_log_prob"].isnan(), log_p.detach(), columns["old_log_prob"])
-    ratio, engine = log_ratio(objective, old, seen).exp(), columns["engine_log_prob"]
+    log_rho, engine = log_ratio(objective, old, seen), columns["engine_log_prob"]
+    ratio = log_rho.exp()
     gap = engine_gap(objective, old, engine, seen)
     weight = importance(objective, gap)
     if objective.loss == "vespo":
-        gain = sequence_weight(objective, log_p.detach() - old, weight, seen) * columns["advantage"] * log_p
+        gain = sequence_weight(objective, log_rho.detach(), weight, seen) * columns["advantage"] * log_p
         values = {"ratio": ratio}
     else:
         gain, is_clipped = surrogate(objective, ratio, columns["advantage"], log_p)
