@@ -46,6 +46,7 @@ LORA: dict[str, Any] = {
     "use_rslora": _SWITCH,
     "use_dora": _SWITCH,
     "lora_bias": _SWITCH,
+    "ensure_weight_tying": _SWITCH,
     "target_modules": {"anyOf": [_TEXT, _TEXTS]},
     "exclude_modules": {"anyOf": [_TEXT, _TEXTS, {"type": "null"}]},
     "target_parameters": {"anyOf": [_TEXTS, {"type": "null"}]},
