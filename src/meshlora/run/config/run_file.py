@@ -511,8 +511,8 @@ class TrainConfig:
 RUN_CONTENT = ("metrics.jsonl", "adapter", "initial", "checkpoints", "merged", "rollouts")
 # Fields of `peft.LoraConfig`, and ours beside them, that `RunConfig.asked` knows.
 _OF_ADAPTER = (
-    *("init_lora_weights", "eva_config", "use_dora", "lora_bias", "lora_dropout", "bias", "modules_to_save"),
-    *("trainable_token_indices", "ensure_weight_tying", "alora_invocation_tokens", "pieces", "share_experts"),
+    *("init_lora_weights", "use_dora", "lora_bias", "lora_dropout", "bias", "modules_to_save"),
+    *("trainable_token_indices", "alora_invocation_tokens", "pieces", "share_experts"),
 )
 # Keys that each adapter of a run may set for itself; all others are shared.
 PER_ADAPTER = {
