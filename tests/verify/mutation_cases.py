@@ -21,6 +21,8 @@ SEEN = ("forward", f"{FIRST_ATTENTION}.o_proj", "what it sees of the tokens of o
 LACKING = "lack the terms of the tokens of other cp ranks"
 
 LOSS = ("loss", "loss of step 1", "what the objective makes of them")
+# Of ranks that each look at their own part of a vocabulary.
+OWN_PART = ("loss", "loss of step 1", "its own part of the vocabulary")
 EVALUATION = ("loss", "loss of evaluation 1", "what is evaluated, or how it is averaged")
 
 # mutation -> (topology, phase, where, words of the cause).
@@ -550,12 +552,12 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     "a teacher that is another model": (
         {"family": "qwen3", "objective": PROVED["distill"], "topologies": ("tp=2",)},
         dict.fromkeys(("teacher_is_the_student", "other_divergence", "mixture_of_equal_shares"), LOSS)
-        | dict.fromkeys(("teacher_not_tempered", "divergence_of_own_vocabulary", "cross_entropy_doubled"), LOSS)
-        | {"teacher_of_next_token": LOSS, "gradient_not_tempered": ("backward", "model", "")},
+        | dict.fromkeys(("teacher_not_tempered", "teacher_of_next_token", "cross_entropy_doubled"), LOSS)
+        | {"divergence_of_own_vocabulary": OWN_PART, "gradient_not_tempered": ("backward", "model", "")},
     ),
     "a teacher's likeliest tokens": (
         {"family": "qwen3", "objective": PROVED["distill_top"], "topologies": ("tp=2",)},
-        {"likeliest_of_own_vocabulary": LOSS},
+        {"likeliest_of_own_vocabulary": OWN_PART},
     ),
     "a teacher's record": (
         {"family": "qwen3", "objective": PROVED["distill_recorded"], "topologies": ("tp=2",)},
