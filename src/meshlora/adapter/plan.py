@@ -241,16 +241,15 @@ def final_config(config: LoraConfig, targets: Mapping[str, Target], plan: ModelP
         config = feature.with_stored_parameters(config, targets, plan)
     if any(name in plan.linears and plan.linears[name].is_transposed for name in targets):
         config.fan_in_fan_out = True  # PEFT's option for weights stored [in, out]
-    if config.target_modules is None and config.target_parameters:
-        config.target_modules = []  # PEFT would take None for the defaults of the family
     vision = getattr(config, "vision", False)
-    if config.target_modules is None or config.target_modules == "all-linear":
+    by_weight = matches(config.target_parameters or (), [f"{name}.weight" for name in targets])
+    chosen = {name for name in targets if f"{name}.weight" not in by_weight} & {*plan.tables, *plan.linears}
+    if config.target_modules is None and config.target_parameters:
+        config.target_modules = chosen  # PEFT would take None for the defaults of the family
+    elif config.target_modules is None or config.target_modules == "all-linear":
         config.target_modules = _shortest_names(targets, plan, in_full=bool(vision))
     elif vision or any(check_target_module_exists(config, name) for name in plan.linears if name not in targets):
-        # In full: the patterns as given match the linears of a composite's tower, too.
-        by_weight = matches(config.target_parameters or (), [f"{name}.weight" for name in targets])
-        chosen = {name for name in targets if f"{name}.weight" not in by_weight}
-        config.target_modules = chosen & {*plan.tables, *plan.linears}
+        config.target_modules = chosen  # in full: the patterns as given match the linears of a composite's tower, too
     modules = [name for name in targets if name not in plan.projections and name not in plan.matrices]
     for feature in features():
         config = feature.as_peft_reads(config, modules, plan.model_type)

@@ -30,7 +30,7 @@ from meshlora.feature import features
 from meshlora.plan.layout import Layout
 from meshlora.plan.pairs import check
 from meshlora.plan.rules import ExpertRule, ModelPlan
-from meshlora_ground.compat.peft_targets import refuse_mamba_targets
+from meshlora_ground.compat.peft_targets import refuse_mamba_targets, rewrite_targets
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean
 
 # How an adapter is computed, what it is on, and what we have beside PEFT.
@@ -277,13 +277,17 @@ def _explicit_targets(model: Any, plan: ModelPlan, config: LoraConfig) -> set[st
         return given
     if given is not None:
         return set(given)
-    if config.target_parameters:
-        return set()
     known = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING.get(model.config.model_type)
+    if config.target_parameters:
+        as_peft = dataclasses.replace(config)
+        rewrite_targets(as_peft, model)
+        # Beside parameters PEFT takes its defaults, too, but of families whose experts it renames.
+        if known is None or as_peft.target_modules is not None:
+            return set()
     if known is None:
         rule = f"PEFT has no default targets for model_type {model.config.model_type!r}"
         raise UserError("LoraConfig(target_modules=None)", rule, 'name them, or use "all-linear"')
-    return set(known)
+    return known if isinstance(known, str) else set(known)
 
 
 def _check_fan_in_fan_out(plan: ModelPlan, config: LoraConfig) -> None:
