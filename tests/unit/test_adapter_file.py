@@ -172,18 +172,19 @@ def test_rows_of_a_base_that_peft_would_put_there_are_not_passed_over(form: str,
 
 
 @pytest.mark.parametrize("form", ["resized, both trained", "resized, LoRA on both"])
-def test_base_of_another_vocabulary_is_named_as_that(
-    form: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_base_of_another_vocabulary_is_named_as_that_and_grows_where_a_command_has_both(
+    form: str, tmp_path: Path
 ) -> None:
     family, is_resized, lora = _FORMS[form]
     published, base, adapter = _make(tmp_path, family, is_resized=is_resized, **lora)
     words = (f"made on a vocabulary of {_MORE_ROWS} rows, this base has {_ROWS}", f"embeddings({_MORE_ROWS})")
-    capfd.readouterr()
-    line = ["--model", str(published), "--adapter", str(adapter), "--out", str(tmp_path / "out")]
-    assert main(["merge", *line]) == 2
-    message = capfd.readouterr().err
-    assert not [word for word in words if word not in message], message
+    with pytest.raises(UserError, match=words[0]) as caught:
+        merge(published, adapter, tmp_path / "out", config=read_model_config(published))
+    assert words[1] in str(caught.value)
     assert not (tmp_path / "out").exists()
+    line = ["--model", str(published), "--adapter", str(adapter), "--out", str(tmp_path / "grown")]
+    assert main(["merge", *line]) == 0
+    assert len(_load(tmp_path / "grown").get_input_embeddings().weight) == _MORE_ROWS
     with pytest.raises(UserError, match=words[0]):
         make_blueprint(published, Topology(), BaseOptions(dtype=torch.float64)).with_folder(adapter)
     larger = _load(base)
