@@ -373,7 +373,7 @@ def _eva(case: Case, topology: Topology, run: Prepared) -> tuple[dict[str, Tenso
     found = {}
     for name, value in attach.gather_adapter(model, "default").items():
         module, _, part = name.rpartition(".lora_")
-        assert part == "A" or not value.any(), name  # B begins at 0
+        assert part != "B" or not value.any(), name  # which begins at 0
         if part == "A":
             found[module] = value
     return found, _scalings(model, "default")
