@@ -110,7 +110,9 @@ def test_layers_that_are_computed_twice_have_the_masks_of_the_first_time(prove: 
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("objective", ["dpo", "orpo", "kto", "policy"])
+@pytest.mark.parametrize(
+    "objective", ["dpo", "orpo", "kto", "policy", "reward", "classify", "classify_tokens", "embed"]
+)
 def test_rows_that_are_compared_are_whole_on_cut_sequences(objective: str, prove: Prove) -> None:
     """What is made of a row's tokens needs all of them on each cp rank."""
     for outcome in prove(family="llama", objective=PROVED[objective], topologies=("cp=3", "dp=2,cp=2"), steps=1):

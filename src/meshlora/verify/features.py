@@ -391,7 +391,8 @@ class Feature(enum.StrEnum):
     SMOOTHING = "smoothing", _run(lambda r: getattr(r.objective, "label_smoothing", 0) > 0)
     BASE = "base", _run(lambda r: r.objective.needs_base)
     REFERENCE = "reference", _run(lambda r: r.case.reference is not None)  # a frozen adapter
-    # Of whole rows.
+    # Whose losses are of whole rows; and of these what a language model says of them.
+    OF_ROWS = "of_rows", _run(lambda r: not r.objective.is_summed)
     LOG_PROBABILITIES = "log_probabilities", _run(lambda r: not r.objective.is_summed and r.objective.task == CAUSAL)
     EXAMPLES = "examples", _run(lambda r: r.objective.per != "token")  # a mean over pairs or records
     # Embeddings are of all tokens, or of the last.

@@ -196,17 +196,17 @@ def context_tokens_counted_on_each_rank(batch: Batch, *_: Any, **__: Any) -> Bat
     return dataclasses.replace(batch, num_trained_tokens=int((batch.labels != IGNORED).sum()))
 
 
-@around(trainer, "loss_sums", needs={Feature.CP, Feature.LOG_PROBABILITIES})
+@around(trainer, "loss_sums", needs={Feature.CP, Feature.OF_ROWS})
 def context_losses_of_rows_on_each_rank(
     original: Any, objective: Any, model: Any, batch: Batch, own: Rows, *rest: Any
 ) -> list[tuple[Tensor, Sums]]:
-    """a loss of whole rows, whose log-probabilities all cp ranks know, is counted by one of them"""
+    """a loss of whole rows, of which all cp ranks know the numbers, is counted by one of them"""
     counted = [(name, dataclasses.replace(rows, counts_rows=True)) for name, rows in own]
     found: list[tuple[Tensor, Sums]] = original(objective, model, batch, counted, *rest)
     return found
 
 
-@around(trainer, "count", needs={Feature.CP, Feature.LOG_PROBABILITIES, Feature.EXAMPLES})
+@around(trainer, "count", needs={Feature.CP, Feature.OF_ROWS, Feature.EXAMPLES})
 def context_examples_counted_on_each_rank(original: Any, objective: Any, batch: Batch) -> Any:
     """a pair or a record, of which all cp ranks have tokens, is counted by one of them"""
     return original(objective, dataclasses.replace(batch, counts_rows=True))
