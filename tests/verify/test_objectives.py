@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from meshlora.verify.proof import Outcome, Processes, Proof, run_proof
 from meshlora.verify.request import DROPOUT, Request, prepare_proof
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.objectives.policies import Policy
+from meshlora_ground.objectives.preferences import Dpo, PairLoss
 from meshlora_judge.batches import micro_batches
 from meshlora_judge.objectives import losses
 from meshlora_judge.trace import Trace
@@ -175,8 +177,28 @@ def test_low_precision_of_experts_is_refused() -> None:
 
 
 def test_unknown_objective_is_refused() -> None:
-    with pytest.raises(UserError, match="did you mean 'policy'"):
-        as_proved("polcy")
+    for name, words in {
+        "polcy": "did you mean 'policy'",
+        "hinje": "did you mean 'hinge'",
+        "nonsense": "known: apo_down",
+        "aot": "it sorts the pairs",
+    }.items():
+        with pytest.raises(UserError, match=words):
+            as_proved(name)
+
+
+def test_name_of_a_loss_is_the_kind_that_has_it() -> None:
+    for name in get_args(PairLoss):
+        if name != "sft":
+            found = as_proved(name)
+            assert isinstance(found, Dpo)
+            assert found.losses == {name: 1.0}
+    assert [as_proved(name).kind for name in ("simpo", "dft", "sapo", "apo_zero_unpaired")] == [
+        "simpo",
+        "sft",
+        "grpo",
+        "kto",
+    ]
 
 
 # --- the judge's own losses, against numbers worked out by hand
