@@ -113,7 +113,8 @@ def test_layers_that_are_computed_twice_have_the_masks_of_the_first_time(prove: 
 
 @pytest.mark.proof
 @pytest.mark.parametrize(
-    "objective", ["dpo", "orpo", "kto", "policy", "reward", "classify", "classify_tokens", "embed"]
+    "objective",
+    ["dpo", "orpo", "kto", "policy", "reward", "distill", "distill_recorded", "classify", "classify_tokens", "embed"],
 )
 def test_rows_that_are_compared_are_whole_on_cut_sequences(objective: str, prove: Prove) -> None:
     """What is made of a row's tokens needs all of them on each cp rank."""
