@@ -156,7 +156,7 @@ def test_every_fault_that_can_show_is_caught_whatever_is_asked_for(
 def test_no_fault_is_left_out_where_it_can_show(topology: str) -> None:
     parsed = Topology.parse(topology)
     has = (
-        {"ranks", "adamw", "scale", "steps", "targets", "digits", "sft", "seed"}
+        {"ranks", "adamw", "scale", "steps", "targets", "digits", "sft", "seed", "labels"}
         | {"short_batch", "unmasked", "first_tokens", "several_micro_batches"}
         | {a for a in ("dp", "tp") if getattr(parsed, a) > 1}
         | ({"data"} if parsed.dp > 1 else set())

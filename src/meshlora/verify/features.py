@@ -378,6 +378,8 @@ class Feature(enum.StrEnum):
     CLASSIFY_TOKENS = "classify_tokens", _kind("classify_tokens")
     EMBED = "embed", _kind("embed")
     REWARD = "reward", _kind("reward")
+    # A teacher alone looks at no label.
+    LABELS = "labels", _run(lambda r: not isinstance(r.objective, Distill) or r.objective.cross_entropy > 0)
     DISTILLED = "distilled", _distill(lambda o: True)
     RUNNING_TEACHER = "running_teacher", _distill(lambda o: not o.is_recorded)
     RECORDED_TEACHER = "recorded_teacher", _distill(lambda o: o.is_recorded)

@@ -76,7 +76,7 @@ def logits_gathered_in_another_order(y: Tensor, x: Tensor, axis: Axis) -> Tensor
     return y.unflatten(0, (axis.size, -1)).flip(0).flatten(0, 1)
 
 
-@around(vocabulary.ChunkLoss, "targets", needs={Feature.TP})
+@around(vocabulary.ChunkLoss, "targets", needs={Feature.TP, Feature.LABELS})
 def labels_of_another_rank(original: Any, self: Any, *seen: Any) -> Any:
     """a rank finds the labels of its own part of the vocabulary"""
     other = dataclasses.replace(self.axis, rank=_next_rank(self.axis))
