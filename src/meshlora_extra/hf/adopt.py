@@ -10,7 +10,7 @@ The given model stays as it was, on every rank whole: what is not needed any mor
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -62,10 +62,10 @@ def adopt(
             adapters are fresh, from `seed`. topology, device, disable_dropout, compute, kernels: as of `meshlora.load`.
 
     Raises:
-        UserError: no such model, a merged one, or ranks that hold other values. UnsupportedError: a quantised base,
-            another method than LoRA, an adapter that has changed the base, or what `meshlora.load` refuses.
+        UserError: no such model, a merged one, or ranks that hold other values. UnsupportedError: a quantised base, an
+            adapter that is no LoRA or has changed the base, or what `meshlora.load` refuses.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     configs: Mapping[str, Any] = getattr(model, "peft_config", {})
     _check(model, base, configs)
     shape = topology if isinstance(topology, Topology) else Topology.parse(topology, world=num_processes())
@@ -83,7 +83,7 @@ def adopt(
         feature.check_loading(blueprint.model, blueprint.plan, options, dtype=blueprint.dtype, device=device)
     check_proved(blueprint.plan)
     tensors = _plain_tensors(base, blueprint)
-    stored = {name: _factors(model, name) for name in configs}
+    stored = {name: get_peft_model_state_dict(model, None, name, save_embedding_layers=False) for name in configs}
     with tempfile.TemporaryDirectory(prefix="meshlora-adopt-") as folder:
         planned = {}
         for name, config in configs.items():
@@ -95,13 +95,15 @@ def adopt(
                 planned[name] = blueprint.with_folder(Path(folder) / name).trained
         weights = None if on_meta else _InMemory(tensors)
         loaded = load_blueprint(blueprint, device=device, seed=seed, source=weights, adapters=planned)
-    _check_same(loaded.meshlora.mesh, {} if on_meta else tensors, stored)
+    for name, factors in stored.items():
+        tensors |= {f"{name}: {key}": factors[key] for key in sorted(factors)}
+    _check_same(loaded.meshlora.mesh, tensors)
     loaded.meshlora.source = base.config.name_or_path or None
     if configs:
-        loaded.set_adapter(_active(model))
-        if not any(parameter.requires_grad for parameter in model.parameters()):  # it was loaded to be used
-            for parameter in loaded.parameters():
-                parameter.requires_grad_(False)
+        active = model.active_adapters
+        loaded.set_adapter(list(active() if callable(active) else active))
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        loaded.requires_grad_(False)  # it was loaded to be used
     return loaded.train(model.training)
 
 
@@ -178,31 +180,17 @@ def _unwrapped(module: Any) -> Any:
     return module
 
 
-def _factors(model: Any, name: str) -> dict[str, Tensor]:
-    """What PEFT would store of the adapter `name`."""
-    found = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    return {key: tensor.detach() for key, tensor in found.items()}
-
-
-def _active(model: Any) -> list[str]:
-    found = model.active_adapters
-    return list(found() if callable(found) else found)
-
-
-def _check_same(mesh: Mesh, tensors: Mapping[str, Tensor], stored: Mapping[str, Mapping[str, Tensor]]) -> None:
+def _check_same(mesh: Mesh, tensors: Mapping[str, Tensor]) -> None:
     """Refuse ranks that give other values: each would train slices of a model of its own. Collective.
 
     Raises:
         UserError: on every rank, with the first name.
     """
-    if mesh.topology.world == 1:
+    names = [name for name, tensor in tensors.items() if not tensor.is_meta]
+    if mesh.topology.world == 1 or not names:
         return
-    names, own, weights = list[str](), list[Tensor](), position_weights(torch.device("cpu"))
-    for name, tensor in _each(tensors, stored):
-        names.append(name)
-        own.append(fingerprint(tensor, position_weights(tensor.device) if tensor.is_cuda else weights).cpu())
-    if not own:
-        return
+    weights = {device: position_weights(device) for device in {tensors[name].device for name in names}}
+    own = [fingerprint(tensors[name], weights[tensors[name].device]).cpu() for name in names]
     every = all_gather(torch.stack(own).to(mesh.device).unsqueeze(0), mesh.world).cpu()  # [ranks, tensors, 2]
     for name, prints in zip(names, every.unbind(1), strict=True):
         others = (prints != prints[0]).any(1).nonzero().flatten().tolist()
@@ -210,11 +198,3 @@ def _check_same(mesh: Mesh, tensors: Mapping[str, Tensor], stored: Mapping[str, 
             given = f"meshlora.adopt: {name} has other values on {numbered('rank', others)} than on rank 0"
             way_out = "call torch.manual_seed(0) on every rank before the model and its adapter are made"
             raise UserError(given, "ranks take their slices of one model", way_out)
-
-
-def _each(tensors: Mapping[str, Tensor], stored: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    yield from tensors.items()
-    for adapter in stored.values():
-        for key in sorted(adapter):
-            if not adapter[key].is_meta:
-                yield key, adapter[key]
