@@ -79,7 +79,7 @@ LOSSES: dict[str, Loss] = {
     "luspo": Loss(
         "policy",
         {"loss_type": "luspo", "importance_sampling_level": "sequence"},
-        {"loss": "luspo", "ratio": "sequence"},
+        {"ratio": "sequence", "mean_over": "constant", "max_completion_length": 1},
     ),
     "vespo": Loss("policy", {"loss_type": "vespo"}, {"loss": "vespo"}),
     "dpo": Loss("dpo", _RUN, _RUN),
@@ -99,7 +99,10 @@ LOSSES: dict[str, Loss] = {
         _RUN | {"loss": "robust", "label_smoothing": 0.1},
     ),
     "sigmoid + sft": Loss(
-        "dpo", _RUN | {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}, _RUN | {"rpo_alpha": 0.5}
+        "dpo",
+        _RUN | {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+        _RUN | {"loss": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+        why="TRL's part of the chosen answers is a mean over their tokens, ours over the pairs",
     ),
     "kto": Loss("kto", _RUN | {"desirable_weight": 1.3}, _RUN | {"desirable_weight": 1.3}),
     "sft": Loss("sft"),
