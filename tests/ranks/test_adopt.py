@@ -57,6 +57,7 @@ def _is_alone(options: dict[str, Any]) -> bool:
 
 def _peft_model(base: Path, options: dict[str, Any]) -> Any:
     """With two adapters if there can be, the second active, and values that are no initialisation's."""
+    torch.manual_seed(0)  # PEFT draws from it, and ranks of a pool have drawn before
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64, experts_implementation="eager")
     config = LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **options)
     model = get_peft_model(model, config, adapter_name="second" if _is_alone(options) else "first")

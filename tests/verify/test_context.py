@@ -6,7 +6,6 @@ import pytest
 
 from meshlora.verify.request import Request, prepare_proof
 from meshlora_ground.errors import UnsupportedError
-from meshlora_ground.objectives.labels import Classify
 from meshlora_judge import case
 from tests.conftest import Prove
 
@@ -115,8 +114,3 @@ def test_a_family_that_numbers_tokens_itself_is_refused_by_name() -> None:
 def test_attention_of_gpt2_in_code_of_its_own_is_refused_by_name() -> None:
     with pytest.raises(UnsupportedError, match="reorder_and_upcast_attn on cp=2: it is attention in code of"):
         prepare_proof(Request(family="gpt2", topologies=("cp=2",), overrides={"reorder_and_upcast_attn": True}))
-
-
-def test_a_head_that_takes_whole_texts_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedError, match="its head takes whole texts"):
-        prepare_proof(Request(family="llama", topologies=("cp=2",), objective=Classify(num_labels=3)))

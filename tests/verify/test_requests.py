@@ -99,7 +99,7 @@ def test_wrong_request_is_refused_with_exit_code_2(
         ("- 8", "fields of peft.LoraConfig"),
         ("rank: 8", "lora.rank: unknown key; here it is lora.r"),
         ("{r: 8, target_modules: [q_prj]}", "did you mean 'q_proj'?"),
-        ("{r: 8, target_modules: all-linear, init_lora_weights: eva}", "'eva'"),
+        ("{r: 8, target_modules: all-linear, init_lora_weights: lora_ga}", "'lora_ga'"),
         ("{r: 8, target_modules: [embed_tokens], lora_bias: true}", "lora_bias with an adapter on the embedding"),
         ("{r: 8, target_modules: [q_proj], pieces: {q_proj: [q]}}", "it is not a fused matrix"),
         ("{r: 8, target_modules: [q_proj], fan_in_fan_out: true}", "fan_in_fan_out"),
