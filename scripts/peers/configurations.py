@@ -93,6 +93,8 @@ _NONE = re.compile(
     r"conv[0-9]d|conv$|conv0|mha|lstm|gru|my_module|layer[0-9]|to_[kqv]|proj_in|fc0|foo_|lora_head|trunk|vision"
     r"|classifier|score|other_layer|^l[12]\.|^module$|mod$|query|encoder|emb[0-9]|embed_in_2|linear1|relu|shared|^c$"
 )
+# In no row of ours, and in the vocabulary of a twin.
+_NEVER = 251
 _FEATURES = {"kasa_config", "velora_config", "monteclora_config", "use_bdlora", "corda_config", "arrow_config"}
 
 
@@ -190,6 +192,8 @@ def _on_a_decoder(options: Mapping[str, Any]) -> dict[str, Any] | None:
             value = _renamed(value, words)
         elif name in ("rank_pattern", "alpha_pattern", "trainable_token_indices") and isinstance(value, dict):
             value = {_renamed(key, words): each for key, each in value.items()}
+        if name == "alora_invocation_tokens":
+            value = [min(token, _NEVER) for token in value]
         if name not in _FEATURES and _NONE.search(" ".join(_texts(value))):
             return None
         made[name] = value
