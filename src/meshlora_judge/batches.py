@@ -102,6 +102,9 @@ def micro_batches(
         chosen = indices[start : start + size]
         rows = [data[index * each + row] for index in chosen for row in range(each)]
         ids, mask, labels, columns = _padded(rows, data, pad_token_id)
+        if getattr(settings.objective, "mask_truncated", False):
+            is_cut_off = columns.pop("truncated").amax(1) > 0
+            labels[is_cut_off] = UNTRAINED
         if compared:
             of_rows = torch.tensor([compared[index] for index in chosen], dtype=torch.float32).unsqueeze(1)
             columns["advantage"] = torch.where(labels == UNTRAINED, 0.0, of_rows)

@@ -194,10 +194,13 @@ def check_tokens(data: TokenizedDataset, ids: Iterable[int]) -> None:
         raise UserError(f"trainable_token_indices: {missing[0]}", rule, "give fewer tokens, or --data with them")
 
 
-def with_rollouts(data: TokenizedDataset, *, vocab_size: int, seed: int, is_rewarded: bool = False) -> TokenizedDataset:
+def with_rollouts(
+    data: TokenizedDataset, *, vocab_size: int, seed: int, is_rewarded: bool = False, is_truncated: bool = False
+) -> TokenizedDataset:
     """The same sequences as rollouts: advantages of both signs, weights, and old log-probabilities around those of a
     uniform model, so that the ratio is clipped for some tokens and not for others; an engine's around these, unknown of
     some sequences. is_rewarded: rewards in place of advantages, of groups of one to four sequences.
+    is_truncated: one in three is marked as cut off.
     """
     generator = np.random.Generator(np.random.PCG64([seed, 1]))
     number, lengths = len(data.input_ids), np.diff(data.offsets)
@@ -209,6 +212,8 @@ def with_rollouts(data: TokenizedDataset, *, vocab_size: int, seed: int, is_rewa
     engine = columns["old_log_prob"] + generator.normal(scale=0.3, size=number)
     is_known = np.repeat(np.arange(len(data)) % 5 != 1, lengths)
     columns["engine_log_prob"] = np.where(is_known, engine, np.nan)
+    if is_truncated:
+        columns["truncated"] = np.repeat(np.arange(len(data)) % 3 == 1, lengths)
     targets = None
     if is_rewarded:
         del columns["advantage"]

@@ -251,10 +251,13 @@ def _npy(array: np.ndarray) -> str:
 
 def test_experts_of_an_engine_that_says_them_are_in_the_records(tmp_path: Path) -> None:
     routed = np.arange(24, dtype=np.uint8).reshape(3, 4, 2)  # of two tokens of the prompt and the first after it
-    with serving(lambda *_: (200, {"choices": [_choice(0, routed_experts=_npy(routed)), _choice(1)]})) as (url, _):
+    with serving(
+        lambda *_: (200, {"choices": [_choice(0, routed_experts=_npy(routed)), _choice(1, finish_reason="length")]})
+    ) as (url, _):
         ((one, other),) = Engine(url).complete("mine", [[1, 2]], vocab_size=64, n=2, max_tokens=2)
     assert one.routed_experts == routed.tolist()
     assert other.routed_experts is None
+    assert (one.is_truncated, other.is_truncated) == (False, True)
     run = prepare_run(read_run(rl_file(tmp_path, "experts", "")))
     prompts, config = check_rl(run), run.config.rl
     assert prompts is not None
@@ -262,10 +265,11 @@ def test_experts_of_an_engine_that_says_them_are_in_the_records(tmp_path: Path) 
     says: Any = SimpleNamespace(reporter=SimpleNamespace(say=lambda _: None))
     tokenizer = load_tokenizer(small_base(), trust_remote_code=False)
     maker = Rollouts(says, config, prompts, None, Rewards(config.rewards), tokenizer)  # type: ignore[arg-type]
-    said = [Continuation([5, 6], [-1.0, -2.0], routed.tolist()), *[Continuation([7], [-1.0])] * 3]
+    said = [Continuation([5, 6], [-1.0, -2.0], routed.tolist()), *[Continuation([7], [-1.0], is_truncated=True)] * 3]
     first, *rest = maker._records(prompts.of_round(0)[:1] * 4, said, 1)
     assert first["routed_experts"] == routed.tolist()
     assert all("routed_experts" not in record for record in rest)
+    assert [record["truncated"] for record in (first, *rest)] == [False, True, True, True]
     for wrong in ("AAAA", "not base64", _npy(np.zeros((2, 2))), _npy(np.array([{}], dtype=object))):
         answer = (200, {"choices": [_choice(0, routed_experts=wrong)]})
         with (

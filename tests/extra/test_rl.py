@@ -24,11 +24,12 @@ from meshlora.cli.main import main
 from meshlora.loading.blueprint import make_blueprint
 from meshlora.plan.base_options import BaseOptions
 from meshlora.reading.stream import RolloutStream
+from meshlora.reading.tokenizer import load_tokenizer
 from meshlora.run.asking import asking_of
 from meshlora.run.checkpoint.manifest import read_whole
 from meshlora.run.config.file import read_run
 from meshlora.run.config.run_file import GenerateConfig
-from meshlora.run.decoding import Continuation
+from meshlora.run.decoding import Continuation, ends_of
 from meshlora.run.run import prepare_output
 from meshlora.run.together import prepare_run
 from meshlora_extra.rl.prompts import Prompt
@@ -104,11 +105,15 @@ def made(folder: Path, pools: Callable[[int], Pool]) -> Path:
 
 @pytest.mark.long
 def test_records_are_the_completions_of_groups_with_their_rewards(made: Path) -> None:
+    ends = ends_of(load_tokenizer(small_base(), trust_remote_code=False), GenerateConfig())
     for step in range(1, STEPS + 1):
         records = records_of(made, step)
         assert [record["group"] for record in records] == [0] * 4 + [1] * 4
         for record in records:
             assert record["reward"] == float("e" in record["said"]) + 0.5 * record["parts"]["regex 2"]
+            # The base hardly ever ends by itself, and where it does the last token is its end.
+            has_ended = record["input_ids"][-1] in ends
+            assert record["truncated"] == (sum(record["is_trained"]) == 12 and not has_ended)
             assert len(record["engine_log_probs"]) == sum(record["is_trained"]) > 0
         assert len({record["said"] for record in records}) > 2
         assert metrics_of(made)[step - 1]["reward"] == pytest.approx(sum(r["reward"] for r in records) / SIZE)

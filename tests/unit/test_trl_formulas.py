@@ -45,11 +45,15 @@ KINDS: dict[str, tuple[dict[str, Any], str, str]] = {
         for name in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
     },
 }
+for _name in ("dapo", "grpo", "dr_grpo", "gspo", "luspo", "vespo"):
+    _options, *_rest = KINDS[_name]
+    KINDS[f"{_name}-truncated"] = (_options | {"mask_truncated": True}, *_rest)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_loss_and_gradient_are_those_of_trl(kind: str) -> None:
     options, loss_type, level = KINDS[kind]
+    mask = mask_of(options)
     generator = torch.Generator().manual_seed(7)
 
     def drawn(scale: float) -> Tensor:
@@ -58,7 +62,7 @@ def test_loss_and_gradient_are_those_of_trl(kind: str) -> None:
     log_p, entropy = (drawn(0.5) - 2).requires_grad_(), drawn(0.1).square().requires_grad_()
     old, ref = log_p.detach() + drawn(0.3), log_p.detach() + drawn(0.4)
     engine, advantages = old + drawn(0.8), drawn(1.0)[:, 0]
-    assert ((old - engine).exp()[MASK] > CAP).any()
+    assert ((old - engine).exp()[mask] > CAP).any()
     objective = Grpo(**_COMMON | options)
     columns = {
         "advantage": advantages.unsqueeze(1).expand_as(log_p),
@@ -67,14 +71,22 @@ def test_loss_and_gradient_are_those_of_trl(kind: str) -> None:
         "weight": torch.ones_like(old),
     }
     losses, _ = policy(
-        objective, Seen(log_p, ref, MASK, columns, True, None, entropy if options.get("entropy_coef") else None)
+        objective, Seen(log_p, ref, mask, columns, True, None, entropy if options.get("entropy_coef") else None)
     )
-    ours = losses.sum() / (MASK.sum() if objective.per == "token" else ROWS)
+    ours = losses.sum() / (mask.sum() if objective.per == "token" else ROWS)
     theirs = _of_trl(loss_type, level, log_p, entropy, old, ref, engine, advantages, options)
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-12)
     for of in (log_p, entropy) if options.get("entropy_coef") else (log_p,):
         found, expected = (torch.autograd.grad(loss, of, retain_graph=True)[0] for loss in (ours, theirs))
         assert torch.allclose(found, expected, rtol=1e-10, atol=1e-15)
+
+
+def mask_of(options: dict[str, Any]) -> Tensor:
+    """Which tokens are trained: none of a completion that was cut off, if those are masked (TRL: `completion_mask`)."""
+    mask = MASK.clone()
+    if options.get("mask_truncated"):
+        mask[0] = False
+    return mask
 
 
 def _of_trl(
@@ -121,7 +133,7 @@ def _of_trl(
     itself.accelerator.gather = lambda value: value
     itself.accelerator.reduce = lambda value, reduction: value
     itself._get_per_token_logps_and_entropies.return_value = (log_p, entropy, None)
-    ids, mask = torch.zeros(ROWS, LENGTH, dtype=torch.int64), MASK.long()
+    ids, mask = torch.zeros(ROWS, LENGTH, dtype=torch.int64), mask_of(options).long()
     inputs = {
         "prompt_ids": ids,
         "prompt_mask": mask,

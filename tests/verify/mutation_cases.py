@@ -457,7 +457,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         dict.fromkeys(
             (*needing("sapo"), *needing("masks_weights"), *needing("corrects_sequences"), *needing("kl_correction")),
             LOSS,
-        ),
+        )
+        | dict.fromkeys(needing("masks_truncated"), LOSS)
+        | {"truncated_rollouts_trained": ("sequences", "tokens of step 1", "tokens are counted that train nothing")},
     ),
     "weights of whole sequences": (
         {"family": "qwen3", "objective": PROVED["vespo"], "topologies": ("tp=2,sp",)},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -17,6 +17,7 @@ from meshlora.reading.mixture import joined_sources
 from meshlora.reading.preferences import read_feedback, read_preferences
 from meshlora.reading.readers import READERS
 from meshlora.reading.rollouts import read_rollouts
+from meshlora.run.advantages import with_advantages, without_truncated
 from meshlora.run.config.run_file import TrainConfig
 from meshlora.train.collation import collate
 from meshlora.verify import command
@@ -24,7 +25,7 @@ from meshlora.verify.faults.of_objectives import PROVED, as_proved
 from meshlora.verify.proof import Outcome, Processes, Proof, run_proof
 from meshlora.verify.request import DROPOUT, Request, prepare_proof
 from meshlora_ground.errors import UnsupportedError, UserError
-from meshlora_ground.objectives.policies import Policy
+from meshlora_ground.objectives.policies import Grpo, Policy
 from meshlora_ground.objectives.preferences import Dpo, PairLoss
 from meshlora_judge.batches import micro_batches
 from meshlora_judge.objectives import losses
@@ -356,6 +357,28 @@ def test_group_is_what_the_record_says_or_its_prompt(tmp_path: Path, tokenizer) 
     for wrong, words in ((rows[:2], "each has one rollout"), ([rows[0], named[1]], "some rollouts have a group")):
         with pytest.raises(UserError, match=words):
             READERS["rewarded"](_write(tmp_path, *wrong), tokenizer, max_length=16, vocab_size=512)
+
+
+def test_truncated_rollouts_are_compared_and_train_nothing(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]
+    rows = [
+        {"input_ids": [5, 6, 7 + n], "is_trained": [0, 1, 1], "reward": n, "truncated": n == 1, "group": 0}
+        for n in range(3)
+    ]
+    options: dict[str, Any] = {"max_length": 16, "vocab_size": 512}
+    raw = READERS["rewarded"](_write(tmp_path, *rows), tokenizer, **options, masks_truncated=True)
+    found = with_advantages(Grpo(scale_rewards="none"), raw)
+    assert found.is_trained.tolist() == [False, True, True] + [False] * 3 + [False, True, True]
+    assert found.columns["advantage"].tolist()[::3] == [-1.0, 0.0, 1.0], "the group's mean is of all three"
+    assert with_advantages(Grpo(), found) is found
+    every = [row | {"truncated": True} for row in rows]  # a mean over no token is not defined: a loss of 0 is
+    found = without_truncated(READERS["rewarded"](_write(tmp_path, *every), tokenizer, **options, masks_truncated=True))
+    assert found.num_trained_tokens == 6
+    assert not found.columns["weight"].any()
+    assert "truncated" not in READERS["rewarded"](_write(tmp_path, *rows), tokenizer, **options).columns
+    unsaid = [{name: row[name] for name in row if name != "truncated"} for row in rows]
+    for given, words in ((unsaid, "no record has a field truncated"), ([rows[0], rows[1] | {"truncated": 1}], ":2")):
+        with pytest.raises(UserError, match=words):
+            READERS["rewarded"](_write(tmp_path, *given), tokenizer, **options, masks_truncated=True)
 
 
 def test_experts_of_a_rollout_stand_at_their_tokens(tmp_path: Path, tokenizer) -> None:  # type: ignore[no-untyped-def]

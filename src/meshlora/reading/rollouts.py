@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +35,8 @@ _VALUES = {
 _OF_TEXT = [each for each in RECORDS if each.name in ("messages", "prompt_completion", "text")]
 _TEXTS = Formats(_OF_TEXT, "auto", None)
 _TEXT_FIELDS = tuple(dict.fromkeys(name for each in _OF_TEXT for name in each.fields))
-_ROUTED = "routed_experts"
-_COMMON = (*_TEXT_FIELDS, "input_ids", "is_trained", _ROUTED, *itertools.chain(*_VALUES))
+_ROUTED, TRUNCATED = "routed_experts", "truncated"
+_COMMON = (*_TEXT_FIELDS, "input_ids", "is_trained", _ROUTED, TRUNCATED, *itertools.chain(*_VALUES))
 FIELDS = (*_COMMON, *itertools.chain(*_ADVANTAGE))
 REWARDED_FIELDS = (*_COMMON, "reward", "group")
 _LISTS = ("advantages", "old_log_probs", "engine_log_probs", "weights")
@@ -55,6 +55,7 @@ def read_rollouts(
     format: str = "auto",
     say: Callable[[str], None] | None = None,
     is_rewarded: bool = False,
+    masks_truncated: bool = False,
     **options: Any,
 ) -> TokenizedDataset:
     """One sequence per row, with columns `advantage`, `old_log_prob`, `engine_log_prob` and `weight`, float32 `[N]`.
@@ -69,16 +70,17 @@ def read_rollouts(
     is_rewarded: rows have `reward`, a number, in place of advantages, and may have `group`, a text or whole number;
         without it the records of one prompt are a group. `targets` are then float32 `[num_sequences, 2]`: the reward,
         and how many sequences before this one the first of its group is.
+    masks_truncated: there is a column `truncated`, too: 1 at trained tokens of a rollout whose record says so.
 
     Raises:
-        UserError: malformed rows, the first five with file and line; groups that are all of one rollout; as
-            `read_rows` and `tokenize`.
+        UserError: malformed rows, the first five with file and line; groups that are all of one rollout; none says
+            whether it was truncated; as `read_rows` and `tokenize`.
     """
-    values = _VALUES if is_rewarded else _ADVANTAGE | _VALUES
     fields, asked = (REWARDED_FIELDS, "reward") if is_rewarded else (FIELDS, "advantage or advantages")
     what = f"{{input_ids, is_trained}} or {{messages}} or {{prompt, completion}}, with {asked}"
     known = [Format("rollouts", (), lambda row, origin: (origin, row, _record(row, origin)), fields)]
     rows = read_rows(source, known, Reading(columns, format, say))
+    values = _asked((row for _, row, _ in rows), is_rewarded, masks_truncated)
     records = [record for _, _, record in rows if record is not None]
     # Without a processor images are refused.
     options |= {"max_length": max_length, "too_long": too_long, "vocab_size": vocab_size, "say": say, "processor": None}
@@ -87,8 +89,7 @@ def read_rollouts(
         tokens = tokenize(records, tokenizer, **options)
         assert tokens.sources is not None
         tokenized = dict(zip(tokens.sources.tolist(), tokens, strict=True))
-    mistakes, found = Problems(what), Found()
-    kept: list[_Rollout] = []
+    mistakes, found, kept = Problems(what), Found(), list[_Rollout]()
     number, num_given, first = -1, 0, ""
     for origin, row, record in rows:
         try:
@@ -121,6 +122,17 @@ def read_rollouts(
         if say is not None and words:
             say(words)
     return data
+
+
+def _asked(rows: Iterable[Mapping[str, Any]], is_rewarded: bool, masks_truncated: bool) -> dict[Any, Any]:
+    """The values of rollouts, as `_VALUES`. Raises: UserError: no row says whether it was truncated."""
+    values: dict[Any, Any] = {**_VALUES} if is_rewarded else {**_ADVANTAGE, **_VALUES}
+    if not masks_truncated:
+        return values
+    if not any(TRUNCATED in row for row in rows):
+        rule = f"no record has a field {TRUNCATED}, so which rollouts were cut off is not known"
+        raise UserError("train.objective.mask_truncated", rule, f"write {TRUNCATED}: true or false, or leave it out")
+    return values | {(TRUNCATED,): (TRUNCATED, 0.0)}
 
 
 def _idle(data: TokenizedDataset) -> str:
@@ -308,6 +320,10 @@ def _values(
 def _checked_value(row: Mapping[str, Any], name: str, is_trained: np.ndarray, *, is_cut: bool) -> Any:
     """A number for all trained tokens, or a list of one for each. Raises: MalformedError."""
     value = row[name]
+    if name == TRUNCATED:
+        if not isinstance(value, bool):
+            raise MalformedError(f"{name} is {json_type(value)}, true or false is needed")
+        return value
     if (name in _LISTS) != isinstance(value, list):
         raise MalformedError(f"{name} is {json_type(value)}")
     if not isinstance(value, list):

@@ -121,11 +121,13 @@ class Continuation:
     log_probs: of each token, in nats, in the distribution that it was drawn from: that of the logits divided by the
     temperature, before top_p. None if nobody asked.
     routed_experts: of each token of prompt and continuation but the last, `[tokens][layers][k]`.
+    is_truncated: it ends at the largest length, not by itself, as far as anybody has said so.
     """
 
     tokens: list[int]
     log_probs: list[float] | None = None
     routed_experts: list[Any] | None = None
+    is_truncated: bool = False
 
 
 def continued(

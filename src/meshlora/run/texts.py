@@ -110,6 +110,8 @@ class Texts:
             own["system"] = data.system
         if isinstance(self.objective, Distill) and self.objective.context is not None:
             own["context"] = self.objective.context
+        if getattr(self.objective, "mask_truncated", False):
+            own["masks_truncated"] = True
         if data.separator:
             own["separator"] = data.separator
         if data.on_bad_row != ERROR:

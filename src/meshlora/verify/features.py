@@ -413,6 +413,7 @@ class Feature(enum.StrEnum):
     VESPO = "vespo", _policy(lambda o: o.loss == "vespo")
     DELTA = "delta", _policy(lambda o: o.delta is not None)  # ratios are bounded, and the next two
     OFF_POLICY_MASK = "off_policy_mask", _policy(lambda o: o.off_policy_mask is not None)
+    MASKS_TRUNCATED = "masks_truncated", _policy(lambda o: o.mask_truncated)
     KL_CORRECTION = "kl_correction", _policy(lambda o: o.kl_correction)
     # The weight for the engine is of sequences, leaves out, or has a lower bound.
     CORRECTS_SEQUENCES = "corrects_sequences", _policy(lambda o: o.correction.startswith("sequence"))

@@ -524,7 +524,9 @@ def as_records(
         return with_feedback(found)
     if objective.reader in ("rollouts", "rewarded"):
         is_rewarded = objective.reader == "rewarded"
-        return with_rollouts(found, vocab_size=vocab_size, seed=seed, is_rewarded=is_rewarded)
+        is_truncated = getattr(objective, "mask_truncated", False)
+        options = {"is_rewarded": is_rewarded, "is_truncated": is_truncated}
+        return with_rollouts(found, vocab_size=vocab_size, seed=seed, **options)
     if objective.reader in ("labelled", "labelled_words"):
         return with_labels(found, objective, seed=seed, segments=segments)
     if objective.reader == "taught":

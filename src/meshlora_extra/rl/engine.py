@@ -119,11 +119,12 @@ def _completed(choice: Mapping[str, Any], num_prompt: int, vocab_size: int, max_
         raise MalformedError("it has not one log-probability for each token")
     check_log_probs(scores, "token_logprobs")
     log_probs, experts = list(map(float, scores)), choice.get("routed_experts")
+    is_truncated = choice.get("finish_reason") == "length"
     if experts is None:
-        return Continuation(tokens, log_probs)
+        return Continuation(tokens, log_probs, is_truncated=is_truncated)
     routed = _array(experts)
     check_routed(routed, num_prompt + len(tokens))
-    return Continuation(tokens, log_probs, list(routed.tolist()))
+    return Continuation(tokens, log_probs, list(routed.tolist()), is_truncated)
 
 
 def _array(text: Any) -> np.ndarray:

@@ -29,7 +29,7 @@ from meshlora.comm.collectives import all_reduce_sum, broadcast_text
 from meshlora.reading.stream import FAILED
 from meshlora.run.config.rl import RlConfig
 from meshlora.run.config.run_file import GenerateConfig
-from meshlora.run.decoding import Continuation, texts_of
+from meshlora.run.decoding import Continuation, ends_of, texts_of
 from meshlora.run.generated import continued_by_all
 from meshlora.run.trained import TrainedAdapter
 from meshlora.train.losses import batch_log_probabilities
@@ -117,6 +117,7 @@ class Rollouts:
                 "reward": score.total,
                 "group": place // self.config.completions,
                 "engine_log_probs": each.log_probs,
+                "truncated": each.is_truncated,
             }
             if each.routed_experts is not None:
                 record["routed_experts"] = each.routed_experts
@@ -213,7 +214,7 @@ def complete_by_engine(
             seed=seed_of(one.run.config.train.seed, step),
         )
         every = itertools.chain.from_iterable(found)
-        said = json.dumps([(each.tokens, each.log_probs, each.routed_experts) for each in every])
+        said = json.dumps([(each.tokens, each.log_probs, each.routed_experts, each.is_truncated) for each in every])
     of_all = broadcast_text(said, one.mesh.world, one.mesh.device)
     return [Continuation(*each) for each in json.loads(of_all)]
 
@@ -236,9 +237,17 @@ class OwnGenerator:
             seed=seed_of(self.one.run.config.train.seed, step),
         )
         with self.one.in_use():
-            return continued_by_all(
+            found = continued_by_all(
                 self.one.model, self.tokenizer, [prompt.ids for prompt in prompts], options, log_probs=True
             )
+        return [dataclasses.replace(each, is_truncated=self.is_truncated(each, options)) for each in found]
+
+    def is_truncated(self, said: Continuation, options: GenerateConfig) -> bool:
+        """Whether only the largest length has ended a continuation."""
+        if len(said.tokens) < options.max_new_tokens or said.tokens[-1] in ends_of(self.tokenizer, options):
+            return False
+        text = self.tokenizer.decode(said.tokens, skip_special_tokens=True)
+        return not any(stop in text for stop in options.stop)
 
 
 def seed_of(seed: int, step: int) -> int:

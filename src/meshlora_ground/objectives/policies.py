@@ -31,6 +31,7 @@ class _PolicyGradient(Referenced):
     correction: the weight is of a token or a whole sequence; beyond its bounds it is cut to them, or 0.
     off_policy_mask: sequences with a negative advantage gain nothing where log(policy that sampled / policy), in the
         mean of their tokens, is above it.
+    mask_truncated: rollouts that were cut off at their largest length train nothing. A mean over sequences counts them.
     kl_coef: weight of the divergence from the reference. kl: Schulman's estimate of it from one token.
     kl_correction: the estimate is weighted by the ratio, as the tokens are not those of the policy itself.
     entropy_coef: weight of the entropy.
@@ -53,6 +54,7 @@ class _PolicyGradient(Referenced):
     importance_floor: float = number(0.0, "not negative, at most 1,000,000")
     correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
     off_policy_mask: float | None = number(None, "not negative, at most 1,000,000")
+    mask_truncated: bool = False
     kl_coef: float = number(0.0, "not negative, at most 1,000,000")
     kl: Literal["k1", "k2", "k3"] = "k3"
     kl_correction: bool = False

@@ -23,6 +23,10 @@ def policy(
         of_base = of_labels(base, batch.labels)
     for row in range(len(logits)):
         own = batch.labels[row] != UNTRAINED
+        if not own.any():  # masked: a sequence of loss 0, no token
+            if objective.mean_over != "token":
+                found.append(0 * of_policy[row].sum())
+            continue
         log_p = of_policy[row][own]
         columns = {name: column[row][own].to(log_p.dtype) for name, column in batch.columns.items()}
         gain = _gain(objective, log_p, columns)
@@ -39,7 +43,8 @@ def policy(
             found += (-gain).unbind()
         else:
             found.append(-gain.sum() / (objective.max_completion_length or len(gain)))
-    return torch.stack(found)
+    # With a gradient, of nothing, where no token is left.
+    return torch.stack(found) if found else of_policy[:0].sum(1)
 
 
 def _gain(objective: Policy | Grpo, log_p: Tensor, columns: Mapping[str, Tensor]) -> Tensor:

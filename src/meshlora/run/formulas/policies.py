@@ -55,6 +55,8 @@ def policy(objective: Policy | Grpo, seen: Seen) -> tuple[Tensor, Sums]:
     values |= mismatch_sums(old, engine, is_out(objective, gap.exp()))
     # Not indexing by the mask: the host would wait for the count from the GPU.
     found = {name: _averaged(objective, _zero_untrained(value, seen), seen) for name, value in values.items()}
+    if objective.mask_truncated and objective.per == "record":  # what is masked is not off policy
+        found["ratio"] = found["ratio"] + ~seen.is_trained.any(1)
     found[LARGEST] = _zero_untrained(largest_gap(old, engine), seen)
     loss = _zero_untrained(columns["weight"] * loss, seen)
     if objective.max_completion_length is not None:
@@ -147,8 +149,8 @@ def divergence(objective: Policy | Grpo, difference: Tensor) -> Tensor:
 
 
 def num_tokens(seen: Seen) -> Tensor:
-    """Trained tokens of each row, `[B, 1]`."""
-    return seen.is_trained.sum(1, keepdim=True)
+    """Trained tokens of each row, `[B, 1]`; 1 of a row that has none, as it is masked: its sums are 0."""
+    return seen.is_trained.sum(1, keepdim=True).clamp(min=1)
 
 
 def _averaged(objective: Policy | Grpo, values: Tensor, seen: Seen) -> Tensor:

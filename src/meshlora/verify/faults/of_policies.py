@@ -21,6 +21,7 @@ from meshlora.verify.faults.formulas import of_formula
 from meshlora.verify.features import Feature
 from meshlora.wings.experts import routing
 from meshlora.wings.experts.routing import RunRouting
+from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.objective import Objective
 from meshlora_ground.objectives.policies import Policy
 
@@ -176,6 +177,29 @@ def sequences_left_out_by_their_sum(original: Any, objective: Any, sampled: Tens
     """how far a sequence is off is the mean over its tokens"""
     found: Tensor = original(objective, seen.log_p + (sampled - seen.log_p) * policies.num_tokens(seen), seen)
     return found
+
+
+@instead_of(advantages, "without_truncated", needs={Feature.MASKS_TRUNCATED})
+def truncated_rollouts_trained(data: TokenizedDataset) -> TokenizedDataset:
+    """rollouts that were cut off train nothing"""
+    columns = {name: column for name, column in data.columns.items() if name != "truncated"}
+    return replace(data, columns=columns)
+
+
+@after(advantages, "without_truncated", needs={Feature.MASKS_TRUNCATED, Feature.GRPO})
+def truncated_rollouts_not_compared(data: TokenizedDataset, *_: Any) -> TokenizedDataset:
+    """rollouts that were cut off count in the mean of their group"""
+    if data.targets is None:
+        return data
+    is_kept = np.maximum.reduceat(data.is_trained, data.offsets[:-1])
+    rewards = np.where(is_kept, data.targets[:, 0], 0.0)
+    return replace(data, targets=np.stack([rewards, data.targets[:, 1]], axis=1))
+
+
+@instead_of(trainer, "count", needs={Feature.MASKS_TRUNCATED, Feature.EXAMPLES})
+def truncated_rollouts_not_counted(objective: Objective, batch: Batch) -> int:
+    """a mean over sequences counts those that were cut off"""
+    return int((batch.labels >= 0).any(1).sum()) * batch.counts_rows
 
 
 @around(policies, "surrogate", needs={Feature.SAPO})
