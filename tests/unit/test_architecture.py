@@ -244,6 +244,7 @@ WIDE = {
     "load": "what a user may say of a model",
     "tokenize": "what a user may say of data",
     "read_streamed": "what a user may say of data",
+    "read_rollouts": "what a user may say of data",
 }
 
 
