@@ -111,6 +111,7 @@ _POLICY = "tests/verify/test_packing.py::test_policy_reads_its_columns_and_the_b
 # Both sides of a proof are given the same value: that its parameters are read is seen by formulas in plain torch.
 _REFERENCE = "tests/ranks/test_reference.py"
 _HEADS = "tests/unit/test_heads.py"
+_TRL = "tests/unit/test_trl_formulas.py::test_loss_and_gradient_are_those_of_trl"
 _FORMULAS = "tests/unit/test_objectives.py::test_objective_is_the_formula_of_its_paper"
 _RUN = "tests/ranks/test_train_objectives.py::test_run_gives_the_adapter_of_one_process_on_every_mesh[policy]"
 _DPO = "tests/verify/test_objectives.py::test_layers_that_are_computed_twice_have_the_masks_of_the_first_time"
@@ -263,6 +264,7 @@ CAUGHT_BY: dict[str, str] = {
         }.items()
         for option in options_of_case
     },
+    **{f"train.objective.{kind}.top_entropy": f"{_TRL}[cispo-top_entropy]" for kind in ("policy", "grpo")},
     **{
         f"train.objective.{kind}.mask_truncated": (
             "tests/verify/test_objectives.py::test_truncated_rollouts_are_compared_and_train_nothing"

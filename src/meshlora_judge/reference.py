@@ -29,10 +29,11 @@ from meshlora_ground.objective import TEXT, Objective
 from meshlora_ground.objectives.distillation import Distill
 from meshlora_ground.objectives.labels import Embed
 from meshlora_ground.tasks import CAUSAL, task_of
-from meshlora_judge.batches import MicroBatch, micro_batches_of
+from meshlora_judge.batches import UNTRAINED, MicroBatch, micro_batches_of
 from meshlora_judge.dropout import Masks
 from meshlora_judge.experts import PREFIX, ROWS, adapted_stacks, output_side, plain_name, plain_names, share_adapters
 from meshlora_judge.float8 import multiply_in_float8
+from meshlora_judge.formulas.policies import entropies, least_entropy
 from meshlora_judge.formulas.preferences import gained
 from meshlora_judge.invoked import invoke
 from meshlora_judge.noise import add_noise
@@ -164,9 +165,11 @@ def base_logits(model: Any, batch: MicroBatch, objective: Objective, policy: Any
 
 
 def before_losses(
-    model: Any, batches: Sequence[MicroBatch], objective: Objective, policy: Any = None
+    model: Any, batches: Sequence[MicroBatch], objective: Objective, policy: Any = None, masks: Masks | None = None
 ) -> tuple[list[Tensor | None], Tensor | None]:
-    """(`base_logits` of each batch; KTO's reference point, the mean gain of all their other rows, or None)."""
+    """(`base_logits` of each batch; KTO's reference point, the mean gain of all their other rows, or the quantile of
+    entropies, or None). masks: as of `accumulate`.
+    """
     rows, point = [], None
     if isinstance(objective, Distill) and objective.context is not None:  # the other rows are what a teacher sees
         of_teacher = [batch.other for batch in batches if batch.other is not None]
@@ -179,7 +182,14 @@ def before_losses(
         assert base is not None
         with torch.no_grad(), lift(next(model.parameters()).dtype == torch.float64):
             rows.append(gained(losses_of(model, other)[1], base, other))
-    if rows:
+    if getattr(objective, "top_entropy", 1.0) < 1:
+        for batch in batches:
+            with masks.of_batch(batch) if masks is not None else contextlib.nullcontext(), torch.no_grad():
+                logits = losses_of(model, batch)[1]
+            with lift(logits.dtype == torch.float64):
+                rows.append(entropies(logits[batch.labels != UNTRAINED]))
+        point = least_entropy(objective, torch.cat(rows))
+    elif rows:
         point = torch.cat(rows).mean().clamp(min=0)
     return [base_logits(model, batch, objective, policy) for batch in batches], point
 
@@ -198,7 +208,7 @@ def accumulate(
     before: `before_losses` of the batches, if already known. masks: dropout masks; None if the model has no dropout.
     """
     objective, coef = settings.objective, settings.router_aux_loss_coef
-    bases, point = before or before_losses(model, batches, objective)
+    bases, point = before or before_losses(model, batches, objective, masks=masks)
     number = 0
     routed: list[tuple[Tensor, ...]] | None = [] if coef else None
     sums: list[Tensor] = []
@@ -246,7 +256,7 @@ def train(model: nn.Module, steps: Iterable[list[MicroBatch]], settings: Trainin
     for step, (batches, rate) in enumerate(zip(steps, rates_of(settings), strict=False)):
         masks.step = step
         optimizer.zero_grad(set_to_none=True)
-        before = before_losses(model, batches, settings.objective, policy)
+        before = before_losses(model, batches, settings.objective, policy, masks)
         loss, _ = accumulate(model, batches, settings, before=before, masks=masks)
         losses.append(loss)
         if settings.max_grad_norm:

@@ -131,7 +131,7 @@ def _trace_case(case: Case, model: Any, routing: Routing | None, policy: Any = N
         batches = _case_batches(case, step)
         optimizer.zero_grad(set_to_none=True)
         with free(case, routing):
-            before = reference.before_losses(model, batches, case.objective, policy)
+            before = reference.before_losses(model, batches, case.objective, policy, masks)
         with Capture(inner) if step == 0 else contextlib.nullcontext() as capture:
             loss, aux = reference.accumulate(model, batches, case, before=before, masks=masks)
         if capture is not None:

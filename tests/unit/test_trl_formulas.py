@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -10,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from meshlora.run.entropies import least_kept
 from meshlora.run.formulas.policies import policy
 from meshlora.run.formulas.seen import Seen
 from meshlora_ground.objectives.policies import Grpo
@@ -45,6 +47,9 @@ KINDS: dict[str, tuple[dict[str, Any], str, str]] = {
         for name in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
     },
 }
+for _name in ("dapo", "grpo", "cispo", "gspo", "luspo", "sapo", "vespo"):
+    _options, *_rest = KINDS[_name]
+    KINDS[f"{_name}-top_entropy"] = (_options | {"top_entropy": 0.4}, *_rest)
 for _name in ("dapo", "grpo", "dr_grpo", "gspo", "luspo", "vespo"):
     _options, *_rest = KINDS[_name]
     KINDS[f"{_name}-truncated"] = (_options | {"mask_truncated": True}, *_rest)
@@ -64,6 +69,7 @@ def test_loss_and_gradient_are_those_of_trl(kind: str) -> None:
     engine, advantages = old + drawn(0.8), drawn(1.0)[:, 0]
     assert ((old - engine).exp()[mask] > CAP).any()
     objective = Grpo(**_COMMON | options)
+    point = least_kept(entropy.detach()[mask], objective.top_entropy) if objective.has_first_pass else None
     columns = {
         "advantage": advantages.unsqueeze(1).expand_as(log_p),
         "old_log_prob": old,
@@ -71,7 +77,7 @@ def test_loss_and_gradient_are_those_of_trl(kind: str) -> None:
         "weight": torch.ones_like(old),
     }
     losses, _ = policy(
-        objective, Seen(log_p, ref, mask, columns, True, None, entropy if options.get("entropy_coef") else None)
+        objective, Seen(log_p, ref, mask, columns, True, point, entropy if objective.needs_entropy else None)
     )
     ours = losses.sum() / (mask.sum() if objective.per == "token" else ROWS)
     theirs = _of_trl(loss_type, level, log_p, entropy, old, ref, engine, advantages, options)
@@ -119,7 +125,7 @@ def _of_trl(
         entropy_coef=coef,
         _entropy_bonus_enabled=bool(coef),
         use_adaptive_entropy=False,
-        top_entropy_quantile=1.0,
+        top_entropy_quantile=options.get("top_entropy", 1.0),
         off_policy_mask_threshold=options.get("off_policy_mask"),
         get_off_policy_mask=GRPOTrainer.get_off_policy_mask,
         get_gamma_weights=GRPOTrainer.get_gamma_weights,
@@ -130,6 +136,8 @@ def _of_trl(
         aux_loss_enabled=False,
     )
     itself.accelerator.num_processes = 1
+    itself.get_high_entropy_mask = functools.partial(GRPOTrainer.get_high_entropy_mask, itself)
+    itself.accelerator.pad_across_processes = lambda value, **_: value
     itself.accelerator.gather = lambda value: value
     itself.accelerator.reduce = lambda value, reduction: value
     itself._get_per_token_logps_and_entropies.return_value = (log_p, entropy, None)

@@ -461,6 +461,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         | dict.fromkeys(needing("masks_truncated"), LOSS)
         | {"truncated_rollouts_trained": ("sequences", "tokens of step 1", "tokens are counted that train nothing")},
     ),
+    "the least certain tokens of a step": (
+        {"family": "qwen3", "objective": PROVED["cispo"], "topologies": ("dp=2",)},
+        dict.fromkeys(needing("top_entropy"), LOSS),
+    ),
     "weights of whole sequences": (
         {"family": "qwen3", "objective": PROVED["vespo"], "topologies": ("tp=2,sp",)},
         dict.fromkeys(needing("vespo"), LOSS),

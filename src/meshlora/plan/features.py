@@ -119,6 +119,7 @@ class Feature(Enum):
         "policy gradients of whole sequences",
         _KIND,
     )
+    TOP_ENTROPY = "train.objective", lambda given: getattr(given, "top_entropy", 1) < 1, "`top_entropy`", _KIND
     OTHER_HEAD = "train.objective", lambda given: given.task != _TASK, "classify, classify_tokens, embed, reward", _KIND
     OF_LABELS = (
         "train.objective",

@@ -133,6 +133,9 @@ REFUSED: tuple[Refused, ...] = (
         "it is not proved with images"
     ),
     _refused(F.ROUTED, {F.RECORD, F.REPLAY})("the data say the experts of each token", "leave one out"),
+    _refused(F.TOP_ENTROPY, {F.ROUTED, F.RECORD, F.REPLAY})(
+        "its first pass does not send tokens to experts that are said", "leave one out"
+    ),
     _refused(F.ROUTED, F.STAGES)("they are not replayed with pp", "use other axes"),
     # Stages of layers, tokens cut over ranks, a sharded base.
     _refused(
@@ -324,7 +327,7 @@ METHODS = frozenset(
 )
 OBJECTIVES = frozenset(
     {F.COMPARED, F.PAIRS, F.RECORDS, F.SEQUENCES, F.OTHER_HEAD, F.BASE, F.NO_GRPO, F.NO_ROLLOUTS, F.UNCORRECTED}
-    | {F.NOTHING_ALONE, F.OF_ROLLOUTS, F.OF_LABELS, F.REFERENCE, F.DISTILLED, F.TEACHER, F.IN_CONTEXT}
+    | {F.NOTHING_ALONE, F.OF_ROLLOUTS, F.OF_LABELS, F.REFERENCE, F.DISTILLED, F.TEACHER, F.IN_CONTEXT, F.TOP_ENTROPY}
 )
 READING = frozenset(
     {F.SEPARATOR, F.CATEGORIES, F.SKIPPED_EMPTY, F.SKIPPED_BAD, F.TOO_LONG, F.SPLIT, F.TRAIN_ON, F.APART}

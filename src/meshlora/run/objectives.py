@@ -22,6 +22,7 @@ from meshlora.comm.collectives import all_reduce_sum
 from meshlora.run import heads
 from meshlora.run.distillation.divergence import Hidden
 from meshlora.run.distillation.teachers import InContext, said, said_in_context
+from meshlora.run.entropies import entropy_point
 from meshlora.run.formulas.distillation import distilled
 from meshlora.run.formulas.policies import policy
 from meshlora.run.formulas.preferences import dpo, kto, orpo, simpo
@@ -138,6 +139,8 @@ def first_pass(
     """
     if isinstance(objective, Distill):
         return said_in_context(objective, model, batching, data, indices) if objective.is_of_step else None
+    if isinstance(objective, Policy | Grpo):
+        return entropy_point(objective, model, batching, data, indices, masks) if objective.has_first_pass else None
     if objective.is_of_step:
         assert isinstance(objective, Embed)
         return heads.compare_step(objective, model, batching, data, indices, masks)

@@ -414,6 +414,7 @@ class Feature(enum.StrEnum):
     DELTA = "delta", _policy(lambda o: o.delta is not None)  # ratios are bounded, and the next two
     OFF_POLICY_MASK = "off_policy_mask", _policy(lambda o: o.off_policy_mask is not None)
     MASKS_TRUNCATED = "masks_truncated", _policy(lambda o: o.mask_truncated)
+    TOP_ENTROPY = "top_entropy", _policy(lambda o: o.top_entropy < 1)  # tokens are chosen by it
     KL_CORRECTION = "kl_correction", _policy(lambda o: o.kl_correction)
     # The weight for the engine is of sequences, leaves out, or has a lower bound.
     CORRECTS_SEQUENCES = "corrects_sequences", _policy(lambda o: o.correction.startswith("sequence"))

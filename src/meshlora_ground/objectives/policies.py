@@ -32,6 +32,8 @@ class _PolicyGradient(Referenced):
     off_policy_mask: sequences with a negative advantage gain nothing where log(policy that sampled / policy), in the
         mean of their tokens, is above it.
     mask_truncated: rollouts that were cut off at their largest length train nothing. A mean over sequences counts them.
+    top_entropy: the share of the tokens of a step that are trained, those with the highest entropy. The divergence is
+        held at all.
     kl_coef: weight of the divergence from the reference. kl: Schulman's estimate of it from one token.
     kl_correction: the estimate is weighted by the ratio, as the tokens are not those of the policy itself.
     entropy_coef: weight of the entropy.
@@ -55,6 +57,7 @@ class _PolicyGradient(Referenced):
     correction: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "token_truncate"
     off_policy_mask: float | None = number(None, "not negative, at most 1,000,000")
     mask_truncated: bool = False
+    top_entropy: float = number(1.0, "above 0, at most 1")
     kl_coef: float = number(0.0, "not negative, at most 1,000,000")
     kl: Literal["k1", "k2", "k3"] = "k3"
     kl_correction: bool = False
@@ -101,8 +104,13 @@ class _PolicyGradient(Referenced):
 
     @property
     def needs_entropy(self) -> bool:
-        """Only for the bonus."""
-        return self.entropy_coef > 0
+        """Only for the bonus, and to choose tokens by it."""
+        return self.entropy_coef > 0 or self.top_entropy < 1
+
+    @property
+    def has_first_pass(self) -> bool:
+        """Only to choose tokens."""
+        return self.top_entropy < 1
 
     @property
     def needs_base(self) -> bool:

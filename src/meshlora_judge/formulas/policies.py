@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +15,14 @@ from meshlora_judge.formulas.labels import of_labels
 
 
 def policy(
-    objective: Policy | Grpo, logits: Tensor, batch: MicroBatch, base: Tensor | None, is_training: bool
+    objective: Policy | Grpo,
+    logits: Tensor,
+    batch: MicroBatch,
+    base: Tensor | None,
+    is_training: bool,
+    point: Tensor | None = None,
 ) -> Tensor:
-    """One loss per trained token, or per sequence."""
+    """One loss per trained token, or per sequence. point: of `least_entropy`."""
     found = list[Tensor]()
     of_policy, of_base = of_labels(logits, batch.labels), None
     if base is not None:
@@ -29,15 +35,17 @@ def policy(
             continue
         log_p = of_policy[row][own]
         columns = {name: column[row][own].to(log_p.dtype) for name, column in batch.columns.items()}
-        gain = _gain(objective, log_p, columns)
+        gain, entropy = _gain(objective, log_p, columns), entropies(logits[row][own])
+        if point is not None:
+            gain = torch.where(entropy >= point[0], gain, 0.0)
+            entropy = torch.where(entropy >= point[0], entropy, 0.0) / point[1]
         if of_base is not None:
             divergence = _divergence(objective.kl, log_p, of_base[row][own])
             if objective.kl_correction:
                 divergence = divergence * _ratio(objective, log_p, columns)
             gain = gain - objective.kl_coef * divergence
         if objective.entropy_coef:
-            p = logits[row][own].float().softmax(-1)
-            gain = gain - objective.entropy_coef * (p * p.log()).sum(-1)
+            gain = gain + objective.entropy_coef * entropy
         gain = columns["weight"] * gain
         if objective.mean_over == "token":
             found += (-gain).unbind()
@@ -45,6 +53,19 @@ def policy(
             found.append(-gain.sum() / (objective.max_completion_length or len(gain)))
     # With a gradient, of nothing, where no token is left.
     return torch.stack(found) if found else of_policy[:0].sum(1)
+
+
+def entropies(logits: Tensor) -> Tensor:
+    """Of each of the distributions `[T, V]`."""
+    p = logits.float().softmax(-1)
+    return -(p * p.log()).sum(-1)
+
+
+def least_entropy(objective: Any, every: Tensor) -> Tensor:
+    """(The quantile of the entropies of a step's tokens above which one is trained, the share of those that are)."""
+    least = torch.quantile(every, 1 - objective.top_entropy) - 1e-9  # one that is the quantile itself is above it
+    kept = [entropy for entropy in every.tolist() if entropy >= float(least)]
+    return torch.stack([least, torch.full_like(least, len(kept) / len(every))])
 
 
 def _gain(objective: Policy | Grpo, log_p: Tensor, columns: Mapping[str, Tensor]) -> Tensor:

@@ -44,14 +44,15 @@ def policy(objective: Policy | Grpo, seen: Seen) -> tuple[Tensor, Sums]:
         values = {"ratio": ratio, "clip_fraction": is_clipped.to(ratio.dtype)}
     if objective.off_policy_mask is not None:
         gain = gain * is_kept(objective, torch.where(engine.isnan(), old, engine), seen)
-    loss = -gain
+    is_uncertain, bonus = uncertain(seen)
+    loss = -(gain * is_uncertain)
     if seen.log_ref is not None:
         values["kl"] = divergence(objective, seen.log_ref - log_p)
         kl = values["kl"] * ratio if objective.kl_correction else values["kl"]
         loss = loss + objective.kl_coef * kl
     if seen.entropy is not None:
         values["entropy"] = seen.entropy
-        loss = loss - objective.entropy_coef * seen.entropy
+        loss = loss - objective.entropy_coef * bonus * seen.entropy
     values |= mismatch_sums(old, engine, is_out(objective, gap.exp()))
     # Not indexing by the mask: the host would wait for the count from the GPU.
     found = {name: _averaged(objective, _zero_untrained(value, seen), seen) for name, value in values.items()}
@@ -120,6 +121,18 @@ def is_kept(objective: Policy | Grpo, sampled: Tensor, seen: Seen) -> Tensor:
     gap = _zero_untrained(sampled - seen.log_p.detach(), seen).sum(1, keepdim=True) / num_tokens(seen)
     assert objective.off_policy_mask is not None
     return (seen.columns["advantage"] >= 0) | (gap <= objective.off_policy_mask)
+
+
+def uncertain(seen: Seen) -> tuple[Tensor, Tensor]:
+    """(1 at the tokens of a step with the highest entropy, else 0, `[B, S]`; the same, over the share of them: means of
+    it are over these tokens alone). All, if they are not chosen (Wang et al., 2025, "Beyond the 80/20 Rule").
+    """
+    if seen.point is None or seen.entropy is None:
+        every = torch.ones_like(seen.log_p)
+        return every, every
+    least, share = seen.point.to(seen.log_p.dtype)
+    found = (seen.entropy.detach() >= least).to(seen.log_p.dtype)
+    return found, found / share
 
 
 _LOWEST, _HIGHEST = math.log(1e-8), 20.0  # of a log-weight

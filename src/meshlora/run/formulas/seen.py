@@ -17,7 +17,8 @@ class Seen:
 
     log_p, log_ref: log-probabilities `[B, S]` of pi and, if the objective needs them, of ref; 0 where untrained.
     is_trained: bool `[B, S]`. columns: name -> `[B, S]`, from the records. is_training: False in evaluation.
-    point: `[]`, the reference point of the step, if the objective has one. entropy: `[B, S]`, if it needs that.
+    point: what the step's first pass found, if the objective has one: the reference point `[]`, or `[2]` of
+        `entropy_point`. entropy: `[B, S]`, if it needs that.
     """
 
     log_p: Tensor

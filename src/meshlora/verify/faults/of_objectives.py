@@ -44,7 +44,15 @@ PROVED: dict[str, Objective] = {
         kl_coef=0.2,
         kl="k1",
     ),
-    "cispo": Grpo(loss="cispo", clip_low=0.4, clip_high=0.1, importance_cap=1.1, kl_coef=0.1, entropy_coef=0.3),
+    "cispo": Grpo(
+        loss="cispo",
+        clip_low=0.4,
+        clip_high=0.1,
+        importance_cap=1.1,
+        kl_coef=0.1,
+        entropy_coef=0.3,
+        top_entropy=0.35,
+    ),
     "sapo": Grpo(
         loss="sapo",
         sapo_temperature_pos=1.4,

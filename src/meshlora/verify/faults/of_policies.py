@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meshlora.plan.rules import ModelPlan
-from meshlora.run import advantages, trainer
+from meshlora.run import advantages, entropies, trainer
 from meshlora.run.formulas import policies
 from meshlora.run.trainer import Trainer
 from meshlora.train import batches
@@ -200,6 +200,32 @@ def truncated_rollouts_not_compared(data: TokenizedDataset, *_: Any) -> Tokenize
 def truncated_rollouts_not_counted(objective: Objective, batch: Batch) -> int:
     """a mean over sequences counts those that were cut off"""
     return int((batch.labels >= 0).any(1).sum()) * batch.counts_rows
+
+
+@instead_of(policies, "uncertain", needs={Feature.TOP_ENTROPY})
+def certain_tokens_trained(seen: Any) -> tuple[Tensor, Tensor]:
+    """only the tokens of the highest entropy are trained"""
+    return torch.ones_like(seen.log_p), torch.ones_like(seen.log_p)
+
+
+@around(policies, "uncertain", needs={Feature.TOP_ENTROPY})
+def certain_tokens_chosen(original: Any, seen: Any) -> tuple[Tensor, Tensor]:
+    """the tokens that are trained are those above the quantile"""
+    found, _ = original(seen)
+    return 1 - found, (1 - found) / (1 - seen.point[1])
+
+
+@instead_of(entropies, "all_reduce_sum", needs={Feature.TOP_ENTROPY, Feature.DP})
+def entropies_of_one_rank(values: Tensor, axis: Any) -> Tensor:
+    """tokens are chosen among those of all ranks"""
+    return values
+
+
+@around(entropies, "least_kept", needs={Feature.TOP_ENTROPY})
+def share_of_least_entropy(original: Any, entropies: Tensor, share: float) -> Tensor:
+    """the share is of the tokens that are trained"""
+    found: Tensor = original(entropies, 1 - share)
+    return found
 
 
 @around(policies, "surrogate", needs={Feature.SAPO})

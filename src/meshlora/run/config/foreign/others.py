@@ -25,6 +25,7 @@ OTHERS = (
     same("use_bias_correction_kl", "train.objective, as in {kind: grpo, kl_coef: 0.04, kl_correction: true}"),
     same("off_policy_mask_threshold", "train.objective, as in {kind: grpo, off_policy_mask: 0.1}"),
     same("mask_truncated_completions", "train.objective, as in {kind: grpo, mask_truncated: true}"),
+    same("top_entropy_quantile", "train.objective, as in {kind: grpo, top_entropy: 0.2}"),
     same("clip_ratio_c", "train.objective, as in {kind: grpo, delta: 3}, of negative advantages"),
     same("kl_loss_coef use_kl_loss kl_coef", "train.objective, as in {kind: grpo, kl_coef: 0.01}"),
     same("kl_loss_type", "train.objective, as in {kind: grpo, kl: k3}"),
