@@ -129,6 +129,7 @@ def test_rows_that_are_compared_are_whole_on_cut_sequences(objective: str, prove
     [
         ("kto", 1, ("dp=2",), 2),
         ("orpo", 5, ("tp=2,sp",), 1),
+        ("cispo", 1, ("dp=2",), 2),  # of the entropies of a whole step
         *(
             pytest.param(objective, size, ("tp=2,sp", "dp=2"), 3, marks=pytest.mark.proof)
             for objective in ("orpo", "kto")

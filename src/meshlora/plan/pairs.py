@@ -133,9 +133,7 @@ REFUSED: tuple[Refused, ...] = (
         "it is not proved with images"
     ),
     _refused(F.ROUTED, {F.RECORD, F.REPLAY})("the data say the experts of each token", "leave one out"),
-    _refused(F.TOP_ENTROPY, {F.ROUTED, F.RECORD, F.REPLAY})(
-        "its first pass does not send tokens to experts that are said", "leave one out"
-    ),
+    _refused(F.TOP_ENTROPY, {F.ROUTED, F.RECORD, F.REPLAY})("its first pass follows no record", "leave one out"),
     _refused(F.ROUTED, F.STAGES)("they are not replayed with pp", "use other axes"),
     # Stages of layers, tokens cut over ranks, a sharded base.
     _refused(
