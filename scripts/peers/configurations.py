@@ -194,6 +194,7 @@ def _on_a_decoder(options: Mapping[str, Any]) -> dict[str, Any] | None:
             value = {_renamed(key, words): each for key, each in value.items()}
         if name == "alora_invocation_tokens":
             value = [min(token, _NEVER) for token in value]
+            made["task_type"] = "CAUSAL_LM"  # without it PEFT warns, and runs the base
         if name not in _FEATURES and _NONE.search(" ".join(_texts(value))):
             return None
         made[name] = value
