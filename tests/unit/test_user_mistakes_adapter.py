@@ -180,7 +180,7 @@ MISTAKES: dict[str, Case] = {
         several(Setup.from_adapter, truncate("adapter/adapter_model.safetensors", 3000)), "adapter_model", "damaged"
     ),
     "adapter_config_with_an_unsupported_option": case(
-        lambda s: s.adapter_config(use_qalora=True), "use_qalora=True", "not supported yet"
+        lambda s: s.adapter_config(use_qalora=True), "use_qalora=True", "QALoRA pools inputs"
     ),
     "adapter_config_with_dora_and_weights_without": case(
         lambda s: s.adapter_config(use_dora=True), "lacks 6 of 18", "lora_magnitude_vector"

@@ -469,9 +469,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         {"family": "qwen3", "objective": PROVED["vespo"], "topologies": ("tp=2,sp",)},
         dict.fromkeys(needing("vespo"), LOSS),
     ),
-    "bounded ratios, sequences that are left out": (
+    "bounded ratios": (
+        {"family": "qwen3", "objective": PROVED["dr_grpo"], "topologies": ("dp=2",)},
+        dict.fromkeys(needing("delta"), LOSS),
+    ),
+    "sequences that are left out": (
         {"family": "qwen3", "objective": PROVED["luspo"], "topologies": ("dp=2",)},
-        dict.fromkeys((*needing("delta"), *needing("off_policy_mask"), *needing("importance_floor")), LOSS),
+        dict.fromkeys((*needing("off_policy_mask"), *needing("importance_floor")), LOSS),
     ),
     "rollouts that say the experts of each token": (
         {"family": "qwen3_moe", "objective": PROVED["grpo"], "topologies": ("tp=2,sp,ep=2",), "routed": True},

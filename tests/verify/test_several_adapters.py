@@ -20,6 +20,7 @@ from meshlora.verify.proof import Outcome, Processes
 from meshlora.verify.request import Proof
 from meshlora_ground.console import Console
 from meshlora_ground.errors import UnsupportedError
+from meshlora_ground.objectives.distillation import Distill
 from meshlora_ground.tasks import CAUSAL
 from meshlora_ground.topology import Topology
 from meshlora_judge.compare import Worst
@@ -128,7 +129,8 @@ MAY_HAVE: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {
             {"objective": as_proved(kind)},
         )
         for kind in PROVED
-        if as_proved(kind).task == CAUSAL
+        # What a teacher says is not proved of several: refused in words.
+        if as_proved(kind).task == CAUSAL and not isinstance(as_proved(kind), Distill)
     },
 }
 

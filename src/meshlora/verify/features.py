@@ -396,6 +396,7 @@ class Feature(enum.StrEnum):
     # Whose losses are of whole rows; and of these what a language model says of them.
     OF_ROWS = "of_rows", _run(lambda r: not r.objective.is_summed)
     LOG_PROBABILITIES = "log_probabilities", _run(lambda r: not r.objective.is_summed and r.objective.task == CAUSAL)
+    MEAN_OVER_TOKENS = "mean_over_tokens", _run(lambda r: r.objective.per == "token")
     EXAMPLES = "examples", _run(lambda r: r.objective.per != "token")  # a mean over pairs or records
     # Embeddings are of all tokens, or of the last.
     POOLS_TO_THE_END = "pools_to_the_end", _run(lambda r: getattr(r.objective, "pooling", "cls") != "cls")

@@ -53,7 +53,7 @@ def epochs_in_one_order(original: Any, n: int, *, seed: int, epoch: int) -> Any:
     return original(n, seed=seed, epoch=0)
 
 
-@after(*EVALUATION)
+@after(*EVALUATION, needs={Feature.MEAN_OVER_TOKENS})
 def evaluation_per_sequence(result: tuple[float, int], self: TrainedAdapter, data: Any) -> tuple[float, int]:
     """the evaluated loss is a mean over tokens"""
     return result[0] * result[1] / len(data), result[1]  # its sum over tokens, by sequences
