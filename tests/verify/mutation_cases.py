@@ -470,12 +470,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         dict.fromkeys(needing("vespo"), LOSS),
     ),
     "bounded ratios": (
-        {"family": "qwen3", "objective": PROVED["dr_grpo"], "topologies": ("dp=2",)},
+        {"family": "qwen3", "objective": PROVED["policy"], "topologies": ("dp=2",)},
         dict.fromkeys(needing("delta"), LOSS),
     ),
     "sequences that are left out": (
         {"family": "qwen3", "objective": PROVED["luspo"], "topologies": ("dp=2",)},
-        dict.fromkeys((*needing("off_policy_mask"), *needing("importance_floor")), LOSS),
+        # Of the rollouts of earlier steps none is a bad one of several tokens.
+        dict.fromkeys((*needing("off_policy_mask"), *needing("importance_floor")), ("loss", "loss of step 3", ""))
+        | {"sequences_far_off_kept": ("loss", "loss of step 2", "")},
     ),
     "rollouts that say the experts of each token": (
         {"family": "qwen3_moe", "objective": PROVED["grpo"], "topologies": ("tp=2,sp,ep=2",), "routed": True},

@@ -29,7 +29,7 @@ from meshlora_ground.objectives.rewards import Reward
 PROVED: dict[str, Objective] = {
     "sft": Sft(label_smoothing=0.1),
     "dft": Sft(loss="dft"),
-    "policy": Policy(clip_low=0.15, clip_high=0.3, kl_coef=0.1, importance_cap=1.2, reference="base"),
+    "policy": Policy(clip_low=0.15, clip_high=0.3, delta=1.5, kl_coef=0.1, importance_cap=1.2, reference="base"),
     "grpo": Grpo(
         clip_low=0.15, clip_high=0.3, importance_cap=1.3, kl_coef=0.1, kl="k2", entropy_coef=0.07, scale_rewards="batch"
     ),
@@ -40,7 +40,6 @@ PROVED: dict[str, Objective] = {
         max_completion_length=9,
         clip_low=0.1,
         clip_high=0.25,
-        delta=1.4,
         importance_cap=None,
         kl_coef=0.2,
         kl="k1",
@@ -60,7 +59,7 @@ PROVED: dict[str, Objective] = {
         sapo_temperature_neg=0.7,
         mean_over="sequence",
         correction="sequence_mask",
-        importance_cap=3.0,
+        importance_cap=1.5,
         importance_floor=0.4,
         mask_truncated=True,
         kl_coef=0.1,
@@ -82,7 +81,7 @@ PROVED: dict[str, Objective] = {
         max_completion_length=1,
         clip_low=0.03,
         clip_high=0.05,
-        off_policy_mask=0.02,
+        off_policy_mask=0.5,
         correction="sequence_truncate",
         importance_cap=1.6,
         importance_floor=0.7,
