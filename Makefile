@@ -48,7 +48,7 @@ proof-slice: $(READY)
 claims: $(READY)
 	$(BIN)/python scripts/run_claims.py
 
-# What PEFT, TRL and transformers test of themselves, tried on meshlora: a table with counts. 12 minutes; CI runs a
+# What PEFT, TRL and transformers test of themselves, tried on meshlora: a table with counts. 3 minutes; CI runs a
 # twentieth of it at every change, among the claims. A new version of one of them is tried by it first.
 test-peers: $(READY)
 	$(BIN)/python scripts/try_peers.py

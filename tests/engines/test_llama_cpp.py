@@ -30,8 +30,7 @@ FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """`base`, `adapter`, `merged`, in float32, and a .gguf of each."""
-    if not PYTHON.exists():
-        pytest.skip("make test-llama-cpp sets it up")
+    assert PYTHON.exists(), "make test-llama-cpp sets it up"
     folder = tmp_path_factory.mktemp("llama")
     AutoModelForCausalLM.from_pretrained(TINY, dtype=torch.float32).save_pretrained(folder / "base")
     for file in FILES:

@@ -475,9 +475,9 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     ),
     "sequences that are left out": (
         {"family": "qwen3", "objective": PROVED["luspo"], "topologies": ("dp=2",)},
-        # Of the rollouts of earlier steps none is a bad one of several tokens.
-        dict.fromkeys((*needing("off_policy_mask"), *needing("importance_floor")), ("loss", "loss of step 3", ""))
-        | {"sequences_far_off_kept": ("loss", "loss of step 2", "")},
+        # Of the rollouts of the first step few are bad ones of several tokens.
+        dict.fromkeys((*needing("off_policy_mask"), *needing("importance_floor")), ("loss", "loss of step 2", ""))
+        | {"sequences_left_out_by_their_sum": ("loss", "loss of step 1", "")},
     ),
     "rollouts that say the experts of each token": (
         {"family": "qwen3_moe", "objective": PROVED["grpo"], "topologies": ("tp=2,sp,ep=2",), "routed": True},

@@ -157,7 +157,7 @@ def test_no_fault_is_left_out_where_it_can_show(topology: str) -> None:
     parsed = Topology.parse(topology)
     has = (
         {"ranks", "adamw", "scale", "steps", "targets", "digits", "sft", "seed", "labels"}
-        | {"short_batch", "unmasked", "first_tokens", "several_micro_batches"}
+        | {"short_batch", "unmasked", "first_tokens", "several_micro_batches", "mean_over_tokens"}
         | {a for a in ("dp", "tp") if getattr(parsed, a) > 1}
         | ({"data"} if parsed.dp > 1 else set())
         | ({"sp", "riding", "riding_together"} if parsed.sp else set())

@@ -7,6 +7,7 @@ stored; `become`, for modules that stay the model's own. Does not own: computati
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -38,7 +39,7 @@ class Placement:
     has_inputs_first: bool = False
 
 
-class Variant(nn.Module):
+class Variant(nn.Module, abc.ABC):
     """What an adapter trains on a leaf beside A and B, and makes of the leaf's product with it. Wings extend it.
 
     Attributes:
@@ -51,9 +52,9 @@ class Variant(nn.Module):
         for part, value in parts.items():
             self.parts[part] = nn.Parameter(value, requires_grad=False)
 
+    @abc.abstractmethod
     def product(self, leaf: Any, adapter: str, y: Tensor, x: Tensor, mask: Mask | None) -> Tensor:
         """y `[T, out_local]` = W x + s B A D(x) of x `[T, in_local]` -> that with the variant. mask: of D, dropout."""
-        raise NotImplementedError
 
 
 class AdaptedLeaf(nn.Module):

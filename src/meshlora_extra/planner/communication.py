@@ -32,8 +32,7 @@ def messages_of(
     ranks = {name: target.r * max(1, len(target.pieces)) for name, target in targets.items()}
     scaled = []
     for name, target in targets.items():
-        is_split = target.is_embedding or plan.linears[name].split is Split.ROW
-        if "magnitude" in target.further and is_split:
+        if "magnitude" in target.further and (target.is_embedding or plan.linears[name].split is Split.ROW):
             scaled.append(name)
     twice = Counter[int | None](itertools.compress(order, recomputed))  # kind -> its layers that run again
     once, repeated = [], []

@@ -71,7 +71,6 @@ PROVED: dict[str, Objective] = {
         vespo_lambda_pos=0.9,
         vespo_k_neg=0.4,
         vespo_lambda_neg=0.6,
-        mask_truncated=True,
         correction="token_mask",
         importance_cap=1.3,
     ),
