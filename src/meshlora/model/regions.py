@@ -31,6 +31,10 @@ from meshlora.plan.rules import ModelPlan, Region
 from meshlora_ground.compat.transformers_models import cut_deepstack, without_fused_projection
 from meshlora_ground.errors import UnsupportedError, UserError
 
+# Arguments of decoder layers that hold something of each token besides the stream: Gemma 4's, with a gradient, and the
+# ids by which DeepSeek-V4 routes.
+SECOND_INPUTS = ("per_layer_input", "input_ids")
+
 
 class TokenCut:
     """The split of the running forward's tokens over tp; remembers `[B, S]`, or `[B, S/cp]` under cp, between `cut` and
@@ -78,7 +82,7 @@ class TokenCut:
         return self  # of a model and its layers
 
     def cut(self, x: Tensor) -> Tensor:
-        """`[B, S, H]`, identical on all tp ranks -> `[1, B*S/tp, H]`."""
+        """`[B, S, ..., H]`, identical on all tp ranks -> `[1, B*S/tp, ..., H]`; several streams stand before H."""
         if self.is_off:
             return x
         self.batch_size, self.seq_len = x.shape[0], x.shape[1]
@@ -87,20 +91,19 @@ class TokenCut:
             given = f"batch_size * seq_len = {self.batch_size} * {self.seq_len}"
             rule = f"under sp the number of tokens must divide by tp={self.tp.size}"
             raise UserError(given, rule, "pad the sequences (meshlora.collate does, with token_multiple=tp)")
-        return slice_one_to_each(x.reshape(tokens, -1), self.tp).unsqueeze(0)
+        return slice_one_to_each(x.reshape(tokens, *x.shape[2:]), self.tp).unsqueeze(0)
 
     def whole(self, x: Tensor, *, terms: bool) -> Tensor:
-        """`[1, B*S/tp, H]` -> `[B, S, H]`, or flat `[B*S/tp, H]` -> `[B*S, H]`.
+        """`[1, B*S/tp, ..., H]` -> `[B, S, ..., H]`, or flat `[B*S/tp, H]` -> `[B*S, H]`.
 
         terms: whether the gradient on each rank is one term of a sum.
         """
         if self.is_off:
             return x
         gather = gather_each_to_each if terms else gather_each_to_one
-        whole = gather(x.reshape(-1, x.shape[-1]), self.tp)
         if x.ndim == 2:
-            return whole
-        return whole.view(self.batch_size, self.seq_len, -1)
+            return gather(x, self.tp)
+        return gather(x.flatten(0, 1), self.tp).view(self.batch_size, self.seq_len, *x.shape[2:])
 
 
 def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh, pipeline: Pipeline) -> tuple[ContextCut, TokenCut]:
@@ -134,12 +137,16 @@ def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh, pipeline: Pip
         feature.borders(model, plan, context)
     if sp or context.axis.size > 1:
         if plan.holds(f"{plan.layers}.0"):
-            map_input(layers[0], "the first decoder layer", own_at_first)
+            map_input(layers[0], "the first decoder layer", own_at_first, passes=SECOND_INPUTS)
         pipeline.enter = own
         pipeline.noted = lambda: functools.partial(
             _known_again, cut, context, cut.batch_size, cut.seq_len, context.held
         )
         cut_deepstack(model, own)  # which adds images' features to the stream between layers
+    if sp:
+        for index, layer in enumerate(layers):
+            if plan.holds(f"{plan.layers}.{index}"):
+                _cut_second_inputs(layer, cut)
 
     def into_head(x: Tensor) -> Tensor:
         """Everything after the last layer is a region that ends with the head: there is no sum at its end, as logits
@@ -222,6 +229,24 @@ def _cut_arguments(module: nn.Module, region: Region, tp: Axis) -> None:
         return own, {name: cut(name, value) for name, value in kwargs.items()}
 
     module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _cut_second_inputs(layer: nn.Module, cut: TokenCut) -> None:
+    """Cut what a decoder layer is called with for each token besides the stream, as the stream is cut over tp."""
+    names = list(inspect.signature(layer.forward).parameters)
+    if not set(SECOND_INPUTS) & set(names):
+        return
+
+    def own(name: str, value: Any) -> Any:
+        if name not in SECOND_INPUTS or not isinstance(value, Tensor):
+            return value
+        return cut.cut(value) if value.ndim > 2 else cut.cut(value.unsqueeze(-1)).squeeze(-1)  # ids are [B, S]
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        given = tuple(own(name, value) for name, value in zip(names, args, strict=False))
+        return given, {name: own(name, value) for name, value in kwargs.items()}
+
+    layer.register_forward_pre_hook(hook, with_kwargs=True)
 
 
 def map_input(module: nn.Module, name: str, change: Any, *, passes: tuple[str, ...] = ()) -> None:

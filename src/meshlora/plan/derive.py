@@ -168,12 +168,6 @@ class _Planner:
     def _plan_layer(self, prefix: str, layer: nn.Module, family: FamilyPlan) -> None:
         if any(parameter.ndim > 1 for parameter in layer.parameters(recurse=False)):
             raise UnsupportedError(self.what, "its decoder layers own matrices directly", "use tp=1")
-        if any("HyperConnection" in type(child).__name__ for child in layer.children()):
-            raise UnsupportedError(self.what, "its residual stream is several side by side", "use tp=1")
-        if hasattr(layer, "per_layer_input_gate"):
-            raise UnsupportedError(self.what, "its layers take a second input that carries a gradient", "use tp=1")
-        if getattr(layer, "enable_moe_block", False):
-            raise UnsupportedError(self.what, "its routed experts stand beside the layer's MLP, not in it", "use tp=1")
         modules = dict(layer.named_modules())
         present = {path: leaf for path, leaf in family.leaves.items() if path in modules}
         self._plan_children(prefix, "", layer, present, family)
@@ -187,7 +181,7 @@ class _Planner:
             name = f"{prefix}.{path}"
             inside = {p: leaf for p, leaf in present.items() if p == path or p.startswith(f"{path}.")}
             # Experts have rules of their own, and a router beside them is right on any slice of the tokens.
-            if name in self.experts or (parent and self._is_token_wise(name, child)):
+            if name in self.experts or path in family.token_wise or self._is_token_wise(name, child):
                 continue
             if any(expert.startswith(f"{name}.") for expert in self.experts):
                 self._plan_children(prefix, path, child, present, family)
@@ -264,6 +258,11 @@ class _Planner:
         matrices = [parameter for parameter in module.parameters() if parameter.ndim > 1]
         return bool(matrices) and widths.issuperset(map(len, matrices))
 
+    def _is_whole(self, name: str, module: nn.Module) -> bool:
+        """Whether a module in a split block has linears, and none of them is split."""
+        linears = [path for path, _ in module.named_modules(prefix=name) if path in self.linears]
+        return bool(linears) and all(self.linears[path].split is Split.WHOLE for path in linears)
+
     def _split_block(
         self, prefix: str, block: str, child: nn.Module, inside: dict[str, Leaf], family: FamilyPlan
     ) -> None:
@@ -288,6 +287,8 @@ class _Planner:
         sliced: dict[str, tuple[int | str, int]] = {}
         if heads is not None:
             for path, module in child.named_modules(prefix=name):
+                if self._is_whole(path, module):  # an indexer, which may have as many heads
+                    continue
                 own = family.local.get(path.removeprefix(f"{prefix}."), ())
                 if values := local_attributes(module, heads, own, tp=self.whole.topology.tp):
                     local[path] = values

@@ -42,6 +42,7 @@ class FamilyPlan:
         wide_norms: RMS norms over a split width.
         whole: parameters of a split block that are whole on every rank.
         passes: block -> arguments that are added to its output, and need no collective.
+        token_wise: modules with matrices that see each token by itself, on any slice of the tokens, and are whole.
         after: modules that run after the last decoder layer and are not recognised as such.
     """
 
@@ -52,6 +53,7 @@ class FamilyPlan:
     wide_norms: tuple[str, ...] = ()
     whole: tuple[str, ...] = ()
     passes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    token_wise: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
 
 

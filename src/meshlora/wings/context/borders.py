@@ -22,7 +22,13 @@ from meshlora_ground.compat import transformers_attention
 from meshlora_ground.errors import UnsupportedError
 
 # Words in the name of an argument of decoder layers -> its dims of rows and of tokens.
-_TOKEN_DIMS = {"position_embeddings": (-3, -2), "position_ids": (-2, -1), "attention_scaling": (-4, -2)}
+_TOKEN_DIMS = {
+    "position_embeddings": (-3, -2),
+    "position_ids": (-2, -1),
+    "attention_scaling": (-4, -2),
+    "per_layer_input": (-3, -2),
+    "input_ids": (-2, -1),
+}
 
 
 def install_context(model: Any, plan: ModelPlan, context: ContextCut) -> None:
