@@ -313,6 +313,7 @@ CAUGHT_BY: dict[str, str] = {
     **{f"rl.{name}": _GENERATION for name in ("max_new_tokens", "temperature", "stop", "batch_size")},
     "rl.source": f"{_RL}::test_recorded_rollouts_give_one_adapter_and_that_of_transformers[tp=2,sp]",
     "rl.updates": f"{_RL}::test_a_generation_is_used_for_several_updates",
+    "rl.on_policy": ("tests/extra/test_rl_distillation.py::test_a_share_of_the_steps_has_the_completions_of_the_data"),
     "rl.publish_to": f"{_PUBLISH}::test_an_adapter_is_published_every_so_many_steps_and_at_the_end",
     "rl.publish_every": f"{_PUBLISH}::test_an_adapter_is_published_every_so_many_steps_and_at_the_end",
     "rl.adapter_name": f"{_PUBLISH}::test_an_engine_samples_with_the_adapter_of_the_step_before",

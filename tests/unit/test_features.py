@@ -48,7 +48,7 @@ def _recipe(*features: Feature, axes: str = "", **changes: Any) -> Recipe:
 
 def _objective(file: str, *features: Feature, **objective: Any) -> Recipe:
     only = {F.NO_ROLLOUTS} - {*features} if objective["kind"] not in ("policy", "grpo") else set()
-    every = {F.COMPARED, *features, *only} | ({F.NO_GRPO} if objective["kind"] != "grpo" else set())
+    every = {F.COMPARED, *features, *only} | ({F.NO_RL} if objective["kind"] != "grpo" else set())
     return Recipe(frozenset(every), {"train__objective": objective, "data__train": str(DATA / file)})
 
 
@@ -90,7 +90,7 @@ RECIPES: dict[str, Recipe] = {
     ),
     "reward": _objective("pairs.jsonl", F.PAIRS, F.OTHER_HEAD, kind="reward"),
     "rl": Recipe(
-        frozenset({F.COMPARED, F.NOTHING_ALONE, F.RL, F.MADE}),
+        frozenset({F.COMPARED, F.NOTHING_ALONE, F.OF_ROLLOUTS, F.RL, F.MADE}),
         {
             "train__objective": {"kind": "grpo"},
             "rl__rewards": [{"kind": "regex", "pattern": "a"}],
@@ -156,7 +156,7 @@ def _file(folder: Path, recipes: list[Recipe]) -> Path | None:
 
 def _features(recipes: list[Recipe]) -> frozenset[Feature]:
     found = frozenset[Feature]().union(*(recipe.features for recipe in recipes))
-    return found if F.COMPARED in found else found | {F.NO_GRPO, F.NO_ROLLOUTS}
+    return found if F.COMPARED in found else found | {F.NO_RL, F.NO_ROLLOUTS}
 
 
 def _rules(has: frozenset[Feature]) -> set[str]:

@@ -128,7 +128,12 @@ class Feature(Enum):
         _KIND,
     )
     BASE = "train.objective", lambda given: given.needs_base, "objectives with a frozen policy", _KIND
-    NO_GRPO = "train.objective", lambda given: given.kind != "grpo", "any objective but grpo", _KIND
+    NO_RL = (
+        "train.objective",
+        lambda given: given.kind not in ("grpo", "distill"),
+        "any objective but grpo and distill",
+        _KIND,
+    )
     NO_ROLLOUTS = "train.objective", lambda given: not given.is_of_rollouts, "objectives without rollouts", _KIND
     OF_ROLLOUTS = "train.objective", lambda given: given.is_of_rollouts, "objectives of rollouts", _KIND
     UNCORRECTED = (
@@ -144,6 +149,7 @@ class Feature(Enum):
         _KIND,
     )
     DISTILLED = "train.objective", lambda given: given.kind == "distill", "distill", _KIND
+    TAUGHT = "train.objective", lambda given: given.reader == "taught", "a recorded teacher", _KIND
     TEACHER = "train.objective", lambda given: getattr(given, "folder", None), "a teacher that is a model", _KIND
     IN_CONTEXT = "train.objective", lambda given: getattr(given, "context", None), "a teacher's context", _KIND
     REFERENCE = "reference", bool, "a reference that is an adapter", "{key}: {}"

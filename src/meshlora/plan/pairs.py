@@ -98,8 +98,12 @@ REFUSED: tuple[Refused, ...] = (
     _refused(F.RECORD, F.REPLAY)("what is replayed is recorded already", "give one"),
     _refused(F.LORA_PLUS, F.LORA_FA)("A is not trained: B alone has a rate", "leave out one of them"),
     # Rollouts, and data that come step by step.
-    _refused(F.RL, F.NO_GRPO)("it learns from rewards, compared within groups", "give objective: {kind: grpo}"),
-    _refused(F.RL, F.HELD_OUT)("a run of rl is watched by its rewards"),
+    _refused(F.RL, F.NO_RL)(
+        "it learns from rewards, compared within groups, or from a teacher", "give objective: {kind: grpo}, or distill"
+    ),
+    _refused(F.RL, F.TAUGHT)("a record says nothing of what is still to be generated", "give a teacher that runs"),
+    _refused(F.RL, F.IN_CONTEXT)("what is generated has no second row with the context", "leave out the context"),
+    _refused(F.RL, F.HELD_OUT, F.OF_ROLLOUTS)("a run of rl is watched by its rewards"),
     _refused(F.FOLLOWED, F.MADE)("it makes its rollouts"),
     _refused(F.TEMPERATURE, F.UNCORRECTED, F.MADE)(
         "what is trained is not what samples: that is to be corrected", "leave out one"
@@ -111,7 +115,7 @@ REFUSED: tuple[Refused, ...] = (
         "the adapter that samples is an older one: that is to be corrected", "leave out one"
     ),
     _refused(F.PUBLISHED, F.RECORDED)("nothing is generated", "use meshlora publish"),
-    _refused({F.FOLLOWED, F.RL}, F.NO_ROLLOUTS)(
+    _refused(F.FOLLOWED, F.NO_ROLLOUTS)(
         "a stream holds rollouts, which this objective does not read",
         "give an objective that trains on rollouts, or leave it out",
     ),
@@ -324,8 +328,9 @@ METHODS = frozenset(
     | {F.TRAINED_EMBEDDING, F.INVOKED, F.EVA, F.OF_LINEARS, F.ON_POSITIONS}
 )
 OBJECTIVES = frozenset(
-    {F.COMPARED, F.PAIRS, F.RECORDS, F.SEQUENCES, F.OTHER_HEAD, F.BASE, F.NO_GRPO, F.NO_ROLLOUTS, F.UNCORRECTED}
-    | {F.NOTHING_ALONE, F.OF_ROLLOUTS, F.OF_LABELS, F.REFERENCE, F.DISTILLED, F.TEACHER, F.IN_CONTEXT, F.TOP_ENTROPY}
+    {F.COMPARED, F.PAIRS, F.RECORDS, F.SEQUENCES, F.OTHER_HEAD, F.BASE, F.NO_RL, F.NO_ROLLOUTS, F.UNCORRECTED}
+    | {F.NOTHING_ALONE, F.OF_ROLLOUTS, F.OF_LABELS, F.REFERENCE, F.TOP_ENTROPY}
+    | {F.DISTILLED, F.TAUGHT, F.TEACHER, F.IN_CONTEXT}
 )
 READING = frozenset(
     {F.SEPARATOR, F.CATEGORIES, F.SKIPPED_EMPTY, F.SKIPPED_BAD, F.TOO_LONG, F.SPLIT, F.TRAIN_ON, F.APART}

@@ -49,6 +49,7 @@ READERS: Mapping[str, Callable[..., TokenizedDataset]] = {
     "streamed": read_streamed,
     "rollouts": read_rollouts,
     "rewarded": functools.partial(read_rollouts, is_rewarded=True),
+    "spoken": functools.partial(read_rollouts, is_taught=True),
     "pairs": read_preferences,
     "margins": read_margins,
     "feedback": read_feedback,

@@ -27,9 +27,10 @@ if TYPE_CHECKING:
 
 # Field names of a record (one number for all trained tokens, or a list) -> column, default (None: required).
 _ADVANTAGE = {("advantage", "advantages"): ("advantage", None)}
+_ENGINE = ("engine_log_probs",)
 _VALUES = {
     ("old_log_probs",): ("old_log_prob", math.nan),
-    ("engine_log_probs",): ("engine_log_prob", math.nan),
+    _ENGINE: ("engine_log_prob", math.nan),
     ("weight", "weights"): ("weight", 1.0),
 }
 _OF_TEXT = [each for each in RECORDS if each.name in ("messages", "prompt_completion", "text")]
@@ -55,6 +56,7 @@ def read_rollouts(
     format: str = "auto",
     say: Callable[[str], None] | None = None,
     is_rewarded: bool = False,
+    is_taught: bool = False,
     masks_truncated: bool = False,
     **options: Any,
 ) -> TokenizedDataset:
@@ -70,17 +72,16 @@ def read_rollouts(
     is_rewarded: rows have `reward`, a number, in place of advantages, and may have `group`, a text or whole number;
         without it the records of one prompt are a group. `targets` are then float32 `[num_sequences, 2]`: the reward,
         and how many sequences before this one the first of its group is.
+    is_taught: rows have neither, as a teacher says what they are worth; `engine_log_prob` is the only column.
     masks_truncated: there is a column `truncated`, too: 1 at trained tokens of a rollout whose record says so.
 
-    Raises:
-        UserError: malformed rows, the first five with file and line; groups that are all of one rollout; none says
-            whether it was truncated; as `read_rows` and `tokenize`.
+    Raises: UserError: malformed rows, the first five with file and line; groups that are all of one rollout; none says
+    whether it was truncated; as `read_rows` and `tokenize`.
     """
-    fields, asked = (REWARDED_FIELDS, "reward") if is_rewarded else (FIELDS, "advantage or advantages")
-    what = f"{{input_ids, is_trained}} or {{messages}} or {{prompt, completion}}, with {asked}"
+    fields, what = _known(is_rewarded, is_taught)
     known = [Format("rollouts", (), lambda row, origin: (origin, row, _record(row, origin)), fields)]
     rows = read_rows(source, known, Reading(columns, format, say))
-    values = _asked((row for _, row, _ in rows), is_rewarded, masks_truncated)
+    values = _asked((row for _, row, _ in rows), is_rewarded, masks_truncated, is_taught=is_taught)
     records = [record for _, _, record in rows if record is not None]
     # Without a processor images are refused.
     options |= {"max_length": max_length, "too_long": too_long, "vocab_size": vocab_size, "say": say, "processor": None}
@@ -107,7 +108,7 @@ def read_rollouts(
                 ids, trained = tokenized[number].input_ids, tokenized[number].is_trained
             own = _values(row, values, trained, is_cut=len(ids) == max_length and record is not None)
             graded = _graded(row, ids, trained) if is_rewarded else None
-            experts = _routed(row, len(ids))
+            experts = None if is_taught else _routed(row, len(ids))
             if not trained[1:max_length].any():
                 raise MalformedError(f"no trained token within max_length={max_length}")
         except MalformedError as reason:
@@ -124,8 +125,22 @@ def read_rollouts(
     return data
 
 
-def _asked(rows: Iterable[Mapping[str, Any]], is_rewarded: bool, masks_truncated: bool) -> dict[Any, Any]:
+def _known(is_rewarded: bool, is_taught: bool) -> tuple[tuple[str, ...], str]:
+    """(the fields of a row, in words what each must have)."""
+    what = "{input_ids, is_trained} or {messages} or {prompt, completion}"
+    if is_taught:
+        return _COMMON, what
+    if is_rewarded:
+        return REWARDED_FIELDS, f"{what}, with reward"
+    return FIELDS, f"{what}, with advantage or advantages"
+
+
+def _asked(
+    rows: Iterable[Mapping[str, Any]], is_rewarded: bool, masks_truncated: bool, *, is_taught: bool
+) -> dict[Any, Any]:
     """The values of rollouts, as `_VALUES`. Raises: UserError: no row says whether it was truncated."""
+    if is_taught:
+        return {_ENGINE: _VALUES[_ENGINE]}
     values: dict[Any, Any] = {**_VALUES} if is_rewarded else {**_ADVANTAGE, **_VALUES}
     if not masks_truncated:
         return values
@@ -137,6 +152,8 @@ def _asked(rows: Iterable[Mapping[str, Any]], is_rewarded: bool, masks_truncated
 
 def _idle(data: TokenizedDataset) -> str:
     """What makes every gradient of `data` 0; empty: nothing does."""
+    if "weight" not in data.columns:  # a teacher says something of every token
+        return ""
     if not data.columns["weight"].any():
         return "note: the weights of all rollouts are 0: nothing is learnt from them"
     if data.targets is None:

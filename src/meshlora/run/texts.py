@@ -30,11 +30,15 @@ from meshlora_ground.tasks import CAUSAL
 
 @dataclass(frozen=True)
 class Texts:
-    """How texts become tokens: `Texts(config.model, config.data, config.train.objective)`."""
+    """How texts become tokens: `Texts(config.model, config.data, config.train.objective)`.
+
+    reader: key of `READERS`; empty: as the objective says.
+    """
 
     model: ModelConfig
     data: DataConfig
     objective: Objective
+    reader: str = ""
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the run. Raises: UserError, as `tokenizer_with`."""
@@ -88,7 +92,7 @@ class Texts:
             if names_rows:
                 own["names_rows"] = True
         return functools.partial(
-            READERS["streamed" if data.streaming else self.objective.reader],
+            READERS["streamed" if data.streaming else self.reader or self.objective.reader],
             tokenizer=tokenizer,
             max_length=data.longest,
             vocab_size=model.get_text_config().vocab_size,

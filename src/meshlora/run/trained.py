@@ -168,7 +168,8 @@ class TrainedAdapter:
         config, stream = self.run.config, stream_of(self.run.config)
         if stream is None:
             return None
-        texts = Texts(config.model, config.data, config.train.objective)
+        reader = "" if self.objective.is_of_rollouts else "spoken"  # by the student of a teacher
+        texts = Texts(config.model, config.data, config.train.objective, reader)
         tokenizer, model = texts.tokenizer(), self.run.blueprint.config
 
         def read(file: str) -> TokenizedDataset:

@@ -31,12 +31,16 @@ from meshlora_ground.errors import UserError
 
 @dataclass(frozen=True)
 class Prompt:
-    """text: as the model reads it. ids: its tokens. fields: of its record, for rewards. origin: where it stands."""
+    """text: as the model reads it. ids: its tokens. fields: of its record, for rewards. origin: where it stands.
+
+    whole: with its completion, as a record of text; None if it has none.
+    """
 
     text: str
     ids: tuple[int, ...]
     fields: Mapping[str, Any]
     origin: str
+    whole: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,12 +64,13 @@ class Prompts:
 
 @dataclass(frozen=True)
 class _Asked:
-    """A row: what is asked as a text, or as a conversation; its other fields."""
+    """A row: what is asked as a text, or as a conversation; its other fields; whole: as in `Prompt`."""
 
     text: str | None
     record: Record | None
     fields: Mapping[str, Any]
     origin: str
+    whole: Mapping[str, Any] | None
 
 
 def read_prompts(
@@ -106,7 +111,7 @@ def read_prompts(
     )
     found = []
     for row, (text, ids) in zip(rows, encoded, strict=True):
-        found.append(Prompt(text, tuple(ids), row.fields, row.origin))
+        found.append(Prompt(text, tuple(ids), row.fields, row.origin, row.whole))
     most = data.longest - rl.max_new_tokens
     long = [prompt for prompt in found if len(prompt.ids) > most]
     if long and data.too_long != "drop":
@@ -118,6 +123,10 @@ def read_prompts(
     found = [prompt for prompt in found if len(prompt.ids) <= most]
     if not found:
         raise UserError(f"{data.train}", f"no prompt has at most {most} tokens", "raise data.max_length")
+    lacking = next((prompt for prompt in found if prompt.whole is None), None)
+    if rl.on_policy < 1 and lacking is not None:
+        rule = "it has no completion, and rl.on_policy below 1 trains on those of the data, too"
+        raise UserError(lacking.origin, rule, "give a field completion, or an answer in messages")
     has_chats = any(row.record is not None for row in rows)
     form = CONVERSATIONS if has_chats else TEXTS
     return Prompts(found, config.train.batch_size // rl.completions, config.train.seed, form)
@@ -125,13 +134,13 @@ def read_prompts(
 
 def _asked(name: str, row: dict[str, Any], origin: str) -> _Asked:
     asked, rest = row[name], {key: value for key, value in row.items() if key != name}
+    whole: dict[str, Any] | None = None
+    if name == "prompt" and rest.get("completion"):
+        whole = {name: asked, "completion": rest["completion"]}
     if name == "prompt" and isinstance(asked, str):
-        return _Asked(checked_text(asked, "prompt"), None, rest, origin)
-    return _conversation(asked, rest, origin)
-
-
-def _conversation(messages: Any, rest: dict[str, Any], origin: str) -> _Asked:
-    found, answer = open_conversation(messages, "prompt")
+        return _Asked(checked_text(asked, "prompt"), None, rest, origin, whole)
+    found, answer = open_conversation(asked, "prompt")
     if answer is not None:
+        whole = {"messages": asked}
         rest = {"answer": answer.get("content"), **rest}  # what is left out is what it is compared with
-    return _Asked(None, Record(messages=found, origin=origin), rest, origin)
+    return _Asked(None, Record(messages=found, origin=origin), rest, origin, whole)

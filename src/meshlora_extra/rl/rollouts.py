@@ -79,8 +79,13 @@ class Rollouts:
             raise UserError(f"{stream.file(step)}", rule, way_out)
         if self.publish is not None and self.publish.steps is None:  # this process has not yet
             self.publish(step - 1)
+        chosen = self.prompts.of_round(number)
+        if share_of(self.one.run.config.train.seed, step) >= self.config.on_policy:
+            if self.rewards is not None:
+                stream.write(step, [{**(prompt.whole or {}), "origin": prompt.origin} for prompt in chosen])
+            return
         asked: list[Prompt] = []
-        for prompt in self.prompts.of_round(number):
+        for prompt in chosen:
             asked += [prompt] * self.config.completions
         records: list[dict[str, Any]] = []
         with self.one.reporter.doing("rollouts"):
@@ -88,12 +93,16 @@ class Rollouts:
             if self.rewards is not None:
                 records = self._records(asked, said, step)
         old: list[list[float]] = []
-        if self.config.updates > 1:  # all ranks, as it is collective
+        needs_old = self.config.updates > 1 and self.one.objective.is_of_rollouts
+        if needs_old:  # all ranks, as it is collective
             pairs = [(prompt.ids, each.tokens) for prompt, each in zip(asked, said, strict=True)]
             old = trainer_log_probs(self.one, pairs)
         if self.rewards is not None:
+            later_ones = records
+            if needs_old:
+                later_ones = [each | {"old_log_probs": own} for each, own in zip(records, old, strict=True)]
             for other in range(step + 1, step + self.config.updates):
-                stream.write(other, [each | {"old_log_probs": own} for each, own in zip(records, old, strict=True)])
+                stream.write(other, later_ones)
             stream.write(step, records)  # last: whoever finds it finds the others
 
     def _records(self, asked: Sequence[Prompt], said: Sequence[Continuation], step: int) -> list[dict[str, Any]]:
@@ -114,14 +123,15 @@ class Rollouts:
             record: dict[str, Any] = {
                 "input_ids": [*prompt.ids, *each.tokens],
                 "is_trained": [0] * len(prompt.ids) + [1] * len(each.tokens),
-                "reward": score.total,
-                "group": place // self.config.completions,
                 "engine_log_probs": each.log_probs,
                 "truncated": each.is_truncated,
             }
             if each.routed_experts is not None:
                 record["routed_experts"] = each.routed_experts
-            record |= {"said": text, "parts": dict(score.parts)}
+            record["said"] = text
+            if self.config.rewards:
+                group = place // self.config.completions
+                record |= {"reward": score.total, "group": group, "parts": dict(score.parts)}
             if score.failed:
                 record[FAILED] = list(score.failed)
             records.append(record | {"origin": prompt.origin, "adapter_steps": adapter_steps})
@@ -129,10 +139,13 @@ class Rollouts:
 
     def _tell(self, step: int, scored: Sequence[Scored], said: Sequence[Continuation]) -> None:
         """One line about a generation. A group of equal rewards teaches nothing."""
+        length = sum(len(each.tokens) for each in said) / len(said)
+        if not self.config.rewards:
+            self.one.reporter.say(f"rollouts of step {step}: {len(said)} completions, {length:.1f} tokens each")
+            return
         totals = torch.tensor([each.total for each in scored], dtype=torch.float64)
         groups = totals.view(-1, self.config.completions)
         num_of_use = int((groups != groups[:, :1]).any(1).sum())  # advantages of equal rewards are 0
-        length = sum(len(each.tokens) for each in said) / len(said)
         self.one.reporter.say(
             f"rollouts of step {step}: reward {totals.mean():.3f} ± {totals.std():.3f}, which differs within "
             f"{num_of_use} of {len(groups)} groups; {length:.1f} tokens each"
@@ -152,10 +165,13 @@ class Rollouts:
             self.publish(step)
         if (step - 1) % self.config.updates:  # later updates are off policy, and may differ
             return
-        if math.isnan(means["ratio"]):  # the step was left out
+        if math.isnan(means.get("ratio", means.get("divergence", 0.0))):  # the step was left out
             return
-        rounding = 0.0 if self.one.objective.per == "token" else _ROUNDING
-        assert abs(means["ratio"] - 1.0) <= rounding, f"step {step}: the first ratio is {means['ratio']!r}"
+        if self.one.objective.is_of_rollouts:
+            rounding = 0.0 if self.one.objective.per == "token" else _ROUNDING
+            assert abs(means["ratio"] - 1.0) <= rounding, f"step {step}: the first ratio is {means['ratio']!r}"
+        elif "engine_gap" not in means:  # completions of the data
+            return
         most = _LARGEST_GAP.get(self.one.model.dtype)
         is_same = self.config.is_own and self.config.temperature == 1.0
         if is_same and most is not None and not means["engine_gap"] <= most:
@@ -253,6 +269,11 @@ class OwnGenerator:
 def seed_of(seed: int, step: int) -> int:
     """The seed of a step's generation: far from those of other steps, from which batches count on."""
     return int.from_bytes(hashlib.sha256(f"rollouts {seed} {step}".encode()).digest()[:7], "big")
+
+
+def share_of(seed: int, step: int) -> float:
+    """A number in [0, 1) that says whether a step is on policy: the same on all ranks, and when a run goes on."""
+    return int.from_bytes(hashlib.sha256(f"on policy {seed} {step}".encode()).digest()[:7], "big") / 2**56
 
 
 @torch.no_grad()

@@ -85,11 +85,13 @@ def describe(run: Prepared, prompts: Prompts | None, console: Console) -> None:
     if prompts is None:
         console.say(f"rollouts: recorded in {rl.source}")
         return
-    each = ", ".join(f"{one.kind} x {one.weight:g}" for one in rl.rewards)
+    worth = "a teacher says what they are worth"
+    if rl.rewards:
+        worth = "rewards: " + ", ".join(f"{one.kind} x {one.weight:g}" for one in rl.rewards)
     source = rl.source
     if rl.is_own:
         source = "this model"
     console.say(
         f"rollouts: {len(prompts.prompts):,} prompts, {prompts.per_step} a step with {rl.completions} completions "
-        f"each, from {source}; rewards: {each}"
+        f"each, from {source}; {worth}"
     )

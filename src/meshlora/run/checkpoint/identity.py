@@ -78,6 +78,8 @@ def identity(
         found["model.kernels"] = kernels
     if config.rl is not None:
         own = {name: value for name, value in dataclasses.asdict(config.rl).items() if name not in _FREE_OF_RL}
+        if own["on_policy"] == 1:  # as all were before there was another
+            del own["on_policy"]
         found["rl"] = json.dumps(own, sort_keys=True)
     if config.adapter is None:
         found["lora"] = json.dumps(config.lora, sort_keys=True)

@@ -133,8 +133,10 @@ class RlConfig:
     """How the rollouts of a run are made. Prompts are `data.train`; a step has `train.batch_size` completions.
 
     Attributes:
-        rewards: what a completion is worth: their weighted sum.
+        rewards: what a completion is worth: their weighted sum. None where a teacher says it.
         completions: of each prompt of a step, a group.
+        on_policy: the share of steps whose completions are generated, of a run with a teacher; in the others they are
+            those of the data.
         max_new_tokens: maximum tokens of a completion. temperature: divides the logits. stop: texts that end a
             completion. batch_size: completions at once, on each replica.
         source: own: the model generates, on the mesh that trains it; a URL: of an engine that serves the adapter
@@ -145,7 +147,7 @@ class RlConfig:
         adapter_name: of the adapter in the engine.
     """
 
-    rewards: list[Reward]
+    rewards: list[Reward] = field(default_factory=list)
     completions: int = number(8, "at least 1", most=10**4)
     max_new_tokens: int = number(64, "at least 1", most=10**8)
     temperature: float = number(1.0, "above 0", most=1e6)
@@ -153,14 +155,13 @@ class RlConfig:
     batch_size: int = number(16, "at least 1", most=10**6)
     source: str = "own"
     updates: int = number(1, "at least 1", most=1000)
+    on_policy: float = number(1.0, "in [0, 1]")
     publish_to: str | None = None
     publish_every: int = number(1, "at least 1", most=10**9)
     adapter_name: str = "meshlora"
 
     def __post_init__(self) -> None:
         check_numbers("rl", self)
-        require(bool(self.rewards), "rl.rewards", [], "one or more")
-        require(self.completions >= 2, "rl.completions", self.completions, "at least 2: those of a prompt are compared")
         require(all(self.stop), "rl.stop", self.stop, "of texts that are not empty")
         check_path("rl.publish_to", self.publish_to or "")
         require(bool(self.adapter_name.strip()), "rl.adapter_name", repr(self.adapter_name), "a name")

@@ -630,6 +630,17 @@ class RunConfig:
     def _check_rl(self, rl: RlConfig) -> None:
         """Refuse what does not go with rollouts that the run makes."""
         train = self.train
+        if train.objective.is_of_rollouts:
+            require(bool(rl.rewards), "rl.rewards", [], "one or more")
+            require(rl.completions >= 2, "rl.completions", rl.completions, "at least 2: those of a prompt are compared")
+            require(rl.on_policy == 1, "rl.on_policy", rl.on_policy, "1: the data hold no rewards")
+        elif rl.rewards:
+            given = f"rl.rewards with train.objective={train.objective.kind}"
+            raise UserError(given, "the teacher alone says what a completion is worth", "leave out rl.rewards")
+        if rl.on_policy < 1 and (rl.completions > 1 or rl.updates > 1 or not rl.is_own):
+            given = f"rl.on_policy={rl.on_policy:g}"
+            rule = "a prompt has one completion in the data, which is trained on in one step"
+            raise UserError(given, rule, "give completions: 1, and neither updates nor source")
         if train.batch_size % rl.completions:
             given = f"train.batch_size={train.batch_size} with rl.completions={rl.completions}"
             raise UserError(given, "a step has whole groups", f"use a multiple of {rl.completions}")

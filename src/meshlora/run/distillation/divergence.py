@@ -96,15 +96,17 @@ class DivergenceLoss(_OverVocabulary):
 
     Attributes:
         objective: which divergence. teacher: of all trained tokens. found: gets (divergence, -log p) `[N]` of them.
+        tells: whether -log p is wanted where the loss has no part in it.
     """
 
     objective: Distill
     teacher: Hidden | Likeliest
+    tells: bool = False
     found: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def of(cls, axis: Axis, vocab: int, dtype: torch.dtype, *given: Any) -> DivergenceLoss:
-        """given: objective, teacher."""
+        """given: objective, teacher, tells."""
         return cls(axis, vocab, 0.0, dtype, *given)
 
     def targets(self, labels: Tensor, num_local: int) -> Any:
@@ -129,7 +131,7 @@ class DivergenceLoss(_OverVocabulary):
         else:
             sums[0] = self._of_likeliest(teacher, log_q, gradient)
         gradient.div_(temperature)
-        if self.objective.cross_entropy:
+        if self.tells or self.objective.cross_entropy:
             of_labels, more = sums.new_zeros(sums.shape), torch.empty_like(gradient)
             ChunkLoss.__call__(self, logits, labels, more, of_labels)
             sums[1] = ChunkLoss.losses(self, of_labels)

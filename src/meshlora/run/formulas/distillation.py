@@ -11,6 +11,7 @@ from meshlora.layers.head_loss import Chunks, CrossEntropy
 from meshlora.run.distillation.divergence import DivergenceLoss, Hidden
 from meshlora.run.distillation.teachers import InContext, recorded, rows_and_head
 from meshlora.run.formulas.seen import Sums
+from meshlora.run.mismatch import LARGEST, largest_gap, mismatch_sums
 from meshlora.train.batch import Batch
 from meshlora.train.losses import to_head
 from meshlora_ground.float64 import wide_dtype
@@ -30,11 +31,21 @@ def distilled(objective: Distill, model: Any, batch: Batch, teacher: Hidden | In
         teacher = teacher.of(batch, trained)
     says = recorded(objective, batch, trained) if teacher is None else teacher
     axis, parameters = options["axis"], options["parameters"]
-    loss = DivergenceLoss.of(axis, options["vocab"], wide_dtype(hidden.dtype), objective, says)
+    engine = None
+    if "engine_log_prob" in batch.columns:  # the student's own words, as it said them
+        engine = batch.held(batch.columns["engine_log_prob"]).flatten()[trained]
+    wide = wide_dtype(hidden.dtype)
+    loss = DivergenceLoss.of(axis, options["vocab"], wide, objective, says, engine is not None)
     chunks = Chunks.of(hidden, head, batch.own_labels.flatten(), trained, loss)
     total = CrossEntropy.apply(hidden, chunks, None, torch.is_grad_enabled(), *parameters)
     divergence, nll = loss.found
     values = {"divergence": divergence.sum()}
     if objective.cross_entropy:
         values["nll"] = nll.sum()
+    if engine is not None:
+        own, sampled = -nll.detach(), engine.to(wide)
+        sums = mismatch_sums(own, sampled, torch.zeros_like(own, dtype=torch.bool))
+        values |= {name: value.sum() for name, value in sums.items()}
+        gaps = largest_gap(own, sampled)
+        values[LARGEST] = gaps.amax() if len(gaps) else gaps.sum()
     return total, values
