@@ -228,6 +228,7 @@ def accumulate(
             each = contrast(objective, torch.cat(texts), batches[0].each)
         number, sums = len(each), [each.sum()]
         sums[0].backward()
+    number = number or 1  # all rollouts of the step are masked: of loss 0
     aux = None
     if routed is not None:  # computed over all micro-batches together, so one backward for all
         with lift(next(model.parameters()).dtype == torch.float64):

@@ -45,11 +45,12 @@ class StepResult:
 class StepSums:
     """Statistics of a step of K adapters, summed over this rank's micro-batches.
 
-    names: of the adapters, if there are several.
+    names: of the adapters, if there are several. may_be_empty: a step may have no token that is trained, as all of its
+    rollouts are masked: its loss is 0, as in TRL.
     """
 
-    def __init__(self, mesh: Mesh, names: Sequence[str]) -> None:
-        self._mesh, self._names = mesh, names
+    def __init__(self, mesh: Mesh, names: Sequence[str], *, may_be_empty: bool = False) -> None:
+        self._mesh, self._names, self._may_be_empty = mesh, names, may_be_empty
         self._tokens, self.counts = [0] * len(names), [0] * len(names)
         self._sums: dict[str, list[Any]] = {}
         self._largest: list[Tensor] = []  # of each adapter, if the objective reports it
@@ -90,7 +91,7 @@ class StepSums:
         own = [*tokens_here, *(value for of_each in self._sums.values() for value in of_each)]
         filled = [v if isinstance(v, Tensor) else torch.full((), v, dtype=torch.float64, device=device) for v in own]
         summed = all_reduce_sum(torch.stack(filled), self._mesh.losses).view(-1, number)
-        tokens, means = summed[:1], summed[1:] / totals  # the loss comes first
+        tokens, means = summed[:1], summed[1:] / totals.clamp(min=1)  # the loss comes first
         is_broken = (means[0] + norms) * 0 != 0  # 0 times infinity is NaN, as is 0 times NaN
         said = torch.tensor([is_asked, *(path in taken for path in TAKEN)], dtype=torch.float64, device="cpu")
         of_rank = to_device(said, device).unsqueeze(1).expand(-1, number)
@@ -109,7 +110,8 @@ class StepSums:
             num_spiked = 0 if limits is None else numbers.pop(0)
             num_asked = numbers.pop(0)
             num_slow, (norm, count, num_tokens, *of_loss) = numbers[: len(TAKEN)], numbers[len(TAKEN) :]
-            check_total(int(count), name)
+            if not self._may_be_empty:
+                check_total(int(count), name)
             named = dict(zip([*self._sums, *([LARGEST] if self._largest else [])], of_loss, strict=True))
             loss = named.pop("loss")
             slow = tuple(path for path, num_ranks in zip(TAKEN, num_slow, strict=True) if num_ranks)

@@ -183,7 +183,8 @@ class Trainer:
                     factor.parameter.requires_grad_(False)
         for one in adapters:
             one.optimizer.zero_grad(set_to_none=True)  # none, not zeros: unreached factors then show as such
-        sums = StepSums(self.mesh, [one.name for one in adapters])
+        may_be_empty = any(getattr(one.objective, "mask_truncated", False) for one in adapters)
+        sums = StepSums(self.mesh, [one.name for one in adapters], may_be_empty=may_be_empty)
         steps = [one.step_data for one in adapters]
         batches = self._micro_batches(steps)
         for one, (data, indices) in zip(adapters, steps, strict=True):
