@@ -40,7 +40,16 @@ def write_twin(config: PretrainedConfig, folder: Path, *, dtype: torch.dtype, se
             for tensor in tensors:
                 tensor.add_(torch.randn_like(tensor), alpha=0.05)
                 tensor.data = tensor.to(dtype)  # not all of the model: complex numbers of Llama 4 would become real
+            _fill_tables(model)
     model.save_pretrained(folder)
+
+
+def _fill_tables(model: Any) -> None:
+    """Give each token experts of its own, all different, in tables that transformers leaves at zero (deepseek_v4)."""
+    for module in model.modules():
+        if isinstance(table := getattr(module, "tid2eid", None), Tensor):
+            orders = torch.rand(len(table), module.num_experts).argsort(-1)
+            table.copy_(orders[:, : table.shape[1]])
 
 
 def write_adapter(

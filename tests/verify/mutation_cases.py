@@ -215,6 +215,15 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "mixer_channels_of_another_piece": ("forward", f"{_DELTA_NET}.out_proj", ""),
         },
     ),
+    "several residual streams, and groups of heads": (
+        {"family": "deepseek_v4", "topologies": ("tp=2,sp",)},
+        {
+            "streams_reversed_after_the_layers": ("forward", "model.layers.2", ""),
+            "ids_of_the_token_before": ("forward", "model.layers.0.mlp.experts", ""),
+            "output_groups_of_another_rank": ("forward", f"{FIRST_ATTENTION}.o_a_proj", ""),
+            "sinks_of_another_rank": ("forward", f"{FIRST_ATTENTION}.o_a_proj", ""),
+        },
+    ),
     "a state-space mixer whose only group all ranks share": (
         {"family": "bamba", "topologies": ("tp=2",), "lora": _ALL},
         {

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from transformers import PreTrainedModel
@@ -100,6 +101,8 @@ def _whole_linears(model: nn.Module, experts: Mapping[str, ExpertsRule]) -> dict
             continue
         if isinstance(module, NonDynamicallyQuantizableLinear):
             continue  # inside nn.MultiheadAttention, which reads its weight and never calls it
+        if not _is_product(module):
+            continue  # a block-diagonal product (deepseek_v4), say: neither PEFT nor `ParallelLinear` computes it
         sizes, has_bias = _features(module), module.bias is not None
         found[name] = LinearRule(name, Split.WHOLE, *sizes, has_bias, is_transposed=isinstance(module, Conv1D))
     return found
@@ -330,10 +333,16 @@ class _Planner:
     def _split_parameter(self, name: str, dim: int, heads: Heads | None) -> None:
         parent, _, leaf = name.rpartition(".")
         try:
-            parameter = getattr(self.model.get_submodule(parent), leaf, None)
+            owner = self.model.get_submodule(parent)
         except AttributeError:  # not in this layer, or not with these options
             return
-        if parameter is not None:
+        parameter = getattr(owner, leaf, None)
+        if parameter is not None and leaf == "weight" and (groups := getattr(owner, "n_groups", 0)):
+            # Of a grouped linear: each group of rows reads its own group of heads.
+            layout = Layout.plain(groups, parameter.shape[dim] // groups)
+            self.parameters[name] = ParameterRule(dim, layout)
+            self._limit(layout, None, f"n_groups={groups} of {name}")
+        elif parameter is not None:
             layout = parameter_layout(name.removeprefix(f"{self.layers_name}."), parameter.shape[dim], heads)
             self.parameters[name] = ParameterRule(dim, layout)
             self._limit(layout, heads, name)
@@ -418,6 +427,19 @@ def _positions(model: Any) -> tuple[str, ...]:
 def _returns_choice(router: nn.Module) -> bool:
     """Whether a router is a linear by inheritance only: its forward returns a choice of experts, not a product."""
     return type(router).forward is not nn.Linear.forward
+
+
+def _is_product(linear: nn.Linear | Conv1D) -> bool:
+    """Whether a linear, whose class may have its own forward, maps `[T, in]` to `[T, out]`."""
+    if type(linear).forward in (nn.Linear.forward, Conv1D.forward):
+        return True
+    sizes = _features(linear)
+    try:
+        with torch.no_grad():
+            found = linear(torch.empty(3, sizes[0], dtype=linear.weight.dtype, device=linear.weight.device))
+    except RuntimeError:  # the shapes do not go together
+        return False
+    return isinstance(found, Tensor) and found.shape == (3, sizes[1])
 
 
 def _numbers_tokens(module: nn.Module) -> bool:

@@ -261,6 +261,10 @@ class Feature(enum.StrEnum):
     SLICED = "sliced", _model(lambda m: any(r.sliced for r in m.plan.regions) and getattr(m.config, "alibi", True))
     WIDE_NORM = "wide_norm", _model(lambda m: m.plan.wide_norms)  # over a width that is split
     MIXER = "mixer", _model(lambda m: any(name.endswith(".A_log") for name in m.plan.parameters))  # has heads
+    STREAMS = "streams", _model(lambda m: (getattr(m.text, "hc_mult", 1) or 1) > 1)  # several residual ones
+    HASH_ROUTER = "hash_router", _model(lambda m: "hash_moe" in (getattr(m.text, "mlp_layer_types", None) or ()))
+    GROUPED_OUTPUT = "grouped_output", _model(lambda m: any(n.endswith(".o_a_proj.weight") for n in m.plan.parameters))
+    SINKS = "sinks", _model(lambda m: any(name.endswith(".sinks") for name in m.plan.parameters))  # of heads
     # After a gate.
     GATED_NORM = "gated_norm", _model(lambda m: any(n.pieces[0].name == "x" for n in m.plan.wide_norms.values()))
     PADDED_VOCABULARY = "padded_vocabulary", _model(lambda m: m.is_padded)

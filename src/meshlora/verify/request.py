@@ -101,10 +101,10 @@ _ANSWERS = (
     "rollouts",
     "rewarded",
 )  # whose records are a prompt and an answer, of a token each
-# Linears that the default adapter excludes: those that only select and so get no gradient, and those of state-space
-# mixers that PEFT refuses, or whose weight the model reads.
+# Linears that the default adapter excludes: those of state-space mixers that PEFT refuses, or whose weight the model
+# reads.
 _LEFT_OUT = re.compile(
-    r"\.indexer\.|^(falcon_mamba|jamba|mamba)\..*\.dt_proj$"
+    r"^(falcon_mamba|jamba|mamba)\..*\.dt_proj$"
     r"|^(falcon_h1|falcon_mamba|mamba|mamba2|nemotron_h)\..*\.out_proj$"
 )
 

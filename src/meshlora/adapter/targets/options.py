@@ -197,6 +197,11 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(pattern)
 
 
+def only_chooses(module: str) -> bool:
+    """Whether `module` is of an indexer, which only chooses what an attention sees: no gradient comes back."""
+    return ".indexer." in module
+
+
 def is_open(plan: ModelPlan, config: LoraConfig, module: str) -> bool:
     """Whether `config` may put an adapter on `module`: it is of the text part, named in full, or opened by `vision`."""
     vision, given = getattr(config, "vision", False), config.target_modules

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from peft import LoraConfig
 from peft.tuners.tuners_utils import check_target_module_exists
 from peft.utils import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
@@ -21,6 +22,7 @@ from meshlora.adapter.targets.options import (
     check_patterns,
     check_values,
     is_open,
+    only_chooses,
     rank_and_scaling,
     shown,
     suffixes,
@@ -154,6 +156,7 @@ def resolve_targets(model: Any, plan: ModelPlan, config: LoraConfig, *, strict: 
     matched = [name for name in names if check_target_module_exists(config, name)]
     if strict:  # a file's keys decide
         matched = [name for name in matched if is_open(plan, config, name)]
+        _check_gradients(matched)
     for name in matched:
         _check_module(model, plan, config, name)
     by_weight: list[str] = []
@@ -191,6 +194,8 @@ def _check_module(model: Any, plan: ModelPlan, config: LoraConfig, name: str) ->
     if name not in plan.linears and name not in plan.tables:
         kind = type(model.get_submodule(name)).__name__
         rule = f"LoRA on {kind} is not supported"
+        if isinstance(model.get_submodule(name), torch.nn.Linear):
+            rule += ": it computes no x W^T, to which PEFT could add"
         raise UnsupportedError(f"target_modules matches {name}", rule, "target linear layers")
     try:
         refuse_mamba_targets(config, model, leaf := name.rpartition(".")[2])
@@ -204,6 +209,16 @@ def _check_module(model: Any, plan: ModelPlan, config: LoraConfig, name: str) ->
     if name in plan.tables:
         asked["an adapter on the embedding"] = name
     check(asked)
+
+
+def _check_gradients(matched: list[str]) -> None:
+    """Refuse targets that would stay as they are; "all-linear" leaves them out."""
+    for name in matched:
+        if only_chooses(name):
+            rule = "an indexer only chooses what attention sees, by top-k: no gradient reaches it"
+            leaf = name.rpartition(".indexer.")[2]
+            way_out = f"name it in exclude_modules: [indexer.{leaf}]"
+            raise UserError(f"target_modules matches {name}", rule, way_out)
 
 
 def _no_match(config: LoraConfig, plan: ModelPlan) -> UserError:
@@ -267,11 +282,12 @@ def _check_size(targets: Mapping[str, Target]) -> None:
 def _explicit_targets(model: Any, plan: ModelPlan, config: LoraConfig) -> set[str] | str:
     """`target_modules` with its shorthands expanded."""
     given = config.target_modules
-    if given == "all-linear":  # routers are frozen unless named
+    if given == "all-linear":  # routers are frozen unless named, and indexers get no gradient
         output = model.get_output_embeddings()
         # By the module, not `plan.head`, which is "" of a head that is no linear.
         heads = {name for name, module in model.named_modules() if module is output}
         names = plan.linears.keys() - heads - plan.routers
+        names = {name for name in names if not only_chooses(name)}
         return {name for name in names if is_open(plan, config, name) and not plan.is_of_head(name)}
     if isinstance(given, str):
         return given

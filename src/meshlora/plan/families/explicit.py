@@ -46,6 +46,17 @@ _GRANITE_MOE = FamilyPlan({**_ATTENTION, **fused_mlp("shared_mlp", "input_linear
 _LATENT_MOE = FamilyPlan({**_LATENT, **_DENSE, **_SHARED})
 
 
+# Its heads are in groups, each with a projection out of its own, that many heads' outputs to `o_lora_rank`.
+_DEEPSEEK_V4 = FamilyPlan(
+    {"self_attn.q_b_proj": COLUMN, "self_attn.o_b_proj": ROW, **_SHARED},
+    local={"self_attn": ("config.o_groups",), "self_attn.o_a_proj": ("n_groups",)},
+    parameters={"self_attn.sinks": 0, "self_attn.o_a_proj.weight": 0},
+    whole=("self_attn.compressor.position_bias", "self_attn.compressor.indexer.position_bias"),
+    token_wise=("attn_hc", "ffn_hc"),
+    after=("hc_head",),
+)
+
+
 def _gpt_bigcode(config: Any) -> FamilyPlan:
     leaf, local = _PER_HEAD, tuple[str, ...]()
     if config.multi_query:  # one key/value head behind all query heads; its code splits by the width
@@ -107,6 +118,7 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     "ctrl": FamilyPlan(
         {**separate("multi_head_attention", names="Wq Wk Wv", out="dense"), "ffn.0": COLUMN, "ffn.2": ROW}
     ),
+    "deepseek_v4": _DEEPSEEK_V4,
     "diffllama": FamilyPlan(
         # Head i is paired with head i + heads/2, so each half is split separately.
         {

@@ -34,7 +34,7 @@ def _seen_as(mesh: Any, rank: int) -> Any:
     return SimpleNamespace(tp=dataclasses.replace(mesh.tp, rank=rank), device=mesh.device)  # all that readers ask
 
 
-def _next_rank(mesh: Any) -> Any:
+def next_rank(mesh: Any) -> Any:
     """A mesh that reports the next tp rank."""
     return _seen_as(mesh, (mesh.tp.rank + 1) % mesh.tp.size)
 
@@ -136,7 +136,7 @@ def wide_norm_weight_of_rank_0(original: Any, name: str, placement: Placement, s
 def mixer_decay_of_the_neighbour(original: Any, name: str, placement: Placement, source: Any, mesh: Any) -> Any:
     """a rank has the decay and the step of its own heads of a mixer"""
     is_it = _is_split(placement) and name.endswith((".A_log", ".dt_bias"))
-    return original(name, placement, source, _next_rank(mesh) if is_it else mesh)
+    return original(name, placement, source, next_rank(mesh) if is_it else mesh)
 
 
 @around(weights, "_read_local", needs={Feature.TP, Feature.MIXER})
@@ -145,7 +145,7 @@ def mixer_values_of_the_neighbour(original: Any, name: str, placement: Placement
     found, layout = original(name, placement, source, mesh), placement.layout
     if layout is None or "in_proj" not in name:
         return found
-    other = original(name, placement, source, _next_rank(mesh))
+    other = original(name, placement, source, next_rank(mesh))
     for piece in {"v", "x"} & {piece.name for piece in layout.pieces}:
         rows = layout.piece_rows(piece, rank=mesh.tp.rank, size=mesh.tp.size)
         found = found.index_copy(0, rows, other[rows])

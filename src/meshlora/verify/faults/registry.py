@@ -35,6 +35,7 @@ from meshlora.verify.faults import (
     of_shards,
     of_stages,
     of_starts,
+    of_streams,
     of_vocabulary,
 )
 from meshlora.verify.faults.fault import Mutation
@@ -59,7 +60,7 @@ def find(name: str) -> Mutation:
 _THEMES = [of_borders, of_context, of_shards, of_stages, of_vocabulary, of_gradients, of_batches, of_images]
 _THEMES += [of_adapters, of_files, of_optimizer, of_dropout, of_noise, of_experts, of_objectives, of_ring]
 _THEMES += [of_policies, of_preferences, of_rewards, of_distillation]
-_THEMES += [of_runs, of_kernels, of_recompute, of_float8, of_invoked, of_starts]
+_THEMES += [of_runs, of_kernels, of_recompute, of_float8, of_invoked, of_starts, of_streams]
 MUTATIONS = dict[str, Mutation]()
 for _theme in _THEMES:
     for _fault in vars(_theme).values():

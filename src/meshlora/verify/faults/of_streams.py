@@ -1,0 +1,38 @@
+"""Faults of models with several residual streams, and of what their attentions and routers read beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from meshlora.layers.adapted import Placement
+from meshlora.model import weights
+from meshlora.model.regions import TokenCut
+from meshlora.verify.faults.fault import after, around
+from meshlora.verify.faults.of_shards import next_rank
+from meshlora.verify.features import Feature
+
+
+@after(TokenCut, "whole", needs={Feature.SP, Feature.STREAMS})
+def streams_reversed_after_the_layers(found: Tensor, self: TokenCut, x: Tensor, **_: Any) -> Tensor:
+    """residual streams keep their order where tokens are gathered"""
+    return found.flip(2) if found.ndim > 3 else found
+
+
+@around(TokenCut, "cut", needs={Feature.SP, Feature.HASH_ROUTER})
+def ids_of_the_token_before(original: Any, self: TokenCut, x: Tensor) -> Any:
+    """a router that chooses by ids has those of its rank's tokens"""
+    return original(self, x if x.is_floating_point() else x.roll(1, 1))
+
+
+@around(weights, "_read_local", needs={Feature.TP, Feature.GROUPED_OUTPUT})
+def output_groups_of_another_rank(original: Any, name: str, placement: Placement, source: Any, mesh: Any) -> Any:
+    """a rank projects its groups of heads by the rows of these groups"""
+    return original(name, placement, source, next_rank(mesh) if name.endswith(".o_a_proj.weight") else mesh)
+
+
+@around(weights, "_read_local", needs={Feature.TP, Feature.SINKS})
+def sinks_of_another_rank(original: Any, name: str, placement: Placement, source: Any, mesh: Any) -> Any:
+    """a rank has the attention sinks of its own heads"""
+    return original(name, placement, source, next_rank(mesh) if name.endswith(".sinks") else mesh)

@@ -1,0 +1,112 @@
+"""Models with several residual streams, grouped projections out of attention, indexers, and routers that look at ids."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from meshlora.adapter.targets.resolve import resolve_targets
+from meshlora.model.weights import CheckpointSource, check_checkpoint, extra_weights
+from meshlora.plan.derive import plan_model
+from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.topology import Topology
+from meshlora_judge.inputs import write_twin
+from meshlora_judge.twin import twin_config
+from tests.blueprints import build_meta
+from tests.unit.test_expert_weights import FILE
+
+TP = Topology(tp=2, sp=True)
+ATTENTION = "model.layers.1.self_attn"
+INDEXER = f"{ATTENTION}.compressor.indexer"
+
+
+def _model(family: str = "deepseek_v4") -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(twin_config(family), experts_implementation="eager")
+
+
+def test_heads_are_split_by_groups_and_an_indexer_with_as_many_heads_stays_whole() -> None:
+    model = _model()
+    attention = model.get_submodule(ATTENTION)
+    assert model.get_submodule(INDEXER).num_heads == attention.num_heads == 8  # what the test is about
+    plan = plan_model(model, TP)
+    region = next(region for region in plan.regions if region.name == ATTENTION)
+    assert region.is_split
+    assert region.local == {
+        ATTENTION: {"num_heads": 4, "num_key_value_groups": 4, "config.o_groups": attention.config.o_groups // 2},
+        f"{ATTENTION}.o_a_proj": {"n_groups": attention.config.o_groups // 2},
+    }
+    assert f"{ATTENTION}.o_a_proj" not in plan.linears  # it computes no x W^T
+    with pytest.raises(UserError, match=r"tp must divide n_groups=4 of .*o_a_proj.weight; use tp in \{1, 2, 4\}"):
+        plan_model(model, Topology(tp=8))
+
+
+def test_a_linear_with_a_forward_of_its_own_is_one_if_it_maps_as_linears_do() -> None:
+    class Otherwise(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return input @ self.weight.T
+
+    model = _model("llama")
+    mlp = model.model.layers[0].mlp
+    mlp.up_proj = Otherwise(mlp.up_proj.in_features, mlp.up_proj.out_features, bias=False, device="meta")
+    assert "model.layers.0.mlp.up_proj" in plan_model(model, TP).linears
+
+
+def test_all_linears_are_those_that_an_adapter_can_train() -> None:
+    model = _model()
+    plan = plan_model(model, TP)
+    found = resolve_targets(model, plan, LoraConfig(r=4, target_modules="all-linear"))
+    assert f"{ATTENTION}.compressor.kv_proj" in found
+    assert not [name for name in found if "indexer" in name or "o_a_proj" in name]
+    with pytest.raises(UnsupportedError, match=r"o_a_proj: LoRA on DeepseekV4GroupedLinear .* computes no x W\^T"):
+        resolve_targets(model, plan, LoraConfig(r=4, target_modules=["o_a_proj"]))
+    with pytest.raises(UserError, match=r"no gradient reaches it; .*exclude_modules: \[indexer.kv_proj\]"):
+        resolve_targets(model, plan, LoraConfig(r=4, target_modules=["kv_proj"]))
+    chosen = LoraConfig(r=4, target_modules=["kv_proj"], exclude_modules=["indexer.kv_proj"])
+    assert not [name for name in resolve_targets(model, plan, chosen) if "indexer" in name]
+
+
+@pytest.fixture(scope="module")
+def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("twin")
+    write_twin(twin_config("deepseek_v4"), folder, dtype=torch.float32, seed=0)
+    return folder
+
+
+def test_a_twins_tokens_go_to_several_experts(twin: Path) -> None:
+    """transformers leaves the table at zero, by which a token would choose expert 0 twice."""
+    tables = [value for name, value in load_file(twin / FILE).items() if name.endswith("tid2eid")]
+    assert tables
+    for table in tables:
+        assert all(len({*row}) == len(row) for row in table.tolist())
+        assert len({tuple(row) for row in table.tolist()}) > 8
+
+
+def _as_published(name: str) -> str:
+    """DeepSeek's name of a tensor: transformers writes some of its own."""
+    name = name.removeprefix("model.").replace("embed_tokens.", "embed.")
+    return re.sub(r"^hc_head\.hc_", "hc_head_", name)
+
+
+def test_files_of_deepseeks_names_are_read_and_layers_that_predict_further_tokens_passed_over(twin: Path) -> None:
+    expected = AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32).state_dict()
+    tensors = {_as_published(name): value for name, value in load_file(twin / FILE).items()}
+    names = {"embed.weight", "head.weight", "hc_head_fn", "layers.1.attn.wo_a.weight", "layers.1.hc_attn_fn"}
+    names |= {"layers.1.attn.indexer.wq_b.weight", "layers.1.ffn.experts.3.w2.weight", "layers.0.ffn.gate.tid2eid"}
+    assert names <= {*tensors}
+    further = {"mtp.0.attn.wq_a.weight": torch.zeros(2, 2), "mtp.0.hc_attn_fn": torch.zeros(2, 2)}
+    save_file(tensors | further, twin / FILE, metadata={"format": "pt"})
+    model, _ = build_meta(twin_config("deepseek_v4"), Topology(), dtype=torch.float32)
+    source = CheckpointSource(twin, model)
+    check_checkpoint(model, source)
+    assert "2 of multi-token prediction, first mtp" in extra_weights(model, source)
+    for name, value in expected.items():
+        assert torch.equal(source.read(name), value), name
