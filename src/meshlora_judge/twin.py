@@ -105,6 +105,11 @@ _THREE_LAYERS = {"num_hidden_layers": 3, "layer_types": ["full_attention", "slid
 _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _QWEN4 = dict(zip(("indexer_n_heads", "indexer_kv_heads", "indexer_head_dim"), (4, 1, 256), strict=True))
 _QWEN4 |= {"indexer_budget": 2048, "indexer_compress_ratio": 4}
+# Of the small ones, of the large ones, of the one with experts.
+_GEMMA4: dict[str, Any] = {"num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+_GEMMA4 |= {"attention_k_eq_v": True, "num_global_key_value_heads": 2}
+_GEMMA4 |= {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+_GEMMA4 |= {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3}
 _BY_FAMILY: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": _THREE_LAYERS
@@ -114,6 +119,8 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"first_k_dense_replace": 1, "num_experts_per_tok": 6},
     "dots1": {"first_k_dense_replace": 1, "n_shared_experts": 2, "n_routed_experts": 128, "num_experts_per_tok": 6},
     "flex_olmo": {"num_experts": 8},
+    "gemma4": {"text_config": _GEMMA4},
+    "gemma4_text": _GEMMA4,
     "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
     "janus": {  # what it makes images with has sizes of its own

@@ -373,6 +373,16 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "earlier_micro_batches_dropped": ("gradients", f"{LAST_MLP}.down_proj.lora_B", ""),
         },
     ),
+    "inputs of each layer, experts beside its MLP, keys of an earlier layer": (
+        {"family": "gemma4_text", "topologies": ("tp=2,sp",)},
+        {
+            "second_input_of_the_neighbour": ("forward", "model.layers.0.per_layer_projection", ""),
+            "second_input_gradient_not_gathered": ("backward", "model.per_layer_model_projection", ""),
+            "router_beside_mlp_reads_other_tokens": ("forward", "model.layers.0.router", ""),
+            "shared_keys_of_the_neighbour": ("forward", "model.layers.2.self_attn.o_proj", ""),
+            "shared_keys_without_gradient": ("backward", "model.layers.1.self_attn.v_norm", ""),
+        },
+    ),
     "experts that are split": (
         {"family": "qwen3_moe", "topologies": ("tp=2,sp,etp=2",)},
         {

@@ -51,8 +51,10 @@ def parallelize(
         _replace(model, _leaf(plan, rule, mesh.tp, dtype=weight.dtype))
     for name, split in plan.parameters.items():
         owner, _, leaf = name.rpartition(".")
-        if owner != plan.embedding:
-            module = model.get_submodule(owner)
+        module = model.get_submodule(owner)
+        if isinstance(module, nn.Embedding) and owner != plan.embedding:
+            parallelize_embedding(module, split, mesh.tp, name=owner)
+        elif owner != plan.embedding:
             whole = getattr(module, leaf)
             shape = list(whole.shape)
             shape[split.dim] = split.layout.local_size(mesh.tp.size)  # equal on all ranks, padding included

@@ -14,7 +14,7 @@ import contextlib
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,8 @@ from meshlora_ground.errors import UnsupportedError, UserError
 # Arguments of decoder layers that hold something of each token besides the stream: Gemma 4's, with a gradient, and the
 # ids by which DeepSeek-V4 routes.
 SECOND_INPUTS = ("per_layer_input", "input_ids")
+# Keys and values that layers take from an earlier one, of the same heads of the same rank: they need no border.
+SHARED_KEYS = "shared_kv_states"
 
 
 class TokenCut:
@@ -137,7 +139,7 @@ def install_borders(model: nn.Module, plan: ModelPlan, mesh: Mesh, pipeline: Pip
         feature.borders(model, plan, context)
     if sp or context.axis.size > 1:
         if plan.holds(f"{plan.layers}.0"):
-            map_input(layers[0], "the first decoder layer", own_at_first, passes=SECOND_INPUTS)
+            map_input(layers[0], "the first decoder layer", own_at_first, passes=(*SECOND_INPUTS, SHARED_KEYS))
         pipeline.enter = own
         pipeline.noted = lambda: functools.partial(
             _known_again, cut, context, cut.batch_size, cut.seq_len, context.held
@@ -240,7 +242,7 @@ def _cut_second_inputs(layer: nn.Module, cut: TokenCut) -> None:
     def own(name: str, value: Any) -> Any:
         if name not in SECOND_INPUTS or not isinstance(value, Tensor):
             return value
-        return cut.cut(value) if value.ndim > 2 else cut.cut(value.unsqueeze(-1)).squeeze(-1)  # ids are [B, S]
+        return _second_input(cut, value)
 
     def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         given = tuple(own(name, value) for name, value in zip(names, args, strict=False))
@@ -249,10 +251,15 @@ def _cut_second_inputs(layer: nn.Module, cut: TokenCut) -> None:
     layer.register_forward_pre_hook(hook, with_kwargs=True)
 
 
+def _second_input(cut: TokenCut, value: Tensor) -> Tensor:
+    """`[B, S, D]`, or ids `[B, S]`, identical on all tp ranks -> `[1, B*S/tp, D]` or `[1, B*S/tp]`."""
+    return cut.cut(value) if value.ndim > 2 else cut.cut(value.unsqueeze(-1)).squeeze(-1)
+
+
 def map_input(module: nn.Module, name: str, change: Any, *, passes: tuple[str, ...] = ()) -> None:
     """Apply `change` to the hidden states that `module` is called with.
 
-    passes: other arguments that may carry a gradient, as they are only added to the module's output.
+    passes: other arguments that may carry a gradient.
     """
     names = list(inspect.signature(module.forward).parameters)
 
@@ -298,6 +305,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, tuple | list):
         for item in value:
             yield from tensors_in(item)
-    elif isinstance(value, dict):
+    elif isinstance(value, Mapping):  # a UserDict of transformers, too
         for item in value.values():
             yield from tensors_in(item)

@@ -150,6 +150,7 @@ class _Planner:
             self._plan_layer(f"{self.layers_name}.{index}", layer, family)
         self._check_divisible()
         self._split_vocabulary()
+        per_layer = self._split_per_layer_inputs(family)
         attentions, recurrent = self._mixing()
         plan = replace(
             self.whole,
@@ -161,6 +162,7 @@ class _Planner:
             recurrent=recurrent,
             wide_norms=self.wide_norms,
             after=self._modules_after(family),
+            per_layer=per_layer,
         )
         # `plan.linears` is this very dict: domains follow from the regions, which are complete only now.
         for name, rule in self.linears.items():
@@ -394,6 +396,15 @@ class _Planner:
             return
         rule = self.linears[self.whole.head]
         self.linears[self.whole.head] = replace(rule, split=Split.COLUMN, layout=Layout.padded(rule.out_features))
+
+    def _split_per_layer_inputs(self, family: FamilyPlan) -> tuple[str, int]:
+        """`ModelPlan.per_layer`, of an embedding that is split as that of the tokens is; a model may have none."""
+        name = f"{self.layers_name.rpartition('.')[0]}.{family.per_layer}"
+        found = dict(self.model.named_modules()).get(name) if family.per_layer else None
+        if not isinstance(found, nn.Embedding):
+            return "", 0
+        self.parameters[f"{name}.weight"] = ParameterRule(0, Layout.padded(found.num_embeddings))
+        return name, found.embedding_dim // len(self.layers)
 
     def _modules_after(self, family: FamilyPlan) -> tuple[str, ...]:
         """Norms registered after the layers, modules outside the base model, and those listed by the family. None

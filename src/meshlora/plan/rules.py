@@ -144,7 +144,7 @@ class Region:
         is_split: False if every rank computes all of it.
         local: module -> attribute -> its local value. Dotted attributes are in the module's configuration.
         sliced: argument -> (its dim of heads, the number of heads).
-        passes: arguments that the block adds to its output.
+        passes: arguments that may carry a gradient and need no collective, as in `FamilyPlan`.
         reason: why it is not split, if its form could be.
     """
 
@@ -175,6 +175,7 @@ class ModelPlan:
         embedding, head: names of the input and output embeddings; head is empty if it is not a linear. positions: of
             the embeddings of positions.
         after: modules that run after the last decoder layer, except the head.
+        per_layer: (the embedding of tokens that gives each layer a second input, the width of that), or ("", 0).
         experts: name -> rule of every routed experts module.
         matrices: name -> rule of the routers that are not linears and own their `weight`.
         units: names of the decoder layers, whose matrices are sharded over dp; empty without dp_shard.
@@ -201,6 +202,7 @@ class ModelPlan:
     positions: tuple[str, ...] = ()
     head: str = ""
     after: tuple[str, ...] = ()
+    per_layer: tuple[str, int] = ("", 0)
     experts: Mapping[str, ExpertsRule] = field(default_factory=dict)
     matrices: Mapping[str, LinearRule] = field(default_factory=dict)
     units: tuple[str, ...] = ()

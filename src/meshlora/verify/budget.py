@@ -61,7 +61,8 @@ class Flow:
     """Facts that only running a layer shows: where gradients flow, and how routers choose.
 
     Attributes:
-        reached: modules whose input requires grad; for row-parallel linears and whole regions, whose output does.
+        reached: modules whose input requires grad; for row-parallel linears and whole regions, whose output does; the
+            embedding of second inputs, if these do.
         top_k: experts module -> experts per token. weight_bytes: experts module -> bytes of a routing weight.
         key_bytes: attention -> bytes of the key and value of a token, of the heads of a rank. keys_reached: attentions
             whose keys or values require grad, or under ring queries: the first layer's may, though its input does not.
@@ -79,7 +80,7 @@ class Flow:
     def everywhere(cls, plan: ModelPlan) -> Flow:
         """The flow in which gradients reach every module."""
         names = {region.name for region in plan.regions}
-        names.update(plan.linears, plan.wide_norms, plan.experts)
+        names.update(plan.linears, plan.wide_norms, plan.experts, plan.per_layer[:1])
         ones = dict.fromkeys(plan.experts, 1)
         keys = dict.fromkeys(plan.attentions, 1)
         return cls(frozenset(names), ones, ones, keys, frozenset(keys), is_trained_before=True)
@@ -119,6 +120,7 @@ def micro_batch_messages(
         yield from _of_attentions(plan, flow, sizes)
         yield from _of_recurrent(plan)
         yield from _of_ends(plan, flow, sizes)
+        yield from _of_second_inputs(plan, flow, sizes)
         if plan.embedding in scaled and plan.has_first_stage:
             yield plan.embedding, Message("forward", "allreduce", FEATURES, sizes.width * 4)  # as of a row-parallel one
     yield from _of_experts(plan, flow, sizes)
@@ -239,6 +241,18 @@ def _of_ends(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
     yield "", Message("loss", "allgather", FEATURES, 4 * sizes.chunk_tokens * exact, whole)
     if last:
         yield "", Message("loss", "allgather", FEATURES, 4 * last * exact)
+
+
+def _of_second_inputs(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
+    """The lookup of the layers' second inputs, and the gather of the gradient of each that sp cuts."""
+    table, width = plan.per_layer
+    if not table or not plan.has_first_stage:
+        return
+    each = width * sizes.dtype.itemsize
+    yield "", Message("forward", "allreduce", FEATURES, sizes.tokens * each * plan.num_layers)
+    if plan.topology.sp and table in flow.reached:
+        own = _own(plan, sizes) // plan.topology.tp
+        yield "", Message("backward", "allgather", FEATURES, own * each, plan.num_layers)
 
 
 def _of_stages(plan: ModelPlan, num_bytes: int) -> Named:

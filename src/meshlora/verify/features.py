@@ -267,6 +267,8 @@ class Feature(enum.StrEnum):
     SINKS = "sinks", _model(lambda m: any(name.endswith(".sinks") for name in m.plan.parameters))  # of heads
     # After a gate.
     GATED_NORM = "gated_norm", _model(lambda m: any(n.pieces[0].name == "x" for n in m.plan.wide_norms.values()))
+    SECOND_INPUTS = "second_inputs", _model(lambda m: m.plan.per_layer[0])  # of layers, beside the stream
+    SHARED_KEYS = "shared_keys", _model(lambda m: "reuse" in getattr(m.text, "kv_sharing_modes", ()))  # between layers
     PADDED_VOCABULARY = "padded_vocabulary", _model(lambda m: m.is_padded)
     GATHERED_KEYS = "gathered_keys", _model(lambda m: m.plan.attentions and not m.plan.topology.ring)
     RECURRENT = "recurrent", _model(lambda m: m.plan.recurrent)  # mixers over cp
@@ -277,6 +279,11 @@ class Feature(enum.StrEnum):
     ROPE = "rope", _model(lambda m: m.plan.attentions and m.rope)
     M_ROPE = "m_rope", _model(lambda m: "mrope_section" in m.rope)  # positions of time, height and width
     EXPERTS = "experts", _model(lambda m: m.plan.experts)
+    # Beside a layer's MLP, not in it.
+    EXPERTS_BESIDE = (
+        "experts_beside",
+        _model(lambda m: any(_is_layer(r.block, m.plan) for r in m.plan.experts.values())),
+    )
     # Routing weights scale what experts give, not what they take.
     ROUTING_LAST = "routing_last", _model(lambda m: any(not rule.weights_first for rule in m.plan.experts.values()))
     GATED_EXPERTS = "gated_experts", _model(lambda m: any(e.first.fused is not None for e in m.plan.experts.values()))
@@ -463,6 +470,10 @@ def features_of_run(case: Case, plan: ModelPlan, config: PretrainedConfig, *, ad
     """The features of the run of `case` on the topology of `plan`. config: of the model. adapters: trained at once."""
     run = _Run(case, plan, config, adapters=adapters)
     return features_of_model(plan, run.lora, config, has_pieces=bool(case.pieces)) | _of(run)
+
+
+def _is_layer(name: str, plan: ModelPlan) -> bool:
+    return name.rpartition(".")[0] == plan.layers
 
 
 def _is_target(config: LoraConfig, name: str, *, is_linear: bool = True) -> bool:

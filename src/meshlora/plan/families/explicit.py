@@ -99,6 +99,15 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa"), FamilyPlan({**_DENSE, **_SHARED})),
     # No part of a layer can be split exactly, only the vocabulary.
     **dict.fromkeys(("falcon_mamba", "inkling2_text", "mamba", "mamba2", "rwkv", "xlstm"), FamilyPlan({})),
+    **dict.fromkeys(
+        ("gemma4_text", "gemma4_unified_text"),
+        FamilyPlan(
+            _LLAMA.leaves,
+            passes={"self_attn": ("shared_kv_states",)},
+            token_wise=("per_layer_input_gate", "per_layer_projection"),
+            per_layer="embed_tokens_per_layer",
+        ),
+    ),
     # Of one.
     "afmoe": FamilyPlan({**_GATED_ATTENTION, **_DENSE, **_SHARED}),
     "bailing_hybrid": FamilyPlan({**_LATENT_MOE.leaves, "self_attn.g_proj": COLUMN}),

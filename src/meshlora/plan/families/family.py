@@ -41,8 +41,10 @@ class FamilyPlan:
         parameters: parameter with a dim of heads -> that dim.
         wide_norms: RMS norms over a split width.
         whole: parameters of a split block that are whole on every rank.
-        passes: block -> arguments that are added to its output, and need no collective.
+        passes: block -> arguments with a gradient that need no collective: they are added to its output, or come from
+            blocks that are split as it is.
         token_wise: modules with matrices that see each token by itself, on any slice of the tokens, and are whole.
+        per_layer: beside the layers, the embedding that gives each of them a second input.
         after: modules that run after the last decoder layer and are not recognised as such.
     """
 
@@ -54,6 +56,7 @@ class FamilyPlan:
     whole: tuple[str, ...] = ()
     passes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     token_wise: tuple[str, ...] = ()
+    per_layer: str = ""
     after: tuple[str, ...] = ()
 
 

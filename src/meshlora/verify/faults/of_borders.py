@@ -109,6 +109,81 @@ def whole_region_sees_its_slice(
     regions.map_output(module, cut.cut)
 
 
+# --- what layers take beside the stream
+
+
+@around(regions, "_second_input", needs={Feature.SP, Feature.SECOND_INPUTS})
+def second_input_of_the_neighbour(original: Any, cut: regions.TokenCut, value: Tensor) -> Any:
+    """what a layer takes for each token beside the stream is that of its own tokens"""
+    other = regions.TokenCut(_next_rank(cut.tp), sp=cut.sp)
+    return original(other, value)
+
+
+@instead_of(regions, "_second_input", needs={Feature.SP, Feature.SECOND_INPUTS})
+def second_input_gradient_not_gathered(cut: regions.TokenCut, value: Tensor) -> Tensor:
+    """what a layer takes for each token beside the stream has the gradient of the tokens of all tp ranks"""
+    return value.flatten(0, 1).tensor_split(cut.tp.size)[cut.tp.rank].unsqueeze(0)
+
+
+@around(inject, "install_borders", needs={Feature.SP, Feature.EXPERTS_BESIDE})
+def router_beside_mlp_reads_other_tokens(original: Any, model: Any, plan: Any, mesh: Any, *rest: Any) -> Any:
+    """experts beside a layer's MLP are chosen by the residual stream of their own tokens"""
+    found = original(model, plan, mesh, *rest)
+
+    def of_the_next(_: Any, args: Any) -> Any:
+        return _of_the_next(args[0], mesh.tp), *args[1:]
+
+    for rule in plan.experts.values():
+        for name in rule.routers:  # that of gemma4 is a linear in one
+            router = name.removeprefix(f"{rule.block}.").partition(".")[0]
+            model.get_submodule(f"{rule.block}.{router}").register_forward_pre_hook(of_the_next)
+    return found
+
+
+def _changed_keys(change: Any) -> Any:
+    """A hook of a layer's attention: what it takes of an earlier layer's keys and values is changed."""
+
+    def hook(_: Any, args: Any, kwargs: Any) -> Any:
+        shared = {}
+        for kind, pair in kwargs[regions.SHARED_KEYS].items():
+            shared[kind] = tuple(change(each) for each in pair)
+        return args, kwargs | {regions.SHARED_KEYS: shared}
+
+    return hook
+
+
+def _change_keys(model: Any, change: Any) -> None:
+    for module in model.modules():
+        if getattr(module, "is_kv_shared_layer", False):
+            module.register_forward_pre_hook(_changed_keys(change), with_kwargs=True)
+
+
+@around(inject, "install_borders", needs={Feature.RANKS, Feature.SHARED_KEYS})
+def shared_keys_without_gradient(original: Any, model: Any, *rest: Any) -> Any:
+    """keys and values that later layers take have their gradients, too"""
+    found = original(model, *rest)
+    _change_keys(model, Tensor.detach)
+    return found
+
+
+@around(inject, "install_borders", needs={Feature.TP, Feature.SHARED_KEYS})
+def shared_keys_of_the_neighbour(original: Any, model: Any, plan: Any, mesh: Any, *rest: Any) -> Any:
+    """keys and values that later layers take are of the heads of this tp rank"""
+    found = original(model, plan, mesh, *rest)
+    _change_keys(model, lambda x: _of_the_next(x, mesh.tp))
+    return found
+
+
+def _next_rank(axis: Axis) -> Axis:
+    return dataclasses.replace(axis, rank=(axis.rank + 1) % axis.size)
+
+
+def _of_the_next(x: Tensor, axis: Axis) -> Tensor:
+    """x of the next rank of `axis`, of the same shape."""
+    every = collectives.gather_each_to_one(x.contiguous(), axis)
+    return every.tensor_split(axis.size)[(axis.rank + 1) % axis.size]
+
+
 @around(inject, "install_borders", needs={Feature.TP})
 def head_input_gradient_not_reduced(original: Any, model: Any, plan: Any, *rest: Any) -> Any:
     """the gradient that leaves the head is the sum over the parts of the vocabulary"""
