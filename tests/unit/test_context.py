@@ -217,6 +217,11 @@ def test_code_that_uses_its_mask_is_refused(does: Callable[[Any], Any], words: s
         does(mask_of("sdpa"))
 
 
+def test_a_mask_that_is_sliced_to_all_of_it_is_the_same() -> None:
+    mask = mask_of("sdpa")
+    assert mask[:, :, slice(-0, None), :] is mask  # what gemma4 does with it
+
+
 def test_arguments_with_something_of_each_token_are_cut_or_refused() -> None:
     running = ContextCut(Axis(2, 1, (0, 1), None), CPU)
     cos = torch.randn(2, 36, 4)

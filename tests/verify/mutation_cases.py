@@ -383,6 +383,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "shared_keys_without_gradient": ("backward", "model.layers.1.self_attn.v_norm", ""),
         },
     ),
+    "inputs of each layer, and keys of an earlier layer, over cp": (
+        {"family": "gemma4_text", "topologies": ("cp=2",)},
+        {
+            "context_second_input_of_the_first_tokens": ("forward", "model.layers.0.per_layer_projection", ""),
+            "shared_keys_without_gradient": ("backward", "model.layers.1.self_attn.v_norm", ""),
+        },
+    ),
     "experts that are split": (
         {"family": "qwen3_moe", "topologies": ("tp=2,sp,etp=2",)},
         {

@@ -120,6 +120,15 @@ def context_positions_begin_again(original: Any, held: HeldTokens | None, name: 
     return value.narrow(dim, 0, held.per_rank).expand_as(found)
 
 
+@around(borders, "cut_argument", needs={Feature.CP, Feature.SECOND_INPUTS})
+def context_second_input_of_the_first_tokens(original: Any, held: HeldTokens | None, name: str, value: Any) -> Any:
+    """what a layer takes for each token beside the stream is that of the tokens of its cp rank"""
+    found = original(held, name, value)
+    if held is None or name != "per_layer_input":
+        return found
+    return value.narrow(1, 0, held.per_rank)
+
+
 @around(ForwardTokens, "parts", needs={Feature.DROPOUT, Feature.FEW_TOKENS})
 def context_tokens_taken_for_pooled(original: Any, self: ForwardTokens, module: str, num_rows: int) -> list[Part]:
     """a cp rank with as many tokens as there are sequences drops by its tokens, not by the first of each sequence"""

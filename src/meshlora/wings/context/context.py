@@ -246,7 +246,10 @@ class RowsOfMask:
             raise AttributeError(name)
         raise _refused(f"reads {name} of")
 
-    def __getitem__(self, _: object) -> Any:
+    def __getitem__(self, index: object) -> Any:
+        # gemma4 slices it to the tokens whose logits are wanted: in training, all.
+        if isinstance(index, tuple) and all(part in (slice(None), slice(0, None)) for part in index):
+            return self
         raise _refused("slices")
 
     def __invert__(self) -> Any:
