@@ -50,6 +50,13 @@ class _RandomImages:
             pixels = torch.randn(int(sizes.prod(1).sum()), *self.row, generator=generator)
             return found | {"pixel_values": pixels, "image_grid_thw": sizes}
         pixels = torch.randn(len(shapes), *self.row, generator=generator)
+        if "image_position_ids" in self.arguments:  # of patches, in images padded to as many
+            positions = torch.full((*pixels.shape[:2], 2), -1)
+            for image, own, (height, width) in zip(pixels, positions, shapes, strict=True):
+                patches = torch.arange(height * width)
+                own[: len(patches)] = torch.stack([patches % width, patches // width], -1)
+                image[len(patches) :] = 0
+            return found | {"pixel_values": pixels, "image_position_ids": positions}
         if "image_sizes" not in self.arguments:
             return found | {"pixel_values": pixels}
         for image, (height, width) in zip(pixels, shapes, strict=True):  # as processors pad them
@@ -96,7 +103,9 @@ def _images(config: PretrainedConfig, numbers: Sequence[int], *, seed: int) -> t
     vision, token = getattr(config, "vision_config", None), getattr(config, "image_token_id", None)
     if "pixel_values" not in given or vision is None or token is None:
         raise UnsupportedError(what, "its model takes no images", "leave out --images")
-    arguments = tuple(name for name in (*TOKEN_TYPES, "image_grid_thw", "image_sizes") if name in given)
+    arguments = tuple(
+        name for name in (*TOKEN_TYPES, "image_grid_thw", "image_sizes", "image_position_ids") if name in given
+    )
     patch, merge = vision.patch_size, getattr(vision, "spatial_merge_size", getattr(config, "spatial_merge_size", 1))
     channels = getattr(vision, "in_channels", getattr(vision, "num_channels", 3))
     kinds: list[tuple[int, ...]] = [()]
@@ -109,6 +118,10 @@ def _images(config: PretrainedConfig, numbers: Sequence[int], *, seed: int) -> t
     elif "image_sizes" in arguments:
         kinds = [(2 * patch * merge,) * 2, (patch * merge, 2 * patch * merge), (2 * patch * merge, patch * merge)]
         row = (channels, *kinds[0])
+    elif "image_position_ids" in arguments:
+        pool = vision.pooling_kernel_size
+        kinds = [(2 * pool, 2 * pool), (pool, 2 * pool), (2 * pool, pool)]
+        row = ((2 * pool) ** 2, channels * patch**2)
     of_kind = {}
     for kind in kinds:
         try:

@@ -119,7 +119,7 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"first_k_dense_replace": 1, "num_experts_per_tok": 6},
     "dots1": {"first_k_dense_replace": 1, "n_shared_experts": 2, "n_routed_experts": 128, "num_experts_per_tok": 6},
     "flex_olmo": {"num_experts": 8},
-    "gemma4": {"text_config": _GEMMA4},
+    "gemma4": {"text_config": _GEMMA4 | {"use_bidirectional_attention": "vision"}, "vision_config": {}},
     "gemma4_text": _GEMMA4,
     "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
@@ -267,7 +267,8 @@ def _shrunk(
         name = _common_name(field, config)
         part = config.__dict__.get(field)
         if isinstance(part, PretrainedConfig):
-            data[field] = _shrunk(part, sizes, num_layers=None, differ=differ)
+            given = num_layers if field == "text_config" else None
+            data[field] = _shrunk(part, sizes, num_layers=given, differ=differ)
         elif value is None or isinstance(value, bool):
             continue
         elif name in _OF_TOWERS:
