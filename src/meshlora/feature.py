@@ -73,6 +73,14 @@ class Feature:
         """
         return plan
 
+    def with_mixers(self, model: Any, plan: ModelPlan) -> ModelPlan:
+        """`plan.derive`, when a split model is planned: its plan, with what sees tokens of other ranks.
+
+        Raises:
+            UnsupportedError: something sees them in a way that is not known.
+        """
+        return plan
+
     def plan_of_rank(self, plan: ModelPlan, rank: int) -> ModelPlan:
         """`loading.load`, when ranks are known: what of `plan` pp rank `rank` has."""
         return plan

@@ -10,8 +10,9 @@ import transformers
 
 from meshlora_ground.errors import UnsupportedError
 
-# transformers 5.24 has `cache` alone; before, most have `past_key_values`, and recurrent mixers `cache_params`.
-_NAMES = ("cache", "past_key_values", "cache_params")
+# transformers 5.24 has `cache` alone; before, most have `past_key_values`, recurrent mixers `cache_params`, and the
+# oldest attentions `layer_past`.
+_NAMES = ("cache", "past_key_values", "cache_params", "layer_past")
 
 
 def cache_argument(function: Callable[..., Any]) -> str:

@@ -7,7 +7,6 @@ own: the data types of a plan (`plan.rules`), families (`plan.families.explicit`
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,10 +27,9 @@ from meshlora.plan.families.styles import family_plan, text_decoder
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.pairs import check
 from meshlora.plan.rules import Domain, ExpertsRule, LinearRule, ModelPlan, ParameterRule, Region
-from meshlora_ground.compat import transformers_models
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.tasks import task_of
-from meshlora_ground.topology import TOKENS, Topology, divisors, set_of
+from meshlora_ground.topology import Topology, divisors, set_of
 
 # Pieces of fused linears that are proved to take adapters of their own.
 _ADAPTED = {"q", "k", "v", "gate", "up"}
@@ -151,15 +149,12 @@ class _Planner:
         self._check_divisible()
         self._split_vocabulary()
         per_layer = self._split_per_layer_inputs(family)
-        attentions, recurrent = self._mixing()
         plan = replace(
             self.whole,
             layers=self.layers_name,
             regions=tuple(self.regions),
             linears=self.linears,
             parameters=self.parameters,
-            attentions=attentions,
-            recurrent=recurrent,
             wide_norms=self.wide_norms,
             after=self._modules_after(family),
             per_layer=per_layer,
@@ -168,6 +163,8 @@ class _Planner:
         for name, rule in self.linears.items():
             domain = Domain.RESIDUAL if rule.split is Split.ROW else plan.domain_of(name)
             self.linears[name] = replace(rule, domain=domain)
+        for feature in features():
+            plan = feature.with_mixers(self.model, plan)
         return plan
 
     def _plan_layer(self, prefix: str, layer: nn.Module, family: FamilyPlan) -> None:
@@ -203,55 +200,6 @@ class _Planner:
                     self.regions.append(Region(name, is_split=True))
             else:
                 self._split_block(prefix, path, child, inside, family)
-
-    def _mixing(self) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
-        """(attentions, recurrent mixers) of all layers, by which alone tokens of other cp ranks are seen.
-
-        A layer without any, such as one that is an MLP alone, is of a type that has some in other layers.
-        """
-        topology = self.whole.topology
-        attentions, recurrent = list[str](), dict[str, tuple[str, ...]]()
-        # Each rank has whole sequences: nobody need know who mixes tokens.
-        if topology.size_over(TOKENS) == 1:
-            return (), {}
-        implementation = transformers_models.attention_of(self.config.get_text_config())
-        check({"topology": topology, "model.attn_implementation": implementation})
-        known = set()
-        for index, layer in enumerate(self.layers):
-            for path, module in layer.named_modules():
-                mixer = mixer_of(self.config.get_text_config().model_type, path, module)
-                state = mixer.state if mixer is not None else ()
-                name = f"{self.layers_name}.{index}.{path}"
-                attends, reaches = transformers_models.calls_attention(module), transformers_models.keeps_inputs(module)
-                if _numbers_tokens(module):
-                    given = f"{self.what} on {topology}"
-                    rule = f"its {type(module).__name__} itself numbers the tokens that it is called with, from 0"
-                    raise UnsupportedError(given, rule, "use dp, tp and sp, which keep sequences whole in it")
-                if "Indexer" in type(module).__name__:  # chooses among all keys of a sequence
-                    self._refuse_mixing(module)
-                # A module may both attend and keep inputs or a state: of such nobody knows what a rank must pass on.
-                if attends and not reaches:
-                    # Once for each call in a forward: see `ModelPlan`.
-                    attentions += [name] * transformers_models.calls_of_attention(module)
-                elif reaches and not attends and bool(state) == transformers_models.keeps_state(module):
-                    recurrent[name] = state
-                elif mixer or reaches or transformers_models.keeps_state(module):
-                    self._refuse_mixing(module)
-                else:
-                    continue
-                known.add(type(layer))
-        for layer in self.layers:
-            if type(layer) not in known:
-                self._refuse_mixing(layer)
-        return tuple(attentions), recurrent
-
-    def _refuse_mixing(self, module: nn.Module) -> None:
-        raise UnsupportedError(
-            f"{self.what} on {self.whole.topology}",
-            f"its {type(module).__name__} sees other tokens neither by transformers' attention functions alone nor by "
-            "a state that can be passed on",
-            "use dp, tp and sp, which keep sequences whole in it",
-        )
 
     def _is_token_wise(self, name: str, module: nn.Module) -> bool:
         """Whether a module beside experts is their router or a shared expert's gate, which are token-wise."""
@@ -451,11 +399,6 @@ def _is_product(linear: nn.Linear | Conv1D) -> bool:
     except RuntimeError:  # the shapes do not go together
         return False
     return isinstance(found, Tensor) and found.shape == (3, sizes[1])
-
-
-def _numbers_tokens(module: nn.Module) -> bool:
-    """Whether the forward of `module` gives tokens positions by how many it is called with."""
-    return "arange" in inspect.unwrap(type(module).forward).__code__.co_names
 
 
 def _router_matrices(

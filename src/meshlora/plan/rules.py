@@ -170,6 +170,7 @@ class ModelPlan:
         attentions: modules that attend to other tokens, in the layers, by transformers' registry, once for each call;
             empty if cp=1.
         recurrent: recurrent mixers in the layers -> the attributes with the sizes of their state; empty if cp=1.
+        mixing: modules in the layers that see other tokens otherwise -> in which way (`wings.context.mixing`).
         wide_norms: name -> layout of the split width. With groups each of them is normalised by itself.
         text: name of the text decoder of a composite, whose towers and projectors are whole on every rank; else empty.
         embedding, head: names of the input and output embeddings; head is empty if it is not a linear. positions: of
@@ -196,6 +197,7 @@ class ModelPlan:
     parameters: Mapping[str, ParameterRule] = field(default_factory=dict)
     attentions: tuple[str, ...] = ()
     recurrent: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    mixing: Mapping[str, str] = field(default_factory=dict)
     wide_norms: Mapping[str, Layout] = field(default_factory=dict)
     text: str = ""
     embedding: str = ""

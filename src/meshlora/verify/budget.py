@@ -16,6 +16,7 @@ import torch
 from meshlora.plan.grads import FactorRule
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import ModelPlan
+from meshlora.wings.context.mixing import CACHE, OFFSET
 from meshlora_ground.float64 import wide_dtype
 from meshlora_ground.topology import DATA, EP, ETP, FEATURES, LAYERS, TOKENS
 
@@ -119,6 +120,7 @@ def micro_batch_messages(
         yield from _of_leaves(plan, flow, sizes, scaled)
         yield from _of_attentions(plan, flow, sizes)
         yield from _of_recurrent(plan)
+        yield from _of_mixing(plan)
         yield from _of_ends(plan, flow, sizes)
         yield from _of_second_inputs(plan, flow, sizes)
         if plan.embedding in scaled and plan.has_first_stage:
@@ -215,6 +217,14 @@ def _of_recurrent(plan: ModelPlan) -> Named:
             calls = plan.topology.size_over(TOKENS) - 1
             yield name, Message("forward", "alltoall", TOKENS, 1, calls)
             yield name, Message("backward", "alltoall", TOKENS, 1, calls)
+
+
+def _of_mixing(plan: ModelPlan) -> Named:
+    """Keys from a cache, and those of an indexer, which have no gradient; or the input of what runs on whole rows."""
+    for name, way in plan.mixing.items():
+        if way != OFFSET:
+            yield name, Message("forward", "allgather", TOKENS, 1, 2 if way == CACHE else 1)
+            yield name, Message("backward", "reducescatter", TOKENS, 1)
 
 
 def _of_ends(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:

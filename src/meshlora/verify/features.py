@@ -16,7 +16,7 @@ from meshlora.model.padding import leaves_mask
 from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.token_order import FEWEST
-from meshlora.wings.context.borders import sees_all
+from meshlora.wings.context.borders import is_balanced
 from meshlora.wings.quantized.kinds import KEEP
 from meshlora_ground.objective import Sft
 from meshlora_ground.objectives.distillation import Distill
@@ -274,7 +274,7 @@ class Feature(enum.StrEnum):
     RECURRENT = "recurrent", _model(lambda m: m.plan.recurrent)  # mixers over cp
     PASSED_STATES = "passed_states", _model(lambda m: any(m.plan.recurrent.values()))
     # Cp ranks have heads and tails of sequences.
-    BALANCED = "balanced", _model(lambda m: m.plan.attentions and not m.plan.recurrent and sees_all(m.config))
+    BALANCED = "balanced", _model(lambda m: m.plan.attentions and is_balanced(m.config, m.plan))
     SOFT_CAPS = "soft_caps", _model(lambda m: getattr(m.text, "attn_logit_softcapping", None))  # of scores
     ROPE = "rope", _model(lambda m: m.plan.attentions and m.rope)
     M_ROPE = "m_rope", _model(lambda m: "mrope_section" in m.rope)  # positions of time, height and width

@@ -384,7 +384,7 @@ def _facts(model: Any) -> dict[str, str]:
     plan, facts = runtime(model).plan, dict[str, str]()
     for region in plan.regions:
         facts[region.name] = "split region" if region.is_split else "whole region"
-        for mixer in (*plan.attentions, *plan.recurrent):
+        for mixer in (*plan.attentions, *plan.recurrent, *plan.mixing):
             if f"{mixer}.".startswith(f"{region.name}."):
                 facts[region.name] += " that mixes tokens of several ranks"
     for name, linear in plan.linears.items():
@@ -399,6 +399,7 @@ def _terms(model: Any) -> list[str]:
     plan = runtime(model).plan
     modules = [name for name, _ in model.named_modules()]
     split = tuple(f"{region.name}." for region in plan.regions if region.is_split)
+    split += tuple(f"{mixer}." for mixer in plan.mixing)  # which may see all tokens, and have the gradient of own ones
     terms = [name for name in modules if name.startswith(split)]
     terms += plan.after
     parents = plan.layers.split(".")

@@ -52,6 +52,21 @@ def keeps_state(module: nn.Module) -> bool:
     return "update_recurrent_state" in inspect.unwrap(type(module).forward).__code__.co_names
 
 
+def reads_keys(module: nn.Module) -> bool:
+    """Whether the forward of `module` gives its keys to transformers' cache, and takes those of earlier tokens too."""
+    return "update" in inspect.unwrap(type(module).forward).__code__.co_names
+
+
+def numbers_tokens(module: nn.Module) -> bool:
+    """Whether the forward of `module` gives tokens positions by how many it is called with."""
+    return "arange" in inspect.unwrap(type(module).forward).__code__.co_names
+
+
+def asks_for_earlier(module: nn.Module) -> bool:
+    """Whether the forward of `module` asks transformers' cache how many tokens are before those at hand."""
+    return "get_seq_length" in inspect.unwrap(type(module).forward).__code__.co_names
+
+
 def initialize(model: Any, module: nn.Module) -> None:
     """Initialize `module` by the rule of `model`. The public API initializes whole models, loaded weights included."""
     model._init_weights(module)

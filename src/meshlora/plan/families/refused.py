@@ -39,12 +39,6 @@ _REFUSED_SPLIT = {
     "vibevoice_asr": "its audio part cannot be shrunk to that of a twin",
     "voxtral_realtime": "transformers' forward takes no text without audio",
 }
-# Families that cannot go on with a part of each sequence's tokens.
-_REFUSED_CONTEXT = {
-    "minimax": "its lightning attention sees earlier tokens by a state of its own",
-    "recurrent_gemma": "its recurrent units see earlier tokens by a state of their own",
-}
-
 # Families that need, beside the residual stream, what another stage has.
 _REFUSED_STAGES = {
     **dict.fromkeys(
@@ -62,7 +56,7 @@ def check_family(model: Any, topology: Topology) -> None:
 
     Raises:
         UnsupportedError: an encoder-decoder, a family in `_REFUSED`, bloom with `slow_but_exact`; on `topology` one in
-            `_REFUSED_SPLIT`, `_REFUSED_CONTEXT` or `_REFUSED_STAGES`, gpt2 with `reorder_and_upcast_attn`.
+            `_REFUSED_SPLIT` or `_REFUSED_STAGES`, gpt2 with `reorder_and_upcast_attn`.
     """
     config = model.config
     what = f"model_type {config.model_type!r}"
@@ -70,8 +64,6 @@ def check_family(model: Any, topology: Topology) -> None:
         raise UnsupportedError(what, _REFUSED[config.model_type])
     if not topology.is_whole and config.model_type in _REFUSED_SPLIT:
         raise UnsupportedError(f"{what} on {topology}", _REFUSED_SPLIT[config.model_type], "use dp alone")
-    if topology.size_over(TOKENS) > 1 and config.model_type in _REFUSED_CONTEXT:
-        raise UnsupportedError(f"{what} on {topology}", _REFUSED_CONTEXT[config.model_type], "use dp, tp and sp")
     # Of gpt2, with eager alone.
     if topology.size_over(TOKENS) > 1 and getattr(config, "reorder_and_upcast_attn", False):
         given = f"reorder_and_upcast_attn on {topology}"

@@ -17,8 +17,11 @@ from meshlora.layers.held_tokens import ContextCut, HeldTokens
 from meshlora.model.regions import map_output
 from meshlora.plan.rules import ModelPlan
 from meshlora.wings.context.context import ContextAttention, RowsOfMask, hold_context
+from meshlora.wings.context.context_cache import OF_KEYS, hold_cache
+from meshlora.wings.context.mixing import OFFSET, PAST, WHOLE
 from meshlora.wings.context.passed_states import pass_states
-from meshlora_ground.compat import transformers_attention
+from meshlora.wings.context.whole_rows import UncutArguments, run_on_whole_rows
+from meshlora_ground.compat import transformers_attention, transformers_models
 from meshlora_ground.errors import UnsupportedError
 
 # Words in the name of an argument of decoder layers -> its dims of rows and of tokens.
@@ -39,19 +42,21 @@ def install_context(model: Any, plan: ModelPlan, context: ContextCut) -> None:
     # The modules around the layers make the masks, by their own configuration.
     parts = plan.layers.split(".")
     parents = [model.get_submodule(".".join(parts[:number])) for number in range(len(parts))]
+    base = transformers_models.attention_of(model.config.get_text_config()) or ""
     hold_context(model, layers, ContextAttention(context, is_ring=plan.topology.ring), parents)
     if transformers_attention.views_as_its_input(parents[-1]):
         for name in plan.after:
             if name != plan.head:
                 map_output(model.get_submodule(name), functools.partial(_kept, context))
     # A window has as much work everywhere, and a state goes from one token to the next: on all stages alike.
-    context.balances = sees_all(model.config) and not plan.recurrent
+    context.balances = is_balanced(model.config, plan)
     for name, state in plan.recurrent.items():
         if plan.holds(name):
             pass_states(model.get_submodule(name), name, state, context)
     for index, layer in enumerate(layers):
         if not plan.holds(f"{plan.layers}.{index}"):
             continue
+        _hold_mixers(model, plan, f"{plan.layers}.{index}", context, base)
         names = list(inspect.signature(layer.forward).parameters)
 
         def cut(_: nn.Module, args: Any, kwargs: Any, names: Sequence[str] = names) -> Any:
@@ -65,6 +70,23 @@ def install_context(model: Any, plan: ModelPlan, context: ContextCut) -> None:
             return tuple(own), by_name
 
         layer.register_forward_pre_hook(cut, with_kwargs=True)
+
+
+def _hold_mixers(model: Any, plan: ModelPlan, layer: str, context: ContextCut, base: str) -> None:
+    """Let what sees other tokens in `layer`, beside attention by transformers' functions and states, see them."""
+    own = {name: way for name, way in plan.mixing.items() if name.startswith(f"{layer}.")}
+    if WHOLE in own.values():
+        uncut = UncutArguments(model.get_submodule(layer))  # before the hook that cuts them
+    for name, way in own.items():
+        if way == WHOLE:
+            run_on_whole_rows(model.get_submodule(name), context, uncut)
+        else:
+            hold_cache(model.get_submodule(name), way, context, base)
+
+
+def is_balanced(config: Any, plan: ModelPlan) -> bool:
+    """Whether cp ranks have heads and tails of sequences: nothing needs to know which tokens are before a rank's."""
+    return sees_all(config) and not plan.recurrent and not {OFFSET, PAST} & {*plan.mixing.values()}
 
 
 def sees_all(config: Any) -> bool:
@@ -90,6 +112,10 @@ def cut_argument(held: HeldTokens | None, name: str, value: Any) -> Any:
         return value
     if name.endswith("attention_mask") and value.ndim == 2:  # of recurrent mixers, 0 at padding
         return held.cut(value, 1)
+    if name in OF_KEYS or name.startswith("prev_"):  # of keys, all of which are seen; of the layer before, cut there
+        return value
+    if name.endswith("attention_mask") and value.ndim == 4:  # in numbers; one row for all queries has 1
+        return value if value.shape[-2] == 1 else held.cut(value, -2, rows=0)
     rows, dim = 0, 0
     for word, dims in _TOKEN_DIMS.items():
         if word in name:

@@ -119,6 +119,21 @@ class RowsOfMask:
         """The mask as without context parallelism."""
         return self.make(**self.given)
 
+    def own(self, held: HeldTokens) -> Tensor:
+        """The rows of a rank's queries `[B, 1, S/cp, S]`, in the order of its tokens."""
+
+        def made() -> Tensor:
+            parts = [self._rows(rows, held.own_on_host[row]) for row, rows in _rows_dealt_alike(held)]
+            return torch.cat(parts)
+
+        found: Tensor = self._once("own", held, made)
+        return found
+
+    def to(self, dtype: torch.dtype) -> RowsOfMask:
+        """The same mask in another dtype, when its rows are made."""
+        make = self.make
+        return RowsOfMask(lambda **given: make(**given).to(dtype), self.given)
+
     def blocks(self, held: HeldTokens) -> list[Block]:
         """The blocks of a rank's queries, each with its part of the mask; the same for all layers."""
         found: list[Block] = self._once("blocks", held, lambda: [self._block(*b) for b in _blocks_of(held)])
