@@ -167,13 +167,15 @@ MISTAKES: dict[str, Case] = {
         "attend by sdpa or eager",
         "use attn_implementation=sdpa",
     ),
-    "cp_of_a_family_that_numbers_tokens": case(
+    "ring_of_a_family_with_indexers": case(
         several(
-            setting("topology", "cp=2"), lambda s: s.family("llama4_text"), setting("lora.target_modules", ["q_proj"])
+            setting("topology", "cp=2,ring"),
+            lambda s: s.family("deepseek_v32"),
+            setting("lora.target_modules", ["o_proj"]),
         ),
-        "llama4_text",
-        "itself numbers the tokens",
-        "use dp, tp and sp",
+        "DeepseekV32Attention",
+        "the keys of all tokens together",
+        "leave out ring",
     ),
     "dp_shard_without_dp": case(setting("topology", "tp=2,dp_shard"), "dp_shard with dp=1", "raise dp"),
     "unknown_quantization": case(

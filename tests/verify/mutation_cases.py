@@ -848,6 +848,22 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "context_tokens_of_balance_divided": ("backward", f"{LAST_MLP}.gate", "that of the load-balancing loss"),
         },
     ),
+    "keys from a cache, and those of an indexer": (
+        {"family": "deepseek_v32", "topologies": ("cp=2",)},
+        {
+            "context_cached_key_gradients_not_summed": ("backward", "model.layers.1.self_attn.kv_a_layernorm", LACKING),
+            "context_cached_mask_of_rank_0": SEEN,
+            "context_indexer_keys_of_own_tokens": SEEN,
+        },
+    ),
+    "an attention with a causal mask of its own": (
+        {"family": "gpt_neo", "topologies": ("cp=2",)},
+        {"context_keys_after_own_tokens": ("forward", "transformer.h.1.attn.attention.out_proj", SEEN[2])},
+    ),
+    "an attention that numbers tokens": (
+        {"family": "llama4_text", "topologies": ("cp=2",)},
+        {"context_numbers_begin_again": ("forward", "", "")},
+    ),
     "states that pass from one cp rank to the next": (
         {"family": "qwen3_next", "topologies": ("cp=2",)},
         {

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from meshlora.verify.request import Request, prepare_proof
+from meshlora.wings.context import mixing
+from meshlora_ground.compat import transformers_models
 from meshlora_ground.errors import UnsupportedError
 from meshlora_judge import case
 from tests.conftest import Prove
@@ -95,18 +97,46 @@ def test_layers_computed_twice_pass_on_keys_and_states_again(family: str, prove:
     assert outcome.passed, (outcome.divergence, outcome.error)
 
 
+# What sees other tokens by no function of a registry: with keys, latents and an indexer's keys from a cache, with a
+# mask of its own, with numbers of its tokens, on whole rows.
+BY_A_CACHE = {
+    "indexers": ("deepseek_v32", "cp=2", True),
+    "indexers, tp": ("deepseek_v32", "cp=2,tp=2,sp", False),
+    "indexers, ep": ("glm_moe_dsa", "cp=2,ep=2", True),
+    "a bias of positions": ("bloom", "cp=3", False),
+    "a mask of its own": ("gpt_neo", "cp=3", False),
+    "numbers of tokens": ("llama4_text", "cp=3", True),
+    "mamba-1": ("jamba", "cp=2", False),
+}
+
+
 @pytest.mark.parametrize(
-    ("family", "module"),
-    [("gptj", "GPTJBlock"), ("jamba", "JambaMambaMixer"), ("glm_moe_dsa", "GlmMoeDsaIndexer")],
-    ids=["own attention", "mamba-1", "indexer"],
+    "name",
+    [pytest.param(n, marks=[] if n == "indexers" else pytest.mark.proof) for n in BY_A_CACHE],
 )
-def test_other_ways_to_see_tokens_are_refused_by_name(family: str, module: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"its {module} sees other tokens neither by"):
-        prepare_proof(Request(family=family, topologies=("cp=2",)))
+def test_keys_from_a_cache_train_what_those_of_whole_sequences_train(name: str, prove: Prove) -> None:
+    family, topology, packing = BY_A_CACHE[name]
+    (outcome,) = prove(family=family, topologies=(topology,), packing=packing, steps=1)
+    assert outcome.passed, (outcome.divergence, outcome.error)
 
 
-def test_a_family_that_numbers_tokens_itself_is_refused_by_name() -> None:
-    """Its factors show from 8,192 tokens on."""
+def test_other_ways_to_see_tokens_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mixing, "_BY_THEMSELVES", set())
+    with pytest.raises(UnsupportedError, match="its Block sees other tokens neither by"):
+        prepare_proof(Request(family="openai-gpt", topologies=("cp=2",)))
+
+
+@pytest.mark.parametrize(
+    ("family", "topology", "words"),
+    [("openai-gpt", "cp=2,tp=2,sp", "leave out sp"), ("deepseek_v32", "cp=2,ring", "leave out ring")],
+)
+def test_topologies_without_a_way_to_see_tokens_are_refused(family: str, topology: str, words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        prepare_proof(Request(family=family, topologies=(topology,)))
+
+
+def test_a_family_that_numbers_tokens_from_0_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transformers_models, "asks_for_earlier", lambda module: False)
     with pytest.raises(UnsupportedError, match="its Llama4TextAttention itself numbers the tokens"):
         prepare_proof(Request(family="llama4_text", topologies=("cp=2",)))
 

@@ -17,6 +17,7 @@ from meshlora.plan.layout import Layout, Split
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.token_order import FEWEST
 from meshlora.wings.context.borders import is_balanced
+from meshlora.wings.context.mixing import CACHE, OFFSET, PAST, WHOLE
 from meshlora.wings.quantized.kinds import KEEP
 from meshlora_ground.objective import Sft
 from meshlora_ground.objectives.distillation import Distill
@@ -273,6 +274,12 @@ class Feature(enum.StrEnum):
     GATHERED_KEYS = "gathered_keys", _model(lambda m: m.plan.attentions and not m.plan.topology.ring)
     RECURRENT = "recurrent", _model(lambda m: m.plan.recurrent)  # mixers over cp
     PASSED_STATES = "passed_states", _model(lambda m: any(m.plan.recurrent.values()))
+    # Keys, or whole rows, of what sees other tokens by no function of a registry.
+    GATHERED_BESIDE = "gathered_beside", _model(lambda m: {CACHE, PAST, WHOLE} & {*m.plan.mixing.values()})
+    CACHED_KEYS = "cached_keys", _model(lambda m: {CACHE, PAST} & {*m.plan.mixing.values()})
+    PAST_KEYS = "past_keys", _model(lambda m: PAST in m.plan.mixing.values())  # of an attention with a mask of its own
+    OFFSET = "offset", _model(lambda m: OFFSET in m.plan.mixing.values())  # attentions that number tokens
+    INDEXER = "indexer", _model(lambda m: m.plan.mixing and getattr(m.text, "index_topk", None))  # chooses keys
     # Cp ranks have heads and tails of sequences.
     BALANCED = "balanced", _model(lambda m: m.plan.attentions and is_balanced(m.config, m.plan))
     SOFT_CAPS = "soft_caps", _model(lambda m: getattr(m.text, "attn_logit_softcapping", None))  # of scores

@@ -24,6 +24,7 @@ from meshlora.verify.faults.fault import after, around, instead_of, without_axis
 from meshlora.verify.features import Feature
 from meshlora.wings.context import borders, passed_states
 from meshlora.wings.context.context import Block, RowsOfMask
+from meshlora.wings.context.context_cache import ContextCache
 from meshlora.wings.context.passed_states import PassedStates
 from meshlora.wings.experts.balance import LoadBalancing
 from meshlora_ground.topology import SEQUENCES, TOKENS
@@ -68,6 +69,40 @@ def context_first_key_left_out(block: Block, *_: Any) -> Block:
 def context_mask_of_the_first_row(original: Any, self: RowsOfMask, rows: slice, *rest: np.ndarray) -> Any:
     """documents are kept apart by the borders of their own row"""
     return original(self, rows if rows.stop is None else slice(0, 1), *rest)  # a stop of None is all rows
+
+
+# --- what reads keys from a cache, or runs on whole rows
+
+
+@instead_of(held_tokens, "gather_each_to_each", needs={Feature.GATHERED_BESIDE})
+def context_cached_key_gradients_not_summed(x: Tensor, axis: Axis) -> Tensor:
+    """keys from a cache, and rows made whole, have the gradients of the tokens of all cp ranks"""
+    return collectives.gather_each_to_one(x, axis)
+
+
+@after(HeldTokens, "__init__", needs={Feature.CACHED_KEYS})
+def context_cached_mask_of_rank_0(_: None, self: HeldTokens, order: np.ndarray, *__: Any) -> None:
+    """beside keys from a cache a rank has the rows of the mask of its own queries"""
+    self.own_on_host = order[:, : self.per_rank]
+
+
+@around(ContextCache, "update_indexer", needs={Feature.INDEXER})
+def context_indexer_keys_of_own_tokens(original: Any, self: ContextCache, key: Tensor, *rest: Any) -> Tensor:
+    """an indexer chooses among the keys of all cp ranks"""
+    found: Tensor = original(self, key, *rest)
+    return torch.zeros_like(found).scatter(1, self.held.own.unsqueeze(-1).expand_as(key), key)
+
+
+@instead_of(ContextCache, "end", needs={Feature.PAST_KEYS})
+def context_keys_after_own_tokens(self: ContextCache) -> int:
+    """an attention whose own mask takes the last rows as those of its queries has no later keys"""
+    return self.held.length
+
+
+@instead_of(ContextCache, "get_seq_length", needs={Feature.OFFSET})
+def context_numbers_begin_again(*_: Any) -> int:
+    """an attention that numbers tokens goes on from those of the cp ranks before it"""
+    return 0
 
 
 # --- recurrent mixers

@@ -45,9 +45,8 @@ def install_context(model: Any, plan: ModelPlan, context: ContextCut) -> None:
     base = transformers_models.attention_of(model.config.get_text_config()) or ""
     hold_context(model, layers, ContextAttention(context, is_ring=plan.topology.ring), parents)
     if transformers_attention.views_as_its_input(parents[-1]):
-        for name in plan.after:
-            if name != plan.head:
-                map_output(model.get_submodule(name), functools.partial(_kept, context))
+        for name in {*plan.after} - {plan.head} or {f"{plan.layers}.{plan.num_layers - 1}"}:
+            map_output(model.get_submodule(name), functools.partial(_kept, context))
     # A window has as much work everywhere, and a state goes from one token to the next: on all stages alike.
     context.balances = is_balanced(model.config, plan)
     for name, state in plan.recurrent.items():

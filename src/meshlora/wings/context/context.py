@@ -109,10 +109,17 @@ class RowsOfMask:
     make: that function, with `given` the arguments by name that it was called with.
     """
 
+    ndim = 4  # transformers asks whether it is a mask of tokens
+
     def __init__(self, make: Callable[..., Any], given: dict[str, Any]) -> None:
         self.make, self.given = make, given
         self.held: HeldTokens | None = None
         self._made: dict[str, Any] = {}
+
+    @property
+    def shape(self) -> torch.Size:
+        """`[B, 1, S, S]`, without making it."""
+        return torch.Size((self.given["batch_size"], 1, self.given["q_length"], self.given["kv_length"]))
 
     @functools.cached_property
     def whole(self) -> Any:
@@ -396,11 +403,17 @@ def _compare(module: Any, call: Any, query: Tensor, pair: Tensor, how: How, kwar
         module.meshlora_context.check_ring(module, ["what its eager attention computes"])
 
 
+def _rows_of_mask(make: Callable[..., Any], **given: Any) -> RowsOfMask:
+    """The mask that `make` would make, or what is given in its place: the decoder of a composite gets it whole."""
+    ready = given.get("attention_mask")
+    return ready if isinstance(ready, RowsOfMask) else RowsOfMask(make, given)
+
+
 def _register() -> None:
     for name in CONTEXT_ATTENTIONS:
         make = AttentionMaskInterface()[name]
         AttentionInterface.register(_OURS + name, functools.partial(_attention, name))
-        AttentionMaskInterface.register(_OURS + name, lambda make=make, **given: RowsOfMask(make, given))
+        AttentionMaskInterface.register(_OURS + name, functools.partial(_rows_of_mask, make))
 
 
 _register()

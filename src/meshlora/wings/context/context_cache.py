@@ -44,7 +44,7 @@ class ContextCache:
         # Side by side, so that one collective moves both.
         pair = self.held.gathered(torch.cat([key.transpose(1, 2), value.transpose(1, 2)], -1))
         if self.way == PAST:
-            pair = pair[:, : self.end]
+            pair = pair[:, : self.end()]
         keys, values = pair.transpose(1, 2).split([key.shape[-1], value.shape[-1]], -1)
         # Contiguous, as a cache's are: some attentions make views of them.
         return keys.contiguous(), values.contiguous()
@@ -61,7 +61,6 @@ class ContextCache:
         """How many tokens are before those at hand: ranks have contiguous parts."""
         return self.held.axis.rank * self.held.per_rank
 
-    @property
     def end(self) -> int:
         """The position after the last of the tokens at hand."""
         return self.get_seq_length() + self.held.per_rank
@@ -86,7 +85,7 @@ def hold_cache(module: nn.Module, way: str, context: ContextCut, base: str) -> N
             value = value.whole if held is None else value.own(held)
         is_mask = isinstance(value, Tensor) and (value.ndim == 4 or name in OF_KEYS)
         if way == PAST and is_mask and held is not None:
-            return value[..., : ContextCache(held, way).end]
+            return value[..., : ContextCache(held, way).end()]
         return value
 
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:

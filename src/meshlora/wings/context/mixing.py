@@ -110,10 +110,8 @@ def _check(module: nn.Module, name: str, way: str, plan: ModelPlan) -> None:
         UnsupportedError: this way is not known on the topology.
     """
     given, topology = f"{type(module).__name__} on {plan.topology}", plan.topology
-    if topology.ring and way != WHOLE:
-        raise UnsupportedError(
-            given, "it takes keys of all tokens from a cache, and the ring passes them by", "no ring"
-        )
+    if topology.ring and way in (CACHE, PAST):
+        raise UnsupportedError(given, "it takes the keys of all tokens together from a cache", "leave out ring")
     is_split = any(region.is_split and f"{name}.".startswith(f"{region.name}.") for region in plan.regions)
     if topology.sp and way == WHOLE and is_split:
         rule = "it runs on whole rows on each cp rank, and sp cuts what leaves it before cp does"

@@ -24,6 +24,7 @@ class UncutArguments:
 
     def _keep(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.found = dict(zip(self.names, args, strict=False)) | kwargs
+        self.found.pop(self.names[0], None)  # the residual stream
 
 
 def run_on_whole_rows(module: nn.Module, context: ContextCut, uncut: UncutArguments) -> None:
@@ -31,26 +32,21 @@ def run_on_whole_rows(module: nn.Module, context: ContextCut, uncut: UncutArgume
     which has that of its own tokens' outputs."""
     names = list(inspect.signature(module.forward).parameters)
 
-    def whole(name: str, value: Any) -> Any:
-        value = uncut.found.get(name, value)
-        return value.whole if isinstance(value, RowsOfMask) else value
-
     def begin(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        by_name = dict[str, Any]()
-        given = dict(zip(names, args, strict=False)) | kwargs
+        given, hidden = dict(zip(names, args, strict=False)) | kwargs, names[0]
+        for name in given.keys() & uncut.found.keys():
+            given[name] = uncut.found[name]
         for name, value in given.items():
-            by_name[name] = whole(name, value)
+            if isinstance(value, RowsOfMask):
+                given[name] = value.whole
         if context.held is not None:
-            hidden = "hidden_states" if "hidden_states" in by_name else next(iter(by_name))
-            by_name[hidden] = context.held.gathered(given[hidden])
-        return (), by_name
+            given[hidden] = context.held.gathered(given[hidden])
+        return (), given
 
     def end(_: nn.Module, __: Any, output: Any) -> Any:
-        if context.held is None:
-            return None
         if isinstance(output, Tensor):
             return context.cut(output)
-        return (context.cut(output[0]), *output[1:])
+        return type(output)([context.cut(output[0]), *output[1:]])  # a list, or a tuple
 
     module.register_forward_pre_hook(begin, with_kwargs=True)
     module.register_forward_hook(end)
