@@ -117,12 +117,16 @@ def _int4(key: str, value: Tensor, seed: int) -> dict[str, Tensor]:
 
 def _nvfp4(suffix: str, of_matrix: str) -> Callable[[str, Tensor, int], dict[str, Tensor]]:
     def pack(key: str, value: Tensor, seed: int) -> dict[str, Tensor]:
-        outputs, inputs = value.shape
-        number = 3.0 + seed % 5
+        *experts, outputs, inputs = value.shape
+        # Of each matrix, and each expert of a stack, another one.
+        number = 300 * (3.0 + seed % 5 + torch.arange(float(experts[0] if experts else 1)))
+        if not suffix:
+            number = 1 / number if experts else 1 / number[0]
+        scales = _scales(*experts, outputs, inputs // 16, seed=seed).float() * 100
         return {
-            f"{key}{suffix}": _drawn(outputs, inputs // 2, low=0, high=256, dtype=torch.uint8, seed=seed),
-            f"{key}_scale": (_scales(outputs, inputs // 16, seed=seed).float() * 100).to(torch.float8_e4m3fn),
-            f"{key}_{of_matrix}": torch.tensor([300 * number]) if suffix else torch.tensor(1 / (300 * number)),
+            f"{key}{suffix}": _drawn(*experts, outputs, inputs // 2, low=0, high=256, dtype=torch.uint8, seed=seed),
+            f"{key}_scale": scales.to(torch.float8_e4m3fn),
+            f"{key}_{of_matrix}": number,
             f"{key.removesuffix('weight')}input{'_global' * bool(suffix)}_scale": torch.ones(1),
         }
 
@@ -196,6 +200,9 @@ def _bitsandbytes(*, nested: bool) -> Callable[[str, Tensor, int], dict[str, Ten
 
 _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 _CT = {"quant_method": "compressed-tensors", "format": "float-quantized", "sparsity_config": {"format": "dense"}}
+_MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+_MOE = {"hidden_size": 64, "moe_intermediate_size": 64}
+_EXPERTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 _BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 
 
@@ -223,8 +230,8 @@ PUBLISHED = {
         "qwen3_moe",
         _CT | {"format": "pack-quantized"},
         _int4,
-        {"hidden_size": 64, "moe_intermediate_size": 64},
-        ("gate_proj.weight", "up_proj.weight", "down_proj.weight"),
+        _MOE,
+        _EXPERTS,
     ),
     "compressed-tensors int4 with zeros": Published(
         "llama", _ct("pack-quantized", num_bits=4, group_size=BLOCK), _with_zeros(4)
@@ -239,7 +246,17 @@ PUBLISHED = {
     "compressed-tensors nvfp4": Published(
         "llama", _ct("nvfp4-pack-quantized", num_bits=4, group_size=16), _nvfp4("_packed", "global_scale")
     ),
-    "modelopt nvfp4": Published("llama", {"quant_method": "modelopt", "quant_algo": "NVFP4"}, _nvfp4("", "scale_2")),
+    "modelopt nvfp4": Published("llama", _MODELOPT, _nvfp4("", "scale_2")),
+    "modelopt nvfp4 experts": Published("qwen3_moe", _MODELOPT, _nvfp4("", "scale_2"), _MOE, _EXPERTS),
+    "compressed-tensors nvfp4 experts": Published(
+        "qwen3_moe",
+        _ct("nvfp4-pack-quantized", num_bits=4, group_size=16),
+        _nvfp4("_packed", "global_scale"),
+        {"hidden_size": 64, "moe_intermediate_size": 80},  # two ranks cut a block of 16
+    ),
+    "modelopt nvfp4 stack": Published(
+        "granitemoe", _MODELOPT, _nvfp4("", "scale_2"), of=("input_linear.weight", "output_linear.weight")
+    ),
     "llm.int8": Published("llama", {"quant_method": "bitsandbytes", "load_in_8bit": True}, _int8(of_rows=True)),
     "gptq": Published("qwen2", {"quant_method": "gptq", "bits": 4, "group_size": BLOCK, "desc_act": True}, _gptq(4)),
     "gptq of 8 bits": Published(
@@ -256,5 +273,5 @@ PUBLISHED = {
     "fp4": Published("llama", _BNB | {"bnb_4bit_quant_type": "fp4"}, _bitsandbytes(nested=False)),
 }
 # What stays packed in memory.
-_READ = ("gptq", "awq", "modelopt", "compressed-tensors int4", "compressed-tensors nvfp4", "compressed-tensors int8 ")
+_READ = ("gptq", "awq", "compressed-tensors int4", "compressed-tensors int8 ")
 KEPT = tuple(case for case in PUBLISHED if not case.startswith(_READ))

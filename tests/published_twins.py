@@ -219,7 +219,7 @@ def _tiny(published: Published, layers: list[int]) -> dict[str, Any]:
     if given.get("group_size"):
         given["group_size"] = BLOCK
     for group in (given.get("config_groups") or {}).values():
-        if (group.get("weights") or {}).get("group_size"):
+        if (group.get("weights") or {}).get("group_size", 16) != 16:  # that of NVFP4 is tiny, and fixed
             group["weights"]["group_size"] = BLOCK
     return given
 
@@ -262,8 +262,8 @@ def _packer(quantization: dict[str, Any]) -> Pack:
     if method == "fp8" and quantization.get("scale_fmt") == "ue8m0":
         return _fp8_of_powers
     if method == "compressed-tensors":
-        is_fp8 = quantization["format"] == "float-quantized"
-        return PUBLISHED["compressed-tensors fp8" if is_fp8 else "compressed-tensors int4 experts"].pack
+        cases = {"float-quantized": "compressed-tensors fp8", "nvfp4-pack-quantized": "compressed-tensors nvfp4"}
+        return PUBLISHED[cases.get(quantization["format"], "compressed-tensors int4 experts")].pack
     if method == "modelopt":
         return PUBLISHED["modelopt nvfp4"].pack
     if method == "bitsandbytes":

@@ -50,7 +50,7 @@ class Case(Training):
             into large steps, and a gradient of the wrong size shows in its update.
         columns, rows_per_example, targets, predicts_next: as in `TokenizedDataset`.
         attn_implementation: of both sides, as in transformers.
-        quantization: of the frozen base: nf4, int8, mxfp4, fp8; keep, as it is stored; or None.
+        quantization: of the frozen base: nf4, int8, mxfp4, nvfp4, fp8; keep, as it is stored; or None.
         compute: products of the frozen linears in float8: fp8, fp8_backward; or None.
         kernels: of our side, as in a run file; the reference has none.
         packing: our side packs several sequences into a row, "auto": those of a micro-batch; recompute: it recomputes

@@ -101,10 +101,13 @@ def _nvfp4(codes: Tensor, of: Mapping[str, Tensor]) -> Tensor:
     bits = torch.stack([codes % 16, codes // 16], -1).flatten(-2).long()
     sign, exponent, mantissa = 1 - 2 * (bits // 8), bits // 2 % 4, bits % 2
     numbers = torch.where(exponent > 0, (2 + mantissa) * 2.0**exponent, mantissa * 2.0) / 4
-    groups = of["weight_scale"].float().repeat_interleave(16, 1)
+    groups = of["weight_scale"].float().repeat_interleave(16, -1)
+    of_matrix = of.get("weight_global_scale", of.get("weight_scale_2", torch.zeros(())))
+    if codes.ndim == 3:
+        of_matrix = of_matrix.view(-1, 1, 1)
     if "weight_global_scale" in of:
-        return sign * numbers * (groups / of["weight_global_scale"])
-    return sign * numbers * (groups * of["weight_scale_2"])
+        return sign * numbers * (groups / of_matrix)
+    return sign * numbers * (groups * of_matrix)
 
 
 def _integers(codes: Tensor, of: Mapping[str, Tensor], quantization: Mapping[str, Any]) -> Tensor:

@@ -1,6 +1,6 @@
 """The reference's quantised base: every linear but head and routers, and all experts, each matrix rounded as a whole.
 
-The published formulas of fp8 and mxfp4 are written a second time; the rounding to nf4 and int8 is bitsandbytes'.
+The published formulas of fp8, mxfp4 and nvfp4 are written a second time; the rounding to nf4 and int8 is bitsandbytes'.
 Nothing here knows that a matrix can be split.
 """
 
@@ -26,8 +26,8 @@ _E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 def quantize_base(model: Any, kind: str | None) -> None:
     """Round the weights of every linear of `model` but its head and routers, and of all experts, to `kind`.
 
-    kind: nf4, int8, mxfp4, fp8; None and "keep", a base that is stored in few bits, change nothing. The rounding is in
-    float32 for every dtype of the model, and its result is cast to that dtype.
+    kind: nf4, int8, mxfp4, nvfp4, fp8; None and "keep", a base that is stored in few bits, change nothing. The rounding
+    is in float32 for every dtype of the model, and its result is cast to that dtype.
     """
     if kind in (None, "keep"):
         return
@@ -94,12 +94,35 @@ def _mxfp4(matrix: Tensor) -> Tensor:
     largest = groups.abs().amax(1, keepdim=True)
     power = torch.floor(torch.log2(largest.double()))
     scale = torch.where(largest > 0, torch.exp2((power - 2).clamp(min=-127)), 1.0)
-    numbers = torch.tensor(_E2M1, dtype=torch.float64)
-    distances = (groups.double().abs() / scale).unsqueeze(-1) - numbers
-    # Of two equally near ones the odd code loses.
-    order = distances.abs() + 1e-12 * (torch.arange(8) % 2)
-    nearest = numbers[order.argmin(-1)] * scale * groups.sign()
+    nearest = _nearest_e2m1(groups.double() / scale) * scale
     return nearest.float().view_as(matrix)
 
 
-_ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {"nf4": _nf4, "int8": _int8, "fp8": _fp8, "mxfp4": _mxfp4}
+def _nvfp4(matrix: Tensor) -> Tensor:
+    """Groups of 16 input features, by modelopt's rule: the largest number of the matrix becomes 6 * 448, that of a
+    group 6, its scale is rounded to e4m3; each number is the nearest e2m1 times the product of the two scales."""
+    groups = matrix.reshape(-1, 16)
+    of_matrix = matrix.abs().max() / 2688
+    of_matrix = of_matrix if of_matrix > 0 else torch.ones_like(of_matrix)
+    scales = (groups.abs().amax(1, keepdim=True) / 6 / of_matrix).to(torch.float8_e4m3fn).float()
+    scales = torch.where(scales == 0, 1.0, scales) * of_matrix
+    nearest = _nearest_e2m1(groups.double() / scales.double())
+    return (nearest.float() * scales).view_as(matrix)
+
+
+def _nearest_e2m1(quotients: Tensor) -> Tensor:
+    """The nearest number of e2m1 to each, of two equally near ones that with the even code. float64."""
+    numbers = torch.tensor(_E2M1, dtype=torch.float64)
+    distances = quotients.abs().unsqueeze(-1) - numbers
+    # Of two equally near ones the odd code loses.
+    order = distances.abs() + 1e-12 * (torch.arange(8) % 2)
+    return numbers[order.argmin(-1)] * quotients.sign()
+
+
+_ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
+    "nf4": _nf4,
+    "int8": _int8,
+    "fp8": _fp8,
+    "mxfp4": _mxfp4,
+    "nvfp4": _nvfp4,
+}

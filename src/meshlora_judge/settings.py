@@ -17,7 +17,7 @@ class Base:
 
     Attributes:
         path: checkpoint folder. dtype: a name of torch. attn_implementation: as in transformers.
-        quantization: of the frozen weights: nf4, int8, mxfp4, fp8; keep, as they are stored; or None.
+        quantization: of the frozen weights: nf4, int8, mxfp4, nvfp4, fp8; keep, as they are stored; or None.
         compute: products in float8: fp8, fp8_backward, or None.
     """
 

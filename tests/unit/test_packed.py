@@ -21,7 +21,9 @@ from meshlora.model.stream import _NUM_BYTES
 from meshlora.model.weights import CheckpointSource
 from meshlora.plan.base_options import BaseOptions
 from meshlora.wings.quantized.keep_packed import keep, packings
-from meshlora.wings.quantized.packed import Blocks4, Blocks8, GroupedInts, Mxfp4, Nvfp4
+from meshlora.wings.quantized.kinds import FACTOR_BYTES
+from meshlora.wings.quantized.nvfp4 import Nvfp4
+from meshlora.wings.quantized.packed import Blocks4, Blocks8, GroupedInts, Mxfp4
 from meshlora_extra.merging.merge import merge
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
@@ -73,7 +75,8 @@ def test_slice_that_crosses_blocks_is_that_of_the_whole(case: str, folders: Any)
 
 @for_each("case", KEPT)
 def test_what_stays_packed_has_the_same_numbers(case: str, folders: Any) -> None:
-    """Whole, and slices that cross blocks; no more bytes than are stored, but for scales of 8 bits that become 32."""
+    """Whole, and slices that cross blocks; no more bytes than are stored, but for scales of 8 bits that become 32,
+    and a factor in each row."""
     source = _source(folders(case))
     names = list(packings(source))
     assert len(names) >= 4
@@ -82,7 +85,8 @@ def test_what_stays_packed_has_the_same_numbers(case: str, folders: Any) -> None
         assert torch.equal(kept.whole(), whole), name
         stored = [part for t in source.stored[name].tensors if t.packed for part in t.packed[1].values()]
         num_bytes = sum(math.prod(part.shape) * _NUM_BYTES[part.dtype] for part in stored)
-        assert kept.codes.nbytes + kept.scales.nbytes <= 1.1 * num_bytes
+        of_rows = FACTOR_BYTES.get(kept.form.kind, 0) * math.prod(kept.codes.shape[:-1])
+        assert kept.codes.nbytes + kept.scales.nbytes - of_rows <= 1.1 * num_bytes
         for dim in (whole.ndim - 2, whole.ndim - 1):
             parts, size = [Part(dim, 2, 16), Part(dim, whole.shape[dim] - 12, whole.shape[dim])], whole.shape[dim]
             index = torch.tensor([*range(2, 16), *range(size - 12, size)])
@@ -92,7 +96,7 @@ def test_what_stays_packed_has_the_same_numbers(case: str, folders: Any) -> None
 
 
 def test_what_cannot_stay_packed_is_refused(folders: Any) -> None:
-    with pytest.raises(UnsupportedError, match="what gptq stores so does not stay packed; fp8, int8, mxfp4"):
+    with pytest.raises(UnsupportedError, match="what gptq stores so does not stay packed; fp8, int8, FP4"):
         make_blueprint(folders("gptq"), Topology(), BaseOptions(dtype="float64", quantization="keep"))
 
 
@@ -139,7 +143,7 @@ def _slice(tensor: Tensor, bounds: Bounds) -> Tensor:
         (
             Nvfp4((64, 64), divides=True),
             [(9, 11), (33, 50)],
-            {"codes": [(9, 11), (16, 25)], "scales": [(9, 11), (2, 4)], "global": [(0, 1)]},
+            {"codes": [(9, 11), (16, 25)], "scales": [(9, 11), (2, 4)], "factor": [(0, 1)] * 3},
         ),
         (
             GroupedInts((64, 64), "compressed-tensors", 8, 32),
@@ -169,7 +173,11 @@ def test_no_more_is_read_than_the_blocks_of_a_slice(form: Any, bounds: Bounds, e
 
     def read(part: str, of_part: Bounds) -> Tensor:
         asked[part] = list(of_part)
-        return torch.zeros([stop - start for start, stop in of_part], dtype=torch.int32)
+        zeros = torch.zeros([stop - start for start, stop in of_part], dtype=torch.int32)
+        if isinstance(form, Nvfp4):
+            dtypes = {"codes": torch.uint8, "scales": torch.float8_e4m3fn, "factor": torch.float32}
+            return zeros.to(dtypes[part])
+        return zeros
 
     form.read(bounds, read)
     assert asked == expected
@@ -223,6 +231,13 @@ def _damage(folder: Path, change: str) -> None:
         tensors[key.replace("weight_packed", leaf)] = tensors[key].clone()
     elif how == "without":
         del tensors[key]
+    elif how == "flat":
+        tensors[key] = tensors[key].flatten()
+    elif how == "bytes of":
+        tensors[key] = tensors[key].view(torch.uint8)
+    elif how == "padded":
+        tensors[key] = torch.nn.functional.pad(tensors[key].view(torch.uint8), (0, -tensors[key].shape[1] % 4, 0, 64))
+        tensors[key] = tensors[key].view(torch.float8_e4m3fn)
     else:
         tensors[key] = tensors[key][: len(tensors[key]) // 2].clone()
     save_file(tensors, file, metadata={"format": "pt"})
@@ -261,6 +276,11 @@ def _damage(folder: Path, change: str) -> None:
         ),
         ("modelopt nvfp4", '{"quant_algo": "W4A8_AWQ"}', "modelopt with quant_algo 'W4A8_AWQ': it is not read yet"),
         ("modelopt nvfp4", "half of down_proj.weight_scale", r"down_proj\.weight: its stored parts are not all there"),
+        ("compressed-tensors nvfp4", "also down_proj.weight_zero_point", "asymmetric NVFP4 is not read"),
+        ("modelopt nvfp4", "flat down_proj.weight_scale", "in the order of TensorRT's kernels are not read"),
+        ("modelopt nvfp4", "bytes of down_proj.weight_scale", "in the order of TensorRT's kernels are not read"),
+        ("modelopt nvfp4", "padded down_proj.weight_scale", "in the order of an engine's kernels .128 rows, 4 blocks"),
+        ("modelopt nvfp4 stack", "half of output_linear.weight_scale_2", r"output_linear\.weight: its stored parts"),
         ("compressed-tensors nvfp4", "without down_proj.weight_scale", r"down_proj\.weight: its stored parts"),
         ("llm.int8", "without down_proj.SCB", r"down_proj\.weight: its stored parts are not all there"),
         ("llm.int8", "half of down_proj.SCB", r"down_proj\.weight: its stored parts are not all there"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,8 @@ from meshlora.layers.linear import ParallelLinear
 from meshlora.wings.experts.products import Projection, backward_rows, forward_rows
 from meshlora.wings.experts.row_counts import RowCounts
 from meshlora.wings.quantized import kinds, quantized
-from meshlora.wings.quantized.kinds import KINDS, check_library
-from meshlora.wings.quantized.quantized import Packed, joined, pack, plain_weights, stacked
+from meshlora.wings.quantized.kinds import FACTOR_BYTES, KINDS, check_library
+from meshlora.wings.quantized.quantized import Form, Packed, joined, pack, plain_weights, stacked, with_factors
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.float64 import lift
 from meshlora_ground.topology import Topology
@@ -63,6 +64,38 @@ def test_mxfp4_rounds_ties_to_the_even_code_and_saturates() -> None:
     assert packed.scales.tolist() == [[127]]
 
 
+def test_scales_of_nvfp4_are_e4m3_times_the_factor_of_the_matrix() -> None:
+    """Blocks of zeros, and of numbers that e4m3 has no scale for, are zeros."""
+    matrix = torch.zeros(2, 48)
+    matrix[0, :16], matrix[0, 16:32], matrix[1, :16] = 2688.0, 1e-3, -1.5
+    packed = pack(matrix, "nvfp4")
+    scales = packed.form.numbers(packed.scales)
+    assert scales.tolist() == [[448.0, 1.0, 1.0], [0.25, 1.0, 1.0]]
+    assert packed.whole()[:, ::16].tolist() == [[2688.0, 0.0, 0.0], [-1.5, 0.0, 0.0]]
+
+
+def test_factors_of_matrices_above_one_another_stay_with_their_rows() -> None:
+    """A gate and an up projection have a factor each, as have experts."""
+    gate, up = torch.randn(6, 64), 100 * torch.randn(6, 64)
+    parts = [pack(gate, "nvfp4"), pack(up, "nvfp4")]
+    whole = joined(parts, -2)
+    assert torch.equal(whole.whole(), torch.cat([part.whole() for part in parts]))
+    assert torch.equal(whole.part((4, 9), (14, 40)).whole(), whole.whole()[4:9, 14:40])
+    assert torch.equal(stacked([*parts])[1], parts[1].whole())
+
+
+def test_a_factor_divides_or_multiplies_as_it_is_stored() -> None:
+    """1 / x rounds: of a hundred factors some would give other numbers."""
+    codes, scales = torch.full((100, 8), 0x77, dtype=torch.uint8), torch.full((100, 1), 3.5).to(torch.float8_e4m3fn)
+    factors = torch.rand(100, generator=torch.Generator().manual_seed(0)) * 1000 + 3
+    form = Form("nvfp4", torch.float32, (1,) * 100, (16,), divides=True)
+    divided = form.matrix(codes, with_factors(scales, factors)).whole()[:, 0]
+    multiplied = dataclasses.replace(form, divides=False).matrix(codes, with_factors(scales, 1 / factors)).whole()[:, 0]
+    assert divided.tolist() == (6 * (torch.full_like(factors, 3.5) / factors)).tolist()
+    assert multiplied.tolist() == (6 * (3.5 * (1 / factors))).tolist()
+    assert not torch.equal(divided, multiplied)
+
+
 def test_an_expert_is_unpacked_alone() -> None:
     """A product with a stack never has two of its matrices in plain numbers at once."""
     matrices = torch.randn(5, 48, 64, dtype=torch.float64)
@@ -98,7 +131,13 @@ def _both_ways(weight: Any, x: Tensor, counts: list[int], a: Tensor | None, b: T
 
 @pytest.mark.parametrize(
     ("kind", "block", "largest"),
-    [("nf4", (1, 64), 0.16), ("int8", (1, 64), 0.51 / 127), ("mxfp4", (1, 32), 0.251), ("fp8", (128, 128), 0.036)],
+    [
+        ("nf4", (1, 64), 0.16),
+        ("int8", (1, 64), 0.51 / 127),
+        ("mxfp4", (1, 32), 0.251),
+        ("nvfp4", (1, 16), 0.25),
+        ("fp8", (128, 128), 0.036),
+    ],
 )
 def test_what_is_lost_and_what_is_held(kind: str, block: tuple[int, int], largest: float) -> None:
     """About half the widest gap between two levels, of the block's largest: in mxfp4 all above 6 becomes 6."""
@@ -109,7 +148,8 @@ def test_what_is_lost_and_what_is_held(kind: str, block: tuple[int, int], larges
     assert largest / 2 < float(lost.max()) <= largest
     assert packed.codes.dtype == torch.uint8
     assert packed.codes.numel() == matrix.numel() * KINDS[kind] // 8
-    assert packed.scales.numel() * block[0] * block[1] == matrix.numel()
+    factors = FACTOR_BYTES.get(kind, 0) * len(packed.scales)
+    assert (packed.scales.numel() - factors) * block[0] * block[1] == matrix.numel()
 
 
 def _twin(folder: Path) -> Path:
@@ -166,7 +206,7 @@ def _plan(family: str, topology: str, kind: str, **overrides: int) -> None:
         ("llama", "", "nf4", {"intermediate_size": 160}, "down_proj with 160 input features: blocks of 64"),
         ("llama", "tp=2", "mxfp4", {"intermediate_size": 160 + 2}, "down_proj with 162 input features: blocks of 32"),
         ("mixtral", "etp=32", "mxfp4", {"intermediate_size": 96}, "two of 4 bits share a byte, which cannot be cut"),
-        ("llama", "", "keep", {}, "its checkpoint is not quantised; use one of nf4, int8, mxfp4, fp8"),
+        ("llama", "", "keep", {}, "its checkpoint is not quantised; use one of nf4, int8, mxfp4, nvfp4, fp8"),
     ],
 )
 def test_what_cannot_be_quantised_alike_everywhere_is_refused(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from meshlora.wings.quantized import quantized
-from meshlora.wings.quantized.kinds import BITS, OF_LIBRARY, STORED, Touched
-from meshlora.wings.quantized.quantized import Form, Packed
+from meshlora.wings.quantized.kinds import BITS, FACTOR_BYTES, OF_LIBRARY, STORED, Touched
+from meshlora.wings.quantized.quantized import Form, Packed, with_factors
 from meshlora_extra.planner.fake import is_view
 from meshlora_ground.compat.torch_operators import TorchDispatchMode
 from meshlora_ground.slow_paths import UNPACKED_IN_PIECES, UNPACKED_WITHOUT_KERNEL, SlowPath
@@ -36,6 +36,8 @@ def _random(kind: str, rows: tuple[int, ...], columns: tuple[int, ...], dtype: t
     scales = torch.randn(len(rows), len(columns), generator=generator)
     if kind == "mxfp4":
         scales = (127 + 3 * scales).to(torch.uint8)
+    if kind == "nvfp4":
+        scales = with_factors(scales.to(torch.float8_e4m3fn), torch.rand(len(rows), generator=generator))
     return Packed(codes, scales, Form(kind, dtype, rows, columns))
 
 
@@ -43,7 +45,7 @@ def _expected(packed: Packed) -> Tensor:
     """Each number times its scale, element by element."""
     kind, codes, scales = packed.form.kind, packed.codes, packed.scales
     if BITS[kind] == 4:
-        halves = [codes & 15, codes >> 4] if kind == "mxfp4" else [codes >> 4, codes & 15]
+        halves = [codes & 15, codes >> 4] if kind in ("mxfp4", "nvfp4") else [codes >> 4, codes & 15]
         numbers = quantized.values_of(kind)[torch.stack(halves, -1).flatten(1).long()]
     elif kind == "int8":
         numbers = torch.tensor(quantized.levels_of_int8())[codes.long()]
@@ -52,6 +54,9 @@ def _expected(packed: Packed) -> Tensor:
         numbers = codes.view(dtypes.get(kind, torch.float8_e4m3fn)).float()
     if kind == "mxfp4":
         scales = torch.exp2(scales.float() - 127)
+    if kind == "nvfp4":
+        factors = torch.tensor(scales[:, -4:].tolist(), dtype=torch.uint8).view(torch.float32)
+        scales = scales[:, :-4].view(torch.float8_e4m3fn).float() * factors
     for dim, counts in enumerate((packed.form.rows, packed.form.columns)):
         scales = scales.repeat_interleave(torch.tensor(counts), dim)
     return (numbers * scales).to(packed.form.dtype)
@@ -98,6 +103,7 @@ class _Launches(TorchDispatchMode):
         ("fp8", (128, 128), 2),
         ("fp8", (96, 128), 3),  # the last rows are a block of their own
         ("mxfp4", (1, 32), 4),
+        ("nvfp4", (1, 16), 6),  # three of them of scales: a factor, a float32, their product
         ("nf4", (1, 56), 4),  # in blocks that the kernel does not take
     ],
 )
@@ -108,10 +114,10 @@ def test_a_gpu_unpacks_a_matrix_in_few_launches(
     """One of an 8B model. In parts for a CPU's cache they would be 32 times as many, and more."""
     shape = (4096, 14336)
     rows, columns = (Touched.by(0, size, each).counts for size, each in zip(shape, block, strict=True))
-    of_scales = torch.uint8 if kind == "mxfp4" else torch.float32
+    of_scales = torch.uint8 if kind in ("mxfp4", "nvfp4") else torch.float32
     packed = Packed(
         torch.empty(4096, 14336 * BITS[kind] // 8, dtype=torch.uint8, device="meta"),
-        torch.empty(len(rows), len(columns), dtype=of_scales, device="meta"),
+        torch.empty(len(rows), len(columns) + FACTOR_BYTES.get(kind, 0), dtype=of_scales, device="meta"),
         Form(kind, dtype, rows, columns),
     )
     with _Launches() as launches:

@@ -722,6 +722,14 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "quantized_expert_transposed": ("forward", "model.layers.0.mlp.experts", ""),
         },
     ),
+    "experts in few bits, with a factor a matrix": (
+        {"family": "qwen3_moe", "topologies": ("tp=2",), "quantization": "nvfp4"},
+        {
+            "nvfp4_scale_as_exponent": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+            "nvfp4_factor_divides": ("forward", f"{FIRST_ATTENTION}.q_proj", "its own weights"),
+            "nvfp4_factor_of_another_expert": ("forward", "model.layers.0.mlp.experts", ""),
+        },
+    ),
     "a frozen base in few bits, on whole matrices": (
         {"family": "llama", "topologies": ("dp=2",), "quantization": "int8"},
         {

@@ -73,8 +73,8 @@ def load(
             topology, for which a model is refused otherwise.
         ignore_lora_dropout: treat `adapter` as having no lora_dropout.
         allow_unused_weights: accept a checkpoint with weights that the model does not use.
-        quantization: "nf4", "int8", "mxfp4" or "fp8": quantise the matrices of all linears but the head, and of routed
-            experts. "keep": those that the checkpoint stores in few bits stay packed.
+        quantization: "nf4", "int8", "mxfp4", "nvfp4" or "fp8": quantise the matrices of all linears but the head, and
+            of routed experts. "keep": those that the checkpoint stores in few bits stay packed.
         compute: "fp8": the products of the frozen linears in float8; "fp8_backward": those of the backward alone.
         kernels: "liger": norms, rotations and gated MLPs by kernels of liger-kernel, on a GPU. Each is compared with
             its definition here; that of the whole model is `meshlora verify`.

@@ -29,6 +29,6 @@ class BaseOptions:
     trust_remote_code: bool = False
     disable_dropout: bool | Literal["unsupported"] = False
     allow_unused_weights: bool = False
-    quantization: Literal["nf4", "int8", "mxfp4", "fp8", "keep"] | None = None
+    quantization: Literal["nf4", "int8", "mxfp4", "nvfp4", "fp8", "keep"] | None = None
     compute: Literal["fp8", "fp8_backward"] | None = None
     kernels: Literal["auto", "liger", "none"] = "auto"

@@ -343,7 +343,8 @@ class Feature(enum.StrEnum):
     FLOAT8_FORWARD = "float8_forward", _run(lambda r: r.case.compute == "fp8")
     FLOAT8_BACKWARD = "float8_backward", _run(lambda r: r.case.compute == "fp8_backward")
     STORED_FLOAT8 = "stored_float8", _run(lambda r: r.case.compute is not None and r.case.quantization is not None)
-    FOUR_BITS = "four_bits", _run(lambda r: r.case.quantization in ("nf4", "mxfp4"))
+    FOUR_BITS = "four_bits", _run(lambda r: r.case.quantization in ("nf4", "mxfp4", "nvfp4"))
+    NVFP4 = "nvfp4", _run(lambda r: r.case.quantization == "nvfp4")  # scales of blocks, and one of the matrix
     KERNELS = "kernels", _run(lambda r: r.case.kernels != "none")  # fused ones, of a package
 
     # --- batches

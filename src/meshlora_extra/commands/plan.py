@@ -56,7 +56,7 @@ def add(commands: Any) -> None:
     )
     plan.add_argument("--lora", metavar="FILE", help="YAML with fields of peft.LoraConfig; default: r=16, all-linear")
     plan.add_argument("--dtype", default="auto", help="of the base; default: what the configuration says")
-    plan.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4, int8, mxfp4, fp8 or keep")
+    plan.add_argument("--quantization", metavar="KIND", help="of the frozen base: nf4, int8, mxfp4, nvfp4, fp8 or keep")
     plan.add_argument("--compute", metavar="KIND", help="products of the frozen base: fp8 or fp8_backward")
     plan.add_argument(
         "--all", action="store_true", help="every topology, and why others cannot be (default: the best 5)"

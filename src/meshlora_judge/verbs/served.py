@@ -34,7 +34,7 @@ def add(verbs: Any) -> None:
     parser.add_argument(
         "--dtype", choices=_DTYPES, help="of the engine; without it any of them may explain a difference"
     )
-    quantized = ("nf4", "int8", "fp8", "mxfp4")
+    quantized = ("nf4", "int8", "fp8", "mxfp4", "nvfp4")
     parser.add_argument(
         "--quantization", choices=quantized, help="of the engine's base, which is then rounded here too"
     )

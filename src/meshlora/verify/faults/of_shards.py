@@ -20,7 +20,8 @@ from meshlora.plan.layout import Layout, Piece
 from meshlora.verify.faults.fault import after, around, fault
 from meshlora.verify.features import Feature
 from meshlora.wings.quantized import keep_packed, quantized
-from meshlora.wings.quantized.quantized import Equal, Packed, Run
+from meshlora.wings.quantized.kinds import FACTOR_BYTES
+from meshlora.wings.quantized.quantized import Equal, Form, Packed, Run
 from meshlora_ground.compat.torch_tensors import running_backward
 
 
@@ -180,8 +181,10 @@ def quantized_blocks_straddle(original: Any, weight: Tensor, kind: str) -> Any:
 @after(weights, "read_packed", needs={Feature.QUANTIZED})
 def quantized_scale_of_neighbour(packed: Packed, *_: Any, **__: Any) -> Packed:
     """each block has its own scale"""
-    scales = packed.scales
-    return dataclasses.replace(packed, scales=scales.flatten(-2).roll(1, -1).view_as(scales))
+    of_rows = FACTOR_BYTES.get(packed.form.kind, 0)  # factors, which stay where they are
+    scales, factors = packed.scales.tensor_split((packed.scales.shape[-1] - of_rows,), -1)
+    rolled = scales.flatten(-2).roll(1, -1).view(scales.shape)
+    return dataclasses.replace(packed, scales=torch.cat([rolled, factors], -1))
 
 
 @after(weights, "read_packed", needs={Feature.QUANTIZED})
@@ -208,6 +211,28 @@ def quantized_codes_of_neighbour(
 def quantized_halves_swapped(packed: Packed, *_: Any, **__: Any) -> Packed:
     """a byte of two codes begins with the right one"""
     return dataclasses.replace(packed, codes=(packed.codes >> 4) | (packed.codes << 4))
+
+
+@around(Form, "numbers", needs={Feature.NVFP4})
+def nvfp4_scale_as_exponent(original: Any, self: Form, scales: Tensor) -> Tensor:
+    """a scale of NVFP4 is a number of e4m3, though bytes are exponents in other formats"""
+    own = original(self, scales)
+    return own / scales[..., :-4].view(torch.float8_e4m3fn).float() * quantized.numbers_of_scales(scales[..., :-4])
+
+
+@around(Form, "numbers", needs={Feature.NVFP4})
+def nvfp4_factor_divides(original: Any, self: Form, scales: Tensor) -> Tensor:
+    """a factor that multiplies is not divided by"""
+    return original(dataclasses.replace(self, divides=not self.divides), scales)
+
+
+@after(weights, "read_packed", needs={Feature.NVFP4, Feature.EXPERTS})
+def nvfp4_factor_of_another_expert(packed: Packed, *_: Any, **__: Any) -> Packed:
+    """each expert has the factor of its own matrix"""
+    if packed.codes.ndim < 3:
+        return packed
+    scales = packed.scales
+    return dataclasses.replace(packed, scales=torch.cat([scales[..., :-4], scales[..., -4:].roll(1, 0)], -1))
 
 
 @after(Packed, "__getitem__", needs={Feature.QUANTIZED, Feature.EXPERTS})

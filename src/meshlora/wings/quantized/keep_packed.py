@@ -19,7 +19,7 @@ from meshlora.model.weights import CheckpointSource, Source, bounds_in, check_fi
 from meshlora.plan.rules import Packing
 from meshlora.wings.quantized.float8_matrix import for_kernels, pack_float8
 from meshlora.wings.quantized.float8_stored import multiplied_as_stored, stored_for_kernels
-from meshlora.wings.quantized.kinds import COMPUTE, KEEP, KINDS, STORED
+from meshlora.wings.quantized.kinds import COMPUTE, FACTOR_BYTES, KEEP, KINDS, STORED
 from meshlora.wings.quantized.packed import PackedFormat
 from meshlora.wings.quantized.quantized import Packed, joined, pack, stacked
 from meshlora_ground.errors import UnsupportedError, UserError
@@ -50,7 +50,7 @@ def kept_packed(
     weights = CheckpointSource(source, model, stored)
     kept, packed = packings(weights), weights.packed()
     if packed is not None and not kept:
-        rule = f"what {stored['quant_method']} stores so does not stay packed; fp8, int8, mxfp4 and bitsandbytes' do"
+        rule = f"what {stored['quant_method']} stores so does not stay packed; fp8, int8, FP4 and bitsandbytes' do"
         raise UnsupportedError(f"{given}: {packed}", rule, "leave out model.quantization")
     return kept
 
@@ -175,6 +175,8 @@ def _quantised(
     if where.has_inputs_first:
         along = -3 - dim
     size = packing.block[along]  # 1 along a dim whose elements share no scale
+    if packing.kind in FACTOR_BYTES:
+        size = where.shape[dim]  # all of it: the whole matrix has one factor
     for part in parts or [Part(ndim + dim, 0, where.shape[dim])]:
         start, stop = part.start // size * size, min(-(-part.stop // size) * size, where.shape[dim])
         value = source.read(name, *expert, Part(part.dim, start, stop))

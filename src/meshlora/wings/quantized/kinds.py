@@ -15,6 +15,7 @@ import importlib.util
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from meshlora.plan.layout import Split, contiguous
 from meshlora.plan.pairs import check
@@ -22,8 +23,8 @@ from meshlora.plan.rules import ExpertRule, LinearRule, ModelPlan, Packing, kind
 from meshlora_ground.errors import UserError, did_you_mean
 
 # Kind -> bits per weight: QLoRA's NormalFloat (Dettmers et al., 2023); 255 equally spaced values; E4M3 as in
-# DeepSeek-V3; E2M1 of OCP Microscaling Formats 1.0.
-KINDS = {"nf4": 4, "int8": 8, "mxfp4": 4, "fp8": 8}
+# DeepSeek-V3; E2M1 of OCP Microscaling Formats 1.0; the same in NVIDIA's.
+KINDS = {"nf4": 4, "int8": 8, "mxfp4": 4, "nvfp4": 4, "fp8": 8}
 # Those of products in float8: `model.compute` -> kind, of plain numbers, and of those that are float8 already.
 COMPUTE = {"fp8": "float8", "fp8_backward": "float8_backward"}
 STORED = {"fp8": "stored_float8", "fp8_backward": "stored_float8_backward"}
@@ -31,15 +32,19 @@ STORED = {"fp8": "stored_float8", "fp8_backward": "stored_float8_backward"}
 BITS = KINDS | {"fp4": 4, "fp8_e5m2": 8, "integers": 8} | dict.fromkeys(STORED.values(), 8)
 FLOAT8_BLOCK = 128  # of either dim of a matrix
 TOKEN_BLOCK = 32  # features of a token that share a scale in a product in float8; also MXFP8's
+NV_BLOCK = 16  # input features of NVFP4 that share a scale
+# Bytes that a row of scales ends with: its float32 factor, which all scales of the row have.
+FACTOR_BYTES = {"nvfp4": 4}
 KEEP = "keep"
 _BLOCKS = {
     "nf4": Packing("nf4", (1, 64), 4),
     "int8": Packing("int8", (1, 64), 4),
     "mxfp4": Packing("mxfp4", (1, 32), 1),
+    "nvfp4": Packing("nvfp4", (1, NV_BLOCK), 1),
     "fp8": Packing("fp8", (128, 128), 4),
 }
 # Of the widths of a rank in a twin: of fp8 it has several blocks, and cuts cross them.
-TWIN_BLOCKS = {"nf4": 64, "int8": 64, "mxfp4": 32, "fp8": 96}
+TWIN_BLOCKS = {"nf4": 64, "int8": 64, "mxfp4": 32, "nvfp4": 16, "fp8": 96}
 _TWIN_BLOCK_OF_COMPUTE = 192  # the same, and half of it, the width of keys and values, is whole blocks of a token
 # Kinds whose arithmetic is bitsandbytes'.
 OF_LIBRARY = ("nf4", "fp4", "int8")
@@ -194,6 +199,16 @@ def bounds_of(plan: ModelPlan, rule: LinearRule) -> tuple[list[tuple[int, int]],
     if rule.split is Split.COLUMN:
         return own, inputs
     return outputs, own
+
+
+class Tensors(Protocol):
+    """What is known of a stored tensor before it is read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> str: ...
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from meshlora.model.stored import Bounds, Format, Place, Reader
 from meshlora.plan.rules import Packing
-from meshlora.wings.quantized.kinds import Touched
+from meshlora.wings.quantized.kinds import Tensors, Touched
+from meshlora.wings.quantized.nvfp4 import place_of_nvfp4
 from meshlora.wings.quantized.quantized import Form, Packed, numbers_of_scales, values_of
 from meshlora_ground.errors import UnsupportedError, UserError
 
@@ -28,7 +29,7 @@ METHODS = ("fp8", "fbgemm_fp8", "mxfp4", "compressed-tensors", "modelopt", "gptq
 # Kinds of stored numbers of 8 bits; integers only where a method says so.
 _OF_8_BITS = {"F8_E4M3": "fp8", "F8_E5M2": "fp8_e5m2", "I8": "integers"}
 _OF_COMPRESSED = (None, "float-quantized", "int-quantized", "naive-quantized", "pack-quantized", "nvfp4-pack-quantized")
-_MX_BLOCK, _NV_BLOCK = 32, 16
+_MX_BLOCK = 32
 _NUM_BYTES = {"F8_E8M0": 1, "U8": 1, "BF16": 2, "F16": 2}
 _BNB_STATE = ".quant_state.bitsandbytes__"
 # Scales of activations and of caches, which training has no use for, and what says no more.
@@ -46,16 +47,6 @@ class PackedFormat(Format, Protocol):
 
     def keep(self, bounds: Bounds, read: Reader) -> Packed:
         """The slice `bounds` of the weight, packed: its codes, and the scales of all blocks that it has a part of."""
-
-
-class Tensors(Protocol):
-    """What is known of a stored tensor before it is read."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> str: ...
 
 
 def check_packing(quantization: Any, model_type: Any, what: str) -> None:
@@ -80,7 +71,8 @@ def check_packing(quantization: Any, model_type: Any, what: str) -> None:
             "format": _OF_COMPRESSED,
             "transform_config": (None, {}),
         },
-        "modelopt": {"quant_algo": (None, "NVFP4", "FP8")},
+        # Of several kinds each matrix says its own.
+        "modelopt": {"quant_algo": (None, "NVFP4", "FP8", "MIXED_PRECISION")},
         "gptq": {
             "bits": (None, 4, 8),
             "checkpoint_format": ("gptq", "gptq_v2"),
@@ -117,7 +109,7 @@ def find_packed(
     method, weights = quantization.get("quant_method"), _weights_of_groups(quantization)
     for key, codes in tensors.items():
         owner, _, leaf = key.rpartition(".")
-        nvfp4 = _nvfp4(owner, leaf, tensors, str(method))
+        nvfp4 = place_of_nvfp4(key, tensors, _spent(owner))
         if nvfp4 is not None:
             yield nvfp4
         elif codes.dtype in _OF_8_BITS and (codes.dtype != "I8" or method in ("compressed-tensors", "bitsandbytes")):
@@ -145,22 +137,6 @@ def _of_4_bits(key: str, tensors: Mapping[str, Tensors], value: Callable[[str], 
     if name in tensors and tensors[name].dtype == "U8":
         form = Blocks4.of(kind, bytes(value(key).tolist()))  # the JSON is stored as a tensor of bytes
     return name, form and form.fitting(tensors, parts), parts, [key]
-
-
-def _nvfp4(owner: str, leaf: str, tensors: Mapping[str, Tensors], method: str) -> Place | None:
-    """The place of codes of NVFP4, of which a float32 scale of the whole matrix tells."""
-    names = {"weight_packed": "weight_global_scale", "weight": "weight_scale_2"}
-    if leaf not in names or f"{owner}.{names[leaf]}" not in tensors:
-        return None
-    parts = {"codes": f"{owner}.{leaf}", "scales": f"{owner}.weight_scale", "global": f"{owner}.{names[leaf]}"}
-    form = None
-    if parts["scales"] in tensors:
-        codes, scales, of_matrix = tensors[parts["codes"]], tensors[parts["scales"]], tensors[parts["global"]]
-        if (codes.dtype, scales.dtype, of_matrix.dtype) == ("U8", "F8_E4M3", "F32"):
-            # compressed-tensors stores the reciprocal of what modelopt stores.
-            divides = method == "compressed-tensors"
-            form = Nvfp4.of(codes.shape, scales.shape, of_matrix.shape, divides=divides)
-    return f"{owner}.weight", form, parts, _spent(owner)
 
 
 def _spent(owner: str) -> list[str]:
@@ -377,48 +353,6 @@ class Mxfp4:
             values = torch.ldexp(values, exponents[..., None]).flatten(-2)
             whole[place] = values[:, start - offset : stop - offset].T
         return whole
-
-
-@dataclass(frozen=True)
-class Nvfp4:
-    """4-bit values (E2M1) with a float8 scale for each 16 input features, and a float32 one for the whole matrix.
-
-    Attributes:
-        divides: whether scales are divided by that of the matrix (compressed-tensors), or multiplied (modelopt).
-    """
-
-    shape: tuple[int, ...]
-    divides: bool
-    packing: None = None
-
-    @staticmethod
-    def of(
-        codes: tuple[int, ...], scales: tuple[int, ...], of_matrix: tuple[int, ...], *, divides: bool
-    ) -> Nvfp4 | None:
-        """The format of tensors of these shapes; None if they do not fit."""
-        if len(codes) != 2:
-            return None
-        rows, width = codes[0], 2 * codes[1]  # two codes a byte
-        if scales != (rows, width / _NV_BLOCK) or of_matrix not in ((), (1,)):
-            return None
-        return Nvfp4((rows, width), divides)
-
-    def read(self, bounds: Bounds, read: Reader) -> Tensor:
-        """The slice `bounds` of the weight, in float32."""
-        rows, (start, stop) = bounds
-        along = Touched.by(start, stop, _NV_BLOCK)
-        pairs = read("codes", [rows, (start // 2, -(-stop // 2))]).int()
-        values = values_of("mxfp4")[torch.stack([pairs & 15, pairs >> 4], -1).flatten(1)]  # low nibble first
-        scales, of_matrix = read("scales", [rows, (along.first, along.last)]).float(), read("global", [(0, 1)])
-        if self.divides:
-            scales = scales / of_matrix
-        else:
-            scales = scales * of_matrix
-        return values[:, start % 2 :][:, : stop - start] * _spread([Touched.by(*rows, 1), along], scales)
-
-    def keep(self, bounds: Bounds, read: Reader) -> Packed:
-        """Not yet."""
-        raise AssertionError(self)
 
 
 # AWQ: the place in a word of each of eight neighbouring columns.

@@ -7,7 +7,7 @@ and its product (`layers.frozen`), which matrices are packed (`wings.quantized.k
 Of a stack of experts one matrix is unpacked at a time.
 
 A GPU unpacks a matrix at once: nf4, fp4 and int8 by bitsandbytes' kernel, if it gives the bits of the definition
-(`_by_definition`), others in two to four launches. A CPU goes by the definition, some rows at a time.
+(`_by_definition`), others in two to six launches. A CPU goes by the definition, some rows at a time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshlora.layers.frozen import FewBits, FrozenMatrix
-from meshlora.wings.quantized.kinds import BITS, OF_LIBRARY, STORED, Touched
+from meshlora.wings.quantized.kinds import BITS, FACTOR_BYTES, NV_BLOCK, OF_LIBRARY, STORED, Touched
 from meshlora_ground.errors import reason
 from meshlora_ground.slow_paths import UNPACKED_IN_PIECES, UNPACKED_WITHOUT_KERNEL, take
 
@@ -41,7 +41,8 @@ _OF_8_BITS = {
     "integers": torch.int8,
 }
 # Kinds whose numbers, without scales, need no more than 16 bits.
-_SHORT = (*_OF_8_BITS, "mxfp4")
+_OF_E2M1 = ("mxfp4", "nvfp4")
+_SHORT = (*_OF_8_BITS, *_OF_E2M1)
 # Blocks that bitsandbytes' kernels take.
 _BLOCKS_OF_LIBRARY = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 # Elements unpacked at once. On a CPU they stay in its cache, and hardly count beside the matrix. On a GPU they are a
@@ -64,6 +65,7 @@ class Form:
         kind: one of `wings.quantized.kinds.BITS`. dtype: of the numbers.
         rows, columns: along each dim of the codes, how many elements share a scale, block by block.
         is_transposed: whether the matrix is the transpose of the codes.
+        divides: whether scales are divided by the factor of their row, if they have one, or multiplied by it.
     """
 
     kind: str
@@ -71,6 +73,7 @@ class Form:
     rows: tuple[int, ...]
     columns: tuple[int, ...]
     is_transposed: bool = False
+    divides: bool = False
 
     @property
     def bits(self) -> int:
@@ -95,6 +98,18 @@ class Form:
     def matrix(self, codes: Tensor, scales: Tensor) -> Packed:
         """The matrix, or the stack of them, that they are."""
         return Packed(codes, scales, self)
+
+    def numbers(self, scales: Tensor) -> Tensor:
+        """Scales in float32. Bytes are exponents, but where a factor follows them: then they are e4m3."""
+        if self.kind not in FACTOR_BYTES:
+            return numbers_of_scales(scales)
+        own, factors = scales.tensor_split((-FACTOR_BYTES[self.kind],), -1)
+        # A copy: numbers of four bytes begin at a multiple of four.
+        factors = factors.clone(memory_format=torch.contiguous_format).view(torch.float32)
+        numbers = own.view(torch.float8_e4m3fn).float()
+        if self.divides:
+            return numbers / factors
+        return numbers * factors
 
 
 # How a dim is cut into blocks.
@@ -131,7 +146,7 @@ class Packed(FewBits):
 
     Attributes:
         codes: uint8 `[..., rows, columns]`, with 4 bits `[..., rows, columns/2]`. scales: `[..., blocks of rows, blocks
-            of columns]`, float32 or bfloat16, or uint8: powers of two (e8m0).
+            of columns]`, float32 or bfloat16, or uint8: powers of two (e8m0), or e4m3 and the factor of the row.
     """
 
     codes: Tensor
@@ -185,11 +200,13 @@ class Packed(FewBits):
         form = self.form
         down, across = Touched.by(*rows, form.rows[0]), Touched.by(*columns, form.columns[0])
         each = 8 // form.bits  # codes in a byte
+        of_rows = self.scales[down.first : down.last]
+        scales = of_rows[:, across.first : across.last]
+        if form.kind in FACTOR_BYTES:
+            scales = torch.cat([scales, of_rows[:, -FACTOR_BYTES[form.kind] :]], 1)
         # Copies: a view would keep the whole matrix alive.
-        return dataclasses.replace(form, rows=down.counts, columns=across.counts).matrix(
-            self.codes[slice(*rows), columns[0] // each : columns[1] // each].contiguous(),
-            self.scales[down.first : down.last, across.first : across.last].contiguous(),
-        )
+        codes = self.codes[slice(*rows), columns[0] // each : columns[1] // each].contiguous()
+        return dataclasses.replace(form, rows=down.counts, columns=across.counts).matrix(codes, scales.contiguous())
 
 
 def joined(parts: Sequence[Packed], dim: int) -> Packed:
@@ -207,6 +224,8 @@ def joined(parts: Sequence[Packed], dim: int) -> Packed:
             columns += part.form.columns
     form = dataclasses.replace(first.form, rows=rows, columns=columns)
     codes, scales = [part.codes for part in parts], [part.scales for part in parts]
+    if dim == -1 and form.kind in FACTOR_BYTES:  # all have the rows' factors: those of the last stay
+        scales[:-1] = [own[..., : -FACTOR_BYTES[form.kind]] for own in scales[:-1]]
     return form.matrix(torch.cat(codes, dim), torch.cat(scales, dim))
 
 
@@ -216,6 +235,12 @@ def stacked(parts: Sequence[Packed]) -> Packed:
         assert part.form == parts[0].form, (part.form, parts[0].form)
     codes, scales = [part.codes for part in parts], [part.scales for part in parts]
     return Packed(torch.stack(codes), torch.stack(scales), parts[0].form)
+
+
+def with_factors(scales: Tensor, factors: Tensor) -> Tensor:
+    """Scales e4m3 `[..., rows, blocks]` with the float32 factors `[..., rows]` behind them, as bytes."""
+    of_rows = factors.unsqueeze(-1).contiguous().view(torch.uint8)
+    return torch.cat([scales.view(torch.uint8), of_rows], -1)
 
 
 def numbers_of_scales(scales: Tensor) -> Tensor:
@@ -237,7 +262,7 @@ def elements_at_once(number: int, *, on_cpu: bool) -> int:
 
 def _by_rows(packed: Packed) -> Tensor:
     """The matrix of the codes, unpacked at once or some rows at a time."""
-    form, codes, scales = packed.form, packed.codes, numbers_of_scales(packed.scales)
+    form, codes, scales = packed.form, packed.codes, packed.form.numbers(packed.scales)
     takes_kernel = form.kind in OF_LIBRARY and not scales.is_cpu and unpacked_slowly(packed) is None
     if form.kind in OF_LIBRARY and not takes_kernel:
         take(UNPACKED_WITHOUT_KERNEL, codes.device)
@@ -338,7 +363,7 @@ def _table(kind: str, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.tensor(levels_of_int8(), device="cpu").to(device)
     values, byte = values_of(kind).to(dtype), torch.arange(256, device="cpu")
     pairs = [values[byte & 15], values[byte >> 4]]  # the low half first
-    if kind != "mxfp4":  # bitsandbytes has the high half first
+    if kind not in _OF_E2M1:  # bitsandbytes has the high half first
         pairs.reverse()
     # Both as one integer: a byte of codes takes one look-up.
     of_both = torch.int32
@@ -349,7 +374,7 @@ def _table(kind: str, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def values_of(kind: str) -> Tensor:
     """The 16 numbers of a kind of 4 bits, float32."""
-    if kind == "mxfp4":
+    if kind in _OF_E2M1:
         positive = torch.tensor(E2M1, device="cpu")
         return torch.cat([positive, -positive])  # the highest bit is the sign
     found: Tensor = bitsandbytes_functions().get_4bit_type(kind, device="cpu").float()
@@ -367,6 +392,8 @@ def pack(weight: Tensor, kind: str) -> Packed:
         return _pack_fp8(exact, weight.dtype)
     if kind == "mxfp4":
         return _pack_mxfp4(exact, weight.dtype)
+    if kind == "nvfp4":
+        return _pack_nvfp4(exact, weight.dtype)
     rows, width = exact.shape
     assert width % _BLOCK == 0, (rows, width)
     library = bitsandbytes_functions()
@@ -405,15 +432,38 @@ def _pack_mxfp4(exact: Tensor, dtype: torch.dtype) -> Packed:
     largest = blocks.abs().amax(-1)
     exponents = (torch.frexp(largest).exponent - 1 - 2).clamp(-127, 127)
     scales = torch.where(largest > 0, exponents + 127, 0).to(torch.uint8)
-    blocks = blocks / numbers_of_scales(scales).unsqueeze(-1)
-    levels = torch.tensor(E2M1, device=exact.device)
+    form = Form("mxfp4", dtype, (1,) * rows, (_MX_BLOCK,) * (width // _MX_BLOCK))
+    return Packed(_codes_of_e2m1(blocks / numbers_of_scales(scales).unsqueeze(-1)), scales, form)
+
+
+def _pack_nvfp4(exact: Tensor, dtype: torch.dtype) -> Packed:
+    """The largest of the matrix becomes 6 * 448, the largest of a block 6 (modelopt's rule). The factor is that of the
+    whole matrix: a part of one cannot be packed by itself.
+    """
+    rows, width = exact.shape
+    blocks = exact.view(rows, -1, NV_BLOCK)
+    largest = blocks.abs().amax(-1)
+    # Divided by tensors, as for fp8: by numbers a GPU would multiply with their reciprocals.
+    factor = largest.amax() / torch.full_like(largest[0, 0], 6.0 * _FP8_MOST)
+    factor = torch.where(factor > 0, factor, 1.0)
+    scales = (largest / torch.full_like(largest, 6.0) / factor).to(torch.float8_e4m3fn).float()
+    scales = torch.where(scales > 0, scales, 1.0)  # of zeros: 0 / 0
+    # In float64: a quotient that is rounded to float32 may become a tie.
+    quotients = blocks.double() / (scales * factor).double().unsqueeze(-1)
+    form = Form("nvfp4", dtype, (1,) * rows, (NV_BLOCK,) * (width // NV_BLOCK))
+    kept = with_factors(scales.to(torch.float8_e4m3fn), factor.expand(rows))
+    return Packed(_codes_of_e2m1(quotients), kept, form)
+
+
+def _codes_of_e2m1(blocks: Tensor) -> Tensor:
+    """Bytes `[rows, width / 2]`: the nearest e2m1 of each number of `[rows, blocks, block]`, two a byte."""
+    levels = torch.tensor(E2M1, device=blocks.device, dtype=blocks.dtype)
     middles = (levels[:-1] + levels[1:]) / 2  # exact in float32
-    up = torch.arange(len(middles), device=exact.device) % 2 == 1  # ties go to the even code: here the one above
+    up = torch.arange(len(middles), device=blocks.device) % 2 == 1  # ties go to the even code: here the one above
     middles = torch.where(up, middles.nextafter(middles.new_zeros(())), middles)
     codes = torch.bucketize(blocks.abs(), middles) + 8 * (blocks < 0)
-    pairs = codes.to(torch.uint8).view(rows, -1, 2)
-    form = Form("mxfp4", dtype, (1,) * rows, (_MX_BLOCK,) * (width // _MX_BLOCK))
-    return Packed(pairs[..., 0] | (pairs[..., 1] << 4), scales, form)
+    pairs = codes.to(torch.uint8).view(len(blocks), -1, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
 @functools.cache
