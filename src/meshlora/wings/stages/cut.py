@@ -162,6 +162,19 @@ def layer_cost(model: Any, plan: ModelPlan, name: str) -> float:
     return total
 
 
+def beside_text(model: Any, plan: ModelPlan) -> list[str]:
+    """Names of the modules of a composite that are beside its text part, the topmost: towers, projectors."""
+    found: list[str] = []
+    if not plan.text:
+        return found
+    inside = [name for name in (plan.text, plan.embedding, plan.head, *plan.after) if name]
+    for name, _ in model.named_modules():
+        is_around = not name or any(f"{each}.".startswith(f"{name}.") for each in inside)
+        if not is_around and not any(name.startswith(f"{each}.") for each in (*inside, *found)):
+            found.append(name)
+    return found
+
+
 def plan_of_rank(plan: ModelPlan, rank: int) -> ModelPlan:
     """What of `plan` pp rank `rank` has."""
     if not plan.stages:

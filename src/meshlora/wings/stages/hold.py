@@ -8,6 +8,9 @@ Each stage runs the model's own forward with the same arguments, so it makes its
 and nothing but the residual stream is sent. Modules of other stages pass their input on; those of other ranks are empty
 besides. The embedding then gives zeros, the layer before a stage's first one the residual stream of the stage before,
 and the layer after its last one sends it on. Layers keep their numbers.
+
+Towers and projectors of a composite are of the first stage: what they make is in the stream when its layers begin.
+Others are given what positions and masks are made of (grids, token types), without pixels, and so run no tower.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from meshlora.comm.groups import Mesh
 from meshlora.comm.messages import hand_on, open_channel, take_over
 from meshlora.model.pipeline import Pipeline
 from meshlora.plan.rules import ModelPlan
+from meshlora.wings.stages.cut import beside_text
 
 
 class HeldStages(Pipeline):
@@ -88,10 +92,13 @@ class HeldStages(Pipeline):
             return x.new_zeros(*self._shape, x.shape[-1])  # of what follows nothing is used
         return x
 
-    def begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note the shape `[B, S]` of the tokens of a forward that begins."""
+    def begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Note the shape `[B, S]` of the tokens of a forward that begins; keep what its stage needs of `kwargs`."""
         tokens = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         self._shape = tuple(tokens.shape)
+        if self.stage == 0:
+            return args, kwargs
+        return args, {name: value for name, value in kwargs.items() if not _is_of_tower(name, value)}
 
     def take_turns(self, model: Any) -> None:
         """As in `Pipeline`."""
@@ -133,11 +140,18 @@ def hold_stages(model: Any, plan: ModelPlan, mesh: Mesh) -> HeldStages | None:
             _empty(module)
     if not plan.has_first_stage:
         _empty(embedding)
+        for name in beside_text(model, plan):
+            _empty(model.get_submodule(name))
     return pipeline
 
 
 def _head(model: Any) -> str:
     return next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+
+
+def _is_of_tower(name: str, value: Any) -> bool:
+    """Whether an argument of a model's forward is what a tower sees: numbers that are no mask's."""
+    return isinstance(value, Tensor) and value.is_floating_point() and name != "attention_mask"
 
 
 def _never() -> bool:
