@@ -37,11 +37,12 @@ if TYPE_CHECKING:
     from meshlora.model.stored import Place, StoredTensor
     from meshlora.model.weights import Source
     from meshlora.plan.base_options import BaseOptions
+    from meshlora.plan.families.family import FamilyPlan
     from meshlora.plan.rules import ExpertsRule, ModelPlan, Packing, Region
 
 # In the order in which they are asked.
 WINGS: tuple[str, ...] = ("stages", "experts", "variants", "quantized", "kernels", "context", "packed_rows")
-WINGS += ("generation", "invoked", "combined", "hub", "starts", "vocabulary", "proved")
+WINGS += ("generation", "invoked", "combined", "hub", "starts", "vocabulary", "found", "proved")
 
 
 class Feature:
@@ -184,6 +185,13 @@ class Feature:
             UserError, UnsupportedError: the option does not fit the model, or what else is trained.
         """
         return {}
+
+    def found_plan(self, model: Any, layers_name: str, experts: Collection[str]) -> FamilyPlan | None:
+        """`plan.families.styles`, of a family that has a plan nowhere: one that is found; None: none is.
+
+        experts: names of the routed experts modules and their blocks.
+        """
+        return None
 
     def find_experts(self, model: Any, topology: Topology) -> Mapping[str, ExpertsRule]:
         """`plan.derive`, first: name -> rule of every routed experts module.

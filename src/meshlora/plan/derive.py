@@ -185,7 +185,7 @@ class _Planner:
             # Experts have rules of their own, and a router beside them is right on any slice of the tokens.
             if name in self.experts or path in family.token_wise or self._is_token_wise(name, child):
                 continue
-            if any(expert.startswith(f"{name}.") for expert in self.experts):
+            if path in family.opened or any(expert.startswith(f"{name}.") for expert in self.experts):
                 self._plan_children(prefix, path, child, present, family)
             elif mixer := mixer_of(self.config.get_text_config().model_type, path, child):
                 self._plan_mixer(name, child, mixer)
@@ -223,7 +223,8 @@ class _Planner:
         name = f"{prefix}.{block}"
         heads = Heads.of(child, self.config)
         splits = {leaf.split for leaf in inside.values()}
-        if splits != {Split.COLUMN, Split.ROW}:
+        # What follows an opened block's columns may stand in another of its children.
+        if splits != {Split.COLUMN, Split.ROW} and not (family.opened and splits == {Split.COLUMN}):
             raise UnsupportedError(name, f"a split region needs column and row linears, its plan has {sorted(splits)}")
         for path, leaf in inside.items():
             self._split_leaf(prefix, path, leaf, heads)

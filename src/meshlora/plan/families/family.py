@@ -46,6 +46,7 @@ class FamilyPlan:
         token_wise: modules with matrices that see each token by itself, on any slice of the tokens, and are whole.
         per_layer: beside the layers, the embedding that gives each of them a second input.
         after: modules that run after the last decoder layer and are not recognised as such.
+        opened: blocks whose children are blocks of their own: they add up inside, as bert's attention.
     """
 
     leaves: Mapping[str, Leaf]
@@ -58,6 +59,7 @@ class FamilyPlan:
     token_wise: tuple[str, ...] = ()
     per_layer: str = ""
     after: tuple[str, ...] = ()
+    opened: tuple[str, ...] = ()
 
 
 COLUMN, ROW = Leaf(Split.COLUMN), Leaf(Split.ROW)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from meshlora.feature import features
 from meshlora.plan.families.explicit import explicit_plan
 from meshlora.plan.families.family import COLUMN, ROW, FamilyPlan, Leaf
 from meshlora_ground.errors import UnsupportedError
@@ -25,7 +26,7 @@ _GATHERS = {"colwise_gather_output", "rowwise_split_input"}
 
 
 def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Collection[str]) -> FamilyPlan:
-    """The explicit plan of the family if there is one, else transformers' plan.
+    """The explicit plan of the family if there is one, else transformers' plan, else one that a wing finds.
 
     experts: names of the routed experts modules and their blocks, which have their own rules.
 
@@ -40,6 +41,9 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
         return family
     plan: dict[str, str] = getattr(config, "base_model_tp_plan", None) or {}
     if not plan:
+        for feature in features():
+            if (found := feature.found_plan(model, layers_name, experts)) is not None:
+                return found
         rule = "neither transformers nor meshlora has a tensor-parallel plan for it"
         raise UnsupportedError(f"model_type {model_type!r}", rule, "use tp=1, with dp as you like")
     start = f"{layers_name.rpartition('.')[2]}.*."  # in decoder layers: `layers.*.mlp.up_proj` -> `mlp.up_proj`
