@@ -42,6 +42,7 @@ def parallelize(
     for parameter in model.parameters():
         parameter.requires_grad_(False)  # adapters come later, and are trained
     tied = is_tied(model, plan)  # before the head gets a weight of its own
+    sharing = _share_bias(model, plan)
     for name, rule in plan.linears.items():
         if rule.split is Split.WHOLE and name not in targets and name != plan.head:
             continue
@@ -69,6 +70,8 @@ def parallelize(
     if tied:
         head, embedding = model.get_submodule(plan.head), model.get_submodule(plan.embedding)
         head.weight = embedding.weight  # each may have been given one of its own above
+    for module in sharing:
+        module.bias = model.get_submodule(plan.head).bias
     for feature in features():
         feature.replace(model, plan, mesh, dtype=dtype)
     for name, layout in plan.wide_norms.items():
@@ -153,6 +156,13 @@ def _connect(model: nn.Module, plan: ModelPlan) -> None:
 def _replace(model: nn.Module, leaf: ParallelLinear) -> None:
     parent, _, child = leaf.rule.name.rpartition(".")
     setattr(model.get_submodule(parent), child, leaf)
+
+
+def _share_bias(model: nn.Module, plan: ModelPlan) -> list[nn.Module]:
+    """The modules that have the bias of the head for theirs."""
+    if not plan.head or (bias := model.get_submodule(plan.head).bias) is None:
+        return []
+    return [m for name, m in model.named_modules() if name != plan.head and getattr(m, "bias", None) is bias]
 
 
 def is_tied(model: nn.Module, plan: ModelPlan) -> bool:

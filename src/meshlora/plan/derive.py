@@ -345,6 +345,10 @@ class _Planner:
             return
         rule = self.linears[self.whole.head]
         self.linears[self.whole.head] = replace(rule, split=Split.COLUMN, layout=Layout.padded(rule.out_features))
+        bias = self.model.get_output_embeddings().bias
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if parameter is bias and name != f"{self.whole.head}.bias":  # bert's is that of another module, too
+                self.parameters[name] = ParameterRule(0, Layout.padded(rule.out_features))
 
     def _split_per_layer_inputs(self, family: FamilyPlan) -> tuple[str, int]:
         """`ModelPlan.per_layer`, of an embedding that is split as that of the tokens is; a model may have none."""
