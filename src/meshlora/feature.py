@@ -186,6 +186,13 @@ class Feature:
         """
         return {}
 
+    def configure(self, config: Any, options: BaseOptions) -> None:
+        """`loading.blueprint`, before a model is built: write into its configuration what `options` say of its plan.
+
+        Raises:
+            UserError: they name a file that cannot be read.
+        """
+
     def found_plan(self, model: Any, layers_name: str, experts: Collection[str]) -> FamilyPlan | None:
         """`plan.families.styles`, of a family that has a plan nowhere: one that is found; None: none is.
 

@@ -53,6 +53,8 @@ def add(commands: Any) -> None:
     verify.add_argument("--nproc", type=int, metavar="N", help="at most N processes; for auto: exactly (default 4)")
     verify.add_argument("--json", metavar="FILE", help="write the result, as docs/verify.md describes")
     verify.add_argument("--html", metavar="FILE", help="write a report to look at")
+    verify.add_argument("--plan", metavar="FILE", help="plan of a family that no table has, as --save writes it")
+    verify.add_argument("--save", metavar="FILE", help="write the plan that was found, once it is proved")
     verify.add_argument(
         "--mutation", action="append", default=[], metavar="NAME", help="put this fault in, or all; it must be caught"
     )
@@ -142,7 +144,9 @@ def _verify(options: argparse.Namespace) -> None:
         **schedule,
         "steps": schedule["steps"] if options.steps is None else options.steps,
     }
-    verify(Request(**given), command=options.words, json_file=options.json, html_file=options.html)
+    verify(
+        Request(**given), command=options.words, json_file=options.json, html_file=options.html, plan_file=options.save
+    )
 
 
 def _fields(overrides: Sequence[str], option: str = "--set") -> dict[str, Any]:

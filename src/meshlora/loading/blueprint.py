@@ -221,6 +221,8 @@ def make_blueprint(
     packing = take_quantization(config)  # the model itself is one of plain numbers
     objective.configure(config)  # before the build: it decides of the head
     dtype = resolve_dtype(options.dtype, config)
+    for feature in features():
+        feature.configure(config, options)
     built = _build(copy.deepcopy(config), dtype, options)  # which sets dropouts to 0
     source = None if isinstance(model, PretrainedConfig) else Path(model)
     kept: dict[str, Packing] = {}

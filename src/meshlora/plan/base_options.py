@@ -22,6 +22,7 @@ class BaseOptions:
         quantization: of the frozen base while it is loaded; keep: as the checkpoint is stored.
         compute: the products of the frozen linears in float8: fp8, in both directions, or fp8_backward; None: in dtype.
         kernels: fused ones of a package, on GPUs; auto: liger where it is installed and the preflight proves there.
+        plan: file with the plan of a family that no table has, as `meshlora verify --save` writes it.
     """
 
     dtype: Literal["auto", "float64", "float32", "bfloat16", "float16"] = "auto"
@@ -32,3 +33,4 @@ class BaseOptions:
     quantization: Literal["nf4", "int8", "mxfp4", "nvfp4", "fp8", "keep"] | None = None
     compute: Literal["fp8", "fp8_backward"] | None = None
     kernels: Literal["auto", "liger", "none"] = "auto"
+    plan: str | None = None

@@ -7,6 +7,7 @@ Owns: whether the model, adapter, data and topology of a run fit together. `mesh
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ from meshlora.run.watch.samples import prepare_samples
 from meshlora.run.watch.tracking import check_trackers
 from meshlora.wings.experts.balance import check_load_balancing
 from meshlora.wings.experts.routing import check_routing, step_file
+from meshlora.wings.found.feature import notes_of, use_twins
 from meshlora.wings.kernels.kernels import with_kernels
 from meshlora.wings.starts.eva import check_words
 from meshlora_ground.compat.transformers_models import attention_of
@@ -53,6 +55,7 @@ from meshlora_ground.pickled import OLD_WEIGHTS
 from meshlora_ground.topology import TOKENS, Topology
 from meshlora_ground.user_code import file_of
 from meshlora_ground.weight_files import weight_files
+from meshlora_judge.twin import shrink_config
 
 
 def check_request(config: RunConfig, *, world: int | None, resumes: bool) -> Topology:
@@ -83,6 +86,7 @@ def blueprint_of(config: RunConfig, topology: Topology, *, base: Blueprint | Non
         UserError: names the option, the module or the tensor that does not fit. UnsupportedError: what is not proved.
     """
     train = config.train
+    use_twins(functools.partial(shrink_config, tp=topology.tp))
     base = base or make_blueprint(config.model.path, topology, config.model, train.objective)
     if config.adapter is not None:
         blueprint = base.with_folder(Path(config.adapter))
@@ -101,7 +105,7 @@ def blueprint_of(config: RunConfig, topology: Topology, *, base: Blueprint | Non
     said = blueprint.check_weights()
     is_proved = config.preflight in ("auto", "device")
     blueprint, kernels = with_kernels(blueprint, device=config.device, is_proved=is_proved)
-    return dataclasses.replace(blueprint, notes=tuple(filter(None, (said, kernels))))
+    return dataclasses.replace(blueprint, notes=tuple(filter(None, (said, kernels, *notes_of(base.model)))))
 
 
 def first_day(given: str | None, *, output: str, policy: str | None, resume: str | None, day: str | None) -> str:

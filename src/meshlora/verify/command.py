@@ -37,6 +37,7 @@ def verify(
     command: str,
     json_file: str | None = None,
     html_file: str | None = None,
+    plan_file: str | None = None,
     console: Console | None = None,
 ) -> None:
     """Prove `request`; the result goes to the terminal and to the given files.
@@ -48,7 +49,12 @@ def verify(
     console = console or _console()
     started = time.perf_counter()
     _check_files(json_file, html_file)
+    if plan_file is not None:
+        check_result_file(Path(plan_file), f"--save {plan_file}")
     proof = prepare_proof(request)
+    if plan_file is not None and not proof.found:
+        rule = f"the plan of {proof.case.model_type} is in a table of meshlora or transformers, and none was found"
+        raise UserError(f"--save {plan_file}", rule, "leave out --save")
     _check_mutations(proof)
     for note in proof.notes:
         console.say(note)
@@ -72,6 +78,9 @@ def verify(
         console.say(f"not proved, in {seconds:.0f} s")
         raise NotProvedError("; ".join([_what_differs(outcomes), *problems.values()]))
     console.say(f"proved in {seconds:.0f} s")
+    if plan_file is not None:
+        Path(plan_file).write_text(proof.found, encoding="utf-8")
+        console.say(f"plan: {plan_file}; give it to a run by model.plan")
     if not why_not and (kept := _remember_family(proof)):
         console.say(f"not remembered for `meshlora.load`: {kept}")
     if problems:

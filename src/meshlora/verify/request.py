@@ -45,6 +45,8 @@ from meshlora.run.recompute import check_recompute, recompute_of
 from meshlora.verify.faults.registry import find
 from meshlora.verify.features import Feature, features_of_run
 from meshlora.wings.experts.targets import with_whole_projections
+from meshlora.wings.found.feature import FIELD, notes_of, plan_text, use_twins
+from meshlora.wings.found.kept import text_of
 from meshlora.wings.kernels.kernels import with_kernels
 from meshlora.wings.quantized.kinds import KEEP, TWIN_BLOCKS, twin_block
 from meshlora.wings.starts.eva import check_words
@@ -101,10 +103,10 @@ _ANSWERS = (
     "rollouts",
     "rewarded",
 )  # whose records are a prompt and an answer, of a token each
-# Linears that the default adapter excludes: those of state-space mixers that PEFT refuses, or whose weight the model
-# reads.
+# Linears that the default adapter excludes: attention to an encoder that a decoder alone has none of, and those of
+# state-space mixers that PEFT refuses, or whose weight the model reads.
 _LEFT_OUT = re.compile(
-    r"^(falcon_mamba|jamba|mamba)\..*\.dt_proj$"
+    r"^big_bird\.bert\.pooler\.|\.decoder\.layers\.\d+\.(encoder|cross)_attn\.|^(falcon_mamba|jamba|mamba)\..*\.dt_proj$"
     r"|^(falcon_h1|falcon_mamba|mamba|mamba2|nemotron_h)\..*\.out_proj$"
 )
 
@@ -129,6 +131,7 @@ class Request:
         router_aux_loss_coef: as in a run file; None: nonzero for a family with a load-balancing loss.
         routed: the rollouts say the experts of each token, random ones; auto: if that can be proved of the model.
         images: some sequences have images, with random pixels.
+        plan: file with the family's plan; None: that of a table, or one that is found.
         overrides: fields of the twin's configuration.
         data: source of sequences; None: random tokens. nproc: maximum number of processes.
         mutations: faults to inject, one per run, after the runs without any.
@@ -156,6 +159,7 @@ class Request:
     attn_implementation: str | None = "eager"
     quantization: str | None = None
     compute: str | None = None
+    plan: str | None = None
     kernels: Literal["liger", "none"] = "none"
     router_aux_loss_coef: float | None = None
     neftune_alpha: float = 0.0
@@ -194,6 +198,7 @@ class Proof:
     Attributes:
         config: of the model or its twin. plans: topology -> plan, in the order of the runs. case: without the folders
             of inputs yet to be generated. key: hash of everything that determines the reference. notes: for the user.
+            found: the plan that was found for it, as YAML; "": a table has it.
     """
 
     request: Request
@@ -202,6 +207,7 @@ class Proof:
     case: Case
     key: str
     notes: tuple[str, ...] = ()
+    found: str = ""
 
     @property
     def topologies(self) -> list[Topology]:
@@ -227,6 +233,7 @@ def prepare_proof(request: Request) -> Proof:
     """Check all that can be refused before a process starts. Raises: UserError: the request, or a topology, is bad."""
     _check(request)
     given = _topologies(request)
+    use_twins(functools.partial(shrink_config, tp=2))
     largest_tp = max((t.tp for t in given), default=request.nproc or _AUTO_PROCESSES)
     config, is_twin = _config(request, tp=largest_tp, stages=max((t.num_stages for t in given), default=1))
     dtype = str(resolve_dtype(request.dtype, config)).removeprefix("torch.")
@@ -236,6 +243,8 @@ def prepare_proof(request: Request) -> Proof:
         check_packing(
             config, attn_implementation=request.attn_implementation, trust_remote_code=request.trust_remote_code
         )
+    if request.plan is not None:
+        setattr(config, FIELD, text_of(Path(request.plan)))  # in the twin's own file, for its ranks
     blueprints = _blueprints(request, config, given)
     plans, first = {topology: one.plan for topology, one in blueprints.items()}, next(iter(blueprints.values()))
     lora = _in_full(first.trained.config, first.trained.targets, first.plan)
@@ -273,9 +282,10 @@ def prepare_proof(request: Request) -> Proof:
         files, notes = file_fingerprint(Path(model)), [said] if said else []
     if case.routed:
         notes.append("each token goes to the experts that its rollout says")
+    notes += notes_of(first.model)
     if request.ranks_per_gpu > 1:
         notes.append(sharing_note(request.ranks_per_gpu))
-    return Proof(request, config, plans, case, case_hash(case, inputs=files), tuple(notes))
+    return Proof(request, config, plans, case, case_hash(case, inputs=files), tuple(notes), plan_text(first.model))
 
 
 def _reference(request: Request, plans: dict[Topology, ModelPlan], words: dict[str, Any]) -> dict[str, Any] | None:
@@ -639,6 +649,9 @@ def _topologies(request: Request) -> list[Topology]:
 
 def _config(request: Request, *, tp: int, stages: int) -> tuple[PretrainedConfig, bool]:
     """(configuration to run, whether its weights are random). stages: of layers, each of which needs one of a twin."""
+    if request.plan is not None and request.family is None and not request.twin:
+        way_out = "add --twin; for a run, model.plan of its file"
+        raise UserError("--plan with --model", "the plan is proved on a twin, whose configuration has it", way_out)
     if (request.model is None) == (request.family is None):
         given = "neither" if request.model is None else "both"
         raise UserError(f"{given} of --model and --family", "a proof is about one model", "give one of them")

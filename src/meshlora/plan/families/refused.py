@@ -34,9 +34,13 @@ _REFUSED_SPLIT = {
     **dict.fromkeys(
         ("blip-2", "instructblip", "instructblipvideo"), "transformers' forward takes no text without images"
     ),
+    "cpmant": "it takes the tokens of a prompt out of its stream after the layers, past the border of sp",
     "muse_glimmer": "its embedding is a module with a norm inside",
     "unlimited_ocr": "transformers takes the names of its own layers for older ones, and renames those of an adapter",
+    "xmod": "its layers choose rows of the stream by their language, in whole texts",
+    "zamba": "its layers share weights that are stored once",
     "vibevoice_asr": "its audio part cannot be shrunk to that of a twin",
+    "reformer": "its layers are reversible: they compute the backward themselves, past the borders of a split",
     "voxtral_realtime": "transformers' forward takes no text without audio",
 }
 # Families that need, beside the residual stream, what another stage has.

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from meshlora.feature import Feature
+from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.families.family import FamilyPlan
 from meshlora.wings.found.finder import Found, find_plan
-from meshlora.wings.found.kept import kept
+from meshlora.wings.found.kept import as_yaml, given, kept, shipped, text_of
 from meshlora.wings.found.probe import small_model
+from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.float64 import lift
 
+# The field of a configuration with a plan that a user gives: so the configuration of a twin has it too.
+FIELD = "meshlora_plan"
 # A model of at most so many parameters is its own twin.
 _SMALL = 5_000_000
 _BY_MODEL: WeakKeyDictionary[Any, Found] = WeakKeyDictionary()
-# How a configuration becomes that of a twin; None: nobody has said it, and large models have no plan.
+# How a configuration becomes that of a twin, first; empty: nobody has said it, and large models have no plan.
 _SHRINK: list[Callable[[Any], Any]] = []
 
 
@@ -25,26 +30,68 @@ def use_twins(shrink: Callable[[Any], Any]) -> None:
     _SHRINK[:] = [shrink]
 
 
-def found_for(model: Any) -> Found | None:
-    """What was found of `model` when it was planned; None: its family has a plan elsewhere."""
-    return _BY_MODEL.get(model)
+def plan_text(model: Any) -> str:
+    """The plan that was found or given for `model` when it was planned, as YAML; "": its family has one elsewhere."""
+    return as_yaml(_BY_MODEL[model], model) if model in _BY_MODEL else ""
+
+
+def notes_of(model: Any) -> tuple[str, ...]:
+    """What was found of `model`, in words; nothing if its family has a plan elsewhere."""
+    if (found := _BY_MODEL.get(model)) is None:
+        return ()
+    units = "; ".join(f"{block} by {words}" for block, words in found.units.items()) or "no part of its layers"
+    notes = [
+        f"no table has a plan of model_type {model.config.model_type!r}; found: {len(found.leaves)} linears, {units}"
+    ]
+    if found.kept_whole:
+        words = "; ".join(f"{block}: {why}" for block, why in found.kept_whole.items())
+        notes.append(f"{len(found.kept_whole)} kinds of blocks stay whole: {words}")
+    return tuple(notes)
 
 
 class _FoundPlans(Feature):
+    def configure(self, config: Any, options: BaseOptions) -> None:
+        if options.plan is not None:
+            setattr(config, FIELD, text_of(Path(options.plan)))
+
     def found_plan(self, model: Any, layers_name: str, experts: Collection[str]) -> FamilyPlan | None:
+        own = getattr(model.config, FIELD, None)
+        if own is None and (known := shipped(model.config.get_text_config().model_type)) is not None:
+            return known.plan()
         if model not in _BY_MODEL:
-            config = model.config
-            if sum(parameter.numel() for parameter in model.parameters()) > _SMALL:
-                if not _SHRINK:
-                    return None
-                config = _SHRINK[0](config)
-
-            def find() -> Found:
-                with lift():
-                    return find_plan(small_model(config), layers_name, experts)
-
-            _BY_MODEL[model] = kept(model, find)
+            found = _find(model, layers_name, experts)
+            if own is not None:
+                found = _agreeing(given(own, model), found, model)
+            if found is None:
+                return None
+            _BY_MODEL[model] = found
         return _BY_MODEL[model].plan()
+
+
+def _find(model: Any, layers_name: str, experts: Collection[str]) -> Found | None:
+    """What is found on a twin of `model`; None: nobody can make one."""
+    config = model.config
+    if sum(parameter.numel() for parameter in model.parameters()) > _SMALL:
+        if not _SHRINK:
+            return None
+        config = _SHRINK[0](config)
+
+    def find() -> Found:
+        with lift():
+            return find_plan(small_model(config), layers_name, experts)
+
+    return kept(model, find)
+
+
+def _agreeing(own: Found, found: Found | None, model: Any) -> Found:
+    """`own`, a plan that a user gave. Raises: UnsupportedError: the twin of `model` has other units."""
+    for path, leaf in own.leaves.items():
+        if found is not None and path in found.leaves and found.leaves[path] != leaf:
+            given_as, found_as = (f"{each.split} {each.pieces}".strip() for each in (leaf, found.leaves[path]))
+            rule = f"it splits {path} as {given_as}, and the twin of this configuration as {found_as}"
+            way_out = "leave the plan out: one is found for this configuration"
+            raise UnsupportedError(f"plan of model_type {model.config.model_type!r}", rule, way_out)
+    return own
 
 
 FEATURE = _FoundPlans()

@@ -23,7 +23,7 @@ from meshlora.plan.layout import Layout
 from meshlora.wings.found.indices import chooses_by
 from meshlora.wings.found.probe import Seen, called_after, gradients, is_nonzero, linears_of, look, rows_in
 from meshlora.wings.found.roles import Roles, roles_of
-from meshlora.wings.found.trial import Proposal, passes_in_parts, without_statistics
+from meshlora.wings.found.trial import FAILURES, Proposal, passes_in_parts, without_statistics
 from meshlora.wings.found.words import needs_of, row_layout, split_dim, word_of
 
 # Sets of attributes that are tried for a block, at most.
@@ -70,32 +70,42 @@ class Found:
 def find_plan(model: Any, layers_name: str, apart: Collection[str]) -> Found:
     """The plan of `model`, small and with weights. apart: the names of its routed experts."""
     found, layers = Found(), model.get_submodule(layers_name)
+    model.get_input_embeddings().register_forward_hook(lambda _, __, output: output.requires_grad_())
     refused: dict[str, str] = {}
     for index in _kinds(layers):
         prefix = f"{layers_name}.{index}."
         own = {name.removeprefix(prefix) for name in apart if name.startswith(prefix)}
+        layers[index].requires_grad_()
         one = _Layer(model, layers[index], own)
         one.find()
+        layers[index].requires_grad_(False)
         refused |= one.found.kept_whole
         _join(found, one.found)
     # A block that is whole in one kind of layer is so in all: its paths are the same.
-    for block, why in refused.items():
-        clashing = [path for path in found.leaves if _is_in(path, block)]
-        for path in clashing:
-            if block in found.units:
-                found.kept_whole[block] = why
-                _drop(found, block)
-                break
+    for block in refused:
+        if block in found.units:
+            _drop(found, block)
     found.kept_whole = refused
-    base = layers_name.rpartition(".")[0]
-    after = []
-    for name in called_after(model, layers[-1]):
-        child = name.removeprefix(f"{base}.")
-        is_outside = not name.startswith(f"{layers_name}.") and name.startswith(f"{base}.")
-        if is_outside and "." not in child and list(model.get_submodule(name).parameters()):
-            after.append(child)
-    found.after = tuple(dict.fromkeys(after))
+    found.after = _after(model, layers_name)
     return found
+
+
+def _after(model: Any, layers_name: str) -> tuple[str, ...]:
+    """The modules that run after the layers: those beside these, and those that are registered before them elsewhere.
+
+    Others are known by their place (`plan.derive`).
+    """
+    base, head = layers_name.rpartition(".")[0], model.get_output_embeddings()
+    names = [name for name, _ in model.named_modules()]
+    first = names.index(layers_name)
+    found = dict[str, None]()
+    for name in called_after(model, model.get_submodule(layers_name)[-1]):
+        module, child = model.get_submodule(name), name.removeprefix(f"{base}.")
+        if name.startswith(f"{layers_name}.") or module is head or not list(module.parameters()):
+            continue
+        if (child != name and "." not in child) or (child == name and names.index(name) < first):
+            found[child] = None
+    return tuple(found)
 
 
 def _kinds(layers: nn.ModuleList) -> list[int]:
@@ -186,19 +196,17 @@ class _Layer:
             elif why := self._try_block(path, child):
                 self._walk(path, child)
                 if any(_is_in(leaf, path) for leaf in self.found.leaves):
-                    self.found.opened += (path,)
-                else:
+                    self.found.opened = (path, *self.found.opened)
+                    self.found.kept_whole.pop(path, None)
+                elif list(child.children()):
+                    for inner in [each for each in self.found.kept_whole if _is_in(each, path)]:
+                        del self.found.kept_whole[inner]
                     self.found.kept_whole[path] = why
 
     def _try_block(self, path: str, block: nn.Module) -> str:
         """Split `block`; returns why that is not right, "" if it is."""
-        rows, columns = {}, []
-        for name in self.roles.columns:
-            if _is_in(name, path):
-                columns.append(name)
-        for row, reads in self.roles.rows.items():
-            if set(reads) & set(columns):
-                rows[row] = reads
+        columns = [name for name in self.roles.columns if _is_in(name, path)]
+        rows = {row: reads for row, reads in self.roles.rows.items() if set(reads) & set(columns)}
         if not columns:
             return "" if path in self.roles.rows else "its row linear reads what others have made"
         inside = [row for row in rows if _is_in(row, path)]
@@ -321,7 +329,7 @@ class _Layer:
             tried = dataclasses.replace(proposal, local=local, sliced=sliced)
             try:
                 passes = passes_in_parts(tried, self.layer, call)
-            except Exception:  # a block with wrong numbers fails in any way
+            except FAILURES:
                 continue
             if passes is not None:
                 self._take(tried, rows, whole, passes)
@@ -378,9 +386,9 @@ class _Layer:
             for name, value in vars(module).items():
                 if isinstance(value, int) and not isinstance(value, bool) and value in numbers and name not in known:
                     found.append((path, name))
-            for name in ("num_attention_heads", "num_key_value_heads"):
-                if getattr(getattr(module, "config", None), name, None) in numbers:
-                    found.append((path, f"config.{name}"))
+            counts = ("num_attention_heads", "num_key_value_heads")
+            config = getattr(module, "config", None)
+            found += [(path, f"config.{name}") for name in counts if getattr(config, name, None) in numbers]
         return found
 
     def _with_heads(self, proposal: Proposal, block: nn.Module) -> dict[str, int | str]:

@@ -1,6 +1,6 @@
 """Indices that a block computes from split rows: each rank would choose by its own rows alone.
 
-A graph does not show them, as an index has no gradient: what comes of column linears is followed through every operation.
+A graph does not show them, as an index has no gradient: what comes of column linears is followed through all operations.
 """
 
 from __future__ import annotations

@@ -13,7 +13,9 @@ Does not own: finding one (`wings.found.finder`).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import inspect
 import json
 import sys
@@ -33,6 +35,7 @@ from meshlora_ground.private import PrivateFolder, open_own
 from meshlora_ground.versions import digest, sources_of
 from meshlora_ground.yaml_reading import parse_yaml
 
+_SHIPPED = Path(__file__).with_name("plans.yaml")
 _MOST_BYTES = 2**18
 _HEAD = ("model_type", "transformers", "code")
 _LISTS = ("wide_norms", "whole", "opened", "after")
@@ -83,6 +86,10 @@ def from_yaml(text: str, what: str) -> tuple[Found, dict[str, str]]:
         values = parse_yaml(text)
     except ValueError as error:
         raise UserError(what, str(error)) from None
+    return _read(values, what)
+
+
+def _read(values: Any, what: str) -> tuple[Found, dict[str, str]]:
     if not isinstance(values, dict) or not isinstance(values.get("leaves"), dict):
         raise UserError(what, "it must be a plan, as meshlora verify --save writes it")
     known = (*_HEAD, *_MAPS, *_LISTS)
@@ -138,6 +145,18 @@ def _leaf(path: Any, value: Any, what: str) -> Leaf:
     return Leaf(Split(fields["split"]), pieces, groups, local)
 
 
+@functools.cache
+def _shipped() -> dict[str, Any]:
+    values: dict[str, Any] = parse_yaml(_SHIPPED.read_text(encoding="utf-8")) or {}
+    return values
+
+
+def shipped(model_type: str) -> Found | None:
+    """The plan of a family that was found, proved and recorded (`scripts/keep_plans.py`); None: it has none."""
+    values = _shipped().get(model_type)
+    return None if values is None else _read(values, f"{_SHIPPED}: {model_type}")[0]
+
+
 def kept(model: Any, find: Callable[[], Found]) -> Found:
     """What an earlier process has found for the configuration of `model` with this code, or what `find` does.
 
@@ -151,28 +170,33 @@ def kept(model: Any, find: Callable[[], Found]) -> Found:
             return from_yaml(file.read(_MOST_BYTES).decode(), str(path))[0]
     except (OSError, UserError, UnicodeDecodeError):
         found = find()
-    try:
-        PrivateFolder(path, f"the cache of plans, {path}", "remove it").write(f"{key}.yaml", as_yaml(found, model).encode())
-    except UserError:
-        pass
+    folder = PrivateFolder(path, f"the cache of plans, {path}", "remove it")
+    with contextlib.suppress(UserError):
+        folder.write(f"{key}.yaml", as_yaml(found, model).encode())
     return found
 
 
-def read_plan(file: Path, model: Any) -> Found:
-    """The plan in `file`, for `model`.
-
-    Raises:
-        UserError: it is no plan, one of another family, or one found in other code.
-    """
+def text_of(file: Path) -> str:
+    """The text of a plan's file, checked. Raises: UserError: it cannot be read, or is no plan."""
     try:
         text = file.read_bytes()[:_MOST_BYTES].decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"plan {file}", f"it cannot be read ({error})") from None
-    found, head = from_yaml(text, f"plan {file}")
+    from_yaml(text, f"plan {file}")
+    return text
+
+
+def given(text: str, model: Any) -> Found:
+    """The plan in `text`, which a user gave for `model`.
+
+    Raises:
+        UserError: it is no plan, one of another family, or one found in other code.
+    """
+    found, head = from_yaml(text, "plan")
+    what = f"plan of model_type {head['model_type']!r}"
     if head["model_type"] != model.config.model_type:
-        rule = f"it is of model_type {head['model_type']!r}, the model is {model.config.model_type!r}"
-        raise UserError(f"plan {file}", rule)
+        raise UserError(what, f"the model is of model_type {model.config.model_type!r}", "give the plan of its family")
     if head["code"] != code_of(model):
-        rule = f"it was found in the code of transformers {head['transformers']}, which is not that of the installed one"
-        raise UserError(f"plan {file}", rule, "find it again: meshlora verify --family NAME --save FILE")
+        rule = f"it was found in the code of transformers {head['transformers']}, and the installed one has other code"
+        raise UserError(what, rule, "find it again: meshlora verify --family NAME --save FILE")
     return found

@@ -1,8 +1,8 @@
 """A block in parts, in one process: whether the sum of what its parts compute, and of their gradients, is the whole.
 
-Each part has a rank's rows of every split linear and its numbers of heads. At a row linear its output takes the value of
-the sum over ranks, as the mesh makes it, and the gradient of one rank's term: so what a block does behind its row linear
-(a residual of its own, a gate) shows, which would be counted once for each rank at the block's border.
+Each part has a rank's rows of every split linear and its numbers of heads. At a row linear its output takes the value
+of the sum over ranks, as the mesh makes it, and the gradient of one rank's term: so what a block does behind its row
+linear (a residual of its own, a gate) shows, which would be counted once for each rank at the block's border.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from meshlora.plan.families.family import Leaf
 from meshlora.plan.layout import Layout, Split
 from meshlora.wings.found.probe import hidden_of, recut
 
+# With wrong numbers the code of a family fails in any of these ways.
+FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, ArithmeticError)
 _RANKS = 2
 _CLOSE = 1e-9  # of float64, of values near 1
 
@@ -155,9 +157,7 @@ def _keep_rows(block: nn.Module, proposal: Proposal, wholes: dict[str, Tensor]) 
             module.register_forward_hook(keep)
 
 
-def _sum_rows(
-    block: nn.Module, proposal: Proposal, wholes: Mapping[str, Tensor], sums: dict[str, Tensor]
-) -> None:
+def _sum_rows(block: nn.Module, proposal: Proposal, wholes: Mapping[str, Tensor], sums: dict[str, Tensor]) -> None:
     """Let row linears of a part return the value of the sum over ranks, and add their terms to `sums`."""
     for path, (module, leaf) in _owned(block, proposal).items():
         if leaf.split is Split.ROW:
@@ -212,7 +212,7 @@ def without_statistics(norm: nn.Module) -> None:
         weight: Any = norm.weight
         return x * weight
 
-    norm.forward = scale  # type: ignore[method-assign]
+    norm.forward = scale
 
 
 def _without_wide_norms(block: nn.Module, proposal: Proposal) -> None:

@@ -1,9 +1,9 @@
 """The words of a plan that say which rows of each linear belong together: found by trying them against dependencies.
 
-The rows of a column linear that one rank must hold are those on which the rank's inputs of the row linear depend. A word
-of `plan.families.family` (plain heads, "q k v" in blocks or per head, gate and up, ...) is right if its layout gives each
-rank these rows, for every number of ranks that it can split over. So a word is symbolic, as a table's: it holds for any
-size of the model.
+The rows of a column linear that one rank must hold are those on which the rank's inputs of the row linear depend. A
+word of `plan.families.family` (plain heads, "q k v" in blocks or per head, gate and up, ...) is right if its layout
+gives each rank these rows, for every number of ranks that it can split over. So a word is symbolic, as a table's: it
+holds for any size of the model.
 """
 
 from __future__ import annotations
