@@ -40,9 +40,8 @@ def notes_of(model: Any) -> tuple[str, ...]:
     if (found := _BY_MODEL.get(model)) is None:
         return ()
     units = "; ".join(f"{block} by {words}" for block, words in found.units.items()) or "no part of its layers"
-    notes = [
-        f"no table has a plan of model_type {model.config.model_type!r}; found: {len(found.leaves)} linears, {units}"
-    ]
+    what = f"no table has a plan of model_type {model.config.model_type!r}"
+    notes = [f"{what}; found: {len(found.plan.leaves)} linears, {units}"]
     if found.kept_whole:
         words = "; ".join(f"{block}: {why}" for block, why in found.kept_whole.items())
         notes.append(f"{len(found.kept_whole)} kinds of blocks stay whole: {words}")
@@ -57,7 +56,7 @@ class _FoundPlans(Feature):
     def found_plan(self, model: Any, layers_name: str, experts: Collection[str]) -> FamilyPlan | None:
         own = getattr(model.config, FIELD, None)
         if own is None and (known := shipped(model.config.get_text_config().model_type)) is not None:
-            return known.plan()
+            return known.plan
         if model not in _BY_MODEL:
             found = _find(model, layers_name, experts)
             if own is not None:
@@ -65,7 +64,7 @@ class _FoundPlans(Feature):
             if found is None:
                 return None
             _BY_MODEL[model] = found
-        return _BY_MODEL[model].plan()
+        return _BY_MODEL[model].plan
 
 
 def _find(model: Any, layers_name: str, experts: Collection[str]) -> Found | None:
@@ -85,9 +84,10 @@ def _find(model: Any, layers_name: str, experts: Collection[str]) -> Found | Non
 
 def _agreeing(own: Found, found: Found | None, model: Any) -> Found:
     """`own`, a plan that a user gave. Raises: UnsupportedError: the twin of `model` has other units."""
-    for path, leaf in own.leaves.items():
-        if found is not None and path in found.leaves and found.leaves[path] != leaf:
-            given_as, found_as = (f"{each.split} {each.pieces}".strip() for each in (leaf, found.leaves[path]))
+    others = {} if found is None else found.plan.leaves
+    for path, leaf in own.plan.leaves.items():
+        if others.get(path, leaf) != leaf:
+            given_as, found_as = (f"{each.split} {each.pieces}".strip() for each in (leaf, others[path]))
             rule = f"it splits {path} as {given_as}, and the twin of this configuration as {found_as}"
             way_out = "leave the plan out: one is found for this configuration"
             raise UnsupportedError(f"plan of model_type {model.config.model_type!r}", rule, way_out)

@@ -1,4 +1,4 @@
-"""Found plans as YAML: kept for the next process, and for a user to read, edit and give back.
+"""Found plans as YAML: kept for the next process, shipped with meshlora, and for a user to read and give back.
 
     model_type: bert
     transformers: 5.23.0
@@ -14,7 +14,6 @@ Does not own: finding one (`wings.found.finder`).
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import inspect
 import json
@@ -26,7 +25,7 @@ from typing import Any
 import transformers
 import yaml
 
-from meshlora.plan.families.family import Leaf
+from meshlora.plan.families.family import FamilyPlan, Leaf
 from meshlora.plan.layout import Split
 from meshlora.wings.found.finder import Found
 from meshlora_ground import private
@@ -38,8 +37,8 @@ from meshlora_ground.yaml_reading import parse_yaml
 _SHIPPED = Path(__file__).with_name("plans.yaml")
 _MOST_BYTES = 2**18
 _HEAD = ("model_type", "transformers", "code")
-_LISTS = ("wide_norms", "whole", "opened", "after")
-_MAPS = tuple(each.name for each in dataclasses.fields(Found) if each.name not in _LISTS)
+_LISTS = ("wide_norms", "whole", "after", "opened")
+_MAPS = ("leaves", "local", "sliced", "parameters", "passes", "units", "kept_whole")
 
 
 def code_of(model: Any) -> str:
@@ -47,33 +46,23 @@ def code_of(model: Any) -> str:
     return digest([inspect.getsource(sys.modules[type(model).__module__])])
 
 
+def as_values(found: Found) -> dict[str, Any]:
+    """The plain values of a plan, as YAML has them."""
+    values: dict[str, Any] = {**vars(found.plan), "units": found.units, "kept_whole": found.kept_whole}
+    values["leaves"] = {path: _words(leaf) for path, leaf in found.plan.leaves.items()}
+    plain: dict[str, Any] = json.loads(json.dumps({name: each for name, each in values.items() if each}))
+    return {"leaves": {}, **plain}
+
+
 def as_yaml(found: Found, model: Any) -> str:
     """The text of a file that `from_yaml` reads."""
-    values: dict[str, Any] = {"model_type": model.config.model_type, "transformers": transformers.__version__}
-    values["code"] = code_of(model)
-    values["leaves"] = {path: _words(leaf) for path, leaf in found.leaves.items()}
-    for name in (*_MAPS, *_LISTS):
-        value = getattr(found, name)
-        if name != "leaves" and value:
-            values[name] = _plain(value)
-    return yaml.safe_dump(values, sort_keys=False, width=120)
-
-
-def _plain(value: Any) -> Any:
-    """Lists in place of tuples, as YAML has them."""
-    if isinstance(value, tuple | list):
-        return list(value)
-    if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
-    return value
+    head = dict(zip(_HEAD, (model.config.model_type, transformers.__version__, code_of(model)), strict=True))
+    return yaml.safe_dump({**head, **as_values(found)}, sort_keys=False, width=120)
 
 
 def _words(leaf: Leaf) -> str | dict[str, Any]:
-    if leaf == Leaf(leaf.split):
-        return str(leaf.split)
-    fields = dataclasses.asdict(leaf)
-    changed = {name: fields[name] for name in ("pieces", "groups", "local_groups") if fields[name] not in ("", 0)}
-    return {"split": str(leaf.split), **changed}
+    changed = {name: value for name, value in vars(leaf).items() if value != getattr(Leaf(leaf.split), name)}
+    return {"split": str(leaf.split), **changed} if changed else str(leaf.split)
 
 
 def from_yaml(text: str, what: str) -> tuple[Found, dict[str, str]]:
@@ -83,78 +72,61 @@ def from_yaml(text: str, what: str) -> tuple[Found, dict[str, str]]:
         UserError: it is no such file.
     """
     try:
-        values = parse_yaml(text)
+        return _read(parse_yaml(text), what)
     except ValueError as error:
         raise UserError(what, str(error)) from None
-    return _read(values, what)
 
 
 def _read(values: Any, what: str) -> tuple[Found, dict[str, str]]:
-    if not isinstance(values, dict) or not isinstance(values.get("leaves"), dict):
+    if not isinstance(values, dict) or "leaves" not in values:
         raise UserError(what, "it must be a plan, as meshlora verify --save writes it")
-    known = (*_HEAD, *_MAPS, *_LISTS)
-    for name in values:
-        if name not in known:
-            raise UserError(f"{what}: {name}", "a plan has no such key", did_you_mean(str(name), known))
-    fields: dict[str, Any] = {"leaves": {path: _leaf(path, each, what) for path, each in values["leaves"].items()}}
-    for name in _LISTS:
-        fields[name] = _texts(values.get(name, []), f"{what}: {name}")
-    for name in ("local", "passes"):
-        fields[name] = {p: _texts(v, f"{what}: {name}") for p, v in _map(values, name, what).items()}
-    for name in ("kept_whole", "units"):
-        fields[name] = {path: str(each) for path, each in _map(values, name, what).items()}
-    fields["parameters"] = _dims(_map(values, "parameters", what), f"{what}: parameters")
-    fields["sliced"] = {
-        path: _dims(_map({path: each}, path, what), f"{what}: sliced", "batch*heads")
-        for path, each in _map(values, "sliced", what).items()
-    }
-    return Found(**fields), {name: str(values.get(name, "")) for name in _HEAD}
+    for name, value in values.items():
+        if name not in (*_HEAD, *_LISTS, *_MAPS):
+            raise UserError(f"{what}: {name}", "a plan has no such key", did_you_mean(str(name), [*_MAPS, *_LISTS]))
+        kind = dict if name in _MAPS else list if name in _LISTS else str
+        if not isinstance(value, kind) or not all(isinstance(each, str) for each in value):
+            raise UserError(f"{what}: {name}", f"it must be a {kind.__name__} of names")
+    maps: dict[str, Any] = {name: values.get(name, {}) for name in _MAPS}
+    for path, value in maps["leaves"].items():
+        maps["leaves"][path] = _leaf(f"{what}: {path}", value)
+    for name, rule, is_right in (
+        ("local", "a list of attributes", lambda v: isinstance(v, list)),
+        ("passes", "a list of arguments", lambda v: isinstance(v, list)),
+        ("parameters", "the number of a dim", lambda v: type(v) is int and 0 <= v < 8),
+        ("sliced", "argument: dim", lambda v: isinstance(v, dict)),
+    ):
+        for path, value in maps[name].items():
+            if not is_right(value):
+                raise UserError(f"{what}: {name}: {path}: {value!r}", f"it must be {rule}")
+            maps[name][path] = tuple(value) if isinstance(value, list) else value
+    units, kept_whole = maps.pop("units"), maps.pop("kept_whole")
+    lists: dict[str, Any] = {name: tuple(values.get(name, ())) for name in _LISTS}
+    plan = FamilyPlan(**maps, **lists)
+    return Found(plan, units, kept_whole), {name: values.get(name, "") for name in _HEAD}
 
 
-def _map(values: Mapping[str, Any], name: str, what: str) -> dict[str, Any]:
-    found = values.get(name, {})
-    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
-        raise UserError(f"{what}: {name}", "it must be a mapping of names")
-    return found
-
-
-def _texts(value: Any, what: str) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
-        raise UserError(what, "it must be a list of names")
-    return tuple(value)
-
-
-def _dims(values: Mapping[str, Any], what: str, *words: str) -> dict[str, Any]:
-    for name, dim in values.items():
-        if dim not in words and (isinstance(dim, bool) or not isinstance(dim, int) or not 0 <= dim < 8):
-            raise UserError(f"{what}: {name}: {dim!r}", "it must be the number of a dim")
-    return dict(values)
-
-
-def _leaf(path: Any, value: Any, what: str) -> Leaf:
+def _leaf(what: str, value: Any) -> Leaf:
     fields = value if isinstance(value, dict) else {"split": value}
-    rule = "it must be column or row, or a mapping of split, pieces, groups and local_groups"
-    if not isinstance(path, str) or fields.keys() - {"split", "pieces", "groups", "local_groups"}:
-        raise UserError(f"{what}: {path}: {value!r}", rule)
     pieces, groups, local = fields.get("pieces", ""), fields.get("groups", 1), fields.get("local_groups", 0)
-    is_number = type(groups) is int and groups > 0
-    if not isinstance(pieces, str) or type(local) is not int or not (is_number or groups in ("heads", "kv_heads")):
-        raise UserError(f"{what}: {path}: {value!r}", rule)
-    if fields.get("split") not in ("column", "row"):
-        raise UserError(f"{what}: {path}: {value!r}", rule)
+    is_known = fields.get("split") in ("column", "row") and fields.keys() <= {*vars(Leaf(Split.ROW))}
+    has_groups = groups in ("heads", "kv_heads") or (type(groups) is int and groups > 0)
+    if not (is_known and has_groups and isinstance(pieces, str) and type(local) is int):
+        rule = "it must be column or row, or a mapping of split, pieces, groups and local_groups"
+        raise UserError(f"{what}: {value!r}", rule)
     return Leaf(Split(fields["split"]), pieces, groups, local)
 
 
 @functools.cache
-def _shipped() -> dict[str, Any]:
-    values: dict[str, Any] = parse_yaml(_SHIPPED.read_text(encoding="utf-8")) or {}
-    return values
+def _shipped() -> Mapping[str, Any]:
+    return parse_yaml(_SHIPPED.read_text(encoding="utf-8")) or {}
 
 
 def shipped(model_type: str) -> Found | None:
     """The plan of a family that was found, proved and recorded (`scripts/keep_plans.py`); None: it has none."""
-    values = _shipped().get(model_type)
-    return None if values is None else _read(values, f"{_SHIPPED}: {model_type}")[0]
+    for names, values in _shipped().items():
+        if model_type in names.split():
+            return _read(json.loads(json.dumps(values)), f"{_SHIPPED}: {model_type}")[0]
+    return None
 
 
 def kept(model: Any, find: Callable[[], Found]) -> Found:
@@ -165,11 +137,9 @@ def kept(model: Any, find: Callable[[], Found]) -> Found:
     words = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
     key = digest([words, transformers.__version__, code_of(model), *sources_of("meshlora.wings.found.finder")])
     path = private.CACHE.expanduser() / "found"
-    try:
-        with open_own(path / f"{key}.yaml") as file:
-            return from_yaml(file.read(_MOST_BYTES).decode(), str(path))[0]
-    except (OSError, UserError, UnicodeDecodeError):
-        found = find()
+    with contextlib.suppress(OSError, UserError, UnicodeDecodeError), open_own(path / f"{key}.yaml") as file:
+        return from_yaml(file.read(_MOST_BYTES).decode(), str(path))[0]
+    found = find()
     folder = PrivateFolder(path, f"the cache of plans, {path}", "remove it")
     with contextlib.suppress(UserError):
         folder.write(f"{key}.yaml", as_yaml(found, model).encode())

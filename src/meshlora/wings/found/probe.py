@@ -1,7 +1,6 @@
 """Forwards of a small model in which one decoder layer is watched, and its graph cut at every linear.
 
-Owns: the small model, what is recorded of its forwards, and which linear reads what of which other. Does not own: what
-follows from it (`wings.found.roles`, `wings.found.words`).
+Owns: the small model, what is recorded of its forwards, gradients. Does not own: what follows from them.
 """
 
 from __future__ import annotations
@@ -27,21 +26,22 @@ _NOTHING = 1e-12
 
 
 def small_model(config: PretrainedConfig) -> Any:
-    """A frozen model of `config` in float64, with random weights all of which matter."""
+    """A frozen model of `config` in float64, with random weights that all matter; its embeddings have a gradient."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
-        torch.manual_seed(0)
         cls = model_class(config)
         model = cls.from_config(copy.deepcopy(config), dtype=torch.float64, attn_implementation="eager").eval()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     generator = torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
-        if not parameter.is_floating_point():
-            continue
-        scale, middle = (0.3, 0.0) if parameter.ndim > 1 else (0.5, float("norm" in name.lower()))
-        values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * scale + middle
-        parameter.data = values
-    return model.requires_grad_(False)
+        if parameter.is_floating_point():
+            scale, middle = (0.3, 0.0) if parameter.ndim > 1 else (0.5, float("norm" in name.lower()))
+            values = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+            parameter.data = values * scale + middle
+    model.requires_grad_(False).get_input_embeddings().register_forward_hook(
+        lambda _, __, out: out.detach().requires_grad_().clone()
+    )
+    return model
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -51,22 +51,18 @@ def is_linear(module: nn.Module) -> bool:
     if not isinstance(module, nn.Linear):
         return False
     x = torch.randn(1, 3, module.in_features, generator=torch.Generator().manual_seed(4), dtype=module.weight.dtype)
+    expected = nn.functional.linear(x, module.weight, module.bias)
     try:
         found = module(x)
     except (RuntimeError, TypeError):  # a router that wants more than hidden states
         return False
-    expected = nn.functional.linear(x, module.weight, module.bias)
     return isinstance(found, Tensor) and found.shape == expected.shape and bool(torch.allclose(found, expected))
 
 
 def linears_of(layer: nn.Module, apart: Collection[str]) -> list[str]:
     """The linears of a decoder layer, by path, without those of routed experts at the paths `apart`."""
     inside = tuple(f"{path}." for path in apart)
-    found = []
-    for path, module in layer.named_modules():
-        if is_linear(module) and path not in apart and not path.startswith(inside):
-            found.append(path)
-    return found
+    return [p for p, m in layer.named_modules() if p not in apart and not p.startswith(inside) and is_linear(m)]
 
 
 @dataclass
@@ -74,17 +70,23 @@ class Seen:
     """One forward of a layer.
 
     Attributes:
-        calls: module -> what it was called with, and what it returned: of those that are called once.
+        calls: module -> what it was called with, and what it returned, of those that are called once.
         entered: the tensors with a gradient that the layer was called with, cut from what came before.
         read, made: linear -> the tensor that it read, and its output, cut from what it was made of.
-        left: the hidden states that the layer returned.
+        after: the modules of the model that were called after the layer, in order.
     """
 
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any], Any]] = field(default_factory=dict)
     entered: list[Tensor] = field(default_factory=list)
     read: dict[str, Tensor] = field(default_factory=dict)
     made: dict[str, Tensor] = field(default_factory=dict)
-    left: Tensor | None = None
+    after: list[str] = field(default_factory=list)
+
+    @property
+    def left(self) -> Tensor:
+        """The hidden states that the layer returned."""
+        found: Tensor = hidden_of(self.calls[""][2])
+        return found
 
 
 def hidden_of(output: Any) -> Any:
@@ -93,13 +95,11 @@ def hidden_of(output: Any) -> Any:
 
 
 def recut(value: Any, found: dict[int, tuple[Tensor, Tensor]]) -> Any:
-    """`value` with each tensor that has a gradient cut from its graph; these are added to `found`: old and new.
+    """`value` with each tensor that has a gradient cut from its graph; these are added to `found`: new, and a copy.
 
     A tensor that is given twice is cut once, as query, key and value of some attentions.
     """
-    if isinstance(value, Tensor):
-        if not value.requires_grad:
-            return value
+    if isinstance(value, Tensor) and value.requires_grad:
         if id(value) not in found:
             new = value.detach().requires_grad_()
             found[id(value)] = new, new.clone()  # some models add to what they are given
@@ -111,18 +111,9 @@ def recut(value: Any, found: dict[int, tuple[Tensor, Tensor]]) -> Any:
     return value
 
 
-def run(model: Any) -> None:
-    """A forward of `model` on random tokens, without a cache."""
-    ids = torch.randint(3, 60, (_BATCH, _TOKENS), generator=torch.Generator().manual_seed(1))
-    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    with torch.enable_grad():
-        model(input_ids=ids, **options)
-
-
 def look(model: Any, layer: nn.Module, linears: Iterable[str]) -> Seen:
-    """What one forward of `model` does in `layer`, with the graph cut at its entry and at each of `linears`."""
-    seen, handles = Seen(), list[RemovableHandle]()
-    counts = dict[str, int]()
+    """What a forward of `model` on random tokens does in `layer`, its graph cut at the entry and at `linears`."""
+    seen, counts, handles = Seen(), dict[str, int](), list[RemovableHandle]()
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         found = dict[int, tuple[Tensor, Tensor]]()
@@ -130,13 +121,11 @@ def look(model: Any, layer: nn.Module, linears: Iterable[str]) -> Seen:
         seen.entered = [new for new, _ in found.values()]
         return given
 
-    def leave(_: nn.Module, __: Any, output: Any) -> None:
-        seen.left = hidden_of(output)
-
     def note(path: str) -> Callable[..., None]:
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             counts[path] = counts.get(path, 0) + 1
             seen.calls[path] = (args, kwargs, output)
+            seen.after.clear()  # a stack may run several times
 
         return hook
 
@@ -147,51 +136,24 @@ def look(model: Any, layer: nn.Module, linears: Iterable[str]) -> Seen:
 
         return hook
 
+    for name, module in model.named_modules():
+        handles.append(module.register_forward_pre_hook(lambda _, __, name=name: seen.after.append(name)))
     handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
-    handles.append(layer.register_forward_hook(leave))
-    for path in linears:
-        handles.append(layer.get_submodule(path).register_forward_hook(cut(path)))
-    for path, module in layer.named_modules():
-        if path:
-            handles.append(module.register_forward_hook(note(path), with_kwargs=True))
+    handles += [layer.get_submodule(path).register_forward_hook(cut(path)) for path in linears]
+    handles += [m.register_forward_hook(note(path), with_kwargs=True) for path, m in layer.named_modules()]
+    ids = torch.randint(3, 60, (_BATCH, _TOKENS), generator=torch.Generator().manual_seed(1))
+    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     try:
-        run(model)
+        with torch.enable_grad():
+            model(input_ids=ids, **options)
     finally:
         for handle in handles:
             handle.remove()
     for path, number in counts.items():
-        if number > 1:
+        if number > 1 and path:
             del seen.calls[path]
             seen.made.pop(path, None)
     return seen
-
-
-def called_after(model: Any, layer: nn.Module) -> list[str]:
-    """The modules of `model` that are called when `layer` has returned, in order."""
-    found, handles = list[str](), list[RemovableHandle]()
-    has_left = False
-
-    def leave(*_: Any) -> None:
-        nonlocal has_left
-        has_left = True
-        found.clear()  # a stack may run several times
-
-    def note(name: str) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            if has_left:
-                found.append(name)
-
-        return hook
-
-    handles.append(layer.register_forward_hook(leave))
-    for name, module in model.named_modules():
-        handles.append(module.register_forward_pre_hook(note(name)))
-    try:
-        run(model)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
 
 
 def gradients(of: Tensor, to: list[Tensor], *, features: Tensor | None = None) -> list[Tensor | None]:
@@ -211,9 +173,8 @@ def is_nonzero(gradient: Tensor | None) -> bool:
     return gradient is not None and gradient.numel() > 0 and bool(gradient.abs().max() > _NOTHING)
 
 
-def rows_in(gradient: Tensor | None, dim: int = -1) -> set[int]:
-    """The indices along `dim` with a gradient."""
+def rows_in(gradient: Tensor | None) -> set[int]:
+    """The features with a gradient."""
     if gradient is None:
         return set()
-    flat = gradient.movedim(dim, -1).reshape(-1, gradient.shape[dim])
-    return set((flat.abs().amax(0) > _NOTHING).nonzero().flatten().tolist())
+    return set((gradient.reshape(-1, gradient.shape[-1]).abs().amax(0) > _NOTHING).nonzero().flatten().tolist())

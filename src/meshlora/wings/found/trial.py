@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,6 +45,11 @@ class Proposal:
     wide_norms: tuple[str, ...] = ()
     border: Layout | None = None
 
+    def own(self, block: nn.Module) -> dict[str, tuple[Any, Leaf]]:
+        """Path in the layer -> (linear, leaf) of those in `block`, the whole one or a part."""
+        modules = dict(block.named_modules(prefix=self.block))
+        return {path: (modules[path], leaf) for path, leaf in self.leaves.items() if path in modules}
+
 
 def passes_in_parts(proposal: Proposal, layer: nn.Module, call: tuple[Any, ...]) -> tuple[str, ...] | None:
     """The arguments that the block adds to its output, if its parts sum up to the whole; else None.
@@ -52,77 +57,68 @@ def passes_in_parts(proposal: Proposal, layer: nn.Module, call: tuple[Any, ...])
     call: positional and other arguments of the block in a forward of the whole model.
     """
     block = layer.get_submodule(proposal.block)
-    names = list(inspect.signature(block.forward).parameters)
-    args, kwargs = call[0], call[1]
+    args, kwargs = call[:2]
+    given = [*zip(inspect.signature(block.forward).parameters, args, strict=False), *kwargs.items()]
     first = args[0] if args and isinstance(args[0], Tensor) else kwargs.get("hidden_states")
     if not isinstance(first, Tensor):
         return None  # a border needs hidden states, first or by that name
-    wholes: dict[str, Tensor] = {}
+    wholes, sums = dict[str, Tensor](), dict[str, Tensor]()
     own = copy.deepcopy(block)
-    _without_wide_norms(own, proposal)
-    _keep_rows(own, proposal, wholes)
-    out, given = _called(own, args, kwargs)
+    _change_rows(own, proposal, lambda path, y: wholes.update({path: y.detach()}))
+    out, cut = _called(own, proposal, args, kwargs)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=out.dtype)
-    expected = _gradients(out, weights, given)
-    sums, terms = [torch.zeros_like(each) for each in expected], list[list[Tensor]]()
-    rows: dict[str, Tensor] = {}
+    expected, terms = _gradients(out, weights, cut), list[list[Tensor]]()
+
+    def total(path: str, y: Tensor) -> Tensor:
+        sums[path] = sums.get(path, 0) + y.detach()
+        return y + (wholes[path] - y.detach())
+
     for rank in range(_RANKS):
         part = _part(block, proposal, rank)
-        _sum_rows(part, proposal, wholes, rows)
-        own_args = tuple(_own(name, value, proposal, rank) for name, value in zip(names, args, strict=False))
-        own_kwargs = {name: _own(name, value, proposal, rank) for name, value in kwargs.items()}
-        local, own_given = _called(part, own_args, own_kwargs)
-        wanted, seen_by = out, weights
-        if proposal.border is not None:
-            chosen = proposal.border.rows(rank=rank, size=_RANKS)
-            wanted, seen_by = out[..., chosen], weights[..., chosen]
-        if local.shape != wanted.shape or not _is_close(local, wanted):
+        _change_rows(part, proposal, total)
+        own_args = [_own(name, value, proposal, rank) for name, value in given[: len(args)]]
+        own_kwargs = {name: _own(name, value, proposal, rank) for name, value in given[len(args) :]}
+        local, own_cut = _called(part, proposal, own_args, own_kwargs)
+        rows = slice(None) if proposal.border is None else proposal.border.rows(rank=rank, size=_RANKS)
+        if not _is_close(local, out[..., rows]):
             return None
-        found = _gradients(local, seen_by, own_given)
-        terms.append(found)
-        sums = [before + each for before, each in zip(sums, found, strict=True)]
-    if any(not _is_close(rows[path], wholes[path]) for path in wholes):
+        terms.append(_gradients(local, weights[..., rows], own_cut))
+    if not all(_is_close(sums[path], wholes[path]) for path in wholes):
         return None
-    return _passing(expected, sums, terms, _names(names, args, kwargs, first))
-
-
-def _names(names: list[str], args: tuple[Any, ...], kwargs: Mapping[str, Any], first: Tensor) -> list[str]:
-    """The argument of each tensor with a gradient, in the order of `recut`; "" of the hidden states."""
-    found: dict[int, str] = {}
-    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
-        cut: dict[int, tuple[Tensor, Tensor]] = {}
-        recut(value, cut)
-        for key in cut:
-            found.setdefault(key, "" if key == id(first) else name)
-    return list(found.values())
-
-
-def _passing(
-    expected: list[Tensor], sums: list[Tensor], terms: list[list[Tensor]], names: list[str]
-) -> tuple[str, ...] | None:
-    """The arguments whose gradient is whole on each rank; None if that of another is no sum over ranks."""
+    names = dict[int, str]()  # the argument of each tensor with a gradient, in the order of `recut`
+    for name, value in given:
+        found = dict[int, tuple[Tensor, Tensor]]()
+        recut(value, found)
+        for key in found:
+            names.setdefault(key, "" if key == id(first) else name)
     passing = []
-    for index, (whole, total, name) in enumerate(zip(expected, sums, names, strict=True)):
-        if not name and _is_close(total, whole):
-            continue
-        if name and all(_is_close(each[index], whole) for each in terms):
+    for name, whole, parts in zip(names.values(), expected, zip(*terms, strict=True), strict=True):
+        if name and all(_is_close(part, whole) for part in parts):
             passing.append(name)
-        else:
+        elif name or not _is_close(sum(parts[1:], parts[0]), whole):
             return None
     return tuple(passing)
 
 
-def _called(block: nn.Module, args: Any, kwargs: Any) -> tuple[Tensor, list[Tensor]]:
+def _change_rows(block: nn.Module, proposal: Proposal, change: Callable[[str, Tensor], Tensor | None]) -> None:
+    """Apply `change` to the outputs of the row linears of a block."""
+    for path, (module, leaf) in proposal.own(block).items():
+        if leaf.split is Split.ROW:
+            module.register_forward_hook(lambda _, __, y, path=path: change(path, y))
+
+
+def _called(block: nn.Module, proposal: Proposal, args: Any, kwargs: Any) -> tuple[Tensor, list[Tensor]]:
     """(the hidden states that the block returns, the tensors with a gradient that it was given)."""
+    for path, module in block.named_modules(prefix=proposal.block):
+        if path in proposal.wide_norms:
+            without_statistics(module)
     found: dict[int, tuple[Tensor, Tensor]] = {}
     with torch.enable_grad():
-        out = hidden_of(block(*recut(args, found), **recut(kwargs, found)))
+        out = hidden_of(block(*recut([*args], found), **recut(kwargs, found)))
     return out, [new for new, _ in found.values()]
 
 
 def _gradients(out: Tensor, weights: Tensor, to: list[Tensor]) -> list[Tensor]:
-    if not out.requires_grad or not to:
-        return [torch.zeros_like(each) for each in to]
     found = torch.autograd.grad((out * weights).sum(), to, allow_unused=True)
     return [torch.zeros_like(t) if each is None else each for t, each in zip(to, found, strict=True)]
 
@@ -131,94 +127,39 @@ def _is_close(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool((a - b).abs().max() <= _CLOSE * (1 + b.abs().max()))
 
 
-def _inside(proposal: Proposal, path: str) -> str:
-    """A path in the layer as one in the block."""
-    return path.removeprefix(proposal.block).removeprefix(".")
-
-
-def _owned(block: nn.Module, proposal: Proposal) -> dict[str, tuple[nn.Module, Leaf]]:
-    """Path in the layer -> (linear, leaf) of those that are in the block."""
-    modules = dict(block.named_modules())
-    found = {}
-    for path, leaf in proposal.leaves.items():
-        if path == proposal.block or path.startswith(f"{proposal.block}."):
-            found[path] = modules[_inside(proposal, path)], leaf
-    return found
-
-
-def _keep_rows(block: nn.Module, proposal: Proposal, wholes: dict[str, Tensor]) -> None:
-    """Note the outputs of row linears of the whole block in `wholes`."""
-    for path, (module, leaf) in _owned(block, proposal).items():
-        if leaf.split is Split.ROW:
-
-            def keep(_: nn.Module, __: Any, output: Tensor, path: str = path) -> None:
-                wholes[path] = output.detach()
-
-            module.register_forward_hook(keep)
-
-
-def _sum_rows(block: nn.Module, proposal: Proposal, wholes: Mapping[str, Tensor], sums: dict[str, Tensor]) -> None:
-    """Let row linears of a part return the value of the sum over ranks, and add their terms to `sums`."""
-    for path, (module, leaf) in _owned(block, proposal).items():
-        if leaf.split is Split.ROW:
-
-            def total(_: nn.Module, __: Any, output: Tensor, path: str = path) -> Tensor:
-                sums[path] = sums.get(path, 0) + output.detach()
-                return output + (wholes[path] - output.detach())
-
-            module.register_forward_hook(total)
-
-
 def _part(block: nn.Module, proposal: Proposal, rank: int) -> nn.Module:
     """What `rank` has of the block."""
     part, heads = copy.deepcopy(block), proposal.heads
-    for path, (module, leaf) in _owned(part, proposal).items():
-        _cut_linear(module, path, leaf, heads, rank)
-    for path, dim in proposal.parameters.items():
-        owner, _, name = _inside(proposal, path).rpartition(".")
-        module = part.get_submodule(owner)
-        whole = getattr(module, name)
-        layout = parameter_layout(path, whole.shape[dim], heads)
-        setattr(module, name, nn.Parameter(layout.cut(whole.detach(), dim, rank=rank, size=_RANKS)))
-    if heads is not None:
-        for path, module in part.named_modules():
-            own = proposal.local.get(f"{proposal.block}.{path}".rstrip("."), ())
-            for name, value in local_attributes(module, heads, own, tp=_RANKS).items():
+
+    def cut(module: Any, name: str, layout: Layout, dim: int) -> None:
+        setattr(module, name, nn.Parameter(layout.cut(getattr(module, name).detach(), dim, rank=rank, size=_RANKS)))
+
+    for path, (module, leaf) in proposal.own(part).items():
+        is_column, is_transposed = leaf.split is Split.COLUMN, isinstance(module, Conv1D)  # which has [in, out]
+        dim = int(is_column == is_transposed)
+        layout = leaf_layout(path, leaf, module.weight.shape[dim], heads)
+        cut(module, "weight", layout, dim)
+        if is_column and is_transposed:
+            module.nf = layout.local_size(_RANKS)
+        if is_column and module.bias is not None:
+            cut(module, "bias", layout, 0)
+        elif rank and module.bias is not None:
+            module.bias = nn.Parameter(torch.zeros_like(module.bias))  # it is added once
+    for path, module in part.named_modules(prefix=proposal.block):
+        dims = {**proposal.parameters, **dict.fromkeys((f"{norm}.weight" for norm in proposal.wide_norms), 0)}
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if (dim := dims.get(f"{path}.{name}")) is not None:
+                cut(module, name, parameter_layout(f"{path}.{name}", parameter.shape[dim], heads), dim)
+        if heads is not None:
+            for name, value in local_attributes(module, heads, proposal.local.get(path, ()), tp=_RANKS).items():
                 owner, _, attribute = name.rpartition(".")
                 setattr(operator.attrgetter(owner)(module) if owner else module, attribute, value)
-    _without_wide_norms(part, proposal)
     return part
-
-
-def _cut_linear(module: Any, path: str, leaf: Leaf, heads: Heads | None, rank: int) -> None:
-    dim = 0 if leaf.split is Split.COLUMN else 1
-    stored = 1 - dim if isinstance(module, Conv1D) else dim  # which has [in, out]
-    whole = module.weight.detach()
-    layout = leaf_layout(path, leaf, whole.shape[stored], heads)
-    module.weight = nn.Parameter(layout.cut(whole, stored, rank=rank, size=_RANKS))
-    if leaf.split is Split.COLUMN:
-        if isinstance(module, Conv1D):
-            module.nf = layout.local_size(_RANKS)
-        if module.bias is not None:
-            module.bias = nn.Parameter(layout.cut(module.bias.detach(), 0, rank=rank, size=_RANKS))
-    elif module.bias is not None and rank:
-        module.bias = nn.Parameter(torch.zeros_like(module.bias))  # it is added once
 
 
 def without_statistics(norm: nn.Module) -> None:
     """Let a norm scale by its weight alone: features then depend on none but themselves."""
-
-    def scale(x: Tensor, *_: Any, **__: Any) -> Tensor:
-        weight: Any = norm.weight
-        return x * weight
-
-    norm.forward = scale
-
-
-def _without_wide_norms(block: nn.Module, proposal: Proposal) -> None:
-    for path in proposal.wide_norms:
-        if path.startswith(f"{proposal.block}."):
-            without_statistics(block.get_submodule(_inside(proposal, path)))
+    norm.forward = lambda x, *_, **__: x * norm.weight
 
 
 def _own(name: str, value: Any, proposal: Proposal, rank: int) -> Any:
