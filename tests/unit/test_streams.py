@@ -1,4 +1,4 @@
-"""Models with several residual streams, grouped projections out of attention, indexers, and routers that look at ids."""
+"""Models with several residual streams, grouped linears out of attention, indexers, and routers that look at ids."""
 
 from __future__ import annotations
 
