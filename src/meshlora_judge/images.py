@@ -108,13 +108,15 @@ def _images(config: PretrainedConfig, numbers: Sequence[int], *, seed: int) -> t
     )
     patch, merge = vision.patch_size, getattr(vision, "spatial_merge_size", getattr(config, "spatial_merge_size", 1))
     channels = getattr(vision, "in_channels", getattr(vision, "num_channels", 3))
-    kinds: list[tuple[int, ...]] = [()]
-    row: tuple[int, ...] = ()
+    fixed: tuple[int, ...] = ()
     if hasattr(vision, "image_size"):
-        row = (channels, vision.image_size, vision.image_size)
+        sides = vision.image_size if isinstance(vision.image_size, list | tuple) else [vision.image_size] * 2
+        fixed = (channels, *sides)
+    kinds: list[tuple[int, ...]] = [()]
+    row = fixed
     if "image_grid_thw" in arguments:
         kinds = [(1, 2 * merge, 2 * merge), (1, merge, 3 * merge), (1, 2 * merge, merge)]
-        row = (channels * vision.temporal_patch_size * patch**2,)
+        row = (channels * getattr(vision, "temporal_patch_size", 1) * patch**2,)
     elif "image_sizes" in arguments:
         kinds = [(2 * patch * merge,) * 2, (patch * merge, 2 * patch * merge), (2 * patch * merge, patch * merge)]
         row = (channels, *kinds[0])
@@ -122,19 +124,35 @@ def _images(config: PretrainedConfig, numbers: Sequence[int], *, seed: int) -> t
         pool = vision.pooling_kernel_size
         kinds = [(2 * pool, 2 * pool), (pool, 2 * pool), (2 * pool, pool)]
         row = ((2 * pool) ** 2, channels * patch**2)
-    of_kind = {}
-    for kind in kinds:
-        try:
-            of_kind[kind] = _tokens(model, _RandomImages(((kind,),), arguments, row, token, seed))
-        except Exception as error:  # towers raise anything
-            rule = f"its tower does not take them ({reason(error)})"
-            raise UnsupportedError(what, rule, "leave out --images") from error
+    images = _RandomImages((), arguments, row, token, seed)
+    try:
+        of_kind = _tokens_of(model, images, kinds)
+    except UnsupportedError:
+        if "image_sizes" not in arguments or not fixed:
+            raise
+        # Some classes have towers of images of any size, and others of one size, which are told none.
+        without = tuple(name for name in arguments if name != "image_sizes")
+        kinds, images = [()], replace(images, arguments=without, row=fixed)
+        of_kind = _tokens_of(model, images, kinds)
     shapes, lengths = [], []
     for index, number in enumerate(numbers):
         own = tuple(kinds[(index + place) % len(kinds)] for place in range(number))
         shapes.append(own)
         lengths.append([of_kind[kind] for kind in own])
-    return _RandomImages(tuple(shapes), arguments, row, token, seed), lengths
+    return replace(images, shapes=tuple(shapes)), lengths
+
+
+def _tokens_of(model: Any, images: _RandomImages, kinds: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
+    """How many tokens an image of each shape takes. Raises: UnsupportedError: the tower does not take one."""
+    found = {}
+    for kind in kinds:
+        try:
+            found[kind] = _tokens(model, replace(images, shapes=((kind,),)))
+        except Exception as error:  # towers raise anything
+            what = f"--images with model_type {model.config.model_type!r}"
+            rule = f"its tower does not take them ({reason(error)})"
+            raise UnsupportedError(what, rule, "leave out --images") from error
+    return found
 
 
 @torch.no_grad()

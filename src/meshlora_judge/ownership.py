@@ -27,6 +27,8 @@ def fingerprints(model: nn.Module) -> tuple[Prints, Prints]:
         weight, name = getattr(module, "weight", None), plain_name(path)
         if not isinstance(weight, Tensor) or ".lora_" in path or ".modules_to_save." in path:
             continue
+        if weight.is_meta or not weight.numel():  # what stands for that of another stage, for its dtype
+            continue
         matrix = weight.detach().double()
         matrix = matrix.T if isinstance(module, Conv1D) else matrix.reshape(len(matrix), -1)
         rows[name] = _prints(matrix)

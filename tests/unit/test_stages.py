@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from meshlora.adapter.plan import plan_adapter
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.table import general_rules
 from meshlora.wings.stages.cut import cut_layers, plan_of_rank
+from meshlora.wings.stages.hold import HeldStages, hold_stages
 from meshlora.wings.stages.pipeline_schedule import one_forward_one_backward
 from meshlora_extra.planner.pipeline import time_of_all
 from meshlora_ground.errors import UnsupportedError, UserError
@@ -90,6 +93,57 @@ def test_stages_are_blocks_of_neighbouring_ranks() -> None:
     assert topology.edp == 2
     assert not Topology(pp=2).is_whole
     assert str(Topology.parse("interleave=2,pp=2,dp=2,sp,tp=2")) == "pp=2,dp=2,tp=2,interleave=2,sp"
+
+
+@for_each("first", [0, 1, 2, 3])
+def test_the_first_stage_has_the_layers_that_a_tower_adds_features_to(first: int) -> None:
+    found = cut_layers((1.0,) * 6, 4, first=first)
+    assert found == (((0, first), *found[1:]) if first > 2 else cut_layers((1.0,) * 6, 4))
+    assert found[0][1] >= first
+    config = twin_config("qwen3_vl", tp=2)
+    config.vision_config.deepstack_visual_indexes = [0, 1]
+    with pytest.raises(
+        UserError, match=r"the first 2, whose tower adds features to them, are of one stage; use at most 1"
+    ):
+        build_meta(config, Topology(pp=2), dtype=torch.float32)
+
+
+def _held(family: str, rank: int) -> tuple[Any, HeldStages]:
+    """(the meta model with what pp rank `rank` of two has, its way through its stage)."""
+    model, plan = build_meta(twin_config(family, tp=2), Topology(pp=2), dtype=torch.float32)
+    mesh: Any = SimpleNamespace(channels=SimpleNamespace(in_order=()), device=torch.device("cpu"))
+    pipeline = hold_stages(model, plan_of_rank(plan, rank), mesh)
+    assert pipeline is not None
+    return model, pipeline
+
+
+@for_each("family", ["gemma3", "llava_next", "qwen3_vl"])
+def test_the_towers_of_a_composite_are_of_the_first_stage_alone(family: str) -> None:
+    whole = {name for name, _ in _held(family, 0)[0].named_parameters()}
+    later = {name for name, _ in _held(family, 1)[0].named_parameters()}
+    assert any("vi" in name and "language_model" not in name for name in whole)
+    assert {name.partition(".layers.")[0] for name in later} <= {
+        "model.language_model", "model.language_model.norm.weight", "lm_head.weight"
+    }  # fmt: skip
+
+
+def test_a_later_stage_is_given_grids_and_types_and_no_pixels() -> None:
+    ids, grid, mask = torch.zeros(2, 5, dtype=torch.long), torch.ones(1, 3, dtype=torch.long), torch.zeros(2, 1, 5, 5)
+    given = {"input_ids": ids, "pixel_values": torch.zeros(4, 9), "image_grid_thw": grid, "attention_mask": mask}
+    first, later = _held("qwen3_vl", 0)[1], _held("qwen3_vl", 1)[1]
+    assert first.begin(torch.nn.Module(), (), given)[1] is given
+    assert later.begin(torch.nn.Module(), (), given)[1].keys() == given.keys() - {"pixel_values"}
+
+
+@for_each("family", ["falcon_h1", "llama4_text", "mamba2"])
+def test_code_of_a_model_reads_weights_that_other_stages_have(family: str) -> None:
+    model, _ = _held(family, 1)
+    embedding = model.get_input_embeddings()
+    assert (embedding.weight.device.type, embedding.weight.numel()) == ("cpu", 0)
+    assert not dict(embedding.named_parameters())
+    head = _held(family, 0)[0].get_output_embeddings()
+    assert head.weight.dtype == torch.float32
+    assert not dict(head.named_parameters())
 
 
 def test_what_is_not_proved_with_stages_is_refused() -> None:

@@ -552,6 +552,17 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
         {"family": "qwen3_vl", "images": True, "topologies": ("dp=2",), "lora": _ALL | {"vision": True}},
         {"vision_gradients_of_a_rank_lost": ("gradients", "model.visual.merger.linear_fc2.lora_B", "")},
     ),
+    "images in stages of layers, with an adapter on the tower": (
+        {"family": "qwen3_vl", "images": True, "topologies": ("pp=2",), "lora": _ALL | {"vision": True}},
+        {
+            "positions_of_a_later_stage_without_grids": ("forward", f"{_TEXT}.1.self_attn.o_proj", ""),
+            "vision_gradients_of_the_first_stage_lost": ("gradients", "model.visual.merger.linear_fc2.lora_B", ""),
+        },
+    ),
+    "images whose tokens see each other, in stages of layers": (
+        {"family": "gemma3", "images": True, "topologies": ("pp=2",)},
+        {"image_mask_of_a_later_stage_shifted": ("forward", f"{_TEXT}.1.self_attn.o_proj", "")},
+    ),
     "images whose tokens see each other": (
         {"family": "gemma3", "images": True, "topologies": ("tp=2",)},
         {"images_seen_causally": ("forward", f"{_TEXT}.0.self_attn.o_proj", "")},

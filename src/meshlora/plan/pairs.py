@@ -141,8 +141,7 @@ REFUSED: tuple[Refused, ...] = (
     _refused(F.ROUTED, F.STAGES)("they are not replayed with pp", "use other axes"),
     # Stages of layers, tokens cut over ranks, a sharded base.
     _refused(
-        {F.RECORD, F.REPLAY, F.SAMPLES, F.TASK, F.OTHER_HEAD, F.TRAINED_TIED, F.LOAD, F.COMMAND}
-        | {F.DISTILLED},
+        {F.RECORD, F.REPLAY, F.SAMPLES, F.TASK, F.OTHER_HEAD, F.TRAINED_TIED, F.LOAD, F.COMMAND} | {F.DISTILLED},
         F.STAGES,
     )("it is not proved with stages of layers", "use pp=1"),
     _refused(F.METRICS, F.STAGES)(

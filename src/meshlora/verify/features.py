@@ -19,6 +19,7 @@ from meshlora.plan.token_order import FEWEST
 from meshlora.wings.context.borders import is_balanced
 from meshlora.wings.context.mixing import CACHE, OFFSET, PAST, WHOLE
 from meshlora.wings.quantized.kinds import KEEP
+from meshlora.wings.stages.cut import featured_layers
 from meshlora_ground.objective import Sft
 from meshlora_ground.objectives.distillation import Distill
 from meshlora_ground.objectives.policies import Grpo, Policy
@@ -369,10 +370,7 @@ class Feature(enum.StrEnum):
     IMAGES = "images", _run(lambda r: r.images)  # of some sequences
     IMAGE_GRID = "image_grid", _run(lambda r: "image_grid_thw" in r.images)  # positions by grids
     IMAGE_BLOCKS = "image_blocks", _run(lambda r: "token_type_ids" in r.images)  # their tokens see each other
-    FEATURES = (  # of a tower, for the first layers
-        "features",
-        _run(lambda r: r.images and getattr(r.config.vision_config, "deepstack_visual_indexes", None)),
-    )
+    FEATURES = "features", _run(lambda r: r.images and featured_layers(r.config))  # of a tower, for the first layers
     VISION = "vision", _run(lambda r: r.has_vision)
 
     # --- the objective: its kind, what it needs and what it is a mean over

@@ -54,6 +54,7 @@ from meshlora.wings.experts.balance import LoadBalancing
 from meshlora.wings.experts.same_tokens import COMPARED_FORWARDS
 from meshlora.wings.quantized import quantized
 from meshlora.wings.quantized.quantized import plain_weights
+from meshlora.wings.stages.cut import featured_layers
 from meshlora_ground.float64 import lift
 from meshlora_ground.objective import Objective
 from meshlora_ground.objectives.distillation import Distill
@@ -331,8 +332,8 @@ def _budget(model: Any, micro_batches: int, objective: Objective, recompute: str
         number = micro_batches * (1 + objective.needs_entropy)
         budget += Counter({("loss", "allgather"): number, ("backward", "reducescatter"): number})
     # Features for the first layers are cut under sp, so that their gradient is gathered.
-    features = getattr(getattr(model.config, "vision_config", None), "deepstack_visual_indexes", None) or ()
-    budget += Counter({("backward", "allgather"): micro_batches * len(features) * plan.topology.sp})
+    if plan.topology.sp and plan.has_first_stage:
+        budget += Counter({("backward", "allgather"): micro_batches * featured_layers(model.config)})
     return budget + step_budget(plan, [factor.rule for factor in factors])
 
 

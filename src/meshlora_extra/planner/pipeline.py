@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshlora.plan.rules import ModelPlan
-from meshlora.wings.stages.cut import check_shared, check_stages, cut_layers, layer_cost
+from meshlora.wings.stages.cut import beside_text, check_shared, check_stages, cut_layers, featured_layers, layer_cost
 from meshlora.wings.stages.pipeline_schedule import one_forward_one_backward
 from meshlora_extra.planner.kinds import Shrunk
 from meshlora_ground.topology import LAYERS, Topology
@@ -55,7 +55,8 @@ def parts_of(model: Any, shrunk: Shrunk, plan: ModelPlan) -> list[PartOfModel]:
     check_stages(model, dataclasses.replace(plan, num_layers=len(order)))
     # Of one layer of each kind.
     costs = {kind: layer_cost(shrunk.model, plan, f"{plan.layers}.{kind}") for kind in {*order}}
-    cuts = cut_layers(tuple(costs[kind] for kind in order), number, after=layer_cost(shrunk.model, plan, plan.head))
+    after, first = layer_cost(shrunk.model, plan, plan.head), featured_layers(model.config)
+    cuts = cut_layers(tuple(costs[kind] for kind in order), number, after=after, first=first)
     check_shared(model, dataclasses.replace(plan, stages=cuts))
     size = topology.size_over(LAYERS)
     found = []
@@ -69,7 +70,7 @@ def parts_of(model: Any, shrunk: Shrunk, plan: ModelPlan) -> list[PartOfModel]:
             stages.append(Stage(begin, len(layers), stage == 0, stage == number - 1))
         elsewhere = []
         if not of_rank.has_first_stage:
-            elsewhere.append(plan.embedding)
+            elsewhere += [plan.embedding, *beside_text(model, plan)]
         if not of_rank.has_last_stage:
             elsewhere += [*plan.after, plan.head]
         # What is elsewhere counts no times.

@@ -45,10 +45,6 @@ _REFUSED_SPLIT = {
 }
 # Families that need, beside the residual stream, what another stage has.
 _REFUSED_STAGES = {
-    **dict.fromkeys(
-        ("falcon_h1", "falcon_mamba", "llama4_text", "mamba", "mamba2", "xlstm"),
-        "its code reads weights of layers, or of the embedding, where other stages have them",
-    ),
     "nanochat": "its last norm runs before the layers too",
     "openai-gpt": "its layers share an activation",
     "rwkv": "its layers pass a state on beside the residual stream",

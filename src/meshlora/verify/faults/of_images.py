@@ -85,7 +85,8 @@ def features_of_layers_without_gradient(original: Any, model: Any, cut: Cut) -> 
     original(model, lambda whole: cut(whole.detach()))
 
 
-def _of_vision(self: Trainer, factors: list[Factor]) -> list[Tensor]:
+def of_vision(self: Trainer, factors: list[Factor]) -> list[Tensor]:
+    """The gradients of the factors that are beside the text part."""
     plan = runtime(self.model).plan
     found = []
     for factor in factors:
@@ -98,7 +99,7 @@ def _of_vision(self: Trainer, factors: list[Factor]) -> list[Tensor]:
 @after(Trainer, "_trained", needs={Feature.TP, Feature.VISION})
 def vision_gradients_counted_on_each_rank(factors: list[Factor], self: Trainer, *_: Any) -> list[Factor]:
     """the gradient of a vision part, which each tp rank has whole, counts once"""
-    for grad in _of_vision(self, factors):
+    for grad in of_vision(self, factors):
         grad.mul_(self.mesh.tp.size)
     return factors
 
@@ -107,6 +108,6 @@ def vision_gradients_counted_on_each_rank(factors: list[Factor], self: Trainer, 
 def vision_gradients_of_a_rank_lost(factors: list[Factor], self: Trainer, *_: Any) -> list[Factor]:
     """the gradient of a vision part is that of the images of all dp ranks"""
     if self.mesh.dp.rank == 0:
-        for grad in _of_vision(self, factors):
+        for grad in of_vision(self, factors):
             grad.zero_()
     return factors

@@ -10,15 +10,19 @@ import torch
 from torch import Tensor
 
 from meshlora.adapter import attach
+from meshlora.adapter.attach import Factor
 from meshlora.comm import messages
 from meshlora.comm.groups import Mesh
 from meshlora.plan.rules import ModelPlan
 from meshlora.run import step_sums
+from meshlora.run.trainer import Trainer
 from meshlora.train.gradsync import Adapters
-from meshlora.verify.faults.fault import around
+from meshlora.verify.faults.fault import after, around
 from meshlora.verify.faults.of_gradients import CLIP
+from meshlora.verify.faults.of_images import of_vision
 from meshlora.verify.features import Feature
 from meshlora.wings.stages import hold as stages
+from meshlora_ground.further_inputs import TOKEN_TYPES
 
 BACK = (messages._TakeOver, "backward")
 
@@ -79,3 +83,33 @@ def last_layer_without_an_adapter(original: Any, self: ModelPlan, name: str) -> 
     """each target has its adapter on the stage that has its layer"""
     last = name.startswith(f"{self.layers}.{self.num_layers - 1}.")
     return 0 if last and self.pp_rank else int(original(self, name))  # as if the first stage had it
+
+
+Given = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+@after(stages.HeldStages, "begin", needs={Feature.PP, Feature.IMAGE_GRID})
+def positions_of_a_later_stage_without_grids(given: Given, self: stages.HeldStages, *_: Any) -> Given:
+    """each stage makes the positions of an image's tokens of its grid"""
+    args, kwargs = given
+    if self.stage > 0:
+        kwargs |= {"position_ids": torch.arange(self._shape[1]).expand(self._shape)}
+    return args, kwargs
+
+
+@after(stages.HeldStages, "begin", needs={Feature.PP, Feature.IMAGE_BLOCKS})
+def image_mask_of_a_later_stage_shifted(given: Given, self: stages.HeldStages, *_: Any) -> Given:
+    """in each stage the tokens of an image see each other, where the model has it so"""
+    args, kwargs = given
+    for name in TOKEN_TYPES:
+        if self.stage > 0 and name in kwargs:
+            kwargs[name] = kwargs[name].roll(1, 1)
+    return args, kwargs
+
+
+@after(Trainer, "_trained", needs={Feature.PP, Feature.VISION})
+def vision_gradients_of_the_first_stage_lost(factors: list[Factor], self: Trainer, *_: Any) -> list[Factor]:
+    """the gradient of a vision part, which the first stage has, is stepped on and counted"""
+    for grad in of_vision(self, factors):
+        grad.zero_()
+    return factors

@@ -4,8 +4,9 @@ Owns: the cut of a model's layers into stages of equal cost, and the plan of one
 with the layers of others (`wings.stages.hold`), the order in which micro-batches pass
 (`wings.stages.pipeline_schedule`).
 
-What comes before the layers is of the first stage, what comes after them, and the head, of the last. A layer costs the
-elements of the matrices that a token is multiplied with; the embedding, a lookup, costs nothing, the head its matrix.
+What comes before the layers is of the first stage, towers too; what comes after them, and the head, of the last. A
+layer costs the elements of the matrices that a token is multiplied with; the embedding, a lookup, costs nothing, the
+head its matrix.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ def with_stages(model: Any, plan: ModelPlan) -> ModelPlan:
         return plan
     check_stages(model, plan)
     costs = tuple(layer_cost(model, plan, f"{plan.layers}.{i}") for i in range(plan.num_layers))
-    found = replace(plan, stages=cut_layers(costs, number, after=layer_cost(model, plan, plan.head)))
+    first = featured_layers(model.config)
+    found = replace(plan, stages=cut_layers(costs, number, after=layer_cost(model, plan, plan.head), first=first))
     check_shared(model, found)
     return found
 
@@ -48,11 +50,23 @@ def check_stages(model: Any, plan: ModelPlan) -> None:
     """
     topology = plan.topology
     check({**plan.asked, "composite": type(model).__name__ if plan.text else ""})
-    if topology.num_stages > plan.num_layers:
-        fitting = set_of(divisors(plan.num_layers))
+    first = featured_layers(model.config)
+    most = plan.num_layers - max(first, 1) + 1
+    if topology.num_stages > most:
+        fitting = set_of(number for number in divisors(plan.num_layers) if number <= most)
         given = f"topology {plan.topology}"
         rule = f"each stage needs a layer, and the model has {plan.num_layers}"
-        raise UserError(given, rule, f"use at most {plan.num_layers} stages, pp times interleave, as in {fitting}")
+        if first > 1:
+            rule += f", of which the first {first}, whose tower adds features to them, are of one stage"
+        raise UserError(given, rule, f"use at most {most} stages, pp times interleave, as in {fitting}")
+
+
+def featured_layers(config: Any) -> int:
+    """After how many of the first layers features of a tower are added to the stream (DeepStack of qwen3_vl)."""
+    for part in (config, getattr(config, "vision_config", None)):
+        if found := getattr(part, "deepstack_visual_indexes", None):
+            return len(found)
+    return 0
 
 
 def check_trained(model: Any, plan: ModelPlan, parameters: Iterable[str], copies: Collection[str]) -> None:
@@ -115,11 +129,13 @@ def check_shared(model: Any, plan: ModelPlan) -> None:
 
 
 @functools.lru_cache(maxsize=64)  # a planner asks for the same again with every topology
-def cut_layers(costs: tuple[float, ...], number: int, *, after: float = 0.0) -> tuple[tuple[int, int], ...]:
+def cut_layers(
+    costs: tuple[float, ...], number: int, *, after: float = 0.0, first: int = 0
+) -> tuple[tuple[int, int], ...]:
     """(first layer, layer after the last) of each of `number` stages, such that the most expensive is cheapest.
 
-    costs: of each layer, at least `number`. after: the cost of what the last stage has besides its layers. Of equally
-    good cuts, the one whose later stages are short.
+    costs: of each layer, at least `number`. after: the cost of what the last stage has besides its layers. first: so
+    many layers are of the first stage. Of equally good cuts, the one whose later stages are short.
     """
     total = len(costs)
     sums = [0.0]
@@ -132,7 +148,8 @@ def cut_layers(costs: tuple[float, ...], number: int, *, after: float = 0.0) -> 
     for stages in range(2, number + 1):
         for start in range(total - stages + 1):
             least, end = math.inf, 0
-            for stop in range(start + 1, total - stages + 2):
+            earliest = max(start + 1, first if stages == number else 0)
+            for stop in range(earliest, total - stages + 2):
                 largest = max(sums[stop] - sums[start], best[stop, stages - 1][0])
                 if largest <= least:  # of equals the last: later stages are short
                     least, end = largest, stop

@@ -140,8 +140,13 @@ def hold_stages(model: Any, plan: ModelPlan, mesh: Mesh) -> HeldStages | None:
             _empty(module)
     if not plan.has_first_stage:
         _empty(embedding)
+        # Some models make their positions on its device.
+        vars(embedding)["weight"] = embedding.weight.new_empty(0, device=mesh.device)
         for name in beside_text(model, plan):
             _empty(model.get_submodule(name))
+        for name, module in model.named_modules():
+            if plan.text.startswith(f"{name}."):  # around it: `image_newline` of llava_next
+                _take_out(module, module.named_parameters(recurse=False))
     return pipeline
 
 
@@ -219,11 +224,19 @@ def _unless(module: nn.Module, is_running: Callable[[], bool], other: Callable[.
 
 
 def _empty(module: nn.Module) -> None:
-    """Take out what `module` contains. It keeps its plain attributes."""
+    """Take out what `module` contains, on the meta device. It keeps plain attributes of their names, which are none of
+    its modules, parameters or buffers any more: code of the model asks for the dtype of a head's weight, or fills
+    buffers in all layers.
+    """
     for contents in (
         module.named_children(),
         module.named_parameters(recurse=False),
         module.named_buffers(recurse=False),
     ):
-        for name, _ in list(contents):  # what is walked over loses its entries
-            delattr(module, name)
+        _take_out(module, contents)
+
+
+def _take_out(module: nn.Module, contents: Iterator[tuple[str, Any]]) -> None:
+    for name, value in list(contents):  # what is walked over loses its entries
+        delattr(module, name)
+        vars(module)[name] = value  # past nn.Module, which would take it in again
