@@ -30,6 +30,10 @@ NIGHTLY = pytest.mark.proof  # the kill table has qwen3_vl and gemma3 by default
         pytest.param("mistral3", ("tp=2,sp",), marks=NIGHTLY),
         pytest.param("llama4", ("tp=2,sp",), marks=NIGHTLY),
         pytest.param("qwen3_vl_moe", ("tp=2,sp,ep=2",), marks=NIGHTLY),
+        pytest.param("gemma3", ("pp=2",), marks=NIGHTLY),
+        pytest.param("qwen2_5_vl", ("pp=2", "pp=2,tp=2,sp"), marks=NIGHTLY),
+        pytest.param("qwen3_vl", ("pp=2,tp=2,sp", "pp=2,dp=2", "pp=2,interleave=2"), marks=NIGHTLY),
+        pytest.param("aya_vision", ("pp=2",), marks=NIGHTLY),
     ],
 )
 def test_twin_with_images_is_proved(family: str, topologies: tuple[str, ...], prove: Prove) -> None:
@@ -102,7 +106,7 @@ def test_own_records_with_images_are_proved(own: Path, prove: Prove) -> None:
 def test_composite_resumes_and_is_split_over_dp_and_tp(images: bool, prove: Prove) -> None:
     """On text alone too, where the tower has no adapter."""
     options = {"lora": ON_ALL} if images else {}
-    for outcome in prove(family="gemma3", images=images, resume=True, topologies=("dp=2,tp=2",), **options):
+    for outcome in prove(family="gemma3", images=images, resume=True, topologies=("dp=2,tp=2", "pp=2"), **options):
         assert outcome.passed, outcome.divergence or outcome.error
 
 
