@@ -113,3 +113,11 @@ def test_halves_of_a_matrix_of_heads_have_half_of_the_heads() -> None:
 def test_model_of_several_models_is_refused(family: str) -> None:
     with pytest.raises(UnsupportedError, match=f"{family}.*is several models and has no input embedding"):
         prepare_proof(Request(("tp=2",), family=family, device="cpu"))
+
+
+def test_the_table_of_second_inputs_is_split_as_the_embedding_is() -> None:
+    _, plan = build_meta(twin_config("gemma4_text"), Topology.parse("tp=2,sp"), dtype=torch.float32)
+    assert plan.per_layer == ("model.embed_tokens_per_layer", 16)
+    assert plan.after == ("model.norm",)  # the norm of second inputs, registered beside it, runs before the layers
+    for table in ("model.embed_tokens", plan.per_layer[0]):
+        assert plan.parameters[f"{table}.weight"].layout.local_size(2) == 128  # of 256 rows

@@ -49,6 +49,15 @@ def test_the_most_expensive_stage_is_as_cheap_as_it_can_be(costs: list[float], a
     assert largest(found) == min(map(largest, every))
 
 
+def test_layers_that_share_keys_are_of_the_last_stage() -> None:
+    assert cut_layers((1.0,) * 6, 2, last=1) == ((0, 1), (1, 6))
+    assert cut_layers((1.0,) * 6, 3, last=4) == cut_layers((1.0,) * 6, 3)
+    _, plan = build_meta(twin_config("gemma4_text", num_hidden_layers=5), Topology.parse("pp=2"), dtype=torch.float32)
+    assert plan.stages == ((0, 1), (1, 5))  # layers 1 and 2 have the keys of 3 and 4
+    with pytest.raises(UserError, match="layers 0 to 3 have keys and values in common, and so are of the last stage"):
+        build_meta(twin_config("gemma4_text"), Topology.parse("pp=2"), dtype=torch.float32)
+
+
 @for_each(
     ("number", "size", "interleave"),
     [

@@ -390,6 +390,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
             "shared_keys_without_gradient": ("backward", "model.layers.1.self_attn.v_norm", ""),
         },
     ),
+    "inputs of each layer, over stages": (
+        {"family": "gemma4_text", "topologies": ("pp=2",)},
+        {
+            "second_input_of_other_tokens_sent": ("forward", "model.layers.1.per_layer_projection", ""),
+            "second_input_gradient_not_sent": ("backward", "model.per_layer_projection_norm", ""),
+        },
+    ),
     "experts that are split": (
         {"family": "qwen3_moe", "topologies": ("tp=2,sp,etp=2",)},
         {

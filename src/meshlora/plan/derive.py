@@ -374,7 +374,9 @@ class _Planner:
             is_inside = name.startswith((f"{self.layers_name}.", f"{self.whole.embedding}."))
             # What is registered after the layers need not run after them: a norm does, and what is outside the base.
             is_likely = "Norm" in type(module).__name__ or not name.startswith(f"{base}.")
-            named = name.removeprefix(f"{base}.") in family.after
+            path = name.removeprefix(f"{base}.")
+            named = path in family.after
+            is_likely = is_likely and path not in family.before
             if named or (is_after and not is_inside and is_likely and name != self.whole.head):
                 found.append(name)
         return tuple(found)

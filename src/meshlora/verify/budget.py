@@ -231,7 +231,7 @@ def _of_ends(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
     """Messages of the embedding, sp's scatter and gather around the layers, the modules after them, and the loss."""
     topology, each = plan.topology, sizes.token_bytes
     tokens = _own(plan, sizes)
-    yield from _of_stages(plan, tokens // (topology.tp if topology.sp else 1) * each)
+    yield from _of_stages(plan, tokens // (topology.tp if topology.sp else 1), sizes)
     if plan.has_first_stage:
         yield "", Message("forward", "allreduce", FEATURES, sizes.tokens * each)  # the embedding is of all tokens
         if topology.sp and flow.is_trained_before:
@@ -265,16 +265,18 @@ def _of_second_inputs(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:
         yield "", Message("backward", "allgather", FEATURES, own * each, plan.num_layers)
 
 
-def _of_stages(plan: ModelPlan, num_bytes: int) -> Named:
-    """The residual stream from the stage before and to the next one, and its gradients' way back."""
-    stages = len(plan.own_stages) if plan.stages else 0
-    for kind, back, number in (
-        ("receive", "send", stages - plan.has_first_stage),
-        ("send", "receive", stages - plan.has_last_stage),
-    ):
-        if number > 0:
-            yield "", Message("forward", kind, LAYERS, num_bytes, number)
-            yield "", Message("backward", back, LAYERS, num_bytes, number)
+def _of_stages(plan: ModelPlan, tokens: int, sizes: Sizes) -> Named:
+    """The residual stream from the stage before and to the next one, and its gradients' way back; beside it the second
+    inputs of all layers from there on. tokens: that a rank has between layers.
+    """
+    second = plan.per_layer[1] * sizes.dtype.itemsize
+    for stage in plan.own_stages if plan.stages else ():
+        first, stop = plan.stages[stage]
+        for kind, back, layer in (("receive", "send", first), ("send", "receive", stop)):
+            if 0 < layer < plan.num_layers:
+                num_bytes = tokens * (sizes.token_bytes + second * (plan.num_layers - layer))
+                yield "", Message("forward", kind, LAYERS, num_bytes)
+                yield "", Message("backward", back, LAYERS, num_bytes)
 
 
 def _of_experts(plan: ModelPlan, flow: Flow, sizes: Sizes) -> Named:

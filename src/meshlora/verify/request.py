@@ -49,6 +49,7 @@ from meshlora.wings.found.feature import FIELD, notes_of, plan_text, use_twins
 from meshlora.wings.found.kept import text_of
 from meshlora.wings.kernels.kernels import with_kernels
 from meshlora.wings.quantized.kinds import KEEP, TWIN_BLOCKS, twin_block
+from meshlora.wings.stages.cut import first_sharing_layer
 from meshlora.wings.starts.eva import check_words
 from meshlora_ground.compat.transformers_models import READ_FROM
 from meshlora_ground.dataset import TokenizedDataset
@@ -663,8 +664,8 @@ def _config(request: Request, *, tp: int, stages: int) -> tuple[PretrainedConfig
         if request.twin:
             raise UserError("--twin with --family", "a family is always run as its twin", "leave out --twin")
         twin = _twin(request.family, tp, request.overrides, block=block)
-        if stages > getattr(twin.get_text_config(decoder=True), "num_hidden_layers", stages):
-            twin = _twin(request.family, tp, {"num_hidden_layers": stages, **request.overrides}, block=block)
+        if (layers := _layers_for(twin, stages)) is not None:
+            twin = _twin(request.family, tp, request.overrides, block=block, layers=layers)
         config = with_biases(twin, given=request.overrides)
     else:
         assert request.model is not None
@@ -672,7 +673,9 @@ def _config(request: Request, *, tp: int, stages: int) -> tuple[PretrainedConfig
         if request.overrides:
             raise UserError("--set with --model", "the configuration of a checkpoint is what it is", "use --family")
         if request.twin:
-            config = shrink_config(config, tp=tp, block=block, least=stages)
+            twin = shrink_config(config, tp=tp, block=block, least=stages)
+            layers = _layers_for(twin, stages) or stages
+            config = shrink_config(config, tp=tp, block=block, least=layers) if layers > stages else twin
         elif isinstance(request.model, PretrainedConfig):
             config = copy.deepcopy(config)  # the caller's own
         else:
@@ -689,14 +692,30 @@ def _config(request: Request, *, tp: int, stages: int) -> tuple[PretrainedConfig
     return config, True
 
 
-def _twin(family: str, tp: int, overrides: dict[str, Any], *, block: int) -> PretrainedConfig:
-    """The twin of a family. Raises: UserError: unknown family, or an override that is no field of its configuration."""
+def _layers_for(twin: PretrainedConfig, stages: int) -> int | None:
+    """So many layers does a twin need for `stages`, if it has fewer: one for each, and those of the last together."""
+    number = getattr(twin.get_text_config(decoder=True), "num_hidden_layers", stages)
+    last = first_sharing_layer(twin)
+    needed = stages if last is None else number + stages - 1 - last
+    return needed if needed > number else None
+
+
+def _twin(
+    family: str, tp: int, overrides: dict[str, Any], *, block: int, layers: int | None = None
+) -> PretrainedConfig:
+    """The twin of a family. layers: their number, if not as many as by itself.
+
+    Raises:
+        UserError: unknown family, or an override that is no field of its configuration.
+    """
     check_numbers(overrides, "--set")
     try:
         config = twin_config(family, tp=tp, block=block)
         for name in overrides:
             if not hasattr(config, name):
                 raise UserError(f"--set {name}", f"{family} has no such field", did_you_mean(name, config.to_dict()))
+        if layers is not None:
+            overrides = {"num_hidden_layers": layers, **overrides}
         return twin_config(family, tp=tp, block=block, **overrides) if overrides else config
     except UserError:
         raise

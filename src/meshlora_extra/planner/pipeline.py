@@ -13,7 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from meshlora.plan.rules import ModelPlan
-from meshlora.wings.stages.cut import beside_text, check_shared, check_stages, cut_layers, featured_layers, layer_cost
+from meshlora.wings.stages.cut import (
+    beside_text,
+    check_shared,
+    check_stages,
+    cut_layers,
+    featured_layers,
+    first_sharing_layer,
+    layer_cost,
+)
 from meshlora.wings.stages.pipeline_schedule import one_forward_one_backward
 from meshlora_extra.planner.kinds import Shrunk
 from meshlora_ground.topology import LAYERS, Topology
@@ -55,8 +63,9 @@ def parts_of(model: Any, shrunk: Shrunk, plan: ModelPlan) -> list[PartOfModel]:
     check_stages(model, dataclasses.replace(plan, num_layers=len(order)))
     # Of one layer of each kind.
     costs = {kind: layer_cost(shrunk.model, plan, f"{plan.layers}.{kind}") for kind in {*order}}
-    after, first = layer_cost(shrunk.model, plan, plan.head), featured_layers(model.config)
-    cuts = cut_layers(tuple(costs[kind] for kind in order), number, after=after, first=first)
+    after = layer_cost(shrunk.model, plan, plan.head)
+    first, last = featured_layers(model.config), first_sharing_layer(model.config)
+    cuts = cut_layers(tuple(costs[kind] for kind in order), number, after=after, first=first, last=last)
     check_shared(model, dataclasses.replace(plan, stages=cuts))
     size = topology.size_over(LAYERS)
     found = []

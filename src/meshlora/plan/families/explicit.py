@@ -106,6 +106,7 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
             passes={"self_attn": ("shared_kv_states",)},
             token_wise=("per_layer_input_gate", "per_layer_projection"),
             per_layer="embed_tokens_per_layer",
+            before=("per_layer_projection_norm",),
         ),
     ),
     # Of one.

@@ -47,6 +47,7 @@ class FamilyPlan:
         per_layer: beside the layers, the embedding that gives each of them a second input.
         after: modules that run after the last decoder layer and are not recognised as such.
         opened: blocks whose children are blocks of their own: they add up inside, as bert's attention.
+        before: norms that are registered after the layers and run before them.
     """
 
     leaves: Mapping[str, Leaf]
@@ -60,6 +61,7 @@ class FamilyPlan:
     per_layer: str = ""
     after: tuple[str, ...] = ()
     opened: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
 
 
 COLUMN, ROW = Leaf(Split.COLUMN), Leaf(Split.ROW)

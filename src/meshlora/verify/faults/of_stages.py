@@ -54,6 +54,18 @@ def stage_gradient_of_first_micro_batch_alone(original: Any, gradient: Tensor, c
     original(gradient if number == 1 else torch.zeros_like(gradient), channel)
 
 
+@after(stages.HeldStages, "_second_of", needs={Feature.PP, Feature.SECOND_INPUTS})
+def second_input_of_other_tokens_sent(found: Tensor, *_: Any) -> Tensor:
+    """a layer of a later stage has the second input of its tokens"""
+    return found.flip(0, 1)
+
+
+@after(stages.HeldStages, "_second_of", needs={Feature.PP, Feature.SECOND_INPUTS})
+def second_input_gradient_not_sent(found: Tensor, *_: Any) -> Tensor:
+    """the second inputs of a later stage's layers have the gradients of that stage"""
+    return found.detach()
+
+
 @around(*CLIP, needs={Feature.PP})
 def norm_of_one_stage(original: Any, mesh: Mesh, adapters: Adapters, limits: Sequence[float | None]) -> Any:
     """the norm of the gradient is that of all stages"""

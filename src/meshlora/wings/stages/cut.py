@@ -36,8 +36,9 @@ def with_stages(model: Any, plan: ModelPlan) -> ModelPlan:
         return plan
     check_stages(model, plan)
     costs = tuple(layer_cost(model, plan, f"{plan.layers}.{i}") for i in range(plan.num_layers))
-    first = featured_layers(model.config)
-    found = replace(plan, stages=cut_layers(costs, number, after=layer_cost(model, plan, plan.head), first=first))
+    first, last = featured_layers(model.config), first_sharing_layer(model.config)
+    after = layer_cost(model, plan, plan.head)
+    found = replace(plan, stages=cut_layers(costs, number, after=after, first=first, last=last))
     check_shared(model, found)
     return found
 
@@ -59,6 +60,10 @@ def check_stages(model: Any, plan: ModelPlan) -> None:
         if first > 1:
             rule += f", of which the first {first}, whose tower adds features to them, are of one stage"
         raise UserError(given, rule, f"use at most {most} stages, pp times interleave, as in {fitting}")
+    last = first_sharing_layer(model.config)
+    if last is not None and topology.num_stages > last + 1:
+        rule = f"layers {last} to {plan.num_layers - 1} have keys and values in common, and so are of the last stage"
+        raise UserError(f"topology {topology}", rule, f"use at most {last + 1} stages, pp times interleave")
 
 
 def featured_layers(config: Any) -> int:
@@ -67,6 +72,12 @@ def featured_layers(config: Any) -> int:
         if found := getattr(part, "deepstack_visual_indexes", None):
             return len(found)
     return 0
+
+
+def first_sharing_layer(config: Any) -> int | None:
+    """The first layer whose keys and values later ones take, all of which are the model's last (gemma4); None: none."""
+    modes = getattr(config.get_text_config(), "kv_sharing_modes", [])
+    return modes.index("store") if "reuse" in modes else None
 
 
 def check_trained(model: Any, plan: ModelPlan, parameters: Iterable[str], copies: Collection[str]) -> None:
@@ -130,12 +141,13 @@ def check_shared(model: Any, plan: ModelPlan) -> None:
 
 @functools.lru_cache(maxsize=64)  # a planner asks for the same again with every topology
 def cut_layers(
-    costs: tuple[float, ...], number: int, *, after: float = 0.0, first: int = 0
+    costs: tuple[float, ...], number: int, *, after: float = 0.0, first: int = 0, last: int | None = None
 ) -> tuple[tuple[int, int], ...]:
     """(first layer, layer after the last) of each of `number` stages, such that the most expensive is cheapest.
 
     costs: of each layer, at least `number`. after: the cost of what the last stage has besides its layers. first: so
-    many layers are of the first stage. Of equally good cuts, the one whose later stages are short.
+    many layers are of the first stage. last: the last stage begins at this layer or before. Of equally good cuts, the
+    one whose later stages are short.
     """
     total = len(costs)
     sums = [0.0]
@@ -145,6 +157,8 @@ def cut_layers(
     best: dict[tuple[int, int], tuple[float, int]] = {}
     for start in range(total):
         best[start, 1] = (sums[-1] - sums[start] + after, total)
+        if last is not None and start > last:
+            best[start, 1] = (math.inf, total)
     for stages in range(2, number + 1):
         for start in range(total - stages + 1):
             least, end = math.inf, 0
@@ -167,7 +181,8 @@ def layer_cost(model: Any, plan: ModelPlan, name: str) -> float:
     total = 0.0
     if not name:  # a model without a head
         return total
-    top_k = getattr(model.config.get_text_config(), "num_experts_per_tok", None) or 1
+    text = model.config.get_text_config()
+    top_k = getattr(text, "num_experts_per_tok", None) or getattr(text, "top_k_experts", None) or 1
     for path, parameter in model.get_submodule(name).named_parameters(prefix=name):
         if parameter.ndim < 2:
             continue

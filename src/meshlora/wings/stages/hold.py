@@ -11,6 +11,9 @@ and the layer after its last one sends it on. Layers keep their numbers.
 
 Towers and projectors of a composite are of the first stage: what they make is in the stream when its layers begin.
 Others are given what positions and masks are made of (grids, token types), without pixels, and so run no tower.
+
+Where each layer has a second input, made of what the first stage embeds, those of all later layers go beside the
+stream: a stage passes on what it does not use, and their gradients come back the same way.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import contextlib
 import functools
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +32,7 @@ from torch import Tensor, nn
 from meshlora.comm.groups import Mesh
 from meshlora.comm.messages import hand_on, open_channel, take_over
 from meshlora.model.pipeline import Pipeline
+from meshlora.model.regions import SECOND_INPUTS
 from meshlora.plan.rules import ModelPlan
 from meshlora.wings.stages.cut import beside_text
 
@@ -45,6 +49,8 @@ class HeldStages(Pipeline):
         self.stage, self._is_chosen = plan.own_stages[-1], False
         self._signal: Tensor | None = None
         self._shape: tuple[int, ...] = ()
+        self._sending: list[Tensor] = []  # the stream, and the second inputs of the layers after the running stage
+        self._second: dict[int, Tensor] = {}  # layer -> its second input, as the stage before has sent it
         for channel in mesh.channels.in_order:
             open_channel(channel)
 
@@ -81,16 +87,64 @@ class HeldStages(Pipeline):
         found, self._signal = self._signal, None  # once: it holds the graph of its forward
         return found
 
-    def passed(self, layer: int, x: Tensor) -> Tensor:
-        """What `layer`, of another stage, makes of the residual stream."""
-        first, stop = self.plan.stages[self.stage]
+    def passed(self, layer: int, x: Tensor, second: Any = None) -> Tensor:
+        """What `layer`, of another stage, makes of the residual stream. second: its other input, if it has one."""
+        plan = self.plan
+        first, stop = plan.stages[self.stage]
         channels = self.mesh.channels
+        has_second = bool(plan.per_layer[0])
         if layer == first - 1:
-            return take_over(self.enter(x), channels.from_before, channels.to_before)
+            like = self.enter(x)
+            if not has_second:
+                return take_over(like, channels.from_before, channels.to_before)
+            sizes = [like.shape[-1], *[plan.per_layer[1]] * (plan.num_layers - first)]
+            like = like.new_empty(*like.shape[:-1], sum(sizes))
+            x, *others = take_over(like, channels.from_before, channels.to_before).split(sizes, -1)
+            self._second = dict(enumerate(others, first))
+            return x.contiguous()
+        if layer < stop:
+            return x
         if layer == stop:
-            self._signal = hand_on(x, channels.to_next, channels.from_next)
-            return x.new_zeros(*self._shape, x.shape[-1])  # of what follows nothing is used
+            self._sending = [x]
+            x = x.new_zeros(*self._shape, x.shape[-1])  # of what follows nothing is used
+        if has_second:
+            self._sending.append(self._second_of(layer, second))
+        if layer == (plan.num_layers - 1 if has_second else stop):
+            sent = torch.cat(self._sending, -1) if has_second else self._sending[0]
+            self._sending = []
+            self._signal = hand_on(sent, channels.to_next, channels.from_next)
         return x
+
+    def _second_of(self, layer: int, made: Tensor) -> Tensor:
+        """The second input of `layer` as this rank has the stream. made: by this rank's own code."""
+        if self.stage > 0:
+            return self._second[layer]
+        # That of a layer of this rank, of a later stage, is cut by the layer's hooks.
+        return made if self.plan.holds(f"{self.plan.layers}.{layer}") else self.enter(made)
+
+    def _give_second_inputs(self, layers: nn.ModuleList) -> None:
+        """Let the layers of this rank take what other stages have sent, whatever this rank's own code makes."""
+
+        def give(index: int, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self.stage == 0 or index not in self._second:
+                return args, kwargs
+            return args[:1], kwargs | {SECOND_INPUTS[0]: self._second[index]}  # it is the second by place, too
+
+        for index, layer in enumerate(layers):
+            if self.plan.holds(f"{self.plan.layers}.{index}"):
+                layer.register_forward_pre_hook(functools.partial(give, index), with_kwargs=True)
+        noted = self.noted
+
+        def note() -> Callable[[], None]:
+            before, second = noted(), self._second
+
+            def know_again() -> None:
+                before()
+                self._second = second
+
+            return know_again
+
+        self.noted = note
 
     def begin(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Note the shape `[B, S]` of the tokens of a forward that begins; keep what its stage needs of `kwargs`."""
@@ -103,12 +157,15 @@ class HeldStages(Pipeline):
     def take_turns(self, model: Any) -> None:
         """As in `Pipeline`."""
         plan = self.plan
+        if plan.per_layer[0]:
+            self._give_second_inputs(model.get_submodule(plan.layers))
         if len(plan.own_stages) == 1:
             return
-        embedding = model.get_input_embeddings()
         if plan.has_first_stage:
-            zeros = functools.partial(_zeros, embedding.embedding_dim, embedding.weight.dtype)
-            _unless(embedding, functools.partial(self.runs, plan.embedding), zeros)
+            for name in filter(None, (plan.embedding, plan.per_layer[0])):
+                embedding = model.get_submodule(name)
+                zeros = functools.partial(_zeros, embedding.embedding_dim, embedding.weight.dtype)
+                _unless(embedding, functools.partial(self.runs, name), zeros)
         if plan.has_last_stage:
             for name in plan.after:
                 _unless(model.get_submodule(name), functools.partial(self.runs, name), _in_place_of(name, plan.head))
@@ -124,12 +181,17 @@ def hold_stages(model: Any, plan: ModelPlan, mesh: Mesh) -> HeldStages | None:
     pipeline = HeldStages(mesh, plan)
     model.register_forward_pre_hook(pipeline.begin, with_kwargs=True)
     for index, layer in enumerate(model.get_submodule(plan.layers)):
-        passed = functools.partial(_pass_layer, functools.partial(pipeline.passed, index), _returned(type(layer)))
+        names = [*inspect.signature(layer.forward).parameters]
+        passed = functools.partial(
+            _pass_layer, functools.partial(pipeline.passed, index), names, _returned(type(layer))
+        )
         _unless(layer, functools.partial(pipeline.runs, f"{plan.layers}.{index}"), passed)
-    embedding = model.get_input_embeddings()
-    zeros = functools.partial(_zeros, embedding.embedding_dim, embedding.weight.dtype)
+    tables = [model.get_input_embeddings()]
+    if plan.per_layer[0]:
+        tables.append(model.get_submodule(plan.per_layer[0]))
     if not plan.has_first_stage:
-        _unless(embedding, _never, zeros)
+        for table in tables:
+            _unless(table, _never, functools.partial(_zeros, table.embedding_dim, table.weight.dtype))
     if not plan.has_last_stage:
         head = _head(model)
         for name in plan.after:
@@ -139,9 +201,11 @@ def hold_stages(model: Any, plan: ModelPlan, mesh: Mesh) -> HeldStages | None:
         if is_inside and not plan.holds(name):
             _empty(module)
     if not plan.has_first_stage:
-        _empty(embedding)
-        # Some models make their positions on its device.
-        vars(embedding)["weight"] = embedding.weight.new_empty(0, device=mesh.device)
+        for table in tables:
+            _empty(table)
+        # Some models make their positions on its device, and gemma4 looks at its row of padding: one of zeros for all.
+        weight = tables[0].weight
+        vars(tables[0])["weight"] = weight.new_zeros(1, weight.shape[1], device=mesh.device).expand(weight.shape)
         for name in beside_text(model, plan):
             _empty(model.get_submodule(name))
         for name, module in model.named_modules():
@@ -199,9 +263,13 @@ def _returned(kind: Any) -> int:
     return longest
 
 
-def _pass_layer(passed: Callable[[Tensor], Tensor], length: int, *args: Any, **kwargs: Any) -> Any:
-    """`passed` of the residual stream, alone or first in a tuple, as the layer's own forward returns it."""
-    x = passed(args[0] if args else kwargs["hidden_states"])
+def _pass_layer(passed: Callable[..., Tensor], names: Sequence[str], length: int, *args: Any, **kwargs: Any) -> Any:
+    """`passed` of the residual stream, alone or first in a tuple, as the layer's own forward returns it.
+
+    names: of the layer's arguments, in order.
+    """
+    given = dict(zip(names, args, strict=False)) | kwargs
+    x = passed(args[0] if args else kwargs["hidden_states"], given.get(SECOND_INPUTS[0]))
     if length == 0:
         return x
     return (x, *[None] * (length - 1))
