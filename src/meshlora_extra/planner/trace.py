@@ -220,6 +220,7 @@ class _Watch:
         self.key_bytes: dict[str, int] = {}
         self.keys_reached: set[str] = set()
         self.is_trained_before = False
+        self._second = plan.per_layer[0]
         layers = decoder_layers(model)[1]
         for number, layer in enumerate(layers):
             self._watch_layer(layer, number, is_last=number == len(layers) - 1)
@@ -287,7 +288,11 @@ class _Watch:
 
     def _watch_layer(self, layer: nn.Module, number: int, *, is_last: bool) -> None:
         def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if number == 0:
+            if number == 0 and self._second:
+                self.is_trained_before = _has_gradient(args[:1])
+                if _has_gradient((args[1:], kwargs)):
+                    self.reached.add(self._second)
+            elif number == 0:
                 self.is_trained_before = _has_gradient((args, kwargs))
             self.run.begin(f"layer {number}")
 
