@@ -79,6 +79,19 @@ def _fp8(key: str, value: Tensor, _: int, size: int = BLOCK) -> dict[str, Tensor
     return {key: codes, f"{key}_scale_inv": scales}
 
 
+def _as_deepseek_v4(key: str, value: Tensor, seed: int) -> dict[str, Tensor]:
+    """Dense matrices in float8, those of experts in MXFP4; scales are exponents."""
+    owner = key.removesuffix(".weight")
+    if ".experts." in key:
+        outputs, inputs = value.shape
+        codes = _drawn(outputs, inputs // 2, low=-128, high=128, dtype=torch.int8, seed=seed)
+        exponents = _drawn(outputs, inputs // 32, low=118, high=124, dtype=torch.uint8, seed=seed)
+        return {key: codes, f"{owner}.scale": exponents.view(torch.float8_e8m0fnu)}
+    found = _fp8(key, value, seed)
+    powers = found[f"{key}_scale_inv"].log2().ceil().exp2().to(torch.float8_e8m0fnu)
+    return {key: found[key], f"{owner}.scale": powers}
+
+
 def _fp8_of_a_tensor(key: str, value: Tensor, _: int) -> dict[str, Tensor]:
     """One scale for the matrix, and a static one of its inputs."""
     scale = value.abs().max() / torch.finfo(torch.float8_e4m3fn).max
@@ -223,6 +236,12 @@ PUBLISHED = {
         of=("q_proj.weight", "o_proj.weight", "up_proj.weight"),
     ),
     "fp8 experts": Published("qwen3_moe", _FP8, _fp8, {"hidden_size": 64, "moe_intermediate_size": 64}),
+    "fp8 with mxfp4 experts": Published(
+        "qwen3_moe",
+        _FP8 | {"scale_fmt": "ue8m0", "expert_dtype": "fp4"},
+        _as_deepseek_v4,
+        {"hidden_size": 64, "moe_intermediate_size": 96},  # two ranks cut a block of 32
+    ),
     "mxfp4": Published("gpt_oss", {"quant_method": "mxfp4"}, _mxfp4, {}, ("gate_up_proj", "experts.down_proj")),
     "fbgemm": Published("llama", {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, _fbgemm),
     "compressed-tensors fp8": Published("llama", _CT, _fp8_rows),

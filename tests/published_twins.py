@@ -25,8 +25,10 @@ from tests.packed import BLOCK, PUBLISHED
 FOLDER = Path(__file__).with_name("published")
 Pack = Callable[[str, Tensor, int], dict[str, Tensor]]
 
-# In no published checkpoint in few bits: embeddings, heads, routers, norms, positions.
-_IN_PLAIN_NUMBERS = re.compile(r"embed|lm_head|norm|router|position|patch|\.(gate|wg|shared_expert_gate)\.weight$")
+# In no published checkpoint in few bits: embeddings, heads, routers, norms, positions; indexers of DeepSeek-V4.
+_IN_PLAIN_NUMBERS = re.compile(
+    r"embed|lm_head|^head\.|norm|router|position|patch|compressor|\.attn\.indexer|\.(gate|wg|shared_expert_gate)\.weight$"
+)
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,10 @@ class Published:
         method = given.get("quant_method")
         parts = (self.config, self.config.get("text_config") or {}, self.files)
         dtypes = [part[name] for part in parts for name in ("torch_dtype", "dtype") if name in part]
+        experts = ", experts in MXFP4" if "fp4" in (given.get("expert_dtype"), self.config.get("expert_dtype")) else ""
         words = {
             None: [*dtypes, "float32"][0],
-            "fp8": f"FP8, {'128×128' if given.get('weight_block_size') else 'per tensor'}",
+            "fp8": f"FP8, {'128×128' if given.get('weight_block_size') else 'per tensor'}{experts}",
             "fbgemm_fp8": "FP8, per row (fbgemm)",
             "mxfp4": "MXFP4",
             "compressed-tensors": f"compressed-tensors, {given.get('format')}",
@@ -111,7 +114,10 @@ def write_published_twin(published: Published, folder: Path, *, tp: int = 2) -> 
     if quantization:
         is_whole = "quantization_config" in published.config  # else of the text part alone
         packed = {key: t for key, t in tensors.items() if is_whole or key.startswith("language_model.")}
-        tensors = {key: t for key, t in tensors.items() if key not in packed} | _packed(packed, quantization)
+        # DeepSeek-V4 says it beside, V4.1 inside.
+        of_experts = {name: published.config[name] for name in ("expert_dtype",) if name in published.config}
+        tensors = {key: t for key, t in tensors.items() if key not in packed}
+        tensors |= _packed(packed, quantization | of_experts)
     tensors = {
         key: t.bfloat16() if t.dtype == torch.float32 and not _is_scale(key) else t for key, t in tensors.items()
     }
@@ -257,6 +263,8 @@ def _pattern(name: str) -> re.Pattern[str]:
 
 def _packer(quantization: dict[str, Any]) -> Pack:
     method = quantization["quant_method"]
+    if quantization.get("expert_dtype") == "fp4":
+        return PUBLISHED["fp8 with mxfp4 experts"].pack
     if method == "fp8" and not quantization.get("weight_block_size"):
         return PUBLISHED["fp8 of a tensor"].pack
     if method == "fp8" and quantization.get("scale_fmt") == "ue8m0":

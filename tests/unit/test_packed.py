@@ -20,9 +20,9 @@ from meshlora.model.stored import Bounds, Part
 from meshlora.model.stream import _NUM_BYTES
 from meshlora.model.weights import CheckpointSource
 from meshlora.plan.base_options import BaseOptions
+from meshlora.wings.quantized.fp4 import Fp4
 from meshlora.wings.quantized.keep_packed import keep, packings
 from meshlora.wings.quantized.kinds import FACTOR_BYTES
-from meshlora.wings.quantized.nvfp4 import Nvfp4
 from meshlora.wings.quantized.packed import Blocks4, Blocks8, GroupedInts, Mxfp4
 from meshlora_extra.merging.merge import merge
 from meshlora_ground.errors import UnsupportedError, UserError
@@ -141,7 +141,7 @@ def _slice(tensor: Tensor, bounds: Bounds) -> Tensor:
             {"codes": [(4, 6), (9, 11)], "zeros": [(1, 2), (1, 2)], "scales": [(1, 2), (9, 11)]},
         ),
         (
-            Nvfp4((64, 64), divides=True),
+            Fp4((64, 64), "nvfp4", divides=True),
             [(9, 11), (33, 50)],
             {"codes": [(9, 11), (16, 25)], "scales": [(9, 11), (2, 4)], "factor": [(0, 1)] * 3},
         ),
@@ -174,7 +174,7 @@ def test_no_more_is_read_than_the_blocks_of_a_slice(form: Any, bounds: Bounds, e
     def read(part: str, of_part: Bounds) -> Tensor:
         asked[part] = list(of_part)
         zeros = torch.zeros([stop - start for start, stop in of_part], dtype=torch.int32)
-        if isinstance(form, Nvfp4):
+        if isinstance(form, Fp4):
             dtypes = {"codes": torch.uint8, "scales": torch.float8_e4m3fn, "factor": torch.float32}
             return zeros.to(dtypes[part])
         return zeros
@@ -251,7 +251,9 @@ def _damage(folder: Path, change: str) -> None:
             '{"quant_method": "quanto"}',
             "quant_method 'quanto': of quantised checkpoints those in fp8, .* are read",
         ),
-        ("fp8", '{"expert_dtype": "fp4"}', "fp8 with expert_dtype 'fp4': it is not read yet"),
+        ("fp8", '{"expert_dtype": "fp6"}', "fp8 with expert_dtype 'fp6': it is not read yet"),
+        ("fp8 with mxfp4 experts", "half of experts.1.up_proj.scale", r"up_proj\.weight: its stored parts are not all"),
+        ("fp8 with mxfp4 experts", "without experts.1.up_proj.scale", r"up_proj\.weight: its stored parts are not all"),
         ("fp8", '{"weight_block_size": [0, 128]}', r"weight_block_size \[0, 128\]: it must be \[rows, columns\]"),
         ("gptq", '{"bits": 3}', "gptq with bits 3: it is not read yet"),
         ("gptq", '{"checkpoint_format": "marlin"}', "gptq with checkpoint_format 'marlin': it is not read yet"),
@@ -318,7 +320,9 @@ def test_quantising_twice_is_refused(folders: Any) -> None:
         make_blueprint(folders("fp8"), Topology(), BaseOptions(dtype="float64", quantization="nf4"))
 
 
-@pytest.mark.parametrize("case", ["fp8 experts", "mxfp4", "nf4", "gptq"])
+@pytest.mark.parametrize(
+    "case", ["fp8 experts", "mxfp4", "nf4", "gptq", "modelopt nvfp4 experts", "fp8 with mxfp4 experts"]
+)
 def test_merged_it_is_in_plain_numbers(case: str, folders: Any, tmp_path: Path) -> None:
     """Those of the base where the adapter changes nothing; the logits of all are compared by the merge itself."""
     folder, adapter, out = folders(case), tmp_path / "adapter", tmp_path / "merged"

@@ -9,6 +9,16 @@ import pytest
 from tests.conftest import Prove
 from tests.packed import KEPT, PUBLISHED, write_packed
 
+# Whose matrices are cut over etp.
+EXPERTS = (
+    "mxfp4",
+    "fp8 experts",
+    "fp8 with mxfp4 experts",
+    "compressed-tensors nvfp4 experts",
+    "modelopt nvfp4 experts",
+    "modelopt nvfp4 stack",
+)
+
 
 @pytest.mark.long
 @pytest.mark.parametrize(
@@ -22,8 +32,11 @@ from tests.packed import KEPT, PUBLISHED, write_packed
         *(pytest.param(case, "dp=2,tp=2,sp", None, marks=pytest.mark.proof) for case in PUBLISHED),
         *(pytest.param(case, "dp=2,tp=2,sp", "keep", marks=pytest.mark.proof) for case in KEPT),
         pytest.param("compressed-tensors int4 experts", "tp=2,etp=2", None, marks=pytest.mark.proof),
-        *(pytest.param(case, "tp=2,etp=2", "keep", marks=pytest.mark.proof) for case in ("mxfp4", "fp8 experts")),
+        *(pytest.param(case, "tp=2,etp=2", "keep", marks=pytest.mark.proof) for case in EXPERTS),
         pytest.param("fp8", "dp=2,tp=2,sp,dp_shard", "keep", marks=pytest.mark.proof),
+        pytest.param("modelopt nvfp4", "dp=2,tp=2,sp,dp_shard", "keep", marks=pytest.mark.proof),
+        pytest.param("modelopt nvfp4 experts", "tp=2,sp,ep=2", "keep", marks=pytest.mark.proof),
+        pytest.param("fp8 with mxfp4 experts", "tp=2,sp,ep=2", "keep", marks=pytest.mark.proof),
     ],
 )
 def test_checkpoint_as_it_is_published_trains_as_on_one_process(

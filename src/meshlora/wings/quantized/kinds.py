@@ -32,14 +32,14 @@ STORED = {"fp8": "stored_float8", "fp8_backward": "stored_float8_backward"}
 BITS = KINDS | {"fp4": 4, "fp8_e5m2": 8, "integers": 8} | dict.fromkeys(STORED.values(), 8)
 FLOAT8_BLOCK = 128  # of either dim of a matrix
 TOKEN_BLOCK = 32  # features of a token that share a scale in a product in float8; also MXFP8's
-NV_BLOCK = 16  # input features of NVFP4 that share a scale
+MX_BLOCK, NV_BLOCK = 32, 16  # input features of MXFP4, and of NVFP4, that share a scale
 # Bytes that a row of scales ends with: its float32 factor, which all scales of the row have.
 FACTOR_BYTES = {"nvfp4": 4}
 KEEP = "keep"
-_BLOCKS = {
+PACKINGS = {
     "nf4": Packing("nf4", (1, 64), 4),
     "int8": Packing("int8", (1, 64), 4),
-    "mxfp4": Packing("mxfp4", (1, 32), 1),
+    "mxfp4": Packing("mxfp4", (1, MX_BLOCK), 1),
     "nvfp4": Packing("nvfp4", (1, NV_BLOCK), 1),
     "fp8": Packing("fp8", (128, 128), 4),
 }
@@ -67,7 +67,7 @@ def with_quantization(plan: ModelPlan, kind: str | None, stored: Mapping[str, Pa
     if kind == KEEP:
         found = _kept(rules, stored or {})
     else:
-        found = dict.fromkeys(rules, _BLOCKS[kind])
+        found = dict.fromkeys(rules, PACKINGS[kind])
     for name, packing in found.items():
         _check_blocks(plan, rules[name], packing, is_stored=kind == KEEP)
     check_library(packing.kind for packing in found.values())

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from meshlora.model.stored import Bounds, Format, Place, Reader
 from meshlora.plan.rules import Packing
+from meshlora.wings.quantized.fp4 import place_of_mxfp4, place_of_nvfp4
 from meshlora.wings.quantized.kinds import Tensors, Touched
-from meshlora.wings.quantized.nvfp4 import place_of_nvfp4
 from meshlora.wings.quantized.quantized import Form, Packed, numbers_of_scales, values_of
 from meshlora_ground.errors import UnsupportedError, UserError
 
@@ -66,7 +66,7 @@ def check_packing(quantization: Any, model_type: Any, what: str) -> None:
         raise UnsupportedError(f"{what}: mxfp4 of model_type {model_type!r}", "only that of gpt_oss is read", way_out)
     # Option -> the values that are read, what stands for one that is not given first.
     read: dict[str, dict[str, tuple[Any, ...]]] = {
-        "fp8": {"expert_dtype": ("fp8",)},
+        "fp8": {"expert_dtype": ("fp8", "fp4")},
         "compressed-tensors": {
             "format": _OF_COMPRESSED,
             "transform_config": (None, {}),
@@ -115,6 +115,8 @@ def find_packed(
         elif codes.dtype in _OF_8_BITS and (codes.dtype != "I8" or method in ("compressed-tensors", "bitsandbytes")):
             if not leaf.endswith(("_scale", "_zero_point")):  # a part, which may be of 8 bits, too
                 yield _of_8_bits(key, tensors, quantization, weights, value)
+        elif codes.dtype == "I8" and method == "fp8":  # experts of a checkpoint whose other matrices are float8
+            yield place_of_mxfp4(key, tensors)
         elif method == "mxfp4" and key.endswith("_blocks"):
             name = key.removesuffix("_blocks")
             parts = {"codes": key, "scales": f"{name}_scales"}
@@ -155,6 +157,8 @@ def _of_8_bits(
     is_of_rows = codes.dtype == "I8" and quantization.get("quant_method") == "bitsandbytes"
     # DeepSeek calls its scales inverse ones, and multiplies by them like all others.
     names = {f"{key}_scale": "scales", f"{key}_scale_inv": "scales"}
+    if quantization.get("quant_method") == "fp8":  # of DeepSeek-V4
+        names[f"{owner}.scale"] = "scales"
     if is_of_rows:
         names = {f"{owner}.SCB": "scales"}
     if codes.dtype == "I8":

@@ -1,7 +1,8 @@
-"""NVFP4: 4-bit numbers (e2m1), a float8 scale for each 16 inputs, and a float32 factor for the matrix.
+"""4-bit numbers (e2m1) in bytes along the inputs. NVFP4: a float8 scale for each 16 of them, and a float32 factor for
+the matrix. MXFP4 of DeepSeek-V4: a power of two for each 32.
 
-Owns: the names and shapes of its tensors, what of them is refused, and a slice, packed or plain. Does not own: other
-formats (`wings.quantized.packed`), the arithmetic (`wings.quantized.quantized`).
+Owns: the names and shapes of their tensors, what of them is refused, and a slice, packed or plain. Does not own: other
+formats, as gpt-oss' stacks (`wings.quantized.packed`), the arithmetic (`wings.quantized.quantized`).
 
 compressed-tensors stores a factor that scales are divided by, modelopt its reciprocal, by which they are multiplied:
 1 / x rounds, so that neither is made of the other.
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from meshlora.model.stored import Bounds, Place, Reader
 from meshlora.plan.rules import Packing
-from meshlora.wings.quantized.kinds import NV_BLOCK, Tensors, Touched
+from meshlora.wings.quantized.kinds import FACTOR_BYTES, MX_BLOCK, NV_BLOCK, PACKINGS, Tensors, Touched
 from meshlora.wings.quantized.quantized import Form, Packed, with_factors
 from meshlora_ground.errors import UnsupportedError
 
@@ -46,7 +47,21 @@ def place_of_nvfp4(key: str, tensors: Mapping[str, Tensors], spent: list[str]) -
     return None
 
 
-def _form(parts: Mapping[str, Tensors], key: str, divides: bool) -> Nvfp4 | None:
+def place_of_mxfp4(key: str, tensors: Mapping[str, Tensors]) -> Place:
+    """The place of the matrix of an expert whose codes, two a byte of I8, are at `key`."""
+    parts = {"codes": key}
+    for scales in (f"{key.rpartition('.')[0]}.scale", f"{key}_scale_inv"):
+        if scales in tensors:
+            parts["scales"] = scales
+    form, codes = None, tensors[key].shape
+    if "scales" in parts and len(codes) == 2:
+        scales_of = tensors[parts["scales"]]
+        if scales_of.shape == (codes[0], 2 * codes[1] / MX_BLOCK) and scales_of.dtype in ("F8_E8M0", "U8"):
+            form = Fp4((codes[0], 2 * codes[1]), "mxfp4")
+    return key, form, parts, []
+
+
+def _form(parts: Mapping[str, Tensors], key: str, divides: bool) -> Fp4 | None:
     codes, scales, factor = parts["codes"], parts["scales"], parts["factor"]
     if codes.dtype == "U8" and (len(scales.shape) == 1 < math.prod(scales.shape) or scales.dtype == "U8"):
         rule = "scales in the order of TensorRT's kernels are not read, nor are those of bytes"
@@ -62,11 +77,11 @@ def _form(parts: Mapping[str, Tensors], key: str, divides: bool) -> Nvfp4 | None
     number = math.prod(factor.shape)
     if scales.shape != needed or factor.shape[:1] != (number,)[: len(factor.shape)] or number not in (1, *experts):
         return None
-    return Nvfp4((*experts, rows, 2 * width), divides, number)
+    return Fp4((*experts, rows, 2 * width), "nvfp4", divides, number)
 
 
 @dataclass(frozen=True)
-class Nvfp4:
+class Fp4:
     """A matrix, or a stack `[E, out, in]` of them; two codes a byte, the low half first.
 
     Attributes:
@@ -74,9 +89,14 @@ class Nvfp4:
     """
 
     shape: tuple[int, ...]
-    divides: bool
+    kind: str
+    divides: bool = False
     factors: int = 1
-    packing = Packing("nvfp4", (1, NV_BLOCK), 1)
+
+    @property
+    def packing(self) -> Packing:
+        """How codes and scales stay packed in memory."""
+        return PACKINGS[self.kind]
 
     def read(self, bounds: Bounds, read: Reader) -> Tensor:
         """The slice `bounds` of the weight, in float32."""
@@ -89,9 +109,13 @@ class Nvfp4:
         """The slice `bounds` of the weight, packed. Columns are cut between bytes."""
         *experts, rows, (start, stop) = bounds
         assert start % 2 == 0 == stop % 2, bounds
-        along = Touched.by(start, stop, NV_BLOCK)
-        codes = read("codes", [*experts, rows, (start // 2, stop // 2)]).contiguous()
+        along = Touched.by(start, stop, self.packing.block[1])
+        codes = read("codes", [*experts, rows, (start // 2, stop // 2)]).contiguous().view(torch.uint8)
         scales = read("scales", [*experts, rows, (along.first, along.last)])
+        of_rows = (1,) * (rows[1] - rows[0])
+        form = Form(self.kind, torch.float32, of_rows, along.counts, divides=self.divides)
+        if self.kind not in FACTOR_BYTES:
+            return Packed(codes, scales.contiguous().view(torch.uint8), form)
         of_experts = (0, 1)
         if self.factors > 1:
             (of_experts,) = experts
@@ -99,5 +123,4 @@ class Nvfp4:
         if not experts:
             factors = factors[0]
         factors = factors.unsqueeze(-1).expand(scales.shape[:-1])
-        form = Form("nvfp4", torch.float32, (1,) * (rows[1] - rows[0]), along.counts, divides=self.divides)
         return Packed(codes, with_factors(scales, factors), form)
