@@ -888,7 +888,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, tuple[str, str, str]]]] = {
     ),
     "an attention that numbers tokens": (
         {"family": "llama4_text", "topologies": ("cp=2",)},
-        {"context_numbers_begin_again": ("forward", "", "")},
+        {
+            "context_numbers_begin_again": (
+                "forward",
+                "model.layers.1.self_attn.o_proj",
+                "positions, or which tokens see",
+            )
+        },
     ),
     "states that pass from one cp rank to the next": (
         {"family": "qwen3_next", "topologies": ("cp=2",)},

@@ -35,6 +35,7 @@ _BY_THEMSELVES = {
     "rwkv.modeling_rwkv.RwkvSelfAttention",
     "xlstm.modeling_xlstm.xLSTMLayer",
 }
+_POOLS = ("compress_rate", "index_kpool_compress_gate")  # attributes of parts of an attention
 # Attentions by the registry that make a mask of the keys, and so need them earlier than the registry's function does.
 _MASK_OF_KEYS = {"doge.modeling_doge.DogeAttention"}
 
@@ -86,7 +87,8 @@ def _way_of(module: nn.Module, state: tuple[str, ...]) -> str:
     name = f"{type(module).__module__}.{type(module).__qualname__}".removeprefix("transformers.models.")
     attends, reads = transformers_models.calls_attention(module), transformers_models.reads_keys(module)
     reaches, keeps = transformers_models.keeps_inputs(module), transformers_models.keeps_state(module)
-    if name in _BY_THEMSELVES:
+    # Keys pooled over windows of tokens, by a compressor or in an indexer, may be of several ranks' tokens.
+    if name in _BY_THEMSELVES or any(hasattr(part, pool) for part in module.children() for pool in _POOLS):
         return WHOLE
     # With an indexer, or a mask of keys, an attention looks into its mask: none of the blocks of the registry's.
     if reads and (hasattr(module, "indexer") or name in _MASK_OF_KEYS):
