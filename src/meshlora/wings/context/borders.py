@@ -6,6 +6,7 @@ Owns: the cut of the arguments of layers, and which modules attend over cp or pa
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Sequence
@@ -77,10 +78,15 @@ def _hold_mixers(model: Any, plan: ModelPlan, layer: str, context: ContextCut, b
     if WHOLE in own.values():
         uncut = UncutArguments(model.get_submodule(layer))  # before the hook that cuts them
     for name, way in own.items():
+        module = model.get_submodule(name)
+        if way != OFFSET and (config := getattr(module, "config", None)) is not None:
+            # A copy: the modules around it make masks by the configuration that they share.
+            module.config = copy.copy(config)
+            transformers_attention.set_attention(module.config, base)
         if way == WHOLE:
-            run_on_whole_rows(model.get_submodule(name), context, uncut)
+            run_on_whole_rows(module, context, uncut)
         else:
-            hold_cache(model.get_submodule(name), way, context, base)
+            hold_cache(module, way, context)
 
 
 def is_balanced(config: Any, plan: ModelPlan) -> bool:

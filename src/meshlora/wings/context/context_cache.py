@@ -12,7 +12,6 @@ as many columns as one process has, scores that are equal are chosen alike, and 
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Mapping
@@ -25,7 +24,6 @@ from meshlora.layers.held_tokens import ContextCut, HeldTokens
 from meshlora.wings.context.context import RowsOfMask
 from meshlora.wings.context.mixing import OFFSET, PAST
 from meshlora_ground.caches import cache_argument
-from meshlora_ground.compat import transformers_attention
 
 # Arguments with an entry for each key, in their last dim: columns of a mask.
 OF_KEYS = ("alibi", "position_bias")
@@ -71,14 +69,9 @@ class ContextCache:
         return defaultdict(lambda: self)
 
 
-def hold_cache(module: nn.Module, way: str, context: ContextCut, base: str) -> None:
-    """Let `module` read the keys of all cp ranks' tokens as those of a cache. base: the attention of its model."""
+def hold_cache(module: nn.Module, way: str, context: ContextCut) -> None:
+    """Let `module` read the keys of all cp ranks' tokens as those of a cache."""
     argument, names = cache_argument(module.forward), list(inspect.signature(module.forward).parameters)
-    if way != OFFSET and (config := getattr(module, "config", None)) is not None:
-        # A copy: the modules around it make masks by the configuration that they share.
-        own = copy.copy(config)
-        transformers_attention.set_attention(own, base)
-        module.config = own
 
     def given(name: str, value: Any, held: HeldTokens | None) -> Any:
         if way != OFFSET and isinstance(value, RowsOfMask):
