@@ -39,6 +39,7 @@ _REFUSED_SPLIT = {
     "unlimited_ocr": "transformers takes the names of its own layers for older ones, and renames those of an adapter",
     "xmod": "its layers choose rows of the stream by their language, in whole texts",
     "zamba": "its layers share weights that are stored once",
+    "prophetnet": "transformers stores its embeddings under a name that its decoder alone has not",
     "vibevoice_asr": "its audio part cannot be shrunk to that of a twin",
     "reformer": "its layers are reversible: they compute the backward themselves, past the borders of a split",
     "voxtral_realtime": "transformers' forward takes no text without audio",

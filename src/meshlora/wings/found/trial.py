@@ -145,11 +145,11 @@ def _part(block: nn.Module, proposal: Proposal, rank: int) -> nn.Module:
             cut(module, "bias", layout, 0)
         elif rank and module.bias is not None:
             module.bias = nn.Parameter(torch.zeros_like(module.bias))  # it is added once
+    dims = {**proposal.parameters, **dict.fromkeys((f"{norm}.weight" for norm in proposal.wide_norms), 0)}
     for path, module in part.named_modules(prefix=proposal.block):
-        dims = {**proposal.parameters, **dict.fromkeys((f"{norm}.weight" for norm in proposal.wide_norms), 0)}
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if (dim := dims.get(f"{path}.{name}")) is not None:
-                cut(module, name, parameter_layout(f"{path}.{name}", parameter.shape[dim], heads), dim)
+            if (own := f"{path}.{name}") in dims:
+                cut(module, name, parameter_layout(own, parameter.shape[dims[own]], heads), dims[own])
         if heads is not None:
             for name, value in local_attributes(module, heads, proposal.local.get(path, ()), tp=_RANKS).items():
                 owner, _, attribute = name.rpartition(".")
