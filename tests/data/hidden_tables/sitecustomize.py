@@ -26,7 +26,9 @@ def _hide(module):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    names = {f"meshlora.plan.families.{name}" for name in ("explicit", "mixers", "styles")} | {"meshlora.wings.found.kept"}
+    names = {f"meshlora.plan.families.{name}" for name in ("explicit", "mixers", "styles")} | {
+        "meshlora.wings.found.kept"
+    }
 
     def find_spec(self, name, path, target=None):
         if name not in self.names:

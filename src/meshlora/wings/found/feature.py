@@ -75,9 +75,12 @@ def _find(model: Any, layers_name: str, experts: Collection[str]) -> Found | Non
             return None
         config = _SHRINK[0](config)
 
+    # Without the blocks around experts, in which other linears are, too.
+    apart = [name for name in experts if not any(other.startswith(f"{name}.") for other in experts)]
+
     def find() -> Found:
         with lift():
-            return find_plan(small_model(config), layers_name, experts)
+            return find_plan(small_model(config), layers_name, apart)
 
     return kept(model, find)
 

@@ -121,6 +121,7 @@ class _Layer:
         self.linears = linears_of(layer, apart)
         self.seen = look(model, layer, self.linears)
         self.rows = roles_of(self.seen) if self.seen.calls else {}
+        self.reasons = dict[str, str]()  # block -> why it is none
         self.columns = set(itertools.chain.from_iterable(self.rows.values()))
 
     def find(self) -> Found:
@@ -139,7 +140,7 @@ class _Layer:
                 why = "no linear in it reads what others alone have made"
                 if path not in self.seen.calls:
                     why = "it is not called, or several times, in a forward of text alone"
-                self.found.kept_whole.setdefault(block, why)
+                self.found.kept_whole[block] = self.reasons.get(block, why)
         return self.found
 
     def _block(self, path: str) -> str:
@@ -161,10 +162,8 @@ class _Layer:
                 self._walk(path, child)
             elif why := self._try_block(path, child):
                 self._walk(path, child)
-                if self.found.splits(path):
-                    self.found.add(FamilyPlan({}, opened=(path,)))
-                elif list(child.children()):
-                    self.found.kept_whole[path] = why
+                self.found.add(FamilyPlan({}, opened=(path,)))
+                self.reasons[path] = why
 
     def _try_block(self, path: str, block: nn.Module) -> str:
         """Split `block`; returns why that is not right, "" if it is."""
