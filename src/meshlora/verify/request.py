@@ -104,10 +104,10 @@ _ANSWERS = (
     "rollouts",
     "rewarded",
 )  # whose records are a prompt and an answer, of a token each
-# Linears that the default adapter excludes: those that get no gradient (a pooler, attention to the encoder that a
-# decoder alone has not), and those of state-space mixers that PEFT refuses, or whose weight the model reads.
+# Linears that the default adapter excludes: those that get no gradient (attention to the encoder that a decoder alone
+# has not), and those of state-space mixers that PEFT refuses, or whose weight the model reads.
 _LEFT_OUT = re.compile(
-    r"^big_bird\.bert\.pooler$|\.decoder\.layers\.\d+\.(encoder|cross)_attn\.|^(falcon_mamba|jamba|mamba)\..*\.dt_proj$"
+    r"\.decoder\.layers\.\d+\.(encoder|cross)_attn\.|^(falcon_mamba|jamba|mamba)\..*\.dt_proj$"
     r"|^(falcon_h1|falcon_mamba|mamba|mamba2|nemotron_h)\..*\.out_proj$"
 )
 

@@ -14,7 +14,7 @@ def _hide(module):
         case "meshlora.plan.families.mixers":
             module.MIXERS.clear()
         case "meshlora.wings.found.kept":
-            module._shipped = dict
+            module.all_shipped = dict
         case "meshlora.plan.families.styles":
             known = module.family_plan
 

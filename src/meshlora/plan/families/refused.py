@@ -34,6 +34,7 @@ _REFUSED_SPLIT = {
     **dict.fromkeys(
         ("blip-2", "instructblip", "instructblipvideo"), "transformers' forward takes no text without images"
     ),
+    "big_bird": "it puts other modules in place of its attention's when it runs on short texts",
     "cpmant": "it takes the tokens of a prompt out of its stream after the layers, past the border of sp",
     "muse_glimmer": "its embedding is a module with a norm inside",
     "unlimited_ocr": "transformers takes the names of its own layers for older ones, and renames those of an adapter",

@@ -30,6 +30,11 @@ def use_twins(shrink: Callable[[Any], Any]) -> None:
     _SHRINK[:] = [shrink]
 
 
+def found_of(model: Any) -> Found | None:
+    """What was found or given for `model` when it was planned; None: its family has a plan elsewhere."""
+    return _BY_MODEL.get(model)
+
+
 def plan_text(model: Any) -> str:
     """The plan that was found or given for `model` when it was planned, as YAML; "": its family has one elsewhere."""
     return as_yaml(_BY_MODEL[model], model) if model in _BY_MODEL else ""

@@ -62,7 +62,8 @@ class Found:
 
 def find_plan(model: Any, layers_name: str, apart: Collection[str]) -> Found:
     """The plan of `model`, small and with weights. apart: the names of its routed experts."""
-    found, layers = Found(), model.get_submodule(layers_name)
+    # First, as some models change their own modules when they run.
+    found, after, layers = Found(), _after(model, layers_name), model.get_submodule(layers_name)
     for index in _kinds(layers):
         prefix = f"{layers_name}.{index}."
         own = {name.removeprefix(prefix) for name in apart if name.startswith(prefix)}
@@ -75,7 +76,7 @@ def find_plan(model: Any, layers_name: str, apart: Collection[str]) -> Found:
     # A block that is whole in one kind of layer is so in all: its paths are the same.
     for block in found.kept_whole.keys() & found.units.keys():
         found.drop(block)
-    found.add(FamilyPlan({}, after=_after(model, layers_name)))
+    found.add(FamilyPlan({}, after=after))
     return found
 
 
@@ -167,7 +168,7 @@ class _Layer:
 
     def _try_block(self, path: str, block: nn.Module) -> str:
         """Split `block`; returns why that is not right, "" if it is."""
-        columns = [name for name in self.columns if _is_in(name, path)]
+        columns = [name for name in self.linears if name in self.columns and _is_in(name, path)]
         rows = {row: reads for row, reads in self.rows.items() if set(reads) & set(columns)}
         inside = [row for row in rows if _is_in(row, path)]
         if not columns:

@@ -117,13 +117,14 @@ def _leaf(what: str, value: Any) -> Leaf:
 
 
 @functools.cache
-def _shipped() -> Mapping[str, Any]:
+def all_shipped() -> Mapping[str, Any]:
+    """Names of families -> the plan that they share, as plain values."""
     return parse_yaml(_SHIPPED.read_text(encoding="utf-8")) or {}
 
 
 def shipped(model_type: str) -> Found | None:
     """The plan of a family that was found, proved and recorded (`scripts/keep_plans.py`); None: it has none."""
-    for names, values in _shipped().items():
+    for names, values in all_shipped().items():
         if model_type in names.split():
             return _read(json.loads(json.dumps(values)), f"{_SHIPPED}: {model_type}")[0]
     return None
