@@ -141,6 +141,9 @@ CAUGHT_BY: dict[str, str] = {
     ),
     "model.compute": f"{_OPTIONS}::test_products_are_in_float8_where_the_run_file_says_so",
     "model.kernels": f"{_OPTIONS}::test_kernels_that_a_cpu_has_not_are_refused_where_the_run_file_names_them",
+    "model.plan": (
+        "tests/unit/test_found_plans.py::test_saved_plan_is_taken_back_and_that_of_other_units_or_code_is_refused"
+    ),
     "data.train": f"{_OPTIONS}::test_data_are_those_of_the_files_that_are_named",
     "data.eval": f"{_OPTIONS}::test_data_are_those_of_the_files_that_are_named",
     "data.columns": f"{_OPTIONS}::test_columns_of_the_run_file_are_read",
