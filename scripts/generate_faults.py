@@ -41,10 +41,11 @@ from tests.changed import run_under
 
 from meshlora.verify.faults.generated import KEEPING, Generated, NotPutInError, faults_of, files, generated
 from meshlora.verify.faults.of_objectives import PROVED
+from meshlora.verify.options import DROPOUT, Request
 from meshlora.verify.ours import lines_of
 from meshlora.verify.pool import RankEndedError, RankError
 from meshlora.verify.proof import Processes, evidence_of, reference_of
-from meshlora.verify.request import DROPOUT, Proof, Request, prepare_proof
+from meshlora.verify.request import Proof, prepare_proof
 from meshlora_ground.versions import file_of
 from meshlora_judge.diagnosis.diagnose import first_divergence, until_found
 from meshlora_judge.judge import judge

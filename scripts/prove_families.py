@@ -27,8 +27,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 from rich.console import Console
 
+from meshlora.verify.options import Request
 from meshlora.verify.proof import Outcome, Processes, run_proof
-from meshlora.verify.request import Request, prepare_proof
+from meshlora.verify.request import prepare_proof
 from meshlora_ground.errors import MeshloraError, UnsupportedError, UserError
 from meshlora_ground.topology import LAYERS, TOKENS, Topology
 from meshlora_ground.versions import versions

@@ -35,8 +35,9 @@ from tests.published_twins import Published, config_of, names, read_published, w
 from meshlora.adapter.formats.peft_format import lora_config
 from meshlora.loading.blueprint import Blueprint, make_blueprint
 from meshlora.plan.base_options import BaseOptions
+from meshlora.verify.options import Request
 from meshlora.verify.proof import Processes, run_proof
-from meshlora.verify.request import Request, default_adapter, prepare_proof
+from meshlora.verify.request import default_adapter, prepare_proof
 from meshlora_extra.planner.kinds import Shrunk, shrink
 from meshlora_extra.planner.memory import states_of
 from meshlora_ground.errors import UnsupportedError, UserError

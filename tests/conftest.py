@@ -26,8 +26,9 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before transformers imports Triton, which reads it then
 
+from meshlora.verify.options import Request
 from meshlora.verify.proof import Outcome, Processes, run_proof
-from meshlora.verify.request import Request, prepare_proof
+from meshlora.verify.request import prepare_proof
 from meshlora.wings.kernels.liger import liger_version
 from meshlora.wings.proved.families import _FILE, proof_of_family
 from meshlora_ground.proof_records import remember

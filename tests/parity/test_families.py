@@ -16,8 +16,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from meshlora.plan.derive import plan_model
+from meshlora.verify.options import DROPOUT
 from meshlora.verify.proof import Outcome
-from meshlora.verify.request import DROPOUT
 from meshlora.wings.proved.families import PROVED, PROVED_CONTEXT, PROVED_EXPERTS
 from meshlora_ground.objective import Sft
 from meshlora_ground.topology import Topology

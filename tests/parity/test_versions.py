@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from meshlora.verify.request import DROPOUT
+from meshlora.verify.options import DROPOUT
 from tests.conftest import Prove
 
 PACKED_IN_SDPA = {"packing": True, "attn_implementation": "sdpa"}

@@ -17,8 +17,9 @@ from meshlora.loading.load import load_blueprint
 from meshlora.plan.base_options import BaseOptions
 from meshlora.train.losses import shifted_loss
 from meshlora.verify.budget import Flow, Sizes, micro_batch_messages
+from meshlora.verify.options import Request
 from meshlora.verify.proof import Processes, run_proof
-from meshlora.verify.request import Request, prepare_proof
+from meshlora.verify.request import prepare_proof
 from meshlora_ground.topology import LAYERS, Topology
 from meshlora_judge.capture import CollectiveCounter
 from meshlora_judge.judge import _Judge

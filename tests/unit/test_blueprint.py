@@ -18,7 +18,8 @@ from meshlora.plan.base_options import BaseOptions
 from meshlora.run.config.file import read_run
 from meshlora.run.run import train
 from meshlora.run.together import prepare_run
-from meshlora.verify.request import Request, prepare_proof
+from meshlora.verify.options import Request
+from meshlora.verify.request import prepare_proof
 from meshlora_ground.topology import Topology
 from meshlora_judge.twin import twin_config
 from tests.unit.mistakes import Setup

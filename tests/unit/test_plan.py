@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from meshlora import feature
 from meshlora.feature import features
 from meshlora.plan.derive import plan_model
-from meshlora.verify.request import Request, prepare_proof
+from meshlora.verify.options import Request
+from meshlora.verify.request import prepare_proof
 from meshlora.wings.quantized.kinds import check_not_quantized
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology

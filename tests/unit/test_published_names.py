@@ -23,7 +23,8 @@ from meshlora.model.weights import CheckpointSource, check_checkpoint, extra_wei
 from meshlora.run.config.file import read_run
 from meshlora.run.evaluate import prepare_evaluation
 from meshlora.run.together import prepare_run
-from meshlora.verify.request import Request, prepare_proof
+from meshlora.verify.options import Request
+from meshlora.verify.request import prepare_proof
 from meshlora_extra.merging.merge import merge
 from meshlora_ground.errors import UserError
 from meshlora_ground.model_class import take_quantization

@@ -9,7 +9,7 @@ from typing import Any
 
 from meshlora.verify.faults.of_objectives import PROVED
 from meshlora.verify.faults.registry import MUTATIONS
-from meshlora.verify.request import DROPOUT
+from meshlora.verify.options import DROPOUT
 from meshlora_ground.objectives.policies import Grpo
 from tests.verify.run_cases import RUNS, needing
 

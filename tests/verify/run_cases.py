@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from meshlora.verify.faults.registry import MUTATIONS
-from meshlora.verify.request import DROPOUT
+from meshlora.verify.options import DROPOUT
 
 
 def needing(word: str) -> list[str]:

@@ -9,7 +9,8 @@ import torch
 from meshlora.reading.sampler import GlobalBatches
 from meshlora.run.config.run_file import TrainConfig
 from meshlora.train.collation import collate
-from meshlora.verify.request import Request, prepare_proof
+from meshlora.verify.options import Request
+from meshlora.verify.request import prepare_proof
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_judge.batches import UNTRAINED, micro_batches, micro_batches_of
 from meshlora_judge.case import num_sequences_for, random_tokens

@@ -24,9 +24,10 @@ from meshlora.model import weights
 from meshlora.plan.layout import Layout, Run
 from meshlora.verify import command, pool
 from meshlora.verify.faults import registry
+from meshlora.verify.options import DROPOUT, SEED, Request
 from meshlora.verify.pool import Pool
 from meshlora.verify.proof import Outcome, Processes, reference_of, run_proof
-from meshlora.verify.request import DROPOUT, SEED, Request, prepare_proof
+from meshlora.verify.request import prepare_proof
 
 PHASES = {
     "sequences",

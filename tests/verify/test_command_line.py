@@ -14,8 +14,8 @@ from meshlora.cli.main import main
 from meshlora.run.launch import signals_end_what_was_started
 from meshlora.verify import command
 from meshlora.verify.command import NotProvedError
+from meshlora.verify.options import DEFAULT_LORA, Request
 from meshlora.verify.proof import Outcome, Processes, run_proof
-from meshlora.verify.request import DEFAULT_LORA, Request
 from meshlora_ground.console import Console
 from meshlora_ground.errors import MeshloraError
 from tests.processes import Started, wait_until

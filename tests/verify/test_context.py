@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from meshlora.verify.request import Request, prepare_proof
+from meshlora.verify.options import Request
+from meshlora.verify.request import prepare_proof
 from meshlora.wings.context import mixing
 from meshlora_ground.compat import transformers_models
 from meshlora_ground.errors import UnsupportedError

@@ -11,7 +11,8 @@ from meshlora.plan.own_dropouts import EXACT_DROPOUTS
 from meshlora.run.config.file import read_run
 from meshlora.run.together import prepare_run
 from meshlora.verify import preflight, stand_in
-from meshlora.verify.request import Request, prepare_proof
+from meshlora.verify.options import Request
+from meshlora.verify.request import prepare_proof
 from meshlora_ground.errors import UnsupportedError
 from tests.conftest import Prove
 from tests.ranks.test_trainer import folder, run_file

@@ -25,7 +25,8 @@ from meshlora.run.config.run_file import TrainConfig
 from meshlora.run.optimizers import BLOCK, cuts_blocks, has_eight_bits
 from meshlora.run.together import prepare_run
 from meshlora.verify import preflight
-from meshlora.verify.request import DEFAULT_LORA, Request, prepare_proof
+from meshlora.verify.options import DEFAULT_LORA, Request
+from meshlora.verify.request import prepare_proof
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
 from meshlora_judge.compare import compare_adapters

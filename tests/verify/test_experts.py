@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from meshlora.verify import proof as proofs
+from meshlora.verify.options import Request
 from meshlora.verify.proof import Processes
-from meshlora.verify.request import Request, prepare_proof
+from meshlora.verify.request import prepare_proof
 from meshlora_ground.topology import Topology
 from meshlora_judge.diagnosis.diagnose import first_divergence
 from meshlora_judge.judge import Evidence, judge

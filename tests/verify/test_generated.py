@@ -14,8 +14,9 @@ from meshlora.run.config.run_file import TrainConfig
 from meshlora.run.learning_rate import learning_rate
 from meshlora.verify import proof
 from meshlora.verify.faults.generated import Generated, NotPutInError, faults_of, generated
+from meshlora.verify.options import Request
 from meshlora.verify.pool import RankError
-from meshlora.verify.request import Request, prepare_proof
+from meshlora.verify.request import prepare_proof
 from meshlora_ground.errors import UserError
 from meshlora_ground.topology import Topology
 from tests.scripts import load_script

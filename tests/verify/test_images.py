@@ -11,7 +11,8 @@ import torch
 from meshlora.reading.processor import load_processor
 from meshlora.reading.sources import read_records
 from meshlora.reading.tokenization import tokenize
-from meshlora.verify.request import Request, prepare_proof
+from meshlora.verify.options import Request
+from meshlora.verify.request import prepare_proof
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.objectives.labels import Classify
 from tests.conftest import Prove

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from meshlora.verify import request as module
+from meshlora.verify.options import Request
 from meshlora.verify.proof import Outcome, Processes, run_proof
-from meshlora.verify.request import Request, prepare_proof
+from meshlora.verify.request import prepare_proof
 from tests.kernels import real_kernels, stand_in
 from tests.verify.run_cases import OF_KERNELS, needing
 

@@ -14,7 +14,8 @@ from meshlora.run.config.file import read_run
 from meshlora.run.together import prepare_run
 from meshlora.train.losses import shifted_loss
 from meshlora.verify import preflight
-from meshlora.verify.request import Request, prepare_proof
+from meshlora.verify.options import Request
+from meshlora.verify.request import prepare_proof
 from meshlora_ground.errors import UnsupportedError
 from meshlora_judge.twin import twin_config
 from tests.conftest import Prove

@@ -14,9 +14,10 @@ import pytest
 
 from meshlora.verify.faults.of_objectives import PROVED
 from meshlora.verify.faults.registry import MUTATIONS
+from meshlora.verify.options import DROPOUT, Request
 from meshlora.verify.proof import Outcome
 from meshlora.verify.report.document import is_proved
-from meshlora.verify.request import DROPOUT, Request, prepare_proof
+from meshlora.verify.request import prepare_proof
 from meshlora_ground.topology import Topology
 from tests.conftest import Prove
 from tests.verify.mutation_cases import CASES, DIAGNOSES

@@ -22,8 +22,9 @@ from meshlora.run.config.run_file import TrainConfig
 from meshlora.train.collation import collate
 from meshlora.verify import command
 from meshlora.verify.faults.of_objectives import PROVED, as_proved
+from meshlora.verify.options import DROPOUT, Request
 from meshlora.verify.proof import Outcome, Processes, Proof, run_proof
-from meshlora.verify.request import DROPOUT, Request, prepare_proof
+from meshlora.verify.request import prepare_proof
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.objectives.policies import Grpo, Policy
 from meshlora_ground.objectives.preferences import Dpo, PairLoss

@@ -6,7 +6,8 @@ import pytest
 
 from meshlora.verify.faults.of_objectives import PROVED
 from meshlora.verify.faults.registry import MUTATIONS
-from meshlora.verify.request import Request, prepare_proof
+from meshlora.verify.options import Request
+from meshlora.verify.request import prepare_proof
 from meshlora_ground.errors import UnsupportedError, UserError
 from tests.conftest import Prove
 

@@ -17,8 +17,9 @@ import numpy as np
 import pytest
 
 from meshlora.verify.faults.of_objectives import PROVED
+from meshlora.verify.options import Request
 from meshlora.verify.proof import Processes, reference_of
-from meshlora.verify.request import Request, prepare_proof
+from meshlora.verify.request import prepare_proof
 from meshlora_ground.further_inputs import KnownInputs
 from meshlora_ground.versions import sources_of
 from meshlora_judge import case as case_module

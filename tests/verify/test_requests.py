@@ -13,8 +13,9 @@ from meshlora.cli.main import main
 from meshlora.run.config.run_file import Schedule
 from meshlora.verify import command
 from meshlora.verify.at_once import adapters_of
+from meshlora.verify.options import DEFAULT_LORA, Request
 from meshlora.verify.ours import run_config
-from meshlora.verify.request import DEFAULT_LORA, Request, prepare_proof
+from meshlora.verify.request import prepare_proof
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.topology import Topology
 from meshlora_judge.reference import rates_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshlora.verify.request import of_schedule
+from meshlora.verify.options import of_schedule
 from meshlora_judge.case import Case
 from tests.conftest import Prove
 

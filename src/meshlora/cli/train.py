@@ -83,7 +83,7 @@ def start(options: argparse.Namespace) -> bool:
 def job_of(options: argparse.Namespace, place: Place | None = None) -> Job:
     """The job that the arguments ask for. place: this process', under a launcher."""
     from meshlora.cli.job import Job  # takes seconds to import
-    from meshlora.verify.request import same_fields
+    from meshlora.verify.options import same_fields
 
     given = same_fields(Job, options) | {"place": place, "has_page": options.watch}
     if place is not None:

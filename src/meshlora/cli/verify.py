@@ -107,7 +107,7 @@ def _verify(options: argparse.Namespace) -> None:
     from meshlora.verify.command import verify
     from meshlora.verify.faults.of_objectives import as_proved
     from meshlora.verify.faults.registry import MUTATIONS
-    from meshlora.verify.request import DEFAULT_LORA, DROPOUT, SEED, Request, of_schedule, same_fields
+    from meshlora.verify.options import DEFAULT_LORA, DROPOUT, SEED, Request, of_schedule, same_fields
 
     place = launcher_place()
     if place is not None and place.world > 1:

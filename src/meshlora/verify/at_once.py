@@ -22,10 +22,10 @@ from meshlora.run.config.run_file import DataConfig, RunConfig, TrainConfig
 from meshlora.run.prepared import Prepared
 from meshlora.run.trainer import Trainer
 from meshlora.verify.alone import reference_run
+from meshlora.verify.case import as_records
 from meshlora.verify.faults.registry import applied
 from meshlora.verify.ours import Recorder, run_config
 from meshlora.verify.pool import Pool
-from meshlora.verify.request import as_records
 from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.topology import Topology
 from meshlora_judge.case import Case

@@ -12,10 +12,11 @@ from rich.text import Text
 
 from meshlora.run.launch import signals_end_what_was_started
 from meshlora.verify.faults.registry import MUTATIONS, find
+from meshlora.verify.options import DEFAULT_LORA, Request
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.report.document import document, is_proved
 from meshlora.verify.report.show import show
-from meshlora.verify.request import DEFAULT_LORA, Proof, Request, prepare_proof
+from meshlora.verify.request import Proof, prepare_proof
 from meshlora.wings.proved.families import proof_of_family
 from meshlora_ground.console import Console
 from meshlora_ground.errors import MeshloraError, UserError

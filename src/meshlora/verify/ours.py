@@ -49,7 +49,7 @@ from meshlora.train.losses import further_inputs, model_inputs
 from meshlora.verify.budget import first_forwards_budget, micro_batch_budget, step_budget
 from meshlora.verify.faults.generated import reached_lines
 from meshlora.verify.faults.registry import applied
-from meshlora.verify.request import same_fields
+from meshlora.verify.options import same_fields
 from meshlora.wings.experts.balance import LoadBalancing
 from meshlora.wings.experts.same_tokens import COMPARED_FORWARDS
 from meshlora.wings.quantized import quantized

@@ -27,9 +27,10 @@ from meshlora.run.model_card import NOT_PROVED
 from meshlora.run.prepared import Prepared
 from meshlora.run.recompute import KEEP_ATTENTION
 from meshlora.verify.at_once import LIMIT, compare_at_once, one_of_several
+from meshlora.verify.options import Request, of_schedule
 from meshlora.verify.proof import Outcome, Processes, run_proof
 from meshlora.verify.report.document import document, is_proved
-from meshlora.verify.request import Proof, Request, of_schedule, prepare_proof
+from meshlora.verify.request import Proof, prepare_proof
 from meshlora.verify.stand_in import MOST_RANKS, StandIn, provable
 from meshlora.wings.kernels.liger import liger_version
 from meshlora_ground.console import Console

@@ -1,7 +1,8 @@
 """The request of a proof, checked before any process starts.
 
-Owns: its rules, the topologies of "auto", the targets of the default adapter, and the sequences: random tokens, or a
-user's text. Does not own: running it (`verify.proof`), the shapes of twins (`meshlora_judge.twin`).
+Owns: its rules, the topologies of "auto", the targets of the default adapter. Does not own: its options
+(`verify.options`), what is trained (`verify.case`), running it (`verify.proof`), the shapes of twins
+(`meshlora_judge.twin`).
 """
 
 from __future__ import annotations
@@ -14,36 +15,31 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from peft import LoraConfig
 from transformers import PretrainedConfig
 
 from meshlora.adapter.formats.peft_format import lora_config
-from meshlora.adapter.initialization import start_of
 from meshlora.comm.groups import on_gpus, sharing_note
 from meshlora.loading.blueprint import Blueprint, make_blueprint, read_model_config, resolve_dtype
 from meshlora.plan.base_options import BaseOptions
 from meshlora.plan.features import Asked
 from meshlora.plan.numbers import check_numbers
-from meshlora.plan.own_dropouts import dropout_fields, handle_dropout
+from meshlora.plan.own_dropouts import handle_dropout
 from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
-from meshlora.reading.processor import load_processor
-from meshlora.reading.sources import read_records
-from meshlora.reading.tokenization import tokenize
-from meshlora.reading.tokenizer import load_tokenizer, padding_token_id
-from meshlora.run.config.model_presets import num_chosen
-from meshlora.run.config.run_file import Schedule
 from meshlora.run.optimizers import check_trainable
 from meshlora.run.packing_check import check_packing
 from meshlora.run.recompute import check_recompute, recompute_of
+from meshlora.verify.case import aux_loss_coef, case_of, eva_words, in_peft_words
 from meshlora.verify.faults.registry import find
 from meshlora.verify.features import Feature, features_of_run
+from meshlora.verify.options import DEFAULT_LORA, STEPS_OF_OTHERS, Request, same_fields
 from meshlora.wings.experts.targets import with_whole_projections
 from meshlora.wings.found.feature import FIELD, notes_of, plan_text, use_twins
 from meshlora.wings.found.kept import text_of
@@ -52,144 +48,27 @@ from meshlora.wings.quantized.kinds import KEEP, TWIN_BLOCKS, twin_block
 from meshlora.wings.stages.cut import first_sharing_layer
 from meshlora.wings.starts.eva import check_words
 from meshlora_ground.compat.transformers_models import READ_FROM
-from meshlora_ground.dataset import TokenizedDataset
 from meshlora_ground.errors import UnsupportedError, UserError, did_you_mean, reason
-from meshlora_ground.objective import Objective, Sft
 from meshlora_ground.objectives.referenced import Referenced
-from meshlora_ground.proof_records import CACHE
 from meshlora_ground.tasks import CAUSAL
 from meshlora_ground.topology import SEQUENCES, Topology, divisors
 from meshlora_judge.case import (
     Case,
-    as_pairs,
-    as_similar,
     batch_size_for,
     case_hash,
-    check_tokens,
-    distinct_sequences,
     file_fingerprint,
-    num_sequences_for,
-    random_tokens,
-    with_context,
-    with_feedback,
-    with_labels,
-    with_margins,
-    with_rollouts,
-    with_routed,
-    with_teacher,
-    with_tokens,
 )
-from meshlora_judge.images import with_images
-from meshlora_judge.invoked import check_invocations, with_invocations
-from meshlora_judge.objectives import has_load_balancing
 from meshlora_judge.pieces import pieces_of, rows_of
 from meshlora_judge.twin import shrink_config, twin_config
 
-DEFAULT_LORA: dict[str, Any] = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
-DROPOUT = 0.12  # the default of the command
-SEED = 3  # not 0, the default of a run
 _AUTO_PROCESSES = 4  # of "auto" without --nproc
-_MAX_LENGTH, _MAX_LENGTH_WITH_IMAGES = 128, 2048  # tokens of a sequence of the user's
-_CHOICE = 2  # records that are read, for each that is needed: some may be equal, or have nothing trained
-_AUX_LOSS_COEF = 0.1  # large enough for a wrong one to show
-_MIN_8BIT_SIZE = 600  # of a twin's factors some are below it, and some above
-_STEPS_OF_OTHERS = 4  # than linear schedules: in three a cosine and a line meet half-way
 _DTYPES = ("float64", "float32", "bfloat16")
-# Sequences of a record, by the reader of its objective; of the others 1.
-_ROWS = {"pairs": 2, "margins": 2, "feedback": 2, "similar": 3}
-_ANSWERS = (
-    "pairs",
-    "margins",
-    "feedback",
-    "rollouts",
-    "rewarded",
-)  # whose records are a prompt and an answer, of a token each
 # Linears that the default adapter excludes: those that get no gradient (attention to the encoder that a decoder alone
 # has not), and those of state-space mixers that PEFT refuses, or whose weight the model reads.
 _LEFT_OUT = re.compile(
     r"\.decoder\.layers\.\d+\.(encoder|cross)_attn\.|^(falcon_mamba|jamba|mamba)\..*\.dt_proj$"
     r"|^(falcon_h1|falcon_mamba|mamba|mamba2|nemotron_h)\..*\.out_proj$"
 )
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to prove.
-
-    Attributes:
-        model: folder of a checkpoint, or a configuration to run with random weights. family: a `model_type` instead.
-        twin: shrink the model's configuration instead of reading its weights.
-        topologies: as text; "auto" is every one that the model and the number of processes allow.
-        lora: fields of `peft.LoraConfig`. default_dropout: lora_dropout of the default adapter, unless on experts.
-        reference: fields of the frozen adapter that the objective compares with, unless it does with the base; None: as
-            `lora`.
-        dtype, steps, seed: of the run. micro_batch_size: sequences per micro-batch. objective, neftune_alpha,
-            optimizer, lora_plus_ratio, lora_plus_embedding_lr, packing, quantization, compute: as in a run file.
-            schedule and its options: too, for a peak of 0.01. recompute: of all layers,
-            "keep_attention": but for their attention. resume: our side stops before its last step and resumes from its
-            checkpoint. adapters: from 2 on, also prove that many trained together, each against itself alone.
-        attn_implementation: as in transformers; None: its choice. kernels: of our side, as in a run file.
-        router_aux_loss_coef: as in a run file; None: nonzero for a family with a load-balancing loss.
-        routed: the rollouts say the experts of each token, random ones; auto: if that can be proved of the model.
-        images: some sequences have images, with random pixels.
-        plan: file with the family's plan; None: that of a table, or one that is found.
-        overrides: fields of the twin's configuration.
-        data: source of sequences; None: random tokens. nproc: maximum number of processes.
-        mutations: faults to inject, one per run, after the runs without any.
-        ranks_per_gpu: so many share each GPU.
-    """
-
-    topologies: tuple[str, ...]
-    model: str | PretrainedConfig | None = None
-    family: str | None = None
-    twin: bool = False
-    lora: dict[str, Any] = field(default_factory=lambda: dict(DEFAULT_LORA))
-    reference: dict[str, Any] | None = None
-    default_dropout: float = 0.0
-    dtype: str = "float64"
-    steps: int = 3
-    micro_batch_size: int = 2
-    adapters: int = 1
-    seed: int = SEED
-    objective: Objective = field(default_factory=Sft)
-    packing: bool | Literal["auto"] = False
-    recompute: bool | Literal["keep_attention"] = False
-    resume: bool = False
-    routed: bool | Literal["auto"] = False
-    images: bool = False
-    attn_implementation: str | None = "eager"
-    quantization: str | None = None
-    compute: str | None = None
-    plan: str | None = None
-    kernels: Literal["liger", "none"] = "none"
-    router_aux_loss_coef: float | None = None
-    neftune_alpha: float = 0.0
-    optimizer: Literal["adamw", "adamw_8bit", "lora_fa"] = "adamw"
-    lora_plus_ratio: float | None = None
-    lora_plus_embedding_lr: float = 1e-6
-    schedule: Schedule = "linear"
-    warmup_from_zero: bool = False
-    min_lr: float = 0.0
-    num_cycles: int = 1
-    power: float = 1.0
-    timescale: int = 0
-    decay_steps: int = 0
-    decay_type: str = "linear"
-    cycle: dict[int, float] = field(default_factory=dict)
-    overrides: dict[str, Any] = field(default_factory=dict)
-    data: str | None = None
-    nproc: int | None = None
-    mutations: tuple[str, ...] = ()
-    device: str = "auto"
-    ranks_per_gpu: int = 1
-    trust_remote_code: bool = False
-    cache_dir: Path = CACHE
-
-
-def same_fields(kind: Any, source: object) -> dict[str, Any]:
-    """The fields of `kind` that `source` also has, as keyword arguments."""
-    names = [item.name for item in dataclasses.fields(kind) if hasattr(source, item.name)]
-    return {name: getattr(source, name) for name in names}
 
 
 @dataclass(frozen=True)
@@ -259,16 +138,16 @@ def prepare_proof(request: Request) -> Proof:
     where = {"proof.dtype": dtype, "proof.device": device, "proof.model": model}
     for blueprint in blueprints.values():
         check({**blueprint.asked, **_asked(request), **where})
-    words = _in_peft_words(request.lora, lora, plans)
+    words = in_peft_words(request.lora, lora, plans)
     case = dataclasses.replace(
-        _case(request, config, first.plan, batch_size_for(max(t.dp for t in plans)), tokens=first.trained.tokens),
+        case_of(request, config, first.plan, batch_size_for(max(t.dp for t in plans)), tokens=first.trained.tokens),
         model=model,
         dtype=dtype,
-        router_aux_loss_coef=_aux_loss_coef(request, config, plans),
+        router_aux_loss_coef=aux_loss_coef(request, config, plans),
         device=device,
         lora=words,
         reference=_reference(request, plans, words),
-        eva=_eva(words, lora),
+        eva=eva_words(words, lora),
         pieces=pieces,
         share_experts=bool(getattr(lora, "share_experts", False)),
     )
@@ -309,7 +188,7 @@ def _reference(request: Request, plans: dict[Topology, ModelPlan], words: dict[s
     targets = lora.target_modules
     if not isinstance(targets, set | list):
         targets = ()  # a pattern, or all
-    return _in_peft_words(request.reference, _in_full(lora, targets, plan), plans)
+    return in_peft_words(request.reference, _in_full(lora, targets, plan), plans)
 
 
 def _blueprints(request: Request, config: PretrainedConfig, given: list[Topology]) -> dict[Topology, Blueprint]:
@@ -389,166 +268,6 @@ def _in_full(lora: LoraConfig, targets: Collection[str], plan: ModelPlan) -> Lor
     return found
 
 
-def _case(
-    request: Request, config: PretrainedConfig, plan: ModelPlan, batch_size: int, *, tokens: Sequence[int]
-) -> Case:
-    """The case of `request`, on random sequences or those of the user. tokens: whose rows the adapter trains."""
-    objective, number = request.objective, num_sequences_for(batch_size, request.steps)
-    found, pad = _sequences(request, config, _ROWS.get(objective.reader, 1) * number)
-    if tokens and request.data is None:
-        found = with_tokens(found, tokens)
-    invocation = request.lora.get("alora_invocation_tokens") or ()
-    if request.data is None:
-        found = with_invocations(found, invocation)
-    if request.images and request.data is None:
-        found = with_images(found, config, seed=request.seed)
-    segments = (getattr(config, "type_vocab_size", None) or 0) > 1
-    vocab_size = config.get_text_config().vocab_size
-    data = as_records(found, objective, vocab_size=vocab_size, seed=request.seed, segments=segments)
-    check_tokens(data, tokens)
-    check_invocations(data, invocation)
-    if request.routed:
-        data = _with_experts(request, config, plan, data)
-    own = {
-        "adapter": "",
-        "model_type": config.model_type,
-        "resumes": request.resume,
-        "further": data.further,
-        "columns": {name: tuple(column.tolist()) for name, column in data.columns.items()},
-        "rows_per_example": data.rows_per_example,
-        "predicts_next": data.predicts_next,
-        "routed": (),  # not as the request has it
-        "input_ids": tuple(data.input_ids.tolist()),
-        "is_trained": tuple(data.is_trained.tolist()),
-        "offsets": tuple(data.offsets.tolist()),
-        "batch_size": batch_size,
-        "warmup_steps": min(1, request.steps - 1),
-        "pad_token_id": pad,
-        "dropout": tuple(sorted(dropout_fields(config))),
-    }
-    # Tuples all the way down: a case is hashed.
-    if data.targets is not None:
-        own["targets"] = tuple(map(tuple, data.targets.tolist()))
-    if data.routed is not None:
-        own["routed"] = tuple(tuple(map(tuple, token)) for token in data.routed.tolist())
-    if request.optimizer == "adamw_8bit":
-        own["min_8bit_size"] = _MIN_8BIT_SIZE
-    if request.schedule == "cycle":
-        own["warmup_steps"] = 0  # its rates say what it begins with
-    return Case(**(same_fields(Case, request) | own))
-
-
-def _with_experts(
-    request: Request, config: PretrainedConfig, plan: ModelPlan, data: TokenizedDataset
-) -> TokenizedDataset:
-    """`data` with random experts of each token.
-
-    Raises:
-        UnsupportedError: below float64, where all runs replay the reference's routing; stages of layers; a router that
-            chooses among groups, or an unknown number of experts, whose random choices would be none that it makes.
-    """
-    text = config.get_text_config()
-    chosen, groups = num_chosen(text.to_dict()), getattr(text, "n_group", None) or 1
-    numbers = {rule.num_experts for rule in plan.experts.values()}
-    if request.dtype == "float64" and chosen and groups == 1 and len(numbers) == 1 and plan.topology.pp == 1:
-        size = {"layers": text.num_hidden_layers, "experts": min(numbers), "chosen": chosen}
-        return with_routed(data, **size, seed=request.seed)
-    if request.routed == "auto":
-        return data
-    raise UnsupportedError("routed_experts", "they are proved in float64, of routers that choose among all experts")
-
-
-def _sequences(request: Request, config: PretrainedConfig, number: int) -> tuple[TokenizedDataset, int]:
-    """(`number` sequences, padding token id). Raises: UserError: text without a tokenizer, or too little of it."""
-    text_config, data = config.get_text_config(), request.data
-    size = text_config.vocab_size
-    if data is None:
-        pad = getattr(text_config, "pad_token_id", None)
-        if not isinstance(pad, int) or not 0 <= pad < size:
-            pad = 0
-        options = {"seed": request.seed, "pad_token_id": pad, "shortest": 1}
-        if request.objective.reader in _ANSWERS:
-            options["shortest"] = 2
-        return random_tokens(num_sequences=number, vocab_size=size, **options), pad
-    if not isinstance(request.model, str) or request.twin:
-        raise UserError(f"--data {data}", "a twin has no tokenizer", "leave out --data, or give --model without --twin")
-    tokenizer = load_tokenizer(request.model, trust_remote_code=request.trust_remote_code)
-    records, longest = read_records([data]), _MAX_LENGTH
-    if request.images:  # each image is read, to know its tokens: not those of a whole file
-        records, longest = records[: _CHOICE * number], _MAX_LENGTH_WITH_IMAGES
-    limit = min(getattr(text_config, "max_position_embeddings", None) or longest, longest)
-    has_images = any(record.images for record in records)
-    if has_images and not request.images:
-        raise UserError(f"--data {data}", "it has images", "give --images")
-    if request.images and not has_images:
-        rule = f"none of its first {len(records)} records has an image"
-        raise UserError(f"--data {data}", rule, "leave out --images")
-    processor = functools.partial(load_processor, request.model, config)
-    found = tokenize(records, tokenizer, max_length=limit, vocab_size=size, processor=processor)
-    return distinct_sequences(found, number, source=data), padding_token_id(tokenizer)
-
-
-def of_schedule(
-    kind: Schedule,
-    *,
-    ends_above_zero: bool,
-    starts_at_zero: bool = False,
-    decay_type: str = "linear",
-    has_timescale: bool = False,
-) -> dict[str, Any]:
-    """Fields of a request with the schedule `kind`, in the steps and rates of a case.
-
-    ends_above_zero: its final rate. starts_at_zero: its warm-up. decay_type: of warmup_stable_decay. has_timescale: of
-    its own, of inverse_sqrt.
-    """
-    fields: dict[str, Any] = {"schedule": kind, "steps": _STEPS_OF_OTHERS, "warmup_from_zero": starts_at_zero}
-    fields |= {"min_lr": 0.0, "decay_steps": 0, "cycle": {}, "num_cycles": 1, "power": 1.0, "timescale": 0}
-    fields["decay_type"] = decay_type
-    if kind == "linear":
-        fields["steps"] = 3
-    if ends_above_zero:
-        fields["min_lr"] = 0.3 * Case.lr
-    if kind == "warmup_stable_decay":
-        fields["decay_steps"] = 2
-        if decay_type != "linear":  # in the middle of its decay a cosine is a line
-            fields |= {"decay_steps": 3, "steps": _STEPS_OF_OTHERS + 1}
-    if kind == "cosine_with_restarts":
-        fields["num_cycles"] = 2
-    if kind == "polynomial":
-        fields["power"] = 2.0
-    if has_timescale:
-        fields["timescale"] = 3
-    if kind == "cycle":
-        fields["cycle"] = {0: 0.2 * Case.lr, 1: Case.lr, 3: 0.4 * Case.lr}
-    return fields
-
-
-def as_records(
-    found: TokenizedDataset, objective: Objective, *, vocab_size: int, seed: int, segments: bool = False
-) -> TokenizedDataset:
-    """Turn the sequences `found` into records of `objective`. segments: texts of two segments each."""
-    if objective.reader == "pairs":
-        return as_pairs(found)
-    if objective.reader == "margins":
-        return with_margins(found, seed=seed)
-    if objective.reader == "feedback":
-        return with_feedback(found)
-    if objective.reader in ("rollouts", "rewarded"):
-        is_rewarded = objective.reader == "rewarded"
-        is_truncated = getattr(objective, "mask_truncated", False)
-        options = {"is_rewarded": is_rewarded, "is_truncated": is_truncated}
-        return with_rollouts(found, vocab_size=vocab_size, seed=seed, **options)
-    if objective.reader in ("labelled", "labelled_words"):
-        return with_labels(found, objective, seed=seed, segments=segments)
-    if objective.reader == "taught":
-        return with_teacher(found, vocab_size=vocab_size, seed=seed)
-    if objective.reader == "in_context":
-        return with_context(found, vocab_size=vocab_size, seed=seed)
-    if objective.reader == "similar":
-        return as_similar(found, _ROWS["similar"])
-    return found
-
-
 def _check(request: Request) -> None:
     """Refuse what is wrong whatever the model."""
     if request.steps < 1:
@@ -559,8 +278,8 @@ def _check(request: Request) -> None:
         raise UserError(f"--neftune-alpha {request.neftune_alpha}", "it must be a number that is not negative")
     if request.adapters < 1:
         raise UserError(f"--adapters {request.adapters}", "at least 1 adapter is trained")
-    if request.schedule != "linear" and request.steps < _STEPS_OF_OTHERS:
-        rule = f"it takes {_STEPS_OF_OTHERS} steps to tell it from a line"
+    if request.schedule != "linear" and request.steps < STEPS_OF_OTHERS:
+        rule = f"it takes {STEPS_OF_OTHERS} steps to tell it from a line"
         raise UserError(f"--schedule {request.schedule} with --steps {request.steps}", rule, "leave out --steps")
     if request.resume and request.steps < 2:
         raise UserError(f"--resume with --steps {request.steps}", "a step is needed before it and one after it")
@@ -586,50 +305,6 @@ def _asked(request: Request) -> Asked:
         "images": request.images,
         "door": "meshlora verify",
     }
-
-
-def _in_peft_words(given: dict[str, Any], lora: LoraConfig, plans: dict[Topology, ModelPlan]) -> dict[str, Any]:
-    """`given`, the adapter `lora` as the user wrote it, as fields that PEFT itself understands."""
-    plain = dict(given)
-    for own in ("pieces", "share_experts", "vision"):
-        plain.pop(own, None)
-    if lora.lora_dropout:
-        plain["lora_dropout"] = lora.lora_dropout
-    if lora.target_parameters or any(plan.text for plan in plans.values()):
-        plain |= {"target_modules": lora.target_modules, "target_parameters": lora.target_parameters}
-    elif lora.exclude_modules and "exclude_modules" not in plain:
-        plain["exclude_modules"] = sorted(lora.exclude_modules)
-    start = start_of(lora)
-    if start.changes_base or start.looks_at_data:
-        plain["init_lora_weights"] = True  # initial values have their own proof, of PiSSA and OLoRA in float32
-        plain.pop("eva_config", None)
-    if lora.alora_invocation_tokens:
-        plain["task_type"] = CAUSAL  # PEFT would warn, and run the base
-    if lora.modules_to_save:
-        plain["modules_to_save"] = lora.modules_to_save
-    if getattr(lora, "pieces", None):
-        plain |= {"rank_pattern": lora.rank_pattern, "alpha_pattern": lora.alpha_pattern}
-    for plan in plans.values():
-        if any(rule.is_transposed for rule in plan.linears.values()):
-            plain["fan_in_fan_out"] = True  # else PEFT sets it with a warning
-    found: dict[str, Any] = json.loads(json.dumps(plain))  # no tuples: as it is read from a file
-    return found
-
-
-def _eva(words: dict[str, Any], lora: LoraConfig) -> dict[str, Any] | None:
-    """The adapter that begins as the data say, in PEFT's `words` but for its start; None: it does not."""
-    if not start_of(lora).looks_at_data:
-        return None
-    return words | {"init_lora_weights": lora.init_lora_weights, "eva_config": dataclasses.asdict(lora.eva_config)}
-
-
-def _aux_loss_coef(request: Request, config: PretrainedConfig, plans: dict[Topology, ModelPlan]) -> float:
-    if request.router_aux_loss_coef is not None:
-        return request.router_aux_loss_coef
-    of_twin = request.family is not None and request.objective.task == CAUSAL
-    if of_twin and any(plan.experts for plan in plans.values()) and has_load_balancing(config):
-        return _AUX_LOSS_COEF
-    return 0.0
 
 
 def _topologies(request: Request) -> list[Topology]:
