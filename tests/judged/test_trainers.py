@@ -10,7 +10,7 @@ import pytest
 
 from tests.judged import trainers
 from tests.judged.patients import write_model
-from tests.judged.ranks import assert_proved, assert_refuted, on_ranks
+from tests.judged.ranks import assert_proved, assert_refuted, judged, on_ranks
 
 pytestmark = pytest.mark.long
 
@@ -28,10 +28,44 @@ def test_a_trainer_as_it_is_is_proved(trainer: Callable[..., Any], folder: Path)
     assert_proved(folder)
 
 
-@pytest.mark.parametrize("more", [{}, {"loss_type": "grpo"}, {"importance_sampling_level": "sequence"}], ids=str)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"loss_type": "grpo"},
+        {"importance_sampling_level": "sequence"},
+        {"beta": 0.1, "use_bias_correction_kl": True, "delta": 1.5},
+        {"loss_type": "sapo"},
+        {"loss_type": "cispo", "epsilon_high": 2.0},
+    ],
+    ids=str,
+)
 def test_grpo_with_options_as_trl_has_them_is_proved(more: dict[str, Any], folder: Path) -> None:
     on_ranks(trainers.grpo, folder, "", more)
     assert_proved(folder)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "more"),
+    [
+        (trainers.sft, {"loss_type": "dft"}),
+        (trainers.dpo, {"loss_type": ["ipo"]}),
+        (trainers.dpo, {"loss_type": ["hinge", "apo_zero"], "loss_weights": [1.0, 0.5]}),
+        (trainers.dpo, {"loss_type": ["robust"], "label_smoothing": 0.1, "f_divergence_type": "js_divergence"}),
+        (trainers.dpo, {"loss_type": ["sigmoid_norm"], "ld_alpha": 0.5}),
+    ],
+    ids=str,
+)
+def test_other_losses_of_trl_are_proved(trainer: Callable[..., Any], more: dict[str, Any], folder: Path) -> None:
+    on_ranks(trainer, folder, "", more)
+    assert_proved(folder)
+
+
+def test_a_loss_taken_for_another_is_refuted(folder: Path) -> None:
+    """The recording says hinge, and ipo was trained."""
+    on_ranks(trainers.dpo, folder, "mislabelled", {"loss_type": ["ipo"]})
+    code, _ = judged(folder)
+    assert code == 1
 
 
 def test_the_callback_records_what_the_block_does(folder: Path) -> None:

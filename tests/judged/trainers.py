@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -68,14 +69,14 @@ def transformers_trainer(rank: int, folder: Path, fault: str, by: str = "") -> N
     _trained(trainer, folder, fault, by)
 
 
-def sft(rank: int, folder: Path, fault: str) -> None:
+def sft(rank: int, folder: Path, fault: str, more: Mapping[str, Any] = MappingProxyType({})) -> None:
     """fault "mean of means": the trainer takes its loss for the mean of a micro-batch, as transformers did for long."""
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     trainer = SFTTrainer(
         model=base_of(folder),
-        args=SFTConfig(folder / "out", bf16=False, **_COMMON),
+        args=SFTConfig(folder / "out", bf16=False, **_COMMON, **more),
         train_dataset=Dataset.from_list(rows(0) + rows(1)),
         peft_config=lora_config(),
     )
@@ -90,8 +91,10 @@ def _words(ids: list[int]) -> str:
     return " ".join(f"w{place}" for place in ids)
 
 
-def dpo(rank: int, folder: Path, fault: str) -> None:
-    """fault "exchanged": the rejected answer is preferred. "ref": the adapter was there before, so TRL copies it."""
+def dpo(rank: int, folder: Path, fault: str, more: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """fault "exchanged": the rejected answer is preferred. "mislabelled": its arguments say hinge. "ref": the adapter
+    was there before, so TRL copies it.
+    """
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
@@ -103,7 +106,7 @@ def dpo(rank: int, folder: Path, fault: str) -> None:
     is_there = fault == "ref"
     trainer = DPOTrainer(
         model=with_adapter(base_of(folder)) if is_there else base_of(folder),
-        args=DPOConfig(folder / "out", bf16=False, beta=0.5, **_COMMON),
+        args=DPOConfig(folder / "out", bf16=False, **{"beta": 0.5, **_COMMON, **more}),
         train_dataset=Dataset.from_list(pairs),
         peft_config=None if is_there else lora_config(),
     )
@@ -119,6 +122,8 @@ def dpo(rank: int, folder: Path, fault: str) -> None:
             return loss(model, inputs, *args, **kwargs)
 
         trainer.compute_loss = compute_loss
+    if fault == "mislabelled":
+        trainer.args.loss_type = ["hinge"]
     _trained(trainer, folder, fault)
 
 
@@ -126,7 +131,6 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
     return [float(len(set(said.split()))) + 0.1 * len(said) for said in completions]
 
 
-# With a divergence, whose correction by TRL the judge has no formula of.
 _DIVERGING = {"beta": 0.1, "temperature": 0.8, "use_bias_correction_kl": False}
 
 

@@ -4,12 +4,15 @@ Knows the trainers of transformers and TRL by their class and their arguments; a
 model its labels. Does not own: formulas (`meshlora_judge.objectives`).
 
     {"kind": "sft"}                                    the mean over the step's trained tokens of -log p
-    {"kind": "dpo", "beta": 0.1}                       TRL's sigmoid loss against the base
+    {"kind": "sft", "loss_type": "dft"}                each token weighted by its probability
+    {"kind": "dpo", "beta": 0.1, "loss_type": "ipo"}   TRL's loss of pairs against the base; default: sigmoid
+    {"kind": "simpo", "beta": 2.0, "gamma": 1.0}       of a loop of its own, as {"kind": "orpo", "beta": 0.1}
     {"kind": "grpo", "loss_type": "dapo", ...}         TRL's clipped loss, without a divergence
 """
 
 from __future__ import annotations
 
+import enum
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -22,34 +25,39 @@ from meshlora_ground.errors import UnsupportedError, UserError
 # Arguments of TRL's trainers, with the values that the judge's formulas are of.
 _ONLY: dict[str, dict[str, Any]] = {
     "dpo": {
-        "loss_type": "sigmoid",  # a list of it in later releases
-        "f_divergence_type": "reverse_kl",
-        "ld_alpha": None,
         "use_weighting": False,
         "sync_ref_model": False,
     },
     "grpo": {
-        "delta": None,
         "top_entropy_quantile": 1.0,
-        "off_policy_mask_threshold": None,
         "use_liger_kernel": False,
         "entropy_coef": 0.0,
     },
-    "sft": {"loss_type": "nll", "label_smoothing_factor": 0.0},
+    "sft": {"label_smoothing_factor": 0.0},
 }
-_NUMBERS = {
-    "dpo": {"beta": "beta", "label_smoothing": "label_smoothing"},
-    "grpo": {
-        "beta": "beta",
-        "temperature": "temperature",
-        "epsilon": "epsilon",
-        "epsilon_high": "epsilon_high",
-        "loss_type": "loss_type",
-        "max_completion_length": "max_completion_length",
-        "importance_sampling_level": "importance_sampling_level",
-    },
-    "sft": {},
+# Arguments of TRL's that a recording keeps, by their names.
+_KEPT = {
+    "dpo": (
+        *("beta", "label_smoothing", "loss_type", "loss_weights", "ld_alpha", "discopop_tau"),
+        *("f_divergence_type", "f_alpha_divergence_coef"),
+    ),
+    "grpo": (
+        *("beta", "temperature", "epsilon", "epsilon_high", "loss_type", "max_completion_length", "delta"),
+        *("importance_sampling_level", "off_policy_mask_threshold", "use_bias_correction_kl"),
+        *("sapo_temperature_pos", "sapo_temperature_neg"),
+        *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    ),
+    "sft": ("loss_type",),
 }
+# Losses that a recording does not hold all of, and why.
+LACKING = {
+    "kto": "its reference point is of a whole step, and a recording has micro-batches",
+    "distill": "a recording does not have what the teacher says",
+    "reward": "a model with a head of one number is not replayed",
+    "classify": "a model with another head is not replayed",
+    "embed": "the texts of a whole step are compared, and a recording has micro-batches",
+}
+_TRAINERS = {"KTOTrainer": "kto", "GKDTrainer": "distill", "DistillationTrainer": "distill", "RewardTrainer": "reward"}
 
 
 def loss_of(subject: Any) -> dict[str, Any]:
@@ -59,10 +67,12 @@ def loss_of(subject: Any) -> dict[str, Any]:
     names = [cls.__name__ for cls in type(subject).__mro__]
     kinds = {"DPOTrainer": "dpo", "GRPOTrainer": "grpo", "SFTTrainer": "sft", "Trainer": "sft"}
     kind = next((kinds[name] for name in names if name in kinds), None)
-    own = {"KTOTrainer", "ORPOTrainer", "RewardTrainer", "RLOOTrainer", "PPOTrainer"}.intersection(names)
-    if kind is None or own:
-        rule = "the judge has no formula of its loss"
-        raise UnsupportedError(f"a {names[0]}", rule, f"there are those of {', '.join(kinds)}")
+    # Those of TRL inherit from each other, and have losses of their own.
+    of_trl = [cls.__name__ for cls in type(subject).__mro__ if cls.__module__.startswith("trl.")]
+    if kind is None or (of_trl and of_trl[0] not in kinds):
+        name = of_trl[0] if of_trl else names[0]
+        rule = LACKING.get(_TRAINERS.get(name, ""), "the judge has no formula of its loss")
+        raise UnsupportedError(f"a {name}", rule, f"there are those of {', '.join(kinds)}")
     given = subject.args
     if getattr(subject, "compute_loss_func", None) is not None:
         raise UnsupportedError("compute_loss_func", "the judge has no formula of it", "record a run without it")
@@ -75,11 +85,23 @@ def loss_of(subject: Any) -> dict[str, Any]:
     if getattr(given, "neftune_noise_alpha", None):
         rule = "its noise is not replayed"
         raise UnsupportedError(f"neftune_noise_alpha={given.neftune_noise_alpha}", rule, "record a run without it")
-    if kind == "grpo" and getattr(given, "beta", None) and getattr(given, "use_bias_correction_kl", False):
-        # Its value is the same; its gradient has beta * kl besides.
-        rule = "the judge's formula of grpo is without it"
-        raise UnsupportedError("use_bias_correction_kl=True", rule, "record a run with it False, or with beta=0")
-    return {"kind": kind} | {ours: getattr(given, theirs, None) for ours, theirs in _NUMBERS[kind].items()}
+    found = {"kind": kind} | {name: _plain(getattr(given, name, None)) for name in _KEPT[kind]}
+    if kind == "dpo" and "sft" in names_of(found["loss_type"]):
+        rule = "TRL's is a mean over the better answers' tokens of a micro-batch, and the judge's is of each pair"
+        raise UnsupportedError(f"loss_type={found['loss_type']}", rule, "record a run without sft")
+    return found
+
+
+def names_of(loss_type: Any) -> list[str]:
+    """TRL's `loss_type`, one name or several, as a list."""
+    return [loss_type] if isinstance(loss_type, str) else list(loss_type or ["sigmoid"])
+
+
+def _plain(value: Any) -> Any:
+    """An enum as its value, in a list too: releases differ."""
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return value.value if isinstance(value, enum.Enum) else value
 
 
 def trainer_parts(trainer: Any) -> tuple[nn.Module, Any]:

@@ -55,6 +55,8 @@ VARIANTS = {
         OVER_BORDERS,
     ),
     "dpo": ("labels shifted twice", "no attention mask", "chosen and rejected are exchanged", BARE_REFERENCE),
+    "simpo": ("labels shifted twice", "no attention mask", "chosen and rejected are exchanged"),
+    "orpo": ("labels shifted twice", "no attention mask", "chosen and rejected are exchanged"),
     "grpo": ("no attention mask", BARE_REFERENCE),
 }
 # Variants whose gradients come to the right ones, by any share.

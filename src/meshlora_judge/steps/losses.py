@@ -7,7 +7,7 @@ its objectives. A variant computes a known mistake instead (`steps.causes`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,14 @@ from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.float64 import lift
 from meshlora_ground.objective import Objective, Sft
 from meshlora_ground.objectives.policies import Grpo
-from meshlora_ground.objectives.preferences import Dpo
+from meshlora_ground.objectives.preferences import Dpo, Orpo, PairLoss, Simpo
 from meshlora_judge.batches import UNTRAINED, MicroBatch
 from meshlora_judge.objectives import losses
+from meshlora_judge.recording.losses import LACKING, names_of
 from meshlora_judge.steps.causes import BARE_REFERENCE, OVER_BORDERS
 from meshlora_judge.steps.model import as_reference
 
+PAIRED = ("dpo", "simpo", "orpo")
 # Of older releases of TRL's DPO, which joins them in the forward.
 _OF_SIDES = {f"{side}_{what}" for side in ("prompt", "chosen", "rejected") for what in ("input_ids", "attention_mask")}
 # What a forward is given that is no input of the model: of its loss, or of what it returns.
@@ -35,23 +37,67 @@ _OF_LOSS |= _OF_SIDES
 def objective_of(loss: Mapping[str, Any]) -> Objective:
     """The judge's objective of a recording's `loss`. Raises: UnsupportedError: it has no formula of it."""
     kind = loss.get("kind")
-    if kind == "sft":
-        return Sft()
-    if kind == "dpo":
-        return Dpo(beta=loss.get("beta") or 0.1, label_smoothing=loss.get("label_smoothing") or 0.0)
-    if kind == "grpo" and loss.get("loss_type") in ("grpo", "bnpo", "dr_grpo", "dapo"):
-        epsilon = loss["epsilon"]
-        mean_over: Any = {"grpo": "sequence", "dr_grpo": "constant"}.get(loss["loss_type"], "token")
-        return Grpo(
-            ratio=loss.get("importance_sampling_level") or "token",
-            clip_low=epsilon,
-            clip_high=loss.get("epsilon_high") or epsilon,
-            importance_cap=None,
-            kl_coef=loss.get("beta") or 0.0,
-            mean_over=mean_over,
-            max_completion_length=loss.get("max_completion_length") if mean_over == "constant" else None,
-        )
-    raise UnsupportedError(f"a loss of {dict(loss)}", "the judge has no formula of it", "there are sft, dpo and grpo")
+    if kind == "sft" and loss.get("loss_type") in (None, "nll", "dft"):
+        return Sft(loss=loss.get("loss_type") or "nll")
+    if kind == "dpo" and {*names_of(loss.get("loss_type"))} <= {*get_args(PairLoss)} - {"sft"}:
+        return _dpo(loss)
+    if kind == "simpo":
+        return Simpo(**_given(loss, beta="beta", gamma="gamma", label_smoothing="label_smoothing"))
+    if kind == "orpo":
+        return Orpo(**_given(loss, beta="beta"))
+    if kind == "grpo" and loss.get("loss_type") in _GRPO:
+        return _grpo(loss)
+    rule = LACKING.get(kind or "", "the judge has no formula of it")
+    raise UnsupportedError(f"a loss of {dict(loss)}", rule, "there are sft, dpo, simpo, orpo and grpo")
+
+
+def _given(loss: Mapping[str, Any], **names: str) -> dict[str, Any]:
+    """Our name -> the value that a recording has under TRL's; without those that it does not have."""
+    return {ours: loss[theirs] for ours, theirs in names.items() if loss.get(theirs) is not None}
+
+
+def _dpo(loss: Mapping[str, Any]) -> Dpo:
+    names: Any = names_of(loss.get("loss_type"))  # checked: of `PairLoss`
+    own = _given(loss, beta="beta", loss_weights="loss_weights", length_weight="ld_alpha")
+    if {*names} & {"sigmoid", "exo_pair", "robust"}:  # the others do not read it
+        own |= _given(loss, label_smoothing="label_smoothing")
+    if "discopop" in names:
+        own |= _given(loss, discopop_tau="discopop_tau")
+    own |= _given(loss, f_divergence="f_divergence_type")
+    if own.get("f_divergence") == "alpha_divergence":
+        own |= _given(loss, f_alpha="f_alpha_divergence_coef")
+    return Dpo(loss=names, **own)
+
+
+# TRL's `loss_type` -> what the judge's objective has for it.
+_GRPO: dict[str, dict[str, Any]] = {
+    "grpo": {"mean_over": "sequence"},
+    "bnpo": {},
+    "dapo": {},
+    "dr_grpo": {"mean_over": "constant"},
+    "luspo": {"mean_over": "constant", "max_completion_length": 1},
+    "cispo": {"loss": "cispo", "clip_low": 1.0},  # its upper limit is of the ratio itself, and it has no lower one
+    "sapo": {"loss": "sapo", "mean_over": "sequence"},
+    "vespo": {"loss": "vespo"},
+}
+
+
+def _grpo(loss: Mapping[str, Any]) -> Grpo:
+    name = loss["loss_type"]
+    own = {"importance_cap": None, **_GRPO[name]}
+    own |= _given(loss, ratio="importance_sampling_level", kl_coef="beta", off_policy_mask="off_policy_mask_threshold")
+    if name == "dr_grpo":
+        own |= _given(loss, max_completion_length="max_completion_length")
+    if name == "cispo":
+        own["clip_high"] = (loss.get("epsilon_high") or loss["epsilon"]) - 1
+    elif name in ("sapo", "vespo"):
+        own |= {key: value for key, value in loss.items() if key.startswith(name) and value is not None}
+    else:
+        own |= _given(loss, clip_low="epsilon", delta="delta")
+        own["clip_high"] = loss.get("epsilon_high") or loss["epsilon"]
+    if own.get("kl_coef"):
+        own |= _given(loss, kl_correction="use_bias_correction_kl")
+    return Grpo(**own)
 
 
 def is_mean_of_micro_batches(loss: Mapping[str, Any]) -> bool:
@@ -75,7 +121,7 @@ def loss_sum(
     """
     objective = objective_of(loss)
     _check_whole(given)
-    batch = {"sft": _text, "dpo": _pairs, "grpo": _rollouts}[loss["kind"]](given, variant)
+    batch = {"sft": _text, "grpo": _rollouts}.get(loss["kind"], _pairs)(given, variant)
     inputs = {k: v for k, v in given.items() if isinstance(v, Tensor) and k not in _OF_LOSS}
     dtype = next(model.parameters()).dtype
     for name, value in inputs.items():
@@ -107,9 +153,9 @@ def loss_sum(
             base = base / loss["temperature"] if base is not None else None
         if variant.startswith("logits are divided"):
             logits = logits / float(variant.removeprefix("logits are divided"))
-        if loss["kind"] == "dpo":  # TRL has the chosen rows before the rejected ones
+        if loss["kind"] in PAIRED:  # TRL has the chosen rows before the rejected ones
             order = _order_of_pairs(len(logits), variant)
-            logits, base = logits[order], base[order]  # type: ignore[index]
+            logits, base = logits[order], None if base is None else base[order]
         if variant == "labels are smoothed":  # the part that smoothing adds
             trained = logits[batch.labels != UNTRAINED].float()
             return -trained.log_softmax(-1).mean(-1).sum(), len(trained)

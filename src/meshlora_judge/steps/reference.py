@@ -18,7 +18,7 @@ from meshlora_ground.errors import UnsupportedError
 from meshlora_judge.recording.files import Recording
 from meshlora_judge.steps import causes
 from meshlora_judge.steps.fit import combined
-from meshlora_judge.steps.losses import is_packed, loss_sum
+from meshlora_judge.steps.losses import PAIRED, is_packed, loss_sum
 from meshlora_judge.steps.model import check_base, replayed_model, set_values, trained_by_peft
 from meshlora_judge.steps.ranks import MicroBatchOf
 
@@ -95,7 +95,7 @@ class Reference:
         """`gradients` by other sums of the same terms: how far they are apart is rounding. Pairs stay together."""
         found = list[dict[str, Tensor]]()
         for each in micro:
-            if self.loss["kind"] == "dpo":
+            if self.loss["kind"] in PAIRED:
                 rows = [each]
             else:
                 rows = [_row(each, row) for row in range(len(each.given["input_ids"]))]
