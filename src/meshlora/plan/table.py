@@ -37,10 +37,10 @@ def plan_table(plan: ModelPlan) -> Table:
             whole = f"{experts.num_experts} x [{projection.out_features}, {projection.in_features}]"
             split = f"ep, {projection.split} over etp{_names_of_pieces(projection)}"
             table.add_row(f"{name}.{leaf}", split, whole, f"{number} x [{out}, {inside}]", str(len(numbers)))
-    embedding = plan.parameters.get(f"{plan.embedding}.weight")
-    if embedding is not None:
-        layout = embedding.layout
-        table.add_row(plan.embedding, "vocabulary", f"[{layout.size}, ...]", f"[{layout.local_size(tp)}, ...]", "1")
+    for name in (plan.embedding, plan.per_layer[0]):
+        if rule_of_rows := plan.parameters.get(f"{name}.weight"):
+            layout = rule_of_rows.layout
+            table.add_row(name, "vocabulary", f"[{layout.size}, ...]", f"[{layout.local_size(tp)}, ...]", "1")
     return table
 
 
