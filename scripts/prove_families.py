@@ -25,7 +25,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
 from rich.console import Console
+from support_needs import checkpoints_on, counts_line, needs_of
 
 from meshlora.verify.options import Request
 from meshlora.verify.proof import Outcome, Processes, run_proof
@@ -203,8 +206,13 @@ def write_page(part: Part, findings: list[Finding], page: Path, *, keep: bool) -
     for finding in findings:
         cells = rows.setdefault(finding.family, dict.fromkeys((part.name for part in PARTS), ""))
         cells[part.name] = f"{finding.status}: {finding.words}".replace("|", "\\|")
-    text = _page({family: cells for family, cells in rows.items() if any(cells.values())})
+    text = _page({family: cells for family, cells in rows.items() if any(cells.values())}, after)
     page.write_text(f"{text}\n{AFTER}{after}" if after else text, encoding="utf-8")
+
+
+def page_with(families: str, after: str) -> str:
+    """docs/support.md with another part on published checkpoints."""
+    return f"{_page(rows_of(families), after)}\n{AFTER}{after}"
 
 
 def rows_of(page: str) -> dict[str, dict[str, str]]:
@@ -212,6 +220,7 @@ def rows_of(page: str) -> dict[str, dict[str, str]]:
     found = {}
     for line in (line for line in page.splitlines() if line.startswith("| ")):
         family, *cells = (cell.strip() for cell in line.strip("|").split(" | "))
+        del cells[len(PARTS) :]  # what would be needed
         if len(cells) == len(PARTS) and any(cell.startswith(_STATUSES) for cell in cells):
             same = [cell.replace(_ALIKE, cells[0]) for cell in cells]
             found[family] = dict(zip((part.name for part in PARTS), same, strict=True))
@@ -221,11 +230,17 @@ def rows_of(page: str) -> dict[str, dict[str, str]]:
 _ALIKE = "refused: the same"
 
 
-def _page(rows: dict[str, dict[str, str]]) -> str:
-    """docs/support.md. rows: as in `rows_of`."""
+def _page(rows: dict[str, dict[str, str]], after: str) -> str:
+    """docs/support.md. rows: as in `rows_of`. after: its part on published checkpoints."""
     used = ", ".join(f"{name} {number}" for name, number in versions().items())
+    counts = {part.name: _statuses(rows, part).count("proved") for part in PARTS}
     lines = [
         "# What goes with what, and which families are proved",
+        "",
+        counts_line(len(rows), counts, checkpoints_on(after)),
+        "",
+        "Search it for a `model_type` (`gemma4`) or a checkpoint (`Qwen/Qwen3-8B`); the site's search finds them, too.",
+        "The last column of a row that is refused says what would be needed.",
         "",
         f"Written by `.venv/bin/python scripts/prove_families.py --record`; {used}.",
         "",
@@ -242,16 +257,20 @@ def _page(rows: dict[str, dict[str, str]]) -> str:
         "|---|---|---|---|",
     ]
     for part in PARTS:
-        statuses = [cells[part.name].partition(":")[0] for cells in rows.values()]
+        statuses = _statuses(rows, part)
         counts = ", ".join(f"{statuses.count(status)} {status}" for status in _STATUSES)
         lines.append(f"| {part.name} | {' and '.join(part.dense)} | {' and '.join(part.experts)} | {counts} |")
     names = [part.name for part in PARTS]
-    lines += ["", "| family | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|"]
+    lines += ["", "| family | " + " | ".join((*names, "what would be needed")) + " |", "|---" * (len(names) + 2) + "|"]
     for family, cells in sorted(rows.items()):
         first, *rest = (cells[name] for name in names)
         rest = [_ALIKE if cell == first and cell.startswith("refused") else cell for cell in rest]
-        lines.append("| " + " | ".join((family, first, *rest)) + " |")
+        lines.append("| " + " | ".join((family, first, *rest, needs_of(cells.values()))) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _statuses(rows: dict[str, dict[str, str]], part: Part) -> list[str]:
+    return [cells[part.name].partition(":")[0] for cells in rows.values()]
 
 
 def record(part: Part, findings: list[Finding], *, keep: bool) -> None:

@@ -12,6 +12,7 @@ and then different, or broken. Exit code 1 when one failed.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import re
 import sys
@@ -28,8 +29,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from peft import LoraConfig
-from prove_families import AFTER, difference, worst
+from prove_families import AFTER, difference, page_with, worst
 from rich.console import Console
+from support_needs import needs_of
 from tests.published_twins import Published, config_of, names, read_published, write_published_twin
 
 from meshlora.adapter.formats.peft_format import lora_config
@@ -50,6 +52,7 @@ PAIRS = "## What goes with what"
 SIZES = (1, 2, 4, 8)
 DENSE, EXPERTS = ("tp=2,sp",), ("tp=2,sp,ep=2", "tp=2,sp,etp=2")
 ODD = ("tp=3,sp",)  # where 2 does not divide
+_STATUSES = ("ready", "refused", "failed")
 
 
 @dataclass(frozen=True)
@@ -76,24 +79,25 @@ class Finding:
 def main() -> int:
     options = _options()
     console = Console()
-    findings = []
+    findings, seen = list[Finding](), dict[str, Finding]()
     with Processes() as processes:
         for name in options.only or names():
             start = time.perf_counter()
             finding = plan(name, options.tp)
             if not options.plan_only and not finding.reason:
-                finding = prove(finding, processes)
+                finding = prove(finding, processes, seen)
             findings.append(finding)
             cells = " ".join(f"{cell:>15}" for cell in _cells(finding, options.tp))
             line = f"{name:50} {finding.status:8} {cells} {time.perf_counter() - start:5.1f} s  {finding.words}"
             console.print(line, highlight=False, soft_wrap=True, markup=False)
-    counts = {status: sum(f.status == status for f in findings) for status in ("ready", "refused", "failed")}
+    counts = {status: sum(f.status == status for f in findings) for status in _STATUSES}
     console.print(f"{len(findings)} published checkpoints: " + counted(counts), highlight=False)
-    if not options.only and not options.plan_only:
+    if options.record or not (options.only or options.plan_only):
         families, _, own = PAGE.read_text(encoding="utf-8").partition(AFTER)
         pairs = own[own.index(PAIRS) :]  # written by scripts/describe_house.py
-        text = f"{families.rstrip()}\n\n{AFTER}\n\n{page(findings)}\n{pairs}"
-        PAGE.write_text(text, encoding="utf-8")
+        rows = _rows_of(own) if options.only else {}
+        rows = {name: row for name, row in rows.items() if name in names()} | {f.name: _row(f) for f in findings}
+        PAGE.write_text(page_with(families, f"\n\n{page(rows)}\n{pairs}"), encoding="utf-8")
         console.print(f"written: {PAGE.relative_to(ROOT)}", highlight=False)
     return 1 if counts["failed"] else 0
 
@@ -129,14 +133,21 @@ def _bytes_of_rank(small: Blueprint, lora: LoraConfig, shrunk: Shrunk, topology:
     return states.weights + states.buffers
 
 
-def prove(finding: Finding, processes: Processes) -> Finding:
-    """Train the twin of a planned checkpoint, and compare it with one process."""
+def prove(finding: Finding, processes: Processes, seen: dict[str, Finding]) -> Finding:
+    """Train the twin of a planned checkpoint, and compare it with one process.
+
+    seen: digest of a twin -> what came of it. Sizes of a model that differ in nothing else have the same twin, byte for
+    byte, and it is proved once.
+    """
     has_experts = any(ep > 1 for _, ep in finding.bytes_of)
     try:
         with tempfile.TemporaryDirectory(prefix="meshlora-") as folder:
             is_odd = (2, 1) not in finding.bytes_of
             model = write_published_twin(finding.published, Path(folder) / "model", tp=3 if is_odd else 2)
             topologies = (*(ODD if is_odd else DENSE), *(EXPERTS if has_experts else ()))
+            twin = _digest(model, topologies)
+            if twin in seen:
+                return replace(finding, status="ready", worst=seen[twin].worst)
             request = Request(topologies, model=str(model), device="cpu", steps=2, cache_dir=Path(folder) / "cache")
             outcomes = list(run_proof(prepare_proof(request), processes))
     except UserError as error:
@@ -146,7 +157,17 @@ def prove(finding: Finding, processes: Processes) -> Finding:
     for outcome in outcomes:
         if not outcome.passed:
             return replace(finding, status="failed", reason=f"{outcome.topology}: {difference(outcome)}")
-    return replace(finding, status="ready", worst=max(worst(outcome) for outcome in outcomes))
+    seen[twin] = replace(finding, status="ready", worst=max(worst(outcome) for outcome in outcomes))
+    return seen[twin]
+
+
+def _digest(folder: Path, topologies: Sequence[str]) -> str:
+    """Of every byte in a checkpoint, and of what it is proved on."""
+    digest = hashlib.sha256(repr(topologies).encode())
+    for file in sorted(folder.iterdir()):
+        digest.update(file.name.encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
 
 
 def _without_folder(message: str) -> str:
@@ -169,9 +190,22 @@ def counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{number} {status}" for status, number in counts.items())
 
 
-def page(findings: Sequence[Finding]) -> str:
-    """The second table of docs/support.md."""
-    counts = {status: sum(f.status == status for f in findings) for status in ("ready", "refused", "failed")}
+def _rows_of(page: str) -> dict[str, str]:
+    """The rows of the second table of docs/support.md: name of the file -> row."""
+    lines = [line for line in page.partition(PAIRS)[0].splitlines() if line.startswith("| ") and "/" in line.split()[1]]
+    return {line.split()[1].replace("/", "--"): line for line in lines}
+
+
+def _row(one: Finding) -> str:
+    words = one.words.replace("|", "\\|")
+    row = [one.published.repository, one.published.config["model_type"], one.published.format, one.status, words]
+    return f"| {' | '.join([*row, *_cells(one, SIZES), needs_of([f'{one.status}: {one.words}'])])} |"
+
+
+def page(rows: Mapping[str, str]) -> str:
+    """The second table of docs/support.md. rows: name of the file -> row."""
+    statuses = [row.split(" | ")[3] for row in rows.values()]
+    counts = {status: statuses.count(status) for status in _STATUSES}
     lines = [
         "## Published checkpoints",
         "",
@@ -186,23 +220,21 @@ def page(findings: Sequence[Finding]) -> str:
         "`meshlora plan` counts them; after the stroke with experts split over ep = tp.",
         "–: tp does not divide.",
         "",
-        f"{len(findings)} published checkpoints: {counted(counts)}.",
+        f"{len(rows)} published checkpoints: {counted(counts)}.",
         "",
         "| checkpoint | model_type | on disk | | worst relative error, or why not | "
         + " | ".join(f"tp {n}" for n in SIZES)
-        + " |",
-        "|---" * (5 + len(SIZES)) + "|",
+        + " | what would be needed |",
+        "|---" * (6 + len(SIZES)) + "|",
     ]
-    for one in findings:
-        words = one.words.replace("|", "\\|")
-        row = [one.published.repository, one.published.config["model_type"], one.published.format, one.status, words]
-        lines.append(f"| {' | '.join([*row, *_cells(one, SIZES)])} |")
+    lines += [rows[name] for name in sorted(rows)]
     return "\n".join(lines) + "\n"
 
 
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Plan and prove the published checkpoints of tests/published.")
     parser.add_argument("--only", nargs="+", choices=names(), metavar="NAME", help="only these; nothing is written")
+    parser.add_argument("--record", action="store_true", help="with --only: renew their rows, and keep the others")
     parser.add_argument("--plan-only", action="store_true", help="train no twin; nothing is written")
     parser.add_argument("--tp", nargs="+", type=int, default=list(SIZES), help="sizes to plan; default 1 2 4 8")
     return parser.parse_args()

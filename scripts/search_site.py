@@ -20,6 +20,7 @@ from urllib.parse import quote
 WORDS = (
     *("warmup_ratio", "val_set_size", "sample packing", "continue training", "custom dataset"),
     *("QLoRA", "load_in_4bit", "gradient checkpointing", "DeepSpeed", "4090", "macOS", "GGUF"),
+    *("gemma4_text", "Qwen/Qwen3-8B", "nvidia/Qwen3-32B-NVFP4"),  # a model_type and checkpoints: docs/support.md
 )
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 _SHOWN = re.compile(r'class="md-search-result__item"><a href="([^"?#]*)')

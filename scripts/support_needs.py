@@ -1,0 +1,77 @@
+"""What docs/support.md says beside each refusal: what would be needed; and its line of counts.
+
+Owns: reason of a refusal -> what has to be built, by whom (us, transformers, PEFT, the user). A reason that no pattern
+knows fails the scripts that write the page: whoever adds a refusal says what is needed. Does not own: the reasons.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+# The first pattern that is found in a reason decides.
+_NEEDS = (
+    (r"No module named|requires the .* library", "the user: install the named package; it is no dependency of ours"),
+    (r"composite .* on pp", "towers and projector on the first stage, and what later stages read of them sent along"),
+    (r"nor meshlora has a tensor-parallel plan", "a line in plan/families/explicit.py, and a proof"),
+    (r"only decoder-only", "an encoder beside the decoder: cross-attention's keys cut like the encoder's tokens"),
+    (r"custom code which must be", "the user: trust_remote_code, where its code passes the preflight; else a class in "
+     "transformers"),
+    (r"Unrecognized configuration class", "an Auto class of transformers that makes it a language model"),
+    (r"sees other tokens neither|states? of (its|their) own|itself numbers the tokens", "its reads of other tokens "
+     "through transformers' cache or attention functions, which cp stands in for"),
+    (r"reads \w+ of its attention mask", "a mask of whole rows for its own code under cp"),
+    (r"takes no text without (images|audio)", "runs on images or sound, as its forward asks for; or a forward of "
+     "transformers that takes text alone"),
+    (r"second input that carries a gradient|residual stream is several|beside the residual stream|indexer runs once",
+     "its second stream cut, sent and proved as the first one is"),
+    (r"reads weights of layers, or of the embedding|last norm runs before|share an activation",
+     "what other stages hold sent to this one, with its gradient"),
+    (r"styles that are not supported", "the style of transformers' plan read in plan/families/styles.py"),
+    (r"experts do not have the form", "its form in wings/experts/forms.py"),
+    (r"experts stand beside", "the router and its experts planned in the layer itself"),
+    (r"exactly one list of decoder layers", "a plan that knows which list is the decoder, and keeps the others whole"),
+    (r"several models", "the user: the part that is a language model, as a checkpoint of its own"),
+    (r"conversion on load", "that conversion read in loading/conversions.py"),
+    (r"PEFT does not load|renames those of an adapter", "names that PEFT reads back; PEFT, or an exporter's rule"),
+    (r"under (names|a name) that it does not load|overflows on it in float64|lacks vision_start|zeroes the padding",
+     "transformers: it differs from itself there"),
+    (r"embedding is a module|embedding or its output head", "an embedding of that form, split by its rows"),
+    (r"has no twin|no twin of it|cannot be shrunk", "tiny sizes that fit together: a line in meshlora_judge/twin.py"),
+    (r"no gradient: text does not pass", "the user: exclude_modules, as the message says; or images"),
+    (r"is not read yet|it lacks \d+ weights", "a reader of that format in wings/kept_bits"),
+    (r"transformers refuses it|has no such family", "a transformers that knows it"),
+    (r"cannot build it", "a configuration that can be built: a default, or a line in meshlora_judge/twin.py"),
+    (r"not on tp=2: no record|is not proved against one process", "a proof of its split over tp first"),
+)  # fmt: skip
+
+
+def need(reason: str) -> str:
+    """What would be needed to have no such refusal. `need("model_type 'x': only decoder-only ...")`."""
+    for pattern, words in _NEEDS:
+        if re.search(pattern, reason):
+            return words
+    raise KeyError(f"scripts/support_needs.py has no pattern for this reason: {reason}")
+
+
+def needs_of(cells: Iterable[str]) -> str:
+    """Those of a row's cells "refused: reason", each once; empty if none is refused."""
+    reasons = [cell.removeprefix("refused:") for cell in cells if cell.startswith("refused")]
+    return "; ".join(dict.fromkeys(need(reason) for reason in reasons)).replace("|", "\\|")
+
+
+def counts_line(families: int, proved: dict[str, int], checkpoints: dict[str, int]) -> str:
+    """The first line of the page."""
+    of_families = ", ".join(f"{number} on {part}" for part, number in proved.items())
+    of_files = ", ".join(f"{number} {status}" for status, number in checkpoints.items())
+    return (
+        f"**{families} families: proved are {of_families}. "
+        f"{sum(checkpoints.values())} published checkpoints: {of_files}.**"
+    )
+
+
+def checkpoints_on(page: str) -> dict[str, int]:
+    """The counts that the part of the published checkpoints says of itself; empty if it is not there."""
+    found = re.search(r"^\d+ published checkpoints: (.*)\.$", page, re.MULTILINE)
+    words = found[1].split(", ") if found else []
+    return {word.partition(" ")[2]: int(word.partition(" ")[0]) for word in words}

@@ -1,0 +1,39 @@
+"""docs/support.md begins with its counts, and says what each refusal would need."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.scripts import ROOT, load_script
+
+PAGE = (ROOT / "docs/support.md").read_text()
+
+
+def test_counts_on_top_are_those_of_the_rows() -> None:
+    families, needs = load_script("prove_families"), load_script("support_needs")
+    text, _, after = PAGE.partition(families.AFTER)
+    rows = families.rows_of(text)
+    proved = {
+        part.name: sum(cells[part.name].startswith("proved") for cells in rows.values()) for part in families.PARTS
+    }
+    line = needs.counts_line(len(rows), proved, needs.checkpoints_on(after))
+    assert line in PAGE.splitlines()[:4]
+    assert re.search(r"[1-9]\d* ready", line)
+
+
+def test_a_row_says_what_it_needs_where_something_of_it_is_refused_and_only_there() -> None:
+    found = [line.strip("| ").split(" | ") for line in PAGE.splitlines() if re.match(r"\| [^|]+ \| .*refused", line)]
+    assert len(found) > 100
+    rows = [line for line in PAGE.splitlines() if re.match(r"\| [\w./-]+ \| ", line) and "proved: " in line]
+    for row in rows:
+        assert ("refused" in row) == (row.rstrip("| ").count(" | ") > 3), row
+
+
+def test_a_reason_that_nobody_knows_is_an_error() -> None:
+    needs = load_script("support_needs")
+    assert needs.need("model_type 'x': only decoder-only language models are supported").startswith("an encoder")
+    with pytest.raises(KeyError, match="no pattern for this reason: it is blue"):
+        needs.need("it is blue")
+    assert needs.needs_of(["proved: 1e-15"]) == ""
