@@ -29,7 +29,8 @@ _FIELDS = {
     "input_embedding_size output_embedding_size backbone_hidden_size shape_embed_dim pronunciation_embed_dim "
     "out_hidden_size hidden_size_global vision_output_dim projector_input_dim projector_output_dim output_proj_dims "
     "ple_embed_dim ext_pw_out_channel depthwise_separable_out_channel nemo_conv_channels output_channels "
-    "adapter_in_dim adapter_out_dim adapter_input_size pooler_hidden_size",
+    "adapter_in_dim adapter_out_dim adapter_input_size pooler_hidden_size text_hidden_size audio_hidden_size "
+    "moe_hidden_size upsample_groups",
     "inner": "intermediate_size intermediate_size_mlp dense_intermediate_size ffn_dim ffn_hidden_size dff dim_ff "
     "alignment_intermediate_size projector_hidden_size "
     "n_inner mlp_dim encoder_ffn_dim decoder_ffn_dim feed_forward_size d_inner",
@@ -110,19 +111,30 @@ _GEMMA4: dict[str, Any] = {"num_kv_shared_layers": 2, "use_double_wide_mlp": Tru
 _GEMMA4 |= {"attention_k_eq_v": True, "num_global_key_value_heads": 2}
 _GEMMA4 |= {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
 _GEMMA4 |= {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3}
+_COMPASS = _THREE_LAYERS | {
+    "rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE | {"rope_theta": 1e3}}
+}
 _BY_FAMILY: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "cohere_compass_text": _THREE_LAYERS
-    | {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE | {"rope_theta": 1e3}}},
+    # What it makes images with has sizes of its own; ids of the tokens of images, and of their place.
+    "chameleon": {"vocabulary_map": {"<image>": 250, "IMGIMGAZ": 251}, "vq_config": {"base_channels": 32}},
+    "cohere_compass": {"text_config": _COMPASS},
+    "cohere_compass_text": _COMPASS,
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 8, "clip_qkv": 8.0}},
     "cohere2_moe": {"num_shared_experts": 2},
+    "deepseek_ocr2": {
+        "text_config": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"], "num_experts_per_tok": 6}
+        | {"n_group": 1, "topk_group": 1}
+    },
     "deepseek_v2": {"first_k_dense_replace": 1, "num_experts_per_tok": 6},
     "dots1": {"first_k_dense_replace": 1, "n_shared_experts": 2, "n_routed_experts": 128, "num_experts_per_tok": 6},
     "flex_olmo": {"num_experts": 8},
     "gemma4": {"text_config": _GEMMA4 | {"use_bidirectional_attention": "vision"}, "vision_config": {}},
     "gemma4_text": _GEMMA4,
     "granitemoehybrid": {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    "granite4_vision": {"deepstack_layer_map": [[-1, 0]], "spatial_target_layers": [1], "downsample_rate": "1/2"},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
+    "hunyuan_vl": {"text_config": {"head_dim": 128}},
     "janus": {  # what it makes images with has sizes of its own
         "vision_config": {"projection_dim": 64},
         "vq_config": {"base_channels": 32, "latent_channels": 32, "channel_multiplier": [1, 1], "num_embeddings": 64}
@@ -133,6 +145,10 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
     "lfm2": {"full_attn_idxs": [1]},
     "lfm2_moe": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
     "mellum": _THREE_LAYERS,
+    "molmo2": {"adapter_config": {"vision_feature_layer": [-1, -2]}},
+    "muse_spark": {
+        "audio_config": {"patch_sizes": [16, 6], "hidden_sizes": [64, 64], "depths": [1, 1], "num_hidden_layers": 2}
+    },
     "minimax_m3_vl_text": {"num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]}
     | {"layer_types": ["full_attention", "minimax_m3_sparse"]},
     "qwen2_moe": {"mlp_only_layers": [0]},
@@ -146,12 +162,13 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }
 
-# Sections of M-RoPE, of time, height and width, where a default configuration leaves them to the model's code.
+# Sections of M-RoPE, of time, height and width (hunyuan_vl: and of images), where a default configuration leaves them to the model's code.
 _M_ROPE = {
     **{key: [16, 24, 24] for key in ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "paddleocr_vl")},
     **{key: [24, 20, 20] for key in ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "cosmos3_edge")},
     **{key: [8, 12, 12] for key in ("glm4v", "glm4v_moe", "glm46v", "glmga", "glm_ocr")},
     "ernie4_5_vl_moe": [22, 22, 20],
+    "hunyuan_vl": [16, 16, 16, 16],
 }
 
 
@@ -298,6 +315,8 @@ def _shrunk(
             data[field] = _tiny(name, _of_layers(name, value, whole, layers), whole, sizes)
     if "fullatt_block_indexes" in data:  # windows of two by two merged patches
         data["window_size"] = 2 * data["spatial_merge_size"] * data["patch_size"]
+    if "adaptor_config" in data and "intermediate_size" in data["adaptor_config"]:  # fun_asr_nano
+        data["adaptor_config"]["intermediate_size"] = sizes["hidden"] // 4
     if "projector_input_dim" in data:  # llama4: of patches put together
         data["intermediate_size"] = round(data["hidden_size"] / data["pixel_shuffle_ratio"] ** 2)
     return data
@@ -310,7 +329,8 @@ def _common_fields(config: PretrainedConfig) -> dict[str, Any]:
 def _common_name(field: str, config: PretrainedConfig) -> str:
     """`n_embd` -> `hidden_size`. Some maps are reversed (`vocab_size` -> `n_words`): names in `_KIND_OF` win."""
     name = {real: name for name, real in config.attribute_map.items()}.get(field, field)
-    return field if field in _KIND_OF and name not in _KIND_OF else name
+    is_plain = field in _KIND_OF and (name not in _KIND_OF or field == "head_dim")  # hunyuan_vl's other name for it
+    return field if is_plain else name
 
 
 def _tiny(name: str, value: Any, whole: dict[str, Any], sizes: dict[str, int]) -> Any:
@@ -458,7 +478,8 @@ def _rope(rope: dict[str, Any], whole: dict[str, Any], sizes: dict[str, int]) ->
         if rope.get(name):
             tiny[name] = [rope[name][i * len(rope[name]) // half] for i in range(half)]
     if rope.get("mrope_section"):
-        _, middle, last = whole_sections = rope["mrope_section"]
+        whole_sections = rope["mrope_section"]
+        middle, last = whole_sections[-2:]  # three, or four with an axis of images
         sections = [s * half // sum(whole_sections) for s in whole_sections]
         sections[0 if middle == last else -1] += half - sum(sections)  # height and width stay alike
         tiny["mrope_section"] = sections

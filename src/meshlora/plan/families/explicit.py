@@ -79,7 +79,8 @@ def _falcon(config: Any) -> FamilyPlan:
 
 _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     # Of several families.
-    **dict.fromkeys(("emu3_text_model", "hunyuan_v1_dense", "qwen3_vl_text", "stablelm"), _LLAMA),
+    **dict.fromkeys(("emu3_text_model", "hunyuan_v1_dense", "hunyuan_vl_text", "molmo2_text"), _LLAMA),
+    **dict.fromkeys(("qwen3_vl_text", "stablelm"), _LLAMA),
     **dict.fromkeys(("glm", "glm4", "glm4v_text", "glm_ocr_text"), FamilyPlan({**_ATTENTION, **_FUSED})),
     **dict.fromkeys(
         ("gpt2", "openai-gpt"),
@@ -123,6 +124,10 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     "codegen": FamilyPlan(
         # Its code reads q, v and k in four groups of heads, whatever the width.
         {"attn.qkv_proj": fused("q v k", groups=4, local_groups=4), "attn.out_proj": ROW, **_CODEGEN_MLP}
+    ),
+    "chameleon": FamilyPlan(
+        _LLAMA.leaves,
+        parameters={f"self_attn.{norm}.{name}": 0 for norm in ("q_norm", "k_norm") for name in ("weight", "bias")},
     ),
     "cohere": FamilyPlan(_LLAMA.leaves, parameters={"self_attn.q_norm.weight": 0, "self_attn.k_norm.weight": 0}),
     "ctrl": FamilyPlan(
