@@ -162,7 +162,8 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }
 
-# Sections of M-RoPE, of time, height and width (hunyuan_vl: and of images), where a default configuration leaves them to the model's code.
+# Sections of M-RoPE, of time, height and width (hunyuan_vl: and of images), where a default configuration leaves
+# them to the model's code.
 _M_ROPE = {
     **{key: [16, 24, 24] for key in ("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "paddleocr_vl")},
     **{key: [24, 20, 20] for key in ("qwen3_vl", "qwen3_vl_moe", "qwen3_omni_moe_thinker", "cosmos3_edge")},
