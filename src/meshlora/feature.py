@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     from meshlora.model.weights import Source
     from meshlora.plan.base_options import BaseOptions
     from meshlora.plan.families.family import FamilyPlan
-    from meshlora.plan.rules import ExpertsRule, ModelPlan, Packing, Region
+    from meshlora.plan.rules import ExpertsRule, LinearRule, ModelPlan, Packing, PlannedBlock, Region
 
 # In the order in which they are asked.
-WINGS: tuple[str, ...] = ("stages", "experts", "variants", "quantized", "kernels", "context", "packed_rows")
+WINGS: tuple[str, ...] = ("stages", "experts", "mixers", "variants", "quantized", "kernels", "context", "packed_rows")
 WINGS += ("generation", "invoked", "combined", "hub", "starts", "vocabulary", "found", "proved")
 
 
@@ -64,6 +64,15 @@ class Feature:
 
     def opened_adapter(self, file: Path) -> AbstractContextManager[Any] | None:
         """`formats.adapter_file`: what opens `file` of an adapter if its tensors are in another kind of file."""
+        return None
+
+    def planned_block(
+        self, model_type: str, path: str, module: nn.Module, linears: Mapping[str, LinearRule], *, name: str, tp: int
+    ) -> PlannedBlock | None:
+        """`plan.derive`, of each block of a layer: the plan of `module`, at `path` of its layer; None: the family's.
+
+        linears: the rules of all linears of the model, as if each was whole. name: of the block.
+        """
         return None
 
     def with_stages(self, model: Any, plan: ModelPlan) -> ModelPlan:

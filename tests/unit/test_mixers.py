@@ -13,9 +13,9 @@ from transformers import AutoModelForCausalLM
 
 from meshlora.adapter.targets.resolve import resolve_targets
 from meshlora.plan.derive import plan_model
-from meshlora.plan.families.mixers import MIXERS, mixer_of
 from meshlora.plan.rules import ModelPlan
 from meshlora.plan.table import notes_of_whole
+from meshlora.wings.mixers.mixers import MIXERS, mixer_of
 from meshlora_extra.planner.memory import held
 from meshlora_ground.errors import UserError
 from meshlora_ground.topology import Topology

@@ -21,7 +21,6 @@ from meshlora.feature import check_axes, features
 from meshlora.plan.blocks import Heads, kept_whole, leaf_layout, local_attributes, parameter_layout
 from meshlora.plan.families.explicit import explicit_plan
 from meshlora.plan.families.family import FamilyPlan, Leaf
-from meshlora.plan.families.mixers import Mixer, mixer_of
 from meshlora.plan.families.refused import check_family
 from meshlora.plan.families.styles import family_plan, text_decoder
 from meshlora.plan.layout import Layout, Split
@@ -187,8 +186,8 @@ class _Planner:
                 continue
             if path in family.opened or any(expert.startswith(f"{name}.") for expert in self.experts):
                 self._plan_children(prefix, path, child, present, family)
-            elif mixer := mixer_of(self.config.get_text_config().model_type, path, child):
-                self._plan_mixer(name, child, mixer)
+            elif self._take_planned(name, path, child):
+                continue
             elif not inside:
                 if not kept_whole(child):
                     continue
@@ -250,26 +249,19 @@ class _Planner:
                 sliced[argument] = (of_heads, heads.query)
         self.regions.append(Region(name, True, local, sliced, family.passes.get(block, ())))
 
-    def _plan_mixer(self, name: str, module: nn.Module, mixer: Mixer) -> None:
-        """Plan a mixer with heads of its own; whole where they cannot be shared."""
-        if reason := mixer.obstacle(module, self.whole.topology.tp):
-            self.regions.append(Region(name, is_split=False, reason=reason))
-            return
-        for path, leaf in mixer.leaves.items():
-            rule = self.linears[f"{name}.{path}"]
-            self.linears[rule.name] = replace(rule, split=leaf.split, layout=mixer.leaf_layout(module, path))
-        for path, (dim, pieces) in mixer.parameters.items():
-            if _tensor(module, path) is not None:
-                self.parameters[f"{name}.{path}"] = ParameterRule(dim, mixer.layout(module, pieces))
-        if mixer.norm and f"{name}.{mixer.norm}.weight" in self.parameters:
-            layout = mixer.norm_layout(module)
-            if layout.groups % self.whole.topology.tp:
-                self.wide_norms[f"{name}.{mixer.norm}"] = layout
-        self._check_every_parameter_is_claimed(name, module, set(), None)
-        local: dict[str, dict[str, int]] = {}
-        for path, own in mixer.local(module, tp=self.whole.topology.tp).items():
-            local[f"{name}.{path}".rstrip(".")] = own  # "": the mixer itself
-        self.regions.append(Region(name, True, local))
+    def _take_planned(self, name: str, path: str, module: nn.Module) -> bool:
+        """Take the plan of a wing for the block `module` at `path` of a decoder layer. False: no wing plans it."""
+        tp, model_type = self.whole.topology.tp, self.config.get_text_config().model_type
+        for feature in features():
+            if planned := feature.planned_block(model_type, path, module, self.linears, name=name, tp=tp):
+                self.linears.update(planned.linears)
+                self.parameters.update(planned.parameters)
+                self.wide_norms.update(planned.wide_norms)
+                self.regions.append(planned.region)
+                if planned.region.is_split:
+                    self._check_every_parameter_is_claimed(name, module, set(), None)
+                return True
+        return False
 
     def _split_leaf(self, prefix: str, path: str, leaf: Leaf, heads: Heads | None) -> None:
         name = f"{prefix}.{path}"
@@ -466,13 +458,6 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
         rule = f"it must hold exactly one list of decoder layers (found: {', '.join(lists) or 'none'})"
         raise UnsupportedError(f"model_type {model.config.model_type!r}", rule)
     return next(iter(lists.items()))
-
-
-def _tensor(module: nn.Module, path: str) -> Tensor | None:
-    """The parameter or buffer at `path`; None if there is none."""
-    owner, _, leaf = path.rpartition(".")
-    found = getattr(dict(module.named_modules()).get(owner), leaf, None)
-    return found if isinstance(found, Tensor) else None
 
 
 def _features(module: nn.Linear | Conv1D) -> tuple[int, int]:

@@ -157,6 +157,16 @@ class Region:
 
 
 @dataclass(frozen=True)
+class PlannedBlock:
+    """A wing's plan of a block of a decoder layer: as in `ModelPlan`, by whole names, what is the block's alone."""
+
+    region: Region
+    linears: Mapping[str, LinearRule] = field(default_factory=dict)
+    parameters: Mapping[str, ParameterRule] = field(default_factory=dict)
+    wide_norms: Mapping[str, Layout] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class ModelPlan:
     """All facts about a model on a topology that need no process.
 

@@ -11,7 +11,7 @@ def _hide(module):
     match module.__name__:
         case "meshlora.plan.families.explicit":
             module._EXPLICIT.clear()
-        case "meshlora.plan.families.mixers":
+        case "meshlora.wings.mixers.mixers":
             module.MIXERS.clear()
         case "meshlora.wings.found.kept":
             module.all_shipped = dict
@@ -26,8 +26,9 @@ def _hide(module):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    names = {f"meshlora.plan.families.{name}" for name in ("explicit", "mixers", "styles")} | {
-        "meshlora.wings.found.kept"
+    names = {f"meshlora.plan.families.{name}" for name in ("explicit", "styles")} | {
+        "meshlora.wings.found.kept",
+        "meshlora.wings.mixers.mixers",
     }
 
     def find_spec(self, name, path, target=None):

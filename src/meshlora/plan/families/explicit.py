@@ -6,7 +6,7 @@ linears are column- or row-parallel, the pieces of fused ones, the head counts t
 dim of heads. Does not own: the rules that follow (`plan.rules`).
 
 Routed experts and routers need no entry (`wings.experts.forms`), nor do mixers with heads of their own
-(`plan.families.mixers`). Other blocks without an entry are kept whole: attention with an indexer over all heads,
+(`wings.mixers.mixers`). Other blocks without an entry are kept whole: attention with an indexer over all heads,
 recurrent units.
 """
 

@@ -13,9 +13,9 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
-from meshlora.plan.families.mixers import mixer_of
 from meshlora.plan.pairs import check
 from meshlora.plan.rules import ModelPlan
+from meshlora.wings.mixers.mixers import mixer_of
 from meshlora_ground.compat import transformers_models
 from meshlora_ground.errors import UnsupportedError
 from meshlora_ground.topology import TOKENS
