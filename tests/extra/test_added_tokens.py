@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+import os
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -245,3 +247,22 @@ def test_an_adapter_is_continued_on_its_own_vocabulary(base: Path, tmp_path: Pat
     assert yaml.safe_load(file.read_text())["model"]["add_tokens"]
     with pytest.raises(meshlora.UserError, match="continued on the vocabulary that it has"):
         read_run(file)
+
+
+def test_a_grown_base_that_nothing_has_used_for_long_is_removed(base: Path, tmp_path: Path) -> None:
+    """And what it links to is not; one that was used since is kept."""
+
+    def grown(token: str) -> Path:
+        return Path(read_run(_run(base, tmp_path, "unused", model={"add_tokens": [token]})).model.path)
+
+    long_ago = time.time() - 31 * 24 * 3600
+    old, used = grown("<old>"), grown("<used>")
+    for one in (old, used):
+        os.utime(one / ".grown.json", (long_ago, long_ago))
+    assert grown("<used>") == used  # which removes the other
+    assert (used / "config.json").is_file()
+    assert not old.exists()
+    assert not [*old.parent.glob("removed-*")]
+    _base(base)
+    assert grown("<old>") == old
+    assert (old / "config.json").is_file()

@@ -13,10 +13,14 @@ read it as any other. All that reads a base by its folder so reads a grown one: 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
 import json
+import os
+import shutil
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,6 +47,7 @@ from meshlora_ground.weight_files import INDEX, repository_of, weight_files
 # In a grown folder: how many rows its base has. A hidden file, so that no copy of the model takes it along.
 _MARK = ".grown.json"
 _ROWS_AT_ONCE, _LOCK_S = 4096, 7200.0
+_KEPT_S = 30 * 24 * 3600.0  # since the last use: each holds the embeddings of a model, which are soon made again
 # Written anew, or of the tokenizer before.
 _NOT_LINKED = {"config.json", INDEX, "added_tokens.json", "special_tokens_map.json"}
 # Where PEFT puts the base's own weight of a module, by what else it has there.
@@ -217,7 +222,24 @@ def _made(
             base.check_growth(rows)
             with new_folder(out) as folder:
                 _write(folder, base, rows, tokenizer, values)
+        with contextlib.suppress(OSError):  # a cache that is only read
+            os.utime(out / _MARK)
+    _remove_unused(bases)
     return str(out)
+
+
+def _remove_unused(bases: PrivateFolder) -> None:
+    """Remove the grown bases that nothing has used for long. What they link to stays."""
+    for mark in bases.path.glob(f"*/{_MARK}"):
+        with contextlib.suppress(OSError):  # another process removes it, or it cannot be removed
+            if time.time() - mark.stat().st_mtime < _KEPT_S:
+                continue
+            key = mark.parent.name.rpartition("-")[2]
+            with locked(bases, f"{key}.lock", "uses a base with added tokens", limit_s=_LOCK_S):
+                if time.time() - mark.stat().st_mtime >= _KEPT_S:  # not used since
+                    gone = mark.parent.with_name(f"removed-{key}")  # at once: half of one is no base
+                    mark.parent.rename(gone)
+                    shutil.rmtree(gone)
 
 
 def _write(
