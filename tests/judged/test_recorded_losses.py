@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,3 +117,14 @@ def test_a_trainer_of_trl_that_inherits_another_ones_class_is_not_taken_for_it(m
 
     with pytest.raises(UnsupportedError, match="a GKDTrainer: a recording does not have what the teacher says"):
         loss_of(object.__new__(GKDTrainer))
+
+
+def test_smoothed_labels_of_sigmoid_are_refused_as_releases_of_trl_differ() -> None:
+    from trl import DPOTrainer
+
+    trainer = object.__new__(DPOTrainer)
+    trainer.args = SimpleNamespace(loss_type=["sigmoid"], label_smoothing=0.1, beta=0.1)
+    with pytest.raises(UnsupportedError, match="others do not"):
+        loss_of(trainer)
+    trainer.args.label_smoothing = 0.0
+    assert loss_of(trainer)["loss_type"] == ["sigmoid"]

@@ -89,6 +89,9 @@ def loss_of(subject: Any) -> dict[str, Any]:
     if kind == "dpo" and "sft" in names_of(found["loss_type"]):
         rule = "TRL's is a mean over the better answers' tokens of a micro-batch, and the judge's is of each pair"
         raise UnsupportedError(f"loss_type={found['loss_type']}", rule, "record a run without sft")
+    if kind == "dpo" and "sigmoid" in names_of(found["loss_type"]) and found["label_smoothing"]:
+        rule = "some releases of TRL read it with sigmoid, and others do not"
+        raise UnsupportedError(f"label_smoothing={found['label_smoothing']}", rule, "record a run without it")
     return found
 
 
