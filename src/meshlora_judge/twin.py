@@ -60,7 +60,7 @@ _FIELDS = {
     "image": "image_size",
     # These may already be smaller, and 1 has a meaning: one expert per token, one group.
     "at most 8": "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num compress_rates",
-    "at most 4": "floor_scale rotary_dim o_groups mm_tokens_per_image",
+    "at most 4": "floor_scale rotary_dim o_groups mm_tokens_per_image index_kpool",
     "at most 2": "num_experts_per_tok num_experts_per_token moe_k moe_topk moe_top_k top_k_experts n_group "
     "num_expert_group n_shared_experts num_shared_experts moe_num_shared_experts",
     "at most 1": "topk_group index_topk_blocks",

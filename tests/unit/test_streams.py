@@ -16,11 +16,13 @@ from transformers import AutoModelForCausalLM
 from meshlora.adapter.targets.resolve import resolve_targets
 from meshlora.model.weights import CheckpointSource, check_checkpoint, extra_weights
 from meshlora.plan.derive import plan_model
+from meshlora.plan.layout import Split
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
 from meshlora_judge.inputs import write_twin
 from meshlora_judge.twin import twin_config
 from tests.blueprints import build_meta
+from tests.for_each import for_each
 from tests.unit.test_expert_weights import FILE
 
 TP = Topology(tp=2, sp=True)
@@ -47,6 +49,31 @@ def test_heads_are_split_by_groups_and_an_indexer_with_as_many_heads_stays_whole
     assert f"{ATTENTION}.o_a_proj" not in plan.linears  # it computes no x W^T
     with pytest.raises(UserError, match=r"tp must divide n_groups=4 of .*o_a_proj.weight; use tp in \{1, 2, 4\}"):
         plan_model(model, Topology(tp=8))
+
+
+@for_each("family", ["deepseek_v32", "glm_moe_dsa", "axk2", "dots3_note_text", "hy_v4"])
+def test_attention_is_split_and_its_indexer_whole(family: str) -> None:
+    model = _model(family)
+    name = "model.layers.0.self_attn"
+    indexer = model.get_submodule(f"{name}.indexer")
+    assert indexer.n_heads == model.get_submodule(name).num_heads  # by its number alone it would be split
+    plan = plan_model(model, TP)
+    region = next(region for region in plan.regions if region.name == name)
+    assert region.is_split
+    assert set(region.local) == {name}
+    assert {plan.linears[f"{name}.{path}"].split for path in ("kv_b_proj", "o_proj")} == {Split.COLUMN, Split.ROW}
+    inside = {rule.split for path, rule in plan.linears.items() if path.startswith(f"{name}.indexer.")}
+    assert inside == {Split.WHOLE}
+
+
+def test_parameters_that_transformers_splits_and_streams_need_no_line_in_a_table() -> None:
+    """hy_v4: sinks of heads under the style `local_params`."""
+    plan = plan_model(_model("hy_v4"), TP)
+    assert plan.parameters["model.layers.0.self_attn.sinks"].dim == 0
+    assert plan.parameters["model.layers.0.self_attn.sinks"].layout.local_size(2) == 4
+    assert plan.linears["model.layers.0.self_attn.gate_proj"].split is Split.COLUMN
+    assert not [region.name for region in plan.regions if region.name.endswith("_hc")]
+    assert "model.hc_head" in plan.after
 
 
 def test_a_linear_with_a_forward_of_its_own_is_one_if_it_maps_as_linears_do() -> None:

@@ -6,8 +6,8 @@ linears are column- or row-parallel, the pieces of fused ones, the head counts t
 dim of heads. Does not own: the rules that follow (`plan.rules`).
 
 Routed experts and routers need no entry (`wings.experts.forms`), nor do mixers with heads of their own
-(`wings.mixers.mixers`). Other blocks without an entry are kept whole: attention with an indexer over all heads,
-recurrent units.
+(`wings.mixers.mixers`). Other blocks without an entry are kept whole, as recurrent units; so are indexers inside a
+split attention, as all heads share their choice.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _LAYER_MLP = {"fc1": COLUMN, "fc2": ROW}  # in the decoder layer itself
 _PER_HEAD = fused("q k v", groups="heads")
 _WIDE = ("self_attn.q_norm", "self_attn.k_norm")
 _SINKS = {"self_attn.sinks": 0}
+_STREAMS = ("attn_hc", "ffn_hc")  # what mixes several residual streams, token by token
 
 _LLAMA = FamilyPlan({**_ATTENTION, **_DENSE})
 _LFM2 = FamilyPlan(
@@ -44,6 +45,7 @@ _LFM2 = FamilyPlan(
 )
 _GRANITE_MOE = FamilyPlan({**_ATTENTION, **fused_mlp("shared_mlp", "input_linear", "output_linear")})
 _LATENT_MOE = FamilyPlan({**_LATENT, **_DENSE, **_SHARED})
+_OF_LATENTS = ("axk1", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "mistral4")
 
 
 # Its heads are in groups, each with a projection out of its own, that many heads' outputs to `o_lora_rank`.
@@ -52,7 +54,7 @@ _DEEPSEEK_V4 = FamilyPlan(
     local={"self_attn": ("config.o_groups",), "self_attn.o_a_proj": ("n_groups",)},
     parameters={"self_attn.sinks": 0, "self_attn.o_a_proj.weight": 0},
     whole=("self_attn.compressor.position_bias", "self_attn.compressor.indexer.position_bias"),
-    token_wise=("attn_hc", "ffn_hc"),
+    token_wise=_STREAMS,
     after=("hc_head",),
 )
 
@@ -93,11 +95,10 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     **dict.fromkeys(("granitemoe", "phimoe"), FamilyPlan(_ATTENTION)),
     **dict.fromkeys(("flex_olmo", "minimax_m2", "olmoe"), FamilyPlan(_ATTENTION, wide_norms=_WIDE)),
     **dict.fromkeys(("granitemoehybrid", "granitemoeshared"), _GRANITE_MOE),
-    **dict.fromkeys(("axk1", "deepseek_v3", "glm4_moe_lite", "kimi_linear"), _LATENT_MOE),
+    **dict.fromkeys((*_OF_LATENTS, "sarvam_mla"), _LATENT_MOE),
     **dict.fromkeys(("cohere2_moe", "exaone_moe"), FamilyPlan({**_ATTENTION, **_DENSE, **_SHARED})),
     # Their attention is kept whole.
     **dict.fromkeys(("doge", "inkling_text"), FamilyPlan(_DENSE)),
-    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa"), FamilyPlan({**_DENSE, **_SHARED})),
     # No part of a layer can be split exactly, only the vocabulary.
     **dict.fromkeys(("falcon_mamba", "inkling2_text", "mamba", "mamba2", "rwkv", "xlstm"), FamilyPlan({})),
     **dict.fromkeys(
@@ -112,6 +113,7 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     ),
     # Of one.
     "afmoe": FamilyPlan({**_GATED_ATTENTION, **_DENSE, **_SHARED}),
+    "axk2": FamilyPlan({**_LATENT_MOE.leaves, "self_attn.q_gate_proj": COLUMN}),  # both of each head
     "bailing_hybrid": FamilyPlan({**_LATENT_MOE.leaves, "self_attn.g_proj": COLUMN}),
     "beam": FamilyPlan({**_GATED_ATTENTION, **_DENSE}, parameters={"self_attn.gate_bias": 0}),
     "biogpt": FamilyPlan({**separate("self_attn", out="out_proj"), **_LAYER_MLP}),
@@ -145,8 +147,15 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
         },
         whole=tuple(f"self_attn.lambda_{name}" for name in ("q1", "k1", "q2", "k2")),
     ),
+    "dots3_note_text": FamilyPlan({**_LATENT_MOE.leaves, "self_attn.g_proj": COLUMN}),  # a gate of each head
     "falcon": _falcon,
     "flint": FamilyPlan({**_ATTENTION, **_DENSE, **_ONE_SHARED}, parameters=_SINKS),
+    "glm5_next_text": FamilyPlan(
+        _LATENT_MOE.leaves,
+        whole=("self_attn.indexer.index_kpool_compress_ape", "self_attn.indexer.index_kpool_compress_gate"),
+        token_wise=_STREAMS,
+        after=("hc_head",),
+    ),
     "gpt_bigcode": _gpt_bigcode,
     "gpt_neo": FamilyPlan({**separate("attn.attention", out="out_proj"), **_GPT_MLP}),
     "gpt_neox": FamilyPlan({"attention.query_key_value": _PER_HEAD, "attention.dense": ROW, **_DENSE_MLP}),
@@ -165,6 +174,7 @@ _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     "llama4_text": FamilyPlan({**_ATTENTION, **gated_mlp("feed_forward"), **gated_mlp("feed_forward.shared_expert")}),
     "mimo_v2_flash": FamilyPlan({**_ATTENTION, **_DENSE}, parameters=_SINKS),
     "minicpm3": FamilyPlan({**separate("self_attn", names="q_b_proj q_proj kv_b_proj"), **_DENSE}),
+    # Its attention is whole: the indexer's choice has a dim of key/value heads.
     "minimax_m3_vl_text": FamilyPlan({**_FUSED, **fused_mlp("mlp.shared_experts", "gate_up_proj", "down_proj")}),
     "modernbert-decoder": FamilyPlan({**separate("attn", out="Wo"), **fused_mlp("mlp", "Wi", "Wo")}),
     "moshi": FamilyPlan(

@@ -19,8 +19,8 @@ from meshlora_ground.errors import UnsupportedError
 
 # Styles of transformers' tensor-parallel plans that split a linear.
 _LEAVES = {"colwise": COLUMN, "rowwise": ROW}
-# Styles of modules that are not split, which need no entry.
-_WHOLE = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
+# Styles of modules that are not split, or whose own parameters the plan names, which need no entry.
+_WHOLE = {"replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params"}
 # Blocks with one of these styles are kept whole on every rank, as transformers gathers inside them.
 _GATHERS = {"colwise_gather_output", "rowwise_split_input"}
 
@@ -47,13 +47,18 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
         rule = "neither transformers nor meshlora has a tensor-parallel plan for it"
         raise UnsupportedError(f"model_type {model_type!r}", rule, "use tp=1, with dp as you like")
     start = f"{layers_name.rpartition('.')[2]}.*."  # in decoder layers: `layers.*.mlp.up_proj` -> `mlp.up_proj`
-    paths, apart = _paths(layers), {name.removeprefix(f"{layers_name}.").partition(".")[2] for name in experts}
+    paths, owned = _paths(layers), _own_parameters(layers)
+    apart = {name.removeprefix(f"{layers_name}.").partition(".")[2] for name in experts}
     styles: dict[str, str] = {}  # path of a module -> its style
+    parameters: dict[str, int] = {}
     seen = set()
     for key, style in plan.items():
         pattern = _regex(key.removeprefix(start))
         if not key.startswith(start) or any(map(pattern.fullmatch, apart)):
             continue
+        for path in owned:
+            if style == "colwise" and pattern.fullmatch(path) and path.rpartition(".")[0] not in apart:
+                parameters[path] = 0
         for path in paths:
             if pattern.fullmatch(path):
                 # The first pattern that matches counts.
@@ -68,7 +73,8 @@ def family_plan(model: Any, layers_name: str, layers: nn.ModuleList, experts: Co
     for path in paths:  # in module order
         if styles.get(path) in _LEAVES and _block(path) not in gathering:
             leaves[path] = _LEAVES[styles[path]]
-    return FamilyPlan(leaves)
+    streams = tuple(path for path, module in layers[0].named_children() if "HyperConnection" in type(module).__name__)
+    return FamilyPlan(leaves, parameters=parameters, token_wise=streams, after=("hc_head",) if streams else ())
 
 
 def _paths(layers: nn.ModuleList) -> KeysView[str]:
@@ -76,6 +82,14 @@ def _paths(layers: nn.ModuleList) -> KeysView[str]:
     found: dict[str, None] = {}
     for layer in layers:
         found |= dict.fromkeys(path for path, _ in layer.named_modules())
+    return found.keys()
+
+
+def _own_parameters(layers: nn.ModuleList) -> KeysView[str]:
+    """The names of parameters that no linear or norm owns, as attention sinks, relative to the layers."""
+    found: dict[str, None] = {}
+    for layer in layers:
+        found |= dict.fromkeys(path for path, _ in layer.named_parameters() if not path.endswith((".weight", ".bias")))
     return found.keys()
 
 

@@ -178,6 +178,7 @@ _MAMBA2 = Mixer(
 MIXERS: dict[str, tuple[str, Mixer]] = {
     "bailing_hybrid": ("self_attn", _kimi_delta(decay="f_proj", gate="g_proj", dim=0)),
     **dict.fromkeys(("bamba", "falcon_h1", "granitemoehybrid"), ("mamba", _MAMBA2)),
+    "glm5_next_text": ("self_attn", _kimi_delta(decay="f_b_proj", gate="g_b_proj", dim=0)),
     "kimi_linear": ("self_attn", _kimi_delta(decay="f_b_proj", gate="g_b_proj", dim=2)),  # of low rank
     **dict.fromkeys(("mamba2", "nemotron_h"), ("mixer", _MAMBA2)),
     "olmo_hybrid": ("linear_attn", _SEPARATE_DELTA),

@@ -24,6 +24,7 @@ import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -199,7 +200,11 @@ def hold_stages(model: Any, plan: ModelPlan, mesh: Mesh) -> HeldStages | None:
     for name, module in model.named_modules():
         is_inside = name.startswith(f"{plan.layers}.") or name in plan.after
         if is_inside and not plan.holds(name):
+            weight = getattr(module, "weight", None)
             _empty(module)
+            if module is model.get_output_embeddings() and weight is not None:
+                # No tensor, which others would take for a weight: hy_v4 itself asks for the dtype of its head's.
+                vars(module)["weight"] = SimpleNamespace(dtype=weight.dtype)
     if not plan.has_first_stage:
         for table in tables:
             _empty(table)
