@@ -76,6 +76,15 @@ def test_parameters_that_transformers_splits_and_streams_need_no_line_in_a_table
     assert "model.hc_head" in plan.after
 
 
+def test_a_stage_begins_with_a_layer_that_chooses_keys_itself() -> None:
+    """hy_v4: the last layer takes what the one before has chosen."""
+    model = _model("hy_v4")
+    assert model.config.indexer_types == ["full", "full", "shared"]
+    assert plan_model(model, Topology.parse("pp=2")).stages == ((0, 1), (1, 3))
+    with pytest.raises(UnsupportedError, match=r"hy_v4 on pp=3: the layers with one indexer's choice .* of one stage"):
+        plan_model(model, Topology.parse("pp=3"))
+
+
 def test_a_linear_with_a_forward_of_its_own_is_one_if_it_maps_as_linears_do() -> None:
     class Otherwise(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:

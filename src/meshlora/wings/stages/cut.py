@@ -40,7 +40,27 @@ def with_stages(model: Any, plan: ModelPlan) -> ModelPlan:
     after = layer_cost(model, plan, plan.head)
     found = replace(plan, stages=cut_layers(costs, number, after=after, first=first, last=last))
     check_shared(model, found)
-    return found
+    return with_choices(model.config, found)
+
+
+def with_choices(config: Any, plan: ModelPlan) -> ModelPlan:
+    """`plan` with stages that begin earlier where a layer takes the keys that an indexer in the one before has chosen.
+
+    Raises:
+        UnsupportedError: a stage would have no layer left.
+    """
+    kinds = getattr(config.get_text_config(), "indexer_types", None)
+    if not kinds:
+        return plan
+    starts, num_layers = [], len(kinds)
+    for start, _ in plan.stages:
+        while kinds[start] == "shared" and start > 0:
+            start -= 1
+        starts.append(start)
+    if len({*starts}) < len(starts):
+        rule = "the layers with one indexer's choice of keys are of one stage, and one would have none left"
+        raise UnsupportedError(f"{plan.model_type} on {plan.topology}", rule, "use fewer stages, pp times interleave")
+    return replace(plan, stages=tuple(zip(starts, [*starts[1:], num_layers], strict=True)))
 
 
 def check_stages(model: Any, plan: ModelPlan) -> None:
