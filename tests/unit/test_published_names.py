@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +15,12 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForImageTextToText
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+from transformers.core_model_loading import Split, WeightConverter
 
 from meshlora.loading.blueprint import read_model_config
 from meshlora.loading.load import load
-from meshlora.model.stored import Part
+from meshlora.model.stored import Part, StoredTensor, _pieces
 from meshlora.model.weights import CheckpointSource, check_checkpoint, extra_weights
 from meshlora.run.config.file import read_run
 from meshlora.run.evaluate import prepare_evaluation
@@ -27,8 +29,9 @@ from meshlora.verify.options import Request
 from meshlora.verify.request import prepare_proof
 from meshlora_extra.merging.merge import merge
 from meshlora_ground.errors import UserError
-from meshlora_ground.model_class import take_quantization
+from meshlora_ground.model_class import own_class, take_quantization
 from meshlora_ground.topology import Topology
+from meshlora_judge.inputs import write_twin
 from meshlora_judge.twin import twin_config
 from tests.blueprints import build_meta
 from tests.unit.mistakes import Setup
@@ -103,6 +106,36 @@ def test_rows_of_a_fused_matrix_are_read_as_transformers_cuts_and_orders_them(tm
     assert source.mistake(name, tuple(expected[name].shape)) is None
     part = source.read(name, Part(0, 3, 9), Part(0, 12, 15), Part(1, 5, 8))
     assert torch.equal(part, expected[name][[*range(3, 9), *range(12, 15)], 5:8])
+
+
+# inkling2_text interleaves gate and up of stacks along their second dim, and in transformers 5.24 pads its head;
+# sarvam_moe, of 5.24, has q, k and v of three sizes in one.
+@pytest.mark.parametrize("family", sorted({"inkling2_text", "sarvam_moe"} & {*CONFIG_MAPPING}))
+def test_rows_that_a_conversion_chooses_are_read_as_transformers_chooses_them(family: str, tmp_path: Path) -> None:
+    """Whole, and in slices of the dim that is chosen from, and of others."""
+    config = twin_config(family)
+    write_twin(config, tmp_path, dtype=torch.float32, seed=0)
+    expected = dict(own_class(config).from_pretrained(tmp_path).named_parameters())
+    with torch.device("meta"):
+        model = own_class(config)(config)
+    source = CheckpointSource(tmp_path, model)
+    chosen = [name for name, stored in source.stored.items() if stored.tensors[0].rows is not None]
+    assert len(chosen) >= 6
+    assert [name for name, value in expected.items() if not torch.equal(source.read(name), value)] == []
+    for name in chosen:
+        dim = source.stored[name].tensors[0].rows_dim
+        part = source.read(name, Part(dim, 3, 9), Part(dim, 12, 15), Part(2 * dim, 1, 3) if dim else Part(1, 5, 8))
+        rows = expected[name].index_select(dim, torch.tensor([*range(3, 9), *range(12, 15)]))
+        assert torch.equal(part, rows[..., 1:3] if dim else rows[:, 5:8]), name
+
+
+def test_rows_of_other_sizes_than_the_models_are_one_message() -> None:
+    """Not those of `torch.split`."""
+    converter = WeightConverter("query_key_value", ["q_proj", "k_proj"], [Split(dim=0)])
+    model = SimpleNamespace(config=None, get_parameter=lambda _: torch.empty(4, 2, device="meta"))
+    tensor = StoredTensor.in_memory("query_key_value.weight", torch.zeros(9, 2))
+    with pytest.raises(UserError, match=r"query_key_value.weight \[9, 2\]: .*split_sizes"):
+        list(_pieces(tensor, converter, model, "q_proj.weight"))
 
 
 def test_a_matrix_that_is_cut_on_loading_is_merged_as_what_it_becomes(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from meshlora.feature import features
 from meshlora.model.stream import FLOATS, dtype_name
-from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.errors import UnsupportedError, UserError, reason
 from meshlora_ground.files import open_safetensors
 from meshlora_ground.weight_files import weight_files
 
@@ -71,7 +72,7 @@ class StoredTensor:
         shape: with the swapped dims swapped. dtype: as safetensors writes it: F32, BF16, I8.
         value: set for a tensor in no file. swapped: two dims whose places in the file are each other's.
         packed: set for a weight in few bits: its format and parts. key, shape, dtype are those of the weight.
-        rows: the rows of the tensor in the file that it consists of, int64; None: all of them, in order.
+        rows: the rows (along `rows_dim`) of the tensor in the file that it consists of, int64; None: all, in order.
     """
 
     file: Path
@@ -82,6 +83,7 @@ class StoredTensor:
     packed: tuple[Format, Mapping[str, StoredTensor]] | None = None
     swapped: tuple[int, int] | None = None
     rows: Tensor | None = None
+    rows_dim: int = 0
 
     @classmethod
     def in_memory(cls, key: str, value: Tensor) -> StoredTensor:
@@ -337,8 +339,8 @@ def find_stored(folder: Path, model: Any, quantization: Mapping[str, Any] | None
         if pattern is not None and name in names:
             converter = of_pattern[pattern]
             operations = converter.operations
-            if len(converter.target_patterns) > 1:
-                for target, part in _pieces(tensor, converter, model.config):
+            if len(converter.target_patterns) > 1 or {type(one).__name__ for one in operations} <= _CHOOSING:
+                for target, part in _pieces(tensor, converter, model, name):
                     found.setdefault(name.replace(converter.target_patterns[0], target), []).append(_Found(part))
                 continue
             # One that looks at the shape reads what a merge writes in the model's own order, too; others would not.
@@ -373,17 +375,34 @@ def _transposed(tensor: StoredTensor, needed: tuple[int, ...], operation: Any) -
     return dataclasses.replace(tensor, shape=tuple(shape), swapped=dims)
 
 
-def _pieces(tensor: StoredTensor, converter: Any, config: Any) -> Iterator[tuple[str, StoredTensor]]:
-    """(target, its rows of `tensor`) of a conversion that chooses rows: of the q, k and v of a fused qkv (kimi_k25)."""
-    kinds = [type(operation).__name__ for operation in converter.operations]
-    if not {*kinds} <= {"Chunk", "PermuteForRope"} or tensor.packed is not None:
+# Conversions that choose rows: of the q, k and v of a fused qkv (kimi_k25, sarvam_moe), of gate and up, those that are
+# no padding (inkling2).
+_CHOOSING = {"Chunk", "PermuteForRope", "Split", "Interleave", "Inkling2UnpadVocab"}
+
+
+def _pieces(tensor: StoredTensor, converter: Any, model: Any, name: str) -> Iterator[tuple[str, StoredTensor]]:
+    """(target, its rows of `tensor`) of a conversion that chooses rows. name: in `model`, of its first target."""
+    kinds, dims = [type(one).__name__ for one in converter.operations], {*_dims(converter.operations)}
+    if not {*kinds} <= _CHOOSING or len(dims) != 1 or tensor.packed is not None:
         raise UnsupportedError(tensor.key, f"its conversion on load ({kinds}) is not supported yet")
+    (dim,) = dims
     # Of the numbers of its rows it makes the rows that it chooses.
-    rows: dict[str, Any] = {converter.source_patterns[0]: torch.arange(tensor.shape[0])}
-    for operation in converter.operations:
-        rows = operation.convert(rows, converter.source_patterns, converter.target_patterns, config=config)
+    rows: dict[str, Any] = {converter.source_patterns[0]: torch.arange(tensor.shape[dim]).view(*[1] * dim, -1)}
+    targets = SimpleNamespace(get_parameter=lambda one: model.get_parameter(one).to(torch.int64))  # as numbers of rows
+    given = {"config": model.config, "model": targets, "full_layer_name": name}
+    try:
+        for operation in converter.operations:
+            rows = operation.convert(rows, converter.source_patterns, converter.target_patterns, **given)
+    except RuntimeError as error:  # the parts have other sizes
+        raise UserError(f"{tensor.key} {list(tensor.shape)}", reason(error), "download it again") from None
     for target, of_target in rows.items():
-        yield target, dataclasses.replace(tensor, shape=(len(of_target), *tensor.shape[1:]), rows=of_target)
+        shape = (*tensor.shape[:dim], of_target.numel(), *tensor.shape[dim + 1 :])
+        yield target, dataclasses.replace(tensor, shape=shape, rows=of_target.flatten(), rows_dim=dim)
+
+
+def _dims(operations: Sequence[Any]) -> Iterator[int]:
+    for operation in operations:
+        yield getattr(operation, "dim", 0)
 
 
 def _check_operations(key: str, operations: Sequence[Any]) -> bool:

@@ -139,11 +139,11 @@ def read_slice(stored: StoredTensor, parts: tuple[Part, ...] = ()) -> Tensor:
     if stored.rows is not None:
         rows, others = stored.rows, []
         for part in parts:
-            if part.dim == 0:
+            if part.dim == stored.rows_dim:
                 rows = rows[part.start : part.stop]
             else:
                 others.append(part)
-        return read_slice(dataclasses.replace(stored, rows=None), tuple(others))[rows]
+        return read_slice(dataclasses.replace(stored, rows=None), tuple(others)).index_select(stored.rows_dim, rows)
     index: list[slice] = [slice(None)] * len(stored.shape)
     for part in parts:
         index[part.dim] = slice(part.start, part.stop)
