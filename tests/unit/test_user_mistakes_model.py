@@ -60,7 +60,7 @@ MISTAKES: dict[str, Case] = {
         lambda s: s.family("dbrx"), "DbrxExperts", "do not have the form that most families share"
     ),
     "family_without_a_tp_plan": case(
-        lambda s: s.family("bert"), "bert", "neither transformers nor meshlora has a tensor-parallel plan", "use tp=1"
+        lambda s: s.family("kosmos-2"), "kosmos", "neither transformers nor meshlora has a tensor-parallel plan", "tp=1"
     ),
     "family_that_transformers_changes_on_loading": case(lambda s: s.family("youtu"), "youtu", "padding token"),
     "quantised_checkpoint": case(

@@ -72,7 +72,7 @@ def _no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--model", "nowhere", *TP2], "there is no such folder"),
         (["--family", "youtu", "--topology", "dp=2"], "zeroes the padding token's embedding"),
         (["--family", "musicgen", "--topology", "cp=2"], "transformers cannot build it"),
-        (["--family", "bert", *TP2], "neither transformers nor meshlora has a tensor-parallel plan"),
+        (["--family", "kosmos-2", *TP2], "neither transformers nor meshlora has a tensor-parallel plan"),
         ([*FAMILY, *TP2, "--set", "num_key_value_head=2"], "did you mean 'num_key_value_heads'?"),
         ([*FAMILY, *TP2, "--set", "num_key_value_heads"], "it must read KEY=VALUE"),
         ([*FAMILY, *TP2, "--set", "num_key_value_heads=[2"], "not a YAML value"),
@@ -182,8 +182,8 @@ def test_auto_is_every_topology_that_family_and_processes_allow() -> None:
     assert list(map(str, proof.topologies)) == [
         "dp=2", "tp=2", "tp=2,sp", "dp=4", "dp=2,tp=2", "dp=2,tp=2,sp", "tp=4", "tp=4,sp",
     ]  # fmt: skip
-    # No tensor-parallel plan: dp alone.
-    assert prepare_proof(Request(("auto",), family="bert", nproc=4)).topologies == [Topology(dp=2), Topology(dp=4)]
+    # No split that is right: dp alone.
+    assert prepare_proof(Request(("auto",), family="reformer", nproc=4)).topologies == [Topology(dp=2), Topology(dp=4)]
 
 
 def test_auto_splits_experts_too_and_trains_them() -> None:

@@ -13,7 +13,8 @@ from meshlora.plan.families.family import FamilyPlan
 from meshlora.wings.found.finder import Found, find_plan
 from meshlora.wings.found.kept import as_yaml, given, kept, shipped, text_of
 from meshlora.wings.found.probe import small_model
-from meshlora_ground.errors import UnsupportedError
+from meshlora.wings.found.trial import FAILURES
+from meshlora_ground.errors import UnsupportedError, reason
 from meshlora_ground.float64 import lift
 
 # The field of a configuration with a plan that a user gives: so the configuration of a twin has it too.
@@ -84,8 +85,13 @@ def _find(model: Any, layers_name: str, experts: Collection[str]) -> Found | Non
     apart = [name for name in experts if not any(other.startswith(f"{name}.") for other in experts)]
 
     def find() -> Found:
-        with lift():
-            return find_plan(small_model(config), layers_name, apart)
+        try:
+            with lift():
+                return find_plan(small_model(config), layers_name, apart)
+        except FAILURES as error:  # of the family's code, on text alone
+            rule = "neither transformers nor meshlora has a tensor-parallel plan for it, and none is found"
+            what = f"model_type {model.config.model_type!r}"
+            raise UnsupportedError(what, f"{rule} ({reason(error)})", "use tp=1, with dp as you like") from error
 
     return kept(model, find)
 
