@@ -47,6 +47,13 @@ _REFUSED_SPLIT = {
 }
 # Families that need, beside the residual stream, what another stage has.
 _REFUSED_STAGES = {
+    **dict.fromkeys(
+        (
+            *("bert", "bert-generation", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+            *("roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xlnet"),
+        ),
+        "its layers take and return their states by place, which stages do not send",
+    ),
     "nanochat": "its last norm runs before the layers too",
     "openai-gpt": "its layers share an activation",
     "rwkv": "its layers pass a state on beside the residual stream",
