@@ -183,14 +183,14 @@ def test_a_distilling_run_of_the_data_goes_on(
     ("changes", "words"),
     [
         ({"rl.rewards": "[{kind: regex, pattern: a}]"}, "the teacher alone says what a completion is worth"),
-        ({"train.objective.teacher": "recorded"}, "a record says nothing of what is still to be generated"),
+        ({"train.objective.teacher": "recorded"}, "its teacher is one that reads what is generated"),
         (
             {"train.objective.teacher": "itself", "train.objective.context": "Be brief."},
-            "what is generated has no second row with the context",
+            "its teacher is one that reads what is generated",
         ),
         ({"rl.on_policy": "0.5", "rl.completions": "2"}, "a prompt has one completion in the data"),
         ({"rl.on_policy": "1.5"}, "rl.on_policy=1.5: it must be in [0, 1]"),
-        ({"train.objective": "{kind: dpo}"}, "it learns from rewards, compared within groups, or from a teacher"),
+        ({"train.objective": "{kind: dpo}"}, "it learns from rewards in groups, or from a teacher"),
         ({"train.objective": "{kind: grpo}", "rl.on_policy": "0.5"}, "rl.rewards=[]: it must be one or more"),
     ],
 )

@@ -101,7 +101,7 @@ def test_other_text_is_refused(key: str, given: str, file: Any) -> None:
 @for_each("key", ["eval_every", "save_every"])
 def test_a_stream_has_no_epochs(key: str, file: Any) -> None:
     options = {"objective": "policy", "steps": 4, "epochs": None, key: "epoch"}
-    with pytest.raises(UserError, match=rf"train\.{key}=epoch.*a stream has no epochs; give a number of steps"):
+    with pytest.raises(UserError, match=rf"train\.{key}=epoch.*a stream has no epochs; give it in steps"):
         read_run(file(train=options, data={"follow_s": 1.0}))
 
 

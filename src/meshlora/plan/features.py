@@ -17,6 +17,7 @@ Asked = Mapping[str, Any]
 
 _TASK = "CAUSAL_LM"  # as `meshlora_ground.tasks.CAUSAL`
 _KIND = "{key}={0.kind}"  # how a message says an objective
+_OF_RL = ("grpo", "distill")  # kinds
 
 
 def _is(value: object) -> Callable[[Any], bool]:
@@ -128,12 +129,7 @@ class Feature(Enum):
         _KIND,
     )
     BASE = "train.objective", lambda given: given.needs_base, "objectives with a frozen policy", _KIND
-    NO_RL = (
-        "train.objective",
-        lambda given: given.kind not in ("grpo", "distill"),
-        "any objective but grpo and distill",
-        _KIND,
-    )
+    NO_RL = "train.objective", lambda given: given.kind not in _OF_RL, "any objective but grpo and distill", _KIND
     NO_ROLLOUTS = "train.objective", lambda given: not given.is_of_rollouts, "objectives without rollouts", _KIND
     OF_ROLLOUTS = "train.objective", lambda given: given.is_of_rollouts, "objectives of rollouts", _KIND
     UNCORRECTED = (

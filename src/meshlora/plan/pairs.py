@@ -63,9 +63,7 @@ REFUSED: tuple[Refused, ...] = (
         "only records of sft have an answer to compare with",
         "leave it out, or measure the finished adapter: meshlora evaluate --generate --data FILE",
     ),
-    _refused(F.SKIPPED_BAD, F.NOTHING_ALONE)(
-        "its rows are compared with each other, or have labels", "correct the rows"
-    ),
+    _refused(F.SKIPPED_BAD, F.NOTHING_ALONE)("its rows are compared with others, or have labels", "correct the rows"),
     _refused(F.PACKING, F.PAIRS)("a pair is two rows", "set data.packing: false"),
     _refused(F.IN_CONTEXT, {F.PACKING, F.CONTEXT})(
         "its teacher has other rows than the student, of other lengths", "use neither packing nor cp"
@@ -98,11 +96,8 @@ REFUSED: tuple[Refused, ...] = (
     _refused(F.RECORD, F.REPLAY)("what is replayed is recorded already", "give one"),
     _refused(F.LORA_PLUS, F.LORA_FA)("A is not trained: B alone has a rate", "leave out one of them"),
     # Rollouts, and data that come step by step.
-    _refused(F.RL, F.NO_RL)(
-        "it learns from rewards, compared within groups, or from a teacher", "give objective: {kind: grpo}, or distill"
-    ),
-    _refused(F.RL, F.TAUGHT)("a record says nothing of what is still to be generated", "give a teacher that runs"),
-    _refused(F.RL, F.IN_CONTEXT)("what is generated has no second row with the context", "leave out the context"),
+    _refused(F.RL, F.NO_RL)("it learns from rewards in groups, or from a teacher", "give kind: grpo, or distill"),
+    _refused(F.RL, {F.TAUGHT, F.IN_CONTEXT})("its teacher is one that reads what is generated", "give a folder"),
     _refused(F.RL, F.HELD_OUT, F.OF_ROLLOUTS)("a run of rl is watched by its rewards"),
     _refused(F.FOLLOWED, F.MADE)("it makes its rollouts"),
     _refused(F.TEMPERATURE, F.UNCORRECTED, F.MADE)(
@@ -121,9 +116,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     _refused(F.FOLLOWED, F.SEVERAL_PATHS)("a stream is one folder", "give data.train as its path"),
     _refused({F.FOLLOWED, F.RL}, F.EPOCHS)("a stream has no epochs", "give train.steps"),
-    _refused({F.FOLLOWED, F.RL}, {F.EVAL_BY_EPOCH, F.SAVE_BY_EPOCH})(
-        "a stream has no epochs", "give a number of steps"
-    ),
+    _refused({F.FOLLOWED, F.RL}, {F.EVAL_BY_EPOCH, F.SAVE_BY_EPOCH})("a stream has no epochs", "give it in steps"),
     _refused({F.FOLLOWED, F.RL}, {F.RECORD, F.REPLAY})("such a record is of data that are known beforehand"),
     _refused(F.MADE, {F.LORA_DROPOUT, F.NOISE})(
         "the policy that is trained would be another one than the one that acts"
@@ -297,9 +290,7 @@ REFUSED: tuple[Refused, ...] = (
     ),
     _refused(F.BATCHED, F.STAGES)("a token would pass all stages before the next can begin", "use model.generate"),
     _refused(F.BATCHED, F.CONTEXT)("it brings an attention of its own", "use model.generate"),
-    _refused(F.SCORES, {F.CONTEXT, F.STAGES})(
-        "its ranks have a part of the tokens or layers each", "use dp, tp and sp"
-    ),
+    _refused(F.SCORES, {F.CONTEXT, F.STAGES})("its ranks have parts of the tokens or layers", "use dp, tp and sp"),
     _refused(F.TRL, {F.CONTEXT, F.STAGES})(
         "its losses are of whole rows, of which a rank has a part", "use dp or tp, or MeshTrainer, or meshlora train"
     ),
