@@ -208,9 +208,12 @@ def hold_stages(model: Any, plan: ModelPlan, mesh: Mesh) -> HeldStages | None:
     if not plan.has_first_stage:
         for table in tables:
             _empty(table)
-        # Some models make their positions on its device, and gemma4 looks at its row of padding: one of zeros for all.
+        # Some models make their positions on its device.
         weight = tables[0].weight
-        vars(tables[0])["weight"] = weight.new_zeros(1, weight.shape[1], device=mesh.device).expand(weight.shape)
+        stand_in = weight.new_empty(0, device=mesh.device)
+        if plan.per_layer[0]:  # gemma4 looks at its row of padding: one of zeros stands for all
+            stand_in = weight.new_zeros(1, weight.shape[1], device=mesh.device).expand(weight.shape)
+        vars(tables[0])["weight"] = stand_in
         for name in beside_text(model, plan):
             _empty(model.get_submodule(name))
         for name, module in model.named_modules():
