@@ -157,6 +157,7 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
     "qwen3_next": {"mlp_only_layers": [0]},
     "qwen4_exp": {"text_config": _QWEN4},
     "qwen4_exp_text": _QWEN4,
+    "step3p7": {"text_config": {"sliding_window": 512}},  # without one its model does not run
     "reformer": {"axial_pos_embds": False},
     "gemma3": {"vision_config": {"vision_use_head": False}},  # as published
     "xmod": {"default_language": "en_XX"},

@@ -23,6 +23,7 @@ from meshlora.plan.layout import Layout, Piece, Split
 from meshlora.plan.rules import ExpertsRule
 from meshlora.wings.experts.forms import find_experts
 from meshlora_ground.errors import UnsupportedError, UserError
+from meshlora_ground.model_class import own_class
 from meshlora_ground.topology import Topology
 from meshlora_judge.twin import twin_config
 from tests.for_each import for_each
@@ -165,6 +166,27 @@ def test_topology_that_does_not_fit_the_experts_says_what_does(family: str, topo
 def test_experts_of_a_form_that_is_not_known_are_refused(family: str, topology: str) -> None:
     with pytest.raises(UnsupportedError, match="do not have the form that most families share"):
         find_experts(_model(family), Topology.parse(topology))
+
+
+def test_a_stack_that_says_nothing_of_its_form_is_tried_on_a_few_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of step3p7, whose class has no flags; one whose sum is another is refused."""
+    config = twin_config("step3p7")
+    with torch.device("meta"):
+        model = own_class(config)(config)
+    (name, rule), *_ = find_experts(model, Topology()).items()
+    experts = model.get_submodule(name)
+    assert rule.first.fused is not None
+    assert (rule.first.out_features, rule.first.in_features) == tuple(experts.gate_up_proj.shape[1:])
+    run = type(experts).forward
+    for wrong in (
+        lambda self, x, chosen, weights: run(self, x, chosen, weights * weights),  # other weights
+        lambda self, x, chosen, weights: run(self, x, chosen, weights).clamp(max=100.0),  # shows in large numbers
+        lambda self, x, chosen, weights: run(self, x, chosen.flip(-1), weights),  # other experts
+        lambda self, x, chosen: run(self, x, chosen, x[:, :2]),
+    ):
+        monkeypatch.setattr(type(experts), "forward", wrong)
+        with pytest.raises(UnsupportedError, match="do not have the form that most families share"):
+            find_experts(model, Topology())
 
 
 def _changed(**attributes: Any) -> Any:

@@ -11,13 +11,17 @@ tp: its first matrix by output features (column), its second by input features (
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
 
 from meshlora.plan.layout import Layout, Piece, Split
 from meshlora.plan.rules import ExpertRule, ExpertsRule
+from meshlora_ground.compat.transformers_models import gate_of
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology, divisors, set_of
 
@@ -68,6 +72,8 @@ def _rule(name: str, module: Any, model: Any) -> ExpertsRule:
         # Its block scales the tokens and calls it with all of them for every expert.
         flags = {"has_gate": True, "has_bias": False, "is_transposed": True, "is_concatenated": True}
         weights_first = True
+    if set(flags.values()) == {None} and _is_usual(module):
+        flags = {"has_gate": True, "has_bias": False, "is_transposed": False, "is_concatenated": True}
     if None in flags.values() or getattr(module, "has_post_expert_norm", False):
         raise UnsupportedError(f"{name}: {type(module).__name__}", _UNKNOWN)
     first_name, of_inputs = "up_proj", 2
@@ -106,6 +112,40 @@ def _rule(name: str, module: Any, model: Any) -> ExpertsRule:
         _routers(model.get_submodule(block), block, name, num_experts),
         weights_first,
     )
+
+
+def _is_usual(module: nn.Module) -> bool:
+    """Whether a stack that says nothing of its form (step3p7) has the usual one: it is run on a few numbers, and
+    compared with what `wings.experts.module` computes of them.
+    """
+    own = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+    number, width, hidden = own.get("gate_up_proj", (0, 0, 0))
+    if own != {"gate_up_proj": (number, width, hidden), "down_proj": (number, hidden, width // 2)} or width % 2:
+        return False
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
+
+    first, second, weights = drawn(number, 6, 5), drawn(number, 5, 3), drawn(8, 2)
+    # Small and large: a clamp that the gate knows nothing of shows.
+    x = drawn(8, 5) * 10.0 ** torch.arange(-2.0, 2.0, 0.5, dtype=torch.float64, device="cpu").unsqueeze(1)
+    chosen = torch.stack([torch.arange(8, device="cpu") % number, (torch.arange(8, device="cpu") * 3 + 1) % number], 1)
+    gate = gate_of(module)
+    expected = torch.zeros_like(x)
+    for token, choice in itertools.product(range(8), range(2)):
+        expert = int(chosen[token, choice])
+        inner = (first[expert] @ x[token]).unsqueeze(0)
+        if gate is not None:
+            inner = gate(inner)
+        else:
+            inner = module.act_fn(inner[:, :3]) * inner[:, 3:]  # type: ignore[operator]
+        expected[token] += weights[token, choice] * (second[expert] @ inner[0])
+    try:
+        found = functional_call(module, {"gate_up_proj": first, "down_proj": second}, (x, chosen, weights))
+    except (RuntimeError, TypeError):  # it takes something else
+        return False
+    return isinstance(found, Tensor) and found.shape == x.shape and torch.allclose(found, expected, 1e-9, 1e-12)
 
 
 def _routers(block: nn.Module, block_name: str, experts: str, num_experts: int) -> tuple[str, ...]:
