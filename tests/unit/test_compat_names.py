@@ -181,6 +181,8 @@ PRIVATE = [
     Private("rule_of_one_sequence", f"{MASKS}.sliding_window_overlay", "to attend to one at a time"),
     Private("calls_attention", f"{_LLAMA}.ALL_ATTENTION_FUNCTIONS", "to find what attends to other tokens"),
     Private("calls_of_attention", f"{_LLAMA}.ALL_ATTENTION_FUNCTIONS.get_interface", "to count its messages"),
+    Private("reads_keys", f"{_CACHE}.update", "to give keys of other cp ranks in place of a cache's"),
+    Private("asks_for_earlier", f"{_CACHE}.get_seq_length", "to say how many tokens are on the cp ranks before"),
     Private("keeps_inputs", f"{_CACHE}.update_conv_state", "to pass states over cp"),
     Private("keeps_state", f"{_CACHE}.update_recurrent_state", "to pass states over cp"),
     Private(

@@ -204,7 +204,7 @@ def test_a_mask_of_an_earlier_forward_is_not_used_with_other_tokens() -> None:
 @pytest.mark.parametrize(
     ("does", "words"),
     [
-        (lambda mask: mask.shape, "reads shape of"),
+        (lambda mask: mask.dtype, "reads dtype of"),
         (lambda mask: mask[:, :, :, :4], "slices"),
         (lambda mask: ~mask, "inverts"),
         (lambda mask: torch.ones(2, 2) + mask, "calls add with"),

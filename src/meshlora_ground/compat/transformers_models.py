@@ -57,11 +57,6 @@ def reads_keys(module: nn.Module) -> bool:
     return "update" in inspect.unwrap(type(module).forward).__code__.co_names
 
 
-def numbers_tokens(module: nn.Module) -> bool:
-    """Whether the forward of `module` gives tokens positions by how many it is called with."""
-    return "arange" in inspect.unwrap(type(module).forward).__code__.co_names
-
-
 def asks_for_earlier(module: nn.Module) -> bool:
     """Whether the forward of `module` asks transformers' cache how many tokens are before those at hand."""
     return "get_seq_length" in inspect.unwrap(type(module).forward).__code__.co_names

@@ -8,6 +8,7 @@ a cache, by the cache's own methods. What does neither, and still sees others, i
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -63,7 +64,7 @@ def with_mixers(model: Any, plan: ModelPlan) -> ModelPlan:
             mixer = mixer_of(text.model_type, path, module)
             state = mixer.state if mixer is not None else ()
             way = _way_of(module, state)
-            if way == _ATTENDS and transformers_models.numbers_tokens(module):
+            if way == _ATTENDS and _numbers_tokens(module):
                 rule = f"its {type(module).__name__} itself numbers the tokens that it is called with, from 0"
                 raise UnsupportedError(f"model_type {plan.model_type!r} on {plan.topology}", rule, "use dp, tp and sp")
             if way == _STATES:
@@ -104,6 +105,11 @@ def _way_of(module: nn.Module, state: tuple[str, ...]) -> str:
     # while there are no later keys.
     own = getattr(module, "bias", None)
     return PAST if isinstance(own, Tensor) and own.ndim == 4 else CACHE
+
+
+def _numbers_tokens(module: nn.Module) -> bool:
+    """Whether the forward of `module` gives tokens positions by how many it is called with."""
+    return "arange" in inspect.unwrap(type(module).forward).__code__.co_names
 
 
 def _check(module: nn.Module, name: str, way: str, plan: ModelPlan) -> None:

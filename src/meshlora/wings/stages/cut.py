@@ -246,7 +246,6 @@ def plan_of_rank(plan: ModelPlan, rank: int) -> ModelPlan:
         linears=held(plan.linears),
         parameters=held(plan.parameters),
         attentions=tuple(filter(own.holds, plan.attentions)),
-        mixing=held(plan.mixing),
         wide_norms=held(plan.wide_norms),
         embedding=embedding,
         head=head,
