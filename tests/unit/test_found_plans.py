@@ -14,9 +14,10 @@ from transformers import AutoModelForCausalLM, BertConfig
 
 from meshlora.loading.blueprint import build_on_meta, make_blueprint
 from meshlora.plan.base_options import BaseOptions
+from meshlora.plan.blocks import Heads
 from meshlora.plan.derive import plan_model
 from meshlora.plan.families import styles
-from meshlora.plan.families.family import FamilyPlan, fused
+from meshlora.plan.families.family import ROW, FamilyPlan, Leaf, fused
 from meshlora.plan.layout import Split
 from meshlora.plan.rules import LinearRule, ModelPlan
 from meshlora.wings.found import feature, kept
@@ -24,6 +25,8 @@ from meshlora.wings.found.feature import notes_of, plan_text, use_twins
 from meshlora.wings.found.finder import Found
 from meshlora.wings.found.indices import chooses_by
 from meshlora.wings.found.kept import from_yaml
+from meshlora.wings.found.probe import look, small_model
+from meshlora.wings.found.trial import Proposal, passes_in_parts
 from meshlora.wings.proved.families import PROVED
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
@@ -150,6 +153,16 @@ def test_what_cannot_be_split_is_whole_and_said(hidden: Callable[[Any], ModelPla
     said = "; ".join(notes_of(model))
     assert "kinds of blocks stay whole" in said
     assert "self_attn: the parts of self_attn do not sum up to it" in said
+
+
+@pytest.mark.parametrize(("pieces", "is_right"), [("q k v", True), ("", False), ("v1 v2", False)])
+def test_parts_with_rows_of_other_units_do_not_sum_up(pieces: str, is_right: bool) -> None:
+    model = small_model(twin_config("gpt2", tp=2))
+    layer = model.transformer.h[0].requires_grad_()
+    block, call = layer.attn, look(model, layer, ()).calls["attn"]
+    leaves = {"attn.c_attn": Leaf(Split.COLUMN, pieces), "attn.c_proj": ROW}
+    proposal = Proposal("attn", leaves, Heads.of(block, model.config), local={"attn": ("split_size",)})
+    assert passes_in_parts(proposal, layer, call) == (() if is_right else None)
 
 
 class _Chooses(nn.Module):
