@@ -54,6 +54,10 @@ _REFUSED_STAGES = {
         ),
         "its layers take and return their states by place, which stages do not send",
     ),
+    **dict.fromkeys(
+        ("bart", "blenderbot-small", "mbart", "mvp", "plbart"),
+        "a norm before its layers is registered after them, where other stages have it",
+    ),
     "nanochat": "its last norm runs before the layers too",
     "openai-gpt": "its layers share an activation",
     "rwkv": "its layers pass a state on beside the residual stream",
