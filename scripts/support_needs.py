@@ -21,8 +21,9 @@ _NEEDS = (
     (r"sees other tokens neither|states? of (its|their) own|itself numbers the tokens", "its reads of other tokens "
      "through transformers' cache or attention functions, which cp stands in for"),
     (r"reads \w+ of its attention mask", "a mask of whole rows for its own code under cp"),
-    (r"takes no text without (images|audio)", "runs on images or sound, as its forward asks for; or a forward of "
-     "transformers that takes text alone"),
+    (r"calls \w+ on its logits", "that operation over a split vocabulary, exact on each rank"),
+    (r"takes no text without (images|audio)|asks for mm_token_type_ids",
+     "runs on images or sound, as its forward asks for; or a forward of transformers that takes text alone"),
     (r"second input that carries a gradient|residual stream is several|beside the residual stream|indexer runs once",
      "its second stream cut, sent and proved as the first one is"),
     (r"reads weights of layers, or of the embedding|last norm runs before|share an activation",

@@ -338,3 +338,18 @@ def test_special_tokens_are_inside_the_vocabulary() -> None:
             }
             assert all(0 <= v < 256 for v in tokens.values()), tokens
             assert len(set(tokens.values())) == len(tokens), tokens
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["cohere_compass", "fun_asr_nano", "granite4_vision", "hunyuan_vl", "inkling2", "molmo2", "muse_spark"],
+)
+def test_sizes_that_a_composite_names_in_two_places_agree(family: str) -> None:
+    config = twin_config(family, tp=2)  # its class checks them
+    assert config.get_text_config().hidden_size == 64
+
+
+def test_sections_of_rope_may_be_four_and_a_head_has_one_size_under_two_names() -> None:
+    text = twin_config("hunyuan_vl", tp=2).get_text_config()
+    assert text.head_dim == 8
+    assert text.rope_parameters["mrope_section"] == [1, 1, 1, 1]

@@ -81,8 +81,7 @@ def _falcon(config: Any) -> FamilyPlan:
 
 _EXPLICIT: dict[str, FamilyPlan | Callable[[Any], FamilyPlan]] = {
     # Of several families.
-    **dict.fromkeys(("emu3_text_model", "hunyuan_v1_dense", "hunyuan_vl_text", "molmo2_text"), _LLAMA),
-    **dict.fromkeys(("qwen3_vl_text", "stablelm"), _LLAMA),
+    **dict.fromkeys(("emu3_text_model", "hunyuan_v1_dense", "hunyuan_vl_text", "qwen3_vl_text", "stablelm"), _LLAMA),
     **dict.fromkeys(("glm", "glm4", "glm4v_text", "glm_ocr_text"), FamilyPlan({**_ATTENTION, **_FUSED})),
     **dict.fromkeys(
         ("gpt2", "openai-gpt"),

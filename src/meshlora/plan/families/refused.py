@@ -36,8 +36,12 @@ _REFUSED_SPLIT = {
     ),
     "big_bird": "it puts other modules in place of its attention's when it runs on short texts",
     "cpmant": "it takes the tokens of a prompt out of its stream after the layers, past the border of sp",
+    **dict.fromkeys(
+        ("deepseek_ocr2", "unlimited_ocr"),
+        "transformers takes the names of its own layers for older ones, and renames those of an adapter",
+    ),
+    "molmo2": "transformers' forward asks for mm_token_type_ids in training, which text alone does not have",
     "muse_glimmer": "its embedding is a module with a norm inside",
-    "unlimited_ocr": "transformers takes the names of its own layers for older ones, and renames those of an adapter",
     "xmod": "its layers choose rows of the stream by their language, in whole texts",
     "zamba": "its layers share weights that are stored once",
     "prophetnet": "transformers stores its embeddings under a name that its decoder alone has not",
