@@ -47,8 +47,8 @@ def rounded_matrix(matrix: Tensor, kind: str) -> Tensor:
 
 
 def plain_linears(model: Any) -> list[nn.Linear | Conv1D]:
-    """The linears of `model` but its head and routers."""
-    left = set[nn.Module]()
+    """The linears of `model` but its head, routers, and block-diagonal ones (deepseek_v4), which stay plain."""
+    left = {module for module in model.modules() if isinstance(module, nn.Linear) and hasattr(module, "n_groups")}
     for head in (model.get_output_embeddings(), getattr(model, "score", None), getattr(model, "classifier", None)):
         if head is not None:
             left |= {*head.modules()}

@@ -20,6 +20,7 @@ from meshlora.plan.layout import Split
 from meshlora_ground.errors import UnsupportedError, UserError
 from meshlora_ground.topology import Topology
 from meshlora_judge.inputs import write_twin
+from meshlora_judge.quantized import plain_linears
 from meshlora_judge.twin import twin_config
 from tests.blueprints import build_meta
 from tests.for_each import for_each
@@ -47,6 +48,7 @@ def test_heads_are_split_by_groups_and_an_indexer_with_as_many_heads_stays_whole
         f"{ATTENTION}.o_a_proj": {"n_groups": attention.config.o_groups // 2},
     }
     assert f"{ATTENTION}.o_a_proj" not in plan.linears  # it computes no x W^T
+    assert attention.o_a_proj not in plain_linears(model)  # of which the judge rounds those in few bits
     with pytest.raises(UserError, match=r"tp must divide n_groups=4 of .*o_a_proj.weight; use tp in \{1, 2, 4\}"):
         plan_model(model, Topology(tp=8))
 
