@@ -108,6 +108,7 @@ BY_A_CACHE = {
     "a mask of its own": ("gpt_neo", "cp=3", False),
     "numbers of tokens": ("llama4_text", "cp=3", True),
     "mamba-1": ("jamba", "cp=2", False),
+    "mamba-1, sp": ("mamba", "cp=2,tp=2,sp", False),
 }
 
 

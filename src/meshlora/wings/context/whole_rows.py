@@ -49,4 +49,4 @@ def run_on_whole_rows(module: nn.Module, context: ContextCut, uncut: UncutArgume
         return type(output)([context.cut(output[0]), *output[1:]])  # a list, or a tuple
 
     module.register_forward_pre_hook(begin, with_kwargs=True)
-    module.register_forward_hook(end)
+    module.register_forward_hook(end, prepend=True)  # before sp cuts the output over tp
